@@ -1,0 +1,42 @@
+# make train and make test work on a fresh machine with python3 (3.11 or newer) and make.
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+ARGS ?=
+BIN := $(VENV)/bin
+
+.PHONY: train test test-gpu lint format clean
+
+train: $(VENV)/.installed
+	$(BIN)/python train.py $(ARGS)
+
+# The interpreter is single-threaded NumPy: one thread a worker, one worker a core.
+test: $(VENV)/.installed-dev
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+test-gpu: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install -e .
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install -e ".[dev]"
+	touch $(VENV)/.installed $@
+
+clean:
+	rm -rf $(VENV)

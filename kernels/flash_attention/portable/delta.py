@@ -1,0 +1,40 @@
+"""delta = rowsum(do * o) - dlse, the row term of softmax's backward (arXiv:2307.08691, Alg. 2)."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit(do_not_specialize=["total", "n_heads"])
+def _delta_kernel(
+    o_ptr, do_ptr, dlse_ptr, delta_ptr, stride_dot, stride_doh, total, n_heads,
+    HAS_DLSE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One program reduces BLOCK_M rows of one head; o is dense, do has a dense last dimension."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
+    head = tl.program_id(1).to(tl.int64)
+    cols = tl.arange(0, BLOCK_D)
+    inside = rows < total
+    mask = inside[:, None] & (cols[None, :] < HEAD_DIM)
+    # int64: 1M tokens x 32 heads x 128 is past 2**31
+    rows_64 = rows.to(tl.int64)
+    o = tl.load(o_ptr + (rows_64[:, None] * n_heads + head) * HEAD_DIM + cols[None, :], mask=mask, other=0.0)
+    do = tl.load(do_ptr + rows_64[:, None] * stride_dot + head * stride_doh + cols[None, :], mask=mask, other=0.0)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1)
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + head * total + rows, mask=inside, other=0.0)
+    tl.store(delta_ptr + head * total + rows, delta, mask=inside)
+
+
+def attention_delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
+    """o and do (total, n_heads, head_dim), dlse (n_heads, total) fp32 or None -> delta (n_heads, total) fp32."""
+    total, n_heads, head_dim = o.shape
+    delta = torch.empty(n_heads, total, dtype=torch.float32, device=o.device)
+    block_m = 64
+    if total:
+        _delta_kernel[(triton.cdiv(total, block_m), n_heads)](
+            o, do, dlse, delta, do.stride(0), do.stride(1), total, n_heads,
+            HAS_DLSE=dlse is not None, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_M=block_m,
+        )  # fmt: skip
+    return delta

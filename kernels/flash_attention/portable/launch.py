@@ -1,0 +1,44 @@
+"""How programs of a grid find their tile and head, so that the longest start first and K and V stay in L2."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.flash_attention.schedule import WORK_TILE
+
+L2_BUDGET = 32 * 2**20  # bytes of K and V that heads worked at one time may span; an H200 has 50 MB of L2
+
+
+@triton.jit
+def tile_and_head(program, tiles_ptr, n_tiles, n_heads, section, PARTS: tl.constexpr):
+    """Heads are taken in sections; within one, tiles in the schedule's order, and for each tile all heads together.
+
+    PARTS is the number of the kernel's tiles in one of the schedule's.
+    """
+    section_index = program // (n_tiles * section)
+    within = program % (n_tiles * section)
+    heads_here = tl.minimum(section, n_heads - section_index * section)
+    item = within // heads_here
+    head = section_index * section + within % heads_here
+    tile = tl.load(tiles_ptr + item // PARTS) * PARTS + (PARTS - 1 - item % PARTS)
+    return tile, head
+
+
+def grid_of_tiles(work_tiles: Tensor, n_heads: int, block: int) -> tuple[int, int]:
+    """The number of programs, and of blocks of `block` tokens for each head; some of the last may be out of range."""
+    n_tiles = work_tiles.numel() * (WORK_TILE // block)
+    return n_tiles * n_heads, n_tiles
+
+
+def heads_per_section(k: Tensor, v: Tensor, n_heads: int) -> int:
+    """How many query heads to work at once so that the K and V they read fit in L2; whole groups of a GQA."""
+    total, n_kv_heads, head_dim = k.shape
+    bytes_per_kv_head = max(1, total * (head_dim + v.shape[-1]) * k.element_size())
+    kv_heads = min(n_kv_heads, max(1, L2_BUDGET // bytes_per_kv_head))
+    return kv_heads * (n_heads // n_kv_heads)
+
+
+def precision_of(x: Tensor) -> str:
+    """fp32 products are exact unless the user allowed tf32 for torch's own."""
+    return "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"

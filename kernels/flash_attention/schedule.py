@@ -1,0 +1,106 @@
+"""Which keys each query sees, and in what order tiles are worked: built once a batch, shared by all layers.
+
+Documents, causality and windows all leave a query one contiguous range of keys, and both ends of that range never
+move backwards from one query to the next. So the whole mask of a batch is two integers a token, every tile of
+queries reads one contiguous range of keys, and only the blocks at the two ends of it need masking.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+WORK_TILE = 128  # tokens: the unit in which work is ordered; every kernel's block of rows divides it
+
+
+class Schedule(NamedTuple):
+    """The visible ranges of one packed batch, in global token indices, int32, on the device of q, k and v.
+
+    Shapes: key_start, key_end (total_q,); query_start, query_end (total_k,); query_tiles (ceil(total_q / 128),) and
+    key_tiles (ceil(total_k / 128),), tiles of 128 tokens from the most work to the least.
+    Query i sees key j if and only if key_start[i] <= j < key_end[i], which is query_start[j] <= i < query_end[j].
+    """
+
+    key_start: Tensor
+    key_end: Tensor
+    query_start: Tensor
+    query_end: Tensor
+    query_tiles: Tensor
+    key_tiles: Tensor
+    one_document: bool  # known without looking at the GPU to be one causal document: scaled_dot_product's is_causal
+
+    def tensors(self) -> list[Tensor]:
+        """What an operator can take: the six tensors, in order."""
+        return [*self[:6]]
+
+    @classmethod
+    def from_tensors(cls, tensors: Sequence[Tensor]) -> "Schedule":
+        """The inverse of `tensors`."""
+        key_start, key_end, query_start, query_end, query_tiles, key_tiles = tensors
+        return cls(key_start, key_end, query_start, query_end, query_tiles, key_tiles, one_document=False)
+
+
+def build_schedule(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    total_q: int,
+    total_k: int,
+    *,
+    causal: bool,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Schedule:
+    """The schedule of packed queries and keys; runs on the GPU without a sync.
+
+    Shapes: cu_seqlens_q, cu_seqlens_k (n_docs + 1,) int32, both with the same number of documents; tokens past
+    their last entry see nothing and are seen by nothing.
+    Units: window_size in tokens (left, right) beside the query itself, -1 unbounded; causal means right = 0.
+    A document's last query stands beside its last key (flash-attn's bottom-right alignment).
+    """
+    left, right = window_size
+    if causal:
+        right = 0
+    key_start, key_end = _visible_ranges(cu_seqlens_q, cu_seqlens_k, total_q, before=left, after=right)
+    query_start, query_end = _visible_ranges(cu_seqlens_k, cu_seqlens_q, total_k, before=right, after=left)
+    return Schedule(
+        key_start,
+        key_end,
+        query_start,
+        query_end,
+        query_tiles=_longest_first(key_start, key_end),
+        key_tiles=_longest_first(query_start, query_end),
+        one_document=False,
+    )
+
+
+def causal_schedule(cu_seqlens: Tensor | None, total: int, device: torch.device) -> Schedule:
+    """The schedule of causal self-attention over a packed stream of `total` tokens; None is one document."""
+    documents = torch.tensor([0, total], dtype=torch.int32, device=device) if cu_seqlens is None else cu_seqlens
+    schedule = build_schedule(documents, documents, total, total, causal=True)
+    return schedule._replace(one_document=cu_seqlens is None)
+
+
+def _visible_ranges(cu_own: Tensor, cu_other: Tensor, total: int, *, before: int, after: int) -> tuple[Tensor, Tensor]:
+    """For each of `total` tokens, the range of the other side's tokens it is paired with."""
+    token = torch.arange(total, device=cu_own.device, dtype=torch.int32)
+    # how many documents end at or before the token; zero-length ones are stepped over
+    document = torch.searchsorted(cu_own[1:].contiguous(), token, right=True)
+    own_end = _with_empty_tail(cu_own)[document + 1]
+    other_cu = _with_empty_tail(cu_other)
+    other_start, other_end = other_cu[document], other_cu[document + 1]
+    beside = token - own_end + other_end  # bottom-right alignment
+    start = other_start if before < 0 else torch.clamp(beside - before, other_start, other_end)
+    end = other_end if after < 0 else torch.clamp(beside + after + 1, other_start, other_end)
+    return start.to(torch.int32), end.to(torch.int32)
+
+
+def _with_empty_tail(cu_seqlens: Tensor) -> Tensor:
+    """Tokens past the last document belong to one more, which is empty."""
+    return torch.cat([cu_seqlens, cu_seqlens[-1:]])
+
+
+def _longest_first(start: Tensor, end: Tensor) -> Tensor:
+    """Tiles of 128 tokens by falling length of the range that they must read."""
+    last = torch.arange(WORK_TILE - 1, start.numel() + WORK_TILE - 1, WORK_TILE, device=start.device)
+    work = end[last.clamp(max=start.numel() - 1)] - start[::WORK_TILE]
+    return torch.argsort(work, descending=True, stable=True).to(torch.int32)

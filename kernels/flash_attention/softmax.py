@@ -1,0 +1,22 @@
+"""The online softmax recurrence, shared by every forward kernel (arXiv:1805.02867; arXiv:2307.08691, section 3.1)."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def online_softmax_step(scores, row_max, row_sum, scale_log2, MASKED: tl.constexpr):
+    """Takes one block of scores [M, N] into the running maximum and sum of M rows.
+
+    Returns p = 2^(scores * scale_log2 - new_max) [M, N], the factor that rescales what was summed under the old
+    maximum [M], and the new maximum (in log2 units) and sum. Only a MASKED block may hold -inf, and a row that has
+    seen nothing but -inf keeps a sum of 0.
+    """
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
+    if MASKED:
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # -inf - -inf is NaN
+    else:
+        finite_max = new_max
+    p = tl.math.exp2(scores * scale_log2 - finite_max[:, None])
+    rescale = tl.math.exp2(row_max - finite_max)
+    return p, rescale, new_max, row_sum * rescale + tl.sum(p, axis=1)

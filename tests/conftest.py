@@ -1,0 +1,68 @@
+"""Fixtures for every test: where kernels run, NaN in fresh memory, a fixed seed."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+# Triton reads this when a kernel is defined, so it must stand before any test module imports kernels.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def kernels_are_compiled() -> bool:
+    return torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if kernels_are_compiled():
+        return
+    skip = pytest.mark.skip(reason="needs CUDA and TRITON_INTERPRET unset")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where the kernels run here: CUDA when they are compiled, the CPU in the interpreter."""
+    return torch.device("cuda" if kernels_are_compiled() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def _poison(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def allocate_and_fill(*args: Any, **kwargs: Any) -> Tensor:
+        tensor = allocate(*args, **kwargs)
+        with torch.no_grad():
+            return tensor.fill_(_poison(tensor.dtype))
+
+    return allocate_and_fill
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _poison_uninitialised_memory() -> Iterator[None]:
+    """Fresh memory is often zero, which hides an output that a kernel forgot to write; NaN does not.
+
+    torch.use_deterministic_algorithms fills memory too, but it also makes torch run other kernels than in production.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, names in (
+            (torch, ("empty", "empty_like", "empty_strided")),
+            (Tensor, ("new_empty", "new_empty_strided")),
+        ):
+            for name in names:
+                patch.setattr(owner, name, _poisoned(getattr(owner, name)))
+        yield

@@ -1,0 +1,59 @@
+"""The visible ranges of a schedule against the mask written out by its definition."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.flash_attention.schedule import build_schedule, causal_schedule
+
+
+def dense_mask(lengths_q, lengths_k, total_q, total_k, causal, window):
+    left, right = (window[0], 0) if causal else window
+    mask = torch.zeros(total_q, total_k, dtype=torch.bool)
+    q0 = k0 = 0
+    for m, n in zip(lengths_q, lengths_k, strict=True):
+        for i in range(m):
+            for j in range(n):
+                beside = i + n - m
+                mask[q0 + i, k0 + j] = (left < 0 or j >= beside - left) and (right < 0 or j <= beside + right)
+        q0, k0 = q0 + m, k0 + n
+    return mask
+
+
+lengths = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths, st.booleans(), st.integers(-1, 4), st.integers(-1, 4), st.integers(0, 3))
+def test_ranges_are_the_mask(pairs, causal, left, right, tail):
+    lengths_q, lengths_k = zip(*pairs, strict=True)
+    total_q, total_k = sum(lengths_q) + tail, sum(lengths_k) + tail
+    if not total_q or not total_k:
+        return
+    cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).to(torch.int32) for x in (lengths_q, lengths_k))
+    schedule = build_schedule(cu_q, cu_k, total_q, total_k, causal=causal, window_size=(left, right))
+    queries, keys = torch.arange(total_q)[:, None], torch.arange(total_k)[None, :]
+    mask = dense_mask(lengths_q, lengths_k, total_q, total_k, causal, (left, right))
+    by_query = (keys >= schedule.key_start[:, None]) & (keys < schedule.key_end[:, None])
+    by_key = (queries >= schedule.query_start[None, :]) & (queries < schedule.query_end[None, :])
+    assert torch.equal(by_query, mask)
+    assert torch.equal(by_key, mask)
+    for ends in (schedule.key_start, schedule.key_end, schedule.query_start, schedule.query_end):
+        assert ends.dtype == torch.int32
+        assert torch.all(ends.diff() >= 0), "kernels bound a tile's range by its first and last row"
+
+
+def test_longest_tiles_come_first():
+    # a short document, then a long one whose last tile of queries reads the most keys
+    cu = torch.tensor([0, 128, 640], dtype=torch.int32)
+    schedule = causal_schedule(cu, 640, torch.device("cpu"))
+    assert schedule.query_tiles.tolist() == [4, 3, 2, 0, 1]
+    assert schedule.key_tiles.tolist() == [1, 2, 3, 0, 4]
+    assert sorted(schedule.query_tiles.tolist()) == list(range(5))
+
+
+@pytest.mark.parametrize(("cu", "expected"), [(None, True), ([0, 5], False)])
+def test_one_document_is_known_from_the_call_alone(cu, expected):
+    cu = None if cu is None else torch.tensor(cu, dtype=torch.int32)
+    assert causal_schedule(cu, 5, torch.device("cpu")).one_document is expected

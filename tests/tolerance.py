@@ -1,0 +1,24 @@
+"""How wrong a low-precision result may be: arithmetic, not taste."""
+
+from torch import Tensor
+
+
+def assert_as_accurate(name: str, ours: Tensor, exact: Tensor, baseline: Tensor, factor: float = 2.0, floor: float = 0.0) -> None:
+    """`ours` errs at most `factor` times as much as `baseline`, plus the rounding of the result to its dtype.
+
+    Args:
+        name: what is compared, for the message.
+        ours: the result under test.
+        exact: the truth, fp32 or fp64, same shape.
+        baseline: torch's own result in the dtype of `ours`, same shape.
+        factor: how often the baseline's largest error is allowed.
+        floor: error allowed in any case, where the baseline can be exact by luck (a softmax over one key).
+    """
+    assert ours.shape == exact.shape == baseline.shape, f"{name}: {ours.shape}, {exact.shape}, {baseline.shape}"
+    if exact.numel() == 0:
+        return
+    ours, exact, baseline, dtype = ours.detach(), exact.detach(), baseline.detach(), ours.dtype
+    rounding = (exact - exact.to(dtype).to(exact.dtype)).abs().max()
+    allowed = floor + factor * ((baseline.to(exact.dtype) - exact).abs().max() + rounding)
+    error = (ours.to(exact.dtype) - exact).abs().max()
+    assert error <= allowed, f"{name}: max error {error:.2e}, allowed {allowed:.2e}"
