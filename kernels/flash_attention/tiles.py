@@ -21,7 +21,7 @@ class TileConfig:
 
 
 # (arch, head_dim padded to a power of two, pass), for 2-byte dtypes. sm90 at 64 and 128: the best of the eight to ten
-# tried for each entry on an H200 (scripts/results/portable_kernels_h200_202611.md). The others are chosen to fit.
+# tried for each entry on an H200 (scripts/results/portable_tiles_h200_202611.md). The others are chosen to fit.
 _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 3),
     ("sm90", 128, "fwd"): TileConfig(128, 64, 8, 3),
