@@ -1,13 +1,16 @@
-"""The public functions: validation, shapes and docstrings; flash-attn's names and meanings."""
+"""The public functions: validation, shapes and docstrings; flash-attn's names and meanings (version 2.8)."""
 
 import torch
 from torch import Tensor
 
 from kernels.flash_attention.ops import flash_attention_forward
-from kernels.flash_attention.schedule import Schedule, build_schedule
+from kernels.flash_attention.schedule import Schedule, alignment, build_schedule
 from kernels.flash_attention.tiles import interpreted
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+
+Outputs = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
 
 
 def flash_attn_func(
@@ -25,42 +28,48 @@ def flash_attn_func(
     *,
     sinks: Tensor | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    out_dtype: torch.dtype | None = None,
+) -> Outputs:
     """Attention over a batch of sequences of one length.
 
     Shapes: q (batch, seqlen_q, n_heads, head_dim); k, v (batch, seqlen_k, n_kv_heads, head_dim), n_heads a multiple
-    of n_kv_heads -> o like q; with return_lse also lse (batch, n_heads, seqlen_q).
+    of n_kv_heads; v's head_dim may differ from q's and k's, both at most 256; alibi_slopes (n_heads,) or
+    (batch, n_heads); sinks (n_heads,) -> o (batch, seqlen_q, n_heads, v's head_dim), in out_dtype, else q's. With
+    return_lse also lse (batch, n_heads, seqlen_q); with return_attn_probs o, lse and None, as flash-attn without
+    dropout.
     Units: softmax_scale multiplies the scores, head_dim**-0.5 by default; window_size in tokens (left, right) beside
-    the query itself, -1 unbounded; lse in nats, fp32. causal aligns the last query with the last key.
-    A query that sees no key gives 0 and lse -inf. Gradients are bitwise repeatable, deterministic or not.
-    Raises: ValueError on a shape, dtype or head-count mismatch; NotImplementedError on dropout_p, softcap,
-    alibi_slopes, sinks and return_attn_probs.
+    the query itself, -1 unbounded; softcap bounds a score to softcap * tanh(score / softcap), 0 is none; an alibi
+    slope is subtracted for each token of distance; a sink is one more score in the softmax, in nats, without a value;
+    lse in nats, fp32, sinks counted in.
+    causal aligns the last query with the last key. A query that sees no key gives 0, and lse -inf or its sink.
+    Differentiable in q, k, v and sinks, through o and lse. Gradients are bitwise repeatable, deterministic or not.
+    Raises: ValueError on a shape, dtype or head-count mismatch and on dropout, which is not offered.
     Source: FlashAttention-2, arXiv:2307.08691, Alg. 1 and 2.
     """
-    _require_supported(dropout_p, softcap, alibi_slopes, sinks, return_attn_probs)
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        raise ValueError(
-            "q, k and v must be (batch, seqlen, n_heads, head_dim); "
-            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-        )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be (batch, seqlen, heads, head_dim); got {tuple(x.shape)}")
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         raise ValueError(f"q, k and v must have one batch size; got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}")
-    batch, seqlen_q = q.shape[:2]
-    seqlen_k = k.shape[1]
+    batch, seqlen_q, seqlen_k = *q.shape[:2], k.shape[1]
     documents = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
-    flat_q, flat_k, flat_v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    _require_consistent(flat_q, flat_k, flat_v)
-    schedule = build_schedule(
+    o, lse = _attend(
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
         documents * seqlen_q,
         documents * seqlen_k,
-        batch * seqlen_q,
-        batch * seqlen_k,
-        causal=causal,
-        window_size=window_size,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        sinks,
+        out_dtype,
     )
-    o, lse = _attend(flat_q, flat_k, flat_v, schedule, softmax_scale, q.dtype)
-    o = o.unflatten(0, (batch, seqlen_q))
-    return (o, lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)) if return_lse else o
+    lse = lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
+    return _outputs(o.unflatten(0, (batch, seqlen_q)), lse, return_lse, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -83,19 +92,22 @@ def flash_attn_varlen_func(
     *,
     sinks: Tensor | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    out_dtype: torch.dtype | None = None,
+) -> Outputs:
     """Attention over documents packed end to end.
 
     Shapes: q (total_q, n_heads, head_dim); k, v (total_k, n_kv_heads, head_dim); cu_seqlens_q and cu_seqlens_k
-    (n_docs + 1,) int32, where document i is the rows cu_seqlens[i] to cu_seqlens[i + 1] -> o like q; with return_lse
-    also lse (n_heads, total_q). Documents may be empty; rows past the last one give 0 and lse -inf.
-    Units and errors as flash_attn_func. max_seqlen_q and max_seqlen_k are flash-attn's and not needed here.
-    Source: FlashAttention-2, arXiv:2307.08691, Alg. 1 and 2.
+    (n_docs + 1,) int32, where document i is the rows cu_seqlens[i] to cu_seqlens[i + 1]; alibi_slopes (n_heads,) or
+    (n_docs, n_heads) -> o (total_q, n_heads, v's head_dim); with return_lse also lse (n_heads, total_q).
+    Documents may be empty; rows past the last one give 0 and lse -inf (or their sink).
+    Everything else as flash_attn_func. max_seqlen_q and max_seqlen_k are flash-attn's and not needed here.
+    Raises: ValueError as flash_attn_func, and on a block_table (paged keys), which is not offered here.
     """
-    _require_supported(dropout_p, softcap, alibi_slopes, sinks, return_attn_probs)
     if block_table is not None:
-        raise NotImplementedError("block_table (paged keys) is not supported")
-    _require_consistent(q, k, v)
+        raise ValueError("block_table must be None: paged keys are read by flash_attn_with_kvcache alone")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            raise ValueError(f"{name} must be (total, heads, head_dim); got {tuple(x.shape)}")
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype != torch.int32:
             raise ValueError(
@@ -106,23 +118,43 @@ def flash_attn_varlen_func(
             "cu_seqlens_q and cu_seqlens_k must hold the same number of documents; "
             f"got {cu_seqlens_q.numel() - 1} and {cu_seqlens_k.numel() - 1}"
         )
-    schedule = build_schedule(
-        cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], causal=causal, window_size=window_size
+    o, lse = _attend(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        sinks,
+        out_dtype,
     )
-    o, lse = _attend(q, k, v, schedule, softmax_scale, q.dtype)
-    return (o, lse) if return_lse else o
+    return _outputs(o, lse, return_lse, return_attn_probs)
 
 
 def flash_attn_packed(
-    q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, softmax_scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    schedule: Schedule,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention under a schedule built once for the batch (`causal_schedule`), which all layers share.
 
-    Shapes: q (total_q, n_heads, head_dim); k, v (total_k, n_kv_heads, head_dim) -> o like q.
-    Raises: ValueError on a shape, dtype or head-count mismatch.
+    Shapes: q (total_q, n_heads, head_dim); k, v (total_k, n_kv_heads, head_dim); sinks (n_heads,) -> o like q.
+    Units and errors as flash_attn_func.
     """
-    _require_consistent(q, k, v)
-    return _attend(q, k, v, schedule, softmax_scale, q.dtype)[0]
+    _require_consistent(q, k, v, sinks)
+    return flash_attention_forward(
+        *_rows_dense(q, k, v), schedule.tensors(), [], sinks, _scale(q, softmax_scale), softcap, q.dtype
+    )[0]
 
 
 def require_backend(device: torch.device) -> None:
@@ -135,28 +167,76 @@ def require_backend(device: torch.device) -> None:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, softmax_scale: float | None, out_dtype: torch.dtype
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    require_backend(q.device)
+    """Packed attention with a schedule of its own: o (total_q, n_heads, v's head_dim), lse (n_heads, total_q)."""
+    if dropout_p != 0.0:
+        raise ValueError(f"dropout_p must be 0.0: attention dropout is not offered; got {dropout_p}")
+    _require_consistent(q, k, v, sinks)
+    schedule = build_schedule(
+        cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], causal=causal, window_size=window_size
+    )
+    alibi = []
+    if alibi_slopes is not None:
+        n_docs, n_heads = cu_seqlens_q.numel() - 1, q.shape[1]
+        if alibi_slopes.shape not in ((n_heads,), (n_docs, n_heads)) or alibi_slopes.dtype != torch.float32:
+            raise ValueError(
+                f"alibi_slopes must be ({n_heads},) or ({n_docs}, {n_heads}) float32; "
+                f"got {tuple(alibi_slopes.shape)} {_name(alibi_slopes.dtype)}"
+            )
+        slopes = alibi_slopes.expand(1, -1) if alibi_slopes.dim() == 1 else alibi_slopes
+        alibi = [slopes.contiguous(), *alignment(cu_seqlens_q, cu_seqlens_k, q.shape[0])]
+    return flash_attention_forward(
+        *_rows_dense(q, k, v),
+        schedule.tensors(),
+        alibi,
+        sinks,
+        _scale(q, softmax_scale),
+        float(softcap),
+        out_dtype or q.dtype,
+    )
+
+
+def _outputs(o: Tensor, lse: Tensor, return_lse: bool, return_attn_probs: bool) -> Outputs:
+    if return_attn_probs:
+        return o, lse, None
+    return (o, lse) if return_lse else o
+
+
+def _rows_dense(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+
+
+def _scale(q: Tensor, softmax_scale: float | None) -> float:
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     if scale <= 0:
         raise ValueError(f"softmax_scale must be positive; got {scale}")
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    return flash_attention_forward(q, k, v, schedule.tensors(), scale, out_dtype)
+    return scale
 
 
-def _require_consistent(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    require_backend(q.device)
     shapes = f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-    if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
-        raise ValueError(f"q, k and v must be (total, n_heads, head_dim); got {shapes}")
     if k.shape[:2] != v.shape[:2]:
-        raise ValueError(f"k and v must have the same tokens and heads; got {shapes}")
+        raise ValueError(f"k and v must have the same tokens and heads; got q, k and v of {shapes}")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"n_heads must be a multiple of n_kv_heads; got {q.shape[1]} and {k.shape[1]}")
     if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q and k must have one head_dim; got {shapes}")
-    if not (16 <= q.shape[-1] <= 256 and 16 <= v.shape[-1] <= 256):
-        raise ValueError(f"head_dim must be from 16 to 256; got {q.shape[-1]} and, of v, {v.shape[-1]}")
+        raise ValueError(f"q and k must have one head_dim; got q, k and v of {shapes}")
+    if not (1 <= q.shape[-1] <= MAX_HEAD_DIM and 1 <= v.shape[-1] <= MAX_HEAD_DIM):
+        raise ValueError(f"head_dim must be from 1 to {MAX_HEAD_DIM}; got {q.shape[-1]} and, of v, {v.shape[-1]}")
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in DTYPES:
         raise ValueError(
             "q, k and v must be of one dtype, float16, bfloat16 or float32; "
@@ -164,21 +244,8 @@ def _require_consistent(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if not (q.device == k.device == v.device):
         raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device} and {v.device}")
-
-
-def _require_supported(
-    dropout_p: float, softcap: float, alibi_slopes: Tensor | None, sinks: Tensor | None, return_attn_probs: bool
-) -> None:
-    asked = {
-        "dropout_p": dropout_p != 0.0,
-        "softcap": softcap != 0.0,
-        "alibi_slopes": alibi_slopes is not None,
-        "sinks": sinks is not None,
-        "return_attn_probs": return_attn_probs,
-    }
-    unsupported = [name for name, is_asked in asked.items() if is_asked]
-    if unsupported:
-        raise NotImplementedError(f"not supported: {', '.join(unsupported)}")
+    if sinks is not None and (sinks.shape != (q.shape[1],) or sinks.dtype != torch.float32):
+        raise ValueError(f"sinks must be ({q.shape[1]},) float32; got {tuple(sinks.shape)} {_name(sinks.dtype)}")
 
 
 def _name(dtype: torch.dtype) -> str:

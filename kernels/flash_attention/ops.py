@@ -1,7 +1,7 @@
 """The operators that torch knows: fakes for tracing, autograd, FLOP formulas. No arithmetic.
 
 Registered as torch.ops.flash_attention.forward and .backward, so that torch.compile does not break the graph at them
-and activation-checkpoint policies can name them. A Schedule travels as its six tensors.
+and activation-checkpoint policies can name them. A Schedule travels as its six tensors, ALiBi as none or three.
 """
 
 from collections.abc import Sequence
@@ -10,23 +10,41 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from kernels.flash_attention.features import Features
 from kernels.flash_attention.portable.bwd import attention_backward
-from kernels.flash_attention.portable.delta import attention_delta
+from kernels.flash_attention.portable.delta import attention_delta, sink_gradient
 from kernels.flash_attention.portable.fwd import attention_forward
 from kernels.flash_attention.schedule import Schedule
 
 
 @torch.library.custom_op("flash_attention::forward", mutates_args=())
 def flash_attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, schedule: Sequence[Tensor], softmax_scale: float, out_dtype: torch.dtype
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    schedule: Sequence[Tensor],
+    alibi: Sequence[Tensor],
+    sinks: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """(total_q, n_heads, head_dim), k, v (total_k, n_kv_heads, head_dim) -> o in out_dtype, lse (n_heads, total_q)."""
-    return attention_forward(q, k, v, Schedule.from_tensors(schedule), softmax_scale, out_dtype)
+    features = Features(softmax_scale, softcap, sinks, alibi)
+    return attention_forward(q, k, v, Schedule.from_tensors(schedule), features, out_dtype)
 
 
 @flash_attention_forward.register_fake
 def _forward_fake(
-    q: Tensor, k: Tensor, v: Tensor, schedule: Sequence[Tensor], softmax_scale: float, out_dtype: torch.dtype
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    schedule: Sequence[Tensor],
+    alibi: Sequence[Tensor],
+    sinks: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     total, n_heads, _ = q.shape
     o = q.new_empty(total, n_heads, v.shape[-1], dtype=out_dtype)
@@ -43,11 +61,16 @@ def flash_attention_backward(
     o: Tensor,
     lse: Tensor,
     schedule: Sequence[Tensor],
+    alibi: Sequence[Tensor],
+    sinks: Tensor | None,
     softmax_scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of both outputs -> dq, dk, dv, dense."""
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of both outputs -> dq, dk, dv, dense, and dsinks (n_heads,), of no elements without sinks."""
     delta = attention_delta(o, do, dlse)
-    return attention_backward(do.to(q.dtype), q, k, v, lse, delta, Schedule.from_tensors(schedule), softmax_scale)
+    features = Features(softmax_scale, softcap, sinks, alibi)
+    dq, dk, dv = attention_backward(do.to(q.dtype), q, k, v, lse, delta, Schedule.from_tensors(schedule), features)
+    return dq, dk, dv, lse.new_empty(0) if sinks is None else sink_gradient(sinks, lse, delta)
 
 
 @flash_attention_backward.register_fake
@@ -60,28 +83,36 @@ def _backward_fake(
     o: Tensor,
     lse: Tensor,
     schedule: Sequence[Tensor],
+    alibi: Sequence[Tensor],
+    sinks: Tensor | None,
     softmax_scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsinks = lse.new_empty(0 if sinks is None else sinks.shape[0])
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, schedule, softmax_scale, _ = inputs
-    ctx.save_for_backward(q, k, v, *output, *schedule)
-    ctx.softmax_scale = softmax_scale
+    q, k, v, schedule, alibi, sinks, ctx.softmax_scale, ctx.softcap, _ = inputs
+    ctx.save_for_backward(q, k, v, *output, sinks, *schedule, *alibi)
+    ctx.n_schedule = len(schedule)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, do: Tensor | None, dlse: Tensor | None):
-    q, k, v, o, lse, *schedule = ctx.saved_tensors
+    q, k, v, o, lse, sinks, *rest = ctx.saved_tensors
+    schedule, alibi = rest[: ctx.n_schedule], rest[ctx.n_schedule :]
     if do is None:
         do = torch.zeros_like(o)
     elif do.stride(-1) != 1:
         do = do.contiguous()
     if dlse is not None:
         dlse = dlse.contiguous()
-    dq, dk, dv = flash_attention_backward(do, dlse, q, k, v, o, lse, schedule, ctx.softmax_scale)
-    return dq, dk, dv, [None] * len(schedule), None, None
+    dq, dk, dv, dsinks = flash_attention_backward(
+        do, dlse, q, k, v, o, lse, schedule, alibi, sinks, ctx.softmax_scale, ctx.softcap
+    )
+    none_for_lists = [None] * len(schedule), [None] * len(alibi)
+    return dq, dk, dv, *none_for_lists, None if sinks is None else dsinks, None, None, None
 
 
 flash_attention_forward.register_autograd(_backward, setup_context=_save)

@@ -80,11 +80,24 @@ def causal_schedule(cu_seqlens: Tensor | None, total: int, device: torch.device)
     return schedule._replace(one_document=cu_seqlens is None)
 
 
+def alignment(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int) -> tuple[Tensor, Tensor]:
+    """(total_q,) int32 twice: the key that each query stands beside, and its document; ALiBi needs both."""
+    token, document = _documents(cu_seqlens_q, total_q)
+    beside = token - _with_empty_tail(cu_seqlens_q)[document + 1] + _with_empty_tail(cu_seqlens_k)[document + 1]
+    n_docs = cu_seqlens_q.numel() - 1
+    return beside.to(torch.int32), document.clamp(max=max(0, n_docs - 1)).to(torch.int32)
+
+
+def _documents(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Every token's index and document; past the last document comes one more, which is empty."""
+    token = torch.arange(total, device=cu_seqlens.device, dtype=torch.int32)
+    # how many documents end at or before the token; zero-length ones are stepped over
+    return token, torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
+
+
 def _visible_ranges(cu_own: Tensor, cu_other: Tensor, total: int, *, before: int, after: int) -> tuple[Tensor, Tensor]:
     """For each of `total` tokens, the range of the other side's tokens it is paired with."""
-    token = torch.arange(total, device=cu_own.device, dtype=torch.int32)
-    # how many documents end at or before the token; zero-length ones are stepped over
-    document = torch.searchsorted(cu_own[1:].contiguous(), token, right=True)
+    token, document = _documents(cu_own, total)
     own_end = _with_empty_tail(cu_own)[document + 1]
     other_cu = _with_empty_tail(cu_other)
     other_start, other_end = other_cu[document], other_cu[document + 1]
@@ -95,7 +108,7 @@ def _visible_ranges(cu_own: Tensor, cu_other: Tensor, total: int, *, before: int
 
 
 def _with_empty_tail(cu_seqlens: Tensor) -> Tensor:
-    """Tokens past the last document belong to one more, which is empty."""
+    """The ends of all documents and of the empty one behind them."""
     return torch.cat([cu_seqlens, cu_seqlens[-1:]])
 
 

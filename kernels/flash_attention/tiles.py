@@ -20,7 +20,7 @@ class TileConfig:
     num_stages: int
 
 
-# (arch, head_dim padded to a power of two, pass), for 2-byte dtypes. sm90 at 64 and 128: the best of the eight to ten
+# (arch, head_dim of at most this, pass), for 2-byte dtypes. sm90 at 64 and 128: the best of the eight to ten
 # tried for each entry on an H200 (scripts/results/portable_tiles_h200_202611.md). The others are chosen to fit.
 _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 3),
@@ -44,6 +44,9 @@ _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
 }
 
 
+HEAD_DIMS = (64, 128, 256)
+
+
 def interpreted() -> bool:
     """Whether kernels run in Triton's CPU interpreter."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -57,11 +60,11 @@ def arch_of(device: torch.device) -> Arch:
     return "sm90" if torch.cuda.get_device_capability(device)[0] in (9, 10) else "sm80"
 
 
-def tile_config(arch: Arch, padded_head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
-    """The tiles for one launch; padded_head_dim is a power of two of at most 256, itemsize in bytes."""
+def tile_config(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
+    """The tiles for one launch; head_dim is the wider of q's and v's, at most 256, itemsize in bytes."""
     if arch == "interpreter":
         return TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)  # small, so that short inputs have edges
-    entry = _TILES[arch, max(64, padded_head_dim), direction]
+    entry = _TILES[arch, next(d for d in HEAD_DIMS if head_dim <= d), direction]
     if itemsize == 2:
         return entry
     # fp32 takes twice the shared memory and the plain FMA units: quarter the tile

@@ -17,11 +17,13 @@ from triton.compiler import ASTSource
 
 from kernels.flash_attention.portable.bwd import _dkdv_kernel, _dq_kernel
 from kernels.flash_attention.portable.fwd import _fwd_kernel
+from kernels.flash_attention.portable.load import split_width
 from kernels.flash_attention.tiles import tile_config
 
 KERNELS = {"fwd": _fwd_kernel, "dkdv": _dkdv_kernel, "dq": _dq_kernel}
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 INDEX_POINTERS = {"key_start_ptr", "key_end_ptr", "query_start_ptr", "query_end_ptr", "tiles_ptr"}
+FEATURE_POINTERS = ("sinks_ptr", "slopes_ptr", "beside_ptr", "document_ptr")
 
 
 def compile_case(arch, head_dim, direction):
@@ -30,10 +32,15 @@ def compile_case(arch, head_dim, direction):
     kernel = KERNELS[direction]
     tiles = tile_config(arch, head_dim, direction, itemsize=2)
     rows = tiles.block_n if direction == "dkdv" else tiles.block_m
+    d_1, d_2 = split_width(head_dim)
     constants = dict(
-        GROUP=4, HEAD_DIM=head_dim, V_HEAD_DIM=head_dim, BLOCK_D=head_dim, BLOCK_DV=head_dim,
+        HAS_SINKS=False, HAS_SOFTCAP=False, HAS_ALIBI=False, GROUP=4,
+        D=head_dim, D_1=d_1, D_2=d_2, DV=head_dim, DV_1=d_1, DV_2=d_2,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PARTS=128 // rows, PRECISION="ieee",
     )  # fmt: skip
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    # pointers of features that are off are None, as they are at a launch
+    constants |= {name: None for name in FEATURE_POINTERS if name in kernel.arg_names}
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -45,8 +52,8 @@ def compile_case(arch, head_dim, direction):
         elif name.endswith("_ptr"):
             signature[name] = "*bf16"
         else:
-            signature[name] = "fp32" if "scale" in name else "i32"
-        if name.endswith("_ptr") or name.startswith("stride"):
+            signature[name] = "fp32" if name in ("softmax_scale", "softcap") else "i32"
+        if name not in constants and (name.endswith("_ptr") or name.startswith("stride")):
             attributes[(index,)] = [["tt.divisibility", 16]]
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, constexprs=places, attrs=attributes)

@@ -1,5 +1,7 @@
 """The Triton kernels against the fp64 reference, forward and backward: in the interpreter here, compiled on a GPU."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +9,7 @@ from torch import Tensor
 from kernels import flash_attn_func, flash_attn_varlen_func
 from kernels.flash_attention.interface import flash_attn_packed
 from kernels.flash_attention.reference import attention_reference
-from kernels.flash_attention.schedule import causal_schedule
+from kernels.flash_attention.schedule import alignment, causal_schedule
 from tests.tolerance import assert_as_accurate
 
 GPU = torch.cuda.is_available()
@@ -34,16 +36,20 @@ def draw(total_q, total_k, n_heads, n_kv_heads, head_dim, v_head_dim=None, dtype
     return [*tensors, dlse]
 
 
-def check(q, k, v, do, dlse, cu_q, cu_k, run, **mask):
-    """Outputs and gradients of `run` are as accurate as dense attention in the same dtype."""
+def check(q, k, v, do, dlse, cu_q, cu_k, sinks=None, **features):
+    """flash_attn_varlen_func's outputs and gradients are as accurate as dense attention in the same dtype."""
     results = {}
     for name, function in {
-        "ours": run,
-        "exact": lambda *x: attention_reference(*x, cu_q, cu_k, **mask),
-        "same dtype": lambda *x: attention_reference(*x, cu_q, cu_k, dtype=q.dtype, **mask),
+        "ours": partial(flash_attn_varlen_func, max_seqlen_q=0, max_seqlen_k=0, return_lse=True),
+        "exact": attention_reference,
+        "same dtype": partial(attention_reference, dtype=q.dtype),
     }.items():
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        o, lse = function(*inputs)
+        if sinks is None:
+            o, lse = function(*inputs, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **features)
+        else:
+            inputs.append(sinks.detach().requires_grad_())
+            o, lse = function(*inputs[:3], cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, sinks=inputs[3], **features)
         # lse of a row that sees nothing is -inf for all; its gradient counts for nothing
         seen = torch.isfinite(lse)
         grads = torch.autograd.grad((o, lse), inputs, (do.to(o.dtype), torch.where(seen, dlse, 0.0).to(lse.dtype)))
@@ -51,7 +57,8 @@ def check(q, k, v, do, dlse, cu_q, cu_k, run, **mask):
         results[name] = [o, torch.where(seen, lse, -1e4), *grads]
     # do . v and delta are sums of head_dim fp32 products each; where they cancel, their rounding is what is left
     floor = torch.finfo(torch.float32).eps * v.shape[-1] * max(x.detach().abs().max().item() for x in (q, k, v, do))
-    for name, ours, exact, baseline in zip(("o", "lse", "dq", "dk", "dv"), *results.values(), strict=True):
+    names = ("o", "lse", "dq", "dk", "dv", "dsinks")[: len(results["ours"])]
+    for name, ours, exact, baseline in zip(names, *results.values(), strict=True):
         assert_as_accurate(name, ours, exact, baseline, floor=floor)
 
 
@@ -71,43 +78,67 @@ LENGTHS = [
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_packed_documents(lengths, causal, dtype):
     cu = cumulative(lengths)
-    tensors = draw(sum(lengths), sum(lengths), 2, 1, 16, dtype=dtype)
-    check(
-        *tensors, cu, cu, causal=causal,
-        run=lambda q, k, v: flash_attn_varlen_func(q, k, v, cu, cu, 0, 0, causal=causal, return_lse=True),
-    )  # fmt: skip
+    check(*draw(sum(lengths), sum(lengths), 2, 1, 16, dtype=dtype), cu, cu, causal=causal)
 
 
-@pytest.mark.parametrize("head_dim", [16, 24, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [8, 16, 20, 40, 64, 80, 96, 128, 192, 256])
 def test_head_dims(head_dim):
     cu = cumulative([35, 14])
-    check(
-        *draw(49, 49, 2, 2, head_dim), cu, cu, causal=True,
-        run=lambda q, k, v: flash_attn_varlen_func(q, k, v, cu, cu, 35, 35, causal=True, return_lse=True),
-    )  # fmt: skip
+    check(*draw(49, 49, 2, 2, head_dim), cu, cu, causal=True)
+
+
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(192, 128), (24, 80), (96, 16)], ids=str)
+def test_values_of_another_width(head_dim, v_head_dim):
+    cu = cumulative([35, 14])
+    check(*draw(49, 49, 2, 1, head_dim, v_head_dim), cu, cu, causal=True)
 
 
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(4, 4), (4, 2), (6, 1)], ids=["mha", "gqa", "mqa"])
 def test_grouped_query_heads(n_heads, n_kv_heads):
     cu = cumulative([35, 14])
-    check(
-        *draw(49, 49, n_heads, n_kv_heads, 16), cu, cu, causal=True,
-        run=lambda q, k, v: flash_attn_varlen_func(q, k, v, cu, cu, 35, 35, causal=True, return_lse=True),
-    )  # fmt: skip
+    check(*draw(49, 49, n_heads, n_kv_heads, 16), cu, cu, causal=True)
+
+
+# queries and keys of a document differ in number, and some documents have none of one
+UNEVEN = ([5, 40, 3, 0, 7], [9, 20, 0, 4, 70])
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (7, 0), (20, 5), (0, 0), (-1, 3)], ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_more_or_fewer_keys_than_queries_in_a_window(causal, window):
     """Queries align with the last keys, and those that see none give 0, lse -inf and zero gradients."""
-    cu_q, cu_k = cumulative([5, 40, 3, 0, 7]), cumulative([9, 20, 0, 4, 70])
-    tensors = draw(55, 103, 2, 1, 16, v_head_dim=32)
-    check(
-        *tensors, cu_q, cu_k, causal=causal, window_size=window,
-        run=lambda q, k, v: flash_attn_varlen_func(
-            q, k, v, cu_q, cu_k, 40, 70, causal=causal, window_size=window, return_lse=True
-        ),
-    )  # fmt: skip
+    check(*draw(55, 103, 2, 1, 16, 32), *map(cumulative, UNEVEN), causal=causal, window_size=window)
+
+
+SOFTCAP = {"softcap": 2.0}
+ALIBI = {"alibi_slopes": torch.tensor([0.02, 0.3, 0.0, 1.0], device=DEVICE)}
+ALIBI_PER_DOCUMENT = {"alibi_slopes": torch.rand(5, 4, device=DEVICE)}
+SINKS = {"sinks": torch.tensor([0.5, -1.0, 4.0, 0.0], device=DEVICE)}
+SCALE = {"softmax_scale": 0.7}
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (9, 2)], ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(
+    "features",
+    [
+        pytest.param(SOFTCAP, id="softcap"),
+        pytest.param(ALIBI, id="alibi"),
+        pytest.param(ALIBI_PER_DOCUMENT, id="alibi-per-document"),
+        pytest.param(SINKS, id="sinks"),
+        pytest.param(SCALE | SOFTCAP | ALIBI_PER_DOCUMENT | SINKS, id="all"),
+    ],
+)
+def test_features(features, causal, window):
+    """With grouped heads, uneven packed documents, rows that see nothing and a head of two parts."""
+    tensors = draw(55, 103, 4, 2, 24 if "softcap" in features else 48)
+    check(*tensors, *map(cumulative, UNEVEN), causal=causal, window_size=window, **features)
+
+
+def test_large_scores_saturate_the_softcap():
+    q, k, v, do, dlse = draw(33, 33, 1, 1, 16)
+    cu = cumulative([33])
+    check(q.detach() * 100, k, v, do, dlse, cu, cu, causal=True, softcap=5.0)
 
 
 def test_rows_outside_every_document_give_zero():
@@ -117,10 +148,30 @@ def test_rows_outside_every_document_give_zero():
     assert torch.all(o[42:] == 0) and torch.all(lse[:, 42:] == float("-inf"))
     grads = torch.autograd.grad(o, (q, k, v), do)
     assert all(torch.all(g[42:] == 0) for g in grads)
-    check(
-        q, k, v, do, dlse, cu, cu, causal=True,
-        run=lambda q, k, v: flash_attn_varlen_func(q, k, v, cu, cu, 30, 30, causal=True, return_lse=True),
-    )  # fmt: skip
+    check(q, k, v, do, dlse, cu, cu, causal=True)
+
+
+def test_partial_outputs_in_fp32_merge_to_the_whole():
+    """Keys in two halves: outputs weighted by their lse add up, and so do gradients through that merge."""
+    q, k, v, do, _ = draw(40, 64, 2, 1, 16, dtype=torch.float16)
+    cu_q = cumulative([40])
+    whole = flash_attn_varlen_func(q, k, v, cu_q, cumulative([64]), 40, 64, out_dtype=torch.float32)
+    halves = [
+        flash_attn_varlen_func(
+            q, k[s], v[s], cu_q, cumulative([32]), 40, 32, return_lse=True, out_dtype=torch.float32
+        )
+        for s in (slice(0, 32), slice(32, 64))
+    ]  # fmt: skip
+    assert all(o.dtype == torch.float32 for o, _ in halves)
+    weights = torch.stack([lse for _, lse in halves]).softmax(dim=0)  # [2, H, M]
+    merged = sum(w.T[..., None] * o for w, (o, _) in zip(weights, halves, strict=True))
+    torch.testing.assert_close(merged, whole, rtol=1e-3, atol=1e-3)
+    for ours, exact in zip(
+        torch.autograd.grad(merged, (q, k, v), do.float(), retain_graph=True),
+        torch.autograd.grad(whole, (q, k, v), do.float()),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, exact, rtol=5e-3, atol=5e-3)
 
 
 def test_dense_batch_is_a_packed_one_with_equal_documents():
@@ -179,10 +230,13 @@ def test_documents_do_not_leak():
 
 def test_operator_registration():
     q, k, v, *_ = draw(20, 20, 2, 1, 16)
-    schedule = causal_schedule(cumulative([13, 7]), 20, q.device).tensors()
+    cu = cumulative([13, 7])
+    schedule = causal_schedule(cu, 20, q.device).tensors()
+    alibi = [torch.rand(1, 2, device=DEVICE), *alignment(cu, cu, 20)]
+    sinks = torch.rand(2, device=DEVICE, requires_grad=True)
     torch.library.opcheck(
         torch.ops.flash_attention.forward,
-        (q, k, v, schedule, 0.25, torch.float32),
+        (q, k, v, schedule, alibi, sinks, 0.25, 3.0, torch.float32),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"),
     )
 
@@ -211,7 +265,7 @@ CU = torch.tensor([0, 8], dtype=torch.int32)
         pytest.param((Q[:, :3], KV, KV, CU, CU), "multiple of n_kv_heads; got 3 and 2", id="heads"),
         pytest.param((Q, KV, KV[:, :1], CU, CU), "same tokens and heads", id="k-and-v"),
         pytest.param((Q, KV[..., :8], KV, CU, CU), "one head_dim", id="head-dim"),
-        pytest.param((Q[..., :8], KV[..., :8], KV, CU, CU), "from 16 to 256; got 8", id="small-head-dim"),
+        pytest.param((*[x.repeat(1, 1, 20) for x in (Q, KV, KV)], CU, CU), "from 1 to 256; got 320", id="wide-head"),
         pytest.param((Q.half(), KV, KV, CU, CU), "one dtype.*got float16", id="mixed-dtype"),
         pytest.param((Q.double(), KV.double(), KV.double(), CU, CU), "one dtype.*got float64", id="fp64"),
         pytest.param((Q, KV, KV, CU.long(), CU), "cu_seqlens_q must be .* int32; got .* int64", id="cu-dtype"),
@@ -225,10 +279,16 @@ def test_bad_input_is_named(arguments, message):
 
 
 @pytest.mark.parametrize(
-    "extra",
-    [{"dropout_p": 0.1}, {"softcap": 30.0}, {"alibi_slopes": torch.ones(4)}, {"sinks": torch.ones(4)}],
-    ids=lambda extra: next(iter(extra)),
+    ("extra", "message"),
+    [
+        ({"dropout_p": 0.1}, "dropout_p must be 0.0.*got 0.1"),
+        ({"softmax_scale": 0.0}, "softmax_scale must be positive; got 0.0"),
+        ({"alibi_slopes": torch.ones(2, 4)}, r"alibi_slopes must be \(4,\) or \(1, 4\) float32; got \(2, 4\)"),
+        ({"sinks": torch.ones(2)}, r"sinks must be \(4,\) float32; got \(2,\)"),
+        ({"block_table": CU}, "block_table must be None"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_what_is_not_there_yet_says_so(extra):
-    with pytest.raises(NotImplementedError, match=next(iter(extra))):
+def test_bad_feature_is_named(extra, message):
+    with pytest.raises(ValueError, match=message):
         flash_attn_varlen_func(Q, KV, KV, CU, CU, 8, 8, **extra)

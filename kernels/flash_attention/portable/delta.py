@@ -1,4 +1,4 @@
-"""delta = rowsum(do * o) - dlse, the row term of softmax's backward (arXiv:2307.08691, Alg. 2)."""
+"""delta = rowsum(do * o) - dlse, the row term of softmax's backward (arXiv:2307.08691, Alg. 2), and what sinks get."""
 
 import torch
 import triton
@@ -38,3 +38,8 @@ def attention_delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
             HAS_DLSE=dlse is not None, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_M=block_m,
         )  # fmt: skip
     return delta
+
+
+def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """(n_heads,), (n_heads, total) twice -> (n_heads,): a sink's probability times -delta, summed over the rows."""
+    return -(torch.exp(sinks[:, None] - lse) * delta).sum(dim=1)

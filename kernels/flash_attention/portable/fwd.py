@@ -5,119 +5,133 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.flash_attention.features import Features
 from kernels.flash_attention.masks import is_visible, tile_range
 from kernels.flash_attention.portable.launch import grid_of_tiles, heads_per_section, precision_of, tile_and_head
+from kernels.flash_attention.portable.load import load_part, split_width, store_part
 from kernels.flash_attention.schedule import WORK_TILE, Schedule
+from kernels.flash_attention.scores import alibi_bias, cap, load_alibi
 from kernels.flash_attention.softmax import online_softmax_step
 from kernels.flash_attention.tiles import arch_of, tile_config
 
 
 @triton.jit
 def _attend(
-    acc, row_max, row_sum, q, k_ptr, v_ptr, start, end, key_start, key_end, total_k, scale_log2,
-    stride_kt, stride_vt, cols_qk, cols_v,
-    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    acc, acc_2, row_max, row_sum, q, q_2, k_ptr, v_ptr, start, end, key_start, key_end, total_k, stride_kt, stride_vt,
+    softmax_scale, softcap, slope, beside,
+    MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr,
+    D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Takes the keys start to end into the running softmax of one tile of queries."""
-    block = tl.arange(0, BLOCK_N)  # [N]
-    # int64 for a block's base: 1M tokens x 32 heads x 128 is past 2**31
-    base_kt, base_vt = stride_kt.to(tl.int64), stride_vt.to(tl.int64)
     for n in range(start, end, BLOCK_N):
-        k_ptrs = k_ptr + n * base_kt + block[None, :] * stride_kt + cols_qk[:, None]  # [D, N]
-        v_ptrs = v_ptr + n * base_vt + block[:, None] * stride_vt + cols_v[None, :]  # [N, DV]
-        keys = n + block
-        if MASKED or BLOCK_D != HEAD_DIM:
-            k = tl.load(k_ptrs, mask=(keys[None, :] < total_k) & (cols_qk[:, None] < HEAD_DIM), other=0.0)
-        else:
-            k = tl.load(k_ptrs)
-        scores = tl.dot(q, k, input_precision=PRECISION)  # [M, N]
+        k = load_part(k_ptr, n, stride_kt, total_k, 0, D_1, D, BLOCK_N, MASKED)  # [N, D_1]
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
+        if D_2:
+            k_2 = load_part(k_ptr, n, stride_kt, total_k, D_1, D_2, D, BLOCK_N, MASKED)
+            scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision=PRECISION)
+        keys = n + tl.arange(0, BLOCK_N)
+        to_log2 = softmax_scale * 1.4426950408889634
+        if HAS_SOFTCAP:
+            scores, _ = cap(scores, softmax_scale, softcap)
+            to_log2 = 1.0
+        if HAS_ALIBI:
+            scores = scores * to_log2 + alibi_bias(slope[:, None], beside[:, None], keys[None, :])
+            to_log2 = 1.0
         if MASKED:
             scores = tl.where(is_visible(keys, key_start, key_end), scores, float("-inf"))
-        p, rescale, row_max, row_sum = online_softmax_step(scores, row_max, row_sum, scale_log2, MASKED)
-        acc = acc * rescale[:, None]
-        if MASKED or BLOCK_DV != V_HEAD_DIM:
-            v = tl.load(v_ptrs, mask=(keys[:, None] < total_k) & (cols_v[None, :] < V_HEAD_DIM), other=0.0)
-        else:
-            v = tl.load(v_ptrs)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    return acc, row_max, row_sum
+        p, rescale, row_max, row_sum = online_softmax_step(scores, row_max, row_sum, to_log2, MASKED)
+        v = load_part(v_ptr, n, stride_vt, total_k, 0, DV_1, DV, BLOCK_N, MASKED)  # [N, DV_1]
+        p = p.to(v.dtype)
+        acc = tl.dot(p, v, acc * rescale[:, None], input_precision=PRECISION)
+        if DV_2:
+            v_2 = load_part(v_ptr, n, stride_vt, total_k, DV_1, DV_2, DV, BLOCK_N, MASKED)
+            acc_2 = tl.dot(p, v_2, acc_2 * rescale[:, None], input_precision=PRECISION)
+    return acc, acc_2, row_max, row_sum
 
 
 @triton.jit(do_not_specialize=["total_q", "total_k", "n_heads", "n_tiles", "section"])
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, key_start_ptr, key_end_ptr, tiles_ptr,
-    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
-    total_q, total_k, n_heads, n_tiles, section, scale_log2,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    sinks_ptr, slopes_ptr, beside_ptr, document_ptr,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_slopes,
+    total_q, total_k, n_heads, n_tiles, section, softmax_scale, softcap,
+    HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries of one head. o (total_q, n_heads, V_HEAD_DIM), lse (n_heads, total_q), dense."""
+    """One program: BLOCK_M queries of one head. o (total_q, n_heads, DV) and lse (n_heads, total_q) are dense.
+
+    A head of D columns is held as parts of D_1 and D_2 columns, and one of DV as DV_1 and DV_2; the second may be 0.
+    """
     tile, head = tile_and_head(tl.program_id(0), tiles_ptr, n_tiles, n_heads, section, PARTS)
     first = tile * BLOCK_M
     if first >= total_q:
         return
     last = tl.minimum(first + BLOCK_M, total_q) - 1
     rows = first + tl.arange(0, BLOCK_M)  # [M]
-    cols_qk = tl.arange(0, BLOCK_D)
-    cols_v = tl.arange(0, BLOCK_DV)
     inside = rows < total_q
     key_start = tl.load(key_start_ptr + rows, mask=inside, other=0)
     key_end = tl.load(key_end_ptr + rows, mask=inside, other=0)
     start, whole_start, whole_end, end = tile_range(key_start_ptr, key_end_ptr, first, last, BLOCK_N)
 
-    q_ptrs = q_ptr + rows[:, None].to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh + cols_qk[None, :]
-    q = tl.load(q_ptrs, mask=inside[:, None] & (cols_qk[None, :] < HEAD_DIM), other=0.0)  # [M, D]
-    k_ptr += (head // GROUP).to(tl.int64) * stride_kh
-    v_ptr += (head // GROUP).to(tl.int64) * stride_vh
+    head_64 = head.to(tl.int64)
+    q_ptr += head_64 * stride_qh
+    k_ptr += head_64 // GROUP * stride_kh
+    v_ptr += head_64 // GROUP * stride_vh
+    q = load_part(q_ptr, first, stride_qt, total_q, 0, D_1, D, BLOCK_M, True)  # [M, D_1]
+    q_2 = load_part(q_ptr, first, stride_qt, total_q, D_1, D_2, D, BLOCK_M, True) if D_2 else q
+    slope, beside = load_alibi(slopes_ptr, beside_ptr, document_ptr, stride_slopes, rows, head, inside, HAS_ALIBI)
 
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, start, whole_start, key_start, key_end, total_k, scale_log2,
-        stride_kt, stride_vt, cols_qk, cols_v,
-        True, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION,
-    )  # fmt: skip
-    acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, whole_start, whole_end, key_start, key_end, total_k, scale_log2,
-        stride_kt, stride_vt, cols_qk, cols_v,
-        False, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION,
-    )  # fmt: skip
-    acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, whole_end, end, key_start, key_end, total_k, scale_log2,
-        stride_kt, stride_vt, cols_qk, cols_v,
-        True, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION,
-    )  # fmt: skip
+    acc = tl.zeros([BLOCK_M, DV_1], tl.float32)
+    acc_2 = tl.zeros([BLOCK_M, DV_2 if DV_2 else 1], tl.float32)
+    if HAS_SINKS:  # a logit that every row sees and that has no value
+        row_max = tl.full([BLOCK_M], 1.4426950408889634, tl.float32) * tl.load(sinks_ptr + head)
+        row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
+    else:
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+    # blocks that some row sees in part, then those that every row sees whole, then again in part
+    for phase in tl.static_range(3):
+        acc, acc_2, row_max, row_sum = _attend(
+            acc, acc_2, row_max, row_sum, q, q_2, k_ptr, v_ptr,
+            start if phase == 0 else whole_start if phase == 1 else whole_end,
+            whole_start if phase == 0 else whole_end if phase == 1 else end,
+            key_start, key_end, total_k, stride_kt, stride_vt, softmax_scale, softcap, slope, beside,
+            phase != 1, HAS_SOFTCAP, HAS_ALIBI, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_N, PRECISION,
+        )  # fmt: skip
 
     sees = row_sum > 0  # a row that sees no key gives 0 and -inf
-    acc = acc / tl.where(sees, row_sum, 1.0)[:, None]
+    divisor = tl.where(sees, row_sum, 1.0)[:, None]
     lse = tl.where(sees, (row_max + tl.log2(row_sum)) * 0.6931471805599453, float("-inf"))
-    o_ptrs = o_ptr + (rows[:, None].to(tl.int64) * n_heads + head) * V_HEAD_DIM + cols_v[None, :]
-    tl.store(o_ptrs, acc.to(o_ptr.dtype.element_ty), mask=inside[:, None] & (cols_v[None, :] < V_HEAD_DIM))
-    tl.store(lse_ptr + head.to(tl.int64) * total_q + rows, lse, mask=inside)
+    stride_ot = n_heads * DV
+    o_ptr += head_64 * DV
+    store_part(o_ptr, acc / divisor, first, stride_ot, total_q, 0, DV_1, DV, BLOCK_M)
+    if DV_2:
+        store_part(o_ptr, acc_2 / divisor, first, stride_ot, total_q, DV_1, DV_2, DV, BLOCK_M)
+    tl.store(lse_ptr + head_64 * total_q + rows, lse, mask=inside)
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, softmax_scale: float, out_dtype: torch.dtype
+    q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o like q in out_dtype, lse fp32."""
+    """(total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o in out_dtype, lse fp32."""
     total_q, n_heads, head_dim = q.shape
     total_k, n_kv_heads, v_head_dim = v.shape
     o = torch.empty(total_q, n_heads, v_head_dim, dtype=out_dtype, device=q.device)
     lse = torch.empty(n_heads, total_q, dtype=torch.float32, device=q.device)
-    block_d = triton.next_power_of_2(head_dim)
-    block_dv = triton.next_power_of_2(v_head_dim)
-    tiles = tile_config(arch_of(q.device), max(block_d, block_dv), "fwd", q.element_size())
+    tiles = tile_config(arch_of(q.device), max(head_dim, v_head_dim), "fwd", q.element_size())
     grid, n_tiles = grid_of_tiles(schedule.query_tiles, n_heads, tiles.block_m)
     if grid == 0:
         return o, lse
+    d_1, d_2 = split_width(head_dim)
+    dv_1, dv_2 = split_width(v_head_dim)
     _fwd_kernel[(grid,)](
         q, k, v, o, lse, schedule.key_start, schedule.key_end, schedule.query_tiles,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        total_q, total_k, n_heads, n_tiles, heads_per_section(k, v, n_heads), softmax_scale * 1.4426950408889634,
-        GROUP=n_heads // n_kv_heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, BLOCK_D=block_d, BLOCK_DV=block_dv,
+        *features.pointers(), *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], features.stride_slopes(),
+        total_q, total_k, n_heads, n_tiles, heads_per_section(k, v, n_heads), features.softmax_scale, features.softcap,
+        **features.switches(), GROUP=n_heads // n_kv_heads,
+        D=head_dim, D_1=d_1, D_2=d_2, DV=v_head_dim, DV_1=dv_1, DV_2=dv_2,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PARTS=WORK_TILE // tiles.block_m, PRECISION=precision_of(q),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
