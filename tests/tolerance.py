@@ -3,7 +3,9 @@
 from torch import Tensor
 
 
-def assert_as_accurate(name: str, ours: Tensor, exact: Tensor, baseline: Tensor, factor: float = 2.0, floor: float = 0.0) -> None:
+def assert_as_accurate(
+    name: str, ours: Tensor, exact: Tensor, baseline: Tensor, factor: float = 2.0, floor: float = 0.0
+) -> None:
     """`ours` errs at most `factor` times as much as `baseline`, plus the rounding of the result to its dtype.
 
     Args:

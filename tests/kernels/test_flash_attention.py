@@ -254,9 +254,9 @@ def test_compiles_without_a_graph_break():
             assert torch.equal(compiled(q, k, v, cu), attend(q, k, v, cu))
 
 
-Q = torch.empty(8, 4, 16)
-KV = torch.empty(8, 2, 16)
-CU = torch.tensor([0, 8], dtype=torch.int32)
+Q = torch.empty(8, 4, 16, device=DEVICE)
+KV = torch.empty(8, 2, 16, device=DEVICE)
+CU = torch.tensor([0, 8], dtype=torch.int32, device=DEVICE)
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,8 @@ def _dkdv_kernel(
     dv = tl.zeros([BLOCK_N, DV_1], tl.float32)
     dk_2 = tl.zeros([BLOCK_N, D_2 if D_2 else 1], tl.float32)
     dv_2 = tl.zeros([BLOCK_N, DV_2 if DV_2 else 1], tl.float32)
-    for member in range(GROUP):
+    # what the three phases have in common, hoisted out of this loop, is more than the registers hold
+    for member in tl.range(GROUP, disable_licm=True):
         head = kv_head * GROUP + member
         head_64 = head.to(tl.int64)
         for phase in tl.static_range(3):

@@ -1,0 +1,475 @@
+"""Time, TFLOP/s and peak memory of attention: naive, SDPA, FlexAttention, FlashAttention-3 (if installed) and ours.
+
+    python scripts/bench_attention.py                                  # 1k to 64k tokens, d = 64 and 128, causal
+    python scripts/bench_attention.py --varlen --seqlens               # packed documents only
+    python scripts/bench_attention.py --backends naive ours --head-dims 128 --seqlens 4096 16384
+
+Writes OUT.csv, OUT.md and OUT.png. Running out of memory is a result, not an error.
+
+Counted FLOPs: forward 4 * n_heads * head_dim * sum of squared lengths, halved if causal; backward 2.5 times that.
+Peak memory is what the pass allocates beside its inputs (q, k, v and the gradient of o); for the backward, the peak of
+forward and backward together. Masks of blocks and schedules are built before the clock starts, except for `ours`,
+which is the public function and builds its schedule inside.
+"""
+
+import argparse
+import csv
+import gc
+import math
+import os
+import shlex
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields
+from datetime import date
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch._functorch.config
+import triton
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+from triton.testing import do_bench
+
+from kernels import flash_attn_func, flash_attn_varlen_func
+from kernels.flash_attention.interface import flash_attn_packed
+from kernels.flash_attention.schedule import build_schedule
+
+MODEL_DIM = 2048  # n_heads * head_dim in every case
+DENSE_TOKENS = 16384  # a batch of short sequences holds this many tokens
+PACKED_TOKENS = 65536  # in the one row of the packed documents
+DEVICE = torch.device("cuda")
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One problem: `batch` rows of `seqlen` tokens; each row is one document, or the one row holds `documents`."""
+
+    head_dim: int
+    batch: int
+    seqlen: int
+    causal: bool
+    documents: tuple[int, ...] = ()  # lengths, in tokens
+    name: str = ""
+
+    @property
+    def n_heads(self) -> int:
+        return MODEL_DIM // self.head_dim
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return self.documents or (self.seqlen,) * self.batch
+
+    @property
+    def section(self) -> str:
+        return "packed documents" if self.documents else "dense"
+
+    def flops(self, direction: Direction) -> float:
+        forward = 4 * MODEL_DIM * sum(length**2 for length in self.lengths) / (2 if self.causal else 1)
+        return forward * (2.5 if direction == "backward" else 1)
+
+    def cu_seqlens(self) -> Tensor:
+        ends = torch.tensor((0, *self.lengths)).cumsum(0)
+        return ends.to(device=DEVICE, dtype=torch.int32)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One result; ms, tflops and peak_gib (of memory) are None where the outcome is not "ok"."""
+
+    section: str
+    workload: str
+    head_dim: int
+    batch: int
+    seqlen: int
+    causal: bool
+    backend: str
+    direction: Direction
+    outcome: str  # "ok", "oom" or the error's first line
+    ms: float | None
+    tflops: float | None
+    peak_gib: float | None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How one implementation is fed: its layout of q, k and v, and what turns a workload into a callable."""
+
+    layout: Literal["batch heads tokens", "batch tokens heads", "tokens heads"]
+    prepare: Callable[[Workload], Attend]
+    has_backward: bool = True
+
+    def inputs(self, workload: Workload) -> list[Tensor]:
+        """q, k, v and the gradient of o, bf16, in the backend's own layout: no transposition is timed."""
+        batch, tokens, heads = workload.batch, workload.seqlen, workload.n_heads
+        shape = {
+            "batch heads tokens": (batch, heads, tokens),
+            "batch tokens heads": (batch, tokens, heads),
+            "tokens heads": (batch * tokens, heads),
+        }[self.layout]
+        tensors = [torch.randn(*shape, workload.head_dim, dtype=torch.bfloat16, device=DEVICE) for _ in range(4)]
+        return [tensor.requires_grad_(self.has_backward) for tensor in tensors[:3]] + tensors[3:]
+
+
+def naive(workload: Workload) -> Attend:
+    """Textbook attention with bf16 scores: the leanest way to write the whole matrix down."""
+    hidden = torch.ones(workload.seqlen, workload.seqlen, dtype=torch.bool, device=DEVICE).triu(1)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q * workload.head_dim**-0.5) @ k.transpose(-2, -1)
+        if workload.causal:
+            scores.masked_fill_(hidden, -math.inf)
+        return scores.softmax(-1) @ v
+
+    return attend
+
+
+def sdpa(backend: SDPBackend, workload: Workload) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, is_causal=workload.causal)
+
+    return attend
+
+
+def flex(workload: Workload) -> Attend:
+    """FlexAttention compiled for this very shape, as its authors advise for speed."""
+    torch._dynamo.reset()  # every shape is a compilation of its own, and their number is limited
+    torch._functorch.config.donated_buffer = False  # the timing runs one graph's backward many times
+    compiled = torch.compile(flex_attention, dynamic=False)
+    causal = workload.causal
+    lengths = torch.tensor(workload.lengths, device=DEVICE)
+    document = torch.repeat_interleave(torch.arange(len(lengths), device=DEVICE), lengths)
+
+    def causal_mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    def document_mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = document[query] == document[key]
+        return same & (query >= key) if causal else same
+
+    if not workload.documents and not causal:
+        return compiled
+    mask = document_mask if workload.documents else causal_mask
+    block_mask = create_block_mask(mask, None, None, workload.seqlen, workload.seqlen, device=DEVICE)
+    return partial(compiled, block_mask=block_mask)
+
+
+def ours(workload: Workload) -> Attend:
+    if not workload.documents:
+        return lambda q, k, v: _output(flash_attn_func(q, k, v, causal=workload.causal))
+    cu_seqlens, longest = workload.cu_seqlens(), max(workload.lengths)
+    return lambda q, k, v: _output(
+        flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=workload.causal)
+    )
+
+
+def ours_packed(workload: Workload) -> Attend:
+    """What every layer of a model calls: the batch's schedule stands already."""
+    cu_seqlens, total = workload.cu_seqlens(), sum(workload.lengths)
+    schedule = build_schedule(cu_seqlens, cu_seqlens, total, total, causal=workload.causal)
+    return partial(flash_attn_packed, schedule=schedule)
+
+
+def fa3(workload: Workload) -> Attend:
+    import fa3_fwd_interface as fa3_package
+
+    if not workload.documents:
+        return lambda q, k, v: _output(fa3_package.flash_attn_func(q, k, v, causal=workload.causal))
+    cu_seqlens, longest = workload.cu_seqlens(), max(workload.lengths)
+    return lambda q, k, v: _output(
+        fa3_package.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=workload.causal)
+    )
+
+
+def _output(result: Tensor | tuple[Tensor, *tuple[Tensor | None, ...]]) -> Tensor:
+    """o of a function that may return the lse beside it."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+DENSE_BACKENDS = {
+    "naive": Backend("batch heads tokens", naive),
+    "sdpa-flash2": Backend("batch heads tokens", partial(sdpa, SDPBackend.FLASH_ATTENTION)),
+    "sdpa-cudnn": Backend("batch heads tokens", partial(sdpa, SDPBackend.CUDNN_ATTENTION)),
+    "flex": Backend("batch heads tokens", flex),
+    "fa3": Backend("batch tokens heads", fa3, has_backward=False),
+    "ours": Backend("batch tokens heads", ours),
+    "ours-packed": Backend("tokens heads", ours_packed),
+}
+PACKED_BACKENDS = {
+    "flex": Backend("batch heads tokens", flex),
+    "fa3": Backend("tokens heads", fa3, has_backward=False),
+    "ours": Backend("tokens heads", ours),
+    "ours-packed": Backend("tokens heads", ours_packed),
+}
+STYLES = {  # the palette of Okabe and Ito, and a marker each, so that no reader needs the colours
+    "naive": ("#000000", "o"),
+    "sdpa-flash2": ("#E69F00", "s"),
+    "sdpa-cudnn": ("#56B4E9", "^"),
+    "flex": ("#009E73", "D"),
+    "fa3": ("#CC79A7", "v"),
+    "ours": ("#D55E00", "P"),
+    "ours-packed": ("#0072B2", "X"),
+}
+
+
+def dense_workload(seqlen: int, head_dim: int, *, causal: bool) -> Workload:
+    batch = max(1, DENSE_TOKENS // seqlen)
+    return Workload(head_dim, batch, seqlen, causal, name=f"{batch} × {seqlen}")
+
+
+def packed_workloads(head_dim: int, *, causal: bool) -> list[Workload]:
+    """Two rows of packed documents: long-tailed ones like text on the web, and many short ones."""
+    generator = torch.Generator().manual_seed(0)
+    candidates = PACKED_TOKENS // 64
+    # median 1k, and a tail that reaches 32k
+    long_tailed = torch.randn(candidates, generator=generator).mul(1.5).exp().mul(1024).long().clamp(1, 32768)
+    short = torch.randint(64, 513, (candidates,), generator=generator)
+    return [
+        Workload(head_dim, 1, PACKED_TOKENS, causal, documents, f"{len(documents)} documents, {kind}")
+        for kind, documents in (
+            ("log-normal", fill_row(long_tailed.tolist(), PACKED_TOKENS)),
+            ("64 to 512 tokens", fill_row(short.tolist(), PACKED_TOKENS)),
+        )
+    ]
+
+
+def fill_row(lengths: Iterable[int], total: int) -> tuple[int, ...]:
+    """The first documents that fill `total` tokens; the last one is cut."""
+    documents: list[int] = []
+    left = total
+    for length in lengths:
+        if left == 0:
+            break
+        documents.append(min(length, left))
+        left -= documents[-1]
+    return tuple(documents)
+
+
+def measure(name: str, backend: Backend, workload: Workload, *, warmup: float, rep: float) -> list[Row]:
+    """Forward, then backward. A pass that fails is a row that says so; after a failed forward, so is the backward.
+
+    Units: warmup and rep are the milliseconds that one timing warms up and repeats.
+    """
+    directions: tuple[Direction, ...] = ("forward", "backward") if backend.has_backward else ("forward",)
+    rows: list[Row] = []
+    outcome = "ok"
+    for direction in directions:
+        ms = tflops = peak_gib = None
+        if outcome == "ok":
+            try:
+                ms, peak_gib = time_and_peak(backend, workload, direction, warmup=warmup, rep=rep)
+                tflops = workload.flops(direction) / ms * 1e-9
+            except torch.OutOfMemoryError:
+                outcome = "oom"
+            except Exception as error:
+                # one backend's failure is a result too; the table reports it and the sweep goes on
+                traceback.print_exc()
+                first_line, *_ = str(error).strip().splitlines() or [""]
+                outcome = f"{type(error).__name__}: {first_line}"
+            gc.collect()  # a failed pass leaves its tensors in reference cycles
+            torch.cuda.empty_cache()
+        shape = (workload.head_dim, workload.batch, workload.seqlen, workload.causal)
+        rows.append(Row(workload.section, workload.name, *shape, name, direction, outcome, ms, tflops, peak_gib))
+    return rows
+
+
+def time_and_peak(
+    backend: Backend, workload: Workload, direction: Direction, *, warmup: float, rep: float
+) -> tuple[float, float]:
+    """The median milliseconds of one pass, and the peak GiB beside its inputs."""
+    q, k, v, do = backend.inputs(workload)
+    inputs_bytes = torch.cuda.memory_allocated()
+    attend = backend.prepare(workload)
+
+    def run() -> None:
+        o = attend(q, k, v)
+        if direction == "backward":
+            torch.autograd.grad(o, (q, k, v), do)
+
+    run()  # compiles; what that allocates is not the pass's
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    peak_gib = (torch.cuda.max_memory_allocated() - inputs_bytes) / 2**30
+    if direction == "forward":
+        return do_bench(run, warmup=warmup, rep=rep, return_mode="median"), peak_gib
+    o = attend(q, k, v)
+    backward = partial(torch.autograd.grad, o, (q, k, v), do, retain_graph=True)
+    return do_bench(backward, warmup=warmup, rep=rep, return_mode="median"), peak_gib
+
+
+def describe(command: str, commit: str | None, today: date) -> dict[str, str]:
+    """What a reader needs to repeat the measurement; without a `commit`, git is asked."""
+    if commit is None:
+        git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
+        commit = git.stdout.strip() if git.returncode == 0 else "unknown: no git checkout, and no --commit"
+    return {
+        "command": command,
+        "commit": commit,
+        "GPU": torch.cuda.get_device_name(),
+        "versions": f"torch {torch.__version__}, triton {triton.__version__}, CUDA {torch.version.cuda}",
+        "date": today.isoformat(),
+    }
+
+
+def write_csv(rows: list[Row], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+def markdown(rows: list[Row], head: dict[str, str]) -> str:
+    """The head, then a table for each section and direction: a line a workload, a column a backend."""
+    lines = ["# Attention: time, TFLOP/s and peak memory", ""]
+    lines += [f"- {key}: `{value}`" for key, value in head.items()]
+    lines += [
+        "",
+        f"bf16, n_heads × head_dim = {MODEL_DIM}. A cell is TFLOP/s · milliseconds (median) · GiB. FLOPs: forward "
+        "4 · n_heads · head_dim · Σ length², halved if causal; backward 2.5 times that. GiB: the peak beside q, k, v "
+        "and do, for the backward that of forward and backward together. `ours` builds its schedule in every call, "
+        "`ours-packed` is given it, as every layer of a model is, and as `flex` is given its block mask.",
+    ]
+    for section, causal, direction in dict.fromkeys((row.section, row.causal, row.direction) for row in rows):
+        chosen = [row for row in rows if (row.section, row.causal, row.direction) == (section, causal, direction)]
+        backends = list(dict.fromkeys(row.backend for row in chosen))
+        cells = {(row.head_dim, row.workload, row.backend): _cell(row) for row in chosen}
+        lines += ["", f"## {section.capitalize()}, {'causal' if causal else 'not causal'}, {direction}", ""]
+        lines.append(f"| d | workload | {' | '.join(backends)} |")
+        lines.append("|--:|:--|" + "--:|" * len(backends))
+        for head_dim, workload in dict.fromkeys((row.head_dim, row.workload) for row in chosen):
+            results = [cells.get((head_dim, workload, backend), "–") for backend in backends]
+            lines.append(f"| {head_dim} | {workload} | {' | '.join(results)} |")
+    failures = [row for row in rows if row.outcome not in ("ok", "oom")]
+    if failures:
+        lines += ["", "## Failures", ""]
+        lines += [
+            f"- {row.backend}, d={row.head_dim}, {row.workload}, {row.direction}: {row.outcome}" for row in failures
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(row: Row) -> str:
+    if row.ms is None:
+        return "OOM" if row.outcome == "oom" else "failed"
+    return f"{row.tflops:.0f} · {row.ms:.3g} ms · {row.peak_gib:.3g}"
+
+
+def draw(rows: list[Row], title: str) -> Figure:
+    """Time of both passes and peak memory against sequence length, of the dense workloads; a column a head_dim."""
+    dense = [row for row in rows if row.section == "dense"]
+    head_dims = sorted({row.head_dim for row in dense})
+    panels: list[tuple[Direction, str, str]] = [
+        ("forward", "ms", "forward time (ms)"),
+        ("backward", "ms", "backward time (ms)"),
+        ("backward", "peak_gib", "peak memory, both passes (GiB)"),
+    ]
+    figure = Figure(figsize=(1 + 5 * len(head_dims), 11), layout="constrained")
+    grid = figure.subplots(len(panels), len(head_dims), sharex=True, sharey="row", squeeze=False)
+    for (direction, quantity, label), line_of_axes in zip(panels, grid, strict=True):
+        for head_dim, axes in zip(head_dims, line_of_axes, strict=True):
+            _draw_panel(axes, [r for r in dense if (r.direction, r.head_dim) == (direction, head_dim)], quantity)
+        line_of_axes[0].set_ylabel(label)
+    for head_dim, top, bottom in zip(head_dims, grid[0], grid[-1], strict=True):
+        top.set_title(f"head_dim {head_dim}")
+        bottom.set_xlabel(f"sequence length (at least {DENSE_TOKENS // 1024}k tokens a batch)")
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.suptitle(title)
+    return figure
+
+
+def _draw_panel(axes: Axes, rows: list[Row], quantity: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.margins(y=0.2)  # room for the marks of running out of memory
+    for backend in dict.fromkeys(row.backend for row in rows):
+        color, marker = STYLES[backend]
+        mine = [row for row in rows if row.backend == backend]
+        done = [row for row in mine if row.ms is not None]
+        values = [getattr(row, quantity) for row in done]
+        axes.plot([row.seqlen for row in done], values, color=color, marker=marker, label=backend)
+        for row in mine:
+            if row.outcome == "oom":
+                above = axes.get_xaxis_transform()  # x in tokens, y in shares of the panel's height
+                axes.plot([row.seqlen], [0.9], color=color, marker=marker, fillstyle="none", transform=above)
+                axes.text(row.seqlen, 0.93, "OOM", color=color, ha="center", va="bottom", transform=above)
+    seqlens = sorted({row.seqlen for row in rows})
+    axes.set_xticks(seqlens, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in seqlens])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.grid(True, color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--seqlens", type=int, nargs="*", default=[2**n for n in range(10, 17)], help="none: skip dense"
+    )
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128], help=f"divisors of {MODEL_DIM}")
+    parser.add_argument("--backends", nargs="+", choices=DENSE_BACKENDS, help="default: all that are installed")
+    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--varlen", action="store_true", help="packed documents too")
+    parser.add_argument("--warmup", type=float, default=20, help="milliseconds a timing warms up")
+    parser.add_argument("--rep", type=float, default=60, help="milliseconds a timing repeats")
+    parser.add_argument("--commit", help="for the head of the table, where the files are a copy without git")
+    parser.add_argument("--out", type=Path, help="prefix of the results; scripts/results/attention_<gpu>_<yyyymm>")
+    args = parser.parse_args(arguments)
+    for head_dim in args.head_dims:
+        if head_dim < 1 or MODEL_DIM % head_dim:
+            parser.error(f"--head-dims must divide {MODEL_DIM}; got {head_dim}")
+    if any(seqlen < 1 for seqlen in args.seqlens):
+        parser.error(f"--seqlens must be positive; got {args.seqlens}")
+    return args
+
+
+def main() -> None:
+    args = parse_arguments(sys.argv[1:])
+    if not torch.cuda.is_available():
+        sys.exit("bench_attention needs a CUDA GPU; torch sees none on this machine")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit("bench_attention times compiled kernels; unset TRITON_INTERPRET")
+    today = date.today()
+    gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
+    out: Path = args.out or Path(__file__).parent / "results" / f"attention_{gpu}_{today:%Y%m}"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    chosen = args.backends or [name for name in DENSE_BACKENDS if name != "fa3" or find_spec("fa3_fwd_interface")]
+
+    workloads = [dense_workload(n, d, causal=args.causal) for d in args.head_dims for n in args.seqlens]
+    if args.varlen:
+        workloads += [workload for d in args.head_dims for workload in packed_workloads(d, causal=args.causal)]
+    rows: list[Row] = []
+    for workload in workloads:
+        backends = PACKED_BACKENDS if workload.documents else DENSE_BACKENDS
+        for name in (name for name in chosen if name in backends):
+            for row in measure(name, backends[name], workload, warmup=args.warmup, rep=args.rep):
+                rows.append(row)
+                print(f"d={row.head_dim} {row.workload} {row.backend} {row.direction}: {_cell(row)}", flush=True)
+        write_csv(rows, Path(f"{out}.csv"))  # a sweep cut short leaves what it measured
+
+    head = describe(shlex.join(["python", *sys.argv]), args.commit, today)
+    Path(f"{out}.md").write_text(markdown(rows, head), encoding="utf-8")
+    if args.seqlens:
+        mask = "causal" if args.causal else "not causal"
+        title = f"{head['GPU']}, bf16, {mask}, n_heads × head_dim = {MODEL_DIM}"
+        draw(rows, title).savefig(f"{out}.png", dpi=150)
+    print(f"results: {out}.*")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""The arithmetic and the reports of scripts/bench_attention.py, on made-up rows; the timing itself needs a GPU."""
+
+import csv
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from numpy.testing import assert_array_equal
+
+from kernels.flash_attention.reference import attention_reference
+from scripts import bench_attention
+from scripts.bench_attention import (
+    Backend,
+    Row,
+    Workload,
+    dense_workload,
+    draw,
+    fill_row,
+    markdown,
+    packed_workloads,
+    write_csv,
+)
+from tests.tolerance import assert_as_accurate
+
+
+def row(backend: str = "ours", seqlen: int = 1024, **changes: Any) -> Row:
+    values: dict[str, Any] = {
+        "section": "dense",
+        "workload": f"1 × {seqlen}",
+        "head_dim": 64,
+        "batch": 1,
+        "seqlen": seqlen,
+        "causal": True,
+        "backend": backend,
+        "direction": "forward",
+        "outcome": "ok",
+        "ms": seqlen / 1000,
+        "tflops": 123.4,
+        "peak_gib": seqlen / 2**20,
+    }
+    return Row(**{**values, **changes})
+
+
+def without_result(backend: str, seqlen: int, outcome: str, **changes: Any) -> Row:
+    return row(backend, seqlen, outcome=outcome, ms=None, tflops=None, peak_gib=None, **changes)
+
+
+@pytest.mark.parametrize(
+    ("workload", "forward"),
+    [
+        pytest.param(Workload(64, 2, 8, causal=False), 4 * 2048 * 2 * 64, id="dense"),
+        pytest.param(Workload(64, 2, 8, causal=True), 2 * 2048 * 2 * 64, id="causal-is-half"),
+        pytest.param(Workload(128, 1, 8, causal=False, documents=(5, 3)), 4 * 2048 * (25 + 9), id="documents"),
+    ],
+)
+def test_flops_count_squared_lengths(workload: Workload, forward: float) -> None:
+    assert workload.flops("forward") == forward
+    assert workload.flops("backward") == 2.5 * forward
+
+
+def test_short_sequences_share_a_batch_of_one_size() -> None:
+    assert [dense_workload(n, 64, causal=True).batch for n in (1024, 16384, 65536)] == [16, 1, 1]
+    assert dense_workload(1024, 64, causal=True).n_heads == 32
+
+
+def test_fill_row_cuts_the_last_document() -> None:
+    assert fill_row([3, 4, 5], total=9) == (3, 4, 2)
+    assert fill_row([3, 4, 5], total=7) == (3, 4)
+
+
+def test_packed_workloads_fill_the_row() -> None:
+    long_tailed, short = packed_workloads(128, causal=True)
+    for workload in (long_tailed, short):
+        assert sum(workload.lengths) == workload.seqlen == 65536
+        assert workload.batch == 1
+    assert max(long_tailed.lengths) > 8192
+    assert all(64 <= length <= 512 for length in short.lengths[:-1])
+    assert packed_workloads(128, causal=True) == [long_tailed, short]  # the same documents in every run
+
+
+def test_a_failure_is_a_row_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> tuple[float, float]:
+        raise error
+
+    monkeypatch.setattr(bench_attention, "time_and_peak", fail)
+    workload = dense_workload(1024, 64, causal=True)
+    backend = bench_attention.DENSE_BACKENDS["naive"]
+    error: Exception = torch.OutOfMemoryError("CUDA out of memory")
+    rows = bench_attention.measure("naive", backend, workload, warmup=1, rep=1)
+    assert [(r.direction, r.outcome, r.ms) for r in rows] == [("forward", "oom", None), ("backward", "oom", None)]
+    error = RuntimeError("no kernel\nlong story")
+    rows = bench_attention.measure("naive", backend, workload, warmup=1, rep=1)
+    assert [r.outcome for r in rows] == ["RuntimeError: no kernel"] * 2
+
+
+def test_markdown_has_a_column_a_backend() -> None:
+    rows = [
+        row("naive", 1024),
+        row("ours", 1024),
+        without_result("naive", 65536, "oom"),
+        without_result("ours", 65536, "RuntimeError: no kernel"),
+        row("ours", 65536, section="packed documents", workload="3 documents", direction="backward"),
+    ]
+    text = markdown(rows, {"GPU": "made up", "commit": "0123abc"})
+    lines = text.splitlines()
+    assert "- GPU: `made up`" in lines
+    assert "- commit: `0123abc`" in lines
+    assert "## Dense, causal, forward" in lines
+    assert "| d | workload | naive | ours |" in lines
+    assert "| 64 | 1 × 1024 | 123 · 1.02 ms · 0.000977 | 123 · 1.02 ms · 0.000977 |" in lines
+    assert "| 64 | 1 × 65536 | OOM | failed |" in lines
+    assert "## Packed documents, causal, backward" in lines
+    assert "- ours, d=64, 1 × 65536, forward: RuntimeError: no kernel" in lines
+    tables = [line for line in lines if line.startswith("|")]
+    assert all(a.count("|") == b.count("|") for a, b in pairwise(tables[:4]))
+
+
+def test_csv_keeps_every_row(tmp_path: Path) -> None:
+    write_csv([row(), without_result("naive", 65536, "oom")], tmp_path / "rows.csv")
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        first, second = csv.DictReader(file)
+    assert (first["backend"], float(first["ms"])) == ("ours", 1.024)
+    assert (second["outcome"], second["ms"]) == ("oom", "")
+
+
+def test_plot_draws_lines_and_marks_oom(tmp_path: Path) -> None:
+    rows = [
+        made
+        for head_dim in (64, 128)
+        for direction in ("forward", "backward")
+        for made in (
+            row("naive", 1024, head_dim=head_dim, direction=direction),
+            without_result("naive", 4096, "oom", head_dim=head_dim, direction=direction),
+            row("ours", 1024, head_dim=head_dim, direction=direction),
+            row("ours", 4096, head_dim=head_dim, direction=direction),
+        )
+    ]
+    rows.append(row("flex", 65536, section="packed documents"))  # has no place on an axis of lengths
+    figure = draw(rows, "made up")
+    assert len(figure.axes) == 6  # forward, backward and memory for each head_dim
+    for axes in figure.axes:
+        assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+        lines = {line.get_label(): line for line in axes.get_lines()}
+        assert_array_equal(lines["naive"].get_xdata(), [1024])
+        assert_array_equal(lines["ours"].get_xdata(), [1024, 4096])
+        assert [(text.get_text(), text.get_position()[0]) for text in axes.texts] == [("OOM", 4096)]
+    assert [label.get_text() for label in figure.axes[4].get_xticklabels()] == ["1k", "4k"]
+    memory = figure.axes[4].get_lines()[-1]
+    assert_array_equal(memory.get_ydata(), [1024 / 2**20, 4096 / 2**20])
+    figure.savefig(tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_backend_has_a_style() -> None:
+    assert bench_attention.STYLES.keys() == bench_attention.DENSE_BACKENDS.keys()
+    assert bench_attention.PACKED_BACKENDS.keys() <= bench_attention.DENSE_BACKENDS.keys()
+    assert len(set(bench_attention.STYLES.values())) == len(bench_attention.STYLES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(["--head-dims", "96"], "must divide 2048; got 96", id="head-dim"),
+        pytest.param(["--seqlens", "0"], "must be positive", id="seqlen"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_attention.parse_arguments(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what happens without CUDA")
+def test_without_cuda_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["bench_attention.py"])
+    with pytest.raises(SystemExit, match="needs a CUDA GPU"):
+        bench_attention.main()
+
+
+SMALL_WORKLOADS = [
+    pytest.param(Workload(64, 2, 256, causal=True), id="dense-causal"),
+    pytest.param(Workload(128, 2, 256, causal=False), id="dense-full"),
+    pytest.param(Workload(64, 1, 512, causal=True, documents=(300, 1, 211)), id="documents-causal"),
+    pytest.param(Workload(64, 1, 512, causal=False, documents=(300, 1, 211)), id="documents-full"),
+]
+
+
+def installed_backends(workload: Workload) -> dict[str, Backend]:
+    backends = bench_attention.PACKED_BACKENDS if workload.documents else bench_attention.DENSE_BACKENDS
+    return {name: backends[name] for name in backends if name != "fa3" or find_spec("fa3_fwd_interface")}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workload", SMALL_WORKLOADS)
+def test_backends_compute_the_same(workload: Workload) -> None:
+    shape = (workload.batch, workload.seqlen, workload.n_heads, workload.head_dim)
+    q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device=bench_attention.DEVICE) for _ in range(3))
+    ends = workload.cu_seqlens()
+    flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
+    exact, _ = attention_reference(flat_q, flat_k, flat_v, ends, ends, causal=workload.causal)
+    baseline, _ = attention_reference(flat_q, flat_k, flat_v, ends, ends, causal=workload.causal, dtype=q.dtype)
+    for name, backend in installed_backends(workload).items():
+        into = {
+            "batch heads tokens": lambda x: x.transpose(1, 2).contiguous(),
+            "batch tokens heads": lambda x: x,
+            "tokens heads": lambda x: x.flatten(0, 1),
+        }[backend.layout]
+        o = backend.prepare(workload)(into(q), into(k), into(v))
+        if backend.layout == "batch heads tokens":
+            o = o.transpose(1, 2)
+        assert_as_accurate(name, o.reshape(exact.shape), exact, baseline)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workload", SMALL_WORKLOADS)
+def test_every_backend_is_measured(workload: Workload) -> None:
+    for name, backend in installed_backends(workload).items():
+        for result in bench_attention.measure(name, backend, workload, warmup=1, rep=1):
+            assert result.outcome == "ok"
+            assert result.ms is not None and result.ms > 0
+            assert result.peak_gib is not None and result.peak_gib > 0
