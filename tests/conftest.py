@@ -58,6 +58,8 @@ def _poison_uninitialised_memory() -> Iterator[None]:
 
     torch.use_deterministic_algorithms fills memory too, but it also makes torch run other kernels than in production.
     """
+    with torch.device("meta"):
+        torch.empty(0)  # torch remembers now which functions a device context changes: the real ones
     with pytest.MonkeyPatch.context() as patch:
         for owner, names in (
             (torch, ("empty", "empty_like", "empty_strided")),

@@ -1,0 +1,1 @@
+"""What keeps long sequences within the GPU's memory."""

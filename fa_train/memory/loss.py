@@ -1,0 +1,155 @@
+"""The last linear layer and its cross entropy in one, so that (tokens x vocabulary) logits never exist.
+
+The gradient of a sum of losses is known up to one factor as soon as the logits are. So the forward pass takes a chunk
+of tokens at a time through logits, losses and both gradients, and the backward pass only multiplies by that factor.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100  # the label of a token that has no loss, torch's own default
+
+
+@dataclass(frozen=True)
+class LinearCrossEntropy:
+    """Cross entropy of hidden @ weight.T, summed over the valid labels.
+
+    Units: chunk_size in tokens; chunk_size x vocabulary logits exist at a time.
+    """
+
+    chunk_size: int
+
+    def __post_init__(self) -> None:
+        if self.chunk_size < 1:
+            raise ValueError(f"memory.loss.chunk_size must be at least 1 token; got {self.chunk_size}")
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """hidden (total, dim), weight (vocab, dim), labels (total,) int64, -100 ignored -> fp32 scalar, in nats.
+
+        Products are taken in autocast's dtype, else in hidden's; the softmax and weight's gradient always in fp32.
+        Raises: ValueError on a shape mismatch.
+        """
+        if hidden.dim() != 2 or labels.shape != hidden.shape[:1] or weight.shape[1:] != hidden.shape[1:]:
+            raise ValueError(
+                "hidden, weight and labels must be (total, dim), (vocab, dim) and (total,); "
+                f"got {tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(labels.shape)}"
+            )
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        with_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        return linear_cross_entropy(hidden, weight, labels, self.chunk_size, dtype, with_gradients)[0]
+
+
+@torch.library.custom_op("fa_train::linear_cross_entropy", mutates_args=())
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_size: int, dtype: torch.dtype, with_gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss and its gradients in hidden and weight, which are of no elements unless with_gradients.
+
+    One operator, so that torch.compile neither breaks the graph here nor unrolls the loop.
+    """
+    d_hidden = torch.empty_like(hidden) if with_gradients else hidden.new_empty(0)
+    d_weight = torch.zeros_like(weight, dtype=torch.float32) if with_gradients else weight.new_empty(0)
+    losses = torch.zeros_like(labels, dtype=torch.float32)
+    cross_entropy = _liger_cross_entropy if hidden.is_cuda else _torch_cross_entropy
+    with torch.autocast(hidden.device.type, enabled=False):
+        rounded_weight = weight.to(dtype)
+        for start in range(0, hidden.shape[0], chunk_size):
+            rows = slice(start, start + chunk_size)
+            chunk = hidden[rows].to(dtype)
+            losses[rows], d_logits = cross_entropy(chunk @ rounded_weight.T, labels[rows])
+            if with_gradients:
+                d_hidden[rows] = d_logits @ rounded_weight
+                _add_product(d_weight, d_logits.T, chunk)
+    return losses.sum(), d_hidden, d_weight.to(weight.dtype)
+
+
+def _torch_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(tokens, vocab) and (tokens,) -> losses (tokens,) fp32 and logits' gradient; both 0 where ignored."""
+    ignored = labels == IGNORE_INDEX
+    target = labels.masked_fill(ignored, 0)[:, None]
+    log_probabilities = logits.float().log_softmax(dim=-1)
+    losses = -log_probabilities.gather(1, target)[:, 0].masked_fill(ignored, 0.0)
+    d_logits = log_probabilities.exp_()
+    d_logits.scatter_add_(1, target, torch.full_like(target, -1.0, dtype=d_logits.dtype))
+    return losses, d_logits.masked_fill_(ignored[:, None], 0.0).to(logits.dtype)
+
+
+def _liger_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The same by Liger's kernel, which overwrites the logits with their gradient.
+
+    Liger's functions around the kernel copy the number of valid labels to the host, and in the backward compare the
+    incoming gradient with 1 there: two syncs a call that a sum does not need.
+    """
+    from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel  # looks for a GPU on import
+
+    n_tokens, vocab_size = logits.shape
+    losses = torch.zeros_like(labels, dtype=torch.float32)  # the kernel does not write those of ignored labels
+    liger_cross_entropy_kernel[(n_tokens,)](
+        X_ptr=logits,
+        X_stride=logits.stride(0),
+        Y_ptr=labels,
+        Y_stride=labels.stride(0),
+        weight_ptr=None,
+        loss_ptr=losses,
+        z_loss_ptr=None,
+        loss_stride=1,
+        token_accuracy_ptr=None,
+        token_accuracy_stride=0,
+        predicted_tokens_ptr=None,
+        predicted_tokens_stride=0,
+        n_cols=vocab_size,
+        n_non_ignore=0,  # divides a mean, not a sum
+        sum_non_ignore_weight=0,
+        weight_sum=0.0,
+        ignore_index=IGNORE_INDEX,
+        lse_square_scale=0.0,
+        label_smoothing=0.0,
+        reduction="sum",
+        softcap=None,
+        RETURN_Z_LOSS=False,
+        RETURN_TOKEN_ACCURACY=False,
+        RETURN_PREDICTED_TOKENS=False,
+        HAS_WEIGHT=False,
+        HAS_SOFTCAPPING=False,
+        HAS_GRADIENTS=True,
+        BLOCK_SIZE=min(MAX_FUSED_SIZE, 1 << (vocab_size - 1).bit_length()),
+        num_warps=32,
+    )
+    return losses, logits
+
+
+def _add_product(accumulated: Tensor, a: Tensor, b: Tensor) -> None:
+    """accumulated (fp32) += a @ b, with a and b of lower precision or not."""
+    if a.is_cuda and a.dtype != torch.float32:
+        # sums in fp32 without a rounded copy as large as the weight
+        torch.addmm(accumulated, a, b, out_dtype=torch.float32, out=accumulated)
+    else:
+        accumulated += a @ b
+
+
+@linear_cross_entropy.register_fake
+def _fake(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_size: int, dtype: torch.dtype, with_gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss = hidden.new_empty((), dtype=torch.float32)
+    if not with_gradients:
+        return loss, hidden.new_empty(0), weight.new_empty(0)
+    return loss, torch.empty_like(hidden), torch.empty_like(weight)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, d_loss: Tensor, *unused: None) -> tuple[Tensor | None, ...]:
+    d_hidden, d_weight = ctx.saved_tensors
+    # in place: another copy would be as large as the weight
+    return d_hidden.mul_(d_loss), d_weight.mul_(d_loss), None, None, None, None
+
+
+linear_cross_entropy.register_autograd(_backward, setup_context=_save)

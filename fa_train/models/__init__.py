@@ -1,0 +1,1 @@
+"""Plain nn.Modules over packed token streams."""

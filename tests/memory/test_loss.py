@@ -1,0 +1,138 @@
+"""Linear cross entropy against torch's on materialised logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fa_train.memory.loss import LinearCrossEntropy, _liger_cross_entropy, _torch_cross_entropy, linear_cross_entropy
+from tests.tolerance import assert_as_accurate
+
+TOTAL, DIM, VOCAB = 50, 16, 37
+
+
+@pytest.fixture
+def bf16_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN's bf16 products end in an illegal instruction where a hypervisor promises AMX and does not have it."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+
+
+def draw(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = torch.randn(TOTAL, DIM, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(VOCAB, DIM, device=device, dtype=dtype, requires_grad=True)
+    labels = torch.randint(VOCAB, (TOTAL,), device=device)
+    labels[[0, 7, 8, 9, 49]] = -100
+    return hidden, weight, labels
+
+
+def dense(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy((hidden @ weight.T).float(), labels, reduction="sum")
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 25, 50, 4096])
+@pytest.mark.parametrize("upstream", [1.0, 0.125], ids=["plain", "scaled"])
+def test_equals_dense(chunk_size, upstream, device):
+    hidden, weight, labels = draw(device)
+    expected = dense(hidden, weight, labels)
+    loss = LinearCrossEntropy(chunk_size)(hidden, weight, labels)
+    torch.testing.assert_close(loss, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(loss * upstream, (hidden, weight)),
+        torch.autograd.grad(expected * upstream, (hidden, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert not torch.autograd.grad(dense(hidden, weight, labels), hidden)[0][7:10].any()
+
+
+def test_all_labels_ignored(device):
+    hidden, weight, labels = draw(device)
+    loss = LinearCrossEntropy(16)(hidden, weight, torch.full_like(labels, -100))
+    loss.backward()
+    assert loss == 0 and not hidden.grad.any() and not weight.grad.any()
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_one_side_frozen(frozen, device):
+    hidden, weight, labels = draw(device)
+    trained = weight if frozen == "hidden" else hidden
+    (hidden if frozen == "hidden" else weight).requires_grad_(False)
+    expected = torch.autograd.grad(dense(hidden, weight, labels), trained)[0]
+    ours = torch.autograd.grad(LinearCrossEntropy(16)(hidden, weight, labels), trained)[0]
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_without_gradients(device):
+    hidden, weight, labels = draw(device)
+    with torch.no_grad():
+        loss = LinearCrossEntropy(16)(hidden, weight, labels)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, dense(hidden, weight, labels))
+
+
+@pytest.mark.usefixtures("bf16_matmul")
+@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "bf16-weights"])
+def test_bf16_is_as_accurate_as_dense(autocast, device):
+    tensors = draw(device, torch.float32 if autocast else torch.bfloat16)
+
+    def run(function, dtype=None) -> list[Tensor]:
+        hidden, weight = (x.detach().to(dtype or x.dtype).requires_grad_() for x in tensors[:2])
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast and dtype is None):
+            loss = function(hidden, weight, tensors[2])
+        return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
+
+    ours, exact, baseline = run(LinearCrossEntropy(16)), run(dense, torch.float64), run(dense)
+    assert ours[0].dtype == torch.float32
+    for name, *results in zip(("loss", "d_hidden", "d_weight"), ours, exact, baseline, strict=True):
+        assert_as_accurate(name, *results)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Counts the elements of the largest tensor that any operator returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        outputs = result if isinstance(result, tuple | list) else [result]
+        self.elements = max(self.elements, *(x.numel() for x in outputs if isinstance(x, Tensor)), 0)
+        return result
+
+
+def test_logits_never_exist_at_once(device):
+    hidden = torch.randn(512, 4, device=device, requires_grad=True)
+    weight = torch.randn(256, 4, device=device, requires_grad=True)
+    labels = torch.randint(256, (512,), device=device)
+    with LargestTensor() as largest:
+        # the body of the operator: a dispatch mode does not look into operators
+        linear_cross_entropy._init_fn(hidden.detach(), weight.detach(), labels, 16, torch.float32, True)
+        LinearCrossEntropy(16)(hidden, weight, labels).backward()
+    assert largest.elements == 16 * 256  # of 512 x 256
+
+
+@pytest.mark.parametrize("vocab", [1, 37, 259, 40_000], ids=str)
+def test_ligers_kernel_equals_torch(vocab, device):
+    logits, labels = 3 * torch.randn(6, vocab, device=device), torch.randint(vocab, (6,), device=device)
+    labels[2] = -100
+    losses, d_logits = _torch_cross_entropy(logits, labels)
+    liger_losses, liger_d_logits = _liger_cross_entropy(logits.clone(), labels)
+    torch.testing.assert_close(liger_losses, losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(liger_d_logits, d_logits, rtol=1e-5, atol=1e-6)
+
+
+def test_operator_keeps_torchs_rules(device):
+    hidden, weight, labels = draw(device)
+    for with_gradients in (True, False):
+        arguments = (hidden, weight, labels, 16, torch.float32, with_gradients)
+        torch.library.opcheck(linear_cross_entropy, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_errors(device):
+    hidden, weight, labels = draw(device)
+    with pytest.raises(ValueError, match="chunk_size must be at least 1 token; got 0"):
+        LinearCrossEntropy(0)
+    with pytest.raises(ValueError, match=r"got \(50, 16\), \(37, 16\) and \(49,\)"):
+        LinearCrossEntropy(16)(hidden, weight, labels[1:])
+    with pytest.raises(ValueError, match=r"got \(50, 16\), \(37, 15\) and \(50,\)"):
+        LinearCrossEntropy(16)(hidden, weight[:, 1:], labels)

@@ -1,0 +1,130 @@
+"""The four attentions are one function: forward, gradients and mask, against the fp64 reference."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fa_train.models.attention import (
+    chunked_attention,
+    flash_attention,
+    naive_attention,
+    require_backend,
+    sdpa_attention,
+)
+from kernels.flash_attention.reference import attention_reference
+from kernels.flash_attention.schedule import causal_schedule
+from tests.tolerance import assert_as_accurate
+
+ATTENTIONS = [
+    pytest.param(naive_attention, id="naive"),
+    pytest.param(sdpa_attention, id="sdpa"),
+    pytest.param(partial(chunked_attention, chunk_size=16), id="chunked"),
+    pytest.param(flash_attention, id="flash"),
+]
+LENGTHS = [
+    pytest.param([40], 40, id="one-document"),
+    pytest.param([1], 1, id="one-token"),
+    pytest.param([33, 1, 0, 14], 48, id="ragged-and-empty"),
+    pytest.param([0, 16, 16, 0], 32, id="chunk-edges"),
+    pytest.param([17, 5], 30, id="tokens-past-the-last-document"),
+]
+
+
+def cumulative(lengths: list[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+
+
+def draw(total: int, n_heads: int, n_kv_heads: int, device: torch.device, dtype=torch.float32) -> list[Tensor]:
+    """q, k, v and the gradient of o."""
+    shapes = [(total, n_heads, 16), (total, n_kv_heads, 16), (total, n_kv_heads, 16), (total, n_heads, 16)]
+    return [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+
+
+def with_gradients(attention, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> list[Tensor]:
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = attention(*inputs)
+    return [o.detach(), *torch.autograd.grad(o, inputs, do.to(o.dtype))]
+
+
+def check(attention, tensors: list[Tensor], cu_seqlens: Tensor) -> None:
+    total, device = tensors[0].shape[0], tensors[0].device
+    reference = partial(attention_reference, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, causal=True)
+    ours = with_gradients(partial(attention, schedule=causal_schedule(cu_seqlens, total, device)), *tensors)
+    exact = with_gradients(lambda *x: reference(*x)[0], *tensors)
+    baseline = with_gradients(lambda *x: reference(*x, dtype=tensors[0].dtype)[0], *tensors)
+    # dq and dk cancel to 0 where a query sees one key: their rounding is what is left
+    floor = 8 * torch.finfo(tensors[0].dtype).eps
+    for name, result, truth, same_dtype in zip(("o", "dq", "dk", "dv"), ours, exact, baseline, strict=True):
+        assert_as_accurate(name, result, truth, same_dtype, floor=floor)
+    assert ours[0].dtype == tensors[0].dtype
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(4, 2), (3, 3), (4, 1)], ids=["grouped", "plain", "one-kv-head"])
+@pytest.mark.parametrize(("lengths", "total"), LENGTHS)
+def test_attention_equals_the_reference(attention, lengths, total, n_heads, n_kv_heads, device):
+    check(attention, draw(total, n_heads, n_kv_heads, device), cumulative(lengths, device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_attention_equals_the_reference_in_half_precision(attention, dtype, device):
+    check(attention, draw(300, 4, 2, device, dtype), cumulative([129, 1, 0, 150], device))
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_one_document_needs_no_cu_seqlens(attention, device):
+    tensors = draw(37, 4, 2, device)
+    results = [
+        with_gradients(partial(attention, schedule=causal_schedule(cu_seqlens, 37, device)), *tensors)
+        for cu_seqlens in (None, cumulative([37], device))
+    ]
+    for with_none, with_one in zip(*results, strict=True):
+        torch.testing.assert_close(with_none, with_one, rtol=1e-5, atol=1e-5)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Counts the elements of the largest tensor that any operator returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        outputs = result if isinstance(result, tuple | list) else [result]
+        self.elements = max(self.elements, *(x.numel() for x in outputs if isinstance(x, Tensor)), 0)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("attention", "elements"),
+    [
+        pytest.param(naive_attention, 2 * 256 * 256, id="naive-holds-all-scores"),
+        # q, k and v are 2 x 256 x 16 here, a chunk's scores 2 x 16 x 16
+        pytest.param(partial(chunked_attention, chunk_size=16), 2 * 256 * 16, id="chunked-holds-one-chunk"),
+    ],
+)
+def test_largest_tensor_of_both_passes(attention, elements, device):
+    tensors = draw(256, 2, 2, device)
+    schedule = causal_schedule(cumulative([100, 156], device), 256, device)
+    with LargestTensor() as largest:
+        with_gradients(partial(attention, schedule=schedule), *tensors)
+    assert largest.elements == elements
+
+
+def test_chunks_must_hold_a_token(device):
+    q, k, v, _ = draw(4, 1, 1, device)
+    with pytest.raises(ValueError, match=r"chunk_size must be at least 1 token; got 0"):
+        chunked_attention(q, k, v, causal_schedule(None, 4, device), chunk_size=0)
+
+
+def test_flash_says_early_that_it_needs_a_gpu(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    cpu = torch.device("cpu")
+    for attention in (flash_attention, partial(flash_attention)):
+        with pytest.raises(ValueError, match=r"attention=flash needs a CUDA GPU; this run is on cpu"):
+            require_backend(attention, cpu)
+    require_backend(sdpa_attention, cpu)

@@ -1,0 +1,57 @@
+"""conf/model, conf/attention and conf/memory compose, instantiate and have the published sizes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+
+from fa_train.models.gpt import GPT
+
+CONF = Path(__file__).parents[2] / "conf"
+PUBLISHED_GPT2 = ["model.norm=layernorm", "model.positions=learned", "model.max_seq_len=1024", "model.bias=true"]
+
+
+def build(model: str, attention: str = "sdpa", overrides: tuple[str, ...] = ()) -> GPT:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose(overrides=[f"+model={model}", f"+attention={attention}", "+memory=default", *overrides])
+    vocabulary = {} if config.model.vocab_size else {"vocab_size": 50257}
+    return instantiate(config.model, **vocabulary)
+
+
+def groups(folder: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / folder).glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "parameters"),
+    [
+        pytest.param("gpt2", PUBLISHED_GPT2, 124_439_808, id="gpt2"),
+        pytest.param("gpt2_medium", PUBLISHED_GPT2, 354_823_168, id="gpt2-medium"),
+        pytest.param("gpt2_xl", PUBLISHED_GPT2, 1_557_611_200, id="gpt2-xl"),
+        pytest.param("llama_1b", [], 1_235_814_400, id="llama-3.2-1b"),
+        pytest.param("llama_8b", [], 8_030_261_248, id="llama-3-8b"),
+    ],
+)
+def test_parameters_are_the_published_number(name, overrides, parameters):
+    with torch.device("meta"):
+        model = build(name, overrides=tuple(overrides))
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+@pytest.mark.parametrize("name", groups("model"))
+def test_every_model_composes_and_instantiates(name):
+    with torch.device("meta"):
+        assert build(name).n_layers >= 1
+
+
+@pytest.mark.parametrize("attention", groups("attention"))
+def test_nano_runs_with_every_attention(attention, device):
+    model = build("nano", attention, ("model.vocab_size=259",)).to(device)
+    tokens = torch.randint(259, (20,), device=device)
+    loss = model(tokens, labels=tokens.roll(-1))
+    loss.backward()
+    # uniform over 259 tokens but for the initialisation's noise
+    assert loss.item() / 20 == pytest.approx(5.56, abs=0.2)
+    assert sum(p.numel() for p in model.parameters()) < 1_000_000
