@@ -1,0 +1,100 @@
+"""Documents into rows of one length, as pure functions: nothing is lost, no label crosses a document.
+
+Shuffled documents are laid end to end. Row r takes the seq_len + 1 tokens from r * seq_len on: inputs are the first
+seq_len of them and labels the last, so neighbouring rows share one token and every token but the first is predicted
+once. A document cut by the end of a row goes on in another row as a document of its own. The last row is padded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+Batch = dict[str, Tensor]
+
+
+class PackableDocuments(Protocol):
+    """Documents by index; item i is its tokens, (lengths[i],)."""
+
+    lengths: np.ndarray
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: tokens, labels and positions (seq_len,), and where its documents start, with seq_len at the end."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    position_ids: np.ndarray
+    boundaries: np.ndarray
+
+
+def n_rows(total_tokens: int, seq_len: int) -> int:
+    """Rows that a stream of so many tokens fills; the last may be padded."""
+    return max(1, -(-(total_tokens - 1) // seq_len))
+
+
+def max_documents_in_row(lengths: np.ndarray, seq_len: int) -> int:
+    """A bound on the documents that touch one row, in whatever order they are laid, padding counted as one."""
+    # those that lie whole within it are at least as long as equally many of the shortest; two more are cut by its ends
+    whole = int(np.searchsorted(np.cumsum(np.sort(lengths)), seq_len + 1, side="right"))
+    return min(whole + 3, seq_len)
+
+
+def pack_row(
+    documents: PackableDocuments, order: np.ndarray, ends: np.ndarray, row: int, seq_len: int, pad_id: int
+) -> Row:
+    """Row `row` of the stream documents[order[0]], documents[order[1]], …, whose running lengths are `ends`.
+
+    Positions restart at each document of the row, and at the row. Padding is a document of its own, without labels.
+    """
+    begin = row * seq_len
+    end = min(begin + seq_len + 1, int(ends[-1]))
+    first = int(np.searchsorted(ends, begin, side="right"))
+    last = int(np.searchsorted(ends, end, side="left"))
+    starts = np.concatenate([[0], ends])[first : last + 1] - begin  # of the documents first to last, within the row
+    pieces = [
+        documents[int(order[index])][max(0, -start) : end - begin - start]
+        for index, start in zip(range(first, last + 1), starts, strict=True)
+    ]
+    n_real = end - begin
+    stream = np.full(seq_len + 1, pad_id, dtype=np.int64)
+    stream[:n_real] = np.concatenate(pieces)
+    cuts = starts[starts > 0]  # tokens that begin something new; the label before one is nothing to learn
+    if n_real <= seq_len:
+        cuts = np.append(cuts, n_real)
+    labels = stream[1:].copy()
+    labels[cuts - 1] = IGNORE_INDEX
+    labels[n_real:] = IGNORE_INDEX
+    boundaries = np.unique(np.concatenate([[0], cuts[cuts < seq_len], [seq_len]]))
+    position_ids = np.arange(seq_len) - np.repeat(boundaries[:-1], np.diff(boundaries))
+    return Row(stream[:-1], labels, position_ids, boundaries)
+
+
+def collate(rows: Sequence[Row], max_documents: int, *, document_mask: bool, reset_positions: bool) -> Batch:
+    """Rows end to end as one stream: tokens, labels and position_ids (total,) int64, cu_seqlens int32.
+
+    cu_seqlens has max_documents + 1 entries for each row of the batch less the shared ends, padded by its last entry,
+    so that shapes never change. Without document_mask it holds the rows instead of their documents; without
+    reset_positions, positions run from 0 through each row.
+    """
+    seq_len = len(rows[0].tokens)
+    edges = [row.boundaries if document_mask else np.array([0, seq_len]) for row in rows]
+    ends = np.concatenate([[0], *(edge[1:] + index * seq_len for index, edge in enumerate(edges))])
+    cu_seqlens = np.full(len(rows) * max_documents + 1, len(rows) * seq_len, dtype=np.int32)
+    cu_seqlens[: len(ends)] = ends
+    positions = [row.position_ids if reset_positions else np.arange(seq_len) for row in rows]
+    return {
+        "tokens": torch.from_numpy(np.concatenate([row.tokens for row in rows])),
+        "labels": torch.from_numpy(np.concatenate([row.labels for row in rows])),
+        "position_ids": torch.from_numpy(np.concatenate(positions)),
+        "cu_seqlens": torch.from_numpy(cu_seqlens),
+    }

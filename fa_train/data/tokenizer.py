@@ -1,0 +1,86 @@
+"""Text to token ids and back: bytes, or any Hugging Face tokenizer."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+
+class Tokenizer(Protocol):
+    """What the data pipeline needs of a tokenizer."""
+
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int | None
+    pad_id: int
+
+    @property
+    def identity(self) -> str:
+        """A hash or a name; other ids for some text are another identity."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Ids of each text, (length,) int32, without bos and eos."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text; special tokens are left out."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes are their own ids; bos, eos and pad follow."""
+
+    vocab_size = 259
+    bos_id: int | None = 256
+    eos_id: int | None = 257
+    pad_id = 258
+    identity = "bytes-259"
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+class HFTokenizer:
+    """A `transformers` tokenizer, by folder or hub name.
+
+    vocab_size is one more than its highest id; without a pad token, pad_id is eos or 0: padding is never a label.
+    Raises: ValueError where it cannot be loaded.
+    """
+
+    def __init__(self, name: str) -> None:
+        from transformers import AutoTokenizer  # seconds to import
+
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # unset, it warns when data workers fork
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"data.tokenizer must be a tokenizer's folder or hub name; got {name}: {error}") from error
+        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+        self.bos_id = self._tokenizer.bos_token_id
+        self.eos_id = self._tokenizer.eos_token_id
+        pads = (self._tokenizer.pad_token_id, self.eos_id, 0)
+        self.pad_id = next(i for i in pads if i is not None)
+
+    @cached_property
+    def identity(self) -> str:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)  # absent where Python tokenises
+        content = backend.to_str() if backend is not None else repr(sorted(self._tokenizer.get_vocab().items()))
+        special = (type(self._tokenizer).__name__, self.bos_id, self.eos_id)
+        return hashlib.blake2b(f"{special}{content}".encode(), digest_size=16).hexdigest()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        # verbose would warn of every text longer than the model that the tokenizer came with
+        encoded = self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def load_tokenizer(name: str | None) -> Tokenizer:
+    """By Hugging Face name or folder; None is bytes."""
+    return ByteTokenizer() if name is None else HFTokenizer(name)

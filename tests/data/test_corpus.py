@@ -1,0 +1,100 @@
+"""Documents from every kind of file, tokenised once."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from fa_train.data.corpus import StdlibCorpus, TextCorpus, is_held_out
+from fa_train.data.store import Documents, TokenizedCorpus, prepare
+from fa_train.data.tokenizer import ByteTokenizer
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Five documents in four kinds of file."""
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.md").write_text("# two")
+    (tmp_path / "c.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in ("drei", "vier ü")) + "\n")
+    pyarrow.parquet.write_table(pa.table({"text": ["five"], "other": [5]}), tmp_path / "d.parquet")
+    (tmp_path / "ignored.bin").write_bytes(b"\0")
+    return tmp_path
+
+
+def texts(path, column="text"):
+    return [text for _, text in TextCorpus(str(path), column).documents()]
+
+
+def test_a_folder_a_glob_and_a_file(folder):
+    assert texts(folder) == ["one", "# two", "drei", "vier ü", "five"]
+    assert texts(folder / "*.md") == ["# two"]
+    assert texts(folder / "c.jsonl") == ["drei", "vier ü"]
+    keys = [key for key, _ in TextCorpus(str(folder), "text").documents()]
+    assert len(set(keys)) == 5
+
+
+@pytest.mark.parametrize(
+    ("path", "column", "message"),
+    [
+        ("nothing", "text", "must be a file, folder or glob of .txt, .md, .jsonl, .parquet; .*nothing does not exist"),
+        ("ignored.bin", "text", "must be a file, folder or glob of .*; got .*ignored.bin"),
+        ("c.jsonl", "body", "data.text_column=body must be a column of .*, line 1; it has text"),
+        ("d.parquet", "body", "data.text_column=body must be a column of .*parquet; it has text, other"),
+        ("d.parquet", "other", "data.text_column=other must hold text; .*, row 1 holds a int"),
+    ],
+)
+def test_bad_paths_and_columns_are_named(folder, path, column, message):
+    with pytest.raises(ValueError, match=message):
+        texts(folder / path, column)
+
+
+def test_tokenised_once_and_anew_when_a_document_changes(folder, tmp_path_factory):
+    cache = tmp_path_factory.mktemp("cache")
+    corpus, tokenizer = TextCorpus(str(folder), "text"), ByteTokenizer()
+    path = prepare(corpus, tokenizer, cache)
+    written = path.stat().st_mtime_ns
+    assert prepare(corpus, tokenizer, cache) == path and path.stat().st_mtime_ns == written
+    (folder / "a.txt").write_text("uno")
+    assert prepare(corpus, tokenizer, cache) != path
+    assert not list(cache.glob("*.unfinished"))
+
+
+def test_documents_come_back_wrapped_and_split(folder, tmp_path):
+    source = TokenizedCorpus(TextCorpus(str(folder), "text"), ByteTokenizer(), str(tmp_path / "cache"))
+    everything = [*source.documents(held_out=False), *source.documents(held_out=True)]
+    decoded = {ByteTokenizer().decode(x.tolist()) for x in everything}
+    assert {"one", "# two", "drei", "vier ü"} <= decoded
+    first = source.documents(held_out=False)[0]
+    assert first.tolist() == [256, *b"one", 257] and first.dtype == np.int32
+
+
+def test_one_document_validates_on_its_end(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 998)
+    path = prepare(TextCorpus(str(tmp_path / "a.txt"), "text"), ByteTokenizer(), tmp_path / "cache")
+    train, val = Documents(path, held_out=False), Documents(path, held_out=True)
+    assert len(train) == len(val) == 1
+    assert train.lengths.tolist() == [980] and val.lengths.tolist() == [20]
+    assert val[0][-1] == 257 and train[0][0] == 256
+
+
+def test_nothing_to_read_is_an_error(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="the corpus must have a document; it has none"):
+        prepare(TextCorpus(str(tmp_path), "text"), ByteTokenizer(), tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_the_standard_library_is_a_corpus_with_held_out_files():
+    keys = [path.name for path in StdlibCorpus().paths]
+    assert len(keys) > 400 and "argparse.py" in keys
+    assert 0 < sum(map(is_held_out, map(str, range(5000)))) < 250
+    assert is_held_out("x") == is_held_out("x")
+
+
+def test_bytes_round_trip():
+    tokenizer = ByteTokenizer()
+    [ids] = tokenizer.encode_batch(["naïve ∑"])
+    assert tokenizer.decode([256, *ids.tolist(), 257]) == "naïve ∑"
+    assert max(tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) < tokenizer.vocab_size

@@ -1,0 +1,98 @@
+"""Micro-batches are a pure function of the seed and the place in the run, also through a killed and resumed fit."""
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from fa_train.data.datamodule import MicroBatches, PackedRows, synthetic_data
+
+OPTIONS = dict(
+    seq_len=16, batch_size=8, micro_batch_size=2, max_steps=6, seed=1, document_mask=True, reset_positions=True,
+    val_rows=4, num_workers=0,
+)  # fmt: skip
+
+
+def make(**changes):
+    return synthetic_data(vocab_size=50, document_len=10, **(OPTIONS | changes))
+
+
+@pytest.mark.parametrize("name", ["seq_len", "batch_size", "micro_batch_size", "max_steps"])
+def test_sizes_must_be_positive(name):
+    with pytest.raises(ValueError, match=f"{name} must be positive; got 0"):
+        make(**{name: 0})
+
+
+def test_micro_batches_must_divide_the_batch():
+    assert make().accumulation(world_size=2) == 2
+    with pytest.raises(ValueError, match=r"batch_size must be a multiple.*got 8, 2 and 3"):
+        make().accumulation(world_size=3)
+
+
+def test_a_step_has_the_same_rows_on_any_number_of_gpus():
+    rows = PackedRows(make(), held_out=False, shuffle=True)
+
+    def step(world_size, size):
+        count = 8 // (size * world_size)
+        ranks = [MicroBatches(rows, size, rank, world_size) for rank in range(world_size)]
+        batches = [ranks[rank][5 * count + i] for i in range(count) for rank in range(world_size)]
+        return torch.cat([batch["tokens"] for batch in batches])
+
+    assert torch.equal(step(1, 8), step(2, 2))
+    assert torch.equal(step(1, 8), step(4, 1))
+
+
+def test_epochs_shuffle_anew_and_repeat_by_seed(monkeypatch):
+    monkeypatch.setattr("fa_train.data.synthetic.N_TOKENS", 400)
+    rows = PackedRows(make(), held_out=False, shuffle=True)
+    first, second = (rows.batch(start, rows.per_epoch)["tokens"] for start in (0, rows.per_epoch))
+    assert not torch.equal(first, second)
+    again = PackedRows(make(), held_out=False, shuffle=True).batch(rows.per_epoch, rows.per_epoch)["tokens"]
+    assert torch.equal(second, again)
+    other = PackedRows(make(seed=2), held_out=False, shuffle=True).batch(0, rows.per_epoch)["tokens"]
+    assert not torch.equal(first, other)
+
+
+class Killed(Exception):
+    """The end of a process, as far as a test may go."""
+
+
+class Recorder(L.LightningModule):
+    """Sees batches, learns nothing, and may be killed at a step."""
+
+    def __init__(self, die_at=None):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seen, self.die_at = [], die_at
+
+    def training_step(self, batch, batch_idx):
+        if self.die_at is not None and self.global_step == self.die_at:
+            raise Killed
+        self.seen.append(batch["tokens"])
+        return self.weight.sum()
+
+    def validation_step(self, batch, batch_idx):
+        assert batch["tokens"].shape == (32,)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(folder, recorder, ckpt_path=None):
+    trainer = L.Trainer(
+        max_steps=6, max_epochs=-1, accumulate_grad_batches=4, accelerator="cpu", logger=False, default_root_dir=folder,
+        callbacks=[ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, save_last=True)],
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        num_sanity_val_steps=0, val_check_interval=8, check_val_every_n_epoch=None,
+    )  # fmt: skip
+    trainer.fit(recorder, datamodule=make(), ckpt_path=ckpt_path)
+    return recorder.seen
+
+
+def test_a_resumed_run_goes_on_where_it_stopped(tmp_path):
+    whole = fit(tmp_path / "whole", Recorder())
+    assert len(whole) == 24
+    with pytest.raises(Killed):
+        fit(tmp_path / "cut", Recorder(die_at=3))
+    rest = fit(tmp_path / "cut", Recorder(), ckpt_path=tmp_path / "cut" / "last.ckpt")
+    assert torch.equal(torch.cat(rest), torch.cat(whole[12:]))

@@ -1,0 +1,90 @@
+"""Packing loses nothing, labels nothing across documents, and says truly where documents are."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fa_train.data.packing import IGNORE_INDEX, collate, max_documents_in_row, n_rows, pack_row
+
+PAD = 10**9
+
+
+class Numbered:
+    """Documents whose tokens are all different: 1000 * document + place."""
+
+    def __init__(self, lengths):
+        self.lengths = np.array(lengths)
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        return index * 1000 + np.arange(self.lengths[index])
+
+
+def pack_all(lengths, seq_len, seed):
+    documents = Numbered(lengths)
+    order = np.random.default_rng(seed).permutation(len(lengths))
+    ends = np.cumsum(documents.lengths[order])
+    rows = [pack_row(documents, order, ends, r, seq_len, PAD) for r in range(n_rows(int(ends[-1]), seq_len))]
+    return documents, order, rows
+
+
+lengths_of_documents = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(lambda x: sum(x) > 0)
+
+
+@settings(max_examples=300, deadline=None)
+@given(lengths_of_documents, st.integers(1, 25), st.integers(0, 5))
+def test_every_token_is_there_once_and_labels_stay_within_documents(lengths, seq_len, seed):
+    documents, order, rows = pack_all(lengths, seq_len, seed)
+    stream = np.concatenate([documents[i] for i in order])
+    laid = np.concatenate([row.tokens for row in rows])
+    n_real = (laid != PAD).sum()
+    # the last token of all may be a label only
+    assert n_real in (len(stream), len(stream) - 1)
+    assert np.array_equal(laid[:n_real], stream[:n_real])
+    labelled = 0
+    for row in rows:
+        for token, label in zip(row.tokens, row.labels, strict=True):
+            if label != IGNORE_INDEX:
+                assert label == token + 1, "the next token of the same document"
+                labelled += 1
+    assert labelled == sum(max(0, length - 1) for length in lengths), "each token but a document's first, once"
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths_of_documents, st.integers(1, 25), st.integers(0, 5))
+def test_boundaries_and_positions(lengths, seq_len, seed):
+    *_, rows = pack_all(lengths, seq_len, seed)
+    bound = max_documents_in_row(np.array(lengths), seq_len)
+    for row in rows:
+        assert row.boundaries[0] == 0 and row.boundaries[-1] == seq_len and np.all(np.diff(row.boundaries) > 0)
+        assert len(row.boundaries) - 1 <= bound
+        for start, end in zip(row.boundaries, row.boundaries[1:], strict=False):
+            assert np.array_equal(row.position_ids[start:end], np.arange(end - start))
+            piece = row.tokens[start:end]
+            assert np.all(piece == PAD) or np.all(np.diff(piece) == 1), "one document, or padding"
+            assert row.labels[end - 1] == IGNORE_INDEX or end == seq_len
+
+
+@pytest.mark.parametrize("document_mask", [True, False])
+@pytest.mark.parametrize("reset_positions", [True, False])
+def test_a_batch_is_rows_end_to_end(document_mask, reset_positions):
+    _, _, rows = pack_all([5, 3, 9, 2], seq_len=8, seed=0)
+    batch = collate(rows[:2], 4, document_mask=document_mask, reset_positions=reset_positions)
+    assert {name: x.shape for name, x in batch.items()} == {
+        "tokens": (16,), "labels": (16,), "position_ids": (16,), "cu_seqlens": (9,)
+    }  # fmt: skip
+    assert batch["cu_seqlens"].dtype == torch.int32 and batch["tokens"].dtype == torch.int64
+    ends = np.concatenate([rows[0].boundaries, rows[1].boundaries[1:] + 8]) if document_mask else np.array([0, 8, 16])
+    assert batch["cu_seqlens"].tolist() == [*ends, *[16] * (9 - len(ends))]
+    positions = [row.position_ids if reset_positions else np.arange(8) for row in rows[:2]]
+    assert batch["position_ids"].tolist() == np.concatenate(positions).tolist()
+
+
+def test_rows_share_one_token_and_the_last_is_padded():
+    _, _, rows = pack_all([10], seq_len=4, seed=0)
+    assert [row.tokens.tolist() for row in rows] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, PAD, PAD]]
+    assert [row.labels.tolist() for row in rows] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, *[IGNORE_INDEX] * 3]]
