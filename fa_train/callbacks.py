@@ -1,0 +1,284 @@
+"""What watches a run: measurements, progress, its record, checkpoints, interrupts and running out of memory."""
+
+import gc
+import json
+import resource
+import signal
+import statistics
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning as L
+import torch
+import wandb
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch.optim import Optimizer
+
+from fa_train.flops import peak_flops, train_flops
+from fa_train.lit_gpt import LitGPT
+
+GIB = 2**30
+
+
+class Monitor(Callback):
+    """Logs loss, gradient norm, learning rate, throughput, MFU and memory, every trainer.log_every_n_steps steps.
+
+    Each log costs one device-to-host copy, the only ones of training. `tokens`, all that the run has seen, goes with
+    every metric and is W&B's x-axis. perf/* is of the steps since the last log, validation excluded; perf/mfu is
+    absent where the device's peak is not known. `latest` keeps the newest value of each metric.
+    Units: losses in nats a label, tokens_per_s over all devices, step_ms in milliseconds, *_gib in GiB of rank 0.
+    """
+
+    def __init__(self, seq_len: int, batch_size: int) -> None:
+        self.tokens_per_step = seq_len * batch_size
+        self.latest: dict[str, float] = {}
+        self._rates: list[float] = []
+        self._lr = 0.0
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        gc.collect()  # an earlier run of a sweep may have left its memory in a reference cycle
+        if pl_module.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(pl_module.device)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._window_start, self._window_step = time.perf_counter(), trainer.global_step
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        self._lr = optimizer.param_groups[0]["lr"]  # the scheduler moves on before the step can be logged
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        steps = trainer.global_step - self._window_step
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        due = trainer.global_step % every == 0 or trainer.global_step == trainer.max_steps
+        if not steps or not due:
+            return
+        assert isinstance(pl_module, LitGPT)
+        measured = [pl_module.step_loss, pl_module.step_grad_norm, pl_module.step_squared_lengths]
+        loss, grad_norm, squared_lengths = torch.stack([x.double() for x in measured]).tolist()  # waits for the device
+        seconds = (time.perf_counter() - self._window_start) / steps
+        flops = train_flops(pl_module.model, self.tokens_per_step, squared_lengths)
+        dtype = torch.bfloat16 if str(trainer.precision).startswith("bf16") else torch.float32
+        self._rates.append(self.tokens_per_step / seconds)
+        self._log(
+            trainer,
+            {
+                "train/loss": loss,
+                "train/grad_norm": grad_norm,
+                "lr": self._lr,
+                "perf/tokens_per_s": self._rates[-1],
+                "perf/step_ms": 1e3 * seconds,
+                **utilisation(flops / seconds / trainer.world_size, pl_module.device, dtype),
+                **memory(pl_module.device),
+            },
+        )
+        self._window_start, self._window_step = time.perf_counter(), trainer.global_step
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if pl_module.device.type == "cuda":
+            torch.cuda.synchronize(pl_module.device)  # the steps before it end outside its time
+        self._validation_start = time.perf_counter()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._log(trainer, {"val/loss": trainer.callback_metrics["val/loss"].item()})
+        self._window_start += time.perf_counter() - self._validation_start
+
+    def summary(self) -> dict[str, float]:
+        """The newest of every metric; of tokens_per_s the median, which starting up does not touch."""
+        return self.latest | ({"perf/tokens_per_s": statistics.median(self._rates)} if self._rates else {})
+
+    def _log(self, trainer: L.Trainer, metrics: dict[str, float]) -> None:
+        metrics = metrics | {"tokens": trainer.global_step * self.tokens_per_step}
+        self.latest |= metrics
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step)
+
+
+def monitor_of(trainer: L.Trainer) -> Monitor:
+    """The run's Monitor."""
+    return next(callback for callback in trainer.callbacks if isinstance(callback, Monitor))  # type: ignore[attr-defined]
+
+
+def utilisation(flops_per_s: float, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """perf/mfu: model FLOP/s of one device over its peak in dtype; nothing where that peak is not known."""
+    peak = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+    return {"perf/mfu": flops_per_s / peak} if peak else {}
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """Peak and reserved GiB of a GPU since the run began; on the CPU the process's peak resident size."""
+    if device.type == "cuda":
+        return {
+            "perf/peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
+            "perf/reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
+        }
+    return {"perf/peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
+
+
+class StepProgress(ProgressBar):
+    """A bar over optimizer steps with what Monitor measured last; where nobody watches a terminal, a line a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        console = Console()
+        self._bar = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._lines = not console.is_terminal
+        self._task = self._bar.add_task("")
+        self._shown = ""
+
+    def enable(self) -> None:
+        self._bar.disable, self._lines = not self._bar.console.is_terminal, not self._bar.console.is_terminal
+
+    def disable(self) -> None:
+        self._bar.disable, self._lines = True, False
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._bar.update(self._task, total=trainer.max_steps, completed=trainer.global_step)
+        self._bar.start()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._show(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._show(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._bar.stop()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._bar.stop()
+
+    def _show(self, trainer: L.Trainer) -> None:
+        measured = describe(monitor_of(trainer).latest)
+        self._bar.update(self._task, completed=trainer.global_step, description=measured)
+        if self._lines and measured != self._shown:
+            print(f"step {trainer.global_step}/{trainer.max_steps}  {measured}", flush=True)
+        self._shown = measured
+
+
+def describe(metrics: dict[str, float]) -> str:
+    """The metrics that a person watches, in one line; those not yet measured are left out."""
+    shown = {
+        "train/loss": "loss {:.4f}",
+        "val/loss": "val {:.4f}",
+        "perf/tokens_per_s": "{:,.0f} tokens/s",
+        "perf/mfu": "mfu {:.1%}",
+        "perf/peak_gib": "peak {:.2f} GiB",
+    }
+    return "  ".join(text.format(metrics[name]) for name, text in shown.items() if name in metrics)
+
+
+class Record(Callback):
+    """Says where a run is recorded, closes that record however the run ends, and leaves result.json in its folder."""
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._first_step = trainer.global_step
+        if wandb.run is not None:
+            wandb.run.define_metric("tokens")
+            wandb.run.define_metric("*", step_metric="tokens", step_sync=True)
+            trainer.print(f"wandb: {wandb.run.settings.sync_dir if wandb.run.offline else wandb.run.url}")
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._write(trainer)
+        checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "")
+        trainer.print(f"done: {describe(results(trainer))}" + (f"\ncheckpoint: {checkpoint}" if checkpoint else ""))
+        wandb.finish()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, ValueError) and trainer.global_step > self._first_step:
+            traceback.print_exception(exception)  # no mistake in the settings: those would have come before
+        self._write(trainer)
+        wandb.finish(exit_code=1)
+
+    def _write(self, trainer: L.Trainer) -> None:
+        if trainer.is_global_zero:
+            Path(trainer.default_root_dir, "result.json").write_text(json.dumps(results(trainer), indent=1) + "\n")
+
+
+class Checkpoint(ModelCheckpoint):
+    """ModelCheckpoint that also saves the last step of a run, wherever it falls."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._last_global_step_saved != trainer.global_step:
+            names = {"step": torch.tensor(trainer.global_step), "epoch": torch.tensor(trainer.current_epoch)}
+            self._save_topk_checkpoint(trainer, names)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        super().on_exception(trainer, pl_module, exception)
+        if self._last_checkpoint_saved:
+            trainer.print(f"checkpoint: {self._last_checkpoint_saved}; ckpt_path=last goes on from it")
+
+
+class GracefulInterrupt(Callback):
+    """Ctrl-C ends a run as SIGTERM does: the micro-batch in progress is finished, then Checkpoint saves.
+
+    A second Ctrl-C stops at once.
+    """
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._previous = signal.signal(signal.SIGINT, self._on_sigint)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if hasattr(self, "_previous"):
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
+        print("\ninterrupted: saving after this step; press Ctrl-C again to stop at once", flush=True)
+        signal.signal(signal.SIGINT, self._previous)
+        signal.raise_signal(signal.SIGTERM)
+
+
+class OutOfMemory(Callback):
+    """Running out of memory is a result: oom=1 in every logger, and a line that says what to change."""
+
+    def __init__(self, seq_len: int, micro_batch_size: int, attention: str) -> None:
+        self.seq_len, self.micro_batch_size, self.attention = seq_len, micro_batch_size, attention
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if not is_out_of_memory(exception):
+            return
+        monitor_of(trainer).latest |= memory(pl_module.device) | {"oom": 1}
+        for logger in trainer.loggers:
+            logger.log_metrics({"oom": 1}, step=trainer.global_step)
+        print(f"error: out of memory: {self.advice(memory(pl_module.device)['perf/peak_gib'])}", file=sys.stderr)
+
+    def advice(self, peak_gib: float) -> str:
+        """What did not fit, and what to change."""
+        changes = [] if self.attention == "flash" else ["attention=flash"]
+        changes += [f"data.micro_batch_size={self.micro_batch_size // 2}"] if self.micro_batch_size > 1 else []
+        changes += ["a smaller seq_len or model"]
+        return (
+            f"seq_len={self.seq_len} with attention={self.attention} and data.micro_batch_size={self.micro_batch_size}"
+            f" needs more than the device has (peak {peak_gib:.1f} GiB). Try {', '.join(changes)}"
+        )
+
+
+def results(trainer: L.Trainer) -> dict[str, float]:
+    """A run's newest metrics, with oom=1 when memory ran out."""
+    return monitor_of(trainer).summary()
+
+
+def is_out_of_memory(exception: BaseException) -> bool:
+    """Of a GPU, or of the host, which torch reports as a RuntimeError of its CPU allocator."""
+    return isinstance(exception, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(exception)

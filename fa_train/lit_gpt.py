@@ -1,0 +1,110 @@
+"""What is trained: next-token loss of a GPT, normalised by the labels of a whole optimizer step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from fa_train.memory.loss import IGNORE_INDEX
+from fa_train.models.gpt import GPT
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")  # fp16 would need a loss scale beside the one by labels
+Batch = dict[str, Tensor]
+
+
+class LitGPT(L.LightningModule):
+    """Trains on next-token loss; model, optimizer and schedule are handed in.
+
+    A batch is a packed stream: tokens, labels and position_ids (total,) int64, cu_seqlens (n_docs + 1,) int32.
+    After each optimizer step, on the device and over all its micro-batches and ranks: `step_loss` (nats a label),
+    `step_grad_norm` (before clipping) and `step_squared_lengths` (the sum of squared document lengths).
+    Raises: ValueError on a precision or a clipping that the loss cannot be scaled for.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        optimizer: Callable[[nn.Module], Optimizer],
+        scheduler: Callable[[Optimizer], LRScheduler],
+        compile_model: bool,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.micro_batch_tokens = 0
+        self.step_loss = self.step_grad_norm = self.step_squared_lengths = torch.tensor(float("nan"))
+        self._sums: Tensor  # loss, labels and squared document lengths of the step so far; fp64: counts stay exact
+        self._val_sums: Tensor  # loss and labels
+        self.register_buffer("_sums", torch.zeros(3, dtype=torch.float64), persistent=False)
+        self.register_buffer("_val_sums", torch.zeros(2, dtype=torch.float64), persistent=False)
+        if compile_model:
+            for block in model.blocks:  # alike, so compiled once
+                block.compile()
+
+    def setup(self, stage: str) -> None:
+        if self.trainer.precision not in PRECISIONS:
+            raise ValueError(f"trainer.precision must be one of {', '.join(PRECISIONS)}; got {self.trainer.precision}")
+        if self.trainer.gradient_clip_algorithm == "value":
+            raise ValueError("trainer.gradient_clip_algorithm must be norm; got value")
+
+    def loss_sum(self, batch: Batch) -> Tensor:
+        """The cross entropy summed over the labels of a batch, in nats."""
+        return self.model(batch["tokens"], batch["cu_seqlens"], batch["position_ids"], batch["labels"])
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss, labels = self.loss_sum(batch), batch["labels"]
+        lengths = batch["cu_seqlens"].diff().double()
+        self._sums += torch.stack([loss.detach().double(), count_labels(labels), lengths.square().sum()])
+        self.micro_batch_tokens = labels.numel()
+        # a nominal divisor, the same for every micro-batch; the step's real one is known when its last has run
+        return loss / labels.numel()
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Turns the mean over nominal tokens into the mean over labels, then clips; never waits for the device."""
+        loss, labels, self.step_squared_lengths = self.trainer.strategy.reduce(self._sums.clone(), reduce_op="sum")
+        self._sums.zero_()
+        labels = labels.clamp(min=1)
+        self.step_loss = loss / labels
+        # Lightning divides by the micro-batches, DDP by the ranks
+        nominal = self.micro_batch_tokens * self.trainer.accumulate_grad_batches * self.trainer.world_size
+        scale = (nominal / labels).float()
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self.step_grad_norm = nn.utils.get_total_norm(gradients) * scale
+        if gradient_clip_val:
+            scale = scale * (gradient_clip_val / (self.step_grad_norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, scale)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._val_sums += torch.stack([self.loss_sum(batch).double(), count_labels(batch["labels"])])
+
+    def on_validation_epoch_end(self) -> None:
+        loss, labels = self.trainer.strategy.reduce(self._val_sums.clone(), reduce_op="sum")
+        self._val_sums.zero_()
+        self.log("val/loss", loss / labels.clamp(min=1), logger=False)  # Monitor logs it, beside the tokens seen
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = self.optimizer(self.model)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": self.scheduler(optimizer), "interval": "step"},
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint taken between two steps, by a signal or an error, forgets the micro-batches since the last."""
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        completed = self.trainer.global_step * self.trainer.accumulate_grad_batches
+        if progress["current"]["processed"] != completed:
+            for counts in (progress["current"], progress["total"]):
+                counts.update(ready=completed, started=completed, processed=completed, completed=completed)
+
+
+def count_labels(labels: Tensor) -> Tensor:
+    """() fp64: how many labels count."""
+    return (labels != IGNORE_INDEX).sum().double()

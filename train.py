@@ -1,0 +1,86 @@
+"""Train a GPT: `python train.py [key=value ...]`. conf/train.yaml is where the settings begin."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+import hydra
+import lightning as L
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from hydra.utils import instantiate
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fa_train import preflight
+from fa_train.callbacks import is_out_of_memory, results
+from fa_train.models.attention import require_backend
+
+SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
+OmegaConf.register_new_resolver("auto_preset", lambda: "gpu" if torch.cuda.is_available() else "cpu", replace=True)
+
+
+def build(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDataModule]:
+    """All that a run is made of. Raises ValueError on what cannot train, before anything is computed."""
+    preflight.require_counts(seq_len=cfg.seq_len, max_steps=cfg.max_steps, batch_size=cfg.batch_size)
+    L.seed_everything(cfg.seed, verbose=False)
+    data, trainer = instantiate(cfg.data), instantiate(cfg.trainer)
+    trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
+    trainer.val_check_interval *= trainer.accumulate_grad_batches  # given in steps; Lightning counts micro-batches
+    require_backend(instantiate(cfg.attention), trainer.strategy.root_device)
+    vocab_size = cfg.model.vocab_size or data.vocab_size
+    with torch.device("meta"):  # sizes without the weights
+        preflight.require_memory(instantiate(cfg.model, vocab_size=vocab_size), trainer.strategy.root_device)
+    return trainer, instantiate(cfg.lit_gpt, model=instantiate(cfg.model, vocab_size=vocab_size)), data
+
+
+def train(cfg: DictConfig) -> dict[str, float]:
+    """One run, from its config to its last metrics; with oom=1 when memory ran out."""
+    trainer, lit_gpt, data = build(cfg)
+    ckpt_path = preflight.checkpoint_path(cfg.ckpt_path, Path("runs", cfg.run_name))
+    preset = HydraConfig.get().runtime.choices["preset"]
+    trainer.print(f"preset={preset} on {preflight.machine()}, run in {trainer.default_root_dir}")
+    settings = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+    for logger in trainer.loggers:
+        logger.log_hyperparams(settings)
+    try:
+        trainer.fit(lit_gpt, datamodule=data, ckpt_path=ckpt_path)
+    except SIGTERMException:  # a SystemExit with status 0
+        sys.exit(128 + 15)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    return results(trainer)
+
+
+@contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """A user's mistake ends the program with one line; HYDRA_FULL_ERROR=1 shows the traceback."""
+    try:
+        yield
+    except (ValueError, HydraException, OmegaConfBaseException) as error:
+        if SHOW_TRACEBACK:
+            raise
+        sys.exit(f"error: {preflight.explain(error)}")
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+def main(cfg: DictConfig) -> dict[str, float]:
+    sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    with nullcontext() if sweep else errors_in_one_line():  # a sweep goes on and reports errors at its end
+        result = train(cfg)
+    if "oom" in result and not sweep:
+        sys.exit(1)
+    return result
+
+
+if __name__ == "__main__":
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them
+    with errors_in_one_line():
+        main()
