@@ -24,6 +24,14 @@ from fa_train.models.attention import require_backend
 
 SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 OmegaConf.register_new_resolver("auto_preset", lambda: "gpu" if torch.cuda.is_available() else "cpu", replace=True)
+OmegaConf.register_new_resolver(
+    "sweep_group", lambda: HydraConfig.get().sweep.dir if in_sweep() else None, replace=True
+)
+
+
+def in_sweep() -> bool:
+    """Whether this is one run of a multirun."""
+    return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def build(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDataModule]:
@@ -72,10 +80,9 @@ def errors_in_one_line() -> Iterator[None]:
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> dict[str, float]:
-    sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-    with nullcontext() if sweep else errors_in_one_line():  # a sweep goes on and reports errors at its end
+    with nullcontext() if in_sweep() else errors_in_one_line():  # a sweep goes on and reports errors at its end
         result = train(cfg)
-    if "oom" in result and not sweep:
+    if "oom" in result and not in_sweep():
         sys.exit(1)
     return result
 

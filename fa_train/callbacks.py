@@ -189,6 +189,9 @@ def describe(metrics: dict[str, float]) -> str:
 class Record(Callback):
     """Says where a run is recorded, closes that record however the run ends, and leaves result.json in its folder."""
 
+    def __init__(self) -> None:
+        self._first_step = 0
+
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._first_step = trainer.global_step
         if wandb.run is not None:

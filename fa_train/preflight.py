@@ -52,7 +52,9 @@ def machine() -> str:
 
 def explain(error: BaseException) -> str:
     """In one line, the ValueError that Hydra wrapped, or what Hydra itself found wrong."""
-    while error.__cause__ is not None and not isinstance(error, ValueError):
-        error = error.__cause__
-    text = str(error).partition("Config search path")[0].partition("full_key")[0]  # where Hydra looked
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    said = next((link for link in chain if isinstance(link, ValueError)), error)
+    text = str(said).partition("Config search path")[0].partition("full_key")[0]  # where Hydra looked
     return " ".join(text.split())

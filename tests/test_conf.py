@@ -1,0 +1,98 @@
+"""Every config composes and instantiates; a user's mistake is one clear line before anything is computed."""
+
+import pytest
+import torch
+from hydra.errors import HydraException
+from hydra.utils import instantiate
+
+import train
+from tests.training import CONF, command_line, composed, tiny
+
+NEEDED = {"hf": ["data.name=some/name"]}
+
+
+def options():
+    for group in sorted(path for path in CONF.iterdir() if path.is_dir()):
+        for file in sorted(group.glob("*.yaml")):
+            if group.name not in ("model", "experiment", "preset"):  # models are built by tests/models
+                yield pytest.param(group.name, file.stem, id=f"{group.name}={file.stem}")
+
+
+@pytest.mark.parametrize(("group", "option"), options())
+def test_every_option_builds_a_run(group, option, tmp_path):
+    overrides = tiny(tmp_path, f"{group}={option}", *NEEDED.get(option, []))
+    with composed(tmp_path, *overrides) as cfg:
+        trainer, lit_gpt, data = train.build(cfg)
+    assert trainer.max_steps == 20 and trainer.accumulate_grad_batches == 4
+    assert lit_gpt.model.vocab_size == data.vocab_size
+    assert data.seq_len == 64
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("preset", ["cpu", "gpu"])
+def test_every_experiment_composes_and_says_its_command(path, preset, tmp_path):
+    package, command = path.read_text().splitlines()[:2]
+    assert package == "# @package _global_"
+    assert command.startswith("# python train.py ") and f"experiment={path.stem}" in command
+    with composed(tmp_path, f"experiment={path.stem}", f"preset={preset}", "trainer.accelerator=cpu") as cfg:
+        cfg.trainer.precision = "32-true"
+        instantiate(cfg.data)
+        instantiate(cfg.trainer)
+        with torch.device("meta"):
+            instantiate(cfg.model, vocab_size=259)
+
+
+def test_presets_are_what_the_readme_says(tmp_path):
+    with composed(tmp_path, "preset=gpu") as cfg:
+        assert (cfg.model.n_layers, cfg.model.dim, cfg.model.n_heads, cfg.seq_len) == (12, 768, 12, 8192)
+        assert cfg.attention._target_.endswith("flash_attention") and cfg.trainer.precision == "bf16-mixed"
+    with composed(tmp_path, "preset=gpu", "seq_len=32768") as longer:
+        own = ["max_steps", "batch_size", "model", "optimizer", "scheduler", "memory"]
+        assert all(longer[key] == cfg[key] for key in own)
+        assert longer.data.seq_len == longer.callbacks.monitor.seq_len == 32768
+    with composed(tmp_path, "preset=cpu", "attention=naive") as cfg:
+        assert cfg.attention._target_.endswith("naive_attention"), "an override wins over the preset"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        pytest.param(["seq_len=0"], "seq_len must be a positive integer; got 0", id="seq-len"),
+        pytest.param(["max_steps=1.5"], "max_steps must be a positive integer; got 1.5", id="steps"),
+        pytest.param(["batch_size=3", "data.micro_batch_size=2"], "batch_size must be .* 3, 2 and 1", id="batch"),
+        pytest.param(["model.n_kv_heads=3"], "n_heads must be a multiple of .*n_kv_heads; got 4 and 3", id="heads"),
+        pytest.param(["model.dim=4000000"], "parameters need .* GiB .* Choose a smaller model", id="memory"),
+        pytest.param(["trainer.precision=64-true"], "trainer.precision must be one of .*; got 64-true", id="fp64"),
+        pytest.param(["ckpt_path=nowhere.ckpt"], "ckpt_path must be a checkpoint or `last`; nowhere.ckpt", id="ckpt"),
+        pytest.param(["ckpt_path=last", "run_name=never"], "ckpt_path=last found no checkpoint below", id="last"),
+        pytest.param(["model.nonsense=1"], "nonsense", id="unknown-key"),
+    ],
+)  # fmt: skip
+def test_impossible_values_are_named(overrides, message, tmp_path):
+    with pytest.raises((ValueError, HydraException), match=message):  # noqa: SIM117
+        with composed(tmp_path, *tiny(tmp_path, *overrides)) as cfg:
+            train.train(cfg)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
+def test_flash_needs_cuda_or_the_interpreter(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with (
+        composed(tmp_path, *tiny(tmp_path, "attention=flash")) as cfg,
+        pytest.raises(ValueError, match="needs a CUDA GPU"),
+    ):
+        train.build(cfg)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        pytest.param("seq_len=-1", "error: seq_len must be a positive integer; got -1", id="value"),
+        pytest.param("no_such_key=1", "error: Could not override 'no_such_key'. To append", id="key"),
+    ],
+)
+def test_a_mistake_ends_the_command_with_one_line(override, message, tmp_path):
+    done = command_line(tmp_path, override)
+    assert done.returncode == 1
+    assert len(done.stderr.strip().splitlines()) == 1 and message in done.stderr, done.stderr
+    assert not list(tmp_path.rglob("*.ckpt"))

@@ -1,0 +1,76 @@
+"""Runs of train.py for tests: in this process on tiny models, or as a user starts it."""
+
+import csv
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+REPOSITORY = Path(__file__).parents[1]
+CONF = REPOSITORY / "conf"
+# 20 thousand parameters on rows of 64 bytes: a step takes some milliseconds
+TINY = (
+    "preset=cpu", "seq_len=64", "max_steps=20", "batch_size=4", "logger=csv", "model.n_layers=2", "model.dim=32",
+    "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=64", "data=text", "data.val_rows=4", "data.num_workers=0",
+    "trainer.accelerator=cpu", "trainer.log_every_n_steps=1", "trainer.val_check_interval=10",
+    "scheduler.warmup_steps=2",
+)  # fmt: skip
+
+
+def write_corpus(folder: Path) -> Path:
+    """Forty short documents of English-like lines, the same every time."""
+    folder.mkdir(exist_ok=True)
+    words = ["the", "cat", "sat", "on", "a", "mat", "while", "rain", "fell", "over", "old", "walls"]
+    for number in range(40):
+        text = " ".join(words[(number * i + i // 3) % len(words)] for i in range(10 + number * 3 % 50))
+        (folder / f"{number}.txt").write_text(text)
+    return folder
+
+
+@contextmanager
+def composed(folder: Path, *overrides: str) -> Iterator[DictConfig]:
+    """The config as train.py's main sees it, with the run's folder in `folder`."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose(
+            "train",
+            [*overrides, f"hydra.runtime.output_dir={folder}", "hydra.mode=RUN", "hydra.job.num=0"],
+            return_hydra_config=True,
+        )
+        HydraConfig.instance().set_config(cfg)
+    yield cfg
+
+
+def tiny(tmp_path: Path, *overrides: str) -> list[str]:
+    """Overrides of a tiny run on a corpus and a cache below tmp_path; those given replace TINY's."""
+    settings = dict(override.split("=", 1) for override in (*TINY, *overrides))
+    if settings["data"] == "text":
+        settings["data.path"] = str(write_corpus(tmp_path / "corpus"))
+    if settings["data"] != "synthetic":
+        settings["data.cache_dir"] = str(tmp_path / "cache")
+    return [f"{name}={value}" for name, value in settings.items()]
+
+
+def command_line(cwd: Path, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """python train.py with overrides, to its end."""
+    return subprocess.run(
+        [sys.executable, str(REPOSITORY / "train.py"), *overrides],
+        cwd=cwd, env=quiet_environment() | environment, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+
+
+def quiet_environment() -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    return inherited | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def column(folder: Path, name: str) -> dict[int, float]:
+    """One metric of a run's metrics.csv by step."""
+    [path] = folder.rglob("metrics.csv")
+    with path.open() as file:
+        return {int(row["step"]): float(row[name]) for row in csv.DictReader(file) if row.get(name)}
