@@ -38,7 +38,8 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDat
     """All that a run is made of. Raises ValueError on what cannot train, before anything is computed."""
     preflight.require_counts(seq_len=cfg.seq_len, max_steps=cfg.max_steps, batch_size=cfg.batch_size)
     L.seed_everything(cfg.seed, verbose=False)
-    data, trainer = instantiate(cfg.data), instantiate(cfg.trainer)
+    callbacks = [callback for callback in instantiate(cfg.callbacks).values() if callback is not None]
+    data, trainer = instantiate(cfg.data), instantiate(cfg.trainer, callbacks=callbacks)
     trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
     trainer.val_check_interval *= trainer.accumulate_grad_batches  # given in steps; Lightning counts micro-batches
     require_backend(instantiate(cfg.attention), trainer.strategy.root_device)

@@ -19,8 +19,8 @@ def options():
 
 
 @pytest.mark.parametrize(("group", "option"), options())
-def test_every_option_builds_a_run(group, option, tmp_path):
-    overrides = tiny(tmp_path, f"{group}={option}", *NEEDED.get(option, []))
+def test_every_option_builds_a_run(group, option, tmp_path, device):
+    overrides = tiny(tmp_path, f"{group}={option}", f"trainer.accelerator={device.type}", *NEEDED.get(option, []))
     with composed(tmp_path, *overrides) as cfg:
         trainer, lit_gpt, data = train.build(cfg)
     assert trainer.max_steps == 20 and trainer.accumulate_grad_batches == 4

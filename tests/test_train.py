@@ -56,7 +56,7 @@ def test_out_of_memory_is_a_result(tmp_path, monkeypatch, capsys):
 
 def test_a_sweep_goes_on_after_running_out_of_memory(tmp_path):
     sweep = ["attention=naive", "seq_len=131072,64", "max_steps=2", "batch_size=1", "data.val_rows=1"]
-    done = command_line(tmp_path, "-m", *tiny(tmp_path, *sweep))  # 274 GB of scores: the allocator refuses at once
+    done = command_line(tmp_path, "-m", *tiny(tmp_path, *sweep), limit_memory=True)  # 274 GB of scores
     assert done.returncode == 0, done.stderr
     first, second = (json.loads(path.read_text()) for path in sorted(tmp_path.rglob("result.json")))
     assert first["oom"] == 1 and "oom" not in second and second["tokens"] == 128

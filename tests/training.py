@@ -2,6 +2,7 @@
 
 import csv
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,12 +57,19 @@ def tiny(tmp_path: Path, *overrides: str) -> list[str]:
     return [f"{name}={value}" for name, value in settings.items()]
 
 
-def command_line(cwd: Path, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """python train.py with overrides, to its end."""
+def command_line(
+    cwd: Path, *overrides: str, limit_memory: bool = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """python train.py with overrides, to its end; limit_memory refuses what no machine has, even one that overcommits."""
     return subprocess.run(
         [sys.executable, str(REPOSITORY / "train.py"), *overrides],
         cwd=cwd, env=quiet_environment() | environment, capture_output=True, text=True, timeout=240,
+        preexec_fn=_limit_memory if limit_memory else None,
     )  # fmt: skip
+
+
+def _limit_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (200 * 2**30, 200 * 2**30))
 
 
 def quiet_environment() -> dict[str, str]:

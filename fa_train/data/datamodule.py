@@ -109,7 +109,7 @@ class PackedDataModule(L.LightningDataModule):
             batch_size=None,
             sampler=sampler,
             num_workers=self.num_workers,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=self._running_trainer().strategy.root_device.type == "cuda",
             persistent_workers=self.num_workers > 0,
         )
 

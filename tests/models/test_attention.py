@@ -55,8 +55,8 @@ def check(attention, tensors: list[Tensor], cu_seqlens: Tensor) -> None:
     ours = with_gradients(partial(attention, schedule=causal_schedule(cu_seqlens, total, device)), *tensors)
     exact = with_gradients(lambda *x: reference(*x)[0], *tensors)
     baseline = with_gradients(lambda *x: reference(*x, dtype=tensors[0].dtype)[0], *tensors)
-    # dq and dk cancel to 0 where a query sees one key: their rounding is what is left
-    floor = 8 * torch.finfo(tensors[0].dtype).eps
+    # dq and dk cancel to 0 where a query sees one key: what is left is the rounding of two sums of 16 products
+    floor = 32 * torch.finfo(tensors[0].dtype).eps
     for name, result, truth, same_dtype in zip(("o", "dq", "dk", "dv"), ours, exact, baseline, strict=True):
         assert_as_accurate(name, result, truth, same_dtype, floor=floor)
     assert ours[0].dtype == tensors[0].dtype
