@@ -60,7 +60,7 @@ def tiny(tmp_path: Path, *overrides: str) -> list[str]:
 def command_line(
     cwd: Path, *overrides: str, limit_memory: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """python train.py with overrides, to its end; limit_memory refuses what no machine has, even one that overcommits."""
+    """python train.py with overrides, to its end; limit_memory refuses 200 GiB, even where the system overcommits."""
     return subprocess.run(
         [sys.executable, str(REPOSITORY / "train.py"), *overrides],
         cwd=cwd, env=quiet_environment() | environment, capture_output=True, text=True, timeout=240,

@@ -6,7 +6,6 @@ from typing import Protocol, TypedDict, Unpack
 
 import lightning as L
 import numpy as np
-import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fa_train.data.corpus import HFCorpus, StdlibCorpus, TextCorpus
