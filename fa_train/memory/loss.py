@@ -18,13 +18,23 @@ class LinearCrossEntropy:
     """Cross entropy of hidden @ weight.T, summed over the valid labels.
 
     Units: chunk_size in tokens; chunk_size x vocabulary logits exist at a time.
+    z_loss times the squared logsumexp is added for each valid label, so that logits do not drift (PaLM,
+    arXiv:2204.02311, section 5: 1e-4). label_smoothing is the part of the target that is spread evenly over the
+    vocabulary, as in torch's cross_entropy. Both are 0 unless asked for, and count in validation too.
+    Raises: ValueError unless chunk_size is positive, z_loss is not negative and 0 <= label_smoothing <= 1.
     """
 
     chunk_size: int
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
         if self.chunk_size < 1:
             raise ValueError(f"memory.loss.chunk_size must be at least 1 token; got {self.chunk_size}")
+        if not 0.0 <= self.z_loss < float("inf"):
+            raise ValueError(f"memory.loss.z_loss must be a coefficient of at least 0; got {self.z_loss}")
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise ValueError(f"memory.loss.label_smoothing must be from 0 to 1; got {self.label_smoothing}")
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """hidden (total, dim), weight (vocab, dim), labels (total,) int64, -100 ignored -> fp32 scalar, in nats.
@@ -40,12 +50,21 @@ class LinearCrossEntropy:
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         with_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-        return linear_cross_entropy(hidden, weight, labels, self.chunk_size, dtype, with_gradients)[0]
+        return linear_cross_entropy(
+            hidden, weight, labels, self.chunk_size, self.z_loss, self.label_smoothing, dtype, with_gradients
+        )[0]
 
 
 @torch.library.custom_op("fa_train::linear_cross_entropy", mutates_args=())
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_size: int, dtype: torch.dtype, with_gradients: bool
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk_size: int,
+    z_loss: float,
+    label_smoothing: float,
+    dtype: torch.dtype,
+    with_gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss and its gradients in hidden and weight, which are of no elements unless with_gradients.
 
@@ -60,25 +79,41 @@ def linear_cross_entropy(
         for start in range(0, hidden.shape[0], chunk_size):
             rows = slice(start, start + chunk_size)
             chunk = hidden[rows].to(dtype)
-            losses[rows], d_logits = cross_entropy(chunk @ rounded_weight.T, labels[rows])
+            losses[rows], d_logits = cross_entropy(chunk @ rounded_weight.T, labels[rows], z_loss, label_smoothing)
             if with_gradients:
                 d_hidden[rows] = d_logits @ rounded_weight
-                _add_product(d_weight, d_logits.T, chunk)
+                add_product(d_weight, d_logits.T, chunk)
     return losses.sum(), d_hidden, d_weight.to(weight.dtype)
 
 
-def _torch_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(tokens, vocab) and (tokens,) -> losses (tokens,) fp32 and logits' gradient; both 0 where ignored."""
+def _torch_cross_entropy(
+    logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """(tokens, vocab) and (tokens,) -> losses (tokens,) fp32 and logits' gradient; both 0 where ignored.
+
+    The gradient is p (1 + 2 z_loss lse) - target, with p the softmax and target the smoothed label.
+    """
     ignored = labels == IGNORE_INDEX
     target = labels.masked_fill(ignored, 0)[:, None]
-    log_probabilities = logits.float().log_softmax(dim=-1)
-    losses = -log_probabilities.gather(1, target)[:, 0].masked_fill(ignored, 0.0)
+    logits_dtype, logits = logits.dtype, logits.float()
+    lse = logits.logsumexp(dim=-1, keepdim=True) if z_loss else None
+    log_probabilities = logits.log_softmax(dim=-1)
+    losses = -log_probabilities.gather(1, target)[:, 0]
+    if label_smoothing:
+        losses = losses.lerp(-log_probabilities.mean(dim=-1), label_smoothing)
     d_logits = log_probabilities.exp_()
-    d_logits.scatter_add_(1, target, torch.full_like(target, -1.0, dtype=d_logits.dtype))
-    return losses, d_logits.masked_fill_(ignored[:, None], 0.0).to(logits.dtype)
+    if lse is not None:
+        losses = losses + z_loss * lse[:, 0].square()
+        d_logits *= 1 + 2 * z_loss * lse
+    d_logits.scatter_add_(1, target, torch.full_like(target, label_smoothing - 1.0, dtype=d_logits.dtype))
+    if label_smoothing:
+        d_logits -= label_smoothing / logits.shape[-1]
+    return losses.masked_fill(ignored, 0.0), d_logits.masked_fill_(ignored[:, None], 0.0).to(logits_dtype)
 
 
-def _liger_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _liger_cross_entropy(
+    logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
     """The same by Liger's kernel, which overwrites the logits with their gradient.
 
     Liger's functions around the kernel copy the number of valid labels to the host, and in the backward compare the
@@ -106,8 +141,8 @@ def _liger_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
         sum_non_ignore_weight=0,
         weight_sum=0.0,
         ignore_index=IGNORE_INDEX,
-        lse_square_scale=0.0,
-        label_smoothing=0.0,
+        lse_square_scale=z_loss,
+        label_smoothing=label_smoothing,
         reduction="sum",
         softcap=None,
         RETURN_Z_LOSS=False,
@@ -122,7 +157,7 @@ def _liger_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
     return losses, logits
 
 
-def _add_product(accumulated: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(accumulated: Tensor, a: Tensor, b: Tensor) -> None:
     """accumulated (fp32) += a @ b, with a and b of lower precision or not."""
     if a.is_cuda and a.dtype != torch.float32:
         # sums in fp32 without a rounded copy as large as the weight
@@ -133,7 +168,14 @@ def _add_product(accumulated: Tensor, a: Tensor, b: Tensor) -> None:
 
 @linear_cross_entropy.register_fake
 def _fake(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_size: int, dtype: torch.dtype, with_gradients: bool
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk_size: int,
+    z_loss: float,
+    label_smoothing: float,
+    dtype: torch.dtype,
+    with_gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss = hidden.new_empty((), dtype=torch.float32)
     if not with_gradients:
@@ -149,7 +191,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _backward(ctx: Any, d_loss: Tensor, *unused: None) -> tuple[Tensor | None, ...]:
     d_hidden, d_weight = ctx.saved_tensors
     # in place: another copy would be as large as the weight
-    return d_hidden.mul_(d_loss), d_weight.mul_(d_loss), None, None, None, None
+    return d_hidden.mul_(d_loss), d_weight.mul_(d_loss), None, None, None, None, None, None
 
 
 linear_cross_entropy.register_autograd(_backward, setup_context=_save)

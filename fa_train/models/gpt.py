@@ -1,27 +1,30 @@
 """A pre-norm decoder over one packed stream of tokens: GPT-2 (2019), Llama (arXiv:2302.13971) and what lies between."""
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fa_train.memory.checkpointing import Checkpointing, run_block
 from fa_train.memory.loss import LinearCrossEntropy
+from fa_train.memory.offload import Offload
+from fa_train.memory.stack import Memory
+from fa_train.memory.tiled_mlp import Activation, activate, tiled_mlp
 from fa_train.models.attention import Attention
 from fa_train.models.rope import RotaryTable, document_positions, rotary_table, rotate
 from kernels.flash_attention.schedule import Schedule, causal_schedule
 
 Norm = Literal["rmsnorm", "layernorm"]
 Positions = Literal["rope", "learned", "none"]
-Activation = Literal["swiglu", "gelu"]
 Init = Literal["gpt2", "llama"]
 NormModule = nn.RMSNorm | nn.LayerNorm
 
 
 class GPT(nn.Module):
-    """Decoder-only transformer; attention and loss are handed in.
+    """Decoder-only transformer; attention, loss and the blocks' memory levers (none by default) are handed in.
 
     Units: dim, ffn_dim, head_dim in channels; max_seq_len in tokens; rope_theta in tokens per radian of the slowest
     channel. head_dim None is dim / n_heads, n_kv_heads None is n_heads. max_seq_len is read for learned positions only,
@@ -52,6 +55,7 @@ class GPT(nn.Module):
         init: Init,
         attention: Attention,
         loss: LinearCrossEntropy,
+        memory: Memory | None = None,
     ) -> None:
         super().__init__()
         _require_positive(vocab_size=vocab_size, n_layers=n_layers, dim=dim, n_heads=n_heads, ffn_dim=ffn_dim)
@@ -75,6 +79,7 @@ class GPT(nn.Module):
         self.vocab_size, self.n_layers, self.n_heads, self.head_dim = vocab_size, n_layers, n_heads, head_dim
         self.positions, self.rope_theta, self.max_seq_len, self.init = positions, rope_theta, max_seq_len, init
         make_norm = partial(_norm, norm, eps=norm_eps, bias=bias)
+        self.offload = Offload(n_layers) if memory is not None and memory.offload else None
 
         self.token_embedding = nn.Embedding(vocab_size, dim)
         self.position_embedding = None
@@ -93,14 +98,14 @@ class GPT(nn.Module):
                     attention=attention,
                 ),
                 ffn_norm=make_norm(dim),
-                ffn=FeedForward(dim, ffn_dim, activation, bias),
+                ffn=FeedForward(dim, ffn_dim, activation, bias, chunk_size=memory.mlp_chunk if memory else None),
+                checkpointing=memory.checkpointing if memory else "none",
             )
             for _ in range(n_layers)
         )
         self.norm = make_norm(dim)
         self.head = nn.Linear(dim, vocab_size, bias=False)
-        if tied:
-            self.head.weight = self.token_embedding.weight
+        self.tied = tied
         self.loss = loss
         self.init_weights()
 
@@ -112,6 +117,8 @@ class GPT(nn.Module):
         residual stream divided by sqrt(2 * n_layers) (the GPT-2 paper, section 2.3).
         llama: normal with deviation 0.02 throughout, the initializer_range of Meta's published config.json.
         """
+        if self.tied:  # here, because memory given to a model on the meta device unties them
+            self.head.weight = self.token_embedding.weight
         for module in self.modules():
             if isinstance(module, NormModule):
                 module.reset_parameters()
@@ -152,8 +159,10 @@ class GPT(nn.Module):
         if self.position_embedding is not None:
             x = x + self.position_embedding(position_ids)
         rotary = rotary_table(position_ids, self.head_dim, self.rope_theta) if self.positions == "rope" else None
+        offload = self.offload.forward_pass(x) if self.offload is not None and torch.is_grad_enabled() else None
         for block in self.blocks:
-            x = block(x, schedule, rotary)
+            with nullcontext() if offload is None else offload.block(x):
+                x = block(x, schedule, rotary)
         x = self.norm(x)
         if labels is None:
             return self.head(x)
@@ -175,16 +184,26 @@ class Block(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x))."""
 
     def __init__(
-        self, attention_norm: nn.Module, attention: "SelfAttention", ffn_norm: nn.Module, ffn: "FeedForward"
+        self,
+        attention_norm: nn.Module,
+        attention: "SelfAttention",
+        ffn_norm: nn.Module,
+        ffn: "FeedForward",
+        checkpointing: Checkpointing,
     ) -> None:
         super().__init__()
+        self.checkpointing = checkpointing
         self.attention_norm, self.attention = attention_norm, attention
         self.ffn_norm, self.ffn = ffn_norm, ffn
 
     def forward(self, x: Tensor, schedule: Schedule, rotary: RotaryTable | None) -> Tensor:
         """x (total, dim) -> the same."""
-        x = x + self.attention(self.attention_norm(x), schedule, rotary)
-        return x + self.ffn(self.ffn_norm(x))
+
+        def layers(x: Tensor) -> Tensor:
+            x = x + self.attention(self.attention_norm(x), schedule, rotary)
+            return x + self.ffn(self.ffn_norm(x))
+
+        return run_block(self.checkpointing, layers, x)
 
 
 class SelfAttention(nn.Module):
@@ -218,20 +237,21 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv:2002.05202), its gate and its values from one matrix, or GPT-2's GELU by tanh."""
+    """down(activation(up(x))), by chunk_size tokens at a time or all; SwiGLU's gate and values come from one matrix."""
 
-    def __init__(self, dim: int, ffn_dim: int, activation: Activation, bias: bool) -> None:
+    def __init__(self, dim: int, ffn_dim: int, activation: Activation, bias: bool, chunk_size: int | None) -> None:
         super().__init__()
-        self.activation = activation
+        self.activation: Activation = activation
+        self.chunk_size = chunk_size
         self.up = nn.Linear(dim, 2 * ffn_dim if activation == "swiglu" else ffn_dim, bias=bias)
         self.down = nn.Linear(ffn_dim, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (total, dim) -> the same."""
-        if self.activation == "gelu":
-            return self.down(F.gelu(self.up(x), approximate="tanh"))
-        gate, value = self.up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * value)
+        if self.chunk_size is None:
+            return self.down(activate(self.up(x), self.activation))
+        up, down = self.up, self.down
+        return tiled_mlp(x, up.weight, up.bias, down.weight, down.bias, self.activation, self.chunk_size)
 
 
 def _norm(kind: Norm, dim: int, *, eps: float, bias: bool) -> NormModule:

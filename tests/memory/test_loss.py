@@ -4,18 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa_train.memory.loss import LinearCrossEntropy, _liger_cross_entropy, _torch_cross_entropy, linear_cross_entropy
+from tests.memory.small import LargestTensor
 from tests.tolerance import assert_as_accurate
 
 TOTAL, DIM, VOCAB = 50, 16, 37
-
-
-@pytest.fixture
-def bf16_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN's bf16 products end in an illegal instruction where a hypervisor promises AMX and does not have it."""
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
 
 
 def draw(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,16 +20,33 @@ def draw(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tens
     return hidden, weight, labels
 
 
-def dense(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy((hidden @ weight.T).float(), labels, reduction="sum")
+def dense(hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Tensor:
+    logits = hidden @ weight.T
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    squared_lse = logits.logsumexp(dim=-1).square()[labels != -100]
+    cross_entropy = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=label_smoothing)
+    return cross_entropy + z_loss * squared_lse.sum()
 
 
+TERMS = pytest.mark.parametrize(
+    ("z_loss", "label_smoothing"),
+    [
+        pytest.param(0.0, 0.0, id="plain"),
+        pytest.param(1e-2, 0.0, id="z-loss"),
+        pytest.param(0.0, 0.1, id="smoothed"),
+        pytest.param(1e-2, 0.1, id="both"),
+        pytest.param(0.0, 1.0, id="only-smoothing"),
+    ],
+)
+
+
+@TERMS
 @pytest.mark.parametrize("chunk_size", [1, 7, 25, 50, 4096])
-@pytest.mark.parametrize("upstream", [1.0, 0.125], ids=["plain", "scaled"])
-def test_equals_dense(chunk_size, upstream, device):
+@pytest.mark.parametrize("upstream", [1.0, 0.125], ids=["whole", "scaled"])
+def test_equals_dense(chunk_size, upstream, z_loss, label_smoothing, device):
     hidden, weight, labels = draw(device)
-    expected = dense(hidden, weight, labels)
-    loss = LinearCrossEntropy(chunk_size)(hidden, weight, labels)
+    expected = dense(hidden, weight, labels, z_loss, label_smoothing)
+    loss = LinearCrossEntropy(chunk_size, z_loss, label_smoothing)(hidden, weight, labels)
     torch.testing.assert_close(loss, expected)
     for ours, theirs in zip(
         torch.autograd.grad(loss * upstream, (hidden, weight)),
@@ -43,12 +54,14 @@ def test_equals_dense(chunk_size, upstream, device):
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    assert not torch.autograd.grad(dense(hidden, weight, labels), hidden)[0][7:10].any()
+    loss = LinearCrossEntropy(chunk_size, z_loss, label_smoothing)(hidden, weight, labels)
+    assert not torch.autograd.grad(loss, hidden)[0][7:10].any()
 
 
-def test_all_labels_ignored(device):
+@TERMS
+def test_all_labels_ignored(z_loss, label_smoothing, device):
     hidden, weight, labels = draw(device)
-    loss = LinearCrossEntropy(16)(hidden, weight, torch.full_like(labels, -100))
+    loss = LinearCrossEntropy(16, z_loss, label_smoothing)(hidden, weight, torch.full_like(labels, -100))
     loss.backward()
     assert loss == 0 and not hidden.grad.any() and not weight.grad.any()
 
@@ -71,9 +84,10 @@ def test_without_gradients(device):
     torch.testing.assert_close(loss, dense(hidden, weight, labels))
 
 
+@TERMS
 @pytest.mark.usefixtures("bf16_matmul")
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "bf16-weights"])
-def test_bf16_is_as_accurate_as_dense(autocast, device):
+def test_bf16_is_as_accurate_as_dense(autocast, z_loss, label_smoothing, device):
     tensors = draw(device, torch.float32 if autocast else torch.bfloat16)
 
     def run(function, dtype=None) -> list[Tensor]:
@@ -82,22 +96,14 @@ def test_bf16_is_as_accurate_as_dense(autocast, device):
             loss = function(hidden, weight, tensors[2])
         return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
 
-    ours, exact, baseline = run(LinearCrossEntropy(16)), run(dense, torch.float64), run(dense)
+    def expected(hidden, weight, labels) -> Tensor:
+        return dense(hidden, weight, labels, z_loss, label_smoothing)
+
+    ours = run(LinearCrossEntropy(16, z_loss, label_smoothing))
+    exact, baseline = run(expected, torch.float64), run(expected)
     assert ours[0].dtype == torch.float32
     for name, *results in zip(("loss", "d_hidden", "d_weight"), ours, exact, baseline, strict=True):
         assert_as_accurate(name, *results)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Counts the elements of the largest tensor that any operator returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        outputs = result if isinstance(result, tuple | list) else [result]
-        self.elements = max(self.elements, *(x.numel() for x in outputs if isinstance(x, Tensor)), 0)
-        return result
 
 
 def test_logits_never_exist_at_once(device):
@@ -106,17 +112,18 @@ def test_logits_never_exist_at_once(device):
     labels = torch.randint(256, (512,), device=device)
     with LargestTensor() as largest:
         # the body of the operator: a dispatch mode does not look into operators
-        linear_cross_entropy._init_fn(hidden.detach(), weight.detach(), labels, 16, torch.float32, True)
+        linear_cross_entropy._init_fn(hidden.detach(), weight.detach(), labels, 16, 0.0, 0.0, torch.float32, True)
         LinearCrossEntropy(16)(hidden, weight, labels).backward()
     assert largest.elements == 16 * 256  # of 512 x 256
 
 
+@TERMS
 @pytest.mark.parametrize("vocab", [1, 37, 259, 40_000], ids=str)
-def test_ligers_kernel_equals_torch(vocab, device):
+def test_ligers_kernel_equals_torch(vocab, z_loss, label_smoothing, device):
     logits, labels = 3 * torch.randn(6, vocab, device=device), torch.randint(vocab, (6,), device=device)
     labels[2] = -100
-    losses, d_logits = _torch_cross_entropy(logits, labels)
-    liger_losses, liger_d_logits = _liger_cross_entropy(logits.clone(), labels)
+    losses, d_logits = _torch_cross_entropy(logits, labels, z_loss, label_smoothing)
+    liger_losses, liger_d_logits = _liger_cross_entropy(logits.clone(), labels, z_loss, label_smoothing)
     torch.testing.assert_close(liger_losses, losses, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(liger_d_logits, d_logits, rtol=1e-5, atol=1e-6)
 
@@ -124,7 +131,7 @@ def test_ligers_kernel_equals_torch(vocab, device):
 def test_operator_keeps_torchs_rules(device):
     hidden, weight, labels = draw(device)
     for with_gradients in (True, False):
-        arguments = (hidden, weight, labels, 16, torch.float32, with_gradients)
+        arguments = (hidden, weight, labels, 16, 0.0, 0.0, torch.float32, with_gradients)
         torch.library.opcheck(linear_cross_entropy, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -132,6 +139,10 @@ def test_errors(device):
     hidden, weight, labels = draw(device)
     with pytest.raises(ValueError, match="chunk_size must be at least 1 token; got 0"):
         LinearCrossEntropy(0)
+    with pytest.raises(ValueError, match=r"z_loss must be a coefficient of at least 0; got -0.1"):
+        LinearCrossEntropy(16, z_loss=-0.1)
+    with pytest.raises(ValueError, match=r"label_smoothing must be from 0 to 1; got 1.5"):
+        LinearCrossEntropy(16, label_smoothing=1.5)
     with pytest.raises(ValueError, match=r"got \(50, 16\), \(37, 16\) and \(49,\)"):
         LinearCrossEntropy(16)(hidden, weight, labels[1:])
     with pytest.raises(ValueError, match=r"got \(50, 16\), \(37, 15\) and \(50,\)"):

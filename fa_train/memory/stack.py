@@ -1,0 +1,28 @@
+"""The memory levers of one run, as conf/memory composes them."""
+
+from dataclasses import dataclass
+
+from fa_train.memory.checkpointing import Checkpointing, require_checkpointing
+from fa_train.memory.loss import LinearCrossEntropy
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is given up for memory: time, host memory, or nothing.
+
+    checkpointing: what each block keeps for its backward (fa_train.memory.checkpointing).
+    offload: whether the hidden states between blocks wait in host memory (fa_train.memory.offload).
+    mlp_chunk: tokens that pass through the FFN at a time (fa_train.memory.tiled_mlp), None for all.
+    loss: the last linear layer and its cross entropy (fa_train.memory.loss).
+    Raises: ValueError on an unknown checkpointing and on a chunk that is not positive.
+    """
+
+    checkpointing: Checkpointing
+    offload: bool
+    mlp_chunk: int | None
+    loss: LinearCrossEntropy
+
+    def __post_init__(self) -> None:
+        require_checkpointing(self.checkpointing)
+        if self.mlp_chunk is not None and self.mlp_chunk < 1:
+            raise ValueError(f"memory.mlp_chunk must be at least 1 token or null; got {self.mlp_chunk}")

@@ -1,0 +1,225 @@
+"""The FFN over chunks of tokens, so that nothing of (tokens x ffn_dim) exists in either pass.
+
+The forward keeps its input and the weights; the backward computes each chunk's activations again (ALST,
+arXiv:2506.13996). Rows pass through the same operations in the same order as without chunks, so the output and the
+gradient of x differ from the unchunked ones only where a library splits a product of fewer rows otherwise. The
+gradients of the weights are sums over chunks, in fp32.
+"""
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fa_train.memory.loss import add_product
+
+Activation = Literal["swiglu", "gelu"]
+
+
+def activate(projected: Tensor, activation: str) -> Tensor:
+    """(..., rows of up) -> (..., ffn_dim): SwiGLU (arXiv:2002.05202), gate before values, or GPT-2's GELU by tanh."""
+    if activation == "gelu":
+        return F.gelu(projected, approximate="tanh")
+    gate, value = projected.chunk(2, dim=-1)
+    return F.silu(gate) * value
+
+
+def tiled_mlp(
+    x: Tensor,
+    up: Tensor,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    activation: Activation,
+    chunk_size: int,
+) -> Tensor:
+    """The unchunked down(activate(up(x))), (total, dim) in autocast's dtype, else in x's.
+
+    Shapes: x (total, dim); up (ffn_dim, dim), or (2 ffn_dim, dim) for swiglu; down (dim, ffn_dim); biases (rows,) of
+    their weight, or None.
+    Units: chunk_size in tokens.
+    Raises: ValueError on a shape mismatch.
+    """
+    ffn_dim = up.shape[0] // 2 if activation == "swiglu" else up.shape[0]
+    if x.dim() != 2 or up.shape[1:] != x.shape[1:] or down.shape[1:] != (ffn_dim,):
+        raise ValueError(
+            f"x, up and down must be (total, dim), (rows, dim) and (dim, ffn_dim) for {activation}; "
+            f"got {tuple(x.shape)}, {tuple(up.shape)} and {tuple(down.shape)}"
+        )
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    promise = _Backward.apply(x, up, up_bias, down, down_bias, activation, chunk_size)
+    weights = (w if w is None else w.detach() for w in (up, up_bias, down, down_bias))
+    return _Forward.apply(promise, x.detach(), *weights, activation, chunk_size)
+
+
+class _Backward(torch.autograd.Function):
+    """The node with the gradients; its result stands for the output, has no memory and is never read.
+
+    It comes before the forward's node so that what it saves is saved before the forward runs. Activation checkpointing
+    stops its recomputation once all is saved; in one node, the whole FFN would be computed again for nothing.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        up: Tensor,
+        up_bias: Tensor | None,
+        down: Tensor,
+        down_bias: Tensor | None,
+        activation: Activation,
+        chunk_size: int,
+    ) -> Tensor:
+        ctx.save_for_backward(x, up, up_bias, down, down_bias)
+        ctx.activation, ctx.chunk_size = activation, chunk_size
+        return x.new_empty(()).expand(x.shape[0], down.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, up, up_bias, down, down_bias = ctx.saved_tensors
+        with_weights = any(ctx.needs_input_grad[1:5])  # not where a finetune freezes them
+        dx, *d_weights = mlp_backward(dy, x, up, up_bias, down, down_bias, ctx.activation, ctx.chunk_size, with_weights)
+        needed = (d if needs else None for d, needs in zip(d_weights, ctx.needs_input_grad[1:5], strict=True))
+        return dx, *needed, None, None
+
+
+class _Forward(torch.autograd.Function):
+    """The node with the work of the forward; it hands its gradient on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        promise: Tensor,
+        x: Tensor,
+        up: Tensor,
+        up_bias: Tensor | None,
+        down: Tensor,
+        down_bias: Tensor | None,
+        activation: Activation,
+        chunk_size: int,
+    ) -> Tensor:
+        return mlp_forward(x, up, up_bias, down, down_bias, activation, chunk_size)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return dy, None, None, None, None, None, None, None
+
+
+@torch.library.custom_op("fa_train::mlp_forward", mutates_args=())
+def mlp_forward(
+    x: Tensor,
+    up: Tensor,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    activation: str,
+    chunk_size: int,
+) -> Tensor:
+    """(total, dim) -> the same. An operator, so that torch.compile does not unroll the loop."""
+    with torch.autocast(x.device.type, enabled=False):
+        up, up_bias, down, down_bias = _rounded(x.dtype, up, up_bias, down, down_bias)
+        y = x.new_empty(x.shape[0], down.shape[0])
+        for rows in _chunks(x.shape[0], chunk_size):
+            y[rows] = F.linear(activate(F.linear(x[rows], up, up_bias), activation), down, down_bias)
+    return y
+
+
+@mlp_forward.register_fake
+def _forward_fake(
+    x: Tensor,
+    up: Tensor,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    activation: str,
+    chunk_size: int,
+) -> Tensor:
+    return x.new_empty(x.shape[0], down.shape[0])
+
+
+@torch.library.custom_op("fa_train::mlp_backward", mutates_args=())
+def mlp_backward(
+    dy: Tensor,
+    x: Tensor,
+    up: Tensor,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    activation: str,
+    chunk_size: int,
+    with_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, up, up_bias, down and down_bias; of no elements where there is no bias or no use for it."""
+    weights = (up, up_bias, down, down_bias)
+    sums = [x.new_zeros(w.shape if with_weights and w is not None else 0, dtype=torch.float32) for w in weights]
+    d_up, d_up_bias, d_down, d_down_bias = sums
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    with torch.autocast(x.device.type, enabled=False):
+        up, up_bias, down, _ = _rounded(x.dtype, *weights)
+        for rows in _chunks(x.shape[0], chunk_size):
+            projected = F.linear(x[rows], up, up_bias)
+            hidden, d_projected = _activation_backward(dy[rows] @ down, projected, activation)
+            dx[rows] = d_projected @ up
+            if with_weights:
+                add_product(d_down, dy[rows].T, hidden)
+                add_product(d_up, d_projected.T, x[rows])
+                if up_bias is not None:
+                    d_up_bias += d_projected.sum(0, dtype=torch.float32)
+                if down_bias is not None:
+                    d_down_bias += dy[rows].sum(0, dtype=torch.float32)
+    d_up, d_up_bias, d_down, d_down_bias = (
+        d if w is None else d.to(w.dtype) for d, w in zip(sums, weights, strict=True)
+    )
+    return dx, d_up, d_up_bias, d_down, d_down_bias
+
+
+@mlp_backward.register_fake
+def _backward_fake(
+    dy: Tensor,
+    x: Tensor,
+    up: Tensor,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    activation: str,
+    chunk_size: int,
+    with_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    d_up, d_up_bias, d_down, d_down_bias = (
+        x.new_empty(0, dtype=torch.float32 if w is None else w.dtype)
+        if w is None or not with_weights
+        else w.new_empty(w.shape)
+        for w in (up, up_bias, down, down_bias)
+    )
+    return x.new_empty(x.shape), d_up, d_up_bias, d_down, d_down_bias
+
+
+def _activation_backward(d_hidden: Tensor, projected: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """The activations again, as the gradient of down needs them, and the gradient of `projected`.
+
+    autograd's formulas: it records nothing inside an operator. SwiGLU's overwrite both arguments.
+    """
+    if activation == "gelu":
+        hidden = F.gelu(projected, approximate="tanh")
+        return hidden, torch.ops.aten.gelu_backward(d_hidden, projected, approximate="tanh")
+    gate, value = projected.chunk(2, dim=-1)
+    activated = F.silu(gate)
+    hidden = activated * value
+    activated *= d_hidden
+    d_hidden *= value
+    torch.ops.aten.silu_backward(d_hidden, gate, grad_input=gate)
+    value.copy_(activated)
+    return hidden, projected
+
+
+def _rounded(dtype: torch.dtype, *weights: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    up, up_bias, down, down_bias = (w if w is None else w.to(dtype) for w in weights)
+    assert up is not None and down is not None
+    return up, up_bias, down, down_bias
+
+
+def _chunks(total: int, chunk_size: int) -> list[slice]:
+    return [slice(start, start + chunk_size) for start in range(0, total, chunk_size)]

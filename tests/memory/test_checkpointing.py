@@ -1,0 +1,132 @@
+"""Checkpointing: the same gradients, attention's forward run once or twice, and what a block keeps."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fa_train.memory.checkpointing import ATTENTION_OPERATORS
+from kernels.flash_attention import ops
+from kernels.flash_attention.schedule import causal_schedule
+from tests.memory.small import ATTENTIONS, assert_equal, compile_blocks, levers, small_gpt, step, stream
+
+N_LAYERS = 3
+COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+
+
+@COMPILED
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_same_loss_and_gradients(attention, checkpointing, compiled, device):
+    batch = stream(device)
+    expected = step(small_gpt(levers(), device, attention), batch)
+    model = small_gpt(levers(checkpointing), device, attention)
+    if compiled:
+        compile_blocks(model)
+    assert_equal(step(model, batch), expected)
+
+
+@COMPILED
+@pytest.mark.parametrize(
+    ("checkpointing", "times"),
+    [
+        pytest.param("none", 1, id="none"),
+        pytest.param("selective", 1, id="selective"),
+        pytest.param("full", 2, id="full"),
+    ],
+)
+def test_how_often_flash_forward_runs(checkpointing, times, compiled, device, monkeypatch):
+    calls = []
+    forward = ops.attention_forward
+    monkeypatch.setattr(ops, "attention_forward", lambda *args: calls.append(None) or forward(*args))
+    model = small_gpt(levers(checkpointing), device, "flash", N_LAYERS)
+    if compiled:
+        compile_blocks(model)
+    loss = model(**stream(device))
+    assert len(calls) == N_LAYERS
+    loss.backward()
+    assert len(calls) == times * N_LAYERS
+
+
+class Operators(TorchDispatchMode):
+    """All that ran, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[object] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ran.append(func)
+        return func(*args, **(kwargs or {}))
+
+    def count(self, operators) -> int:
+        return sum(operator in operators for operator in self.ran)
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "times"), [pytest.param("selective", 1, id="selective"), pytest.param("full", 2, id="full")]
+)
+@pytest.mark.parametrize("documents", ["packed", "one"])
+def test_how_often_torchs_attention_runs(documents, checkpointing, times, device):
+    batch = stream(device)
+    if documents == "one":
+        del batch["cu_seqlens"]
+    # torch's CPU kernel takes no grouped heads: with them it falls back to materialised scores
+    model = small_gpt(levers(checkpointing), device, "sdpa", N_LAYERS, n_kv_heads=None)
+    with Operators() as operators:
+        step(model, batch)
+    assert operators.count(ATTENTION_OPERATORS) == times * N_LAYERS
+
+
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+def test_attention_without_an_operator_is_recomputed(checkpointing, device):
+    with Operators() as operators:
+        step(small_gpt(levers(checkpointing), device, "naive", N_LAYERS), stream(device))
+    assert operators.count({torch.ops.aten._softmax.default}) == 2 * N_LAYERS
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "compiled", "expected"),
+    [
+        pytest.param("full", False, ["x"], id="full-eager"),
+        pytest.param("full", True, ["x"], id="full-compiled"),
+        pytest.param("selective", False, ["x"], id="selective-eager"),  # o and lse are in the policy's own storage
+        pytest.param("selective", True, ["lse", "o", "x"], id="selective-compiled"),
+    ],
+)
+def test_what_a_block_keeps(checkpointing, compiled, expected, device):
+    model = small_gpt(levers(checkpointing), device, "flash", n_layers=1, positions="none")
+    if compiled:
+        compile_blocks(model)
+    cu_seqlens = stream(device)["cu_seqlens"]
+    x = torch.randn(24, 32, device=device, requires_grad=True)
+    weights = {p.data_ptr() for p in model.parameters()}
+    names = {(24, 32): "x", (24, 2, 16): "o", (2, 24): "lse"}
+    kept = []
+
+    def pack(saved):
+        if saved.is_floating_point() and saved.data_ptr() not in weights:
+            kept.append(names.get(tuple(saved.shape), saved.shape))
+        return saved
+
+    with saved_tensors_hooks(pack, lambda saved: saved):
+        model.blocks[0](x, causal_schedule(cu_seqlens, 24, device), None)
+    assert sorted(kept) == expected
+
+
+@pytest.mark.usefixtures("bf16_matmul")
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+def test_recomputation_keeps_autocasts_dtype(checkpointing, device):
+    results = []
+    for memory in (levers(), levers(checkpointing)):
+        model = small_gpt(memory, device, "naive")
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = model(**stream(device))
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert_equal(*results)
+
+
+def test_unknown():
+    with pytest.raises(ValueError, match=r"memory.checkpointing must be one of none, selective, full; got some"):
+        levers("some")

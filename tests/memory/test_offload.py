@@ -1,0 +1,260 @@
+"""Offload: the same bits, states that leave and come back in time, host memory that is reused and budgeted."""
+
+import gc
+import mmap
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fa_train.memory import offload
+from fa_train.memory.offload import available_host_bytes, host_bytes, require_host_memory
+from tests.memory.small import assert_equal, compile_blocks, levers, small_gpt, step, stream
+
+STATE = 24 * 32 * 4  # bytes: tokens x dim in fp32
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("n_layers", [1, 2, 4])
+def test_same_loss_and_gradients(n_layers, checkpointing, device):
+    batch = stream(device)
+    expected = step(small_gpt(levers(), device, n_layers=n_layers), batch)
+    model = small_gpt(levers(checkpointing, offload=True), device, n_layers=n_layers)
+    for _ in range(3):
+        assert_equal(step(model, batch), expected)
+    assert model.offload.pool.allocated == n_layers - 1
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_around_compiled_blocks(checkpointing, device):
+    batch = stream(device)
+    expected = step(small_gpt(levers(), device), batch)
+    model = compile_blocks(small_gpt(levers(checkpointing, offload=True), device))
+    assert_equal(step(model, batch), expected)
+    assert model.offload.pool.allocated == 2
+
+
+class Watched(nn.Module):
+    """A block that notes the memory of its inputs."""
+
+    def __init__(self, block: nn.Module, states: list[StorageWeakRef]) -> None:
+        super().__init__()
+        self.block, self.states = block, states
+
+    def forward(self, x, schedule, rotary):
+        self.states.append(StorageWeakRef(x.untyped_storage()))
+        return self.block(x, schedule, rotary)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_states_leave_the_device(checkpointing, compiled, device):
+    """All but the last block's, which is needed at once; without offload, all stay."""
+    for offloaded in (True, False):
+        model = small_gpt(levers(checkpointing, offload=offloaded), device, n_layers=4)
+        if compiled:
+            compile_blocks(model)
+        states = []
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = Watched(block, states)
+        loss = model(**stream(device))
+        gc.collect()
+        assert [state.expired() for state in states] == [offloaded] * 3 + [False]
+        loss.backward()
+
+
+def test_states_are_back_one_layer_ahead(device, monkeypatch):
+    present = []
+    get = offload._Boundary.get
+
+    def watched(boundary):
+        below = boundary.below
+        present.append((boundary.state is not None, below is None or below.state is not None))
+        state = get(boundary)
+        present[-1] += (below is None or below.state is not None,)
+        return state
+
+    monkeypatch.setattr(offload._Boundary, "get", watched)
+    step(small_gpt(levers("full", offload=True), device, n_layers=4), stream(device))
+    # each is there when its block asks; the one below sets out then, not before
+    assert present == [(True, False, True)] * 3 + [(True, True, True)]
+
+
+def test_device_memory_of_states_is_freed_block_by_block(device, monkeypatch):
+    """In the backward no more than a block's own state and the one underway are there."""
+    model = small_gpt(levers("full", offload=True), device, n_layers=6)
+    alive = []
+    get = offload._Boundary.get
+
+    def watched(boundary):
+        state = get(boundary)
+        alive.append(StorageWeakRef(state.untyped_storage()))
+        counts.append(sum(not ref.expired() for ref in alive))
+        return state
+
+    counts = []
+    monkeypatch.setattr(offload._Boundary, "get", watched)
+    step(model, stream(device))
+    assert counts == [1] * 6
+
+
+def test_two_graphs_at_once(device):
+    """Buffers belong to a graph until its backward has used them."""
+    model, first, second = small_gpt(levers("full", offload=True), device), stream(device), stream(device, [20, 4])
+    expected = [step(model, batch) for batch in (first, second)]
+    losses = [model(**batch) for batch in (first, second)]
+    assert model.offload.pool.allocated == 4
+    for loss, result in reversed(list(zip(losses, expected, strict=True))):
+        model.zero_grad()
+        loss.backward()
+        assert_equal([loss.detach(), *(p.grad for p in model.parameters())], result)
+
+
+def test_backward_twice(device):
+    model, batch = small_gpt(levers(offload=True), device), stream(device)
+    objective = model(batch["tokens"], batch["cu_seqlens"]).square().sum()
+    once = torch.autograd.grad(objective, list(model.parameters()), retain_graph=True)
+    assert_equal(list(torch.autograd.grad(objective, list(model.parameters()))), list(once))
+
+
+def test_a_dropped_graph_gives_its_buffers_back(device):
+    model, batch = small_gpt(levers("selective", offload=True), device), stream(device)
+    for _ in range(3):
+        loss = model(**batch)
+        del loss
+        gc.collect()
+    assert model.offload.pool.allocated == len(model.offload.pool.free) == 2
+
+
+def test_an_error_in_a_block_leaves_nothing_behind(device):
+    """A sweep goes on after a run that was out of memory."""
+    model, states = small_gpt(levers("selective", offload=True), device), []
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = Watched(block, states)
+    model.blocks[2].block.ffn_norm.forward = None
+    with pytest.raises(TypeError):
+        model(**stream(device))
+    gc.collect()
+    assert len(states) == 3 and all(state.expired() for state in states)
+    assert model.offload.pool.allocated == len(model.offload.pool.free) == 2
+
+
+def test_buffers_of_a_longer_stream_replace_the_shorter(device):
+    model = small_gpt(levers("full", offload=True), device)
+    for lengths, allocated in (([9], 2), ([24], 4), ([5, 4], 4)):
+        batch = stream(device, lengths)
+        assert_equal(step(model, batch), step(small_gpt(levers(), device), batch))
+        assert model.offload.pool.allocated == allocated
+    assert [buffer.numel() for buffer in model.offload.pool.free] == [STATE, STATE]
+
+
+def test_no_gradients_no_copies(device):
+    model, batch = small_gpt(levers("selective", offload=True), device), stream(device)
+    with torch.no_grad():
+        model(**batch)
+    assert model.offload.pool is None
+
+
+def test_frozen_embedding(device):
+    """The first state needs no gradient, as in a finetune of adapters."""
+    results = []
+    for memory in (levers(), levers("full", offload=True)):
+        model = small_gpt(memory, device, tied=False)
+        model.token_embedding.requires_grad_(False)
+        results.append(step(model, stream(device)))
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_budget_is_what_a_step_takes(dtype, device):
+    model = small_gpt(levers("full", offload=True), device, n_layers=4)
+    if dtype == torch.float16:
+        model.token_embedding.register_forward_hook(lambda module, args, x: x.half())
+        model.to(dtype)
+    step(model, stream(device))
+    taken = sum(buffer.numel() for buffer in model.offload.pool.free)
+    assert taken == host_bytes(4, tokens=24, dim=32, dtype=dtype) == 3 * 24 * 32 * dtype.itemsize
+
+
+def test_too_little_host_memory(device, monkeypatch):
+    message = r"needs 4.0 GiB of host memory in each of 8 processes; 31.0 GiB are available"
+    with pytest.raises(ValueError, match=message):
+        require_host_memory(4 * 2**30, 31 * 2**30, processes=8)
+    require_host_memory(4 * 2**30, 32 * 2**30, processes=8)
+    monkeypatch.setattr(offload, "available_host_bytes", lambda: 2 * STATE - 1)
+    model = small_gpt(levers(offload=True), device)
+    with pytest.raises(ValueError, match=r"memory.offload=true needs 0.0 GiB of host memory; 0.0 GiB are available"):
+        model(**stream(device))
+    monkeypatch.setattr(offload, "available_host_bytes", lambda: 2 * STATE)
+    model(**stream(device))
+
+
+def test_available_host_memory_heeds_a_containers_limit(tmp_path):
+    assert 0 < available_host_bytes() < 2**50
+    assert offload._control_group_bytes(tmp_path) is None
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 30\ntotal_inactive_file 40\n")
+    (tmp_path / "memory.limit_in_bytes").write_text("1000\n")
+    (tmp_path / "memory.usage_in_bytes").write_text("200\n")
+    assert offload._control_group_bytes(tmp_path) == 1000 - (200 - 40)
+    (tmp_path / "memory.max").write_text("700\n")
+    (tmp_path / "memory.current").write_text("100\n")
+    assert offload._control_group_bytes(tmp_path) == 700 - (100 - 30)
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.limit_in_bytes").unlink()
+    assert offload._control_group_bytes(tmp_path) is None
+
+
+def test_pinned_memory_is_whole_pages_of_the_exact_size(monkeypatch):
+    """Without a GPU: what CUDA is asked to register, and to forget when the buffer goes."""
+    registered = {}
+
+    class Runtime:
+        def cudaHostRegister(self, address, nbytes, flags):
+            registered[address] = nbytes
+            return 0
+
+        def cudaHostUnregister(self, address):
+            del registered[address]
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    buffers = [offload._pinned(nbytes) for nbytes in (5000, 3)]
+    assert registered == {buffer.data_ptr(): buffer.numel() for buffer in buffers}
+    assert all(address % mmap.PAGESIZE == 0 for address in registered) and list(registered.values()) == [5000, 3]
+    del buffers
+    gc.collect()
+    assert not registered
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_copies_that_lag_behind(checkpointing, device, monkeypatch):
+    """With copies far slower than blocks, whatever does not wait for them reads or overwrites the wrong memory."""
+    batch = stream(device, [4000, 96])
+    expected = step(small_gpt(levers(checkpointing), device, n_layers=6), batch)
+    model = small_gpt(levers(checkpointing, offload=True), device, n_layers=6)
+    wait_stream = torch.cuda.Stream.wait_stream
+
+    def lag(stream, other):
+        wait_stream(stream, other)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)  # cycles: about 10 ms
+
+    monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lag)
+    for _ in range(3):
+        assert_equal(step(model, batch), expected)
+    assert all(buffer.is_pinned() for buffer in model.offload.pool.free)
+
+
+@pytest.mark.gpu
+def test_a_step_never_waits_for_the_gpu(device):
+    model, batch = small_gpt(levers("selective", offload=True), device, "flash"), stream(device, [150, 106])
+    for warm in (False, True):  # the first step allocates and compiles
+        torch.cuda.set_sync_debug_mode("error" if warm else "default")
+        try:
+            step(model, batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
