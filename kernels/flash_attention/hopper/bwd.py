@@ -1,0 +1,323 @@
+"""The backward pass in one kernel of five matmuls, for Hopper: TMA, two warpgroups, dQ summed in memory.
+
+One producer warp loads Q, dO, lse and delta through TMA; two warpgroups hold half of a tile of keys each. S and dP are
+computed transposed, [keys, queries], so that P^T and dS^T feed dV and dK from registers. dS^T goes through shared
+memory for dQ = dS K, which is added to fp32 in global memory: the order of those additions varies from run to run.
+Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.flash_attention.features import Features
+from kernels.flash_attention.hopper.bwd_dq import ROW_ALIGNMENT, finish, prepare
+from kernels.flash_attention.hopper.bwd_tma import named_barrier, tma_reduce_add
+from kernels.flash_attention.hopper.descriptors import loadable, rows_of_heads
+from kernels.flash_attention.portable.launch import tile_and_head
+from kernels.flash_attention.schedule import WORK_TILE, Schedule
+from kernels.flash_attention.scores import cap
+
+BLOCK_N = WORK_TILE  # keys of a program, 64 for each warpgroup
+SUM_BLOCK = 64  # rows and columns of dQ that one warpgroup adds at a time
+# bytes of Q, dO and fp32 dQ that heads worked at one time may span: of 16, 32, 64 MiB and no bound the fastest on an
+# H200 (568, 502, 538, 528 TFLOP/s at 16k, d=128)
+L2_BUDGET = 16 * 2**20
+# 3 x 128 threads: the producer's warpgroup gives registers up, and the consumers take them
+REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
+
+
+@dataclass(frozen=True)
+class BackwardTiles:
+    """block_m queries a step; stages of Q and of dO in flight."""
+
+    block_m: int
+    stages: int
+
+
+TILES = {64: BackwardTiles(128, 2), 128: BackwardTiles(64, 2)}  # by head_dim; 192 KiB of shared memory each
+
+
+@gluon.jit
+def _decode(
+    tiles_ptr, query_start_ptr, query_end_ptr, n_tiles, n_kv_heads, section, total_k,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ALIGNMENT: gl.constexpr,
+):  # fmt: skip
+    """This program's first key, its KV head, the first query to visit, where they end, and the number of steps."""
+    tile, kv_head = tile_and_head(gl.program_id(0), tiles_ptr, n_tiles, n_kv_heads, section, 1)
+    first = tile * BLOCK_N
+    last = gl.minimum(first + BLOCK_N, total_k) - 1
+    start = gl.load(query_start_ptr + first) // ALIGNMENT * ALIGNMENT
+    end = gl.load(query_end_ptr + last)
+    n_steps = gl.maximum(end - start + BLOCK_M - 1, 0) // BLOCK_M * GROUP
+    return first, kv_head, start, end, n_steps
+
+
+@gluon.jit
+def _next(m, head, start, end, GROUP: gl.constexpr, BLOCK_M: gl.constexpr):
+    """The block of queries after m; after a head's last one, the first of the next head."""
+    m += BLOCK_M
+    if GROUP > 1:
+        wraps = m >= end
+        head = gl.where(wraps, head + 1, head)
+        m = gl.where(wraps, start, m)
+    return m, head
+
+
+@gluon.jit
+def _producer(
+    q_desc, k_desc, v_desc, do_desc, rows_desc, q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf,
+    kv_full, q_full, do_full, empty, tiles_ptr, query_start_ptr, query_end_ptr,
+    n_tiles, n_kv_heads, section, total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, ALIGNMENT: gl.constexpr,
+):  # fmt: skip
+    """One warp: fills the buffers in the order in which the consumers empty them."""
+    first, kv_head, m, end, n_steps = _decode(
+        tiles_ptr, query_start_ptr, query_end_ptr, n_tiles, n_kv_heads, section, total_k,
+        GROUP, BLOCK_M, BLOCK_N, ALIGNMENT,
+    )  # fmt: skip
+    start, head = m, kv_head * GROUP
+    mbarrier.expect(kv_full, 2 * k_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_desc, [first, kv_head * stride_kh], kv_full, k_buf)
+    tma.async_copy_global_to_shared(v_desc, [first, kv_head * stride_vh], kv_full, v_buf)
+    for step in range(n_steps):
+        stage = step % STAGES
+        q_here, do_here = q_full.index(stage), do_full.index(stage)
+        row = head * padded_q + m
+        mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+        mbarrier.expect(q_here, q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_desc, [m, head * stride_qh], q_here, q_bufs.index(stage))
+        tma.async_copy_global_to_shared(rows_desc, [row], q_here, lse_bufs.index(stage))
+        mbarrier.expect(do_here, do_desc.block_type.nbytes + rows_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(do_desc, [m, head * stride_doh], do_here, do_bufs.index(stage))
+        tma.async_copy_global_to_shared(
+            rows_desc, [n_kv_heads * GROUP * padded_q + row], do_here, delta_bufs.index(stage)
+        )
+        m, head = _next(m, head, start, end, GROUP, BLOCK_M)
+
+
+@gluon.jit
+def _consumer(
+    HALF: gl.constexpr, dk_desc, dv_desc, sum_desc, q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf, ds_bufs,
+    sum_bufs, kv_full, q_full, do_full, empty, tiles_ptr, query_start_ptr, query_end_ptr,
+    softmax_scale, softcap, n_tiles, n_kv_heads, section, total_k,
+    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, ALIGNMENT: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: dK and dV of half the tile's keys, and half of each step's dQ."""
+    KEYS: gl.constexpr = BLOCK_N // 2
+    # dQ of a step is [BLOCK_M, D], halved where a half is 64 by 64: by columns at 64 by 128, by rows at 128 by 64
+    BY_COLUMNS: gl.constexpr = BLOCK_M == 64
+    dtype: gl.constexpr = q_bufs.dtype
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    kv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    operand_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_layout, k_width=2)
+    queries_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
+    keys_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
+
+    first, kv_head, m, end, n_steps = _decode(
+        tiles_ptr, query_start_ptr, query_end_ptr, n_tiles, n_kv_heads, section, total_k,
+        GROUP, BLOCK_M, BLOCK_N, ALIGNMENT,
+    )  # fmt: skip
+    start, head = m, kv_head * GROUP
+    first_here = first + HALF * KEYS
+    keys = first_here + gl.arange(0, KEYS, layout=keys_layout)
+    # keys past the last one are seen by no query: their P would be 2^-lse, without bound
+    query_start = gl.load(query_start_ptr + keys, mask=keys < total_k, other=0x7FFFFFFF)
+    query_end = gl.load(query_end_ptr + keys, mask=keys < total_k, other=0)
+    # a step between these needs no mask; ranges only move forwards from key to key, except past the last one
+    last_here = first_here + KEYS - 1
+    whole_start = gl.load(query_start_ptr + last_here, mask=last_here < total_k, other=0x7FFFFFFF)
+    whole_end = gl.load(query_end_ptr + first_here, mask=first_here < total_k, other=0)
+
+    k_half = k_buf.slice(HALF * KEYS, KEYS, dim=0)  # [64, D]
+    v_half = v_buf.slice(HALF * KEYS, KEYS, dim=0)
+    sum_buf = sum_bufs.index(HALF)
+    no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=scores_layout)
+    no_dq = gl.zeros([64, 64], gl.float32, layout=dq_layout)
+    dk = gl.zeros([KEYS, D], gl.float32, layout=kv_layout)
+    dv = gl.zeros([KEYS, D], gl.float32, layout=kv_layout)
+    mbarrier.wait(kv_full, 0)
+    for step in range(n_steps):
+        stage, phase = step % STAGES, (step // STAGES) & 1
+        q, do = q_bufs.index(stage), do_bufs.index(stage)  # [M, D]
+        mbarrier.wait(q_full.index(stage), phase)
+        scores = warpgroup_mma(k_half, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [64, M]
+        mbarrier.wait(do_full.index(stage), phase)
+        dp = warpgroup_mma(v_half, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        lse = gl.expand_dims(lse_bufs.index(stage).load(queries_layout), 0)
+        if HAS_SOFTCAP:
+            scores, t = cap(scores, softmax_scale, softcap)
+            p = gl.exp2(scores - lse)
+        else:
+            p = gl.exp2(scores * (softmax_scale * 1.4426950408889634) - lse)
+        if (m < whole_start) | (m + BLOCK_M > whole_end):
+            queries = gl.expand_dims(m + gl.arange(0, BLOCK_M, layout=queries_layout), 0)
+            visible = (queries >= gl.expand_dims(query_start, 1)) & (queries < gl.expand_dims(query_end, 1))
+            p = gl.where(visible, p, 0.0)
+        p_operand = gl.convert_layout(p.to(dtype), operand_layout)
+        if HAS_SOFTCAP:
+            p = p * (1.0 - t * t)
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        dv = warpgroup_mma(p_operand, do, dv, is_async=True)
+        delta = gl.expand_dims(delta_bufs.index(stage).load(queries_layout), 0)
+        ds = (p * (dp - delta)).to(dtype)
+        ds_buf = ds_bufs.index(step % 2)  # [N, M], of both warpgroups
+        ds_buf.slice(HALF * KEYS, KEYS, dim=0).store(ds)
+        fence_async_shared()
+        dk = warpgroup_mma(gl.convert_layout(ds, operand_layout), q, dk, is_async=True)
+        named_barrier(10, 256)  # both halves of dS^T are in shared memory
+        if BY_COLUMNS:
+            ds_rows = ds_buf.permute((1, 0))
+            k_columns = k_buf.slice(HALF * 64, 64, dim=1)
+            row, column = m, head * D + HALF * 64
+        else:
+            ds_rows = ds_buf.slice(HALF * 64, 64, dim=1).permute((1, 0))
+            k_columns = k_buf
+            row, column = m + HALF * 64, head * D
+        dq = warpgroup_mma(ds_rows, k_columns, no_dq, use_acc=False, is_async=True)  # [64, 64]
+        dv, dk = warpgroup_mma_wait(1, deps=[dv, dk])
+        mbarrier.arrive(empty.index(stage), count=1)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        tma.store_wait(0)  # the last sum has left its buffer
+        sum_buf.store(dq)
+        fence_async_shared()
+        tma_reduce_add(sum_desc, [row, column], sum_buf)
+        m, head = _next(m, head, start, end, GROUP, BLOCK_M)
+    # dK and dV leave through the buffers of K and V
+    named_barrier(10, 256)  # both warpgroups have read K for the last time
+    k_half.store((dk * softmax_scale).to(dtype))
+    v_half.store(dv.to(dtype))
+    fence_async_shared()
+    named_barrier(10, 256)
+    if HALF == 0:
+        tma.async_copy_shared_to_global(dk_desc, [first, kv_head * D], k_buf)
+    else:
+        tma.async_copy_shared_to_global(dv_desc, [first, kv_head * D], v_buf)
+    tma.store_wait(0)
+
+
+_SIZES = (
+    "n_tiles", "n_kv_heads", "section", "total_k", "padded_q", "stride_qh", "stride_kh", "stride_vh", "stride_doh"
+)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=_SIZES)
+def _bwd_kernel(
+    q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, sum_desc, tiles_ptr, query_start_ptr,
+    query_end_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section, total_k, padded_q,
+    stride_qh, stride_kh, stride_vh, stride_doh,
+    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, ALIGNMENT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_N keys of one KV head, over all query heads that share it."""
+    dtype: gl.constexpr = q_desc.dtype
+    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], q_desc.layout)
+    do_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], do_desc.layout)
+    lse_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], rows_desc.layout)
+    delta_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], rows_desc.layout)
+    k_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D], k_desc.layout)
+    v_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D], v_desc.layout)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
+    # two, so that a warpgroup writes a step's dS^T while the other still reads the last one's
+    ds_bufs = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], ds_layout)
+    sum_bufs = gl.allocate_shared_memory(gl.float32, [2, 64, 64], sum_desc.layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(stage), count=1)
+        mbarrier.init(do_full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    gl.warp_specialize([
+        (_consumer, (0, dk_desc, dv_desc, sum_desc, q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf, ds_bufs,
+                     sum_bufs, kv_full, q_full, do_full, empty, tiles_ptr, query_start_ptr, query_end_ptr,
+                     softmax_scale, softcap, n_tiles, n_kv_heads, section, total_k,
+                     HAS_SOFTCAP, GROUP, BLOCK_M, BLOCK_N, D, STAGES, ALIGNMENT)),
+        (_consumer, (1, dk_desc, dv_desc, sum_desc, q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf, ds_bufs,
+                     sum_bufs, kv_full, q_full, do_full, empty, tiles_ptr, query_start_ptr, query_end_ptr,
+                     softmax_scale, softcap, n_tiles, n_kv_heads, section, total_k,
+                     HAS_SOFTCAP, GROUP, BLOCK_M, BLOCK_N, D, STAGES, ALIGNMENT)),
+        (_producer, (q_desc, k_desc, v_desc, do_desc, rows_desc, q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf,
+                     kv_full, q_full, do_full, empty, tiles_ptr, query_start_ptr, query_end_ptr,
+                     n_tiles, n_kv_heads, section, total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
+                     GROUP, BLOCK_M, BLOCK_N, STAGES, ALIGNMENT)),
+    ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
+    """Whether attention_backward here can take a call: sm_90, 2-byte floats, head_dim 64 or 128, no ALiBi."""
+    return (
+        q.is_cuda
+        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[-1] in TILES
+        and q.shape[-1] == k.shape[-1] == v.shape[-1]
+        and not features.alibi
+        and all(map(loadable, (q, k, v)))
+    )
+
+
+def _kv_heads_per_section(q: Tensor, n_kv_heads: int) -> int:
+    """How many KV heads to work at once so that Q, dO and dQ of their query heads fit in L2."""
+    total, n_heads, head_dim = q.shape
+    bytes_per_kv_head = total * head_dim * (2 * q.element_size() + 4) * (n_heads // n_kv_heads)
+    return min(n_kv_heads, max(1, L2_BUDGET // bytes_per_kv_head))
+
+
+def accumulate(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, dq_sum: Tensor, schedule: Schedule, features: Features
+) -> tuple[Tensor, Tensor]:
+    """Adds dS K to dq_sum, fp32 (total_q, n_heads * head_dim) -> dk, dv, dense. rows as `prepare` returns them."""
+    n_heads, head_dim = q.shape[1:]
+    total_k, n_kv_heads, _ = k.shape
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    tiles = TILES[head_dim]
+    rows_block = [tiles.block_m]
+    rows_desc = TensorDescriptor.from_tensor(
+        rows.view(-1), rows_block, gl.NVMMASharedLayout.get_default_for(rows_block, gl.float32)
+    )
+    n_tiles = triton.cdiv(total_k, BLOCK_N)
+    _bwd_kernel[(n_tiles * n_kv_heads,)](
+        rows_of_heads(q, tiles.block_m), rows_of_heads(k, BLOCK_N), rows_of_heads(v, BLOCK_N),
+        rows_of_heads(do, tiles.block_m), rows_desc, rows_of_heads(dk, BLOCK_N), rows_of_heads(dv, BLOCK_N),
+        rows_of_heads(dq_sum.unflatten(1, (-1, SUM_BLOCK)), SUM_BLOCK),
+        schedule.key_tiles, schedule.query_start, schedule.query_end, features.softmax_scale, features.softcap,
+        n_tiles, n_kv_heads, _kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],
+        q.stride(1), k.stride(1), v.stride(1), do.stride(1),
+        HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, BLOCK_M=tiles.block_m, BLOCK_N=BLOCK_N,
+        D=head_dim, STAGES=tiles.stages, ALIGNMENT=ROW_ALIGNMENT, CONSUMER_REGISTERS=CONSUMER_REGISTERS,
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4, maxnreg=REGISTERS,
+    )  # fmt: skip
+    return dk, dv
+
+
+def attention_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, schedule: Schedule, features: Features
+) -> tuple[Tensor, Tensor, Tensor]:
+    """do like o, lse and delta (n_heads, total_q) fp32 -> dq, dk, dv, dense, in the dtype of q, k, v.
+
+    For calls that `supports` takes. dq is not bitwise repeatable: its addends come in any order.
+    """
+    if not loadable(do):
+        do = do.clone(memory_format=torch.contiguous_format)
+    rows, dq_sum = prepare(lse, delta, q.shape[-1])
+    dk, dv = accumulate(do, q, k, v, rows, dq_sum, schedule, features)
+    return finish(dq_sum, features.softmax_scale, q), dk, dv

@@ -1,0 +1,65 @@
+"""The passes before and after the backward kernel: the fp32 accumulator of dQ, and the rows' lse and delta for TMA."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROW_ALIGNMENT = 4  # TMA takes fp32 vectors that begin at a multiple of 16 bytes
+
+
+@triton.jit(do_not_specialize=["total", "padded", "n_heads", "n_words"])
+def _prepare_kernel(
+    lse_ptr, delta_ptr, rows_ptr, dq_ptr, total, padded, n_heads, n_words,
+    BLOCK_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+):  # fmt: skip
+    """Program i zeroes block i of dq, and copies block i of lse and delta, of which there are far fewer."""
+    program = tl.program_id(0)
+    words = program.to(tl.int64) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
+    tl.store(dq_ptr + words, tl.zeros([BLOCK_WORDS], tl.float32), mask=words < n_words)
+    row_blocks = tl.cdiv(padded, BLOCK_ROWS)
+    if program < row_blocks * n_heads:
+        head = (program // row_blocks).to(tl.int64)
+        rows = program % row_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        inside = rows < total
+        lse = tl.load(lse_ptr + head * total + rows, mask=inside, other=float("-inf"))
+        delta = tl.load(delta_ptr + head * total + rows, mask=inside, other=0.0)
+        # 2^(score - inf) is 0: a row that sees nothing, or is none, takes no part
+        lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+        tl.store(rows_ptr + head * padded + rows, lse, mask=rows < padded)
+        tl.store(rows_ptr + (n_heads + head) * padded + rows, delta, mask=rows < padded)
+
+
+def prepare(lse: Tensor, delta: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """(n_heads, total_q) fp32 twice -> rows (2, n_heads, padded), dq (total_q, n_heads * head_dim) of zeros, fp32.
+
+    rows[0] is lse in units of log2, +inf where a row sees no key; rows[1] is delta. padded is total_q rounded up to a
+    multiple of 4.
+    """
+    n_heads, total = lse.shape
+    padded = triton.cdiv(total, ROW_ALIGNMENT) * ROW_ALIGNMENT
+    rows = torch.empty(2, n_heads, padded, dtype=torch.float32, device=lse.device)
+    dq = torch.empty(total, n_heads * head_dim, dtype=torch.float32, device=lse.device)
+    block_rows, block_words = 1024, 4096
+    grid = max(triton.cdiv(dq.numel(), block_words), triton.cdiv(padded, block_rows) * n_heads)
+    _prepare_kernel[(grid,)](
+        lse, delta, rows, dq, total, padded, n_heads, dq.numel(), BLOCK_ROWS=block_rows, BLOCK_WORDS=block_words
+    )
+    return rows, dq
+
+
+@triton.jit(do_not_specialize=["n_words"])
+def _finish_kernel(sum_ptr, dq_ptr, scale, n_words, BLOCK: tl.constexpr):
+    """One program scales and rounds BLOCK numbers."""
+    words = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = words < n_words
+    total = tl.load(sum_ptr + words, mask=inside)
+    tl.store(dq_ptr + words, (total * scale).to(dq_ptr.dtype.element_ty), mask=inside)
+
+
+def finish(dq_sum: Tensor, softmax_scale: float, like: Tensor) -> Tensor:
+    """The sum of dS K in fp32 -> dq, dense, in the shape and dtype of `like`."""
+    dq = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    block = 4096
+    _finish_kernel[(triton.cdiv(dq.numel(), block),)](dq_sum, dq, softmax_scale, dq.numel(), BLOCK=block, num_warps=8)
+    return dq

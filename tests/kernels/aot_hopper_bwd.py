@@ -1,0 +1,59 @@
+"""Compiles the Hopper backward kernel without a GPU and prints, as JSON, what ptxas says of each case. Run as a module.
+
+A case is dtype-head_dim-group-softcap, such as bf16-128-4-0.
+"""
+
+import json
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from kernels.flash_attention.hopper import bwd
+from kernels.flash_attention.hopper.bwd_dq import ROW_ALIGNMENT
+from tests.kernels.aot import ptxas
+
+DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
+
+
+def descriptor(dtype, block):
+    """The type of a host-made tensor descriptor, as the launcher spells it."""
+    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[dtype])
+    return f"tensordesc<{dtype}[{', '.join(map(str, block))}],{layout!r}>"
+
+
+def compile_kernel(dtype, head_dim, group, softcap):
+    """The compiled kernel of one case, with the tiles of the table."""
+    head_dim = int(head_dim)
+    tiles, kernel = bwd.TILES[head_dim], bwd._bwd_kernel
+    queries, keys = descriptor(dtype, [tiles.block_m, head_dim]), descriptor(dtype, [bwd.BLOCK_N, head_dim])
+    signature = dict(
+        q_desc=queries, k_desc=keys, v_desc=keys, do_desc=queries, rows_desc=descriptor("fp32", [tiles.block_m]),
+        dk_desc=keys, dv_desc=keys, sum_desc=descriptor("fp32", [bwd.SUM_BLOCK, bwd.SUM_BLOCK]),
+        tiles_ptr="*i32", query_start_ptr="*i32", query_end_ptr="*i32", softmax_scale="fp32", softcap="fp32",
+    )  # fmt: skip
+    constants = dict(
+        HAS_SOFTCAP=softcap == "1", GROUP=int(group), BLOCK_M=tiles.block_m, BLOCK_N=bwd.BLOCK_N, D=head_dim,
+        STAGES=tiles.stages, ALIGNMENT=ROW_ALIGNMENT, CONSUMER_REGISTERS=bwd.CONSUMER_REGISTERS,
+        PRODUCER_REGISTERS=bwd.PRODUCER_REGISTERS,
+    )  # fmt: skip
+    names = kernel.arg_names
+    types = {name: "constexpr" if name in constants else signature.get(name, "i32") for name in names}
+    attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in names if n.endswith("_ptr")}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(kernel, types, constexprs=places, attrs=attributes)
+    options = {"num_warps": 4, "maxnreg": bwd.REGISTERS}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def report(*case):
+    """What ptxas says of one case, and the bytes of shared memory."""
+    compiled = compile_kernel(*case)
+    return {"shared": compiled.metadata.shared, **ptxas(compiled.asm["ptx"], 90)}
+
+
+if __name__ == "__main__":
+    for case in sys.argv[1:]:
+        print(json.dumps(report(*case.split("-"))), flush=True)
