@@ -1,5 +1,8 @@
 """The public functions: validation, shapes and docstrings; flash-attn's names and meanings (version 2.8)."""
 
+import os
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -42,7 +45,8 @@ def flash_attn_func(
     slope is subtracted for each token of distance; a sink is one more score in the softmax, in nats, without a value;
     lse in nats, fp32, sinks counted in.
     causal aligns the last query with the last key. A query that sees no key gives 0, and lse -inf or its sink.
-    Differentiable in q, k, v and sinks, through o and lse. Gradients are bitwise repeatable, deterministic or not.
+    Differentiable in q, k, v and sinks, through o and lse. With
+    deterministic, as with torch.use_deterministic_algorithms, gradients are bitwise repeatable.
     Raises: ValueError on a shape, dtype or head-count mismatch and on dropout, which is not offered.
     Source: FlashAttention-2, arXiv:2307.08691, Alg. 1 and 2.
     """
@@ -67,6 +71,7 @@ def flash_attn_func(
         alibi_slopes,
         sinks,
         out_dtype,
+        deterministic,
     )
     lse = lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
     return _outputs(o.unflatten(0, (batch, seqlen_q)), lse, return_lse, return_attn_probs)
@@ -101,7 +106,10 @@ def flash_attn_varlen_func(
     (n_docs, n_heads) -> o (total_q, n_heads, v's head_dim); with return_lse also lse (n_heads, total_q).
     Documents may be empty; rows past the last one give 0 and lse -inf (or their sink).
     Everything else as flash_attn_func. max_seqlen_q and max_seqlen_k are flash-attn's and not needed here.
-    Raises: ValueError as flash_attn_func, and on a block_table (paged keys), which is not offered here.
+    Raises: ValueError as flash_attn_func, on a block_table (paged keys), which is not offered here, and, where
+    cu_seqlens are on the CPU or FLASH_ATTENTION_DEBUG=1 allows to wait for the GPU, on cu_seqlens that do not start at
+    0, decrease or end past the last row, and on a max_seqlen below the longest document. Wrong ones that are not
+    checked give wrong numbers, but nothing is read out of bounds.
     """
     if block_table is not None:
         raise ValueError("block_table must be None: paged keys are read by flash_attn_with_kvcache alone")
@@ -113,11 +121,16 @@ def flash_attn_varlen_func(
             raise ValueError(
                 f"{name} must be (n_docs + 1,) int32; got {tuple(cu_seqlens.shape)} {_name(cu_seqlens.dtype)}"
             )
+        if cu_seqlens.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}; got {cu_seqlens.device}")
     if cu_seqlens_q.numel() != cu_seqlens_k.numel():
         raise ValueError(
             "cu_seqlens_q and cu_seqlens_k must hold the same number of documents; "
             f"got {cu_seqlens_q.numel() - 1} and {cu_seqlens_k.numel() - 1}"
         )
+    if _may_read(cu_seqlens_q):
+        _require_documents("q", cu_seqlens_q, q.shape[0], max_seqlen_q)
+        _require_documents("k", cu_seqlens_k, k.shape[0], max_seqlen_k)
     o, lse = _attend(
         q,
         k,
@@ -132,6 +145,7 @@ def flash_attn_varlen_func(
         alibi_slopes,
         sinks,
         out_dtype,
+        deterministic,
     )
     return _outputs(o, lse, return_lse, return_attn_probs)
 
@@ -145,6 +159,7 @@ def flash_attn_packed(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    deterministic: bool = False,
 ) -> Tensor:
     """Attention under a schedule built once for the batch (`causal_schedule`), which all layers share.
 
@@ -153,7 +168,7 @@ def flash_attn_packed(
     """
     _require_consistent(q, k, v, sinks)
     return flash_attention_forward(
-        *_rows_dense(q, k, v), schedule.tensors(), [], sinks, _scale(q, softmax_scale), softcap, q.dtype
+        *_rows_dense(q, k, v), schedule.tensors(), [], sinks, _scale(q, softmax_scale), softcap, q.dtype, deterministic
     )[0]
 
 
@@ -180,6 +195,7 @@ def _attend(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     out_dtype: torch.dtype | None,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """Packed attention with a schedule of its own: o (total_q, n_heads, v's head_dim), lse (n_heads, total_q)."""
     if dropout_p != 0.0:
@@ -206,6 +222,7 @@ def _attend(
         _scale(q, softmax_scale),
         float(softcap),
         out_dtype or q.dtype,
+        deterministic,
     )
 
 
@@ -246,6 +263,22 @@ def _require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
         raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device} and {v.device}")
     if sinks is not None and (sinks.shape != (q.shape[1],) or sinks.dtype != torch.float32):
         raise ValueError(f"sinks must be ({q.shape[1]},) float32; got {tuple(sinks.shape)} {_name(sinks.dtype)}")
+
+
+def _may_read(cu_seqlens: Tensor) -> bool:
+    """Whether looking into cu_seqlens waits for nothing that the caller has not asked for."""
+    if torch.compiler.is_compiling():
+        return False
+    return cu_seqlens.device.type == "cpu" or os.environ.get("FLASH_ATTENTION_DEBUG") == "1"
+
+
+def _require_documents(side: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
+    edges = cu_seqlens.tolist()
+    longest = max((end - start for start, end in pairwise(edges)), default=0)
+    if edges[0] != 0 or edges != sorted(edges) or edges[-1] > total:
+        raise ValueError(f"cu_seqlens_{side} must start at 0, not decrease and end at {total} or before; got {edges}")
+    if max_seqlen < longest:
+        raise ValueError(f"max_seqlen_{side} must be at least the longest document, {longest}; got {max_seqlen}")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from kernels.flash_attention import backend
 from kernels.flash_attention.features import Features
-from kernels.flash_attention.portable.bwd import attention_backward
 from kernels.flash_attention.portable.delta import attention_delta, sink_gradient
-from kernels.flash_attention.portable.fwd import attention_forward
 from kernels.flash_attention.schedule import Schedule
 
 
@@ -28,10 +27,14 @@ def flash_attention_forward(
     softmax_scale: float,
     softcap: float,
     out_dtype: torch.dtype,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(total_q, n_heads, head_dim), k, v (total_k, n_kv_heads, head_dim) -> o in out_dtype, lse (n_heads, total_q)."""
+    """(total_q, n_heads, head_dim), k, v (total_k, n_kv_heads, head_dim) -> o in out_dtype, lse (n_heads, total_q).
+
+    deterministic is for the gradients: those outputs are repeatable in any case.
+    """
     features = Features(softmax_scale, softcap, sinks, alibi)
-    return attention_forward(q, k, v, Schedule.from_tensors(schedule), features, out_dtype)
+    return backend.forward(q, k, v, Schedule.from_tensors(schedule), features, out_dtype)
 
 
 @flash_attention_forward.register_fake
@@ -45,6 +48,7 @@ def _forward_fake(
     softmax_scale: float,
     softcap: float,
     out_dtype: torch.dtype,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     total, n_heads, _ = q.shape
     o = q.new_empty(total, n_heads, v.shape[-1], dtype=out_dtype)
@@ -65,11 +69,14 @@ def flash_attention_backward(
     sinks: Tensor | None,
     softmax_scale: float,
     softcap: float,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of both outputs -> dq, dk, dv, dense, and dsinks (n_heads,), of no elements without sinks."""
     delta = attention_delta(o, do, dlse)
     features = Features(softmax_scale, softcap, sinks, alibi)
-    dq, dk, dv = attention_backward(do.to(q.dtype), q, k, v, lse, delta, Schedule.from_tensors(schedule), features)
+    dq, dk, dv = backend.backward(
+        do.to(q.dtype), q, k, v, lse, delta, Schedule.from_tensors(schedule), features, deterministic
+    )
     return dq, dk, dv, lse.new_empty(0) if sinks is None else sink_gradient(sinks, lse, delta)
 
 
@@ -87,13 +94,15 @@ def _backward_fake(
     sinks: Tensor | None,
     softmax_scale: float,
     softcap: float,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = lse.new_empty(0 if sinks is None else sinks.shape[0])
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, schedule, alibi, sinks, ctx.softmax_scale, ctx.softcap, _ = inputs
+    q, k, v, schedule, alibi, sinks, ctx.softmax_scale, ctx.softcap, _, deterministic = inputs
+    ctx.deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     ctx.save_for_backward(q, k, v, *output, sinks, *schedule, *alibi)
     ctx.n_schedule = len(schedule)
     ctx.set_materialize_grads(False)
@@ -109,10 +118,10 @@ def _backward(ctx, do: Tensor | None, dlse: Tensor | None):
     if dlse is not None:
         dlse = dlse.contiguous()
     dq, dk, dv, dsinks = flash_attention_backward(
-        do, dlse, q, k, v, o, lse, schedule, alibi, sinks, ctx.softmax_scale, ctx.softcap
+        do, dlse, q, k, v, o, lse, schedule, alibi, sinks, ctx.softmax_scale, ctx.softcap, ctx.deterministic
     )
     none_for_lists = [None] * len(schedule), [None] * len(alibi)
-    return dq, dk, dv, *none_for_lists, None if sinks is None else dsinks, None, None, None
+    return dq, dk, dv, *none_for_lists, None if sinks is None else dsinks, None, None, None, None
 
 
 flash_attention_forward.register_autograd(_backward, setup_context=_save)

@@ -60,6 +60,8 @@ def build_schedule(
     left, right = window_size
     if causal:
         right = 0
+    # wrong ones may give wrong results, but never ranges outside of q, k and v
+    cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.clamp(0, total_q), cu_seqlens_k.clamp(0, total_k)
     key_start, key_end = _visible_ranges(cu_seqlens_q, cu_seqlens_k, total_q, before=left, after=right)
     query_start, query_end = _visible_ranges(cu_seqlens_k, cu_seqlens_q, total_k, before=right, after=left)
     return Schedule(

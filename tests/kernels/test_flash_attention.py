@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels import flash_attn_func, flash_attn_varlen_func
 from kernels.flash_attention.interface import flash_attn_packed
 from kernels.flash_attention.reference import attention_reference
-from kernels.flash_attention.schedule import alignment, causal_schedule
+from kernels.flash_attention.schedule import Schedule, alignment, build_schedule, causal_schedule
 from tests.tolerance import assert_as_accurate
 
 GPU = torch.cuda.is_available()
@@ -40,7 +40,7 @@ def check(q, k, v, do, dlse, cu_q, cu_k, sinks=None, **features):
     """flash_attn_varlen_func's outputs and gradients are as accurate as dense attention in the same dtype."""
     results = {}
     for name, function in {
-        "ours": partial(flash_attn_varlen_func, max_seqlen_q=0, max_seqlen_k=0, return_lse=True),
+        "ours": partial(flash_attn_varlen_func, max_seqlen_q=q.shape[0], max_seqlen_k=k.shape[0], return_lse=True),
         "exact": attention_reference,
         "same dtype": partial(attention_reference, dtype=q.dtype),
     }.items():
@@ -236,7 +236,7 @@ def test_operator_registration():
     sinks = torch.rand(2, device=DEVICE, requires_grad=True)
     torch.library.opcheck(
         torch.ops.flash_attention.forward,
-        (q, k, v, schedule, alibi, sinks, 0.25, 3.0, torch.float32),
+        (q, k, v, schedule, alibi, sinks, 0.25, 3.0, torch.float32, False),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"),
     )
 
@@ -257,6 +257,7 @@ def test_compiles_without_a_graph_break():
 Q = torch.empty(8, 4, 16, device=DEVICE)
 KV = torch.empty(8, 2, 16, device=DEVICE)
 CU = torch.tensor([0, 8], dtype=torch.int32, device=DEVICE)
+DECREASING = torch.tensor([0, 8, 3], dtype=torch.int32, device=DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -270,12 +271,34 @@ CU = torch.tensor([0, 8], dtype=torch.int32, device=DEVICE)
         pytest.param((Q.double(), KV.double(), KV.double(), CU, CU), "one dtype.*got float64", id="fp64"),
         pytest.param((Q, KV, KV, CU.long(), CU), "cu_seqlens_q must be .* int32; got .* int64", id="cu-dtype"),
         pytest.param((Q, KV, KV, CU, CU[:1]), "same number of documents; got 1 and 0", id="cu-count"),
+        pytest.param((Q, KV, KV, CU + 1, CU), "cu_seqlens_q must start at 0.*got .1, 9.", id="cu-start"),
+        pytest.param((Q, KV, KV, CU, 2 * CU), "cu_seqlens_k must .* end at 8 or before; got .0, 16.", id="cu-beyond"),
+        pytest.param((Q, KV, KV, DECREASING, DECREASING), "cu_seqlens_q must .* not decrease", id="cu-decreasing"),
         pytest.param((Q[None], KV, KV, CU, CU), r"must be \(total", id="dense-input"),
     ],
 )
-def test_bad_input_is_named(arguments, message):
+def test_bad_input_is_named(arguments, message, monkeypatch):
+    monkeypatch.setenv("FLASH_ATTENTION_DEBUG", "1")  # on a GPU, cu_seqlens are read for this only
     with pytest.raises(ValueError, match=message):
         flash_attn_varlen_func(*arguments, 8, 8)
+
+
+def test_max_seqlen_too_small_is_named(monkeypatch):
+    monkeypatch.setenv("FLASH_ATTENTION_DEBUG", "1")
+    with pytest.raises(ValueError, match="max_seqlen_k must be at least the longest document, 8; got 7"):
+        flash_attn_varlen_func(Q, KV, KV, CU, CU, 8, 7)
+
+
+@pytest.mark.parametrize("cu", [[5, 100], [0, 60, 30], [-40, 8, 12]], ids=["beyond", "decreasing", "negative"])
+def test_wrong_documents_never_read_out_of_bounds(cu):
+    """Unchecked, as on a GPU: ranges stay within the tensors, whose neighbours in memory are NaN here."""
+    cu = torch.tensor(cu, dtype=torch.int32, device=DEVICE)
+    schedule = build_schedule(cu, cu, 50, 50, causal=True)
+    for name, index in zip(Schedule._fields[:4], schedule.tensors()[:4], strict=True):
+        assert index.min() >= 0 and index.max() <= 50, name
+    memory = torch.full((3, 150, 2, 16), torch.nan, device=DEVICE)
+    memory[:, 50:100] = 1.0
+    assert torch.isfinite(flash_attn_packed(*memory[:, 50:100], schedule)).all()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,61 @@
+"""Which kernels take a call: Hopper's where they can, the portable ones everywhere else.
+
+The environment variable FLASH_ATTENTION_BACKEND forces one: `portable`, or `hopper`, which then raises a ValueError on
+a call that it cannot take. `auto`, the default, chooses.
+"""
+
+import os
+
+import torch
+from torch import Tensor
+
+from kernels.flash_attention.features import Features
+from kernels.flash_attention.hopper import bwd as hopper_bwd
+from kernels.flash_attention.hopper import fwd as hopper_fwd
+from kernels.flash_attention.portable import bwd as portable_bwd
+from kernels.flash_attention.portable import fwd as portable_fwd
+from kernels.flash_attention.schedule import Schedule
+
+VARIABLE = "FLASH_ATTENTION_BACKEND"
+CHOICES = ("auto", "portable", "hopper")
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o in out_dtype, lse fp32."""
+    on_hopper = _takes_hopper(hopper_fwd.supports(q, k, v, features, out_dtype), "forward", q, v)
+    attention_forward = hopper_fwd.attention_forward if on_hopper else portable_fwd.attention_forward
+    return attention_forward(q, k, v, schedule, features, out_dtype)
+
+
+def backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    schedule: Schedule,
+    features: Features,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """do like o, lse and delta (n_heads, total_q) fp32 -> dq, dk, dv, dense, in the dtype of q, k, v.
+
+    deterministic takes the portable kernels: each output has one owner, where Hopper's adds dQ in any order.
+    """
+    on_hopper = not deterministic and _takes_hopper(hopper_bwd.supports(q, k, v, features), "backward", q, v)
+    attention_backward = hopper_bwd.attention_backward if on_hopper else portable_bwd.attention_backward
+    return attention_backward(do, q, k, v, lse, delta, schedule, features)
+
+
+def _takes_hopper(supported: bool, direction: str, q: Tensor, v: Tensor) -> bool:
+    choice = os.environ.get(VARIABLE, "auto")
+    if choice not in CHOICES:
+        raise ValueError(f"{VARIABLE} must be one of {', '.join(CHOICES)}; got {choice}")
+    if choice == "hopper" and not supported:
+        raise ValueError(
+            f"{VARIABLE}=hopper needs sm_90, bfloat16 or float16, one head_dim of 64 or 128, no ALiBi and rows that "
+            f"TMA can read; the {direction} got {q.dtype} of head_dim {q.shape[-1]} and {v.shape[-1]} on {q.device}"
+        )
+    return supported and choice != "portable"
