@@ -216,7 +216,7 @@ def test_documents_do_not_leak():
     cu = cumulative([37, 40])
     q, k, v, do, _ = draw(77, 77, 2, 1, 16)
     results = []
-    for filler in (None, 3.0):
+    for filler in (None, 3.0, torch.inf, torch.nan):
         inputs = [x.detach().clone() for x in (q, k, v)]
         if filler is not None:
             for x in inputs:
@@ -224,8 +224,23 @@ def test_documents_do_not_leak():
         inputs = [x.requires_grad_() for x in inputs]
         o = flash_attn_varlen_func(*inputs, cu, cu, 40, 40, causal=True)
         results.append([x[37:] for x in (o, *torch.autograd.grad(o, inputs, do))])
-    for before, after in zip(*results, strict=True):
-        assert torch.equal(before, after)
+    for others in results[1:]:
+        for before, after in zip(results[0], others, strict=True):
+            assert torch.equal(before, after)
+
+
+def test_nan_shows_in_its_own_document():
+    """A NaN in one query's gradient, or in one value, reaches all that depends on it."""
+    cu = cumulative([37, 40])
+    q, k, v, do, _ = draw(77, 77, 2, 1, 16)
+    v = v.detach().clone()
+    v[20] = torch.nan
+    o = flash_attn_varlen_func(q, k, v.requires_grad_(), cu, cu, 40, 40, causal=True)
+    assert torch.isfinite(o[:20]).all() and torch.isnan(o[20:37]).all() and torch.isfinite(o[37:]).all()
+    do = do.detach().clone()
+    do[30] = torch.nan
+    _, _, dv = torch.autograd.grad(o, (q, k, v), do)
+    assert torch.isnan(dv[:31]).all() and torch.isfinite(dv[37:]).all()
 
 
 def test_operator_registration():

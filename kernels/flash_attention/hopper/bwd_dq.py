@@ -8,7 +8,7 @@ from torch import Tensor
 ROW_ALIGNMENT = 4  # TMA takes fp32 vectors that begin at a multiple of 16 bytes
 
 
-@triton.jit(do_not_specialize=["total", "padded", "n_heads", "n_words"])
+@triton.jit(do_not_specialize=["total", "padded", "n_heads"])
 def _prepare_kernel(
     lse_ptr, delta_ptr, rows_ptr, dq_ptr, total, padded, n_heads, n_words,
     BLOCK_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
@@ -48,7 +48,7 @@ def prepare(lse: Tensor, delta: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     return rows, dq
 
 
-@triton.jit(do_not_specialize=["n_words"])
+@triton.jit
 def _finish_kernel(sum_ptr, dq_ptr, scale, n_words, BLOCK: tl.constexpr):
     """One program scales and rounds BLOCK numbers."""
     words = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

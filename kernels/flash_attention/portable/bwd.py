@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.flash_attention.features import Features
-from kernels.flash_attention.masks import is_visible, tile_range
+from kernels.flash_attention.masks import contain, is_visible, tile_range
 from kernels.flash_attention.portable.launch import grid_of_tiles, heads_per_section, precision_of, tile_and_head
 from kernels.flash_attention.portable.load import load_part, split_width, store_part
 from kernels.flash_attention.schedule import WORK_TILE, Schedule
@@ -49,7 +49,16 @@ def _accumulate_dk_dv(
         inside = queries < total_q
         q = load_part(q_ptr, m, stride_qt, total_q, 0, D_1, D, BLOCK_M, MASKED)  # [M, D_1]
         do = load_part(do_ptr, m, stride_dot, total_q, 0, DV_1, DV, BLOCK_M, MASKED)  # [M, DV_1]
+        q_2 = load_part(q_ptr, m, stride_qt, total_q, D_1, D_2, D, BLOCK_M, MASKED) if D_2 else q
+        do_2 = load_part(do_ptr, m, stride_dot, total_q, DV_1, DV_2, DV, BLOCK_M, MASKED) if DV_2 else do
         if MASKED:
+            q, _ = contain(q)  # where it is visible, its lse is NaN too
+            do, taint = contain(do)
+            if D_2:
+                q_2, _ = contain(q_2)
+            if DV_2:
+                do_2, taint_2 = contain(do_2)
+                taint += taint_2
             lse = tl.load(lse_ptr + queries, mask=inside, other=0.0)
             delta = tl.load(delta_ptr + queries, mask=inside, other=0.0)
         else:
@@ -57,7 +66,6 @@ def _accumulate_dk_dv(
             delta = tl.load(delta_ptr + queries)
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [N, M]
         if D_2:
-            q_2 = load_part(q_ptr, m, stride_qt, total_q, D_1, D_2, D, BLOCK_M, MASKED)
             scores = tl.dot(k_2, tl.trans(q_2), scores, input_precision=PRECISION)
         bias = scores
         if HAS_ALIBI:
@@ -69,15 +77,18 @@ def _accumulate_dk_dv(
         p, growth = _probabilities(scores, lse, bias, softmax_scale, softcap, HAS_SOFTCAP, HAS_ALIBI)
         if MASKED:
             # selected after the exponential: a row that sees nothing has lse = -inf
-            p = tl.where(is_visible(queries, query_start, query_end), p, 0.0)
+            visible = is_visible(queries, query_start, query_end)
+            p = tl.where(visible, p + taint[None, :], 0.0)
         p_low = p.to(do.dtype)
         dv = tl.dot(p_low, do, dv, input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [N, M]
         if DV_2:
-            do_2 = load_part(do_ptr, m, stride_dot, total_q, DV_1, DV_2, DV, BLOCK_M, MASKED)
             dv_2 = tl.dot(p_low, do_2, dv_2, input_precision=PRECISION)
             dp = tl.dot(v_2, tl.trans(do_2), dp, input_precision=PRECISION)
-        ds = (p * (dp - delta[None, :]) * growth).to(q.dtype)
+        ds = p * (dp - delta[None, :]) * growth
+        if MASKED:
+            ds = tl.where(visible, ds, 0.0)  # delta may be NaN
+        ds = ds.to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision=PRECISION)
         if D_2:
             dk_2 = tl.dot(ds, q_2, dk_2, input_precision=PRECISION)
@@ -153,9 +164,13 @@ def _accumulate_dq(
     for n in range(start, end, BLOCK_N):
         k = load_part(k_ptr, n, stride_kt, total_k, 0, D_1, D, BLOCK_N, MASKED)  # [N, D_1]
         v = load_part(v_ptr, n, stride_vt, total_k, 0, DV_1, DV, BLOCK_N, MASKED)  # [N, DV_1]
+        k_2 = load_part(k_ptr, n, stride_kt, total_k, D_1, D_2, D, BLOCK_N, MASKED) if D_2 else k
+        if MASKED:
+            k, _ = contain(k)  # where it is visible, lse is NaN too
+            if D_2:
+                k_2, _ = contain(k_2)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
         if D_2:
-            k_2 = load_part(k_ptr, n, stride_kt, total_k, D_1, D_2, D, BLOCK_N, MASKED)
             scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision=PRECISION)
         keys = n + tl.arange(0, BLOCK_N)
         bias = alibi_bias(slope[:, None], beside[:, None], keys[None, :]) if HAS_ALIBI else scores
@@ -166,7 +181,10 @@ def _accumulate_dq(
         if DV_2:
             v_2 = load_part(v_ptr, n, stride_vt, total_k, DV_1, DV_2, DV, BLOCK_N, MASKED)
             dp = tl.dot(do_2, tl.trans(v_2), dp, input_precision=PRECISION)
-        ds = (p * (dp - delta[:, None]) * growth).to(k.dtype)
+        ds = p * (dp - delta[:, None]) * growth
+        if MASKED:
+            ds = tl.where(is_visible(keys, key_start, key_end), ds, 0.0)
+        ds = ds.to(k.dtype)
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
         if D_2:
             dq_2 = tl.dot(ds, k_2, dq_2, input_precision=PRECISION)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.flash_attention.features import Features
-from kernels.flash_attention.masks import is_visible, tile_range
+from kernels.flash_attention.masks import contain, is_visible, tile_range
 from kernels.flash_attention.portable.launch import grid_of_tiles, heads_per_section, precision_of, tile_and_head
 from kernels.flash_attention.portable.load import load_part, split_width, store_part
 from kernels.flash_attention.schedule import WORK_TILE, Schedule
@@ -42,10 +42,16 @@ def _attend(
             scores = tl.where(is_visible(keys, key_start, key_end), scores, float("-inf"))
         p, rescale, row_max, row_sum = online_softmax_step(scores, row_max, row_sum, to_log2, MASKED)
         v = load_part(v_ptr, n, stride_vt, total_k, 0, DV_1, DV, BLOCK_N, MASKED)  # [N, DV_1]
+        v_2 = load_part(v_ptr, n, stride_vt, total_k, DV_1, DV_2, DV, BLOCK_N, MASKED) if DV_2 else v
+        if MASKED:
+            v, taint = contain(v)
+            if DV_2:
+                v_2, taint_2 = contain(v_2)
+                taint += taint_2
+            p = tl.where(p > 0, p + taint[None, :], p)
         p = p.to(v.dtype)
         acc = tl.dot(p, v, acc * rescale[:, None], input_precision=PRECISION)
         if DV_2:
-            v_2 = load_part(v_ptr, n, stride_vt, total_k, DV_1, DV_2, DV, BLOCK_N, MASKED)
             acc_2 = tl.dot(p, v_2, acc_2 * rescale[:, None], input_precision=PRECISION)
     return acc, acc_2, row_max, row_sum
 

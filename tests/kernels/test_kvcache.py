@@ -1,0 +1,503 @@
+"""flash_attn_with_kvcache against dense attention over what the cache ought to hold, in fp64."""
+
+import inspect
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import flash_attn_with_kvcache
+from kernels.flash_attention.portable.decode import MAX_SPLITS, choose_splits, decode_tiles
+from tests.tolerance import assert_as_accurate
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+DTYPES = [torch.float16, torch.bfloat16] if GPU else [torch.float16]  # the interpreter's bf16 is wrong
+DTYPES += [torch.float32]
+NAN = float("nan")
+
+
+def int32(*values) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x (tokens, heads, head_dim) turned by the angles of positions (tokens,), as the definition says."""
+    half = cos.shape[1]
+    angles = (cos[positions].to(x.dtype)[:, None], sin[positions].to(x.dtype)[:, None])
+    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    first, second = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.split(half, dim=-1)
+    pair = (first * angles[0] - second * angles[1], first * angles[1] + second * angles[0])
+    return torch.cat([torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1), rest], dim=-1)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, scale, left, right, softcap, slopes) -> tuple[Tensor, Tensor]:
+    """One sequence: q (M, n_heads, D), k, v (N, n_kv_heads, D) -> o (M, n_heads, D), lse (n_heads, M)."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1).transpose(0, 1) for x in (k, v))  # [H, N, D]
+    scores = q.transpose(0, 1) @ k.mT * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    n_queries, n_keys = scores.shape[1:]
+    ahead = torch.arange(n_keys, device=q.device)[None, :] - (n_keys - n_queries)
+    ahead = ahead - torch.arange(n_queries, device=q.device)[:, None]  # keys past the one beside the query
+    if slopes is not None:
+        scores = scores - slopes.to(scores.dtype)[:, None, None] * ahead.abs()
+    hidden = (left >= 0) & (-ahead > left) | (right >= 0) & (ahead > right)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    p = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
+    return (p @ v).transpose(0, 1), lse
+
+
+def reference(q, caches, new, rotary, lengths, leftpad, scale, causal, window, softcap, interleaved, slopes, dtype):
+    """caches: for each sequence its k and v (capacity, n_kv_heads, D), which are changed as the function ought to."""
+    left, right = (window[0], 0) if causal else window
+    outputs = []
+    for i, length in enumerate(lengths):
+        query, total = q[i].to(dtype), length
+        if new:
+            k, v = new[0][i].to(dtype), new[1][i]
+            total = length + k.shape[0]
+            if rotary:
+                k = rotate(k, torch.arange(length, total, device=q.device), *rotary, interleaved)
+                steps = torch.arange(q.shape[1], device=q.device) * int(left >= 0 or right >= 0)
+                # as the function rounds it
+                query = rotate(query, length + steps, *rotary, interleaved).to(q.dtype).to(dtype)
+            caches[i][0][length:total] = k.to(q.dtype)
+            caches[i][1][length:total] = v
+        k, v = (x[leftpad[i] : total].to(dtype) for x in caches[i])
+        slope = slopes if slopes is None or slopes.dim() == 1 else slopes[i]
+        outputs.append(dense(query, k, v, scale, left, right, softcap, slope))
+    return [torch.stack(x) for x in zip(*outputs, strict=True)]
+
+
+def check(
+    lengths: list[int],
+    *,
+    seqlen_q: int = 1,
+    seqlen_new: int = 0,
+    capacity: int = 64,
+    n_heads: int = 2,
+    n_kv_heads: int = 1,
+    head_dim: int = 16,
+    v_head_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    page_size: int | None = None,
+    batch_idx: list[int] | None = None,
+    leftpad: list[int] | None = None,
+    rotary_dim: int = 0,
+    interleaved: bool = True,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    num_splits: int = 1,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    slopes: Tensor | None = None,
+) -> None:
+    """Outputs as accurate as dense attention in the same dtype, and the whole cache as it ought to be, to the bit.
+
+    Whatever the cache holds outside of leftpad to length is NaN, and a block table's unused entries are wild.
+    """
+    batch, v_head_dim = len(lengths), v_head_dim or head_dim
+    widths = (head_dim, v_head_dim)
+    q = draw(batch, seqlen_q, n_heads, head_dim, dtype=dtype)
+    new = [draw(batch, seqlen_new, n_kv_heads, d, dtype=dtype) for d in widths] if seqlen_new else []
+    contents = [[draw(capacity, n_kv_heads, d, dtype=dtype) for d in widths] for _ in lengths]
+    for i, length in enumerate(lengths):
+        for x in contents[i]:
+            x[length:] = NAN
+            x[: leftpad[i] if leftpad else 0] = NAN
+
+    table = None
+    if page_size is None:
+        places = batch_idx or list(range(batch))
+        stored = [torch.full((max(places) + 1, capacity, n_kv_heads, d), NAN, device=DEVICE).to(dtype) for d in widths]
+        for content, place in zip(contents, places, strict=True):
+            for cache, x in zip(stored, content, strict=True):
+                cache[place] = x
+    else:
+        pages = capacity // page_size
+        order = torch.randperm(batch * pages, device=DEVICE)
+        table = order.to(torch.int32).view(batch, pages)
+        stored = []
+        for width, rows in zip(widths, zip(*contents, strict=True), strict=True):
+            cache = torch.empty(batch * pages, page_size, n_kv_heads, width, dtype=dtype, device=DEVICE)
+            cache[order] = torch.stack(rows).view_as(cache)
+            stored.append(cache)
+        for i, length in enumerate(lengths):
+            table[i, -(-(length + seqlen_new) // page_size) :] = 2**30
+
+    rotary = [draw(capacity, rotary_dim // 2, dtype=dtype) for _ in range(2)] if rotary_dim else []
+    before = [x.clone() for x in stored]
+    k, v = new or (None, None)
+    cos, sin = rotary or (None, None)
+    o, lse = flash_attn_with_kvcache(
+        q,
+        stored[0],
+        stored[1],
+        k,
+        v,
+        cos,
+        sin,
+        cache_seqlens=int32(*lengths),
+        cache_batch_idx=int32(*batch_idx) if batch_idx else None,
+        cache_leftpad=int32(*leftpad) if leftpad else None,
+        block_table=table,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window,
+        softcap=softcap,
+        rotary_interleaved=interleaved,
+        alibi_slopes=slopes,
+        num_splits=num_splits,
+        return_softmax_lse=True,
+    )
+    assert o.shape == (batch, seqlen_q, n_heads, v_head_dim) and o.dtype == dtype
+    assert lse.shape == (batch, n_heads, seqlen_q) and lse.dtype == torch.float32
+
+    results = []
+    for compute in (torch.float64, dtype):
+        caches = [[x.clone() for x in pair] for pair in contents]
+        pads = leftpad or [0] * batch
+        scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        results.append(
+            reference(
+                q, caches, new, rotary, lengths, pads, scale, causal, window, softcap, interleaved, slopes, compute
+            )
+        )
+        if compute == torch.float64:
+            expected = caches
+    (exact_o, exact_lse), (same_o, same_lse) = results
+    unseen = torch.isneginf(exact_lse)
+    assert torch.equal(torch.isneginf(lse), unseen)
+    assert torch.all(o.transpose(1, 2)[unseen] == 0)
+    floor = 4 * torch.finfo(torch.float32).eps * max(1.0, exact_lse[~unseen].abs().max().item() if len(lse) else 0)
+    assert_as_accurate("o", o, exact_o, same_o, floor=floor)
+    seen_lse, exact_lse, same_lse = (x.masked_fill(unseen, 0.0) for x in (lse, exact_lse, same_lse.float()))
+    assert_as_accurate("lse", seen_lse, exact_lse, same_lse, floor=floor)
+
+    for i, (pair, length) in enumerate(zip(expected, lengths, strict=True)):
+        pages_of_it = order.view(batch, -1)[i].tolist() if page_size else [batch_idx[i] if batch_idx else i]
+        for cache, old, wanted in zip(stored, before, pair, strict=True):
+            found, found_before = cache[pages_of_it].flatten(0, 1), old[pages_of_it].flatten(0, 1)
+            fresh = slice(length, length + seqlen_new)
+            # rotated keys may be rounded from another last bit
+            torch.testing.assert_close(found[fresh], wanted[fresh], rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+            found_before[fresh] = found[fresh]
+            assert torch.equal(found.nan_to_num(7.0), found_before.nan_to_num(7.0))
+    if batch_idx:
+        others = [i for i in range(stored[0].shape[0]) if i not in batch_idx]
+        assert all(torch.isnan(x[others]).all() for x in stored)
+
+
+SPLITS = pytest.mark.parametrize("num_splits", [1, 3], ids=["whole", "split"])
+PAGED = pytest.mark.parametrize("page_size", [None, 16, 32], ids=["dense", "pages-of-16", "pages-of-32"])
+
+
+@SPLITS
+@PAGED
+def test_one_query_a_sequence(page_size, num_splits):
+    check([1, 48, 61, 0], page_size=page_size, num_splits=num_splits)
+
+
+@SPLITS
+@PAGED
+def test_append(page_size, num_splits):
+    """The whole cache in the end: new tokens at their places, over a page's end too, and nothing else changed."""
+    check([0, 15, 58], seqlen_q=3, seqlen_new=5, causal=True, page_size=page_size, num_splits=num_splits)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_new"), [(3, 20), (7, 2)], ids=str)
+def test_append_of_more_or_fewer_tokens_than_queries(seqlen_q, seqlen_new):
+    """Queries stand beside the last keys; those before the first key see none."""
+    check([0, 33], n_heads=1, seqlen_q=seqlen_q, seqlen_new=seqlen_new, causal=True, num_splits=2, page_size=16)
+
+
+@pytest.mark.parametrize("window", [(7, 0), (20, 5), (0, 0), (-1, 3), (10**12, 1)], ids=str)
+@pytest.mark.parametrize(("causal", "num_splits"), [(True, 1), (False, 1), (False, 2)], ids=["causal", "full", "split"])
+def test_window(causal, num_splits, window):
+    check([3, 61], seqlen_q=9, n_heads=1, causal=causal, window=window, num_splits=num_splits)
+
+
+@pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(2, 2), (6, 2), (20, 1)], ids=["mha", "gqa", "mqa"])
+def test_grouped_query_heads(n_heads, n_kv_heads):
+    """Rows of a tile are queries of all heads of a group: tiles begin and end inside of a token's group."""
+    check([40], seqlen_q=4, n_heads=n_heads, n_kv_heads=n_kv_heads, causal=True, num_splits=2)
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 80, 96, 128, 192, 256])
+def test_head_dims(head_dim):
+    check([35], seqlen_q=2, seqlen_new=2, capacity=48, head_dim=head_dim, causal=True, num_splits=2)
+
+
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(192, 128), (24, 80)], ids=str)
+def test_values_of_another_width(head_dim, v_head_dim):
+    check([35], seqlen_new=1, capacity=48, head_dim=head_dim, v_head_dim=v_head_dim, page_size=16, num_splits=2)
+
+
+@pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim", "page_size"),
+    [(16, 16, None), (96, 16, None), (48, 48, 16), (40, 32, None)],
+    ids=["whole-head", "first-columns", "head-of-two-parts", "across-parts"],
+)
+@pytest.mark.parametrize("window", [(-1, -1), (12, -1)], ids=["full", "window"])
+def test_rotary(window, head_dim, rotary_dim, page_size, interleaved):
+    """A window makes queries turn by their own positions; without one, all stand at the cache's end."""
+    check(
+        [0, 37],
+        seqlen_q=4,
+        seqlen_new=4,
+        head_dim=head_dim,
+        rotary_dim=rotary_dim,
+        interleaved=interleaved,
+        window=window,
+        page_size=page_size,
+    )
+
+
+@SPLITS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes(dtype, num_splits):
+    """With rotated queries and keys, which are rounded to the dtype before their product."""
+    check([5, 37], seqlen_q=2, seqlen_new=3, rotary_dim=16, causal=True, dtype=dtype, num_splits=num_splits)
+
+
+SLOPES = torch.tensor([0.02, 0.3, 0.0, 1.0], device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        pytest.param({"softcap": 2.0}, id="softcap"),
+        pytest.param({"slopes": SLOPES}, id="alibi"),
+        pytest.param({"slopes": torch.stack([SLOPES, SLOPES.flip(0)])}, id="alibi-per-sequence"),
+        pytest.param({"softmax_scale": 0.7}, id="scale"),
+        pytest.param(
+            {"softcap": 2.0, "slopes": SLOPES, "window": (30, 0), "softmax_scale": 0.5, "seqlen_new": 6}
+            | {"rotary_dim": 16},
+            id="all",
+        ),
+    ],
+)  # fmt: skip
+def test_features(features):
+    check([21, 50], seqlen_q=6, n_heads=4, n_kv_heads=2, head_dim=24, num_splits=2, **features)
+
+
+@SPLITS
+def test_sequences_anywhere_in_the_cache(num_splits):
+    check([21, 50, 3], seqlen_q=2, seqlen_new=2, batch_idx=[4, 0, 2], causal=True, num_splits=num_splits)
+
+
+@SPLITS
+@pytest.mark.parametrize("page_size", [None, 16], ids=["dense", "pages-of-16"])
+def test_padding_on_the_left(page_size, num_splits):
+    """Padding may hold NaN, may reach into a block, and may be all that a sequence has."""
+    check(
+        [40, 61, 9, 30],
+        leftpad=[0, 37, 9, 16],
+        seqlen_q=3,
+        causal=True,
+        window=(20, 0),
+        page_size=page_size,
+        num_splits=num_splits,
+    )
+
+
+def test_padding_counts_in_positions():
+    check([40, 20], leftpad=[7, 20], seqlen_q=3, seqlen_new=3, rotary_dim=16, slopes=SLOPES[:2], causal=True)
+
+
+def test_more_splits_than_blocks():
+    check([0, 61], num_splits=20)
+
+
+def test_defaults_take_the_whole_cache():
+    q, k_cache, v_cache = draw(2, 3, 4, 16), draw(2, 50, 2, 16), draw(2, 50, 2, 16)
+    o = flash_attn_with_kvcache(q, k_cache, v_cache)
+    exact = torch.stack([dense(*x, 0.25, -1, -1, 0.0, None)[0] for x in zip(q, k_cache, v_cache, strict=True)])
+    torch.testing.assert_close(o, exact)
+    assert torch.equal(o, flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=50))
+    shorter = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=31)
+    assert torch.equal(shorter, flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=int32(31, 31)))
+    assert not torch.allclose(shorter, o)
+
+
+def test_strided_inputs():
+    """Heads before tokens in the cache, slices of one projection beside it."""
+    qkv = draw(2, 3, 8, 16)
+    q, k, v = qkv.split((4, 2, 2), dim=2)
+    caches = [draw(2, 2, 50, 16) for _ in range(2)]
+    strided = [x.clone().transpose(1, 2) for x in caches]
+    contiguous = [x.transpose(1, 2).contiguous() for x in caches]
+    arguments = {"cache_seqlens": int32(5, 47), "causal": True, "num_splits": 2}
+    o = flash_attn_with_kvcache(q, *strided, k, v, **arguments)
+    assert torch.equal(o, flash_attn_with_kvcache(*(x.contiguous() for x in (q, *contiguous, k, v)), **arguments))
+    assert all(torch.equal(a, b) for a, b in zip(strided, contiguous, strict=True))
+    columns = draw(2, 3, 16, 4).transpose(2, 3)  # rows not dense: copied
+    assert torch.equal(
+        flash_attn_with_kvcache(columns, *strided), flash_attn_with_kvcache(columns.contiguous(), *strided)
+    )
+
+
+def test_nothing_requires_a_gradient():
+    q, k_cache, v_cache = (draw(1, 8, 2, 16).requires_grad_() for _ in range(3))
+    new = draw(1, 1, 2, 16).requires_grad_()
+    o = flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=3)
+    assert not o.requires_grad and torch.equal(k_cache[:, 3], new[:, 0])
+
+
+def test_empty_batch_and_no_queries():
+    cache = draw(2, 32, 2, 16)
+    assert flash_attn_with_kvcache(draw(0, 1, 2, 16), cache, cache).shape == (0, 1, 2, 16)
+    o, lse = flash_attn_with_kvcache(draw(2, 0, 2, 16), cache, cache, return_softmax_lse=True)
+    assert o.shape == (2, 0, 2, 16) and lse.shape == (2, 2, 0)
+    o, lse = flash_attn_with_kvcache(draw(2, 1, 2, 16), cache[:, :0], cache[:, :0], return_softmax_lse=True)
+    assert torch.all(o == 0) and torch.all(torch.isneginf(lse))
+
+
+def test_signature_is_flash_attns():
+    wanted = {
+        "q": ..., "k_cache": ..., "v_cache": ..., "k": None, "v": None, "rotary_cos": None, "rotary_sin": None,
+        "cache_seqlens": None, "cache_batch_idx": None, "cache_leftpad": None, "block_table": None,
+        "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0, "rotary_interleaved": True,
+        "alibi_slopes": None, "num_splits": 0, "return_softmax_lse": False,
+    }  # fmt: skip
+    found = inspect.signature(flash_attn_with_kvcache).parameters
+    assert list(found) == list(wanted)
+    assert {n: ... if p.default is p.empty else p.default for n, p in found.items()} == wanted
+
+
+def test_splits_fill_the_gpu():
+    assert choose_splits(8, 65536, 132) == 33  # two programs a multiprocessor
+    assert choose_splits(1, 10**6, 132) == MAX_SPLITS
+    assert choose_splits(8, 600, 132) == 2  # not below what a merge is worth
+    assert choose_splits(8, 10, 132) == choose_splits(1000, 65536, 132) == 1
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "head_dim", "block_m"),
+    [(1, 128, 16), (16, 256, 16), (24, 64, 32), (64, 128, 64), (64, 256, 128), (65, 64, 128), (4096, 128, 128)],
+    ids=str,
+)
+def test_tiles_are_as_flat_as_the_queries(n_rows, head_dim, block_m):
+    """A page's look-up takes stages of the pipeline, which a paged cache is given more of."""
+    dense, paged = (decode_tiles("sm90", head_dim, 2, n_rows, paged=paged) for paged in (False, True))
+    assert dense.block_m == paged.block_m == block_m
+    assert paged.num_stages == 2 * dense.num_stages - 1
+
+
+def test_compiles_without_a_graph_break():
+    def step(q, k_cache, v_cache, k, v, lengths):
+        o = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)
+        return o * 2, lengths + 1
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    torch._dynamo.reset()
+    q, k, v = draw(2, 1, 4, 16), draw(2, 1, 2, 16), draw(2, 1, 2, 16)
+    caches = [[draw(2, 40, 2, 16) for _ in range(2)]] * 2
+    caches[1] = [x.clone() for x in caches[0]]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for lengths in (int32(0, 7), int32(30, 2)):
+            ours, expected = (f(q, *cache, k, v, lengths) for f, cache in zip((compiled, step), caches, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(*caches, strict=True))
+
+
+def test_operator_registration():
+    q, k_cache, v_cache, new = draw(2, 3, 4, 16), draw(2, 40, 2, 16), draw(2, 40, 2, 16), draw(2, 3, 2, 16)
+    angles, lengths = [draw(40, 8), draw(40, 8)], int32(5, 30)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(
+        torch.ops.flash_attention.append, (new, new, k_cache, v_cache, lengths, None, angles, True), test_utils=tests
+    )
+    torch.library.opcheck(
+        torch.ops.flash_attention.decode,
+        (q, k_cache, v_cache, lengths, 3, None, None, angles, True, True, None, 0.25, 0.0, -1, 0, 2),
+        test_utils=tests,
+    )
+
+
+@pytest.mark.gpu
+def test_no_host_sync():
+    q, cache, new = draw(2, 1, 4, 64), draw(2, 4096, 2, 64), draw(2, 1, 2, 64)
+    table, lengths = int32([0, 1], [2, 3]), int32(5, 700)
+    flash_attn_with_kvcache(
+        q, cache.view(4, 2048, 2, 64), cache.view(4, 2048, 2, 64), cache_seqlens=lengths, block_table=table
+    )
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=lengths, causal=True)
+        pages = cache.view(4, 2048, 2, 64)
+        flash_attn_with_kvcache(q, pages, pages, new, new, cache_seqlens=7, block_table=table)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+Q = torch.empty(2, 1, 4, 16, device=DEVICE)
+CACHE = torch.zeros(2, 32, 2, 16, device=DEVICE)
+NEW = torch.empty(2, 1, 2, 16, device=DEVICE)
+ANGLES = torch.empty(32, 8, device=DEVICE)
+ONE = {"cache_seqlens": 3, "k": NEW, "v": NEW}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param({"q": Q[0]}, r"q must be \(batch, seqlen, heads, head_dim\); got \(1, 4, 16\)", id="rank"),
+        pytest.param({"q": Q[:, :, :3]}, "multiple of n_kv_heads; got 3 and 2", id="heads"),
+        pytest.param({"q": Q[..., :8]}, "one head_dim; got 8 and 16", id="head-dim"),
+        pytest.param({"q": Q.half()}, "one dtype.*q of float16 and k_cache of float32", id="dtype"),
+        pytest.param({"v_cache": CACHE[:, :8]}, "same sequences, tokens and heads", id="caches"),
+        pytest.param({"k_cache": CACHE.mT.contiguous().mT}, "k_cache must have a dense last dimension", id="strides"),
+        pytest.param({"k_cache": CACHE[:1], "v_cache": CACHE[:1]}, "each of 2 sequences; got 1", id="rows"),
+        pytest.param({"k": NEW}, "given together; got only k", id="k-alone"),
+        pytest.param({"k": NEW, "v": NEW}, "cache_seqlens must say where", id="k-without-length"),
+        pytest.param(ONE | {"k": NEW[:, :, :1]}, r"k must be \(2, 1, 2, 16\).*got \(2, 1, 1, 16\)", id="k-heads"),
+        pytest.param(ONE | {"cache_seqlens": 32}, "32 that a sequence can hold; got 32 to 32", id="full"),
+        pytest.param({"cache_seqlens": int32(1, 2).long()}, "cache_seqlens must be .*int32.*got .*int64", id="long"),
+        pytest.param({"cache_seqlens": int32(1)}, r"cache_seqlens must be \(2,\)", id="lengths-of-one"),
+        pytest.param({"cache_leftpad": int32(1)}, r"cache_leftpad must be \(2,\)", id="leftpad"),
+        pytest.param({"cache_batch_idx": int32(1)}, r"cache_batch_idx must be \(2,\)", id="batch-idx"),
+        pytest.param({"block_table": int32(0, 1)}, r"block_table must be \(batch, pages", id="table-rank"),
+        pytest.param(
+            {"block_table": int32([0], [1]), "cache_batch_idx": int32(0, 1)}, "beside a block_table", id="both"
+        ),
+        pytest.param(
+            {"block_table": int32([0], [1]), "k_cache": CACHE[:, :20], "v_cache": CACHE[:, :20]},
+            "multiple of 16 tokens.*got 2 of 20", id="page-size",
+        ),
+        pytest.param({"rotary_cos": ANGLES, "rotary_sin": ANGLES}, "need k and v", id="rotary-without-k"),
+        pytest.param(ONE | {"rotary_cos": ANGLES}, "given together; got only cos", id="cos-alone"),
+        pytest.param(
+            ONE | {"rotary_cos": ANGLES[:31], "rotary_sin": ANGLES[:31]}, "32 positions or more.*31", id="short-angles"
+        ),
+        pytest.param({"alibi_slopes": torch.ones(3)}, r"alibi_slopes must be \(4,\) or \(2, 4\) float32", id="slopes"),
+        pytest.param({"num_splits": 129}, "num_splits must be from 0 to 128; got 129", id="splits"),
+        pytest.param({"softmax_scale": -1.0}, "softmax_scale must be positive; got -1.0", id="scale"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        flash_attn_with_kvcache(**{"q": Q, "k_cache": CACHE, "v_cache": CACHE} | arguments)
+
+
+@pytest.mark.skipif(GPU, reason="values on a GPU are not looked at")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param({"cache_seqlens": int32(33, 2)}, "32 that a sequence can hold; got 2 to 33", id="too-long"),
+        pytest.param({"cache_seqlens": int32(3, -1)}, "got -1 to 3", id="negative"),
+        pytest.param({"cache_batch_idx": int32(0, 2)}, r"cache_batch_idx must be from 0 to 1.*got \[2\]", id="row"),
+        pytest.param({"block_table": int32([0], [-1])}, r"block_table must be from 0 to 1.*got \[-1\]", id="page"),
+    ],
+)
+def test_bad_values_are_named_on_the_cpu(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        flash_attn_with_kvcache(Q, CACHE, CACHE, **arguments)

@@ -1,0 +1,147 @@
+"""The compiled kernels over thousands of combinations of shape, mask and feature; a test is one dtype and head_dim.
+
+Each combination is compared with dense attention in fp32 or fp64 as tests.tolerance says, forward and backward. The
+combinations are the full product of lengths and masks, in which features, heads and layouts take turns: all of them at
+the widths that models have, fewer at the others, since each is compiled anew. Worst errors beside torch's go to $MATRIX_REPORT, a folder, where it is set.
+"""
+
+import itertools
+import json
+import os
+import random
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import flash_attn_varlen_func
+from kernels.flash_attention.reference import attention_reference
+from tests.tolerance import assert_as_accurate
+
+pytestmark = pytest.mark.gpu
+
+# (seqlen_q, seqlen_k) of flash-attn's own tests
+PAIRS = [
+    (1, 147), (113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (512, 256), (1024, 1024), (1023, 1024),
+    (1024, 1023), (2048, 2048),
+]  # fmt: skip
+MASKS = [
+    {"causal": False}, {"causal": True}, {"causal": True, "window_size": (64, 0)},
+    {"causal": False, "window_size": (37, 90)}, {"causal": False, "window_size": (-1, 5)},
+]  # fmt: skip
+HEADS = [(4, 4), (4, 2), (4, 1)]  # MHA, GQA, MQA
+FEATURES = [(), ("softcap",), ("alibi",), ("sinks",), ("scale",), ("softcap", "sinks"), ("alibi", "sinks", "scale")]
+LAYOUTS = ["dense", "varlen", "deterministic", "strided", "fp32-out"]
+HEAD_DIMS = [8, 16, 32, 40, 64, 80, 96, 128, 160, 192, 256]
+WIDTHS = [*((d, d) for d in HEAD_DIMS), (192, 128), (64, 128)]
+IN_FULL = [(64, 64), (128, 128)]
+
+
+def combinations(width):
+    """Each pair of lengths under each mask, five times in full (275) and twice elsewhere (110)."""
+    index = WIDTHS.index(width)
+    every = itertools.product(HEADS, FEATURES, LAYOUTS)
+    some = itertools.product(HEADS[index % 3 :][:1], FEATURES[index % 2 :: 2], LAYOUTS)
+    cycle = itertools.cycle(every if width in IN_FULL else some)
+    for _ in range(5 if width in IN_FULL else 2):
+        for (pair, mask), (heads, features, layout) in zip(itertools.product(PAIRS, MASKS), cycle, strict=False):
+            yield pair, mask, heads, features, layout
+
+
+def documents(pair, layout, generator) -> tuple[list[int], list[int]]:
+    """Lengths of queries and keys: the pair alone, twice, or among empty, short and ragged documents."""
+    if layout != "varlen":
+        return ([pair[0]], [pair[1]]) if pair[0] > 1000 else ([pair[0]] * 2, [pair[1]] * 2)
+    lengths = [pair, (0, 7), (5, 0), (0, 0), (1, 1), (generator.randrange(200), generator.randrange(1, 300))]
+    generator.shuffle(lengths)
+    return [q for q, _ in lengths], [k for _, k in lengths]
+
+
+def cumulative(lengths) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
+
+
+def attend(function, inputs, features, sinks, do, dlse):
+    """Outputs and gradients; lse of a row that sees nothing is -inf for all, and its gradient counts for nothing."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    if sinks is not None:
+        sinks = sinks.detach().requires_grad_()
+        inputs.append(sinks)
+        features = features | {"sinks": sinks}
+    o, lse = function(*inputs[:3], **features)
+    seen = torch.isfinite(lse)
+    gradients = torch.autograd.grad((o, lse), inputs, (do.to(o.dtype), torch.where(seen, dlse, 0.0).to(lse.dtype)))
+    return dict(
+        zip(("o", "lse", "dq", "dk", "dv", "dsinks"), (o, torch.where(seen, lse, -1e4), *gradients), strict=False)
+    )
+
+
+def check(dtype, width, pair, mask, heads, names, layout, generator) -> dict[str, tuple[float, float]]:
+    """Raises where a result is less accurate than allowed; returns (our error, torch's) by result."""
+    lens_q, lens_k = documents(pair, layout, generator)
+    (n_heads, n_kv_heads), (head_dim, v_head_dim) = heads, width
+    total_q, total_k = sum(lens_q) + generator.choice((0, 3)), sum(lens_k)
+    shapes = [
+        (total_q, n_heads, head_dim), (total_k, n_kv_heads, head_dim), (total_k, n_kv_heads, v_head_dim),
+        (total_q, n_heads, v_head_dim),
+    ]  # fmt: skip
+    inputs = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
+    if layout == "strided":  # heads before tokens, and a slice of a wider row
+        inputs[0] = inputs[0].transpose(0, 1).contiguous().transpose(0, 1)
+        inputs[1] = torch.cat([inputs[1], inputs[1]], dim=1)[:, :n_kv_heads]
+    *inputs, do = inputs
+    dlse = torch.randn(n_heads, total_q, device="cuda")
+    features = dict(mask, cu_seqlens_q=cumulative(lens_q), cu_seqlens_k=cumulative(lens_k))
+    if "softcap" in names:
+        features["softcap"] = generator.choice((2.0, 30.0))
+    if "scale" in names:
+        features["softmax_scale"] = 0.3
+    if "alibi" in names:
+        rows = generator.choice(((n_heads,), (len(lens_q), n_heads)))
+        features["alibi_slopes"] = 0.3 * torch.rand(rows, device="cuda")
+    sinks = torch.randn(n_heads, device="cuda") if "sinks" in names else None
+    ours = partial(
+        flash_attn_varlen_func, max_seqlen_q=max(lens_q), max_seqlen_k=max(lens_k), return_lse=True,
+        deterministic=layout == "deterministic", out_dtype=torch.float32 if layout == "fp32-out" else None,
+    )  # fmt: skip
+    truth = torch.float64 if dtype == torch.float32 else torch.float32
+    results = attend(ours, inputs, features, sinks, do, dlse)
+    exact = attend(partial(attention_reference, dtype=truth), inputs, features, sinks, do, dlse)
+    baseline = attend(partial(attention_reference, dtype=dtype), inputs, features, sinks, do, dlse)
+    # what cancels in fp32 sums of head_dim products of the largest inputs
+    floor = torch.finfo(torch.float32).eps * v_head_dim * max(x.abs().max().item() for x in (*inputs, do))
+    errors = {}
+    for name, result in results.items():
+        assert_as_accurate(name, result, exact[name], baseline[name], floor=floor)
+        errors[name] = tuple((x[name].double() - exact[name].double()).abs().max().item() for x in (results, baseline))
+    return errors
+
+
+@pytest.mark.parametrize("backend", ["portable", "auto"])
+@pytest.mark.parametrize("width", WIDTHS, ids=lambda x: f"d{x[0]}v{x[1]}")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.timeout(500)
+def test_matrix(dtype, width, backend, monkeypatch):
+    if backend == "auto" and (dtype == torch.float32 or width not in IN_FULL):
+        pytest.skip("no faster kernels here than the portable ones")
+    monkeypatch.setenv("FLASH_ATTENTION_BACKEND", backend)
+    generator = random.Random(width[0])
+    worst: dict[str, tuple[float, float]] = {}
+    failures, count = [], 0
+    for case in combinations(width):
+        count += 1
+        try:
+            errors = check(dtype, width, *case, generator)
+        except AssertionError as error:
+            failures.append(f"{case}: {error}")
+            continue
+        for name, (ours, torchs) in errors.items():
+            if ours >= worst.get(name, (-1.0, 0.0))[0]:
+                worst[name] = ours, torchs
+    if "MATRIX_REPORT" in os.environ:
+        line = {"dtype": str(dtype), "width": width, "backend": backend, "cases": count, "failed": len(failures)}
+        path = Path(os.environ["MATRIX_REPORT"], f"{dtype}-{width[0]}-{width[1]}-{backend}.json")
+        path.write_text(json.dumps(line | {"worst": worst}) + "\n")
+    assert not failures, f"{len(failures)} of {count}:\n" + "\n".join(failures[:10])

@@ -1,0 +1,131 @@
+"""What attention promises beside its numbers, on a GPU: repeatable, asynchronous, compiled once, any size."""
+
+import pytest
+import torch
+
+from kernels import flash_attn_func, flash_attn_varlen_func
+from kernels.flash_attention.interface import flash_attn_packed
+from kernels.flash_attention.reference import attention_reference
+from kernels.flash_attention.schedule import causal_schedule
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(params=["portable", "auto"], autouse=True)
+def _backend(request, monkeypatch):
+    monkeypatch.setenv("FLASH_ATTENTION_BACKEND", request.param)
+
+
+def cumulative(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
+
+
+def inputs_of(*shape, n_kv_heads=2, dtype=torch.bfloat16):
+    total, n_heads, head_dim = shape
+    return [
+        torch.randn(total, heads, head_dim, device="cuda", dtype=dtype, requires_grad=True)
+        for heads in (n_heads, n_kv_heads, n_kv_heads)
+    ]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_deterministic_gradients_are_bitwise_equal_in_twenty_runs(head_dim):
+    inputs = inputs_of(4096, 8, head_dim)
+    cu = cumulative([1000, 3, 0, 2500, 593])
+    do = torch.randn_like(inputs[0])
+
+    def run():
+        o = flash_attn_varlen_func(*inputs, cu, cu, 2500, 2500, causal=True, deterministic=True)
+        return [o, *torch.autograd.grad(o, inputs, do)]
+
+    first = run()
+    for _ in range(19):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+
+
+def test_neither_pass_waits_for_the_gpu():
+    inputs = inputs_of(2048, 4, 64)
+    cu = cumulative([1000, 1048])
+    sinks = torch.zeros(4, device="cuda", requires_grad=True)
+
+    def run():
+        o, lse = flash_attn_varlen_func(*inputs, cu, cu, 1048, 1048, causal=True, sinks=sinks, return_lse=True)
+        (o.float().sum() + lse.sum()).backward()
+        dense = [x.detach().unflatten(0, (2, -1)) for x in inputs]
+        flash_attn_func(*dense, causal=True)
+
+    run()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_twenty_packings_compile_once():
+    def attend(q, k, v, cu):
+        return flash_attn_packed(q, k, v, causal_schedule(cu, q.shape[0], q.device)).square().mean()
+
+    inputs = inputs_of(1024, 4, 64)
+    compiled = torch.compile(attend, fullgraph=True)
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(20):
+            cuts = torch.randint(0, 1025, (6,), generator=generator).sort().values
+            cu = torch.cat([torch.tensor([0]), cuts, torch.tensor([1024])]).to("cuda", torch.int32)
+            compiled(*inputs, cu).backward()
+    torch.testing.assert_close(compiled(*inputs, cu), attend(*inputs, cu))
+
+
+@pytest.mark.timeout(600)
+def test_more_than_two_to_the_31_elements():
+    """q, k and v of 2.15e9 elements each: the first and the last document equal a reference on slices of their own."""
+    total, n_heads, head_dim = 2**19 + 256, 32, 128
+    assert total * n_heads * head_dim > 2**31
+    lengths = [300, 2**18, 2**18 - 400, 356]
+    cu = cumulative(lengths)
+    q, k, v = (torch.randn(total, n_heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    for x in (q, k, v):
+        x.requires_grad_()
+    window = (128, 0)  # keeps the work small
+    o = flash_attn_varlen_func(q, k, v, cu, cu, 2**18, 2**18, causal=True, window_size=window)
+    do = torch.ones_like(o)
+    gradients = torch.autograd.grad(o, (q, k, v), do)
+    for first, length in ((0, 300), (total - 356, 356)):
+        rows = slice(first, first + length)
+        parts = [x.detach()[rows].requires_grad_() for x in (q, k, v)]
+        one = cumulative([length])
+        exact, _ = attention_reference(*parts, one, one, causal=True, window_size=window, dtype=torch.float32)
+        torch.testing.assert_close(o[rows].float(), exact, rtol=2e-2, atol=2e-2)
+        for ours, truth in zip(gradients, torch.autograd.grad(exact, parts, do[rows].float()), strict=True):
+            torch.testing.assert_close(ours[rows].float(), truth.float(), rtol=3e-2, atol=3e-2)
+
+
+ADVERSARIAL = {
+    "scores of 1e4": lambda q, k, v: (100 * q, 12 * k, v),
+    "scores of -1e4": lambda q, k, v: (100 * q.abs(), -12 * k.abs(), v),
+    "all equal": lambda q, k, v: (torch.ones_like(q), torch.ones_like(k), v),
+    "one huge key": lambda q, k, v: (q, torch.cat([k[:50], 300 * k[50:51], k[51:]]), v),
+    "denormals": lambda q, k, v: (q, k, v * torch.finfo(torch.bfloat16).tiny / 4),
+}
+
+
+@pytest.mark.parametrize("name", ADVERSARIAL)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_adversarial_scores(name, head_dim):
+    q, k, v = (x.detach() for x in inputs_of(500, 4, head_dim, n_kv_heads=4))
+    tensors = [x.requires_grad_() for x in ADVERSARIAL[name](q, k, v)]
+    cu = cumulative([300, 200])
+    do = torch.randn_like(tensors[0])
+    o = flash_attn_varlen_func(*tensors, cu, cu, 300, 300, causal=True)
+    ours = [o, *torch.autograd.grad(o, tensors, do)]
+    results = []
+    for dtype in (torch.float64, torch.bfloat16):
+        o, _ = attention_reference(*tensors, cu, cu, causal=True, dtype=dtype)
+        results.append([o, *torch.autograd.grad(o, tensors, do.to(dtype))])
+    for ours_, exact, baseline in zip(ours, *results, strict=True):
+        assert torch.isfinite(ours_).all()
+        # scores of 1e4 in fp32 are off by 1e-3, and so are probabilities: 4 parts in 1000 of the largest result
+        error, torchs = ((x.double() - exact.double()).abs().max() for x in (ours_, baseline))
+        assert error <= 2 * torchs + 4e-3 * exact.abs().max() + 1e-30
