@@ -75,7 +75,7 @@ class _Backward(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, up, up_bias, down, down_bias)
         ctx.activation, ctx.chunk_size = activation, chunk_size
-        return x.new_empty(()).expand(x.shape[0], down.shape[0])
+        return x.new_zeros(()).expand(x.shape[0], down.shape[0])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

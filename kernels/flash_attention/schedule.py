@@ -93,8 +93,8 @@ def alignment(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int) -> tuple
 def _documents(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Every token's index and document; past the last document comes one more, which is empty."""
     token = torch.arange(total, device=cu_seqlens.device, dtype=torch.int32)
-    # how many documents end at or before the token; zero-length ones are stepped over
-    return token, torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
+    # how many documents begin at or before the token, less its own; zero-length ones are stepped over
+    return token, torch.searchsorted(cu_seqlens, token, right=True) - 1
 
 
 def _visible_ranges(cu_own: Tensor, cu_other: Tensor, total: int, *, before: int, after: int) -> tuple[Tensor, Tensor]:

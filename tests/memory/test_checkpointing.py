@@ -6,7 +6,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa_train.memory.checkpointing import ATTENTION_OPERATORS
-from kernels.flash_attention import ops
+from kernels.flash_attention import backend
 from kernels.flash_attention.schedule import causal_schedule
 from tests.memory.small import ATTENTIONS, assert_equal, compile_blocks, levers, small_gpt, step, stream
 
@@ -37,8 +37,8 @@ def test_same_loss_and_gradients(attention, checkpointing, compiled, device):
 )
 def test_how_often_flash_forward_runs(checkpointing, times, compiled, device, monkeypatch):
     calls = []
-    forward = ops.attention_forward
-    monkeypatch.setattr(ops, "attention_forward", lambda *args: calls.append(None) or forward(*args))
+    forward = backend.forward
+    monkeypatch.setattr(backend, "forward", lambda *args: calls.append(None) or forward(*args))
     model = small_gpt(levers(checkpointing), device, "flash", N_LAYERS)
     if compiled:
         compile_blocks(model)
@@ -106,7 +106,7 @@ def test_what_a_block_keeps(checkpointing, compiled, expected, device):
 
     def pack(saved):
         if saved.is_floating_point() and saved.data_ptr() not in weights:
-            kept.append(names.get(tuple(saved.shape), saved.shape))
+            kept.append(names.get(tuple(saved.shape), str(saved.shape)))
         return saved
 
     with saved_tensors_hooks(pack, lambda saved: saved):
