@@ -1,4 +1,4 @@
-"""What changes the scores, beside the mask: the scale, a soft cap, ALiBi and sinks."""
+"""What changes the scores, beside the mask: the scale, a soft cap, ALiBi, sinks and fp8's scales."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +11,15 @@ class Features:
     """Of one call. softcap 0 is none.
 
     Shapes: sinks (n_heads,) fp32, in nats; alibi () or slopes (n_docs or 1, n_heads) fp32, beside (total_q,) int32,
-    the key that each query stands beside, and document (total_q,) int32, the row of slopes that it takes.
+    the key that each query stands beside, and document (total_q,) int32, the row of slopes that it takes; descale
+    (2, n_heads) fp32, what a head's scores and its output are multiplied with (forward only).
     """
 
     softmax_scale: float
     softcap: float
     sinks: Tensor | None
     alibi: Sequence[Tensor]
+    descale: Tensor | None = None
 
     def pointers(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Sinks, slopes, beside, document, as the kernels take them."""

@@ -11,6 +11,7 @@ from kernels.flash_attention.schedule import Schedule, alignment, build_schedule
 from kernels.flash_attention.tiles import interpreted
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+FP8 = torch.float8_e4m3fn
 MAX_HEAD_DIM = 256
 
 Outputs = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
@@ -32,6 +33,9 @@ def flash_attn_func(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Outputs:
     """Attention over a batch of sequences of one length.
 
@@ -47,6 +51,9 @@ def flash_attn_func(
     causal aligns the last query with the last key. A query that sees no key gives 0, and lse -inf or its sink.
     Differentiable in q, k, v and sinks, through o and lse. With
     deterministic, as with torch.use_deterministic_algorithms, gradients are bitwise repeatable.
+    q, k and v may be float8_e4m3fn, without gradients, on GPUs of compute capability 8.9 and newer; o is then bfloat16
+    unless out_dtype says otherwise, and q_descale, k_descale and v_descale (n_kv_heads,) fp32 are what the values of
+    each KV head, and of the query heads that share it, stand for when multiplied with.
     Raises: ValueError on a shape, dtype or head-count mismatch and on dropout, which is not offered.
     Source: FlashAttention-2, arXiv:2307.08691, Alg. 1 and 2.
     """
@@ -72,6 +79,7 @@ def flash_attn_func(
         sinks,
         out_dtype,
         deterministic,
+        (q_descale, k_descale, v_descale),
     )
     lse = lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
     return _outputs(o.unflatten(0, (batch, seqlen_q)), lse, return_lse, return_attn_probs)
@@ -98,6 +106,9 @@ def flash_attn_varlen_func(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Outputs:
     """Attention over documents packed end to end.
 
@@ -146,6 +157,7 @@ def flash_attn_varlen_func(
         sinks,
         out_dtype,
         deterministic,
+        (q_descale, k_descale, v_descale),
     )
     return _outputs(o, lse, return_lse, return_attn_probs)
 
@@ -168,7 +180,15 @@ def flash_attn_packed(
     """
     _require_consistent(q, k, v, sinks)
     return flash_attention_forward(
-        *_rows_dense(q, k, v), schedule.tensors(), [], sinks, _scale(q, softmax_scale), softcap, q.dtype, deterministic
+        *_rows_dense(q, k, v),
+        schedule.tensors(),
+        [],
+        sinks,
+        None,
+        _scale(q, softmax_scale),
+        softcap,
+        q.dtype,
+        deterministic,
     )[0]
 
 
@@ -196,6 +216,7 @@ def _attend(
     sinks: Tensor | None,
     out_dtype: torch.dtype | None,
     deterministic: bool,
+    descales: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor]:
     """Packed attention with a schedule of its own: o (total_q, n_heads, v's head_dim), lse (n_heads, total_q)."""
     if dropout_p != 0.0:
@@ -219,9 +240,10 @@ def _attend(
         schedule.tensors(),
         alibi,
         sinks,
+        _descale(descales, q, k),
         _scale(q, softmax_scale),
         float(softcap),
-        out_dtype or q.dtype,
+        out_dtype or (torch.bfloat16 if q.dtype == FP8 else q.dtype),
         deterministic,
     )
 
@@ -254,15 +276,39 @@ def _require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
         raise ValueError(f"q and k must have one head_dim; got q, k and v of {shapes}")
     if not (1 <= q.shape[-1] <= MAX_HEAD_DIM and 1 <= v.shape[-1] <= MAX_HEAD_DIM):
         raise ValueError(f"head_dim must be from 1 to {MAX_HEAD_DIM}; got {q.shape[-1]} and, of v, {v.shape[-1]}")
-    if not (q.dtype == k.dtype == v.dtype) or q.dtype not in DTYPES:
+    if not (q.dtype == k.dtype == v.dtype) or q.dtype not in (*DTYPES, FP8):
         raise ValueError(
-            "q, k and v must be of one dtype, float16, bfloat16 or float32; "
+            "q, k and v must be of one dtype, float16, bfloat16, float32 or float8_e4m3fn; "
             f"got {_name(q.dtype)}, {_name(k.dtype)} and {_name(v.dtype)}"
         )
+    if q.dtype == FP8:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            raise ValueError("float8_e4m3fn q, k and v have no gradients; got some that require them")
+        if q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 9):
+            raise ValueError(
+                "float8_e4m3fn needs a GPU of compute capability 8.9 or newer; "
+                f"got {torch.cuda.get_device_name(q.device)}"
+            )
     if not (q.device == k.device == v.device):
         raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device} and {v.device}")
     if sinks is not None and (sinks.shape != (q.shape[1],) or sinks.dtype != torch.float32):
         raise ValueError(f"sinks must be ({q.shape[1]},) float32; got {tuple(sinks.shape)} {_name(sinks.dtype)}")
+
+
+def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Tensor, k: Tensor) -> Tensor | None:
+    """(n_kv_heads,) each -> (2, n_heads) fp32, the factors of each head's scores and of its output; None is 1."""
+    n_heads, n_kv_heads = q.shape[1], k.shape[1]
+    if all(x is None for x in descales):
+        return None
+    if q.dtype != FP8:
+        raise ValueError(f"q_descale, k_descale and v_descale are for float8_e4m3fn; q, k and v are {_name(q.dtype)}")
+    factors = []
+    for name, x in zip(("q_descale", "k_descale", "v_descale"), descales, strict=True):
+        if x is not None and (x.shape != (n_kv_heads,) or x.dtype != torch.float32):
+            raise ValueError(f"{name} must be ({n_kv_heads},) float32; got {tuple(x.shape)} {_name(x.dtype)}")
+        factors.append(torch.ones(n_kv_heads, device=q.device) if x is None else x)
+    of_q, of_k, of_v = factors
+    return torch.stack([of_q * of_k, of_v]).repeat_interleave(n_heads // n_kv_heads, dim=1)
 
 
 def _may_read(cu_seqlens: Tensor) -> bool:

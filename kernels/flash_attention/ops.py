@@ -24,6 +24,7 @@ def flash_attention_forward(
     schedule: Sequence[Tensor],
     alibi: Sequence[Tensor],
     sinks: Tensor | None,
+    descale: Tensor | None,
     softmax_scale: float,
     softcap: float,
     out_dtype: torch.dtype,
@@ -33,7 +34,7 @@ def flash_attention_forward(
 
     deterministic is for the gradients: those outputs are repeatable in any case.
     """
-    features = Features(softmax_scale, softcap, sinks, alibi)
+    features = Features(softmax_scale, softcap, sinks, alibi, descale)
     return backend.forward(q, k, v, Schedule.from_tensors(schedule), features, out_dtype)
 
 
@@ -45,6 +46,7 @@ def _forward_fake(
     schedule: Sequence[Tensor],
     alibi: Sequence[Tensor],
     sinks: Tensor | None,
+    descale: Tensor | None,
     softmax_scale: float,
     softcap: float,
     out_dtype: torch.dtype,
@@ -101,7 +103,7 @@ def _backward_fake(
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, schedule, alibi, sinks, ctx.softmax_scale, ctx.softcap, _, deterministic = inputs
+    q, k, v, schedule, alibi, sinks, _, ctx.softmax_scale, ctx.softcap, _, deterministic = inputs
     ctx.deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     ctx.save_for_backward(q, k, v, *output, sinks, *schedule, *alibi)
     ctx.n_schedule = len(schedule)
@@ -121,7 +123,7 @@ def _backward(ctx, do: Tensor | None, dlse: Tensor | None):
         do, dlse, q, k, v, o, lse, schedule, alibi, sinks, ctx.softmax_scale, ctx.softcap, ctx.deterministic
     )
     none_for_lists = [None] * len(schedule), [None] * len(alibi)
-    return dq, dk, dv, *none_for_lists, None if sinks is None else dsinks, None, None, None, None
+    return dq, dk, dv, *none_for_lists, None if sinks is None else dsinks, None, None, None, None, None
 
 
 flash_attention_forward.register_autograd(_backward, setup_context=_save)

@@ -4,14 +4,14 @@ import os
 import warnings
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from kernels.flash_attention.portable.load import split_width
 
 Pass = Literal["fwd", "dkdv", "dq"]
-Arch = Literal["interpreter", "sm80", "sm90", "sm100"]
+Arch = Literal["interpreter", "sm80", "sm90", "sm100", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm100", 64, "dkdv"): TileConfig(64, 64, 4, 3),
     ("sm100", 96, "dkdv"): TileConfig(64, 128, 8, 3),
     ("sm100", 128, "dkdv"): TileConfig(64, 128, 8, 3),
-    ("sm100", 192, "dkdv"): TileConfig(32, 128, 8, 2),
-    ("sm100", 256, "dkdv"): TileConfig(32, 64, 8, 2),
+    ("sm100", 192, "dkdv"): TileConfig(32, 64, 8, 2),
+    ("sm100", 256, "dkdv"): TileConfig(32, 32, 8, 2),
     ("sm100", 64, "dq"): TileConfig(64, 64, 4, 3),
     ("sm100", 96, "dq"): TileConfig(128, 64, 8, 3),
     ("sm100", 128, "dq"): TileConfig(128, 64, 8, 3),
@@ -61,28 +61,35 @@ _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm100", 256, "dq"): TileConfig(128, 32, 8, 2),
     ("sm80", 64, "fwd"): TileConfig(128, 64, 4, 3),
     ("sm80", 96, "fwd"): TileConfig(128, 32, 4, 3),
-    ("sm80", 128, "fwd"): TileConfig(128, 32, 4, 3),
+    ("sm80", 128, "fwd"): TileConfig(128, 32, 8, 3),
     ("sm80", 192, "fwd"): TileConfig(64, 32, 4, 2),
     ("sm80", 256, "fwd"): TileConfig(64, 32, 4, 2),
     ("sm80", 64, "dkdv"): TileConfig(32, 64, 4, 2),
     ("sm80", 96, "dkdv"): TileConfig(32, 64, 4, 2),
     ("sm80", 128, "dkdv"): TileConfig(32, 64, 4, 2),
-    ("sm80", 192, "dkdv"): TileConfig(32, 32, 4, 1),
-    ("sm80", 256, "dkdv"): TileConfig(32, 32, 4, 1),
+    ("sm80", 192, "dkdv"): TileConfig(32, 32, 4, 2),
+    ("sm80", 256, "dkdv"): TileConfig(32, 32, 8, 2),
     ("sm80", 64, "dq"): TileConfig(64, 64, 4, 2),
     ("sm80", 96, "dq"): TileConfig(64, 32, 4, 2),
     ("sm80", 128, "dq"): TileConfig(64, 32, 4, 2),
-    ("sm80", 192, "dq"): TileConfig(32, 32, 4, 1),
-    ("sm80", 256, "dq"): TileConfig(32, 32, 4, 1),
+    ("sm80", 192, "dq"): TileConfig(64, 32, 4, 2),
+    ("sm80", 256, "dq"): TileConfig(32, 32, 4, 2),
 }
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-# whose entries a GPU of this compute capability uses; consumer Blackwell, 12, has sm_86's shared memory and instructions
+# whose entries a GPU of this compute capability uses; 12 is consumer Blackwell, with sm_89's instructions and memory
 _ENTRIES: dict[tuple[int, int], Arch] = {
-    (8, 0): "sm80", (8, 6): "sm80", (8, 7): "sm80", (8, 9): "sm80", (9, 0): "sm90",
-    (10, 0): "sm100", (10, 3): "sm100", (12, 0): "sm80", (12, 1): "sm80",
-}  # fmt: skip
-# bytes of shared memory that one program may take on the smallest GPU that uses these entries
+    (8, 0): "sm80",
+    (8, 6): "sm80",
+    (8, 7): "sm80",
+    (8, 9): "sm80",
+    (9, 0): "sm90",
+    (10, 0): "sm100",
+    (10, 3): "sm100",
+    (12, 0): "sm80",
+    (12, 1): "sm80",
+}
+# bytes of shared memory that a program may take on the smallest GPU that uses these entries
 SHARED_LIMIT: dict[Arch, int] = {"sm80": 99 * 1024, "sm90": 227 * 1024, "sm100": 227 * 1024}
 
 
@@ -92,17 +99,18 @@ def interpreted() -> bool:
 
 
 def arch_of(device: torch.device) -> Arch:
-    """Whose entries to use on `device`; those of sm80, the most modest, on a GPU that the table does not know."""
+    """Whose entries to use on `device`."""
     if interpreted():
         return "interpreter"
-    return _ENTRIES.get(torch.cuda.get_device_capability(device), "sm80")
+    return _ENTRIES.get(torch.cuda.get_device_capability(device), "unknown")
 
 
 def tile_config(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
     """The table's tiles; head_dim is the wider of q's and v's, at most 256, itemsize in bytes."""
     if arch == "interpreter":
         return TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)  # small, so that short inputs have edges
-    entry = _TILES[arch, next(d for d in HEAD_DIMS if head_dim <= d), direction]
+    known: Arch = "sm80" if arch == "unknown" else arch  # the most modest
+    entry = _TILES[known, next(d for d in HEAD_DIMS if head_dim <= d), direction]
     if itemsize <= 2:
         return entry
     # fp32 takes twice the shared memory and the plain FMA units: quarter the tile
@@ -110,37 +118,33 @@ def tile_config(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> Ti
 
 
 def launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
-    """The tiles for one launch on `device`: the table's, or smaller ones, with a warning, where those may not fit."""
+    """The tiles for one launch on `device`: the table's, or smaller ones where its shared memory asks for them.
+
+    On a GPU that the table does not know, or whose memory is short, one warning a process.
+    """
+    if interpreted():
+        return tile_config("interpreter", max(head_dim, v_head_dim), direction, itemsize)
+    return _launch_tiles(device, head_dim, v_head_dim, direction, itemsize)
+
+
+@cache  # every launch asks
+def _launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
     arch = arch_of(device)
-    tiles = tile_config(arch, max(head_dim, v_head_dim), direction, itemsize)
-    if arch == "interpreter":
-        return tiles
-    return _fitted(device, arch, tiles, head_dim, v_head_dim, direction, itemsize)
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the attribute
+    limit = properties.shared_memory_per_block_optin
+    entry = tile_config(arch, max(head_dim, v_head_dim), direction, itemsize)
+    tiles = fit(arch, entry, head_dim, v_head_dim, direction, itemsize, limit)
+    if arch == "unknown" or tiles != entry:
+        _warn_of_guesses(device, limit)
+    return tiles
 
 
-@cache  # asked before every launch
-def _fitted(
-    device: torch.device,
-    arch: Arch,
-    tiles: TileConfig,
-    head_dim: int,
-    v_head_dim: int,
-    direction: Pass,
-    itemsize: int,
-) -> TileConfig:
-    limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    fitted = fit(arch, tiles, head_dim, v_head_dim, direction, itemsize, limit)
-    if fitted != tiles or torch.cuda.get_device_capability(device) not in _ENTRIES:
-        _warn_of_unmeasured(device, limit)
-    return fitted
-
-
-@cache  # one warning a device
-def _warn_of_unmeasured(device: torch.device, limit: int) -> None:
+@cache  # once a device
+def _warn_of_guesses(device: torch.device, limit: int) -> None:
     major, minor = torch.cuda.get_device_capability(device)
     warnings.warn(
-        f"kernels/flash_attention/tiles.py has no entries for {torch.cuda.get_device_name(device)} (sm_{major}{minor}, "
-        f"{limit} bytes of shared memory a program): tiles that fit are used, which may be slow. "
+        f"kernels/flash_attention/tiles.py has no measured tiles for {torch.cuda.get_device_name(device)} "
+        f"(sm_{major}{minor}, {limit} bytes of shared memory a program); it uses some that fit and may be slow. "
         "scripts/tune_tiles.py measures better ones.",
         stacklevel=2,
     )
@@ -149,37 +153,64 @@ def _warn_of_unmeasured(device: torch.device, limit: int) -> None:
 def fit(
     arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int, limit: int
 ) -> TileConfig:
-    """`tiles`, with fewer stages and then fewer tokens as far as `limit` bytes of shared memory ask for it."""
-    while shared_bytes(arch, tiles, head_dim, v_head_dim, direction, itemsize) > limit:
-        if tiles.num_stages > 1:
-            tiles = replace(tiles, num_stages=tiles.num_stages - 1)
-        elif tiles.block_n > 16 or tiles.block_m > 16:
-            larger = "block_n" if tiles.block_n >= tiles.block_m else "block_m"
-            tiles = replace(tiles, **{larger: getattr(tiles, larger) // 2})
-        else:
-            raise ValueError(
-                f"no tile of head_dim {head_dim} and {v_head_dim} fits; wanted at most {limit} bytes of shared memory, "
-                f"the smallest takes {shared_bytes(arch, tiles, head_dim, v_head_dim, direction, itemsize)}"
-            )
-    return tiles
+    """`tiles`, or the largest that come from halving them and from fewer stages, within `limit` bytes.
 
-
-def shared_bytes(
-    arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int
-) -> int:
-    """Bytes of shared memory that one program takes: never less than what Triton's compiler finds, a few KiB more.
-
-    What the program keeps (Q; Q and dO; K and V), the blocks in flight of what it reads past it, and room to change
-    the layout of the scores.
+    Raises: ValueError if not even 16 by 16 fits.
     """
-    both = sum(split_width(head_dim)) + sum(split_width(v_head_dim))
+    while True:
+        for num_stages in range(tiles.num_stages, 0, -1):
+            staged = replace(tiles, num_stages=num_stages)
+            needed = shared_bytes(arch, staged, head_dim, v_head_dim, direction, itemsize)
+            if needed <= limit:
+                return staged
+        if tiles.block_m == tiles.block_n == 16:
+            raise ValueError(
+                f"attention with head_dim {head_dim} and {v_head_dim} wants {needed} bytes of shared memory a program "
+                f"at least; the device has {limit}"
+            )
+        if tiles.block_m > tiles.block_n:
+            tiles = replace(tiles, block_m=tiles.block_m // 2)
+        else:
+            tiles = replace(tiles, block_n=tiles.block_n // 2)
+
+
+def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> int:
+    """Bytes of shared memory that a program takes: at least what Triton reports for its code, and not much more.
+
+    What the program keeps (Q; Q and dO; K and V), the blocks in flight of what it reads beside that, and room for what
+    changes its layout on the way to the tensor cores. tests/kernels/test_aot.py compares.
+    """
+    if arch == "unknown":  # Triton may compile for it as for any of the known ones
+        return max(shared_bytes(known, tiles, head_dim, v_head_dim, direction, itemsize) for known in SHARED_LIMIT)
+    qk_width, v_width = sum(split_width(head_dim)), sum(split_width(v_head_dim))
     kept_rows, read_rows = (tiles.block_n, tiles.block_m) if direction == "dkdv" else (tiles.block_m, tiles.block_n)
-    kept = kept_rows * (sum(split_width(head_dim)) if direction == "fwd" else both) * itemsize
-    # rows of lse and delta are in flight beside Q and dO
-    block = read_rows * (both * itemsize + (8 if direction == "dkdv" else 0))
-    # wgmma and tcgen05 still read one block while the next is awaited; mma.sync has copied it to registers
-    in_flight = max(1, tiles.num_stages - 1 if arch == "sm80" else tiles.num_stages)
-    # P and dS feed the tensor cores from registers on sm90; sm80 may pass one through shared memory
+    kept = kept_rows * (qk_width + (0 if direction == "fwd" else v_width)) * itemsize
+    block = read_rows * (qk_width + v_width) * itemsize
+    row_values = 8 * read_rows if direction == "dkdv" else 0  # lse and delta are in flight beside Q and dO
     scores = tiles.block_m * tiles.block_n * itemsize
-    scratch = {"interpreter": 0, "sm80": scores, "sm90": 0, "sm100": 0 if direction == "fwd" else scores}[arch]
-    return kept + in_flight * block + scratch + 2048
+    if arch == "sm80" or kept_rows < 64:  # mma.sync, which copies a block to registers before the next one is awaited
+        in_flight = max(1, tiles.num_stages - 1)
+        rewritten = scores if max(head_dim, v_head_dim) >= 128 else 0
+    else:  # wgmma and tcgen05 read a block from shared memory while the next ones come
+        in_flight = tiles.num_stages
+        rewritten = (
+            0 if arch == "sm90" else _rewritten_for_tcgen05(scores, block, read_rows, head_dim, direction, itemsize)
+        )
+    if tiles.num_stages == 1:  # nothing is fetched ahead
+        part = read_rows * max(qk_width, v_width) * itemsize
+        if direction == "fwd":
+            return kept + part + scores + 2048  # K is done with when V comes
+        rewritten = max(
+            rewritten, scores, block if arch == "sm90" and direction == "dkdv" and kept_rows >= 64 else part
+        )
+    return kept + in_flight * (block + row_values) + rewritten + 2048
+
+
+def _rewritten_for_tcgen05(scores: int, block: int, rows: int, head_dim: int, direction: Pass, itemsize: int) -> int:
+    """Its operands come from shared memory: P and dS, and the masked blocks' K, or Q and dO, made finite, once more."""
+    first, second = split_width(head_dim)
+    if direction == "fwd":
+        return 0
+    if direction == "dq":
+        return scores + rows * (first + second) * itemsize + 2560
+    return block + 2 * max(scores, rows * first * itemsize) if second else max(2 * scores, block) + 512

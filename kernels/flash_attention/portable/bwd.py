@@ -15,7 +15,7 @@ from kernels.flash_attention.portable.launch import grid_of_tiles, heads_per_sec
 from kernels.flash_attention.portable.load import load_part, split_width, store_part
 from kernels.flash_attention.schedule import WORK_TILE, Schedule
 from kernels.flash_attention.scores import alibi_bias, cap, load_alibi
-from kernels.flash_attention.tiles import arch_of, tile_config
+from kernels.flash_attention.tiles import launch_tiles
 
 
 @triton.jit
@@ -262,7 +262,7 @@ def attention_backward(
         D=head_dim, D_1=d_1, D_2=d_2, DV=v_head_dim, DV_1=dv_1, DV_2=dv_2, PRECISION=precision_of(q),
     )  # fmt: skip
 
-    tiles = tile_config(arch_of(q.device), max(head_dim, v_head_dim), "dkdv", q.element_size())
+    tiles = launch_tiles(q.device, head_dim, v_head_dim, "dkdv", q.element_size())
     grid, n_tiles = grid_of_tiles(schedule.key_tiles, n_kv_heads, tiles.block_n)
     if grid:
         _dkdv_kernel[(grid,)](
@@ -271,7 +271,7 @@ def attention_backward(
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PARTS=WORK_TILE // tiles.block_n,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
-    tiles = tile_config(arch_of(q.device), max(head_dim, v_head_dim), "dq", q.element_size())
+    tiles = launch_tiles(q.device, head_dim, v_head_dim, "dq", q.element_size())
     grid, n_tiles = grid_of_tiles(schedule.query_tiles, n_heads, tiles.block_m)
     if grid:
         _dq_kernel[(grid,)](

@@ -12,7 +12,7 @@ from kernels.flash_attention.portable.load import load_part, split_width, store_
 from kernels.flash_attention.schedule import WORK_TILE, Schedule
 from kernels.flash_attention.scores import alibi_bias, cap, load_alibi
 from kernels.flash_attention.softmax import online_softmax_step
-from kernels.flash_attention.tiles import arch_of, tile_config
+from kernels.flash_attention.tiles import launch_tiles
 
 
 @triton.jit
@@ -43,6 +43,8 @@ def _attend(
         p, rescale, row_max, row_sum = online_softmax_step(scores, row_max, row_sum, to_log2, MASKED)
         v = load_part(v_ptr, n, stride_vt, total_k, 0, DV_1, DV, BLOCK_N, MASKED)  # [N, DV_1]
         v_2 = load_part(v_ptr, n, stride_vt, total_k, DV_1, DV_2, DV, BLOCK_N, MASKED) if DV_2 else v
+        if v_ptr.dtype.element_ty == tl.float8e4nv:  # exact in fp16, in which p keeps 11 bits instead of 4
+            v, v_2 = v.to(tl.float16), v_2.to(tl.float16)
         if MASKED:
             v, taint = contain(v)
             if DV_2:
@@ -59,7 +61,7 @@ def _attend(
 @triton.jit(do_not_specialize=["total_q", "total_k", "n_heads", "n_tiles", "section"])
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, key_start_ptr, key_end_ptr, tiles_ptr,
-    sinks_ptr, slopes_ptr, beside_ptr, document_ptr,
+    sinks_ptr, slopes_ptr, beside_ptr, document_ptr, descale_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_slopes,
     total_q, total_k, n_heads, n_tiles, section, softmax_scale, softcap,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
@@ -81,6 +83,8 @@ def _fwd_kernel(
     key_end = tl.load(key_end_ptr + rows, mask=inside, other=0)
     start, whole_start, whole_end, end = tile_range(key_start_ptr, key_end_ptr, first, last, BLOCK_N)
 
+    if descale_ptr is not None:
+        softmax_scale = softmax_scale * tl.load(descale_ptr + head)
     head_64 = head.to(tl.int64)
     q_ptr += head_64 * stride_qh
     k_ptr += head_64 // GROUP * stride_kh
@@ -109,6 +113,8 @@ def _fwd_kernel(
 
     sees = row_sum > 0  # a row that sees no key gives 0 and -inf
     divisor = tl.where(sees, row_sum, 1.0)[:, None]
+    if descale_ptr is not None:
+        divisor = divisor / tl.load(descale_ptr + n_heads + head)
     lse = tl.where(sees, (row_max + tl.log2(row_sum)) * 0.6931471805599453, float("-inf"))
     stride_ot = n_heads * DV
     o_ptr += head_64 * DV
@@ -126,7 +132,7 @@ def attention_forward(
     total_k, n_kv_heads, v_head_dim = v.shape
     o = torch.empty(total_q, n_heads, v_head_dim, dtype=out_dtype, device=q.device)
     lse = torch.empty(n_heads, total_q, dtype=torch.float32, device=q.device)
-    tiles = tile_config(arch_of(q.device), max(head_dim, v_head_dim), "fwd", q.element_size())
+    tiles = launch_tiles(q.device, head_dim, v_head_dim, "fwd", q.element_size())
     grid, n_tiles = grid_of_tiles(schedule.query_tiles, n_heads, tiles.block_m)
     if grid == 0:
         return o, lse
@@ -134,7 +140,8 @@ def attention_forward(
     dv_1, dv_2 = split_width(v_head_dim)
     _fwd_kernel[(grid,)](
         q, k, v, o, lse, schedule.key_start, schedule.key_end, schedule.query_tiles,
-        *features.pointers(), *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], features.stride_slopes(),
+        *features.pointers(), features.descale,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], features.stride_slopes(),
         total_q, total_k, n_heads, n_tiles, heads_per_section(k, v, n_heads), features.softmax_scale, features.softcap,
         **features.switches(), GROUP=n_heads // n_kv_heads,
         D=head_dim, D_1=d_1, D_2=d_2, DV=v_head_dim, DV_1=dv_1, DV_2=dv_2,
