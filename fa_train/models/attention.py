@@ -1,7 +1,8 @@
 """Four ways to compute one attention, for the model to be handed: an ablation changes nothing else.
 
 The only mask is the schedule's: query i sees the keys j with key_start[i] <= j < key_end[i]. A query that sees none
-gives 0. Scores are scaled by head_dim**-0.5, and the softmax is taken in fp32 whatever the dtype of q, k and v.
+gives 0. Scores are scaled, by head_dim**-0.5 unless told otherwise, and capped on demand; the softmax is taken in fp32
+whatever the dtype of q, k and v.
 """
 
 from functools import partial
@@ -18,27 +19,65 @@ from kernels.flash_attention.schedule import Schedule
 
 
 class Attention(Protocol):
-    """q (total, n_heads, head_dim); k, v (total, n_kv_heads, head_dim), all of one dtype -> o like q."""
+    """q (total, n_heads, head_dim); k, v (total, n_kv_heads, head_dim), all of one dtype -> o like q.
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> Tensor: ...
+    Units: softmax_scale multiplies the scores, None is head_dim**-0.5; softcap bounds a scaled score to
+    softcap * tanh(score / softcap), 0 is none.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        schedule: Schedule,
+        *,
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+    ) -> Tensor: ...
 
 
 def require_backend(attention: Attention, device: torch.device) -> None:
     """ValueError when `attention` cannot run on `device`: said before training starts."""
-    function = attention.func if isinstance(attention, partial) else attention
-    if function is flash_attention:
+    if _function(attention) is flash_attention:
         require_flash_backend(device)
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> Tensor:
+def require_softcap(attention: Attention, softcap: float) -> None:
+    """ValueError when `attention` cannot cap its scores: said when a model is built."""
+    if softcap and _function(attention) is sdpa_attention:
+        raise ValueError(
+            f"attention=sdpa cannot cap scores, and this model caps them at {softcap}. "
+            "Use attention=flash, or attention=chunked or naive where there is no CUDA GPU"
+        )
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    schedule: Schedule,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+) -> Tensor:
     """This repository's Triton kernels: memory linear in total, blocks outside the mask never visited."""
-    return flash_attn_packed(q, k, v, schedule)
+    return flash_attn_packed(q, k, v, schedule, softmax_scale=softmax_scale, softcap=softcap)
 
 
-def naive_attention(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> Tensor:
+def naive_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    schedule: Schedule,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+) -> Tensor:
     """Attention as its formula reads, with all (n_heads, total, total) scores in memory: what flash is measured by."""
     n_heads, n_kv_heads = q.shape[1], k.shape[1]
-    scores = _rows_by_kv_head(q, n_kv_heads) @ k.transpose(0, 1).mT * q.shape[-1] ** -0.5  # [n_kv_heads, G * M, N]
+    scores = _rows_by_kv_head(q, n_kv_heads) @ k.transpose(0, 1).mT * _scale(q, softmax_scale)  # [n_kv_heads, G * M, N]
+    scores = soft_capped(scores, softcap)
     visible = _visible(schedule.key_start, schedule.key_end, k.shape[0])
     # the smallest number instead of -inf keeps a row without keys finite, so that it gives no NaN to dv
     scores = scores.unflatten(1, (n_heads // n_kv_heads, -1)).masked_fill(~visible, torch.finfo(scores.dtype).min)
@@ -47,12 +86,29 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> Tens
     return o.masked_fill(_sees_nothing(schedule)[:, None, None], 0.0)
 
 
-def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> Tensor:
-    """torch's scaled_dot_product_attention: its causal kernels for one document, a (total, total) mask for more."""
+def sdpa_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    schedule: Schedule,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+) -> Tensor:
+    """torch's scaled_dot_product_attention: its causal kernels for one document, a (total, total) mask for more.
+
+    Raises: ValueError on a softcap: its kernels have none.
+    """
+    require_softcap(sdpa_attention, softcap)
     n_heads, n_kv_heads = q.shape[1], k.shape[1]
     if schedule.one_document:
         o = F.scaled_dot_product_attention(
-            _heads_first(q), _heads_first(k), _heads_first(v), is_causal=True, enable_gqa=n_heads != n_kv_heads
+            _heads_first(q),
+            _heads_first(k),
+            _heads_first(v),
+            is_causal=True,
+            scale=softmax_scale,
+            enable_gqa=n_heads != n_kv_heads,
         )
         return o[0].transpose(0, 1)
     sees_nothing = _sees_nothing(schedule)
@@ -60,11 +116,22 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> Tenso
     visible = _visible(schedule.key_start, schedule.key_end, k.shape[0]) | sees_nothing[:, None]
     # torch's kernels that take a mask do not take grouped heads: enable_gqa would fall back to materialised scores
     k, v = (x.repeat_interleave(n_heads // n_kv_heads, dim=1) for x in (k, v))
-    o = F.scaled_dot_product_attention(_heads_first(q), _heads_first(k), _heads_first(v), attn_mask=visible)
+    o = F.scaled_dot_product_attention(
+        _heads_first(q), _heads_first(k), _heads_first(v), attn_mask=visible, scale=softmax_scale
+    )
     return o[0].transpose(0, 1).masked_fill(sees_nothing[:, None, None], 0.0)
 
 
-def chunked_attention(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, *, chunk_size: int) -> Tensor:
+def chunked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    schedule: Schedule,
+    *,
+    chunk_size: int,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+) -> Tensor:
     """Memory-efficient attention in plain torch: only chunk_size x chunk_size scores of each head exist at a time.
 
     Units: chunk_size in tokens, of queries and of keys; about sqrt(total) needs the least memory, more is faster.
@@ -76,8 +143,9 @@ def chunked_attention(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, *, ch
         raise ValueError(f"attention.chunk_size must be at least 1 token; got {chunk_size}")
     # split once: a slice in the loop would have a gradient as long as all of k
     keys, values = k.split(chunk_size), v.split(chunk_size)
+    scale = _scale(q, softmax_scale)
     outputs = [
-        checkpoint(_attend_chunk, *queries, keys, values, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(_attend_chunk, *queries, keys, values, scale, softcap, use_reentrant=False, preserve_rng_state=False)
         for queries in zip(
             q.split(chunk_size),
             schedule.key_start.split(chunk_size),
@@ -89,7 +157,13 @@ def chunked_attention(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, *, ch
 
 
 def _attend_chunk(
-    q: Tensor, key_start: Tensor, key_end: Tensor, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]
+    q: Tensor,
+    key_start: Tensor,
+    key_end: Tensor,
+    keys: tuple[Tensor, ...],
+    values: tuple[Tensor, ...],
+    scale: float,
+    softcap: float,
 ) -> Tensor:
     """One chunk of queries (M, n_heads, head_dim) against all chunks of keys, by a running maximum and sum."""
     n_kv_heads = keys[0].shape[1]
@@ -107,6 +181,8 @@ def _attend_chunk(
             v,
             key_start - first_key,
             key_end - first_key,
+            scale,
+            softcap,
             use_reentrant=False,
             preserve_rng_state=False,
         )
@@ -116,10 +192,19 @@ def _attend_chunk(
 
 
 def _add_keys(
-    maximum: Tensor, total: Tensor, weighted: Tensor, rows: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor
+    maximum: Tensor,
+    total: Tensor,
+    weighted: Tensor,
+    rows: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    end: Tensor,
+    scale: float,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The running maximum and sum (n_kv_heads, G * M, 1) and weighted values with one more chunk of keys."""
-    scores = (rows @ k.transpose(0, 1).mT).float() * rows.shape[-1] ** -0.5  # [n_kv_heads, G * M, N]
+    scores = soft_capped((rows @ k.transpose(0, 1).mT).float() * scale, softcap)  # [n_kv_heads, G * M, N]
     visible = _visible(start, end, k.shape[0])
     scores = scores.unflatten(1, (-1, start.shape[0])).masked_fill(~visible, float("-inf")).flatten(1, 2)
     # the result does not depend on the maximum, so its gradient is left out
@@ -127,6 +212,20 @@ def _add_keys(
     decay, weights = torch.exp(maximum - new_maximum), torch.exp(scores - new_maximum)
     values = (weights.to(v.dtype) @ v.transpose(0, 1)).float()
     return new_maximum, total * decay + weights.sum(dim=-1, keepdim=True), weighted * decay + values
+
+
+def soft_capped(scores: Tensor, softcap: float) -> Tensor:
+    """softcap * tanh(scores / softcap), so that none is beyond softcap; 0 is none (Gemma 2, arXiv:2408.00118)."""
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
+
+
+def _function(attention: Attention) -> object:
+    """What was handed in, without the arguments that were bound to it."""
+    return attention.func if isinstance(attention, partial) else attention
+
+
+def _scale(q: Tensor, softmax_scale: float | None) -> float:
+    return float(q.shape[-1] ** -0.5) if softmax_scale is None else softmax_scale
 
 
 def _visible(key_start: Tensor, key_end: Tensor, n_keys: int) -> Tensor:

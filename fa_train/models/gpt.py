@@ -1,37 +1,108 @@
 """A pre-norm decoder over one packed stream of tokens: GPT-2 (2019), Llama (arXiv:2302.13971) and what lies between."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fa_train.memory.checkpointing import Checkpointing, run_block
-from fa_train.memory.loss import LinearCrossEntropy
+from fa_train.memory.loss import IGNORE_INDEX, LinearCrossEntropy
 from fa_train.memory.offload import Offload
 from fa_train.memory.stack import Memory
-from fa_train.memory.tiled_mlp import Activation, activate, tiled_mlp
-from fa_train.models.attention import Attention
-from fa_train.models.rope import RotaryTable, document_positions, rotary_table, rotate
-from kernels.flash_attention.schedule import Schedule, causal_schedule
+from fa_train.memory.tiled_mlp import activate, tiled_mlp
+from fa_train.models.attention import Attention, require_softcap, soft_capped
+from fa_train.models.rope import RopeScaling, RotaryTable, document_positions, rope_scaling, rotary_table, rotate
+from kernels.flash_attention.schedule import Schedule, build_schedule, causal_schedule
 
-Norm = Literal["rmsnorm", "layernorm"]
+Norm = Literal["rmsnorm", "layernorm", "offset_rmsnorm"]
 Positions = Literal["rope", "learned", "none"]
+Activation = Literal["swiglu", "gelu", "geglu"]
 Init = Literal["gpt2", "llama"]
-NormModule = nn.RMSNorm | nn.LayerNorm
+Value = TypeVar("Value")
+
+
+class OffsetRMSNorm(nn.Module):
+    """RMSNorm whose weight counts from 1, taken in fp32 (Gemma, arXiv:2403.08295)."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., dim) -> the same."""
+        return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).type_as(x)
+
+
+NormModule = nn.RMSNorm | nn.LayerNorm | OffsetRMSNorm
+
+
+@dataclass(frozen=True)
+class Family:
+    """What single families of published checkpoints add to the decoder; by default nothing.
+
+    qkv_bias, out_bias, ffn_bias: biases of these projections, None as the model's `bias` says (Qwen 2: qkv only).
+    windows: tokens that a query of each layer sees, its own counted, None for all before it (Mistral, Gemma).
+    rope_layers: whether each layer rotates queries and keys (SmolLM 3: not every fourth).
+    local_rope_theta: theta of the layers with a window, whose frequencies are never scaled (Gemma 3).
+    softmax_scale: of the scores, None is head_dim**-0.5. softcap: of the scaled scores; logit_softcap: of the logits;
+    both 0 for none (Gemma 2).
+    embedding_scale: what token embeddings are multiplied by, rounded to their dtype (Gemma: sqrt(dim)).
+    post_norms: whether attention's and the FFN's outputs are normed before they are added (Gemma 2 and 3).
+    """
+
+    qkv_bias: bool | None = None
+    out_bias: bool | None = None
+    ffn_bias: bool | None = None
+    windows: Sequence[int | None] | None = None
+    rope_layers: Sequence[bool] | None = None
+    local_rope_theta: float | None = None
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    logit_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    post_norms: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("softcap", self.softcap), ("logit_softcap", self.logit_softcap)):
+            if not 0.0 <= value < float("inf"):
+                raise ValueError(f"model.family.{name} must be at least 0, where 0 is none; got {value}")
+        for window in self.windows or ():
+            if window is not None and window < 1:
+                raise ValueError(f"model.family.windows must be of at least 1 token or null; got {window}")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that weights were read from, as an export needs it: its config.json and generation_config.json."""
+
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any] | None
 
 
 class GPT(nn.Module):
     """Decoder-only transformer; attention, loss and the blocks' memory levers (none by default) are handed in.
 
     Units: dim, ffn_dim, head_dim in channels; max_seq_len in tokens; rope_theta in tokens per radian of the slowest
-    channel. head_dim None is dim / n_heads, n_kv_heads None is n_heads. max_seq_len is read for learned positions only,
-    rope_theta for RoPE only.
-    Raises: ValueError on sizes that do not divide or are not positive, and on an unknown norm, positions, activation
-    or init.
+    channel. head_dim None is dim / n_heads, n_kv_heads None is n_heads. max_seq_len is the length that the model is
+    trained on; it bounds learned positions, and scaled RoPE starts from it. rope_theta is read for RoPE only.
+    rope_scaling stretches RoPE's frequencies; its keys are those of `rope_parameters` in Hugging Face's config.json:
+    rope_type (linear, dynamic, yarn, llama3), factor and so on.
+    Raises: ValueError on sizes that do not divide or are not positive, on an unknown norm, positions, activation or
+    init, on an attention that cannot do what the family needs, and on a family with a number of layers not its own.
     """
+
+    origin: Origin | None = None  # set where weights come from a checkpoint
 
     def __init__(
         self,
@@ -56,8 +127,11 @@ class GPT(nn.Module):
         attention: Attention,
         loss: LinearCrossEntropy,
         memory: Memory | None = None,
+        rope_scaling: Mapping[str, Any] | None = None,
+        family: Family | None = None,
     ) -> None:
         super().__init__()
+        family = Family() if family is None else family
         _require_positive(vocab_size=vocab_size, n_layers=n_layers, dim=dim, n_heads=n_heads, ffn_dim=ffn_dim)
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         _require_positive(n_kv_heads=n_kv_heads)
@@ -76,8 +150,13 @@ class GPT(nn.Module):
         if positions == "rope" and head_dim % 2:
             raise ValueError(f"model.head_dim must be even for model.positions=rope; got {head_dim}")
 
+        require_softcap(attention, family.softcap)
+
         self.vocab_size, self.n_layers, self.n_heads, self.head_dim = vocab_size, n_layers, n_heads, head_dim
         self.positions, self.rope_theta, self.max_seq_len, self.init = positions, rope_theta, max_seq_len, init
+        self.family = family
+        self.windows = _by_layer("windows", family.windows, n_layers, None)
+        self.ropes = _ropes(self.windows, positions, rope_theta, rope_scaling, max_seq_len, family)
         make_norm = partial(_norm, norm, eps=norm_eps, bias=bias)
         self.offload = Offload(n_layers) if memory is not None and memory.offload else None
 
@@ -90,15 +169,25 @@ class GPT(nn.Module):
             Block(
                 attention_norm=make_norm(dim),
                 attention=SelfAttention(
-                    qkv=nn.Linear(dim, (n_heads + 2 * n_kv_heads) * head_dim, bias=bias),
-                    out=nn.Linear(n_heads * head_dim, dim, bias=bias),
+                    qkv=nn.Linear(dim, (n_heads + 2 * n_kv_heads) * head_dim, bias=_or(bias, family.qkv_bias)),
+                    out=nn.Linear(n_heads * head_dim, dim, bias=_or(bias, family.out_bias)),
                     q_norm=make_norm(head_dim) if qk_norm else None,
                     k_norm=make_norm(head_dim) if qk_norm else None,
                     heads=[n_heads, n_kv_heads, n_kv_heads],
                     attention=attention,
+                    softmax_scale=family.softmax_scale,
+                    softcap=family.softcap,
                 ),
+                attention_post_norm=make_norm(dim) if family.post_norms else None,
                 ffn_norm=make_norm(dim),
-                ffn=FeedForward(dim, ffn_dim, activation, bias, chunk_size=memory.mlp_chunk if memory else None),
+                ffn=FeedForward(
+                    dim,
+                    ffn_dim,
+                    activation,
+                    _or(bias, family.ffn_bias),
+                    chunk_size=memory.mlp_chunk if memory else None,
+                ),
+                ffn_post_norm=make_norm(dim) if family.post_norms else None,
                 checkpointing=memory.checkpointing if memory else "none",
             )
             for _ in range(n_layers)
@@ -152,21 +241,47 @@ class GPT(nn.Module):
         total = tokens.shape[0]
         if cu_seqlens is None and position_ids is None:
             self.require_seq_len(total)
-        schedule = causal_schedule(cu_seqlens, total, tokens.device)
+        schedules = {window: _schedule(cu_seqlens, total, tokens.device, window) for window in _distinct(self.windows)}
         if position_ids is None:
             position_ids = document_positions(cu_seqlens, total, tokens.device)
         x = self.token_embedding(tokens)
+        if self.family.embedding_scale != 1.0:
+            x = x * torch.tensor(self.family.embedding_scale, dtype=x.dtype)
         if self.position_embedding is not None:
             x = x + self.position_embedding(position_ids)
-        rotary = rotary_table(position_ids, self.head_dim, self.rope_theta) if self.positions == "rope" else None
+        tables = {
+            rope: None if rope is None else rotary_table(position_ids, self.head_dim, rope.theta, rope.scaling)
+            for rope in _distinct(self.ropes)
+        }
         offload = self.offload.forward_pass(x) if self.offload is not None and torch.is_grad_enabled() else None
-        for block in self.blocks:
+        for block, window, rope in zip(self.blocks, self.windows, self.ropes, strict=True):
             with nullcontext() if offload is None else offload.block(x):
-                x = block(x, schedule, rotary)
+                x = block(x, schedules[window], tables[rope])
         x = self.norm(x)
         if labels is None:
-            return self.head(x)
+            return soft_capped(self.head(x), self.family.logit_softcap)
+        if self.family.logit_softcap:
+            return self._soft_capped_loss(x, labels)
         return self.loss(x, self.head.weight, labels)
+
+    def _soft_capped_loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        """self.loss where logits are capped; chunks of them are computed again in the backward."""
+        chunks = zip(x.split(self.loss.chunk_size), labels.split(self.loss.chunk_size), strict=True)
+        return torch.stack(
+            [
+                checkpoint(self._soft_capped_chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
+                for chunk in chunks
+            ]
+        ).sum()
+
+    def _soft_capped_chunk(self, x: Tensor, labels: Tensor) -> Tensor:
+        """x (tokens, dim), labels (tokens,) -> () fp32."""
+        logits = soft_capped(self.head(x).float(), self.family.logit_softcap)
+        smoothing, z_loss = self.loss.label_smoothing, self.loss.z_loss
+        loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=smoothing)
+        if not z_loss:
+            return loss
+        return loss + z_loss * (logits.logsumexp(dim=-1).square() * (labels != IGNORE_INDEX)).sum()
 
     def require_seq_len(self, seq_len: int) -> None:
         """ValueError when positions up to seq_len tokens are more than the model has learned embeddings for."""
@@ -181,27 +296,30 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x))."""
+    """x + attention(norm(x)), then x + ffn(norm(x)); with post norms x + norm(attention(norm(x))) and so on."""
 
     def __init__(
         self,
         attention_norm: nn.Module,
         attention: "SelfAttention",
+        attention_post_norm: nn.Module | None,
         ffn_norm: nn.Module,
         ffn: "FeedForward",
+        ffn_post_norm: nn.Module | None,
         checkpointing: Checkpointing,
     ) -> None:
         super().__init__()
         self.checkpointing = checkpointing
         self.attention_norm, self.attention = attention_norm, attention
         self.ffn_norm, self.ffn = ffn_norm, ffn
+        self.attention_post_norm, self.ffn_post_norm = attention_post_norm, ffn_post_norm
 
     def forward(self, x: Tensor, schedule: Schedule, rotary: RotaryTable | None) -> Tensor:
         """x (total, dim) -> the same."""
 
         def layers(x: Tensor) -> Tensor:
-            x = x + self.attention(self.attention_norm(x), schedule, rotary)
-            return x + self.ffn(self.ffn_norm(x))
+            x = x + _normed(self.attention(self.attention_norm(x), schedule, rotary), self.attention_post_norm)
+            return x + _normed(self.ffn(self.ffn_norm(x)), self.ffn_post_norm)
 
         return run_block(self.checkpointing, layers, x)
 
@@ -221,10 +339,14 @@ class SelfAttention(nn.Module):
         k_norm: NormModule | None,
         heads: list[int],
         attention: Attention,
+        softmax_scale: float | None,
+        softcap: float,
     ) -> None:
         super().__init__()
         self.qkv, self.out, self.q_norm, self.k_norm = qkv, out, q_norm, k_norm
         self.heads, self.attention = heads, attention
+        scores = {"softmax_scale": softmax_scale, "softcap": softcap}
+        self.scores = {name: value for name, value in scores.items() if value}  # an attention need not know of others
 
     def forward(self, x: Tensor, schedule: Schedule, rotary: RotaryTable | None) -> Tensor:
         """x (total, dim) -> the same."""
@@ -233,29 +355,100 @@ class SelfAttention(nn.Module):
             q, k = (norm(x.to(norm.weight.dtype)) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
-        return self.out(self.attention(q.to(v.dtype), k.to(v.dtype), v, schedule).flatten(1))
+        return self.out(self.attention(q.to(v.dtype), k.to(v.dtype), v, schedule, **self.scores).flatten(1))
 
 
 class FeedForward(nn.Module):
-    """down(activation(up(x))), by chunk_size tokens at a time or all; SwiGLU's gate and values come from one matrix."""
+    """down(activation(up(x))), by chunk_size tokens at a time or all; a gate and its values come from one matrix."""
 
     def __init__(self, dim: int, ffn_dim: int, activation: Activation, bias: bool, chunk_size: int | None) -> None:
         super().__init__()
         self.activation: Activation = activation
         self.chunk_size = chunk_size
-        self.up = nn.Linear(dim, 2 * ffn_dim if activation == "swiglu" else ffn_dim, bias=bias)
+        self.up = nn.Linear(dim, ffn_dim if activation == "gelu" else 2 * ffn_dim, bias=bias)
         self.down = nn.Linear(ffn_dim, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (total, dim) -> the same."""
         if self.chunk_size is None:
-            return self.down(activate(self.up(x), self.activation))
+            return self._all_at_once(x)
+        if self.activation == "geglu":  # tiled_mlp knows no derivative of it
+            chunks = [
+                checkpoint(self._all_at_once, rows, use_reentrant=False, preserve_rng_state=False)
+                for rows in x.split(self.chunk_size)
+            ]
+            return torch.cat(chunks)
         up, down = self.up, self.down
         return tiled_mlp(x, up.weight, up.bias, down.weight, down.bias, self.activation, self.chunk_size)
 
+    def _all_at_once(self, x: Tensor) -> Tensor:
+        projected = self.up(x)
+        if self.activation == "geglu":  # GELU by tanh of the gate, which comes before the values
+            gate, value = projected.chunk(2, dim=-1)
+            return self.down(F.gelu(gate, approximate="tanh") * value)
+        return self.down(activate(projected, self.activation))
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotation of one layer's queries and keys."""
+
+    theta: float
+    scaling: RopeScaling | None
+
+
+def _ropes(
+    windows: Sequence[int | None],
+    positions: Positions,
+    theta: float,
+    scaling: Mapping[str, Any] | None,
+    max_seq_len: int | None,
+    family: Family,
+) -> list[Rope | None]:
+    """Each layer's rotation."""
+    if positions != "rope":
+        if scaling is not None:
+            raise ValueError(f"model.rope_scaling needs model.positions=rope; got {positions}")
+        return [None] * len(windows)
+    everywhere = Rope(theta, None if scaling is None else rope_scaling(scaling, max_seq_len))
+    local = everywhere if family.local_rope_theta is None else Rope(family.local_rope_theta, None)
+    rotated = _by_layer("rope_layers", family.rope_layers, len(windows), True)
+    return [
+        (everywhere if window is None else local) if rotates else None
+        for window, rotates in zip(windows, rotated, strict=True)
+    ]
+
+
+def _schedule(cu_seqlens: Tensor | None, total: int, device: torch.device, window: int | None) -> Schedule:
+    """The causal one of the documents; in a window of as many tokens as there are, no key is out of sight."""
+    if window is None or window >= total:
+        return causal_schedule(cu_seqlens, total, device)
+    documents = torch.tensor([0, total], dtype=torch.int32, device=device) if cu_seqlens is None else cu_seqlens
+    return build_schedule(documents, documents, total, total, causal=True, window_size=(window - 1, 0))
+
+
+def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+def _by_layer(name: str, values: Sequence[Value] | None, n_layers: int, default: Value) -> list[Value]:
+    if values is not None and len(values) != n_layers:
+        raise ValueError(f"model.family.{name} must be of model.n_layers={n_layers} layers; got {len(values)}")
+    return [default] * n_layers if values is None else list(values)
+
+
+def _distinct(values: Sequence[Value]) -> list[Value]:
+    return list(dict.fromkeys(values))
+
+
+def _or(default: bool, chosen: bool | None) -> bool:
+    return default if chosen is None else chosen
+
 
 def _norm(kind: Norm, dim: int, *, eps: float, bias: bool) -> NormModule:
-    return nn.RMSNorm(dim, eps=eps) if kind == "rmsnorm" else nn.LayerNorm(dim, eps=eps, bias=bias)
+    if kind == "layernorm":
+        return nn.LayerNorm(dim, eps=eps, bias=bias)
+    return nn.RMSNorm(dim, eps=eps) if kind == "rmsnorm" else OffsetRMSNorm(dim, eps=eps)
 
 
 def _require_positive(**sizes: int | None) -> None:

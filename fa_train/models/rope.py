@@ -1,9 +1,15 @@
 """Positions in a packed stream, and rotary embeddings of them (RoPE, arXiv:2104.09864).
 
 The layout is the half-split one of Hugging Face's Llama: channel i is rotated with channel i + head_dim / 2.
+A scaling stretches the frequencies, so that a model trained on short documents reads longer ones. Its fields carry the
+names of `rope_parameters` in Hugging Face's config.json.
 """
 
-from typing import NamedTuple
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +20,152 @@ class RotaryTable(NamedTuple):
 
     cos: Tensor
     sin: Tensor
+
+
+class RopeScaling(ABC):
+    """How the frequencies theta ** (-2i / head_dim), in radians a token, change."""
+
+    @abstractmethod
+    def frequencies(self, theta: float, head_dim: int, position_ids: Tensor) -> Tensor:
+        """(head_dim / 2,) fp64, or (total, head_dim / 2) where they differ from token to token."""
+
+    @property
+    def magnitude(self) -> float:
+        """What cos and sin are multiplied by; the scores grow by its square."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class LinearScaling(RopeScaling):
+    """Positions divided by factor (Position Interpolation, arXiv:2306.15595)."""
+
+    factor: float
+
+    def frequencies(self, theta: float, head_dim: int, position_ids: Tensor) -> Tensor:
+        return plain_frequencies(theta, head_dim, position_ids.device) / self.factor
+
+
+@dataclass(frozen=True)
+class DynamicNTKScaling(RopeScaling):
+    """theta grows with the token's own document, once that is longer than what the model was trained on.
+
+    Units: original_max_position_embeddings in tokens. Source: transformers' rope_type dynamic, after "NTK-aware scaled
+    RoPE" (arXiv:2309.00071, appendix B.1); there the longest row of the batch counts, here each document for itself.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+
+    def frequencies(self, theta: float, head_dim: int, position_ids: Tensor) -> Tensor:
+        longest = self.original_max_position_embeddings
+        reach = last_positions(position_ids).double().add(1).clamp(min=longest)  # [total]
+        stretched = theta * (self.factor * reach / longest - (self.factor - 1)) ** (head_dim / (head_dim - 2))
+        return stretched[:, None] ** -_exponents(head_dim, position_ids.device)
+
+
+@dataclass(frozen=True)
+class YarnScaling(RopeScaling):
+    """Slow channels interpolated, fast ones kept, a ramp between (YaRN, arXiv:2309.00071, section 3.2).
+
+    Units: original_max_position_embeddings in tokens; beta_fast, beta_slow in turns within them, where the ramp begins
+    and ends. attention_factor None is the paper's 0.1 ln(factor) + 1, or what mscale and mscale_all_dim make of it.
+    truncate rounds the ramp's ends to whole channels.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def frequencies(self, theta: float, head_dim: int, position_ids: Tensor) -> Tensor:
+        plain = plain_frequencies(theta, head_dim, position_ids.device)
+        low, high = (self._channel_of(turns, theta, head_dim) for turns in (self.beta_fast or 32, self.beta_slow or 1))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        channel = torch.arange(head_dim // 2, dtype=torch.float64, device=plain.device)
+        interpolated = ((channel - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+        return plain / self.factor * interpolated + plain * (1 - interpolated)
+
+    @property
+    def magnitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
+        return self._mscale(1.0)
+
+    def _mscale(self, weight: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
+
+    def _channel_of(self, turns: float, theta: float, head_dim: int) -> float:
+        """The channel that turns so often within the original length."""
+        return (
+            head_dim * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        )
+
+
+@dataclass(frozen=True)
+class Llama3Scaling(RopeScaling):
+    """Channels of long wavelength divided by factor, those of short kept, a ramp between.
+
+    Units: original_max_position_embeddings in tokens; low_freq_factor, high_freq_factor in turns within them.
+    Source: github.com/meta-llama/llama-models, models/llama3/model.py, apply_scaling.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def frequencies(self, theta: float, head_dim: int, position_ids: Tensor) -> Tensor:
+        plain = plain_frequencies(theta, head_dim, position_ids.device)
+        turns = self.original_max_position_embeddings * plain / (2 * math.pi)
+        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        return plain / self.factor * (1 - kept) + plain * kept
+
+
+SCALINGS: dict[str, type[RopeScaling]] = {
+    "linear": LinearScaling,
+    "dynamic": DynamicNTKScaling,
+    "yarn": YarnScaling,
+    "llama3": Llama3Scaling,
+}
+
+
+def rope_scaling(parameters: Mapping[str, Any], original_max_seq_len: int | None) -> RopeScaling | None:
+    """From `rope_type` and its fields, as config.json has them; rope_type default is no scaling, None.
+
+    Units: original_max_seq_len in tokens, for a scaling that needs the trained length and does not say it.
+    Raises: ValueError on an unknown rope_type, and on missing, unknown and impossible fields.
+    """
+    given = dict(parameters)
+    kind = given.pop("type", None)  # its name before transformers 4.43
+    kind = given.pop("rope_type", kind)
+    if kind != "default" and kind not in SCALINGS:
+        raise ValueError(f"rope_scaling.rope_type must be one of default, {', '.join(SCALINGS)}; got {kind}")
+    known = {} if kind == "default" else {field.name: field for field in fields(SCALINGS[kind])}  # type: ignore[arg-type]
+    if "original_max_position_embeddings" in known and original_max_seq_len is not None:
+        given.setdefault("original_max_position_embeddings", original_max_seq_len)
+    missing = [name for name, field in known.items() if field.default is MISSING and given.get(name) is None]
+    unknown = [name for name in given if name not in known]
+    if missing or unknown:
+        raise ValueError(
+            f"rope_scaling of rope_type={kind} takes {', '.join(known) or 'nothing else'}; "
+            f"missing: {', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}"
+        )
+    if kind == "default":
+        return None
+    for name, value in given.items():
+        if not isinstance(value, bool | None) and not (isinstance(value, int | float) and 0 < value < math.inf):
+            raise ValueError(f"rope_scaling.{name} must be a positive number; got {value}")
+    if given["factor"] < 1:
+        raise ValueError(f"rope_scaling.factor must be at least 1; got {given['factor']}")
+    return SCALINGS[kind](**given)
 
 
 def document_positions(cu_seqlens: Tensor | None, total: int, device: torch.device) -> Tensor:
@@ -29,14 +181,32 @@ def document_positions(cu_seqlens: Tensor | None, total: int, device: torch.devi
     return token - cu_seqlens[document]
 
 
-def rotary_table(position_ids: Tensor, head_dim: int, theta: float) -> RotaryTable:
-    """position_ids (total,) in tokens -> the table; frequency i is theta ** (-2i / head_dim) radians a token.
+def last_positions(position_ids: Tensor) -> Tensor:
+    """(total,) -> (total,): where the run of positions that each token stands in ends; a run counts up by one."""
+    total = position_ids.shape[0]
+    token = torch.arange(total, device=position_ids.device)
+    ends = torch.ones_like(token, dtype=torch.bool)
+    ends[:-1] = position_ids[1:] != position_ids[:-1] + 1
+    nearest_end = token.masked_fill(~ends, total - 1).flip(0).cummin(0).values.flip(0)
+    return position_ids[nearest_end]
+
+
+def plain_frequencies(theta: float, head_dim: int, device: torch.device) -> Tensor:
+    """(head_dim / 2,) fp64: theta ** (-2i / head_dim) radians a token."""
+    return theta ** -_exponents(head_dim, device)
+
+
+def rotary_table(position_ids: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> RotaryTable:
+    """position_ids (total,) in tokens -> the table; frequency i is theta ** (-2i / head_dim) radians a token, scaled.
 
     Angles are fp64: at position one million an fp32 angle is off by up to 0.03 radians.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=position_ids.device) / head_dim
-    angles = position_ids.double()[:, None] * theta**-exponents  # [total, head_dim / 2]
-    return RotaryTable(angles.cos().float(), angles.sin().float())
+    if scaling is None:
+        frequencies, magnitude = plain_frequencies(theta, head_dim, position_ids.device), 1.0
+    else:
+        frequencies, magnitude = scaling.frequencies(theta, head_dim, position_ids), scaling.magnitude
+    angles = position_ids.double()[:, None] * frequencies  # [total, head_dim / 2]
+    return RotaryTable((angles.cos() * magnitude).float(), (angles.sin() * magnitude).float())
 
 
 def rotate(x: Tensor, table: RotaryTable) -> Tensor:
@@ -44,3 +214,7 @@ def rotate(x: Tensor, table: RotaryTable) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = table.cos[:, None], table.sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _exponents(head_dim: int, device: torch.device) -> Tensor:
+    return torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim

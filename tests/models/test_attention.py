@@ -1,6 +1,7 @@
 """The four attentions are one function: forward, gradients and mask, against the fp64 reference."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from fa_train.models.attention import (
     flash_attention,
     naive_attention,
     require_backend,
+    require_softcap,
     sdpa_attention,
 )
 from kernels.flash_attention.reference import attention_reference
-from kernels.flash_attention.schedule import causal_schedule
+from kernels.flash_attention.schedule import build_schedule, causal_schedule
 from tests.tolerance import assert_as_accurate
 
 ATTENTIONS = [
@@ -49,10 +51,12 @@ def with_gradients(attention, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> li
     return [o.detach(), *torch.autograd.grad(o, inputs, do.to(o.dtype))]
 
 
-def check(attention, tensors: list[Tensor], cu_seqlens: Tensor) -> None:
-    total, device = tensors[0].shape[0], tensors[0].device
-    reference = partial(attention_reference, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, causal=True)
-    ours = with_gradients(partial(attention, schedule=causal_schedule(cu_seqlens, total, device)), *tensors)
+def check(attention, tensors: list[Tensor], cu_seqlens: Tensor, window: int = -1, **scores) -> None:
+    total = tensors[0].shape[0]
+    masks: dict[str, Any] = {"causal": True, "window_size": (window, -1)}
+    reference = partial(attention_reference, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, **masks, **scores)
+    schedule = build_schedule(cu_seqlens, cu_seqlens, total, total, **masks)
+    ours = with_gradients(partial(attention, schedule=schedule, **scores), *tensors)
     exact = with_gradients(lambda *x: reference(*x)[0], *tensors)
     baseline = with_gradients(lambda *x: reference(*x, dtype=tensors[0].dtype)[0], *tensors)
     # dq and dk cancel to 0 where a query sees one key: what is left is the rounding of two sums of 16 products
@@ -67,6 +71,43 @@ def check(attention, tensors: list[Tensor], cu_seqlens: Tensor) -> None:
 @pytest.mark.parametrize(("lengths", "total"), LENGTHS)
 def test_attention_equals_the_reference(attention, lengths, total, n_heads, n_kv_heads, device):
     check(attention, draw(total, n_heads, n_kv_heads, device), cumulative(lengths, device))
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        pytest.param({"softmax_scale": 0.1}, id="scale"),
+        pytest.param({"softcap": 0.5}, id="softcap"),
+        pytest.param({"softmax_scale": 0.1, "softcap": 0.5}, id="scale-then-softcap"),
+    ],
+)
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_scores_are_scaled_and_capped(attention, scores, device):
+    tensors, cu_seqlens = draw(48, 4, 2, device), cumulative([33, 1, 0, 14], device)
+    if attention is sdpa_attention and "softcap" in scores:
+        with pytest.raises(ValueError, match=r"attention=sdpa cannot cap scores, and this model caps them at 0.5"):
+            check(attention, tensors, cu_seqlens, **scores)
+    else:
+        check(attention, tensors, cu_seqlens, window=6, **scores)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_one_document_is_scaled_too(attention, device):
+    tensors, cu_seqlens = draw(37, 4, 2, device), cumulative([37], device)
+    alone, packed = (
+        with_gradients(partial(attention, schedule=causal_schedule(documents, 37, device), softmax_scale=0.1), *tensors)
+        for documents in (None, cu_seqlens)
+    )
+    for ours, expected in zip(alone, packed, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_soft_cap_is_refused_before_training():
+    require_softcap(sdpa_attention, 0.0)
+    require_softcap(partial(chunked_attention, chunk_size=8), 50.0)
+    for attention in (sdpa_attention, partial(sdpa_attention)):
+        with pytest.raises(ValueError, match=r"attention=sdpa cannot cap scores, and this model caps them at 50.0"):
+            require_softcap(attention, 50.0)
 
 
 @pytest.mark.gpu

@@ -5,17 +5,30 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.models.attention import chunked_attention, flash_attention, naive_attention, sdpa_attention
-from fa_train.models.gpt import GPT
+from fa_train.models.gpt import GPT, Family, OffsetRMSNorm
 
 ATTENTIONS = {
     "naive": naive_attention,
     "sdpa": sdpa_attention,
     "chunked": partial(chunked_attention, chunk_size=8),
     "flash": flash_attention,
+}
+LINEAR = {"rope_type": "linear", "factor": 3.0}
+GEMMA_LIKE = {
+    "norm": "offset_rmsnorm",
+    "activation": "geglu",
+    "family": Family(
+        windows=(4, None),
+        local_rope_theta=100.0,
+        softmax_scale=0.3,
+        logit_softcap=0.5,
+        embedding_scale=32**0.5,
+        post_norms=True,
+    ),
 }
 VARIANTS = [
     pytest.param({}, id="llama-like"),
@@ -25,6 +38,7 @@ VARIANTS = [
     ),
     pytest.param({"qk_norm": True, "tied": False, "head_dim": 32}, id="qk-norm-untied-wide-heads"),
     pytest.param({"qk_norm": True, "norm": "layernorm", "bias": True, "positions": "none"}, id="no-positions"),
+    pytest.param(GEMMA_LIKE, id="gemma-like"),
 ]
 
 
@@ -133,6 +147,54 @@ def test_the_future_does_not_leak(device):
     assert not torch.allclose(before[8:], after[8:])
 
 
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_window_ends_what_a_token_sees(attention, device):
+    """Two layers of 4 tokens reach back 3 each; one of them without a window sees all."""
+    tokens, cu_seqlens, _ = stream([16, 8], device)
+    changed = tokens.clone()
+    changed[[2, 18]] = (changed[[2, 18]] + 1) % 40
+    for windows, reach in (((4, 4), 6), ((4, None), 16), ((1, 1), 0)):
+        model = build(attention=ATTENTIONS[attention], family=Family(windows=windows)).to(device)
+        for documents, starts in ((None, [2]), (cu_seqlens, [2, 18])):
+            count = 16 if documents is None else 24
+            differs = (model(tokens[:count], documents) - model(changed[:count], documents)).abs().amax(dim=1) > 1e-7
+            expected = [
+                any(start <= i <= start + reach and (i < 16) == (start < 16) for start in starts) for i in range(count)
+            ]
+            assert differs.tolist() == expected, (windows, documents)
+
+
+def test_layers_without_rope_or_with_their_own_theta(device):
+    """Positions that only rotated layers could tell apart; a window as long as the stream sees all of it."""
+    tokens, _, _ = stream([12], device)
+    far = torch.arange(12, device=device) * 3
+    for family, same in (
+        (Family(rope_layers=(False, False)), True),
+        (Family(rope_layers=(False, True)), False),
+        (Family(windows=(12, 12), local_rope_theta=1e30), False),
+    ):
+        model = build(family=family).to(device)
+        assert torch.allclose(model(tokens), model(tokens, position_ids=far), atol=1e-6) == same
+    local = build(family=Family(windows=(12, 12), local_rope_theta=100.0), rope_scaling=LINEAR).to(device)
+    torch.testing.assert_close(local(tokens), build(rope_theta=100.0).to(device)(tokens))
+
+
+def test_rope_scaling_stretches_positions(device):
+    tokens, _, _ = stream([12], device)
+    scaled, plain = build(rope_scaling=LINEAR).to(device), build().to(device)
+    far = torch.arange(12, device=device) * 3
+    torch.testing.assert_close(scaled(tokens, position_ids=far), plain(tokens))
+    assert not torch.allclose(scaled(tokens), plain(tokens))
+
+
+def test_gemmas_norm_counts_from_one():
+    norm, x = OffsetRMSNorm(8, eps=1e-6), torch.randn(3, 8)
+    torch.testing.assert_close(norm(x), F.rms_norm(x, (8,), eps=1e-6))
+    nn.init.constant_(norm.weight, 1.0)
+    torch.testing.assert_close(norm(x), 2 * F.rms_norm(x, (8,), eps=1e-6))
+    assert norm(x.bfloat16()).dtype == torch.bfloat16
+
+
 def test_positions_can_run_on_across_documents(device):
     model = build(positions="learned").to(device)
     tokens, cu_seqlens, _ = stream([6, 6], device)
@@ -148,9 +210,9 @@ def test_positions_can_run_on_across_documents(device):
 def test_autocast_hands_attention_one_half_dtype(overrides, device):
     seen = []
 
-    def attention(q, k, v, schedule):
+    def attention(q, k, v, schedule, **scores):
         seen.append((q.dtype, k.dtype, v.dtype))
-        return sdpa_attention(q, k, v, schedule)
+        return sdpa_attention(q, k, v, schedule, **scores)
 
     model = build(attention=attention, **overrides).to(device)
     tokens, cu_seqlens, labels = stream([9, 15], device)
@@ -206,9 +268,18 @@ def test_a_step_never_waits_for_the_gpu(device):
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "flash"])
-def test_compiles_without_a_graph_break(attention, device):
-    model = build(attention=ATTENTIONS[attention]).to(device)
+@pytest.mark.parametrize(
+    ("attention", "overrides"),
+    [
+        pytest.param("sdpa", {}, id="sdpa"),
+        pytest.param("flash", {}, id="flash"),
+        pytest.param("flash", GEMMA_LIKE, id="gemma-like"),
+        pytest.param("sdpa", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_seq_len": 8}, id="dynamic"),
+    ],
+)
+def test_compiles_without_a_graph_break(attention, overrides, device):
+    torch._dynamo.reset()
+    model = build(attention=ATTENTIONS[attention], **overrides).to(device)
     tokens, cu_seqlens, labels = stream([9, 15], device)
     results = []
     for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
@@ -269,9 +340,11 @@ def test_a_tied_head_is_the_embedding():
         pytest.param({"n_heads": 4, "n_kv_heads": 3}, "n_heads must be a multiple .* got 4 and 3", id="grouping"),
         pytest.param({"n_heads": 3, "n_kv_heads": 1}, "dim must be a multiple .* got 32 and 3", id="head-width"),
         pytest.param({"head_dim": 15}, "head_dim must be even for model.positions=rope; got 15", id="odd-rope"),
-        pytest.param({"norm": "batch"}, "norm must be one of rmsnorm, layernorm; got batch", id="norm"),
+        pytest.param({"norm": "batch"}, "norm must be one of rmsnorm, layernorm, offset_rmsnorm; got batch", id="norm"),
         pytest.param({"positions": "alibi"}, "positions must be one of rope, learned, none; got alibi", id="positions"),
-        pytest.param({"activation": "relu"}, "activation must be one of swiglu, gelu; got relu", id="activation"),
+        pytest.param(
+            {"activation": "relu"}, "activation must be one of swiglu, gelu, geglu; got relu", id="activation"
+        ),
         pytest.param({"init": "xavier"}, "init must be one of gpt2, llama; got xavier", id="init"),
         pytest.param({"vocab_size": None}, "vocab_size must be at least 1; got None", id="no-vocabulary"),
         pytest.param({"n_layers": 0}, "n_layers must be at least 1; got 0", id="no-layers"),
@@ -279,11 +352,34 @@ def test_a_tied_head_is_the_embedding():
         pytest.param(
             {"positions": "learned", "max_seq_len": None}, "max_seq_len must be at least 1; got None", id="no-length"
         ),
+        pytest.param(
+            {"family": Family(windows=(4,))}, "family.windows must be of model.n_layers=2 layers; got 1", id="windows"
+        ),
+        pytest.param(
+            {"family": Family(rope_layers=(True,) * 3)}, "family.rope_layers must be of .*=2 layers; got 3", id="rope"
+        ),
+        pytest.param({"family": Family(softcap=50.0)}, "attention=sdpa cannot cap scores", id="sdpa-softcap"),
+        pytest.param(
+            {"positions": "learned", "rope_scaling": LINEAR}, "rope_scaling needs model.positions=rope", id="scaling"
+        ),
     ],
 )
 def test_impossible_sizes(overrides, message):
     with pytest.raises(ValueError, match=message):
         build(**overrides)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        pytest.param({"windows": (4, 0)}, "family.windows must be of at least 1 token or null; got 0", id="window"),
+        pytest.param({"softcap": -1.0}, "family.softcap must be at least 0, where 0 is none; got -1.0", id="softcap"),
+        pytest.param({"logit_softcap": float("inf")}, "family.logit_softcap must be .* got inf", id="logits"),
+    ],
+)
+def test_impossible_families(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Family(**fields)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fa_train.models.rope import document_positions, rotary_table, rotate
+from fa_train.models.rope import document_positions, last_positions, rope_scaling, rotary_table, rotate
 
 CPU = torch.device("cpu")
 
@@ -61,3 +61,93 @@ def test_low_precision_is_rotated_in_fp32():
     rotated = rotate(x, table)
     assert rotated.dtype == torch.float32
     assert torch.equal(rotated, rotate(x.float(), table))
+
+
+SCALINGS = [
+    pytest.param({"rope_type": "linear", "factor": 4.0}, id="linear"),
+    pytest.param({"rope_type": "dynamic", "factor": 2.0}, id="dynamic"),
+    pytest.param({"rope_type": "yarn", "factor": 8.0}, id="yarn"),
+    pytest.param(
+        {"rope_type": "yarn", "factor": 8.0, "attention_factor": 0.7, "truncate": False}, id="yarn-untruncated"
+    ),
+    pytest.param({"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.3}, id="yarn-mscale"),
+    pytest.param({"rope_type": "yarn", "factor": 8.0, "beta_fast": 8.0, "beta_slow": 2.0}, id="yarn-betas"),
+    pytest.param(
+        {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, id="llama-3.2"
+    ),
+    pytest.param(
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 16.0}, id="llama3-wide"
+    ),
+]
+
+
+@pytest.mark.parametrize("parameters", SCALINGS)
+def test_scalings_equal_transformers(parameters):
+    """The frequencies of Llama 3's size in its 8192 tokens, and the magnitude; a row is longer than that."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    head_dim, theta, trained, total = 128, 500000.0, 8192, 20000
+    config = LlamaConfig(
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        max_position_embeddings=trained,
+        rope_parameters=parameters | {"rope_theta": theta},
+    )
+    frequencies, magnitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, CPU, seq_len=total)
+    scaling = rope_scaling(parameters, trained)
+    position_ids = torch.arange(total)
+    ours = scaling.frequencies(theta, head_dim, position_ids)
+    # transformers' are fp32
+    torch.testing.assert_close(ours[-1] if ours.dim() == 2 else ours, frequencies.double(), rtol=1e-5, atol=0)
+    assert scaling.magnitude == pytest.approx(magnitude)
+    table = rotary_table(position_ids[:9], head_dim, theta, scaling)
+    assert table.cos.dtype == table.sin.dtype == torch.float32
+    torch.testing.assert_close(table.cos.square() + table.sin.square(), torch.full((9, 64), magnitude**2))
+
+
+def test_dynamic_ntk_counts_each_document_for_itself():
+    scaling = rope_scaling({"rope_type": "dynamic", "factor": 2.0}, 4)
+    packed = rotary_table(torch.tensor([0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 0]), 8, 100.0, scaling)
+    alone = [rotary_table(torch.arange(length), 8, 100.0, scaling) for length in (3, 7, 1)]
+    torch.testing.assert_close(packed.cos, torch.cat([table.cos for table in alone]))
+    assert torch.equal(alone[0].cos, rotary_table(torch.arange(3), 8, 100.0).cos), "short documents are as trained"
+    assert not torch.allclose(alone[1].cos, rotary_table(torch.arange(7), 8, 100.0).cos)
+
+
+@pytest.mark.parametrize(
+    ("position_ids", "last"),
+    [
+        pytest.param([0, 1, 2], [2, 2, 2], id="one"),
+        pytest.param([0, 0, 1, 0, 0, 1, 2], [0, 1, 1, 0, 2, 2, 2], id="documents"),
+        pytest.param([5, 6, 7, 3], [7, 7, 7, 3], id="from-the-middle"),
+    ],
+)
+def test_last_positions(position_ids, last):
+    assert last_positions(torch.tensor(position_ids)).tolist() == last
+
+
+def test_a_scaling_in_two_spellings():
+    named = rope_scaling({"type": "linear", "factor": 2}, None)
+    assert named == rope_scaling({"rope_type": "linear", "factor": 2.0}, 77)
+    assert rope_scaling({"rope_type": "default"}, None) is None
+    own = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 5}
+    assert rope_scaling(own, 77).original_max_position_embeddings == 5, "what is said counts"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        pytest.param({"rope_type": "su", "factor": 2.0}, "default, linear, dynamic, yarn, llama3; got su", id="type"),
+        pytest.param({"factor": 2.0}, "rope_type must be one of .*; got None", id="no-type"),
+        pytest.param({"rope_type": "linear"}, "missing: factor; unknown: none", id="no-factor"),
+        pytest.param({"rope_type": "linear", "factor": 2.0, "fast": 1}, "missing: none; unknown: fast", id="unknown"),
+        pytest.param({"rope_type": "default", "factor": 2.0}, "takes nothing else; .* unknown: factor", id="default"),
+        pytest.param({"rope_type": "yarn", "factor": 2.0}, "missing: original_max_position_embeddings", id="length"),
+        pytest.param({"rope_type": "linear", "factor": "2"}, "factor must be a positive number; got 2", id="text"),
+        pytest.param({"rope_type": "linear", "factor": 0.5}, "factor must be at least 1; got 0.5", id="shrinking"),
+    ],
+)
+def test_impossible_scalings(parameters, message):
+    with pytest.raises(ValueError, match=message):
+        rope_scaling(parameters, None)

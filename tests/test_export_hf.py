@@ -1,0 +1,147 @@
+"""From a run of train.py to a folder that transformers loads: trained from scratch, and fine-tuned."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from omegaconf import DictConfig, OmegaConf
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from fa_train.data.tokenizer import ByteTokenizer
+from fa_train.models.hf import load_pretrained
+from scripts import export_hf
+from tests.training import command_line, tiny
+
+TOKENS = torch.arange(40) % 11 + 97
+
+
+def write_base(folder: Path, **fields: int | None) -> Path:
+    """A tiny Llama in bfloat16 with the tokenizer of bytes."""
+    own: dict[str, Any] = {
+        "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 256, "eos_token_id": 257,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**own | fields)).bfloat16().save_pretrained(folder)
+    export_hf.byte_tokenizer().save_pretrained(str(folder))
+    return folder
+
+
+def train(folder: Path, *overrides: str) -> Path:
+    """The checkpoint of a run of three steps, by the command line, as that writes .hydra too."""
+    done = command_line(folder, *overrides, "max_steps=3", "trainer.val_check_interval=3")
+    assert done.returncode == 0, done.stderr
+    [checkpoint] = folder.rglob("*.ckpt")
+    return checkpoint
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("scratch")
+    return train(folder, *tiny(folder))
+
+
+@pytest.fixture(scope="module")
+def finetuned(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("finetuned")
+    base = write_base(folder / "base")
+    return train(folder, *settings(folder, base), f"data.tokenizer={base}", "optimizer.lr=0.01")
+
+
+def settings(folder: Path, base: Path) -> list[str]:
+    """A tiny run's, from the checkpoint instead of a model of its own."""
+    own = [setting for setting in tiny(folder) if not setting.startswith("model.")]
+    return [*own, "model=pretrained", f"model.pretrained={base}"]
+
+
+@torch.no_grad()
+def logits(folder: Path) -> torch.Tensor:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(TOKENS[None]).logits[0]
+
+
+@torch.no_grad()
+def trained(checkpoint: Path) -> torch.Tensor:
+    """The logits of what is in the checkpoint."""
+    cfg = OmegaConf.load(export_hf._run_folder(checkpoint) / ".hydra" / "config.yaml")
+    assert isinstance(cfg, DictConfig)
+    return export_hf.load(checkpoint, cfg)[0](TOKENS)
+
+
+def test_a_run_from_scratch_is_exported(scratch, tmp_path):
+    export_hf.export(scratch, tmp_path / "out", [], None)
+    torch.testing.assert_close(logits(tmp_path / "out"), trained(scratch), rtol=1e-4, atol=1e-4)
+    tokenizer, text = AutoTokenizer.from_pretrained(tmp_path / "out"), "naïve\t text  \n"
+    ids = tokenizer(text).input_ids
+    assert ids == ByteTokenizer().encode_batch([text])[0].tolist() and tokenizer.decode(ids) == text
+    special = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert special == (ByteTokenizer.bos_id, ByteTokenizer.eos_id, ByteTokenizer.pad_id)
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == ByteTokenizer.eos_id
+    assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 64
+
+
+def test_a_fine_tuned_checkpoint_is_exported(finetuned, tmp_path):
+    base = finetuned.parents[4] / "base"
+    export_hf.export(finetuned, tmp_path / "out", [], "float32")
+    expected = trained(finetuned)
+    torch.testing.assert_close(logits(tmp_path / "out"), expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(logits(base), expected, atol=1e-2), "training changes the base model"
+    export_hf.export(finetuned, tmp_path / "as-base", [], None)
+    weights = load_pretrained(tmp_path / "as-base").token_embedding.weight
+    assert weights.dtype == torch.bfloat16, "as the base model is stored"
+    config, own = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "as-base", base))
+    assert config == own
+
+
+def test_the_card_says_what_was_trained(scratch, finetuned, tmp_path):
+    for checkpoint in (scratch, finetuned):
+        out = tmp_path / checkpoint.parents[4].name
+        export_hf.export(checkpoint, out, [], None)
+        card, result = (out / "README.md").read_text(), json.loads((checkpoint.parents[1] / "result.json").read_text())
+        rows = [
+            "| Optimizer steps | 3 |",
+            "| Sequence length | 64 tokens |",
+            f"| Tokens | {3 * 4 * 64} |",
+            f"| Training loss, nats a token | {result['train/loss']:.4f} |",
+            f"| Validation loss, nats a token | {result['val/loss']:.4f} |",
+        ]
+        for row in rows:
+            assert row in card, card
+        assert "| Data | text: /" in card
+    assert f"base_model: {finetuned.parents[4] / 'base'}" in card and "# base, fine-tuned\n" in card
+
+
+def test_a_sharded_checkpoint_is_exported(scratch, tmp_path):
+    """As Lightning's ModelParallelStrategy writes it: weights in torch's distributed form, the rest in meta.pt."""
+    run = tmp_path / "run"
+    shutil.copytree(scratch.parents[1] / ".hydra", run / ".hydra")
+    content = torch.load(scratch, weights_only=True)
+    sharded = run / "checkpoints" / "step_3.ckpt"
+    dcp.save({"state_dict": content.pop("state_dict")}, checkpoint_id=sharded, no_dist=True)
+    torch.save(content, sharded / "meta.pt")
+    export_hf.export(sharded, tmp_path / "sharded", [], None)
+    export_hf.export(scratch, tmp_path / "whole", [], None)
+    ours, whole = (tmp_path / name / "model.safetensors" for name in ("sharded", "whole"))
+    assert ours.read_bytes() == whole.read_bytes()
+
+
+def test_mistakes_are_named(scratch, tmp_path):
+    with pytest.raises(ValueError, match=r"nowhere.ckpt does not exist"):
+        export_hf.export(tmp_path / "nowhere.ckpt", tmp_path / "out", [], None)
+    alone = tmp_path / "alone.ckpt"
+    shutil.copy(scratch, alone)
+    with pytest.raises(ValueError, match=r"alone.ckpt must lie in its run's folder"):
+        export_hf.export(alone, tmp_path / "out", [], None)
+    with pytest.raises(ValueError, match="does not hold the weights of its run's config"):
+        export_hf.export(scratch, tmp_path / "out", ["model.n_layers=3"], None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_named(tmp_path):
+    base = write_base(tmp_path / "base", vocab_size=100, bos_token_id=None, eos_token_id=None)
+    done = command_line(tmp_path, *settings(tmp_path, base))
+    assert done.returncode == 1
+    assert "the data's tokenizer has 259 tokens" in done.stderr and len(done.stderr.strip().splitlines()) == 1
