@@ -174,6 +174,26 @@ def test_partial_outputs_in_fp32_merge_to_the_whole():
         torch.testing.assert_close(ours, exact, rtol=5e-3, atol=5e-3)
 
 
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_fp8_is_as_accurate_as_its_inputs(head_dim):
+    """Values of e4m3 are exact in fp32: what is left is the rounding of p to 11 bits and of the output."""
+    q, k, v, *_ = (x.detach() for x in draw(70, 70, 4, 2, head_dim))
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
+    descales = [torch.tensor(x, device=DEVICE) for x in ([0.5, 2.0], [1.5, 0.25], [3.0, 0.125])]
+    names = ("q_descale", "k_descale", "v_descale")
+    cu = cumulative([37, 0, 33])
+    o, lse = flash_attn_varlen_func(
+        q, k, v, cu, cu, 37, 37, causal=True, return_lse=True, out_dtype=torch.float32,
+        **dict(zip(names, descales, strict=True)),
+    )  # fmt: skip
+    full = [
+        x.double() * s.repeat_interleave(x.shape[1] // 2)[:, None] for x, s in zip((q, k, v), descales, strict=True)
+    ]
+    exact, exact_lse = attention_reference(*full, cu, cu, causal=True)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(o.double(), exact, rtol=2**-10, atol=2**-10 * full[2].abs().max().item())
+
+
 def test_dense_batch_is_a_packed_one_with_equal_documents():
     q, k, v, *_ = draw(3 * 21, 3 * 33, 4, 2, 16)
     o, lse = flash_attn_func(
@@ -251,7 +271,7 @@ def test_operator_registration():
     sinks = torch.rand(2, device=DEVICE, requires_grad=True)
     torch.library.opcheck(
         torch.ops.flash_attention.forward,
-        (q, k, v, schedule, alibi, sinks, 0.25, 3.0, torch.float32, False),
+        (q, k, v, schedule, alibi, sinks, None, 0.25, 3.0, torch.float32, False),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"),
     )
 
@@ -272,6 +292,7 @@ def test_compiles_without_a_graph_break():
 Q = torch.empty(8, 4, 16, device=DEVICE)
 KV = torch.empty(8, 2, 16, device=DEVICE)
 CU = torch.tensor([0, 8], dtype=torch.int32, device=DEVICE)
+FP8_WITH_GRADIENT = (*[x.to(torch.float8_e4m3fn).requires_grad_() for x in (Q, KV, KV)], CU, CU)
 DECREASING = torch.tensor([0, 8, 3], dtype=torch.int32, device=DEVICE)
 
 
@@ -289,6 +310,7 @@ DECREASING = torch.tensor([0, 8, 3], dtype=torch.int32, device=DEVICE)
         pytest.param((Q, KV, KV, CU + 1, CU), "cu_seqlens_q must start at 0.*got .1, 9.", id="cu-start"),
         pytest.param((Q, KV, KV, CU, 2 * CU), "cu_seqlens_k must .* end at 8 or before; got .0, 16.", id="cu-beyond"),
         pytest.param((Q, KV, KV, DECREASING, DECREASING), "cu_seqlens_q must .* not decrease", id="cu-decreasing"),
+        pytest.param(FP8_WITH_GRADIENT, "float8_e4m3fn q, k and v have no gradients", id="fp8-gradient"),
         pytest.param((Q[None], KV, KV, CU, CU), r"must be \(total", id="dense-input"),
     ],
 )
@@ -324,6 +346,7 @@ def test_wrong_documents_never_read_out_of_bounds(cu):
         ({"alibi_slopes": torch.ones(2, 4)}, r"alibi_slopes must be \(4,\) or \(1, 4\) float32; got \(2, 4\)"),
         ({"sinks": torch.ones(2)}, r"sinks must be \(4,\) float32; got \(2,\)"),
         ({"block_table": CU}, "block_table must be None"),
+        ({"v_descale": torch.ones(2)}, "are for float8_e4m3fn; q, k and v are float32"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
