@@ -24,10 +24,10 @@ class TileConfig:
     num_stages: int
 
 
-# (arch, head_dim of at most this, pass), for 2-byte dtypes. sm90: the best of those tried for each entry on an H200 by
-# scripts/tune_tiles.py (scripts/results/portable_tiles_h200_202611.md). The others are not measured: sm100 begins from
-# sm90, less where a GPU's tensor memory or the scores in shared memory ask for it, and sm80 fits the 99 KiB of the
-# smallest GPUs that use it. tests/kernels/test_aot.py compiles every entry and holds it to limits.
+# (arch, head_dim of at most this, pass), for 2-byte dtypes. sm90: the best of those tried for each entry on an H200
+# (scripts/tune_tiles.py; scripts/results/portable_tiles_h200_202611.md). The others are chosen, not measured: sm100
+# begins from sm90, with less for dK and dV where accumulators of 192 and 256 columns would overflow its tensor memory,
+# and sm80 fits the 99 KiB of the smallest GPUs that use it. tests/kernels/test_aot.py holds every entry to limits.
 _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 3),
     ("sm90", 96, "fwd"): TileConfig(128, 64, 8, 3),
@@ -120,7 +120,7 @@ def tile_config(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> Ti
 def launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
     """The tiles for one launch on `device`: the table's, or smaller ones where its shared memory asks for them.
 
-    On a GPU that the table does not know, or whose memory is short, one warning a process.
+    On a GPU that the table does not know, or whose memory is short, one warning a device.
     """
     if interpreted():
         return tile_config("interpreter", max(head_dim, v_head_dim), direction, itemsize)
@@ -193,16 +193,17 @@ def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, 
         rewritten = scores if max(head_dim, v_head_dim) >= 128 else 0
     else:  # wgmma and tcgen05 read a block from shared memory while the next ones come
         in_flight = tiles.num_stages
-        rewritten = (
-            0 if arch == "sm90" else _rewritten_for_tcgen05(scores, block, read_rows, head_dim, direction, itemsize)
-        )
-    if tiles.num_stages == 1:  # nothing is fetched ahead
+        rewritten = 0
+        if arch == "sm100":
+            rewritten = _rewritten_for_tcgen05(scores, block, read_rows, head_dim, direction, itemsize)
+    if itemsize == 1:
+        rewritten += read_rows * v_width * 2  # V in fp16
+    if tiles.num_stages == 1:  # nothing is fetched ahead, and K is done with when V comes
         part = read_rows * max(qk_width, v_width) * itemsize
         if direction == "fwd":
-            return kept + part + scores + 2048  # K is done with when V comes
-        rewritten = max(
-            rewritten, scores, block if arch == "sm90" and direction == "dkdv" and kept_rows >= 64 else part
-        )
+            return kept + part + scores + 2048
+        made_finite = block if direction == "dkdv" and kept_rows >= 64 else part  # Q and dO, or K, of masked blocks
+        rewritten = max(rewritten, scores, made_finite)
     return kept + in_flight * (block + row_values) + rewritten + 2048
 
 

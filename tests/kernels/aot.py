@@ -1,9 +1,11 @@
 """Compiles the kernels for a GPU that is not there and prints, as JSON, what ptxas says of each. Run as a module.
 
-The kernels are compiled with the tiles of the table, in bf16; ptxas runs once more with -v on the PTX, because Triton
-keeps only its errors.
+A case is arch-head_dim-v_head_dim-pass-itemsize, such as sm90-128-128-fwd-2: bf16, at 1 byte fp8, at 4 fp32, with the
+tiles of the table and no features.
 """
 
+import contextlib
+import io
 import json
 import re
 import subprocess
@@ -12,30 +14,56 @@ import tempfile
 from pathlib import Path
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.flash_attention.portable.bwd import _dkdv_kernel, _dq_kernel
 from kernels.flash_attention.portable.fwd import _fwd_kernel
 from kernels.flash_attention.portable.load import split_width
-from kernels.flash_attention.tiles import tile_config
+from kernels.flash_attention.tiles import shared_bytes, tile_config
 
 KERNELS = {"fwd": _fwd_kernel, "dkdv": _dkdv_kernel, "dq": _dq_kernel}
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 INDEX_POINTERS = {"key_start_ptr", "key_end_ptr", "query_start_ptr", "query_end_ptr", "tiles_ptr"}
-FEATURE_POINTERS = ("sinks_ptr", "slopes_ptr", "beside_ptr", "document_ptr")
+FEATURE_POINTERS = ("sinks_ptr", "slopes_ptr", "beside_ptr", "document_ptr", "descale_ptr")
+ELEMENT = {1: "*fp8e4nv", 2: "*bf16", 4: "*fp32"}
+# in SASS: Hopper's and Blackwell's work on shared memory, HMMA on registers
+TENSOR_CORES = ("UTCHMMA", "HGMMA", "HMMA")
 
 
-def compile_case(arch, head_dim, direction):
-    """The report on one entry of the table, such as sm90, 128, fwd."""
-    head_dim = int(head_dim)
+def compile_case(arch, head_dim, v_head_dim, direction, itemsize):
+    """The report on one entry of the table."""
+    tiles = tile_config(arch, max(head_dim, v_head_dim), direction, itemsize)
+    source = source_of(tiles, head_dim, v_head_dim, direction, itemsize)
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    log = io.StringIO()
+    # Triton's own run of ptxas, whose options differ between versions; a kernel from its cache would leave no log
+    with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+        knobs.compilation.always_compile = True
+        knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(source, target=GPUTarget("cuda", int(arch.removeprefix("sm")), 32), options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(compiled.asm["cubin"])
+        report = {**resources(log.getvalue()), "tensor_core": tensor_core(cubin)}
+    return {
+        **report,
+        "shared": compiled.metadata.shared,
+        "shared_computed": shared_bytes(arch, tiles, head_dim, v_head_dim, direction, itemsize),
+        "tensor_memory": compiled.metadata.tmem_size,
+    }
+
+
+def source_of(tiles, head_dim, v_head_dim, direction, itemsize):
+    """The kernel of one pass as a launch with no features would specialise it."""
     kernel = KERNELS[direction]
-    tiles = tile_config(arch, head_dim, direction, itemsize=2)
     rows = tiles.block_n if direction == "dkdv" else tiles.block_m
     d_1, d_2 = split_width(head_dim)
+    dv_1, dv_2 = split_width(v_head_dim)
     constants = dict(
         HAS_SINKS=False, HAS_SOFTCAP=False, HAS_ALIBI=False, GROUP=4,
-        D=head_dim, D_1=d_1, D_2=d_2, DV=head_dim, DV_1=d_1, DV_2=d_2,
+        D=head_dim, D_1=d_1, D_2=d_2, DV=v_head_dim, DV_1=dv_1, DV_2=dv_2,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PARTS=128 // rows, PRECISION="ieee",
     )  # fmt: skip
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
@@ -50,37 +78,44 @@ def compile_case(arch, head_dim, direction):
         elif name in ("lse_ptr", "delta_ptr"):
             signature[name] = "*fp32"
         elif name.endswith("_ptr"):
-            signature[name] = "*bf16"
+            signature[name] = "*bf16" if itemsize == 1 and name == "o_ptr" else ELEMENT[itemsize]
         else:
             signature[name] = "fp32" if name in ("softmax_scale", "softcap") else "i32"
         if name not in constants and (name.endswith("_ptr") or name.startswith("stride")):
             attributes[(index,)] = [["tt.divisibility", 16]]
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, signature, constexprs=places, attrs=attributes)
-    capability = int(arch.removeprefix("sm"))
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return {"shared": compiled.metadata.shared, **ptxas(compiled.asm["ptx"], capability)}
+    return ASTSource(kernel, signature, constexprs=places, attrs=attributes)
 
 
 def ptxas(ptx, capability):
-    """Registers, spills, C75xx warnings and the kind of tensor-core instruction of one kernel."""
+    """Registers, spills, C75xx warnings and the kind of tensor-core instruction of one kernel, before Blackwell."""
     suffix = "a" if capability == 90 else ""
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
         command = [BINARIES / "ptxas", "-v", f"--gpu-name=sm_{capability}{suffix}", source, "-o", cubin]
         log = subprocess.run([*map(str, command)], check=True, capture_output=True, text=True).stderr
-        disassemble = [str(BINARIES / "cuobjdump"), "-sass", str(cubin)]
-        sass = subprocess.run(disassemble, check=True, capture_output=True, text=True)
+        return {**resources(log), "tensor_core": tensor_core(cubin)}
+
+
+def resources(log):
+    """What ptxas -v printed of one kernel."""
     return {
         "registers": int(re.findall(r"Used (\d+) registers", log)[0]),
         "spill_bytes": int(re.findall(r"(\d+) bytes spill stores", log)[0]),
         "warnings": re.findall(r"C75\d\d", log),
-        "tensor_core": "HGMMA" if "HGMMA" in sass.stdout else "HMMA" if "HMMA" in sass.stdout else "none",
     }
+
+
+def tensor_core(cubin):
+    """The most capable tensor-core instruction in the file."""
+    disassemble = [str(BINARIES / "cuobjdump"), "-sass", str(cubin)]
+    sass = subprocess.run(disassemble, check=True, capture_output=True, text=True).stdout
+    return next((name for name in TENSOR_CORES if re.search(rf"\b{name}\b", sass)), "none")
 
 
 if __name__ == "__main__":
     for case in sys.argv[1:]:
-        print(json.dumps(compile_case(*case.split("-"))), flush=True)
+        arch, head_dim, v_head_dim, direction, itemsize = case.split("-")
+        report = compile_case(arch, int(head_dim), int(v_head_dim), direction, int(itemsize))
+        print(json.dumps({"case": case, **report}), flush=True)

@@ -1,0 +1,442 @@
+"""Bytes that naive and flash attention move to and from device memory: by formula, and measured with ncu.
+
+    python -m scripts.io_traffic                        # formulas; measured too where there are a GPU and ncu
+    python -m scripts.io_traffic --no-ncu --arch sm90   # formulas alone, on any machine
+
+Writes OUT.md. One sequence of N tokens, bf16, n_heads * head_dim = 2048, as many KV heads. Elements a head:
+
+naive, forward: read Q, K, write S; read S, write P; read P, V, write O: 4 N^2 + 4 N d. A causal mask is written into S:
+read S and a byte of mask, write S. Backward, with P kept: read P, dO, write dV; read dO, V, write dP; read dP, P, write
+dS; read dS, K, write dQ; read dS, Q, write dK: 7 N^2 + 8 N d; a causal mask again.
+
+flash: every tile of queries reads its own rows once and all the keys and values that it sees, N / block_m times K and
+V in the forward pass: Theta(N^2 d^2 / M) of arXiv:2205.14135, theorem 2, where the M elements of fast memory hold
+block_m rows of d. That is what goes into the multiprocessors. The L2 cache serves most of it, and device memory moves
+less: down to every tensor once, the "least". Blocks are those of tiles.py, and for `hopper` of kernels/.../hopper.
+"""
+
+import argparse
+import csv
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import date
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels import flash_attn_func
+from kernels.flash_attention import backend
+from kernels.flash_attention.hopper import bwd as hopper_bwd
+from kernels.flash_attention.hopper import fwd as hopper_fwd
+from kernels.flash_attention.tiles import SHARED_LIMIT, Arch, Pass, arch_of, interpreted, tile_config
+from scripts.bench_attention import MODEL_DIM, describe
+
+ITEM = 2  # bytes of bf16
+FP32 = 4
+ROW_RANGE = 8  # bytes a row: where its visible range begins and ends, int32
+PEAK_TFLOPS, BANDWIDTH_TBS = 989.0, 4.8  # of an H200: dense bf16, and its memory
+Direction = Literal["forward", "backward"]
+METHODS = ("naive", "portable", "hopper")
+# bytes from and to device memory, sectors of 32 bytes between L2 and the multiprocessors, nanoseconds
+METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_sectors_srcunit_tex.sum", "gpu__time_duration.sum")
+SEPARATOR = "spin_kernel"  # torch.cuda._sleep's, which stands between two cases
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pass of one method over one sequence."""
+
+    method: str
+    direction: Direction
+    seqlen: int
+    head_dim: int
+    causal: bool
+
+    @property
+    def n_heads(self) -> int:
+        return MODEL_DIM // self.head_dim
+
+    def flops(self) -> float:
+        """Of the products that the answer needs: a causal mask halves them, backward has five for forward's two."""
+        forward = 4 * self.n_heads * self.seqlen**2 * self.head_dim / (2 if self.causal else 1)
+        return forward * (2.5 if self.direction == "backward" else 1)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What ncu counted over the kernels of a case."""
+
+    read: float  # bytes
+    written: float
+    l2: float  # bytes between L2 and the multiprocessors
+    seconds: float
+
+
+def transfers(case: Case, arch: Arch) -> dict[str, int]:
+    """Bytes of every transfer of a case, by name, over all heads; flash as if there were no cache."""
+    if case.method == "naive":
+        per_head = _naive_forward(case) if case.direction == "forward" else _naive_backward(case)
+    elif case.direction == "forward":
+        per_head = _flash_forward(case, arch)
+    else:
+        per_head = _hopper_backward(case) if case.method == "hopper" else _portable_backward(case, arch)
+    return {name: size * case.n_heads for name, size in per_head.items()}
+
+
+def _naive_forward(case: Case) -> dict[str, int]:
+    square, rows = case.seqlen**2 * ITEM, case.seqlen * case.head_dim * ITEM
+    return {
+        "read Q, K": 2 * rows,
+        "write S": square,
+        **({"mask: read S": square, "mask: read mask": case.seqlen**2, "mask: write S": square} if case.causal else {}),
+        "read S": square,
+        "write P": square,
+        "read P": square,
+        "read V": rows,
+        "write O": rows,
+    }
+
+
+def _naive_backward(case: Case) -> dict[str, int]:
+    square, rows = case.seqlen**2 * ITEM, case.seqlen * case.head_dim * ITEM
+    masking = {"mask: read dS": square, "mask: read mask": case.seqlen**2, "mask: write dS": square}
+    return {
+        "dV: read P": square,
+        "dV: read dO": rows,
+        "dV: write dV": rows,
+        "dP: read dO, V": 2 * rows,
+        "dP: write dP": square,
+        "dS: read dP": square,
+        "dS: read P": square,
+        "dS: write dS": square,
+        **(masking if case.causal else {}),
+        "dQ: read dS": square,
+        "dQ: read K": rows,
+        "dQ: write dQ": rows,
+        "dK: read dS": square,
+        "dK: read Q": rows,
+        "dK: write dK": rows,
+    }
+
+
+def _flash_forward(case: Case, arch: Arch) -> dict[str, int]:
+    block_m, block_n = _blocks(case, arch, "fwd")
+    rows = case.seqlen * case.head_dim * ITEM
+    return {
+        "read Q": rows,
+        "read K, V": keys_read(case.seqlen, block_m, block_n, causal=case.causal) * 2 * case.head_dim * ITEM,
+        "read ranges": case.seqlen * ROW_RANGE,
+        "write O": rows,
+        "write lse": case.seqlen * FP32,
+    }
+
+
+def _delta(case: Case) -> dict[str, int]:
+    return {"delta: read O, dO": 2 * case.seqlen * case.head_dim * ITEM, "delta: write delta": case.seqlen * FP32}
+
+
+def _portable_backward(case: Case, arch: Arch) -> dict[str, int]:
+    rows = case.seqlen * case.head_dim * ITEM
+    queries = queries_read(case.seqlen, _blocks(case, arch, "dkdv")[1], causal=case.causal)
+    keys = keys_read(case.seqlen, *_blocks(case, arch, "dq"), causal=case.causal)
+    return {
+        **_delta(case),
+        "dkdv: read K, V": 2 * rows,
+        "dkdv: read Q, dO": queries * 2 * case.head_dim * ITEM,
+        "dkdv: read lse, delta": queries * 2 * FP32,
+        "dkdv: read ranges": case.seqlen * ROW_RANGE,
+        "dkdv: write dK, dV": 2 * rows,
+        "dq: read Q, dO": 2 * rows,
+        "dq: read lse, delta": case.seqlen * 2 * FP32,
+        "dq: read K, V": keys * 2 * case.head_dim * ITEM,
+        "dq: read ranges": case.seqlen * ROW_RANGE,
+        "dq: write dQ": rows,
+    }
+
+
+def _hopper_backward(case: Case) -> dict[str, int]:
+    rows = case.seqlen * case.head_dim * ITEM
+    sums = case.seqlen * case.head_dim * FP32
+    queries = queries_read(case.seqlen, hopper_bwd.BLOCK_N, causal=case.causal)
+    return {
+        **_delta(case),
+        "prepare: write zeros of dQ": sums,
+        "prepare: copy lse, delta": 2 * case.seqlen * 2 * FP32,
+        "read K, V": 2 * rows,
+        "read Q, dO": queries * 2 * case.head_dim * ITEM,
+        "read lse, delta": queries * 2 * FP32,
+        "add to dQ": queries * case.head_dim * FP32,
+        "write dK, dV": 2 * rows,
+        "finish: read sum of dQ": sums,
+        "finish: write dQ": rows,
+    }
+
+
+def _blocks(case: Case, arch: Arch, direction: Pass) -> tuple[int, int]:
+    """Queries and keys of a block."""
+    if case.method == "hopper":
+        tiles = hopper_fwd.FORWARD_TILES[case.head_dim]
+        return tiles.consumers * hopper_fwd.ROWS, tiles.block_n
+    config = tile_config(arch, case.head_dim, direction, ITEM)
+    return config.block_m, config.block_n
+
+
+def keys_read(seqlen: int, block_m: int, block_n: int, *, causal: bool) -> int:
+    """Rows of K that the tiles of queries of one head load together; a block ends at the last token."""
+    if not causal:
+        return math.ceil(seqlen / block_m) * seqlen
+    ends = (min(first + block_m, seqlen) for first in range(0, seqlen, block_m))
+    return sum(min(math.ceil(end / block_n) * block_n, seqlen) for end in ends)
+
+
+def queries_read(seqlen: int, block_n: int, *, causal: bool) -> int:
+    """Rows of Q that the tiles of keys of one head load together; a tile begins at the first that sees it."""
+    return sum(seqlen - (first if causal else 0) for first in range(0, seqlen, block_n))
+
+
+def least_bytes(case: Case) -> int:
+    """Every tensor once: Q, K, V, O, lse; for the backward pass also dO and the three gradients."""
+    rows, row_values = case.seqlen * case.head_dim * ITEM, case.seqlen * FP32
+    per_head = 4 * rows + row_values if case.direction == "forward" else 8 * rows + row_values
+    return per_head * case.n_heads
+
+
+def order_bytes(case: Case, arch: Arch) -> float:
+    """With a constant of 1: N^2 + N d elements for naive, N^2 d^2 / M for flash; M fit in a program's shared memory."""
+    n, d = case.seqlen, case.head_dim
+    elements = n * n + n * d if case.method == "naive" else n * n * d * d / (SHARED_LIMIT[arch] / ITEM)
+    return elements * ITEM * case.n_heads
+
+
+def roofline(flops: float, moved: float, peak_tflops: float, bandwidth_tbs: float) -> tuple[float, float, str]:
+    """FLOP a byte, the TFLOP/s that peak and memory allow, and which of the two binds."""
+    intensity = flops / moved
+    by_memory = intensity * bandwidth_tbs
+    return intensity, min(by_memory, peak_tflops), "memory" if by_memory < peak_tflops else "compute"
+
+
+def cases_of(args: argparse.Namespace, arch: Arch) -> list[Case]:
+    return [
+        Case(method, direction, seqlen, head_dim, args.causal)
+        for head_dim, seqlen in product(args.head_dims, args.seqlens)
+        for direction in ("forward", "backward")
+        for method in args.methods
+        if method != "hopper" or (arch == "sm90" and head_dim in hopper_fwd.FORWARD_TILES)
+    ]
+
+
+def _naive(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
+    """Each matrix written out, (heads, tokens, head_dim); q comes scaled, so that nothing but the formula's moves."""
+    scores = q @ k.transpose(-2, -1)
+    if hidden is not None:
+        scores = scores.masked_fill_(hidden, -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def prepared(case: Case) -> Callable[[], object]:
+    """The pass of a case as a callable; inputs and, for the backward pass, the forward pass lie behind it."""
+    heads, tokens, width = case.n_heads, case.seqlen, case.head_dim
+    shape = (heads, tokens, width) if case.method == "naive" else (1, tokens, heads, width)
+    q, k, v, do = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))
+    for x in (q, k, v):
+        x.requires_grad_()
+    scaled = (q * width**-0.5).detach().requires_grad_()
+
+    def forward() -> Tensor:
+        if case.method != "naive":
+            os.environ[backend.VARIABLE] = case.method
+            o = flash_attn_func(q, k, v, causal=case.causal)
+            assert isinstance(o, Tensor)
+            return o
+        return _naive(scaled, k, v, hidden)
+
+    hidden = torch.ones(tokens, tokens, dtype=torch.bool, device="cuda").triu(1) if case.causal else None
+    if case.direction == "forward":
+        return forward
+    o = forward()
+    return lambda: torch.autograd.grad(o, (scaled if case.method == "naive" else q, k, v), do, retain_graph=True)
+
+
+def run_under_ncu(cases: list[Case]) -> None:
+    """Runs every case once between the profiler's marks, a separator's kernel after each."""
+    for case in cases:
+        work = prepared(case)
+        work()  # compiles, and chooses among libraries' kernels
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaProfilerStart()
+        work()
+        torch.cuda._sleep(1)
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaProfilerStop()
+        del work
+        torch.cuda.empty_cache()
+
+
+def measure(ncu: str, cases: list[Case], arguments: list[str]) -> list[Measured]:
+    """Runs this script again, under ncu; a RuntimeError says why there is no result."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "ncu.csv")
+        command = [
+            ncu, "--target-processes", "application-only", "--profile-from-start", "off", "--clock-control", "none",
+            "--cache-control", "none", "--metrics", ",".join(METRICS), "--csv", "--page", "raw", "--print-units",
+            "base", "--log-file", str(log),
+            sys.executable, "-m", "scripts.io_traffic", *arguments, "--under-ncu",
+        ]  # fmt: skip
+        result = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+        text = log.read_text() if log.exists() else ""
+    if result.returncode:
+        said = [
+            line for line in (text + result.stdout + result.stderr).splitlines() if "ERROR" in line or "Error" in line
+        ]
+        raise RuntimeError(said[0] if said else f"ncu ended with {result.returncode}")
+    found = list(read_counts(text))
+    if len(found) != len(cases):
+        raise RuntimeError(f"ncu's table must hold {len(cases)} cases; found {len(found)}")
+    return found
+
+
+def read_counts(text: str) -> Iterator[Measured]:
+    """Sums ncu's raw CSV, a line a kernel, over the kernels before each separator."""
+    lines = text.splitlines()
+    start = next((index for index, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if start is None:
+        return
+    total = dict.fromkeys(METRICS, 0.0)
+    for row in csv.DictReader(lines[start:]):
+        if not row["ID"]:  # the line of units
+            continue
+        if SEPARATOR not in row["Kernel Name"]:
+            for metric in METRICS:
+                total[metric] += float(row[metric].replace(",", ""))
+            continue
+        read, written, sectors, nanoseconds = (total[metric] for metric in METRICS)
+        yield Measured(read, written, 32 * sectors, nanoseconds / 1e9)
+        total = dict.fromkeys(METRICS, 0.0)
+
+
+def markdown(
+    cases: list[Case],
+    measured: list[Measured] | None,
+    head: dict[str, str],
+    arch: Arch,
+    peak_tflops: float,
+    bandwidth_tbs: float,
+) -> str:
+    """The head, the table, and the naive formulas spelt out for its first case."""
+    causal = "causal" if cases[0].causal else "not causal"
+    lines = [
+        "# Bytes moved by attention, and the roofline",
+        "",
+        *(f"- {key}: `{value}`" for key, value in head.items()),
+    ]
+    lines += [
+        "",
+        f"bf16, one sequence of N tokens, {causal}, n_heads × head_dim = {MODEL_DIM}; tiles of {arch}. Bytes in GB "
+        "(10⁹). **Θ**: N² + Nd elements for naive, N²d²/M for flash, with a constant of 1. **formula**: what the "
+        "kernels read and write, as `scripts/io_traffic.py` says; for flash that is what enters and leaves the "
+        "multiprocessors, most of which L2 serves. **least**: every tensor once. **× least**: formula over least; for "
+        "naive forward without a mask N/d + 1, less the share of lse. **L2**: measured between L2 and the "
+        "multiprocessors; **read**, **written**: measured from and to device memory, with the schedule that flash "
+        "builds in a call. **FLOP/byte**: of device memory, "
+        f"{'measured' if measured else 'taken as the formula for naive and the least for flash'}. **roof**: what "
+        f"{peak_tflops:g} TFLOP/s and {bandwidth_tbs:g} TB/s, which meet at {peak_tflops / bandwidth_tbs:.0f} "
+        "FLOP/byte, allow.",
+        "",
+        "| pass | d | N | N/d | method | Θ | formula | least | × least | L2 | read | written | FLOP/byte | bound by | "
+        "roof TFLOP/s | got TFLOP/s |",
+        "|:--|--:|--:|--:|:--|" + "--:|" * 8 + ":--|--:|--:|",
+    ]
+    for index, case in enumerate(cases):
+        formula, least = sum(transfers(case, arch).values()), least_bytes(case)
+        counted = measured[index] if measured else None
+        moved = counted.read + counted.written if counted else formula if case.method == "naive" else least
+        intensity, roof, bound = roofline(case.flops(), moved, peak_tflops, bandwidth_tbs)
+        found = [f"{x / 1e9:.3f}" for x in (counted.l2, counted.read, counted.written)] if counted else ["–"] * 3
+        got = f"{case.flops() / counted.seconds / 1e12:.0f}" if counted else "–"
+        cells = [
+            case.direction, case.head_dim, case.seqlen, f"{case.seqlen / case.head_dim:g}", case.method,
+            f"{order_bytes(case, arch) / 1e9:.3f}", f"{formula / 1e9:.3f}", f"{least / 1e9:.3f}",
+            f"{formula / least:.1f}", *found, f"{intensity:.0f}", bound, f"{roof:.0f}", got,
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    spelt = [case for case in cases if (case.seqlen, case.head_dim) == (cases[0].seqlen, cases[0].head_dim)]
+    lines += ["", f"## The formulas at N = {cases[0].seqlen}, d = {cases[0].head_dim}, GB", ""]
+    for case in spelt:
+        parts = ", ".join(f"{name} {size / 1e9:.3f}" for name, size in transfers(case, arch).items())
+        lines.append(f"- {case.method}, {case.direction}: {parts}")
+    return "\n".join(lines) + "\n"
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seqlens", type=int, nargs="+", default=[4096, 16384], help="tokens")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128], help=f"divisors of {MODEL_DIM}")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--arch", choices=list(SHARED_LIMIT), help="whose tiles; this GPU's, or sm90 without one")
+    parser.add_argument("--ncu", action=argparse.BooleanOptionalAction, default=True, help="measure, where ncu is")
+    parser.add_argument("--peak-tflops", type=float, default=PEAK_TFLOPS)
+    parser.add_argument("--bandwidth-tbs", type=float, default=BANDWIDTH_TBS)
+    parser.add_argument("--commit", help="for the head of the table, where the files are a copy without git")
+    parser.add_argument("--out", type=Path, help="prefix of the result; scripts/results/io_traffic_<gpu>_<yyyymm>")
+    parser.add_argument("--under-ncu", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    for head_dim in args.head_dims:
+        if not 8 <= head_dim <= 256 or MODEL_DIM % head_dim:
+            parser.error(f"--head-dims must divide {MODEL_DIM} and be 8 to 256; got {head_dim}")
+    if any(seqlen < 1 for seqlen in args.seqlens):
+        parser.error(f"--seqlens must be positive; got {args.seqlens}")
+    return args
+
+
+def main() -> None:
+    args = parse_arguments(sys.argv[1:])
+    on_gpu = torch.cuda.is_available() and not interpreted()
+    arch: Arch = args.arch or (arch_of(torch.device("cuda")) if on_gpu else "sm90")
+    if arch == "unknown":
+        arch = "sm80"  # whose entries such a GPU begins from
+    cases = cases_of(args, arch)
+    if args.under_ncu:
+        run_under_ncu(cases)
+        return
+    today = date.today()
+    command = shlex.join(["python", "-m", "scripts.io_traffic", *sys.argv[1:]])
+    if on_gpu:
+        head = describe(command, args.commit, today)
+        gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
+    else:
+        versions = f"torch {torch.__version__}, triton {triton.__version__}"
+        head = {"command": command, "GPU": "none", "versions": versions, "date": today.isoformat()}
+        gpu = f"formula-{arch}"
+    measured = None
+    ncu = shutil.which("ncu")
+    if not (args.ncu and on_gpu and ncu):
+        reason = "--no-ncu" if not args.ncu else "no GPU" if not on_gpu else "no ncu on the PATH"
+    else:
+        try:
+            measured = measure(ncu, cases, sys.argv[1:])
+            reason = ""
+        except RuntimeError as error:
+            reason = str(error)
+    head["measured"] = f"with {ncu}, {', '.join(METRICS)}" if measured else f"no, formulas only: {reason}"
+    print(f"measured: {head['measured']}")
+    out: Path = args.out or Path(__file__).parent / "results" / f"io_traffic_{gpu}_{today:%Y%m}"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    text = markdown(cases, measured, head, arch, args.peak_tflops, args.bandwidth_tbs)
+    Path(f"{out}.md").write_text(text, encoding="utf-8")
+    print(f"{text}\nresults: {out}.md")
+
+
+if __name__ == "__main__":
+    main()

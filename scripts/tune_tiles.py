@@ -1,0 +1,262 @@
+"""Measures tiles for the portable kernels on the GPU at hand and prints the best in the form of tiles.py's table.
+
+    python -m scripts.tune_tiles                                         # every head_dim and pass of the table
+    python -m scripts.tune_tiles --head-dims 192 --passes dkdv dq
+    python -m scripts.tune_tiles --head-dims 128 --passes fwd --tiles 128,64,8,3 128,128,8,2
+
+Candidates are powers of two of block_m and block_n, warps and stages, of which the shared memory fits
+(tiles.shared_bytes) and the fp32 tiles leave registers for the rest; --tiles names them instead. They are compiled
+first, by --jobs processes, then timed one by one: one causal document of --seqlen tokens, bf16, n_heads * head_dim =
+2048 or a little less. TFLOP/s counts a kernel's own products (forward 2, dkdv 4, dq 3), halved for causality.
+Writes OUT.md: the head, a table for each head_dim and pass, and the entries.
+"""
+
+import argparse
+import multiprocessing
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass
+from datetime import date
+from itertools import product
+from pathlib import Path
+from typing import Any, get_args
+from unittest.mock import patch
+
+import torch
+from triton.testing import do_bench
+
+from kernels.flash_attention.features import Features
+from kernels.flash_attention.portable import bwd, fwd
+from kernels.flash_attention.portable.delta import attention_delta
+from kernels.flash_attention.schedule import causal_schedule
+from kernels.flash_attention.tiles import HEAD_DIMS, Arch, Pass, TileConfig, arch_of, shared_bytes, tile_config
+from scripts.bench_attention import MODEL_DIM, describe
+
+ITEM = 2  # bytes of bf16
+PASSES: tuple[Pass, ...] = get_args(Pass)
+PRODUCTS = {"fwd": 2, "dkdv": 4, "dq": 3}
+BLOCKS, WARPS, STAGES = (32, 64, 128), (4, 8), (2, 3, 4)
+# fp32 numbers a thread holds in accumulators and scores: all the best found on an H200 have less, and of the 255
+# registers something must be left for addresses
+MAX_HELD = 224
+
+
+@dataclass(frozen=True)
+class Candidate:
+    head_dim: int
+    direction: Pass
+    tiles: TileConfig
+
+
+@dataclass(frozen=True)
+class Result:
+    """ms is None where the candidate failed, and error then says how."""
+
+    candidate: Candidate
+    ms: float | None
+    tflops: float | None
+    error: str = ""
+
+
+def candidates(arch: Arch, head_dim: int, direction: Pass, limit: int) -> Iterator[TileConfig]:
+    """What is worth compiling for one entry on a GPU with `limit` bytes of shared memory a program."""
+    for tiles in (TileConfig(*sizes) for sizes in product(BLOCKS, BLOCKS, WARPS, STAGES)):
+        rows = tiles.block_n if direction == "dkdv" else tiles.block_m
+        enough_rows = rows >= 8 * tiles.num_warps  # the tensor cores' least for a warp
+        fits = shared_bytes(arch, tiles, head_dim, head_dim, direction, ITEM) <= limit
+        if enough_rows and fits and held_a_thread(tiles, head_dim, direction) <= MAX_HELD:
+            yield tiles
+
+
+def held_a_thread(tiles: TileConfig, head_dim: int, direction: Pass) -> int:
+    """fp32 numbers of the outputs' tiles, and of the scores', for S and in the backward pass also dP, in a thread."""
+    scores = tiles.block_m * tiles.block_n
+    held = {
+        "fwd": tiles.block_m * head_dim + scores,
+        "dkdv": 2 * tiles.block_n * head_dim + 2 * scores,
+        "dq": tiles.block_m * head_dim + 2 * scores,
+    }[direction]
+    return held // (32 * tiles.num_warps)
+
+
+def launcher(candidate: Candidate, seqlen: int) -> Callable[[], object]:
+    """One launch of the candidate's kernel and of no other, as a callable."""
+    head_dim, direction = candidate.head_dim, candidate.direction
+    shape = (seqlen, MODEL_DIM // head_dim, head_dim)
+    q, k, v, do = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))
+    features = Features(head_dim**-0.5, softcap=0.0, sinks=None, alibi=[])
+    schedule = causal_schedule(None, seqlen, q.device)
+
+    def chosen(*_: object) -> TileConfig:
+        return candidate.tiles
+
+    def forward() -> object:
+        with patch.object(fwd, "launch_tiles", chosen):
+            return fwd.attention_forward(q, k, v, schedule, features, q.dtype)
+
+    if direction == "fwd":
+        return forward
+    o, lse = fwd.attention_forward(q, k, v, schedule, features, q.dtype)
+    delta = attention_delta(o, do, None)
+    # the other kernel of the backward pass gets no tiles to work
+    none = schedule.key_tiles[:0]
+    half = schedule._replace(key_tiles=none) if direction == "dq" else schedule._replace(query_tiles=none)
+
+    def backward() -> object:
+        with patch.object(bwd, "launch_tiles", chosen):
+            return bwd.attention_backward(do, q, k, v, lse, delta, half, features)
+
+    return backward
+
+
+def compile_one(candidate: Candidate) -> tuple[Candidate, str]:
+    """Compiles into Triton's cache; the error's first line, or nothing."""
+    try:
+        launcher(candidate, 256)()
+        torch.cuda.synchronize()
+    except Exception as error:  # whatever Triton, ptxas or the driver has against it is a result
+        return candidate, f"{type(error).__name__}: {error}".splitlines()[0]
+    return candidate, ""
+
+
+def measure(chosen: list[Candidate], seqlen: int, jobs: int, warmup: float, rep: float) -> Iterator[Result]:
+    """Compiles all with `jobs` processes, then times one after the other."""
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        errors = dict(pool.imap_unordered(compile_one, chosen))
+    for candidate in chosen:
+        if errors[candidate]:
+            yield Result(candidate, None, None, errors[candidate])
+            continue
+        ms: Any = do_bench(launcher(candidate, seqlen), warmup=warmup, rep=rep, return_mode="median")
+        yield Result(candidate, ms, flops(candidate, seqlen) / ms / 1e9)
+
+
+def flops(candidate: Candidate, seqlen: int) -> float:
+    """Of a kernel's own products over one causal document."""
+    n_heads = MODEL_DIM // candidate.head_dim
+    return PRODUCTS[candidate.direction] * 2 * n_heads * seqlen**2 * candidate.head_dim / 2
+
+
+def best(results: list[Result]) -> dict[tuple[int, Pass], Result]:
+    """The fastest of each (head_dim, pass) that ran."""
+    fastest: dict[tuple[int, Pass], Result] = {}
+    for result in results:
+        key = (result.candidate.head_dim, result.candidate.direction)
+        if result.ms is not None and (key not in fastest or result.ms < (fastest[key].ms or 0)):
+            fastest[key] = result
+    return fastest
+
+
+def entries(results: list[Result], name: str) -> str:
+    """The lines of tiles.py's table; `name` is the architecture's."""
+    order = {direction: place for place, direction in enumerate(PASSES)}
+    lines = [
+        f'    ("{name}", {head_dim}, "{direction}"): TileConfig{astuple(result.candidate.tiles)},'
+        for (head_dim, direction), result in sorted(
+            best(results).items(), key=lambda item: (order[item[0][1]], item[0][0])
+        )
+    ]
+    return "\n".join(lines)
+
+
+def markdown(results: list[Result], head: dict[str, str], arch: Arch, name: str, seqlen: int) -> str:
+    """The head, a table for each (head_dim, pass), fastest first, and the entries."""
+    lines = ["# Tiles of the portable kernels", "", *(f"- {key}: `{value}`" for key, value in head.items())]
+    lines += [
+        "",
+        f"One causal document of {seqlen} tokens, bf16, n_heads × head_dim = {MODEL_DIM} or a little less, as many "
+        "KV heads. Medians. TFLOP/s counts each kernel's own products (forward 2, dkdv 4, dq 3), halved for causality. "
+        "**Bold**: what `kernels/flash_attention/tiles.py` had.",
+    ]
+    for key in dict.fromkeys((result.candidate.direction, result.candidate.head_dim) for result in results):
+        direction, head_dim = key
+        current = tile_config(arch, head_dim, direction, ITEM)
+        lines += [
+            "",
+            f"## {direction}, head_dim {head_dim}",
+            "",
+            "| block_m | block_n | warps | stages | ms | TFLOP/s |",
+        ]
+        lines.append("|--:|--:|--:|--:|--:|--:|")
+        here = [result for result in results if (result.candidate.direction, result.candidate.head_dim) == key]
+        for result in sorted(here, key=lambda result: result.ms or float("inf")):
+            measured = [result.error, ""] if result.ms is None else [f"{result.ms:.3f}", f"{result.tflops:.0f}"]
+            cells = [*map(str, astuple(result.candidate.tiles)), *measured]
+            if result.candidate.tiles == current:
+                cells = [f"**{cell}**" if cell else cell for cell in cells]
+            lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "## The entries", "", "```python", entries(results, name), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def parse_tiles(text: str) -> TileConfig:
+    """block_m,block_n,warps,stages."""
+    try:
+        tiles = TileConfig(*map(int, text.split(",")))
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"wanted block_m,block_n,num_warps,num_stages; got {text}") from None
+    blocks, warps = {16, 32, 64, 128}, {1, 2, 4, 8, 16}
+    if not {tiles.block_m, tiles.block_n} <= blocks or tiles.num_warps not in warps or tiles.num_stages < 1:
+        raise argparse.ArgumentTypeError(
+            f"wanted blocks of 16, 32, 64 or 128, 1 to 16 warps, a power of two, and stages of 1 or more; got {text}"
+        )
+    return tiles
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS), help="any from 8 to 256")
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
+    parser.add_argument("--tiles", type=parse_tiles, nargs="+", help="block_m,block_n,num_warps,num_stages")
+    parser.add_argument("--seqlen", type=int, default=16384, help="tokens")
+    parser.add_argument("--warmup", type=float, default=30, help="milliseconds a timing warms up")
+    parser.add_argument("--rep", type=float, default=80, help="milliseconds a timing repeats")
+    parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes that compile")
+    parser.add_argument("--commit", help="for the head of the tables, where the files are a copy without git")
+    parser.add_argument("--out", type=Path, help="prefix of the result; scripts/results/portable_tiles_<gpu>_<yyyymm>")
+    args = parser.parse_args(arguments)
+    for head_dim in args.head_dims:
+        if not 8 <= head_dim <= 256 or head_dim % 8:
+            parser.error(f"--head-dims must be multiples of 8 from 8 to 256; got {head_dim}")
+    for name in ("seqlen", "jobs"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be positive; got {getattr(args, name)}")
+    return args
+
+
+def main() -> None:
+    args = parse_arguments(sys.argv[1:])
+    if not torch.cuda.is_available():
+        sys.exit("tune_tiles needs a CUDA GPU; torch sees none on this machine")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit("tune_tiles times compiled kernels; unset TRITON_INTERPRET")
+    today = date.today()
+    device = torch.device("cuda", torch.cuda.current_device())
+    arch = arch_of(device)
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the attribute
+    limit = properties.shared_memory_per_block_optin
+    name = f"sm{properties.major}{properties.minor}" if arch == "unknown" else arch
+    chosen = [
+        Candidate(head_dim, direction, tiles)
+        for direction, head_dim in product(args.passes, args.head_dims)
+        for tiles in args.tiles or candidates(arch, head_dim, direction, limit)
+    ]
+    print(f"{len(chosen)} candidates", flush=True)
+    results = []
+    for result in measure(chosen, args.seqlen, args.jobs, args.warmup, args.rep):
+        results.append(result)
+        found = result.error or f"{result.ms:.3f} ms, {result.tflops:.0f} TFLOP/s"
+        candidate = result.candidate
+        print(f"{candidate.direction} d={candidate.head_dim} {astuple(candidate.tiles)}: {found}", flush=True)
+    gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
+    out: Path = args.out or Path(__file__).parent / "results" / f"portable_tiles_{gpu}_{today:%Y%m}"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    head = describe(shlex.join(["python", "-m", "scripts.tune_tiles", *sys.argv[1:]]), args.commit, today)
+    Path(f"{out}.md").write_text(markdown(results, head, arch, name, args.seqlen), encoding="utf-8")
+    print(f"{entries(results, name)}\nresults: {out}.md")
+
+
+if __name__ == "__main__":
+    main()

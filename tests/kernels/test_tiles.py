@@ -1,0 +1,127 @@
+"""Which tiles a launch gets: the table's, or smaller ones with one warning where those do not fit."""
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kernels.flash_attention import tiles as module
+from kernels.flash_attention.tiles import (
+    HEAD_DIMS,
+    SHARED_LIMIT,
+    TileConfig,
+    arch_of,
+    fit,
+    launch_tiles,
+    shared_bytes,
+    tile_config,
+)
+
+PASSES = ("fwd", "dkdv", "dq")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretends that the device is a GPU of some compute capability and shared memory."""
+    caches = (module._launch_tiles, module._warn_of_guesses)
+
+    def pretend(capability, shared):
+        for cache in caches:
+            cache.cache_clear()
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Made Up")
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(shared_memory_per_block_optin=shared)
+        )
+        return torch.device("cuda", 0)
+
+    yield pretend
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared", "arch"),
+    [
+        pytest.param((8, 0), 163, "sm80", id="A100"),
+        pytest.param((8, 6), 99, "sm80", id="RTX3090"),
+        pytest.param((9, 0), 227, "sm90", id="H100"),
+        pytest.param((10, 0), 227, "sm100", id="B200"),
+        pytest.param((12, 0), 99, "sm80", id="RTX5090"),
+    ],
+)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_known_gpus_get_the_table_silently(gpu, capability, shared, arch, itemsize):
+    device = gpu(capability, shared * 1024)
+    assert arch_of(device) == arch
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for head_dim in HEAD_DIMS:
+            for direction in PASSES:
+                expected = tile_config(arch, head_dim, direction, itemsize)
+                assert launch_tiles(device, head_dim, head_dim, direction, itemsize) == expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared", "itemsizes"),
+    [
+        pytest.param((7, 5), 64, (2,), id="older"),
+        pytest.param((11, 0), 227, (2, 4), id="newer"),
+        pytest.param((9, 0), 99, (2, 4), id="known-with-less-memory"),
+    ],
+)
+def test_other_gpus_get_what_fits_with_one_warning(gpu, capability, shared, itemsizes):
+    device, limit = gpu(capability, shared * 1024), shared * 1024
+    with pytest.warns(UserWarning, match=rf"no measured tiles for Made Up \(sm_.*{limit} bytes") as caught:
+        for head_dim in HEAD_DIMS:
+            for direction in PASSES:
+                for itemsize in itemsizes:
+                    tiles = launch_tiles(device, head_dim, head_dim, direction, itemsize)
+                    needed = shared_bytes(arch_of(device), tiles, head_dim, head_dim, direction, itemsize)
+                    assert needed <= limit, (head_dim, direction, itemsize)
+                    assert min(tiles.block_m, tiles.block_n) >= 16
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize(("width", "entry"), [(8, 64), (64, 64), (72, 96), (104, 128), (136, 192), (200, 256)])
+def test_a_head_dim_between_two_entries_takes_the_next(width, entry):
+    assert tile_config("sm90", width, "dq", 2) == tile_config("sm90", entry, "dq", 2)
+    assert tile_config("sm90", width, "dq", 4) == tile_config("sm90", entry, "dq", 4)
+
+
+def test_the_wider_of_both_head_dims_counts(gpu):
+    device = gpu((9, 0), 227 * 1024)
+    assert launch_tiles(device, 192, 128, "dkdv", 2) == tile_config("sm90", 192, "dkdv", 2)
+    assert launch_tiles(device, 64, 128, "dkdv", 2) == tile_config("sm90", 128, "dkdv", 2)
+
+
+@pytest.mark.parametrize("arch", SHARED_LIMIT)
+@pytest.mark.parametrize("direction", PASSES)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_every_entry_fits_its_smallest_gpu_with_any_head_dims(arch, direction, itemsize):
+    for head_dim in range(8, 257, 8):
+        for v_head_dim in range(8, 257, 8):
+            tiles = tile_config(arch, max(head_dim, v_head_dim), direction, itemsize)
+            needed = shared_bytes(arch, tiles, head_dim, v_head_dim, direction, itemsize)
+            assert needed <= SHARED_LIMIT[arch], (head_dim, v_head_dim, tiles)
+
+
+def test_shared_bytes_counts_what_is_kept_and_in_flight():
+    tiles = TileConfig(128, 64, 8, 3)
+    q, keys_and_values = 128 * 128 * 2, 64 * (128 + 128) * 2
+    assert 0 < shared_bytes("sm90", tiles, 128, 128, "fwd", 2) - (q + 3 * keys_and_values) <= 2048
+    wider = shared_bytes("sm90", tiles, 128, 256, "fwd", 2) - shared_bytes("sm90", tiles, 128, 128, "fwd", 2)
+    assert wider == 3 * 64 * 128 * 2, "only V is wider"
+
+
+def test_fit_gives_up_stages_before_tokens_and_refuses_what_cannot_fit():
+    tiles = TileConfig(128, 64, 8, 3)
+    three, two = (shared_bytes("sm90", TileConfig(128, 64, 8, n), 128, 128, "fwd", 2) for n in (3, 2))
+    assert fit("sm90", tiles, 128, 128, "fwd", 2, three) == tiles
+    assert fit("sm90", tiles, 128, 128, "fwd", 2, three - 1) == TileConfig(128, 64, 8, 2)
+    assert two < three
+    assert fit("sm90", tiles, 128, 128, "fwd", 2, 64 * 1024).block_m < 128
+    with pytest.raises(ValueError, match=r"head_dim 256 and 256 wants \d+ bytes .* the device has 1024"):
+        fit("sm90", tiles, 256, 256, "fwd", 2, 1024)

@@ -1,0 +1,115 @@
+"""The candidates, arguments and reports of scripts/tune_tiles.py; the timing itself needs a GPU."""
+
+import pytest
+
+from kernels.flash_attention.tiles import (
+    HEAD_DIMS,
+    SHARED_LIMIT,
+    TileConfig,
+    shared_bytes,
+    tile_config,
+)
+from scripts.tune_tiles import (
+    PASSES,
+    Candidate,
+    Result,
+    best,
+    candidates,
+    entries,
+    flops,
+    held_a_thread,
+    markdown,
+    parse_arguments,
+)
+
+
+def result(head_dim, direction, tiles, ms):
+    candidate = Candidate(head_dim, direction, TileConfig(*tiles))
+    return Result(candidate, None, None, "OutOfResources") if ms is None else Result(candidate, ms, 100 / ms)
+
+
+RESULTS = [
+    result(64, "fwd", (64, 64, 4, 3), 2.0),
+    result(64, "fwd", (128, 64, 8, 3), 1.5),
+    result(128, "fwd", (128, 128, 8, 4), None),
+    result(64, "dq", (128, 64, 8, 3), 3.0),
+]
+
+
+@pytest.mark.parametrize("direction", PASSES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_candidates_fit_and_hold_the_entry_of_the_table(head_dim, direction):
+    limit = SHARED_LIMIT["sm90"]
+    found = list(candidates("sm90", head_dim, direction, limit))
+    assert tile_config("sm90", head_dim, direction, 2) in found
+    assert len(set(found)) == len(found)
+    assert all(shared_bytes("sm90", tiles, head_dim, head_dim, direction, 2) <= limit for tiles in found)
+    smaller = list(candidates("sm90", head_dim, direction, 99 * 1024))
+    assert smaller and set(smaller) < set(found), "less shared memory must leave fewer candidates, and some"
+
+
+def test_what_would_spill_is_no_candidate():
+    # tried on an H200: 88 TFLOP/s where four warps on half the keys reach 419
+    assert TileConfig(64, 128, 4, 2) not in candidates("sm90", 64, "dkdv", SHARED_LIMIT["sm90"])
+
+
+@pytest.mark.parametrize(
+    ("tiles", "direction", "expected"),
+    [
+        pytest.param((128, 64, 8, 3), "fwd", (128 * 128 + 128 * 64) // 256, id="fwd-O-and-S"),
+        pytest.param((64, 128, 8, 3), "dkdv", (2 * 128 * 128 + 2 * 64 * 128) // 256, id="dkdv-two-outputs"),
+        pytest.param((128, 64, 8, 3), "dq", (128 * 128 + 2 * 128 * 64) // 256, id="dq-S-and-dP"),
+    ],
+)
+def test_registers_held(tiles, direction, expected):
+    assert held_a_thread(TileConfig(*tiles), 128, direction) == expected
+
+
+def test_flops_count_the_products_of_the_pass():
+    tiles = TileConfig(64, 64, 4, 2)
+    one_product = 2 * 16 * 1024**2 * 128 / 2
+    counted = [flops(Candidate(128, direction, tiles), 1024) / one_product for direction in ("fwd", "dkdv", "dq")]
+    assert counted == [2, 4, 3]
+
+
+def test_best_passes_over_failures_and_is_printed_as_the_table_is_written():
+    assert {key: chosen.ms for key, chosen in best(RESULTS).items()} == {(64, "fwd"): 1.5, (64, "dq"): 3.0}
+    text = entries(RESULTS, "sm90")
+    assert text.splitlines() == [
+        '    ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 3),',
+        '    ("sm90", 64, "dq"): TileConfig(128, 64, 8, 3),',
+    ]
+    assert eval("{" + text + "}", {"TileConfig": TileConfig})["sm90", 64, "dq"] == TileConfig(128, 64, 8, 3)
+
+
+def test_report_sorts_by_time_and_marks_the_current_entry():
+    text = markdown(RESULTS, {"GPU": "made up"}, "sm90", "sm90", 4096)
+    lines = text.splitlines()
+    first = lines.index("| **128** | **64** | **8** | **3** | **1.500** | **67** |")
+    assert lines[first + 1] == "| 64 | 64 | 4 | 3 | 2.000 | 50 |"
+    assert "- GPU: `made up`" in lines
+    assert "| 128 | 128 | 8 | 4 | OutOfResources |  |" in lines
+    assert entries(RESULTS, "sm90") in text
+
+
+def test_arguments():
+    args = parse_arguments(["--head-dims", "96", "--passes", "dq", "--tiles", "64,32,4,2", "128,64,8,3"])
+    assert (args.head_dims, args.passes) == ([96], ["dq"])
+    assert args.tiles == [TileConfig(64, 32, 4, 2), TileConfig(128, 64, 8, 3)]
+    assert parse_arguments([]).head_dims == list(HEAD_DIMS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        pytest.param(["--head-dims", "100"], "multiples of 8 from 8 to 256; got 100", id="head-dim"),
+        pytest.param(["--tiles", "64,32,4"], "wanted block_m,block_n,num_warps,num_stages; got 64,32,4", id="three"),
+        pytest.param(["--tiles", "64,48,4,2"], "blocks of 16, 32, 64 or 128", id="not-a-power-of-two"),
+        pytest.param(["--passes", "bwd"], "invalid choice: 'bwd'", id="pass"),
+        pytest.param(["--jobs", "0"], "--jobs must be positive; got 0", id="jobs"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, said, capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(arguments)
+    assert said in capsys.readouterr().err
