@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fa_train import preflight
 from fa_train.callbacks import is_out_of_memory, results
+from fa_train.memory.planner import with_levers
 from fa_train.models.attention import require_backend
 
 SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -44,9 +46,32 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDat
     trainer.val_check_interval *= trainer.accumulate_grad_batches  # given in steps; Lightning counts micro-batches
     require_backend(instantiate(cfg.attention), trainer.strategy.root_device)
     vocab_size = cfg.model.vocab_size or data.vocab_size
-    with torch.device("meta"):  # sizes without the weights
-        preflight.require_memory(instantiate(cfg.model, vocab_size=vocab_size), trainer.strategy.root_device)
+    plan_memory(cfg, trainer, vocab_size)
     return trainer, instantiate(cfg.lit_gpt, model=instantiate(cfg.model, vocab_size=vocab_size)), data
+
+
+def plan_memory(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None:
+    """Chooses the levers of memory=auto, and raises ValueError where the run cannot fit."""
+    device, processes, rows = trainer.strategy.root_device, trainer.num_devices, cfg.data.micro_batch_size
+    with torch.device("meta"):  # sizes without the weights
+        model = instantiate(cfg.model, vocab_size=vocab_size)
+    model.require_seq_len(cfg.seq_len)
+    shape = preflight.shape_of(
+        model,
+        precision=str(trainer.precision),
+        tokens=cfg.seq_len * rows,
+        optimizer=instantiate(cfg.optimizer),
+        accumulates=trainer.accumulate_grad_batches > 1,
+        compiled=cfg.lit_gpt.compile_model,
+    )
+    if cfg.memory.get("auto"):
+        levers = preflight.fastest_levers(shape, device, processes, rows)
+        cfg.memory.update(asdict(levers))
+        shape = with_levers(shape, levers)
+        trainer.print(f"memory=auto: {', '.join(f'{name}={value}' for name, value in asdict(levers).items())}")
+    prediction = preflight.require_memory(shape, device, processes, rows)
+    if device.type == "cuda":
+        trainer.print(preflight.plan(prediction, device, processes, rows))
 
 
 def train(cfg: DictConfig) -> dict[str, float]:

@@ -40,8 +40,6 @@ class LitGPT(L.LightningModule):
         self.step_loss = self.step_grad_norm = self.step_squared_lengths = torch.tensor(float("nan"))
         self._sums: Tensor  # loss, labels and squared document lengths of the step so far; fp64: counts stay exact
         self._val_sums: Tensor  # loss and labels
-        self.register_buffer("_sums", torch.zeros(3, dtype=torch.float64), persistent=False)
-        self.register_buffer("_val_sums", torch.zeros(2, dtype=torch.float64), persistent=False)
         if compile_model:
             for block in model.blocks:  # alike, so compiled once
                 block.compile()
@@ -51,6 +49,11 @@ class LitGPT(L.LightningModule):
             raise ValueError(f"trainer.precision must be one of {', '.join(PRECISIONS)}; got {self.trainer.precision}")
         if self.trainer.gradient_clip_algorithm == "value":
             raise ValueError("trainer.gradient_clip_algorithm must be norm; got value")
+
+    def on_fit_start(self) -> None:
+        # no buffers: trainer.precision=bf16-true would turn those into bf16
+        self._sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        self._val_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
 
     def loss_sum(self, batch: Batch) -> Tensor:
         """The cross entropy summed over the labels of a batch, in nats."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import AdamW, Optimizer
@@ -15,16 +16,75 @@ def adamw(
 
     Parameters that do not require a gradient are left out.
     """
+    return AdamW(parameter_groups(model, weight_decay), lr=lr, betas=_pair(betas), eps=eps, fused=fused)
+
+
+def adamw_8bit(
+    model: nn.Module, *, lr: float, weight_decay: float, betas: Sequence[float], eps: float, stochastic_rounding: bool
+) -> Optimizer:
+    """adamw with its moments in 8 bits. Parameters of fewer than 4096 numbers keep moments in their own dtype.
+
+    stochastic_rounding: of weights in bf16 (trainer.precision=bf16-true); those in fp32 are their own masters.
+    """
+    from fa_train.low_memory_adamw import EightBitAdamW
+
+    return EightBitAdamW(
+        parameter_groups(model, weight_decay),
+        lr=lr,
+        betas=_pair(betas),
+        eps=eps,
+        weight_decay=weight_decay,
+        bf16_stochastic_round=stochastic_rounding,
+    )
+
+
+def adamw_bf16(model: nn.Module, *, lr: float, weight_decay: float, betas: Sequence[float], eps: float) -> Optimizer:
+    """adamw of weights in bf16, with moments in bf16 and stochastic rounding instead of a master copy in fp32.
+
+    Raises: ValueError on weights that are not bf16.
+    """
+    from fa_train.low_memory_adamw import RoundingAdamW
+
+    groups = parameter_groups(model, weight_decay)
+    others = {str(p.dtype).removeprefix("torch.") for group in groups for p in group["params"]} - {"bfloat16"}
+    if others:
+        raise ValueError(
+            f"optimizer=adamw_bf16 needs bfloat16 weights, trainer.precision=bf16-true; got {', '.join(sorted(others))}"
+        )
+    return RoundingAdamW(
+        groups, lr=lr, betas=_pair(betas), eps=eps, weight_decay=weight_decay, bf16_stochastic_round=True
+    )
+
+
+def adamw_offload(model: nn.Module, *, lr: float, weight_decay: float, betas: Sequence[float], eps: float) -> Optimizer:
+    """adamw with weights, gradients and moments in host memory too, where the CPU updates them.
+
+    Raises: ValueError on a model that is not on a GPU.
+    """
+    groups = parameter_groups(model, weight_decay)
+    devices = {p.device.type for group in groups for p in group["params"]}
+    if devices != {"cuda"}:
+        raise ValueError(f"optimizer=adamw_offload needs a model on a CUDA GPU; got {', '.join(sorted(devices))}")
+    from fa_train.low_memory_adamw import OffloadedAdamW
+
+    return OffloadedAdamW(groups, lr=lr, betas=_pair(betas), eps=eps)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Decayed parameters and the others, of those that require a gradient."""
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             is_matrix = parameter.dim() >= 2 and "position_embedding" not in name
             (decayed if is_matrix else kept).append(parameter)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
-    # plain floats: the optimizer's state must load without the configuration's list class
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+
+
+def _pair(betas: Sequence[float]) -> tuple[float, float]:
+    """Plain floats: the optimizer's state must load without the configuration's list class."""
     first, second = (float(beta) for beta in betas)
-    return AdamW(groups, lr=lr, betas=(first, second), eps=eps, fused=fused)
+    return first, second
 
 
 def warmup_cosine(optimizer: Optimizer, *, warmup_steps: int, max_steps: int, min_lr_ratio: float) -> LambdaLR:

@@ -1,12 +1,40 @@
 """What must hold before a run starts. Each failure is a ValueError that says what was wanted and what came."""
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-BYTES_A_PARAMETER = 16  # fp32 weight and gradient, and AdamW's two moments
+from fa_train import optim
+from fa_train.memory.offload import available_host_bytes, require_host_memory
+from fa_train.memory.planner import (
+    COMPONENTS,
+    GIB,
+    Levers,
+    OptimizerKind,
+    Precision,
+    Prediction,
+    Shape,
+    fastest_that_fits,
+    longest_seq_len,
+    next_lever,
+    parameter_sizes,
+    predict,
+)
+from fa_train.models.gpt import GPT, Block
+
+OPTIMIZERS: dict[object, OptimizerKind] = {
+    optim.adamw: "adamw",
+    optim.adamw_8bit: "adamw_8bit",
+    optim.adamw_bf16: "adamw_bf16",
+    optim.adamw_offload: "adamw_offload",
+}
+CERTAIN = 1.1  # times what a device has: the prediction is less wrong than that
 
 
 def require_counts(**counts: object) -> None:
@@ -16,19 +44,121 @@ def require_counts(**counts: object) -> None:
             raise ValueError(f"{name} must be a positive integer; got {count}")
 
 
-def require_memory(model: nn.Module, device: torch.device) -> None:
-    """The weights, gradients and AdamW's moments must fit the device, or the host where that is the device."""
-    parameters = sum(p.numel() for p in model.parameters())
+def shape_of(
+    model: GPT,
+    *,
+    precision: str,
+    tokens: int,
+    optimizer: Callable[[nn.Module], Optimizer],
+    accumulates: bool,
+    compiled: bool,
+) -> Shape:
+    """The planner's numbers of a model, which may be on the meta device; the rest as in Shape.
+
+    What single families of checkpoints add (fa_train.models.gpt.Family) is not counted, and an unknown optimizer
+    counts as AdamW. Raises: ValueError on an unknown precision.
+    """
+    block = model.blocks[0]
+    assert isinstance(block, Block)
+    attention, ffn = block.attention, block.ffn
+    n_heads, n_kv_heads, _ = attention.heads
+    positions = model.position_embedding
+    return Shape(
+        n_layers=model.n_layers,
+        dim=model.token_embedding.embedding_dim,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=model.head_dim,
+        ffn_dim=ffn.down.in_features,
+        vocab_size=model.vocab_size,
+        activation=ffn.activation,
+        tied=model.tied,
+        norm="layernorm" if isinstance(model.norm, nn.LayerNorm) else "rmsnorm",
+        qk_norm=attention.q_norm is not None,
+        bias=ffn.down.bias is not None,
+        rope=model.positions == "rope",
+        learned_positions=0 if positions is None else positions.num_embeddings,
+        precision=cast(Precision, precision),  # which Shape checks
+        tokens=tokens,
+        checkpointing=block.checkpointing,
+        offload=model.offload is not None,
+        mlp_chunk=ffn.chunk_size,
+        loss_chunk=model.loss.chunk_size,
+        optimizer=OPTIMIZERS.get(optimizer.func if isinstance(optimizer, partial) else optimizer, "adamw"),
+        accumulates=accumulates,
+        compiled=compiled,
+    )
+
+
+def device_bytes(device: torch.device) -> int:
+    """All that a GPU has, or the machine where the CPU trains."""
     if device.type == "cuda":
-        available = torch.cuda.get_device_properties(device).total_memory
-    else:
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needed = parameters * BYTES_A_PARAMETER
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def fastest_levers(shape: Shape, device: torch.device, processes: int, rows: int) -> Levers:
+    """What memory=auto stands for here; on the CPU, where the levers gain nothing, none of them.
+
+    processes: that share this machine's memory; rows: data.micro_batch_size.
+    Raises: ValueError where no combination fits.
+    """
+    if device.type != "cuda":
+        return Levers("none", False, None)
+    gpu, host = device_bytes(device), available_host_bytes() // processes
+    levers = fastest_that_fits(shape, gpu, host)
+    if levers is None:
+        raise ValueError(
+            f"memory=auto found no levers under which this run fits into {gpu / GIB:.1f} GiB of {device} and "
+            f"{host / GIB:.1f} GiB of host memory. Try {next_lever(shape, gpu, host, rows)}"
+        )
+    return levers
+
+
+def require_memory(shape: Shape, device: torch.device, processes: int, rows: int) -> Prediction:
+    """The planner's prediction; ValueError where it does not fit, of the GPU's memory with a tenth to spare.
+
+    On the CPU only weights, gradients and the optimizer's states count.
+    processes: that share this machine's memory; rows: data.micro_batch_size.
+    """
+    prediction, available = predict(shape), device_bytes(device)
+    parameters = sum(parameter_sizes(shape))
+    needed = prediction.weights + prediction.optimizer + parameters * shape.weight_bytes
     if needed > available:
         raise ValueError(
-            f"{parameters / 1e9:.2f}B parameters need {needed / 2**30:.1f} GiB for weights, gradients and AdamW's "
-            f"moments; {device} has {available / 2**30:.1f} GiB. Choose a smaller model"
+            f"{parameters / 1e9:.2f}B parameters need {needed / GIB:.1f} GiB for weights, gradients and the "
+            f"optimizer's states; {device} has {available / GIB:.1f} GiB. Choose a smaller model"
         )
+    if device.type != "cuda":
+        return prediction
+    host = available_host_bytes()
+    if prediction.gpu_bytes > CERTAIN * available:
+        raise ValueError(
+            f"a step needs about {prediction.gpu_bytes / GIB:.1f} GiB of GPU memory; {device} has "
+            f"{available / GIB:.1f} GiB. Try {next_lever(shape, available, host // processes, rows)}"
+        )
+    if shape.offload:
+        require_host_memory(prediction.host, host, processes)
+    elif prediction.host * processes > host:
+        raise ValueError(
+            f"optimizer=adamw_offload needs {prediction.host / GIB:.1f} GiB of host memory in each of {processes} "
+            f"processes; {host / GIB:.1f} GiB are available. Choose optimizer=adamw_8bit or a smaller model"
+        )
+    return prediction
+
+
+def plan(prediction: Prediction, device: torch.device, processes: int, rows: int) -> str:
+    """What a run on a GPU prints before it starts, in three lines; rows: data.micro_batch_size."""
+    gpu, host = device_bytes(device), available_host_bytes() // processes
+    parts = {name.replace("_", " "): getattr(prediction, name) / GIB for name in COMPONENTS}
+    listed = ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items() if gib >= 0.05)
+    longest = longest_seq_len(prediction.shape, gpu, host) // rows
+    change = next_lever(prediction.shape, gpu, host, rows)
+    return (
+        f"planned: {prediction.gpu_bytes / GIB:.1f} of {gpu / GIB:.1f} GiB, most at {prediction.moment}\n"
+        f"  GiB: {listed}; on the host {prediction.host / GIB:.1f} of {host / GIB:.1f}\n"
+        f"  the longest seq_len that fits is {longest:,}" + (f"; this one may not. Try {change}" if change else "")
+    )
 
 
 def checkpoint_path(ckpt_path: str | None, runs: Path) -> str | None:

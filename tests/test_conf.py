@@ -61,6 +61,11 @@ def test_presets_are_what_the_readme_says(tmp_path):
         pytest.param(["max_steps=1.5"], "max_steps must be a positive integer; got 1.5", id="steps"),
         pytest.param(["batch_size=3", "data.micro_batch_size=2"], "batch_size must be .* 3, 2 and 1", id="batch"),
         pytest.param(["model.n_kv_heads=3"], "n_heads must be a multiple of .*n_kv_heads; got 4 and 3", id="heads"),
+        pytest.param(
+            ["model.positions=learned", "model.max_seq_len=32"],
+            "documents of at most model.max_seq_len=32 tokens; got 64",
+            id="learned-positions",
+        ),
         pytest.param(["model.dim=4000000"], "parameters need .* GiB .* Choose a smaller model", id="memory"),
         pytest.param(["trainer.precision=64-true"], "trainer.precision must be one of .*; got 64-true", id="fp64"),
         pytest.param(["ckpt_path=nowhere.ckpt"], "ckpt_path must be a checkpoint or `last`; nowhere.ckpt", id="ckpt"),

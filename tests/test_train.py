@@ -42,6 +42,16 @@ def test_micro_batches_change_nothing_but_memory(tmp_path):
     torch.testing.assert_close(losses[0], losses[2], rtol=1e-4, atol=0)
 
 
+def test_labels_are_counted_exactly_with_bf16_weights(tmp_path):
+    """Lightning turns every floating-point buffer into bf16, which would count 300 labels as 300 or 302."""
+    with composed(tmp_path, *tiny(tmp_path, "trainer.precision=bf16-true")) as cfg:
+        trainer, lit_gpt, _ = train.build(cfg)
+    trainer.precision_plugin.convert_module(lit_gpt)
+    lit_gpt.on_fit_start()
+    assert next(lit_gpt.parameters()).dtype == torch.bfloat16
+    assert lit_gpt._sums.dtype == lit_gpt._val_sums.dtype == torch.float64
+
+
 def test_out_of_memory_is_a_result(tmp_path, monkeypatch, capsys):
     def naive(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -5,13 +5,15 @@ seq_len of them and labels the last, so neighbouring rows share one token and ev
 once. A document cut by the end of a row goes on in another row as a document of its own. The last row is padded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from fa_train.data.report import PackingReport, length_histogram
 
 IGNORE_INDEX = -100
 Batch = dict[str, Tensor]
@@ -77,6 +79,41 @@ def pack_row(
     boundaries = np.unique(np.concatenate([[0], cuts[cuts < seq_len], [seq_len]]))
     position_ids = np.arange(seq_len) - np.repeat(boundaries[:-1], np.diff(boundaries))
     return Row(stream[:-1], labels, position_ids, boundaries)
+
+
+class Concatenation:
+    """Rows by plain concatenation: documents shuffled anew each epoch, and cut where a row ends."""
+
+    row_costs: np.ndarray | None = None  # rows differ too little, and by the epoch, for balancing to be worth it
+
+    def __init__(self, documents: PackableDocuments, seq_len: int, pad_id: int) -> None:
+        self.documents, self.seq_len, self.pad_id = documents, seq_len, pad_id
+        lengths = documents.lengths
+        self.n_rows = n_rows(int(lengths.sum()), seq_len)
+        self.max_documents = max_documents_in_row(lengths, seq_len)
+        self.report = PackingReport(
+            packing="concat",
+            documents=len(lengths),
+            documents_empty=int((lengths == 0).sum()),
+            documents_split=None,
+            documents_truncated=0,
+            documents_dropped=0,
+            tokens_in=int(lengths.sum()),
+            tokens_packed=int(lengths.sum()),
+            tokens_truncated=0,
+            tokens_dropped=0,
+            rows=self.n_rows,
+            seq_len=seq_len,
+            histogram=length_histogram(lengths),
+        )
+
+    def epoch(self, generator: np.random.Generator | None) -> Callable[[int], Row]:
+        """Row i of documents in an order that the generator shuffles; None keeps their own."""
+        order = np.arange(len(self.documents))
+        if generator is not None:
+            generator.shuffle(order)
+        ends = np.cumsum(self.documents.lengths[order])
+        return lambda row: pack_row(self.documents, order, ends, row, self.seq_len, self.pad_id)
 
 
 def collate(rows: Sequence[Row], max_documents: int, *, document_mask: bool, reset_positions: bool) -> Batch:

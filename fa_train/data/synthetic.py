@@ -33,6 +33,7 @@ class SyntheticSource:
             )
         self.vocab_size, self.document_len = vocab_size, document_len
         self.pad_id = 0
+        self.cache_dir = None
 
     def documents(self, *, held_out: bool) -> SyntheticDocuments:
         """Those for training, or those for validation."""

@@ -1,11 +1,13 @@
 """Micro-batches are a pure function of the seed and the place in the run, also through a killed and resumed fit."""
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fa_train.data.datamodule import MicroBatches, PackedRows, synthetic_data
+from tests.data.test_best_fit import make as make_best_fit
 
 OPTIONS = dict(
     seq_len=16, batch_size=8, micro_batch_size=2, max_steps=6, seed=1, document_mask=True, reset_positions=True,
@@ -53,6 +55,10 @@ def test_epochs_shuffle_anew_and_repeat_by_seed(monkeypatch):
     assert not torch.equal(first, other)
 
 
+def best_fit_data():
+    return make_best_fit(np.random.default_rng(0).integers(1, 30, 60))
+
+
 class Killed(Exception):
     """The end of a process, as far as a test may go."""
 
@@ -78,21 +84,28 @@ class Recorder(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(folder, recorder, ckpt_path=None):
+def fit(folder, recorder, data, ckpt_path=None):
     trainer = L.Trainer(
         max_steps=6, max_epochs=-1, accumulate_grad_batches=4, accelerator="cpu", logger=False, default_root_dir=folder,
         callbacks=[ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, save_last=True)],
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
         num_sanity_val_steps=0, val_check_interval=8, check_val_every_n_epoch=None,
     )  # fmt: skip
-    trainer.fit(recorder, datamodule=make(), ckpt_path=ckpt_path)
+    trainer.fit(recorder, datamodule=data, ckpt_path=ckpt_path)
     return recorder.seen
 
 
-def test_a_resumed_run_goes_on_where_it_stopped(tmp_path):
-    whole = fit(tmp_path / "whole", Recorder())
+@pytest.mark.parametrize("make_data", [make, best_fit_data], ids=["concat", "best_fit"])
+def test_a_resumed_run_goes_on_where_it_stopped(tmp_path, make_data):
+    whole = fit(tmp_path / "whole", Recorder(), make_data())
     assert len(whole) == 24
     with pytest.raises(Killed):
-        fit(tmp_path / "cut", Recorder(die_at=3))
-    rest = fit(tmp_path / "cut", Recorder(), ckpt_path=tmp_path / "cut" / "last.ckpt")
+        fit(tmp_path / "cut", Recorder(die_at=3), make_data())
+    rest = fit(tmp_path / "cut", Recorder(), make_data(), ckpt_path=tmp_path / "cut" / "last.ckpt")
     assert torch.equal(torch.cat(rest), torch.cat(whole[12:]))
+
+
+def test_the_packing_is_reported_once_at_the_start(tmp_path, capsys):
+    data = best_fit_data()
+    fit(tmp_path, Recorder(), data)
+    assert capsys.readouterr().out.count(data.packing_report().text()) == 1

@@ -99,7 +99,9 @@ def test_groups_are_what_they_are_named():
         "selective": ("selective", False, None),
         "full": ("full", False, None),
         "offload": ("selective", True, 16384),
+        "auto": ("none", False, None),  # until train.py has chosen
     }
+    assert {name for name, m in found.items() if m.auto} == {"auto"}
     assert {m.loss for m in found.values()} == {LinearCrossEntropy(4096, z_loss=0.0, label_smoothing=0.0)}
 
 
@@ -109,7 +111,7 @@ def test_every_key_reaches_the_model():
     assert model.offload is not None
     model = build("default", "memory.loss.z_loss=0.5", "memory.loss.label_smoothing=0.25", "memory.loss.chunk_size=9")
     assert model.loss == LinearCrossEntropy(9, z_loss=0.5, label_smoothing=0.25)
-    assert {field.name for field in fields(Memory)} == {"checkpointing", "offload", "mlp_chunk", "loss"}
+    assert {field.name for field in fields(Memory)} == {"checkpointing", "offload", "mlp_chunk", "loss", "auto"}
 
 
 @pytest.mark.gpu

@@ -1,0 +1,213 @@
+"""Best-fit decreasing: whole documents laid into rows with little padding, and no document cut that fits a row.
+
+Documents longer than a row are split, truncated or dropped first, and every token is counted. Then pieces, longest
+first, each go into the row with the least room that still holds them. Equal lengths are laid in one go, and of rows
+only how much room is left matters, so the work is by (length, room) pairs rather than by documents. It needs the
+lengths alone: tokens stay on disk.
+Source: Fewer Truncations Improve Language Modeling, arXiv:2404.10830, Alg. 1; there a segment tree over the room left
+finds the row, here a sorted list of the few amounts of room that any row has.
+"""
+
+import hashlib
+import os
+import tempfile
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+
+from fa_train.data.packing import IGNORE_INDEX, PackableDocuments, Row
+from fa_train.data.report import PackingReport, length_histogram
+
+FORMAT = "1"  # of a plan, and of how it is made; another one is another cache entry
+LongDocuments = Literal["split", "truncate", "drop"]
+ROW, DOCUMENT, START, STOP = range(4)  # columns of a plan
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What remains of each document, (n_pieces,) int64 each: tokens start to stop of a document."""
+
+    document: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+
+
+def cut_long_documents(lengths: np.ndarray, max_doc_len: int, policy: LongDocuments) -> Pieces:
+    """Pieces of at most max_doc_len tokens; empty documents have none.
+
+    split: all of a document, in pieces of max_doc_len and a rest; truncate: its first max_doc_len tokens; drop: nothing
+    of a document that is longer.
+    """
+    if policy == "split":
+        counts = -(-lengths // max_doc_len)
+    else:
+        counts = (lengths > 0) & ((lengths <= max_doc_len) | (policy == "truncate"))
+    counts = counts.astype(np.int64)
+    document = np.repeat(np.arange(len(lengths)), counts)
+    nth = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+    start = nth * max_doc_len
+    return Pieces(document, start, np.minimum(start + max_doc_len, lengths[document]))
+
+
+def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """The row of each piece, (n,) int64, rows numbered as they are opened; lengths are 1 to capacity.
+
+    Exactly best-fit decreasing, ties by index: while the row with the least sufficient room holds the next piece of the
+    same length too, it stays the one with the least, so room // length pieces go into it at once.
+    """
+    assert len(lengths) == 0 or (lengths.min() >= 1 and lengths.max() <= capacity)
+    order = np.argsort(-lengths, kind="stable")
+    distinct, counts = np.unique(lengths, return_counts=True)
+    rooms: list[int] = []  # sorted: the amounts of room that some row has left
+    rows_by_room: dict[int, list[int]] = {}
+    row_of_sorted = array("q")  # 8 bytes a piece, where a list would take 40
+    n_rows = 0
+    for length, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        left = count
+        while left:
+            place = bisect_left(rooms, length)
+            if place < len(rooms):
+                room = rooms[place]
+                candidates = rows_by_room[room]
+            else:
+                room = capacity
+                n_new = -(-left // (capacity // length))
+                candidates = list(range(n_rows + n_new - 1, n_rows - 1, -1))
+                n_rows += n_new
+                rows_by_room[room] = candidates
+                rooms.append(room)
+            per_row = room // length
+            while left and candidates:
+                n_pieces = min(per_row, left)
+                row = candidates.pop()
+                row_of_sorted.extend([row] * n_pieces)
+                left -= n_pieces
+                rest = room - n_pieces * length
+                if rest:
+                    if rest not in rows_by_room:
+                        rows_by_room[rest] = []
+                        insort(rooms, rest)
+                    rows_by_room[rest].append(row)
+            if not candidates:
+                del rows_by_room[room]
+                del rooms[bisect_left(rooms, room)]
+    row_of = np.empty(len(lengths), np.int64)
+    row_of[order] = np.frombuffer(row_of_sorted, np.int64) if row_of_sorted else np.empty(0, np.int64)
+    return row_of
+
+
+def make_plan(lengths: np.ndarray, seq_len: int, max_doc_len: int, policy: LongDocuments) -> np.ndarray:
+    """(n_pieces, 4) int64: row, document, start, stop; sorted by row, within a row longest first."""
+    pieces = cut_long_documents(lengths, max_doc_len, policy)
+    sizes = pieces.stop - pieces.start
+    row = best_fit_decreasing(sizes, seq_len)
+    order = np.lexsort((-sizes, row))
+    return np.stack([row, pieces.document, pieces.start, pieces.stop], axis=1)[order]
+
+
+def load_plan(
+    lengths: np.ndarray, seq_len: int, max_doc_len: int, policy: LongDocuments, cache_dir: Path | None
+) -> np.ndarray:
+    """make_plan, memory-mapped from cache_dir; made now if the cache lacks it. None keeps nothing.
+
+    A plan depends on nothing but its arguments, whose hash names the file. The file appears whole or not at all.
+    """
+    if cache_dir is None:
+        return make_plan(lengths, seq_len, max_doc_len, policy)
+    key = hashlib.blake2b(f"{FORMAT}\0{seq_len}\0{max_doc_len}\0{policy}\0".encode(), digest_size=16)
+    key.update(np.ascontiguousarray(lengths, dtype="<i8").tobytes())
+    path = cache_dir / f"{key.hexdigest()}.plan.npy"
+    if not path.exists():
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_dir, prefix="unfinished-") as folder:
+            unfinished = Path(folder, path.name)
+            np.save(unfinished, make_plan(lengths, seq_len, max_doc_len, policy))
+            os.replace(unfinished, path)
+    return np.load(path, mmap_mode="r")
+
+
+def report_plan(plan: np.ndarray, lengths: np.ndarray, seq_len: int, policy: LongDocuments) -> PackingReport:
+    """What became of every document and every token."""
+    tokens_kept = np.bincount(plan[:, DOCUMENT], plan[:, STOP] - plan[:, START], len(lengths)).astype(np.int64)
+    n_pieces = np.bincount(plan[:, DOCUMENT], minlength=len(lengths))
+    lost = lengths - tokens_kept
+    return PackingReport(
+        packing="best_fit",
+        documents=len(lengths),
+        documents_empty=int((lengths == 0).sum()),
+        documents_split=int((n_pieces > 1).sum()),
+        documents_truncated=int(((lost > 0) & (n_pieces > 0)).sum()),
+        documents_dropped=int(((lost > 0) & (n_pieces == 0)).sum()),
+        tokens_in=int(lengths.sum()),
+        tokens_packed=int(tokens_kept.sum()),
+        tokens_truncated=int(lost[n_pieces > 0].sum()),
+        tokens_dropped=int(lost[n_pieces == 0].sum()),
+        rows=int(plan[-1, ROW]) + 1 if len(plan) else 0,
+        seq_len=seq_len,
+        histogram=length_histogram(lengths),
+    )
+
+
+class BestFit:
+    """Rows by best-fit decreasing: the same in every epoch, for the caller to shuffle.
+
+    Units: max_doc_len in tokens, None is seq_len. n_rows may be 0, where every document is empty or dropped.
+    row_costs (n_rows,) is attention's work, the sum of squared document lengths, padding as one more document.
+    Raises: ValueError on a max_doc_len that is not in 1 to seq_len and on an unknown policy.
+    """
+
+    def __init__(
+        self,
+        documents: PackableDocuments,
+        seq_len: int,
+        pad_id: int,
+        *,
+        max_doc_len: int | None,
+        long_documents: LongDocuments,
+        cache_dir: Path | None,
+    ) -> None:
+        limit = seq_len if max_doc_len is None else max_doc_len
+        if not 1 <= limit <= seq_len:
+            raise ValueError(f"data.max_doc_len must be null or 1 to seq_len={seq_len}; got {max_doc_len}")
+        if long_documents not in get_args(LongDocuments):
+            wanted = ", ".join(get_args(LongDocuments))
+            raise ValueError(f"data.long_documents must be one of {wanted}; got {long_documents}")
+        self.documents, self.seq_len, self.pad_id = documents, seq_len, pad_id
+        # a split document is learnt from whole: the last token of a piece has the first of the next as its label
+        self.label_beyond_piece = long_documents == "split"
+        self.plan = load_plan(documents.lengths, seq_len, limit, long_documents, cache_dir)
+        self.report = report_plan(self.plan, documents.lengths, seq_len, long_documents)
+        self.n_rows = self.report.rows
+        self.first_piece = np.searchsorted(self.plan[:, ROW], np.arange(self.n_rows + 1))
+        sizes = self.plan[:, STOP] - self.plan[:, START]
+        running = np.concatenate([[0], np.cumsum(sizes)])[self.first_piece]
+        squares = np.concatenate([[0], np.cumsum(sizes**2)])[self.first_piece]
+        padding = seq_len - np.diff(running)
+        self.row_costs = np.diff(squares) + padding**2
+        self.max_documents = int((np.diff(self.first_piece) + (padding > 0)).max(initial=1))
+
+    def epoch(self, generator: np.random.Generator | None) -> Callable[[int], Row]:
+        """Row i of an epoch; rows hold the same documents in each."""
+        return self.row
+
+    def row(self, index: int) -> Row:
+        """Its documents, longest first, then padding as a document of its own, without labels; positions restart."""
+        tokens = np.full(self.seq_len, self.pad_id, dtype=np.int64)
+        labels = np.full(self.seq_len, IGNORE_INDEX, dtype=np.int64)
+        boundaries = [0]
+        for _, document, start, stop in self.plan[self.first_piece[index] : self.first_piece[index + 1]].tolist():
+            body = self.documents[document][start : stop + self.label_beyond_piece]
+            begin, size = boundaries[-1], stop - start
+            tokens[begin : begin + size] = body[:size]
+            labels[begin : begin + len(body) - 1] = body[1:]
+            boundaries.append(begin + size)
+        if boundaries[-1] < self.seq_len:
+            boundaries.append(self.seq_len)
+        edges = np.array(boundaries)
+        position_ids = np.arange(self.seq_len) - np.repeat(edges[:-1], np.diff(edges))
+        return Row(tokens, labels, position_ids, edges)

@@ -1,0 +1,145 @@
+"""torchao's AdamW with smaller states, as torch's schedulers, Lightning and a run's record expect an optimizer to be.
+
+Imported where such an optimizer is chosen: torchao takes seconds to import and is not there on every system.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchao.optim import AdamW8bit, CPUOffloadOptimizer, _AdamW
+from torchao.optim.subclass_8bit import OptimState8bit
+
+Groups = list[dict[str, Any]]
+Closure = Callable[[], Any]
+
+
+class _PlainLearningRate:
+    """torchao's update wants the learning rate as a tensor; everybody else, checkpoints included, as a number."""
+
+    param_groups: Groups
+    defaults: dict[str, Any]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        rate = param_group.get("lr", self.defaults["lr"])
+        super().add_param_group(param_group)  # type: ignore[misc]
+        self.param_groups[-1]["lr"] = rate
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> Any:
+        """As torch.optim.Optimizer's."""
+        loss = _run(closure)  # before the numbers become tensors: callbacks read them in there
+        rates = [group["lr"] for group in self.param_groups]
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = torch.tensor(rate, dtype=torch.float32)
+        try:
+            super().step()  # type: ignore[misc]
+        finally:
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                group["lr"] = rate
+        return loss
+
+
+class EightBitAdamW(_PlainLearningRate, AdamW8bit):
+    """Both moments in 8 bits a number, 256 of which share a scale (arXiv:2110.02861).
+
+    Their saved state is plain tensors: torch cannot read torchao's kind of tensor to where Lightning wants it.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        return _with_states(super().state_dict(), _taken_apart)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(_with_states(state_dict, _put_together))
+
+
+class RoundingAdamW(_PlainLearningRate, _AdamW):
+    """Weights and both moments in bf16, rounded up or down at random, so that small updates count on average."""
+
+
+class OffloadedAdamW(CPUOffloadOptimizer):
+    """AdamW of which weights, gradients and moments wait on the host, where the update runs too.
+
+    Takes and shows the GPU's parameters in `param_groups`, so that gradients can be scaled and clipped there before
+    `step` sends them. (torchao sends them as soon as the backward has them, and shows the host's copies.)
+    """
+
+    def __init__(self, groups: Groups, **arguments: Any) -> None:
+        self._groups = [{**arguments, **group, "params": list(group["params"])} for group in groups]
+        self.state: dict[Tensor, Any] = {}  # Lightning would move what stands here to the GPU
+        self.defaults = dict(arguments)
+        super().__init__([dict(group) for group in groups], torch.optim.AdamW, fused=True, **arguments)
+        for parameter in self.param_d2h_map:
+            assert parameter._post_accumulate_grad_hooks is not None
+            parameter._post_accumulate_grad_hooks.clear()
+
+    @property
+    def param_groups(self) -> Groups:
+        return self._groups
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> Any:
+        """As torch.optim.Optimizer's; waits for the host's update."""
+        loss = _run(closure)
+        self._set_hyperparameters()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        for on_gpu, on_host in self.param_d2h_map.items():
+            if on_gpu.grad is not None:
+                with torch.cuda.stream(self.stream):
+                    on_host.grad.copy_(on_gpu.grad, non_blocking=True)
+                self.queue[on_gpu] = self.stream.record_event()
+        super().step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"groups": [_without_parameters(group) for group in self._groups]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Reads moments, and the weights on the host from those on the GPU, which a checkpoint brought before."""
+        super().load_state_dict(state_dict)
+        for group, saved in zip(self._groups, state_dict["groups"], strict=True):
+            group.update(saved)
+        with torch.no_grad():
+            for on_gpu, on_host in self.param_d2h_map.items():
+                on_host.copy_(on_gpu)
+
+    def _set_hyperparameters(self) -> None:
+        """What schedulers wrote, to the optimizers that work: one a parameter, and one for all small ones."""
+        small = iter([] if self.d_opt is None else self.d_opt.param_groups)  # d_param_groups goes stale when loading
+        for group in self._groups:
+            values = _without_parameters(group)
+            moved = [p for p in group["params"] if p in self.optim_dict]
+            for parameter in moved:
+                self.optim_dict[parameter].param_groups[0].update(values)
+            if len(moved) < sum(p.requires_grad for p in group["params"]):
+                next(small).update(values)
+
+
+def _with_states(saved: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """`saved` with `change` applied to each moment of each parameter."""
+    states = {
+        parameter: {name: change(value) for name, value in state.items()} for parameter, state in saved["state"].items()
+    }
+    return saved | {"state": states}
+
+
+def _taken_apart(value: Any) -> Any:
+    if not isinstance(value, OptimState8bit):
+        return value
+    return {"codes": value.codes, "scale": value.scale, "qmap": value.qmap, "signed": value.signed}
+
+
+def _put_together(value: Any) -> Any:
+    return OptimState8bit(**value) if isinstance(value, dict) else value
+
+
+def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _run(closure: Closure | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

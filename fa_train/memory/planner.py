@@ -1,0 +1,616 @@
+"""How much memory a training step takes, by arithmetic: nothing is allocated.
+
+What autograd keeps of each block is read off the code, tensor by tensor. A step's peak is the largest of a few moments:
+the loss; within a block, whichever of its forward (again, if checkpointed), its FFN's or its attention's backward holds
+most; the end of the backward, when all gradients exist; the optimizer. tests/memory/test_planner.py runs the real model
+on fake tensors and compares, and holds the formula against peaks measured on GPUs.
+
+Attention is counted as flash attention; the other kinds keep at least as much.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from fa_train.memory.checkpointing import Checkpointing, require_checkpointing
+
+GIB = 2**30
+LIBRARIES = 96 * 2**20  # cuBLAS's workspaces, by torch's allocator; measured on an H200
+CONTEXT = 600 * 2**20  # CUDA's context and the kernels' code, beside torch's allocator
+OFFLOADED_FROM = QUANTISED_FROM = 4096  # elements: torchao leaves smaller tensors alone
+QUANTISATION_BLOCK = 256  # elements that share a scale
+FRAGMENTATION = 0.03  # of what is allocated: what the allocator has reserved and cannot use
+Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
+OptimizerKind = Literal["adamw", "adamw_8bit", "adamw_bf16", "adamw_offload"]
+Activation = Literal["swiglu", "geglu", "gelu"]
+Norm = Literal["rmsnorm", "layernorm"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers that decide a run's memory.
+
+    Units: tokens is what one GPU holds at a time (data.micro_batch_size x seq_len); mlp_chunk and loss_chunk in tokens;
+    ffn_dim, dim, head_dim in channels. accumulates: whether a step has several micro-batches, so that gradients stay
+    while the next one runs. learned_positions: rows of the table of learned positions, 0 for none.
+    """
+
+    n_layers: int
+    dim: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    vocab_size: int
+    activation: Activation
+    tied: bool
+    norm: Norm
+    qk_norm: bool
+    bias: bool
+    rope: bool
+    learned_positions: int
+    precision: Precision
+    tokens: int
+    checkpointing: Checkpointing
+    offload: bool
+    mlp_chunk: int | None
+    loss_chunk: int
+    optimizer: OptimizerKind
+    accumulates: bool
+    compiled: bool
+
+    def __post_init__(self) -> None:
+        require_checkpointing(self.checkpointing)
+        if self.precision not in get_args(Precision):
+            known = ", ".join(get_args(Precision))
+            raise ValueError(f"trainer.precision must be one of {known}; got {self.precision}")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of one element of a parameter, its gradient and the hidden states between blocks."""
+        return 2 if self.precision == "bf16-true" else 4
+
+    @property
+    def compute_bytes(self) -> int:
+        """Of one element of a matrix product's operands."""
+        return 4 if self.precision == "32-true" else 2
+
+    @property
+    def eager(self) -> bool:
+        return not self.compiled
+
+    @property
+    def mixed(self) -> bool:
+        return self.weight_bytes != self.compute_bytes
+
+    @property
+    def query_dim(self) -> int:
+        return self.n_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        return self.n_kv_heads * self.head_dim
+
+    @property
+    def norm_statistics(self) -> int:
+        """fp32 numbers a row that a norm keeps."""
+        return 1 if self.norm == "rmsnorm" else 2
+
+    @property
+    def separate_qk(self) -> bool:
+        """Whether attention gets queries and keys of their own, not views of what the projection wrote."""
+        return self.rope or self.qk_norm
+
+    @property
+    def up_dim(self) -> int:
+        return 2 * self.ffn_dim if self.gated else self.ffn_dim
+
+    @property
+    def gated(self) -> bool:
+        return self.activation != "gelu"
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """What is held at one moment beside weights and the optimizer's states, in bytes."""
+
+    name: str
+    gradients: int = 0
+    rounded_weights: int = 0
+    activations: int = 0
+    outside: int = 0
+    loss: int = 0
+    working: int = 0
+
+    def total(self) -> int:
+        return self.gradients + self.rounded_weights + self.activations + self.outside + self.loss + self.working
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one GPU and its process hold at the largest moment of a step, in bytes.
+
+    rounded_weights are autocast's copies; activations is what blocks keep for their backward, outside what the
+    embeddings, the data and the last norm do; working is what the moment itself needs; loss is the logits and gradients
+    of the last layer. allocated is what torch.cuda.max_memory_allocated will say; overhead is the CUDA context, the
+    kernels' code and what the caching allocator cannot use. host is pinned memory.
+    """
+
+    shape: Shape
+    moment: str
+    weights: int
+    optimizer: int
+    gradients: int
+    rounded_weights: int
+    activations: int
+    outside: int
+    loss: int
+    working: int
+    libraries: int
+    overhead: int
+    host: int
+
+    @property
+    def allocated(self) -> int:
+        return sum(getattr(self, name) for name in COMPONENTS if name != "overhead")
+
+    @property
+    def gpu_bytes(self) -> int:
+        return self.allocated + self.overhead
+
+
+COMPONENTS = (
+    "weights",
+    "optimizer",
+    "gradients",
+    "rounded_weights",
+    "activations",
+    "outside",
+    "loss",
+    "working",
+    "libraries",
+    "overhead",
+)
+
+
+class _Block:
+    """The tensors of one decoder block, in bytes, and how many of them live at a time."""
+
+    def __init__(self, s: Shape) -> None:
+        t, c = s.tokens, s.compute_bytes
+        self.shape, self.eager = s, s.eager
+        self.x = t * s.dim * s.weight_bytes  # a hidden state between blocks, and its gradient
+        self.x_rounded = t * s.dim * c
+        self.q, self.kv = t * s.query_dim * c, t * s.kv_dim * c
+        self.q_full, self.kv_full = t * s.query_dim * 4, t * s.kv_dim * 4
+        self.qkv = self.q + 2 * self.kv
+        self.lse = t * s.n_heads * 4
+        self.hidden, self.up = t * s.ffn_dim * c, t * s.up_dim * c
+        self.statistics = t * 4 * s.norm_statistics
+        self.qkv_weight, self.out_weight = s.dim * (s.query_dim + 2 * s.kv_dim), s.query_dim * s.dim
+        self.up_weight, self.down_weight = s.dim * s.up_dim, s.ffn_dim * s.dim
+
+    def rounded_weights(self) -> int:
+        """Autocast's copies; the FFN by chunks makes its own and drops them."""
+        if not self.shape.mixed:
+            return 0
+        ffn = 0 if self.shape.mlp_chunk else self.up_weight + self.down_weight
+        return (self.qkv_weight + self.out_weight + ffn) * self.shape.compute_bytes
+
+    def attention_kept(self) -> int:
+        """From the block's input to attention's result."""
+        s = self.shape
+        kept = self.x + self.statistics + self.x_rounded + self.qkv + self.q + self.lse
+        if s.separate_qk:
+            kept += self.q + self.kv  # else views of the projection's result, as values always are
+        if s.qk_norm:
+            kept += s.tokens * (s.n_heads + s.n_kv_heads) * 4 * s.norm_statistics
+            kept += self.q_full + self.kv_full if s.mixed else 0
+        return kept
+
+    def ffn_kept(self) -> int:
+        """From the hidden state between attention and FFN, which torch.compile adds up again, to the FFN's result."""
+        kept = (self.x if self.eager else self.x_rounded) + self.statistics + self.x_rounded
+        return kept if self.shape.mlp_chunk else kept + self.up + self.activated_kept()
+
+    def activated_kept(self) -> int:
+        """The FFN's operand of its last product; SwiGLU's silu too, which torch.compile computes again."""
+        return self.hidden * (2 if self.shape.gated and self.eager else 1)
+
+    def kept(self) -> int:
+        """What autograd keeps of a block that computes nothing again."""
+        return self.attention_kept() + self.ffn_kept()
+
+    def boundary(self) -> int:
+        """What is kept of a block from its forward to its backward, on the GPU or on the host."""
+        if self.shape.checkpointing == "none":
+            return self.kept()
+        return self.x + (self.q + self.lse if self.shape.checkpointing == "selective" else 0)
+
+    def forward(self) -> dict[str, int]:
+        """The most at a time in each part of the first forward, the block's own tensors included."""
+        ffn = self._ffn_forward()
+        if self.shape.checkpointing != "none":  # nothing is kept for longer than it is read
+            activated = self.up + self.activated_kept()
+            ffn = self.boundary() + 2 * self.x + (self._chunk_forward() if self.shape.mlp_chunk else activated)
+        return {"RoPE": self._rope_forward(), "attention": self._attention_forward(), "FFN": ffn}
+
+    def backward(self) -> dict[str, int]:
+        """The same of the backward, with the forward again where it is checkpointed."""
+        again = {}
+        if self.shape.checkpointing != "none":
+            waiting = self.x + (self.x_rounded if self.shape.mixed else 0)  # the gradient of the block's result
+            rope = self._rope_forward() + self.boundary() - self.x  # attention's results wait for their turn
+            ffn = self.kept() + self._argument()  # recomputation ends before the last product
+            parts = {"RoPE": rope, "attention": self._attention_forward(), "FFN": ffn}
+            again = {f"{part} again": waiting + nbytes for part, nbytes in parts.items()}
+        return again | {
+            "FFN's backward": self._ffn_backward(),
+            "norm's backward": self._norm_backward(),
+            "attention's backward": self._attention_backward(),
+        }
+
+    def _argument(self) -> int:
+        """A norm's result in fp32: Python holds it while attention or FFN run on a rounded copy of it."""
+        return self.x if self.shape.mixed and self.eager else 0
+
+    def _projected(self) -> int:
+        """From the block's input to queries, keys and values."""
+        return self.x + self.statistics + self._argument() + self.x_rounded + self.qkv
+
+    def _qk_normed(self) -> int:
+        """Kept by the norms of queries and keys, and their results."""
+        s = self.shape
+        if not s.qk_norm:
+            return 0
+        statistics = s.tokens * (s.n_heads + s.n_kv_heads) * 4 * s.norm_statistics
+        return statistics + (2 * (self.q_full + self.kv_full) if s.mixed else self.q + self.kv)
+
+    def _rope_forward(self) -> int:
+        """A rotation in fp32: its argument, four products or three halves, and the result; keys after queries."""
+        s = self.shape
+        if not s.rope or not self.eager:
+            return 0
+        is_full = s.compute_bytes == 4 or (s.mixed and s.qk_norm)
+        tensors = 2 if is_full else 3
+        return self._projected() + self._qk_normed() + max(tensors * self.q_full, self.q_full + tensors * self.kv_full)
+
+    def _attention_forward(self) -> int:
+        """Until attention's result is projected; the frame still holds queries and keys in fp32."""
+        s = self.shape
+        frame = 0
+        if self.eager and s.compute_bytes == 2 and (s.rope or (s.qk_norm and s.mixed)):
+            frame = self.q_full + self.kv_full
+        return self.attention_kept() + self._argument() + frame + self.x_rounded
+
+    def _ffn_forward(self) -> int:
+        return self.kept() + self._argument() + self.x_rounded + self._chunk_forward()
+
+    def _chunk_forward(self) -> int:
+        """Rounded weights, and a chunk from its first product to its last."""
+        if not self.shape.mlp_chunk:
+            return 0
+        return self._ffn_rounded() + self._chunk(self.shape.tokens) * (4 if self.shape.gated else 2)
+
+    def _ffn_backward(self) -> int:
+        """The gradient of the last product's operand; SwiGLU's, of its two factors; or a chunk's tensors."""
+        s, held = self.shape, self.kept() + self.x
+        rounded = self.x_rounded if s.mixed else 0  # the gradient of the FFN's result
+        if not s.mlp_chunk:
+            of_operand = rounded + self.hidden + self.down_weight * s.compute_bytes
+            let_go = self.down_weight * s.compute_bytes if s.mixed else 0  # autocast's copy
+            its_own = 0 if s.accumulates else self.down_weight * s.weight_bytes  # the gradient of that weight
+            of_factors = 2 * self.hidden - let_go + its_own if s.gated else 0
+            return held + max(of_operand, of_factors)
+        weights = (self.up_weight + self.down_weight) * 4
+        # tensors of a chunk, and those of the chunk before, which the loop holds until they are replaced
+        own, before = (5, 3) if s.gated else (4, 2)
+        chunk, next_chunk = self._chunk(s.tokens), self._chunk(max(0, s.tokens - s.mlp_chunk))
+        chunks = max(own * chunk, before * chunk + own * next_chunk if next_chunk else 0)
+        if s.weight_bytes != 4:  # the sums are rounded when the loop has ended
+            chunks = max(chunks, 3 * (next_chunk or chunk) + weights // 2)
+        return held + rounded + self.x_rounded + weights + self._ffn_rounded() + chunks
+
+    def _norm_backward(self) -> int:
+        """Of the FFN's norm: its input, the gradients of its result and input, and of the residual."""
+        between = self.x if self.eager else self.x_rounded
+        return self.attention_kept() + between + self.statistics + 3 * self.x
+
+    def _attention_backward(self) -> int:
+        """Hopper's kernels add up the gradient of queries in fp32."""
+        s = self.shape
+        held = self.attention_kept() + self.x + self.q
+        on_hopper = s.compute_bytes == 2 and s.head_dim in (64, 128)
+        return held + self.lse * (3 if on_hopper else 1) + (self.q_full if on_hopper else 0) + self.qkv
+
+    def _chunk(self, tokens: int) -> int:
+        """(chunk, ffn_dim), one operand, with `tokens` left."""
+        s = self.shape
+        return min(s.mlp_chunk or s.tokens, tokens) * s.ffn_dim * s.compute_bytes
+
+    def _ffn_rounded(self) -> int:
+        return (self.up_weight + self.down_weight) * self.shape.compute_bytes if self.shape.mixed else 0
+
+
+def predict(shape: Shape) -> Prediction:
+    """The peak of a training step after the first, by component."""
+    s = shape
+    largest = max(_moments(s), key=_Moment.total)
+    weights = sum(parameter_sizes(s)) * s.weight_bytes
+    optimizer, host = optimizer_bytes(s)
+    return Prediction(
+        shape=s,
+        moment=largest.name,
+        weights=weights,
+        optimizer=optimizer,
+        gradients=largest.gradients,
+        rounded_weights=largest.rounded_weights,
+        activations=largest.activations,
+        outside=largest.outside,
+        loss=largest.loss,
+        working=largest.working,
+        libraries=LIBRARIES,
+        overhead=CONTEXT + int(FRAGMENTATION * (weights + optimizer + largest.total())),
+        host=host + ((s.n_layers - 1) * _Block(s).x if s.offload else 0),
+    )
+
+
+def kept_per_layer(shape: Shape) -> int:
+    """What the GPU keeps of a block but the last between its forward and its backward, copies of weights included."""
+    block = _Block(shape)
+    rounded = block.rounded_weights() if shape.checkpointing == "none" else 0
+    return block.boundary() - block.x * shape.offload + rounded
+
+
+def _moments(s: Shape) -> list[_Moment]:
+    """Those that may be the largest of a step."""
+    block, again = _Block(s), s.checkpointing != "none"
+    vocabulary = s.vocab_size * s.dim * s.weight_bytes
+    gradients = sum(parameter_sizes(s)) * s.weight_bytes
+    rounded = block.rounded_weights()
+    rounded_in_forward = s.n_layers * rounded if s.eager or not again else 0
+    boundaries = s.n_layers * block.boundary() - (s.n_layers - 1) * block.x * s.offload
+    sent = block.x if s.offload and s.n_layers > 1 else 0  # the state below, until its copy has ended
+    data = s.tokens * (3 * 8 + 4 * 4)  # tokens, labels, positions; the four ends of visible ranges
+    data += s.tokens * s.head_dim * 4 if s.rope else 0  # cosines and sines
+    last_norm = block.x + block.statistics + 2 * block.x  # its input, and its result with a gradient or both gradients
+    # the gradient that the loss has left: a tied one waits for the embedding's, another is the parameter's own
+    of_head = vocabulary if s.tied or not s.accumulates else 0
+    forward, in_forward = max(block.forward().items(), key=_nbytes)
+    moments = [
+        _Moment(
+            f"{forward} of the last block",
+            gradients=gradients,
+            rounded_weights=rounded_in_forward or rounded,
+            activations=boundaries,
+            outside=data,
+            working=sent + in_forward - block.boundary(),
+        ),
+        _Moment(
+            "the loss",
+            gradients=gradients,
+            rounded_weights=rounded_in_forward,
+            activations=boundaries,
+            outside=data + last_norm,
+            loss=loss_bytes(s),
+        ),
+        _Moment(
+            "the last norm's backward",
+            gradients=gradients if s.accumulates else 0,
+            rounded_weights=0 if again else s.n_layers * rounded,
+            activations=boundaries,
+            outside=data + last_norm,
+            loss=of_head,
+        ),
+        _Moment(
+            "the embedding's backward",
+            gradients=gradients - (0 if s.accumulates else vocabulary),
+            outside=data,
+            working=max(block.x + 2 * vocabulary, 3 * vocabulary) if s.tied else block.x + vocabulary,
+        ),
+        _Moment("the optimizer", gradients=gradients, outside=data, working=optimizer_working(s)),
+    ]
+    # activations become fewer from block to block, gradients more, unless they are there from other micro-batches
+    backward, in_backward = max(block.backward().items(), key=_nbytes)
+    for left, which in {s.n_layers: "last", 2: "second", 1: "first"}.items():
+        if left > s.n_layers:
+            continue
+        fetched = block.x if s.offload and again and left > 1 else 0  # the state below, ahead of its turn
+        moments.append(
+            _Moment(
+                f"{backward} of the {which} block",
+                gradients=gradients if s.accumulates else (s.n_layers - left) * sum(block_sizes(s)) * s.weight_bytes,
+                rounded_weights=rounded if again else left * rounded,
+                activations=left * block.boundary() - (left - 1) * block.x * s.offload,
+                outside=data,
+                loss=of_head,
+                working=fetched + in_backward - block.boundary(),
+            )
+        )
+    return moments
+
+
+def _nbytes(item: tuple[str, int]) -> int:
+    return item[1]
+
+
+def block_sizes(s: Shape) -> list[int]:
+    """The elements of every parameter of one block."""
+    block = _Block(s)
+    matrices = [block.qkv_weight, block.out_weight, block.up_weight, block.down_weight]
+    vectors = [s.dim] * 2 * (2 if s.bias and s.norm == "layernorm" else 1)
+    vectors += [s.query_dim + 2 * s.kv_dim, s.dim, s.up_dim, s.dim] if s.bias else []
+    vectors += [s.head_dim] * 2 * (2 if s.bias and s.norm == "layernorm" else 1) if s.qk_norm else []
+    return matrices + vectors
+
+
+def parameter_sizes(s: Shape) -> list[int]:
+    """The elements of every parameter."""
+    embeddings = [s.vocab_size * s.dim] * (1 if s.tied else 2)
+    embeddings += [s.learned_positions * s.dim] if s.learned_positions else []
+    last_norm = [s.dim] * (2 if s.bias and s.norm == "layernorm" else 1)
+    return embeddings + block_sizes(s) * s.n_layers + last_norm
+
+
+def loss_bytes(s: Shape) -> int:
+    """The most that linear_cross_entropy holds beside hidden states: a chunk's logits and the weight's gradient."""
+    chunk = min(s.loss_chunk, s.tokens)
+    logits, hidden = chunk * s.vocab_size * s.compute_bytes, chunk * s.dim * s.compute_bytes
+    rounded_hidden = hidden if s.mixed else 0
+    several = s.tokens > s.loss_chunk  # the loop holds the last chunk's logits until the next are there
+    in_loop = max(rounded_hidden + logits * (2 if several else 1), rounded_hidden + logits + hidden)
+    weight = s.vocab_size * s.dim
+    rounded_weight = weight * s.compute_bytes if s.mixed else 0
+    product = weight * 4 if s.compute_bytes == 4 else 0  # only lower precisions are added up by one call
+    result = weight * s.weight_bytes if s.weight_bytes != 4 else 0
+    in_loop = max(in_loop, rounded_hidden + logits + max(product, result))
+    return weight * 4 + rounded_weight + in_loop + s.tokens * 4
+
+
+def optimizer_bytes(s: Shape) -> tuple[int, int]:
+    """The optimizer's states on the GPU, and what it holds on the host, pinned copies included."""
+    sizes, w = parameter_sizes(s), s.weight_bytes
+    if s.optimizer == "adamw_offload":
+        moved = [n for n in sizes if n >= OFFLOADED_FROM]
+        pinned = sum(2 * _power_of_two(n * w) for n in moved)  # weight and gradient; torch pins powers of two
+        return 2 * w * (sum(sizes) - sum(moved)), pinned + 2 * w * sum(moved)
+    if s.optimizer == "adamw_8bit":
+        quantised = sum(n for n in sizes if n >= QUANTISED_FROM and n % QUANTISATION_BLOCK == 0)
+        scales = 2 * 4 * quantised // QUANTISATION_BLOCK
+        return 2 * quantised + scales + 2 * w * (sum(sizes) - quantised), 0
+    return 2 * w * sum(sizes), 0
+
+
+def optimizer_working(s: Shape) -> int:
+    """torchao's updates go parameter by parameter, through two copies in fp32; the fused AdamW needs none."""
+    return 8 * max(parameter_sizes(s)) if s.optimizer in ("adamw_8bit", "adamw_bf16") else 0
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Levers:
+    """What can be given up for memory, by the names that Memory and conf/memory have for it."""
+
+    checkpointing: Checkpointing
+    offload: bool
+    mlp_chunk: int | None
+
+    def overrides(self, others: "Levers") -> list[str]:
+        """As train.py takes them, those that differ from `others`."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return [f"memory.{name}={_yaml(value)}" for name, value in values.items() if value != getattr(others, name)]
+
+
+MLP_CHUNK = 16384  # tokens: large enough to fill a GPU
+COMBINATIONS = [
+    Levers(checkpointing, offload, mlp_chunk)
+    for checkpointing in get_args(Checkpointing)
+    for offload in (False, True)
+    for mlp_chunk in (None, MLP_CHUNK)
+]
+FLOPS, LINK = 4e14, 5e10  # a second: bf16 products, and bytes to and from the host; about an H200's
+LAUNCH = 1e-4  # seconds that one more chunk of the FFN costs
+
+
+def fits(prediction: Prediction, gpu_bytes: int, host_bytes: int) -> bool:
+    """Whether a GPU of so many bytes, and the host's memory for its process, hold it."""
+    return prediction.gpu_bytes <= gpu_bytes and prediction.host <= host_bytes
+
+
+def with_levers(shape: Shape, levers: Levers) -> Shape:
+    """The same run under other levers."""
+    return replace(shape, checkpointing=levers.checkpointing, offload=levers.offload, mlp_chunk=levers.mlp_chunk)
+
+
+def levers_of(shape: Shape) -> Levers:
+    """The run's own."""
+    return Levers(shape.checkpointing, shape.offload, shape.mlp_chunk)
+
+
+def longest_seq_len(shape: Shape, gpu_bytes: int, host_bytes: int) -> int:
+    """The most tokens of one micro-batch that fit, in one row; 0 where not even one does."""
+
+    def holds(tokens: int) -> bool:
+        return fits(predict(replace(shape, tokens=tokens)), gpu_bytes, host_bytes)
+
+    if not holds(1):
+        return 0
+    fitting, beyond = 1, 2
+    while holds(beyond):
+        fitting, beyond = beyond, 2 * beyond
+    while beyond - fitting > 1:
+        middle = (fitting + beyond) // 2
+        fitting, beyond = (middle, beyond) if holds(middle) else (fitting, middle)
+    return fitting
+
+
+def extra_seconds(shape: Shape) -> float:
+    """What the levers add to a micro-batch of one document, roughly: work done twice, and waiting for the host."""
+    s, block = shape, _Block(shape)
+    attention = 2 * s.tokens**2 * s.query_dim / FLOPS  # its forward, causal
+    projections = 2 * s.tokens * (block.qkv_weight + block.out_weight) / FLOPS
+    up, down = (2 * s.tokens * weight / FLOPS for weight in (block.up_weight, block.down_weight))
+    seconds = 0.0
+    if s.checkpointing != "none":
+        seconds += projections + (0 if s.mlp_chunk else up)
+    if s.checkpointing == "full":
+        seconds += attention
+    if s.mlp_chunk:
+        seconds += up + LAUNCH * (s.tokens / s.mlp_chunk)
+    if s.offload:
+        forward, copy = attention + projections + up + down, block.x / LINK
+        # copies slow down what they run beside, by some hundredths as measured
+        seconds += max(0.0, copy - forward) + max(0.0, copy - 2 * forward) + 0.02 * 3 * forward
+    return s.n_layers * seconds
+
+
+def fastest_that_fits(shape: Shape, gpu_bytes: int, host_bytes: int) -> Levers | None:
+    """The levers of `memory=auto`: of all that fit, those that cost the least time; None where none do."""
+    fitting = [
+        (extra_seconds(candidate), index)
+        for index, candidate in enumerate(with_levers(shape, levers) for levers in COMBINATIONS)
+        if fits(predict(candidate), gpu_bytes, host_bytes)
+    ]
+    return COMBINATIONS[min(fitting)[1]] if fitting else None
+
+
+def next_lever(shape: Shape, gpu_bytes: int, host_bytes: int, rows: int = 1) -> str:
+    """What to change where a run does not fit, as train.py's overrides, cheapest first; "" where it fits.
+
+    Fewer of a micro-batch's `rows` first, then levers, the optimizer's states and the precision; where all that is not
+    enough, the longest seq_len.
+    """
+    seq_len = shape.tokens // rows
+    for fewer in (n for n in range(rows, 0, -1) if rows % n == 0):
+        if fits(predict(replace(shape, tokens=seq_len * fewer)), gpu_bytes, host_bytes):
+            return "" if fewer == rows else f"data.micro_batch_size={fewer}"
+    shape = replace(shape, tokens=seq_len)
+    one_row = ["data.micro_batch_size=1"] if rows > 1 else []
+    changes: list[tuple[list[str], dict[str, Any]]] = [([], {})]
+    if shape.optimizer == "adamw":
+        changes += [(["optimizer=adamw_8bit"], {"optimizer": "adamw_8bit"})]
+        changes += [(["optimizer=adamw_offload"], {"optimizer": "adamw_offload"})]
+    if shape.precision != "bf16-true":
+        smallest: dict[str, Any] = {"optimizer": "adamw_8bit", "precision": "bf16-true"}
+        changes += [(["optimizer=adamw_8bit", "trainer.precision=bf16-true"], smallest)]
+    for overrides, change in changes:
+        changed = replace(shape, **change)
+        levers = fastest_that_fits(changed, gpu_bytes, host_bytes)
+        if levers is not None:
+            return " ".join(one_row + levers.overrides(levers_of(shape)) + overrides)
+    longest = {
+        longest_seq_len(with_levers(replace(shape, **change), levers), gpu_bytes, host_bytes): (overrides, levers)
+        for overrides, change in reversed(changes)
+        for levers in reversed(COMBINATIONS)
+    }
+    tokens = max(longest)
+    if not tokens:
+        return "a smaller model"
+    overrides, levers = longest[tokens]
+    return " ".join([f"seq_len={tokens}", *one_row, *levers.overrides(levers_of(shape)), *overrides])
+
+
+def _yaml(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

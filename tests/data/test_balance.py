@@ -1,0 +1,72 @@
+"""A step's rows are dealt once each, evenly by work, and are the same rows on any number of GPUs."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fa_train.data.balance import deal
+from fa_train.data.datamodule import MicroBatches, PackedRows
+from tests.data.test_best_fit import lay, make
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.data())
+def test_every_row_is_dealt_once_and_the_same_again(accumulation, world_size, size, data):
+    n = accumulation * world_size * size
+    costs = np.array(data.draw(st.lists(st.integers(0, 100), min_size=n, max_size=n)))
+    dealt = deal(costs, size, world_size)
+    assert dealt.shape == (accumulation, world_size, size)
+    assert sorted(dealt.ravel().tolist()) == list(range(n))
+    assert np.array_equal(dealt, deal(costs.copy(), size, world_size))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_and_rounds_have_like_work(size):
+    generator = np.random.default_rng(0)
+    lengths = np.maximum(1, generator.lognormal(6.5, 1.2, 10_000)).astype(np.int64)
+    costs = generator.permutation(lay(lengths, 4096).row_costs)
+    for first in range(0, 10 * 128, 128):
+        step = costs[first : first + 128]
+        dealt, in_order = (step[x].sum(axis=2) for x in (deal(step, size, 4), np.arange(128).reshape(-1, 4, size)))
+        # over a whole step, where ranks wait for each other at its end
+        assert dealt.sum(axis=0).max() <= 1.01 * dealt.sum(axis=0).mean()
+        # at every micro-batch, where they wait at each
+        waits = [work.max(axis=1).sum() / work.mean(axis=1).sum() for work in (dealt, in_order)]
+        assert waits[0] <= 1.05 and waits[1] >= 1.15
+
+
+def test_a_known_deal():
+    # LPT: 9 + 1 and 8 + 2 are micro-batches, then 7 + 3 and 6 + 4
+    dealt = deal(np.array([1, 2, 3, 4, 6, 7, 8, 9]), 2, 2)
+    assert {frozenset(pair) for pair in dealt.reshape(-1, 2).tolist()} == {
+        frozenset(pair) for pair in ([0, 7], [1, 6], [2, 5], [3, 4])
+    }
+
+
+def test_a_step_has_the_same_rows_on_any_number_of_gpus():
+    rows = PackedRows(make(np.random.default_rng(0).integers(1, 30, 60)), held_out=False, shuffle=True)
+
+    def step(world_size, size, number):
+        count = 8 // (size * world_size)
+        ranks = [MicroBatches(rows, size, rank, world_size, step_rows=8) for rank in range(world_size)]
+        batches = [ranks[rank][number * count + i] for i in range(count) for rank in range(world_size)]
+        return sorted(row for batch in batches for row in batch["tokens"].view(-1, 16).tolist())
+
+    for number in (0, 5):  # 5 is across the end of an epoch
+        expected = sorted(rows.batch(number * 8, 8)["tokens"].view(-1, 16).tolist())
+        for world_size, size in [(1, 8), (1, 1), (2, 2), (4, 1), (8, 1)]:
+            assert step(world_size, size, number) == expected
+
+
+def test_steps_are_dealt_by_squared_lengths():
+    # one row of one document costs 256, one of eight costs 32: the two costliest of a step run in one round
+    data = make([16, 16, *[2] * 48], batch_size=8, micro_batch_size=1)
+    rows = PackedRows(data, held_out=False, shuffle=True)
+    assert sorted(rows.row_costs.tolist()) == [32] * 6 + [256] * 2
+    for step in range(4):  # an epoch each
+        ranks = [MicroBatches(rows, 1, rank, 2, step_rows=8) for rank in range(2)]
+        edges = [[rank[step * 4 + turn]["cu_seqlens"].numpy() for rank in ranks] for turn in range(4)]
+        assert [[(np.diff(x) ** 2).sum() for x in turn] for turn in edges] == [[256, 256], *[[32, 32]] * 3]
+    unmasked = PackedRows(make([16, 2], document_mask=False), held_out=False, shuffle=False)
+    assert unmasked.row_costs is None, "without the mask every row costs the same"

@@ -1,0 +1,193 @@
+"""A training step on fake tensors: what it would hold in memory, allocation by allocation, without the memory.
+
+torch's own storages say how large they are and when they are freed, so this follows the real model, with autograd's
+and autocast's caches. Operators hide what they do inside: the loss and the FFN by chunks run their Python here, and
+attention's backward is stood in for by the allocations of the Hopper kernels. CUDA's RMSNorm is one operator each way;
+so is the one here.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fa_train.memory import loss as loss_module
+from fa_train.memory import offload as offload_module
+from fa_train.memory import tiled_mlp as tiled_mlp_module
+from fa_train.memory.loss import linear_cross_entropy
+from fa_train.memory.tiled_mlp import mlp_backward, mlp_forward
+from fa_train.models.gpt import GPT
+
+
+@torch.library.custom_op("simulated::rms_norm", mutates_args=())
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """y and the reciprocal of the root mean square, fp32."""
+    rstd = x.float().square().mean(-1, keepdim=True).add(eps).rsqrt()
+    return (x.float() * rstd * weight.float()).to(x.dtype), rstd
+
+
+@rms_norm.register_fake
+def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+
+
+@torch.library.custom_op("simulated::rms_norm_backward", mutates_args=())
+def rms_norm_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    dy, x = dy.float(), x.float()
+    normed, d_normed = x * rstd, dy * weight
+    dx = rstd * (d_normed - normed * (d_normed * normed).mean(-1, keepdim=True))
+    return dx.to(x.dtype), (dy * normed).flatten(0, -2).sum(0)
+
+
+@rms_norm_backward.register_fake
+def _rms_norm_backward_fake(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """What CUDA's saves: the input, one number a row, the weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        y, rstd = torch.ops.simulated.rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, rstd, weight)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return *torch.ops.simulated.rms_norm_backward(dy, *ctx.saved_tensors), None
+
+
+def _attention_backward(do, dlse, q, k, v, o, lse, *rest):
+    """The allocations of flash_attention_backward, in their order: Hopper's kernels, or the portable ones in fp32."""
+    delta, hopper = torch.empty_like(lse), q.dtype != torch.float32
+    rows = lse.new_empty(2 * hopper, *lse.shape)
+    dq_sum = torch.empty(q.shape if hopper else 0, dtype=torch.float32)
+    dk, dv = torch.empty(k.shape, dtype=k.dtype), torch.empty(v.shape, dtype=v.dtype)
+    dq = torch.empty(q.shape, dtype=q.dtype)
+    del delta, rows, dq_sum
+    return dq, dk, dv, lse.new_empty(0)
+
+
+HOST = "meta"  # where the host's memory is, since the GPU's is on the CPU
+
+INSIDE: dict[Any, Callable[..., Any]] = {
+    torch.ops.fa_train.linear_cross_entropy.default: linear_cross_entropy._init_fn,
+    torch.ops.fa_train.mlp_forward.default: mlp_forward._init_fn,
+    torch.ops.fa_train.mlp_backward.default: mlp_backward._init_fn,
+    torch.ops.flash_attention.backward.default: _attention_backward,
+}
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the tensors that operators made and that still live, and the most at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.where = ""
+        self.timeline: list[tuple[int, str]] = []
+        self._seen: set[int] = set()
+
+    def count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen and tensor.device.type != HOST:
+            self._seen.add(storage._cdata)
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in INSIDE:
+            with self:
+                result = INSIDE[func](*args, **(kwargs or {}))
+        else:
+            result = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        for tensor in tensors:
+            self.count(tensor)
+        self.timeline.append((self.now, f"{func} {[tuple(x.shape) for x in tensors]}"))
+        if self.now > self.most:
+            self.most, self.where = self.timeline[-1]
+        return result
+
+    def _forget(self, storage: int, nbytes: int) -> None:
+        self._seen.discard(storage)
+        self.now -= nbytes
+
+
+@dataclass
+class Step:
+    """Bytes beside weights, optimizer states and the gradients that were there before."""
+
+    kept: int  # between forward and backward
+    forward: int  # most at a time
+    forward_where: str
+    backward: int
+    backward_where: str
+    timeline: list[tuple[int, str]]
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """RMSNorm in one operator, the loss's kernel in place, sums of products by one call, a host beside the device."""
+
+    def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(labels, dtype=torch.float32), logits
+
+    def add_product(accumulated: Tensor, a: Tensor, b: Tensor) -> None:
+        if a.dtype == torch.float32:
+            accumulated += a @ b
+
+    def take(pool: offload_module.HostPool, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=HOST)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_module, "add_product", add_product)
+        patch.setattr(tiled_mlp_module, "add_product", add_product)
+        patch.setattr(offload_module.HostPool, "take", take)
+        patch.setattr(
+            offload_module, "_is", lambda saved, x: saved.untyped_storage()._cdata == x.untyped_storage()._cdata
+        )
+        patch.setattr(offload_module, "available_host_bytes", lambda: 2**60)
+        patch.setattr(F, "rms_norm", lambda x, shape, weight, eps: FusedRMSNorm.apply(x, weight, eps))
+        patch.setattr(loss_module, "_torch_cross_entropy", cross_entropy)
+        yield
+
+
+def simulate(build: Callable[[], GPT], tokens: int, precision: str, accumulates: bool) -> Step:
+    """A micro-batch of one document of `tokens`; where a step accumulates, with the gradients of those before it."""
+    autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext()
+    with FakeTensorMode(), as_on_a_gpu(), Live() as live:
+        torch.set_default_dtype(torch.bfloat16 if precision == "bf16-true" else torch.float32)
+        try:
+            model = build()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        if accumulates:
+            for p in model.parameters():
+                p.grad = torch.empty_like(p)
+        static = live.now
+        ids, positions, labels = (torch.empty(tokens, dtype=torch.int64) for _ in range(3))
+        live.most, start = 0, len(live.timeline)
+        with autocast:
+            loss = model(ids, torch.empty(2, dtype=torch.int32), positions, labels)
+        kept, forward, forward_where = live.now, live.most, live.where
+        live.most = 0
+        loss.backward()
+    return Step(
+        kept=kept - static,
+        forward=forward - static,
+        forward_where=forward_where,
+        backward=live.most - static,
+        backward_where=live.where,
+        timeline=[(now - static, what) for now, what in live.timeline[start:]],
+    )

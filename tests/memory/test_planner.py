@@ -1,0 +1,332 @@
+"""The planner's arithmetic against the real model: on fake tensors, on the CPU, and as measured on GPUs."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fa_train.memory.loss import LinearCrossEntropy
+from fa_train.memory.offload import host_bytes
+from fa_train.memory.planner import (
+    COMBINATIONS,
+    COMPONENTS,
+    GIB,
+    Levers,
+    Shape,
+    extra_seconds,
+    fastest_that_fits,
+    fits,
+    kept_per_layer,
+    levers_of,
+    longest_seq_len,
+    next_lever,
+    optimizer_bytes,
+    parameter_sizes,
+    predict,
+    with_levers,
+)
+from fa_train.memory.stack import Memory
+from fa_train.models.attention import Attention, flash_attention, sdpa_attention
+from fa_train.models.gpt import GPT
+from tests.memory.simulated import as_on_a_gpu, simulate
+
+GPT2 = Shape(
+    n_layers=12,
+    dim=768,
+    n_heads=12,
+    n_kv_heads=12,
+    head_dim=64,
+    ffn_dim=3072,
+    vocab_size=50257,
+    activation="gelu",
+    tied=True,
+    norm="rmsnorm",
+    qk_norm=False,
+    bias=False,
+    rope=True,
+    learned_positions=0,
+    precision="bf16-mixed",
+    tokens=8192,
+    checkpointing="none",
+    offload=False,
+    mlp_chunk=None,
+    loss_chunk=4096,
+    optimizer="adamw",
+    accumulates=False,
+    compiled=False,
+)
+LLAMA_1B = replace(
+    GPT2, n_layers=16, dim=2048, n_heads=32, n_kv_heads=8, ffn_dim=8192, vocab_size=128256, activation="swiglu"
+)
+H200, HOST = int(139.8 * GIB), 120 * GIB
+# the peak of torch.cuda.max_memory_allocated over a run's steps, in GiB
+MEASURED = [
+    pytest.param(replace(GPT2, vocab_size=259, accumulates=True), 4.44, id="gpt2-bytes-8k"),
+    pytest.param(replace(GPT2, vocab_size=259, accumulates=True, tokens=32768), 13.13, id="gpt2-bytes-32k"),
+    pytest.param(
+        replace(GPT2, vocab_size=259, accumulates=True, tokens=32768, compiled=True),
+        12.53,
+        id="gpt2-bytes-32k-compiled",
+    ),
+    pytest.param(GPT2, 5.98, id="gpt2-8k"),
+    pytest.param(replace(GPT2, tokens=16384), 8.84, id="gpt2-16k"),
+    pytest.param(replace(GPT2, tokens=20480), 10.31, id="gpt2-20k"),
+    pytest.param(replace(GPT2, tokens=24576), 11.74, id="gpt2-24k"),
+    pytest.param(replace(GPT2, tokens=28672), 13.18, id="gpt2-28k"),
+    pytest.param(replace(GPT2, tokens=32768), 14.64, id="gpt2-32k"),
+]
+
+
+@pytest.mark.parametrize(("shape", "peak_gib"), MEASURED)
+def test_peaks_measured_on_an_h200(shape, peak_gib):
+    assert predict(shape).allocated / GIB == pytest.approx(peak_gib, rel=0.05)
+
+
+def build(s: Shape, attention: Attention = flash_attention) -> GPT:
+    loss = LinearCrossEntropy(s.loss_chunk)
+    return GPT(
+        vocab_size=s.vocab_size,
+        n_layers=s.n_layers,
+        dim=s.dim,
+        n_heads=s.n_heads,
+        n_kv_heads=s.n_kv_heads,
+        head_dim=s.head_dim,
+        ffn_dim=s.ffn_dim,
+        norm=s.norm,
+        norm_eps=1e-5,
+        positions="rope" if s.rope else "learned" if s.learned_positions else "none",
+        rope_theta=10000.0,
+        max_seq_len=s.learned_positions or None,
+        activation=s.activation,
+        bias=s.bias,
+        qk_norm=s.qk_norm,
+        tied=s.tied,
+        init="gpt2",
+        attention=attention,
+        loss=loss,
+        memory=Memory(s.checkpointing, s.offload, s.mlp_chunk, loss),
+    )
+
+
+def simulated_peak(s: Shape) -> int:
+    """Beside weights and the optimizer's states."""
+    step = simulate(lambda: build(s), s.tokens, s.precision, s.accumulates)
+    gradients = sum(parameter_sizes(s)) * s.weight_bytes
+    if s.accumulates:
+        return gradients + max(step.forward, step.backward)
+    return max(gradients + step.forward, step.backward)  # the last step's are freed between the two
+
+
+def predicted_peak(s: Shape) -> int:
+    prediction = predict(s)
+    return prediction.allocated - prediction.weights - prediction.optimizer - prediction.libraries
+
+
+@pytest.mark.parametrize("mlp_chunk", [None, 4096], ids=["ffn-whole", "ffn-chunks"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    [(GPT2, "32-true"), (GPT2, "bf16-mixed"), (LLAMA_1B, "bf16-mixed"), (LLAMA_1B, "bf16-true")],
+    ids=["gpt2-fp32", "gpt2-mixed", "llama_1b-mixed", "llama_1b-bf16"],
+)
+def test_saved_activations_are_exact(model, precision, checkpointing, mlp_chunk):
+    shape = replace(model, n_layers=1, vocab_size=64, precision=precision, tokens=16384)
+    shape = replace(shape, checkpointing=checkpointing, mlp_chunk=mlp_chunk)
+    one, two = (
+        simulate(lambda s=s: build(s), s.tokens, s.precision, accumulates=True).kept
+        for s in (shape, replace(shape, n_layers=2))
+    )
+    assert two - one == kept_per_layer(shape)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "whole-vocabulary": {"vocab_size": 128256, "tokens": 8192},
+    "untied": {"tied": False},
+    "few-tokens": {"tokens": 4096, "vocab_size": 128256},
+    "layernorm-bias": {"norm": "layernorm", "bias": True},
+    "qk-norm": {"qk_norm": True},
+    "learned-positions": {"rope": False, "learned_positions": 32768},
+    "one-layer": {"n_layers": 1},
+    "last-chunk-shorter": {"mlp_chunk": 20000},
+    "rope-most": {"mlp_chunk": 1024, "ffn_dim": 3072, "n_kv_heads": 32},
+    "fp32": {"precision": "32-true"},
+    "bf16": {"precision": "bf16-true"},
+    "bf16-untied": {"precision": "bf16-true", "tied": False, "vocab_size": 128256},
+    "one-micro-batch": {"accumulates": False},
+    "one-micro-batch-fp32": {"accumulates": False, "precision": "32-true", "vocab_size": 128256},
+    "one-micro-batch-untied": {"accumulates": False, "tied": False, "vocab_size": 128256},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("levers", [Levers("none", False, None), Levers("selective", True, 8192)], ids=["none", "all"])
+def test_simulated_peaks(levers, case):
+    shape = replace(LLAMA_1B, n_layers=4, vocab_size=259, tokens=32768, accumulates=True)
+    shape = replace(with_levers(shape, levers), **CASES[case])
+    assert predicted_peak(shape) == pytest.approx(simulated_peak(shape), rel=0.02)
+
+
+@pytest.mark.parametrize("levers", COMBINATIONS, ids=str)
+def test_simulated_peaks_under_every_combination(levers):
+    shape = with_levers(replace(GPT2, n_layers=6, tokens=65536), levers)
+    assert predicted_peak(shape) == pytest.approx(simulated_peak(shape), rel=0.02)
+
+
+@pytest.mark.parametrize("mlp_chunk", [None, 64], ids=["ffn-whole", "ffn-chunks"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_what_autograd_saves_on_the_cpu(activation, checkpointing, mlp_chunk):
+    """Real tensors, in fp32. Selective checkpointing keeps attention's results where no hook sees them."""
+    tokens, saved = 128, []
+    shape = replace(GPT2, dim=64, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=40, tokens=tokens)
+    shape = replace(shape, activation=activation, precision="32-true", checkpointing=checkpointing, mlp_chunk=mlp_chunk)
+    for n_layers in (2, 3):
+        model, storages = build(replace(shape, n_layers=n_layers), sdpa_attention), {}
+        parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def pack(x: Tensor, storages: dict[int, int] = storages, parameters: set[int] = parameters) -> Tensor:
+            if x.untyped_storage().data_ptr() not in parameters:
+                storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        labels = torch.zeros(tokens, dtype=torch.int64)
+        with as_on_a_gpu(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            model(torch.zeros(tokens, dtype=torch.int64), labels=labels)
+        saved.append(sum(storages.values()))
+    assert saved[1] - saved[0] == kept_per_layer(shape)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("qk_norm", [True, False], ids=["qk-norm", "no-qk-norm"])
+def test_parameters_are_those_of_the_model(tied, bias, norm, qk_norm):
+    for positions in ({"rope": True}, {"rope": False, "learned_positions": 1024}):
+        shape = replace(LLAMA_1B, tied=tied, bias=bias, norm=norm, qk_norm=qk_norm, **positions)
+        with torch.device("meta"):
+            model = build(replace(shape, n_layers=2))
+            if tied:
+                model.head.weight = model.token_embedding.weight
+        sizes = sorted(p.numel() for p in model.parameters())
+        assert sorted(parameter_sizes(replace(shape, n_layers=2))) == sizes
+
+
+def test_components_add_up():
+    for shape in (GPT2, with_levers(LLAMA_1B, Levers("selective", True, 8192))):
+        prediction = predict(shape)
+        parts = [getattr(prediction, name) for name in COMPONENTS]
+        assert sum(parts) == prediction.gpu_bytes == prediction.allocated + prediction.overhead
+        assert all(part >= 0 for part in parts)
+
+
+def test_host_memory():
+    offloaded = replace(LLAMA_1B, offload=True, tokens=2**20)
+    assert predict(offloaded).host == host_bytes(16, 2**20, 2048, torch.float32)
+    assert predict(replace(offloaded, precision="bf16-true")).host == predict(offloaded).host // 2
+    assert predict(LLAMA_1B).host == 0
+    host = predict(replace(LLAMA_1B, optimizer="adamw_offload")).host
+    parameters = sum(parameter_sizes(LLAMA_1B))
+    # pinned weights and gradients, rounded up to powers of two, and two moments
+    assert 16 * parameters * 0.99 < host < 24 * parameters
+
+
+def test_optimizers_states():
+    parameters = sum(parameter_sizes(LLAMA_1B))
+    on_gpu = {
+        kind: optimizer_bytes(replace(LLAMA_1B, optimizer=kind))[0] / parameters
+        for kind in ("adamw", "adamw_8bit", "adamw_bf16", "adamw_offload")
+    }
+    assert on_gpu["adamw"] == on_gpu["adamw_bf16"] == 8  # of weights in fp32
+    assert on_gpu["adamw_8bit"] == pytest.approx(2 + 8 / 256, rel=1e-3)
+    assert on_gpu["adamw_offload"] == pytest.approx(0, abs=1e-3)
+    assert optimizer_bytes(replace(LLAMA_1B, optimizer="adamw_bf16", precision="bf16-true"))[0] == 4 * parameters
+
+
+@pytest.mark.parametrize("levers", COMBINATIONS, ids=str)
+@pytest.mark.parametrize("model", [GPT2, LLAMA_1B], ids=["gpt2", "llama_1b"])
+def test_the_longest_fits_and_one_more_does_not(model, levers):
+    shape = with_levers(model, levers)
+    longest = longest_seq_len(shape, H200, HOST)
+    assert fits(predict(replace(shape, tokens=longest)), H200, HOST)
+    assert not fits(predict(replace(shape, tokens=longest + 1)), H200, HOST)
+    assert longest_seq_len(shape, 2 * GIB, HOST) < longest
+
+
+def test_nothing_fits_into_nothing():
+    assert longest_seq_len(LLAMA_1B, GIB, HOST) == 0
+    assert fastest_that_fits(LLAMA_1B, GIB, HOST) is None
+    assert next_lever(LLAMA_1B, GIB, HOST) == "a smaller model"
+
+
+def test_every_lever_saves_memory_and_none_is_free():
+    base = replace(LLAMA_1B, tokens=2**17)
+    none = predict(base).gpu_bytes
+    for levers in COMBINATIONS[1:]:
+        shape = with_levers(base, levers)
+        assert predict(shape).gpu_bytes < none, levers
+        assert extra_seconds(shape) > 0 == extra_seconds(base), levers
+
+
+def test_auto_takes_the_cheapest_that_fits():
+    shape = replace(LLAMA_1B, tokens=2**17, compiled=True)
+    previous = -1.0
+    for gib in (250, 140, 80, 60, 50):
+        levers = fastest_that_fits(shape, gib * GIB, HOST)
+        assert levers is not None
+        chosen = with_levers(shape, levers)
+        assert fits(predict(chosen), gib * GIB, HOST)
+        assert extra_seconds(chosen) >= previous, "less memory, more time"
+        previous = extra_seconds(chosen)
+        cheaper = [one for one in COMBINATIONS if extra_seconds(with_levers(shape, one)) < previous]
+        assert not any(fits(predict(with_levers(shape, one)), gib * GIB, HOST) for one in cheaper)
+    assert fastest_that_fits(shape, 250 * GIB, HOST) == Levers("none", False, None)
+    crowded = fastest_that_fits(shape, 40 * GIB, 0)
+    assert crowded is None or not crowded.offload, "no host memory, no offload"
+
+
+@pytest.mark.parametrize(
+    ("shape", "gpu_gib"),
+    [
+        pytest.param(replace(LLAMA_1B, tokens=2**17), 139.8, id="a-lever"),
+        pytest.param(replace(LLAMA_1B, tokens=2**19), 139.8, id="more-levers"),
+        pytest.param(replace(LLAMA_1B, tokens=2**14), 20, id="the-optimizer"),
+        pytest.param(replace(LLAMA_1B, tokens=2**24), 139.8, id="the-length"),
+    ],
+)
+def test_following_the_advice_helps(shape, gpu_gib):
+    gpu_bytes = int(gpu_gib * GIB)
+    assert not fits(predict(shape), gpu_bytes, HOST)
+    for override in next_lever(shape, gpu_bytes, HOST).split():
+        name, value = override.split("=")
+        field = {"seq_len": "tokens"}.get(name, name.rpartition(".")[2])
+        known: dict[str, Any] = {"true": True, "false": False, "null": None}
+        value = known.get(value, int(value) if value.isdigit() else value)
+        assert getattr(shape, field) != value, "advice changes something"
+        shape = replace(shape, **{field: value})
+    assert fits(predict(shape), gpu_bytes, HOST)
+    assert next_lever(shape, gpu_bytes, HOST) == ""
+
+
+def test_advice_starts_with_fewer_rows():
+    six_rows = replace(LLAMA_1B, tokens=6 * 2**14)
+    assert next_lever(six_rows, H200, HOST, rows=6) == "data.micro_batch_size=3"
+    assert next_lever(six_rows, H200, HOST) == "memory.mlp_chunk=16384"
+    assert next_lever(six_rows, 30 * GIB, HOST, rows=6).startswith("data.micro_batch_size=1 memory.checkpointing=")
+    assert next_lever(LLAMA_1B, H200, HOST, rows=4) == ""
+
+
+def test_unknown_settings():
+    with pytest.raises(ValueError, match=r"trainer.precision must be one of .*; got 16-mixed"):
+        replace(GPT2, precision="16-mixed")
+    with pytest.raises(ValueError, match=r"memory.checkpointing must be one of .*; got most"):
+        replace(GPT2, checkpointing="most")
+
+
+def test_levers_are_told_as_overrides():
+    ours, theirs = Levers("full", True, 16384), levers_of(GPT2)
+    assert ours.overrides(theirs) == ["memory.checkpointing=full", "memory.offload=true", "memory.mlp_chunk=16384"]
+    assert theirs.overrides(ours)[1:] == ["memory.offload=false", "memory.mlp_chunk=null"]
+    assert len(set(COMBINATIONS)) == 3 * 2 * 2

@@ -1,0 +1,198 @@
+"""The planner before a run: scripts/plan_memory.py, what train.py prints and refuses, and memory=auto."""
+
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from hydra.utils import instantiate
+
+import train
+from fa_train import preflight
+from fa_train.memory.planner import GIB, Levers, Shape, longest_seq_len, predict
+from scripts.plan_memory import composed as composed_for_plan
+from scripts.plan_memory import main, shape_of_run
+from tests.memory.test_planner import GPT2, HOST, LLAMA_1B
+from tests.training import REPOSITORY, composed, quiet_environment, tiny
+
+CUDA = torch.device("cuda")
+
+
+def numbers(table: str) -> dict[str, float]:
+    """The components of a table, in GiB."""
+    lines = [line.split() for line in table.splitlines() if " GiB" in line and not line.startswith("fits")]
+    return {" ".join(words[: words.index("GiB") - 1]): float(words[words.index("GiB") - 1]) for words in lines}
+
+
+def test_the_table():
+    table = main(["model=llama_1b", "seq_len=131072", "memory=selective", "gpu_gib=139", "host_gib=125"])
+    found = numbers(table)
+    parts = {name: gib for name, gib in found.items() if name not in ("GPU", "host")}
+    assert found["weights"] == 4.60 and found["optimizer"] == 9.21
+    assert sum(parts.values()) == pytest.approx(found["GPU"], abs=0.06)
+    shape = replace(LLAMA_1B, tokens=131072, checkpointing="selective", accumulates=True, compiled=True)
+    assert found["GPU"] == pytest.approx(predict(shape).gpu_bytes / GIB, abs=0.006)
+    assert "fits: yes" in table and "next lever" not in table
+    assert "of 139.0, most at" in table and "of 125.0" in table
+
+
+def test_what_does_not_fit_gets_advice():
+    table = main(["model=llama_1b", "seq_len=131072", "gpu_gib=80", "host_gib=125"])
+    assert "fits: no, " in table and "GiB too much for the GPU" in table
+    assert "next lever: memory.checkpointing=selective" in table
+    table = main(["model=llama_1b", "seq_len=262144", "memory=offload", "gpu_gib=139", "host_gib=10"])
+    assert "fits: no, 20.0 GiB too much for the host" in table
+    table = main(["model=llama_1b", "seq_len=32768", "data.micro_batch_size=8", "gpu_gib=139", "host_gib=10"])
+    assert "next lever: data.micro_batch_size=2" in table
+
+
+def test_the_longest_is_of_a_row():
+    def longest(*overrides: str) -> int:
+        table = main(["model=gpt2", "gpu_gib=139", "host_gib=100", *overrides])
+        return int(table.partition("longest seq_len that fits: ")[2].splitlines()[0].replace(",", ""))
+
+    assert longest("data.micro_batch_size=4", "batch_size=8") == longest() // 4
+    assert longest("memory=offload") > longest("memory=selective") > longest() > 100_000
+
+
+def test_auto_is_planned_too():
+    few, many = (
+        main(["model=llama_1b", "seq_len=131072", "memory=auto", f"gpu_gib={gib}", "host_gib=125"]) for gib in (40, 300)
+    )
+    assert "checkpointing=none, offload=False, mlp_chunk=None" in many and "fits: yes" in many
+    assert "checkpointing=none" not in few and "fits: yes" in few
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "adamw_bf16", "adamw_offload"])
+def test_every_optimizer_is_known(optimizer):
+    cfg = composed_for_plan([f"optimizer={optimizer}", "lit_gpt.compile_model=false", "batch_size=1"])
+    shape = shape_of_run(cfg)
+    assert shape == replace(GPT2, vocab_size=259, optimizer=optimizer)
+
+
+def test_every_number_of_the_shape_is_read():
+    overrides = [
+        "model=nano",
+        "model.vocab_size=1000",
+        "model.tied=false",
+        "model.norm=layernorm",
+        "model.bias=true",
+        "model.qk_norm=true",
+        "model.positions=learned",
+        "model.max_seq_len=2048",
+        "trainer.precision=32-true",
+        "seq_len=2048",
+        "batch_size=4",
+        "data.micro_batch_size=2",
+        "memory=offload",
+        "memory.loss.chunk_size=100",
+        "lit_gpt.compile_model=true",
+    ]
+    assert shape_of_run(composed_for_plan(overrides)) == Shape(
+        n_layers=4,
+        dim=128,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=32,
+        ffn_dim=384,
+        vocab_size=1000,
+        activation="swiglu",
+        tied=False,
+        norm="layernorm",
+        qk_norm=True,
+        bias=True,
+        rope=False,
+        learned_positions=2048,
+        precision="32-true",
+        tokens=4096,
+        checkpointing="selective",
+        offload=True,
+        mlp_chunk=16384,
+        loss_chunk=100,
+        optimizer="adamw",
+        accumulates=True,
+        compiled=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(["gpu_gib=much"], "error: gpu_gib must be a positive number; got much", id="number"),
+        pytest.param(["memory=nothing"], "Could not find 'memory/nothing'", id="group"),
+        pytest.param(["model.n_kv_heads=5"], "must be a multiple of model.n_kv_heads; got 12 and 5", id="model"),
+    ],
+)
+def test_a_mistake_ends_the_script_with_one_line(arguments, message, tmp_path):
+    command = [sys.executable, str(REPOSITORY / "scripts" / "plan_memory.py"), *arguments]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=quiet_environment(), capture_output=True, text=True, timeout=240
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert len(done.stderr.strip().splitlines()) == 1 and message in done.stderr, done.stderr
+
+
+@pytest.fixture
+def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "device_bytes", lambda device: int(139.8 * GIB))
+    monkeypatch.setattr(preflight, "available_host_bytes", lambda: HOST)
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_a_run_that_cannot_fit_is_refused():
+    fitting = replace(LLAMA_1B, tokens=2**15)
+    assert preflight.require_memory(fitting, CUDA, 1, 1) == predict(fitting)
+    with pytest.raises(ValueError, match=r"needs about \d+.\d GiB of GPU memory; cuda has 139.8 GiB. Try memory\."):
+        preflight.require_memory(replace(LLAMA_1B, tokens=2**17), CUDA, 1, 1)
+    with pytest.raises(ValueError, match=r"parameters need .* GiB .* cuda has 139.8 GiB. Choose a smaller model"):
+        preflight.require_memory(replace(LLAMA_1B, n_layers=256), CUDA, 1, 1)
+    offloaded = replace(LLAMA_1B, tokens=2**17, checkpointing="selective", offload=True, mlp_chunk=16384)
+    preflight.require_memory(offloaded, CUDA, 8, 1)
+    with pytest.raises(ValueError, match=r"memory.offload=true needs 15.0 GiB of host memory in each of 9 processes"):
+        preflight.require_memory(offloaded, CUDA, 9, 1)
+    with pytest.raises(ValueError, match=r"adamw_offload needs .* GiB of host memory in each of 8 processes"):
+        preflight.require_memory(replace(fitting, optimizer="adamw_offload"), CUDA, 8, 1)
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_what_is_a_little_too_much_may_still_try():
+    longest = longest_seq_len(LLAMA_1B, int(139.8 * GIB), HOST)
+    tight = replace(LLAMA_1B, tokens=longest + 4096)
+    assert 1.0 < preflight.require_memory(tight, CUDA, 1, 1).gpu_bytes / (139.8 * GIB) < 1.1
+    printed = preflight.plan(predict(tight), CUDA, processes=1, rows=1)
+    assert "this one may not. Try memory." in printed
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_what_a_run_prints():
+    printed = preflight.plan(predict(GPT2), CUDA, processes=1, rows=1)
+    planned, parts, longest = printed.splitlines()
+    assert planned == "planned: 6.7 of 139.8 GiB, most at the loss"
+    assert "GiB: weights 0.5, optimizer 0.9, gradients 0.5, " in parts and parts.endswith("host 0.0 of 120.0")
+    assert longest == f"  the longest seq_len that fits is {longest_seq_len(GPT2, int(139.8 * GIB), HOST):,}"
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_auto_chooses_or_says_why_not():
+    assert preflight.fastest_levers(replace(LLAMA_1B, tokens=2**17), torch.device("cpu"), 1, 1) == Levers(
+        "none", False, None
+    )
+    assert preflight.fastest_levers(replace(LLAMA_1B, tokens=2**13), CUDA, 1, 1) == Levers("none", False, None)
+    chosen = preflight.fastest_levers(replace(LLAMA_1B, tokens=900_000), CUDA, 1, 1)
+    assert chosen.offload
+    with pytest.raises(ValueError, match=r"memory=auto found no levers .* 139.8 GiB of cuda .* Try seq_len=\d+ "):
+        preflight.fastest_levers(replace(LLAMA_1B, tokens=2**23), CUDA, 1, 1)
+
+
+def test_train_fills_in_what_auto_chose(tmp_path, monkeypatch):
+    chosen = Levers("selective", True, 32)
+    monkeypatch.setattr(preflight, "fastest_levers", lambda shape, device, processes, rows: chosen)
+    with composed(tmp_path, *tiny(tmp_path, "memory=auto")) as cfg:
+        _, lit_gpt, _ = train.build(cfg)
+        assert {name: cfg.memory[name] for name in asdict(chosen)} == asdict(chosen), "what loggers record"
+    model = lit_gpt.model
+    assert model.offload is not None
+    assert all(block.checkpointing == "selective" and block.ffn.chunk_size == 32 for block in model.blocks)
+    with composed(tmp_path, *tiny(tmp_path)) as cfg:
+        assert not instantiate(cfg.memory).auto
