@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -24,6 +25,8 @@ from fa_train.callbacks import is_out_of_memory, results
 from fa_train.memory.planner import with_levers
 from fa_train.models.attention import require_backend
 
+# Lightning 2.6 asks torch in an old way at every run
+warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
 SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 OmegaConf.register_new_resolver("auto_preset", lambda: "gpu" if torch.cuda.is_available() else "cpu", replace=True)
 OmegaConf.register_new_resolver(
