@@ -197,6 +197,7 @@ class Record(Callback):
         if wandb.run is not None:
             wandb.run.define_metric("tokens")
             wandb.run.define_metric("*", step_metric="tokens", step_sync=True)
+            wandb.run.summary.update(trainer.datamodule.packing_report().metrics())  # type: ignore[attr-defined]
             trainer.print(f"wandb: {wandb.run.settings.sync_dir if wandb.run.offline else wandb.run.url}")
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

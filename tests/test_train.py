@@ -119,5 +119,6 @@ def test_wandb_is_offline_without_a_key_and_holds_the_run(tmp_path):
         "perf/tokens_per_s",
         "perf/peak_gib",
         "warmup_steps",
+        "packing/efficiency",
     ):
         assert name in text, name
