@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fa_train import preflight
 from fa_train.callbacks import is_out_of_memory, results
-from fa_train.memory.planner import with_levers
+from fa_train.memory.planner import predict, with_levers
 from fa_train.models.attention import require_backend
 
 # Lightning 2.6 asks torch in an old way at every run
@@ -54,7 +54,7 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDat
 
 
 def plan_memory(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None:
-    """Chooses the levers of memory=auto, and raises ValueError where the run cannot fit."""
+    """Chooses the levers of memory=auto, and raises ValueError where a run cannot fit."""
     device, processes, rows = trainer.strategy.root_device, trainer.num_devices, cfg.data.micro_batch_size
     with torch.device("meta"):  # sizes without the weights
         model = instantiate(cfg.model, vocab_size=vocab_size)
@@ -72,9 +72,15 @@ def plan_memory(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None:
         cfg.memory.update(asdict(levers))
         shape = with_levers(shape, levers)
         trainer.print(f"memory=auto: {', '.join(f'{name}={value}' for name, value in asdict(levers).items())}")
-    prediction = preflight.require_memory(shape, device, processes, rows)
+    try:
+        prediction = preflight.require_memory(shape, device, processes, rows)
+    except preflight.DoesNotFitError:
+        if not in_sweep():
+            raise
+        prediction = predict(shape)  # in a sweep, running out of memory is a result like others
     if device.type == "cuda":
-        trainer.print(preflight.plan(prediction, device, processes, rows))
+        attention = HydraConfig.get().runtime.choices["attention"]
+        trainer.print(preflight.plan(prediction, device, processes, rows, attention))
 
 
 def train(cfg: DictConfig) -> dict[str, float]:

@@ -28,13 +28,17 @@ from fa_train.memory.planner import (
 )
 from fa_train.models.gpt import GPT, Block
 
+CERTAIN = 1.1  # times what a device has: the prediction is less wrong than that
 OPTIMIZERS: dict[object, OptimizerKind] = {
     optim.adamw: "adamw",
     optim.adamw_8bit: "adamw_8bit",
     optim.adamw_bf16: "adamw_bf16",
     optim.adamw_offload: "adamw_offload",
 }
-CERTAIN = 1.1  # times what a device has: the prediction is less wrong than that
+
+
+class DoesNotFitError(ValueError):
+    """The planner expects a step to run out of a GPU's memory."""
 
 
 def require_counts(**counts: object) -> None:
@@ -118,6 +122,8 @@ def fastest_levers(shape: Shape, device: torch.device, processes: int, rows: int
 def require_memory(shape: Shape, device: torch.device, processes: int, rows: int) -> Prediction:
     """The planner's prediction; ValueError where it does not fit, of the GPU's memory with a tenth to spare.
 
+    That last one is a DoesNotFitError.
+
     On the CPU only weights, gradients and the optimizer's states count.
     processes: that share this machine's memory; rows: data.micro_batch_size.
     """
@@ -133,7 +139,7 @@ def require_memory(shape: Shape, device: torch.device, processes: int, rows: int
         return prediction
     host = available_host_bytes()
     if prediction.gpu_bytes > CERTAIN * available:
-        raise ValueError(
+        raise DoesNotFitError(
             f"a step needs about {prediction.gpu_bytes / GIB:.1f} GiB of GPU memory; {device} has "
             f"{available / GIB:.1f} GiB. Try {next_lever(shape, available, host // processes, rows)}"
         )
@@ -147,17 +153,28 @@ def require_memory(shape: Shape, device: torch.device, processes: int, rows: int
     return prediction
 
 
-def plan(prediction: Prediction, device: torch.device, processes: int, rows: int) -> str:
-    """What a run on a GPU prints before it starts, in three lines; rows: data.micro_batch_size."""
+def plan(prediction: Prediction, device: torch.device, processes: int, rows: int, attention: str) -> str:
+    """What a run on a GPU prints before it starts, in three lines; rows: data.micro_batch_size.
+
+    The planner knows what flash needs; another attention takes memory of its own beside that.
+    """
     gpu, host = device_bytes(device), available_host_bytes() // processes
     parts = {name.replace("_", " "): getattr(prediction, name) / GIB for name in COMPONENTS}
     listed = ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items() if gib >= 0.05)
     longest = longest_seq_len(prediction.shape, gpu, host) // rows
     change = next_lever(prediction.shape, gpu, host, rows)
+    if attention == "flash":
+        length = f"the longest seq_len that fits is {longest:,}" + (
+            f"; this one may not. Try {change}" if change else ""
+        )
+    else:
+        length = (
+            f"attention={attention} takes more, which is not planned; with flash {longest:,} is the longest seq_len"
+        )
     return (
         f"planned: {prediction.gpu_bytes / GIB:.1f} of {gpu / GIB:.1f} GiB, most at {prediction.moment}\n"
         f"  GiB: {listed}; on the host {prediction.host / GIB:.1f} of {host / GIB:.1f}\n"
-        f"  the longest seq_len that fits is {longest:,}" + (f"; this one may not. Try {change}" if change else "")
+        f"  {length}"
     )
 
 

@@ -160,13 +160,13 @@ def test_what_is_a_little_too_much_may_still_try():
     longest = longest_seq_len(LLAMA_1B, int(139.8 * GIB), HOST)
     tight = replace(LLAMA_1B, tokens=longest + 4096)
     assert 1.0 < preflight.require_memory(tight, CUDA, 1, 1).gpu_bytes / (139.8 * GIB) < 1.1
-    printed = preflight.plan(predict(tight), CUDA, processes=1, rows=1)
+    printed = preflight.plan(predict(tight), CUDA, processes=1, rows=1, attention="flash")
     assert "this one may not. Try memory." in printed
 
 
 @pytest.mark.usefixtures("an_h200")
 def test_what_a_run_prints():
-    printed = preflight.plan(predict(GPT2), CUDA, processes=1, rows=1)
+    printed = preflight.plan(predict(GPT2), CUDA, processes=1, rows=1, attention="flash")
     planned, parts, longest = printed.splitlines()
     assert planned == "planned: 6.7 of 139.8 GiB, most at the loss"
     assert "GiB: weights 0.5, optimizer 0.9, gradients 0.5, " in parts and parts.endswith("host 0.0 of 120.0")
@@ -196,3 +196,24 @@ def test_train_fills_in_what_auto_chose(tmp_path, monkeypatch):
     assert all(block.checkpointing == "selective" and block.ffn.chunk_size == 32 for block in model.blocks)
     with composed(tmp_path, *tiny(tmp_path)) as cfg:
         assert not instantiate(cfg.memory).auto
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_another_attention_is_not_promised_what_flash_needs():
+    printed = preflight.plan(predict(GPT2), CUDA, processes=1, rows=1, attention="naive")
+    assert "attention=naive takes more, which is not planned" in printed and "that fits is" not in printed
+
+
+@pytest.mark.parametrize("in_sweep", [False, True], ids=["run", "sweep"])
+def test_a_sweep_lets_a_run_find_out_that_it_does_not_fit(in_sweep, tmp_path, monkeypatch):
+    def refuse(*args: object) -> None:
+        raise preflight.DoesNotFitError("too large")
+
+    monkeypatch.setattr(preflight, "require_memory", refuse)
+    monkeypatch.setattr(train, "in_sweep", lambda: in_sweep)
+    with composed(tmp_path, *tiny(tmp_path)) as cfg:
+        if in_sweep:
+            train.build(cfg)
+        else:
+            with pytest.raises(preflight.DoesNotFitError):
+                train.build(cfg)
