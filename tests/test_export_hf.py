@@ -144,4 +144,5 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_named(tmp_path):
     base = write_base(tmp_path / "base", vocab_size=100, bos_token_id=None, eos_token_id=None)
     done = command_line(tmp_path, *settings(tmp_path, base))
     assert done.returncode == 1
-    assert "the data's tokenizer has 259 tokens" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    *warned, error = done.stderr.strip().splitlines()  # Lightning's warning on a machine whose GPU is not used
+    assert "the data's tokenizer has 259 tokens" in error and not any("Traceback" in line for line in warned)

@@ -63,10 +63,10 @@ def test_steps_are_dealt_by_squared_lengths():
     # one row of one document costs 256, one of eight costs 32: the two costliest of a step run in one round
     data = make([16, 16, *[2] * 48], batch_size=8, micro_batch_size=1)
     rows = PackedRows(data, held_out=False, shuffle=True)
-    assert sorted(rows.row_costs.tolist()) == [32] * 6 + [256] * 2
+    assert sorted(map(rows.rows.cost, range(rows.per_epoch))) == [32] * 6 + [256] * 2
     for step in range(4):  # an epoch each
         ranks = [MicroBatches(rows, 1, rank, 2, step_rows=8) for rank in range(2)]
         edges = [[rank[step * 4 + turn]["cu_seqlens"].numpy() for rank in ranks] for turn in range(4)]
         assert [[(np.diff(x) ** 2).sum() for x in turn] for turn in edges] == [[256, 256], *[[32, 32]] * 3]
     unmasked = PackedRows(make([16, 2], document_mask=False), held_out=False, shuffle=False)
-    assert unmasked.row_costs is None, "without the mask every row costs the same"
+    assert not unmasked.has_costs, "without the mask every row costs the same"

@@ -31,6 +31,9 @@ class NumberedSource:
     def __init__(self, lengths):
         self.lengths = lengths
 
+    def prepare(self, workers=1):
+        pass
+
     def documents(self, *, held_out):
         return Numbered(self.lengths)
 

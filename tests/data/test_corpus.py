@@ -8,6 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from fa_train.data.corpus import StdlibCorpus, TextCorpus, is_held_out
+from fa_train.data.encoding import TextEncoder
 from fa_train.data.store import Documents, TokenizedCorpus, prepare
 from fa_train.data.tokenizer import ByteTokenizer
 
@@ -43,22 +44,33 @@ def test_a_folder_a_glob_and_a_file(folder):
         ("c.jsonl", "body", "data.text_column=body must be a column of .*, line 1; it has text"),
         ("d.parquet", "body", "data.text_column=body must be a column of .*parquet; it has text, other"),
         ("d.parquet", "other", "data.text_column=other must hold text; .*, row 1 holds a int"),
+        ("empty.jsonl", "text", "data.text_column=text must hold text; .*empty.jsonl, line 2 is empty"),
+        ("empty.txt", "text", "a document must hold text; .*empty.txt is empty"),
+        ("cut.jsonl", "text", "every line must be a JSON object; .*cut.jsonl, line 1 is not: "),
+        ("list.jsonl", "text", "every line must be a JSON object; .*list.jsonl, line 1 is a list"),
+        ("cut.parquet", "text", "cut.parquet must be a Parquet file; it cannot be read: "),
     ],
 )
-def test_bad_paths_and_columns_are_named(folder, path, column, message):
+def test_bad_paths_columns_and_files_are_named(folder, path, column, message):
+    (folder / "empty.jsonl").write_text('{"text": "one"}\n{"text": " "}\n')
+    (folder / "empty.txt").write_text("\n")
+    (folder / "cut.jsonl").write_text('{"text": "one')
+    (folder / "list.jsonl").write_text("[1]")
+    (folder / "cut.parquet").write_bytes((folder / "d.parquet").read_bytes()[:-7])
     with pytest.raises(ValueError, match=message):
         texts(folder / path, column)
 
 
 def test_tokenised_once_and_anew_when_a_document_changes(folder, tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
-    corpus, tokenizer = TextCorpus(str(folder), "text"), ByteTokenizer()
-    path = prepare(corpus, tokenizer, cache)
-    written = path.stat().st_mtime_ns
-    assert prepare(corpus, tokenizer, cache) == path and path.stat().st_mtime_ns == written
+    corpus, encoder = TextCorpus(str(folder), "text"), TextEncoder(ByteTokenizer())
+    path = prepare(corpus, encoder, cache)
+    [shard] = path.iterdir()
+    written = shard.stat().st_mtime_ns
+    assert prepare(corpus, encoder, cache) == path and shard.stat().st_mtime_ns == written
     (folder / "a.txt").write_text("uno")
-    assert prepare(corpus, tokenizer, cache) != path
-    assert not list(cache.glob("*.unfinished"))
+    assert prepare(corpus, encoder, cache) != path
+    assert not list(cache.glob("unfinished-*"))
 
 
 def test_documents_come_back_wrapped_and_split(folder, tmp_path):
@@ -72,7 +84,7 @@ def test_documents_come_back_wrapped_and_split(folder, tmp_path):
 
 def test_one_document_validates_on_its_end(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 998)
-    path = prepare(TextCorpus(str(tmp_path / "a.txt"), "text"), ByteTokenizer(), tmp_path / "cache")
+    path = prepare(TextCorpus(str(tmp_path / "a.txt"), "text"), TextEncoder(ByteTokenizer()), tmp_path / "cache")
     train, val = Documents(path, held_out=False), Documents(path, held_out=True)
     assert len(train) == len(val) == 1
     assert train.lengths.tolist() == [980] and val.lengths.tolist() == [20]
@@ -82,8 +94,8 @@ def test_one_document_validates_on_its_end(tmp_path):
 def test_nothing_to_read_is_an_error(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="the corpus must have a document; it has none"):
-        prepare(TextCorpus(str(tmp_path), "text"), ByteTokenizer(), tmp_path / "cache")
-    assert not list((tmp_path / "cache").iterdir())
+        prepare(TextCorpus(str(tmp_path), "text"), TextEncoder(ByteTokenizer()), tmp_path / "cache")
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"]
 
 
 def test_the_standard_library_is_a_corpus_with_held_out_files():

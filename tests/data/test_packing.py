@@ -14,6 +14,8 @@ PAD = 10**9
 class Numbered:
     """Documents whose tokens are all different: 1000 * document + place."""
 
+    loss_mask = None
+
     def __init__(self, lengths):
         self.lengths = np.array(lengths)
 

@@ -94,8 +94,9 @@ def ptxas(ptx, capability):
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
         command = [BINARIES / "ptxas", "-v", f"--gpu-name=sm_{capability}{suffix}", source, "-o", cubin]
-        log = subprocess.run([*map(str, command)], check=True, capture_output=True, text=True).stderr
-        return {**resources(log), "tensor_core": tensor_core(cubin)}
+        run = subprocess.run([*map(str, command)], capture_output=True, text=True)
+        assert run.returncode == 0, f"{' '.join(map(str, command))} ended with {run.returncode}: {run.stdout}{run.stderr}"
+        return {**resources(run.stderr), "tensor_core": tensor_core(cubin)}
 
 
 def resources(log):

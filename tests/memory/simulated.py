@@ -26,6 +26,7 @@ from fa_train.memory import tiled_mlp as tiled_mlp_module
 from fa_train.memory.loss import linear_cross_entropy
 from fa_train.memory.tiled_mlp import mlp_backward, mlp_forward
 from fa_train.models.gpt import GPT
+from kernels.flash_attention import interface as interface_module
 
 
 @torch.library.custom_op("simulated::rms_norm", mutates_args=())
@@ -158,6 +159,7 @@ def as_on_a_gpu() -> Iterator[None]:
             offload_module, "_is", lambda saved, x: saved.untyped_storage()._cdata == x.untyped_storage()._cdata
         )
         patch.setattr(offload_module, "available_host_bytes", lambda: 2**60)
+        patch.setattr(interface_module, "require_backend", lambda device: None)  # nothing is computed
         patch.setattr(F, "rms_norm", lambda x, shape, weight, eps: FusedRMSNorm.apply(x, weight, eps))
         patch.setattr(loss_module, "_torch_cross_entropy", cross_entropy)
         yield

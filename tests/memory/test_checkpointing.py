@@ -105,7 +105,8 @@ def test_what_a_block_keeps(checkpointing, compiled, expected, device):
     kept = []
 
     def pack(saved):
-        if saved.is_floating_point() and saved.data_ptr() not in weights:
+        # torch 2.11's checkpoint saves an empty tensor too
+        if saved.is_floating_point() and saved.numel() and saved.data_ptr() not in weights:
             kept.append(names.get(tuple(saved.shape), str(saved.shape)))
         return saved
 

@@ -1,0 +1,83 @@
+"""Tiny tokenizers with chat templates, and chats, made on the spot."""
+
+import json
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+LINES = ["system: be brief.\n\n", "the weather in Rome is sunny\n", "2 + 2 is 4.", "assistant\nuser\ntool\n", "ü ∑ 🙂"]
+HEAD = "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
+BODY = (
+    "{{ message.content }}{% for call in message.tool_calls or [] %}"
+    "{{ '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{% endfor %}{{ '<|im_end|>' }}"
+)
+TAIL = "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+TOOLS = "{% if tools %}{{ '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{% endif %}"
+CHATML = TOOLS + HEAD + BODY + TAIL
+WITH_BLOCKS = (
+    TOOLS + HEAD + "{% if message.role == 'assistant' %}{% generation %}" + BODY + "{% endgeneration %}"
+    "{% else %}" + BODY + "{% endif %}" + TAIL
+)  # fmt: skip
+# no special tokens at the ends of turns: "user: hi\nassistant: ho\n", whose spaces and line ends merge with words
+PLAIN = (
+    "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+# every turn but the last loses what it thought, as reasoning models' do
+FORGETFUL = HEAD + "{{ '<think>' if loop.last and message.role == 'assistant' }}" + BODY + TAIL
+
+
+def chat_tokenizer(template=CHATML, *, trim_offsets=False):
+    """Byte-level BPE with ChatML's special tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|im_start|>", "<|im_end|>", "<pad>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
+    tokenizer.train_from_iterator(LINES * 20, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=template, eos_token="<|im_end|>", pad_token="<pad>"
+    )
+
+
+def save_tokenizer(folder, template=CHATML, **options):
+    """Its folder, as data.tokenizer takes it."""
+    chat_tokenizer(template, **options).save_pretrained(folder)
+    return str(folder)
+
+
+def turn(role, content, **fields):
+    return {"role": role, "content": content, **fields}
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+MULTI_TURN = {
+    "messages": [
+        turn("system", "be brief."), turn("user", "2 + 2?"), turn("assistant", "4."), turn("user", "the weather 🙂"),
+        turn("assistant", None, tool_calls=[CALL]), turn("tool", "sunny"), turn("assistant", "sunny in Rome\n\n"),
+    ],
+    "tools": [TOOL],
+}  # fmt: skip
+PAIR = {"prompt": "2 + 2?", "completion": "is 4."}
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def many_chats(n=60):
+    """Chats of many lengths, the same every time."""
+    return [
+        {
+            "messages": [
+                turn("user", f"{i} + {i}?"),
+                turn("assistant", "the weather is sunny " * (i % 7 + 1) + str(2 * i)),
+            ]
+        }
+        for i in range(n)
+    ]

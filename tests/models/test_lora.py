@@ -1,0 +1,312 @@
+"""LoRA: what is trained, under every memory lever, and peft's files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import train
+from fa_train.memory.stack import Memory
+from fa_train.models.gpt import GPT
+from fa_train.models.hf import load_pretrained, save_pretrained
+from fa_train.models.lora import LoRA, LoRALinear, adapted, adapter_tensors, load_adapter, merge, save_adapter
+from fa_train.optim import adamw, adamw_bf16
+from tests.memory.small import compile_blocks, levers, small_gpt, step, stream
+from tests.models.test_hf import ARCHITECTURES, CHECKPOINTS, VOCAB
+from tests.training import column, composed, tiny
+
+CPU = torch.device("cpu")
+# the parts of a joined matrix, the whole of one, and none of the FFN's
+TARGETS = [
+    pytest.param("all-linear", id="all"),
+    pytest.param(["q_proj", "v_proj", "up_proj"], id="parts"),
+    pytest.param(r".*\.layers\.1\..*(k_proj|down_proj)", id="regex"),
+]
+
+
+def lora(**changes: Any) -> LoRA:
+    settings: dict[str, Any] = {
+        "r": 4, "lora_alpha": 12, "lora_dropout": 0.0, "target_modules": "all-linear", "use_rslora": False,
+        "quantization": None, "path": None,
+    }  # fmt: skip
+    return LoRA(**(settings | changes))
+
+
+def randomised(model: GPT) -> GPT:
+    """B is 0 at first, which would hide most mistakes."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in adapter_tensors(model).values():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def small(memory: Memory | None = None, settings: LoRA | None = None, **overrides: Any) -> GPT:
+    """The same weights and adapters in each call."""
+    if overrides.get("activation") == "gelu":
+        overrides["qk_norm"] = False  # Arcee's; no family has both
+    return randomised((settings or lora())(small_gpt(memory or levers(), CPU, **overrides)))
+
+
+def write_base(name: str, folder: Path) -> Any:
+    """transformers' model, random, and its checkpoint in `folder`."""
+    family, fields = CHECKPOINTS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**fields)
+    model = getattr(transformers, ARCHITECTURES.get(family, f"{family}ForCausalLM"))(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+def tokens() -> Tensor:
+    return torch.randint(3, VOCAB, (30,), generator=torch.Generator().manual_seed(1))
+
+
+def by_formula(folder: Path, name: str, base: Any) -> None:
+    """Adds scale * B A to the weights of transformers' model, from the files alone."""
+    config, tensors = json.loads((folder / "adapter_config.json").read_text()), load_file(folder / name)
+    scale = config["lora_alpha"] / (config["r"] ** 0.5 if config["use_rslora"] else config["r"])
+    for key, a in tensors.items():
+        if ".lora_A." in key:
+            path = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            delta = scale * tensors[key.replace("lora_A", "lora_B")] @ a
+            weight = base.get_parameter(f"{path}.weight").data
+            weight += delta.T if config["fan_in_fan_out"] else delta
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+def test_training_starts_from_the_model_and_changes_adapters_only(targets):
+    plain, model = small_gpt(levers(), CPU), lora(target_modules=targets)(small_gpt(levers(), CPU))
+    batch = stream(CPU)
+    torch.testing.assert_close(model(batch["tokens"]), plain(batch["tokens"]))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained and all(".lora_A." in name or ".lora_B." in name for name in trained)
+    optimizer = adamw(model, lr=0.01, weight_decay=0.1, betas=[0.9, 0.95], eps=1e-8, fused=False)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(**batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == trained
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(optimizer.state) == len(trained)
+
+
+def test_a_is_drawn_as_published():
+    torch.manual_seed(0)
+    model = lora(r=64)(small_gpt(levers(), CPU, dim=256, ffn_dim=512))
+    for _, linear in adapted(model):
+        bound = linear.in_features**-0.5  # kaiming uniform with a = sqrt(5)
+        for a, b in zip(linear.lora_A.values(), linear.lora_B.values(), strict=True):
+            assert 0.99 * bound < a.abs().max() <= bound and abs(a.std() / bound - 3**-0.5) < 0.02
+            assert not b.any() and a.dtype == b.dtype == torch.float32
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_gradients_are_those_of_the_merged_weights(activation, targets):
+    """dA = scale B^T dW and dB = scale dW A^T, where dW is the gradient of W + scale B A on the adapter's rows."""
+    settings = lora(target_modules=targets, use_rslora=True)
+    model, dense = (small(settings=settings, activation=activation) for _ in range(2))
+    linears = dict(adapted(model))
+    merge(dense)
+    step(model, stream(CPU))
+    step(dense, stream(CPU))
+    assert linears
+    for path, linear in linears.items():
+        d_weight = dense.get_submodule(path).weight.grad
+        for part, rows in linear.rows.items():
+            a, b, scale = linear.lora_A[part], linear.lora_B[part], 12 / 4**0.5
+            torch.testing.assert_close(a.grad, scale * b.T @ d_weight[rows], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(b.grad, scale * d_weight[rows] @ a.T, rtol=1e-4, atol=1e-5)
+
+
+MEMORIES = [
+    pytest.param(levers("selective"), id="selective"),
+    pytest.param(levers("full"), id="full"),
+    pytest.param(levers("none", offload=True), id="offload"),
+    pytest.param(levers("none", mlp_chunk=5), id="mlp-chunk"),
+    pytest.param(levers("full", offload=True, mlp_chunk=5), id="all"),
+]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_memory_levers_change_nothing(memory, activation, compiled):
+    expected = step(small(activation=activation), stream(CPU))
+    model = small(memory, activation=activation)
+    found = step(compile_blocks(model) if compiled else model, stream(CPU))
+    assert len(expected) == 1 + len(adapter_tensors(model))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_adapters_are_fp32_whatever_the_precision(precision):
+    model = small().bfloat16() if precision == "bf16-true" else small()
+    assert model.blocks[0].attention.qkv.weight.dtype == (torch.bfloat16 if "true" in precision else torch.float32)
+    exact = adapter_tensors(small())
+    for name, parameter in adapter_tensors(model).items():
+        assert parameter.dtype == torch.float32 and torch.equal(parameter, exact[name]), "not even rounded"
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+        loss = model(**stream(CPU))
+    loss.backward()
+    torch.testing.assert_close(loss, small()(**stream(CPU)), rtol=0.02, atol=0)
+    assert all(p.grad.dtype == torch.float32 for p in adapter_tensors(model).values())
+
+
+@pytest.mark.parametrize("name", ["llama-biased-own-head", "gpt2", "qwen2", "qwen3", "gemma2", "arcee-gelu"])
+def test_a_saved_adapter_is_the_formula(name, tmp_path):
+    """transformers' model with scale B A added to its weights, by the names in the files."""
+    base = write_base(name, tmp_path / "base")
+    settings = lora(use_rslora=name == "qwen2")
+    model = randomised(settings(load_pretrained(tmp_path / "base", "naive")))
+    save_adapter(model, tmp_path / "adapter", str(tmp_path / "base"))
+    by_formula(tmp_path / "adapter", "adapter_model.safetensors", base)
+    with torch.no_grad():
+        expected = base(tokens()[None]).logits[0]
+        torch.testing.assert_close(model(tokens()), expected, rtol=1e-4, atol=1e-5)
+        # merged, it is a plain model that can be exported
+        assert not any(isinstance(module, LoRALinear) for module in merge(model).modules())
+        torch.testing.assert_close(model(tokens()), expected, rtol=1e-4, atol=1e-5)
+    save_pretrained(model, tmp_path / "merged")
+    again = load_pretrained(tmp_path / "merged", "naive")
+    torch.testing.assert_close(again(tokens()), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_peft_and_we_read_each_others_adapters(name, tmp_path):
+    peft = pytest.importorskip("peft")
+    base = write_base(name, tmp_path / "base")
+    model = randomised(lora(target_modules="all-linear")(load_pretrained(tmp_path / "base", "naive")))
+    save_adapter(model, tmp_path / "ours", str(tmp_path / "base"))
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
+    with torch.no_grad():
+        expected = theirs(tokens()[None]).logits[0]
+        torch.testing.assert_close(model(tokens()), expected, rtol=1e-4, atol=1e-5)
+        theirs.save_pretrained(tmp_path / "theirs")
+        # r and all else come from the folder
+        again = lora(r=1, path=str(tmp_path / "theirs"))(load_pretrained(tmp_path / "base", "naive"))
+        torch.testing.assert_close(again(tokens()), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_goes_on_where_it_was_saved(tmp_path):
+    write_base("llama", tmp_path / "base")
+    first = randomised(lora(target_modules=["q_proj", "down_proj"])(load_pretrained(tmp_path / "base", "naive")))
+    save_adapter(first, tmp_path / "adapter", None)
+    again = lora(r=1, lora_alpha=1, path=str(tmp_path / "adapter"))(load_pretrained(tmp_path / "base", "naive"))
+    assert torch.equal(again(tokens()), first(tokens()))
+    assert all(p.requires_grad for p in adapter_tensors(again).values())
+    with torch.device("meta"):  # as the planner does, without reading weights
+        on_meta = lora(path=str(tmp_path / "adapter"))(load_pretrained(tmp_path / "base", "naive"))
+    shapes = {name: p.shape for name, p in adapter_tensors(again).items()}
+    assert {name: p.shape for name, p in adapter_tensors(on_meta).items()} == shapes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param({"r": 0}, "adapter.r must be an integer of at least 1; got 0", id="r"),
+        pytest.param({"lora_alpha": -1}, "adapter.lora_alpha must be positive; got -1", id="alpha"),
+        pytest.param({"lora_dropout": 1.0}, "adapter.lora_dropout must be at least 0 and less than 1", id="dropout"),
+        pytest.param({"target_modules": []}, "adapter.target_modules must name at least one module", id="none"),
+        pytest.param({"quantization": "int3"}, "adapter.quantization must be nf4 or null; got int3", id="bits"),
+        pytest.param({"target_modules": ["q_proj", "lm_head"]}, "must be of q_proj, .* got lm_head", id="target"),
+        pytest.param({"target_modules": "nothing"}, "must be of q_proj, .* or all-linear; got nothing", id="regex"),
+        pytest.param({"lora_dropout": 0.1}, "adapter.lora_dropout=0.1 needs memory.checkpointing=none", id="recompute"),
+    ],
+)
+def test_mistakes_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        lora(**changes)(small_gpt(levers("full"), CPU))
+
+
+def test_dropout_drops_in_training_only():
+    model = small(settings=lora(lora_dropout=0.5))
+    x = stream(CPU)["tokens"]
+    assert not torch.equal(model(x), model(x))
+    torch.testing.assert_close(model.eval()(x), small().eval()(x))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        pytest.param("use_dora", True, "not supported: use_dora=true", id="dora"),
+        pytest.param("rank_pattern", {"q_proj": 2}, "not supported: rank_pattern", id="rank-pattern"),
+        pytest.param("peft_type", "IA3", 'peft_type must be "LORA"; got "IA3"', id="type"),
+        pytest.param("bias", "all", 'bias must be "none"; got "all"', id="bias"),
+        pytest.param("init_lora_weights", "pissa", "init_lora_weights must be .* got .pissa", id="pissa"),
+        pytest.param("r", 5, r"must be \(5, 32\) in this model; got \(4, 32\)", id="shape"),
+        pytest.param("target_modules", ["q_proj", "v_proj"], "is missing", id="missing"),
+    ],
+)
+def test_folders_that_cannot_be_read(field, value, message, tmp_path):
+    model = small_gpt(levers(), CPU)
+    save_adapter(lora(target_modules=["q_proj"])(model), tmp_path, None)
+    config = json.loads((tmp_path / "adapter_config.json").read_text()) | {field: value}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        lora(path=str(tmp_path))(small_gpt(levers(), CPU))
+
+
+def test_files_that_are_not_there_or_broken(tmp_path):
+    with pytest.raises(ValueError, match=r"adapter.path must be a folder with adapter_config.json"):
+        lora(path=str(tmp_path))(small_gpt(levers(), CPU))
+    model = lora()(small_gpt(levers(), CPU))
+    save_adapter(model, tmp_path / "a", None)
+    with pytest.raises(ValueError, match="must be new or without an adapter"):
+        save_adapter(model, tmp_path / "a", None)
+    stored = load_file(tmp_path / "a/adapter_model.safetensors")
+    save_file(stored | {"base_model.model.lm_head.weight": torch.zeros(1)}, tmp_path / "a/adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"lm_head.weight has no place in this model"):
+        load_adapter(model, tmp_path / "a")
+    (tmp_path / "a/adapter_model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        load_adapter(model, tmp_path / "a")
+    with pytest.raises(ValueError, match="only be saved of a model trained with adapter=lora"):
+        save_adapter(small_gpt(levers(), CPU), tmp_path / "b", None)
+
+
+def test_bf16_moments_are_refused():
+    with pytest.raises(ValueError, match=r"adapters, which are fp32"):
+        adamw_bf16(small().bfloat16(), lr=0.1, weight_decay=0.0, betas=[0.9, 0.95], eps=1e-8)
+
+
+def test_a_run_trains_adapters_and_resumes(tmp_path):
+    """Loss falls; a run that was stopped and resumed has the same losses."""
+
+    def run(folder: Path, *overrides: str) -> dict[int, float]:
+        folder.mkdir()
+        settings = tiny(tmp_path, "adapter=lora", "optimizer.lr=0.02", "scheduler.max_steps=20", *overrides)
+        with composed(folder, *settings) as cfg:
+            train.train(cfg)
+        return column(folder, "train/loss")
+
+    whole = run(tmp_path / "whole")
+    assert whole[20] < whole[1]
+    first = run(tmp_path / "first", "max_steps=10")
+    [checkpoint] = (tmp_path / "first").rglob("*.ckpt")
+    rest = run(tmp_path / "rest", f"ckpt_path={checkpoint}")
+    assert first | rest == whole
+    states = torch.load(checkpoint, weights_only=True)["optimizer_states"][0]["state"]
+    assert len(states) == 2 * 2 * 7, "A and B of seven matrices in two layers"
+
+
+def test_no_adapter_is_the_model_itself(tmp_path):
+    with composed(tmp_path, *tiny(tmp_path)) as cfg:
+        model = train.build(cfg)[1].model
+    assert all(p.requires_grad for p in model.parameters())
+    assert {type(module) for module in model.modules() if isinstance(module, nn.Linear)} == {nn.Linear}

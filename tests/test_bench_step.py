@@ -1,0 +1,190 @@
+"""scripts/bench_step.py: a run from its command line, the same model on both sides, and what becomes of bad cases."""
+
+import csv
+import math
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from hydra.utils import instantiate
+
+from scripts import bench_step
+from scripts.bench_step import (
+    FEWEST_STEPS,
+    Case,
+    Row,
+    Variant,
+    best_peer,
+    case_of,
+    cells,
+    configuration,
+    measure,
+    our_loss,
+    parse_arguments,
+    peer_loss,
+    run_apart,
+    time_steps,
+    variant_of,
+    write,
+)
+from tests.training import REPOSITORY, quiet_environment
+
+TINY = (
+    "model.n_layers=2", "model.dim=32", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=64",
+    "model.vocab_size=259",
+)  # fmt: skip
+CASE = Case("nano", 64, "ours-none", "cpu", "sdpa", steps=2, slow_step=60, overrides=TINY)
+ROWS = [
+    Row(64, "ours-none", "ok", 300.0, 10.0, 9.0, 11.0, 5, 1.0, 2.0, 0.5, 5.5, True),
+    Row(64, "hf", "ok", 200.0, 15.0, 14.0, 16.0, 5, 1.0, 2.0, 0.4, 5.5, True, "plain | transformers"),
+    Row(64, "hf-checkpointing", "ok", 100.0, 30.0, 29.0, 31.0, 5, 1.0, 2.0, 0.2, math.nan, False),
+    Row(128, "hf", "oom", peak_gib=79.0, reserved_gib=80.0),
+]
+
+
+def test_a_run_from_its_command_line(tmp_path):
+    arguments = ["--model", "nano", "--seq-lens", "64", "--variants", "ours-none", "hf", "--steps", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.bench_step", *arguments, "--attention", "sdpa", "--commit", "abc",
+         "--out", str(tmp_path / "step"), *TINY],
+        cwd=REPOSITORY, env=quiet_environment() | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "step.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["variant"], row["outcome"], row["steps"]) for row in rows] == [
+        ("ours-none", "ok", "2"),
+        ("hf", "ok", "2"),
+    ]
+    for row in rows:
+        assert float(row["tokens_per_s"]) == pytest.approx(64 / float(row["step_ms"]) * 1e3)
+        assert float(row["step_ms_min"]) <= float(row["step_ms"]) <= float(row["step_ms_max"])
+        assert float(row["loss"]) == pytest.approx(math.log(259), rel=0.1) and row["finite"] == "True"
+        assert float(row["peak_gib"]) > 0
+    assert rows[1]["note"] == "plain transformers: Liger's kernels need a GPU"
+    text = (tmp_path / "step.md").read_text()
+    assert "- commit: `abc`" in text and f"torch {torch.__version__}" in text and "--seq-lens 64" in text
+
+
+@pytest.mark.parametrize("variant", ["ours-selective", "hf-checkpointing"])
+def test_a_case_in_this_process(variant):
+    row = measure(replace(CASE, variant=variant))
+    assert row.outcome == "ok" and row.finite and row.steps == 2
+
+
+def test_both_sides_train_the_same_model():
+    """Equal weights give equal losses: the sizes, the norm's eps and theta are the same on both sides."""
+    config, device = configuration(CASE), torch.device("cpu")
+    ours, _ = our_loss(config, device)
+    peer, _, _ = peer_loss(config, device, checkpointing=False)
+    names = {"token_embedding": "embed_tokens", "head": "lm_head"}
+    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in peer.parameters()), names
+    llama = peer.model
+    with torch.no_grad():
+        for block, layer in zip(ours.blocks, llama.layers, strict=True):
+            attention, mlp = layer.self_attn, layer.mlp
+            projections = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+            block.attention.qkv.weight.copy_(torch.cat(projections))
+            block.attention.out.weight.copy_(attention.o_proj.weight)
+            block.ffn.up.weight.copy_(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+            block.ffn.down.weight.copy_(mlp.down_proj.weight)
+        ours.token_embedding.weight.copy_(llama.embed_tokens.weight)
+        tokens = torch.randint(259, (64,))
+        expected = peer(input_ids=tokens[None]).logits[0]
+        torch.testing.assert_close(ours(tokens), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_llama_is_not():
+    row = measure(replace(CASE, variant="hf", overrides=(*TINY, "model.activation=gelu", "model.bias=true")))
+    assert row.outcome == "missing: Hugging Face's Llama has no activation=gelu, bias=True"
+
+
+def test_running_out_of_memory_is_a_row(monkeypatch):
+    def fail(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(bench_step, "time_steps", fail)
+    row = measure(CASE)
+    assert row.outcome == "oom" and row.tokens_per_s is None and row.peak_gib is not None
+
+
+def test_a_case_that_takes_too_long():
+    assert run_apart(CASE, timeout=0.05).outcome == "failed: not done after 0.05 s"
+
+
+def test_a_case_that_fails_says_why():
+    row = run_apart(replace(CASE, overrides=(*TINY, "model.norm=batchnorm")), timeout=120)
+    assert row.outcome.startswith("failed: ") and "batchnorm" in row.outcome
+
+
+@pytest.mark.parametrize(
+    ("slow_step", "timed", "steps"), [pytest.param(60, 4, 6, id="fast"), pytest.param(1e-9, FEWEST_STEPS, 3, id="slow")]
+)
+def test_a_slow_case_does_fewer_steps(slow_step, timed, steps):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    case = replace(CASE, steps=4, slow_step=slow_step)
+    milliseconds, losses = time_steps(case, lambda: weight.square().sum(), optimizer)
+    assert len(milliseconds) == timed and len(losses) == steps
+    assert losses == pytest.approx([3 * 0.64**n for n in range(steps)])  # a gradient of one step at a time
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("ours-none", Variant(ours=True)),
+        ("ours-full-compiled", Variant(True, "full", compiled=True)),
+        ("ours-offload-compiled-portable", Variant(True, "offload", compiled=True, portable=True)),
+        ("hf", Variant(ours=False)),
+        ("hf-checkpointing", Variant(ours=False, checkpointing=True)),
+    ],
+)
+def test_variants(name, variant):
+    assert variant_of(name) == variant
+
+
+@pytest.mark.parametrize("name", ["ours", "ours-some", "ours-none-fast", "hf-compiled", "peer"])
+def test_unknown_variants(name):
+    with pytest.raises(ValueError, match=f"got {name}$"):
+        variant_of(name)
+
+
+def test_a_variant_is_in_the_configuration():
+    config = configuration(replace(CASE, variant="ours-full-compiled"))
+    assert config.model.memory.checkpointing == "full" and config.lit_gpt.compile_model and config.seq_len == 64
+    assert not configuration(CASE).lit_gpt.compile_model
+    assert instantiate(config.memory).checkpointing == "full"
+
+
+def test_a_case_survives_its_way_to_another_process():
+    assert case_of(asdict(CASE) | {"overrides": list(TINY)}) == CASE
+
+
+def test_the_table(tmp_path):
+    assert best_peer(ROWS, 64) == 200.0 and best_peer(ROWS, 128) is None
+    write(ROWS, {"GPU": "none"}, tmp_path / "step")
+    lines = [line for line in (tmp_path / "step.md").read_text().splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in lines}) == 1 and len(lines) == 2 + len(ROWS)
+    assert "| 1.50 |" in lines[2] and "50.0%" in lines[2] and "plain / transformers" in lines[3]
+    assert "not finite" in lines[4]
+    assert cells(ROWS[3], ROWS)[5:7] == ["79.00", "80.00"] and cells(ROWS[3], ROWS)[-1] == "oom"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--variants", "ours-fast"], "got ours-fast"),
+        (["--cases", "8k:hf"], "got 8k:hf"),
+        (["--cases", "0:hf"], "got 0:hf"),
+        (["--steps", "0"], "--steps must be positive"),
+        (["--seq-lens", "64", "-1"], "--seq-lens must be positive"),
+        (["model.n_layers"], "must be name=value"),
+    ],
+)
+def test_bad_arguments_end_with_a_message(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(arguments)
+    assert message in capsys.readouterr().err
