@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from fa_train.data.tokenizer import ByteTokenizer
 from fa_train.models.hf import load_pretrained
+from fa_train.models.lora import LoRA
 from scripts import export_hf
 from tests.training import command_line, tiny
 
@@ -146,3 +148,31 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_named(tmp_path):
     assert done.returncode == 1
     *warned, error = done.stderr.strip().splitlines()  # Lightning's warning on a machine whose GPU is not used
     assert "the data's tokenizer has 259 tokens" in error and not any("Traceback" in line for line in warned)
+
+
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+def test_a_run_with_an_adapter_is_exported(kind, tmp_path):
+    base = write_base(tmp_path / "base")
+    checkpoint = train(tmp_path, *settings(tmp_path, base), f"adapter={kind}", "optimizer.lr=0.05", "adapter.r=4")
+    expected = trained(checkpoint)
+    assert not torch.allclose(logits(base), expected, atol=1e-2), "training changes what it computes"
+    export_hf.export(checkpoint, tmp_path / "merged", [], "float32")
+    torch.testing.assert_close(logits(tmp_path / "merged"), expected, rtol=1e-4, atol=1e-4)
+
+    out = tmp_path / "adapter"
+    export_hf.export(checkpoint, out, [], None, adapter=True)
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    tensors = load_file(out / "adapter_model.safetensors")
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in tensors
+    card = (out / "README.md").read_text()
+    assert "library_name: peft" in card and f"base_model: {base}" in card
+    with pytest.raises(ValueError, match="an adapter is written in float32"):
+        export_hf.export(checkpoint, tmp_path / "half", [], "bfloat16", adapter=True)
+    if kind == "lora":  # what trained, on what it was trained on
+        model = LoRA(1, 1.0, 0.0, "all-linear", False, None, str(out))(load_pretrained(base, "sdpa", dtype="float32"))
+        torch.testing.assert_close(model(TOKENS), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_only_a_run_with_an_adapter_has_one(scratch, tmp_path):
+    with pytest.raises(ValueError, match="only be saved of a model trained with adapter=lora"):
+        export_hf.export(scratch, tmp_path / "out", [], None, adapter=True)

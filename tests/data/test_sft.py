@@ -7,7 +7,16 @@ from fa_train.data.chats import parse_chat
 from fa_train.data.sft import ChatEncoder, learned_tokens
 from fa_train.data.tokenizer import ByteTokenizer, HFTokenizer
 from tests.data.chats import (
-    CALL, CHATML, FORGETFUL, MULTI_TURN, PAIR, PLAIN, TOOL, WITH_BLOCKS, save_tokenizer, turn
+    CALL,
+    CHATML,
+    FORGETFUL,
+    MULTI_TURN,
+    PAIR,
+    PLAIN,
+    TOOL,
+    WITH_BLOCKS,
+    save_tokenizer,
+    turn,
 )  # fmt: skip
 
 PROMPT_OF_MESSAGES = {
@@ -73,11 +82,10 @@ def test_the_mask_is_that_of_a_token_by_token_rendering(tmp_path, template, trim
             head, body = "<|im_start|>" + message["role"] + "\n", message["content"] + "<|im_end|>"
             parts = [(head, 0), (body, is_answer), ("\n", 0)]
         whose += b"".join(bytes([mark]) * len(text.encode()) for text, mark in parts)
-    hf, places = chat_encoder.tokenizer.hf, []
-    alphabet = {token: i for i, token in enumerate(hf.convert_ids_to_tokens(ids))}
-    assert alphabet
-    begin = 0
-    for token in hf.convert_ids_to_tokens(ids):  # byte-level: one character a byte, but for special tokens
+    places, begin = [], 0
+    for token in chat_encoder.tokenizer.hf.convert_ids_to_tokens(
+        ids
+    ):  # byte-level: one character a byte, but for special tokens
         places.append(begin)
         begin += len(token)
     assert begin == len(whose)
@@ -111,7 +119,7 @@ def test_a_template_that_forgets_is_named_unless_it_marks_answers(tmp_path):
 
 def test_what_the_template_refuses_is_named(tmp_path):
     refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('users begin') }}{% endif %}" + CHATML
-    with pytest.raises(ValueError, match="chat template must take chats.jsonl, line 1; it says: users begin"):
+    with pytest.raises(ValueError, match=r"chat template must take chats.jsonl, line 1; it says: users begin"):
         encode(encoder(tmp_path, refusing), MULTI_TURN)
 
 

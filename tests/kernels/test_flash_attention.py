@@ -1,5 +1,6 @@
 """The Triton kernels against the fp64 reference, forward and backward: in the interpreter here, compiled on a GPU."""
 
+import math
 from functools import partial
 
 import pytest
@@ -190,7 +191,10 @@ def test_fp8_is_as_accurate_as_its_inputs(head_dim):
         x.double() * s.repeat_interleave(x.shape[1] // 2)[:, None] for x, s in zip((q, k, v), descales, strict=True)
     ]
     exact, exact_lse = attention_reference(*full, cu, cu, causal=True)
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+    # Hopper's tensor cores add products of fp8 with 13 bits after the point of the largest (arXiv:2412.19437, 3.3.2)
+    largest = math.prod(x.norm(dim=-1).max().item() for x in full[:2]) * head_dim**-0.5
+    lse_error = 2**-13 * largest if GPU else 1e-5
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=lse_error)
     torch.testing.assert_close(o.double(), exact, rtol=2**-10, atol=2**-10 * full[2].abs().max().item())
 
 

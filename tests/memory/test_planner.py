@@ -1,5 +1,6 @@
 """The planner's arithmetic against the real model: on fake tensors, on the CPU, and as measured on GPUs."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +26,14 @@ from fa_train.memory.planner import (
     optimizer_bytes,
     parameter_sizes,
     predict,
+    trained_sizes,
     with_levers,
 )
 from fa_train.memory.stack import Memory
 from fa_train.models.attention import Attention, flash_attention, sdpa_attention
 from fa_train.models.gpt import GPT
+from fa_train.models.lora import LoRA
+from fa_train.preflight import adapters_of
 from tests.memory.simulated import as_on_a_gpu, simulate
 
 GPT2 = Shape(
@@ -139,6 +143,39 @@ def test_saved_activations_are_exact(model, precision, checkpointing, mlp_chunk)
         for s in (shape, replace(shape, n_layers=2))
     )
     assert two - one == kept_per_layer(shape)
+
+
+def with_adapters(shape: Shape, quantization: str | None = None) -> tuple[Shape, Callable[[], GPT]]:
+    """The shape of a run with adapter=lora, and its model."""
+
+    def adapted() -> GPT:
+        return LoRA(16, 32.0, 0.0, "all-linear", False, quantization, None)(build(shape))
+
+    with torch.device("meta"):
+        return replace(shape, adapters=adapters_of(adapted())), adapted
+
+
+@pytest.mark.parametrize("mlp_chunk", [None, 8192], ids=["ffn-whole", "ffn-chunks"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("model", ["gpt2", "llama_1b"])
+def test_simulated_peaks_of_adapters(model, precision, checkpointing, mlp_chunk):
+    base = replace({"gpt2": GPT2, "llama_1b": LLAMA_1B}[model], n_layers=4, vocab_size=259, tokens=32768)
+    shape, adapted = with_adapters(replace(base, precision=precision, checkpointing=checkpointing, mlp_chunk=mlp_chunk))
+    step = simulate(adapted, shape.tokens, shape.precision, accumulates=False)
+    gradients = 4 * sum(trained_sizes(shape))
+    assert predicted_peak(shape) == pytest.approx(max(gradients + step.forward, step.backward), rel=0.05)
+
+
+def test_frozen_weights_have_no_states_and_4_bits():
+    whole, (shape, _), (small, _) = LLAMA_1B, with_adapters(LLAMA_1B), with_adapters(LLAMA_1B, "nf4")
+    trained, parameters = sum(trained_sizes(shape)), sum(parameter_sizes(whole))
+    assert trained == 16 * 16 * (4 * 2048 + 2048 + 2 * 512 + 2048 + 2048 + 2048 + 2 * 8192 + 2 * 2048 + 8192 - 2048)
+    assert optimizer_bytes(shape) == (8 * trained, 0)
+    assert predict(shape).weights == 4 * (parameters + trained)
+    assert predict(shape).gradients <= 4 * trained < predict(whole).gradients
+    matrices = 16 * (2048 * (2048 + 2 * 512) + 2048 * 2048 + 3 * 2048 * 8192)
+    assert predict(small).weights == pytest.approx(4 * (parameters + trained - matrices) + 0.516 * matrices, rel=1e-3)
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -29,6 +29,12 @@ TARGETS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def torch_products(monkeypatch):
+    """oneDNN's products in bf16 are illegal instructions on some CPUs that say they have them."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+
+
 def lora(**changes: Any) -> LoRA:
     settings: dict[str, Any] = {
         "r": 4, "lora_alpha": 12, "lora_dropout": 0.0, "target_modules": "all-linear", "use_rslora": False,
