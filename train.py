@@ -24,6 +24,7 @@ from fa_train import preflight
 from fa_train.callbacks import is_out_of_memory, results
 from fa_train.memory.planner import predict, with_levers
 from fa_train.models.attention import require_backend
+from fa_train.models.gpt import GPT
 
 # Lightning 2.6 asks torch in an old way at every run
 warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
@@ -50,14 +51,20 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDat
     require_backend(instantiate(cfg.attention), trainer.strategy.root_device)
     vocab_size = cfg.model.vocab_size or data.vocab_size
     plan_memory(cfg, trainer, vocab_size)
-    return trainer, instantiate(cfg.lit_gpt, model=instantiate(cfg.model, vocab_size=vocab_size)), data
+    return trainer, instantiate(cfg.lit_gpt, model=build_model(cfg, vocab_size)), data
+
+
+def build_model(cfg: DictConfig, vocab_size: int) -> GPT:
+    """The model with its adapter, on torch's default device."""
+    model: GPT = instantiate(cfg.adapter)(instantiate(cfg.model, vocab_size=vocab_size))
+    return model
 
 
 def plan_memory(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None:
     """Chooses the levers of memory=auto, and raises ValueError where a run cannot fit."""
     device, processes, rows = trainer.strategy.root_device, trainer.num_devices, cfg.data.micro_batch_size
     with torch.device("meta"):  # sizes without the weights
-        model = instantiate(cfg.model, vocab_size=vocab_size)
+        model = build_model(cfg, vocab_size)
     model.require_seq_len(cfg.seq_len)
     shape = preflight.shape_of(
         model,

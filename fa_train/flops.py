@@ -35,9 +35,11 @@ def train_flops(model: GPT, total_tokens: int, sum_sq_doc_len: Number) -> Number
     (all matrices and the head, tied or not; no embeddings, norms or biases) and S the sum of squared document lengths.
     The first term: a multiply and an add a weight forward, twice that backward. The second: Q K^T and P V take
     2 * 2 * head_dim FLOPs a head and visible pair, causality leaves S / 2 pairs, and the backward again doubles it.
+    Frozen weights count as the others do, though LoRA computes no gradient of theirs: its MFU is flattered by a third.
     sum_sq_doc_len may be a tensor, so that the GPU need not be waited for; then so is the result.
     """
-    matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    # by features: a weight in 4 bits holds two numbers in a byte
+    matrices = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, nn.Linear))
     attention = 6 * model.n_layers * model.n_heads * model.head_dim
     return 6.0 * matrices * total_tokens + attention * sum_sq_doc_len
 

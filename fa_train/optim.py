@@ -41,12 +41,14 @@ def adamw_8bit(
 def adamw_bf16(model: nn.Module, *, lr: float, weight_decay: float, betas: Sequence[float], eps: float) -> Optimizer:
     """adamw of weights in bf16, with moments in bf16 and stochastic rounding instead of a master copy in fp32.
 
-    Raises: ValueError on weights that are not bf16.
+    Raises: ValueError on weights that are not bf16, as those of adapters (fa_train.models.lora) never are.
     """
     from fa_train.low_memory_adamw import RoundingAdamW
 
     groups = parameter_groups(model, weight_decay)
     others = {str(p.dtype).removeprefix("torch.") for group in groups for p in group["params"]} - {"bfloat16"}
+    if others and any(not p.requires_grad for p in model.parameters()):
+        raise ValueError("optimizer=adamw_bf16 cannot train adapters, which are fp32; choose optimizer=adamw")
     if others:
         raise ValueError(
             f"optimizer=adamw_bf16 needs bfloat16 weights, trainer.precision=bf16-true; got {', '.join(sorted(others))}"

@@ -15,6 +15,7 @@ from fa_train.memory.offload import available_host_bytes, require_host_memory
 from fa_train.memory.planner import (
     COMPONENTS,
     GIB,
+    Adapters,
     Levers,
     OptimizerKind,
     Precision,
@@ -25,8 +26,10 @@ from fa_train.memory.planner import (
     next_lever,
     parameter_sizes,
     predict,
+    trained_sizes,
 )
 from fa_train.models.gpt import GPT, Block
+from fa_train.models.lora import adapted
 
 CERTAIN = 1.1  # times what a device has: the prediction is less wrong than that
 OPTIMIZERS: dict[object, OptimizerKind] = {
@@ -91,7 +94,29 @@ def shape_of(
         optimizer=OPTIMIZERS.get(optimizer.func if isinstance(optimizer, partial) else optimizer, "adamw"),
         accumulates=accumulates,
         compiled=compiled,
+        adapters=adapters_of(model),
     )
+
+
+def adapters_of(model: GPT) -> Adapters | None:
+    """The planner's numbers of LoRA; a block's are those of the block that has most. None where there is none."""
+    sizes, quantised = [], False
+    numbers: dict[tuple[str, str], list[int]] = {}  # rank and joined elements, by block and part
+    for path, linear in adapted(model):
+        _, block, part, _ = path.split(".")
+        quantised |= bool(linear.nf4)
+        sizes += [p.numel() for p in (*linear.lora_A.values(), *linear.lora_B.values())]
+        rank = sum(a.shape[0] for a in linear.lora_A.values())
+        so_far = numbers.setdefault((block, part), [0, 0])
+        so_far[0] += rank
+        so_far[1] += rank * (linear.in_features + linear.out_features)
+    if not numbers:
+        return None
+    attention, ffn = (
+        [max((values[i] for (_, part), values in numbers.items() if part == wanted), default=0) for i in (0, 1)]
+        for wanted in ("attention", "ffn")
+    )
+    return Adapters(tuple(sizes), attention[0], ffn[0], attention[1], ffn[1], quantised)
 
 
 def device_bytes(device: torch.device) -> int:
@@ -129,7 +154,7 @@ def require_memory(shape: Shape, device: torch.device, processes: int, rows: int
     """
     prediction, available = predict(shape), device_bytes(device)
     parameters = sum(parameter_sizes(shape))
-    needed = prediction.weights + prediction.optimizer + parameters * shape.weight_bytes
+    needed = prediction.weights + prediction.optimizer + sum(trained_sizes(shape)) * shape.gradient_bytes
     if needed > available:
         raise ValueError(
             f"{parameters / 1e9:.2f}B parameters need {needed / GIB:.1f} GiB for weights, gradients and the "

@@ -2,7 +2,8 @@
 
     python scripts/export_hf.py runs/nano/2026-11-21_07-32-06/checkpoints/step_0000300.ckpt exported
 
-A checkpoint is a file, or the folder that a sharded run writes; either is read into host memory, without a GPU.
+A run with adapter=lora or qlora is exported merged, or with --adapter as the adapter alone, which peft loads. A
+checkpoint is a file, or the folder that a sharded run writes; either is read into host memory, without a GPU.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fa_train.models.gpt import GPT
 from fa_train.models.hf import DTYPES, SavesTokenizer, save_pretrained
+from fa_train.models.lora import merge, save_adapter
 
 PREFIX = "model."  # of the GPT's weights in LitGPT's
 CARD = """---
@@ -44,23 +46,33 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 """
 
 
-def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | None) -> None:
+def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | None, adapter: bool = False) -> None:
     """Writes the folder. dtype None is what the base model is stored in, else what was trained.
 
-    Raises: ValueError on a checkpoint without its run's folder, or whose weights are not those of its config.
+    adapter: only what LoRA trained, in fp32, not merged into the base model.
+    Raises: ValueError on a checkpoint without its run's folder, or whose weights are not those of its config, and where
+    only an adapter is wanted of a run that has none or in another dtype.
     """
     run = _run_folder(checkpoint)
     cfg = OmegaConf.merge(OmegaConf.load(run / ".hydra" / "config.yaml"), OmegaConf.from_dotlist(overrides))
     assert isinstance(cfg, DictConfig)
+    if adapter and dtype is not None:
+        raise ValueError(f"an adapter is written in float32, without --dtype; got {dtype}")
     model, step = load(checkpoint, cfg)
     if dtype is None and model.origin is not None:
         dtype = model.origin.config.get("dtype") or model.origin.config.get("torch_dtype")
     tokenizer = _tokenizer(cfg)
-    save_pretrained(model, folder, tokenizer, dtype=dtype)
+    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if adapter:
+        save_adapter(model, folder, cfg.model.get("pretrained"))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(folder))
+    else:
+        save_pretrained(merge(model), folder, tokenizer, dtype=dtype)
+        parameters = sum(p.numel() for p in model.parameters())
     result = run / "result.json"
     metrics = json.loads(result.read_text()) if result.exists() else {}
-    parameters = sum(p.numel() for p in model.parameters())
-    (folder / "README.md").write_text(model_card(run.parent.name, cfg, step, metrics, parameters))
+    (folder / "README.md").write_text(model_card(run.parent.name, cfg, step, metrics, parameters, adapter))
 
 
 def load(checkpoint: Path, cfg: DictConfig) -> tuple[GPT, int]:
@@ -92,7 +104,9 @@ def load(checkpoint: Path, cfg: DictConfig) -> tuple[GPT, int]:
     return model, step
 
 
-def model_card(name: str, cfg: DictConfig, step: int, metrics: Mapping[str, float], parameters: int) -> str:
+def model_card(
+    name: str, cfg: DictConfig, step: int, metrics: Mapping[str, float], parameters: int, adapter: bool
+) -> str:
     """What the model was trained on, for how long and how well, in Markdown."""
     base = cfg.model.get("pretrained")
     title = f"{Path(base).name}, fine-tuned" if base else name
@@ -111,7 +125,8 @@ def model_card(name: str, cfg: DictConfig, step: int, metrics: Mapping[str, floa
         "val/loss": ("Validation loss, nats a token", "{:.4f}"),
     }
     rows |= {label: form.format(metrics[key]) for key, (label, form) in measured.items() if key in metrics}
-    header = ["library_name: transformers", "pipeline_tag: text-generation", *([f"base_model: {base}"] if base else [])]
+    library = "peft" if adapter else "transformers"  # transformers loads an adapter's folder too, with peft installed
+    header = [f"library_name: {library}", "pipeline_tag: text-generation", *([f"base_model: {base}"] if base else [])]
     table = [f"| {label} | {value} |" for label, value in rows.items()]
     return CARD.format(title=title, header="\n".join(header), table="\n".join(table))
 
@@ -136,7 +151,11 @@ def _empty(cfg: DictConfig, vocab_size: int) -> GPT:
     assert isinstance(model, GPT)
     if model.max_seq_len is None:
         model.max_seq_len = cfg.seq_len
-    return model
+    if cfg.get("adapter") is None:  # a run from before there were any
+        return model
+    with torch.device("meta"):
+        adapted: GPT = instantiate(cfg.adapter)(model)
+    return adapted
 
 
 def _stored(checkpoint: Path, name: str) -> TensorStorageMetadata:
@@ -180,6 +199,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, help="a .ckpt of a run, still in the run's folder")
     parser.add_argument("folder", type=Path, help="where to write, new or without a model")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; the base model's by default, else the trained")
+    parser.add_argument("--adapter", action="store_true", help="write what LoRA trained alone, for peft")
     parser.add_argument("overrides", nargs="*", help="of the run's config, such as model.pretrained=moved/folder")
     arguments: dict[str, Any] = vars(parser.parse_args())
     try:

@@ -62,7 +62,8 @@ def shape_of_run(cfg: DictConfig) -> Shape:
     """Its model is built without weights."""
     devices = cfg.trainer.devices if isinstance(cfg.trainer.devices, int) else 1
     with torch.device("meta"):
-        model = instantiate(cfg.model, vocab_size=cfg.model.vocab_size or instantiate(cfg.data).vocab_size)
+        vocab_size = cfg.model.vocab_size or instantiate(cfg.data).vocab_size
+        model = instantiate(cfg.adapter)(instantiate(cfg.model, vocab_size=vocab_size))
     return shape_of(
         model,
         precision=cfg.trainer.precision,

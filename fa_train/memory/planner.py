@@ -18,6 +18,9 @@ LIBRARIES = 96 * 2**20  # cuBLAS's workspaces, by torch's allocator; measured on
 CONTEXT = 600 * 2**20  # CUDA's context and the kernels' code, beside torch's allocator
 OFFLOADED_FROM = QUANTISED_FROM = 4096  # elements: torchao leaves smaller tensors alone
 QUANTISATION_BLOCK = 256  # elements that share a scale
+MATRICES = 4  # of a block
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # an element's code, and its part of a scale and of a scale's scale
+DEQUANTISATION_BYTES = 20  # of an element while its code is looked up; fp32, torchao 0.18, by the operators
 FRAGMENTATION = 0.03  # of what is allocated: what the allocator has reserved and cannot use
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
 OptimizerKind = Literal["adamw", "adamw_8bit", "adamw_bf16", "adamw_offload"]
@@ -26,12 +29,30 @@ Norm = Literal["rmsnorm", "layernorm"]
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """What LoRA trains while the model's own weights are frozen (fa_train.models.lora).
+
+    sizes: the elements of each matrix A and B, all fp32. attention_rank, ffn_rank: numbers between A and B that a block
+    has for each token. attention_joined, ffn_joined: elements of a block's A and B as they are multiplied, those of
+    parts of one matrix joined. quantised: whether the blocks' matrices are in 4 bits.
+    """
+
+    sizes: tuple[int, ...]
+    attention_rank: int
+    ffn_rank: int
+    attention_joined: int
+    ffn_joined: int
+    quantised: bool
+
+
+@dataclass(frozen=True)
 class Shape:
     """The numbers that decide a run's memory.
 
     Units: tokens is what one GPU holds at a time (data.micro_batch_size x seq_len); mlp_chunk and loss_chunk in tokens;
     ffn_dim, dim, head_dim in channels. accumulates: whether a step has several micro-batches, so that gradients stay
-    while the next one runs. learned_positions: rows of the table of learned positions, 0 for none.
+    while the next one runs. learned_positions: rows of the table of learned positions, 0 for none. adapters: None where
+    all weights are trained.
     """
 
     n_layers: int
@@ -57,6 +78,7 @@ class Shape:
     optimizer: OptimizerKind
     accumulates: bool
     compiled: bool
+    adapters: Adapters | None = None
 
     def __post_init__(self) -> None:
         require_checkpointing(self.checkpointing)
@@ -68,6 +90,11 @@ class Shape:
     def weight_bytes(self) -> int:
         """Of one element of a parameter, its gradient and the hidden states between blocks."""
         return 2 if self.precision == "bf16-true" else 4
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of one element of a trained parameter and of its gradient."""
+        return self.weight_bytes if self.adapters is None else 4
 
     @property
     def compute_bytes(self) -> int:
@@ -188,10 +215,13 @@ class _Block:
         self.statistics = t * 4 * s.norm_statistics
         self.qkv_weight, self.out_weight = s.dim * (s.query_dim + 2 * s.kv_dim), s.query_dim * s.dim
         self.up_weight, self.down_weight = s.dim * s.up_dim, s.ffn_dim * s.dim
+        a = s.adapters
+        self.attention_adapters = (t * a.attention_rank + a.attention_joined) * c if a else 0
+        self.ffn_adapters = (t * a.ffn_rank + a.ffn_joined) * c if a else 0
 
     def rounded_weights(self) -> int:
         """Autocast's copies; the FFN by chunks makes its own and drops them."""
-        if not self.shape.mixed:
+        if not self.shape.mixed or (self.shape.adapters and self.shape.adapters.quantised):
             return 0
         ffn = 0 if self.shape.mlp_chunk else self.up_weight + self.down_weight
         return (self.qkv_weight + self.out_weight + ffn) * self.shape.compute_bytes
@@ -199,7 +229,7 @@ class _Block:
     def attention_kept(self) -> int:
         """From the block's input to attention's result."""
         s = self.shape
-        kept = self.x + self.statistics + self.x_rounded + self.qkv + self.q + self.lse
+        kept = self.x + self.statistics + self.x_rounded + self.qkv + self.q + self.lse + self.attention_adapters
         if s.separate_qk:
             kept += self.q + self.kv  # else views of the projection's result, as values always are
         if s.qk_norm:
@@ -210,7 +240,9 @@ class _Block:
     def ffn_kept(self) -> int:
         """From the hidden state between attention and FFN, which torch.compile adds up again, to the FFN's result."""
         kept = (self.x if self.eager else self.x_rounded) + self.statistics + self.x_rounded
-        return kept if self.shape.mlp_chunk else kept + self.up + self.activated_kept()
+        if self.shape.mlp_chunk:
+            return kept + (self.x - self.x_rounded if self.shape.adapters else 0)  # chunks of the norm's own result
+        return kept + self.up + self.activated_kept() + self.ffn_adapters
 
     def activated_kept(self) -> int:
         """The FFN's operand of its last product; SwiGLU's silu too, which torch.compile computes again."""
@@ -295,6 +327,14 @@ class _Block:
         """The gradient of the last product's operand; SwiGLU's, of its two factors; or a chunk's tensors."""
         s, held = self.shape, self.kept() + self.x
         rounded = self.x_rounded if s.mixed else 0  # the gradient of the FFN's result
+        if (
+            s.adapters
+        ):  # that operand has a gradient through the frozen weights and one through A; it is let go for the sum
+            chunk = self._chunk(s.tokens)
+            if not s.mlp_chunk:
+                return held + 2 * chunk + self._dequantised()
+            again = (5 if s.gated else 3) * chunk + self._ffn_rounded() + self.ffn_adapters
+            return held + rounded + again + 2 * chunk + self._dequantised()
         if not s.mlp_chunk:
             of_operand = rounded + self.hidden + self.down_weight * s.compute_bytes
             let_go = self.down_weight * s.compute_bytes if s.mixed else 0  # autocast's copy
@@ -327,6 +367,14 @@ class _Block:
         s = self.shape
         return min(s.mlp_chunk or s.tokens, tokens) * s.ffn_dim * s.compute_bytes
 
+    def _dequantised(self) -> int:
+        """torchao's steps from codes of 4 bits to one matrix, the largest of a block; 64-bit indices are most of it."""
+        s = self.shape
+        if s.adapters is None or not s.adapters.quantised:
+            return 0
+        matrices = (self.qkv_weight, self.out_weight, self.up_weight, self.down_weight)
+        return max(matrices) * DEQUANTISATION_BYTES
+
     def _ffn_rounded(self) -> int:
         return (self.up_weight + self.down_weight) * self.shape.compute_bytes if self.shape.mixed else 0
 
@@ -335,7 +383,7 @@ def predict(shape: Shape) -> Prediction:
     """The peak of a training step after the first, by component."""
     s = shape
     largest = max(_moments(s), key=_Moment.total)
-    weights = sum(parameter_sizes(s)) * s.weight_bytes
+    weights = weights_bytes(s)
     optimizer, host = optimizer_bytes(s)
     return Prediction(
         shape=s,
@@ -365,9 +413,10 @@ def _moments(s: Shape) -> list[_Moment]:
     """Those that may be the largest of a step."""
     block, again = _Block(s), s.checkpointing != "none"
     vocabulary = s.vocab_size * s.dim * s.weight_bytes
-    gradients = sum(parameter_sizes(s)) * s.weight_bytes
+    gradients = sum(trained_sizes(s)) * s.gradient_bytes
     rounded = block.rounded_weights()
-    rounded_in_forward = s.n_layers * rounded if s.eager or not again else 0
+    cached = s.eager and s.adapters is None  # autocast forgets its copies of frozen weights
+    rounded_in_forward = s.n_layers * rounded if cached or not again else 0
     boundaries = s.n_layers * block.boundary() - (s.n_layers - 1) * block.x * s.offload
     sent = block.x if s.offload and s.n_layers > 1 else 0  # the state below, until its copy has ended
     data = s.tokens * (3 * 8 + 4 * 4)  # tokens, labels, positions; the four ends of visible ranges
@@ -375,6 +424,11 @@ def _moments(s: Shape) -> list[_Moment]:
     last_norm = block.x + block.statistics + 2 * block.x  # its input, and its result with a gradient or both gradients
     # the gradient that the loss has left: a tied one waits for the embedding's, another is the parameter's own
     of_head = vocabulary if s.tied or not s.accumulates else 0
+    of_block = sum(block_sizes(s)) * s.weight_bytes
+    embeddings = vocabulary
+    if s.adapters:  # nothing waits for frozen weights
+        of_head = embeddings = 0
+        of_block = gradients // s.n_layers
     forward, in_forward = max(block.forward().items(), key=_nbytes)
     moments = [
         _Moment(
@@ -403,9 +457,9 @@ def _moments(s: Shape) -> list[_Moment]:
         ),
         _Moment(
             "the embedding's backward",
-            gradients=gradients - (0 if s.accumulates else vocabulary),
+            gradients=gradients - (0 if s.accumulates else embeddings),
             outside=data,
-            working=max(block.x + 2 * vocabulary, 3 * vocabulary) if s.tied else block.x + vocabulary,
+            working=max(block.x + 2 * embeddings, 3 * embeddings) if s.tied else block.x + embeddings,
         ),
         _Moment("the optimizer", gradients=gradients, outside=data, working=optimizer_working(s)),
     ]
@@ -418,7 +472,7 @@ def _moments(s: Shape) -> list[_Moment]:
         moments.append(
             _Moment(
                 f"{backward} of the {which} block",
-                gradients=gradients if s.accumulates else (s.n_layers - left) * sum(block_sizes(s)) * s.weight_bytes,
+                gradients=gradients if s.accumulates else (s.n_layers - left) * of_block,
                 rounded_weights=rounded if again else left * rounded,
                 activations=left * block.boundary() - (left - 1) * block.x * s.offload,
                 outside=data,
@@ -451,6 +505,20 @@ def parameter_sizes(s: Shape) -> list[int]:
     return embeddings + block_sizes(s) * s.n_layers + last_norm
 
 
+def trained_sizes(s: Shape) -> list[int]:
+    """The elements of every parameter with a gradient."""
+    return parameter_sizes(s) if s.adapters is None else list(s.adapters.sizes)
+
+
+def weights_bytes(s: Shape) -> int:
+    """All parameters, trained and frozen."""
+    own = sum(parameter_sizes(s)) * s.weight_bytes
+    if s.adapters is None:
+        return own
+    quantised = s.n_layers * sum(block_sizes(s)[:MATRICES]) if s.adapters.quantised else 0
+    return own - quantised * s.weight_bytes + int(quantised * NF4_BYTES) + 4 * sum(s.adapters.sizes)
+
+
 def loss_bytes(s: Shape) -> int:
     """The most that linear_cross_entropy holds beside hidden states: a chunk's logits and the weight's gradient."""
     chunk = min(s.loss_chunk, s.tokens)
@@ -468,7 +536,7 @@ def loss_bytes(s: Shape) -> int:
 
 def optimizer_bytes(s: Shape) -> tuple[int, int]:
     """The optimizer's states on the GPU, and what it holds on the host, pinned copies included."""
-    sizes, w = parameter_sizes(s), s.weight_bytes
+    sizes, w = trained_sizes(s), s.gradient_bytes
     if s.optimizer == "adamw_offload":
         moved = [n for n in sizes if n >= OFFLOADED_FROM]
         pinned = sum(2 * _power_of_two(n * w) for n in moved)  # weight and gradient; torch pins powers of two
@@ -482,7 +550,7 @@ def optimizer_bytes(s: Shape) -> tuple[int, int]:
 
 def optimizer_working(s: Shape) -> int:
     """torchao's updates go parameter by parameter, through two copies in fp32; the fused AdamW needs none."""
-    return 8 * max(parameter_sizes(s)) if s.optimizer in ("adamw_8bit", "adamw_bf16") else 0
+    return 8 * max(trained_sizes(s)) if s.optimizer in ("adamw_8bit", "adamw_bf16") else 0
 
 
 def _power_of_two(n: int) -> int:

@@ -372,7 +372,8 @@ class FeedForward(nn.Module):
         """x (total, dim) -> the same."""
         if self.chunk_size is None:
             return self._all_at_once(x)
-        if self.activation == "geglu":  # tiled_mlp knows no derivative of it
+        plain = type(self.up) is nn.Linear and type(self.down) is nn.Linear  # and not those of fa_train.models.lora
+        if self.activation == "geglu" or not plain:  # tiled_mlp knows no derivative of it, and weights alone
             chunks = [
                 checkpoint(self._all_at_once, rows, use_reentrant=False, preserve_rng_state=False)
                 for rows in x.split(self.chunk_size)

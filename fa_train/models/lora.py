@@ -1,0 +1,431 @@
+"""LoRA and QLoRA: the model's weights are frozen, in 4 bits if wanted, and a product of two thin matrices is trained
+beside each (arXiv:2106.09685, arXiv:2305.14314).
+
+Names and files are peft's: an adapter that is saved here loads there, and the reverse. Matrices that this repository
+keeps in one (queries, keys and values; gate and values) have an adapter for each part, as their checkpoints have.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from fa_train.models.gpt import GPT, Block
+from fa_train.models.hf import FAMILIES, Place, _config, _places
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of every tensor in peft's files
+ALL_LINEAR = "all-linear"
+BLOCK, SCALER_BLOCK = 64, 256  # weights that share a scale, scales that share another: QLoRA's and torchao's own
+NF4_PARTS = ("quantized_scalers", "quantization_factor", "scaler_mean", "nf4")  # beside quantized_data, the weight
+
+
+def whole_model(model: GPT) -> GPT:
+    """adapter=none: the model itself, all of whose weights are trained."""
+    return model
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Called with a model, freezes it, adds adapters to linear layers of its blocks and returns it.
+
+    r: columns of B and rows of A. lora_alpha: B A is multiplied by lora_alpha / r, or lora_alpha / sqrt(r) if
+    use_rslora (arXiv:2312.03732). lora_dropout: the probability that an adapter does not see a number of its input.
+    target_modules: Hugging Face's names, such as q_proj, or their last parts with dots; all-linear for all of the
+    blocks; any other string is a regular expression for whole names. quantization: nf4 for the blocks' weights in 4
+    bits by torchao, None as they are. path: a folder with an adapter to go on from, whose own r, lora_alpha, use_rslora
+    and target_modules then replace those given here.
+    A is drawn as in the paper's code, uniformly as nn.Linear's weight; B is 0, so that training starts from the model.
+    A and B are fp32 whatever trainer.precision is, as in peft: bf16 would lose their small updates. They are rounded
+    for the products.
+    Raises: ValueError on numbers out of range, on names that no layer has, and where torchao is needed and missing.
+    """
+
+    r: int
+    lora_alpha: float
+    lora_dropout: float
+    target_modules: str | Sequence[str]
+    use_rslora: bool
+    quantization: str | None
+    path: str | None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.r, int) or self.r < 1:
+            raise ValueError(f"adapter.r must be an integer of at least 1; got {self.r}")
+        if not 0 < self.lora_alpha < float("inf"):
+            raise ValueError(f"adapter.lora_alpha must be positive; got {self.lora_alpha}")
+        if not 0.0 <= self.lora_dropout < 1.0:
+            raise ValueError(f"adapter.lora_dropout must be at least 0 and less than 1; got {self.lora_dropout}")
+        if not self.target_modules:
+            raise ValueError("adapter.target_modules must name at least one module; got none")
+        if self.quantization not in (None, "nf4"):
+            raise ValueError(f"adapter.quantization must be nf4 or null; got {self.quantization}")
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by."""
+        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+
+    def targets(self, name: str) -> bool:
+        """Whether the module that Hugging Face calls `name` has an adapter, by peft's rules."""
+        if self.target_modules == ALL_LINEAR:
+            return True
+        if isinstance(self.target_modules, str):
+            return re.fullmatch(self.target_modules, name) is not None
+        return any(_ends_with(name, target) for target in self.target_modules)
+
+    def __call__(self, model: GPT) -> GPT:
+        settings = self if self.path is None else _settings(Path(self.path), self)
+        settings._require_no_recomputation(model)
+        linears = _linears(model)
+        names = [name for parts in linears.values() for name in parts]
+        settings._require_names(names)
+        model.requires_grad_(False)
+        for path, parts in linears.items():
+            wanted = {name: place for name, place in parts.items() if settings.targets(name)}
+            if wanted or settings.quantization:
+                parent, _, attribute = path.rpartition(".")
+                linear = model.get_submodule(path)
+                assert isinstance(linear, nn.Linear)
+                setattr(model.get_submodule(parent), attribute, LoRALinear(linear, path, wanted, settings))
+        if settings.path is not None and not model.token_embedding.weight.is_meta:
+            load_adapter(model, Path(settings.path))
+        return model
+
+    def _require_names(self, names: Sequence[str]) -> None:
+        """Each of target_modules must be of use."""
+        if isinstance(self.target_modules, str):
+            useless = [] if any(map(self.targets, names)) else [self.target_modules]
+        else:
+            useless = [t for t in self.target_modules if not any(_ends_with(name, t) for name in names)]
+        if useless:
+            known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+            raise ValueError(f"adapter.target_modules must be of {known} or {ALL_LINEAR}; got {', '.join(useless)}")
+
+    def _require_no_recomputation(self, model: GPT) -> None:
+        """Blocks compute their forward again without the random numbers of the first time."""
+        block = model.blocks[0]
+        assert isinstance(block, Block)
+        if self.lora_dropout and (block.checkpointing != "none" or block.ffn.chunk_size):
+            raise ValueError(
+                f"adapter.lora_dropout={self.lora_dropout} needs memory.checkpointing=none and memory.mlp_chunk=null; "
+                f"got {block.checkpointing} and {block.ffn.chunk_size}. Choose adapter.lora_dropout=0"
+            )
+
+
+class LoRALinear(nn.Linear):
+    """x W^T + scale (x A^T) B^T on the rows of W that an adapter is for; W and the bias are frozen.
+
+    lora_A, lora_B: by the last part of Hugging Face's name of the rows, (r, in_features) and (rows, r), fp32.
+    Without adapters, or with quantization=None, the other half of that. In 4 bits, `weight` holds the codes of two
+    numbers a byte, (out_features * in_features / 2,), and `nf4` the scales, as torchao's NF4Tensor has them.
+    """
+
+    def __init__(self, linear: nn.Linear, path: str, parts: Mapping[str, Place], settings: LoRA) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        self.settings = settings
+        self.names = {name.rpartition(".")[2]: name for name in parts}
+        self.rows = {name.rpartition(".")[2]: place.rows for name, place in parts.items()}
+        self.transposed = any(place.transposed for place in parts.values())  # in its checkpoint, GPT-2's
+        self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
+        device = linear.weight.device
+        for name, rows in self.rows.items():
+            a = torch.empty(settings.r, self.in_features, dtype=torch.float32, device=device)
+            nn.init.kaiming_uniform_(a, a=math.sqrt(5))
+            b = torch.zeros(rows.stop - rows.start, settings.r, dtype=torch.float32, device=device)
+            self.lora_A[name], self.lora_B[name] = nn.Parameter(a), nn.Parameter(b)
+        self.nf4 = nn.ParameterDict()
+        if settings.quantization == "nf4":
+            codes, others = quantised(linear.weight.detach(), f"{path}.weight")
+            self.weight = nn.Parameter(codes, requires_grad=False)
+            for name, tensor in others.items():
+                self.nf4[name] = nn.Parameter(tensor, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (total, in_features) -> (total, out_features)."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # once, for W and all A
+        y = self._base(x)
+        if not self.lora_A:
+            return y
+        down, up = self._factors()
+        seen = F.dropout(x, self.settings.lora_dropout, self.training) if self.settings.lora_dropout else x
+        return torch.addmm(y, F.linear(seen, down.to(x.dtype)), up.to(x.dtype).T)
+
+    def dense_weight(self) -> Tensor:
+        """(out_features, in_features) without adapters, in the dtype that it has or was quantised from."""
+        if not self.nf4:
+            return self.weight
+        codes = [self.weight, *(self.nf4[name] for name in NF4_PARTS)]
+        return nf4_weight(*codes, self.out_features, self.in_features)
+
+    def merged(self) -> nn.Linear:
+        """A plain layer that computes the same, its sum taken in fp32 at least."""
+        linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
+        weight = self.dense_weight().detach()
+        if self.lora_A:
+            down, up = self._factors()
+            weight = (weight.to(torch.promote_types(weight.dtype, torch.float32)) + up @ down).to(weight.dtype)
+        linear.weight, linear.bias = nn.Parameter(weight.detach()), self.bias
+        return linear
+
+    def _base(self, x: Tensor) -> Tensor:
+        if not self.nf4:
+            return F.linear(x, self.weight, self.bias)
+        y: Tensor = _NF4Linear.apply(x, self.weight, *(self.nf4[name] for name in NF4_PARTS), self.out_features)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """All A below each other, and all B times the scale on the diagonal: one product each, whatever the parts."""
+        down = torch.cat([self.lora_A[name] for name in self.rows])
+        blocks, end = [], 0
+        for name, rows in self.rows.items():
+            blocks += [down.new_zeros(rows.start - end, 0), self.lora_B[name] * self.settings.scale]
+            end = rows.stop
+        return down, torch.block_diag(*blocks, down.new_zeros(self.out_features - end, 0))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LoRALinear":
+        """Adapters and scales follow the module to its device, but stay in fp32 where trainer.precision=bf16-true."""
+
+        def keeping_dtype(x: Tensor) -> Tensor:
+            moved = fn(x)
+            return moved if x.is_meta or moved.dtype == x.dtype else x.to(moved.device)
+
+        for child in (self.lora_A, self.lora_B, self.nf4):
+            child._apply(keeping_dtype)
+        super()._apply(fn, recurse=False)
+        return self
+
+
+class _NF4Linear(torch.autograd.Function):
+    """x W^T that keeps W in 4 bits for the backward, which computes the dense one again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
+        *codes, out_features = arguments
+        ctx.save_for_backward(*codes)
+        ctx.out_features, ctx.in_features = out_features, x.shape[-1]
+        return F.linear(x, nf4_weight(*codes, out_features, x.shape[-1]).to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight = nf4_weight(*ctx.saved_tensors, ctx.out_features, ctx.in_features)
+        return dy @ weight.to(dy.dtype), None, None, None, None, None, None
+
+
+@torch.library.custom_op("fa_train::nf4_weight", mutates_args=())
+def nf4_weight(
+    quantized_data: Tensor,
+    quantized_scalers: Tensor,
+    quantization_factor: Tensor,
+    scaler_mean: Tensor,
+    nf4: Tensor,
+    out_features: int,
+    in_features: int,
+) -> Tensor:
+    """(out_features, in_features) in nf4's dtype. An operator, as torch.compile cannot look into torchao's tensor."""
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor, SubclassTensorArgs
+
+    shape, n_blocks = torch.Size((out_features, in_features)), quantized_scalers.numel()
+    meta = SubclassTensorArgs(shape, (in_features, 1), 0, nf4.dtype, nf4.device, False)
+    block, scaler_block = shape.numel() // n_blocks, n_blocks // quantization_factor.numel()
+    scales = (quantized_scalers, quantization_factor, scaler_mean)
+    return NF4Tensor(meta, block, n_blocks, scaler_block, *scales, quantized_data, nf4).get_original_weight()
+
+
+@nf4_weight.register_fake
+def _nf4_weight_fake(
+    quantized_data: Tensor,
+    quantized_scalers: Tensor,
+    quantization_factor: Tensor,
+    scaler_mean: Tensor,
+    nf4: Tensor,
+    out_features: int,
+    in_features: int,
+) -> Tensor:
+    return nf4.new_empty(out_features, in_features)
+
+
+def quantised(weight: Tensor, what: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The codes of a matrix in NF4, two a byte, and its scales by the names in NF4_PARTS; on meta of the same shapes.
+
+    Scales are quantised too ("double quantization"), 256 in a block or as many below that as divide them evenly.
+    Raises: ValueError where torchao is missing, and on a matrix that blocks of 64 numbers do not fill.
+    """
+    if weight.numel() % BLOCK:
+        raise ValueError(f"adapter.quantization=nf4 needs matrices of a multiple of {BLOCK} numbers; {what} has "
+                         f"{weight.numel()}")  # fmt: skip
+    n_blocks = weight.numel() // BLOCK
+    scaler_block = math.gcd(n_blocks, SCALER_BLOCK)
+    require_torchao()
+    if weight.is_meta:
+        shapes = {"quantized_scalers": (n_blocks,), "quantization_factor": (n_blocks // scaler_block,)}
+        others = {
+            name: torch.empty(
+                shapes.get(name, (16,) if name == "nf4" else ()),
+                dtype=torch.int8 if name == "quantized_scalers" else weight.dtype,
+                device="meta",
+            )
+            for name in NF4_PARTS
+        }
+        return torch.empty(weight.numel() // 2, dtype=torch.uint8, device="meta"), others
+    from torchao.quantization import to_nf4
+
+    tensor = to_nf4(weight.contiguous(), BLOCK, scaler_block)
+    return tensor.quantized_data, {name: getattr(tensor, name) for name in NF4_PARTS}
+
+
+def require_torchao() -> None:
+    """ValueError unless torchao has the 4-bit tensors that QLoRA needs."""
+    try:
+        from torchao.quantization import to_nf4  # noqa: F401  seconds to import
+    except ImportError as error:
+        raise ValueError(
+            f"adapter.quantization=nf4 needs torchao 0.18 or newer (pip install 'torchao>=0.18'): {error}"
+        ) from error
+
+
+def adapted(model: GPT) -> Iterator[tuple[str, LoRALinear]]:
+    """The layers that LoRA has changed, by their paths in the model."""
+    return ((path, module) for path, module in model.named_modules() if isinstance(module, LoRALinear))
+
+
+def adapter_tensors(model: GPT) -> dict[str, nn.Parameter]:
+    """A and B of every adapter, by peft's names."""
+    return {
+        f"{PREFIX}{name}.{kind}.weight": matrices[part]
+        for _, linear in adapted(model)
+        for part, name in linear.names.items()
+        for kind, matrices in (("lora_A", linear.lora_A), ("lora_B", linear.lora_B))
+    }
+
+
+def merge(model: GPT) -> GPT:
+    """The model with plain layers again, adapters added to their weights; those in 4 bits are written out."""
+    for path, linear in list(adapted(model)):
+        parent, _, attribute = path.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, linear.merged())
+    return model
+
+
+def save_adapter(model: GPT, folder: str | Path, base: str | None) -> None:
+    """Writes what peft.PeftModel.from_pretrained reads; `base` is the folder or name of the model below it.
+
+    adapter_config.json is written last: a folder whose writing failed has none.
+    Raises: ValueError on a model without adapters and on a folder that holds one.
+    """
+    folder = Path(folder)
+    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in adapter_tensors(model).items()}
+    if not tensors:
+        raise ValueError("an adapter can only be saved of a model trained with adapter=lora or adapter=qlora")
+    if (folder / ADAPTER_CONFIG).exists() or (folder / ADAPTER_WEIGHTS).exists():
+        raise ValueError(f"the export's folder must be new or without an adapter; got {folder}")
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"{ADAPTER_WEIGHTS}.partial"
+    save_file(tensors, str(partial), metadata={"format": "pt"})
+    os.replace(partial, folder / ADAPTER_WEIGHTS)
+    settings = next(linear.settings for _, linear in adapted(model))
+    targets = settings.target_modules
+    if targets == ALL_LINEAR:
+        targets = sorted({part for _, linear in adapted(model) for part in linear.names})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": settings.r,
+        "lora_alpha": settings.lora_alpha,
+        "lora_dropout": settings.lora_dropout,
+        "use_rslora": settings.use_rslora,
+        "target_modules": targets if isinstance(targets, str) else list(targets),
+        "bias": "none",
+        "fan_in_fan_out": any(linear.transposed for _, linear in adapted(model)),
+    }
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def load_adapter(model: GPT, folder: Path) -> None:
+    """A and B of a peft adapter into a model that has adapters of the same settings.
+
+    Raises: ValueError on tensors that are missing, of other shapes or of modules that have no adapter here.
+    """
+    path = folder / ADAPTER_WEIGHTS
+    try:
+        stored = load_file(str(path))
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+    places = adapter_tensors(model)
+    if stored.keys() != places.keys():
+        missing, unknown = sorted(places.keys() - stored.keys()), sorted(stored.keys() - places.keys())
+        what = f"{missing[0]} is missing" if missing else f"{unknown[0]} has no place in this model"
+        raise ValueError(f"{path}: tensor {what}")
+    for name, tensor in stored.items():
+        if tensor.shape != places[name].shape:
+            wanted, found = tuple(places[name].shape), tuple(tensor.shape)
+            raise ValueError(f"{path}: tensor {name} must be {wanted} in this model; got {found}")
+        with torch.no_grad():
+            places[name].copy_(tensor)
+
+
+# of adapter_config.json: what is read, what may have any value, and what must be as given; all others must be unset
+READ = {"r", "lora_alpha", "use_rslora", "target_modules"}
+IRRELEVANT = {
+    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "fan_in_fan_out", "inference_mode",
+    "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision",
+    "runtime_config",
+}  # fmt: skip
+REQUIRED: dict[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM", None),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change the frozen weights too
+}
+
+
+def _settings(folder: Path, own: LoRA) -> LoRA:
+    """`own` with what a folder's adapter_config.json says instead."""
+    path = folder / ADAPTER_CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"adapter.path must be a folder with {ADAPTER_CONFIG}; got {folder}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    for name, supported in REQUIRED.items():
+        if config.get(name, supported[0]) not in supported:
+            raise ValueError(f"{path}: {name} must be {json.dumps(supported[0])}; got {json.dumps(config[name])}")
+    known = READ | IRRELEVANT | REQUIRED.keys()
+    unknown = sorted(name for name, value in config.items() if name not in known and value)
+    if unknown:
+        raise ValueError(f"{path}: not supported: {', '.join(f'{n}={json.dumps(config[n])}' for n in unknown)}")
+    missing = sorted(READ - {"use_rslora"} - config.keys())
+    if missing:
+        raise ValueError(f"{path} must have {', '.join(missing)}; it has not")
+    return replace(own, **{name: config[name] for name in READ & config.keys()})
+
+
+def _linears(model: GPT) -> dict[str, dict[str, Place]]:
+    """The linear layers of the blocks by their paths: Hugging Face's names of their rows, and where those are."""
+    layout = FAMILIES[_config(model, None)["model_type"]].layout
+    modules = dict(model.named_modules())
+    linears: dict[str, dict[str, Place]] = {}
+    for name, place in _places(model, layout).items():
+        path, _, kind = place.parameter.rpartition(".")
+        if kind == "weight" and path.startswith("blocks.") and isinstance(modules[path], nn.Linear):
+            linears.setdefault(path, {})[name.removesuffix(".weight")] = place
+    return linears
+
+
+def _ends_with(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
