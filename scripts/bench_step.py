@@ -1,0 +1,454 @@
+"""Tokens/s, memory and MFU of a whole training step: ours beside Hugging Face transformers with Liger's kernels.
+
+    python -m scripts.bench_step                                            # llama_1b at 8k, 32k and 128k, one GPU
+    python -m scripts.bench_step --seq-lens 8192 --variants ours-none-compiled hf
+    python -m scripts.bench_step --cases 8192:ours-none 131072:hf-checkpointing model.n_layers=8
+
+A step is forward, backward, AdamW and zero_grad on one document of seq_len random tokens, the same for everybody: fp32
+weights, bf16 autocast, this repository's optimizer over conf/optimizer, no clipping of gradients. Each case runs in a
+process of its own, so running out of memory is a result. Time is the host's, with a wait for the device after each
+step. Peak and reserved are the CUDA allocator's over all steps; on a CPU, peak is the process's. MFU counts FLOPs as
+fa_train/flops.py does: causal attention, nothing for recomputation.
+
+Variants: ours-MEMORY[-compiled][-portable], with MEMORY one of conf/memory, compiled by torch.compile as
+lit_gpt.compile_model=true does, portable without the kernels for Hopper (FLASH_ATTENTION_BACKEND); hf and
+hf-checkpointing, which are LlamaForCausalLM with SDPA and Liger's RMSNorm, RoPE, SwiGLU and fused linear cross
+entropy. Where Liger cannot run, a row of plain transformers says so.
+Writes OUT.csv and OUT.md after every case.
+"""
+
+import argparse
+import csv
+import json
+import math
+import os
+import platform
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields
+from datetime import date
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+import train  # registers the resolvers that conf/train.yaml needs
+from fa_train.callbacks import is_out_of_memory, memory
+from fa_train.flops import peak_flops, train_flops
+from fa_train.lit_gpt import LitGPT
+from fa_train.models.attention import require_backend
+from scripts.bench_attention import describe
+
+REPOSITORY = Path(__file__).parents[1]
+CONF = REPOSITORY / "conf"
+WARMUP = 2  # steps: the first allocates the optimizer's state and compiles kernels
+FEWEST_STEPS = 2  # timed ones of a case whose steps are slow
+VOCABULARY = 50257  # where conf/model leaves it to the tokenizer
+SEQ_LENS = (8192, 32768, 131072)
+VARIANTS = (
+    "ours-none-compiled",
+    "ours-none",
+    "ours-selective-compiled",
+    "ours-full-compiled",
+    "ours-offload-compiled",
+    "hf",
+    "hf-checkpointing",
+)
+Device = Literal["cuda", "cpu"]
+Loss = Callable[[], Tensor]
+
+
+class CannotRunError(Exception):
+    """Why a variant cannot be measured here at all."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One implementation and its settings; memory is for ours, checkpointing for the peer."""
+
+    ours: bool
+    memory: str = "none"
+    compiled: bool = False
+    portable: bool = False
+    checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    seq_len: int  # tokens, one document
+    variant: str
+    device: Device
+    attention: str  # of ours
+    steps: int  # timed ones
+    slow_step: float  # seconds, from which a case times FEWEST_STEPS
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One result; numbers are None unless outcome is "ok", mfu also without a known peak."""
+
+    seq_len: int
+    variant: str
+    outcome: str  # "ok", "oom", "missing: REASON" or "failed: REASON"
+    tokens_per_s: float | None = None
+    step_ms: float | None = None  # median
+    step_ms_min: float | None = None
+    step_ms_max: float | None = None
+    steps: int | None = None
+    peak_gib: float | None = None
+    reserved_gib: float | None = None
+    mfu: float | None = None
+    loss: float | None = None  # nats a label, of the last step
+    finite: bool | None = None  # whether the losses of all steps were
+    note: str = ""
+
+
+def variant_of(name: str) -> Variant:
+    """From its name. Raises: ValueError on a name that is none."""
+    kind, *settings = name.split("-")
+    memories = sorted(path.stem for path in (CONF / "memory").glob("*.yaml"))
+    if kind == "hf" and settings in ([], ["checkpointing"]):
+        return Variant(ours=False, checkpointing=bool(settings))
+    if kind == "ours" and settings and settings[0] in memories and set(settings[1:]) <= {"compiled", "portable"}:
+        return Variant(True, settings[0], "compiled" in settings, "portable" in settings)
+    raise ValueError(
+        f"a variant is hf, hf-checkpointing or ours-MEMORY[-compiled][-portable] with MEMORY one of "
+        f"{', '.join(memories)}; got {name}"
+    )
+
+
+def configuration(case: Case) -> DictConfig:
+    """conf/train.yaml as train.py composes it, for this case."""
+    variant = variant_of(case.variant)
+    chosen = [
+        f"preset={'gpu' if case.device == 'cuda' else 'cpu'}",
+        f"model={case.model}",
+        f"attention={case.attention}",
+        f"memory={variant.memory}",
+        f"seq_len={case.seq_len}",
+        f"lit_gpt.compile_model={str(variant.compiled).lower()}",
+    ]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("train", overrides=[*chosen, *case.overrides])
+    if config.model.vocab_size is None:
+        config.model.vocab_size = VOCABULARY
+    return config
+
+
+def our_loss(config: DictConfig, device: torch.device) -> tuple[nn.Module, Loss]:
+    """The model, and the mean loss of LitGPT's own forward over one document of random tokens."""
+    require_backend(instantiate(config.attention), device)
+    with device:
+        lit_gpt: LitGPT = instantiate(config.lit_gpt, model=instantiate(config.model))
+        tokens = torch.randint(config.model.vocab_size, (config.seq_len + 1,))
+        batch = {
+            "tokens": tokens[:-1],
+            "labels": tokens[1:],
+            "position_ids": torch.arange(config.seq_len),
+            "cu_seqlens": torch.tensor([0, config.seq_len], dtype=torch.int32),
+        }
+    return lit_gpt.model, lambda: lit_gpt.loss_sum(batch) / config.seq_len
+
+
+def peer_loss(config: DictConfig, device: torch.device, checkpointing: bool) -> tuple[nn.Module, Loss, str]:
+    """LlamaForCausalLM of the same sizes, its mean loss over one document of random tokens, and what it lacks.
+
+    Raises: CannotRunError where transformers is not installed or its Llama is not this model.
+    """
+    if find_spec("transformers") is None:
+        raise CannotRunError("transformers is not installed")
+    wanted = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu", "bias": False, "qk_norm": False}
+    others = {name: config.model[name] for name, value in wanted.items() if config.model[name] != value}
+    if others:
+        found = ", ".join(f"{name}={value}" for name, value in others.items())
+        raise CannotRunError(f"Hugging Face's Llama has no {found}")
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    note = without_liger(device)
+    if not note:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(
+            rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=True
+        )
+    sizes = config.model
+    llama = LlamaConfig(
+        vocab_size=sizes.vocab_size,
+        hidden_size=sizes.dim,
+        intermediate_size=sizes.ffn_dim,
+        num_hidden_layers=sizes.n_layers,
+        num_attention_heads=sizes.n_heads,
+        num_key_value_heads=sizes.n_kv_heads or sizes.n_heads,
+        head_dim=sizes.head_dim or sizes.dim // sizes.n_heads,
+        rms_norm_eps=sizes.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": sizes.rope_theta},
+        max_position_embeddings=config.seq_len,
+        tie_word_embeddings=sizes.tied,
+        use_cache=False,
+    )
+    with device:
+        model = AutoModelForCausalLM.from_config(llama, attn_implementation="sdpa", dtype=torch.float32)
+        tokens = torch.randint(sizes.vocab_size, (1, config.seq_len))
+    model.to(device).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model, lambda: model(input_ids=tokens, labels=tokens).loss, note
+
+
+def without_liger(device: torch.device) -> str:
+    """Why the peer runs without Liger's kernels; empty where it has them."""
+    if find_spec("liger_kernel") is None:
+        return "plain transformers: liger-kernel is not installed"
+    return "" if device.type == "cuda" else "plain transformers: Liger's kernels need a GPU"
+
+
+def measure(case: Case) -> Row:
+    """Runs the case in this process. Errors other than running out of memory are raised."""
+    torch.manual_seed(0)
+    config, device, variant = configuration(case), torch.device(case.device), variant_of(case.variant)
+    note = ""
+    try:
+        if variant.ours:
+            model, loss = our_loss(config, device)
+        else:
+            model, loss, note = peer_loss(config, device, variant.checkpointing)
+        milliseconds, losses = time_steps(case, loss, instantiate(config.optimizer)(model))
+    except CannotRunError as error:
+        return Row(case.seq_len, case.variant, f"missing: {error}")
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        peak, reserved = memory_gib(device)
+        return Row(case.seq_len, case.variant, "oom", peak_gib=peak, reserved_gib=reserved, note=note)
+    peak, reserved = memory_gib(device)
+    step_ms = statistics.median(milliseconds)
+    return Row(
+        case.seq_len,
+        case.variant,
+        "ok",
+        tokens_per_s=case.seq_len / step_ms * 1e3,
+        step_ms=step_ms,
+        step_ms_min=min(milliseconds),
+        step_ms_max=max(milliseconds),
+        steps=len(milliseconds),
+        peak_gib=peak,
+        reserved_gib=reserved,
+        mfu=mfu(config, step_ms, case.device),
+        loss=losses[-1],
+        finite=all(map(math.isfinite, losses)),
+        note=note,
+    )
+
+
+def time_steps(case: Case, loss: Loss, optimizer: torch.optim.Optimizer) -> tuple[list[float], list[float]]:
+    """Milliseconds of each timed step, and the losses of all steps."""
+    cuda = case.device == "cuda"
+    milliseconds: list[float] = []
+    losses: list[float] = []
+    warmup, steps = WARMUP, case.steps
+    while len(milliseconds) < warmup + steps:
+        start = time.perf_counter()
+        with torch.autocast(case.device, torch.bfloat16) if cuda else nullcontext():
+            value = loss()
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        milliseconds.append(seconds * 1e3)
+        losses.append(value.item())
+        # the first step compiles, so only a second one says how fast a case is
+        if len(milliseconds) == WARMUP and seconds > case.slow_step:
+            warmup, steps = WARMUP - 1, min(steps, FEWEST_STEPS)
+    return milliseconds[warmup:], losses
+
+
+def mfu(config: DictConfig, step_ms: float, device: Device) -> float | None:
+    """Of one step, by this repository's model; None where the device's peak is not known."""
+    peak = peak_flops(torch.cuda.get_device_name(), torch.bfloat16) if device == "cuda" else None
+    if peak is None:
+        return None
+    with torch.device("meta"):
+        model = instantiate(config.model)
+    return train_flops(model, config.seq_len, float(config.seq_len) ** 2) / step_ms * 1e3 / peak
+
+
+def memory_gib(device: torch.device) -> tuple[float, float | None]:
+    """This process's peak and, on a GPU, what it reserved."""
+    found = memory(device)
+    return found["perf/peak_gib"], found.get("perf/reserved_gib")
+
+
+def described(command: str, commit: str | None) -> dict[str, str]:
+    """bench_attention's head, also where there is no GPU to name."""
+    if torch.cuda.is_available():
+        return describe(command, commit, date.today())
+    machine = f"none; CPU {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    with patch.object(torch.cuda, "get_device_name", lambda: machine):
+        return describe(command, commit, date.today())
+
+
+def run_apart(case: Case, timeout: float) -> Row:
+    """The case in a process of its own, to its end, for at most `timeout` seconds."""
+    command = [sys.executable, "-m", "scripts.bench_step", "--case", json.dumps(asdict(case))]
+    backend = "portable" if variant_of(case.variant).portable else "auto"
+    process = subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        env=os.environ | {"FLASH_ATTENTION_BACKEND": backend},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, errors = process.communicate(timeout=timeout)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)  # with the processes that compile for it
+        process.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        return Row(case.seq_len, case.variant, f"failed: not done after {timeout:g} s")
+    if process.returncode == -signal.SIGKILL:  # how Linux ends a process when the host's memory is out
+        return Row(case.seq_len, case.variant, "oom", note="the host's memory")
+    if process.returncode:
+        reason = (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+        print(errors, file=sys.stderr)
+        return Row(case.seq_len, case.variant, f"failed: {reason.removeprefix('error: ')}")
+    return Row(**json.loads(out.splitlines()[-1]))
+
+
+def case_of(settings: dict[str, Any]) -> Case:
+    return Case(**settings | {"overrides": tuple(settings["overrides"])})
+
+
+def write(rows: list[Row], head: dict[str, str], out: Path) -> None:
+    """OUT.csv and OUT.md."""
+    names = [field.name for field in fields(Row)]
+    with Path(f"{out}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+    lines = ["# A training step: ours and Hugging Face with Liger", ""]
+    lines += [f"- {key}: `{value}`" for key, value in head.items()]
+    lines += ["", "tokens/s and ms are medians of the timed steps; ms in brackets: fastest to slowest.", ""]
+    lines += ["| seq_len | variant | tokens/s | × best peer | ms | peak GiB | reserved GiB | MFU | loss | note |"]
+    lines += ["|--:|:--|--:|--:|--:|--:|--:|--:|--:|:--|"]
+    lines += [f"| {' | '.join(cells(row, rows))} |" for row in rows]
+    Path(f"{out}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def cells(row: Row, rows: list[Row]) -> list[str]:
+    """A line of the table, beside the peers among `rows`."""
+    outcome = "" if row.outcome == "ok" else row.outcome
+    note = "; ".join(part for part in (outcome, row.note) if part).replace("|", "/")
+    gib = [_shown(row.peak_gib, ".2f"), _shown(row.reserved_gib, ".2f")]
+    if row.step_ms is None or row.tokens_per_s is None:
+        return [f"{row.seq_len:,}", row.variant, *["–"] * 3, *gib, "–", "–", note]
+    peer = best_peer(rows, row.seq_len)
+    return [
+        f"{row.seq_len:,}",
+        row.variant,
+        f"{row.tokens_per_s:,.0f}",
+        _shown(row.tokens_per_s / peer if peer else None, ".2f"),
+        f"{row.step_ms:,.1f} ({row.step_ms_min:,.1f} to {row.step_ms_max:,.1f}, {row.steps} steps)",
+        *gib,
+        _shown(row.mfu, ".1%"),
+        f"{row.loss:.4f}" if row.finite else "not finite",
+        note,
+    ]
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def best_peer(rows: list[Row], seq_len: int) -> float | None:
+    """tokens/s of the fastest peer at this length."""
+    rates = [row.tokens_per_s for row in rows if row.seq_len == seq_len and row.variant.startswith("hf")]
+    return max((rate for rate in rates if rate is not None), default=None)
+
+
+def parse_case(text: str) -> tuple[int, str]:
+    """SEQ_LEN:VARIANT. Raises: ValueError on anything else."""
+    seq_len, _, name = text.partition(":")
+    if not seq_len.isdecimal() or int(seq_len) < 1:
+        raise ValueError(f"a case is SEQ_LEN:VARIANT with a positive SEQ_LEN; got {text}")
+    variant_of(name)
+    return int(seq_len), name
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    models, attentions = ([path.stem for path in (CONF / name).glob("*.yaml")] for name in ("model", "attention"))
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides of conf/train.yaml; sizes are the peer's too")
+    parser.add_argument("--model", choices=sorted(models), default="llama_1b")
+    parser.add_argument("--seq-lens", type=int, nargs="+", default=list(SEQ_LENS), help="tokens")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
+    parser.add_argument("--cases", nargs="+", metavar="SEQ_LEN:VARIANT", help="these, not each variant at each length")
+    parser.add_argument("--attention", choices=sorted(attentions), default="flash" if cuda else "sdpa", help="of ours")
+    parser.add_argument("--steps", type=int, default=5, help=f"timed steps of a case, after {WARMUP}")
+    parser.add_argument("--slow-step", type=float, default=6, help=f"seconds of a step that make it {FEWEST_STEPS}")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds a case may take")
+    parser.add_argument("--commit", help="for the head of the table, where the files are a copy without git")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "runs" / "bench_step", help="prefix of the results")
+    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    for name in ("steps", "slow_step", "timeout", "seq_lens"):
+        found = getattr(args, name)
+        if min(found if isinstance(found, list) else [found]) <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be positive; got {found}")
+    try:
+        for name in args.variants:
+            variant_of(name)
+        args.cases = [parse_case(case) for case in args.cases] if args.cases else None
+    except ValueError as error:
+        parser.error(str(error))
+    if malformed := [override for override in args.overrides if "=" not in override]:
+        parser.error(f"overrides must be name=value; got {' '.join(malformed)}")
+    return args
+
+
+def main() -> None:
+    args = parse_arguments(sys.argv[1:])
+    if args.case is not None:
+        with train.errors_in_one_line():
+            print(json.dumps(asdict(measure(case_of(args.case)))))
+        return
+    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = args.cases or [(seq_len, name) for seq_len in args.seq_lens for name in args.variants]
+    settings = args.attention, args.steps, args.slow_step, tuple(args.overrides)
+    cases = [Case(args.model, seq_len, name, device, *settings) for seq_len, name in dict.fromkeys(chosen)]
+    with train.errors_in_one_line():
+        configuration(cases[0])
+    head = described(shlex.join(["python", "-m", "scripts.bench_step", *sys.argv[1:]]), args.commit)
+    precision = "fp32 weights, bf16 autocast" if device == "cuda" else "fp32"
+    head["model"] = ", ".join([args.model, precision, f"attention={args.attention}", *args.overrides])
+    out: Path = args.out.resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    for case in cases:
+        rows.append(run_apart(case, args.timeout))
+        print(" | ".join(cells(rows[-1], rows)), flush=True)
+        write(rows, head, out)  # a run cut short leaves what it measured
+    print(f"results: {out}.*")
+
+
+if __name__ == "__main__":
+    main()
