@@ -180,14 +180,23 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 def test_chromium_shows_the_page_and_no_request_leaves_it(parts, tmp_path):
     write_files(parts, HEAD, tmp_path)
-    log = tmp_path / "net.json"
+    shown, requests = opened(tmp_path / "ablation.html", tmp_path)
+    assert "skipped: 2048 ran out of memory" in shown and shown.count("<img") == 2
+    assert requests == []
+    asking = tmp_path / "asking.html"
+    asking.write_text('<img src="http://127.0.0.1:9/a.png">')
+    assert opened(asking, tmp_path)[1] == ["http://127.0.0.1:9/a.png"]  # it would have been seen
+
+
+def opened(html, folder):
+    """The page as Chromium has it when loaded, and what it asked the network for; no name is looked up."""
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-    command += [f"--user-data-dir={tmp_path}/profile", f"--log-net-log={log}", "--virtual-time-budget=2000"]
-    page_url = f"file://{tmp_path}/ablation.html"
-    done = subprocess.run([*command, "--dump-dom", page_url], capture_output=True, text=True, timeout=120)
-    assert "skipped: 2048 ran out of memory" in done.stdout and done.stdout.count("<img") == 2
-    initiated = [event.get("params", {}) for event in json.loads(log.read_text())["events"]]
-    assert not [x["initiator"] for x in initiated if str(x.get("initiator", "")).startswith("file://")]
+    command += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder}/profile"]
+    command += [f"--log-net-log={folder}/net.json", "--virtual-time-budget=2000", "--dump-dom", f"file://{html}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    asked = [event.get("params", {}) for event in json.loads((folder / "net.json").read_text())["events"]]
+    own = "not an origin"  # Chromium's, for its updates; a file's origin is null
+    return done.stdout, [request["url"] for request in asked if request.get("initiator", own) != own]
 
 
 def outcomes(run_outcomes, path, cases, max_step_seconds=100.0):
@@ -412,6 +421,7 @@ def test_the_picture_shows_formula_failures_and_where_naive_must_fail(parts):
     assert [len(axes.texts) for axes in attention.axes[::columns]] == [0, 1, 0, 1]
     rows = [(case("naive", n), ok()) for n in (1024, 65536)]
     axes = step_part(rows, 80 * GIB, "none").picture.axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1k", "64k"]
     lines = {line.get_label(): line for line in axes.get_lines()}
     assert lines["naive must fail from here"].get_xdata()[0] == step_formula(rows[0][0]).fails_at(80 * GIB)
     assert lines["naive, predicted least"].get_ydata()[0] == step_formula(rows[0][0]).peak(1024) / GIB

@@ -6,9 +6,13 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 
 import train
+from tests.data.chats import many_chats, save_tokenizer, write_jsonl
 from tests.training import CONF, command_line, composed, tiny
 
-NEEDED = {"hf": ["data.name=some/name"]}
+NEEDED = {
+    "hf": ["data.name=some/name"],
+    "mix": ["+data/source@data.sources.web=hf", "data.sources.web.name=some/name"],
+}
 
 
 def options():
@@ -20,7 +24,11 @@ def options():
 
 @pytest.mark.parametrize(("group", "option"), options())
 def test_every_option_builds_a_run(group, option, tmp_path, device):
-    overrides = tiny(tmp_path, f"{group}={option}", f"trainer.accelerator={device.type}", *NEEDED.get(option, []))
+    needed = list(NEEDED.get(option, []))
+    if option == "sft":
+        chats = write_jsonl(tmp_path / "chats.jsonl", many_chats(4))
+        needed = [f"data.path={chats}", f"data.tokenizer={save_tokenizer(tmp_path / 'tokenizer')}"]
+    overrides = tiny(tmp_path, f"{group}={option}", f"trainer.accelerator={device.type}", *needed)
     with composed(tmp_path, *overrides) as cfg:
         trainer, lit_gpt, data = train.build(cfg)
     assert trainer.max_steps == 20 and trainer.accumulate_grad_batches == 4

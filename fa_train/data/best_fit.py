@@ -9,8 +9,6 @@ finds the row, here a sorted list of the few amounts of room that any row has.
 """
 
 import hashlib
-import os
-import tempfile
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Callable
@@ -20,8 +18,9 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from fa_train.data.packing import IGNORE_INDEX, PackableDocuments, Row
-from fa_train.data.report import PackingReport, length_histogram
+from fa_train.data.cache import whole_file
+from fa_train.data.packing import IGNORE_INDEX, LossMask, PackableDocuments, Row
+from fa_train.data.report import LabelCounts, PackingReport, length_histogram
 
 FORMAT = "1"  # of a plan, and of how it is made; another one is another cache entry
 LongDocuments = Literal["split", "truncate", "drop"]
@@ -123,16 +122,15 @@ def load_plan(
     key.update(np.ascontiguousarray(lengths, dtype="<i8").tobytes())
     path = cache_dir / f"{key.hexdigest()}.plan.npy"
     if not path.exists():
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache_dir, prefix="unfinished-") as folder:
-            unfinished = Path(folder, path.name)
+        with whole_file(path) as unfinished:
             np.save(unfinished, make_plan(lengths, seq_len, max_doc_len, policy))
-            os.replace(unfinished, path)
     return np.load(path, mmap_mode="r")
 
 
-def report_plan(plan: np.ndarray, lengths: np.ndarray, seq_len: int, policy: LongDocuments) -> PackingReport:
-    """What became of every document and every token."""
+def report_plan(
+    plan: np.ndarray, lengths: np.ndarray, seq_len: int, policy: LongDocuments, loss_mask: LossMask | None = None
+) -> PackingReport:
+    """What became of every document, every token and, where some are not learnt, of every label."""
     tokens_kept = np.bincount(plan[:, DOCUMENT], plan[:, STOP] - plan[:, START], len(lengths)).astype(np.int64)
     n_pieces = np.bincount(plan[:, DOCUMENT], minlength=len(lengths))
     lost = lengths - tokens_kept
@@ -150,6 +148,22 @@ def report_plan(plan: np.ndarray, lengths: np.ndarray, seq_len: int, policy: Lon
         rows=int(plan[-1, ROW]) + 1 if len(plan) else 0,
         seq_len=seq_len,
         histogram=length_histogram(lengths),
+        labels=None if loss_mask is None else _count_labels(plan, lengths, policy, loss_mask),
+    )
+
+
+def _count_labels(plan: np.ndarray, lengths: np.ndarray, policy: LongDocuments, loss_mask: LossMask) -> LabelCounts:
+    document, start, stop = plan[:, DOCUMENT], plan[:, START], plan[:, STOP]
+    last = np.minimum(
+        stop + (policy == "split"), lengths[document]
+    )  # a piece's last label is the next one's first token
+    packed = loss_mask.count(document, start + 1, last)
+    everything = np.arange(len(lengths))
+    first = np.minimum(1, lengths)  # nothing predicts a document's first token
+    return LabelCounts(
+        labels_in=int(loss_mask.count(everything, first, lengths).sum()),
+        labels_packed=int(packed.sum()),
+        pieces_unlearned=int((packed == 0).sum()),
     )
 
 
@@ -181,7 +195,7 @@ class BestFit:
         # a split document is learnt from whole: the last token of a piece has the first of the next as its label
         self.label_beyond_piece = long_documents == "split"
         self.plan = load_plan(documents.lengths, seq_len, limit, long_documents, cache_dir)
-        self.report = report_plan(self.plan, documents.lengths, seq_len, long_documents)
+        self.report = report_plan(self.plan, documents.lengths, seq_len, long_documents, documents.loss_mask)
         self.n_rows = self.report.rows
         self.first_piece = np.searchsorted(self.plan[:, ROW], np.arange(self.n_rows + 1))
         sizes = self.plan[:, STOP] - self.plan[:, START]
@@ -201,10 +215,14 @@ class BestFit:
         labels = np.full(self.seq_len, IGNORE_INDEX, dtype=np.int64)
         boundaries = [0]
         for _, document, start, stop in self.plan[self.first_piece[index] : self.first_piece[index + 1]].tolist():
-            body = self.documents[document][start : stop + self.label_beyond_piece]
+            span = slice(start, stop + self.label_beyond_piece)
+            body = self.documents[document][span]
             begin, size = boundaries[-1], stop - start
             tokens[begin : begin + size] = body[:size]
-            labels[begin : begin + len(body) - 1] = body[1:]
+            targets = labels[begin : begin + len(body) - 1]
+            targets[:] = body[1:]
+            if self.documents.loss_mask is not None:
+                targets[~self.documents.loss_mask[document][span][1:]] = IGNORE_INDEX
             boundaries.append(begin + size)
         if boundaries[-1] < self.seq_len:
             boundaries.append(self.seq_len)

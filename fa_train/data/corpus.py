@@ -1,24 +1,27 @@
-"""Where documents come from. A corpus yields (key, text); a stable hash of the key holds some out for validation."""
+"""Where documents come from. A corpus yields (key, document); a hash of the key holds some out for validation."""
 
 import hashlib
-import json
 import sysconfig
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-import pyarrow.parquet
+from fa_train.data.files import column_names, count_rows, find_files, hash_files, read_rows
 
+Document = TypeVar("Document", covariant=True)
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 HELD_OUT_IN_1000 = 20  # of the documents, for validation
 
 
-class Corpus(Protocol):
-    """A source of documents, the same at every reading."""
+class Corpus(Protocol[Document]):
+    """A source of documents, text or chats, the same at every reading."""
 
-    def documents(self) -> Iterator[tuple[str, str]]:
-        """(key, text), in a fixed order; keys differ, and stay when the corpus moves to another folder."""
+    def documents(self) -> Iterator[tuple[str, Document]]:
+        """(key, document), in a fixed order; len of a document is its characters.
+
+        Keys differ, and stay when the corpus moves to another folder.
+        """
 
     def count(self) -> int | None:
         """How many documents, where that is known without reading them all."""
@@ -30,16 +33,6 @@ class Corpus(Protocol):
 def is_held_out(key: str) -> bool:
     """Whether a document is for validation; depends on nothing but its key."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") % 1000 < HELD_OUT_IN_1000
-
-
-def hash_files(root: Path, paths: Iterable[Path], setting: str = "") -> str:
-    """Of the names below root and the contents of files, and of a setting that decides how they are read."""
-    digest = hashlib.blake2b(repr(setting).encode(), digest_size=16)
-    for path in paths:
-        with path.open("rb") as file:
-            content = hashlib.file_digest(file, "blake2b").hexdigest()
-        digest.update(repr((path.relative_to(root).as_posix(), content)).encode())
-    return digest.hexdigest()
 
 
 class StdlibCorpus:
@@ -68,54 +61,32 @@ class TextCorpus:
     """
 
     def __init__(self, path: str, text_column: str) -> None:
-        self.root, self.paths = find_files(path)
+        self.root, self.paths = find_files(path, SUFFIXES)
         self.text_column = text_column
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        readers = {".jsonl": self._lines, ".parquet": self._rows}
         for path in self.paths:
             key = path.relative_to(self.root).as_posix()
-            reader = readers.get(path.suffix)
-            if reader is None:
-                yield key, path.read_text(encoding="utf-8", errors="replace")
+            if path.suffix in (".txt", ".md"):
+                yield key, require_text(path.read_text(encoding="utf-8", errors="replace"), "a document", str(path))
             else:
-                for number, text in reader(path):
+                for number, text in self._read(path):
                     yield f"{key}:{number}", text
 
     def count(self) -> int | None:
-        if any(path.suffix == ".jsonl" for path in self.paths):
-            return None
-        return sum(
-            pyarrow.parquet.read_metadata(path).num_rows if path.suffix == ".parquet" else 1 for path in self.paths
-        )
+        counts = [1 if path.suffix in (".txt", ".md") else count_rows(path) for path in self.paths]
+        return sum(known) if len(known := [n for n in counts if n is not None]) == len(counts) else None
 
     def fingerprint(self) -> str:
         return hash_files(self.root, self.paths, self.text_column)
 
-    def _lines(self, path: Path) -> Iterator[tuple[int, str]]:
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                where = f"{path}, line {number}"
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"every line must be a JSON object; {where} is not: {error}") from error
-                if not isinstance(row, dict):
-                    raise ValueError(f"every line must be a JSON object; {where} is a {type(row).__name__}")
-                require_column(self.text_column, row, where)
-                text = require_text(row[self.text_column], self.text_column, where)
-                yield number, text.encode("utf-8", "replace").decode()  # "\ud800" is JSON, but no tokenizer takes it
-
-    def _rows(self, path: Path) -> Iterator[tuple[int, str]]:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            require_column(self.text_column, file.schema_arrow.names, str(path))
-            number = 0
-            for batch in file.iter_batches(columns=[self.text_column]):
-                for value in batch.column(0).to_pylist():
-                    number += 1
-                    yield number, require_text(value, self.text_column, f"{path}, row {number}")
+    def _read(self, path: Path) -> Iterator[tuple[int, str]]:
+        if path.suffix == ".parquet":
+            require_column(self.text_column, column_names(path), str(path))
+        for number, where, row in read_rows(path, [self.text_column]):
+            require_column(self.text_column, row, where)
+            text = require_text(row[self.text_column], f"data.text_column={self.text_column}", where)
+            yield number, text.encode("utf-8", "replace").decode()  # "\ud800" is JSON, but no tokenizer takes it
 
 
 class HFCorpus:
@@ -143,7 +114,12 @@ class HFCorpus:
 
     def documents(self) -> Iterator[tuple[str, str]]:
         for number, row in enumerate(self.dataset):
-            yield str(number), require_text(row[self.text_column], self.text_column, f"{self.name}, row {number}")
+            yield (
+                str(number),
+                require_text(
+                    row[self.text_column], f"data.text_column={self.text_column}", f"{self.name}, row {number}"
+                ),
+            )
 
     def count(self) -> int:
         return len(self.dataset)
@@ -153,36 +129,15 @@ class HFCorpus:
         return f"{self.dataset._fingerprint}-{self.text_column}"
 
 
-def find_files(path: str) -> tuple[Path, list[Path]]:
-    """The files that a file, folder or glob names, in order, and the folder that their keys are relative to."""
-    kinds = ", ".join(SUFFIXES)
-    base = Path(path).expanduser()
-    parts = base.parts
-    magic = next((i for i, part in enumerate(parts) if set(part) & set("*?[")), None)
-    if base.is_file():
-        if base.suffix not in SUFFIXES:
-            raise ValueError(f"data.path must be a file, folder or glob of {kinds}; got {path}")
-        return base.parent, [base]
-    if base.is_dir():
-        root, found = base, base.rglob("*")
-    elif magic is not None:
-        root = Path(*parts[:magic])
-        found = root.glob("/".join(parts[magic:]))
-    else:
-        raise ValueError(f"data.path must be a file, folder or glob of {kinds}; {path} does not exist")
-    files = sorted(p for p in found if p.suffix in SUFFIXES and p.is_file())
-    if not files:
-        raise ValueError(f"data.path must be a file, folder or glob of {kinds}; {path} has none")
-    return root, files
-
-
 def require_column(column: str, columns: Iterable[str], where: str) -> None:
     columns = list(columns)
     if column not in columns:
         raise ValueError(f"data.text_column={column} must be a column of {where}; it has {', '.join(columns)}")
 
 
-def require_text(value: object, column: str, where: str) -> str:
+def require_text(value: object, name: str, where: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"data.text_column={column} must hold text; {where} holds a {type(value).__name__}")
+        raise ValueError(f"{name} must hold text; {where} holds a {type(value).__name__}")
+    if not value.strip():
+        raise ValueError(f"{name} must hold text; {where} is empty")
     return value

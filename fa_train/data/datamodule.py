@@ -1,7 +1,7 @@
 """Packed micro-batches for Lightning, as a pure function of the seed and of how many came before."""
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NotRequired, Protocol, TypedDict, Unpack
 
@@ -11,9 +11,11 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fa_train.data.balance import deal
 from fa_train.data.best_fit import BestFit, LongDocuments
+from fa_train.data.chats import ChatCorpus
 from fa_train.data.corpus import HFCorpus, StdlibCorpus, TextCorpus
-from fa_train.data.packing import Batch, Concatenation, PackableDocuments, Row, collate
-from fa_train.data.report import PackingReport
+from fa_train.data.mixing import CYCLE, MixedRows, MixReport, Part, interleave, rows_a_cycle
+from fa_train.data.packing import Batch, Concatenation, PackableDocuments, collate
+from fa_train.data.rows import Layout, ShuffledRows
 from fa_train.data.store import TokenizedCorpus
 from fa_train.data.synthetic import SyntheticSource
 from fa_train.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -29,23 +31,29 @@ class Source(Protocol):
     def cache_dir(self) -> Path | None:
         """Where packing's plans are kept; None keeps none."""
 
+    def prepare(self, workers: int = 1) -> object:
+        """Does in so many processes what need be done once before documents are there."""
+
     def documents(self, *, held_out: bool) -> PackableDocuments:
         """Those for training, or those for validation."""
 
 
-class Layout(Protocol):
-    """How documents are laid into rows: Concatenation or BestFit."""
+class Mixture:
+    """Several sources with one vocabulary, and their weights. Raises: ValueError on weights that give no row."""
 
-    n_rows: int
-    max_documents: int
-    report: PackingReport
+    def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float]) -> None:
+        self.sources = sources
+        self.rows_a_cycle = rows_a_cycle(weights)
+        first = next(iter(sources.values()))
+        self.vocab_size, self.pad_id = first.vocab_size, first.pad_id
 
-    @property
-    def row_costs(self) -> np.ndarray | None:
-        """Of attention, by row, (n_rows,), where rows are worth balancing."""
 
-    def epoch(self, generator: np.random.Generator | None) -> Callable[[int], Row]:
-        """Row i of an epoch, with documents shuffled by the generator where the layout lets them be."""
+class Report(Protocol):
+    """What packing did, of one source or of several."""
+
+    def text(self) -> str: ...
+
+    def metrics(self) -> dict[str, float]: ...
 
 
 class PackedDataModule(L.LightningDataModule):
@@ -65,7 +73,7 @@ class PackedDataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        source: Source,
+        source: Source | Mixture,
         *,
         seq_len: int,
         batch_size: int,
@@ -94,6 +102,7 @@ class PackedDataModule(L.LightningDataModule):
                 f"got {max_doc_len} and {long_documents}"
             )
         self.source = source
+        self.sources = source.sources if isinstance(source, Mixture) else {"": source}
         self.seq_len, self.batch_size, self.micro_batch_size = seq_len, batch_size, micro_batch_size
         self.max_steps, self.seed = max_steps, seed
         self.document_mask, self.reset_positions = document_mask, reset_positions
@@ -115,34 +124,48 @@ class PackedDataModule(L.LightningDataModule):
             )
         return steps
 
-    def prepare_data(self) -> None:
+    def prepare_data(self, workers: int = 1) -> None:
         # one process a node tokenises and plans; the others find the files
+        for source in self.sources.values():
+            source.prepare(workers)
         for held_out in (False, True):
-            self.layout(held_out=held_out)
+            self.layouts(held_out=held_out)
 
-    def layout(self, *, held_out: bool) -> Layout:
-        """The rows of the documents for training, or of those for validation, not yet shuffled."""
-        documents = self.source.documents(held_out=held_out)
+    def layouts(self, *, held_out: bool) -> dict[str, Layout]:
+        """By source, the rows of the documents for training, or of those for validation, not yet shuffled."""
+        return {name: self._layout(source, held_out) for name, source in self.sources.items()}
+
+    def _layout(self, source: Source, held_out: bool) -> Layout:
+        documents = source.documents(held_out=held_out)
         if self.packing == "concat":
-            return Concatenation(documents, self.seq_len, self.source.pad_id)
+            return Concatenation(documents, self.seq_len, source.pad_id)
         return BestFit(
             documents,
             self.seq_len,
-            self.source.pad_id,
+            source.pad_id,
             max_doc_len=self.max_doc_len,
             long_documents=self.long_documents,
-            cache_dir=self.source.cache_dir,
+            cache_dir=source.cache_dir,
         )
 
-    def packing_report(self) -> PackingReport:
+    def packing_report(self) -> Report:
         """Of the training documents: .text() to print, .metrics() for a logger."""
-        return self.layout(held_out=False).report
+        return self.report(self.layouts(held_out=False))
+
+    def report(self, layouts: Mapping[str, Layout]) -> Report:
+        """Of layouts that are there already."""
+        reports = {name: layout.report for name, layout in layouts.items()}
+        if not isinstance(self.source, Mixture):
+            [report] = reports.values()
+            return report
+        shares = self.source.rows_a_cycle / CYCLE
+        return MixReport(reports, dict(zip(reports, shares.tolist(), strict=True)), self.max_steps * self.batch_size)
 
     def train_dataloader(self) -> DataLoader:
         rows = PackedRows(self, held_out=False, shuffle=True)
         trainer = self._running_trainer()
         accumulation = self.accumulation(trainer.world_size)
-        trainer.print(rows.layout.report.text())
+        trainer.print(self.report(rows.layouts).text())
         dataset = MicroBatches(
             rows, self.micro_batch_size, trainer.global_rank, trainer.world_size, step_rows=self.batch_size
         )
@@ -175,30 +198,34 @@ class PackedDataModule(L.LightningDataModule):
 
 
 class PackedRows:
-    """Row i of an endless sequence: epoch after epoch, shuffled anew by (seed, epoch).
+    """Row i of an endless sequence: epoch after epoch, shuffled anew by (seed, epoch); of a mix, source by source.
 
-    Raises: ValueError where there are documents to train on, but none has a token that is kept.
+    Raises: ValueError where a source has documents to train on, but none has a token that is kept.
     """
 
     def __init__(self, data: PackedDataModule, *, held_out: bool, shuffle: bool) -> None:
-        self.layout = data.layout(held_out=held_out)
-        self.seed, self.shuffle = data.seed, shuffle
+        self.layouts = data.layouts(held_out=held_out)
         self.document_mask, self.reset_positions = data.document_mask, data.reset_positions
-        self.per_epoch = self.layout.n_rows
-        if not (held_out or self.per_epoch):
-            raise ValueError(f"packing must keep a document; it keeps none:\n{self.layout.report.text()}")
-        self.max_documents = self.layout.max_documents if data.document_mask else 1
+        for name, layout in self.layouts.items():
+            if not (held_out or layout.n_rows):
+                where = f" of data.sources.{name}" if name else ""
+                raise ValueError(f"packing must keep a document{where}; it keeps none:\n{layout.report.text()}")
+        self.rows: ShuffledRows | MixedRows
+        if isinstance(data.source, Mixture):
+            # a source's seed is of its name, so that it is shuffled alike whatever it is mixed with
+            seeds = [(data.seed, zlib.crc32(name.encode())) if shuffle else None for name in self.layouts]
+            parts = [ShuffledRows(layout, seed) for layout, seed in zip(self.layouts.values(), seeds, strict=True)]
+            shares = data.source.rows_a_cycle
+            # to validate, each row once; where one source has no more, the others go on
+            counts = np.array([part.per_epoch for part in parts]) if held_out else shares
+            self.rows = MixedRows(parts, interleave(counts, shares))
+        else:
+            [layout] = self.layouts.values()
+            self.rows = ShuffledRows(layout, (data.seed,) if shuffle else None)
+        self.per_epoch = self.rows.per_epoch
+        self.max_documents = self.rows.max_documents if data.document_mask else 1
         # without the mask every row costs the same
-        self.row_costs = self.layout.row_costs if data.document_mask else None
-        self._epoch = lru_cache(maxsize=2)(self._make_epoch)
-
-    def _make_epoch(self, epoch: int) -> tuple[Callable[[int], Row], np.ndarray]:
-        """The rows of an epoch, and their order."""
-        generator = np.random.default_rng((self.seed, epoch)) if self.shuffle else None
-        pack, order = self.layout.epoch(generator), np.arange(self.per_epoch)
-        if generator is not None:
-            generator.shuffle(order)
-        return pack, order
+        self.has_costs = self.rows.has_costs and data.document_mask
 
     def batch(self, first: int, count: int) -> Batch:
         """Rows first to first + count, end to end."""
@@ -206,11 +233,7 @@ class PackedRows:
 
     def gather(self, indices: Sequence[int]) -> Batch:
         """These rows, end to end."""
-        packed = []
-        for index in indices:
-            epoch, place = divmod(index, self.per_epoch)
-            pack, order = self._epoch(epoch)
-            packed.append(pack(int(order[place])))
+        packed = [self.rows.row(index) for index in indices]
         return collate(
             packed, self.max_documents, document_mask=self.document_mask, reset_positions=self.reset_positions
         )
@@ -221,10 +244,10 @@ class PackedRows:
         Balanced by their costs; in their own order, ranks taking turns, where rows have none.
         """
         indices = np.arange(first, first + count)
-        if self.row_costs is None:
+        if not self.has_costs:
             return indices.reshape(-1, world_size, size)
-        rows = [self._epoch(epoch)[1][place] for epoch, place in (divmod(i, self.per_epoch) for i in indices.tolist())]
-        return indices[deal(self.row_costs[rows], size, world_size)]
+        costs = np.array([self.rows.cost(index) for index in indices.tolist()])
+        return indices[deal(costs, size, world_size)]
 
 
 class MicroBatches(Dataset[Batch]):
@@ -301,6 +324,32 @@ def hf_data(
     """A Hugging Face dataset; tokenizer is a Hugging Face name or folder, None for bytes."""
     corpus = HFCorpus(name, config, split, text_column)
     return PackedDataModule(TokenizedCorpus(corpus, load_tokenizer(tokenizer), cache_dir), **packing)
+
+
+def sft_data(
+    path: str,
+    tokenizer: str | None,
+    chat_template: str | None,
+    cache_dir: str | None,
+    **packing: Unpack[PackingOptions],
+) -> PackedDataModule:
+    """Files of chats, of which the assistant's turns are learnt; chat_template is a file of Jinja or None."""
+    loaded = load_tokenizer(tokenizer)  # before files are read
+    return PackedDataModule(TokenizedCorpus(ChatCorpus(path), loaded, cache_dir, chat_template), **packing)
+
+
+def mix_data(
+    sources: Mapping[str, Part],
+    tokenizer: str | None,
+    chat_template: str | None,
+    cache_dir: str | None,
+    **packing: Unpack[PackingOptions],
+) -> PackedDataModule:
+    """Several corpora by weight, with one tokenizer."""
+    loaded = load_tokenizer(tokenizer)
+    weights = {name: part.weight for name, part in sources.items()}
+    corpora = {name: TokenizedCorpus(part.corpus, loaded, cache_dir, chat_template) for name, part in sources.items()}
+    return PackedDataModule(Mixture(corpora, weights), **packing)
 
 
 def synthetic_data(vocab_size: int, document_len: int, **packing: Unpack[PackingOptions]) -> PackedDataModule:

@@ -13,16 +13,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fa_train.data.report import PackingReport, length_histogram
+from fa_train.data.report import LabelCounts, PackingReport, length_histogram
 
 IGNORE_INDEX = -100
 Batch = dict[str, Tensor]
 
 
+class LossMask(Protocol):
+    """Which tokens of each document are learnt; item i is (lengths[i],) bool."""
+
+    def __getitem__(self, index: int) -> np.ndarray: ...
+
+    def count(self, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        """How many tokens start to stop of a document are learnt, (n,) int64 each."""
+
+
 class PackableDocuments(Protocol):
-    """Documents by index; item i is its tokens, (lengths[i],)."""
+    """Documents by index; item i is its tokens, (lengths[i],). loss_mask None: every token is learnt."""
 
     lengths: np.ndarray
+    loss_mask: LossMask | None
 
     def __len__(self) -> int: ...
 
@@ -64,16 +74,19 @@ def pack_row(
     last = int(np.searchsorted(ends, end, side="left"))
     starts = np.concatenate([[0], ends])[first : last + 1] - begin  # of the documents first to last, within the row
     pieces = [
-        documents[int(order[index])][max(0, -start) : end - begin - start]
+        (int(order[index]), slice(max(0, -start), end - begin - start))
         for index, start in zip(range(first, last + 1), starts, strict=True)
     ]
     n_real = end - begin
     stream = np.full(seq_len + 1, pad_id, dtype=np.int64)
-    stream[:n_real] = np.concatenate(pieces)
+    stream[:n_real] = np.concatenate([documents[index][span] for index, span in pieces])
     cuts = starts[starts > 0]  # tokens that begin something new; the label before one is nothing to learn
     if n_real <= seq_len:
         cuts = np.append(cuts, n_real)
     labels = stream[1:].copy()
+    if documents.loss_mask is not None:
+        learned = np.concatenate([documents.loss_mask[index][span] for index, span in pieces])
+        labels[: n_real - 1][~learned[1:]] = IGNORE_INDEX
     labels[cuts - 1] = IGNORE_INDEX
     labels[n_real:] = IGNORE_INDEX
     boundaries = np.unique(np.concatenate([[0], cuts[cuts < seq_len], [seq_len]]))
@@ -105,6 +118,7 @@ class Concatenation:
             rows=self.n_rows,
             seq_len=seq_len,
             histogram=length_histogram(lengths),
+            labels=None if documents.loss_mask is None else _count_labels(documents.loss_mask, lengths),
         )
 
     def epoch(self, generator: np.random.Generator | None) -> Callable[[int], Row]:
@@ -114,6 +128,15 @@ class Concatenation:
             generator.shuffle(order)
         ends = np.cumsum(self.documents.lengths[order])
         return lambda row: pack_row(self.documents, order, ends, row, self.seq_len, self.pad_id)
+
+
+def _count_labels(loss_mask: LossMask, lengths: np.ndarray) -> LabelCounts:
+    # nothing predicts a document's first token; every other is predicted, wherever rows end
+    counts = loss_mask.count(np.arange(len(lengths)), np.minimum(1, lengths), lengths)
+    n_labels = int(counts.sum())
+    return LabelCounts(
+        labels_in=n_labels, labels_packed=n_labels, pieces_unlearned=int(((counts == 0) & (lengths > 0)).sum())
+    )
 
 
 def collate(rows: Sequence[Row], max_documents: int, *, document_mask: bool, reset_positions: bool) -> Batch:

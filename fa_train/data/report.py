@@ -1,8 +1,21 @@
 """What packing did to a corpus: every document and token is in one of these counts."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class LabelCounts:
+    """Counts of the labels of documents in which only some tokens are learnt.
+
+    labels_in - labels_packed were lost with truncated and dropped tokens. pieces_unlearned: documents, or pieces of
+    those split, that are packed without any label; they cost time and teach nothing.
+    """
+
+    labels_in: int
+    labels_packed: int
+    pieces_unlearned: int
 
 
 @dataclass(frozen=True)
@@ -26,6 +39,7 @@ class PackingReport:
     rows: int
     seq_len: int
     histogram: tuple[tuple[int, int], ...]
+    labels: LabelCounts | None = None  # where not every token is learnt
 
     @property
     def efficiency(self) -> float:
@@ -41,7 +55,8 @@ class PackingReport:
         )  # fmt: skip
         numbers = {f"packing/{name}": getattr(self, name) for name in fields if getattr(self, name) is not None}
         lengths = {f"packing/documents_up_to_{longest}": count for longest, count in self.histogram}
-        return {**numbers, "packing/efficiency": self.efficiency, **lengths}
+        labels = {f"packing/{name}": count for name, count in asdict(self.labels).items()} if self.labels else {}
+        return {**numbers, "packing/efficiency": self.efficiency, **labels, **lengths}
 
     def text(self) -> str:
         """Lines for a terminal or a log."""
@@ -54,6 +69,7 @@ class PackingReport:
                 f"{self.documents_truncated:,} truncated, {self.documents_dropped:,} dropped",
                 f"  tokens {self.tokens_in:,}: {self.tokens_packed:,} packed, {self.tokens_truncated:,} truncated, "
                 f"{self.tokens_dropped:,} dropped",
+                *self._label_lines(),
                 "  document lengths:",
                 *(
                     f"  {'≤ ' + format(longest, ','):>13} {count:>11,} {'█' * -(-30 * count // widest)}"
@@ -61,6 +77,15 @@ class PackingReport:
                 ),
             ]
         )
+
+    def _label_lines(self) -> list[str]:
+        if self.labels is None:
+            return []
+        lost = self.labels.labels_in - self.labels.labels_packed
+        return [
+            f"  labels {self.labels.labels_in:,}: {self.labels.labels_packed:,} packed, {lost:,} lost; "
+            f"{self.labels.pieces_unlearned:,} documents or pieces without any"
+        ]
 
 
 def length_histogram(lengths: np.ndarray) -> tuple[tuple[int, int], ...]:

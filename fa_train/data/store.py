@@ -1,75 +1,49 @@
-"""Tokenised documents in one memory-mapped Arrow file: written once, found again by the hash of what made it."""
+"""Tokenised documents in memory-mapped Arrow files: written once, found again by the hash of what made them."""
 
 import hashlib
 import os
-import tempfile
+from collections.abc import Sequence
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-from fa_train.data.corpus import Corpus, is_held_out
+from fa_train.data.chats import ChatCorpus
+from fa_train.data.corpus import Corpus
+from fa_train.data.encoding import Encoder, TextEncoder
+from fa_train.data.packing import LossMask
+from fa_train.data.prepare import FORMAT, write_shards
+from fa_train.data.sft import ChatEncoder
 from fa_train.data.tokenizer import Tokenizer
 
-FORMAT = "1"  # of the file, and of how text becomes documents; another one is another cache entry
-BATCH = 256  # documents tokenised at one time
 HELD_OUT_TAIL = 50  # 1 / 50 of a document is held out where no whole one can be
-SCHEMA = pa.schema([("tokens", pa.large_list(pa.int32())), ("held_out", pa.bool_())])
 
 
-def prepare(corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path) -> Path:
-    """Tokenises a corpus unless the cache has it; returns the file.
+def prepare(corpus: Corpus[Any], encoder: Encoder[Any], cache_dir: Path, workers: int = 1) -> Path:
+    """Tokenises a corpus unless the cache has it; returns the folder of its shards, the same for any workers.
 
-    Every document is wrapped in the tokenizer's bos and eos. The file appears whole or not at all, so that processes
-    that prepare at one time do no harm.
-    Raises: ValueError where the corpus has no document.
+    Raises: ValueError where the corpus has no document, and what reading and encoding it raise.
     """
-    key = hashlib.blake2b(f"{FORMAT}\0{corpus.fingerprint()}\0{tokenizer.identity}".encode(), digest_size=16)
+    key = hashlib.blake2b(f"{FORMAT}\0{corpus.fingerprint()}\0{encoder.identity}".encode(), digest_size=16)
     path = cache_dir / f"{key.hexdigest()}.arrow"
     if not path.exists():
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache_dir, prefix="unfinished-") as folder:
-            unfinished = Path(folder, path.name)
-            _write(corpus, tokenizer, unfinished)
-            os.replace(unfinished, path)
+        write_shards(corpus, encoder, path, workers)
     return path
 
 
-def _write(corpus: Corpus, tokenizer: Tokenizer, path: Path) -> None:
-    before, after = (np.array([] if i is None else [i], np.int32) for i in (tokenizer.bos_id, tokenizer.eos_id))
-    columns = ("tokenising", BarColumn(), MofNCompleteColumn(), "documents", TimeElapsedColumn())
-    documents = iter(corpus.documents())
-    n_documents = 0
-    with (
-        pa.OSFile(str(path), "wb") as sink,
-        pa.ipc.new_file(sink, SCHEMA) as writer,
-        Progress(*columns, transient=True) as progress,
-    ):
-        task = progress.add_task("", total=corpus.count())
-        while batch := list(islice(documents, BATCH)):
-            keys, texts = zip(*batch, strict=True)
-            ids = [np.concatenate([before, body, after]) for body in tokenizer.encode_batch(texts)]
-            ends = np.cumsum([0, *map(len, ids)])
-            tokens = pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), pa.array(np.concatenate(ids)))
-            writer.write(pa.record_batch([tokens, pa.array(map(is_held_out, keys))], schema=SCHEMA))
-            n_documents += len(batch)
-            progress.update(task, completed=n_documents)
-    if not n_documents:
-        raise ValueError("the corpus must have a document; it has none")
-
-
 class Documents:
-    """The documents of a prepared file for training, or those held out; item i is its tokens, (length,) int32, mapped.
+    """A prepared corpus's documents for training, or those held out; item i is its tokens, (length,) int32, mapped.
 
-    Where hashing puts every document on one side, as in a corpus of one, the end of the longest is held out instead.
+    loss_mask is None where everything is learnt. Where hashing puts every document on one side, as in a corpus of one,
+    the end of the longest is held out instead; of chats, whose end alone says little, the last one.
     """
 
     def __init__(self, path: Path, *, held_out: bool) -> None:
         self._source = path, held_out
-        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        files = sorted(path.glob("*.arrow"))
+        table = pa.concat_tables(map(_read_shard, files))
         chunks = table["tokens"].chunks
         self._values = [chunk.values.to_numpy() for chunk in chunks]
         offsets = [chunk.offsets.to_numpy() for chunk in chunks]
@@ -78,7 +52,11 @@ class Documents:
         chunk_index = np.repeat(np.arange(len(chunks)), [len(chunk) for chunk in chunks])
         flags = table["held_out"].to_numpy()
         chosen = flags == held_out
-        if flags.all() or not flags.any():
+        masked = "learned" in table.column_names
+        one_sided = flags.all() or not flags.any()
+        if one_sided and masked and len(flags) > 1:
+            chosen = (np.arange(len(flags)) == len(flags) - 1) == held_out
+        elif one_sided:
             longest = int(length.argmax())
             tail = int(length[longest]) // HELD_OUT_TAIL
             if held_out:
@@ -89,9 +67,13 @@ class Documents:
                 length[longest] -= tail
                 chosen = np.full(len(flags), True)
         self._start, self._chunk, self.lengths = start[chosen], chunk_index[chosen], length[chosen]
+        self.loss_mask: LossMask | None = None
+        if masked:
+            learned = [chunk.values.to_numpy().view(bool) for chunk in table["learned"].chunks]
+            self.loss_mask = StoredMask(learned, self._chunk, self._start, self.lengths)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # a data worker that is not forked maps the file again rather than be sent its tokens
+        # a data worker that is not forked maps the files again rather than be sent their tokens
         path, held_out = self._source
         return _open_documents, (path, held_out)
 
@@ -103,22 +85,63 @@ class Documents:
         return self._values[self._chunk[index]][start : start + self.lengths[index]]
 
 
+def _read_shard(file: Path) -> pa.Table:
+    try:
+        return pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{file} must be a whole Arrow file; it cannot be read: {error}. Delete {file.parent} to have it made anew"
+        ) from error
+
+
 def _open_documents(path: Path, held_out: bool) -> Documents:
     return Documents(path, held_out=held_out)
 
 
-class TokenizedCorpus:
-    """A corpus, its tokenizer and where the tokenised file is kept; cache_dir None is $FA_TRAIN_CACHE or ~/.cache."""
+class StoredMask:
+    """Which tokens of each document are learnt; item i is (length,) bool, mapped."""
 
-    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, cache_dir: str | None) -> None:
-        self.corpus, self.tokenizer = corpus, tokenizer
+    def __init__(self, values: Sequence[np.ndarray], chunk: np.ndarray, start: np.ndarray, length: np.ndarray) -> None:
+        self._values, self._chunk, self._start, self._length = values, chunk, start, length
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        start = self._start[index]
+        return self._values[self._chunk[index]][start : start + self._length[index]]
+
+    def count(self, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        """How many tokens start to stop of a document are learnt, (n,) int64 each."""
+        chunk, origin = self._chunk[document], self._start[document]
+        counts = np.empty(len(document), np.int64)
+        order = np.argsort(chunk, kind="stable")
+        edges = np.searchsorted(chunk[order], np.arange(len(self._values) + 1))
+        for values, first, last in zip(self._values, edges, edges[1:], strict=False):
+            here = order[first:last]
+            running = np.concatenate([[0], np.cumsum(values)])
+            counts[here] = running[origin[here] + stop[here]] - running[origin[here] + start[here]]
+        return counts
+
+
+class TokenizedCorpus:
+    """A corpus, its tokenizer and where the tokenised files are kept; cache_dir None is $FA_TRAIN_CACHE or ~/.cache."""
+
+    def __init__(
+        self, corpus: Corpus[Any], tokenizer: Tokenizer, cache_dir: str | None, chat_template: str | None = None
+    ) -> None:
+        self.corpus = corpus
+        self.encoder: Encoder[Any] = TextEncoder(tokenizer)
+        if isinstance(corpus, ChatCorpus):
+            self.encoder = ChatEncoder(tokenizer, chat_template)
         self.cache_dir = Path(cache_dir or os.environ.get("FA_TRAIN_CACHE") or "~/.cache/fa_train").expanduser()
         self.vocab_size, self.pad_id = tokenizer.vocab_size, tokenizer.pad_id
 
+    def prepare(self, workers: int = 1) -> Path:
+        """Tokenises, in so many processes, unless the cache has it."""
+        return prepare(self.corpus, self.encoder, self.cache_dir, workers)
+
     @cached_property
     def path(self) -> Path:
-        """The tokenised file, written now if the cache lacks it."""
-        return prepare(self.corpus, self.tokenizer, self.cache_dir)
+        """The tokenised files, written now if the cache lacks them."""
+        return self.prepare()
 
     def documents(self, *, held_out: bool) -> Documents:
         """Those for training, or those for validation."""

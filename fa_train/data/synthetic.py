@@ -2,11 +2,15 @@
 
 import numpy as np
 
+from fa_train.data.packing import LossMask
+
 N_TOKENS = 2**26  # in an epoch, at least
 
 
 class SyntheticDocuments:
     """Documents of one length; item i is drawn from (seed, i)."""
+
+    loss_mask: LossMask | None = None
 
     def __init__(self, count: int, length: int, vocab_size: int, seed: int) -> None:
         self.lengths = np.full(count, length)
@@ -34,6 +38,9 @@ class SyntheticSource:
         self.vocab_size, self.document_len = vocab_size, document_len
         self.pad_id = 0
         self.cache_dir = None
+
+    def prepare(self, workers: int = 1) -> None:
+        """Nothing to do."""
 
     def documents(self, *, held_out: bool) -> SyntheticDocuments:
         """Those for training, or those for validation."""

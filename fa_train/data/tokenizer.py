@@ -47,7 +47,8 @@ class ByteTokenizer:
 class HFTokenizer:
     """A `transformers` tokenizer, by folder or hub name.
 
-    vocab_size is one more than its highest id; without a pad token, pad_id is eos or 0: padding is never a label.
+    hf is the tokenizer itself. vocab_size is one more than its highest id; without a pad token, pad_id is eos or 0:
+    padding is never a label.
     Raises: ValueError where it cannot be loaded.
     """
 
@@ -55,30 +56,31 @@ class HFTokenizer:
         from transformers import AutoTokenizer  # seconds to import
 
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # unset, it warns when data workers fork
+        self.name = name
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(name)
+            self.hf = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
             raise ValueError(f"data.tokenizer must be a tokenizer's folder or hub name; got {name}: {error}") from error
-        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
-        self.bos_id = self._tokenizer.bos_token_id
-        self.eos_id = self._tokenizer.eos_token_id
-        pads = (self._tokenizer.pad_token_id, self.eos_id, 0)
+        self.vocab_size = max(self.hf.get_vocab().values()) + 1
+        self.bos_id = self.hf.bos_token_id
+        self.eos_id = self.hf.eos_token_id
+        pads = (self.hf.pad_token_id, self.eos_id, 0)
         self.pad_id = next(i for i in pads if i is not None)
 
     @cached_property
     def identity(self) -> str:
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)  # absent where Python tokenises
-        content = backend.to_str() if backend is not None else repr(sorted(self._tokenizer.get_vocab().items()))
-        special = (type(self._tokenizer).__name__, self.bos_id, self.eos_id)
+        backend = getattr(self.hf, "backend_tokenizer", None)  # absent where Python tokenises
+        content = backend.to_str() if backend is not None else repr(sorted(self.hf.get_vocab().items()))
+        special = (type(self.hf).__name__, self.bos_id, self.eos_id)
         return hashlib.blake2b(f"{special}{content}".encode(), digest_size=16).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         # verbose would warn of every text longer than the model that the tokenizer came with
-        encoded = self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+        encoded = self.hf(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        return str(self.hf.decode(list(ids), skip_special_tokens=True))
 
 
 def load_tokenizer(name: str | None) -> Tokenizer:

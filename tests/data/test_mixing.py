@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_train.data.datamodule import MicroBatches, Mixture, PackedDataModule, PackedRows
-from fa_train.data.mixing import CYCLE, interleave, rows_a_cycle
+from fa_train.data.mixing import CYCLE, MixedRows, interleave, rows_a_cycle
 from tests.data.test_best_fit import OPTIONS, NumberedSource
 from tests.data.test_datamodule import Killed, Recorder, fit
 from tests.data.test_packing import PAD, Numbered
@@ -66,6 +66,25 @@ def test_shares_hold_from_any_row_on(weights):
     for source, count in enumerate(counts):
         so_far = np.cumsum(order == source)
         assert np.abs(so_far - count / CYCLE * np.arange(1, CYCLE + 1)).max() <= len(weights)
+
+
+class Numbers:
+    """Rows that are their own index, and cost it."""
+
+    max_documents, has_costs = 1, True
+
+    def row(self, index):
+        return index
+
+    cost = row
+
+
+def test_a_source_goes_on_in_the_next_round():
+    rows = MixedRows([Numbers(), Numbers()], np.array([0, 1, 0, 0]))
+    located = [(int(rows.order[i % 4]), rows.row(i)) for i in range(12)]
+    assert [row for source, row in located if source == 0] == list(range(9))
+    assert [row for source, row in located if source == 1] == list(range(3))
+    assert [rows.cost(i) for i in range(12)] == [row for _, row in located]
 
 
 def test_a_source_is_gone_through_before_it_starts_over():

@@ -1,0 +1,154 @@
+"""Chats from files: messages, ShareGPT's conversations, and prompt-completion pairs, all as one checked form."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fa_train.data.files import count_rows, find_files, hash_files, read_rows
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # others are as they are
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """One chat. Assistant turns from message `learn_from` on are what is learnt; where: file and line, for errors."""
+
+    where: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    learn_from: int
+
+    def __len__(self) -> int:
+        """Characters of its messages."""
+        return sum(len(message["content"]) for message in self.messages)
+
+
+class ChatCorpus:
+    """A file, a folder or a glob of .jsonl, .json and .parquet, one chat a row.
+
+    A row is {"messages": [{"role", "content", ...}, ...]}, {"conversations": [{"from", "value"}, ...]} or
+    {"prompt", "completion"}, each of these text (a user's turn and the assistant's answer) or messages; and "tools"
+    beside, a list of JSON schemas or its JSON text. Of a pair only the completion is learnt.
+    Raises: ValueError where there is nothing to read, and on any row that is not such a chat.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.root, self.paths = find_files(path, SUFFIXES)
+
+    def documents(self) -> Iterator[tuple[str, Chat]]:
+        for path in self.paths:
+            key = path.relative_to(self.root).as_posix()
+            for number, where, row in read_rows(path):
+                yield f"{key}:{number}", parse_chat(row, where)
+
+    def count(self) -> int | None:
+        counts = [count_rows(path) for path in self.paths]
+        return sum(known) if len(known := [n for n in counts if n is not None]) == len(counts) else None
+
+    def fingerprint(self) -> str:
+        return hash_files(self.root, self.paths, "chats")
+
+
+def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
+    """A row as a chat. Raises: ValueError naming `where` on missing fields, empty messages and wrong roles."""
+    present = {name: value for name, value in row.items() if value is not None}
+    learn_from = 0
+    if "messages" in present:
+        messages = _messages(present["messages"], where)
+    elif "conversations" in present:
+        messages = _messages(_from_sharegpt(present["conversations"], where), where)
+    elif "prompt" in present and "completion" in present:
+        prompt = _turns(present["prompt"], "user", where)
+        learn_from = len(prompt)
+        messages = prompt + _turns(present["completion"], "assistant", where)
+    else:
+        found = ", ".join(present) or "nothing"
+        raise ValueError(f"a chat must have messages, conversations, or prompt and completion; {where} has {found}")
+    if not any(message["role"] == "assistant" for message in messages[learn_from:]):
+        raise ValueError(f"a chat must have an assistant's turn to learn; {where} has none")
+    return Chat(where, messages, _tools(present.get("tools"), where), learn_from)
+
+
+def _turns(value: Any, role: str, where: str) -> list[Message]:
+    """Half of a pair: text is one turn."""
+    return _messages([{"role": role, "content": value}] if isinstance(value, str) else value, where)
+
+
+def _from_sharegpt(value: Any, where: str) -> list[Message]:
+    messages = []
+    for number, turn in enumerate(_list(value, "conversations", where)):
+        if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
+            raise ValueError(f"a turn of conversations must have from and value; {where}, turn {number} is {turn!r}")
+        messages.append({"role": SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]})
+    return messages
+
+
+def _messages(value: Any, where: str) -> list[Message]:
+    return [_message(message, f"{where}, message {i}") for i, message in enumerate(_list(value, "messages", where))]
+
+
+def _message(value: Any, where: str) -> Message:
+    if not isinstance(value, dict):
+        raise ValueError(f"a message must be an object; {where} is a {type(value).__name__}")
+    message = {name: field for name, field in value.items() if field is not None}  # Parquet fills fields with null
+    if "role" not in message:
+        raise ValueError(f"a message must have a role; {where} has {', '.join(message) or 'nothing'}")
+    role, content = message["role"], message.get("content")
+    if role not in ROLES:
+        raise ValueError(f"a role must be one of {', '.join(ROLES)}; {where} has {role!r}")
+    calls = message.get("tool_calls")
+    if calls:
+        if role != "assistant":
+            raise ValueError(f"tool_calls must be an assistant's; {where} is of role {role}")
+        message["tool_calls"] = [_tool_call(call, where) for call in _list(calls, "tool_calls", where)]
+    if content is None and calls:
+        message["content"] = ""  # templates add it up with text
+    elif not isinstance(content, str):
+        found = "none" if content is None else f"a {type(content).__name__}"
+        raise ValueError(f"a message must have text as its content; {where} has {found}")
+    elif not content.strip() and not calls and role != "tool":  # a tool may have nothing to say
+        raise ValueError(f"a message must not be empty; {where}, of role {role}, is")
+    else:
+        message["content"] = content.encode("utf-8", "replace").decode()  # "\ud800" is JSON, no tokenizer takes it
+    return message
+
+
+def _tool_call(value: Any, where: str) -> dict[str, Any]:
+    """Arguments as an object, which templates write as JSON; OpenAI's form has them as JSON text already."""
+    function = value.get("function", value) if isinstance(value, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"a tool call must have a function's name and arguments; {where} has {value!r}")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = _json(arguments, "a tool call's arguments", where)
+    function = {**function, "arguments": arguments}
+    return {**value, "function": function} if "function" in value else function
+
+
+def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
+    if isinstance(value, str):
+        value = _json(value, "tools", where) if value.strip() else None
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise ValueError(f"tools must be a list of JSON schemas; {where} has {value!r}")
+    return value
+
+
+def _list(value: Any, name: str, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{name} must be a list; {where} has a {type(value).__name__}")
+    if not value:
+        raise ValueError(f"{name} must not be empty; {where} has none")
+    return value
+
+
+def _json(text: str, name: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} must be JSON; {where} has {text!r}: {error}") from error

@@ -1,0 +1,124 @@
+"""Files of documents: found by a path, hashed, and read row by row with every error naming file and line."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet
+
+
+class FileRow(NamedTuple):
+    """One row of a file, its number from 1, and where it is, for errors."""
+
+    number: int
+    where: str
+    value: dict[str, Any]
+
+
+def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path]]:
+    """The files that a file, folder or glob names, in order, and the folder that their keys are relative to."""
+    kinds = ", ".join(suffixes)
+    base = Path(path).expanduser()
+    parts = base.parts
+    magic = next((i for i, part in enumerate(parts) if set(part) & set("*?[")), None)
+    if base.is_file():
+        if base.suffix not in suffixes:
+            raise ValueError(f"data.path must be a file, folder or glob of {kinds}; got {path}")
+        return base.parent, [base]
+    if base.is_dir():
+        root, found = base, base.rglob("*")
+    elif magic is not None:
+        root = Path(*parts[:magic])
+        found = root.glob("/".join(parts[magic:]))
+    else:
+        raise ValueError(f"data.path must be a file, folder or glob of {kinds}; {path} does not exist")
+    files = sorted(p for p in found if p.suffix in suffixes and p.is_file())
+    if not files:
+        raise ValueError(f"data.path must be a file, folder or glob of {kinds}; {path} has none")
+    return root, files
+
+
+def hash_files(root: Path, paths: Iterable[Path], setting: str = "") -> str:
+    """Of the names below root and the contents of files, and of a setting that decides how they are read."""
+    digest = hashlib.blake2b(repr(setting).encode(), digest_size=16)
+    for path in paths:
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "blake2b").hexdigest()
+        digest.update(repr((path.relative_to(root).as_posix(), content)).encode())
+    return digest.hexdigest()
+
+
+def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[FileRow]:
+    """The rows of a .jsonl (an object a line, empty lines skipped), .json (a list of objects) or .parquet file.
+
+    columns: those of a .parquet file to read, None for all.
+    Raises: ValueError on what is not JSON or Parquet, or not rows of it.
+    """
+    readers = {".jsonl": _lines, ".json": _items}
+    yield from readers[path.suffix](path) if path.suffix in readers else _parquet(path, columns)
+
+
+def count_rows(path: Path) -> int | None:
+    """How many, where the file says so without being read."""
+    if path.suffix != ".parquet":
+        return None
+    with _named_corruption(path), pyarrow.parquet.ParquetFile(path) as file:
+        return file.metadata.num_rows
+
+
+def column_names(path: Path) -> list[str]:
+    """Of a .parquet file."""
+    with _named_corruption(path), pyarrow.parquet.ParquetFile(path) as file:
+        return list(file.schema_arrow.names)
+
+
+def _lines(path: Path) -> Iterator[FileRow]:
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                where = f"{path}, line {number}"
+                try:
+                    value = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"every line must be a JSON object; {where} is not: {error}") from error
+                if not isinstance(value, dict):
+                    raise ValueError(f"every line must be a JSON object; {where} is a {type(value).__name__}")
+                yield FileRow(number, where, value)
+
+
+def _items(path: Path) -> Iterator[FileRow]:
+    try:
+        items = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"a .json file must be a list of objects; {path}, line {error.lineno} is not: {error}"
+        ) from error
+    if not isinstance(items, list):
+        raise ValueError(f"a .json file must be a list of objects; {path} is a {type(items).__name__}")
+    for number, value in enumerate(items, 1):
+        where = f"{path}, row {number}"
+        if not isinstance(value, dict):
+            raise ValueError(f"a .json file must be a list of objects; {where} is a {type(value).__name__}")
+        yield FileRow(number, where, value)
+
+
+def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[FileRow]:
+    number = 0
+    with _named_corruption(path), pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(columns=columns):
+            for value in batch.to_pylist():
+                number += 1
+                yield FileRow(number, f"{path}, row {number}", value)
+
+
+@contextmanager
+def _named_corruption(path: Path) -> Iterator[None]:
+    """Arrow's errors do not name the file."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:  # a missing footer, a damaged page
+        raise ValueError(f"{path} must be a Parquet file; it cannot be read: {error}") from error

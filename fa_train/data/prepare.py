@@ -1,0 +1,149 @@
+"""Documents into shards of tokens, by one process or many: the same bytes, and a restart goes on at the next shard."""
+
+import multiprocessing
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from filelock import FileLock
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+from fa_train.data.cache import room_on_disk
+from fa_train.data.corpus import Corpus, is_held_out
+from fa_train.data.encoding import Encoded, Encoder
+
+FORMAT = "2"  # of the files, and of how text becomes documents; another one is another cache entry
+SHARD = 4096  # documents at most; what a killed process loses
+SHARD_CHARACTERS = 2**24  # after which a shard ends, as whole ones are in memory
+BATCH = 256  # documents tokenised at one time
+TOKENS = pa.field("tokens", pa.large_list(pa.int32()))
+HELD_OUT = pa.field("held_out", pa.bool_())
+LEARNED = pa.field("learned", pa.large_list(pa.uint8()))  # 0 or 1 for each token; there only if some are not learnt
+Keyed = tuple[str, Any]  # a document and its key
+
+_worker_encoder: Encoder[Any]  # of a process of the pool
+
+
+def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers: int) -> None:
+    """Writes the folder `path` of 000000.arrow and on, the documents in order; it appears whole or not at all.
+
+    Until then shards are in a folder beside it, where a restart finds them. A process that prepares the same waits.
+    Raises: ValueError where the corpus has no document, a document cannot be encoded, or the disk is full; only the
+    last leaves finished shards behind, as the others need another corpus.
+    """
+    unfinished = path.with_name(f"unfinished-{path.stem}")
+    with room_on_disk(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):
+            if path.exists():
+                return
+            unfinished.mkdir(exist_ok=True)
+            try:
+                n_documents = _write_all(corpus, encoder, unfinished, workers)
+                if not n_documents:
+                    raise ValueError("the corpus must have a document; it has none")
+            except ValueError:
+                shutil.rmtree(unfinished)
+                raise
+            os.replace(unfinished, path)
+
+
+def _write_all(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers: int) -> int:
+    """Every shard that the folder lacks; returns how many documents there are."""
+    columns = ("tokenising", BarColumn(), MofNCompleteColumn(), "documents", TimeElapsedColumn())
+    n_documents = 0
+    with Progress(*columns, transient=True) as progress:
+        task = progress.add_task("", total=corpus.count())
+        for n_written in _written(corpus, encoder, folder, workers):
+            n_documents += n_written
+            progress.update(task, completed=n_documents)
+    return n_documents
+
+
+def _written(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers: int) -> Iterator[int]:
+    """How many documents each shard has, as they are finished."""
+    tasks = ((shard, folder / f"{number:06}.arrow") for number, shard in enumerate(_shards(corpus)))
+    if workers == 1:
+        for shard, file in tasks:
+            yield _write(encoder, shard, file)
+        return
+    context = multiprocessing.get_context("spawn")  # tokenizers have threads, which a fork would lose
+    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(encoder,)) as pool:
+        running: set[Future[int]] = set()
+        for shard, file in tasks:
+            running.add(pool.submit(_write_in_worker, shard, file))
+            if len(running) == 2 * workers:  # as many shards wait in memory, whatever the corpus
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                yield from (task.result() for task in done)
+        yield from (task.result() for task in as_completed(running))
+
+
+def _shards(corpus: Corpus[Any]) -> Iterator[list[Keyed]]:
+    shard: list[Keyed] = []
+    characters = 0
+    for key, document in corpus.documents():
+        shard.append((key, document))
+        characters += len(document)
+        if len(shard) == SHARD or characters >= SHARD_CHARACTERS:
+            yield shard
+            shard, characters = [], 0
+    if shard:
+        yield shard
+
+
+def _start_worker(encoder: Encoder[Any]) -> None:
+    global _worker_encoder  # sent once a process: a tokenizer is megabytes
+    _worker_encoder = encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are the parallelism
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A killed parent says nothing to its pool, which would wait for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _write_in_worker(shard: Sequence[Keyed], file: Path) -> int:
+    return _write(_worker_encoder, shard, file)
+
+
+def _write(encoder: Encoder[Any], shard: Sequence[Keyed], file: Path) -> int:
+    """One shard, unless it is there; returns how many documents it has."""
+    if not file.exists():
+        schema = pa.schema([TOKENS, HELD_OUT, LEARNED] if encoder.masked else [TOKENS, HELD_OUT])
+        partial = file.with_suffix(".partial")
+        with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+            for begin in range(0, len(shard), BATCH):
+                keys, documents = zip(*shard[begin : begin + BATCH], strict=True)
+                encoded = encoder.encode_batch(documents)
+                require_vocabulary(encoded, keys, encoder.tokenizer.vocab_size)
+                writer.write(pa.record_batch(_columns(encoded, keys, masked=encoder.masked), schema=schema))
+        os.replace(partial, file)
+    return len(shard)
+
+
+def _columns(encoded: Sequence[Encoded], keys: Sequence[str], *, masked: bool) -> list[pa.Array]:
+    ends = pa.array(np.cumsum([0, *(len(document.tokens) for document in encoded)]), pa.int64())
+    tokens = np.concatenate([document.tokens for document in encoded])
+    columns = [pa.LargeListArray.from_arrays(ends, pa.array(tokens)), pa.array(map(is_held_out, keys))]
+    if masked:
+        learned = np.concatenate([document.learned for document in encoded]).view(np.uint8)
+        columns.append(pa.LargeListArray.from_arrays(ends, pa.array(learned)))
+    return columns
+
+
+def require_vocabulary(encoded: Sequence[Encoded], keys: Sequence[str], vocab_size: int) -> None:
+    """Raises: ValueError naming the first document with a token that is not in 0 to vocab_size - 1."""
+    for key, (tokens, _) in zip(keys, encoded, strict=True):
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+            outside = next(token for token in tokens.tolist() if not 0 <= token < vocab_size)
+            raise ValueError(f"tokens must be 0 to {vocab_size - 1}, the tokenizer's vocabulary; {key} has {outside}")

@@ -1,0 +1,140 @@
+"""Chats into tokens by the tokenizer's own template; the assistant's turns are learnt, as spans of the rendered text.
+
+The spans are the template's {% generation %} blocks where it has them. Elsewhere a turn is what rendering its message
+adds to the prompt for it: the messages before it, with the header of an answer. Spans are cut into tokens by the
+tokenizer's offsets, once the whole text is tokenised, so that tokens are those of the whole text.
+"""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fa_train.data.chats import Chat, Message
+from fa_train.data.encoding import Encoded
+from fa_train.data.tokenizer import HFTokenizer, Tokenizer
+
+FORMAT = "1"  # of how a chat becomes tokens and mask; another one is another cache entry
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+Spans = list[tuple[int, int]]
+
+
+class ChatEncoder:
+    """Chats by a chat template: the tokenizer's own, or that in the file `chat_template`.
+
+    Raises: ValueError on a tokenizer without a template or without offsets; and on a chat that the template refuses,
+    or whose turns it renders in another way once others follow.
+    """
+
+    masked = True
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: str | None = None) -> None:
+        if not isinstance(tokenizer, HFTokenizer):
+            raise ValueError("data.tokenizer must be a tokenizer with a chat template; got null, which is bytes")
+        self.tokenizer: Tokenizer = tokenizer
+        self._name, self._hf = tokenizer.name, tokenizer.hf
+        if not self._hf.is_fast:
+            raise ValueError(f"data.tokenizer must know where its tokens are in the text; {tokenizer.name} is not fast")
+        if chat_template is not None:
+            file = Path(chat_template).expanduser()
+            if not file.is_file():
+                raise ValueError(f"data.chat_template must be null or a file of Jinja; {chat_template} does not exist")
+            self._hf.chat_template = file.read_text(encoding="utf-8")
+        if not self._hf.chat_template:
+            raise ValueError(
+                f"data.tokenizer must have a chat template; {tokenizer.name} has none: "
+                "data.chat_template=<file> gives it one"
+            )
+
+    @property
+    def identity(self) -> str:
+        template = repr(self._hf.chat_template), sorted(self._hf.special_tokens_map.items())
+        return hashlib.blake2b(f"{FORMAT}{self.tokenizer.identity}{template}".encode(), digest_size=16).hexdigest()
+
+    def encode_batch(self, documents: Sequence[Chat]) -> list[Encoded]:
+        texts, spans = zip(*map(self.render, documents), strict=True)
+        encoded = self._hf(
+            list(texts),
+            add_special_tokens=False,  # the template wrote them
+            return_attention_mask=False,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
+        return [
+            Encoded(np.asarray(ids, np.int32), learned_tokens(np.asarray(offsets).reshape(-1, 2), learned))
+            for ids, offsets, learned in zip(encoded["input_ids"], encoded["offset_mapping"], spans, strict=True)
+        ]
+
+    def render(self, chat: Chat) -> tuple[str, Spans]:
+        """A chat as text, and which spans of its characters are learnt."""
+        template = self._hf.get_chat_template(tools=chat.tools)
+        has_blocks = GENERATION.search(template) is not None
+        text, spans = self._render(template, chat, chat.messages, has_blocks=has_blocks)
+        turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        learned = [turn for turn in turns if turn >= chat.learn_from]
+        if not has_blocks:
+            spans = [self._turn(template, chat, turn, text) for turn in learned]
+        elif learned != turns:  # blocks do not say which turns they are of
+            begin, _ = self._turn(template, chat, learned[0], text)
+            spans = [(start, stop) for start, stop in spans if start >= begin]
+        return text, spans
+
+    def _turn(self, template: str, chat: Chat, turn: int, text: str) -> tuple[int, int]:
+        """Where the answer chat.messages[turn] is in the whole text, through the token that ends it."""
+        prompt, _ = self._render(template, chat, chat.messages[:turn], add_generation_prompt=True)
+        answered, _ = self._render(template, chat, chat.messages[: turn + 1])
+        if not (answered.startswith(prompt) and text.startswith(answered)):
+            raise ValueError(
+                "a chat template must render a turn the same whatever follows, or mark answers by {% generation %}; "
+                f"{self._name}'s does not for {chat.where}, message {turn}"
+            )
+        bare = answered.rstrip()  # a line's end after the token that ends a turn is never sampled
+        stop = len(bare) if bare.endswith(self._special_tokens) else len(answered)
+        return len(prompt), max(stop, len(prompt))
+
+    def _render(
+        self,
+        template: str,
+        chat: Chat,
+        messages: list[Message],
+        *,
+        add_generation_prompt: bool = False,
+        has_blocks: bool = False,
+    ) -> tuple[str, Spans]:
+        # what apply_chat_template calls: that one keeps the spans for itself, and takes no empty list of messages
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        arguments: dict[str, Any] = dict(
+            tools=chat.tools, add_generation_prompt=add_generation_prompt, **self._hf.special_tokens_map
+        )
+        try:
+            rendered: Any = render_jinja_template(
+                [messages], chat_template=template, return_assistant_tokens_mask=has_blocks, **arguments
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"{self._name}'s chat template must take {chat.where}; it says: {error}") from error
+        [text], spans = rendered
+        return text, spans[0] if has_blocks else []
+
+    @cached_property
+    def _special_tokens(self) -> tuple[str, ...]:
+        return tuple(str(token) for token in self._hf.added_tokens_decoder.values())
+
+
+def learned_tokens(offsets: np.ndarray, spans: Spans) -> np.ndarray:
+    """Which tokens are learnt, (length,) bool, by their characters (length, 2) and the spans that are.
+
+    A token is learnt if it begins within a span: one that begins before it is not what comes next after the prompt. A
+    token whose offsets leave out the spaces before it begins where the last one ended.
+    """
+    ends = np.maximum.accumulate(np.concatenate([[0], offsets[:, 1]]))
+    begins = np.minimum(offsets[:, 0], ends[:-1])
+    learned = np.zeros(len(offsets), bool)
+    for start, stop in spans:
+        learned |= (begins >= start) & (begins < stop)
+    return learned

@@ -1,0 +1,289 @@
+"""What one case of the ablation measures: a training step of a model, or attention alone.
+
+Peak and reserved are the CUDA allocator's; on a CPU peak is the process's, libraries included. Times are medians.
+FLOPs and MFU of a step are as fa_train/flops.py counts them: causal, nothing for recomputation; attention alone counts
+2 n_heads head_dim N^2 forward and 2.5 times that backward.
+"""
+
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from fa_train.callbacks import is_out_of_memory
+from fa_train.flops import peak_flops, train_flops
+from fa_train.models.attention import Attention, require_backend
+from fa_train.models.gpt import GPT
+from kernels.flash_attention.schedule import causal_schedule
+
+CONF = Path(__file__).parents[1] / "conf"
+GIB = 2**30
+WARMUP = 2  # runs that are not timed, where there are more
+SHORT = 256  # tokens of the first step: it compiles kernels and allocates the optimizer's state at little cost
+VOCABULARIES = {"nano": 259}  # where conf leaves it to the tokenizer: bytes and three marks
+GPT2_VOCABULARY = 50257
+Device = Literal["cuda", "cpu"]
+Precision = Literal["bf16-mixed", "32-true"]
+Dtype = Literal["bf16", "fp16", "fp32"]
+DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """Forward, backward and optimizer step on one synthetic document of seq_len tokens."""
+
+    KIND: ClassVar[str] = "step"
+    COLUMNS: ClassVar[tuple[str, ...]] = ("attention", "seq_len")
+
+    model: str
+    attention: str
+    seq_len: int  # tokens, one document
+    device: Device
+    precision: Precision
+    steps: int  # timed ones, at most
+    seconds: float  # after which no more steps begin
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.attention} {self.seq_len}"
+
+    @property
+    def line(self) -> "StepCase":
+        """What the cases that differ in length alone have in common."""
+        return replace(self, seq_len=0)
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Causal attention alone: forward without autograd, then forward and backward, of one document."""
+
+    KIND: ClassVar[str] = "attention"
+    COLUMNS: ClassVar[tuple[str, ...]] = ("attention", "n_heads", "head_dim", "dtype", "seq_len")
+
+    attention: str
+    seq_len: int  # tokens
+    n_heads: int  # of keys and values too
+    head_dim: int
+    dtype: Dtype
+    device: Device
+    steps: int
+    seconds: float
+
+    @property
+    def shape(self) -> str:
+        return f"{self.n_heads} heads of {self.head_dim}, {self.dtype}"
+
+    @property
+    def name(self) -> str:
+        return f"attention {self.attention} {self.n_heads}x{self.head_dim} {self.dtype} {self.seq_len}"
+
+    @property
+    def line(self) -> "AttentionCase":
+        return replace(self, seq_len=0)
+
+
+Case = StepCase | AttentionCase
+KINDS: dict[str, type[StepCase] | type[AttentionCase]] = {kind.KIND: kind for kind in (StepCase, AttentionCase)}
+
+
+@dataclass(frozen=True)
+class Result:
+    """Numbers are None where they are unknown: all but memory unless outcome is "ok", mfu without a known peak.
+
+    Units: step_ms of a whole step, for attention alone of forward and backward; timed_steps is what it is the median
+    of. forward_* are of attention alone, and known also where the backward ran out of memory.
+    """
+
+    outcome: str  # "ok", "oom", "failed: REASON", "skipped: REASON" or "not run: REASON"
+    peak_gib: float | None = None
+    reserved_gib: float | None = None
+    step_ms: float | None = None
+    tokens_per_s: float | None = None
+    tflops: float | None = None
+    mfu: float | None = None
+    timed_steps: int | None = None
+    forward_peak_gib: float | None = None
+    forward_ms: float | None = None
+
+    @property
+    def oom(self) -> bool:
+        return self.outcome == "oom"
+
+    @property
+    def final(self) -> bool:
+        """Whether the case need not be run again."""
+        return self.outcome in ("ok", "oom")
+
+
+def configuration(case: StepCase) -> DictConfig:
+    """conf's model, attention, memory and optimizer; an override may choose another of the latter two."""
+    groups = {"model": case.model, "attention": case.attention, "memory": "default", "optimizer": "adamw"}
+    values = []
+    for override in case.overrides:
+        name, _, value = override.partition("=")
+        if name in ("memory", "optimizer"):
+            groups[name] = value
+        else:
+            values.append(override)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose(overrides=[*(f"+{name}={value}" for name, value in groups.items()), *values])
+    if config.model.vocab_size is None:
+        config.model.vocab_size = VOCABULARIES.get(case.model, GPT2_VOCABULARY)
+    return config
+
+
+def measure(case: Case) -> Result:
+    """Runs the case in this process. Errors other than running out of memory are raised."""
+    torch.manual_seed(0)
+    return _measure_step(case) if isinstance(case, StepCase) else _measure_attention(case)
+
+
+def _measure_step(case: StepCase) -> Result:
+    try:
+        step, flops = training_step(case)
+        step(min(SHORT, case.seq_len))
+        _forget_peak(case.device)
+        step_ms, timed_steps = timed(lambda: step(case.seq_len), case)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return Result("oom", *memory_gib(case.device))
+    dtype = torch.bfloat16 if case.precision == "bf16-mixed" else torch.float32
+    return _ok(case, step_ms, timed_steps, flops, dtype)
+
+
+def training_step(case: StepCase) -> tuple[Callable[[int], None], float]:
+    """One step on the first N tokens, as a function of N; and the model FLOPs of a step on all."""
+    config, device = configuration(case), torch.device(case.device)
+    require_backend(instantiate(config.attention), device)
+    with device:
+        model: GPT = instantiate(config.model)
+        tokens = torch.randint(model.vocab_size, (case.seq_len + 1,))
+    optimizer = instantiate(config.optimizer)(model)
+    mixed = case.precision == "bf16-mixed"
+
+    def step(n: int) -> None:
+        with torch.autocast(case.device, torch.bfloat16) if mixed else nullcontext():
+            loss = model(tokens[:n], labels=tokens[1 : n + 1]) / n
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, train_flops(model, case.seq_len, float(case.seq_len) ** 2)
+
+
+def _measure_attention(case: AttentionCase) -> Result:
+    dtype, forward_ms, forward_peak_gib = DTYPES[case.dtype], None, None
+    try:
+        forward, both = attention_passes(case)
+        forward()  # compiles
+        _forget_peak(case.device)
+        forward_ms, _ = timed(forward, case)
+        forward_peak_gib, _ = memory_gib(case.device)
+        both()
+        _forget_peak(case.device)
+        step_ms, timed_steps = timed(both, case)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return Result("oom", *memory_gib(case.device), forward_ms=forward_ms, forward_peak_gib=forward_peak_gib)
+    flops = (1 + 2.5) * 2 * case.n_heads * case.head_dim * case.seq_len**2
+    result = _ok(case, step_ms, timed_steps, flops, dtype)
+    return replace(result, forward_ms=forward_ms, forward_peak_gib=forward_peak_gib)
+
+
+def attention_passes(case: AttentionCase) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Forward as in inference, and forward and backward, on random inputs; the schedule stands already."""
+    device = torch.device(case.device)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        attend: Attention = instantiate(compose(overrides=[f"+attention={case.attention}"]).attention)
+    require_backend(attend, device)
+    schedule = causal_schedule(None, case.seq_len, device)
+    shape = (case.seq_len, case.n_heads, case.head_dim)
+    q, k, v, do = (torch.randn(shape, dtype=DTYPES[case.dtype], device=device) for _ in range(4))
+    for x in (q, k, v):
+        x.requires_grad_()
+
+    def forward() -> object:
+        with torch.no_grad():
+            return attend(q, k, v, schedule)
+
+    return forward, lambda: torch.autograd.grad(attend(q, k, v, schedule), (q, k, v), do)
+
+
+def timed(run: Callable[[], object], case: Case) -> tuple[float, int]:
+    """The median milliseconds of a run, and of how many: fewer than case.steps where the case's seconds are over."""
+    milliseconds: list[float] = []
+    began = time.perf_counter()
+    while True:
+        milliseconds.append(_milliseconds(run, case.device))
+        next_ends = time.perf_counter() - began + milliseconds[-1] / 1e3
+        if len(milliseconds) == WARMUP + case.steps or next_ends > case.seconds:
+            break
+    counted = milliseconds[WARMUP:] or milliseconds[-1:]
+    return statistics.median(counted), len(counted)
+
+
+def _milliseconds(run: Callable[[], object], device: Device) -> float:
+    if device == "cpu":
+        start = time.perf_counter()
+        run()
+        return (time.perf_counter() - start) * 1e3
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    run()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last)
+
+
+def _ok(case: Case, step_ms: float, timed_steps: int, flops: float, dtype: torch.dtype) -> Result:
+    flops_per_s = flops / step_ms * 1e3
+    peak = peak_flops(torch.cuda.get_device_name() if case.device == "cuda" else "", dtype)
+    return Result(
+        "ok",
+        *memory_gib(case.device),
+        step_ms=step_ms,
+        tokens_per_s=case.seq_len / step_ms * 1e3,
+        tflops=flops_per_s * 1e-12,
+        mfu=flops_per_s / peak if peak else None,
+        timed_steps=timed_steps,
+    )
+
+
+def _forget_peak(device: Device) -> None:
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def memory_gib(device: Device) -> tuple[float, float | None]:
+    """Peak and reserved; a process has no reserve."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
+    status = Path("/proc/self/status")
+    if status.exists():  # on Linux ru_maxrss begins with the memory of the process that started this one
+        [line] = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024 / GIB, None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB, None
+
+
+def capacity(device: Device) -> int:
+    """Bytes that a case can have at most. On a GPU this makes a CUDA context, which takes some of them."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return installed if limit == resource.RLIM_INFINITY else min(installed, limit)

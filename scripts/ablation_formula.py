@@ -1,0 +1,100 @@
+"""What naive attention must take, by arithmetic, before anything runs.
+
+A score is a query and a key of a head. Softmax is taken in fp32, so the scores alone are 4 N^2 bytes a head. Of
+fa_train.models.attention.naive_attention exist a score, in bytes, with operands of 2 bytes and of 4:
+
+                                           2   4
+    kept from forward to backward:         6   4   the softmax's output in fp32, and its copy for P V
+    the most in the forward:              10   8   masked scores, their copy in fp32, the softmax's output
+    the most in the backward:             12  12   the softmax's output, its gradient, the scores' gradient
+
+and the mask, a byte for each query and key over all heads. A training step keeps all layers but the last, whose
+backward comes first and holds the most; checkpointing `full` keeps one layer at a time. AdamW in fp32 adds 16 bytes a
+parameter: weight, gradient and two moments. All else (hidden states, logits, libraries) comes on top, so naive must
+fail where this exceeds the device.
+
+Traffic: naive reads and writes 4 N^2 + 4 N d numbers a head in the forward pass where 4 N d have to move, N/d + 1 times
+as many (scripts/io_traffic.py counts every transfer).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from hydra.utils import instantiate
+
+from fa_train.models.gpt import GPT
+from scripts.ablation_cases import DTYPES, GIB, AttentionCase, StepCase, configuration
+
+SCORE = 4  # bytes in fp32
+MASK = 1
+KEPT = {2: 6, 4: 4}  # bytes a score, by bytes of an operand
+FORWARD = {2: 10, 4: 8}
+BACKWARD = 12
+PARAMETER_BYTES = {"adamw": 4 + 4 + 8, "adamw_8bit": 4 + 4 + 2}  # weight, gradient and what it keeps in GPU memory
+LEAST_PARAMETER_BYTES = 4  # the weight, with any other optimizer
+
+
+@dataclass(frozen=True)
+class Formula:
+    """The least memory of naive attention at N tokens: fixed + per_token N + per_pair N^2 bytes."""
+
+    n_heads: int
+    head_dim: int
+    fixed: int
+    per_token: int
+    per_pair: int
+
+    def peak(self, seq_len: int) -> int:
+        return self.fixed + self.per_token * seq_len + self.per_pair * seq_len**2
+
+    def fails_at(self, capacity: int) -> int:
+        """The shortest sequence, in tokens, that does not fit into `capacity` bytes."""
+        fits, fails = 0, 1
+        while self.peak(fails) <= capacity:
+            fits, fails = fails, 2 * fails
+        while fails - fits > 1:
+            middle = (fits + fails) // 2
+            fits, fails = (middle, fails) if self.peak(middle) <= capacity else (fits, middle)
+        return fails
+
+    def scores(self, seq_len: int) -> int:
+        """Bytes of one layer's scores: 4 N^2 a head."""
+        return SCORE * self.n_heads * seq_len**2
+
+    def traffic_ratio(self, seq_len: int) -> float:
+        """N/d."""
+        return seq_len / self.head_dim
+
+    def explain(self, what: str, capacity: int) -> str:
+        """The formula with these numbers, and where naive must fail."""
+        terms = [f"{self.fixed / GIB:.3g} GiB"] if self.fixed else []
+        terms += [f"{self.per_token} N"] if self.per_token else []
+        return (
+            f"Naive attention, {what}: the scores of a layer are 4 N^2 bytes a head, {SCORE * self.n_heads} N^2 in "
+            f"all; at least {' + '.join([*terms, f'{self.per_pair} N^2 bytes'])} exist at once, so it must fail from "
+            f"N = {self.fails_at(capacity)} tokens on this device of {capacity / GIB:.1f} GiB. It moves N/d + 1 "
+            f"times what it must, d = {self.head_dim}."
+        )
+
+
+def step_formula(case: StepCase) -> Formula:
+    """From the model's sizes; no weights are allocated."""
+    config = configuration(case)
+    with torch.device("meta"):
+        model: GPT = instantiate(config.model)
+    operand = 4 if case.precision == "32-true" else 2
+    others = 0 if config.memory.checkpointing == "full" else model.n_layers - 1
+    per_pair = others * (KEPT[operand] * model.n_heads + MASK) + BACKWARD * model.n_heads + MASK
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    optimizer = config.optimizer._target_.rpartition(".")[2]
+    state = PARAMETER_BYTES.get(optimizer, LEAST_PARAMETER_BYTES) * parameters
+    return Formula(model.n_heads, model.head_dim, state, 0, per_pair)
+
+
+def attention_formula(case: AttentionCase, passes: Literal["forward", "both"]) -> Formula:
+    """Of attention alone; q, k, v and the gradient of o are there from the beginning."""
+    operand = DTYPES[case.dtype].itemsize
+    per_score = BACKWARD if passes == "both" else FORWARD[operand]
+    inputs = 4 * case.n_heads * case.head_dim * operand
+    return Formula(case.n_heads, case.head_dim, 0, inputs, per_score * case.n_heads + MASK)
