@@ -50,6 +50,7 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDat
     trainer.val_check_interval *= trainer.accumulate_grad_batches  # given in steps; Lightning counts micro-batches
     require_backend(instantiate(cfg.attention), trainer.strategy.root_device)
     vocab_size = cfg.model.vocab_size or data.vocab_size
+    preflight.require_vocabulary(vocab_size, data.vocab_size)
     plan_memory(cfg, trainer, vocab_size)
     return trainer, instantiate(cfg.lit_gpt, model=build_model(cfg, vocab_size)), data
 

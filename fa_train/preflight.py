@@ -51,6 +51,12 @@ def require_counts(**counts: object) -> None:
             raise ValueError(f"{name} must be a positive integer; got {count}")
 
 
+def require_vocabulary(vocab_size: int, tokens: int) -> None:
+    """The model must have an embedding for each of the tokenizer's tokens."""
+    if vocab_size < tokens:
+        raise ValueError(f"model.vocab_size must be at least the {tokens} of the data's tokenizer; got {vocab_size}")
+
+
 def shape_of(
     model: GPT,
     *,
