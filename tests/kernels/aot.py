@@ -95,7 +95,7 @@ def ptxas(ptx, capability):
         source.write_text(ptx)
         command = [BINARIES / "ptxas", "-v", f"--gpu-name=sm_{capability}{suffix}", source, "-o", cubin]
         run = subprocess.run([*map(str, command)], capture_output=True, text=True)
-        assert run.returncode == 0, f"{' '.join(map(str, command))} ended with {run.returncode}: {run.stdout}{run.stderr}"
+        assert run.returncode == 0, f"{command} ended with {run.returncode}: {run.stdout}{run.stderr}"
         return {**resources(run.stderr), "tensor_core": tensor_core(cubin)}
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels import flash_attn_with_kvcache
 from kernels.flash_attention.portable.decode import MAX_SPLITS, choose_splits, decode_tiles
+from kernels.flash_attention.tiles import SHARED_LIMIT, shared_bytes
 from tests.tolerance import assert_as_accurate
 
 GPU = torch.cuda.is_available()
@@ -387,9 +388,18 @@ def test_splits_fill_the_gpu():
 )
 def test_tiles_are_as_flat_as_the_queries(n_rows, head_dim, block_m):
     """A page's look-up takes stages of the pipeline, which a paged cache is given more of."""
-    dense, paged = (decode_tiles("sm90", head_dim, 2, n_rows, paged=paged) for paged in (False, True))
+    limit = SHARED_LIMIT["sm90"]
+    dense, paged = (decode_tiles("sm90", head_dim, head_dim, 2, n_rows, paged, limit) for paged in (False, True))
     assert dense.block_m == paged.block_m == block_m
     assert paged.num_stages == 2 * dense.num_stages - 1
+
+
+def test_tiles_fit_where_shared_memory_is_short():
+    plenty, short = (
+        decode_tiles("sm90", 256, 256, 2, 4096, False, limit) for limit in (SHARED_LIMIT["sm90"], 99 * 1024)
+    )
+    assert short.block_m * short.block_n < plenty.block_m * plenty.block_n
+    assert shared_bytes("sm90", short, 256, 256, "fwd", 2) <= 99 * 1024
 
 
 def test_compiles_without_a_graph_break():

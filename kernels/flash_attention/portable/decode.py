@@ -6,6 +6,7 @@ is arXiv:2307.08691, section 3.1). All query heads of a group stand in one tile,
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -17,7 +18,7 @@ from kernels.flash_attention.portable.launch import precision_of
 from kernels.flash_attention.portable.load import load_part, split_width
 from kernels.flash_attention.scores import alibi_bias, cap
 from kernels.flash_attention.softmax import online_softmax_step
-from kernels.flash_attention.tiles import Arch, TileConfig, arch_of, interpreted, tile_config
+from kernels.flash_attention.tiles import Arch, TileConfig, arch_of, fit, interpreted, tile_config
 
 MAX_SPLITS = 128
 MIN_SPLIT = 256  # keys: below this a split costs more in its merge than it saves
@@ -377,8 +378,15 @@ def decode_attention(
     if lse.numel() == 0:
         return o, lse
     group = n_heads // n_kv_heads
-    arch, widest = arch_of(q.device), max(head_dim, v_head_dim)
-    tiles = decode_tiles(arch, widest, q.element_size(), seqlen_q * group, cache.paged)
+    tiles = decode_tiles(
+        arch_of(q.device),
+        head_dim,
+        v_head_dim,
+        q.element_size(),
+        seqlen_q * group,
+        cache.paged,
+        _shared_limit(q.device),
+    )
     # a block of keys may not cross from one page into another
     block_n = min(tiles.block_n, page_size & -page_size) if cache.paged else tiles.block_n
     n_tiles = triton.cdiv(seqlen_q * group, tiles.block_m)
@@ -416,17 +424,24 @@ def decode_attention(
     return o, lse
 
 
-def decode_tiles(arch: Arch, head_dim: int, itemsize: int, n_rows: int, paged: bool) -> TileConfig:
-    """The tiles for n_rows queries of a kv head: those of the forward pass where they fill one, else flat ones."""
+def decode_tiles(
+    arch: Arch, head_dim: int, v_head_dim: int, itemsize: int, n_rows: int, paged: bool, limit: int
+) -> TileConfig:
+    """The tiles for n_rows queries of a kv head: those of the forward pass where they fill one, else flat ones.
+
+    limit: bytes of shared memory that a program may take.
+    """
     if arch == "interpreter":
         return TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)  # small, so that short inputs have edges
     block_m = max(16, triton.next_power_of_2(n_rows))
-    if block_m > 64 or block_m * head_dim * itemsize > 64 * 128 * 2:
-        tiles = tile_config(arch, head_dim, "fwd", itemsize)
+    widest = max(head_dim, v_head_dim)
+    if block_m > 64 or block_m * widest * itemsize > 64 * 128 * 2:
+        tiles = tile_config(arch, widest, "fwd", itemsize)
     else:
         # 16-bit: 32 KiB of K and V a stage at most, so that two programs or more fit on an SM with what they fetch
-        block_n = 16 if itemsize == 4 else 64 if head_dim <= 128 else 32
+        block_n = 16 if itemsize == 4 else 64 if widest <= 128 else 32
         tiles = TileConfig(block_m, block_n, num_warps=4, num_stages=3 if block_m < 64 else 2)
+    tiles = fit(arch, tiles, head_dim, v_head_dim, "fwd", itemsize, limit)
     # the look-up of a page and the load that waits for it share the stages of the pipeline
     return replace(tiles, num_stages=2 * tiles.num_stages - 1) if paged else tiles
 
@@ -441,6 +456,12 @@ def choose_splits(n_programs: int, n_keys: int, n_multiprocessors: int) -> int:
 
 def _multiprocessors(device: torch.device) -> int:
     return 1 if interpreted() else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _shared_limit(device: torch.device) -> int:
+    """Bytes that a program may take; the interpreter has no use for it."""
+    properties: Any = None if interpreted() else torch.cuda.get_device_properties(device)  # torch's stub lacks it
+    return 0 if properties is None else properties.shared_memory_per_block_optin
 
 
 def _angles(rotary: Rotary | None) -> tuple[Tensor | None, Tensor | None]:

@@ -1,0 +1,61 @@
+"""Compiles the kernels of decoding for a GPU that is not there and prints, as JSON, what ptxas says. Run as a module.
+
+A case is arch-head_dim-rows-cache, such as sm90-128-1-paged: bf16, rows queries a kv head, a dense or a paged cache;
+the paged one with every feature.
+"""
+
+import json
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.flash_attention.portable.decode import _decode_kernel, decode_tiles
+from kernels.flash_attention.portable.load import split_width
+from kernels.flash_attention.tiles import SHARED_LIMIT
+from tests.kernels.aot import ptxas
+
+INDEX_POINTERS = ("seqlens_ptr", "leftpad_ptr", "table_ptr")
+FP32_POINTERS = ("o_ptr", "lse_ptr", "slopes_ptr")
+FEATURE_POINTERS = ("cos_ptr", "sin_ptr", "leftpad_ptr", "slopes_ptr", "table_ptr")
+
+
+def compile_case(arch, head_dim, n_rows, *, paged):
+    """The report on the kernel that reads the cache."""
+    tiles = decode_tiles(arch, head_dim, head_dim, 2, n_rows, paged, SHARED_LIMIT[arch])
+    d_1, d_2 = split_width(head_dim)
+    constants = dict(
+        PAGED=paged, HAS_SOFTCAP=paged, ROTARY=head_dim if paged else 0, INTERLEAVED=False, ROTARY_BY_TOKEN=True,
+        GROUP=4, D=head_dim, D_1=d_1, D_2=d_2, DV=head_dim, DV_1=d_1, DV_2=d_2,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PRECISION="ieee",
+    )  # fmt: skip
+    constants |= {} if paged else {name: None for name in FEATURE_POINTERS}
+    names = _decode_kernel.arg_names
+    signature, attributes = {}, {}
+    for index, name in enumerate(names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in INDEX_POINTERS:
+            signature[name] = "*i32"
+        elif name.endswith("_ptr"):
+            signature[name] = "*fp32" if name in FP32_POINTERS else "*bf16"
+        else:
+            signature[name] = "fp32" if name in ("softmax_scale", "softcap") else "i32"
+        if name not in constants and (name.endswith("_ptr") or name.startswith("stride")):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    places = {(names.index(name),): value for name, value in constants.items()}
+    capability = int(arch.removeprefix("sm"))
+    compiled = triton.compile(
+        ASTSource(_decode_kernel, signature, constexprs=places, attrs=attributes),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
+    )
+    return {"shared": compiled.metadata.shared, **ptxas(compiled.asm["ptx"], capability)}
+
+
+if __name__ == "__main__":
+    for case in sys.argv[1:]:
+        arch, head_dim, n_rows, cache = case.split("-")
+        report = compile_case(arch, int(head_dim), int(n_rows), paged=cache == "paged")
+        print(json.dumps({"case": case, **report}), flush=True)
