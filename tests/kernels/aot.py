@@ -26,7 +26,7 @@ from kernels.flash_attention.tiles import shared_bytes, tile_config
 KERNELS = {"fwd": _fwd_kernel, "dkdv": _dkdv_kernel, "dq": _dq_kernel}
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 INDEX_POINTERS = {"key_start_ptr", "key_end_ptr", "query_start_ptr", "query_end_ptr", "tiles_ptr"}
-FEATURE_POINTERS = ("sinks_ptr", "slopes_ptr", "beside_ptr", "document_ptr", "descale_ptr")
+FEATURE_POINTERS = ("spoiled_ptr", "sinks_ptr", "slopes_ptr", "beside_ptr", "document_ptr", "descale_ptr")
 ELEMENT = {1: "*fp8e4nv", 2: "*bf16", 4: "*fp32"}
 # in SASS: Hopper's and Blackwell's work on shared memory, HMMA on registers
 TENSOR_CORES = ("UTCHMMA", "HGMMA", "HMMA")

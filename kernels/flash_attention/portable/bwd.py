@@ -11,7 +11,13 @@ from torch import Tensor
 
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.masks import contain, is_visible, tile_range
-from kernels.flash_attention.portable.launch import grid_of_tiles, heads_per_section, precision_of, tile_and_head
+from kernels.flash_attention.portable.launch import (
+    grid_of_tiles,
+    heads_per_section,
+    is_spoiled,
+    precision_of,
+    tile_and_head,
+)
 from kernels.flash_attention.portable.load import load_part, split_width, store_part
 from kernels.flash_attention.schedule import WORK_TILE, Schedule
 from kernels.flash_attention.scores import alibi_bias, cap, load_alibi
@@ -98,7 +104,7 @@ def _accumulate_dk_dv(
 @triton.jit(do_not_specialize=["total_q", "total_k", "n_kv_heads", "n_tiles", "section"])
 def _dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, query_end_ptr, tiles_ptr,
-    slopes_ptr, beside_ptr, document_ptr,
+    spoiled_ptr, slopes_ptr, beside_ptr, document_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
     total_q, total_k, n_kv_heads, n_tiles, section, softmax_scale, softcap,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
@@ -111,6 +117,9 @@ def _dkdv_kernel(
     if first >= total_k:
         return
     last = tl.minimum(first + BLOCK_N, total_k) - 1
+    if spoiled_ptr is not None:
+        if not is_spoiled(spoiled_ptr, kv_head, first, last, total_k):
+            return
     keys = first + tl.arange(0, BLOCK_N)  # [N]
     inside = keys < total_k
     query_start = tl.load(query_start_ptr + keys, mask=inside, other=0)
@@ -194,7 +203,7 @@ def _accumulate_dq(
 @triton.jit(do_not_specialize=["total_q", "total_k", "n_heads", "n_tiles", "section"])
 def _dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, key_start_ptr, key_end_ptr, tiles_ptr,
-    slopes_ptr, beside_ptr, document_ptr,
+    spoiled_ptr, slopes_ptr, beside_ptr, document_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
     total_q, total_k, n_heads, n_tiles, section, softmax_scale, softcap,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
@@ -207,6 +216,9 @@ def _dq_kernel(
     if first >= total_q:
         return
     last = tl.minimum(first + BLOCK_M, total_q) - 1
+    if spoiled_ptr is not None:
+        if not is_spoiled(spoiled_ptr, head, first, last, total_q):
+            return
     rows = first + tl.arange(0, BLOCK_M)  # [M]
     inside = rows < total_q
     key_start = tl.load(key_start_ptr + rows, mask=inside, other=0)
@@ -245,9 +257,30 @@ def attention_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, schedule: Schedule, features: Features
 ) -> tuple[Tensor, Tensor, Tensor]:
     """do like o, lse and delta (n_heads, total_q) fp32 -> dq, dk, dv, dense, in the dtype of q, k, v."""
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    write_backward(do, q, k, v, lse, delta, dq, dk, dv, None, None, schedule, features)
+    return dq, dk, dv
+
+
+def write_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    spoiled_q: Tensor | None,
+    spoiled_k: Tensor | None,
+    schedule: Schedule,
+    features: Features,
+) -> None:
+    """attention_backward into dq, dk and dv: all of it, or the tiles of dq that spoiled_q, of dk and dv that spoiled_k
+    (portable.launch) marks."""
     total_q, n_heads, head_dim = q.shape
     total_k, n_kv_heads, v_head_dim = v.shape
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     d_1, d_2 = split_width(head_dim)
     dv_1, dv_2 = split_width(v_head_dim)
     _, *alibi = features.pointers()
@@ -266,8 +299,8 @@ def attention_backward(
     grid, n_tiles = grid_of_tiles(schedule.key_tiles, n_kv_heads, tiles.block_n)
     if grid:
         _dkdv_kernel[(grid,)](
-            q, k, v, do, lse, delta, dk, dv, schedule.query_start, schedule.query_end, schedule.key_tiles, *alibi,
-            *strides, total_q, total_k, n_kv_heads, n_tiles, section // group, *scales, **constants,
+            q, k, v, do, lse, delta, dk, dv, schedule.query_start, schedule.query_end, schedule.key_tiles, spoiled_k,
+            *alibi, *strides, total_q, total_k, n_kv_heads, n_tiles, section // group, *scales, **constants,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PARTS=WORK_TILE // tiles.block_n,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
@@ -275,9 +308,8 @@ def attention_backward(
     grid, n_tiles = grid_of_tiles(schedule.query_tiles, n_heads, tiles.block_m)
     if grid:
         _dq_kernel[(grid,)](
-            q, k, v, do, lse, delta, dq, schedule.key_start, schedule.key_end, schedule.query_tiles, *alibi,
-            *strides, total_q, total_k, n_heads, n_tiles, section, *scales, **constants,
+            q, k, v, do, lse, delta, dq, schedule.key_start, schedule.key_end, schedule.query_tiles, spoiled_q,
+            *alibi, *strides, total_q, total_k, n_heads, n_tiles, section, *scales, **constants,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PARTS=WORK_TILE // tiles.block_m,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
-    return dq, dk, dv

@@ -7,7 +7,13 @@ from torch import Tensor
 
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.masks import contain, is_visible, tile_range
-from kernels.flash_attention.portable.launch import grid_of_tiles, heads_per_section, precision_of, tile_and_head
+from kernels.flash_attention.portable.launch import (
+    grid_of_tiles,
+    heads_per_section,
+    is_spoiled,
+    precision_of,
+    tile_and_head,
+)
 from kernels.flash_attention.portable.load import load_part, split_width, store_part
 from kernels.flash_attention.schedule import WORK_TILE, Schedule
 from kernels.flash_attention.scores import alibi_bias, cap, load_alibi
@@ -60,7 +66,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=["total_q", "total_k", "n_heads", "n_tiles", "section"])
 def _fwd_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, key_start_ptr, key_end_ptr, tiles_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, key_start_ptr, key_end_ptr, tiles_ptr, spoiled_ptr,
     sinks_ptr, slopes_ptr, beside_ptr, document_ptr, descale_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_slopes,
     total_q, total_k, n_heads, n_tiles, section, softmax_scale, softcap,
@@ -77,6 +83,9 @@ def _fwd_kernel(
     if first >= total_q:
         return
     last = tl.minimum(first + BLOCK_M, total_q) - 1
+    if spoiled_ptr is not None:
+        if not is_spoiled(spoiled_ptr, head, first, last, total_q):
+            return
     rows = first + tl.arange(0, BLOCK_M)  # [M]
     inside = rows < total_q
     key_start = tl.load(key_start_ptr + rows, mask=inside, other=0)
@@ -128,18 +137,34 @@ def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """(total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o in out_dtype, lse fp32."""
+    total_q, n_heads, _ = q.shape
+    o = torch.empty(total_q, n_heads, v.shape[2], dtype=out_dtype, device=q.device)
+    lse = torch.empty(n_heads, total_q, dtype=torch.float32, device=q.device)
+    write_forward(q, k, v, o, lse, None, schedule, features)
+    return o, lse
+
+
+def write_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    spoiled: Tensor | None,
+    schedule: Schedule,
+    features: Features,
+) -> None:
+    """attention_forward into o and lse: all of it, or the tiles that `spoiled` (portable.launch) marks."""
     total_q, n_heads, head_dim = q.shape
     total_k, n_kv_heads, v_head_dim = v.shape
-    o = torch.empty(total_q, n_heads, v_head_dim, dtype=out_dtype, device=q.device)
-    lse = torch.empty(n_heads, total_q, dtype=torch.float32, device=q.device)
     tiles = launch_tiles(q.device, head_dim, v_head_dim, "fwd", q.element_size())
     grid, n_tiles = grid_of_tiles(schedule.query_tiles, n_heads, tiles.block_m)
     if grid == 0:
-        return o, lse
+        return
     d_1, d_2 = split_width(head_dim)
     dv_1, dv_2 = split_width(v_head_dim)
     _fwd_kernel[(grid,)](
-        q, k, v, o, lse, schedule.key_start, schedule.key_end, schedule.query_tiles,
+        q, k, v, o, lse, schedule.key_start, schedule.key_end, schedule.query_tiles, spoiled,
         *features.pointers(), features.descale,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], features.stride_slopes(),
         total_q, total_k, n_heads, n_tiles, heads_per_section(k, v, n_heads), features.softmax_scale, features.softcap,
@@ -148,4 +173,3 @@ def attention_forward(
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PARTS=WORK_TILE // tiles.block_m, PRECISION=precision_of(q),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
-    return o, lse

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernels.flash_attention.schedule import WORK_TILE
 
+SPOILED_ROWS = tl.constexpr(64)  # at least half a tile of any kernel here
 L2_BUDGET = 32 * 2**20  # bytes of K and V that heads worked at one time may span; an H200 has 50 MB of L2
 
 
@@ -23,6 +24,16 @@ def tile_and_head(program, tiles_ptr, n_tiles, n_heads, section, PARTS: tl.const
     head = section_index * section + within % heads_here
     tile = tl.load(tiles_ptr + item // PARTS) * PARTS + (PARTS - 1 - item % PARTS)
     return tile, head
+
+
+@triton.jit
+def is_spoiled(spoiled_ptr, head, first, last, total):
+    """Whether other kernels, which do not contain NaN, left NaN in the rows first to last of a head.
+
+    spoiled is (heads, ceil(total / SPOILED_ROWS)) int32, not 0 where one of the rows has NaN in some column.
+    """
+    spoiled_ptr += head.to(tl.int64) * tl.cdiv(total, SPOILED_ROWS)
+    return tl.load(spoiled_ptr + first // SPOILED_ROWS) + tl.load(spoiled_ptr + last // SPOILED_ROWS) > 0
 
 
 def grid_of_tiles(work_tiles: Tensor, n_heads: int, block: int) -> tuple[int, int]:
