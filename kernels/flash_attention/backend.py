@@ -5,6 +5,7 @@ a call that it cannot take. `auto`, the default, chooses.
 """
 
 import os
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """(total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o in out_dtype, lse fp32."""
-    on_hopper = _takes_hopper(hopper_fwd.supports(q, k, v, features, out_dtype), "forward", q, v)
+    supported = hopper_fwd.supports(q, k, v, features, out_dtype)
+    on_hopper = _takes_hopper(supported, "forward", hopper_fwd.FORWARD_TILES, q, v)
     attention_forward = hopper_fwd.attention_forward if on_hopper else portable_fwd.attention_forward
     return attention_forward(q, k, v, schedule, features, out_dtype)
 
@@ -44,18 +46,21 @@ def backward(
 
     deterministic takes the portable kernels: each output has one owner, where Hopper's adds dQ in any order.
     """
-    on_hopper = not deterministic and _takes_hopper(hopper_bwd.supports(q, k, v, features), "backward", q, v)
+    supported = hopper_bwd.supports(q, k, v, features)
+    on_hopper = not deterministic and _takes_hopper(supported, "backward", hopper_bwd.TILES, q, v)
     attention_backward = hopper_bwd.attention_backward if on_hopper else portable_bwd.attention_backward
     return attention_backward(do, q, k, v, lse, delta, schedule, features)
 
 
-def _takes_hopper(supported: bool, direction: str, q: Tensor, v: Tensor) -> bool:
+def _takes_hopper(supported: bool, direction: str, head_dims: Iterable[int], q: Tensor, v: Tensor) -> bool:
     choice = os.environ.get(VARIABLE, "auto")
     if choice not in CHOICES:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(CHOICES)}; got {choice}")
     if choice == "hopper" and not supported:
+        widths = ", ".join(map(str, head_dims))
         raise ValueError(
-            f"{VARIABLE}=hopper needs sm_90, bfloat16 or float16, one head_dim of 64 or 128, no ALiBi and rows that "
-            f"TMA can read; the {direction} got {q.dtype} of head_dim {q.shape[-1]} and {v.shape[-1]} on {q.device}"
+            f"{VARIABLE}=hopper needs sm_90, bfloat16 or float16, one head_dim of {widths}, no ALiBi, rows that TMA "
+            f"can read, and at head_dim 256 an o of q's dtype; the {direction} got {q.dtype} of head_dim "
+            f"{q.shape[-1]} and {v.shape[-1]} on {q.device}"
         )
     return supported and choice != "portable"

@@ -1,7 +1,7 @@
 """The operators that torch knows: fakes for tracing, autograd, FLOP formulas. No arithmetic.
 
 Registered as torch.ops.flash_attention.forward and .backward, so that torch.compile does not break the graph at them
-and activation-checkpoint policies can name them. A Schedule travels as its six tensors, ALiBi as none or three.
+and activation-checkpoint policies can name them. A Schedule travels as its eight tensors, ALiBi as none or three.
 """
 
 from collections.abc import Sequence
@@ -29,13 +29,14 @@ def flash_attention_forward(
     softcap: float,
     out_dtype: torch.dtype,
     deterministic: bool,
+    long_documents: bool,
 ) -> tuple[Tensor, Tensor]:
     """(total_q, n_heads, head_dim), k, v (total_k, n_kv_heads, head_dim) -> o in out_dtype, lse (n_heads, total_q).
 
-    deterministic is for the gradients: those outputs are repeatable in any case.
+    deterministic is for the gradients: those outputs are repeatable in any case. long_documents is the schedule's.
     """
     features = Features(softmax_scale, softcap, sinks, alibi, descale)
-    return backend.forward(q, k, v, Schedule.from_tensors(schedule), features, out_dtype)
+    return backend.forward(q, k, v, Schedule.from_tensors(schedule, long_documents), features, out_dtype)
 
 
 @flash_attention_forward.register_fake
@@ -51,6 +52,7 @@ def _forward_fake(
     softcap: float,
     out_dtype: torch.dtype,
     deterministic: bool,
+    long_documents: bool,
 ) -> tuple[Tensor, Tensor]:
     total, n_heads, _ = q.shape
     o = q.new_empty(total, n_heads, v.shape[-1], dtype=out_dtype)
@@ -103,7 +105,7 @@ def _backward_fake(
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, schedule, alibi, sinks, _, ctx.softmax_scale, ctx.softcap, _, deterministic = inputs
+    q, k, v, schedule, alibi, sinks, _, ctx.softmax_scale, ctx.softcap, _, deterministic, _ = inputs
     ctx.deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     ctx.save_for_backward(q, k, v, *output, sinks, *schedule, *alibi)
     ctx.n_schedule = len(schedule)
@@ -123,7 +125,7 @@ def _backward(ctx, do: Tensor | None, dlse: Tensor | None):
         do, dlse, q, k, v, o, lse, schedule, alibi, sinks, ctx.softmax_scale, ctx.softcap, ctx.deterministic
     )
     none_for_lists = [None] * len(schedule), [None] * len(alibi)
-    return dq, dk, dv, *none_for_lists, None if sinks is None else dsinks, None, None, None, None, None
+    return dq, dk, dv, *none_for_lists, None if sinks is None else dsinks, *[None] * 6
 
 
 flash_attention_forward.register_autograd(_backward, setup_context=_save)

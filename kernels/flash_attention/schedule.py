@@ -11,14 +11,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-WORK_TILE = 128  # tokens: the unit in which work is ordered; every kernel's block of rows divides it
+WORK_TILE = 128  # tokens: the unit in which work is ordered; every kernel's block of rows divides it but the next one
+WIDE_TILE = 192  # tokens: the tile of Hopper's forward pass at head_dim 64
+# Keys. Tiles whose work differs by less are alike to `query_tiles_in_order`: taken in the order of the stream, those
+# that run together share keys in L2 (on an H200, head_dim 128, documents of log-normal length: 541 TFLOP/s for 512).
+ALIKE = 2048
+# Keys that a query may see, on average, from which on Hopper's forward pass takes the kernels for long documents.
+# Measured are 16384, where those are faster, and 2048, where they are slower (hopper/fwd.py tells by how much).
+LONG_DOCUMENT = 8192
 
 
 class Schedule(NamedTuple):
     """The visible ranges of one packed batch, in global token indices, int32, on the device of q, k and v.
 
     Shapes: key_start, key_end (total_q,); query_start, query_end (total_k,); query_tiles (ceil(total_q / 128),) and
-    key_tiles (ceil(total_k / 128),), tiles of 128 tokens from the most work to the least.
+    key_tiles (ceil(total_k / 128),), tiles of 128 tokens from the most work to the least; query_tiles_in_order like
+    query_tiles, in the order of the stream where there is about as much work (`ALIKE`); wide_query_tiles
+    (ceil(total_q / 192),), tiles of 192 tokens from the most work to the least.
     Query i sees key j if and only if key_start[i] <= j < key_end[i], which is query_start[j] <= i < query_end[j].
     """
 
@@ -28,17 +37,31 @@ class Schedule(NamedTuple):
     query_end: Tensor
     query_tiles: Tensor
     key_tiles: Tensor
+    query_tiles_in_order: Tensor
+    wide_query_tiles: Tensor
+    long_documents: bool  # as far as shapes tell, for a choice of kernels that waits for nothing
     one_document: bool  # known without looking at the GPU to be one causal document: scaled_dot_product's is_causal
 
     def tensors(self) -> list[Tensor]:
-        """What an operator can take: the six tensors, in order."""
-        return [*self[:6]]
+        """What an operator can take: the eight tensors, in order."""
+        return [*self[:8]]
 
     @classmethod
-    def from_tensors(cls, tensors: Sequence[Tensor]) -> "Schedule":
-        """The inverse of `tensors`."""
-        key_start, key_end, query_start, query_end, query_tiles, key_tiles = tensors
-        return cls(key_start, key_end, query_start, query_end, query_tiles, key_tiles, one_document=False)
+    def from_tensors(cls, tensors: Sequence[Tensor], long_documents: bool = False) -> "Schedule":
+        """The inverse of `tensors`; nothing but the forward pass asks for long_documents."""
+        key_start, key_end, query_start, query_end, query_tiles, key_tiles, in_order, wide = tensors
+        return cls(
+            key_start,
+            key_end,
+            query_start,
+            query_end,
+            query_tiles,
+            key_tiles,
+            in_order,
+            wide,
+            long_documents,
+            one_document=False,
+        )
 
 
 def build_schedule(
@@ -69,8 +92,11 @@ def build_schedule(
         key_end,
         query_start,
         query_end,
-        query_tiles=_longest_first(key_start, key_end),
-        key_tiles=_longest_first(query_start, query_end),
+        query_tiles=longest_first(key_start, key_end),
+        key_tiles=longest_first(query_start, query_end),
+        query_tiles_in_order=longest_first(key_start, key_end, alike=ALIKE),
+        wide_query_tiles=longest_first(key_start, key_end, tile=WIDE_TILE),
+        long_documents=_keys_in_sight(cu_seqlens_k, total_k, left, right) >= LONG_DOCUMENT,
         one_document=False,
     )
 
@@ -114,8 +140,19 @@ def _with_empty_tail(cu_seqlens: Tensor) -> Tensor:
     return torch.cat([cu_seqlens, cu_seqlens[-1:]])
 
 
-def _longest_first(start: Tensor, end: Tensor) -> Tensor:
-    """Tiles of 128 tokens by falling length of the range that they must read."""
-    last = torch.arange(WORK_TILE - 1, start.numel() + WORK_TILE - 1, WORK_TILE, device=start.device)
-    work = end[last.clamp(max=start.numel() - 1)] - start[::WORK_TILE]
+def _keys_in_sight(cu_seqlens_k: Tensor, total_k: int, left: int, right: int) -> int:
+    """How many keys a query may see on average, by shapes alone: padded cu_seqlens count as shorter documents."""
+    mean_length = total_k // max(1, cu_seqlens_k.numel() - 1)
+    return mean_length if left < 0 or right < 0 else min(mean_length, left + right + 1)
+
+
+def longest_first(start: Tensor, end: Tensor, tile: int = WORK_TILE, alike: int = 1) -> Tensor:
+    """Tiles of `tile` tokens by falling length of the range that they must read, in units of `alike` tokens.
+
+    Tiles of one length stay in order.
+    """
+    last = torch.arange(tile - 1, start.numel() + tile - 1, tile, device=start.device)
+    work = end[last.clamp(max=start.numel() - 1)] - start[::tile]
+    if alike > 1:
+        work = work // alike
     return torch.argsort(work, descending=True, stable=True).to(torch.int32)

@@ -1,6 +1,6 @@
 """Compiles the Hopper kernels with no GPU and prints, as JSON, what ptxas says of each. Run as a module.
 
-A case is head_dim-dtype-outdtype-features, such as 128-bf16-bf16-plain or 64-fp16-fp32-sinks+softcap.
+A case is head_dim-documents-dtype-outdtype-features, such as 128-long-bf16-bf16-plain or 64-short-fp16-fp32-softcap.
 """
 
 import json
@@ -11,21 +11,23 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kernels.flash_attention.hopper.fwd import FORWARD_TILES, ROWS, _fwd_kernel
+from kernels.flash_attention.hopper.descriptors import padded_width
+from kernels.flash_attention.hopper.fwd import ROWS, _fwd_kernel, forward_tiles
 from tests.kernels.aot import ptxas
 
 ELEMENT = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 
 
-def descriptor(dtype, rows, width):
-    """The type of a TMA descriptor, as a launch would name it."""
-    layout = gl.NVMMASharedLayout.get_default_for([rows, width], ELEMENT[dtype])
-    return f"tensordesc<{dtype}[{rows}, {width}],{layout!r}>"
+def descriptor(dtype, rows, head_dim):
+    """The type of `describe`'s TMA descriptor, as a launch would name it."""
+    width = padded_width(head_dim)
+    block = [rows, width] if width == head_dim else [1, rows, width]
+    layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENT[dtype])
+    return f"tensordesc<{dtype}{block},{layout!r}>"
 
 
-def compile_forward(head_dim, dtype, out_dtype, features, tiles=None):
+def compile_forward(tiles, head_dim, dtype, out_dtype, features):
     """The compiled forward kernel of one case."""
-    tiles = tiles or FORWARD_TILES[head_dim]
     constants = {"HAS_SINKS": "sinks" in features, "HAS_SOFTCAP": "softcap" in features}
     constants |= tiles.constants()
     names = _fwd_kernel.arg_names
@@ -38,6 +40,7 @@ def compile_forward(head_dim, dtype, out_dtype, features, tiles=None):
         "softcap": "fp32",
         "lse_ptr": "*fp32",
         "sinks_ptr": "*fp32",
+        "counter_ptr": "*i32",
         "tiles_ptr": "*i32",
         "key_start_ptr": "*i32",
         "key_end_ptr": "*i32",
@@ -46,14 +49,15 @@ def compile_forward(head_dim, dtype, out_dtype, features, tiles=None):
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n].startswith("*")}
     places = {(names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(_fwd_kernel, signature, constexprs=places, attrs=attributes)
-    options = {"num_warps": 4, "maxnreg": tiles.launch_registers}
+    options = {"num_warps": 4, "maxnreg": tiles.registers()[2]}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def report(case):
     """What ptxas says of one case."""
-    head_dim, dtype, out_dtype, features = case.split("-")
-    compiled = compile_forward(int(head_dim), dtype, out_dtype, features)
+    head_dim, documents, dtype, out_dtype, features = case.split("-")
+    tiles = forward_tiles(int(head_dim), documents == "long")
+    compiled = compile_forward(tiles, int(head_dim), dtype, out_dtype, features)
     return {"case": case, "shared": compiled.metadata.shared, **ptxas(compiled.asm["ptx"], 90)}
 
 

@@ -13,6 +13,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from kernels.flash_attention.hopper import bwd
 from kernels.flash_attention.hopper.bwd_dq import ROW_ALIGNMENT
+from kernels.flash_attention.portable.load import split_width
 from tests.kernels.aot import ptxas
 
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
@@ -28,17 +29,29 @@ def compile_kernel(dtype, head_dim, group, softcap):
     """The compiled kernel of one case, with the tiles of the table."""
     head_dim = int(head_dim)
     tiles, kernel = bwd.TILES[head_dim], bwd._bwd_kernel
-    queries, keys = descriptor(dtype, [tiles.block_m, head_dim]), descriptor(dtype, [bwd.BLOCK_N, head_dim])
+    d_1, d_2 = split_width(head_dim)
     signature = dict(
-        q_desc=queries, k_desc=keys, v_desc=keys, do_desc=queries, rows_desc=descriptor("fp32", [tiles.block_m]),
-        dk_desc=keys, dv_desc=keys, sum_desc=descriptor("fp32", [bwd.SUM_BLOCK, bwd.SUM_BLOCK]),
+        rows_desc=descriptor("fp32", [tiles.block_m]), sum_desc=descriptor("fp32", [bwd.SUM_BLOCK, bwd.SUM_BLOCK]),
         tiles_ptr="*i32", query_start_ptr="*i32", query_end_ptr="*i32", softmax_scale="fp32", softcap="fp32",
     )  # fmt: skip
     constants = dict(
-        HAS_SOFTCAP=softcap == "1", GROUP=int(group), BLOCK_M=tiles.block_m, BLOCK_N=bwd.BLOCK_N, D=head_dim,
+        HAS_SOFTCAP=softcap == "1", GROUP=int(group), BLOCK_M=tiles.block_m, BLOCK_N=bwd.BLOCK_N, D_1=d_1, D_2=d_2,
         STAGES=tiles.stages, ALIGNMENT=ROW_ALIGNMENT, CONSUMER_REGISTERS=bwd.CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=bwd.PRODUCER_REGISTERS,
     )  # fmt: skip
+    for part, width in (("", d_1), ("_2", d_2)):
+        for name, rows in (
+            ("q", tiles.block_m), ("do", tiles.block_m), ("k", bwd.BLOCK_N), ("v", bwd.BLOCK_N),
+            ("dk", bwd.BLOCK_N), ("dv", bwd.BLOCK_N),
+        ):  # fmt: skip
+            if width:
+                signature[f"{name}{part}_desc"] = descriptor(dtype, [rows, width])
+            else:
+                constants[f"{name}{part}_desc"] = None
+    if d_2:
+        signature["sum_2_desc"] = descriptor("fp32", [bwd.SUM_BLOCK, d_2])
+    else:
+        constants["sum_2_desc"] = None
     names = kernel.arg_names
     types = {name: "constexpr" if name in constants else signature.get(name, "i32") for name in names}
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in names if n.endswith("_ptr")}

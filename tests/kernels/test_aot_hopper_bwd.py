@@ -12,6 +12,7 @@ import pytest
 SPILLS = {
     "bf16-128-1-0": 96, "bf16-64-1-0": 144, "fp16-128-4-0": 96, "fp16-64-4-0": 176,
     "bf16-128-1-1": 368, "bf16-64-4-1": 1152,
+    "bf16-96-1-0": 32, "fp16-96-4-0": 32, "bf16-96-4-1": 128,
 }  # fmt: skip
 SHARED = 227 * 1024  # bytes that a program may take on an H100
 

@@ -3,6 +3,8 @@
 One producer warp loads Q, dO, lse and delta through TMA; two warpgroups hold half of a tile of keys each. S and dP are
 computed transposed, [keys, queries], so that P^T and dS^T feed dV and dK from registers. dS^T goes through shared
 memory for dQ = dS K, which is added to fp32 in global memory: the order of those additions varies from run to run.
+A head_dim of 96 is worked as 64 columns and 32, each with buffers, descriptors and accumulators of its own, because
+Triton's blocks are powers of two: padded to 128 it would pay for a third more of every product.
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
 
@@ -27,11 +29,12 @@ from kernels.flash_attention.hopper.bwd_dq import ROW_ALIGNMENT, finish, prepare
 from kernels.flash_attention.hopper.bwd_tma import named_barrier, tma_reduce_add
 from kernels.flash_attention.hopper.descriptors import loadable, rows_of_heads
 from kernels.flash_attention.portable.launch import tile_and_head
+from kernels.flash_attention.portable.load import split_width
 from kernels.flash_attention.schedule import WORK_TILE, Schedule
 from kernels.flash_attention.scores import cap
 
 BLOCK_N = WORK_TILE  # keys of a program, 64 for each warpgroup
-SUM_BLOCK = 64  # rows and columns of dQ that one warpgroup adds at a time
+SUM_BLOCK = 64  # rows of dQ, and at most columns, that one warpgroup adds at a time
 # bytes of Q, dO and fp32 dQ that heads worked at one time may span: of 16, 32, 64 MiB and no bound the fastest on an
 # H200 (568, 502, 538, 528 TFLOP/s at 16k, d=128)
 L2_BUDGET = 16 * 2**20
@@ -47,7 +50,8 @@ class BackwardTiles:
     stages: int
 
 
-TILES = {64: BackwardTiles(128, 2), 128: BackwardTiles(64, 2)}  # by head_dim; 192 KiB of shared memory each
+# by head_dim; 192, 152 and 192 KiB of shared memory
+TILES = {64: BackwardTiles(128, 2), 96: BackwardTiles(64, 2), 128: BackwardTiles(64, 2)}
 
 
 @gluon.jit
@@ -78,10 +82,11 @@ def _next(m, head, start, end, GROUP: gl.constexpr, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def _producer(
-    q_desc, k_desc, v_desc, do_desc, rows_desc, q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf,
+    q_desc, k_desc, v_desc, do_desc, rest, rows_desc, q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf, rest_bufs,
     kv_full, q_full, do_full, empty, tiles_ptr, query_start_ptr, query_end_ptr,
     n_tiles, n_kv_heads, section, total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, ALIGNMENT: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D_2: gl.constexpr, STAGES: gl.constexpr,
+    ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
     """One warp: fills the buffers in the order in which the consumers empty them."""
     first, kv_head, m, end, n_steps = _decode(
@@ -89,19 +94,29 @@ def _producer(
         GROUP, BLOCK_M, BLOCK_N, ALIGNMENT,
     )  # fmt: skip
     start, head = m, kv_head * GROUP
-    mbarrier.expect(kv_full, 2 * k_desc.block_type.nbytes)
+    BYTES: gl.constexpr = 2 * (k_buf.shape[1] + D_2)  # of one row
+    mbarrier.expect(kv_full, 2 * BLOCK_N * BYTES)
     tma.async_copy_global_to_shared(k_desc, [first, kv_head * stride_kh], kv_full, k_buf)
     tma.async_copy_global_to_shared(v_desc, [first, kv_head * stride_vh], kv_full, v_buf)
+    if D_2:
+        q_2_desc, k_2_desc, v_2_desc, do_2_desc = rest
+        q_2_bufs, do_2_bufs, k_2_buf, v_2_buf = rest_bufs
+        tma.async_copy_global_to_shared(k_2_desc, [first, kv_head * stride_kh], kv_full, k_2_buf)
+        tma.async_copy_global_to_shared(v_2_desc, [first, kv_head * stride_vh], kv_full, v_2_buf)
     for step in range(n_steps):
         stage = step % STAGES
         q_here, do_here = q_full.index(stage), do_full.index(stage)
         row = head * padded_q + m
         mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-        mbarrier.expect(q_here, q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
+        mbarrier.expect(q_here, BLOCK_M * BYTES + rows_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(q_desc, [m, head * stride_qh], q_here, q_bufs.index(stage))
+        if D_2:
+            tma.async_copy_global_to_shared(q_2_desc, [m, head * stride_qh], q_here, q_2_bufs.index(stage))
         tma.async_copy_global_to_shared(rows_desc, [row], q_here, lse_bufs.index(stage))
-        mbarrier.expect(do_here, do_desc.block_type.nbytes + rows_desc.block_type.nbytes)
+        mbarrier.expect(do_here, BLOCK_M * BYTES + rows_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(do_desc, [m, head * stride_doh], do_here, do_bufs.index(stage))
+        if D_2:
+            tma.async_copy_global_to_shared(do_2_desc, [m, head * stride_doh], do_here, do_2_bufs.index(stage))
         tma.async_copy_global_to_shared(
             rows_desc, [n_kv_heads * GROUP * padded_q + row], do_here, delta_bufs.index(stage)
         )
@@ -110,20 +125,24 @@ def _producer(
 
 @gluon.jit
 def _consumer(
-    HALF: gl.constexpr, dk_desc, dv_desc, sum_desc, q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf, ds_bufs,
-    sum_bufs, kv_full, q_full, do_full, empty, tiles_ptr, query_start_ptr, query_end_ptr,
+    HALF: gl.constexpr, dk_desc, dv_desc, sum_desc, rest, q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf,
+    rest_bufs, ds_bufs, sum_bufs, kv_full, q_full, do_full, empty, tiles_ptr, query_start_ptr, query_end_ptr,
     softmax_scale, softcap, n_tiles, n_kv_heads, section, total_k,
-    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, ALIGNMENT: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    D_1: gl.constexpr, D_2: gl.constexpr, STAGES: gl.constexpr, ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: dK and dV of half the tile's keys, and half of each step's dQ."""
     KEYS: gl.constexpr = BLOCK_N // 2
-    # dQ of a step is [BLOCK_M, D], halved where a half is 64 by 64: by columns at 64 by 128, by rows at 128 by 64
+    # matmuls of which one operation of a head is made
+    PARTS: gl.constexpr = 2 if D_2 else 1
+    # dQ of a step is [BLOCK_M, D], halved where a half is 64 by 64: by columns at 64 by 128, by rows at 128 by 64; at
+    # 64 by 96 the parts of 64 and 32 columns are the halves
     BY_COLUMNS: gl.constexpr = BLOCK_M == 64
+    DQ_COLUMNS: gl.constexpr = D_2 if D_2 and HALF == 1 else 64
     dtype: gl.constexpr = q_bufs.dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    kv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    kv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_1, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
     operand_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_layout, k_width=2)
     queries_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     keys_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
@@ -143,22 +162,35 @@ def _consumer(
     whole_start = gl.load(query_start_ptr + last_here, mask=last_here < total_k, other=0x7FFFFFFF)
     whole_end = gl.load(query_end_ptr + first_here, mask=first_here < total_k, other=0)
 
-    k_half = k_buf.slice(HALF * KEYS, KEYS, dim=0)  # [64, D]
+    k_half = k_buf.slice(HALF * KEYS, KEYS, dim=0)  # [64, D_1]
     v_half = v_buf.slice(HALF * KEYS, KEYS, dim=0)
-    sum_buf = sum_bufs.index(HALF)
+    sum_buf = sum_bufs[HALF]
     no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=scores_layout)
-    no_dq = gl.zeros([64, 64], gl.float32, layout=dq_layout)
-    dk = gl.zeros([KEYS, D], gl.float32, layout=kv_layout)
-    dv = gl.zeros([KEYS, D], gl.float32, layout=kv_layout)
+    no_dq = gl.zeros([64, DQ_COLUMNS], gl.float32, layout=dq_layout)
+    dk = gl.zeros([KEYS, D_1], gl.float32, layout=kv_layout)
+    dv = gl.zeros([KEYS, D_1], gl.float32, layout=kv_layout)
+    if D_2:
+        q_2_bufs, do_2_bufs, k_2_buf, v_2_buf = rest_bufs
+        k_half_2 = k_2_buf.slice(HALF * KEYS, KEYS, dim=0)  # [64, D_2]
+        v_half_2 = v_2_buf.slice(HALF * KEYS, KEYS, dim=0)
+        kv_layout_2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_2, 16])
+        operand_layout_2: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_layout_2, k_width=2)
+        dk_2 = gl.zeros([KEYS, D_2], gl.float32, layout=kv_layout_2)
+        dv_2 = gl.zeros([KEYS, D_2], gl.float32, layout=kv_layout_2)
     mbarrier.wait(kv_full, 0)
     for step in range(n_steps):
         stage, phase = step % STAGES, (step // STAGES) & 1
-        q, do = q_bufs.index(stage), do_bufs.index(stage)  # [M, D]
+        q, do = q_bufs.index(stage), do_bufs.index(stage)  # [M, D_1]
         mbarrier.wait(q_full.index(stage), phase)
         scores = warpgroup_mma(k_half, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [64, M]
+        if D_2:
+            q_2, do_2 = q_2_bufs.index(stage), do_2_bufs.index(stage)  # [M, D_2]
+            scores = warpgroup_mma(k_half_2, q_2.permute((1, 0)), scores, is_async=True)
         mbarrier.wait(do_full.index(stage), phase)
         dp = warpgroup_mma(v_half, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[scores])
+        if D_2:
+            dp = warpgroup_mma(v_half_2, do_2.permute((1, 0)), dp, is_async=True)
+        scores = warpgroup_mma_wait(PARTS, deps=[scores])
         lse = gl.expand_dims(lse_bufs.index(stage).load(queries_layout), 0)
         if HAS_SOFTCAP:
             scores, t = cap(scores, softmax_scale, softcap)
@@ -169,28 +201,39 @@ def _consumer(
             queries = gl.expand_dims(m + gl.arange(0, BLOCK_M, layout=queries_layout), 0)
             visible = (queries >= gl.expand_dims(query_start, 1)) & (queries < gl.expand_dims(query_end, 1))
             p = gl.where(visible, p, 0.0)
-        p_operand = gl.convert_layout(p.to(dtype), operand_layout)
+        p_low = p.to(dtype)
         if HAS_SOFTCAP:
             p = p * (1.0 - t * t)
         dp = warpgroup_mma_wait(0, deps=[dp])
-        dv = warpgroup_mma(p_operand, do, dv, is_async=True)
+        dv = warpgroup_mma(gl.convert_layout(p_low, operand_layout), do, dv, is_async=True)
+        if D_2:
+            dv_2 = warpgroup_mma(gl.convert_layout(p_low, operand_layout_2), do_2, dv_2, is_async=True)
         delta = gl.expand_dims(delta_bufs.index(stage).load(queries_layout), 0)
         ds = (p * (dp - delta)).to(dtype)
         ds_buf = ds_bufs.index(step % 2)  # [N, M], of both warpgroups
         ds_buf.slice(HALF * KEYS, KEYS, dim=0).store(ds)
         fence_async_shared()
         dk = warpgroup_mma(gl.convert_layout(ds, operand_layout), q, dk, is_async=True)
+        if D_2:
+            dk_2 = warpgroup_mma(gl.convert_layout(ds, operand_layout_2), q_2, dk_2, is_async=True)
         named_barrier(10, 256)  # both halves of dS^T are in shared memory
-        if BY_COLUMNS:
+        if D_2:
+            ds_rows = ds_buf.permute((1, 0))
+            k_columns = k_buf if HALF == 0 else k_2_buf
+            row, column = m, head * (D_1 + D_2)
+        elif BY_COLUMNS:
             ds_rows = ds_buf.permute((1, 0))
             k_columns = k_buf.slice(HALF * 64, 64, dim=1)
-            row, column = m, head * D + HALF * 64
+            row, column = m, head * D_1 + HALF * 64
         else:
             ds_rows = ds_buf.slice(HALF * 64, 64, dim=1).permute((1, 0))
             k_columns = k_buf
-            row, column = m + HALF * 64, head * D
-        dq = warpgroup_mma(ds_rows, k_columns, no_dq, use_acc=False, is_async=True)  # [64, 64]
-        dv, dk = warpgroup_mma_wait(1, deps=[dv, dk])
+            row, column = m + HALF * 64, head * D_1
+        dq = warpgroup_mma(ds_rows, k_columns, no_dq, use_acc=False, is_async=True)  # [64, DQ_COLUMNS]
+        if D_2:
+            dv, dv_2, dk, dk_2 = warpgroup_mma_wait(1, deps=[dv, dv_2, dk, dk_2])
+        else:
+            dv, dk = warpgroup_mma_wait(1, deps=[dv, dk])
         mbarrier.arrive(empty.index(stage), count=1)
         dq = warpgroup_mma_wait(0, deps=[dq])
         tma.store_wait(0)  # the last sum has left its buffer
@@ -202,12 +245,20 @@ def _consumer(
     named_barrier(10, 256)  # both warpgroups have read K for the last time
     k_half.store((dk * softmax_scale).to(dtype))
     v_half.store(dv.to(dtype))
+    if D_2:
+        k_half_2.store((dk_2 * softmax_scale).to(dtype))
+        v_half_2.store(dv_2.to(dtype))
     fence_async_shared()
     named_barrier(10, 256)
+    column = kv_head * (D_1 + D_2)
     if HALF == 0:
-        tma.async_copy_shared_to_global(dk_desc, [first, kv_head * D], k_buf)
+        tma.async_copy_shared_to_global(dk_desc, [first, column], k_buf)
+        if D_2:
+            tma.async_copy_shared_to_global(rest[0], [first, column], k_2_buf)
     else:
-        tma.async_copy_shared_to_global(dv_desc, [first, kv_head * D], v_buf)
+        tma.async_copy_shared_to_global(dv_desc, [first, column], v_buf)
+        if D_2:
+            tma.async_copy_shared_to_global(rest[1], [first, column], v_2_buf)
     tma.store_wait(0)
 
 
@@ -218,25 +269,43 @@ _SIZES = (
 
 @gluon.jit(do_not_specialize=_SIZES)
 def _bwd_kernel(
-    q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, sum_desc, tiles_ptr, query_start_ptr,
-    query_end_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section, total_k, padded_q,
+    q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, sum_desc,
+    q_2_desc, k_2_desc, v_2_desc, do_2_desc, dk_2_desc, dv_2_desc, sum_2_desc,
+    tiles_ptr, query_start_ptr, query_end_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section, total_k, padded_q,
     stride_qh, stride_kh, stride_vh, stride_doh,
-    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, ALIGNMENT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    D_1: gl.constexpr, D_2: gl.constexpr, STAGES: gl.constexpr, ALIGNMENT: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N keys of one KV head, over all query heads that share it."""
+    """One program: BLOCK_N keys of one KV head, over all query heads that share it.
+
+    Descriptors of the first D_1 columns of each head, and with a 2 of the D_2 after them (None where D_2 is 0).
+    """
     dtype: gl.constexpr = q_desc.dtype
-    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], q_desc.layout)
-    do_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], do_desc.layout)
+    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D_1], q_desc.layout)
+    do_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D_1], do_desc.layout)
     lse_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], rows_desc.layout)
     delta_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], rows_desc.layout)
-    k_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D], k_desc.layout)
-    v_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D], v_desc.layout)
+    k_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D_1], k_desc.layout)
+    v_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D_1], v_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     # two, so that a warpgroup writes a step's dS^T while the other still reads the last one's
     ds_bufs = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], ds_layout)
-    sum_bufs = gl.allocate_shared_memory(gl.float32, [2, 64, 64], sum_desc.layout)
+    if D_2:
+        sum_0 = gl.allocate_shared_memory(gl.float32, [64, 64], sum_desc.layout)
+        sum_1 = gl.allocate_shared_memory(gl.float32, [64, D_2], sum_2_desc.layout)
+        sum_bufs = (sum_0, sum_1)
+        sum_descs = (sum_desc, sum_2_desc)
+        q_2_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D_2], q_2_desc.layout)
+        do_2_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D_2], do_2_desc.layout)
+        k_2_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D_2], k_2_desc.layout)
+        v_2_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D_2], v_2_desc.layout)
+        rest_bufs = (q_2_bufs, do_2_bufs, k_2_buf, v_2_buf)
+    else:
+        both = gl.allocate_shared_memory(gl.float32, [2, 64, 64], sum_desc.layout)
+        sum_bufs = (both.index(0), both.index(1))
+        sum_descs = (sum_desc, sum_desc)
+        rest_bufs = (q_bufs, do_bufs, k_buf, v_buf)  # of which no use is made
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -247,23 +316,26 @@ def _bwd_kernel(
         mbarrier.init(do_full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
     gl.warp_specialize([
-        (_consumer, (0, dk_desc, dv_desc, sum_desc, q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf, ds_bufs,
-                     sum_bufs, kv_full, q_full, do_full, empty, tiles_ptr, query_start_ptr, query_end_ptr,
+        (_consumer, (0, dk_desc, dv_desc, sum_descs[0], (dk_2_desc, dv_2_desc), q_bufs, do_bufs, lse_bufs, delta_bufs,
+                     k_buf, v_buf, rest_bufs, ds_bufs, sum_bufs, kv_full, q_full, do_full, empty,
+                     tiles_ptr, query_start_ptr, query_end_ptr,
                      softmax_scale, softcap, n_tiles, n_kv_heads, section, total_k,
-                     HAS_SOFTCAP, GROUP, BLOCK_M, BLOCK_N, D, STAGES, ALIGNMENT)),
-        (_consumer, (1, dk_desc, dv_desc, sum_desc, q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf, ds_bufs,
-                     sum_bufs, kv_full, q_full, do_full, empty, tiles_ptr, query_start_ptr, query_end_ptr,
+                     HAS_SOFTCAP, GROUP, BLOCK_M, BLOCK_N, D_1, D_2, STAGES, ALIGNMENT)),
+        (_consumer, (1, dk_desc, dv_desc, sum_descs[1], (dk_2_desc, dv_2_desc), q_bufs, do_bufs, lse_bufs, delta_bufs,
+                     k_buf, v_buf, rest_bufs, ds_bufs, sum_bufs, kv_full, q_full, do_full, empty,
+                     tiles_ptr, query_start_ptr, query_end_ptr,
                      softmax_scale, softcap, n_tiles, n_kv_heads, section, total_k,
-                     HAS_SOFTCAP, GROUP, BLOCK_M, BLOCK_N, D, STAGES, ALIGNMENT)),
-        (_producer, (q_desc, k_desc, v_desc, do_desc, rows_desc, q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf,
-                     kv_full, q_full, do_full, empty, tiles_ptr, query_start_ptr, query_end_ptr,
-                     n_tiles, n_kv_heads, section, total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
-                     GROUP, BLOCK_M, BLOCK_N, STAGES, ALIGNMENT)),
+                     HAS_SOFTCAP, GROUP, BLOCK_M, BLOCK_N, D_1, D_2, STAGES, ALIGNMENT)),
+        (_producer, (q_desc, k_desc, v_desc, do_desc, (q_2_desc, k_2_desc, v_2_desc, do_2_desc), rows_desc,
+                     q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf, rest_bufs, kv_full, q_full, do_full, empty,
+                     tiles_ptr, query_start_ptr, query_end_ptr, n_tiles, n_kv_heads, section, total_k, padded_q,
+                     stride_qh, stride_kh, stride_vh, stride_doh,
+                     GROUP, BLOCK_M, BLOCK_N, D_2, STAGES, ALIGNMENT)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
-    """Whether attention_backward here can take a call: sm_90, 2-byte floats, head_dim 64 or 128, no ALiBi."""
+    """Whether attention_backward here can take a call: sm_90, 2-byte floats, head_dim 64, 96 or 128, no ALiBi."""
     return (
         q.is_cuda
         and torch.cuda.get_device_capability(q.device) == (9, 0)
@@ -295,15 +367,24 @@ def accumulate(
         rows.view(-1), rows_block, gl.NVMMASharedLayout.get_default_for(rows_block, gl.float32)
     )
     n_tiles = triton.cdiv(total_k, BLOCK_N)
+    d_1, d_2 = split_width(head_dim)
+    operands = [
+        (q, tiles.block_m), (k, BLOCK_N), (v, BLOCK_N), (do, tiles.block_m), (dk, BLOCK_N), (dv, BLOCK_N),
+        (dq_sum.unflatten(1, (-1, head_dim if d_2 else SUM_BLOCK)), SUM_BLOCK),
+    ]  # fmt: skip
+    # views of columns cost the host time, so only where there are two parts
+    parts = [[x[..., :d_1], x[..., d_1:]] if d_2 else [x] for x, _ in operands]
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, sum_desc = (
+        rows_of_heads(x[0], block) for x, (_, block) in zip(parts, operands, strict=True)
+    )
+    rest = [rows_of_heads(x[1], block) if d_2 else None for x, (_, block) in zip(parts, operands, strict=True)]
     _bwd_kernel[(n_tiles * n_kv_heads,)](
-        rows_of_heads(q, tiles.block_m), rows_of_heads(k, BLOCK_N), rows_of_heads(v, BLOCK_N),
-        rows_of_heads(do, tiles.block_m), rows_desc, rows_of_heads(dk, BLOCK_N), rows_of_heads(dv, BLOCK_N),
-        rows_of_heads(dq_sum.unflatten(1, (-1, SUM_BLOCK)), SUM_BLOCK),
+        q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, sum_desc, *rest,
         schedule.key_tiles, schedule.query_start, schedule.query_end, features.softmax_scale, features.softcap,
         n_tiles, n_kv_heads, _kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, BLOCK_M=tiles.block_m, BLOCK_N=BLOCK_N,
-        D=head_dim, STAGES=tiles.stages, ALIGNMENT=ROW_ALIGNMENT, CONSUMER_REGISTERS=CONSUMER_REGISTERS,
+        D_1=d_1, D_2=d_2, STAGES=tiles.stages, ALIGNMENT=ROW_ALIGNMENT, CONSUMER_REGISTERS=CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip
     return dk, dv

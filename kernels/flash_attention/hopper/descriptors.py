@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
@@ -21,13 +23,38 @@ class _Address(NamedTuple):
         return self.pointer
 
 
+def describe(x: Tensor, block: int) -> TensorDescriptor:
+    """Blocks of `block` tokens of one head, for load_rows and store_rows; as wide as `padded_width`.
+
+    Shapes: x (total, heads, head_dim), which `loadable` must have taken.
+    """
+    return rows_of_heads(x, block) if x.shape[2] == padded_width(x.shape[2]) else heads_of_rows(x, block)
+
+
+def padded_width(head_dim: int) -> int:
+    """Columns of a block in shared memory: the power of two that Triton's tensors must have."""
+    return 1 << (head_dim - 1).bit_length()
+
+
 def rows_of_heads(x: Tensor, block: int) -> TensorDescriptor:
     """Reads or writes `block` tokens of one head at (token, head * x.stride(1)); outside of x reads zero.
 
     Shapes: x (total, heads, head_dim), which `loadable` must have taken.
     """
     total, heads, head_dim = x.shape
-    return _descriptor(x.data_ptr(), x.dtype, total, (heads - 1) * x.stride(1) + head_dim, x.stride(0), block, head_dim)
+    width = (heads - 1) * x.stride(1) + head_dim
+    return _descriptor(x.data_ptr(), x.dtype, (total, width), (x.stride(0), 1), (block, head_dim))
+
+
+def heads_of_rows(x: Tensor, block: int) -> TensorDescriptor:
+    """As rows_of_heads, at (head, token, 0), in blocks of `padded_width` columns.
+
+    The head is a dimension of its own, so that columns past head_dim are outside of x, not the next head's: they read
+    zero, which adds nothing to a product, and are not written.
+    """
+    total, heads, head_dim = x.shape
+    shape, strides = (heads, total, head_dim), (x.stride(1), x.stride(0), 1)
+    return _descriptor(x.data_ptr(), x.dtype, shape, strides, (1, block, padded_width(head_dim)))
 
 
 def loadable(x: Tensor) -> bool:
@@ -43,9 +70,31 @@ def loadable(x: Tensor) -> bool:
     )
 
 
+@gluon.jit
+def load_rows(descriptor, row, head, stride, barrier, buffer):
+    """Starts to load rows of a head into buffer [rows, columns]; stride is x.stride(1) of the tensor described."""
+    if len(descriptor.block_type.shape) == 3:
+        shape: gl.constexpr = descriptor.block_type.shape
+        block = buffer._reinterpret(descriptor.dtype, shape, descriptor.layout)
+        tma.async_copy_global_to_shared(descriptor, [head, row, 0], barrier, block)
+    else:
+        tma.async_copy_global_to_shared(descriptor, [row, head * stride], barrier, buffer)
+
+
+@gluon.jit
+def store_rows(descriptor, row, head, stride, buffer):
+    """Starts to store buffer [rows, columns] to rows of a head; tma.store_wait waits for it."""
+    if len(descriptor.block_type.shape) == 3:
+        shape: gl.constexpr = descriptor.block_type.shape
+        block = buffer._reinterpret(descriptor.dtype, shape, descriptor.layout)
+        tma.async_copy_shared_to_global(descriptor, [head, row, 0], block)
+    else:
+        tma.async_copy_shared_to_global(descriptor, [row, head * stride], buffer)
+
+
 @lru_cache(maxsize=4096)
 def _descriptor(
-    pointer: int, dtype: torch.dtype, rows: int, width: int, stride: int, block: int, head_dim: int
+    pointer: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
 ) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for([block, head_dim], _ELEMENT[dtype])
-    return TensorDescriptor(_Address(pointer, dtype), [rows, width], [stride, 1], [block, head_dim], layout)
+    layout = gl.NVMMASharedLayout.get_default_for([*block], _ELEMENT[dtype])
+    return TensorDescriptor(_Address(pointer, dtype), [*shape], [*strides], [*block], layout)

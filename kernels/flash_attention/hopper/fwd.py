@@ -1,10 +1,28 @@
 """The forward pass on Hopper: a warp that loads, warpgroups that compute (FlashAttention-3, arXiv:2407.08608).
 
-Each consumer warpgroup holds 64 queries of a tile. It has Q K^T of one block and P V of the block before on the
-tensor cores while it takes the softmax, and takes turns with the other consumers. P never leaves its registers.
+An item of work is a tile of queries of one head. One warp, the producer, takes items, tells the consumers what it
+found (queue.py), and loads Q, K and V through TMA into rings of shared memory. Each consumer warpgroup holds 64 queries
+of the tile. It has Q K^T of one block and P V of the block before on the tensor cores while it takes the softmax
+(fwd_softmax.py). P never leaves its registers.
+
+What differs between head dimensions and documents, each the best of those tried on an H200 (bf16, causal, 16k tokens
+in documents of 16k and of 2k; TFLOP/s):
+
+- Which program works which item. At head_dim 128 and 16k, one program an item is best: 667, where a persistent grid
+  with a counter gives 635. Everywhere else the counter (`dynamic`) is: at 128 and 2k 532, where one program an item
+  gives 449, since short items leave the start and the end of a program bare.
+- Consumers together or each on its own. Together, they visit all blocks of the tile, and take turns: one has the
+  tensor cores while the others take their softmax. On its own (`ranged`), a consumer visits the blocks that its own
+  64 queries see. Tiles of 192 queries, which head_dim 64 needs to read K and V less often, waste many blocks on short
+  documents: ranged they give 379 at 2k, together 273; at 16k it is 434 and 493.
+- What waits for the shuffles of a row. `packed` keeps the sum of each row in parts, and P as pairs, which frees the
+  registers for three consumers of 128 keys at head_dim 64. `skip` leaves o alone where no maximum has grown much: of
+  use where o is wide (641 to 632 at head_dim 256) or P V short.
+- Where o leaves. At head_dim 256 there is no room but that of q (`o_in_q`).
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,22 +37,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.flash_attention.features import Features
+from kernels.flash_attention.hopper import fwd_softmax as softmax
 from kernels.flash_attention.hopper.barriers import pass_turn, wait_turn
-from kernels.flash_attention.hopper.descriptors import loadable, rows_of_heads
+from kernels.flash_attention.hopper.descriptors import describe, load_rows, loadable, store_rows
+from kernels.flash_attention.hopper.fwd_softmax import HIDDEN, LN_2, LOG2_E
+from kernels.flash_attention.hopper.queue import counter, field, item_of, new_queue, post, read, take
 from kernels.flash_attention.portable.launch import heads_per_section, tile_and_head
-from kernels.flash_attention.schedule import WORK_TILE, Schedule
-from kernels.flash_attention.scores import cap
+from kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE, Schedule
 from kernels.flash_attention.tiles import interpreted
 
 # nothing that a batch may change is compiled in
 _SIZES = ("n_items", "n_tiles", "n_heads", "group", "section", "total_q", "stride_qh", "stride_kh", "stride_vh")
 ROWS = 64  # queries of one consumer: what one warpgroup's tensor-core instruction holds
-
-# Stands for an invisible score and for the maximum of nothing. A power of two: its product with the scale is exact,
-# so that fma(s, c, -m * c) is 0 for a row that has seen nothing else, and never infinite.
-_HIDDEN = gl.constexpr(-(2.0**99))
-_LOG2_E = gl.constexpr(1.4426950408889634)
-_LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @dataclass(frozen=True)
@@ -44,25 +58,55 @@ class ForwardTiles:
     block_n: int
     consumers: int
     stages: int
-    consumer_registers: int  # a thread, as setmaxnreg takes them
-    producer_registers: int
-    launch_registers: int  # what every thread starts with; all warps' must fit in the 64K of an SM
+    order: Literal["query_tiles", "query_tiles_in_order", "wide_query_tiles"]  # the schedule's
+    dynamic: bool = True
+    ranged: bool = False
+    packed: bool = False
+    skip: bool = False
+    o_in_q: bool = False
+
+    def registers(self) -> tuple[int, int, int]:
+        """A thread: of consumers and of the producer, as setmaxnreg takes them, and what every thread starts with.
+
+        All warps' must fit in the 64K of an SM, before and after.
+        """
+        return (240, 24, 168) if self.consumers == 2 else (160, 32, 128)
 
     def constants(self) -> dict[str, int]:
         """What the kernel is compiled with."""
+        consumer_registers, producer_registers, _ = self.registers()
         return {
             "BLOCK_N": self.block_n,
             "CONSUMERS": self.consumers,
             "STAGES": self.stages,
-            "CONSUMER_REGISTERS": self.consumer_registers,
-            "PRODUCER_REGISTERS": self.producer_registers,
+            "DYNAMIC": self.dynamic,
+            "RANGED": self.ranged,
+            "PACKED": self.packed,
+            "SKIP": self.skip,
+            "O_IN_Q": self.o_in_q,
+            "CONSUMER_REGISTERS": consumer_registers,
+            "PRODUCER_REGISTERS": producer_registers,
         }
 
 
+# by head_dim. 96 is worked in 128 columns, the last 32 of them zeros: 489 TFLOP/s at 16k, with skip 463, one program an
+# item 456, and cuDNN 430.
 FORWARD_TILES = {
-    64: ForwardTiles(128, 2, 2, 240, 24, 168),
-    128: ForwardTiles(128, 2, 2, 240, 24, 168),
+    64: ForwardTiles(64, 3, 4, "wide_query_tiles", ranged=True),
+    96: ForwardTiles(128, 2, 2, "query_tiles"),
+    128: ForwardTiles(128, 2, 2, "query_tiles_in_order"),
+    256: ForwardTiles(64, 2, 2, "query_tiles", skip=True, o_in_q=True),
 }
+# where documents are long (schedule.LONG_DOCUMENT) and these are faster
+LONG_TILES = {
+    64: ForwardTiles(128, 3, 2, "wide_query_tiles", packed=True, skip=True),
+    128: ForwardTiles(128, 2, 2, "query_tiles", dynamic=False),
+}
+
+
+def forward_tiles(head_dim: int, long_documents: bool) -> ForwardTiles:
+    """What attention_forward takes."""
+    return LONG_TILES.get(head_dim, FORWARD_TILES[head_dim]) if long_documents else FORWARD_TILES[head_dim]
 
 
 @gluon.jit
@@ -95,191 +139,233 @@ def _first_key(step, end, n_blocks, n_right, n_left, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _produce(descriptors, steps, buffers, n_items, order, ranges):
-    """One warp: loads the queries of each item, then its blocks of K and V into the rings."""
+def _blocks_of_rows(first, end, n_blocks, ranges, BLOCK_N: gl.constexpr):
+    """Of 64 rows from `first` on: which of the item's blocks they visit, and which of those need no mask.
+
+    Blocks begin <= b < stop are visited, in the order of b; right <= b < left are seen whole by every row. Rows past
+    the last query are worked as the last one.
+    """
+    key_start_ptr, key_end_ptr, total_q = ranges
+    first = gl.minimum(first, total_q - 1)
+    last = gl.minimum(first + 64, total_q) - 1
+    start, last_start = gl.load(key_start_ptr + first), gl.load(key_start_ptr + last)
+    first_end, last_end = gl.load(key_end_ptr + first), gl.load(key_end_ptr + last)
+    begin = gl.minimum((end - last_end) // BLOCK_N, n_blocks - 1)
+    stop = gl.maximum(gl.cdiv(end - start, BLOCK_N), begin + 1)
+    return begin, stop, gl.cdiv(end - first_end, BLOCK_N), (end - last_start) // BLOCK_N
+
+
+@gluon.jit
+def _produce(loads, RANGED: gl.constexpr, DYNAMIC: gl.constexpr):
+    """One warp: takes items, loads the queries of each, then its blocks of K and V into the rings."""
+    descriptors, strides, buffers, queue, counter_ptr, n_items, order, ranges = loads
     q_desc, k_desc, v_desc = descriptors
-    stride_qh, stride_kh, stride_vh, group = steps
-    q_buffers, k_buffers, v_buffers, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
+    stride_qh, stride_kh, stride_vh, group = strides
+    q_buffers, q_full, q_empty, rings = buffers
+    k_buffers, v_buffers, k_full, k_empty, v_full, v_empty = rings
     CONSUMERS: gl.constexpr = q_buffers.shape[0]
     ROWS_EACH: gl.constexpr = q_buffers.shape[1]
     STAGES: gl.constexpr = k_buffers.shape[0]
     BLOCK_N: gl.constexpr = k_buffers.shape[1]
     block = 0  # of all items, for the place in the rings
-    phase = 0
-    for item in range(gl.program_id(0), n_items, gl.num_programs(0)):
+    turn = 0
+    item = gl.program_id(0)
+    while item < n_items:
         first, head, end, n_blocks, n_right, n_left = _tile(item, order, ranges, ROWS_EACH * CONSUMERS, BLOCK_N)
+        if RANGED:
+            found = (first, head, end, n_blocks)
+            for consumer in gl.static_range(CONSUMERS):
+                found = found + _blocks_of_rows(first + consumer * ROWS_EACH, end, n_blocks, ranges, BLOCK_N)
+            post(queue, turn, found)
+        else:
+            post(queue, turn, (first, head, end, n_blocks, n_right, n_left))
+        if DYNAMIC:
+            ticket = take(counter_ptr)
         for consumer in gl.static_range(CONSUMERS):  # a barrier each, so that the first can start early
-            mbarrier.wait(q_empty.index(consumer), phase ^ 1)
-            mbarrier.expect(q_full.index(consumer), q_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                q_desc,
-                [first + consumer * ROWS_EACH, head * stride_qh],
-                q_full.index(consumer),
-                q_buffers.index(consumer),
-            )
+            q_here = q_full.index(consumer)
+            mbarrier.wait(q_empty.index(consumer), turn & 1 ^ 1)
+            mbarrier.expect(q_here, q_desc.block_type.nbytes)
+            load_rows(q_desc, first + consumer * ROWS_EACH, head, stride_qh, q_here, q_buffers.index(consumer))
         for step in range(n_blocks):
-            key = _first_key(step, end, n_blocks, n_right, n_left, BLOCK_N)
+            if RANGED:
+                key = end - (step + 1) * BLOCK_N
+            else:
+                key = _first_key(step, end, n_blocks, n_right, n_left, BLOCK_N)
             stage = block % STAGES
             empty = (block // STAGES) & 1 ^ 1
             mbarrier.wait(k_empty.index(stage), empty)
             mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                k_desc, [key, head // group * stride_kh], k_full.index(stage), k_buffers.index(stage)
-            )
+            load_rows(k_desc, key, head // group, stride_kh, k_full.index(stage), k_buffers.index(stage))
             mbarrier.wait(v_empty.index(stage), empty)
             mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                v_desc, [key, head // group * stride_vh], v_full.index(stage), v_buffers.index(stage)
-            )
+            load_rows(v_desc, key, head // group, stride_vh, v_full.index(stage), v_buffers.index(stage))
             block += 1
-        phase ^= 1
+        turn += 1
+        if DYNAMIC:
+            item = item_of(ticket, counter_ptr, n_items)
+        else:
+            item = n_items
+    post(queue, turn, (-1,))
 
 
 @gluon.jit
-def _softmax(scores, row_max, row_sum, softmax_scale, softcap, key, key_start, key_end,
-             MASKED: gl.constexpr, HAS_SOFTCAP: gl.constexpr, SCORES: gl.constexpr):  # fmt: skip
-    """Takes the scores [M, N] of the keys from `key` on into the running maximum, in units of scores, and sum.
-
-    Returns p [M, N] under the new maximum, the new maximum and sum, and the factor for what the old one summed.
-    """
-    to_log2 = softmax_scale * _LOG2_E
-    if HAS_SOFTCAP:
-        scores, _ = cap(scores, softmax_scale, softcap)
-        to_log2 = 1.0
-    if MASKED:
-        column = gl.expand_dims(gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, SCORES)), 0)
-        seen = (column >= gl.expand_dims(key_start - key, 1)) & (column < gl.expand_dims(key_end - key, 1))
-        scores = gl.where(seen, scores, _HIDDEN)
-    new_max = gl.maximum(row_max, gl.max(scores, 1))
-    max_log2 = new_max * to_log2
-    p = gl.exp2(scores * to_log2 - gl.expand_dims(max_log2, 1))
-    rescale = gl.exp2(row_max * to_log2 - max_log2)
-    return p, new_max, row_sum * rescale + gl.sum(p, 1), rescale
+def _pass_over(block, rings):
+    """A block that this consumer does not visit; the waits keep it from answering for a stage's next block."""
+    k_buffers, _, k_full, k_empty, v_full, v_empty = rings
+    STAGES: gl.constexpr = k_buffers.shape[0]
+    stage, phase = block % STAGES, (block // STAGES) & 1
+    mbarrier.wait(k_full.index(stage), phase)
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    mbarrier.wait(v_full.index(stage), phase)
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    return block + 1
 
 
 @gluon.jit
-def _step(step, n_blocks, n_right, n_left, end, block, o, p, row_max, row_sum, q, zeros, k_buffers, v_buffers,
-          k_full, k_empty, v_full, v_empty, softmax_scale, softcap, key_start, key_end, MASKED: gl.constexpr,
-          HAS_SOFTCAP: gl.constexpr, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-          SCORES: gl.constexpr, OUT: gl.constexpr):  # fmt: skip
-    """One block of keys; its K has landed. p is of the block before, not yet multiplied with V; o is rescaled.
+def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, scores_of, CONSUMER: gl.constexpr,
+          CONSUMERS: gl.constexpr, MASK: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RANGED: gl.constexpr,
+          PACKED: gl.constexpr, SKIP: gl.constexpr):  # fmt: skip
+    """One block of keys, from `key` on; its K has landed, and if there are `more`, the next one's will have.
+
+    p is of the block before, not yet multiplied with V; o is rescaled.
 
     Three things ptxas forces. The wait for the next K stands between the exponentials and the wait for P V: it ends
     a basic block, without which the latter wait is hoisted above the exponentials and nothing overlaps. No
     accumulator is in flight over the loop's end, or every product waits for the last (C7512, C7514). And p is
-    carried in fp32, since two bf16 in a register would be carried one by one.
+    carried in fp32 or as packed pairs, since two bf16 in a register would be carried one by one.
     """
+    k_buffers, v_buffers, k_full, k_empty, v_full, v_empty = rings
+    softmax_scale, softcap, key_start, key_end = scores_of
+    STAGES: gl.constexpr = k_buffers.shape[0]
+    OUT: gl.constexpr = o.type.layout
     stage, last = block % STAGES, (block - 1) % STAGES
-    p_operand = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2))
-    wait_turn(CONSUMER)
+    p_operand = softmax.operand(p, q.dtype, OUT, PACKED)
+    if not RANGED:
+        wait_turn(CONSUMER)
     scores_token = warpgroup_mma(q, k_buffers.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(last), ((block - 1) // STAGES) & 1)
     o_token = warpgroup_mma(p_operand, v_buffers.index(last), o, is_async=True)
-    pass_turn(CONSUMER, CONSUMERS)
+    if not RANGED:
+        pass_turn(CONSUMER, CONSUMERS)
     scores = warpgroup_mma_wait(1, deps=[scores_token])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    key = _first_key(step, end, n_blocks, n_right, n_left, scores.shape[1])
-    p, row_max, row_sum, rescale = _softmax(
-        scores, row_max, row_sum, softmax_scale, softcap, key, key_start, key_end, MASKED, HAS_SOFTCAP, SCORES
-    )
+    p, row_max, row_sum, factor = softmax.add_block(
+        scores, row_max, row_sum, softmax_scale, softcap, key, key_start, key_end, at_edge, q.dtype,
+        MASK, HAS_SOFTCAP, SKIP, PACKED,
+    )  # fmt: skip
     block += 1
-    mbarrier.wait(k_full.index(block % STAGES), (block // STAGES) & 1, pred=step + 1 < n_blocks)
+    mbarrier.wait(k_full.index(block % STAGES), (block // STAGES) & 1, pred=more)
     o = warpgroup_mma_wait(0, deps=[o_token])
     mbarrier.arrive(v_empty.index(last), count=1)
-    o = o * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, OUT)), 1)
+    o = softmax.rescale(o, factor, SKIP)
     return block, o, p, row_max, row_sum
 
 
 @gluon.jit
-def _consume(
-    CONSUMER: gl.constexpr,
-    out,
-    score,
-    buffers,
-    n_items,
-    order,
-    ranges,
-    HAS_SINKS: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-):
+def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RANGED: gl.constexpr,
+             PACKED: gl.constexpr, SKIP: gl.constexpr, O_IN_Q: gl.constexpr):  # fmt: skip
     """Four warps: the attention of 64 queries of each item."""
-    q_buffers, k_buffers, v_buffers, q_full, q_empty, k_full, k_empty, v_full, v_empty = buffers
+    out, score, buffers, queue, ranges = work
+    q_buffers, q_full, q_empty, rings = buffers
+    k_buffers, v_buffers, k_full, k_empty, v_full, v_empty = rings
     o_desc, o_buffers, lse_ptr = out
     sinks_ptr, softmax_scale, softcap = score
     key_start_ptr, key_end_ptr, total_q = ranges
     CONSUMERS: gl.constexpr = q_buffers.shape[0]
     ROWS_EACH: gl.constexpr = q_buffers.shape[1]
-    width: gl.constexpr = q_buffers.shape[2]
+    WIDTH: gl.constexpr = q_buffers.shape[2]
     STAGES: gl.constexpr = k_buffers.shape[0]
     BLOCK_N: gl.constexpr = k_buffers.shape[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     q = q_buffers.index(CONSUMER)
     o_buffer = o_buffers.index(CONSUMER)
     zeros = gl.zeros([ROWS_EACH, BLOCK_N], gl.float32, layout=SCORES)
+    to_log2 = softmax.scale_to_log2(softmax_scale, HAS_SOFTCAP)
     block = 0  # of all items, for the place in the rings
-    phase = 0
-    if CONSUMER == CONSUMERS - 1:
+    turn = 0
+    if CONSUMER == CONSUMERS - 1 and not RANGED:
         pass_turn(CONSUMER, CONSUMERS)  # the first consumer goes first
-    for item in range(gl.program_id(0), n_items, gl.num_programs(0)):
-        first, head, end, n_blocks, n_right, n_left = _tile(item, order, ranges, ROWS_EACH * CONSUMERS, BLOCK_N)
+    item = read(queue, turn)
+    while field(item, 0) >= 0:
+        first, head, end, n_blocks = field(item, 0), field(item, 1), field(item, 2), field(item, 3)
         first += CONSUMER * ROWS_EACH
         row = first + gl.arange(0, ROWS_EACH, layout=ROW)
         inside = row < total_q
         key_start = gl.load(key_start_ptr + row, mask=inside, other=0)
         key_end = gl.load(key_end_ptr + row, mask=inside, other=0)
-        to_log2 = softmax_scale * _LOG2_E
-        if HAS_SOFTCAP:
-            to_log2 = 1.0
-        if HAS_SINKS:  # a logit that every row sees and that has no value
-            sink = gl.load(sinks_ptr + head) * _LOG2_E / to_log2
-            row_max = gl.full([ROWS_EACH], 1.0, gl.float32, layout=ROW) * sink
-            row_sum = gl.full([ROWS_EACH], 1.0, gl.float32, layout=ROW)
+        scores_of = (softmax_scale, softcap, key_start, key_end)
+        sink = 0.0
+        if HAS_SINKS:
+            sink = gl.load(sinks_ptr + head) * LOG2_E / to_log2
+        row_max, row_sum = softmax.begin(sink, zeros, ROW, HAS_SINKS, PACKED)
+        o = gl.zeros([ROWS_EACH, WIDTH], gl.float32, layout=OUT)
+        if RANGED:
+            begin, stop = field(item, 4 + 4 * CONSUMER), field(item, 5 + 4 * CONSUMER)
+            right, left = field(item, 6 + 4 * CONSUMER), field(item, 7 + 4 * CONSUMER)
+            key = end - (begin + 1) * BLOCK_N
+            for _ in range(begin):
+                block = _pass_over(block, rings)
         else:
-            row_max = gl.full([ROWS_EACH], _HIDDEN, gl.float32, layout=ROW)
-            row_sum = gl.zeros([ROWS_EACH], gl.float32, layout=ROW)
-        o = gl.zeros([ROWS_EACH, width], gl.float32, layout=OUT)
+            begin, stop = 0, n_blocks
+            n_right, n_left = field(item, 4), field(item, 5)
+            key = _first_key(0, end, n_blocks, n_right, n_left, BLOCK_N)
 
-        mbarrier.wait(q_full.index(CONSUMER), phase)
+        mbarrier.wait(q_full.index(CONSUMER), turn & 1)
         stage = block % STAGES
         mbarrier.wait(k_full.index(stage), (block // STAGES) & 1)
-        wait_turn(CONSUMER)
+        if not RANGED:
+            wait_turn(CONSUMER)
         scores_token = warpgroup_mma(q, k_buffers.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        pass_turn(CONSUMER, CONSUMERS)
+        if not RANGED:
+            pass_turn(CONSUMER, CONSUMERS)
         scores = warpgroup_mma_wait(0, deps=[scores_token])
         mbarrier.arrive(k_empty.index(stage), count=1)
-        key = _first_key(0, end, n_blocks, n_right, n_left, BLOCK_N)
-        p, row_max, row_sum, _ = _softmax(
-            scores, row_max, row_sum, softmax_scale, softcap, key, key_start, key_end, True, HAS_SOFTCAP, SCORES
-        )
+        p, row_max, row_sum, _ = softmax.add_block(
+            scores, row_max, row_sum, softmax_scale, softcap, key, key_start, key_end, True, q.dtype,
+            "always", HAS_SOFTCAP, SKIP, PACKED,
+        )  # fmt: skip
         block += 1
-        mbarrier.wait(k_full.index(block % STAGES), (block // STAGES) & 1, pred=n_blocks > 1)
+        mbarrier.wait(k_full.index(block % STAGES), (block // STAGES) & 1, pred=begin + 1 < stop)
 
-        n_masked = gl.maximum(n_right + n_left, 1)
-        for step in range(1, n_masked):
-            block, o, p, row_max, row_sum = _step(
-                step, n_blocks, n_right, n_left, end, block, o, p, row_max, row_sum, q, zeros, k_buffers, v_buffers,
-                k_full, k_empty, v_full, v_empty, softmax_scale, softcap, key_start, key_end, True, HAS_SOFTCAP,
-                CONSUMER, CONSUMERS, STAGES, SCORES, OUT,
-            )  # fmt: skip
-        for step in range(n_masked, n_blocks):
-            block, o, p, row_max, row_sum = _step(
-                step, n_blocks, n_right, n_left, end, block, o, p, row_max, row_sum, q, zeros, k_buffers, v_buffers,
-                k_full, k_empty, v_full, v_empty, softmax_scale, softcap, key_start, key_end, False, HAS_SOFTCAP,
-                CONSUMER, CONSUMERS, STAGES, SCORES, OUT,
-            )  # fmt: skip
+        if RANGED:
+            for step in range(begin + 1, stop):
+                key = end - (step + 1) * BLOCK_N
+                block, o, p, row_max, row_sum = _step(
+                    key, (step < right) | (step >= left), step + 1 < stop, block, o, p, row_max, row_sum, q, zeros,
+                    rings, scores_of, CONSUMER, CONSUMERS, "at_edge", HAS_SOFTCAP, RANGED, PACKED, SKIP,
+                )  # fmt: skip
+        else:
+            n_masked = gl.maximum(n_right + n_left, 1)
+            for step in range(1, n_masked):
+                key = _first_key(step, end, n_blocks, n_right, n_left, BLOCK_N)
+                block, o, p, row_max, row_sum = _step(
+                    key, True, step + 1 < stop, block, o, p, row_max, row_sum, q, zeros,
+                    rings, scores_of, CONSUMER, CONSUMERS, "always", HAS_SOFTCAP, RANGED, PACKED, SKIP,
+                )  # fmt: skip
+            for step in range(n_masked, n_blocks):
+                key = _first_key(step, end, n_blocks, n_right, n_left, BLOCK_N)
+                block, o, p, row_max, row_sum = _step(
+                    key, False, step + 1 < stop, block, o, p, row_max, row_sum, q, zeros,
+                    rings, scores_of, CONSUMER, CONSUMERS, "never", HAS_SOFTCAP, RANGED, PACKED, SKIP,
+                )  # fmt: skip
 
-        mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+        if not O_IN_Q:
+            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
         stage = (block - 1) % STAGES
-        p_operand = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2))
+        p_operand = softmax.operand(p, q.dtype, OUT, PACKED)
         mbarrier.wait(v_full.index(stage), ((block - 1) // STAGES) & 1)
         o_token = warpgroup_mma(p_operand, v_buffers.index(stage), o, is_async=True)
         o = warpgroup_mma_wait(0, deps=[o_token])
         mbarrier.arrive(v_empty.index(stage), count=1)
+        if RANGED:
+            for _ in range(stop, n_blocks):
+                block = _pass_over(block, rings)
 
-        sees = row_max > 0.5 * _HIDDEN  # a row that sees no key gives 0 and -inf
-        lse = gl.where(sees, (row_max * to_log2 + gl.log2(row_sum)) * _LN_2, float("-inf"))
+        row_sum = softmax.total(row_sum, ROW, PACKED)
+        sees = row_max > 0.5 * HIDDEN  # a row that sees no key gives 0 and -inf
+        lse = gl.where(sees, (row_max * to_log2 + gl.log2(row_sum)) * LN_2, float("-inf"))
         gl.store(lse_ptr + head.to(gl.int64) * total_q + row, lse, mask=inside)
         # where, not a product with 0: the values of keys that nobody sees may be infinite
         o_sees = gl.expand_dims(gl.convert_layout(sees.to(gl.int32), gl.SliceLayout(1, OUT)), 1) != 0
@@ -288,32 +374,44 @@ def _consume(
         tma.store_wait(0)  # the item before has left the buffer
         o_buffer.store(o.to(o_desc.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(o_desc, [first, head * width], o_buffer)
-        phase ^= 1
+        store_rows(o_desc, first, head, WIDTH, o_buffer)
+        if O_IN_Q:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+        turn += 1
+        item = read(queue, turn)
     tma.store_wait(0)
-    if CONSUMER == 0:
+    if CONSUMER == 0 and not RANGED:
         wait_turn(CONSUMER)  # the last consumer's last pass, which nobody waited for
 
 
 @gluon.jit(do_not_specialize=_SIZES)
-def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, tiles_ptr, key_start_ptr, key_end_ptr,
-                n_items, n_tiles, n_heads, group, section, total_q, stride_qh, stride_kh, stride_vh, softmax_scale,
-                softcap, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, BLOCK_N: gl.constexpr,
-                CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, counter_ptr, tiles_ptr, key_start_ptr,
+                key_end_ptr, n_items, n_tiles, n_heads, group, section, total_q, stride_qh, stride_kh, stride_vh,
+                softmax_scale, softcap, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, BLOCK_N: gl.constexpr,
+                CONSUMERS: gl.constexpr, STAGES: gl.constexpr, DYNAMIC: gl.constexpr, RANGED: gl.constexpr,
+                PACKED: gl.constexpr, SKIP: gl.constexpr, O_IN_Q: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
                 PRODUCER_REGISTERS: gl.constexpr):  # fmt: skip
-    """Program i works the items i, i + programs, ...; o is (total_q, n_heads, head_dim), lse (n_heads, total_q)."""
-    ROWS_EACH: gl.constexpr = q_desc.block_type.shape[0]
-    WIDTH: gl.constexpr = q_desc.block_type.shape[1]
-    q_buffers = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS_EACH, WIDTH], q_desc.layout)
-    k_buffers = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK_N, WIDTH], k_desc.layout)
-    v_buffers = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BLOCK_N, WIDTH], v_desc.layout)
-    o_buffers = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, ROWS_EACH, WIDTH], o_desc.layout)
+    """Program i works item i, and DYNAMIC then others; o is (total_q, n_heads, head_dim), lse (n_heads, total_q)."""
+    ROWS_EACH: gl.constexpr = q_desc.block_type.shape[-2]
+    WIDTH: gl.constexpr = q_desc.block_type.shape[-1]
+    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS_EACH, WIDTH], q_desc.dtype)
+    KV_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH], k_desc.dtype)
+    O_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS_EACH, WIDTH], o_desc.dtype)
+    q_buffers = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS_EACH, WIDTH], Q_LAYOUT)
+    k_buffers = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK_N, WIDTH], KV_LAYOUT)
+    v_buffers = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BLOCK_N, WIDTH], KV_LAYOUT)
+    if O_IN_Q:
+        o_buffers = q_buffers
+    else:
+        o_buffers = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, ROWS_EACH, WIDTH], O_LAYOUT)
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    queue = new_queue(CONSUMERS)
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -323,19 +421,22 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, tiles_ptr, k
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=CONSUMERS)
 
-    buffers = (q_buffers, k_buffers, v_buffers, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    rings = (k_buffers, v_buffers, k_full, k_empty, v_full, v_empty)
+    buffers = (q_buffers, q_full, q_empty, rings)
     order = (tiles_ptr, n_tiles, n_heads, section)
     ranges = (key_start_ptr, key_end_ptr, total_q)
     descriptors = (q_desc, k_desc, v_desc)
-    steps = (stride_qh, stride_kh, stride_vh, group)
+    strides = (stride_qh, stride_kh, stride_vh, group)
     out = (o_desc, o_buffers, lse_ptr)
     score = (sinks_ptr, softmax_scale, softcap)
+    work = (out, score, buffers, queue, ranges)
+    loads = (descriptors, strides, buffers, queue, counter_ptr, n_items, order, ranges)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, out, score, buffers, n_items, order, ranges, HAS_SINKS, HAS_SOFTCAP)),
-                (_consume, (1, out, score, buffers, n_items, order, ranges, HAS_SINKS, HAS_SOFTCAP)),
-                (_produce, (descriptors, steps, buffers, n_items, order, ranges)),
+                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
+                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
+                (_produce, (loads, RANGED, DYNAMIC)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -343,10 +444,10 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, tiles_ptr, k
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, out, score, buffers, n_items, order, ranges, HAS_SINKS, HAS_SOFTCAP)),
-                (_consume, (1, out, score, buffers, n_items, order, ranges, HAS_SINKS, HAS_SOFTCAP)),
-                (_consume, (2, out, score, buffers, n_items, order, ranges, HAS_SINKS, HAS_SOFTCAP)),
-                (_produce, (descriptors, steps, buffers, n_items, order, ranges)),
+                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
+                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
+                (_consume, (2, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
+                (_produce, (loads, RANGED, DYNAMIC)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -363,6 +464,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, features: Features, out_dtype: tor
         and out_dtype in (q.dtype, torch.float32)
         and q.shape[2] == v.shape[2]
         and q.shape[2] in FORWARD_TILES
+        and (out_dtype == q.dtype or not FORWARD_TILES[q.shape[2]].o_in_q)  # no room for a wider o
         and not features.alibi
         and all(loadable(x) for x in (q, k, v))
     )
@@ -372,7 +474,8 @@ def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """(total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o in out_dtype, lse fp32."""
-    return run_forward(q, k, v, schedule, features, out_dtype, FORWARD_TILES[q.shape[2]], persistent=False)
+    tiles = forward_tiles(q.shape[2], schedule.long_documents)
+    return run_forward(q, k, v, schedule, features, out_dtype, tiles)
 
 
 def run_forward(
@@ -383,26 +486,25 @@ def run_forward(
     features: Features,
     out_dtype: torch.dtype,
     tiles: ForwardTiles,
-    *,
-    persistent: bool,
 ) -> tuple[Tensor, Tensor]:
-    """attention_forward with tiles of choice, by one program an SM (`persistent`) or one a tile and head."""
+    """attention_forward with tiles of choice."""
     total_q, n_heads, head_dim = q.shape
     o = torch.empty(total_q, n_heads, head_dim, dtype=out_dtype, device=q.device)
     lse = torch.empty(n_heads, total_q, dtype=torch.float32, device=q.device)
-    assert tiles.consumers * ROWS == WORK_TILE, tiles
-    n_tiles = schedule.query_tiles.numel()
-    n_items = n_tiles * n_heads
-    programs = n_items
-    if persistent:
+    order: Tensor = getattr(schedule, tiles.order)
+    assert tiles.consumers * ROWS == (WIDE_TILE if tiles.order == "wide_query_tiles" else WORK_TILE), tiles
+    n_tiles = order.numel()
+    n_items = programs = n_tiles * n_heads
+    tickets = order  # any pointer will do where none is read
+    if tiles.dynamic:
         programs = min(n_items, torch.cuda.get_device_properties(q.device).multi_processor_count)
-    sinks = lse if features.sinks is None else features.sinks  # any pointer will do where none is read
+        tickets = counter(q.device)
     _fwd_kernel[(programs,)](
-        rows_of_heads(q, ROWS), rows_of_heads(k, tiles.block_n), rows_of_heads(v, tiles.block_n),
-        rows_of_heads(o, ROWS), lse, sinks, schedule.query_tiles, schedule.key_start, schedule.key_end,
+        describe(q, ROWS), describe(k, tiles.block_n), describe(v, tiles.block_n), describe(o, ROWS), lse,
+        lse if features.sinks is None else features.sinks, tickets, order, schedule.key_start, schedule.key_end,
         n_items, n_tiles, n_heads, n_heads // k.shape[1], heads_per_section(k, v, n_heads), total_q,
         q.stride(1), k.stride(1), v.stride(1), features.softmax_scale, features.softcap,
         HAS_SINKS=features.sinks is not None, HAS_SOFTCAP=features.softcap != 0.0, **tiles.constants(),
-        num_warps=4, maxnreg=tiles.launch_registers,
+        num_warps=4, maxnreg=tiles.registers()[2],
     )  # fmt: skip
     return o, lse

@@ -1,0 +1,63 @@
+"""The counter that hands out the work of Hopper's forward pass: launches at the same time must not share one."""
+
+import pytest
+import torch
+
+from kernels.flash_attention.features import Features
+from kernels.flash_attention.hopper import fwd
+from kernels.flash_attention.schedule import causal_schedule
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90"
+    ),
+]
+
+
+def problem(lengths, head_dim):
+    total = sum(lengths)
+    q, k, v = (torch.randn(total, 8, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+    features = Features(head_dim**-0.5, softcap=0.0, sinks=None, alibi=[])
+    return q, k, v, causal_schedule(cu_seqlens, total, q.device), features, torch.bfloat16
+
+
+def assert_same(results, expected):
+    for o, lse in results:
+        assert torch.equal(o, expected[0]) and torch.equal(lse, expected[1])
+
+
+@pytest.mark.parametrize("head_dim", fwd.FORWARD_TILES)
+def test_two_streams_at_the_same_time(head_dim):
+    problems = [problem([2048, 2048], head_dim), problem([700, 300, 3000], head_dim)]
+    expected = [fwd.attention_forward(*one) for one in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    results = ([], [])
+    for _ in range(30):
+        for one, stream, into in zip(problems, streams, results, strict=True):
+            with torch.cuda.stream(stream):
+                into.append(fwd.attention_forward(*one))
+    torch.cuda.synchronize()
+    for into, alone in zip(results, expected, strict=True):
+        assert_same(into, alone)
+
+
+def test_a_graph_replayed_beside_launches_of_the_stream_it_was_captured_on():
+    one = problem([700, 300, 3000], 128)
+    capturing, other = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(capturing):
+        expected = fwd.attention_forward(*one)
+        capturing.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=capturing):
+            captured = [fwd.attention_forward(*one) for _ in range(3)]
+    for _ in range(3):
+        with torch.cuda.stream(other):
+            graph.replay()
+        with torch.cuda.stream(capturing):
+            beside = [fwd.attention_forward(*one) for _ in range(3)]
+        torch.cuda.synchronize()
+        assert_same(captured + beside, expected)
