@@ -13,9 +13,10 @@ from torch import Tensor
 
 WORK_TILE = 128  # tokens: the unit in which work is ordered; every kernel's block of rows divides it but the next one
 WIDE_TILE = 192  # tokens: the tile of Hopper's forward pass at head_dim 64
-# Keys. Tiles whose work differs by less are alike to `query_tiles_in_order`: taken in the order of the stream, those
-# that run together share keys in L2 (on an H200, head_dim 128, documents of log-normal length: 541 TFLOP/s for 512).
-ALIKE = 2048
+# Keys that a query may see, on average, below which tiles of keys keep the order of the stream: those that run together
+# then share queries in L2, which short documents need more than a fair end (on an H200, head_dim 128, documents of 64
+# to 512 tokens: 148 TFLOP/s of the backward instead of 130; at 2048 tokens the longest first are faster by 3%).
+SHORT_DOCUMENT = 1024
 # Keys that a query may see, on average, from which on Hopper's forward pass takes the kernels for long documents.
 # Measured are 16384, where those are faster, and 2048, where they are slower (hopper/fwd.py tells by how much).
 LONG_DOCUMENT = 8192
@@ -25,9 +26,8 @@ class Schedule(NamedTuple):
     """The visible ranges of one packed batch, in global token indices, int32, on the device of q, k and v.
 
     Shapes: key_start, key_end (total_q,); query_start, query_end (total_k,); query_tiles (ceil(total_q / 128),) and
-    key_tiles (ceil(total_k / 128),), tiles of 128 tokens from the most work to the least; query_tiles_in_order like
-    query_tiles, in the order of the stream where there is about as much work (`ALIKE`); wide_query_tiles
-    (ceil(total_q / 192),), tiles of 192 tokens from the most work to the least.
+    key_tiles (ceil(total_k / 128),), tiles of 128 tokens from the most work to the least, key_tiles of SHORT_DOCUMENTs
+    in the order of the stream; wide_query_tiles (ceil(total_q / 192),), tiles of 192 tokens from the most to the least.
     Query i sees key j if and only if key_start[i] <= j < key_end[i], which is query_start[j] <= i < query_end[j].
     """
 
@@ -37,31 +37,20 @@ class Schedule(NamedTuple):
     query_end: Tensor
     query_tiles: Tensor
     key_tiles: Tensor
-    query_tiles_in_order: Tensor
     wide_query_tiles: Tensor
     long_documents: bool  # as far as shapes tell, for a choice of kernels that waits for nothing
     one_document: bool  # known without looking at the GPU to be one causal document: scaled_dot_product's is_causal
 
     def tensors(self) -> list[Tensor]:
-        """What an operator can take: the eight tensors, in order."""
-        return [*self[:8]]
+        """What an operator can take: the seven tensors, in order."""
+        return [*self[:7]]
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[Tensor], long_documents: bool = False) -> "Schedule":
         """The inverse of `tensors`; nothing but the forward pass asks for long_documents."""
-        key_start, key_end, query_start, query_end, query_tiles, key_tiles, in_order, wide = tensors
-        return cls(
-            key_start,
-            key_end,
-            query_start,
-            query_end,
-            query_tiles,
-            key_tiles,
-            in_order,
-            wide,
-            long_documents,
-            one_document=False,
-        )
+        key_start, key_end, query_start, query_end, query_tiles, key_tiles, wide_query_tiles = tensors
+        ranges = key_start, key_end, query_start, query_end
+        return cls(*ranges, query_tiles, key_tiles, wide_query_tiles, long_documents, one_document=False)
 
 
 def build_schedule(
@@ -87,16 +76,20 @@ def build_schedule(
     cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.clamp(0, total_q), cu_seqlens_k.clamp(0, total_k)
     key_start, key_end = _visible_ranges(cu_seqlens_q, cu_seqlens_k, total_q, before=left, after=right)
     query_start, query_end = _visible_ranges(cu_seqlens_k, cu_seqlens_q, total_k, before=right, after=left)
+    in_sight = _keys_in_sight(cu_seqlens_k, total_k, left, right)
+    if in_sight < SHORT_DOCUMENT:
+        key_tiles = torch.arange(-(-total_k // WORK_TILE), dtype=torch.int32, device=cu_seqlens_k.device)
+    else:
+        key_tiles = longest_first(query_start, query_end)
     return Schedule(
         key_start,
         key_end,
         query_start,
         query_end,
         query_tiles=longest_first(key_start, key_end),
-        key_tiles=longest_first(query_start, query_end),
-        query_tiles_in_order=longest_first(key_start, key_end, alike=ALIKE),
+        key_tiles=key_tiles,
         wide_query_tiles=longest_first(key_start, key_end, tile=WIDE_TILE),
-        long_documents=_keys_in_sight(cu_seqlens_k, total_k, left, right) >= LONG_DOCUMENT,
+        long_documents=in_sight >= LONG_DOCUMENT,
         one_document=False,
     )
 
@@ -146,13 +139,8 @@ def _keys_in_sight(cu_seqlens_k: Tensor, total_k: int, left: int, right: int) ->
     return mean_length if left < 0 or right < 0 else min(mean_length, left + right + 1)
 
 
-def longest_first(start: Tensor, end: Tensor, tile: int = WORK_TILE, alike: int = 1) -> Tensor:
-    """Tiles of `tile` tokens by falling length of the range that they must read, in units of `alike` tokens.
-
-    Tiles of one length stay in order.
-    """
+def longest_first(start: Tensor, end: Tensor, tile: int = WORK_TILE) -> Tensor:
+    """Tiles of `tile` tokens by falling length of the range that they must read; those of one length stay in order."""
     last = torch.arange(tile - 1, start.numel() + tile - 1, tile, device=start.device)
     work = end[last.clamp(max=start.numel() - 1)] - start[::tile]
-    if alike > 1:
-        work = work // alike
     return torch.argsort(work, descending=True, stable=True).to(torch.int32)

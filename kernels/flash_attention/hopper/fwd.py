@@ -8,9 +8,9 @@ of the tile. It has Q K^T of one block and P V of the block before on the tensor
 What differs between head dimensions and documents, each the best of those tried on an H200 (bf16, causal, 16k tokens
 in documents of 16k and of 2k; TFLOP/s):
 
-- Which program works which item. At head_dim 128 and 16k, one program an item is best: 667, where a persistent grid
-  with a counter gives 635. Everywhere else the counter (`dynamic`) is: at 128 and 2k 532, where one program an item
-  gives 449, since short items leave the start and the end of a program bare.
+- Which program works which item. A persistent grid that takes items from a counter (`dynamic`) is best where items are
+  short, which leave the start and the end of a program bare: at head_dim 128 and 2k 523, where one program an item
+  gives 430 to 450. At 16k there is no difference at 128, and at 256 one program an item gives 676 for 638.
 - Consumers together or each on its own. Together, they visit all blocks of the tile, and take turns: one has the
   tensor cores while the others take their softmax. On its own (`ranged`), a consumer visits the blocks that its own
   64 queries see. Tiles of 192 queries, which head_dim 64 needs to read K and V less often, waste many blocks on short
@@ -58,11 +58,12 @@ class ForwardTiles:
     block_n: int
     consumers: int
     stages: int
-    order: Literal["query_tiles", "query_tiles_in_order", "wide_query_tiles"]  # the schedule's
+    order: Literal["query_tiles", "wide_query_tiles"]  # the schedule's
     dynamic: bool = True
     ranged: bool = False
     packed: bool = False
     skip: bool = False
+    late: bool = False
     o_in_q: bool = False
 
     def registers(self) -> tuple[int, int, int]:
@@ -83,6 +84,7 @@ class ForwardTiles:
             "RANGED": self.ranged,
             "PACKED": self.packed,
             "SKIP": self.skip,
+            "LATE": self.late,
             "O_IN_Q": self.o_in_q,
             "CONSUMER_REGISTERS": consumer_registers,
             "PRODUCER_REGISTERS": producer_registers,
@@ -94,13 +96,13 @@ class ForwardTiles:
 FORWARD_TILES = {
     64: ForwardTiles(64, 3, 4, "wide_query_tiles", ranged=True),
     96: ForwardTiles(128, 2, 2, "query_tiles"),
-    128: ForwardTiles(128, 2, 2, "query_tiles_in_order"),
+    128: ForwardTiles(128, 2, 2, "query_tiles"),
     256: ForwardTiles(64, 2, 2, "query_tiles", skip=True, o_in_q=True),
 }
 # where documents are long (schedule.LONG_DOCUMENT) and these are faster
 LONG_TILES = {
     64: ForwardTiles(128, 3, 2, "wide_query_tiles", packed=True, skip=True),
-    128: ForwardTiles(128, 2, 2, "query_tiles", dynamic=False),
+    256: ForwardTiles(64, 2, 2, "query_tiles", dynamic=False, skip=True, o_in_q=True),
 }
 
 
@@ -224,7 +226,7 @@ def _pass_over(block, rings):
 @gluon.jit
 def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, scores_of, CONSUMER: gl.constexpr,
           CONSUMERS: gl.constexpr, MASK: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RANGED: gl.constexpr,
-          PACKED: gl.constexpr, SKIP: gl.constexpr):  # fmt: skip
+          PACKED: gl.constexpr, SKIP: gl.constexpr, LATE: gl.constexpr):  # fmt: skip
     """One block of keys, from `key` on; its K has landed, and if there are `more`, the next one's will have.
 
     p is of the block before, not yet multiplied with V; o is rescaled.
@@ -249,21 +251,28 @@ def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, sc
         pass_turn(CONSUMER, CONSUMERS)
     scores = warpgroup_mma_wait(1, deps=[scores_token])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    p, row_max, row_sum, factor = softmax.add_block(
-        scores, row_max, row_sum, softmax_scale, softcap, key, key_start, key_end, at_edge, q.dtype,
-        MASK, HAS_SOFTCAP, SKIP, PACKED,
-    )  # fmt: skip
+    scores, row_max, factor = softmax.raise_maximum(
+        scores, row_max, softmax_scale, softcap, key, key_start, key_end, at_edge, MASK, HAS_SOFTCAP, SKIP
+    )
+    if not LATE:
+        p, row_sum = softmax.exponentials(
+            scores, row_max, row_sum, factor, softmax_scale, q.dtype, HAS_SOFTCAP, PACKED
+        )  # fmt: skip
     block += 1
     mbarrier.wait(k_full.index(block % STAGES), (block // STAGES) & 1, pred=more)
     o = warpgroup_mma_wait(0, deps=[o_token])
     mbarrier.arrive(v_empty.index(last), count=1)
     o = softmax.rescale(o, factor, SKIP)
+    if LATE:
+        p, row_sum = softmax.exponentials(
+            scores, row_max, row_sum, factor, softmax_scale, q.dtype, HAS_SOFTCAP, PACKED
+        )  # fmt: skip
     return block, o, p, row_max, row_sum
 
 
 @gluon.jit
 def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RANGED: gl.constexpr,
-             PACKED: gl.constexpr, SKIP: gl.constexpr, O_IN_Q: gl.constexpr):  # fmt: skip
+             PACKED: gl.constexpr, SKIP: gl.constexpr, LATE: gl.constexpr, O_IN_Q: gl.constexpr):  # fmt: skip
     """Four warps: the attention of 64 queries of each item."""
     out, score, buffers, queue, ranges = work
     q_buffers, q_full, q_empty, rings = buffers
@@ -322,9 +331,11 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
             pass_turn(CONSUMER, CONSUMERS)
         scores = warpgroup_mma_wait(0, deps=[scores_token])
         mbarrier.arrive(k_empty.index(stage), count=1)
-        p, row_max, row_sum, _ = softmax.add_block(
-            scores, row_max, row_sum, softmax_scale, softcap, key, key_start, key_end, True, q.dtype,
-            "always", HAS_SOFTCAP, SKIP, PACKED,
+        scores, row_max, factor = softmax.raise_maximum(
+            scores, row_max, softmax_scale, softcap, key, key_start, key_end, True, "always", HAS_SOFTCAP, SKIP
+        )
+        p, row_sum = softmax.exponentials(
+            scores, row_max, row_sum, factor, softmax_scale, q.dtype, HAS_SOFTCAP, PACKED
         )  # fmt: skip
         block += 1
         mbarrier.wait(k_full.index(block % STAGES), (block // STAGES) & 1, pred=begin + 1 < stop)
@@ -334,7 +345,7 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
                 key = end - (step + 1) * BLOCK_N
                 block, o, p, row_max, row_sum = _step(
                     key, (step < right) | (step >= left), step + 1 < stop, block, o, p, row_max, row_sum, q, zeros,
-                    rings, scores_of, CONSUMER, CONSUMERS, "at_edge", HAS_SOFTCAP, RANGED, PACKED, SKIP,
+                    rings, scores_of, CONSUMER, CONSUMERS, "at_edge", HAS_SOFTCAP, RANGED, PACKED, SKIP, LATE,
                 )  # fmt: skip
         else:
             n_masked = gl.maximum(n_right + n_left, 1)
@@ -342,13 +353,13 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
                 key = _first_key(step, end, n_blocks, n_right, n_left, BLOCK_N)
                 block, o, p, row_max, row_sum = _step(
                     key, True, step + 1 < stop, block, o, p, row_max, row_sum, q, zeros,
-                    rings, scores_of, CONSUMER, CONSUMERS, "always", HAS_SOFTCAP, RANGED, PACKED, SKIP,
+                    rings, scores_of, CONSUMER, CONSUMERS, "always", HAS_SOFTCAP, RANGED, PACKED, SKIP, LATE,
                 )  # fmt: skip
             for step in range(n_masked, n_blocks):
                 key = _first_key(step, end, n_blocks, n_right, n_left, BLOCK_N)
                 block, o, p, row_max, row_sum = _step(
                     key, False, step + 1 < stop, block, o, p, row_max, row_sum, q, zeros,
-                    rings, scores_of, CONSUMER, CONSUMERS, "never", HAS_SOFTCAP, RANGED, PACKED, SKIP,
+                    rings, scores_of, CONSUMER, CONSUMERS, "never", HAS_SOFTCAP, RANGED, PACKED, SKIP, LATE,
                 )  # fmt: skip
 
         if not O_IN_Q:
@@ -390,8 +401,8 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, counter_ptr,
                 key_end_ptr, n_items, n_tiles, n_heads, group, section, total_q, stride_qh, stride_kh, stride_vh,
                 softmax_scale, softcap, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, BLOCK_N: gl.constexpr,
                 CONSUMERS: gl.constexpr, STAGES: gl.constexpr, DYNAMIC: gl.constexpr, RANGED: gl.constexpr,
-                PACKED: gl.constexpr, SKIP: gl.constexpr, O_IN_Q: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-                PRODUCER_REGISTERS: gl.constexpr):  # fmt: skip
+                PACKED: gl.constexpr, SKIP: gl.constexpr, LATE: gl.constexpr, O_IN_Q: gl.constexpr,
+                CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):  # fmt: skip
     """Program i works item i, and DYNAMIC then others; o is (total_q, n_heads, head_dim), lse (n_heads, total_q)."""
     ROWS_EACH: gl.constexpr = q_desc.block_type.shape[-2]
     WIDTH: gl.constexpr = q_desc.block_type.shape[-1]
@@ -434,8 +445,8 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, counter_ptr,
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
-                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
+                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, LATE, O_IN_Q)),
+                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, LATE, O_IN_Q)),
                 (_produce, (loads, RANGED, DYNAMIC)),
             ],
             [4, 1],
@@ -444,9 +455,9 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, counter_ptr,
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
-                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
-                (_consume, (2, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
+                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, LATE, O_IN_Q)),
+                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, LATE, O_IN_Q)),
+                (_consume, (2, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, LATE, O_IN_Q)),
                 (_produce, (loads, RANGED, DYNAMIC)),
             ],
             [4, 4, 1],

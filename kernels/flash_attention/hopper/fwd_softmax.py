@@ -41,14 +41,13 @@ def begin(sink, zeros, ROW: gl.constexpr, HAS_SINKS: gl.constexpr, PACKED: gl.co
 
 
 @gluon.jit
-def add_block(scores, row_max, row_sum, softmax_scale, softcap, key, key_start, key_end, at_edge, dtype: gl.constexpr,
-              MASK: gl.constexpr, HAS_SOFTCAP: gl.constexpr, SKIP: gl.constexpr, PACKED: gl.constexpr):  # fmt: skip
-    """Takes the scores [M, N] of the keys from `key` on into the running maximum, in units of scores, and sum.
+def raise_maximum(scores, row_max, softmax_scale, softcap, key, key_start, key_end, at_edge,
+                  MASK: gl.constexpr, HAS_SOFTCAP: gl.constexpr, SKIP: gl.constexpr):  # fmt: skip
+    """The scores [M, N] of the keys from `key` on, capped and masked, the new running maximum, and the factor for what
+    was summed under the old one; maxima in units of scores.
 
-    Returns p [M, N] under the new maximum, the new maximum and sum, and the factor for what the old one summed.
     MASK is `always`, `never`, or `at_edge`: where that is true. SKIP keeps the old maximum, and so a factor of 1, where
-    the new one is not much larger: `rescale` has nothing to do. PACKED gives p as pairs of `dtype` in [M, N / 2]
-    registers, and leaves the sum in parts, so that no step waits for the other threads of a row.
+    the new one is not much larger: `rescale` has nothing to do.
     """
     to_log2 = scale_to_log2(softmax_scale, HAS_SOFTCAP)
     if HAS_SOFTCAP:
@@ -61,21 +60,31 @@ def add_block(scores, row_max, row_sum, softmax_scale, softcap, key, key_start, 
     new_max = gl.maximum(row_max, gl.max(scores, 1))
     if SKIP:
         new_max = gl.where((new_max - row_max) * to_log2 > _SKIPPED, new_max, row_max)
-    max_log2 = new_max * to_log2
-    p = gl.exp2(scores * to_log2 - gl.expand_dims(max_log2, 1))
-    factor = gl.exp2(row_max * to_log2 - max_log2)
+    return scores, new_max, gl.exp2((row_max - new_max) * to_log2)
+
+
+@gluon.jit
+def exponentials(scores, row_max, row_sum, factor, softmax_scale, dtype: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+                 PACKED: gl.constexpr):  # fmt: skip
+    """p [M, N] under the maximum, and the sum with them; what raise_maximum gave.
+
+    PACKED gives p as pairs of `dtype` in [M, N / 2] registers, and leaves the sum in parts, so that no step waits for
+    the other threads of a row.
+    """
+    to_log2 = scale_to_log2(softmax_scale, HAS_SOFTCAP)
+    p = gl.exp2(scores * to_log2 - gl.expand_dims(row_max * to_log2, 1))
     if PACKED:
         parts = _part_sums(p)
         row_sum = row_sum * _beside(factor, parts) + parts
         p = _pack(p, dtype)
     else:
         row_sum = row_sum * factor + gl.sum(p, 1)
-    return p, new_max, row_sum, factor
+    return p, row_sum
 
 
 @gluon.jit
 def total(row_sum, ROW: gl.constexpr, PACKED: gl.constexpr):
-    """The sum [M] of what add_block kept."""
+    """The sum [M] of what `exponentials` kept."""
     if PACKED:
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW)
     return row_sum
