@@ -7,6 +7,7 @@ from hydra.utils import instantiate
 
 import train
 from tests.data.chats import many_chats, save_tokenizer, write_jsonl
+from tests.test_finetune import write_base
 from tests.training import CONF, command_line, composed, tiny
 
 NEEDED = {
@@ -42,7 +43,12 @@ def test_every_experiment_composes_and_says_its_command(path, preset, tmp_path):
     package, command = path.read_text().splitlines()[:2]
     assert package == "# @package _global_"
     assert command.startswith("# python train.py ") and f"experiment={path.stem}" in command
-    with composed(tmp_path, f"experiment={path.stem}", f"preset={preset}", "trainer.accelerator=cpu") as cfg:
+    overrides = [f"experiment={path.stem}", f"preset={preset}", "trainer.accelerator=cpu"]
+    if "data.path=" in command:
+        overrides.append(f"data.path={write_jsonl(tmp_path / 'chats.jsonl', many_chats(4))}")
+    if "model.pretrained=" in command:
+        overrides.append(f"model.pretrained={write_base(tmp_path / 'base')}")
+    with composed(tmp_path, *overrides) as cfg:
         cfg.trainer.precision = "32-true"
         instantiate(cfg.data)
         instantiate(cfg.trainer)

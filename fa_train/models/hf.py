@@ -91,6 +91,8 @@ def load_pretrained(
     vocab_size: int | None = None,
     dtype: str | None = None,
     rope_scaling: Mapping[str, Any] | None = None,
+    rope_theta: float | None = None,
+    max_seq_len: int | None = None,
     loss: LinearCrossEntropy | None = None,
     memory: Memory | None = None,
 ) -> GPT:
@@ -98,16 +100,19 @@ def load_pretrained(
 
     attention is flash, sdpa, naive or a callable. vocab_size is what the data's tokenizer needs, None is not checked.
     dtype is that of the weights (float32, bfloat16, float16), None as they are stored. rope_scaling replaces the
-    checkpoint's own, with the keys of `rope_parameters` in config.json; None keeps it, rope_type: default removes it.
+    checkpoint's own, with the keys of `rope_parameters` in config.json; None keeps it, rope_type: default removes it,
+    rope_type: null is the checkpoint's own kind, or yarn where it has none. rope_theta replaces its base. max_seq_len
+    is how many tokens the model must reach: a rope_scaling without a factor gets the one that does, and changes nothing
+    where the checkpoint reaches as far by itself. What they change is exported in config.json.
     Weights come from disk one by one, each into its place on torch's default device; on meta none are read.
     Raises: ValueError on a folder without a whole checkpoint, on fields of config.json and tensors that are not known,
-    and on a vocabulary smaller than the data's.
+    on a vocabulary smaller than the data's, and on a max_seq_len that neither scaling nor base takes the model to.
     """
     on_meta = torch.get_default_device().type == "meta"
     folder = _folder(str(pretrained), with_weights=not on_meta)
     config = _read_json(folder / "config.json")
-    if rope_scaling is not None:
-        config = _with_rope_scaling(config, folder / "config.json", rope_scaling)
+    if rope_scaling is not None or rope_theta is not None or max_seq_len is not None:
+        config = _with_rope(config, folder / "config.json", rope_scaling, rope_theta, max_seq_len)
     model = _empty_model(config, folder / "config.json", _attention(attention), loss, memory)
     if vocab_size is not None and vocab_size > model.vocab_size:
         raise ValueError(
@@ -344,27 +349,74 @@ def _scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
     return {"rope_type": kind} | fields
 
 
-def _with_rope_scaling(config: dict[str, Any], path: Path, scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with another scaling, in the form that it has, and the length that the scaling reaches."""
+def _with_rope(
+    config: dict[str, Any],
+    path: Path,
+    scaling: Mapping[str, Any] | None,
+    theta: float | None,
+    max_seq_len: int | None,
+) -> dict[str, Any]:
+    """config.json with another scaling or base, in the form that it has, and the length that these reach."""
     _, normalised = _understood(config, path)
     if not hasattr(normalised, "rope_parameters"):
-        raise ValueError(f"model.rope_scaling needs a checkpoint with RoPE; got model_type={config['model_type']}")
-    config = copy.deepcopy(config)
+        raise ValueError(
+            f"model.rope_scaling needs a checkpoint with RoPE; got model_type={config['model_type']}. So do "
+            "model.rope_theta and model.max_seq_len"
+        )
+    for name, value in (("rope_theta", theta), ("max_seq_len", max_seq_len)):
+        if value is not None and not 1 <= value < float("inf"):
+            raise ValueError(f"model.{name} must be at least 1; got {value}")
     by_kind = "full_attention" in normalised.rope_parameters
-    own = normalised.rope_parameters["full_attention"] if by_kind else normalised.rope_parameters
-    original = own.get("original_max_position_embeddings", normalised.max_position_embeddings)
-    parsed = parse_rope_scaling(scaling, original)
+    parameters = normalised.rope_parameters["full_attention"] if by_kind else normalised.rope_parameters
+    own = {name: value for name, value in parameters.items() if value is not None}
+    own_theta = own.pop("rope_theta")
+    own.pop("partial_rotary_factor", None)  # which must be 1
+    reach = normalised.max_position_embeddings
+    original = own.get("original_max_position_embeddings", reach)
+    asked = own if scaling is None else _asked_scaling(scaling, own, original, reach, max_seq_len)
+    parsed = parse_rope_scaling(asked, original)
     fields: dict[str, Any] = {"rope_type": "default"} if parsed is None else _scaling_fields(parsed)
+    is_dynamic = isinstance(parsed, DynamicNTKScaling)  # max_position_embeddings stays, as that is where it begins
+    if asked is not own:
+        reach = fields.get("original_max_position_embeddings", original)
+        reach = reach if parsed is None or is_dynamic else round(reach * fields["factor"])
+    if max_seq_len is not None and max_seq_len > reach and not is_dynamic:
+        if theta is None:
+            raise ValueError(
+                f"model.max_seq_len={max_seq_len} is more than the {reach} tokens that {path} reaches: choose another "
+                "model.rope_scaling, such as {rope_type: yarn}, or model.rope_theta"
+            )
+        reach = max_seq_len
+    if asked is own and theta is None:
+        return config
+    config = copy.deepcopy(config)
+    theta = own_theta if theta is None else float(theta)
     if config.get("rope_parameters") is None:  # as before transformers 5
-        config["rope_scaling"] = None if parsed is None else fields
+        config["rope_scaling"], config["rope_theta"] = None if parsed is None else fields, theta
     elif by_kind:
-        config["rope_parameters"]["full_attention"] = fields | {"rope_theta": own["rope_theta"]}
+        config["rope_parameters"]["full_attention"] = fields | {"rope_theta": theta}
     else:
-        config["rope_parameters"] = fields | {"rope_theta": own["rope_theta"]}
-    length = fields.get("original_max_position_embeddings", original)
-    stretched = parsed is not None and not isinstance(parsed, DynamicNTKScaling)
-    config["max_position_embeddings"] = int(length * fields["factor"]) if stretched else length
-    return config
+        config["rope_parameters"] = fields | {"rope_theta": theta}
+    return config | {"max_position_embeddings": reach}
+
+
+def _asked_scaling(
+    scaling: Mapping[str, Any], own: dict[str, Any], original: int, own_reach: int, max_seq_len: int | None
+) -> dict[str, Any]:
+    """`scaling` with its kind and its factor where it leaves them out; `own` itself where there is no need of one."""
+    asked = {name: value for name, value in scaling.items() if value is not None}
+    kind = asked.get("rope_type", asked.get("type"))
+    if "factor" not in asked and kind != "default" and max_seq_len is not None and max_seq_len <= own_reach:
+        return own
+    if kind is None:
+        is_scaled = own.get("rope_type", "default") != "default"
+        asked = (own if is_scaled else {"rope_type": "yarn"}) | asked
+        if "factor" not in scaling:
+            asked.pop("factor", None)
+            asked.pop("attention_factor", None)  # it belongs to the factor
+    if "factor" not in asked and kind != "default" and max_seq_len is not None:
+        asked["factor"] = max_seq_len / asked.get("original_max_position_embeddings", original)
+    return asked
 
 
 def _config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str, Any]:
@@ -456,6 +508,14 @@ def _generation_config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str
 def _token_ids(tokenizer: SavesTokenizer | None) -> dict[str, int | None]:
     """The special tokens that a checkpoint names; None where there are none, so that no family's own come in."""
     return {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+
+
+def tensor_places(model: GPT) -> dict[str, Place]:
+    """Where each tensor stands in the model, by the name that its own family's checkpoints give it.
+
+    Raises: ValueError on a model that no family describes.
+    """
+    return _places(model, FAMILIES[_config(model, None)["model_type"]].layout)
 
 
 def _places(model: GPT, layout: Layout) -> dict[str, Place]:
@@ -673,8 +733,9 @@ def _dtype(name: str) -> torch.dtype:
 IRRELEVANT = frozenset(
     {
         # what the file is, and who wrote it
-        "_name_or_path", "name_or_path", "_commit_hash", "architectures", "model_type", "transformers_version", "dtype",
-        "torch_dtype", "is_llama_config", "transformers.js_config", "unsloth_version", "unsloth_fixed",
+        "_name_or_path", "name_or_path", "_model_name_or_path", "_commit_hash", "architectures", "model_type", "dtype",
+        "torch_dtype", "transformers_version", "is_llama_config", "transformers.js_config", "unsloth_version",
+        "unsloth_fixed",
         # training from scratch; no dropout is applied here, whatever the checkpoint was trained with
         "initializer_range", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
         # how transformers runs it
@@ -682,8 +743,9 @@ IRRELEVANT = frozenset(
         "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "return_dict", "torchscript",
         "reorder_and_upcast_attn", "tf_legacy_loss", "use_bfloat16", "pruned_heads",
         # tokens and generation
-        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "tokenizer_class",
-        "prefix", "task_specific_params", "max_length", "min_length", "do_sample", "early_stopping", "num_beams",
+        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id",
+        "tokenizer_class", "prefix", "task_specific_params", "max_length", "min_length", "do_sample", "early_stopping",
+        "num_beams",
         "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",
         "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
         "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id",

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fa_train.models.gpt import GPT, Block
-from fa_train.models.hf import FAMILIES, Place, _config, _places
+from fa_train.models.hf import Place, tensor_places
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor in peft's files
@@ -417,10 +417,9 @@ def _settings(folder: Path, own: LoRA) -> LoRA:
 
 def _linears(model: GPT) -> dict[str, dict[str, Place]]:
     """The linear layers of the blocks by their paths: Hugging Face's names of their rows, and where those are."""
-    layout = FAMILIES[_config(model, None)["model_type"]].layout
     modules = dict(model.named_modules())
     linears: dict[str, dict[str, Place]] = {}
-    for name, place in _places(model, layout).items():
+    for name, place in tensor_places(model).items():
         path, _, kind = place.parameter.rpartition(".")
         if kind == "weight" and path.startswith("blocks.") and isinstance(modules[path], nn.Linear):
             linears.setdefault(path, {})[name.removesuffix(".weight")] = place

@@ -1,0 +1,1 @@
+"""What a trained model does: text that goes on from a prompt."""

@@ -1,0 +1,219 @@
+"""Text that goes on from a prompt, token by token.
+
+Each layer keeps the keys and values that it has seen, so that a token costs one pass of the model over itself alone.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_train.data.chats import ChatCorpus, Message
+from fa_train.data.corpus import is_held_out
+from fa_train.data.sft import ChatEncoder
+from fa_train.data.tokenizer import HFTokenizer, load_tokenizer
+from fa_train.models.attention import Attention, flash_attention, naive_attention
+from fa_train.models.gpt import GPT, Block
+from fa_train.models.rope import DynamicNTKScaling
+from kernels import flash_attn_with_kvcache
+from kernels.flash_attention.schedule import Schedule, build_schedule
+
+
+@torch.no_grad()
+def generate(
+    model: GPT,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: Collection[int] = (),
+    cached: bool = True,
+) -> list[int]:
+    """The tokens that follow `prompt`, up to and with the first of `stop`, at most max_new_tokens.
+
+    temperature divides the logits, 0 takes the most likely token; top_p leaves the fewest likely tokens whose
+    probabilities sum to at least that. The same seed gives the same tokens on the same device; torch's own random
+    numbers stay as they are. cached=False computes the whole stream again for every token, as is always done under
+    rope_type=dynamic, which turns all tokens anew as the stream grows.
+    Raises: ValueError on a prompt or numbers out of range, and where learned positions end before the text.
+    """
+    _require_settings(prompt, model.vocab_size, max_new_tokens, temperature, top_p)
+    longest = len(prompt) + max_new_tokens
+    model.require_seq_len(longest)
+    cached &= not any(rope is not None and isinstance(rope.scaling, DynamicNTKScaling) for rope in model.ropes)
+    device = model.token_embedding.weight.device
+    generator = torch.Generator(device).manual_seed(seed)
+    stream, seen = torch.tensor([*prompt, *[0] * max_new_tokens], device=device), 0
+    generated: list[int] = []
+    with _evaluating(model, longest if cached else None):
+        for end in range(len(prompt), longest):
+            logits = model(stream[seen:end], position_ids=torch.arange(seen, end, device=device))[-1]
+            stream[end] = _chosen(logits.float(), temperature, top_p, generator)
+            generated.append(int(stream[end]))
+            if generated[-1] in stop:
+                break
+            seen = end if cached else 0
+    return generated
+
+
+class CachedAttention:
+    """One layer's attention: the first call is the prompt's, each later one a single token's after those before it.
+
+    attention: the layer's own, for the prompt; flash takes flash_attn_with_kvcache after it, others plain torch.
+    Units: window, capacity in tokens, the window with the query itself, None for all.
+    """
+
+    def __init__(self, attention: Attention, window: int | None, capacity: int) -> None:
+        self.attention, self.window, self.capacity = attention, window, capacity
+        self.is_flash = getattr(attention, "func", attention) is flash_attention
+        self.length = 0
+        self.k: Tensor
+        self.v: Tensor
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        schedule: Schedule,
+        *,
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        scores: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap}
+        if self.length == 0:
+            self.k, self.v = (x.new_zeros(self.capacity, *x.shape[1:]) for x in (k, v))
+            self._append(k, v)
+            known = {name: value for name, value in scores.items() if value}  # an attention need not know of others
+            return self.attention(q, k, v, schedule, **known)
+        assert q.shape[0] == 1
+        if self.is_flash:
+            window = (-1 if self.window is None else self.window - 1, -1)
+            o = flash_attn_with_kvcache(
+                q[None], self.k[None], self.v[None], k[None], v[None],
+                cache_seqlens=self.length, causal=True, window_size=window, **scores,
+            )  # fmt: skip
+            assert isinstance(o, Tensor)
+            self.length += 1
+            return o[0]
+        self._append(k, v)
+        start = 0 if self.window is None else max(0, self.length - self.window)
+        keys, values = self.k[start : self.length], self.v[start : self.length]
+        one, all_keys = (torch.tensor([0, n], dtype=torch.int32, device=q.device) for n in (1, len(keys)))
+        return naive_attention(q, keys, values, build_schedule(one, all_keys, 1, len(keys), causal=True), **scores)
+
+    def _append(self, k: Tensor, v: Tensor) -> None:
+        end = self.length + k.shape[0]
+        self.k[self.length : end], self.v[self.length : end] = k, v
+        self.length = end
+
+
+class Sample:
+    """Called by a trainer, prints what the model answers to one chat and adds it to samples.jsonl in the run's folder.
+
+    chats is data.path: the chat is the first that is held out of training, or the first of all where none is, up to
+    its first answer that would be learnt; where no chat has anything before that, nothing is sampled. The most likely
+    tokens are taken, at most max_new_tokens.
+    """
+
+    def __init__(self, chats: str, tokenizer: str, chat_template: str | None, max_new_tokens: int) -> None:
+        self.chats, self.tokenizer, self.chat_template = chats, tokenizer, chat_template
+        self.max_new_tokens = max_new_tokens
+
+    def __call__(self, trainer: Any, lit_gpt: Any) -> None:
+        """trainer and lit_gpt are Lightning's, with the model on its device."""
+        sampled = sampled_chat(self.chats) if trainer.is_global_zero else None
+        if sampled is None:
+            return
+        messages, tools = sampled
+        loaded = load_tokenizer(self.tokenizer)
+        prompt = chat_prompt(ChatEncoder(loaded, self.chat_template), messages, tools)
+        with trainer.precision_plugin.forward_context():
+            stop = stop_tokens(lit_gpt.model, loaded.eos_id)
+            ids = generate(lit_gpt.model, prompt, max_new_tokens=self.max_new_tokens, stop=stop)
+        answer = loaded.decode(ids)
+        asked = messages[-1]["content"]
+        trainer.print(f"sample after {trainer.global_step} steps\n  asked: {asked}\n  answer: {answer}")
+        record = {"step": trainer.global_step, "messages": messages, "answer": answer}
+        with Path(trainer.default_root_dir, "samples.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def sampled_chat(path: str) -> tuple[list[Message], list[dict[str, Any]] | None] | None:
+    """What comes before the first answer of the first held-out chat, or of the first chat, and its tools."""
+    first = None
+    for key, chat in ChatCorpus(path).documents():
+        learned = (i for i, m in enumerate(chat.messages) if i >= chat.learn_from and m["role"] == "assistant")
+        asked = chat.messages[: next(learned)]
+        if asked and is_held_out(key):
+            return asked, chat.tools
+        first = first or ((asked, chat.tools) if asked else None)
+    return first
+
+
+def chat_prompt(encoder: ChatEncoder, messages: list[Message], tools: list[Any] | None) -> list[int]:
+    """The tokens of a chat up to where the assistant's answer begins, by the encoder's template."""
+    assert isinstance(encoder.tokenizer, HFTokenizer)
+    hf = encoder.tokenizer.hf
+    text = hf.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+    return list(hf(text, add_special_tokens=False).input_ids)
+
+
+def stop_tokens(model: GPT, eos_id: int | None) -> set[int]:
+    """What ends a text: the tokenizer's end, and those of the checkpoint's generation_config.json."""
+    config = None if model.origin is None else model.origin.generation_config
+    named = (config or {}).get("eos_token_id")
+    return {i for i in (eos_id, *(named if isinstance(named, list) else [named])) if i is not None}
+
+
+@contextmanager
+def _evaluating(model: GPT, capacity: int | None) -> Iterator[None]:
+    """The model as it generates: without dropout, not compiled, of the last token's logits alone, each layer with a
+    cache of so many tokens or None; then as it was."""
+    was_training = model.training
+    layers = [block.attention for block in model.blocks if isinstance(block, Block)]
+    attentions = [layer.attention for layer in layers]
+    last_only = model.head.register_forward_pre_hook(lambda head, inputs: (inputs[0][-1:],))
+    model.eval()
+    if capacity is not None:
+        for layer, window in zip(layers, model.windows, strict=True):
+            layer.attention = CachedAttention(layer.attention, window, capacity)
+    try:
+        with torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
+            yield
+    finally:
+        last_only.remove()
+        model.train(was_training)
+        for layer, attention in zip(layers, attentions, strict=True):
+            layer.attention = attention
+
+
+def _chosen(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
+    """(vocab_size,) fp32 -> ()."""
+    if temperature == 0.0:
+        return logits.argmax()
+    probabilities, tokens = (logits / temperature).softmax(dim=-1).sort(descending=True, stable=True)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    kept = probabilities.masked_fill(before >= top_p, 0.0)
+    return tokens[torch.multinomial(kept, 1, generator=generator)][0]
+
+
+def _require_settings(
+    prompt: Sequence[int], vocab_size: int, max_new_tokens: int, temperature: float, top_p: float
+) -> None:
+    if not prompt:
+        raise ValueError("a prompt must have at least 1 token; got none")
+    if not all(0 <= token < vocab_size for token in prompt):
+        raise ValueError(f"a prompt's tokens must be of the model's {vocab_size}; got {max(prompt)}")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1; got {max_new_tokens}")
+    if not 0.0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be at least 0; got {temperature}")
+    if not 0.0 < top_p <= 1.0:
+        raise ValueError(f"top_p must be more than 0 and at most 1; got {top_p}")

@@ -1,0 +1,93 @@
+"""Text from a model: a Hugging Face folder or name, or a checkpoint of train.py, adapters merged.
+
+    python -m scripts.generate exported --chat "What is the capital of France?"
+    python -m scripts.generate runs/nano/<time>/checkpoints/step_0000300.ckpt --prompt "def " --temperature 0.8
+
+The most likely token is taken unless --temperature is given; the same --seed then gives the same text. Keys and values
+are kept in a cache; on a GPU flash_attn_with_kvcache reads it. A checkpoint is first exported to a temporary folder
+(scripts/export_hf.py), so that what is tried is what others will load.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from fa_train.data.sft import ChatEncoder
+from fa_train.data.tokenizer import HFTokenizer
+from fa_train.evaluation.generation import chat_prompt, generate, stop_tokens
+from fa_train.models.attention import flash_attention, naive_attention
+from fa_train.models.hf import DTYPES, load_pretrained
+from scripts.export_hf import export
+
+
+def answer(
+    model: str,
+    *,
+    prompt: str | None = None,
+    chat: str | None = None,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    dtype: str | None = None,
+    device: str | None = None,
+) -> str:
+    """What the model writes after `prompt`, or answers to `chat`, one of which is given.
+
+    dtype None is the stored one on a GPU, float32 on the CPU; device None is a GPU where there is one.
+    Raises: ValueError on what is no model or has no tokenizer, on a chat without a template, and on impossible numbers.
+    """
+    path = Path(model)
+    if path.suffix == ".ckpt":  # a file, or a sharded run's folder
+        with tempfile.TemporaryDirectory() as folder:
+            export(path, Path(folder, "exported"), [], dtype)
+            return answer(
+                str(Path(folder, "exported")), prompt=prompt, chat=chat, max_new_tokens=max_new_tokens,
+                temperature=temperature, top_p=top_p, seed=seed, dtype=dtype, device=device,
+            )  # fmt: skip
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = torch.device(device).type == "cuda"
+    with torch.device(device):
+        gpt = load_pretrained(
+            model, flash_attention if on_gpu else naive_attention, dtype=dtype or (None if on_gpu else "float32")
+        )
+    tokenizer = HFTokenizer(model)
+    if chat is not None:
+        tokens = chat_prompt(ChatEncoder(tokenizer), [{"role": "user", "content": chat}], None)
+    else:
+        tokens = tokenizer.hf(prompt).input_ids  # with what the tokenizer puts before a text
+    ids = generate(
+        gpt,
+        tokens,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop=stop_tokens(gpt, tokenizer.eos_id),
+    )
+    return tokenizer.decode(ids)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a folder, a name on the Hugging Face hub, or a .ckpt still in its run's folder")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--prompt", help="text to go on from")
+    asked.add_argument("--chat", help="a user's turn, put into the tokenizer's chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token")
+    parser.add_argument("--top-p", type=float, default=1.0, help="of the probability, the most likely tokens first")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; as stored on a GPU, float32 on the CPU")
+    parser.add_argument("--device", help="cuda where there is one, else cpu")
+    try:
+        print(answer(**vars(parser.parse_args())))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""experiment=finetune from chats and a checkpoint to an exported folder, beside transformers' own loop; and
+experiment=extend_context."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import train
+from fa_train.models.hf import load_pretrained, save_pretrained
+from scripts import compare_finetune, export_hf
+from tests.data.chats import many_chats, save_tokenizer, write_jsonl
+from tests.training import column, command_line, composed, write_corpus
+
+STEPS = 12
+
+
+def write_base(folder: Path) -> Path:
+    """A tiny Llama with a tokenizer that has a chat template."""
+    save_tokenizer(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=400, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=None, eos_token_id=1, pad_token_id=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def settings(folder: Path) -> list[str]:
+    """Of a run of a second on rows of 64 tokens."""
+    chats = write_jsonl(folder / "chats.jsonl", many_chats())
+    return [
+        "experiment=finetune", "preset=cpu", f"data.path={chats}", f"model.pretrained={write_base(folder / 'base')}",
+        f"data.cache_dir={folder / 'cache'}", "data.num_workers=0", "data.micro_batch_size=2", "seq_len=64",
+        f"max_steps={STEPS}", "batch_size=4", "scheduler.warmup_steps=2", "sample.max_new_tokens=6", "logger=csv",
+        "trainer.accelerator=cpu", "trainer.log_every_n_steps=1", "trainer.val_check_interval=6",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["none", "lora"])
+def run(request, tmp_path_factory) -> Path:
+    """The folder of a finished run, by the command line."""
+    folder = tmp_path_factory.mktemp(request.param)
+    done = command_line(folder, *settings(folder), f"adapter={request.param}", "optimizer.lr=0.02")
+    assert done.returncode == 0, done.stderr
+    assert "sample after 0 steps" in done.stdout and f"sample after {STEPS} steps" in done.stdout
+    [finished] = (folder / "runs/finetune").iterdir()
+    return finished
+
+
+def test_the_loss_falls_and_both_samples_are_kept(run):
+    losses = list(column(run, "train/loss").values())
+    falls_to = 0.95 if "lora" in str(run) else 0.6  # adapters alone cannot teach random weights much
+    assert len(losses) == STEPS and losses[-1] < falls_to * losses[0]
+    first, last = (json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines())
+    assert (first["step"], last["step"]) == (0, STEPS)
+    assert first["messages"] == last["messages"] and first["messages"][-1]["role"] == "user"
+    assert first["answer"] != last["answer"]
+
+
+@torch.no_grad()
+def test_what_is_exported_is_what_was_trained(run, tmp_path):
+    [checkpoint] = run.rglob("*.ckpt")
+    export_hf.export(checkpoint, tmp_path / "out", [], None)
+    stream = torch.arange(50) * 7 % 400
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    trained, step = export_hf.load(checkpoint, OmegaConf.load(run / ".hydra" / "config.yaml"))
+    exact = theirs(stream[None]).logits[0]
+    assert step == STEPS
+    for ours in (trained, load_pretrained(tmp_path / "out", attention="sdpa")):
+        torch.testing.assert_close(ours(stream), exact, rtol=1e-4, atol=1e-4 * exact.abs().max().item())
+    base = AutoModelForCausalLM.from_pretrained(run.parents[2] / "base", dtype=torch.float32).eval()
+    assert (base(stream[None]).logits[0] - exact).abs().max() > 0.1 * exact.abs().max()
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template is not None
+
+
+@pytest.mark.parametrize("run", ["none"], indirect=True)
+def test_losses_are_those_of_transformers_own_loop(run):
+    ours, theirs = compare_finetune.our_losses(run)[:5], compare_finetune.transformers_losses(run, 5)
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert compare_finetune.table(ours, theirs).count("\n") == 6
+
+
+@pytest.mark.parametrize("run", ["lora"], indirect=True)
+def test_an_adapter_is_not_compared(run):
+    with pytest.raises(ValueError, match=r"must have adapter=none; .* has fa_train.models.lora.LoRA"):
+        compare_finetune.transformers_losses(run, 5)
+
+
+@pytest.mark.parametrize(("adapter", "lr"), [("none", 2e-5), ("lora", 2e-4), ("qlora", 2e-4)])
+def test_the_learning_rate_is_the_adapters(adapter, lr, tmp_path):
+    with composed(tmp_path, *settings(tmp_path), f"adapter={adapter}") as cfg:
+        assert cfg.optimizer.lr == lr
+        assert cfg.data.tokenizer == cfg.model.pretrained == str(tmp_path / "base")
+        assert cfg.data.packing == "best_fit" and cfg.model.dtype == "float32"
+    with composed(tmp_path, *settings(tmp_path), "preset=gpu") as cfg:
+        assert cfg.trainer.precision == "bf16-mixed"
+
+
+def test_documents_are_apart_in_the_loop_too():
+    mask = compare_finetune.document_mask(torch.tensor([0, 2, 3, 3], dtype=torch.int32), 5)
+    assert mask[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 0, 1],
+    ]  # fmt: skip
+
+
+def extended(folder: Path, *overrides: str) -> list[str]:
+    return [
+        "experiment=extend_context", "preset=cpu", f"data.path={write_corpus(folder / 'corpus')}", "seq_len=256",
+        f"model.pretrained={write_base(folder / 'base')}", f"data.cache_dir={folder / 'cache'}", "logger=csv",
+        "data.num_workers=0", "trainer.accelerator=cpu", *overrides,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parameters", "reach"),
+    [
+        pytest.param([], {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256, id="yarn"),
+        pytest.param(["model.rope_scaling.rope_type=linear"], {"rope_type": "linear", "factor": 4.0}, 256, id="linear"),
+        pytest.param(["model.rope_scaling.rope_type=dynamic"], {"rope_type": "dynamic", "factor": 4}, 64, id="dynamic"),
+        pytest.param(
+            ["model.rope_scaling=null", "model.rope_theta=5e5"], {"rope_type": "default", "rope_theta": 5e5}, 256,
+            id="theta",
+        ),
+        pytest.param(["seq_len=32"], {"rope_type": "default", "rope_theta": 10000.0}, 64, id="reached-already"),
+    ],
+)  # fmt: skip
+@torch.no_grad()
+def test_extension_is_exported(overrides, parameters, reach, tmp_path):
+    with composed(tmp_path, *extended(tmp_path, *overrides)) as cfg:
+        _, lit_gpt, data = train.build(cfg)
+        save_pretrained(lit_gpt.model, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert parameters.items() <= config["rope_parameters"].items() and config["max_position_embeddings"] == reach
+    assert data.packing == "best_fit"
+    stream = torch.arange(200) * 7 % 400
+    exact = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()(stream[None]).logits[0]
+    torch.testing.assert_close(lit_gpt.model(stream), exact, rtol=1e-4, atol=1e-4 * exact.abs().max().item())
