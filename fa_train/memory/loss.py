@@ -49,9 +49,10 @@ class LinearCrossEntropy:
             )
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        with_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        of_weight = torch.is_grad_enabled() and weight.requires_grad
+        of_hidden = torch.is_grad_enabled() and hidden.requires_grad
         return linear_cross_entropy(
-            hidden, weight, labels, self.chunk_size, self.z_loss, self.label_smoothing, dtype, with_gradients
+            hidden, weight, labels, self.chunk_size, self.z_loss, self.label_smoothing, dtype, of_hidden, of_weight
         )[0]
 
 
@@ -64,14 +65,15 @@ def linear_cross_entropy(
     z_loss: float,
     label_smoothing: float,
     dtype: torch.dtype,
-    with_gradients: bool,
+    of_hidden: bool,
+    of_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss and its gradients in hidden and weight, which are of no elements unless with_gradients.
+    """The loss and its gradients of hidden and of weight, each of no elements where it is not asked for.
 
     One operator, so that torch.compile neither breaks the graph here nor unrolls the loop.
     """
-    d_hidden = torch.empty_like(hidden) if with_gradients else hidden.new_empty(0)
-    d_weight = torch.zeros_like(weight, dtype=torch.float32) if with_gradients else weight.new_empty(0)
+    d_hidden = torch.empty_like(hidden) if of_hidden else hidden.new_empty(0)
+    d_weight = weight.new_zeros(weight.shape if of_weight else 0, dtype=torch.float32)
     losses = torch.zeros_like(labels, dtype=torch.float32)
     cross_entropy = _liger_cross_entropy if hidden.is_cuda else _torch_cross_entropy
     with torch.autocast(hidden.device.type, enabled=False):
@@ -80,9 +82,11 @@ def linear_cross_entropy(
             rows = slice(start, start + chunk_size)
             chunk = hidden[rows].to(dtype)
             losses[rows], d_logits = cross_entropy(chunk @ rounded_weight.T, labels[rows], z_loss, label_smoothing)
-            if with_gradients:
+            if of_hidden:
                 d_hidden[rows] = d_logits @ rounded_weight
+            if of_weight:
                 add_product(d_weight, d_logits.T, chunk)
+            del chunk, d_logits  # or they would stay until the next ones are there
     return losses.sum(), d_hidden, d_weight.to(weight.dtype)
 
 
@@ -175,23 +179,26 @@ def _fake(
     z_loss: float,
     label_smoothing: float,
     dtype: torch.dtype,
-    with_gradients: bool,
+    of_hidden: bool,
+    of_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    loss = hidden.new_empty((), dtype=torch.float32)
-    if not with_gradients:
-        return loss, hidden.new_empty(0), weight.new_empty(0)
-    return loss, torch.empty_like(hidden), torch.empty_like(weight)
+    d_hidden = torch.empty_like(hidden) if of_hidden else hidden.new_empty(0)
+    d_weight = weight.new_empty(weight.shape if of_weight else 0)
+    return hidden.new_empty((), dtype=torch.float32), d_hidden, d_weight
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.save_for_backward(*output[1:])
+    ctx.of_hidden, ctx.of_weight = inputs[-2:]
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, d_loss: Tensor, *unused: None) -> tuple[Tensor | None, ...]:
     d_hidden, d_weight = ctx.saved_tensors
     # in place: another copy would be as large as the weight
-    return d_hidden.mul_(d_loss), d_weight.mul_(d_loss), None, None, None, None, None, None
+    of_hidden = d_hidden.mul_(d_loss) if ctx.of_hidden else None
+    of_weight = d_weight.mul_(d_loss) if ctx.of_weight else None
+    return of_hidden, of_weight, None, None, None, None, None, None, None
 
 
 linear_cross_entropy.register_autograd(_backward, setup_context=_save)

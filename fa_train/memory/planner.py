@@ -123,11 +123,6 @@ class Shape:
         return 1 if self.norm == "rmsnorm" else 2
 
     @property
-    def separate_qk(self) -> bool:
-        """Whether attention gets queries and keys of their own, not views of what the projection wrote."""
-        return self.rope or self.qk_norm
-
-    @property
     def up_dim(self) -> int:
         return 2 * self.ffn_dim if self.gated else self.ffn_dim
 
@@ -213,6 +208,7 @@ class _Block:
         self.lse = t * s.n_heads * 4
         self.hidden, self.up = t * s.ffn_dim * c, t * s.up_dim * c
         self.statistics = t * 4 * s.norm_statistics
+        self.qk_statistics = t * (s.n_heads + s.n_kv_heads) * 4 * s.norm_statistics
         self.qkv_weight, self.out_weight = s.dim * (s.query_dim + 2 * s.kv_dim), s.query_dim * s.dim
         self.up_weight, self.down_weight = s.dim * s.up_dim, s.ffn_dim * s.dim
         a = s.adapters
@@ -220,21 +216,26 @@ class _Block:
         self.ffn_adapters = (t * a.ffn_rank + a.ffn_joined) * c if a else 0
 
     def rounded_weights(self) -> int:
-        """Autocast's copies; the FFN by chunks makes its own and drops them."""
-        if not self.shape.mixed or (self.shape.adapters and self.shape.adapters.quantised):
+        """Autocast's copies that autograd keeps; the FFN by chunks makes its own and drops them."""
+        s = self.shape
+        if not s.mixed or (s.adapters and s.adapters.quantised):
             return 0
-        ffn = 0 if self.shape.mlp_chunk else self.up_weight + self.down_weight
-        return (self.qkv_weight + self.out_weight + ffn) * self.shape.compute_bytes
+        ffn = 0 if s.mlp_chunk else self.up_weight + (self.down_weight if s.adapters else 0)
+        return (self.qkv_weight + self.out_weight + ffn) * s.compute_bytes
+
+    def rounded_down(self) -> int:
+        """The copy of the FFN's last weight, which the backward makes again as it does the activations."""
+        s = self.shape
+        return 0 if s.adapters or s.mlp_chunk or not s.mixed else self.down_weight * s.compute_bytes
 
     def attention_kept(self) -> int:
         """From the block's input to attention's result."""
         s = self.shape
         kept = self.x + self.statistics + self.x_rounded + self.qkv + self.q + self.lse + self.attention_adapters
-        if s.separate_qk:
-            kept += self.q + self.kv  # else views of the projection's result, as values always are
         if s.qk_norm:
-            kept += s.tokens * (s.n_heads + s.n_kv_heads) * 4 * s.norm_statistics
-            kept += self.q_full + self.kv_full if s.mixed else 0
+            kept += self.q + self.kv  # else views of the buffer in which values are, rotated or not
+            kept += self.qk_statistics
+            kept += self.q_full + self.kv_full if s.mixed and self.eager else 0
         return kept
 
     def ffn_kept(self) -> int:
@@ -244,9 +245,13 @@ class _Block:
             return kept + (self.x - self.x_rounded if self.shape.adapters else 0)  # chunks of the norm's own result
         return kept + self.up + self.activated_kept() + self.ffn_adapters
 
-    def activated_kept(self) -> int:
-        """The FFN's operand of its last product; SwiGLU's silu too, which torch.compile computes again."""
+    def activated(self) -> int:
+        """The FFN's operand of its last product; SwiGLU's silu too, which torch.compile does not write."""
         return self.hidden * (2 if self.shape.gated and self.eager else 1)
+
+    def activated_kept(self) -> int:
+        """Those of the first forward; the backward computes them again, but for adapters."""
+        return self.activated() if self.shape.adapters else 0
 
     def kept(self) -> int:
         """What autograd keeps of a block that computes nothing again."""
@@ -262,18 +267,17 @@ class _Block:
         """The most at a time in each part of the first forward, the block's own tensors included."""
         ffn = self._ffn_forward()
         if self.shape.checkpointing != "none":  # nothing is kept for longer than it is read
-            activated = self.up + self.activated_kept()
+            activated = self.up + self.activated()
             ffn = self.boundary() + 2 * self.x + (self._chunk_forward() if self.shape.mlp_chunk else activated)
-        return {"RoPE": self._rope_forward(), "attention": self._attention_forward(), "FFN": ffn}
+        return {"attention": self._attention_forward(), "FFN": ffn}
 
     def backward(self) -> dict[str, int]:
         """The same of the backward, with the forward again where it is checkpointed."""
         again = {}
         if self.shape.checkpointing != "none":
             waiting = self.x + (self.x_rounded if self.shape.mixed else 0)  # the gradient of the block's result
-            rope = self._rope_forward() + self.boundary() - self.x  # attention's results wait for their turn
-            ffn = self.kept() + self._argument()  # recomputation ends before the last product
-            parts = {"RoPE": rope, "attention": self._attention_forward(), "FFN": ffn}
+            ffn = self.kept() + self._argument()  # recomputation ends before the activations, or the last product
+            parts = {"attention": self._attention_forward(), "FFN": ffn}
             again = {f"{part} again": waiting + nbytes for part, nbytes in parts.items()}
         return again | {
             "FFN's backward": self._ffn_backward(),
@@ -285,37 +289,15 @@ class _Block:
         """A norm's result in fp32: Python holds it while attention or FFN run on a rounded copy of it."""
         return self.x if self.shape.mixed and self.eager else 0
 
-    def _projected(self) -> int:
-        """From the block's input to queries, keys and values."""
-        return self.x + self.statistics + self._argument() + self.x_rounded + self.qkv
-
-    def _qk_normed(self) -> int:
-        """Kept by the norms of queries and keys, and their results."""
-        s = self.shape
-        if not s.qk_norm:
-            return 0
-        statistics = s.tokens * (s.n_heads + s.n_kv_heads) * 4 * s.norm_statistics
-        return statistics + (2 * (self.q_full + self.kv_full) if s.mixed else self.q + self.kv)
-
-    def _rope_forward(self) -> int:
-        """A rotation in fp32: its argument, four products or three halves, and the result; keys after queries."""
-        s = self.shape
-        if not s.rope or not self.eager:
-            return 0
-        is_full = s.compute_bytes == 4 or (s.mixed and s.qk_norm)
-        tensors = 2 if is_full else 3
-        return self._projected() + self._qk_normed() + max(tensors * self.q_full, self.q_full + tensors * self.kv_full)
-
     def _attention_forward(self) -> int:
-        """Until attention's result is projected; the frame still holds queries and keys in fp32."""
-        s = self.shape
-        frame = 0
-        if self.eager and s.compute_bytes == 2 and (s.rope or (s.qk_norm and s.mixed)):
-            frame = self.q_full + self.kv_full
-        return self.attention_kept() + self._argument() + frame + self.x_rounded
+        """Until attention's result is projected."""
+        return self.attention_kept() + self._argument() + self.x_rounded
 
     def _ffn_forward(self) -> int:
-        return self.kept() + self._argument() + self.x_rounded + self._chunk_forward()
+        held = self.kept() + self._argument()
+        if self.shape.mlp_chunk or self.shape.adapters:
+            return held + self.x_rounded + self._chunk_forward()
+        return held + max(self.activated(), self.hidden + self.x_rounded)
 
     def _chunk_forward(self) -> int:
         """Rounded weights, and a chunk from its first product to its last."""
@@ -335,19 +317,20 @@ class _Block:
                 return held + 2 * chunk + self._dequantised()
             again = (5 if s.gated else 3) * chunk + self._ffn_rounded() + self.ffn_adapters
             return held + rounded + again + 2 * chunk + self._dequantised()
-        if not s.mlp_chunk:
-            of_operand = rounded + self.hidden + self.down_weight * s.compute_bytes
-            let_go = self.down_weight * s.compute_bytes if s.mixed else 0  # autocast's copy
+        if not s.mlp_chunk:  # the activations again, and autocast's copy of the last weight
+            again = self.activated() + self.rounded_down()
+            of_operand = rounded + again + self.hidden + self.down_weight * s.compute_bytes
             its_own = 0 if s.accumulates else self.down_weight * s.weight_bytes  # the gradient of that weight
-            of_factors = 2 * self.hidden - let_go + its_own if s.gated else 0
+            # compiled, one kernel makes them and the operand, of which that weight's gradient comes after
+            of_factors = 4 * self.hidden + (its_own if self.eager else rounded) if s.gated else 0
             return held + max(of_operand, of_factors)
         weights = (self.up_weight + self.down_weight) * 4
-        # tensors of a chunk, and those of the chunk before, which the loop holds until they are replaced
-        own, before = (5, 3) if s.gated else (4, 2)
-        chunk, next_chunk = self._chunk(s.tokens), self._chunk(max(0, s.tokens - s.mlp_chunk))
-        chunks = max(own * chunk, before * chunk + own * next_chunk if next_chunk else 0)
+        chunk = self._chunk(s.tokens)
+        chunks = (4 if s.gated else 2) * chunk
+        if s.compute_bytes == 4:  # products of lower precisions are added up by one call
+            chunks = max(chunks, self.down_weight * 4 + (3 if s.gated else 2) * chunk, self.up_weight * 4 + 2 * chunk)
         if s.weight_bytes != 4:  # the sums are rounded when the loop has ended
-            chunks = max(chunks, 3 * (next_chunk or chunk) + weights // 2)
+            chunks = max(chunks, weights // 2)
         return held + rounded + self.x_rounded + weights + self._ffn_rounded() + chunks
 
     def _norm_backward(self) -> int:
@@ -416,7 +399,7 @@ def _moments(s: Shape) -> list[_Moment]:
     gradients = sum(trained_sizes(s)) * s.gradient_bytes
     rounded = block.rounded_weights()
     cached = s.eager and s.adapters is None  # autocast forgets its copies of frozen weights
-    rounded_in_forward = s.n_layers * rounded if cached or not again else 0
+    rounded_in_forward = s.n_layers * (rounded + block.rounded_down() * cached) if cached or not again else 0
     boundaries = s.n_layers * block.boundary() - (s.n_layers - 1) * block.x * s.offload
     sent = block.x if s.offload and s.n_layers > 1 else 0  # the state below, until its copy has ended
     data = s.tokens * (3 * 8 + 4 * 4)  # tokens, labels, positions; the four ends of visible ranges
@@ -429,19 +412,20 @@ def _moments(s: Shape) -> list[_Moment]:
     if s.adapters:  # nothing waits for frozen weights
         of_head = embeddings = 0
         of_block = gradients // s.n_layers
+    before = gradients if s.accumulates else 0  # those of the step's other micro-batches; the last step's are gone
     forward, in_forward = max(block.forward().items(), key=_nbytes)
     moments = [
         _Moment(
             f"{forward} of the last block",
-            gradients=gradients,
-            rounded_weights=rounded_in_forward or rounded,
+            gradients=before,
+            rounded_weights=rounded_in_forward or rounded + block.rounded_down(),
             activations=boundaries,
             outside=data,
             working=sent + in_forward - block.boundary(),
         ),
         _Moment(
             "the loss",
-            gradients=gradients,
+            gradients=before,
             rounded_weights=rounded_in_forward,
             activations=boundaries,
             outside=data + last_norm,
@@ -449,7 +433,7 @@ def _moments(s: Shape) -> list[_Moment]:
         ),
         _Moment(
             "the last norm's backward",
-            gradients=gradients if s.accumulates else 0,
+            gradients=before,
             rounded_weights=0 if again else s.n_layers * rounded,
             activations=boundaries,
             outside=data + last_norm,
@@ -472,7 +456,7 @@ def _moments(s: Shape) -> list[_Moment]:
         moments.append(
             _Moment(
                 f"{backward} of the {which} block",
-                gradients=gradients if s.accumulates else (s.n_layers - left) * of_block,
+                gradients=before or (s.n_layers - left) * of_block,
                 rounded_weights=rounded if again else left * rounded,
                 activations=left * block.boundary() - (left - 1) * block.x * s.offload,
                 outside=data,
@@ -524,14 +508,17 @@ def loss_bytes(s: Shape) -> int:
     chunk = min(s.loss_chunk, s.tokens)
     logits, hidden = chunk * s.vocab_size * s.compute_bytes, chunk * s.dim * s.compute_bytes
     rounded_hidden = hidden if s.mixed else 0
-    several = s.tokens > s.loss_chunk  # the loop holds the last chunk's logits until the next are there
-    in_loop = max(rounded_hidden + logits * (2 if several else 1), rounded_hidden + logits + hidden)
     weight = s.vocab_size * s.dim
     rounded_weight = weight * s.compute_bytes if s.mixed else 0
-    product = weight * 4 if s.compute_bytes == 4 else 0  # only lower precisions are added up by one call
-    result = weight * s.weight_bytes if s.weight_bytes != 4 else 0
-    in_loop = max(in_loop, rounded_hidden + logits + max(product, result))
-    return weight * 4 + rounded_weight + in_loop + s.tokens * 4
+    of_weight, product, result = weight * 4, weight * 4, weight * s.weight_bytes
+    if s.adapters:  # the head is frozen
+        of_weight = product = result = 0
+    if s.compute_bytes != 4:  # added up by one call
+        product = 0
+    if s.weight_bytes == 4:  # the sum itself
+        result = 0
+    in_loop = rounded_hidden + logits + max(hidden, product)
+    return of_weight + rounded_weight + max(in_loop, result) + s.tokens * 4
 
 
 def optimizer_bytes(s: Shape) -> tuple[int, int]:

@@ -161,15 +161,17 @@ def mlp_backward(
         up, up_bias, down, _ = _rounded(x.dtype, *weights)
         for rows in _chunks(x.shape[0], chunk_size):
             projected = F.linear(x[rows], up, up_bias)
-            hidden, d_projected = _activation_backward(dy[rows] @ down, projected, activation)
+            if with_weights:  # first, so that these activations and their gradient never coexist
+                add_product(d_down, dy[rows].T, activate(projected, activation))
+            d_projected = _activation_backward(dy[rows] @ down, projected, activation)
             dx[rows] = d_projected @ up
             if with_weights:
-                add_product(d_down, dy[rows].T, hidden)
                 add_product(d_up, d_projected.T, x[rows])
                 if up_bias is not None:
                     d_up_bias += d_projected.sum(0, dtype=torch.float32)
                 if down_bias is not None:
                     d_down_bias += dy[rows].sum(0, dtype=torch.float32)
+            del projected, d_projected  # or they would stay until the next chunk's are there
     d_up, d_up_bias, d_down, d_down_bias = (
         d if w is None else d.to(w.dtype) for d, w in zip(sums, weights, strict=True)
     )
@@ -197,22 +199,20 @@ def _backward_fake(
     return x.new_empty(x.shape), d_up, d_up_bias, d_down, d_down_bias
 
 
-def _activation_backward(d_hidden: Tensor, projected: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """The activations again, as the gradient of down needs them, and the gradient of `projected`.
+def _activation_backward(d_hidden: Tensor, projected: Tensor, activation: str) -> Tensor:
+    """The gradient of `projected`, which takes the place of one of the arguments.
 
-    autograd's formulas: it records nothing inside an operator. SwiGLU's overwrite both arguments.
+    autograd's formulas: it records nothing inside an operator.
     """
     if activation == "gelu":
-        hidden = F.gelu(projected, approximate="tanh")
-        return hidden, torch.ops.aten.gelu_backward(d_hidden, projected, approximate="tanh")
+        torch.ops.aten.gelu_backward(d_hidden, projected, approximate="tanh", grad_input=d_hidden)
+        return d_hidden
     gate, value = projected.chunk(2, dim=-1)
-    activated = F.silu(gate)
-    hidden = activated * value
-    activated *= d_hidden
-    d_hidden *= value
-    torch.ops.aten.silu_backward(d_hidden, gate, grad_input=gate)
-    value.copy_(activated)
-    return hidden, projected
+    d_activated = d_hidden * value
+    torch.ops.aten.silu(gate, out=value)
+    value *= d_hidden
+    torch.ops.aten.silu_backward(d_activated, gate, grad_input=gate)
+    return projected
 
 
 def _rounded(dtype: torch.dtype, *weights: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:

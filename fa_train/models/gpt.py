@@ -17,8 +17,9 @@ from fa_train.memory.offload import Offload
 from fa_train.memory.stack import Memory
 from fa_train.memory.tiled_mlp import activate, tiled_mlp
 from fa_train.models.attention import Attention, require_softcap, soft_capped
-from fa_train.models.rope import RopeScaling, RotaryTable, document_positions, rope_scaling, rotary_table, rotate
+from fa_train.models.rope import RopeScaling, RotaryTable, document_positions, rope_scaling, rotary_table
 from kernels.flash_attention.schedule import Schedule, build_schedule, causal_schedule
+from kernels.rotary import rotate_heads
 
 Norm = Literal["rmsnorm", "layernorm", "offset_rmsnorm"]
 Positions = Literal["rope", "learned", "none"]
@@ -350,12 +351,14 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, schedule: Schedule, rotary: RotaryTable | None) -> Tensor:
         """x (total, dim) -> the same."""
-        q, k, v = self.qkv(x).unflatten(-1, (sum(self.heads), -1)).split(self.heads, dim=1)
+        qkv = self.qkv(x).unflatten(-1, (sum(self.heads), -1))
+        if self.q_norm is None and rotary is not None:  # q, k and v stay views of one buffer, all that is kept of them
+            qkv = rotate_heads(qkv, rotary.cos, rotary.sin, self.heads[0] + self.heads[1])
+        q, k, v = qkv.split(self.heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = (norm(x.to(norm.weight.dtype)) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
-        return self.out(self.attention(q.to(v.dtype), k.to(v.dtype), v, schedule, **self.scores).flatten(1))
+            norms = (self.q_norm, q), (self.k_norm, k)
+            q, k = (_rotated(norm(x.to(norm.weight.dtype)), rotary, v.dtype) for norm, x in norms)
+        return self.out(self.attention(q, k, v, schedule, **self.scores).flatten(1))
 
 
 class FeedForward(nn.Module):
@@ -370,9 +373,13 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (total, dim) -> the same."""
-        if self.chunk_size is None:
-            return self._all_at_once(x)
         plain = type(self.up) is nn.Linear and type(self.down) is nn.Linear  # and not those of fa_train.models.lora
+        if self.chunk_size is None:
+            projected = self.up(x)
+            if not plain:  # an adapter's second product needs the first one's result, which would be computed again
+                return self._activated_down(projected)
+            # keeps `projected` alone; the backward computes the activations again, which end before down's product
+            return checkpoint(self._activated_down, projected, use_reentrant=False, preserve_rng_state=False)
         if self.activation == "geglu" or not plain:  # tiled_mlp knows no derivative of it, and weights alone
             chunks = [
                 checkpoint(self._all_at_once, rows, use_reentrant=False, preserve_rng_state=False)
@@ -383,7 +390,10 @@ class FeedForward(nn.Module):
         return tiled_mlp(x, up.weight, up.bias, down.weight, down.bias, self.activation, self.chunk_size)
 
     def _all_at_once(self, x: Tensor) -> Tensor:
-        projected = self.up(x)
+        return self._activated_down(self.up(x))
+
+    def _activated_down(self, projected: Tensor) -> Tensor:
+        """(total, rows of up) -> (total, dim)."""
         if self.activation == "geglu":  # GELU by tanh of the gate, which comes before the values
             gate, value = projected.chunk(2, dim=-1)
             return self.down(F.gelu(gate, approximate="tanh") * value)
@@ -426,6 +436,11 @@ def _schedule(cu_seqlens: Tensor | None, total: int, device: torch.device, windo
         return causal_schedule(cu_seqlens, total, device)
     documents = torch.tensor([0, total], dtype=torch.int32, device=device) if cu_seqlens is None else cu_seqlens
     return build_schedule(documents, documents, total, total, causal=True, window_size=(window - 1, 0))
+
+
+def _rotated(x: Tensor, rotary: RotaryTable | None, dtype: torch.dtype) -> Tensor:
+    """All heads of x, in dtype."""
+    return x.to(dtype) if rotary is None else rotate_heads(x, rotary.cos, rotary.sin, x.shape[1], dtype)
 
 
 def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:

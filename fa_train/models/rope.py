@@ -209,12 +209,5 @@ def rotary_table(position_ids: Tensor, head_dim: int, theta: float, scaling: Rop
     return RotaryTable((angles.cos() * magnitude).float(), (angles.sin() * magnitude).float())
 
 
-def rotate(x: Tensor, table: RotaryTable) -> Tensor:
-    """x (total, heads, head_dim) of any dtype -> the same shape in fp32: in bf16 the rotation loses precision."""
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = table.cos[:, None], table.sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
 def _exponents(head_dim: int, device: torch.device) -> Tensor:
     return torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim

@@ -16,7 +16,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,7 +30,9 @@ from fa_train.memory import tiled_mlp as tiled_mlp_module
 from fa_train.memory.loss import linear_cross_entropy
 from fa_train.memory.tiled_mlp import mlp_backward, mlp_forward
 from fa_train.models.gpt import GPT
+from fa_train.models.rope import rotary_table
 from kernels.flash_attention import interface as interface_module
+from kernels.flash_attention.schedule import causal_schedule
 
 
 @torch.library.custom_op("simulated::rms_norm", mutates_args=())
@@ -193,3 +199,42 @@ def simulate(build: Callable[[], GPT], tokens: int, precision: str, accumulates:
         backward_where=live.where,
         timeline=[(now - static, what) for now, what in live.timeline[start:]],
     )
+
+
+def kept_by_compiled_block(build: Callable[[], GPT], tokens: int, precision: str) -> int:
+    """Bytes that the first block keeps for its backward as torch.compile for a GPU partitions it, x among them."""
+    autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext()
+    storages: dict[int, int] = {}
+
+    def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+        graphs = min_cut_rematerialization_partition(
+            joint, inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
+        )
+        outputs: Any = graphs[0].graph.output_node().args[0]
+        for node in outputs[num_fwd_outputs:]:
+            value = node.meta["val"]
+            if node.op != "placeholder" or value.shape == x.shape:  # weights, the schedule, sines: not the block's own
+                storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+        return graphs
+
+    backend = aot_autograd(
+        fw_compiler=lambda graph, inputs: graph.forward,
+        bw_compiler=lambda graph, inputs: graph.forward,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )
+    torch._dynamo.reset()
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interface_module, "require_backend", lambda device: None)  # nothing is computed
+        torch.set_default_dtype(torch.bfloat16 if precision == "bf16-true" else torch.float32)
+        try:
+            model = build()
+            x = torch.empty(tokens, model.token_embedding.embedding_dim, requires_grad=True)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        rope = model.ropes[0]
+        rotary = rope and rotary_table(torch.empty(tokens, dtype=torch.int64), model.head_dim, rope.theta)
+        schedule = causal_schedule(None, tokens, torch.device("cpu"))
+        with autocast:
+            torch.compile(model.blocks[0], backend=backend, fullgraph=True, dynamic=False)(x, schedule, rotary)
+    return sum(storages.values())

@@ -1,10 +1,14 @@
 """Linear cross entropy against torch's on materialised logits."""
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fa_train.memory import loss as loss_module
 from fa_train.memory.loss import LinearCrossEntropy, _liger_cross_entropy, _torch_cross_entropy, linear_cross_entropy
 from tests.memory.small import LargestTensor
 from tests.tolerance import assert_as_accurate
@@ -112,9 +116,53 @@ def test_logits_never_exist_at_once(device):
     labels = torch.randint(256, (512,), device=device)
     with LargestTensor() as largest:
         # the body of the operator: a dispatch mode does not look into operators
-        linear_cross_entropy._init_fn(hidden.detach(), weight.detach(), labels, 16, 0.0, 0.0, torch.float32, True)
+        linear_cross_entropy._init_fn(hidden.detach(), weight.detach(), labels, 16, 0.0, 0.0, torch.float32, True, True)
         LinearCrossEntropy(16)(hidden, weight, labels).backward()
     assert largest.elements == 16 * 256  # of 512 x 256
+
+
+class Alive(TorchDispatchMode):
+    """How many tensors of a shape, each with memory of its own, are there at once."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.shape, self.alive, self.most = shape, set[int](), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.shape == self.shape:
+            storage = result.untyped_storage()
+            if storage._cdata not in self.alive:
+                self.alive.add(storage._cdata)
+                weakref.finalize(storage, self.alive.discard, storage._cdata)
+            self.most = max(self.most, len(self.alive))
+        return result
+
+
+def test_two_chunks_of_logits_never_coexist(device, monkeypatch):
+    """As the GPU's kernel does it, in place of the logits."""
+    hidden, weight, labels = (x.detach() for x in draw(device))
+
+    def cross_entropy(logits: Tensor, labels: Tensor, *terms: float) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(labels, dtype=torch.float32), logits
+
+    for name in ("_torch_cross_entropy", "_liger_cross_entropy"):
+        monkeypatch.setattr(loss_module, name, cross_entropy)
+    with Alive(10, VOCAB) as logits:
+        linear_cross_entropy._init_fn(hidden, weight, labels, 10, 0.0, 0.0, torch.float32, True, True)
+    assert logits.most == 1
+
+
+def test_a_frozen_head_costs_no_gradient(device):
+    hidden, weight, labels = draw(device)
+    expected = torch.autograd.grad(LinearCrossEntropy(16)(hidden, weight, labels), hidden)[0]
+    arguments = (hidden.detach(), weight.detach(), labels, 16, 0.0, 0.0, torch.float32)
+    with Alive(VOCAB, DIM) as frozen:
+        _, d_hidden, d_weight = linear_cross_entropy._init_fn(*arguments, True, False)
+    with Alive(VOCAB, DIM) as trained:
+        linear_cross_entropy._init_fn(*arguments, True, True)
+    assert torch.equal(d_hidden, expected) and d_weight.numel() == 0
+    assert frozen.most < trained.most
 
 
 @TERMS
@@ -130,8 +178,8 @@ def test_ligers_kernel_equals_torch(vocab, z_loss, label_smoothing, device):
 
 def test_operator_keeps_torchs_rules(device):
     hidden, weight, labels = draw(device)
-    for with_gradients in (True, False):
-        arguments = (hidden, weight, labels, 16, 0.0, 0.0, torch.float32, with_gradients)
+    for wanted in ((True, True), (True, False), (False, True), (False, False)):
+        arguments = (hidden, weight, labels, 16, 0.0, 0.0, torch.float32, *wanted)
         torch.library.opcheck(linear_cross_entropy, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

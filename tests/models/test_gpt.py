@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.models.attention import chunked_attention, flash_attention, naive_attention, sdpa_attention
-from fa_train.models.gpt import GPT, Family, OffsetRMSNorm
+from fa_train.models.gpt import GPT, Family, FeedForward, OffsetRMSNorm
 
 ATTENTIONS = {
     "naive": naive_attention,
@@ -289,6 +290,32 @@ def test_compiles_without_a_graph_break(attention, overrides, device):
         results.append([loss.detach(), *gradients(model)])
     for eager, compiled in zip(*results, strict=True):
         torch.testing.assert_close(eager, compiled, rtol=1e-4, atol=1e-5)
+
+
+class Products(TorchDispatchMode):
+    """How many matrix products ran."""
+
+    times = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.times += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "geglu"])
+def test_the_ffn_keeps_what_it_projected_and_repeats_no_product(activation, device):
+    ffn = FeedForward(16, 24, activation, bias=False, chunk_size=None).to(device)
+    x, dy = torch.randn(5, 16, device=device, requires_grad=True), torch.randn(5, 16, device=device)
+    saved: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(tuple(s.shape)) or s, lambda s: s):
+        y = ffn(x)
+    activations = [shape for shape in saved if shape[:1] == (5,)]
+    assert sorted(activations) == [(5, 16), tuple(ffn.up(x).shape)], "its input and what up made of it"
+    with Products() as products:
+        gradients = torch.autograd.grad(y, [x, ffn.up.weight, ffn.down.weight], dy)
+    assert products.times == 4, "two for each weight"
+    plain = torch.autograd.grad(ffn._all_at_once(x), [x, ffn.up.weight, ffn.down.weight], dy)
+    assert all(map(torch.equal, gradients, plain))
 
 
 @pytest.mark.parametrize("init", ["gpt2", "llama"])

@@ -5,9 +5,15 @@ import math
 import pytest
 import torch
 
-from fa_train.models.rope import document_positions, last_positions, rope_scaling, rotary_table, rotate
+from fa_train.models.rope import RotaryTable, document_positions, last_positions, rope_scaling, rotary_table
+from kernels.rotary import rotate_heads
 
 CPU = torch.device("cpu")
+
+
+def rotate(x: torch.Tensor, table: RotaryTable) -> torch.Tensor:
+    """All heads of x, as the model does it; fp32."""
+    return rotate_heads(x, table.cos, table.sin, x.shape[1], torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,80 @@
+"""LitGPT's steps in Lightning's loop: what gradients do between them."""
+
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from fa_train.lit_gpt import LitGPT
+from tests.memory.small import levers, small_gpt
+
+TOTAL, STEPS = 24, 3
+
+
+def batches(number: int) -> list[dict[str, torch.Tensor]]:
+    tokens = torch.randint(11, (number, TOTAL), generator=torch.Generator().manual_seed(1))
+    return [
+        {
+            "tokens": row,
+            "labels": row.roll(-1),
+            "position_ids": torch.arange(TOTAL),
+            "cu_seqlens": torch.tensor([0, TOTAL], dtype=torch.int32),
+        }
+        for row in tokens
+    ]
+
+
+class Watched(L.Callback):
+    """Which micro-batches began with gradients, and what the steps' norms were."""
+
+    def __init__(self) -> None:
+        self.began_with_gradients: list[bool] = []
+        self.norms: list[float] = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.began_with_gradients.append(any(p.grad is not None for p in pl_module.parameters()))
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.norms.append(float(pl_module.step_grad_norm))
+
+
+def by_hand(model: nn.Module, accumulated: int, clip: float) -> list[float]:
+    """The same training without Lightning; the norm of each step before clipping."""
+    optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.1), []
+    rows = batches(STEPS * accumulated)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for row in rows[step * accumulated : (step + 1) * accumulated]:
+            loss = model(row["tokens"], row["cu_seqlens"], row["position_ids"], row["labels"])
+            (loss / (TOTAL * accumulated)).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        optimizer.step()
+    return norms
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_gradients_are_freed_after_each_step(accumulated, tmp_path):
+    device, clip = torch.device("cpu"), 0.05
+    model, reference = small_gpt(levers(), device, n_layers=2), small_gpt(levers(), device, n_layers=2)
+    lit = LitGPT(
+        model,
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1.0),
+        compile_model=False,
+    )
+    watched = Watched()
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=STEPS, accumulate_grad_batches=accumulated, gradient_clip_val=clip,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[watched], default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(lit, DataLoader(batches(STEPS * accumulated), batch_size=None))
+    assert watched.began_with_gradients == [bool(n % accumulated) for n in range(STEPS * accumulated)]
+    assert all(p.grad is None for p in lit.parameters())
+    norms = by_hand(reference, accumulated, clip)
+    assert watched.norms[accumulated - 1 :: accumulated] == pytest.approx(norms, rel=1e-5)
+    for name, ours in model.state_dict().items():
+        torch.testing.assert_close(ours, reference.state_dict()[name], msg=lambda m, n=name: f"{n}: {m}")
