@@ -536,8 +536,8 @@ def optimizer_bytes(s: Shape) -> tuple[int, int]:
 
 
 def optimizer_working(s: Shape) -> int:
-    """torchao's updates go parameter by parameter, through two copies in fp32; the fused AdamW needs none."""
-    return 8 * max(trained_sizes(s)) if s.optimizer in ("adamw_8bit", "adamw_bf16") else 0
+    """AdamW in 8 bits goes parameter by parameter, through two copies in fp32; the others need none."""
+    return 8 * max(trained_sizes(s)) if s.optimizer == "adamw_8bit" else 0
 
 
 def _power_of_two(n: int) -> int:

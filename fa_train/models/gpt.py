@@ -187,6 +187,7 @@ class GPT(nn.Module):
                     activation,
                     _or(bias, family.ffn_bias),
                     chunk_size=memory.mlp_chunk if memory else None,
+                    checkpointed=memory is not None and memory.checkpointing != "none",
                 ),
                 ffn_post_norm=make_norm(dim) if family.post_norms else None,
                 checkpointing=memory.checkpointing if memory else "none",
@@ -362,10 +363,16 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """down(activation(up(x))), by chunk_size tokens at a time or all; a gate and its values come from one matrix."""
+    """down(activation(up(x))), by chunk_size tokens at a time or all; a gate and its values come from one matrix.
 
-    def __init__(self, dim: int, ffn_dim: int, activation: Activation, bias: bool, chunk_size: int | None) -> None:
+    checkpointed: whether its block is computed again for the backward.
+    """
+
+    def __init__(
+        self, dim: int, ffn_dim: int, activation: Activation, bias: bool, chunk_size: int | None, checkpointed: bool
+    ) -> None:
         super().__init__()
+        self.checkpointed = checkpointed
         self.activation: Activation = activation
         self.chunk_size = chunk_size
         self.up = nn.Linear(dim, ffn_dim if activation == "gelu" else 2 * ffn_dim, bias=bias)
@@ -377,6 +384,9 @@ class FeedForward(nn.Module):
         if self.chunk_size is None:
             projected = self.up(x)
             if not plain:  # an adapter's second product needs the first one's result, which would be computed again
+                return self._activated_down(projected)
+            # compiled in a checkpointed block: torch 2.11 keeps what passes from one checkpoint into another
+            if self.checkpointed and torch.compiler.is_compiling():
                 return self._activated_down(projected)
             # keeps `projected` alone; the backward computes the activations again, which end before down's product
             return checkpoint(self._activated_down, projected, use_reentrant=False, preserve_rng_state=False)

@@ -304,7 +304,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu", "geglu"])
 def test_the_ffn_keeps_what_it_projected_and_repeats_no_product(activation, device):
-    ffn = FeedForward(16, 24, activation, bias=False, chunk_size=None).to(device)
+    ffn = FeedForward(16, 24, activation, bias=False, chunk_size=None, checkpointed=False).to(device)
     x, dy = torch.randn(5, 16, device=device, requires_grad=True), torch.randn(5, 16, device=device)
     saved: list[tuple[int, ...]] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(tuple(s.shape)) or s, lambda s: s):

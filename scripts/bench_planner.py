@@ -1,0 +1,194 @@
+"""How far the planner is from the truth: python -m scripts.bench_planner [--only llama_1b] [--seconds 200]
+
+Each configuration takes two training steps on one document as LitGPT takes them (forward, backward, clipping, the
+optimizer, gradients freed); its peak is torch.cuda.max_memory_allocated. Writes OUT.md, and OUT.json, which
+tests/memory/test_planner.py holds the formula to when it stands there as peaks_<gpu>.json.
+"""
+
+import argparse
+import gc
+import json
+import shlex
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+
+from fa_train.memory.planner import GIB, Shape, predict
+from fa_train.models.gpt import GPT
+from fa_train.preflight import shape_of
+from scripts.bench_attention import describe
+
+CONF = str(Path(__file__).resolve().parents[1] / "conf")
+GPT2_VOCABULARY = 50257  # for models whose size leaves it to the tokenizer
+
+
+@dataclass(frozen=True)
+class Run:
+    """One configuration: the values of train.py's keys, and how many micro-batches a step has."""
+
+    model: str
+    tokens: int
+    checkpointing: str = "none"
+    offload: bool = False
+    mlp_chunk: int | None = None
+    precision: str = "bf16-mixed"
+    optimizer: str = "adamw"
+    compiled: bool = False
+    micro_batches: int = 1
+
+
+RUNS = [
+    Run("gpt2", 8192),
+    Run("gpt2", 32768),
+    Run("gpt2", 65536, mlp_chunk=16384),
+    Run("gpt2", 65536, "selective"),
+    Run("gpt2", 131072, "selective", offload=True, mlp_chunk=16384),
+    Run("gpt2", 131072, "full", mlp_chunk=16384),
+    Run("gpt2_medium", 8192, micro_batches=2),
+    Run("gpt2_medium", 32768, offload=True),
+    Run("gpt2_medium", 65536, "selective", mlp_chunk=16384),
+    Run("gpt2_medium", 65536, "full", offload=True, precision="bf16-true"),
+    Run("llama_1b", 8192, micro_batches=2),
+    Run("llama_1b", 8192, "full"),
+    Run("llama_1b", 32768),
+    Run("llama_1b", 32768, "selective", mlp_chunk=16384, micro_batches=2),
+    Run("llama_1b", 32768, "selective", precision="bf16-true"),
+    Run("llama_1b", 65536, "selective"),
+    Run("llama_1b", 65536, "selective", offload=True, mlp_chunk=16384, precision="bf16-true"),
+    Run("llama_1b", 131072, "selective", offload=True, mlp_chunk=16384),
+    Run("gpt2", 32768, compiled=True),
+    Run("llama_1b", 8192, compiled=True),
+    Run("llama_1b", 32768, compiled=True),
+    Run("llama_1b", 32768, "selective", compiled=True),
+    Run("llama_1b", 65536, "full", compiled=True),
+    Run("llama_1b", 65536, "selective", offload=True, mlp_chunk=16384, compiled=True),
+    Run("llama_1b", 8192, "selective", optimizer="adamw_8bit"),
+    Run("llama_1b", 8192, "selective", precision="bf16-true", optimizer="adamw_bf16"),
+    Run("llama_1b", 8192, "selective", optimizer="adamw_offload"),
+    Run("llama_1b", 131072, "full"),
+]
+
+
+def measure(run: Run) -> tuple[Shape, float, float]:
+    """The planner's shape of a run, its peak in GiB, and the seconds of its second step."""
+    overrides = [
+        "preset=gpu",
+        f"model={run.model}",
+        f"seq_len={run.tokens}",
+        f"memory.checkpointing={run.checkpointing}",
+        f"memory.offload={run.offload}",
+        f"memory.mlp_chunk={'null' if run.mlp_chunk is None else run.mlp_chunk}",
+        f"optimizer={run.optimizer}",
+    ]
+    with initialize_config_dir(CONF, version_base="1.3"):
+        cfg = compose("train", overrides)
+    with torch.device("meta"):
+        model: GPT = instantiate(cfg.model, vocab_size=cfg.model.vocab_size or GPT2_VOCABULARY)
+    make_optimizer = instantiate(cfg.optimizer)
+    shape = shape_of(
+        model,
+        precision=run.precision,
+        tokens=run.tokens,
+        optimizer=make_optimizer,
+        accumulates=run.micro_batches > 1,
+        compiled=run.compiled,
+    )
+    gc.collect()
+    torch._dynamo.reset()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    model = model.to_empty(device="cuda")
+    model.init_weights()
+    if run.precision == "bf16-true":
+        model.bfloat16()
+    if run.compiled:
+        for block in model.blocks:
+            block.compile()
+    optimizer = make_optimizer(model)
+    for _ in range(2):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        train_step(model, optimizer, run)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    return shape, torch.cuda.max_memory_allocated() / GIB, seconds
+
+
+def train_step(model: GPT, optimizer: torch.optim.Optimizer, run: Run) -> None:
+    """On random tokens, one document a micro-batch."""
+    tokens = torch.randint(model.vocab_size, (run.tokens,), device="cuda")
+    cu_seqlens = torch.tensor([0, run.tokens], dtype=torch.int32, device="cuda")
+    positions = torch.arange(run.tokens, device="cuda")
+    mixed = torch.autocast("cuda", torch.bfloat16) if run.precision == "bf16-mixed" else nullcontext()
+    for _ in range(run.micro_batches):
+        with mixed:
+            loss = model(tokens, cu_seqlens, positions, tokens.roll(-1)) / run.tokens
+        loss.backward()
+        del loss
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def table(rows: list[dict[str, Any]], head: dict[str, str]) -> str:
+    """The results as Markdown."""
+    lines = ["# Predicted and measured peaks", "", *(f"- {key}: `{value}`" for key, value in head.items()), ""]
+    errors = [abs(row["predicted_gib"] / row["peak_gib"] - 1) for row in rows]
+    lines += [f"{sum(error <= 0.05 for error in errors)} of {len(rows)} within 5%, the worst {max(errors):.1%}.", ""]
+    names = list(asdict(RUNS[0]))
+    lines += [f"| {' | '.join(names)} | predicted GiB | measured GiB | error | s |", "|:--" * (len(names) + 4) + "|"]
+    for row in rows:
+        cells = [
+            "" if value in (None, False) else "yes" if value is True else str(value) for value in row["run"].values()
+        ]
+        predicted, peak = row["predicted_gib"], row["peak_gib"]
+        cells += [f"{predicted:.2f}", f"{peak:.2f}", f"{predicted / peak - 1:+.1%}", f"{row['step_s']:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only", default="", help="a part of the configurations' text, such as llama_1b or compiled=True"
+    )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begins no configuration after these")
+    parser.add_argument("--commit", help="for the head of the table, where the files are a copy without git")
+    parser.add_argument("--out", type=Path, help="prefix of the results; scripts/results/planner_<gpu>_<yyyymm>")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench_planner needs a CUDA GPU; torch sees none on this machine")
+    today, begin, rows = date.today(), time.monotonic(), list[dict[str, Any]]()
+    gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
+    out: Path = args.out or Path(__file__).parent / "results" / f"planner_{gpu}_{today:%Y%m}"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    head = describe(shlex.join(["python", "-m", "scripts.bench_planner", *sys.argv[1:]]), args.commit, today)
+    for run in RUNS:
+        if args.only not in repr(run) or time.monotonic() - begin > args.seconds:
+            continue
+        shape, peak, seconds = measure(run)
+        predicted = predict(shape).allocated / GIB
+        rows.append(
+            {
+                "run": asdict(run),
+                "peak_gib": round(peak, 3),
+                "predicted_gib": round(predicted, 3),
+                "step_s": round(seconds, 2),
+                "shape": asdict(shape),
+            }
+        )
+        print(f"{run}: {predicted:.2f} GiB predicted, {peak:.2f} measured, {predicted / peak - 1:+.1%}", flush=True)
+        Path(f"{out}.json").write_text("[\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]\n")
+        Path(f"{out}.md").write_text(table(rows, head), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
