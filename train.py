@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fa_train import preflight
-from fa_train.callbacks import is_out_of_memory, results
+from fa_train.callbacks import export_last, is_out_of_memory, require_checkpoint, results
 from fa_train.memory.planner import predict, with_levers
 from fa_train.models.attention import require_backend
 from fa_train.models.gpt import GPT
@@ -94,6 +95,8 @@ def plan_memory(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None:
 def train(cfg: DictConfig) -> dict[str, float]:
     """One run, from its config to its last metrics; with oom=1 when memory ran out."""
     trainer, lit_gpt, data = build(cfg)
+    if cfg.export:
+        require_checkpoint(trainer)
     ckpt_path = preflight.checkpoint_path(cfg.ckpt_path, Path("runs", cfg.run_name))
     preset = HydraConfig.get().runtime.choices["preset"]
     trainer.print(f"preset={preset} on {preflight.machine()}, run in {trainer.default_root_dir}")
@@ -107,6 +110,9 @@ def train(cfg: DictConfig) -> dict[str, float]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
+    else:
+        if cfg.export:
+            export_last(trainer, partial(build_model, cfg), settings)
     return results(trainer)
 
 

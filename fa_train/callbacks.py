@@ -2,15 +2,18 @@
 
 import gc
 import json
+import os
 import resource
 import signal
 import statistics
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from weakref import proxy
 
 import lightning as L
 import torch
@@ -19,9 +22,13 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.optim import Optimizer
+from wandb.plot import CustomChart
 
+from fa_train.data.datamodule import Report
+from fa_train.data.report import Histogram
 from fa_train.flops import peak_flops, train_flops
 from fa_train.lit_gpt import LitGPT
+from fa_train.models.export import Build, export_run
 
 GIB = 2**30
 
@@ -197,7 +204,9 @@ class Record(Callback):
         if wandb.run is not None:
             wandb.run.define_metric("tokens")
             wandb.run.define_metric("*", step_metric="tokens", step_sync=True)
-            wandb.run.summary.update(trainer.datamodule.packing_report().metrics())  # type: ignore[attr-defined]
+            report: Report = trainer.datamodule.packing_report()  # type: ignore[attr-defined]
+            wandb.run.summary.update(report.metrics())
+            wandb.run.log({name: length_chart(histogram) for name, histogram in report.charts().items()})
             trainer.print(f"wandb: {wandb.run.settings.sync_dir if wandb.run.offline else wandb.run.url}")
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -217,13 +226,31 @@ class Record(Callback):
             Path(trainer.default_root_dir, "result.json").write_text(json.dumps(results(trainer), indent=1) + "\n")
 
 
+def length_chart(histogram: Histogram) -> CustomChart:
+    """Bars for W&B: how many documents have at most so many tokens, and more than half of that."""
+    table = wandb.Table(columns=["tokens", "documents"], data=[[f"≤ {longest:,}", n] for longest, n in histogram])
+    return wandb.plot.bar(table, "tokens", "documents", title="Document lengths")
+
+
 class Checkpoint(ModelCheckpoint):
-    """ModelCheckpoint that also saves the last step of a run, wherever it falls."""
+    """ModelCheckpoint that also saves the last step of a run, wherever it falls, and whose files are whole.
+
+    A process may be killed at any time and ckpt_path=last takes the newest *.ckpt, so it has another name until then.
+    """
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._last_global_step_saved != trainer.global_step:
             names = {"step": torch.tensor(trainer.global_step), "epoch": torch.tensor(trainer.current_epoch)}
             self._save_topk_checkpoint(trainer, names)
+
+    def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
+        unfinished = f"{filepath}.partial"  # Lightning writes into /tmp and copies that, which takes a while
+        trainer.save_checkpoint(unfinished, self.save_weights_only)
+        if trainer.is_global_zero:
+            os.replace(unfinished, filepath)
+        self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, filepath
+        for logger in trainer.loggers if trainer.is_global_zero else []:
+            logger.after_save_checkpoint(proxy(self))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
@@ -276,6 +303,24 @@ class OutOfMemory(Callback):
             f"seq_len={self.seq_len} with attention={self.attention} and data.micro_batch_size={self.micro_batch_size}"
             f" needs more than the device has (peak {peak_gib:.1f} GiB). Try {', '.join(changes)}"
         )
+
+
+def require_checkpoint(trainer: L.Trainer) -> None:
+    """What is exported is the last checkpoint, so there must be one of the last step."""
+    if not isinstance(trainer.checkpoint_callback, Checkpoint):  # Lightning puts one of its own in its place
+        raise ValueError("export=true must have checkpoints to write from; got callbacks.checkpoint=null")
+
+
+def export_last(trainer: L.Trainer, build: Build, config: Mapping[str, Any]) -> None:
+    """Rank 0 exports a finished run from its last checkpoint, which a sharded run has whole nowhere else.
+
+    Raises: ValueError as fa_train.models.export.export_run does.
+    """
+    assert isinstance(trainer.checkpoint_callback, Checkpoint)
+    if trainer.is_global_zero:
+        checkpoint = Path(trainer.checkpoint_callback.best_model_path)
+        folders = export_run(checkpoint, Path(trainer.default_root_dir), build, config, results(trainer))
+        trainer.print("".join(f"exported: {folder}\n" for folder in folders), end="")
 
 
 def results(trainer: L.Trainer) -> dict[str, float]:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from fa_train.data.tokenizer import ByteTokenizer
+from fa_train.models.export import byte_tokenizer
 from fa_train.models.hf import load_pretrained
 from fa_train.models.lora import LoRA
 from scripts import export_hf
@@ -29,7 +30,7 @@ def write_base(folder: Path, **fields: int | None) -> Path:
     }  # fmt: skip
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**own | fields)).bfloat16().save_pretrained(folder)
-    export_hf.byte_tokenizer().save_pretrained(str(folder))
+    byte_tokenizer().save_pretrained(str(folder))
     return folder
 
 

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import train
 from fa_train.models.hf import load_pretrained, save_pretrained
 from scripts import compare_finetune, export_hf
-from tests.data.chats import many_chats, save_tokenizer, write_jsonl
+from tests.data.chats import PLAIN, many_chats, save_tokenizer, write_jsonl
 from tests.training import column, command_line, composed, write_corpus
 
 STEPS = 12
@@ -63,19 +64,80 @@ def test_the_loss_falls_and_both_samples_are_kept(run):
 
 
 @torch.no_grad()
-def test_what_is_exported_is_what_was_trained(run, tmp_path):
+def test_a_run_leaves_what_was_trained_in_its_folder(run, tmp_path):
     [checkpoint] = run.rglob("*.ckpt")
-    export_hf.export(checkpoint, tmp_path / "out", [], None)
     stream = torch.arange(50) * 7 % 400
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(run / "exported", dtype=torch.float32).eval()
     trained, step = export_hf.load(checkpoint, OmegaConf.load(run / ".hydra" / "config.yaml"))
     exact = theirs(stream[None]).logits[0]
     assert step == STEPS
-    for ours in (trained, load_pretrained(tmp_path / "out", attention="sdpa")):
+    for ours in (trained, load_pretrained(run / "exported", attention="sdpa")):
         torch.testing.assert_close(ours(stream), exact, rtol=1e-4, atol=1e-4 * exact.abs().max().item())
     base = AutoModelForCausalLM.from_pretrained(run.parents[2] / "base", dtype=torch.float32).eval()
     assert (base(stream[None]).logits[0] - exact).abs().max() > 0.1 * exact.abs().max()
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template is not None
+    assert AutoTokenizer.from_pretrained(run / "exported").chat_template is not None
+    assert "| Optimizer steps | 12 |" in (run / "exported" / "README.md").read_text()
+
+    has_adapter = "lora" in str(run)
+    export_hf.export(checkpoint, tmp_path / "exported", [], None)
+    if has_adapter:
+        export_hf.export(checkpoint, tmp_path / "exported_adapter", [], None, adapter=True)
+    written = sorted(path.name for path in run.glob("exported*"))
+    assert written == ["exported", "exported_adapter"][: 1 + has_adapter]
+    for path in tmp_path.rglob("*.*"):
+        assert path.read_bytes() == (run / path.relative_to(tmp_path)).read_bytes(), "the script writes the same"
+
+
+def test_the_exported_template_is_the_one_that_was_learnt(tmp_path):
+    (tmp_path / "template.jinja").write_text(PLAIN)
+    overrides = [f"data.chat_template={tmp_path / 'template.jinja'}", "max_steps=1", "trainer.val_check_interval=1"]
+    with composed(tmp_path / "run", *settings(tmp_path), *overrides) as cfg:
+        train.train(cfg)
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "exported").chat_template == PLAIN
+
+
+def test_an_export_that_fails_leaves_the_checkpoint_and_nothing_half(tmp_path, monkeypatch):
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fa_train.models.hf._write_json", full)  # the weights are written by then
+    overrides = ["max_steps=2", "trainer.val_check_interval=2", "adapter=lora"]
+    with (
+        composed(tmp_path / "run", *settings(tmp_path), *overrides) as cfg,
+        pytest.raises(ValueError, match=r"the run is finished, but .*exported could not be .* No space left") as caught,
+    ):
+        train.train(cfg)
+    [checkpoint] = (tmp_path / "run").rglob("*.ckpt")
+    assert f"export_hf.py {checkpoint}" in str(caught.value)
+    assert torch.load(checkpoint, weights_only=True)["global_step"] == 2
+    assert [path.name for path in (tmp_path / "run").glob("exported*")] == ["exported_adapter"], "that one was whole"
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["train/loss"] > 0
+
+
+@pytest.mark.parametrize(
+    "error", [SIGTERMException(), torch.OutOfMemoryError("CUDA out of memory")], ids=["sigterm", "oom"]
+)
+def test_a_run_that_does_not_finish_exports_nothing(error, tmp_path, monkeypatch):
+    def fail_at_step_2(self, trainer, *args):
+        if trainer.global_step == 2:
+            raise error
+
+    monkeypatch.setattr("fa_train.callbacks.StepProgress.on_train_batch_end", fail_at_step_2)
+    with composed(tmp_path / "run", *settings(tmp_path)) as cfg:
+        if isinstance(error, SIGTERMException):
+            with pytest.raises(SystemExit, match="143"):
+                train.train(cfg)
+        else:
+            assert train.train(cfg)["oom"] == 1
+    assert list((tmp_path / "run").rglob("*.ckpt")) and not list((tmp_path / "run").glob("exported*"))
+
+
+def test_an_export_needs_checkpoints(tmp_path):
+    with (
+        composed(tmp_path, *settings(tmp_path), "callbacks.checkpoint=null") as cfg,
+        pytest.raises(ValueError, match=r"export=true must have checkpoints .* got callbacks.checkpoint=null"),
+    ):
+        train.train(cfg)
 
 
 @pytest.mark.parametrize("run", ["none"], indirect=True)

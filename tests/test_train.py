@@ -2,19 +2,31 @@
 
 import json
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import train
-from tests.training import REPOSITORY, column, command_line, composed, quiet_environment, tiny
+from tests.training import (
+    RECORDED,
+    REPOSITORY,
+    column,
+    command_line,
+    composed,
+    quiet_environment,
+    recorded_rows,
+    tiny,
+)
 
 
-def run(tmp_path, *overrides):
+def run(tmp_path, *overrides, name="run"):
     """The results of a run in this process, and its folder."""
-    folder = tmp_path / "run"
+    folder = tmp_path / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     with composed(folder, *tiny(tmp_path, *overrides)) as cfg:
@@ -72,11 +84,9 @@ def test_a_sweep_goes_on_after_running_out_of_memory(tmp_path):
     assert first["oom"] == 1 and "oom" not in second and second["tokens"] == 128
 
 
-def test_a_killed_run_resumes_with_the_same_losses(tmp_path):
-    """SIGTERM in mid-run saves; ckpt_path=last goes on with the same data and gives the very same losses."""
-    _, folder = run(tmp_path)
-    whole = column(folder, "train/loss")
-    overrides = tiny(tmp_path, "run_name=cut")
+def start_and_stop(tmp_path, overrides, step, stop):
+    """Starts train.py and, once it says that it has done `step`, sends the signal; the run's new folder."""
+    before = set(tmp_path.rglob("metrics.csv"))
     command = [sys.executable, str(REPOSITORY / "train.py"), *overrides]
     process = subprocess.Popen(
         command, cwd=tmp_path, env=quiet_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -84,18 +94,103 @@ def test_a_killed_run_resumes_with_the_same_losses(tmp_path):
     lines = []
     for line in process.stdout:
         lines.append(line)
-        if line.startswith("step 7/"):
-            process.terminate()
-    assert process.wait(timeout=60) == 128 + 15, "".join(lines)
-    cut = column(tmp_path / "runs" / "cut", "train/loss")
-    assert len(cut) < 20, "it ended before the signal came"
+        if line.startswith(f"step {step}/"):
+            process.send_signal(stop)
+    assert process.wait(timeout=60) == (-stop if stop == signal.SIGKILL else 128 + stop), "".join(lines)
+    [metrics] = set(tmp_path.rglob("metrics.csv")) - before
+    return metrics.parent
+
+
+def start_and_finish(tmp_path, *overrides):
+    """train.py to its end; the run's new folder."""
     before = set(tmp_path.rglob("metrics.csv"))
-    done = command_line(tmp_path, *overrides, "ckpt_path=last")
+    done = command_line(tmp_path, *overrides)
     assert done.returncode == 0, done.stderr
-    [resumed] = set(tmp_path.rglob("metrics.csv")) - before
-    rest = column(resumed.parent, "train/loss")
+    [metrics] = set(tmp_path.rglob("metrics.csv")) - before
+    return metrics.parent
+
+
+def test_a_terminated_run_resumes_with_the_same_losses(tmp_path):
+    """SIGTERM in mid-run saves; ckpt_path=last goes on with the same data and gives the very same losses."""
+    _, folder = run(tmp_path)
+    whole = column(folder, "train/loss")
+    overrides = tiny(tmp_path, "run_name=cut")
+    cut = column(start_and_stop(tmp_path, overrides, 7, signal.SIGTERM), "train/loss")
+    assert len(cut) < 20, "it ended before the signal came"
+    rest = column(start_and_finish(tmp_path, *overrides, "ckpt_path=last"), "train/loss")
     assert min(rest) == max(cut) + 1 and max(rest) == 20
     assert cut | rest == whole
+
+
+def test_a_run_killed_twice_has_the_rows_and_losses_of_one(tmp_path):
+    """SIGKILL saves nothing: the run goes on at its newest checkpoint and does the steps since then once more."""
+    settings = ["data.packing=best_fit", "data.num_workers=1", "callbacks.checkpoint.every_n_train_steps=3"]
+    overrides = [*tiny(tmp_path, *settings, "run_name=killed", "max_steps=16"), *RECORDED]
+    _, folder = run(tmp_path, *settings, "max_steps=16", *RECORDED)
+    losses, rows = column(folder, "train/loss"), recorded_rows(folder)
+    assert sorted(losses) == list(range(1, 17)) and sorted(rows) == list(range(16))
+    assert len({row for hashes in rows.values() for row in hashes}) > 30, "rows differ"
+    parts = [start_and_stop(tmp_path, overrides, 5, signal.SIGKILL)]
+    overrides.append("ckpt_path=last")
+    parts.append(start_and_stop(tmp_path, overrides, 11, signal.SIGKILL))
+    parts.append(start_and_finish(tmp_path, *overrides))
+    covered = set()
+    for part in parts:
+        seen, seen_rows = column(part, "train/loss"), recorded_rows(part)
+        assert seen.items() <= losses.items()
+        last = max(seen_rows)  # perhaps with some of its micro-batches
+        assert all(seen_rows[step] == rows[step] for step in seen_rows if step != last)
+        assert set(seen_rows[last]) <= set(rows[last])
+        assert min(seen) % 3 == 1 and min(seen_rows) == min(seen) - 1, "it starts at a checkpoint"
+        covered |= seen.keys()
+    assert covered == losses.keys()
+    assert 4 <= min(column(parts[1], "train/loss")) < min(column(parts[2], "train/loss")), "each goes on later"
+
+
+def test_a_checkpoint_is_no_ckpt_before_it_is_whole(tmp_path, monkeypatch):
+    def killed_in_the_middle(self, filepath, *args):
+        Path(filepath).parent.mkdir()
+        Path(filepath).write_bytes(b"half")
+        raise SystemExit("killed")
+
+    monkeypatch.setattr("lightning.Trainer.save_checkpoint", killed_in_the_middle)
+    with pytest.raises(SystemExit, match="killed"):
+        run(tmp_path, "max_steps=1", "callbacks.checkpoint.save_on_exception=false")
+    assert not list(tmp_path.rglob("*.ckpt")) and list(tmp_path.rglob("*.partial"))
+
+
+def processes_can_talk():
+    """Whether ranks on this machine could: a port of its own, and torch with gloo."""
+    try:
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+    except OSError:
+        return False
+    return torch.distributed.is_available() and torch.distributed.is_gloo_available()
+
+
+@pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
+def test_the_number_of_processes_may_change(tmp_path):
+    """One process for three steps, two for two, one to the end: rows and losses of one process alone.
+
+    Then a step has 4, 2 and again 4 micro-batches; those of five steps of two are no whole number of steps of one.
+    """
+    settings = [
+        "max_steps=9", "data.packing=best_fit", "trainer.accelerator=cpu", "callbacks.checkpoint.every_n_train_steps=1",
+        "callbacks.checkpoint.save_top_k=-1",
+    ]  # fmt: skip
+    _, one = run(tmp_path, *settings, *RECORDED)
+    losses, rows = column(one, "train/loss"), recorded_rows(one)
+    ranks = ["strategy=ddp", "trainer.devices=2", f"ckpt_path={one}/checkpoints/step_0000003.ckpt"]
+    two = start_and_finish(tmp_path, *tiny(tmp_path, *settings, *ranks), *RECORDED)
+    _, again = run(tmp_path, *settings, f"ckpt_path={two}/checkpoints/step_0000005.ckpt", *RECORDED, name="again")
+    assert len(list(two.glob("rows_*.jsonl"))) == 2, "both ranks had rows"
+    for part, first in ((two, 4), (again, 6)):
+        seen = column(part, "train/loss")
+        assert sorted(seen) == list(range(first, 10))
+        assert recorded_rows(part) == {step: rows[step] for step in range(first - 1, 9)}
+        # fp32 sums in another order, of gradients too
+        assert list(seen.values()) == pytest.approx([losses[step] for step in seen], rel=1e-5)
 
 
 def test_wandb_is_offline_without_a_key_and_holds_the_run(tmp_path):
@@ -122,3 +217,7 @@ def test_wandb_is_offline_without_a_key_and_holds_the_run(tmp_path):
         "packing/efficiency",
     ):
         assert name in text, name
+    assert '"panel_type":"Vega2"' in text.replace(" ", "").replace("\\", "") and "wandb/bar/v0" in text
+    [table] = tmp_path.rglob("document_lengths*.table.json")
+    bars = json.loads(table.read_text())
+    assert bars["columns"] == ["tokens", "documents"] and sum(count for _, count in bars["data"]) == 40

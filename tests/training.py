@@ -1,6 +1,8 @@
 """Runs of train.py for tests: in this process on tiny models, or as a user starts it."""
 
 import csv
+import hashlib
+import json
 import os
 import resource
 import subprocess
@@ -9,9 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import lightning as L
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch.callbacks import Callback
 from omegaconf import DictConfig
+from torch import Tensor
 
 REPOSITORY = Path(__file__).parents[1]
 CONF = REPOSITORY / "conf"
@@ -70,6 +76,37 @@ def command_line(
 
 def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (200 * 2**30, 200 * 2**30))
+
+
+class RowRecorder(Callback):
+    """Writes to rows_<rank>.jsonl in the run's folder: [step, a hash of each row's tokens, labels and positions].
+
+    It is a run's by recorded_rows(), also in processes that a test kills.
+    """
+
+    def __init__(self, seq_len: int) -> None:
+        self.seq_len = seq_len
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: dict[str, Tensor], batch_idx: int
+    ) -> None:
+        parts = [batch[name].reshape(-1, self.seq_len) for name in ("tokens", "labels", "position_ids")]
+        hashes = [hashlib.md5(row.numpy().tobytes()).hexdigest() for row in torch.cat(parts, dim=1)]
+        with Path(trainer.default_root_dir, f"rows_{trainer.global_rank}.jsonl").open("a") as file:
+            file.write(json.dumps([trainer.global_step, hashes]) + "\n")
+
+
+RECORDED = ("+callbacks.rows._target_=tests.training.RowRecorder", "+callbacks.rows.seq_len=${seq_len}")
+
+
+def recorded_rows(folder: Path) -> dict[int, list[str]]:
+    """The hashes of all ranks' rows by step, from 0; sorted, as ranks and micro-batches share them in several ways."""
+    rows: dict[int, list[str]] = {}
+    for path in folder.glob("rows_*.jsonl"):
+        for line in path.read_text().splitlines():
+            step, hashes = json.loads(line)
+            rows.setdefault(step, []).extend(hashes)
+    return {step: sorted(hashes) for step, hashes in rows.items()}
 
 
 def quiet_environment() -> dict[str, str]:

@@ -1,12 +1,16 @@
 """Chats from files: messages, ShareGPT's conversations, and prompt-completion pairs, all as one checked form."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from fa_train.data.corpus import load_hf_dataset
 from fa_train.data.files import count_rows, find_files, hash_files, read_rows
 
+HUB = "hf:"
 SUFFIXES = (".jsonl", ".json", ".parquet")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # others are as they are
@@ -28,7 +32,8 @@ class Chat:
 
 
 class ChatCorpus:
-    """A file, a folder or a glob of .jsonl, .json and .parquet, one chat a row.
+    """A file, a folder or a glob of .jsonl, .json and .parquet, one chat a row; or hf:<name>:<split>, a dataset of the
+    Hugging Face hub or a folder that `datasets` can load, hf:<name>:<config>:<split> where it has several.
 
     A row is {"messages": [{"role", "content", ...}, ...]}, {"conversations": [{"from", "value"}, ...]} or
     {"prompt", "completion"}, each of these text (a user's turn and the assistant's answer) or messages; and "tools"
@@ -37,13 +42,30 @@ class ChatCorpus:
     """
 
     def __init__(self, path: str) -> None:
-        self.root, self.paths = find_files(path, SUFFIXES)
+        self._rows: FileRows | HubRows = HubRows(path) if path.startswith(HUB) else FileRows(path)
 
     def documents(self) -> Iterator[tuple[str, Chat]]:
+        for key, where, row in self._rows.read():
+            yield key, parse_chat(row, where)
+
+    def count(self) -> int | None:
+        return self._rows.count()
+
+    def fingerprint(self) -> str:
+        return self._rows.fingerprint()
+
+
+class FileRows:
+    """Rows of files: (key, where, row)."""
+
+    def __init__(self, path: str) -> None:
+        self.root, self.paths = find_files(path, SUFFIXES)
+
+    def read(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
         for path in self.paths:
             key = path.relative_to(self.root).as_posix()
             for number, where, row in read_rows(path):
-                yield f"{key}:{number}", parse_chat(row, where)
+                yield f"{key}:{number}", where, row
 
     def count(self) -> int | None:
         counts = [count_rows(path) for path in self.paths]
@@ -51,6 +73,30 @@ class ChatCorpus:
 
     def fingerprint(self) -> str:
         return hash_files(self.root, self.paths, "chats")
+
+
+class HubRows:
+    """Rows of a dataset, loaded at their first use: (key, where, row)."""
+
+    def __init__(self, path: str) -> None:
+        found = re.fullmatch(r"hf:(?P<name>[^:]+):((?P<config>[^:[]+):)?(?P<split>[^:[]+(\[.*\])?)", path)
+        if not found:
+            raise ValueError(f"data.path must be hf:<name>:<split> or hf:<name>:<config>:<split>; got {path}")
+        self.path, self.name, self.config, self.split = path, found["name"], found["config"], found["split"]
+
+    @cached_property
+    def dataset(self) -> Any:
+        return load_hf_dataset(self.name, self.config, self.split, f"data.path={self.path}")
+
+    def read(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+        for number, row in enumerate(self.dataset):
+            yield str(number), f"{self.path}, row {number}", row
+
+    def count(self) -> int:
+        return len(self.dataset)
+
+    def fingerprint(self) -> str:
+        return f"{self.dataset._fingerprint}-chats"
 
 
 def parse_chat(row: Mapping[str, Any], where: str) -> Chat:

@@ -100,15 +100,8 @@ class HFCorpus:
 
     @cached_property
     def dataset(self) -> Any:
-        from datasets import load_dataset  # seconds to import
-
-        try:
-            dataset = load_dataset(self.name, self.config, split=self.split)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"data.name={self.name}, data.config={self.config}, data.split={self.split} must be a dataset that "
-                f"`datasets` can load: {error}"
-            ) from error
+        asked = f"data.name={self.name}, data.config={self.config}, data.split={self.split}"
+        dataset = load_hf_dataset(self.name, self.config, self.split, asked)
         require_column(self.text_column, dataset.column_names, self.name)
         return dataset.select_columns([self.text_column])
 
@@ -127,6 +120,16 @@ class HFCorpus:
     def fingerprint(self) -> str:
         # datasets' own hash: of the revision, or of a folder's files, and of every transform since
         return f"{self.dataset._fingerprint}-{self.text_column}"
+
+
+def load_hf_dataset(name: str, config: str | None, split: str, asked: str) -> Any:
+    """A dataset of the hub, or of a folder. Raises: ValueError naming what was `asked` where it cannot be loaded."""
+    from datasets import load_dataset  # seconds to import
+
+    try:
+        return load_dataset(name, config, split=split)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{asked} must be a dataset that `datasets` can load: {error}") from error
 
 
 def require_column(column: str, columns: Iterable[str], where: str) -> None:

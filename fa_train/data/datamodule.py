@@ -15,6 +15,7 @@ from fa_train.data.chats import ChatCorpus
 from fa_train.data.corpus import HFCorpus, StdlibCorpus, TextCorpus
 from fa_train.data.mixing import CYCLE, MixedRows, MixReport, Part, interleave, rows_a_cycle
 from fa_train.data.packing import Batch, Concatenation, PackableDocuments, collate
+from fa_train.data.report import Histogram
 from fa_train.data.rows import Layout, ShuffledRows
 from fa_train.data.store import TokenizedCorpus
 from fa_train.data.synthetic import SyntheticSource
@@ -54,6 +55,8 @@ class Report(Protocol):
     def text(self) -> str: ...
 
     def metrics(self) -> dict[str, float]: ...
+
+    def charts(self) -> dict[str, Histogram]: ...
 
 
 class PackedDataModule(L.LightningDataModule):
@@ -149,7 +152,7 @@ class PackedDataModule(L.LightningDataModule):
         )
 
     def packing_report(self) -> Report:
-        """Of the training documents: .text() to print, .metrics() for a logger."""
+        """Of the training documents: .text() to print, .metrics() and .charts() for a logger."""
         return self.report(self.layouts(held_out=False))
 
     def report(self, layouts: Mapping[str, Layout]) -> Report:
@@ -169,8 +172,21 @@ class PackedDataModule(L.LightningDataModule):
         dataset = MicroBatches(
             rows, self.micro_batch_size, trainer.global_rank, trainer.world_size, step_rows=self.batch_size
         )
-        sampler = From(trainer.global_step * accumulation, self.max_steps * accumulation)
-        return self._loader(dataset, sampler)
+        done = trainer.global_step * accumulation
+        self._count_from(done)
+        return self._loader(dataset, From(done, self.max_steps * accumulation))
+
+    def _count_from(self, done: int) -> None:
+        """Tells Lightning how many micro-batches are behind the run, by which it knows where steps and runs end.
+
+        Its own count is the checkpoint's, of a run that may have taken more or fewer a step.
+        """
+        progress = self._running_trainer().fit_loop.epoch_loop.batch_progress
+        state = progress.state_dict()
+        for counts in (state["current"], state["total"]):
+            ending = counts["processed"] - counts["completed"]  # 1 where the checkpoint was taken at the end of a step
+            counts.update(ready=done, started=done, processed=done, completed=done - ending)
+        progress.load_state_dict(state)
 
     def val_dataloader(self) -> DataLoader | list[DataLoader]:
         rows = PackedRows(self, held_out=True, shuffle=False)

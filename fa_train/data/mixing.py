@@ -12,7 +12,7 @@ import numpy as np
 from fa_train.data.chats import ChatCorpus
 from fa_train.data.corpus import Corpus, HFCorpus, TextCorpus
 from fa_train.data.packing import Row
-from fa_train.data.report import PackingReport
+from fa_train.data.report import Histogram, PackingReport
 from fa_train.data.rows import ShuffledRows
 
 CYCLE = 10_000  # rows after which the order of the sources repeats; shares are rounded to 1 / CYCLE
@@ -126,6 +126,14 @@ class MixReport:
             numbers[f"{prefix}token_share"] = self.token_share(name)
             numbers[f"{prefix}epochs"] = self.epochs(name)
         return numbers
+
+    def charts(self) -> dict[str, Histogram]:
+        """What a logger may draw, by name."""
+        return {
+            key.replace("packing/", f"packing/{name}/", 1): histogram
+            for name, report in self.reports.items()
+            for key, histogram in report.charts().items()
+        }
 
     def text(self) -> str:
         """Lines for a terminal or a log."""

@@ -4,6 +4,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+Histogram = tuple[tuple[int, int], ...]  # (longest, documents)
+
 
 @dataclass(frozen=True)
 class LabelCounts:
@@ -38,7 +40,7 @@ class PackingReport:
     tokens_dropped: int
     rows: int
     seq_len: int
-    histogram: tuple[tuple[int, int], ...]
+    histogram: Histogram
     labels: LabelCounts | None = None  # where not every token is learnt
 
     @property
@@ -57,6 +59,10 @@ class PackingReport:
         lengths = {f"packing/documents_up_to_{longest}": count for longest, count in self.histogram}
         labels = {f"packing/{name}": count for name, count in asdict(self.labels).items()} if self.labels else {}
         return {**numbers, "packing/efficiency": self.efficiency, **labels, **lengths}
+
+    def charts(self) -> dict[str, Histogram]:
+        """What a logger may draw, by name."""
+        return {"packing/document_lengths": self.histogram}
 
     def text(self) -> str:
         """Lines for a terminal or a log."""
@@ -88,7 +94,7 @@ class PackingReport:
         ]
 
 
-def length_histogram(lengths: np.ndarray) -> tuple[tuple[int, int], ...]:
+def length_histogram(lengths: np.ndarray) -> Histogram:
     """(longest, documents) by powers of two, from the shortest that any document has to the longest.
 
     The documents of one entry are longer than half of its longest; empty ones are with those of one token.

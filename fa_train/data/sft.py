@@ -90,7 +90,9 @@ class ChatEncoder:
         if not (answered.startswith(prompt) and text.startswith(answered)):
             raise ValueError(
                 "a chat template must render a turn the same whatever follows, or mark answers by {% generation %}; "
-                f"{self._name}'s does not for {chat.where}, message {turn}"
+                f"{self._name}'s does not for {chat.where}, message {turn}: perhaps it drops the reasoning of earlier "
+                "turns. Give data.chat_template=<a copy of it with the answers marked>, or make each answer a row of "
+                "its own, with what comes before it as its prompt and itself as the completion"
             )
         bare = answered.rstrip()  # a line's end after the token that ends a turn is never sampled
         stop = len(bare) if bare.endswith(self._special_tokens) else len(answered)

@@ -189,6 +189,7 @@ def flash_attn_packed(
         softcap,
         q.dtype,
         deterministic,
+        schedule.several_documents,
         schedule.long_documents,
     )[0]
 
@@ -246,6 +247,7 @@ def _attend(
         float(softcap),
         out_dtype or (torch.bfloat16 if q.dtype == FP8 else q.dtype),
         deterministic,
+        schedule.several_documents,
         schedule.long_documents,
     )
 

@@ -29,14 +29,17 @@ def flash_attention_forward(
     softcap: float,
     out_dtype: torch.dtype,
     deterministic: bool,
+    several_documents: bool,
     long_documents: bool,
 ) -> tuple[Tensor, Tensor]:
     """(total_q, n_heads, head_dim), k, v (total_k, n_kv_heads, head_dim) -> o in out_dtype, lse (n_heads, total_q).
 
-    deterministic is for the gradients: those outputs are repeatable in any case. long_documents is the schedule's.
+    deterministic is for the gradients: those outputs are repeatable in any case. several_documents and
+    long_documents are the schedule's.
     """
     features = Features(softmax_scale, softcap, sinks, alibi, descale)
-    return backend.forward(q, k, v, Schedule.from_tensors(schedule, long_documents), features, out_dtype)
+    full_schedule = Schedule.from_tensors(schedule, several_documents, long_documents)
+    return backend.forward(q, k, v, full_schedule, features, out_dtype)
 
 
 @flash_attention_forward.register_fake
@@ -52,6 +55,7 @@ def _forward_fake(
     softcap: float,
     out_dtype: torch.dtype,
     deterministic: bool,
+    several_documents: bool,
     long_documents: bool,
 ) -> tuple[Tensor, Tensor]:
     total, n_heads, _ = q.shape
@@ -74,12 +78,13 @@ def flash_attention_backward(
     softmax_scale: float,
     softcap: float,
     deterministic: bool,
+    several_documents: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of both outputs -> dq, dk, dv, dense, and dsinks (n_heads,), of no elements without sinks."""
     delta = attention_delta(o, do, dlse)
     features = Features(softmax_scale, softcap, sinks, alibi)
     dq, dk, dv = backend.backward(
-        do.to(q.dtype), q, k, v, lse, delta, Schedule.from_tensors(schedule), features, deterministic
+        do.to(q.dtype), q, k, v, lse, delta, Schedule.from_tensors(schedule, several_documents), features, deterministic
     )
     return dq, dk, dv, lse.new_empty(0) if sinks is None else sink_gradient(sinks, lse, delta)
 
@@ -99,13 +104,15 @@ def _backward_fake(
     softmax_scale: float,
     softcap: float,
     deterministic: bool,
+    several_documents: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = lse.new_empty(0 if sinks is None else sinks.shape[0])
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, schedule, alibi, sinks, _, ctx.softmax_scale, ctx.softcap, _, deterministic, _ = inputs
+    q, k, v, schedule, alibi, sinks, _, *options = inputs
+    ctx.softmax_scale, ctx.softcap, _, deterministic, ctx.several_documents, _ = options
     ctx.deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     ctx.save_for_backward(q, k, v, *output, sinks, *schedule, *alibi)
     ctx.n_schedule = len(schedule)
@@ -122,10 +129,11 @@ def _backward(ctx, do: Tensor | None, dlse: Tensor | None):
     if dlse is not None:
         dlse = dlse.contiguous()
     dq, dk, dv, dsinks = flash_attention_backward(
-        do, dlse, q, k, v, o, lse, schedule, alibi, sinks, ctx.softmax_scale, ctx.softcap, ctx.deterministic
-    )
+        do, dlse, q, k, v, o, lse, schedule, alibi, sinks, ctx.softmax_scale, ctx.softcap, ctx.deterministic,
+        ctx.several_documents,
+    )  # fmt: skip
     none_for_lists = [None] * len(schedule), [None] * len(alibi)
-    return dq, dk, dv, *none_for_lists, None if sinks is None else dsinks, *[None] * 6
+    return dq, dk, dv, *none_for_lists, None if sinks is None else dsinks, *[None] * 7
 
 
 flash_attention_forward.register_autograd(_backward, setup_context=_save)

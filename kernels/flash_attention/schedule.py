@@ -39,6 +39,7 @@ class Schedule(NamedTuple):
     key_tiles: Tensor
     wide_query_tiles: Tensor
     long_documents: bool  # as far as shapes tell, for a choice of kernels that waits for nothing
+    several_documents: bool  # as far as shapes tell; Hopper's kernels then keep NaN from leaving one within a tile
     one_document: bool  # known without looking at the GPU to be one causal document: scaled_dot_product's is_causal
 
     def tensors(self) -> list[Tensor]:
@@ -46,11 +47,14 @@ class Schedule(NamedTuple):
         return [*self[:7]]
 
     @classmethod
-    def from_tensors(cls, tensors: Sequence[Tensor], long_documents: bool = False) -> "Schedule":
+    def from_tensors(
+        cls, tensors: Sequence[Tensor], several_documents: bool, long_documents: bool = False
+    ) -> "Schedule":
         """The inverse of `tensors`; nothing but the forward pass asks for long_documents."""
         key_start, key_end, query_start, query_end, query_tiles, key_tiles, wide_query_tiles = tensors
         ranges = key_start, key_end, query_start, query_end
-        return cls(*ranges, query_tiles, key_tiles, wide_query_tiles, long_documents, one_document=False)
+        orders = query_tiles, key_tiles, wide_query_tiles
+        return cls(*ranges, *orders, long_documents, several_documents, one_document=False)
 
 
 def build_schedule(
@@ -90,6 +94,7 @@ def build_schedule(
         key_tiles=key_tiles,
         wide_query_tiles=longest_first(key_start, key_end, tile=WIDE_TILE),
         long_documents=in_sight >= LONG_DOCUMENT,
+        several_documents=cu_seqlens_k.numel() > 2,
         one_document=False,
     )
 

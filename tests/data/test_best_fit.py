@@ -198,6 +198,8 @@ def test_the_plan_lies_next_to_the_tokenised_file(tmp_path):
 
 def test_the_report_as_text_and_for_a_logger():
     report = lay([3, 9, 40, 0, 2], seq_len=8, long_documents="truncate").report
+    lengths = ((1, 1), (2, 1), (4, 1), (8, 0), (16, 1), (32, 0), (64, 1))
+    assert report.charts() == {"packing/document_lengths": lengths}
     assert report.metrics() == {
         "packing/documents": 5, "packing/documents_empty": 1, "packing/documents_split": 0,
         "packing/documents_truncated": 2, "packing/documents_dropped": 0, "packing/tokens_in": 54,

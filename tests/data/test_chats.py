@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from fa_train.data.chats import ChatCorpus, parse_chat
-from tests.data.chats import CALL, MULTI_TURN, PAIR, TOOL, turn, write_jsonl
+from tests.data.chats import CALL, MULTI_TURN, PAIR, TOOL, many_chats, turn, write_jsonl
 
 QUESTION, ANSWER = turn("user", "2 + 2?"), turn("assistant", "is 4.")
 
@@ -110,3 +110,33 @@ def test_a_damaged_page_of_parquet_is_named(tmp_path):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"a.parquet must be a Parquet file; it cannot be read: "):
         chats(path)
+
+
+@pytest.fixture
+def dataset_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "chats").mkdir()
+    return tmp_path / "chats"
+
+
+def test_a_dataset_is_read_as_files_are(dataset_folder):
+    path = write_jsonl(dataset_folder / "train.jsonl", many_chats(5))
+    files, dataset = ChatCorpus(str(path)), ChatCorpus(f"hf:{dataset_folder}:train")
+    assert [chat.messages for _, chat in dataset.documents()] == [chat.messages for _, chat in files.documents()]
+    assert [key for key, _ in dataset.documents()] == list("01234") and dataset.count() == 5
+    named = ChatCorpus(f"hf:{dataset_folder}:default:train")
+    assert named.fingerprint() == dataset.fingerprint()
+    assert [ChatCorpus(f"hf:{dataset_folder}:{part}").count() for part in ("train[1:3]", "default:train[:4]")] == [2, 4]
+    write_jsonl(path, many_chats(6))
+    assert ChatCorpus(f"hf:{dataset_folder}:train").fingerprint() != dataset.fingerprint()
+
+
+def test_what_a_dataset_lacks_is_named(dataset_folder):
+    for path in ("hf:", "hf:name", "hf::train", "hf:a:b:c:d"):
+        with pytest.raises(ValueError, match=rf"data.path must be hf:<name>:<split> or .*; got {path}$"):
+            ChatCorpus(path)
+    with pytest.raises(ValueError, match=r"data.path=hf:.*:train must be a dataset that `datasets` can load"):
+        ChatCorpus(f"hf:{dataset_folder / 'nowhere'}:train").count()
+    write_jsonl(dataset_folder / "train.jsonl", [{"text": "no chat"}])
+    with pytest.raises(ValueError, match=r"hf:.*:train, row 0 has text"):
+        list(ChatCorpus(f"hf:{dataset_folder}:train").documents())

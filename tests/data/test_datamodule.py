@@ -6,7 +6,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from fa_train.data.datamodule import MicroBatches, PackedRows, synthetic_data
+from fa_train.data.datamodule import MicroBatches, PackedRows, sft_data, synthetic_data
+from tests.data.chats import many_chats, save_tokenizer, write_jsonl
 from tests.data.test_best_fit import make as make_best_fit
 
 OPTIONS = dict(
@@ -55,8 +56,18 @@ def test_epochs_shuffle_anew_and_repeat_by_seed(monkeypatch):
     assert not torch.equal(first, other)
 
 
-def best_fit_data():
+def concatenated(tmp_path):
+    return make()
+
+
+def best_fit(tmp_path):
     return make_best_fit(np.random.default_rng(0).integers(1, 30, 60))
+
+
+def chats(tmp_path):
+    path = write_jsonl(tmp_path / "chats.jsonl", many_chats())
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    return sft_data(str(path), tokenizer, None, str(tmp_path / "cache"), packing="best_fit", **OPTIONS)
 
 
 class Killed(Exception):
@@ -78,7 +89,7 @@ class Recorder(L.LightningModule):
         return self.weight.sum()
 
     def validation_step(self, batch, batch_idx):
-        assert batch["tokens"].shape == (32,)
+        assert len(batch["tokens"]) % 16 == 0
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -86,7 +97,8 @@ class Recorder(L.LightningModule):
 
 def fit(folder, recorder, data, ckpt_path=None):
     trainer = L.Trainer(
-        max_steps=6, max_epochs=-1, accumulate_grad_batches=4, accelerator="cpu", logger=False, default_root_dir=folder,
+        max_steps=6, max_epochs=-1, accumulate_grad_batches=data.accumulation(1), accelerator="cpu", logger=False,
+        default_root_dir=folder,
         callbacks=[ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, save_last=True)],
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
         num_sanity_val_steps=0, val_check_interval=8, check_val_every_n_epoch=None,
@@ -95,17 +107,32 @@ def fit(folder, recorder, data, ckpt_path=None):
     return recorder.seen
 
 
-@pytest.mark.parametrize("make_data", [make, best_fit_data], ids=["concat", "best_fit"])
-def test_a_resumed_run_goes_on_where_it_stopped(tmp_path, make_data):
-    whole = fit(tmp_path / "whole", Recorder(), make_data())
-    assert len(whole) == 24
+@pytest.mark.parametrize("make_data", [concatenated, best_fit, chats])
+def test_a_run_killed_twice_goes_on_where_it_stopped(tmp_path, make_data):
+    whole = fit(tmp_path / "whole", Recorder(), make_data(tmp_path))
+    assert len(whole) == 24 and not torch.equal(whole[0], whole[12])
+    ckpt_path = None
+    for step in (2, 5):
+        cut = Recorder(die_at=step)
+        with pytest.raises(Killed):
+            fit(tmp_path / "cut", cut, make_data(tmp_path), ckpt_path)
+        assert torch.equal(torch.cat(cut.seen), torch.cat(whole[0 if step == 2 else 8 : 4 * step]))
+        ckpt_path = tmp_path / "cut" / "last.ckpt"
+    rest = fit(tmp_path / "cut", Recorder(), make_data(tmp_path), ckpt_path)
+    assert torch.equal(torch.cat(rest), torch.cat(whole[20:]))
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_resumed_run_may_take_other_micro_batches(tmp_path, size):
+    """5 steps of 4 micro-batches are no whole number of steps of 8; and more than all of those of 2."""
+    whole = fit(tmp_path / "whole", Recorder(), make())
     with pytest.raises(Killed):
-        fit(tmp_path / "cut", Recorder(die_at=3), make_data())
-    rest = fit(tmp_path / "cut", Recorder(), make_data(), ckpt_path=tmp_path / "cut" / "last.ckpt")
-    assert torch.equal(torch.cat(rest), torch.cat(whole[12:]))
+        fit(tmp_path / "cut", Recorder(die_at=5), make())
+    rest = fit(tmp_path / "cut", Recorder(), make(micro_batch_size=size), tmp_path / "cut" / "last.ckpt")
+    assert len(rest) == 8 // size and torch.equal(torch.cat(rest), torch.cat(whole[20:]))
 
 
 def test_the_packing_is_reported_once_at_the_start(tmp_path, capsys):
-    data = best_fit_data()
+    data = best_fit(tmp_path)
     fit(tmp_path, Recorder(), data)
     assert capsys.readouterr().out.count(data.packing_report().text()) == 1

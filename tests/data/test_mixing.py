@@ -146,6 +146,8 @@ def test_the_report_tells_shares_of_rows_and_of_tokens():
     assert "a: 75.00% of rows, 85.71% of tokens, 36.00 epochs in this run\npacking best_fit: 1 rows" in report.text()
     numbers = report.metrics()
     assert numbers["packing/b/tokens_in"] == 8 and numbers["packing/b/row_share"] == 0.25
+    drawn = {"packing/a/document_lengths": ((16, 1),), "packing/b/document_lengths": ((8, 1),)}
+    assert report.charts() == drawn
 
 
 @pytest.mark.parametrize(

@@ -107,8 +107,13 @@ def test_a_token_across_the_start_of_an_answer_is_not_learnt():
 def test_a_template_that_forgets_is_named_unless_it_marks_answers(tmp_path):
     two = {"messages": [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]}
     chat_encoder = encoder(tmp_path / "forgetful", FORGETFUL)
-    with pytest.raises(ValueError, match=r"render a turn the same whatever follows.*chats.jsonl, line 1, message 1"):
+    with pytest.raises(
+        ValueError, match=r"render a turn the same whatever follows.*chats.jsonl, line 1, message 1.*data.chat_template"
+    ):
         encode(chat_encoder, two)
+    as_rows = [{"prompt": two["messages"][:last], "completion": two["messages"][last : last + 1]} for last in (1, 3)]
+    learnt = [runs(chat_encoder, encode(chat_encoder, row)) for row in as_rows]
+    assert learnt == [["<think>b<|im_end|>"], ["<think>d<|im_end|>"]], "what the error advises"
     assert runs(chat_encoder, encode(chat_encoder, PAIR)) == ["<think>is 4.<|im_end|>"], "one answer is stable"
     blocks = FORGETFUL.replace("{{ message.content", "{% generation %}{{ message.content").replace(
         "'<|im_end|>' }}", "'<|im_end|>' }}{% endgeneration %}"

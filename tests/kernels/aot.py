@@ -1,7 +1,7 @@
 """Compiles the kernels for a GPU that is not there and prints, as JSON, what ptxas says of each. Run as a module.
 
 A case is arch-head_dim-v_head_dim-pass-itemsize, such as sm90-128-128-fwd-2: bf16, at 1 byte fp8, at 4 fp32, with the
-tiles of the table and no features.
+tiles of the table and no features. Of a pass such as repair_fwd it is the kernel that repairs marked tiles.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import triton
@@ -18,15 +19,22 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.flash_attention.portable.bwd import _dkdv_kernel, _dq_kernel
-from kernels.flash_attention.portable.fwd import _fwd_kernel
+from kernels.flash_attention.portable.bwd import _dkdv_kernel, _dq_kernel, _repair_dkdv_kernel, _repair_dq_kernel
+from kernels.flash_attention.portable.fwd import _fwd_kernel, _repair_fwd_kernel
 from kernels.flash_attention.portable.load import split_width
 from kernels.flash_attention.tiles import shared_bytes, tile_config
 
-KERNELS = {"fwd": _fwd_kernel, "dkdv": _dkdv_kernel, "dq": _dq_kernel}
+KERNELS = {
+    "fwd": _fwd_kernel,
+    "dkdv": _dkdv_kernel,
+    "dq": _dq_kernel,
+    "repair_fwd": _repair_fwd_kernel,
+    "repair_dkdv": _repair_dkdv_kernel,
+    "repair_dq": _repair_dq_kernel,
+}
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
-INDEX_POINTERS = {"key_start_ptr", "key_end_ptr", "query_start_ptr", "query_end_ptr", "tiles_ptr"}
-FEATURE_POINTERS = ("spoiled_ptr", "sinks_ptr", "slopes_ptr", "beside_ptr", "document_ptr", "descale_ptr")
+INDEX_POINTERS = {"key_start_ptr", "key_end_ptr", "query_start_ptr", "query_end_ptr", "tiles_ptr", "spoiled_ptr"}
+FEATURE_POINTERS = ("sinks_ptr", "slopes_ptr", "beside_ptr", "document_ptr", "descale_ptr")
 ELEMENT = {1: "*fp8e4nv", 2: "*bf16", 4: "*fp32"}
 # in SASS: Hopper's and Blackwell's work on shared memory, HMMA on registers
 TENSOR_CORES = ("UTCHMMA", "HGMMA", "HMMA")
@@ -34,8 +42,11 @@ TENSOR_CORES = ("UTCHMMA", "HGMMA", "HMMA")
 
 def compile_case(arch, head_dim, v_head_dim, direction, itemsize):
     """The report on one entry of the table."""
+    kernel, direction = KERNELS[direction], direction.removeprefix("repair_")
     tiles = tile_config(arch, max(head_dim, v_head_dim), direction, itemsize)
-    source = source_of(tiles, head_dim, v_head_dim, direction, itemsize)
+    if "LOOK" in kernel.arg_names:
+        tiles = replace(tiles, num_stages=1)
+    source = source_of(kernel, tiles, head_dim, v_head_dim, direction, itemsize)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     log = io.StringIO()
     # Triton's own run of ptxas, whose options differ between versions; a kernel from its cache would leave no log
@@ -55,16 +66,15 @@ def compile_case(arch, head_dim, v_head_dim, direction, itemsize):
     }
 
 
-def source_of(tiles, head_dim, v_head_dim, direction, itemsize):
+def source_of(kernel, tiles, head_dim, v_head_dim, direction, itemsize):
     """The kernel of one pass as a launch with no features would specialise it."""
-    kernel = KERNELS[direction]
     rows = tiles.block_n if direction == "dkdv" else tiles.block_m
     d_1, d_2 = split_width(head_dim)
     dv_1, dv_2 = split_width(v_head_dim)
     constants = dict(
         HAS_SINKS=False, HAS_SOFTCAP=False, HAS_ALIBI=False, GROUP=4,
         D=head_dim, D_1=d_1, D_2=d_2, DV=v_head_dim, DV_1=dv_1, DV_2=dv_2,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PARTS=128 // rows, PRECISION="ieee",
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PARTS=128 // rows, LOOK=256, PRECISION="ieee",
     )  # fmt: skip
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     # pointers of features that are off are None, as they are at a launch

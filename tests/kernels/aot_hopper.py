@@ -1,6 +1,7 @@
 """Compiles the Hopper kernels with no GPU and prints, as JSON, what ptxas says of each. Run as a module.
 
-A case is head_dim-documents-dtype-outdtype-features, such as 128-long-bf16-bf16-plain or 64-short-fp16-fp32-softcap.
+A case is head_dim-documents-dtype-outdtype-features, such as 128-long-bf16-bf16-plain or
+64-short-fp16-fp32-softcap+marks.
 """
 
 import json
@@ -30,6 +31,8 @@ def compile_forward(tiles, head_dim, dtype, out_dtype, features):
     """The compiled forward kernel of one case."""
     constants = {"HAS_SINKS": "sinks" in features, "HAS_SOFTCAP": "softcap" in features}
     constants |= tiles.constants()
+    if "marks" not in features:
+        constants["spoiled_ptr"] = None
     names = _fwd_kernel.arg_names
     signature = dict.fromkeys(names, "i32") | {
         "q_desc": descriptor(dtype, ROWS, head_dim),
@@ -44,6 +47,7 @@ def compile_forward(tiles, head_dim, dtype, out_dtype, features):
         "tiles_ptr": "*i32",
         "key_start_ptr": "*i32",
         "key_end_ptr": "*i32",
+        "spoiled_ptr": "*i32",
     }
     signature |= dict.fromkeys(constants, "constexpr")
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n].startswith("*")}

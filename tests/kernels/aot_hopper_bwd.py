@@ -1,6 +1,6 @@
 """Compiles the Hopper backward kernel without a GPU and prints, as JSON, what ptxas says of each case. Run as a module.
 
-A case is dtype-head_dim-group-softcap, such as bf16-128-4-0.
+A case is dtype-head_dim-group-softcap-marks, such as bf16-128-4-0-1.
 """
 
 import json
@@ -25,20 +25,23 @@ def descriptor(dtype, block):
     return f"tensordesc<{dtype}[{', '.join(map(str, block))}],{layout!r}>"
 
 
-def compile_kernel(dtype, head_dim, group, softcap):
+def compile_kernel(dtype, head_dim, group, softcap, marks):
     """The compiled kernel of one case, with the tiles of the table."""
     head_dim = int(head_dim)
     tiles, kernel = bwd.TILES[head_dim], bwd._bwd_kernel
     d_1, d_2 = split_width(head_dim)
     signature = dict(
         rows_desc=descriptor("fp32", [tiles.block_m]), sum_desc=descriptor("fp32", [bwd.SUM_BLOCK, bwd.SUM_BLOCK]),
-        tiles_ptr="*i32", query_start_ptr="*i32", query_end_ptr="*i32", softmax_scale="fp32", softcap="fp32",
+        tiles_ptr="*i32", query_start_ptr="*i32", query_end_ptr="*i32", spoiled_ptr="*i32",
+        softmax_scale="fp32", softcap="fp32",
     )  # fmt: skip
     constants = dict(
         HAS_SOFTCAP=softcap == "1", GROUP=int(group), BLOCK_M=tiles.block_m, BLOCK_N=bwd.BLOCK_N, D_1=d_1, D_2=d_2,
         STAGES=tiles.stages, ALIGNMENT=ROW_ALIGNMENT, CONSUMER_REGISTERS=bwd.CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=bwd.PRODUCER_REGISTERS,
     )  # fmt: skip
+    if marks == "0":
+        constants["spoiled_ptr"] = None
     for part, width in (("", d_1), ("_2", d_2)):
         for name, rows in (
             ("q", tiles.block_m), ("do", tiles.block_m), ("k", bwd.BLOCK_N), ("v", bwd.BLOCK_N),

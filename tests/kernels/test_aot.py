@@ -60,6 +60,19 @@ LIMITS = {
     ("sm100", 256, "dkdv"): (255, 64, "HMMA"),
     ("sm100", 256, "dq"): (208, 0, "UTCHMMA"),
 }
+# head_dim, pass -> the same of the kernels that repair what Hopper's left; two programs fit on a multiprocessor
+REPAIRS = {
+    (64, "repair_fwd"): (144, 0, "HGMMA"),
+    (64, "repair_dkdv"): (255, 0, "HGMMA"),
+    (64, "repair_dq"): (168, 0, "HGMMA"),
+    (96, "repair_fwd"): (216, 0, "HGMMA"),
+    (96, "repair_dkdv"): (255, 64, "HGMMA"),
+    (96, "repair_dq"): (216, 0, "HGMMA"),
+    (128, "repair_fwd"): (255, 0, "HGMMA"),
+    (128, "repair_dkdv"): (255, 96, "HGMMA"),
+    (128, "repair_dq"): (216, 0, "HGMMA"),
+    (256, "repair_fwd"): (255, 96, "HGMMA"),
+}
 TENSOR_MEMORY = 512  # columns, on sm100
 # what shared_bytes may give beyond what Triton reports: it counts the worst of the layouts that the compiler chooses
 # among, of which sm90 needs none
@@ -117,6 +130,17 @@ def test_every_entry_has_limits():
 @pytest.mark.timeout(600)
 def test_entries_compile_within_limits():
     assert_within_limits([entry for entry in LIMITS if entry not in SLOW])
+
+
+@pytest.mark.timeout(600)
+def test_repairs_compile_within_limits():
+    cases = {f"sm90-{d}-{d}-{direction}-2": limits for (d, direction), limits in REPAIRS.items()}
+    for case, report in compile_all([*cases]).items():
+        registers, spill_bytes, tensor_core = cases[case]
+        assert report["warnings"] == [], report
+        assert report["registers"] <= registers and report["spill_bytes"] <= spill_bytes, report
+        assert report["tensor_core"] == tensor_core, report
+        assert report["shared"] <= SHARED_LIMIT["sm90"] // 2, report
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels import flash_attn_func, flash_attn_varlen_func
+from kernels.flash_attention import backend
 from kernels.flash_attention.interface import flash_attn_packed
 from kernels.flash_attention.reference import attention_reference
 from kernels.flash_attention.schedule import Schedule, alignment, build_schedule, causal_schedule
@@ -267,6 +268,29 @@ def test_nan_shows_in_its_own_document():
     assert torch.isnan(dv[:31]).all() and torch.isfinite(dv[37:]).all()
 
 
+@pytest.mark.parametrize(("lengths", "several"), [([20], False), ([0, 20], True), ([13, 7], True)], ids=str)
+def test_both_passes_know_whether_there_are_several_documents(lengths, several, monkeypatch):
+    """Where there are, Hopper's kernels keep NaN from leaving one."""
+    known = []
+    for name in ("forward", "backward"):
+        original = getattr(backend, name)
+
+        def spy(*arguments, original=original):
+            known.extend(x.several_documents for x in arguments if isinstance(x, Schedule))
+            return original(*arguments)
+
+        monkeypatch.setattr(backend, name, spy)
+    q, k, v, *_ = draw(20, 20, 2, 1, 16)
+    cu = cumulative(lengths)
+    for o in (
+        flash_attn_varlen_func(q, k, v, cu, cu, 20, 20),
+        flash_attn_packed(q, k, v, causal_schedule(cu, 20, q.device)),
+        flash_attn_func(*(x.unflatten(0, (1 + several, -1)) for x in (q, k, v))),
+    ):
+        o.sum().backward()
+    assert known == [several] * 6
+
+
 def test_operator_registration():
     q, k, v, *_ = draw(20, 20, 2, 1, 16)
     cu = cumulative([13, 7])
@@ -275,7 +299,7 @@ def test_operator_registration():
     sinks = torch.rand(2, device=DEVICE, requires_grad=True)
     torch.library.opcheck(
         torch.ops.flash_attention.forward,
-        (q, k, v, schedule, alibi, sinks, None, 0.25, 3.0, torch.float32, False, False),
+        (q, k, v, schedule, alibi, sinks, None, 0.25, 3.0, torch.float32, False, True, False),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"),
     )
 

@@ -1,5 +1,7 @@
 """What attention promises beside its numbers, on a GPU: repeatable, asynchronous, compiled once, any size."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -129,3 +131,39 @@ def test_adversarial_scores(name, head_dim):
         # scores of 1e4 in fp32 are off by 1e-3, and so are probabilities: 4 parts in 1000 of the largest result
         error, torchs = ((x.double() - exact.double()).abs().max() for x in (ours_, baseline))
         assert error <= 2 * torchs + 4e-3 * exact.abs().max() + 1e-30
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_nan_and_infinity_stay_in_their_document(head_dim, dtype):
+    """In one element of q, k, v or do; the documents beside it are in the same tiles."""
+    lengths, first, last = [150, 20, 30, 90, 13, 260, 200], 200, 290
+    cu = cumulative(lengths)
+    total, spoiled = sum(lengths), 240
+    clean = [x.detach() for x in inputs_of(total, 4, head_dim, dtype=dtype)]
+    clean.append(torch.randn_like(clean[0]))
+    others = torch.ones(total, dtype=torch.bool, device="cuda")
+    others[first:last] = False
+
+    def run(q, k, v, do):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        o, lse = flash_attn_varlen_func(*inputs, cu, cu, 260, 260, causal=True, return_lse=True)
+        return [o, lse.T, *torch.autograd.grad(o, inputs, do)]
+
+    truth = run(*clean)
+    for index, value in itertools.product(range(4), (torch.nan, torch.inf)):
+        tensors = [x.clone() for x in clean]
+        tensors[index][spoiled, 0, 3] = value
+        results = run(*tensors)
+        for ours, exact in zip(results, truth, strict=True):
+            # tiles that are computed again round otherwise
+            atol = 4 * torch.finfo(dtype).eps * exact.abs().max().item()
+            torch.testing.assert_close(ours[others], exact[others], rtol=0.0, atol=atol)
+        o, lse, dq, _, _ = results
+        if value == value:
+            continue  # infinity may give a key no weight, where NaN shows in every row that sees it
+        assert torch.isnan(dq[spoiled, 0]).any()
+        if index < 2:
+            assert torch.isnan(o[spoiled, 0]).all() and torch.isnan(lse[spoiled, 0])
+        if index == 2:
+            assert torch.isnan(o[spoiled:last, 0]).any(1).all()

@@ -86,8 +86,9 @@ def test_long_documents_are_known_by_shape(lengths, arguments, long):
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     schedule = build_schedule(cu, cu, total, total, **arguments)
     assert schedule.long_documents is long
-    again = Schedule.from_tensors(schedule.tensors(), schedule.long_documents)
-    assert all(a is b for a, b in zip(again[:8], schedule[:8], strict=True))
+    assert schedule.several_documents is (len(lengths) > 1)
+    again = Schedule.from_tensors(schedule.tensors(), schedule.several_documents, schedule.long_documents)
+    assert all(a is b for a, b in zip(again[:9], schedule[:9], strict=True))
 
 
 @pytest.mark.parametrize(("cu", "expected"), [(None, True), ([0, 5], False)])

@@ -5,6 +5,7 @@ computed transposed, [keys, queries], so that P^T and dS^T feed dV and dK from r
 memory for dQ = dS K, which is added to fp32 in global memory: the order of those additions varies from run to run.
 A head_dim of 96 is worked as 64 columns and 32, each with buffers, descriptors and accumulators of its own, because
 Triton's blocks are powers of two: padded to 128 it would pay for a third more of every product.
+Where there are several documents, NaN of one that came into another through a tile of both is repaired (marks.py).
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
 
@@ -28,7 +29,9 @@ from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper.bwd_dq import ROW_ALIGNMENT, finish, prepare
 from kernels.flash_attention.hopper.bwd_tma import named_barrier, tma_reduce_add
 from kernels.flash_attention.hopper.descriptors import loadable, rows_of_heads
-from kernels.flash_attention.portable.launch import tile_and_head
+from kernels.flash_attention.hopper.marks import mark_spoiled
+from kernels.flash_attention.portable.bwd import repair_dk_dv, repair_dq
+from kernels.flash_attention.portable.launch import new_marks, tile_and_head
 from kernels.flash_attention.portable.load import split_width
 from kernels.flash_attention.schedule import WORK_TILE, Schedule
 from kernels.flash_attention.scores import cap
@@ -127,7 +130,7 @@ def _producer(
 def _consumer(
     HALF: gl.constexpr, dk_desc, dv_desc, sum_desc, rest, q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf,
     rest_bufs, ds_bufs, sum_bufs, kv_full, q_full, do_full, empty, tiles_ptr, query_start_ptr, query_end_ptr,
-    softmax_scale, softcap, n_tiles, n_kv_heads, section, total_k,
+    spoiled_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section, total_k,
     HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     D_1: gl.constexpr, D_2: gl.constexpr, STAGES: gl.constexpr, ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
@@ -241,6 +244,10 @@ def _consumer(
         fence_async_shared()
         tma_reduce_add(sum_desc, [row, column], sum_buf)
         m, head = _next(m, head, start, end, GROUP, BLOCK_M)
+    if spoiled_ptr is not None:
+        mark_spoiled(dk + dv, first_here, kv_head, total_k, spoiled_ptr)
+        if D_2:
+            mark_spoiled(dk_2 + dv_2, first_here, kv_head, total_k, spoiled_ptr)
     # dK and dV leave through the buffers of K and V
     named_barrier(10, 256)  # both warpgroups have read K for the last time
     k_half.store((dk * softmax_scale).to(dtype))
@@ -271,8 +278,8 @@ _SIZES = (
 def _bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, sum_desc,
     q_2_desc, k_2_desc, v_2_desc, do_2_desc, dk_2_desc, dv_2_desc, sum_2_desc,
-    tiles_ptr, query_start_ptr, query_end_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section, total_k, padded_q,
-    stride_qh, stride_kh, stride_vh, stride_doh,
+    tiles_ptr, query_start_ptr, query_end_ptr, spoiled_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section,
+    total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
     HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     D_1: gl.constexpr, D_2: gl.constexpr, STAGES: gl.constexpr, ALIGNMENT: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -280,6 +287,7 @@ def _bwd_kernel(
     """One program: BLOCK_N keys of one KV head, over all query heads that share it.
 
     Descriptors of the first D_1 columns of each head, and with a 2 of the D_2 after them (None where D_2 is 0).
+    spoiled is None, or where to mark NaN in dK and dV (marks.py).
     """
     dtype: gl.constexpr = q_desc.dtype
     q_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D_1], q_desc.layout)
@@ -319,12 +327,12 @@ def _bwd_kernel(
         (_consumer, (0, dk_desc, dv_desc, sum_descs[0], (dk_2_desc, dv_2_desc), q_bufs, do_bufs, lse_bufs, delta_bufs,
                      k_buf, v_buf, rest_bufs, ds_bufs, sum_bufs, kv_full, q_full, do_full, empty,
                      tiles_ptr, query_start_ptr, query_end_ptr,
-                     softmax_scale, softcap, n_tiles, n_kv_heads, section, total_k,
+                     spoiled_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section, total_k,
                      HAS_SOFTCAP, GROUP, BLOCK_M, BLOCK_N, D_1, D_2, STAGES, ALIGNMENT)),
         (_consumer, (1, dk_desc, dv_desc, sum_descs[1], (dk_2_desc, dv_2_desc), q_bufs, do_bufs, lse_bufs, delta_bufs,
                      k_buf, v_buf, rest_bufs, ds_bufs, sum_bufs, kv_full, q_full, do_full, empty,
                      tiles_ptr, query_start_ptr, query_end_ptr,
-                     softmax_scale, softcap, n_tiles, n_kv_heads, section, total_k,
+                     spoiled_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section, total_k,
                      HAS_SOFTCAP, GROUP, BLOCK_M, BLOCK_N, D_1, D_2, STAGES, ALIGNMENT)),
         (_producer, (q_desc, k_desc, v_desc, do_desc, (q_2_desc, k_2_desc, v_2_desc, do_2_desc), rows_desc,
                      q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf, rest_bufs, kv_full, q_full, do_full, empty,
@@ -355,9 +363,13 @@ def _kv_heads_per_section(q: Tensor, n_kv_heads: int) -> int:
 
 
 def accumulate(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, dq_sum: Tensor, schedule: Schedule, features: Features
-) -> tuple[Tensor, Tensor]:
-    """Adds dS K to dq_sum, fp32 (total_q, n_heads * head_dim) -> dk, dv, dense. rows as `prepare` returns them."""
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, dq_sum: Tensor, spoiled: Tensor | None,
+    schedule: Schedule, features: Features,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Adds dS K to dq_sum, fp32 (total_q, n_heads * head_dim) -> dk, dv, dense. rows as `prepare` returns them.
+
+    spoiled (portable.launch.new_marks) gets the marks of NaN in dk and dv.
+    """
     n_heads, head_dim = q.shape[1:]
     total_k, n_kv_heads, _ = k.shape
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
@@ -380,7 +392,7 @@ def accumulate(
     rest = [rows_of_heads(x[1], block) if d_2 else None for x, (_, block) in zip(parts, operands, strict=True)]
     _bwd_kernel[(n_tiles * n_kv_heads,)](
         q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, sum_desc, *rest,
-        schedule.key_tiles, schedule.query_start, schedule.query_end, features.softmax_scale, features.softcap,
+        schedule.key_tiles, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale, features.softcap,
         n_tiles, n_kv_heads, _kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, BLOCK_M=tiles.block_m, BLOCK_N=BLOCK_N,
@@ -400,5 +412,12 @@ def attention_backward(
     if not loadable(do):
         do = do.clone(memory_format=torch.contiguous_format)
     rows, dq_sum = prepare(lse, delta, q.shape[-1])
-    dk, dv = accumulate(do, q, k, v, rows, dq_sum, schedule, features)
-    return finish(dq_sum, features.softmax_scale, q), dk, dv
+    spoiled_q = spoiled_k = None
+    if schedule.several_documents:
+        spoiled_q, spoiled_k = (new_marks(x.shape[1], x.shape[0], x.device) for x in (q, k))
+    dk, dv = accumulate(do, q, k, v, rows, dq_sum, spoiled_k, schedule, features)
+    dq = finish(dq_sum, features.softmax_scale, spoiled_q, q)
+    if spoiled_q is not None and spoiled_k is not None:
+        repair_dk_dv(do, q, k, v, lse, delta, dk, dv, spoiled_k, schedule, features)
+        repair_dq(do, q, k, v, lse, delta, dq, spoiled_q, schedule, features)
+    return dq, dk, dv

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.flash_attention.portable.launch import SPOILED_ROWS
+
 ROW_ALIGNMENT = 4  # TMA takes fp32 vectors that begin at a multiple of 16 bytes
 
 
@@ -48,18 +50,33 @@ def prepare(lse: Tensor, delta: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     return rows, dq
 
 
-@triton.jit
-def _finish_kernel(sum_ptr, dq_ptr, scale, n_words, BLOCK: tl.constexpr):
-    """One program scales and rounds BLOCK numbers."""
+@triton.jit(do_not_specialize=["total", "n_heads"])
+def _finish_kernel(
+    sum_ptr, dq_ptr, spoiled_ptr, scale, n_words, total, n_heads, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program scales and rounds BLOCK numbers, and marks the NaN among them unless spoiled is None."""
     words = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = words < n_words
-    total = tl.load(sum_ptr + words, mask=inside)
-    tl.store(dq_ptr + words, (total * scale).to(dq_ptr.dtype.element_ty), mask=inside)
+    sums = tl.load(sum_ptr + words, mask=inside, other=0.0)
+    tl.store(dq_ptr + words, (sums * scale).to(dq_ptr.dtype.element_ty), mask=inside)
+    if spoiled_ptr is not None:
+        zeros = sums * 0.0  # NaN where they are not finite
+        if tl.sum(zeros, axis=0) != 0.0:
+            head_words = words // HEAD_DIM
+            unit = head_words // n_heads // SPOILED_ROWS
+            marks = spoiled_ptr + head_words % n_heads * tl.cdiv(total, SPOILED_ROWS) + unit
+            tl.store(marks, tl.full([BLOCK], 1, tl.int32), mask=zeros != 0.0)
 
 
-def finish(dq_sum: Tensor, softmax_scale: float, like: Tensor) -> Tensor:
-    """The sum of dS K in fp32 -> dq, dense, in the shape and dtype of `like`."""
+def finish(dq_sum: Tensor, softmax_scale: float, spoiled: Tensor | None, like: Tensor) -> Tensor:
+    """The sum of dS K in fp32 -> dq, dense, in the shape (total_q, n_heads, head_dim) and dtype of `like`.
+
+    spoiled (portable.launch.new_marks) gets the marks of NaN in dq.
+    """
+    total, n_heads, head_dim = like.shape
     dq = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     block = 4096
-    _finish_kernel[(triton.cdiv(dq.numel(), block),)](dq_sum, dq, softmax_scale, dq.numel(), BLOCK=block, num_warps=8)
+    _finish_kernel[(triton.cdiv(dq.numel(), block),)](
+        dq_sum, dq, spoiled, softmax_scale, dq.numel(), total, n_heads, HEAD_DIM=head_dim, BLOCK=block, num_warps=8
+    )
     return dq

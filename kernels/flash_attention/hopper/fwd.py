@@ -19,6 +19,8 @@ in documents of 16k and of 2k; TFLOP/s):
   registers for three consumers of 128 keys at head_dim 64. `skip` leaves o alone where no maximum has grown much: of
   use where o is wide (641 to 632 at head_dim 256) or P V short.
 - Where o leaves. At head_dim 256 there is no room but that of q (`o_in_q`).
+
+Where there are several documents, NaN of one that came into another through a tile of both is repaired (marks.py).
 """
 
 from dataclasses import dataclass
@@ -41,8 +43,10 @@ from kernels.flash_attention.hopper import fwd_softmax as softmax
 from kernels.flash_attention.hopper.barriers import pass_turn, wait_turn
 from kernels.flash_attention.hopper.descriptors import describe, load_rows, loadable, store_rows
 from kernels.flash_attention.hopper.fwd_softmax import HIDDEN, LN_2, LOG2_E
+from kernels.flash_attention.hopper.marks import mark_spoiled
 from kernels.flash_attention.hopper.queue import counter, field, item_of, new_queue, post, read, take
-from kernels.flash_attention.portable.launch import heads_per_section, tile_and_head
+from kernels.flash_attention.portable.fwd import repair_forward
+from kernels.flash_attention.portable.launch import heads_per_section, new_marks, tile_and_head
 from kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE, Schedule
 from kernels.flash_attention.tiles import interpreted
 
@@ -63,7 +67,6 @@ class ForwardTiles:
     ranged: bool = False
     packed: bool = False
     skip: bool = False
-    late: bool = False
     o_in_q: bool = False
 
     def registers(self) -> tuple[int, int, int]:
@@ -84,7 +87,6 @@ class ForwardTiles:
             "RANGED": self.ranged,
             "PACKED": self.packed,
             "SKIP": self.skip,
-            "LATE": self.late,
             "O_IN_Q": self.o_in_q,
             "CONSUMER_REGISTERS": consumer_registers,
             "PRODUCER_REGISTERS": producer_registers,
@@ -101,7 +103,7 @@ FORWARD_TILES = {
 }
 # where documents are long (schedule.LONG_DOCUMENT) and these are faster
 LONG_TILES = {
-    64: ForwardTiles(128, 3, 2, "wide_query_tiles", packed=True, skip=True),
+    64: ForwardTiles(128, 3, 3, "wide_query_tiles", packed=True, skip=True),
     256: ForwardTiles(64, 2, 2, "query_tiles", dynamic=False, skip=True, o_in_q=True),
 }
 
@@ -226,7 +228,7 @@ def _pass_over(block, rings):
 @gluon.jit
 def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, scores_of, CONSUMER: gl.constexpr,
           CONSUMERS: gl.constexpr, MASK: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RANGED: gl.constexpr,
-          PACKED: gl.constexpr, SKIP: gl.constexpr, LATE: gl.constexpr):  # fmt: skip
+          PACKED: gl.constexpr, SKIP: gl.constexpr):  # fmt: skip
     """One block of keys, from `key` on; its K has landed, and if there are `more`, the next one's will have.
 
     p is of the block before, not yet multiplied with V; o is rescaled.
@@ -254,30 +256,25 @@ def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, sc
     scores, row_max, factor = softmax.raise_maximum(
         scores, row_max, softmax_scale, softcap, key, key_start, key_end, at_edge, MASK, HAS_SOFTCAP, SKIP
     )
-    if not LATE:
-        p, row_sum = softmax.exponentials(
-            scores, row_max, row_sum, factor, softmax_scale, q.dtype, HAS_SOFTCAP, PACKED
-        )  # fmt: skip
+    p, row_sum = softmax.exponentials(
+        scores, row_max, row_sum, factor, softmax_scale, q.dtype, HAS_SOFTCAP, PACKED
+    )  # fmt: skip
     block += 1
     mbarrier.wait(k_full.index(block % STAGES), (block // STAGES) & 1, pred=more)
     o = warpgroup_mma_wait(0, deps=[o_token])
     mbarrier.arrive(v_empty.index(last), count=1)
     o = softmax.rescale(o, factor, SKIP)
-    if LATE:
-        p, row_sum = softmax.exponentials(
-            scores, row_max, row_sum, factor, softmax_scale, q.dtype, HAS_SOFTCAP, PACKED
-        )  # fmt: skip
     return block, o, p, row_max, row_sum
 
 
 @gluon.jit
 def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RANGED: gl.constexpr,
-             PACKED: gl.constexpr, SKIP: gl.constexpr, LATE: gl.constexpr, O_IN_Q: gl.constexpr):  # fmt: skip
+             PACKED: gl.constexpr, SKIP: gl.constexpr, O_IN_Q: gl.constexpr):  # fmt: skip
     """Four warps: the attention of 64 queries of each item."""
     out, score, buffers, queue, ranges = work
     q_buffers, q_full, q_empty, rings = buffers
     k_buffers, v_buffers, k_full, k_empty, v_full, v_empty = rings
-    o_desc, o_buffers, lse_ptr = out
+    o_desc, o_buffers, lse_ptr, spoiled_ptr = out
     sinks_ptr, softmax_scale, softcap = score
     key_start_ptr, key_end_ptr, total_q = ranges
     CONSUMERS: gl.constexpr = q_buffers.shape[0]
@@ -345,7 +342,7 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
                 key = end - (step + 1) * BLOCK_N
                 block, o, p, row_max, row_sum = _step(
                     key, (step < right) | (step >= left), step + 1 < stop, block, o, p, row_max, row_sum, q, zeros,
-                    rings, scores_of, CONSUMER, CONSUMERS, "at_edge", HAS_SOFTCAP, RANGED, PACKED, SKIP, LATE,
+                    rings, scores_of, CONSUMER, CONSUMERS, "at_edge", HAS_SOFTCAP, RANGED, PACKED, SKIP,
                 )  # fmt: skip
         else:
             n_masked = gl.maximum(n_right + n_left, 1)
@@ -353,13 +350,13 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
                 key = _first_key(step, end, n_blocks, n_right, n_left, BLOCK_N)
                 block, o, p, row_max, row_sum = _step(
                     key, True, step + 1 < stop, block, o, p, row_max, row_sum, q, zeros,
-                    rings, scores_of, CONSUMER, CONSUMERS, "always", HAS_SOFTCAP, RANGED, PACKED, SKIP, LATE,
+                    rings, scores_of, CONSUMER, CONSUMERS, "always", HAS_SOFTCAP, RANGED, PACKED, SKIP,
                 )  # fmt: skip
             for step in range(n_masked, n_blocks):
                 key = _first_key(step, end, n_blocks, n_right, n_left, BLOCK_N)
                 block, o, p, row_max, row_sum = _step(
                     key, False, step + 1 < stop, block, o, p, row_max, row_sum, q, zeros,
-                    rings, scores_of, CONSUMER, CONSUMERS, "never", HAS_SOFTCAP, RANGED, PACKED, SKIP, LATE,
+                    rings, scores_of, CONSUMER, CONSUMERS, "never", HAS_SOFTCAP, RANGED, PACKED, SKIP,
                 )  # fmt: skip
 
         if not O_IN_Q:
@@ -375,13 +372,16 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
                 block = _pass_over(block, rings)
 
         row_sum = softmax.total(row_sum, ROW, PACKED)
-        sees = row_max > 0.5 * HIDDEN  # a row that sees no key gives 0 and -inf
+        # a row that sees no key gives 0 and -inf; one that sees nothing but NaN keeps its maximum too
+        sees = (row_max > 0.5 * HIDDEN) | (row_sum != row_sum)
         lse = gl.where(sees, (row_max * to_log2 + gl.log2(row_sum)) * LN_2, float("-inf"))
         gl.store(lse_ptr + head.to(gl.int64) * total_q + row, lse, mask=inside)
         # where, not a product with 0: the values of keys that nobody sees may be infinite
         o_sees = gl.expand_dims(gl.convert_layout(sees.to(gl.int32), gl.SliceLayout(1, OUT)), 1) != 0
         o = o * gl.expand_dims(gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, OUT)), 1)
         o = gl.where(o_sees, o, 0.0)
+        if spoiled_ptr is not None:
+            mark_spoiled(o, first, head, total_q, spoiled_ptr)
         tma.store_wait(0)  # the item before has left the buffer
         o_buffer.store(o.to(o_desc.dtype))
         fence_async_shared()
@@ -398,12 +398,15 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
 
 @gluon.jit(do_not_specialize=_SIZES)
 def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, counter_ptr, tiles_ptr, key_start_ptr,
-                key_end_ptr, n_items, n_tiles, n_heads, group, section, total_q, stride_qh, stride_kh, stride_vh,
-                softmax_scale, softcap, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, BLOCK_N: gl.constexpr,
-                CONSUMERS: gl.constexpr, STAGES: gl.constexpr, DYNAMIC: gl.constexpr, RANGED: gl.constexpr,
-                PACKED: gl.constexpr, SKIP: gl.constexpr, LATE: gl.constexpr, O_IN_Q: gl.constexpr,
-                CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):  # fmt: skip
-    """Program i works item i, and DYNAMIC then others; o is (total_q, n_heads, head_dim), lse (n_heads, total_q)."""
+                key_end_ptr, spoiled_ptr, n_items, n_tiles, n_heads, group, section, total_q, stride_qh, stride_kh,
+                stride_vh, softmax_scale, softcap, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+                BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, DYNAMIC: gl.constexpr,
+                RANGED: gl.constexpr, PACKED: gl.constexpr, SKIP: gl.constexpr,
+                O_IN_Q: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):  # fmt: skip
+    """Program i works item i, and DYNAMIC then others; o is (total_q, n_heads, head_dim), lse (n_heads, total_q).
+
+    spoiled is None, or where to mark NaN (marks.py).
+    """
     ROWS_EACH: gl.constexpr = q_desc.block_type.shape[-2]
     WIDTH: gl.constexpr = q_desc.block_type.shape[-1]
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS_EACH, WIDTH], q_desc.dtype)
@@ -438,15 +441,15 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, counter_ptr,
     ranges = (key_start_ptr, key_end_ptr, total_q)
     descriptors = (q_desc, k_desc, v_desc)
     strides = (stride_qh, stride_kh, stride_vh, group)
-    out = (o_desc, o_buffers, lse_ptr)
+    out = (o_desc, o_buffers, lse_ptr, spoiled_ptr)
     score = (sinks_ptr, softmax_scale, softcap)
     work = (out, score, buffers, queue, ranges)
     loads = (descriptors, strides, buffers, queue, counter_ptr, n_items, order, ranges)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, LATE, O_IN_Q)),
-                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, LATE, O_IN_Q)),
+                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
+                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
                 (_produce, (loads, RANGED, DYNAMIC)),
             ],
             [4, 1],
@@ -455,9 +458,9 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, counter_ptr,
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, LATE, O_IN_Q)),
-                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, LATE, O_IN_Q)),
-                (_consume, (2, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, LATE, O_IN_Q)),
+                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
+                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
+                (_consume, (2, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
                 (_produce, (loads, RANGED, DYNAMIC)),
             ],
             [4, 4, 1],
@@ -506,6 +509,7 @@ def run_forward(
     assert tiles.consumers * ROWS == (WIDE_TILE if tiles.order == "wide_query_tiles" else WORK_TILE), tiles
     n_tiles = order.numel()
     n_items = programs = n_tiles * n_heads
+    spoiled = new_marks(n_heads, total_q, q.device) if schedule.several_documents else None
     tickets = order  # any pointer will do where none is read
     if tiles.dynamic:
         programs = min(n_items, torch.cuda.get_device_properties(q.device).multi_processor_count)
@@ -513,9 +517,11 @@ def run_forward(
     _fwd_kernel[(programs,)](
         describe(q, ROWS), describe(k, tiles.block_n), describe(v, tiles.block_n), describe(o, ROWS), lse,
         lse if features.sinks is None else features.sinks, tickets, order, schedule.key_start, schedule.key_end,
-        n_items, n_tiles, n_heads, n_heads // k.shape[1], heads_per_section(k, v, n_heads), total_q,
+        spoiled, n_items, n_tiles, n_heads, n_heads // k.shape[1], heads_per_section(k, v, n_heads), total_q,
         q.stride(1), k.stride(1), v.stride(1), features.softmax_scale, features.softcap,
         HAS_SINKS=features.sinks is not None, HAS_SOFTCAP=features.softcap != 0.0, **tiles.constants(),
         num_warps=4, maxnreg=tiles.registers()[2],
     )  # fmt: skip
+    if spoiled is not None:
+        repair_forward(q, k, v, o, lse, spoiled, schedule, features)
     return o, lse

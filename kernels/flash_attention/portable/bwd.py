@@ -4,6 +4,8 @@ Two kernels recompute the scores twice (seven matmuls where one fused pass needs
 no atomics, and gradients are bitwise repeatable (arXiv:2307.08691, Alg. 2, with its loops taken apart).
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -12,16 +14,18 @@ from torch import Tensor
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.masks import contain, is_visible, tile_range
 from kernels.flash_attention.portable.launch import (
+    any_is_spoiled,
     grid_of_tiles,
     heads_per_section,
     is_spoiled,
     precision_of,
+    repair_grid,
     tile_and_head,
 )
 from kernels.flash_attention.portable.load import load_part, split_width, store_part
 from kernels.flash_attention.schedule import WORK_TILE, Schedule
 from kernels.flash_attention.scores import alibi_bias, cap, load_alibi
-from kernels.flash_attention.tiles import launch_tiles
+from kernels.flash_attention.tiles import TileConfig, launch_tiles
 
 
 @triton.jit
@@ -101,30 +105,29 @@ def _accumulate_dk_dv(
     return dk, dk_2, dv, dv_2
 
 
-@triton.jit(do_not_specialize=["total_q", "total_k", "n_kv_heads", "n_tiles", "section"])
-def _dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, query_end_ptr, tiles_ptr,
-    spoiled_ptr, slopes_ptr, beside_ptr, document_ptr,
+@triton.jit
+def _dkdv_tile(
+    first, kv_head,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, query_end_ptr,
+    slopes_ptr, beside_ptr, document_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
-    total_q, total_k, n_kv_heads, n_tiles, section, softmax_scale, softcap,
+    total_q, total_k, n_kv_heads, softmax_scale, softcap,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PHASES: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N keys of one KV head, over all query heads that share it. dk and dv are dense."""
-    tile, kv_head = tile_and_head(tl.program_id(0), tiles_ptr, n_tiles, n_kv_heads, section, PARTS)
-    first = tile * BLOCK_N
-    if first >= total_k:
-        return
-    last = tl.minimum(first + BLOCK_N, total_k) - 1
-    if spoiled_ptr is not None:
-        if not is_spoiled(spoiled_ptr, kv_head, first, last, total_k):
-            return
+    """dK and dV of BLOCK_N keys of one KV head, from `first` on, over all query heads that share it.
+
+    In 3 phases, blocks that every key is seen in whole need no mask; in 1, all are masked: the least code.
+    """
     keys = first + tl.arange(0, BLOCK_N)  # [N]
     inside = keys < total_k
     query_start = tl.load(query_start_ptr + keys, mask=inside, other=0)
     query_end = tl.load(query_end_ptr + keys, mask=inside, other=0)
+    last = tl.minimum(first + BLOCK_N, total_k) - 1
     start, whole_start, whole_end, end = tile_range(query_start_ptr, query_end_ptr, first, last, BLOCK_M)
+    if PHASES == 1:
+        whole_start = end
 
     kv_head_64 = kv_head.to(tl.int64)
     k_ptr += kv_head_64 * stride_kh
@@ -141,7 +144,7 @@ def _dkdv_kernel(
     for member in tl.range(GROUP, disable_licm=True):
         head = kv_head * GROUP + member
         head_64 = head.to(tl.int64)
-        for phase in tl.static_range(3):
+        for phase in tl.static_range(PHASES):
             dk, dk_2, dv, dv_2 = _accumulate_dk_dv(
                 dk, dk_2, dv, dv_2, k, k_2, v, v_2, q_ptr + head_64 * stride_qh, do_ptr + head_64 * stride_doh,
                 lse_ptr + head_64 * total_q, delta_ptr + head_64 * total_q,
@@ -159,6 +162,59 @@ def _dkdv_kernel(
         store_part(dk_ptr, dk_2 * softmax_scale, first, n_kv_heads * D, total_k, D_1, D_2, D, BLOCK_N)
     if DV_2:
         store_part(dv_ptr, dv_2, first, n_kv_heads * DV, total_k, DV_1, DV_2, DV, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["total_q", "total_k", "n_kv_heads", "n_tiles", "section"])
+def _dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, query_end_ptr,
+    slopes_ptr, beside_ptr, document_ptr,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
+    total_q, total_k, n_kv_heads, softmax_scale, softcap, tiles_ptr, n_tiles, section,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_N keys of one KV head. dk and dv are dense."""
+    tile, kv_head = tile_and_head(tl.program_id(0), tiles_ptr, n_tiles, n_kv_heads, section, PARTS)
+    first = tile * BLOCK_N
+    if first >= total_k:
+        return
+    _dkdv_tile(
+        first, kv_head,
+        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, query_end_ptr,
+        slopes_ptr, beside_ptr, document_ptr,
+        stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
+        total_q, total_k, n_kv_heads, softmax_scale, softcap,
+        HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION, 3,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["total_q", "total_k", "n_kv_heads"])
+def _repair_dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, query_end_ptr,
+    slopes_ptr, beside_ptr, document_ptr,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
+    total_q, total_k, n_kv_heads, softmax_scale, softcap, spoiled_ptr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, LOOK: tl.constexpr,
+):  # fmt: skip
+    """Few programs: of all tiles of BLOCK_N keys of one KV head, the marked ones."""
+    n_tiles = tl.cdiv(total_k, BLOCK_N)
+    n_items, step = n_tiles * n_kv_heads, tl.num_programs(0)
+    for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
+        if any_is_spoiled(spoiled_ptr, base, n_items, n_tiles, total_k, BLOCK_N, LOOK):
+            for item in tl.range(base, tl.minimum(base + step * LOOK, n_items), step, disable_licm=True):
+                kv_head, first = item // n_tiles, item % n_tiles * BLOCK_N
+                if is_spoiled(spoiled_ptr, kv_head, first, total_k, BLOCK_N):
+                    _dkdv_tile(
+                        first, kv_head,
+                        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, query_end_ptr,
+                        slopes_ptr, beside_ptr, document_ptr,
+                        stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
+                        stride_slopes, total_q, total_k, n_kv_heads, softmax_scale, softcap,
+                        HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION, 1,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -200,30 +256,26 @@ def _accumulate_dq(
     return dq, dq_2
 
 
-@triton.jit(do_not_specialize=["total_q", "total_k", "n_heads", "n_tiles", "section"])
-def _dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, key_start_ptr, key_end_ptr, tiles_ptr,
-    spoiled_ptr, slopes_ptr, beside_ptr, document_ptr,
+@triton.jit
+def _dq_tile(
+    first, head,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, key_start_ptr, key_end_ptr,
+    slopes_ptr, beside_ptr, document_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
-    total_q, total_k, n_heads, n_tiles, section, softmax_scale, softcap,
+    total_q, total_k, n_heads, softmax_scale, softcap,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PHASES: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries of one head. dq is (total_q, n_heads, D), dense."""
-    tile, head = tile_and_head(tl.program_id(0), tiles_ptr, n_tiles, n_heads, section, PARTS)
-    first = tile * BLOCK_M
-    if first >= total_q:
-        return
-    last = tl.minimum(first + BLOCK_M, total_q) - 1
-    if spoiled_ptr is not None:
-        if not is_spoiled(spoiled_ptr, head, first, last, total_q):
-            return
+    """dQ of BLOCK_M queries of one head, from `first` on. Phases are as in _dkdv_tile."""
     rows = first + tl.arange(0, BLOCK_M)  # [M]
     inside = rows < total_q
     key_start = tl.load(key_start_ptr + rows, mask=inside, other=0)
     key_end = tl.load(key_end_ptr + rows, mask=inside, other=0)
+    last = tl.minimum(first + BLOCK_M, total_q) - 1
     start, whole_start, whole_end, end = tile_range(key_start_ptr, key_end_ptr, first, last, BLOCK_N)
+    if PHASES == 1:
+        whole_start = end
 
     head_64 = head.to(tl.int64)
     q_ptr += head_64 * stride_qh
@@ -239,7 +291,7 @@ def _dq_kernel(
     slope, beside = load_alibi(slopes_ptr, beside_ptr, document_ptr, stride_slopes, rows, head, inside, HAS_ALIBI)
     dq = tl.zeros([BLOCK_M, D_1], tl.float32)
     dq_2 = tl.zeros([BLOCK_M, D_2 if D_2 else 1], tl.float32)
-    for phase in tl.static_range(3):
+    for phase in tl.static_range(PHASES):
         dq, dq_2 = _accumulate_dq(
             dq, dq_2, q, q_2, do, do_2, lse, delta, k_ptr, v_ptr,
             start if phase == 0 else whole_start if phase == 1 else whole_end,
@@ -253,63 +305,135 @@ def _dq_kernel(
         store_part(dq_ptr, dq_2 * softmax_scale, first, n_heads * D, total_q, D_1, D_2, D, BLOCK_M)
 
 
+@triton.jit(do_not_specialize=["total_q", "total_k", "n_heads", "n_tiles", "section"])
+def _dq_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, key_start_ptr, key_end_ptr,
+    slopes_ptr, beside_ptr, document_ptr,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
+    total_q, total_k, n_heads, softmax_scale, softcap, tiles_ptr, n_tiles, section,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M queries of one head. dq is (total_q, n_heads, D), dense."""
+    tile, head = tile_and_head(tl.program_id(0), tiles_ptr, n_tiles, n_heads, section, PARTS)
+    first = tile * BLOCK_M
+    if first >= total_q:
+        return
+    _dq_tile(
+        first, head,
+        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, key_start_ptr, key_end_ptr,
+        slopes_ptr, beside_ptr, document_ptr,
+        stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
+        total_q, total_k, n_heads, softmax_scale, softcap,
+        HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION, 3,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["total_q", "total_k", "n_heads"])
+def _repair_dq_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, key_start_ptr, key_end_ptr,
+    slopes_ptr, beside_ptr, document_ptr,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
+    total_q, total_k, n_heads, softmax_scale, softcap, spoiled_ptr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, LOOK: tl.constexpr,
+):  # fmt: skip
+    """Few programs: of all tiles of BLOCK_M queries of one head, the marked ones."""
+    n_tiles = tl.cdiv(total_q, BLOCK_M)
+    n_items, step = n_tiles * n_heads, tl.num_programs(0)
+    for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
+        if any_is_spoiled(spoiled_ptr, base, n_items, n_tiles, total_q, BLOCK_M, LOOK):
+            for item in tl.range(base, tl.minimum(base + step * LOOK, n_items), step, disable_licm=True):
+                head, first = item // n_tiles, item % n_tiles * BLOCK_M
+                if is_spoiled(spoiled_ptr, head, first, total_q, BLOCK_M):
+                    _dq_tile(
+                        first, head,
+                        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, key_start_ptr, key_end_ptr,
+                        slopes_ptr, beside_ptr, document_ptr,
+                        stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
+                        stride_slopes, total_q, total_k, n_heads, softmax_scale, softcap,
+                        HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION, 1,
+                    )  # fmt: skip
+
+
 def attention_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, schedule: Schedule, features: Features
 ) -> tuple[Tensor, Tensor, Tensor]:
     """do like o, lse and delta (n_heads, total_q) fp32 -> dq, dk, dv, dense, in the dtype of q, k, v."""
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    write_backward(do, q, k, v, lse, delta, dq, dk, dv, None, None, schedule, features)
-    return dq, dk, dv
-
-
-def write_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    spoiled_q: Tensor | None,
-    spoiled_k: Tensor | None,
-    schedule: Schedule,
-    features: Features,
-) -> None:
-    """attention_backward into dq, dk and dv: all of it, or the tiles of dq that spoiled_q, of dk and dv that spoiled_k
-    (portable.launch) marks."""
-    total_q, n_heads, head_dim = q.shape
-    total_k, n_kv_heads, v_head_dim = v.shape
-    d_1, d_2 = split_width(head_dim)
-    dv_1, dv_2 = split_width(v_head_dim)
-    _, *alibi = features.pointers()
-    strides = (
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2], features.stride_slopes()
-    )  # fmt: skip
-    scales = (features.softmax_scale, features.softcap)
+    (n_heads, head_dim), (n_kv_heads, v_head_dim) = q.shape[1:], v.shape[1:]
     section = heads_per_section(k, v, n_heads)
-    group = n_heads // n_kv_heads
-    constants = dict(
-        HAS_SOFTCAP=features.softcap != 0.0, HAS_ALIBI=bool(features.alibi), GROUP=group,
-        D=head_dim, D_1=d_1, D_2=d_2, DV=v_head_dim, DV_1=dv_1, DV_2=dv_2, PRECISION=precision_of(q),
-    )  # fmt: skip
+    scores = q, k, v, do, lse, delta
 
     tiles = launch_tiles(q.device, head_dim, v_head_dim, "dkdv", q.element_size())
     grid, n_tiles = grid_of_tiles(schedule.key_tiles, n_kv_heads, tiles.block_n)
     if grid:
         _dkdv_kernel[(grid,)](
-            q, k, v, do, lse, delta, dk, dv, schedule.query_start, schedule.query_end, schedule.key_tiles, spoiled_k,
-            *alibi, *strides, total_q, total_k, n_kv_heads, n_tiles, section // group, *scales, **constants,
-            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PARTS=WORK_TILE // tiles.block_n,
+            *scores, dk, dv, schedule.query_start, schedule.query_end, *_rest(q, k, v, do, n_kv_heads, features),
+            schedule.key_tiles, n_tiles, section // (n_heads // n_kv_heads),
+            **_constants(q, v, features, tiles), PARTS=WORK_TILE // tiles.block_n,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     tiles = launch_tiles(q.device, head_dim, v_head_dim, "dq", q.element_size())
     grid, n_tiles = grid_of_tiles(schedule.query_tiles, n_heads, tiles.block_m)
     if grid:
         _dq_kernel[(grid,)](
-            q, k, v, do, lse, delta, dq, schedule.key_start, schedule.key_end, schedule.query_tiles, spoiled_q,
-            *alibi, *strides, total_q, total_k, n_heads, n_tiles, section, *scales, **constants,
-            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PARTS=WORK_TILE // tiles.block_m,
+            *scores, dq, schedule.key_start, schedule.key_end, *_rest(q, k, v, do, n_heads, features),
+            schedule.query_tiles, n_tiles, section,
+            **_constants(q, v, features, tiles), PARTS=WORK_TILE // tiles.block_m,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
+    return dq, dk, dv
+
+
+def repair_dk_dv(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, spoiled: Tensor,
+    schedule: Schedule, features: Features,
+) -> None:  # fmt: skip
+    """Computes dk and dv again where `spoiled` (launch.new_marks) marks one of them, in whole tiles; both are dense."""
+    total_k, n_kv_heads, v_head_dim = v.shape
+    tiles = launch_tiles(q.device, q.shape[2], v_head_dim, "dkdv", q.element_size())
+    programs, look = repair_grid(q.device, triton.cdiv(total_k, tiles.block_n) * n_kv_heads)
+    if programs:
+        _repair_dkdv_kernel[(programs,)](
+            q, k, v, do, lse, delta, dk, dv, schedule.query_start, schedule.query_end,
+            *_rest(q, k, v, do, n_kv_heads, features), spoiled,
+            **_constants(q, v, features, tiles), LOOK=look, num_warps=tiles.num_warps, num_stages=1,
+        )  # fmt: skip
+
+
+def repair_dq(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, spoiled: Tensor,
+    schedule: Schedule, features: Features,
+) -> None:  # fmt: skip
+    """As repair_dk_dv, for dq."""
+    total_q, n_heads, head_dim = q.shape
+    tiles = launch_tiles(q.device, head_dim, v.shape[2], "dq", q.element_size())
+    programs, look = repair_grid(q.device, triton.cdiv(total_q, tiles.block_m) * n_heads)
+    if programs:
+        _repair_dq_kernel[(programs,)](
+            q, k, v, do, lse, delta, dq, schedule.key_start, schedule.key_end,
+            *_rest(q, k, v, do, n_heads, features), spoiled,
+            **_constants(q, v, features, tiles), LOOK=look, num_warps=tiles.num_warps, num_stages=1,
+        )  # fmt: skip
+
+
+def _rest(q: Tensor, k: Tensor, v: Tensor, do: Tensor, heads: int, features: Features) -> tuple[Any, ...]:
+    """What all four kernels take after their tensors: ALiBi, strides, sizes, scales."""
+    return (
+        *features.pointers()[1:],
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2], features.stride_slopes(),
+        q.shape[0], k.shape[0], heads, features.softmax_scale, features.softcap,
+    )  # fmt: skip
+
+
+def _constants(q: Tensor, v: Tensor, features: Features, tiles: TileConfig) -> dict[str, Any]:
+    """What they are compiled with."""
+    (d_1, d_2), (dv_1, dv_2) = split_width(q.shape[2]), split_width(v.shape[2])
+    return dict(
+        HAS_SOFTCAP=features.softcap != 0.0, HAS_ALIBI=bool(features.alibi), GROUP=q.shape[1] // v.shape[1],
+        D=q.shape[2], D_1=d_1, D_2=d_2, DV=v.shape[2], DV_1=dv_1, DV_2=dv_2,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PRECISION=precision_of(q),
+    )  # fmt: skip

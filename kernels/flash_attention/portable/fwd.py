@@ -1,5 +1,7 @@
 """The forward pass: tiles of queries, an online softmax over blocks of keys (arXiv:2307.08691, Alg. 1)."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -8,17 +10,19 @@ from torch import Tensor
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.masks import contain, is_visible, tile_range
 from kernels.flash_attention.portable.launch import (
+    any_is_spoiled,
     grid_of_tiles,
     heads_per_section,
     is_spoiled,
     precision_of,
+    repair_grid,
     tile_and_head,
 )
 from kernels.flash_attention.portable.load import load_part, split_width, store_part
 from kernels.flash_attention.schedule import WORK_TILE, Schedule
 from kernels.flash_attention.scores import alibi_bias, cap, load_alibi
 from kernels.flash_attention.softmax import online_softmax_step
-from kernels.flash_attention.tiles import launch_tiles
+from kernels.flash_attention.tiles import TileConfig, launch_tiles
 
 
 @triton.jit
@@ -64,33 +68,30 @@ def _attend(
     return acc, acc_2, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["total_q", "total_k", "n_heads", "n_tiles", "section"])
-def _fwd_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, key_start_ptr, key_end_ptr, tiles_ptr, spoiled_ptr,
+@triton.jit
+def _forward_tile(
+    first, head,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, key_start_ptr, key_end_ptr,
     sinks_ptr, slopes_ptr, beside_ptr, document_ptr, descale_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_slopes,
-    total_q, total_k, n_heads, n_tiles, section, softmax_scale, softcap,
+    total_q, total_k, n_heads, softmax_scale, softcap,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PHASES: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries of one head. o (total_q, n_heads, DV) and lse (n_heads, total_q) are dense.
+    """The attention of BLOCK_M queries of one head, from `first` on, which is one of them.
 
     A head of D columns is held as parts of D_1 and D_2 columns, and one of DV as DV_1 and DV_2; the second may be 0.
+    In 3 phases, blocks that every row sees whole need no mask; in 1, all are masked, which takes the least code.
     """
-    tile, head = tile_and_head(tl.program_id(0), tiles_ptr, n_tiles, n_heads, section, PARTS)
-    first = tile * BLOCK_M
-    if first >= total_q:
-        return
-    last = tl.minimum(first + BLOCK_M, total_q) - 1
-    if spoiled_ptr is not None:
-        if not is_spoiled(spoiled_ptr, head, first, last, total_q):
-            return
     rows = first + tl.arange(0, BLOCK_M)  # [M]
     inside = rows < total_q
     key_start = tl.load(key_start_ptr + rows, mask=inside, other=0)
     key_end = tl.load(key_end_ptr + rows, mask=inside, other=0)
+    last = tl.minimum(first + BLOCK_M, total_q) - 1
     start, whole_start, whole_end, end = tile_range(key_start_ptr, key_end_ptr, first, last, BLOCK_N)
+    if PHASES == 1:
+        whole_start = end
 
     if descale_ptr is not None:
         softmax_scale = softmax_scale * tl.load(descale_ptr + head)
@@ -111,7 +112,7 @@ def _fwd_kernel(
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
     # blocks that some row sees in part, then those that every row sees whole, then again in part
-    for phase in tl.static_range(3):
+    for phase in tl.static_range(PHASES):
         acc, acc_2, row_max, row_sum = _attend(
             acc, acc_2, row_max, row_sum, q, q_2, k_ptr, v_ptr,
             start if phase == 0 else whole_start if phase == 1 else whole_end,
@@ -120,7 +121,7 @@ def _fwd_kernel(
             phase != 1, HAS_SOFTCAP, HAS_ALIBI, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_N, PRECISION,
         )  # fmt: skip
 
-    sees = row_sum > 0  # a row that sees no key gives 0 and -inf
+    sees = row_sum != 0  # NaN too; a row that sees no key gives 0 and -inf
     divisor = tl.where(sees, row_sum, 1.0)[:, None]
     if descale_ptr is not None:
         divisor = divisor / tl.load(descale_ptr + n_heads + head)
@@ -133,43 +134,109 @@ def _fwd_kernel(
     tl.store(lse_ptr + head_64 * total_q + rows, lse, mask=inside)
 
 
+@triton.jit(do_not_specialize=["total_q", "total_k", "n_heads", "n_tiles", "section"])
+def _fwd_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, key_start_ptr, key_end_ptr,
+    sinks_ptr, slopes_ptr, beside_ptr, document_ptr, descale_ptr,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_slopes,
+    total_q, total_k, n_heads, softmax_scale, softcap, tiles_ptr, n_tiles, section,
+    HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M queries of one head. o (total_q, n_heads, DV) and lse (n_heads, total_q) are dense."""
+    tile, head = tile_and_head(tl.program_id(0), tiles_ptr, n_tiles, n_heads, section, PARTS)
+    first = tile * BLOCK_M
+    if first >= total_q:
+        return
+    _forward_tile(
+        first, head,
+        q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, key_start_ptr, key_end_ptr,
+        sinks_ptr, slopes_ptr, beside_ptr, document_ptr, descale_ptr,
+        stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_slopes,
+        total_q, total_k, n_heads, softmax_scale, softcap,
+        HAS_SINKS, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION, 3,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["total_q", "total_k", "n_heads"])
+def _repair_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, key_start_ptr, key_end_ptr,
+    sinks_ptr, slopes_ptr, beside_ptr, document_ptr, descale_ptr,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_slopes,
+    total_q, total_k, n_heads, softmax_scale, softcap, spoiled_ptr,
+    HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, LOOK: tl.constexpr,
+):  # fmt: skip
+    """Few programs: of all tiles of BLOCK_M queries of one head, the marked ones."""
+    n_tiles = tl.cdiv(total_q, BLOCK_M)
+    n_items, step = n_tiles * n_heads, tl.num_programs(0)
+    for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
+        if any_is_spoiled(spoiled_ptr, base, n_items, n_tiles, total_q, BLOCK_M, LOOK):
+            for item in tl.range(base, tl.minimum(base + step * LOOK, n_items), step, disable_licm=True):
+                head, first = item // n_tiles, item % n_tiles * BLOCK_M
+                if is_spoiled(spoiled_ptr, head, first, total_q, BLOCK_M):
+                    _forward_tile(
+                        first, head,
+                        q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, key_start_ptr, key_end_ptr,
+                        sinks_ptr, slopes_ptr, beside_ptr, document_ptr, descale_ptr,
+                        stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_slopes,
+                        total_q, total_k, n_heads, softmax_scale, softcap,
+                        HAS_SINKS, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N,
+                        PRECISION, 1,
+                    )  # fmt: skip
+
+
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """(total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o in out_dtype, lse fp32."""
-    total_q, n_heads, _ = q.shape
+    total_q, n_heads, head_dim = q.shape
     o = torch.empty(total_q, n_heads, v.shape[2], dtype=out_dtype, device=q.device)
     lse = torch.empty(n_heads, total_q, dtype=torch.float32, device=q.device)
-    write_forward(q, k, v, o, lse, None, schedule, features)
+    tiles = launch_tiles(q.device, head_dim, v.shape[2], "fwd", q.element_size())
+    grid, n_tiles = grid_of_tiles(schedule.query_tiles, n_heads, tiles.block_m)
+    if grid:
+        _fwd_kernel[(grid,)](
+            *_arguments(q, k, v, o, lse, schedule, features),
+            schedule.query_tiles, n_tiles, heads_per_section(k, v, n_heads),
+            **_constants(q, v, features, tiles), PARTS=WORK_TILE // tiles.block_m,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
     return o, lse
 
 
-def write_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    spoiled: Tensor | None,
-    schedule: Schedule,
-    features: Features,
+def repair_forward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spoiled: Tensor, schedule: Schedule, features: Features
 ) -> None:
-    """attention_forward into o and lse: all of it, or the tiles that `spoiled` (portable.launch) marks."""
+    """Computes o and lse again where `spoiled` (launch.new_marks) marks them, in whole tiles; both are dense."""
     total_q, n_heads, head_dim = q.shape
-    total_k, n_kv_heads, v_head_dim = v.shape
-    tiles = launch_tiles(q.device, head_dim, v_head_dim, "fwd", q.element_size())
-    grid, n_tiles = grid_of_tiles(schedule.query_tiles, n_heads, tiles.block_m)
-    if grid == 0:
-        return
-    d_1, d_2 = split_width(head_dim)
-    dv_1, dv_2 = split_width(v_head_dim)
-    _fwd_kernel[(grid,)](
-        q, k, v, o, lse, schedule.key_start, schedule.key_end, schedule.query_tiles, spoiled,
-        *features.pointers(), features.descale,
+    tiles = launch_tiles(q.device, head_dim, v.shape[2], "fwd", q.element_size())
+    programs, look = repair_grid(q.device, triton.cdiv(total_q, tiles.block_m) * n_heads)
+    if programs:
+        _repair_fwd_kernel[(programs,)](
+            *_arguments(q, k, v, o, lse, schedule, features), spoiled,
+            **_constants(q, v, features, tiles), LOOK=look, num_warps=tiles.num_warps, num_stages=1,
+        )  # fmt: skip
+
+
+def _arguments(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, schedule: Schedule, features: Features
+) -> tuple[Any, ...]:
+    """What both kernels begin with."""
+    return (
+        q, k, v, o, lse, schedule.key_start, schedule.key_end, *features.pointers(), features.descale,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], features.stride_slopes(),
-        total_q, total_k, n_heads, n_tiles, heads_per_section(k, v, n_heads), features.softmax_scale, features.softcap,
-        **features.switches(), GROUP=n_heads // n_kv_heads,
-        D=head_dim, D_1=d_1, D_2=d_2, DV=v_head_dim, DV_1=dv_1, DV_2=dv_2,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PARTS=WORK_TILE // tiles.block_m, PRECISION=precision_of(q),
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        q.shape[0], k.shape[0], q.shape[1], features.softmax_scale, features.softcap,
+    )  # fmt: skip
+
+
+def _constants(q: Tensor, v: Tensor, features: Features, tiles: TileConfig) -> dict[str, Any]:
+    """What both are compiled with."""
+    (d_1, d_2), (dv_1, dv_2) = split_width(q.shape[2]), split_width(v.shape[2])
+    return dict(
+        **features.switches(), GROUP=q.shape[1] // v.shape[1],
+        D=q.shape[2], D_1=d_1, D_2=d_2, DV=v.shape[2], DV_1=dv_1, DV_2=dv_2,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PRECISION=precision_of(q),
     )  # fmt: skip

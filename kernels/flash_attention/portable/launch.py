@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.flash_attention.schedule import WORK_TILE
+from kernels.flash_attention.tiles import interpreted
 
 SPOILED_ROWS = tl.constexpr(64)  # at least half a tile of any kernel here
 L2_BUDGET = 32 * 2**20  # bytes of K and V that heads worked at one time may span; an H200 has 50 MB of L2
@@ -27,13 +28,37 @@ def tile_and_head(program, tiles_ptr, n_tiles, n_heads, section, PARTS: tl.const
 
 
 @triton.jit
-def is_spoiled(spoiled_ptr, head, first, last, total):
-    """Whether other kernels, which do not contain NaN, left NaN in the rows first to last of a head.
+def is_spoiled(spoiled_ptr, head, first, total, ROWS: tl.constexpr):
+    """Whether other kernels, which do not contain NaN, left NaN in the ROWS rows of a head from `first` on.
 
-    spoiled is (heads, ceil(total / SPOILED_ROWS)) int32, not 0 where one of the rows has NaN in some column.
+    spoiled is as `new_marks` makes it; head and first may be of many tiles.
     """
     spoiled_ptr += head.to(tl.int64) * tl.cdiv(total, SPOILED_ROWS)
+    last = tl.minimum(first + ROWS, total) - 1
     return tl.load(spoiled_ptr + first // SPOILED_ROWS) + tl.load(spoiled_ptr + last // SPOILED_ROWS) > 0
+
+
+@triton.jit
+def any_is_spoiled(spoiled_ptr, item, n_items, n_tiles, total, ROWS: tl.constexpr, LOOK: tl.constexpr):
+    """Whether one of this program's next LOOK items, from `item` on, is; item i is tile i % n_tiles of a head."""
+    items = tl.minimum(item + tl.arange(0, LOOK) * tl.num_programs(0), n_items - 1)
+    marked = is_spoiled(spoiled_ptr, items // n_tiles, items % n_tiles * ROWS, total, ROWS)
+    return tl.sum(marked.to(tl.int32), axis=0) > 0
+
+
+def new_marks(n_heads: int, total: int, device: torch.device) -> Tensor:
+    """(n_heads, ceil(total / 64)) int32 of 0, for not 0 where one of 64 rows of a head has NaN in some column."""
+    return torch.zeros(n_heads, triton.cdiv(total, SPOILED_ROWS.value), dtype=torch.int32, device=device)
+
+
+def repair_grid(device: torch.device, n_items: int) -> tuple[int, int]:
+    """Programs that repair n_items tiles, one a multiprocessor, and at how many marks each of them looks at a time.
+
+    Marks are rare: what counts is that a launch that finds none is short.
+    """
+    if interpreted():
+        return min(n_items, 3), 4  # few, so that short inputs have more tiles than that
+    return min(n_items, torch.cuda.get_device_properties(device).multi_processor_count), 256
 
 
 def grid_of_tiles(work_tiles: Tensor, n_heads: int, block: int) -> tuple[int, int]:

@@ -1,0 +1,64 @@
+"""Time and padding of best-fit packing on documents of random lengths, on one core.
+
+    python -m scripts.bench_packing                        # 1,000,000 documents, rows of 2048, 8192 and 32768 tokens
+    python -m scripts.bench_packing --documents 10000000 --seq-lens 8192
+
+Lengths are drawn from a log-normal distribution: median 400 tokens, mean about 1,000, 1% over 9,600, as of web pages.
+Those longer than a row are split. Nothing is tokenised or read: a plan needs lengths alone.
+"""
+
+import argparse
+import os
+import platform
+import time
+
+import numpy as np
+
+from fa_train.data.best_fit import make_plan, report_plan
+
+MEDIAN, SIGMA, LONGEST = 400, 1.366, 200_000  # tokens; SIGMA is of the natural logarithm
+
+
+def lengths_of(documents: int, seed: int) -> np.ndarray:
+    """(documents,) int64, 1 to LONGEST."""
+    drawn = np.random.default_rng(seed).lognormal(np.log(MEDIAN), SIGMA, documents)
+    return np.clip(drawn, 1, LONGEST).astype(np.int64)
+
+
+def measure(lengths: np.ndarray, seq_len: int, runs: int) -> dict[str, float]:
+    """Seconds of the fastest and slowest of the runs, each of all documents; rows; the share that is not padding."""
+    seconds = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        plan = make_plan(lengths, seq_len, seq_len, "split")
+        seconds.append(time.perf_counter() - start)
+    report = report_plan(plan, lengths, seq_len, "split")
+    assert report.tokens_packed == lengths.sum(), "no token is lost"
+    return {"fastest": min(seconds), "slowest": max(seconds), "rows": report.rows, "efficiency": report.efficiency}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", type=int, default=1_000_000)
+    parser.add_argument("--seq-lens", type=int, nargs="+", default=[2048, 8192, 32768], help="tokens of a row")
+    parser.add_argument("--runs", type=int, default=3, help="of each; the fastest and the slowest are shown")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    if arguments.documents < 1 or arguments.runs < 1 or min(arguments.seq_lens) < 1:
+        parser.error("--documents, --runs and --seq-lens must be positive")
+    lengths = lengths_of(arguments.documents, arguments.seed)
+    load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    print(f"Python {platform.python_version()}, numpy {np.__version__}, {load}")
+    described = f"mean {lengths.mean():,.0f}, longest {lengths.max():,}"
+    print(f"{len(lengths):,} documents, {lengths.sum():,} tokens: {described}")
+    print("| seq_len | rows | not padding | seconds, fastest | slowest |\n|---:|---:|---:|---:|---:|")
+    for seq_len in arguments.seq_lens:
+        found = measure(lengths, seq_len, arguments.runs)
+        print(
+            f"| {seq_len:,} | {found['rows']:,} | {found['efficiency']:.3%} "
+            f"| {found['fastest']:.2f} | {found['slowest']:.2f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
