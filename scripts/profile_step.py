@@ -76,12 +76,12 @@ NAMES = tuple(
         (COPIES, r"^Memcpy (HtoD|DtoH|PtoP|HtoH)"),
         (
             ATTENTION_BACKWARD,
-            r"^_(bwd|dkdv|dq|delta|prepare|finish)_kernel|^flash_attention::backward|flash_bwd|fmha_cutlassB|bprop"
+            r"^_(repair_)?(bwd|dkdv|dq|delta|prepare|finish)_kernel|^flash_attention::backward|flash_bwd|fmha_cutlassB|bprop"
             r"|(scaled_dot_product|flash|efficient|cudnn)_attention.*backward",
         ),
         (
             ATTENTION_FORWARD,
-            r"^_(fwd|append|decode|merge)_kernel|^flash_attention::forward|flash_fwd|fmha_cutlassF|fprop"
+            r"^_(repair_)?(fwd|append|decode|merge)_kernel|^flash_attention::forward|flash_fwd|fmha_cutlassF|fprop"
             r"|scaled_dot_product|_(flash|efficient|cudnn)_attention",
         ),
         (OPTIMIZER, r"adam|multi_tensor|^aten::_foreach"),

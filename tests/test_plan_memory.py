@@ -169,7 +169,7 @@ def test_what_a_run_prints():
     printed = preflight.plan(predict(GPT2), CUDA, processes=1, rows=1, attention="flash")
     planned, parts, longest = printed.splitlines()
     assert planned == "planned: 5.0 of 139.8 GiB, most at the loss"
-    assert "GiB: weights 0.5, optimizer 0.9, gradients 0.0, " in parts and parts.endswith("host 0.0 of 120.0")
+    assert "GiB: weights 0.5, optimizer 0.9, rounded weights 0.2, " in parts and parts.endswith("host 0.0 of 120.0")
     assert longest == f"  the longest seq_len that fits is {longest_seq_len(GPT2, int(139.8 * GIB), HOST):,}"
 
 
