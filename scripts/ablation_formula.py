@@ -9,7 +9,8 @@ fa_train.models.attention.naive_attention exist a score, in bytes, with operands
     the most in the backward:             12  12   the softmax's output, its gradient, the scores' gradient
 
 and the mask, a byte for each query and key over all heads. A training step keeps all layers but the last, whose
-backward comes first and holds the most; checkpointing `full` keeps one layer at a time. AdamW in fp32 adds 16 bytes a
+backward comes first and holds the most; checkpointing keeps one layer at a time, `selective` too: what it spares
+from recomputing is flash attention's output. AdamW in fp32 adds 16 bytes a
 parameter: weight, gradient and two moments. All else (hidden states, logits, libraries) comes on top, so naive must
 fail where this exceeds the device.
 
@@ -84,7 +85,7 @@ def step_formula(case: StepCase) -> Formula:
     with torch.device("meta"):
         model: GPT = instantiate(config.model)
     operand = 4 if case.precision == "32-true" else 2
-    others = 0 if config.memory.checkpointing == "full" else model.n_layers - 1
+    others = model.n_layers - 1 if config.memory.checkpointing == "none" else 0
     per_pair = others * (KEPT[operand] * model.n_heads + MASK) + BACKWARD * model.n_heads + MASK
     parameters = sum(parameter.numel() for parameter in model.parameters())
     optimizer = config.optimizer._target_.rpartition(".")[2]
