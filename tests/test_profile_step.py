@@ -44,7 +44,7 @@ from tests.training import REPOSITORY, quiet_environment
 
 TINY = (
     "preset=cpu", "seq_len=64", "model.n_layers=2", "model.dim=32", "model.n_heads=4", "model.n_kv_heads=2",
-    "model.ffn_dim=64", "model.vocab_size=259", "trainer.accelerator=cpu",
+    "model.ffn_dim=64", "model.vocab_size=259", "data.vocab_size=259", "trainer.accelerator=cpu",
 )  # fmt: skip
 
 
