@@ -20,14 +20,11 @@ what the cases printed.
 
 import argparse
 import math
-import os
-import platform
 import shlex
 import signal
 import sys
 from datetime import date
 from pathlib import Path
-from unittest.mock import patch
 
 if not __package__:  # started as a file: imports begin in the repository, not in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -64,15 +61,6 @@ def attention_cases(args: argparse.Namespace, device: Device) -> list[Case]:
         for attention in dict.fromkeys(args.attentions)
         for seq_len in sorted(set(args.attention_seq_lens))
     ]
-
-
-def described(command: str, commit: str | None) -> dict[str, str]:
-    """bench_attention's head, also where there is no GPU to name."""
-    if torch.cuda.is_available():
-        return describe(command, commit, date.today())
-    machine = f"none; CPU {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    with patch.object(torch.cuda, "get_device_name", lambda: machine):
-        return describe(command, commit, date.today())
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -148,7 +136,7 @@ def main() -> None:
     except KeyboardInterrupt:
         print(f"stopped; {path} has what is finished, and the same command continues", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
-    head = described(shlex.join(["python", "scripts/ablate_memory.py", *sys.argv[1:]]), args.commit)
+    head = describe(shlex.join(["python", "scripts/ablate_memory.py", *sys.argv[1:]]), args.commit, date.today())
     parts = []
     if steps := [(case, result) for case, result in rows if isinstance(case, StepCase)]:
         parts.append(step_part(steps, device_bytes, head["GPU"]))

@@ -17,6 +17,7 @@ import csv
 import gc
 import math
 import os
+import platform
 import shlex
 import subprocess
 import sys
@@ -317,10 +318,11 @@ def describe(command: str, commit: str | None, today: date) -> dict[str, str]:
     if commit is None:
         git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
         commit = git.stdout.strip() if git.returncode == 0 else "unknown: no git checkout, and no --commit"
+    processor = f"none; CPU {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
     return {
         "command": command,
         "commit": commit,
-        "GPU": torch.cuda.get_device_name(),
+        "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else processor,
         "versions": f"torch {torch.__version__}, triton {triton.__version__}, CUDA {torch.version.cuda}",
         "date": today.isoformat(),
     }

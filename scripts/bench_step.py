@@ -22,7 +22,6 @@ import csv
 import json
 import math
 import os
-import platform
 import shlex
 import signal
 import statistics
@@ -36,7 +35,6 @@ from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -294,15 +292,6 @@ def memory_gib(device: torch.device) -> tuple[float, float | None]:
     return found["perf/peak_gib"], found.get("perf/reserved_gib")
 
 
-def described(command: str, commit: str | None) -> dict[str, str]:
-    """bench_attention's head, also where there is no GPU to name."""
-    if torch.cuda.is_available():
-        return describe(command, commit, date.today())
-    machine = f"none; CPU {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    with patch.object(torch.cuda, "get_device_name", lambda: machine):
-        return describe(command, commit, date.today())
-
-
 def run_apart(case: Case, timeout: float) -> Row:
     """The case in a process of its own, to its end, for at most `timeout` seconds."""
     command = [sys.executable, "-m", "scripts.bench_step", "--case", json.dumps(asdict(case))]
@@ -437,7 +426,7 @@ def main() -> None:
     cases = [Case(args.model, seq_len, name, device, *settings) for seq_len, name in dict.fromkeys(chosen)]
     with train.errors_in_one_line():
         configuration(cases[0])
-    head = described(shlex.join(["python", "-m", "scripts.bench_step", *sys.argv[1:]]), args.commit)
+    head = describe(shlex.join(["python", "-m", "scripts.bench_step", *sys.argv[1:]]), args.commit, date.today())
     precision = "fp32 weights, bf16 autocast" if device == "cuda" else "fp32"
     head["model"] = ", ".join([args.model, precision, f"attention={args.attention}", *args.overrides])
     out: Path = args.out.resolve()

@@ -30,6 +30,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 import train
 from fa_train.callbacks import GIB
 from fa_train.lit_gpt import LitGPT
-from scripts.bench_step import CONF, described
+from scripts.bench_attention import describe
+from scripts.bench_step import CONF
 
 DEFAULTS = {"data": "synthetic", "logger": "csv", "batch_size": "1"}
 WARMUP = 4  # steps without the profiler: the first two compile and allocate, the others say what profiling costs
@@ -506,7 +508,8 @@ def profile_step(cfg: DictConfig, folder: Path) -> None:
     step = step_of(events)
     tokens = cfg.seq_len * cfg.batch_size
     seconds = statistics.median(profiler.milliseconds[2:]) / 1e3
-    head = described(shlex.join(["python", "-m", "scripts.profile_step", *sys.argv[1:]]), cfg.get("commit"))
+    command = shlex.join(["python", "-m", "scripts.profile_step", *sys.argv[1:]])
+    head = describe(command, cfg.get("commit"), date.today())
     head["step"] = (
         f"{tokens} tokens in {trainer.accumulate_grad_batches} micro-batches; {(step.end - step.start) / 1e3:.1f} ms "
         f"profiled, {seconds * 1e3:.1f} ms without the profiler ({tokens / seconds:.0f} tokens/s)"
