@@ -39,6 +39,7 @@ from kernels import flash_attn_func
 from kernels.flash_attention import backend
 from kernels.flash_attention.hopper import bwd as hopper_bwd
 from kernels.flash_attention.hopper import fwd as hopper_fwd
+from kernels.flash_attention.schedule import LONG_DOCUMENT
 from kernels.flash_attention.tiles import SHARED_LIMIT, Arch, Pass, arch_of, interpreted, tile_config
 from scripts.bench_attention import MODEL_DIM, describe
 
@@ -186,7 +187,7 @@ def _hopper_backward(case: Case) -> dict[str, int]:
 def _blocks(case: Case, arch: Arch, direction: Pass) -> tuple[int, int]:
     """Queries and keys of a block."""
     if case.method == "hopper":
-        tiles = hopper_fwd.FORWARD_TILES[case.head_dim]
+        tiles = hopper_fwd.forward_tiles(case.head_dim, case.seqlen >= LONG_DOCUMENT)
         return tiles.consumers * hopper_fwd.ROWS, tiles.block_n
     config = tile_config(arch, case.head_dim, direction, ITEM)
     return config.block_m, config.block_n
@@ -227,12 +228,13 @@ def roofline(flops: float, moved: float, peak_tflops: float, bandwidth_tbs: floa
 
 
 def cases_of(args: argparse.Namespace, arch: Arch) -> list[Case]:
+    on_hopper: dict[str, set[int]] = {"forward": set(hopper_fwd.FORWARD_TILES), "backward": set(hopper_bwd.TILES)}
     return [
         Case(method, direction, seqlen, head_dim, args.causal)
         for head_dim, seqlen in product(args.head_dims, args.seqlens)
         for direction in ("forward", "backward")
         for method in args.methods
-        if method != "hopper" or (arch == "sm90" and head_dim in hopper_fwd.FORWARD_TILES)
+        if method != "hopper" or (arch == "sm90" and head_dim in on_hopper[direction])
     ]
 
 

@@ -10,6 +10,7 @@ from scripts.io_traffic import (
     METRICS,
     Case,
     Measured,
+    _blocks,
     cases_of,
     keys_read,
     least_bytes,
@@ -155,6 +156,16 @@ def test_head_dims_without_hopper_kernels_are_portable_only():
     methods = ["naive", "portable", "hopper"]
     assert [case.method for case in cases_of(args, "sm90")] == methods[:2] * 2 + methods * 2
     assert [case.method for case in cases_of(args, "sm80")] == methods[:2] * 4
+    args = parse_arguments(["--head-dims", "256", "--seqlens", "64"])  # its backward is the portable one everywhere
+    assert [case.method for case in cases_of(args, "sm90")] == methods + methods[:2]
+
+
+def test_hopper_forward_counts_the_tiles_that_it_takes():
+    """At head_dim 64 blocks of 64 keys for short documents, of 128 for long ones; 192 queries either way."""
+    assert [_blocks(Case("hopper", "forward", n, 64, False), "sm90", "fwd") for n in (4096, 8192)] == [
+        (192, 64),
+        (192, 128),
+    ]
 
 
 def test_wrong_arguments_are_refused(capsys):
