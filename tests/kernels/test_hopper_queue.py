@@ -1,5 +1,7 @@
 """The counter that hands out the work of Hopper's forward pass: launches at the same time must not share one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -61,3 +63,12 @@ def test_a_graph_replayed_beside_launches_of_the_stream_it_was_captured_on():
             beside = [fwd.attention_forward(*one) for _ in range(3)]
         torch.cuda.synchronize()
         assert_same(captured + beside, expected)
+
+
+@pytest.mark.parametrize("lengths", [[2048, 2048], [700, 0, 300, 3000, 1], [9000]], ids=["equal", "ragged", "long"])
+@pytest.mark.parametrize("head_dim", fwd.FORWARD_TILES)
+def test_plain_and_persistent_grids_give_the_same_bits(head_dim, lengths):
+    one = problem(lengths, head_dim)
+    for tiles in {fwd.forward_tiles(head_dim, long_documents) for long_documents in (False, True)}:
+        plain, persistent = (fwd.run_forward(*one, replace(tiles, dynamic=x)) for x in (False, True))
+        assert_same([persistent], plain)
