@@ -1,0 +1,616 @@
+"""What each memory lever costs: time a step, GPU and host memory, alone and together.
+
+    python -m scripts.bench_memory                                           # llama_1b at 32k and 131k, one GPU
+    python -m scripts.bench_memory --seq-lens 32768 --combinations selective selective+offload --profile
+    python -m scripts.bench_memory --seconds-budget 560 --resume             # what a call before left out
+
+A step is forward, backward, the optimizer and zero_grad on one document of seq_len random tokens, without clipping, as
+conf/train.yaml composes them. Each measurement runs in a process of its own, so running out of memory is a result. Time
+is the host's, with a wait for the device before and after the optimizer. Peak is the CUDA allocator's over all steps
+(on a CPU the process's); host GiB is what the offloading of states and of the optimizer holds.
+
+A combination is CHECKPOINTING[+LEVER...]: none, selective or full, then offload, mlp_chunk[=TOKENS],
+loss_chunk=TOKENS or loss_chunk=all (4096 where it is not named, as in conf/memory), an optimizer of conf/optimizer, and
+bf16-true (bf16-mixed where it is not named; fp32 on a CPU). Those with another optimizer or bf16-true run at the first
+length only: an optimizer's time does not depend on tokens. A combination follows the one that it is compared with, and
+every other round goes backwards, so that a GPU that slows down slows both.
+
+--profile takes one step with and without offload at the first length under torch.profiler: how much of the copies runs
+beside kernels, and how long the compute stream stands still.
+Writes memory.md and memory.json to the folder OUT after every measurement, and traces for https://ui.perfetto.dev.
+"""
+
+import argparse
+import gzip
+import json
+import math
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from datetime import date
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from torch import nn
+from torch.optim import Optimizer
+from torch.profiler import profile, record_function, schedule
+
+import train
+from fa_train.callbacks import GIB, is_out_of_memory
+from fa_train.models.gpt import GPT
+from scripts.bench_attention import describe
+from scripts.bench_step import CONF, FEWEST_STEPS, REPOSITORY, VOCABULARY, WARMUP, Device, Loss, memory_gib, our_loss
+
+SEQ_LENS = (32768, 131072)
+MLP_CHUNK = 16384  # tokens, as in conf/memory/offload.yaml
+LOSS_CHUNK = 4096  # tokens, as in conf/memory/default.yaml
+# each beside what it is compared with, the most wanted first: a budget may end the run
+COMBINATIONS = (
+    "selective",
+    "selective+offload",
+    "selective+mlp_chunk",
+    "selective+offload+mlp_chunk",
+    "full",
+    "full+offload",
+    "full+offload+mlp_chunk",
+    "none",
+    "selective+loss_chunk=all",
+    "selective+loss_chunk=16384",
+    "selective+adamw_8bit",
+    "selective+adamw_offload",
+    "selective+bf16-true",
+    "selective+bf16-true+adamw_bf16",
+)
+PROFILED = ("selective", "selective+offload")
+Span = tuple[float, float]  # start and end, in the microseconds of a trace
+Lever = Literal["checkpointing", "offload", "mlp_chunk", "loss_chunk", "optimizer"]
+OFF: dict[Lever, Any] = {
+    "checkpointing": "none",
+    "offload": False,
+    "mlp_chunk": None,
+    "loss_chunk": None,
+    "optimizer": "adamw",
+}
+
+
+@dataclass(frozen=True)
+class Levers:
+    """One combination; mlp_chunk and loss_chunk in tokens, None for all at once."""
+
+    checkpointing: str = "none"
+    offload: bool = False
+    mlp_chunk: int | None = None
+    loss_chunk: int | None = LOSS_CHUNK
+    optimizer: str = "adamw"
+    precision: str = "bf16-mixed"
+
+    @property
+    def name(self) -> str:
+        """As levers_of reads it."""
+        parts = [self.checkpointing]
+        parts += ["offload"] if self.offload else []
+        if self.mlp_chunk is not None:
+            parts.append("mlp_chunk" if self.mlp_chunk == MLP_CHUNK else f"mlp_chunk={self.mlp_chunk}")
+        if self.loss_chunk != LOSS_CHUNK:
+            parts.append(f"loss_chunk={'all' if self.loss_chunk is None else self.loss_chunk}")
+        parts += ["bf16-true"] if self.precision == "bf16-true" else []
+        parts += [self.optimizer] if self.optimizer != "adamw" else []
+        return "+".join(parts)
+
+    def without(self, lever: Lever) -> "Levers | None":
+        """The same with `lever` off; None where it is off already."""
+        return replace(self, **{lever: OFF[lever]}) if getattr(self, lever) != OFF[lever] else None
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    seq_len: int  # tokens, one document
+    combination: str
+    device: Device
+    attention: str
+    compiled: bool
+    steps: int  # timed ones
+    slow_step: float  # seconds, from which a case times FEWEST_STEPS
+    overrides: tuple[str, ...] = ()
+    trace: str = ""  # where the trace of one more step goes
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """One step with copies beside its kernels, in milliseconds."""
+
+    step: float
+    to_host: float
+    to_device: float
+    hidden: float  # of both, beside kernels of the compute stream
+    idle: float  # of the compute stream
+    waiting: float  # of that, while a copy ran: what offload can be to blame for
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement; numbers are None and lists are empty unless outcome is "ok"."""
+
+    seq_len: int
+    combination: str
+    outcome: str  # "ok", "out of memory" or "failed: REASON"
+    step_ms: list[float] = field(default_factory=list)  # of each timed step
+    optimizer_ms: list[float] = field(default_factory=list)  # of that, in the optimizer
+    peak_gib: float | None = None
+    host_gib: float | None = None
+    loss: float | None = None  # nats a label, of the last step
+    overlap: dict[str, float] | None = None  # fields of Overlap, where the case wanted a trace of a GPU
+
+
+def levers_of(name: str) -> Levers:
+    """From a combination's name. Raises: ValueError on a name that is none."""
+    checkpointing, *parts = name.split("+")
+    optimizers = sorted(path.stem for path in (CONF / "optimizer").glob("*.yaml"))
+    found: dict[str, Any] = {"checkpointing": checkpointing}
+    known = checkpointing in ("none", "selective", "full")
+    for part in parts:
+        key, _, value = part.partition("=")
+        if part == "offload":
+            found["offload"] = True
+        elif part == "mlp_chunk":
+            found["mlp_chunk"] = MLP_CHUNK
+        elif part == "loss_chunk=all":
+            found["loss_chunk"] = None
+        elif key in ("mlp_chunk", "loss_chunk") and value.isdecimal() and int(value) > 0:
+            found[key] = int(value)
+        elif part in optimizers:
+            found["optimizer"] = part
+        elif part == "bf16-true":
+            found["precision"] = part
+        else:
+            known = False
+    if not known:
+        raise ValueError(
+            f"a combination is none, selective or full, then of +offload, +mlp_chunk[=TOKENS], +loss_chunk=TOKENS|all, "
+            f"+bf16-true, +{', +'.join(optimizers)}; got {name}"
+        )
+    return Levers(**found)
+
+
+def configuration(case: Case) -> DictConfig:
+    """conf/train.yaml as train.py composes it, for this case."""
+    levers = levers_of(case.combination)
+    chosen = [
+        f"preset={'gpu' if case.device == 'cuda' else 'cpu'}",
+        f"model={case.model}",
+        f"attention={case.attention}",
+        f"optimizer={levers.optimizer}",
+        f"seq_len={case.seq_len}",
+        f"lit_gpt.compile_model={str(case.compiled).lower()}",
+        f"memory.checkpointing={levers.checkpointing}",
+        f"memory.offload={str(levers.offload).lower()}",
+        f"memory.mlp_chunk={'null' if levers.mlp_chunk is None else levers.mlp_chunk}",
+        f"memory.loss.chunk_size={case.seq_len if levers.loss_chunk is None else levers.loss_chunk}",
+    ]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("train", overrides=[*chosen, *case.overrides])
+    if config.model.vocab_size is None:
+        config.model.vocab_size = VOCABULARY
+    return config
+
+
+def measure(case: Case) -> Row:
+    """Runs the case in this process. Errors other than running out of memory are raised."""
+    torch.manual_seed(0)
+    config, device = configuration(case), torch.device(case.device)
+    try:
+        model, loss = our_loss(config, device)
+        if levers_of(case.combination).precision == "bf16-true":
+            model.bfloat16()
+        stepper = Stepper(case, loss, instantiate(config.optimizer)(model))
+        whole, of_optimizer = stepper.timed()
+        peak, _ = memory_gib(device)
+        overlap = stepper.profiled(Path(case.trace)) if case.trace else None
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return Row(case.seq_len, case.combination, "out of memory", peak_gib=memory_gib(device)[0])
+    return Row(
+        case.seq_len,
+        case.combination,
+        "ok",
+        whole,
+        of_optimizer,
+        peak,
+        host_bytes(model, stepper.optimizer) / GIB,
+        stepper.loss,
+        asdict(overlap) if overlap else None,
+    )
+
+
+class Stepper:
+    """Takes the steps of one case; `loss` is the last step's."""
+
+    def __init__(self, case: Case, loss: Loss, optimizer: Optimizer) -> None:
+        self.case, self.mean_loss, self.optimizer = case, loss, optimizer
+        self.loss = math.nan
+        self.mixed = case.device == "cuda" and levers_of(case.combination).precision == "bf16-mixed"
+
+    def step(self) -> tuple[float, float]:
+        """Milliseconds of one step, and of the optimizer in it."""
+        start = time.perf_counter()
+        with torch.autocast(self.case.device, torch.bfloat16) if self.mixed else nullcontext():
+            value = self.mean_loss()
+        value.backward()
+        self._wait()
+        before = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._wait()
+        end = time.perf_counter()
+        self.loss = value.item()
+        return (end - start) * 1e3, (end - before) * 1e3
+
+    def timed(self) -> tuple[list[float], list[float]]:
+        """Milliseconds of each timed step, and of the optimizer in each."""
+        times: list[tuple[float, float]] = []
+        warmup, steps = WARMUP, self.case.steps
+        while len(times) < warmup + steps:
+            times.append(self.step())
+            # the first step compiles, so only a second one says how fast a case is
+            if len(times) == WARMUP and times[-1][0] > self.case.slow_step * 1e3:
+                warmup, steps = WARMUP - 1, min(steps, FEWEST_STEPS)
+        whole, of_optimizer = zip(*times[warmup:], strict=True)
+        return list(whole), list(of_optimizer)
+
+    def profiled(self, trace: Path) -> Overlap | None:
+        """One more step, whose trace goes to `trace`; None where there is no GPU."""
+        plan = schedule(wait=0, warmup=1, active=1)  # the profiler's own start is in the first
+        with profile(
+            schedule=plan, on_trace_ready=lambda done: done.export_chrome_trace(str(trace)), acc_events=True
+        ) as profiler:
+            for _ in range(2):
+                with record_function("step"):
+                    self.step()
+                profiler.step()
+        with gzip.open(trace, "rt") as file:
+            return overlap_of(json.load(file)["traceEvents"])
+
+    def _wait(self) -> None:
+        if self.case.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def host_bytes(model: nn.Module, optimizer: Optimizer) -> int:
+    """What waits in host memory by memory.offload and by optimizer=adamw_offload, between steps."""
+    assert isinstance(model, GPT)
+    found = 0
+    if model.offload is not None and model.offload.pool is not None:
+        found += sum(buffer.numel() for buffer in model.offload.pool.free)
+    for on_host in getattr(optimizer, "param_d2h_map", {}).values():
+        found += on_host.nbytes + on_host.grad.nbytes
+    for of_parameter in getattr(optimizer, "optim_dict", {}).values():
+        for state in of_parameter.state.values():
+            found += sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
+    return found
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The same moments as disjoint spans in order."""
+    disjoint: list[Span] = []
+    for start, end in sorted(spans):
+        if disjoint and start <= disjoint[-1][1]:
+            disjoint[-1] = disjoint[-1][0], max(disjoint[-1][1], end)
+        else:
+            disjoint.append((start, end))
+    return disjoint
+
+
+def common(some: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """The moments that two lists of disjoint, ordered spans share."""
+    shared: list[Span] = []
+    i = j = 0
+    while i < len(some) and j < len(others):
+        start, end = max(some[i][0], others[j][0]), min(some[i][1], others[j][1])
+        if start < end:
+            shared.append((start, end))
+        if some[i][1] < others[j][1]:
+            i += 1
+        else:
+            j += 1
+    return shared
+
+
+def length(spans: Iterable[Span]) -> float:
+    return sum(end - start for start, end in spans)
+
+
+def overlap(step: Span, compute: Iterable[Span], to_host: Iterable[Span], to_device: Iterable[Span]) -> Overlap:
+    """From what ran on the compute stream and what was copied, in microseconds; outside of `step` nothing counts.
+
+    Both directions may be copied at once: to_host and to_device each count in full, and so does what is hidden of each.
+    """
+    computing, out, back = (common(merged(spans), [step]) for spans in (compute, to_host, to_device))
+    edges = [step[0], *(moment for span in computing for moment in span), step[1]]
+    standing = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
+    return Overlap(
+        step=length([step]) / 1e3,
+        to_host=length(out) / 1e3,
+        to_device=length(back) / 1e3,
+        hidden=(length(common(out, computing)) + length(common(back, computing))) / 1e3,
+        idle=length(standing) / 1e3,
+        waiting=length(common(standing, merged([*out, *back]))) / 1e3,
+    )
+
+
+def overlap_of(events: Sequence[dict[str, Any]]) -> Overlap | None:
+    """Of a chrome trace with one range `step`; None without kernels. The busiest stream is the one that computes."""
+    ranges = [event for event in events if event.get("cat") == "user_annotation" and event["name"] == "step"]
+    streams: dict[int, list[Span]] = defaultdict(list)
+    copies: dict[str, list[Span]] = {"DtoH": [], "HtoD": []}
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memset", "gpu_memcpy"):
+            span = event["ts"], event["ts"] + event["dur"]
+            direction = next((name for name in copies if f"Memcpy {name}" in event["name"]), None)
+            (copies[direction] if direction else streams[event["args"]["stream"]]).append(span)
+    if not streams:
+        return None
+    step = ranges[-1]["ts"], ranges[-1]["ts"] + ranges[-1]["dur"]
+    return overlap(step, max(streams.values(), key=length), copies["DtoH"], copies["HtoD"])
+
+
+def run_apart(case: Case, timeout: float) -> Row:
+    """The case in a process of its own, to its end. Raises: subprocess.TimeoutExpired after `timeout` seconds."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scripts.bench_memory", "--case", json.dumps(asdict(case))],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, errors = process.communicate(timeout=timeout)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)  # with the processes that compile for it
+        process.communicate()
+        raise
+    if process.returncode == -signal.SIGKILL:  # how Linux ends a process when the host's memory is out
+        return Row(case.seq_len, case.combination, "out of memory")
+    if process.returncode:
+        reason = (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+        print(errors, file=sys.stderr)
+        return Row(case.seq_len, case.combination, f"failed: {reason.removeprefix('error: ')}")
+    return Row(**json.loads(out.splitlines()[-1]))
+
+
+def pooled(rows: Iterable[Row]) -> list[Row]:
+    """One row a length and combination, with the times of all its rounds; the first failure stands for all."""
+    by_case: dict[tuple[int, str], Row] = {}
+    for row in rows:
+        key = row.seq_len, row.combination
+        before = by_case.get(key)
+        if before is None or (before.outcome == "ok" and row.outcome != "ok"):
+            by_case[key] = row
+        elif row.outcome == "ok" and before.outcome == "ok":
+            by_case[key] = replace(
+                before,
+                step_ms=before.step_ms + row.step_ms,
+                optimizer_ms=before.optimizer_ms + row.optimizer_ms,
+                peak_gib=max(before.peak_gib or 0.0, row.peak_gib or 0.0),
+            )
+    return list(by_case.values())
+
+
+def slowdown(row: Row, lever: Lever, rows: Sequence[Row]) -> float | None:
+    """Time of the row over that of the same combination without `lever`, less 1; None where either is missing."""
+    other = levers_of(row.combination).without(lever)
+    without = next((r for r in rows if other and r.combination == other.name and r.seq_len == row.seq_len), None)
+    if without is None or not row.step_ms or not without.step_ms:
+        return None
+    return statistics.median(row.step_ms) / statistics.median(without.step_ms) - 1
+
+
+def markdown(rows: Sequence[Row], profiles: Sequence[Row], left: Sequence[str], head: dict[str, str]) -> str:
+    """The head, each lever's slowdown by length, then all measurements."""
+    rows = pooled(rows)
+    seq_lens = list(dict.fromkeys(row.seq_len for row in rows))
+    lines = ["# What each memory lever costs", "", *(f"- {key}: `{value}`" for key, value in head.items()), ""]
+    lines += ["Slowdown: the median step's time over that of the same combination without the lever, less 1.", ""]
+    lines += [f"| lever | combination | {' | '.join(f'{n:,} tokens' for n in seq_lens)} |"]
+    lines += ["|:--|:--|" + "--:|" * len(seq_lens)]
+    for lever in OFF:
+        for name in dict.fromkeys(row.combination for row in rows):
+            of_name = {row.seq_len: row for row in rows if row.combination == name}
+            found = [slowdown(of_name[n], lever, rows) if n in of_name else None for n in seq_lens]
+            if any(value is not None for value in found):
+                lines.append(f"| {lever} | {name} | {' | '.join(_shown(value, '+.1%') for value in found)} |")
+    lines += [
+        "",
+        "ms: median of the timed steps, in brackets fastest to slowest. optimizer: that part of the step.",
+        "",
+    ]
+    lines += ["| seq_len | combination | ms | optimizer ms | peak GiB | host GiB | loss | note |"]
+    lines += ["|--:|:--|--:|--:|--:|--:|--:|:--|"]
+    lines += [f"| {' | '.join(cells(row))} |" for row in rows]
+    for row in profiles:
+        lines += ["", profile_text(row)]
+    if left:
+        lines += ["", f"Not measured within the budget: {', '.join(left)}."]
+    return "\n".join(lines) + "\n"
+
+
+def cells(row: Row) -> list[str]:
+    """A line of the table of all measurements."""
+    times = "–"
+    if row.step_ms:
+        spread = f"{min(row.step_ms):,.1f} to {max(row.step_ms):,.1f}, {len(row.step_ms)} steps"
+        times = f"{statistics.median(row.step_ms):,.1f} ({spread})"
+    return [
+        f"{row.seq_len:,}",
+        row.combination,
+        times,
+        _shown(statistics.median(row.optimizer_ms) if row.optimizer_ms else None, ",.1f"),
+        _shown(row.peak_gib, ".2f"),
+        _shown(row.host_gib, ".2f"),
+        _shown(row.loss, ".4f"),
+        "" if row.outcome == "ok" else row.outcome.replace("|", "/"),
+    ]
+
+
+def profile_text(row: Row) -> str:
+    """What the trace of one step says."""
+    about = f"Profile of one step, {row.combination}, {row.seq_len:,} tokens"
+    if row.overlap is None:
+        return f"{about}: {'no kernels, so nothing to overlap' if row.outcome == 'ok' else row.outcome}."
+    found = Overlap(**row.overlap)
+    copies = found.to_host + found.to_device
+    share = f" ({found.hidden / copies:.1%})" if copies else ""
+    return (
+        f"{about}, {found.step:,.1f} ms: copies {found.to_host:,.1f} ms to the host and {found.to_device:,.1f} ms to "
+        f"the device, of which {found.hidden:,.1f} ms{share} beside kernels of the compute stream; that stream idle "
+        f"{found.idle:,.1f} ms ({found.idle / found.step:.2%} of the step), of which {found.waiting:,.1f} ms "
+        f"({found.waiting / found.step:.2%}) while a copy ran."
+    )
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def cases_of(args: argparse.Namespace, device: Device) -> list[Case]:
+    """Of one round, in the order in which they run: first the levers at every length, then what needs one length."""
+
+    def case(seq_len: int, name: str) -> Case:
+        settings = args.attention, args.compile, args.steps, args.slow_step, tuple(args.overrides)
+        return Case(args.model, seq_len, name, device, *settings)
+
+    names = list(dict.fromkeys(levers_of(name).name for name in args.combinations))
+    at_one = [name for name in names if levers_of(name).without("optimizer") or "bf16-true" in name]
+    at_all = [case(seq_len, name) for seq_len in args.seq_lens for name in names if name not in at_one]
+    return at_all + [case(args.seq_lens[0], name) for name in at_one]
+
+
+def case_of(settings: dict[str, Any]) -> Case:
+    return Case(**settings | {"overrides": tuple(settings["overrides"])})
+
+
+def read_results(path: Path, head: dict[str, str]) -> tuple[list[Row], list[Row]]:
+    """Rows and profiles of an earlier call. Raises: ValueError where it measured something else."""
+    if not path.exists():
+        return [], []
+    found = json.loads(path.read_text())
+    for key in ("commit", "GPU", "versions", "settings"):
+        if found["head"][key] != head[key]:
+            raise ValueError(f"--resume needs the same {key} as {path}, {found['head'][key]}; got {head[key]}")
+    return [Row(**row) for row in found["rows"]], [Row(**row) for row in found["profiles"]]
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    models, attentions = ([path.stem for path in (CONF / name).glob("*.yaml")] for name in ("model", "attention"))
+    parser.add_argument("--overrides", nargs="+", default=[], metavar="NAME=VALUE", help="Hydra's, of conf/train.yaml")
+    parser.add_argument("--model", choices=sorted(models), default="llama_1b")
+    parser.add_argument("--seq-lens", type=int, nargs="+", default=list(SEQ_LENS), help="tokens")
+    parser.add_argument(
+        "--combinations", nargs="*", default=list(COMBINATIONS), help="none of them for --profile alone"
+    )
+    parser.add_argument("--attention", choices=sorted(attentions), default="flash" if cuda else "sdpa")
+    parser.add_argument("--compile", action="store_true", help="torch.compile of each block, as preset=gpu trains")
+    parser.add_argument("--profile", action="store_true", help="of one step with and without offload")
+    parser.add_argument("--rounds", type=int, default=1, help="how often each combination is measured")
+    parser.add_argument("--steps", type=int, default=5, help=f"timed steps of a measurement, after {WARMUP}")
+    parser.add_argument("--slow-step", type=float, default=6, help=f"seconds of a step that make it {FEWEST_STEPS}")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds a measurement may take")
+    parser.add_argument("--seconds-budget", type=float, default=math.inf, help="seconds for all; the rest is left out")
+    parser.add_argument("--resume", action="store_true", help="measure only what OUT does not have yet")
+    parser.add_argument("--commit", help="for the head of the table, where the files are a copy without git")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "runs" / "bench_memory", help="folder of the results")
+    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    for name in ("steps", "slow_step", "timeout", "seconds_budget", "rounds", "seq_lens"):
+        found = getattr(args, name)
+        if min(found if isinstance(found, list) else [found]) <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be positive; got {found}")
+    try:
+        for name in args.combinations:
+            levers_of(name)
+    except ValueError as error:
+        parser.error(str(error))
+    if malformed := [override for override in args.overrides if "=" not in override]:
+        parser.error(f"--overrides must be name=value; got {' '.join(malformed)}")
+    return args
+
+
+def run(args: argparse.Namespace, head: dict[str, str], device: Device) -> None:
+    """All measurements that the budget allows, the profile first: it takes the least."""
+    begin, out = time.monotonic(), args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    rows, profiles = read_results(out / "memory.json", head) if args.resume else ([], [])
+    left: list[str] = []
+
+    def write() -> None:
+        found = {"head": head, "rows": [asdict(r) for r in rows], "profiles": [asdict(r) for r in profiles]}
+        (out / "memory.json").write_text(json.dumps(found, indent=1) + "\n")
+        (out / "memory.md").write_text(markdown(rows, profiles, left, head), encoding="utf-8")
+
+    def take(case: Case, to: list[Row]) -> None:
+        remaining = args.seconds_budget - (time.monotonic() - begin)
+        limit = min(args.timeout, remaining)
+        try:
+            if remaining <= 0:
+                raise subprocess.TimeoutExpired(case.combination, remaining)
+            row = run_apart(case, limit)
+        except subprocess.TimeoutExpired:
+            if limit == remaining:
+                left.append(f"{case.combination} at {case.seq_len:,}")
+                return
+            row = Row(case.seq_len, case.combination, f"failed: not done after {limit:g} s")
+        to.append(row)
+        print(profile_text(row) if case.trace else " | ".join(cells(row)), flush=True)
+        write()
+
+    cases = cases_of(args, device)
+    if args.profile:
+        settings = args.attention, args.compile, 1, args.slow_step, tuple(args.overrides)
+        for name in PROFILED:
+            if all((row.seq_len, row.combination) != (args.seq_lens[0], name) for row in profiles):
+                trace = out / f"trace_{args.seq_lens[0]}_{name.replace('+', '_')}.json.gz"
+                take(Case(args.model, args.seq_lens[0], name, device, *settings, str(trace)), profiles)
+    for turn in range(args.rounds):
+        for case in cases[:: -1 if turn % 2 else 1]:
+            before = [row for row in rows if (row.seq_len, row.combination) == (case.seq_len, case.combination)]
+            if len(before) <= turn and all(row.outcome == "ok" for row in before):
+                take(case, rows)
+    write()
+    print(f"results: {out}")
+
+
+def main() -> None:
+    args = parse_arguments(sys.argv[1:])
+    if args.case is not None:
+        with train.errors_in_one_line():
+            print(json.dumps(asdict(measure(case_of(args.case)))))
+        return
+    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    head = describe(shlex.join(["python", "-m", "scripts.bench_memory", *sys.argv[1:]]), args.commit, date.today())
+    precision = "bf16-mixed (fp32 weights, bf16 autocast)" if device == "cuda" else "fp32"
+    compiled = "compiled" if args.compile else "not compiled"
+    head["settings"] = ", ".join([args.model, precision, f"attention={args.attention}", compiled, *args.overrides])
+    with train.errors_in_one_line():
+        for case in cases_of(args, device)[:1]:
+            configuration(case)
+        run(args, head, device)
+
+
+if __name__ == "__main__":
+    main()

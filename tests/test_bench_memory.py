@@ -1,0 +1,292 @@
+"""scripts/bench_memory.py: names of combinations, what is compared with what, traces, and a run on a CPU."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from fa_train.models.gpt import GPT
+from scripts import bench_memory
+from scripts.bench_memory import (
+    COMBINATIONS,
+    Case,
+    Levers,
+    Overlap,
+    Row,
+    case_of,
+    cases_of,
+    common,
+    configuration,
+    host_bytes,
+    levers_of,
+    markdown,
+    measure,
+    merged,
+    overlap,
+    overlap_of,
+    parse_arguments,
+    pooled,
+    read_results,
+    run_apart,
+    slowdown,
+)
+
+TINY = ("model.n_layers=3", "model.dim=32", "model.ffn_dim=64", "model.vocab_size=259")
+CASE = Case("nano", 64, "selective", "cpu", "sdpa", compiled=False, steps=2, slow_step=60, overrides=TINY)
+OVERLAP = Overlap(step=200.0, to_host=30.0, to_device=50.0, hidden=60.0, idle=4.0, waiting=1.0)
+ROWS = [
+    Row(64, "selective", "ok", [100.0, 102.0, 98.0], [5.0, 6.0, 5.0], 10.0, 0.0, 5.5),
+    Row(64, "selective+offload", "ok", [110.0, 105.0], [5.0, 5.0], 8.0, 2.0, 5.5),
+    Row(64, "none", "ok", [80.0, 80.0], [5.0, 5.0], 30.0, 0.0, 5.5),
+    Row(128, "selective", "ok", [200.0, 200.0], [5.0, 5.0], 20.0, 0.0, 5.5),
+    Row(128, "selective+offload", "ok", [204.0, 204.0], [5.0, 5.0], 12.0, 4.0, 5.5),
+    Row(128, "none", "out of memory", peak_gib=139.0),
+]
+
+
+def in_this_process(case, timeout):
+    """As run_apart, without the seconds of importing."""
+    return Row(**json.loads(json.dumps(asdict(measure(case_of(json.loads(json.dumps(asdict(case)))))))))
+
+
+def run_main(monkeypatch, folder, *arguments):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    command = ["bench_memory", "--model", "nano", "--steps", "2", "--attention", "sdpa", "--commit", "abc"]
+    monkeypatch.setattr(sys, "argv", [*command, "--out", str(folder), *arguments, "--overrides", *TINY])
+    bench_memory.main()
+    return json.loads((folder / "memory.json").read_text()), (folder / "memory.md").read_text()
+
+
+def test_a_run_from_its_command_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_memory, "run_apart", in_this_process)
+    names = ["selective", "selective+offload+mlp_chunk=16", "selective+loss_chunk=all"]
+    found, text = run_main(
+        monkeypatch, tmp_path, "--seq-lens", "64", "96", "--combinations", *names, "--rounds", "2", "--profile"
+    )
+    # the second round goes backwards
+    once = [(seq_len, name) for seq_len in (64, 96) for name in names]
+    assert [(row["seq_len"], row["combination"]) for row in found["rows"]] == once + once[::-1]
+    for row in found["rows"]:
+        assert row["outcome"] == "ok" and len(row["step_ms"]) == len(row["optimizer_ms"]) == 2
+        assert all(0 < part < whole for part, whole in zip(row["optimizer_ms"], row["step_ms"], strict=True))
+        assert row["loss"] == pytest.approx(math.log(259), rel=0.1) and row["peak_gib"] > 0
+        # the states before the second and third block; the last block's stays
+        kept = 2 * row["seq_len"] * 32 * 4 if "offload" in row["combination"] else 0
+        assert row["host_gib"] * 2**30 == pytest.approx(kept)
+    assert "- commit: `abc`" in text and f"torch {torch.__version__}" in text and "--seq-lens 64 96" in text
+    assert "4 steps" in text
+    assert [row["combination"] for row in found["profiles"]] == ["selective", "selective+offload"]
+    assert (tmp_path / "trace_64_selective_offload.json.gz").exists() and "no kernels" in text
+
+
+def test_going_on_after_a_budget(tmp_path, monkeypatch):
+    calls = []
+
+    def slow(case, timeout):
+        calls.append(case.combination)
+        if timeout < 1000:
+            raise subprocess.TimeoutExpired("", timeout)
+        return Row(case.seq_len, case.combination, "ok", [10.0], [1.0], 1.0, 0.0, 5.5)
+
+    monkeypatch.setattr(bench_memory, "run_apart", slow)
+    common_arguments = ["--seq-lens", "64", "--combinations", "none", "full", "--timeout", "2000"]
+    found, text = run_main(monkeypatch, tmp_path, *common_arguments, "--seconds-budget", "500")
+    assert found["rows"] == [] and "Not measured within the budget: none at 64, full at 64." in text
+    found, text = run_main(monkeypatch, tmp_path, *common_arguments[:4], "--timeout", "2000")
+    assert len(found["rows"]) == 1 and "Not measured" not in text
+    found, text = run_main(monkeypatch, tmp_path, *common_arguments, "--resume")
+    assert [row["combination"] for row in found["rows"]] == ["none", "full"]
+    assert calls == ["none", "full", "none", "full"]  # none is not measured again
+
+
+def test_results_of_something_else_are_not_gone_on_with(tmp_path):
+    head = {"commit": "abc", "GPU": "none", "versions": "torch", "settings": "nano"}
+    file = tmp_path / "memory.json"
+    assert read_results(file, head) == ([], [])
+    file.write_text(json.dumps({"head": head, "rows": [asdict(row) for row in ROWS], "profiles": []}))
+    assert read_results(file, head) == (ROWS, [])
+    with pytest.raises(ValueError, match=r"needs the same commit as .*abc; got def"):
+        read_results(file, head | {"commit": "def"})
+
+
+def test_running_out_of_memory_is_a_row(monkeypatch):
+    def fail(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(bench_memory, "our_loss", fail)
+    row = measure(CASE)
+    assert row.outcome == "out of memory" and row.step_ms == [] and row.peak_gib is not None
+
+
+def test_a_case_that_fails_says_why():
+    row = run_apart(replace(CASE, overrides=(*TINY, "model.norm=batchnorm")), timeout=120)
+    assert row.outcome.startswith("failed: model.norm must be one of") and row.outcome.endswith("got batchnorm")
+
+
+def test_a_case_that_takes_too_long():
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_apart(CASE, timeout=0.05)
+
+
+def test_the_optimizers_host_memory_counts():
+    class Offloaded:
+        """What fa_train.low_memory_adamw.OffloadedAdamW shows, which needs a GPU."""
+
+        def __init__(self):
+            on_host = torch.nn.Parameter(torch.ones(10))
+            on_host.grad = torch.ones(10)
+            inner = torch.optim.AdamW([on_host])
+            inner.step()
+            self.param_d2h_map, self.optim_dict = {"weight": on_host}, {"weight": inner}
+
+    model = GPT.__new__(GPT)
+    torch.nn.Module.__init__(model)
+    model.offload = None
+    assert host_bytes(model, Offloaded()) == 4 * 10 * 4 + 4  # weights, gradients, two moments; the count of steps
+
+
+@pytest.mark.parametrize(
+    ("name", "levers"),
+    [
+        ("none", Levers()),
+        ("full+offload", Levers("full", offload=True)),
+        ("selective+offload+mlp_chunk", Levers("selective", offload=True, mlp_chunk=16384)),
+        ("none+mlp_chunk=16", Levers(mlp_chunk=16)),
+        ("none+loss_chunk=all", Levers(loss_chunk=None)),
+        ("none+loss_chunk=512+bf16-true+adamw_bf16", Levers("none", False, None, 512, "adamw_bf16", "bf16-true")),
+    ],
+)
+def test_names(name, levers):
+    assert levers_of(name) == levers and levers.name == name
+
+
+@pytest.mark.parametrize("name", ["offload", "none+offloading", "none+mlp_chunk=0", "full+loss_chunk", "none+adam", ""])
+def test_unknown_names(name):
+    with pytest.raises(ValueError, match=f"got {name.replace('+', '.')}$"):
+        levers_of(name)
+
+
+def test_levers_are_in_the_configuration():
+    memory = configuration(replace(CASE, combination="full+offload+mlp_chunk=16+loss_chunk=all")).model.memory
+    assert (memory.checkpointing, memory.offload, memory.mlp_chunk, memory.loss.chunk_size) == ("full", True, 16, 64)
+    plain = configuration(replace(CASE, combination="none+adamw_8bit", compiled=True))
+    memory = plain.model.memory
+    assert (memory.checkpointing, memory.offload, memory.mlp_chunk, memory.loss.chunk_size) == (
+        "none",
+        False,
+        None,
+        4096,
+    )
+    assert plain.optimizer._target_.endswith("adamw_8bit") and plain.lit_gpt.compile_model
+    assert not configuration(CASE).lit_gpt.compile_model
+
+
+def test_every_lever_is_compared_with_something_that_is_measured():
+    all_of_them = [levers_of(name) for name in COMBINATIONS]
+    assert [levers.name for levers in all_of_them] == list(COMBINATIONS)
+    for lever in bench_memory.OFF:
+        assert any(levers.without(lever) in all_of_them for levers in all_of_them), lever
+
+
+def test_optimizers_run_at_the_first_length_only():
+    args = parse_arguments(["--seq-lens", "64", "128", "--combinations", "none+adamw_8bit", "none", "full+bf16-true"])
+    assert [(case.seq_len, case.combination) for case in cases_of(args, "cpu")] == [
+        (64, "none"),
+        (128, "none"),
+        (64, "none+adamw_8bit"),
+        (64, "full+bf16-true"),
+    ]
+
+
+def test_slowdowns():
+    assert slowdown(ROWS[1], "offload", ROWS) == pytest.approx(0.075)
+    assert slowdown(ROWS[4], "offload", ROWS) == pytest.approx(0.02)
+    assert slowdown(ROWS[0], "checkpointing", ROWS) == pytest.approx(0.25)
+    assert slowdown(ROWS[3], "checkpointing", ROWS) is None  # none is out of memory
+    assert slowdown(ROWS[0], "offload", ROWS) is None  # it has none
+
+
+def test_rounds_are_pooled():
+    again = replace(ROWS[1], step_ms=[120.0], optimizer_ms=[7.0], peak_gib=9.0)
+    failed = Row(64, "selective", "failed: late")
+    rows = pooled([*ROWS, again, failed])
+    assert len(rows) == len(ROWS) and rows[0] == failed
+    assert rows[1].step_ms == [110.0, 105.0, 120.0] and rows[1].optimizer_ms == [5.0, 5.0, 7.0]
+    assert rows[1].peak_gib == 9.0
+
+
+def test_the_tables():
+    profiled = replace(ROWS[1], overlap=asdict(OVERLAP))
+    text = markdown(ROWS, [profiled], ["full at 64"], {"GPU": "none"})
+    lines = text.splitlines()
+    assert "| offload | selective+offload | +7.5% | +2.0% |" in lines
+    assert "| checkpointing | selective | +25.0% | – |" in lines
+    assert "| 64 | selective | 100.0 (98.0 to 102.0, 3 steps) | 5.0 | 10.00 | 0.00 | 5.5000 |  |" in lines
+    assert "| 128 | none | – | – | 139.00 | – | – | out of memory |" in lines
+    assert "60.0 ms (75.0%) beside kernels" in text and "idle 4.0 ms (2.00% of the step)" in text
+    assert "1.0 ms (0.50%) while a copy ran" in text and "Not measured within the budget: full at 64." in text
+    for table in text.split("\n\n"):
+        assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) <= 1
+
+
+def test_spans():
+    assert merged([(5, 7), (0, 2), (1, 3), (3, 4), (5, 6)]) == [(0, 4), (5, 7)]
+    assert common([(0, 4), (5, 7), (9, 10)], [(1, 2), (3, 6), (7, 8)]) == [(1, 2), (3, 4), (5, 6)]
+    assert common([(0, 10)], []) == []
+
+
+def test_overlap():
+    """A step of 10 ms: kernels run from 1 to 4 and from 5 to 9."""
+    found = overlap(
+        (0, 10_000),
+        compute=[(1000, 3000), (2000, 4000), (5000, 9000), (11_000, 12_000)],
+        to_host=[(3500, 4500), (6000, 7000), (9500, 10_500)],
+        to_device=[(4200, 4400), (6500, 7500)],
+    )
+    # 4 to 5: 0.5 ms of a copy to the host, within which one back; 9.5 to 10: a copy that the step's end cuts
+    assert asdict(found) == pytest.approx(
+        {"step": 10.0, "to_host": 2.5, "to_device": 1.2, "hidden": 1.5 + 1.0, "idle": 3.0, "waiting": 1.0}
+    )
+
+
+def test_overlap_of_a_step_without_copies():
+    assert overlap((0, 1000), [(0, 1000)], [], []) == Overlap(1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def test_a_trace():
+    def event(category, name, start, duration, stream=None):
+        return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "args": {"stream": stream}}
+
+    events = [
+        event("user_annotation", "step", 0, 1000),
+        event("gpu_user_annotation", "step", 100, 900, 7),
+        event("kernel", "gemm", 100, 700, 7),
+        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 800, 100, 7),  # computes
+        event("kernel", "zero", 950, 40, 9),  # another stream, which does not
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 50, 100, 13),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 850, 100, 13),
+        {"ph": "M", "name": "process_name", "args": {}},
+    ]
+    assert asdict(overlap_of(events)) == pytest.approx(
+        {"step": 1.0, "to_host": 0.1, "to_device": 0.1, "hidden": 0.1, "idle": 0.2, "waiting": 0.1}
+    )
+    assert overlap_of(events[:1]) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--combinations", "some"], "got some"),
+        (["--steps", "0"], "--steps must be positive"),
+        (["--seq-lens", "64", "-1"], "--seq-lens must be positive"),
+        (["--overrides", "model.n_layers"], "must be name=value"),
+    ],
+)
+def test_bad_arguments_end_with_a_message(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(arguments)
+    assert message in capsys.readouterr().err
