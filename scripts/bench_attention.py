@@ -181,7 +181,7 @@ def ours(workload: Workload) -> Attend:
 def ours_packed(workload: Workload) -> Attend:
     """What every layer of a model calls: the batch's schedule stands already."""
     cu_seqlens, total = workload.cu_seqlens(), sum(workload.lengths)
-    schedule = build_schedule(cu_seqlens, cu_seqlens, total, total, causal=workload.causal)
+    schedule = build_schedule(cu_seqlens, cu_seqlens, total, total, causal=workload.causal, padded=False)
     return partial(flash_attn_packed, schedule=schedule)
 
 

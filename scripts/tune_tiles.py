@@ -7,7 +7,8 @@
 Candidates are powers of two of block_m and block_n, warps and stages, of which the shared memory fits
 (tiles.shared_bytes) and the fp32 tiles leave registers for the rest; --tiles names them instead. They are compiled
 first, by --jobs processes, then timed one by one: one causal document of --seqlen tokens, bf16, n_heads * head_dim =
-2048 or a little less. TFLOP/s counts a kernel's own products (forward 2, dkdv 4, dq 3), halved for causality.
+2048 or a little less. TFLOP/s counts a kernel's own products (forward 2, dkdv 4, dk 3, dv 2, dq 3), halved for
+causality. Entries dk and dv belong into the table where they take less time together than dkdv.
 Writes OUT.md: the head, a table for each head_dim and pass, and the entries.
 """
 
@@ -31,13 +32,26 @@ from kernels.flash_attention.features import Features
 from kernels.flash_attention.portable import bwd, fwd
 from kernels.flash_attention.portable.delta import attention_delta
 from kernels.flash_attention.schedule import causal_schedule
-from kernels.flash_attention.tiles import HEAD_DIMS, Arch, Pass, TileConfig, arch_of, shared_bytes, tile_config
+from kernels.flash_attention.tiles import (
+    HEAD_DIMS,
+    Arch,
+    Pass,
+    TileConfig,
+    arch_of,
+    key_passes,
+    shared_bytes,
+    tile_config,
+)
 from scripts.bench_attention import MODEL_DIM, describe
 
 ITEM = 2  # bytes of bf16
 PASSES: tuple[Pass, ...] = get_args(Pass)
-PRODUCTS = {"fwd": 2, "dkdv": 4, "dq": 3}
+PRODUCTS = {"fwd": 2, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3}
+APART: tuple[Pass, ...] = ("dk", "dv")  # instead of dkdv
 BLOCKS, WARPS, STAGES = (32, 64, 128), (4, 8), (2, 3, 4)
+# head_dim from which on dK and dV may be faster apart, and one stage faster than many: blocks of four hardly fit, and
+# two programs on a multiprocessor, each with one, wait in turns
+WIDE, WIDE_STAGES = 192, (1, 2, 3)
 # fp32 numbers a thread holds in accumulators and scores: all the best found on an H200 have less, and of the 255
 # registers something must be left for addresses
 MAX_HELD = 224
@@ -62,9 +76,14 @@ class Result:
 
 def candidates(arch: Arch, head_dim: int, direction: Pass, limit: int) -> Iterator[TileConfig]:
     """What is worth compiling for one entry on a GPU with `limit` bytes of shared memory a program."""
-    for tiles in (TileConfig(*sizes) for sizes in product(BLOCKS, BLOCKS, WARPS, STAGES)):
-        rows = tiles.block_n if direction == "dkdv" else tiles.block_m
-        enough_rows = rows >= 8 * tiles.num_warps  # the tensor cores' least for a warp
+    if direction in APART and head_dim < WIDE:
+        return
+    stages = WIDE_STAGES if head_dim >= WIDE else STAGES
+    # with 8, pairs of warps compute the same scores; but of 256 columns, registers or memory may not hold more rows
+    rows_a_warp = 8 if head_dim > WIDE else 16
+    for tiles in (TileConfig(*sizes) for sizes in product(BLOCKS, BLOCKS, WARPS, stages)):
+        rows = tiles.block_n if direction in ("dkdv", *APART) else tiles.block_m
+        enough_rows = rows >= rows_a_warp * tiles.num_warps
         fits = shared_bytes(arch, tiles, head_dim, head_dim, direction, ITEM) <= limit
         if enough_rows and fits and held_a_thread(tiles, head_dim, direction) <= MAX_HELD:
             yield tiles
@@ -76,6 +95,8 @@ def held_a_thread(tiles: TileConfig, head_dim: int, direction: Pass) -> int:
     held = {
         "fwd": tiles.block_m * head_dim + scores,
         "dkdv": 2 * tiles.block_n * head_dim + 2 * scores,
+        "dk": tiles.block_n * head_dim + 2 * scores,
+        "dv": tiles.block_n * head_dim + scores,
         "dq": tiles.block_m * head_dim + 2 * scores,
     }[direction]
     return held // (32 * tiles.num_warps)
@@ -105,7 +126,7 @@ def launcher(candidate: Candidate, seqlen: int) -> Callable[[], object]:
     half = schedule._replace(key_tiles=none) if direction == "dq" else schedule._replace(query_tiles=none)
 
     def backward() -> object:
-        with patch.object(bwd, "launch_tiles", chosen):
+        with patch.object(bwd, "launch_tiles", chosen), patch.object(bwd, "key_passes", lambda *_: (direction,)):
             return bwd.attention_backward(do, q, k, v, lse, delta, half, features)
 
     return backward
@@ -167,12 +188,13 @@ def markdown(results: list[Result], head: dict[str, str], arch: Arch, name: str,
     lines += [
         "",
         f"One causal document of {seqlen} tokens, bf16, n_heads × head_dim = {MODEL_DIM} or a little less, as many "
-        "KV heads. Medians. TFLOP/s counts each kernel's own products (forward 2, dkdv 4, dq 3), halved for causality. "
-        "**Bold**: what `kernels/flash_attention/tiles.py` had.",
+        "KV heads. Medians. TFLOP/s counts each kernel's own products (forward 2, dkdv 4, dk 3, dv 2, dq 3), halved "
+        "for causality. **Bold**: what `kernels/flash_attention/tiles.py` had.",
     ]
     for key in dict.fromkeys((result.candidate.direction, result.candidate.head_dim) for result in results):
         direction, head_dim = key
-        current = tile_config(arch, head_dim, direction, ITEM)
+        listed = direction not in APART or direction in key_passes(arch, head_dim, ITEM)
+        current = tile_config(arch, head_dim, direction, ITEM) if listed else None
         lines += [
             "",
             f"## {direction}, head_dim {head_dim}",

@@ -445,7 +445,8 @@ def _schedule(cu_seqlens: Tensor | None, total: int, device: torch.device, windo
     if window is None or window >= total:
         return causal_schedule(cu_seqlens, total, device)
     documents = torch.tensor([0, total], dtype=torch.int32, device=device) if cu_seqlens is None else cu_seqlens
-    return build_schedule(documents, documents, total, total, causal=True, window_size=(window - 1, 0))
+    padded = cu_seqlens is not None
+    return build_schedule(documents, documents, total, total, causal=True, window_size=(window - 1, 0), padded=padded)
 
 
 def _rotated(x: Tensor, rotary: RotaryTable | None, dtype: torch.dtype) -> Tensor:

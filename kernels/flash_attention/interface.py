@@ -1,13 +1,14 @@
 """The public functions: validation, shapes and docstrings; flash-attn's names and meanings (version 2.8)."""
 
 import os
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from kernels.flash_attention.ops import flash_attention_forward
-from kernels.flash_attention.schedule import Schedule, alignment, build_schedule
+from kernels.flash_attention.schedule import Schedule, alignment, build_schedule, dense_cu_seqlens, dense_schedule
 from kernels.flash_attention.tiles import interpreted
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -63,19 +64,19 @@ def flash_attn_func(
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         raise ValueError(f"q, k and v must have one batch size; got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}")
     batch, seqlen_q, seqlen_k = *q.shape[:2], k.shape[1]
-    documents = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    _require_consistent(q, k, v, sinks, dropout_p)
+    alibi = []
+    if alibi_slopes is not None:
+        alibi = _alibi(alibi_slopes, *dense_cu_seqlens(batch, seqlen_q, seqlen_k, q.device), q)
     o, lse = _attend(
-        q.flatten(0, 1),
-        k.flatten(0, 1),
-        v.flatten(0, 1),
-        documents * seqlen_q,
-        documents * seqlen_k,
-        dropout_p,
+        q,
+        k,
+        v,
+        dense_schedule(batch, seqlen_q, seqlen_k, q.device, causal=causal, window_size=window_size),
+        alibi,
         softmax_scale,
-        causal,
-        window_size,
         softcap,
-        alibi_slopes,
         sinks,
         out_dtype,
         deterministic,
@@ -142,18 +143,15 @@ def flash_attn_varlen_func(
     if _may_read(cu_seqlens_q):
         _require_documents("q", cu_seqlens_q, q.shape[0], max_seqlen_q)
         _require_documents("k", cu_seqlens_k, k.shape[0], max_seqlen_k)
+    _require_consistent(q, k, v, sinks, dropout_p)
     o, lse = _attend(
         q,
         k,
         v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        dropout_p,
+        build_schedule(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], causal=causal, window_size=window_size),
+        [] if alibi_slopes is None else _alibi(alibi_slopes, cu_seqlens_q, cu_seqlens_k, q),
         softmax_scale,
-        causal,
-        window_size,
         softcap,
-        alibi_slopes,
         sinks,
         out_dtype,
         deterministic,
@@ -180,8 +178,10 @@ def flash_attn_packed(
     """
     _require_consistent(q, k, v, sinks)
     return flash_attention_forward(
-        *_rows_dense(q, k, v),
-        schedule.tensors(),
+        _rows_dense(q),
+        _rows_dense(k),
+        _rows_dense(v),
+        schedule,
         [],
         sinks,
         None,
@@ -189,8 +189,6 @@ def flash_attn_packed(
         softcap,
         q.dtype,
         deterministic,
-        schedule.several_documents,
-        schedule.long_documents,
     )[0]
 
 
@@ -207,39 +205,21 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    dropout_p: float,
+    schedule: Schedule,
+    alibi: Sequence[Tensor],
     softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
     softcap: float,
-    alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     out_dtype: torch.dtype | None,
     deterministic: bool,
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor]:
-    """Packed attention with a schedule of its own: o (total_q, n_heads, v's head_dim), lse (n_heads, total_q)."""
-    if dropout_p != 0.0:
-        raise ValueError(f"dropout_p must be 0.0: attention dropout is not offered; got {dropout_p}")
-    _require_consistent(q, k, v, sinks)
-    schedule = build_schedule(
-        cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], causal=causal, window_size=window_size
-    )
-    alibi = []
-    if alibi_slopes is not None:
-        n_docs, n_heads = cu_seqlens_q.numel() - 1, q.shape[1]
-        if alibi_slopes.shape not in ((n_heads,), (n_docs, n_heads)) or alibi_slopes.dtype != torch.float32:
-            raise ValueError(
-                f"alibi_slopes must be ({n_heads},) or ({n_docs}, {n_heads}) float32; "
-                f"got {tuple(alibi_slopes.shape)} {_name(alibi_slopes.dtype)}"
-            )
-        slopes = alibi_slopes.expand(1, -1) if alibi_slopes.dim() == 1 else alibi_slopes
-        alibi = [slopes.contiguous(), *alignment(cu_seqlens_q, cu_seqlens_k, q.shape[0])]
+    """Packed attention of what is consistent: o (total_q, n_heads, v's head_dim), lse (n_heads, total_q)."""
     return flash_attention_forward(
-        *_rows_dense(q, k, v),
-        schedule.tensors(),
+        _rows_dense(q),
+        _rows_dense(k),
+        _rows_dense(v),
+        schedule,
         alibi,
         sinks,
         _descale(descales, q, k),
@@ -247,9 +227,19 @@ def _attend(
         float(softcap),
         out_dtype or (torch.bfloat16 if q.dtype == FP8 else q.dtype),
         deterministic,
-        schedule.several_documents,
-        schedule.long_documents,
     )
+
+
+def _alibi(alibi_slopes: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor) -> list[Tensor]:
+    """What Features.alibi holds."""
+    n_docs, n_heads = cu_seqlens_q.numel() - 1, q.shape[1]
+    if alibi_slopes.shape not in ((n_heads,), (n_docs, n_heads)) or alibi_slopes.dtype != torch.float32:
+        raise ValueError(
+            f"alibi_slopes must be ({n_heads},) or ({n_docs}, {n_heads}) float32; "
+            f"got {tuple(alibi_slopes.shape)} {_name(alibi_slopes.dtype)}"
+        )
+    slopes = alibi_slopes.expand(1, -1) if alibi_slopes.dim() == 1 else alibi_slopes
+    return [slopes.contiguous(), *alignment(cu_seqlens_q, cu_seqlens_k, q.shape[0])]
 
 
 def _outputs(o: Tensor, lse: Tensor, return_lse: bool, return_attn_probs: bool) -> Outputs:
@@ -258,8 +248,8 @@ def _outputs(o: Tensor, lse: Tensor, return_lse: bool, return_attn_probs: bool) 
     return (o, lse) if return_lse else o
 
 
-def _rows_dense(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+def _rows_dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _scale(q: Tensor, softmax_scale: float | None) -> float:
@@ -269,34 +259,42 @@ def _scale(q: Tensor, softmax_scale: float | None) -> float:
     return scale
 
 
-def _require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-    require_backend(q.device)
-    shapes = f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-    if k.shape[:2] != v.shape[:2]:
-        raise ValueError(f"k and v must have the same tokens and heads; got q, k and v of {shapes}")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"n_heads must be a multiple of n_kv_heads; got {q.shape[1]} and {k.shape[1]}")
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q and k must have one head_dim; got q, k and v of {shapes}")
-    if not (1 <= q.shape[-1] <= MAX_HEAD_DIM and 1 <= v.shape[-1] <= MAX_HEAD_DIM):
-        raise ValueError(f"head_dim must be from 1 to {MAX_HEAD_DIM}; got {q.shape[-1]} and, of v, {v.shape[-1]}")
-    if not (q.dtype == k.dtype == v.dtype) or q.dtype not in (*DTYPES, FP8):
+def _require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, dropout_p: float = 0.0) -> None:
+    if dropout_p != 0.0:
+        raise ValueError(f"dropout_p must be 0.0: attention dropout is not offered; got {dropout_p}")
+    device, dtype = q.device, q.dtype
+    require_backend(device)
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if k_shape[:2] != v_shape[:2]:
+        raise ValueError(f"k and v must have the same tokens and heads; got {_shapes(q, k, v)}")
+    n_heads, n_kv_heads, head_dim, v_head_dim = q_shape[1], k_shape[1], q_shape[2], v_shape[2]
+    if n_heads % n_kv_heads:
+        raise ValueError(f"n_heads must be a multiple of n_kv_heads; got {n_heads} and {n_kv_heads}")
+    if head_dim != k_shape[2]:
+        raise ValueError(f"q and k must have one head_dim; got {_shapes(q, k, v)}")
+    if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= v_head_dim <= MAX_HEAD_DIM):
+        raise ValueError(f"head_dim must be from 1 to {MAX_HEAD_DIM}; got {head_dim} and, of v, {v_head_dim}")
+    if not (dtype == k.dtype == v.dtype) or (dtype not in DTYPES and dtype != FP8):
         raise ValueError(
             "q, k and v must be of one dtype, float16, bfloat16, float32 or float8_e4m3fn; "
-            f"got {_name(q.dtype)}, {_name(k.dtype)} and {_name(v.dtype)}"
+            f"got {_name(dtype)}, {_name(k.dtype)} and {_name(v.dtype)}"
         )
-    if q.dtype == FP8:
+    if dtype == FP8:
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise ValueError("float8_e4m3fn q, k and v have no gradients; got some that require them")
-        if q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 9):
+        if q.is_cuda and torch.cuda.get_device_capability(device) < (8, 9):
             raise ValueError(
                 "float8_e4m3fn needs a GPU of compute capability 8.9 or newer; "
-                f"got {torch.cuda.get_device_name(q.device)}"
+                f"got {torch.cuda.get_device_name(device)}"
             )
-    if not (q.device == k.device == v.device):
-        raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device} and {v.device}")
-    if sinks is not None and (sinks.shape != (q.shape[1],) or sinks.dtype != torch.float32):
-        raise ValueError(f"sinks must be ({q.shape[1]},) float32; got {tuple(sinks.shape)} {_name(sinks.dtype)}")
+    if not (device == k.device == v.device):
+        raise ValueError(f"q, k and v must be on one device; got {device}, {k.device} and {v.device}")
+    if sinks is not None and (sinks.shape != (n_heads,) or sinks.dtype != torch.float32):
+        raise ValueError(f"sinks must be ({n_heads},) float32; got {tuple(sinks.shape)} {_name(sinks.dtype)}")
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q, k and v of {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
 
 
 def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Tensor, k: Tensor) -> Tensor | None:

@@ -6,6 +6,7 @@ queries reads one contiguous range of keys, and only the blocks at the two ends 
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,9 @@ SHORT_DOCUMENT = 1024
 # Keys that a query may see, on average, from which on Hopper's forward pass takes the kernels for long documents.
 # Measured are 16384, where those are faster, and 2048, where they are slower (hopper/fwd.py tells by how much).
 LONG_DOCUMENT = 8192
+# Queries and keys of a dense call up to which its schedule is kept for the next one: 8 bytes each, so at most 8 times
+# 2 MiB. To build one takes an H200's host 485 us; a call of more tokens hides that behind its own work.
+KEPT_TOKENS = 2**18
 
 
 class Schedule(NamedTuple):
@@ -39,7 +43,9 @@ class Schedule(NamedTuple):
     key_tiles: Tensor
     wide_query_tiles: Tensor
     long_documents: bool  # as far as shapes tell, for a choice of kernels that waits for nothing
-    several_documents: bool  # as far as shapes tell; Hopper's kernels then keep NaN from leaving one within a tile
+    # whether tokens may not see each other for another reason than their order, as far as shapes tell: of several
+    # documents, or behind the last. Hopper's kernels then keep NaN from leaving one within a tile
+    several_documents: bool
     one_document: bool  # known without looking at the GPU to be one causal document: scaled_dot_product's is_causal
 
     def tensors(self) -> list[Tensor]:
@@ -65,22 +71,29 @@ def build_schedule(
     *,
     causal: bool,
     window_size: tuple[int, int] = (-1, -1),
+    padded: bool = True,
 ) -> Schedule:
     """The schedule of packed queries and keys; runs on the GPU without a sync.
 
     Shapes: cu_seqlens_q, cu_seqlens_k (n_docs + 1,) int32, both with the same number of documents; tokens past
-    their last entry see nothing and are seen by nothing.
+    their last entry see nothing and are seen by nothing; padded is False if it is known that there are none.
     Units: window_size in tokens (left, right) beside the query itself, -1 unbounded; causal means right = 0.
     A document's last query stands beside its last key (flash-attn's bottom-right alignment).
     """
     left, right = window_size
     if causal:
         right = 0
-    # wrong ones may give wrong results, but never ranges outside of q, k and v
-    cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.clamp(0, total_q), cu_seqlens_k.clamp(0, total_k)
-    key_start, key_end = _visible_ranges(cu_seqlens_q, cu_seqlens_k, total_q, before=left, after=right)
-    query_start, query_end = _visible_ranges(cu_seqlens_k, cu_seqlens_q, total_k, before=right, after=left)
+    several_documents = padded or cu_seqlens_k.numel() > 2
     in_sight = _keys_in_sight(cu_seqlens_k, total_k, left, right)
+    # wrong ones may give wrong results, but never ranges outside of q, k and v
+    queries = _Side.of(cu_seqlens_q.clamp(0, total_q), total_q)
+    keys = queries
+    if cu_seqlens_k is not cu_seqlens_q or total_k != total_q:
+        keys = _Side.of(cu_seqlens_k.clamp(0, total_k), total_k)
+    keys_of_queries = _paired(queries, keys)
+    queries_of_keys = keys_of_queries if keys is queries else _paired(keys, queries)
+    key_start, key_end = _visible_ranges(*keys_of_queries, before=left, after=right)
+    query_start, query_end = _visible_ranges(*queries_of_keys, before=right, after=left)
     if in_sight < SHORT_DOCUMENT:
         key_tiles = torch.arange(-(-total_k // WORK_TILE), dtype=torch.int32, device=cu_seqlens_k.device)
     else:
@@ -94,48 +107,114 @@ def build_schedule(
         key_tiles=key_tiles,
         wide_query_tiles=longest_first(key_start, key_end, tile=WIDE_TILE),
         long_documents=in_sight >= LONG_DOCUMENT,
-        several_documents=cu_seqlens_k.numel() > 2,
+        several_documents=several_documents,
         one_document=False,
     )
 
 
 def causal_schedule(cu_seqlens: Tensor | None, total: int, device: torch.device) -> Schedule:
     """The schedule of causal self-attention over a packed stream of `total` tokens; None is one document."""
-    documents = torch.tensor([0, total], dtype=torch.int32, device=device) if cu_seqlens is None else cu_seqlens
-    schedule = build_schedule(documents, documents, total, total, causal=True)
-    return schedule._replace(one_document=cu_seqlens is None)
+    if cu_seqlens is None:
+        return dense_schedule(1, total, total, device, causal=True)._replace(one_document=True)
+    return build_schedule(cu_seqlens, cu_seqlens, total, total, causal=True)
+
+
+def dense_schedule(
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    device: torch.device,
+    *,
+    causal: bool,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Schedule:
+    """build_schedule for `batch` documents of one length, which fill q and k; the last ones built are kept."""
+    window_size = (window_size[0], window_size[1])
+    arguments = batch, seqlen_q, seqlen_k, device, causal, window_size
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()  # tensors may be fake, or someone counts them
+        or batch * (seqlen_q + seqlen_k) > KEPT_TOKENS
+    ):
+        return _dense_schedule(*arguments)
+    if device.type != "cuda":
+        return _kept_schedule(*arguments, 0)
+    # what a graph captures lives in the graph's memory, and what it reads must live as long as the graph
+    if torch.cuda.is_current_stream_capturing():
+        return _dense_schedule(*arguments)
+    # on another stream they might be read before they are written
+    return _kept_schedule(*arguments, torch.cuda.current_stream(device).cuda_stream)
+
+
+@lru_cache(maxsize=8)
+def _kept_schedule(
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    device: torch.device,
+    causal: bool,
+    window_size: tuple[int, int],
+    stream: int,
+) -> Schedule:
+    with torch.inference_mode(False):  # what is made in inference mode could not be saved for a backward pass
+        return _dense_schedule(batch, seqlen_q, seqlen_k, device, causal, window_size)
+
+
+def _dense_schedule(
+    batch: int, seqlen_q: int, seqlen_k: int, device: torch.device, causal: bool, window_size: tuple[int, int]
+) -> Schedule:
+    cu_seqlens_q, cu_seqlens_k = dense_cu_seqlens(batch, seqlen_q, seqlen_k, device)
+    total_q, total_k = batch * seqlen_q, batch * seqlen_k
+    return build_schedule(
+        cu_seqlens_q, cu_seqlens_k, total_q, total_k, causal=causal, window_size=window_size, padded=False
+    )
+
+
+def dense_cu_seqlens(batch: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(batch + 1,) int32 twice, or the same twice: where documents of one length begin, and the last ends."""
+    documents = torch.arange(batch + 1, dtype=torch.int32, device=device)
+    cu_seqlens_q = documents * seqlen_q
+    return cu_seqlens_q, cu_seqlens_q if seqlen_k == seqlen_q else documents * seqlen_k
 
 
 def alignment(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int) -> tuple[Tensor, Tensor]:
     """(total_q,) int32 twice: the key that each query stands beside, and its document; ALiBi needs both."""
-    token, document = _documents(cu_seqlens_q, total_q)
-    beside = token - _with_empty_tail(cu_seqlens_q)[document + 1] + _with_empty_tail(cu_seqlens_k)[document + 1]
-    n_docs = cu_seqlens_q.numel() - 1
-    return beside.to(torch.int32), document.clamp(max=max(0, n_docs - 1)).to(torch.int32)
+    side = _Side.of(cu_seqlens_q, total_q)
+    beside = side.token - side.ends[side.document] + _ends(cu_seqlens_k)[side.document]
+    return beside, (side.document - 1).clamp(0, max(0, cu_seqlens_q.numel() - 2))
 
 
-def _documents(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Every token's index and document; past the last document comes one more, which is empty."""
-    token = torch.arange(total, device=cu_seqlens.device, dtype=torch.int32)
-    # how many documents begin at or before the token, less its own; zero-length ones are stepped over
-    return token, torch.searchsorted(cu_seqlens, token, right=True) - 1
+class _Side(NamedTuple):
+    """Queries or keys; documents are numbered from 1, and past the last one comes one more, which is empty."""
+
+    starts: Tensor  # (n_docs + 2,) int32
+    ends: Tensor  # (n_docs + 2,) int32
+    token: Tensor  # (total,) int32
+    document: Tensor  # (total,) int32: of each token
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, total: int) -> "_Side":
+        token = torch.arange(total, device=cu_seqlens.device, dtype=torch.int32)
+        # how many documents begin at or before the token; zero-length ones are stepped over
+        document = torch.searchsorted(cu_seqlens, token, right=True, out_int32=True)
+        return cls(torch.cat([cu_seqlens[:1], cu_seqlens]), _ends(cu_seqlens), token, document)
 
 
-def _visible_ranges(cu_own: Tensor, cu_other: Tensor, total: int, *, before: int, after: int) -> tuple[Tensor, Tensor]:
-    """For each of `total` tokens, the range of the other side's tokens it is paired with."""
-    token, document = _documents(cu_own, total)
-    own_end = _with_empty_tail(cu_own)[document + 1]
-    other_cu = _with_empty_tail(cu_other)
-    other_start, other_end = other_cu[document], other_cu[document + 1]
-    beside = token - own_end + other_end  # bottom-right alignment
-    start = other_start if before < 0 else torch.clamp(beside - before, other_start, other_end)
-    end = other_end if after < 0 else torch.clamp(beside + after + 1, other_start, other_end)
-    return start.to(torch.int32), end.to(torch.int32)
-
-
-def _with_empty_tail(cu_seqlens: Tensor) -> Tensor:
-    """The ends of all documents and of the empty one behind them."""
+def _ends(cu_seqlens: Tensor) -> Tensor:
     return torch.cat([cu_seqlens, cu_seqlens[-1:]])
+
+
+def _paired(own: _Side, other: _Side) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each of own tokens' document starts and ends on the other side, and whom it stands beside: bottom right."""
+    start, end = other.starts[own.document], other.ends[own.document]
+    return start, end, own.token if own is other else own.token - own.ends[own.document] + end
+
+
+def _visible_ranges(start: Tensor, end: Tensor, beside: Tensor, *, before: int, after: int) -> tuple[Tensor, Tensor]:
+    """The range of the other side's tokens that each is paired with: (total,) int32 twice."""
+    first = start if before < 0 else torch.clamp(beside - before if before else beside, start, end)
+    past_last = end if after < 0 else torch.clamp(beside + (after + 1), start, end)
+    return first, past_last
 
 
 def _keys_in_sight(cu_seqlens_k: Tensor, total_k: int, left: int, right: int) -> int:
@@ -146,6 +225,7 @@ def _keys_in_sight(cu_seqlens_k: Tensor, total_k: int, left: int, right: int) ->
 
 def longest_first(start: Tensor, end: Tensor, tile: int = WORK_TILE) -> Tensor:
     """Tiles of `tile` tokens by falling length of the range that they must read; those of one length stay in order."""
-    last = torch.arange(tile - 1, start.numel() + tile - 1, tile, device=start.device)
-    work = end[last.clamp(max=start.numel() - 1)] - start[::tile]
-    return torch.argsort(work, descending=True, stable=True).to(torch.int32)
+    last_end = end[tile - 1 :: tile]
+    if start.numel() % tile:
+        last_end = torch.cat([last_end, end[-1:]])
+    return torch.argsort(last_end - start[::tile], descending=True, stable=True).to(torch.int32)

@@ -10,7 +10,7 @@ import torch
 
 from kernels.flash_attention.portable.load import split_width
 
-Pass = Literal["fwd", "dkdv", "dq"]
+Pass = Literal["fwd", "dkdv", "dk", "dv", "dq"]  # dkdv is dk and dv by one kernel, from the same scores
 Arch = Literal["interpreter", "sm80", "sm90", "sm100", "unknown"]
 
 
@@ -25,9 +25,11 @@ class TileConfig:
 
 
 # (arch, head_dim of at most this, pass), for 2-byte dtypes. sm90: the best of those tried for each entry on an H200
-# (scripts/tune_tiles.py; scripts/results/portable_tiles_h200_202611.md). The others are chosen, not measured: sm100
-# begins from sm90, with less for dK and dV where accumulators of 192 and 256 columns would overflow its tensor memory,
-# and sm80 fits the 99 KiB of the smallest GPUs that use it. tests/kernels/test_aot.py holds every entry to limits.
+# (scripts/tune_tiles.py; scripts/results/portable_tiles_h200_202611.md), but for dk and dv, which are chosen by what
+# ptxas says of them. The others are chosen, not measured: sm100 begins from sm90, with less for dK and dV where
+# accumulators of 192 and 256 columns would overflow its tensor memory, and sm80 fits the 99 KiB of the smallest GPUs
+# that use it. Where there are dk and dv, dkdv is for fp32 and for repairs of what Hopper's kernels left.
+# tests/kernels/test_aot.py holds every entry to limits.
 _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 3),
     ("sm90", 96, "fwd"): TileConfig(128, 64, 8, 3),
@@ -39,6 +41,10 @@ _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 128, "dkdv"): TileConfig(64, 128, 8, 3),
     ("sm90", 192, "dkdv"): TileConfig(32, 128, 8, 2),
     ("sm90", 256, "dkdv"): TileConfig(32, 64, 8, 2),
+    ("sm90", 192, "dk"): TileConfig(64, 128, 8, 2),
+    ("sm90", 256, "dk"): TileConfig(32, 128, 8, 2),
+    ("sm90", 192, "dv"): TileConfig(64, 128, 8, 2),
+    ("sm90", 256, "dv"): TileConfig(64, 128, 8, 2),
     ("sm90", 64, "dq"): TileConfig(64, 64, 4, 3),
     ("sm90", 96, "dq"): TileConfig(128, 64, 8, 3),
     ("sm90", 128, "dq"): TileConfig(128, 64, 8, 3),
@@ -54,6 +60,8 @@ _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm100", 128, "dkdv"): TileConfig(64, 128, 8, 3),
     ("sm100", 192, "dkdv"): TileConfig(32, 64, 8, 2),
     ("sm100", 256, "dkdv"): TileConfig(32, 32, 8, 2),
+    ("sm100", 256, "dk"): TileConfig(32, 128, 8, 2),
+    ("sm100", 256, "dv"): TileConfig(64, 128, 8, 2),
     ("sm100", 64, "dq"): TileConfig(64, 64, 4, 3),
     ("sm100", 96, "dq"): TileConfig(128, 64, 8, 3),
     ("sm100", 128, "dq"): TileConfig(128, 64, 8, 3),
@@ -117,6 +125,20 @@ def tile_config(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> Ti
     return TileConfig(max(16, entry.block_m // 2), max(16, entry.block_n // 2), entry.num_warps, 1)
 
 
+def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
+    """The passes that give dK and dV: both at once, or one after the other where the table has entries for that.
+
+    Apart, each computes the scores: five products instead of four. But a tile's accumulators take half the registers,
+    and tiles may be twice as long: two warpgroups then share the rows of the scores, which they would each compute.
+    """
+    if itemsize > 2 and arch != "interpreter":
+        return ("dkdv",)
+    table: dict[Arch, Arch] = {"interpreter": "sm90", "unknown": "sm80"}  # the interpreter runs both ways, for tests
+    known = table.get(arch, arch)
+    apart = (known, next(d for d in HEAD_DIMS if head_dim <= d), "dk") in _TILES
+    return ("dk", "dv") if apart else ("dkdv",)
+
+
 def launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
     """The tiles for one launch on `device`: the table's, or smaller ones where its shared memory asks for them.
 
@@ -177,16 +199,17 @@ def fit(
 def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> int:
     """Bytes of shared memory that a program takes: at least what Triton reports for its code, and not much more.
 
-    What the program keeps (Q; Q and dO; K and V), the blocks in flight of what it reads beside that, and room for what
-    changes its layout on the way to the tensor cores. tests/kernels/test_aot.py compares.
+    What the program keeps (Q; Q and dO; K and V; K for dV), the blocks in flight of what it reads beside that, and
+    room for what changes its layout on the way to the tensor cores. tests/kernels/test_aot.py compares.
     """
     if arch == "unknown":  # Triton may compile for it as for any of the known ones
         return max(shared_bytes(known, tiles, head_dim, v_head_dim, direction, itemsize) for known in SHARED_LIMIT)
     qk_width, v_width = sum(split_width(head_dim)), sum(split_width(v_head_dim))
-    kept_rows, read_rows = (tiles.block_n, tiles.block_m) if direction == "dkdv" else (tiles.block_m, tiles.block_n)
-    kept = kept_rows * (qk_width + (0 if direction == "fwd" else v_width)) * itemsize
+    of_keys = direction in ("dkdv", "dk", "dv")
+    kept_rows, read_rows = (tiles.block_n, tiles.block_m) if of_keys else (tiles.block_m, tiles.block_n)
+    kept = kept_rows * (qk_width + (0 if direction in ("fwd", "dv") else v_width)) * itemsize
     block = read_rows * (qk_width + v_width) * itemsize
-    row_values = 8 * read_rows if direction == "dkdv" else 0  # lse and delta are in flight beside Q and dO
+    row_values = 8 * read_rows if of_keys else 0  # lse and delta are in flight beside Q and dO
     scores = tiles.block_m * tiles.block_n * itemsize
     if arch == "sm80" or kept_rows < 64:  # mma.sync, which copies a block to registers before the next one is awaited
         in_flight = max(1, tiles.num_stages - 1)
@@ -202,7 +225,7 @@ def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, 
         part = read_rows * max(qk_width, v_width) * itemsize
         if direction == "fwd":
             return kept + part + scores + 2048
-        made_finite = block if direction == "dkdv" and kept_rows >= 64 else part  # Q and dO, or K, of masked blocks
+        made_finite = block if of_keys and kept_rows >= 64 else part  # Q and dO, or K, of masked blocks
         rewritten = max(rewritten, scores, made_finite)
     return kept + in_flight * (block + row_values) + rewritten + 2048
 
@@ -210,7 +233,7 @@ def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, 
 def _rewritten_for_tcgen05(scores: int, block: int, rows: int, head_dim: int, direction: Pass, itemsize: int) -> int:
     """Its operands come from shared memory: P and dS, and the masked blocks' K, or Q and dO, made finite, once more."""
     first, second = split_width(head_dim)
-    if direction == "fwd":
+    if direction in ("fwd", "dv"):  # P stays in tensor memory
         return 0
     if direction == "dq":
         return scores + rows * (first + second) * itemsize + 2560

@@ -1,7 +1,8 @@
 """Compiles the kernels for a GPU that is not there and prints, as JSON, what ptxas says of each. Run as a module.
 
 A case is arch-head_dim-v_head_dim-pass-itemsize, such as sm90-128-128-fwd-2: bf16, at 1 byte fp8, at 4 fp32, with the
-tiles of the table and no features. Of a pass such as repair_fwd it is the kernel that repairs marked tiles.
+tiles of the table and no features, for one document. A pass such as contain_fwd is the same kernel for several, among
+which it contains NaN, and one such as repair_fwd the kernel that repairs marked tiles.
 """
 
 import contextlib
@@ -27,12 +28,13 @@ from kernels.flash_attention.tiles import shared_bytes, tile_config
 KERNELS = {
     "fwd": _fwd_kernel,
     "dkdv": _dkdv_kernel,
+    "dk": _dkdv_kernel,
+    "dv": _dkdv_kernel,
     "dq": _dq_kernel,
     "repair_fwd": _repair_fwd_kernel,
     "repair_dkdv": _repair_dkdv_kernel,
     "repair_dq": _repair_dq_kernel,
 }
-BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 INDEX_POINTERS = {"key_start_ptr", "key_end_ptr", "query_start_ptr", "query_end_ptr", "tiles_ptr", "spoiled_ptr"}
 FEATURE_POINTERS = ("sinks_ptr", "slopes_ptr", "beside_ptr", "document_ptr", "descale_ptr")
 ELEMENT = {1: "*fp8e4nv", 2: "*bf16", 4: "*fp32"}
@@ -42,11 +44,13 @@ TENSOR_CORES = ("UTCHMMA", "HGMMA", "HMMA")
 
 def compile_case(arch, head_dim, v_head_dim, direction, itemsize):
     """The report on one entry of the table."""
+    contain = direction.startswith("contain_")
+    direction = direction.removeprefix("contain_")
     kernel, direction = KERNELS[direction], direction.removeprefix("repair_")
     tiles = tile_config(arch, max(head_dim, v_head_dim), direction, itemsize)
     if "LOOK" in kernel.arg_names:
         tiles = replace(tiles, num_stages=1)
-    source = source_of(kernel, tiles, head_dim, v_head_dim, direction, itemsize)
+    source = source_of(kernel, tiles, head_dim, v_head_dim, direction, itemsize, contain)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     log = io.StringIO()
     # Triton's own run of ptxas, whose options differ between versions; a kernel from its cache would leave no log
@@ -66,15 +70,16 @@ def compile_case(arch, head_dim, v_head_dim, direction, itemsize):
     }
 
 
-def source_of(kernel, tiles, head_dim, v_head_dim, direction, itemsize):
+def source_of(kernel, tiles, head_dim, v_head_dim, direction, itemsize, contain):
     """The kernel of one pass as a launch with no features would specialise it."""
-    rows = tiles.block_n if direction == "dkdv" else tiles.block_m
+    rows = tiles.block_n if direction in ("dkdv", "dk", "dv") else tiles.block_m
     d_1, d_2 = split_width(head_dim)
     dv_1, dv_2 = split_width(v_head_dim)
     constants = dict(
         HAS_SINKS=False, HAS_SOFTCAP=False, HAS_ALIBI=False, GROUP=4,
         D=head_dim, D_1=d_1, D_2=d_2, DV=v_head_dim, DV_1=dv_1, DV_2=dv_2,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PARTS=128 // rows, LOOK=256, PRECISION="ieee",
+        CONTAIN=contain, HAS_DK="dk" in direction, HAS_DV="dv" in direction,
     )  # fmt: skip
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     # pointers of features that are off are None, as they are at a launch
@@ -103,7 +108,7 @@ def ptxas(ptx, capability):
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
-        command = [BINARIES / "ptxas", "-v", f"--gpu-name=sm_{capability}{suffix}", source, "-o", cubin]
+        command = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name=sm_{capability}{suffix}", source, "-o", cubin]
         run = subprocess.run([*map(str, command)], capture_output=True, text=True)
         assert run.returncode == 0, f"{command} ended with {run.returncode}: {run.stdout}{run.stderr}"
         return {**resources(run.stderr), "tensor_core": tensor_core(cubin)}
@@ -120,7 +125,7 @@ def resources(log):
 
 def tensor_core(cubin):
     """The most capable tensor-core instruction in the file."""
-    disassemble = [str(BINARIES / "cuobjdump"), "-sass", str(cubin)]
+    disassemble = [knobs.nvidia.cuobjdump.path, "-sass", str(cubin)]
     sass = subprocess.run(disassemble, check=True, capture_output=True, text=True).stdout
     return next((name for name in TENSOR_CORES if re.search(rf"\b{name}\b", sass)), "none")
 

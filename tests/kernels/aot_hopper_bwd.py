@@ -1,6 +1,7 @@
 """Compiles the Hopper backward kernel without a GPU and prints, as JSON, what ptxas says of each case. Run as a module.
 
-A case is dtype-head_dim-group-softcap-marks, such as bf16-128-4-0-1.
+A case is dtype-head_dim-group-softcap-marks, such as bf16-128-4-0-1. Of head_dim 256 there are 256 and 256tma, one
+pass, and 256dkdv and 256dq, which are two.
 """
 
 import json
@@ -11,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kernels.flash_attention.hopper import bwd
+from kernels.flash_attention.hopper import bwd, bwd_wide
 from kernels.flash_attention.hopper.bwd_dq import ROW_ALIGNMENT
 from kernels.flash_attention.portable.load import split_width
 from tests.kernels.aot import ptxas
@@ -55,18 +56,53 @@ def compile_kernel(dtype, head_dim, group, softcap, marks):
         signature["sum_2_desc"] = descriptor("fp32", [bwd.SUM_BLOCK, d_2])
     else:
         constants["sum_2_desc"] = None
+    return compile_source(kernel, signature, constants, bwd.REGISTERS)
+
+
+def compile_wide(dtype, part, group, softcap, marks):
+    """The compiled kernel of one case at head_dim 256; part "" or "tma" is the one pass, "dkdv" and "dq" the two."""
+    blocks = [bwd_wide.BLOCK, bwd_wide.HEAD_DIM]
+    kernel = bwd_wide._dq_kernel if part == "dq" else bwd_wide._dkdv_kernel
+    constants = dict(HAS_SOFTCAP=softcap == "1", GROUP=int(group), REGISTERS=bwd_wide.TWO_PASSES_REGISTERS)
+    if part == "dq":
+        constants |= dict(K_STAGES=2, V_STAGES=1)
+    else:
+        constants |= dict(STAGES=bwd_wide.STAGES, PARTS=bwd_wide.PARTS)
+        if part:
+            constants["sum_ptr"] = None
+        if part != "tma":
+            constants["sum_desc"] = None
+        if part != "dkdv":
+            constants["REGISTERS"] = bwd_wide.ONE_PASS_REGISTERS
+    if marks == "0":
+        constants["spoiled_ptr"] = None
+    signature = dict.fromkeys(kernel.arg_names, "i32") | dict(softmax_scale="fp32", softcap="fp32")
+    signature |= {name: descriptor(dtype, blocks) for name in kernel.arg_names if name.endswith("_desc")}
+    signature |= dict.fromkeys(("lse_ptr", "delta_ptr", "sum_ptr"), "*fp32")
+    pointers = ("tiles_ptr", "key_start_ptr", "key_end_ptr", "query_start_ptr", "query_end_ptr", "spoiled_ptr")
+    signature |= dict.fromkeys(pointers, "*i32") | dict(
+        rows_desc=descriptor("fp32", blocks[:1]), sum_desc=descriptor("fp32", [bwd_wide.BLOCK, bwd_wide.BLOCK])
+    )  # fmt: skip
+    return compile_source(kernel, signature, constants, bwd_wide.THREAD_REGISTERS[len(constants["REGISTERS"])])
+
+
+def compile_source(kernel, signature, constants, registers):
+    """The compiled kernel; what has no type in the signature is i32."""
     names = kernel.arg_names
     types = {name: "constexpr" if name in constants else signature.get(name, "i32") for name in names}
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in names if n.endswith("_ptr")}
     places = {(names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(kernel, types, constexprs=places, attrs=attributes)
-    options = {"num_warps": 4, "maxnreg": bwd.REGISTERS}
+    options = {"num_warps": 4, "maxnreg": registers}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def report(*case):
+def report(dtype, head_dim, *features):
     """What ptxas says of one case, and the bytes of shared memory."""
-    compiled = compile_kernel(*case)
+    if head_dim.startswith("256"):
+        compiled = compile_wide(dtype, head_dim.removeprefix("256"), *features)
+    else:
+        compiled = compile_kernel(dtype, head_dim, *features)
     return {"shared": compiled.metadata.shared, **ptxas(compiled.asm["ptx"], 90)}
 
 

@@ -1,4 +1,7 @@
-"""The Hopper backward kernel compiles without a GPU: on wgmma, in shared memory, within limits on spills, no C75xx."""
+"""The Hopper backward kernels compile without a GPU: on wgmma, in shared memory, within limits on spills, no C75xx.
+
+And what head_dim 256 sums dQ in comes out as rows and columns.
+"""
 
 import json
 import os
@@ -7,6 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from kernels.flash_attention.hopper import bwd_wide
+from kernels.flash_attention.portable.launch import new_marks
 
 # dtype-head_dim-group-softcap-marks -> bytes of spill stores allowed: what ptxas of triton 3.6 and 3.7 gives, with room
 SPILLS = {
@@ -14,6 +21,10 @@ SPILLS = {
     "bf16-128-1-0-1": 96, "bf16-64-1-0-1": 144, "bf16-96-1-0-1": 32,
     "fp16-128-4-0-1": 96, "fp16-64-4-0-1": 176, "fp16-96-4-0-1": 32,
     "bf16-128-1-1-1": 368, "bf16-64-4-1-1": 1152, "bf16-96-4-1-1": 128,
+    "bf16-256-1-0-0": 208, "fp16-256-4-0-1": 160, "bf16-256-4-1-1": 304,
+    "bf16-256tma-1-0-0": 272, "fp16-256tma-4-0-1": 240, "bf16-256tma-4-1-1": 352,
+    "bf16-256dkdv-1-0-0": 32, "fp16-256dkdv-4-0-1": 32, "bf16-256dkdv-4-1-1": 32,
+    "bf16-256dq-1-0-0": 384, "fp16-256dq-4-0-1": 384, "bf16-256dq-4-1-1": 384,
 }  # fmt: skip
 SHARED = 227 * 1024  # bytes that a program may take on an H100
 
@@ -37,3 +48,21 @@ def test_compiles_within_limits(reports, case):
     assert report["tensor_core"] == "HGMMA"
     assert report["shared"] <= SHARED
     assert report["spill_bytes"] <= SPILLS[case]
+
+
+@pytest.mark.parametrize("total", [pytest.param(128, id="whole-blocks"), pytest.param(70, id="ragged")])
+def test_sum_of_dq_becomes_rows(device, total):
+    n_heads, head_dim = 2, bwd_wide.HEAD_DIM
+    exact = torch.randn(n_heads, 128, head_dim, device=device)
+    rows, columns = torch.arange(64, device=device)[:, None], torch.arange(head_dim, device=device)
+    places = bwd_wide._place_in_block.fn(rows, columns).flatten()
+    assert places.sort().values.equal(torch.arange(64 * head_dim, device=device))
+    dq_sum = torch.empty(n_heads, 2, 64 * head_dim, device=device)
+    dq_sum[:, :, places] = exact.view(n_heads, 2, -1)
+    like = torch.empty(total, n_heads, head_dim, device=device)
+    marks = new_marks(n_heads, total, device)
+    assert bwd_wide._finish(dq_sum, 0.5, marks, like).equal(0.5 * exact.transpose(0, 1)[:total])
+    assert not marks.any()
+    dq_sum[1, 1, places[3 * head_dim + 200]] = float("nan")
+    assert bwd_wide._finish(dq_sum, 0.5, marks, like)[64 + 3, 1, 200].isnan()
+    assert marks.tolist() == [[0, 0], [0, 1]]

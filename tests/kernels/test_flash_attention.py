@@ -288,7 +288,7 @@ def test_both_passes_know_whether_there_are_several_documents(lengths, several, 
         flash_attn_func(*(x.unflatten(0, (1 + several, -1)) for x in (q, k, v))),
     ):
         o.sum().backward()
-    assert known == [several] * 6
+    assert known == [True, True, several] * 2  # padding may follow a caller's one document
 
 
 def test_operator_registration():

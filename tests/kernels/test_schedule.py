@@ -4,15 +4,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+import kernels.flash_attention.schedule as schedules
+from kernels import flash_attn_func
 from kernels.flash_attention.schedule import (
+    KEPT_TOKENS,
     LONG_DOCUMENT,
     SHORT_DOCUMENT,
     Schedule,
     build_schedule,
     causal_schedule,
+    dense_schedule,
     longest_first,
 )
+
+CPU = torch.device("cpu")
 
 
 def dense_mask(lengths_q, lengths_k, total_q, total_k, causal, window):
@@ -86,7 +93,6 @@ def test_long_documents_are_known_by_shape(lengths, arguments, long):
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     schedule = build_schedule(cu, cu, total, total, **arguments)
     assert schedule.long_documents is long
-    assert schedule.several_documents is (len(lengths) > 1)
     again = Schedule.from_tensors(schedule.tensors(), schedule.several_documents, schedule.long_documents)
     assert all(a is b for a, b in zip(again[:9], schedule[:9], strict=True))
 
@@ -95,3 +101,93 @@ def test_long_documents_are_known_by_shape(lengths, arguments, long):
 def test_one_document_is_known_from_the_call_alone(cu, expected):
     cu = None if cu is None else torch.tensor(cu, dtype=torch.int32)
     assert causal_schedule(cu, 5, torch.device("cpu")).one_document is expected
+
+
+@pytest.mark.parametrize("cu", [[0, 5], [0, 3], [0, 2, 5]], ids=str)
+def test_given_documents_may_end_before_the_tokens_do(cu):
+    """NaN behind the last document must stay there, and only the GPU knows where that is."""
+    cu = torch.tensor(cu, dtype=torch.int32)
+    assert causal_schedule(cu, 5, CPU).several_documents
+    assert build_schedule(cu, cu, 5, 5, causal=False).several_documents
+    assert build_schedule(cu, cu, 5, 5, causal=False, padded=False).several_documents is (cu.numel() > 2)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_dense_documents_fill_the_tokens(batch):
+    assert causal_schedule(None, 5, CPU).several_documents is False
+    assert dense_schedule(batch, 5, 7, CPU, causal=True).several_documents is (batch > 1)
+
+
+CALLS = st.tuples(st.integers(1, 3), st.integers(1, 200), st.integers(1, 200), st.booleans(), st.integers(-1, 4))
+
+
+@settings(max_examples=40, deadline=None)
+@given(CALLS)
+def test_dense_is_packed_with_equal_lengths(call):
+    batch, m, n, causal, left = call
+    dense = dense_schedule(batch, m, n, CPU, causal=causal, window_size=(left, 2))
+    cu_q, cu_k = (torch.arange(batch + 1, dtype=torch.int32) * length for length in (m, n))
+    packed = build_schedule(cu_q, cu_k, batch * m, batch * n, causal=causal, window_size=(left, 2))
+    assert all(torch.equal(a, b) for a, b in zip(dense.tensors(), packed.tensors(), strict=True))
+    again = dense_schedule(batch, m, n, CPU, causal=causal, window_size=(left, 2))
+    assert all(a is b for a, b in zip(dense.tensors(), again.tensors(), strict=True))
+
+
+def is_kept(total):
+    first, second = (causal_schedule(None, total, CPU) for _ in range(2))
+    assert torch.equal(first.key_end, second.key_end)
+    return first.key_end is second.key_end
+
+
+def test_dense_schedules_are_kept_where_they_are_small():
+    assert is_kept(300)
+    assert is_kept(KEPT_TOKENS // 2)
+    assert not is_kept(KEPT_TOKENS // 2 + 1)
+
+
+def test_dense_calls_build_one_schedule(device, monkeypatch):
+    built, build = [], schedules.build_schedule
+    monkeypatch.setattr(schedules, "build_schedule", lambda *args, **kwargs: built.append(1) or build(*args, **kwargs))
+    q, k, v = torch.randn(3, 2, 37, 1, 16, device=device)
+    first, again = flash_attn_func(q, k, v, causal=True), flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(first, again)
+    assert len(built) == 1
+    assert not torch.equal(first, flash_attn_func(q, k, v, causal=False))
+
+
+def test_schedules_for_tracing_are_not_kept():
+    kept = causal_schedule(None, 310, CPU)
+    with FakeTensorMode():
+        fake = causal_schedule(None, 310, CPU)
+        causal_schedule(None, 311, CPU)
+    assert isinstance(fake.key_end, FakeTensor)
+    assert causal_schedule(None, 310, CPU).key_end is kept.key_end
+    assert not isinstance(causal_schedule(None, 311, CPU).key_end, FakeTensor)
+
+
+def test_schedules_made_in_inference_serve_training():
+    with torch.inference_mode():
+        causal_schedule(None, 320, CPU)
+    x = torch.ones(320, requires_grad=True)
+    (x * causal_schedule(None, 320, CPU).key_end).sum().backward()
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_keeps_its_own_schedule():
+    device = torch.device("cuda")
+    kept, graph = causal_schedule(None, 330, device), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = causal_schedule(None, 330, device)
+        unseen = causal_schedule(None, 331, device)
+    assert captured.key_end is not kept.key_end
+    assert causal_schedule(None, 331, device).key_end is not unseen.key_end
+
+
+@pytest.mark.gpu
+def test_streams_share_no_schedule():
+    device, stream = torch.device("cuda"), torch.cuda.Stream()
+    kept = causal_schedule(None, 340, device)
+    with torch.cuda.stream(stream):
+        other = causal_schedule(None, 340, device)
+        assert causal_schedule(None, 340, device).key_end is other.key_end
+    assert other.key_end is not kept.key_end

@@ -13,12 +13,20 @@ from kernels.flash_attention.tiles import (
     TileConfig,
     arch_of,
     fit,
+    key_passes,
     launch_tiles,
     shared_bytes,
     tile_config,
 )
 
 PASSES = ("fwd", "dkdv", "dq")
+APART = ("dk", "dv")
+
+
+def passes_of(arch, head_dim, itemsize):
+    """The three that every entry has, and dk and dv where they are taken apart."""
+    apart = key_passes(arch, head_dim, itemsize) == APART
+    return PASSES + APART if apart else PASSES
 
 
 @pytest.fixture
@@ -59,7 +67,7 @@ def test_known_gpus_get_the_table_silently(gpu, capability, shared, arch, itemsi
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for head_dim in HEAD_DIMS:
-            for direction in PASSES:
+            for direction in passes_of(arch, head_dim, itemsize):
                 expected = tile_config(arch, head_dim, direction, itemsize)
                 assert launch_tiles(device, head_dim, head_dim, direction, itemsize) == expected
 
@@ -98,14 +106,35 @@ def test_the_wider_of_both_head_dims_counts(gpu):
 
 
 @pytest.mark.parametrize("arch", SHARED_LIMIT)
-@pytest.mark.parametrize("direction", PASSES)
+@pytest.mark.parametrize("direction", PASSES + APART)
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_every_entry_fits_its_smallest_gpu_with_any_head_dims(arch, direction, itemsize):
     for head_dim in range(8, 257, 8):
         for v_head_dim in range(8, 257, 8):
+            if direction not in passes_of(arch, max(head_dim, v_head_dim), itemsize):
+                continue
             tiles = tile_config(arch, max(head_dim, v_head_dim), direction, itemsize)
             needed = shared_bytes(arch, tiles, head_dim, v_head_dim, direction, itemsize)
             assert needed <= SHARED_LIMIT[arch], (head_dim, v_head_dim, tiles)
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "itemsize", "passes"),
+    [
+        pytest.param("sm90", 256, 2, APART, id="wide"),
+        pytest.param("sm90", 136, 2, APART, id="in-between"),
+        pytest.param("sm90", 128, 2, ("dkdv",), id="narrow"),
+        pytest.param("sm90", 256, 4, ("dkdv",), id="fp32"),
+        pytest.param("sm80", 256, 2, ("dkdv",), id="no-entries"),
+        pytest.param("unknown", 256, 2, ("dkdv",), id="unknown"),
+        pytest.param("interpreter", 256, 4, APART, id="interpreter-wide"),
+        pytest.param("interpreter", 128, 4, ("dkdv",), id="interpreter-narrow"),
+    ],
+)
+def test_dk_and_dv_are_taken_apart_where_the_table_says(arch, head_dim, itemsize, passes):
+    assert key_passes(arch, head_dim, itemsize) == passes
+    for direction in passes:
+        assert tile_config(arch, head_dim, direction, itemsize)
 
 
 def test_shared_bytes_counts_what_is_kept_and_in_flight():
@@ -114,6 +143,8 @@ def test_shared_bytes_counts_what_is_kept_and_in_flight():
     assert 0 < shared_bytes("sm90", tiles, 128, 128, "fwd", 2) - (q + 3 * keys_and_values) <= 2048
     wider = shared_bytes("sm90", tiles, 128, 256, "fwd", 2) - shared_bytes("sm90", tiles, 128, 128, "fwd", 2)
     assert wider == 3 * 64 * 128 * 2, "only V is wider"
+    keys, values = (shared_bytes("sm90", TileConfig(64, 128, 8, 2), 128, 128, direction, 2) for direction in APART)
+    assert keys - values == 128 * 128 * 2, "dV needs no V"
 
 
 def test_fit_gives_up_stages_before_tokens_and_refuses_what_cannot_fit():

@@ -12,7 +12,6 @@ Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,15 +22,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.flash_attention.features import Features
+from kernels.flash_attention.hopper import bwd_wide
 from kernels.flash_attention.hopper.bwd_dq import ROW_ALIGNMENT, finish, prepare
 from kernels.flash_attention.hopper.bwd_tma import named_barrier, tma_reduce_add
-from kernels.flash_attention.hopper.descriptors import loadable, rows_of_heads
+from kernels.flash_attention.hopper.descriptors import is_hopper, loadable, numbers, rows_of_heads
 from kernels.flash_attention.hopper.marks import mark_spoiled
 from kernels.flash_attention.portable.bwd import repair_dk_dv, repair_dq
-from kernels.flash_attention.portable.launch import new_marks, tile_and_head
+from kernels.flash_attention.portable.launch import ceil_div, new_marks, tile_and_head
 from kernels.flash_attention.portable.load import split_width
 from kernels.flash_attention.schedule import WORK_TILE, Schedule
 from kernels.flash_attention.scores import cap
@@ -53,8 +52,13 @@ class BackwardTiles:
     stages: int
 
 
-# by head_dim; 192, 152 and 192 KiB of shared memory
-TILES = {64: BackwardTiles(128, 2), 96: BackwardTiles(64, 2), 128: BackwardTiles(64, 2)}
+# by head_dim; 192, 152, 192 and 210 KiB of shared memory. 256 is bwd_wide's, with 64 keys a program.
+TILES = {
+    64: BackwardTiles(128, 2),
+    96: BackwardTiles(64, 2),
+    128: BackwardTiles(64, 2),
+    bwd_wide.HEAD_DIM: BackwardTiles(bwd_wide.BLOCK, bwd_wide.STAGES),
+}
 
 
 @gluon.jit
@@ -343,15 +347,17 @@ def _bwd_kernel(
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
-    """Whether attention_backward here can take a call: sm_90, 2-byte floats, head_dim 64, 96 or 128, no ALiBi."""
+    """Whether attention_backward here can take a call: sm_90, 2-byte floats, head_dim 64, 96, 128 or 256, no ALiBi."""
     return (
         q.is_cuda
-        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        and is_hopper(q.device)
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.shape[-1] in TILES
         and q.shape[-1] == k.shape[-1] == v.shape[-1]
         and not features.alibi
-        and all(map(loadable, (q, k, v)))
+        and loadable(q)
+        and loadable(k)
+        and loadable(v)
     )
 
 
@@ -374,15 +380,12 @@ def accumulate(
     total_k, n_kv_heads, _ = k.shape
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     tiles = TILES[head_dim]
-    rows_block = [tiles.block_m]
-    rows_desc = TensorDescriptor.from_tensor(
-        rows.view(-1), rows_block, gl.NVMMASharedLayout.get_default_for(rows_block, gl.float32)
-    )
-    n_tiles = triton.cdiv(total_k, BLOCK_N)
+    rows_desc = numbers(rows, tiles.block_m)
+    n_tiles = ceil_div(total_k, BLOCK_N)
     d_1, d_2 = split_width(head_dim)
     operands = [
         (q, tiles.block_m), (k, BLOCK_N), (v, BLOCK_N), (do, tiles.block_m), (dk, BLOCK_N), (dv, BLOCK_N),
-        (dq_sum.unflatten(1, (-1, head_dim if d_2 else SUM_BLOCK)), SUM_BLOCK),
+        (dq_sum.view(q.shape[0], -1, head_dim if d_2 else SUM_BLOCK), SUM_BLOCK),
     ]  # fmt: skip
     # views of columns cost the host time, so only where there are two parts
     parts = [[x[..., :d_1], x[..., d_1:]] if d_2 else [x] for x, _ in operands]
@@ -411,12 +414,18 @@ def attention_backward(
     """
     if not loadable(do):
         do = do.clone(memory_format=torch.contiguous_format)
-    rows, dq_sum = prepare(lse, delta, q.shape[-1])
     spoiled_q = spoiled_k = None
     if schedule.several_documents:
         spoiled_q, spoiled_k = (new_marks(x.shape[1], x.shape[0], x.device) for x in (q, k))
-    dk, dv = accumulate(do, q, k, v, rows, dq_sum, spoiled_k, schedule, features)
-    dq = finish(dq_sum, features.softmax_scale, spoiled_q, q)
+    if q.shape[-1] == bwd_wide.HEAD_DIM:
+        section = _kv_heads_per_section(q, k.shape[1])
+        dq, dk, dv = bwd_wide.gradients(
+            do, q, k, v, lse, delta, spoiled_q, spoiled_k, schedule, features, section
+        )  # fmt: skip
+    else:
+        rows, dq_sum = prepare(lse, delta, q.shape[-1])
+        dk, dv = accumulate(do, q, k, v, rows, dq_sum, spoiled_k, schedule, features)
+        dq = finish(dq_sum, features.softmax_scale, spoiled_q, q)
     if spoiled_q is not None and spoiled_k is not None:
         repair_dk_dv(do, q, k, v, lse, delta, dk, dv, spoiled_k, schedule, features)
         repair_dq(do, q, k, v, lse, delta, dq, spoiled_q, schedule, features)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.flash_attention.portable.launch import SPOILED_ROWS
+from kernels.flash_attention.portable.launch import SPOILED_ROWS, ceil_div
 
 ROW_ALIGNMENT = 4  # TMA takes fp32 vectors that begin at a multiple of 16 bytes
 
@@ -39,11 +39,11 @@ def prepare(lse: Tensor, delta: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     multiple of 4.
     """
     n_heads, total = lse.shape
-    padded = triton.cdiv(total, ROW_ALIGNMENT) * ROW_ALIGNMENT
+    padded = ceil_div(total, ROW_ALIGNMENT) * ROW_ALIGNMENT
     rows = torch.empty(2, n_heads, padded, dtype=torch.float32, device=lse.device)
     dq = torch.empty(total, n_heads * head_dim, dtype=torch.float32, device=lse.device)
     block_rows, block_words = 1024, 4096
-    grid = max(triton.cdiv(dq.numel(), block_words), triton.cdiv(padded, block_rows) * n_heads)
+    grid = max(ceil_div(dq.numel(), block_words), ceil_div(padded, block_rows) * n_heads)
     _prepare_kernel[(grid,)](
         lse, delta, rows, dq, total, padded, n_heads, dq.numel(), BLOCK_ROWS=block_rows, BLOCK_WORDS=block_words
     )
@@ -76,7 +76,7 @@ def finish(dq_sum: Tensor, softmax_scale: float, spoiled: Tensor | None, like: T
     total, n_heads, head_dim = like.shape
     dq = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     block = 4096
-    _finish_kernel[(triton.cdiv(dq.numel(), block),)](
+    _finish_kernel[(ceil_div(dq.numel(), block),)](
         dq_sum, dq, spoiled, softmax_scale, dq.numel(), total, n_heads, HEAD_DIM=head_dim, BLOCK=block, num_warps=8
     )
     return dq

@@ -41,12 +41,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper import fwd_softmax as softmax
 from kernels.flash_attention.hopper.barriers import pass_turn, wait_turn
-from kernels.flash_attention.hopper.descriptors import describe, load_rows, loadable, store_rows
+from kernels.flash_attention.hopper.descriptors import describe, is_hopper, load_rows, loadable, store_rows
 from kernels.flash_attention.hopper.fwd_softmax import HIDDEN, LN_2, LOG2_E
 from kernels.flash_attention.hopper.marks import mark_spoiled
 from kernels.flash_attention.hopper.queue import counter, field, item_of, new_queue, post, read, take
 from kernels.flash_attention.portable.fwd import repair_forward
-from kernels.flash_attention.portable.launch import heads_per_section, new_marks, tile_and_head
+from kernels.flash_attention.portable.launch import heads_per_section, multiprocessors, new_marks, tile_and_head
 from kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE, Schedule
 from kernels.flash_attention.tiles import interpreted
 
@@ -471,16 +471,18 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, counter_ptr,
 def supports(q: Tensor, k: Tensor, v: Tensor, features: Features, out_dtype: torch.dtype) -> bool:
     """Whether this path takes the call; the portable kernels take what it does not."""
     return (
-        not interpreted()
-        and q.is_cuda
-        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        q.is_cuda
+        and not interpreted()
+        and is_hopper(q.device)
         and q.dtype in (torch.bfloat16, torch.float16)
         and out_dtype in (q.dtype, torch.float32)
         and q.shape[2] == v.shape[2]
         and q.shape[2] in FORWARD_TILES
         and (out_dtype == q.dtype or not FORWARD_TILES[q.shape[2]].o_in_q)  # no room for a wider o
         and not features.alibi
-        and all(loadable(x) for x in (q, k, v))
+        and loadable(q)
+        and loadable(k)
+        and loadable(v)
     )
 
 
@@ -512,7 +514,7 @@ def run_forward(
     spoiled = new_marks(n_heads, total_q, q.device) if schedule.several_documents else None
     tickets = order  # any pointer will do where none is read
     if tiles.dynamic:
-        programs = min(n_items, torch.cuda.get_device_properties(q.device).multi_processor_count)
+        programs = min(n_items, multiprocessors(q.device))
         tickets = counter(q.device)
     _fwd_kernel[(programs,)](
         describe(q, ROWS), describe(k, tiles.block_n), describe(v, tiles.block_n), describe(o, ROWS), lse,

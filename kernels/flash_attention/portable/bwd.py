@@ -1,7 +1,8 @@
 """The backward pass by recomputation: dK and dV a tile of keys at a time, then dQ a tile of queries at a time.
 
 Two kernels recompute the scores twice (seven matmuls where one fused pass needs five), but each output has one owner:
-no atomics, and gradients are bitwise repeatable (arXiv:2307.08691, Alg. 2, with its loops taken apart).
+no atomics, and gradients are bitwise repeatable (arXiv:2307.08691, Alg. 2, with its loops taken apart). For heads so
+wide that dK and dV of one tile overflow the registers, the first kernel is launched for each of them: eight matmuls.
 """
 
 from typing import Any
@@ -15,6 +16,7 @@ from kernels.flash_attention.features import Features
 from kernels.flash_attention.masks import contain, is_visible, tile_range
 from kernels.flash_attention.portable.launch import (
     any_is_spoiled,
+    ceil_div,
     grid_of_tiles,
     heads_per_section,
     is_spoiled,
@@ -25,7 +27,7 @@ from kernels.flash_attention.portable.launch import (
 from kernels.flash_attention.portable.load import load_part, split_width, store_part
 from kernels.flash_attention.schedule import WORK_TILE, Schedule
 from kernels.flash_attention.scores import alibi_bias, cap, load_alibi
-from kernels.flash_attention.tiles import TileConfig, launch_tiles
+from kernels.flash_attention.tiles import TileConfig, arch_of, key_passes, launch_tiles
 
 
 @triton.jit
@@ -49,9 +51,9 @@ def _accumulate_dk_dv(
     dk, dk_2, dv, dv_2, k, k_2, v, v_2, q_ptr, do_ptr, lse_ptr, delta_ptr, start, end, query_start, query_end,
     total_q, stride_qt, stride_dot, softmax_scale, softcap, slopes_ptr, beside_ptr, document_ptr, stride_slopes,
     head, keys,
-    MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr,
-    D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr, BLOCK_M: tl.constexpr,
-    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, CONTAIN: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
+    DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Takes the queries start to end of one head into dK and dV of one tile of keys. Scores are held transposed."""
     for m in range(start, end, BLOCK_M):
@@ -61,14 +63,16 @@ def _accumulate_dk_dv(
         do = load_part(do_ptr, m, stride_dot, total_q, 0, DV_1, DV, BLOCK_M, MASKED)  # [M, DV_1]
         q_2 = load_part(q_ptr, m, stride_qt, total_q, D_1, D_2, D, BLOCK_M, MASKED) if D_2 else q
         do_2 = load_part(do_ptr, m, stride_dot, total_q, DV_1, DV_2, DV, BLOCK_M, MASKED) if DV_2 else do
-        if MASKED:
+        if CONTAIN and HAS_DK:
             q, _ = contain(q)  # where it is visible, its lse is NaN too
-            do, taint = contain(do)
             if D_2:
                 q_2, _ = contain(q_2)
+        if CONTAIN and HAS_DV:
+            do, taint = contain(do)
             if DV_2:
                 do_2, taint_2 = contain(do_2)
                 taint += taint_2
+        if MASKED:
             lse = tl.load(lse_ptr + queries, mask=inside, other=0.0)
             delta = tl.load(delta_ptr + queries, mask=inside, other=0.0)
         else:
@@ -88,20 +92,25 @@ def _accumulate_dk_dv(
         if MASKED:
             # selected after the exponential: a row that sees nothing has lse = -inf
             visible = is_visible(queries, query_start, query_end)
-            p = tl.where(visible, p + taint[None, :], 0.0)
-        p_low = p.to(do.dtype)
-        dv = tl.dot(p_low, do, dv, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [N, M]
-        if DV_2:
-            dv_2 = tl.dot(p_low, do_2, dv_2, input_precision=PRECISION)
-            dp = tl.dot(v_2, tl.trans(do_2), dp, input_precision=PRECISION)
-        ds = p * (dp - delta[None, :]) * growth
-        if MASKED:
-            ds = tl.where(visible, ds, 0.0)  # delta may be NaN
-        ds = ds.to(q.dtype)
-        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-        if D_2:
-            dk_2 = tl.dot(ds, q_2, dk_2, input_precision=PRECISION)
+            if CONTAIN and HAS_DV:
+                p += taint[None, :]
+            p = tl.where(visible, p, 0.0)
+        if HAS_DV:
+            p_low = p.to(do.dtype)
+            dv = tl.dot(p_low, do, dv, input_precision=PRECISION)
+            if DV_2:
+                dv_2 = tl.dot(p_low, do_2, dv_2, input_precision=PRECISION)
+        if HAS_DK:
+            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [N, M]
+            if DV_2:
+                dp = tl.dot(v_2, tl.trans(do_2), dp, input_precision=PRECISION)
+            ds = p * (dp - delta[None, :]) * growth
+            if MASKED:
+                ds = tl.where(visible, ds, 0.0)  # delta may be NaN
+            ds = ds.to(q.dtype)
+            dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+            if D_2:
+                dk_2 = tl.dot(ds, q_2, dk_2, input_precision=PRECISION)
     return dk, dk_2, dv, dv_2
 
 
@@ -112,13 +121,16 @@ def _dkdv_tile(
     slopes_ptr, beside_ptr, document_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
     total_q, total_k, n_kv_heads, softmax_scale, softcap,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
+    HAS_DK: tl.constexpr, HAS_DV: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    GROUP: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PHASES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CONTAIN: tl.constexpr,
+    PHASES: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of BLOCK_N keys of one KV head, from `first` on, over all query heads that share it.
+    """dK (HAS_DK) and dV (HAS_DV) of BLOCK_N keys of one KV head, from `first` on, over all query heads that share it.
 
     In 3 phases, blocks that every key is seen in whole need no mask; in 1, all are masked: the least code.
+    CONTAIN keeps NaN in its document; without, it may reach all keys of the tile.
     """
     keys = first + tl.arange(0, BLOCK_N)  # [N]
     inside = keys < total_k
@@ -133,13 +145,13 @@ def _dkdv_tile(
     k_ptr += kv_head_64 * stride_kh
     v_ptr += kv_head_64 * stride_vh
     k = load_part(k_ptr, first, stride_kt, total_k, 0, D_1, D, BLOCK_N, True)  # [N, D_1]
-    v = load_part(v_ptr, first, stride_vt, total_k, 0, DV_1, DV, BLOCK_N, True)  # [N, DV_1]
+    v = load_part(v_ptr, first, stride_vt, total_k, 0, DV_1, DV, BLOCK_N, True) if HAS_DK else k  # [N, DV_1]
     k_2 = load_part(k_ptr, first, stride_kt, total_k, D_1, D_2, D, BLOCK_N, True) if D_2 else k
-    v_2 = load_part(v_ptr, first, stride_vt, total_k, DV_1, DV_2, DV, BLOCK_N, True) if DV_2 else v
-    dk = tl.zeros([BLOCK_N, D_1], tl.float32)
-    dv = tl.zeros([BLOCK_N, DV_1], tl.float32)
-    dk_2 = tl.zeros([BLOCK_N, D_2 if D_2 else 1], tl.float32)
-    dv_2 = tl.zeros([BLOCK_N, DV_2 if DV_2 else 1], tl.float32)
+    v_2 = load_part(v_ptr, first, stride_vt, total_k, DV_1, DV_2, DV, BLOCK_N, True) if HAS_DK and DV_2 else v
+    dk = tl.zeros([BLOCK_N, D_1 if HAS_DK else 1], tl.float32)
+    dv = tl.zeros([BLOCK_N, DV_1 if HAS_DV else 1], tl.float32)
+    dk_2 = tl.zeros([BLOCK_N, D_2 if HAS_DK and D_2 else 1], tl.float32)
+    dv_2 = tl.zeros([BLOCK_N, DV_2 if HAS_DV and DV_2 else 1], tl.float32)
     # what the three phases have in common, hoisted out of this loop, is more than the registers hold
     for member in tl.range(GROUP, disable_licm=True):
         head = kv_head * GROUP + member
@@ -152,15 +164,18 @@ def _dkdv_tile(
                 whole_start if phase == 0 else whole_end if phase == 1 else end,
                 query_start, query_end, total_q, stride_qt, stride_dot, softmax_scale, softcap,
                 slopes_ptr, beside_ptr, document_ptr, stride_slopes, head, keys,
-                phase != 1, HAS_SOFTCAP, HAS_ALIBI, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, PRECISION,
+                phase != 1, phase != 1 and CONTAIN, HAS_DK, HAS_DV, HAS_SOFTCAP, HAS_ALIBI, D, D_1, D_2, DV, DV_1,
+                DV_2, BLOCK_M, PRECISION,
             )  # fmt: skip
     dk_ptr += kv_head_64 * D
     dv_ptr += kv_head_64 * DV
-    store_part(dk_ptr, dk * softmax_scale, first, n_kv_heads * D, total_k, 0, D_1, D, BLOCK_N)
-    store_part(dv_ptr, dv, first, n_kv_heads * DV, total_k, 0, DV_1, DV, BLOCK_N)
-    if D_2:
+    if HAS_DK:
+        store_part(dk_ptr, dk * softmax_scale, first, n_kv_heads * D, total_k, 0, D_1, D, BLOCK_N)
+    if HAS_DV:
+        store_part(dv_ptr, dv, first, n_kv_heads * DV, total_k, 0, DV_1, DV, BLOCK_N)
+    if HAS_DK and D_2:
         store_part(dk_ptr, dk_2 * softmax_scale, first, n_kv_heads * D, total_k, D_1, D_2, D, BLOCK_N)
-    if DV_2:
+    if HAS_DV and DV_2:
         store_part(dv_ptr, dv_2, first, n_kv_heads * DV, total_k, DV_1, DV_2, DV, BLOCK_N)
 
 
@@ -170,9 +185,10 @@ def _dkdv_kernel(
     slopes_ptr, beside_ptr, document_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
     total_q, total_k, n_kv_heads, softmax_scale, softcap, tiles_ptr, n_tiles, section,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
+    HAS_DK: tl.constexpr, HAS_DV: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    GROUP: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CONTAIN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one KV head. dk and dv are dense."""
     tile, kv_head = tile_and_head(tl.program_id(0), tiles_ptr, n_tiles, n_kv_heads, section, PARTS)
@@ -185,7 +201,8 @@ def _dkdv_kernel(
         slopes_ptr, beside_ptr, document_ptr,
         stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
         total_q, total_k, n_kv_heads, softmax_scale, softcap,
-        HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION, 3,
+        HAS_DK, HAS_DV, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION,
+        CONTAIN, 3,
     )  # fmt: skip
 
 
@@ -213,7 +230,8 @@ def _repair_dkdv_kernel(
                         slopes_ptr, beside_ptr, document_ptr,
                         stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
                         stride_slopes, total_q, total_k, n_kv_heads, softmax_scale, softcap,
-                        HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION, 1,
+                        True, True, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N,
+                        PRECISION, True, 1,
                     )  # fmt: skip
 
 
@@ -221,16 +239,16 @@ def _repair_dkdv_kernel(
 def _accumulate_dq(
     dq, dq_2, q, q_2, do, do_2, lse, delta, k_ptr, v_ptr, start, end, key_start, key_end, total_k, stride_kt,
     stride_vt, softmax_scale, softcap, slope, beside,
-    MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr,
-    D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, CONTAIN: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, D: tl.constexpr,
+    D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Takes the keys start to end into dQ of one tile of queries."""
     for n in range(start, end, BLOCK_N):
         k = load_part(k_ptr, n, stride_kt, total_k, 0, D_1, D, BLOCK_N, MASKED)  # [N, D_1]
         v = load_part(v_ptr, n, stride_vt, total_k, 0, DV_1, DV, BLOCK_N, MASKED)  # [N, DV_1]
         k_2 = load_part(k_ptr, n, stride_kt, total_k, D_1, D_2, D, BLOCK_N, MASKED) if D_2 else k
-        if MASKED:
+        if CONTAIN:
             k, _ = contain(k)  # where it is visible, lse is NaN too
             if D_2:
                 k_2, _ = contain(k_2)
@@ -265,9 +283,10 @@ def _dq_tile(
     total_q, total_k, n_heads, softmax_scale, softcap,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PHASES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CONTAIN: tl.constexpr,
+    PHASES: tl.constexpr,
 ):  # fmt: skip
-    """dQ of BLOCK_M queries of one head, from `first` on. Phases are as in _dkdv_tile."""
+    """dQ of BLOCK_M queries of one head, from `first` on. PHASES and CONTAIN are as in _dkdv_tile."""
     rows = first + tl.arange(0, BLOCK_M)  # [M]
     inside = rows < total_q
     key_start = tl.load(key_start_ptr + rows, mask=inside, other=0)
@@ -297,7 +316,7 @@ def _dq_tile(
             start if phase == 0 else whole_start if phase == 1 else whole_end,
             whole_start if phase == 0 else whole_end if phase == 1 else end,
             key_start, key_end, total_k, stride_kt, stride_vt, softmax_scale, softcap, slope, beside,
-            phase != 1, HAS_SOFTCAP, HAS_ALIBI, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_N, PRECISION,
+            phase != 1, phase != 1 and CONTAIN, HAS_SOFTCAP, HAS_ALIBI, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_N, PRECISION,
         )  # fmt: skip
     dq_ptr += head_64 * D
     store_part(dq_ptr, dq * softmax_scale, first, n_heads * D, total_q, 0, D_1, D, BLOCK_M)
@@ -313,7 +332,7 @@ def _dq_kernel(
     total_q, total_k, n_heads, softmax_scale, softcap, tiles_ptr, n_tiles, section,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CONTAIN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head. dq is (total_q, n_heads, D), dense."""
     tile, head = tile_and_head(tl.program_id(0), tiles_ptr, n_tiles, n_heads, section, PARTS)
@@ -326,7 +345,7 @@ def _dq_kernel(
         slopes_ptr, beside_ptr, document_ptr,
         stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
         total_q, total_k, n_heads, softmax_scale, softcap,
-        HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION, 3,
+        HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION, CONTAIN, 3,
     )  # fmt: skip
 
 
@@ -354,7 +373,8 @@ def _repair_dq_kernel(
                         slopes_ptr, beside_ptr, document_ptr,
                         stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
                         stride_slopes, total_q, total_k, n_heads, softmax_scale, softcap,
-                        HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION, 1,
+                        HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION,
+                        True, 1,
                     )  # fmt: skip
 
 
@@ -367,23 +387,25 @@ def attention_backward(
     section = heads_per_section(k, v, n_heads)
     scores = q, k, v, do, lse, delta
 
-    tiles = launch_tiles(q.device, head_dim, v_head_dim, "dkdv", q.element_size())
-    grid, n_tiles = grid_of_tiles(schedule.key_tiles, n_kv_heads, tiles.block_n)
-    if grid:
-        _dkdv_kernel[(grid,)](
-            *scores, dk, dv, schedule.query_start, schedule.query_end, *_rest(q, k, v, do, n_kv_heads, features),
-            schedule.key_tiles, n_tiles, section // (n_heads // n_kv_heads),
-            **_constants(q, v, features, tiles), PARTS=WORK_TILE // tiles.block_n,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        )  # fmt: skip
+    for direction in key_passes(arch_of(q.device), max(head_dim, v_head_dim), q.element_size()):
+        tiles = launch_tiles(q.device, head_dim, v_head_dim, direction, q.element_size())
+        grid, n_tiles = grid_of_tiles(schedule.key_tiles, n_kv_heads, tiles.block_n)
+        if grid:
+            _dkdv_kernel[(grid,)](
+                *scores, dk, dv, schedule.query_start, schedule.query_end, *_rest(q, k, v, do, n_kv_heads, features),
+                schedule.key_tiles, n_tiles, section // (n_heads // n_kv_heads),
+                HAS_DK=direction != "dv", HAS_DV=direction != "dk",
+                **_constants(q, v, features, tiles), CONTAIN=schedule.several_documents,
+                PARTS=WORK_TILE // tiles.block_n, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            )  # fmt: skip
     tiles = launch_tiles(q.device, head_dim, v_head_dim, "dq", q.element_size())
     grid, n_tiles = grid_of_tiles(schedule.query_tiles, n_heads, tiles.block_m)
     if grid:
         _dq_kernel[(grid,)](
             *scores, dq, schedule.key_start, schedule.key_end, *_rest(q, k, v, do, n_heads, features),
             schedule.query_tiles, n_tiles, section,
-            **_constants(q, v, features, tiles), PARTS=WORK_TILE // tiles.block_m,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            **_constants(q, v, features, tiles), CONTAIN=schedule.several_documents,
+            PARTS=WORK_TILE // tiles.block_m, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return dq, dk, dv
 
@@ -395,7 +417,7 @@ def repair_dk_dv(
     """Computes dk and dv again where `spoiled` (launch.new_marks) marks one of them, in whole tiles; both are dense."""
     total_k, n_kv_heads, v_head_dim = v.shape
     tiles = launch_tiles(q.device, q.shape[2], v_head_dim, "dkdv", q.element_size())
-    programs, look = repair_grid(q.device, triton.cdiv(total_k, tiles.block_n) * n_kv_heads)
+    programs, look = repair_grid(q.device, ceil_div(total_k, tiles.block_n) * n_kv_heads)
     if programs:
         _repair_dkdv_kernel[(programs,)](
             q, k, v, do, lse, delta, dk, dv, schedule.query_start, schedule.query_end,
@@ -411,7 +433,7 @@ def repair_dq(
     """As repair_dk_dv, for dq."""
     total_q, n_heads, head_dim = q.shape
     tiles = launch_tiles(q.device, head_dim, v.shape[2], "dq", q.element_size())
-    programs, look = repair_grid(q.device, triton.cdiv(total_q, tiles.block_m) * n_heads)
+    programs, look = repair_grid(q.device, ceil_div(total_q, tiles.block_m) * n_heads)
     if programs:
         _repair_dq_kernel[(programs,)](
             q, k, v, do, lse, delta, dq, schedule.key_start, schedule.key_end,

@@ -11,6 +11,7 @@ from kernels.flash_attention.features import Features
 from kernels.flash_attention.masks import contain, is_visible, tile_range
 from kernels.flash_attention.portable.launch import (
     any_is_spoiled,
+    ceil_div,
     grid_of_tiles,
     heads_per_section,
     is_spoiled,
@@ -29,9 +30,9 @@ from kernels.flash_attention.tiles import TileConfig, launch_tiles
 def _attend(
     acc, acc_2, row_max, row_sum, q, q_2, k_ptr, v_ptr, start, end, key_start, key_end, total_k, stride_kt, stride_vt,
     softmax_scale, softcap, slope, beside,
-    MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr,
-    D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, CONTAIN: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, D: tl.constexpr,
+    D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Takes the keys start to end into the running softmax of one tile of queries."""
     for n in range(start, end, BLOCK_N):
@@ -55,7 +56,7 @@ def _attend(
         v_2 = load_part(v_ptr, n, stride_vt, total_k, DV_1, DV_2, DV, BLOCK_N, MASKED) if DV_2 else v
         if v_ptr.dtype.element_ty == tl.float8e4nv:  # exact in fp16, in which p keeps 11 bits instead of 4
             v, v_2 = v.to(tl.float16), v_2.to(tl.float16)
-        if MASKED:
+        if CONTAIN:
             v, taint = contain(v)
             if DV_2:
                 v_2, taint_2 = contain(v_2)
@@ -77,12 +78,14 @@ def _forward_tile(
     total_q, total_k, n_heads, softmax_scale, softcap,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PHASES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CONTAIN: tl.constexpr,
+    PHASES: tl.constexpr,
 ):  # fmt: skip
     """The attention of BLOCK_M queries of one head, from `first` on, which is one of them.
 
     A head of D columns is held as parts of D_1 and D_2 columns, and one of DV as DV_1 and DV_2; the second may be 0.
     In 3 phases, blocks that every row sees whole need no mask; in 1, all are masked, which takes the least code.
+    CONTAIN keeps NaN in its document; without, it may reach all rows of the tile.
     """
     rows = first + tl.arange(0, BLOCK_M)  # [M]
     inside = rows < total_q
@@ -118,7 +121,7 @@ def _forward_tile(
             start if phase == 0 else whole_start if phase == 1 else whole_end,
             whole_start if phase == 0 else whole_end if phase == 1 else end,
             key_start, key_end, total_k, stride_kt, stride_vt, softmax_scale, softcap, slope, beside,
-            phase != 1, HAS_SOFTCAP, HAS_ALIBI, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_N, PRECISION,
+            phase != 1, phase != 1 and CONTAIN, HAS_SOFTCAP, HAS_ALIBI, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_N, PRECISION,
         )  # fmt: skip
 
     sees = row_sum != 0  # NaN too; a row that sees no key gives 0 and -inf
@@ -142,7 +145,7 @@ def _fwd_kernel(
     total_q, total_k, n_heads, softmax_scale, softcap, tiles_ptr, n_tiles, section,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CONTAIN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head. o (total_q, n_heads, DV) and lse (n_heads, total_q) are dense."""
     tile, head = tile_and_head(tl.program_id(0), tiles_ptr, n_tiles, n_heads, section, PARTS)
@@ -155,7 +158,7 @@ def _fwd_kernel(
         sinks_ptr, slopes_ptr, beside_ptr, document_ptr, descale_ptr,
         stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_slopes,
         total_q, total_k, n_heads, softmax_scale, softcap,
-        HAS_SINKS, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION, 3,
+        HAS_SINKS, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION, CONTAIN, 3,
     )  # fmt: skip
 
 
@@ -184,7 +187,7 @@ def _repair_fwd_kernel(
                         stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_slopes,
                         total_q, total_k, n_heads, softmax_scale, softcap,
                         HAS_SINKS, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N,
-                        PRECISION, 1,
+                        PRECISION, True, 1,
                     )  # fmt: skip
 
 
@@ -201,8 +204,8 @@ def attention_forward(
         _fwd_kernel[(grid,)](
             *_arguments(q, k, v, o, lse, schedule, features),
             schedule.query_tiles, n_tiles, heads_per_section(k, v, n_heads),
-            **_constants(q, v, features, tiles), PARTS=WORK_TILE // tiles.block_m,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            **_constants(q, v, features, tiles), CONTAIN=schedule.several_documents,
+            PARTS=WORK_TILE // tiles.block_m, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return o, lse
 
@@ -213,7 +216,7 @@ def repair_forward(
     """Computes o and lse again where `spoiled` (launch.new_marks) marks them, in whole tiles; both are dense."""
     total_q, n_heads, head_dim = q.shape
     tiles = launch_tiles(q.device, head_dim, v.shape[2], "fwd", q.element_size())
-    programs, look = repair_grid(q.device, triton.cdiv(total_q, tiles.block_m) * n_heads)
+    programs, look = repair_grid(q.device, ceil_div(total_q, tiles.block_m) * n_heads)
     if programs:
         _repair_fwd_kernel[(programs,)](
             *_arguments(q, k, v, o, lse, schedule, features), spoiled,

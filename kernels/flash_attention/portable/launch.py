@@ -1,5 +1,7 @@
 """How programs of a grid find their tile and head, so that the longest start first and K and V stay in L2."""
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -48,7 +50,12 @@ def any_is_spoiled(spoiled_ptr, item, n_items, n_tiles, total, ROWS: tl.constexp
 
 def new_marks(n_heads: int, total: int, device: torch.device) -> Tensor:
     """(n_heads, ceil(total / 64)) int32 of 0, for not 0 where one of 64 rows of a head has NaN in some column."""
-    return torch.zeros(n_heads, triton.cdiv(total, SPOILED_ROWS.value), dtype=torch.int32, device=device)
+    return torch.zeros(n_heads, ceil_div(total, SPOILED_ROWS.value), dtype=torch.int32, device=device)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """triton.cdiv is a constexpr function, which takes the host 2 us."""
+    return -(-a // b)
 
 
 def repair_grid(device: torch.device, n_items: int) -> tuple[int, int]:
@@ -58,7 +65,13 @@ def repair_grid(device: torch.device, n_items: int) -> tuple[int, int]:
     """
     if interpreted():
         return min(n_items, 3), 4  # few, so that short inputs have more tiles than that
-    return min(n_items, torch.cuda.get_device_properties(device).multi_processor_count), 256
+    return min(n_items, multiprocessors(device)), 256
+
+
+@cache  # each call asks, up to three times
+def multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def grid_of_tiles(work_tiles: Tensor, n_heads: int, block: int) -> tuple[int, int]:

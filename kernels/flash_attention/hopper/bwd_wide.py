@@ -1,0 +1,689 @@
+"""The backward pass at head_dim 256, for Hopper: dK and dV of 64 keys take two warpgroups' registers, one each.
+
+One warpgroup has S^T = K Q^T, P^T and dV, one dP^T = V dO^T, dS^T and dK; either accumulator is [64, 256] fp32, 128
+registers a thread. P goes from the first to the second through shared memory, as bf16 or fp16, in the layout of
+both. Either a third warpgroup takes dS from there and adds dS K to fp32 in global memory (five matmuls, the order of
+the additions varies), from registers (`one_pass`) or through shared memory (`one_pass_tma`); or a kernel of its own
+computes dQ from scores of its own (`two_passes`: seven, repeatable).
+
+What binds, for 64 queries x 64 keys at head_dim 256 (cycles of one SM; a matmul is 512 on the tensor cores at 4096
+FLOP a cycle, shared memory gives 128 bytes a cycle, of which S and dP take 512 each, dV and dK 256 each with their A in
+registers, dQ 384, TMA's writes of Q and dO 512, P and dS 192):
+
+- one pass: tensor cores 2560, shared memory 2624, with the additions through it 3776 (they leave room for a buffer of
+  64 columns, whose four dQ take 512); 64 KiB of Q and dO are read from L2, and 64 KiB of dQ added there.
+- two passes: 2048 and 2176 for dK and dV, 1536 and 1536 for dQ (whose tile is 128 queries); 96 KiB read from L2.
+
+Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
+"""
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.flash_attention.features import Features
+from kernels.flash_attention.hopper.bwd_dq import _prepare_kernel, finish, prepare
+from kernels.flash_attention.hopper.bwd_tma import tma_reduce_add
+from kernels.flash_attention.hopper.descriptors import numbers, rows_of_heads
+from kernels.flash_attention.hopper.marks import mark_spoiled
+from kernels.flash_attention.portable.launch import SPOILED_ROWS, ceil_div, heads_per_section, tile_and_head
+from kernels.flash_attention.schedule import WORK_TILE, Schedule
+from kernels.flash_attention.scores import cap
+
+HEAD_DIM = 256
+BLOCK = 64  # keys of a program, and queries a step
+STAGES = 2  # of Q and of dO in flight
+PARTS = WORK_TILE // BLOCK
+VARIANT: Literal["one_pass", "one_pass_tma", "two_passes"] = "one_pass"
+# of a thread of each group of warps but the first, which keeps what they leave of 64K (192, and 240)
+ONE_PASS_REGISTERS, TWO_PASSES_REGISTERS = (192, 96, 32), (240, 24)
+THREAD_REGISTERS = {3: 128, 2: 168}  # of a thread when the kernel starts, by how many groups these are
+
+
+@gluon.jit
+def _walk(order, ranges, GROUP: gl.constexpr, BLOCK: gl.constexpr, PARTS: gl.constexpr):
+    """This program's first key, its KV head, the first query to visit, where they end, and the number of steps.
+
+    Queries are visited in aligned blocks. Of a work tile at the end, some blocks have no keys, and so no steps.
+    """
+    tiles_ptr, n_tiles, n_kv_heads, section = order
+    query_start_ptr, query_end_ptr, total_k = ranges
+    tile, kv_head = tile_and_head(gl.program_id(0), tiles_ptr, n_tiles, n_kv_heads, section, PARTS)
+    first = tile * BLOCK
+    last = gl.minimum(first + BLOCK, total_k) - 1
+    start = gl.load(query_start_ptr + first, mask=first < total_k, other=0) // BLOCK * BLOCK
+    end = gl.load(query_end_ptr + last, mask=first < total_k, other=0)
+    n_steps = gl.maximum(end - start + BLOCK - 1, 0) // BLOCK * GROUP
+    return first, kv_head, start, end, n_steps
+
+
+@gluon.jit
+def _next(m, head, start, end, GROUP: gl.constexpr, BLOCK: gl.constexpr):
+    """The block of queries after m; after a head's last one, the first of the next head."""
+    m += BLOCK
+    if GROUP > 1:
+        wraps = m >= end
+        head = gl.where(wraps, head + 1, head)
+        m = gl.where(wraps, start, m)
+    return m, head
+
+
+@gluon.jit
+def _produce(descriptors, strides, padded_q, buffers, order, ranges, GROUP: gl.constexpr, PARTS: gl.constexpr):
+    """One warp: fills the buffers in the order in which the consumers empty them."""
+    q_desc, k_desc, v_desc, do_desc, rows_desc = descriptors
+    stride_qh, stride_kh, stride_vh, stride_doh = strides
+    q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf = buffers[0]
+    k_full, v_full, q_full, do_full, q_empty, do_empty = buffers[1]
+    BLOCK: gl.constexpr = k_buf.shape[0]
+    STAGES: gl.constexpr = q_bufs.shape[0]
+    first, kv_head, m, end, n_steps = _walk(order, ranges, GROUP, BLOCK, PARTS)
+    start, head = m, kv_head * GROUP
+    delta_rows = order[2] * GROUP * padded_q  # where delta begins, behind lse
+    mbarrier.expect(k_full, k_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_desc, [first, kv_head * stride_kh], k_full, k_buf)
+    mbarrier.expect(v_full, v_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(v_desc, [first, kv_head * stride_vh], v_full, v_buf)
+    for step in range(n_steps):
+        stage = step % STAGES
+        phase = (step // STAGES) & 1 ^ 1
+        row = head * padded_q + m
+        q_here, do_here = q_full.index(stage), do_full.index(stage)
+        mbarrier.wait(q_empty.index(stage), phase)
+        mbarrier.expect(q_here, q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_desc, [m, head * stride_qh], q_here, q_bufs.index(stage))
+        tma.async_copy_global_to_shared(rows_desc, [row], q_here, lse_bufs.index(stage))
+        mbarrier.wait(do_empty.index(stage), phase)
+        mbarrier.expect(do_here, do_desc.block_type.nbytes + rows_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(do_desc, [m, head * stride_doh], do_here, do_bufs.index(stage))
+        tma.async_copy_global_to_shared(rows_desc, [delta_rows + row], do_here, delta_bufs.index(stage))
+        m, head = _next(m, head, start, end, GROUP, BLOCK)
+
+
+@gluon.jit
+def _consume_dv(dv_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, HAS_SOFTCAP: gl.constexpr,
+                GROUP: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
+    """Four warps: S and P of each step, which they hand to those of dK, and dV."""
+    softmax_scale, softcap = scale
+    q_bufs, do_bufs, lse_bufs, _, k_buf, _ = buffers[0]
+    k_full, _, q_full, do_full, q_empty, do_empty = buffers[1]
+    p_bufs, p_full, _, p_empty = exchange
+    query_start_ptr, query_end_ptr, total_k = ranges
+    BLOCK: gl.constexpr = k_buf.shape[0]
+    HALF: gl.constexpr = k_buf.shape[1] // 2
+    STAGES: gl.constexpr = q_bufs.shape[0]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
+    QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
+    dtype: gl.constexpr = q_bufs.dtype
+    first, kv_head, m, end, n_steps = _walk(order, ranges, GROUP, BLOCK, PARTS)
+    start, head = m, kv_head * GROUP
+    keys = first + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, SCORES))
+    # keys past the last one are seen by no query: their P would be 2^-lse, without bound
+    query_start = gl.expand_dims(gl.load(query_start_ptr + keys, mask=keys < total_k, other=0x7FFFFFFF), 1)
+    query_end = gl.expand_dims(gl.load(query_end_ptr + keys, mask=keys < total_k, other=0), 1)
+    # a step between these needs no mask; ranges only move forwards from key to key, except past the last one
+    last = first + BLOCK - 1
+    whole_start = gl.load(query_start_ptr + last, mask=last < total_k, other=0x7FFFFFFF)
+    whole_end = gl.load(query_end_ptr + first, mask=first < total_k, other=0)
+    no_scores = gl.zeros([BLOCK, BLOCK], gl.float32, layout=SCORES)
+    dv_0 = gl.zeros([BLOCK, HALF], gl.float32, layout=OUT)
+    dv_1 = gl.zeros([BLOCK, HALF], gl.float32, layout=OUT)
+    mbarrier.wait(k_full, 0)
+    for step in range(n_steps):
+        stage, phase = step % STAGES, (step // STAGES) & 1
+        do = do_bufs.index(stage)
+        mbarrier.wait(q_full.index(stage), phase)
+        q = q_bufs.index(stage)  # [M, D]
+        scores = warpgroup_mma(k_buf, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [N, M]
+        lse = gl.expand_dims(lse_bufs.index(stage).load(QUERIES), 0)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(q_empty.index(stage), count=1)
+        if HAS_SOFTCAP:
+            scores, t = cap(scores, softmax_scale, softcap)
+            p = gl.exp2(scores - lse)
+        else:
+            p = gl.exp2(scores * (softmax_scale * 1.4426950408889634) - lse)
+        if (m < whole_start) | (m + BLOCK > whole_end):
+            queries = gl.expand_dims(m + gl.arange(0, BLOCK, layout=QUERIES), 0)
+            p = gl.where((queries >= query_start) & (queries < query_end), p, 0.0)
+        p_low = p.to(dtype)
+        mbarrier.wait(p_empty.index(stage), phase ^ 1)
+        if HAS_SOFTCAP:
+            p_bufs.index(stage).store((p * (1.0 - t * t)).to(dtype))
+        else:
+            p_bufs.index(stage).store(p_low)
+        mbarrier.arrive(p_full.index(stage), count=1)
+        mbarrier.wait(do_full.index(stage), phase)
+        p_operand = gl.convert_layout(p_low, OPERAND)
+        dv_0 = warpgroup_mma(p_operand, do.slice(0, HALF, dim=1), dv_0, is_async=True)
+        dv_1 = warpgroup_mma(p_operand, do.slice(HALF, HALF, dim=1), dv_1, is_async=True)
+        dv_0, dv_1 = warpgroup_mma_wait(0, deps=[dv_0, dv_1])
+        mbarrier.arrive(do_empty.index(stage), count=1)
+        m, head = _next(m, head, start, end, GROUP, BLOCK)
+    if spoiled_ptr is not None:
+        mark_spoiled(dv_0 + dv_1, first, kv_head, total_k, spoiled_ptr)
+    # dV leaves through K's buffer, once the last dQ has read it
+    final = n_steps - 1
+    mbarrier.wait(p_empty.index(final % STAGES), (final // STAGES) & 1, pred=n_steps > 0)
+    k_buf.slice(0, HALF, dim=1).store(dv_0.to(dtype))
+    k_buf.slice(HALF, HALF, dim=1).store(dv_1.to(dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dv_desc, [first, kv_head * 2 * HALF], k_buf)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _consume_dk(dk_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, GROUP: gl.constexpr,
+                PARTS: gl.constexpr, ONE_PASS: gl.constexpr):  # fmt: skip
+    """Four warps: dP and dS of each step, which they hand to those of dQ if there are any, and dK."""
+    softmax_scale, _ = scale
+    q_bufs, do_bufs, _, delta_bufs, _, v_buf = buffers[0]
+    _, v_full, q_full, do_full, q_empty, do_empty = buffers[1]
+    p_bufs, p_full, ds_full, p_empty = exchange
+    BLOCK: gl.constexpr = v_buf.shape[0]
+    HALF: gl.constexpr = v_buf.shape[1] // 2
+    STAGES: gl.constexpr = q_bufs.shape[0]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
+    dtype: gl.constexpr = q_bufs.dtype
+    first, kv_head, _, _, n_steps = _walk(order, ranges, GROUP, BLOCK, PARTS)
+    no_scores = gl.zeros([BLOCK, BLOCK], gl.float32, layout=SCORES)
+    dk_0 = gl.zeros([BLOCK, HALF], gl.float32, layout=OUT)
+    dk_1 = gl.zeros([BLOCK, HALF], gl.float32, layout=OUT)
+    mbarrier.wait(v_full, 0)
+    for step in range(n_steps):
+        stage, phase = step % STAGES, (step // STAGES) & 1
+        mbarrier.wait(do_full.index(stage), phase)
+        do = do_bufs.index(stage)
+        dp = warpgroup_mma(v_buf, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [N, M]
+        delta = gl.expand_dims(delta_bufs.index(stage).load(gl.SliceLayout(0, SCORES)), 0)
+        mbarrier.wait(p_full.index(stage), phase)
+        # the same warps' rows as below, where dS takes the place of P
+        p = p_bufs.index(stage).load(SCORES).to(gl.float32)
+        if not ONE_PASS:
+            mbarrier.arrive(p_empty.index(stage), count=1)
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        mbarrier.arrive(do_empty.index(stage), count=1)
+        ds = (p * (dp - delta)).to(dtype)
+        if ONE_PASS:
+            p_bufs.index(stage).store(ds)
+            fence_async_shared()
+            mbarrier.arrive(ds_full.index(stage), count=1)
+        mbarrier.wait(q_full.index(stage), phase)
+        q = q_bufs.index(stage)
+        ds_operand = gl.convert_layout(ds, OPERAND)
+        dk_0 = warpgroup_mma(ds_operand, q.slice(0, HALF, dim=1), dk_0, is_async=True)
+        dk_1 = warpgroup_mma(ds_operand, q.slice(HALF, HALF, dim=1), dk_1, is_async=True)
+        dk_0, dk_1 = warpgroup_mma_wait(0, deps=[dk_0, dk_1])
+        mbarrier.arrive(q_empty.index(stage), count=1)
+    if spoiled_ptr is not None:
+        mark_spoiled(dk_0 + dk_1, first, kv_head, ranges[2], spoiled_ptr)
+    # nothing else reads V
+    v_buf.slice(0, HALF, dim=1).store((dk_0 * softmax_scale).to(dtype))
+    v_buf.slice(HALF, HALF, dim=1).store((dk_1 * softmax_scale).to(dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dk_desc, [first, kv_head * 2 * HALF], v_buf)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _place_in_block(row, column):
+    """Where a row and column of a 64 x 256 block of dQ's sum stand: as wgmma leaves 4 numbers to each of 128 threads.
+
+    A warp then adds 512 bytes in a row.
+    """
+    thread = row // 16 * 32 + row % 8 * 4 + column % 8 // 2
+    return column // 8 * 512 + thread * 4 + row % 16 // 8 * 2 + column % 2
+
+
+@gluon.jit
+def _consume_dq(sum_ptr, n_blocks, buffers, exchange, order, ranges, GROUP: gl.constexpr, PARTS: gl.constexpr):
+    """Four warps: dS K of each step, in two halves of its columns, added to global memory from registers."""
+    k_buf = buffers[0][4]
+    k_full = buffers[1][0]
+    ds_bufs, _, ds_full, ds_empty = exchange
+    BLOCK: gl.constexpr = k_buf.shape[0]
+    HALF: gl.constexpr = k_buf.shape[1] // 2
+    STAGES: gl.constexpr = ds_bufs.shape[0]
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    _, kv_head, m, end, n_steps = _walk(order, ranges, GROUP, BLOCK, PARTS)
+    start, head = m, kv_head * GROUP
+    rows = gl.expand_dims(gl.arange(0, BLOCK, layout=gl.SliceLayout(1, OUT)), 1)
+    columns = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, OUT)), 0)
+    places = _place_in_block(rows, columns)
+    # K's columns are kept by 64s
+    k_halves = k_buf._reinterpret(k_buf.dtype, [2, BLOCK, HALF], k_buf.layout)
+    no_dq = gl.zeros([BLOCK, HALF], gl.float32, layout=OUT)
+    mbarrier.wait(k_full, 0)
+    for step in range(n_steps):
+        stage, phase = step % STAGES, (step // STAGES) & 1
+        ds = ds_bufs.index(stage).permute((1, 0))  # [M, N]
+        block = (head.to(gl.int64) * n_blocks + m // BLOCK) * (2 * BLOCK * HALF)
+        mbarrier.wait(ds_full.index(stage), phase)
+        # a loop, whose edges ptxas moves nothing across: it would start the second half with the first one's registers
+        for half in range(2):
+            dq = warpgroup_mma(ds, k_halves.index(half), no_dq, use_acc=False, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            mbarrier.arrive(ds_empty.index(stage), count=1, pred=half == 1)
+            _add(sum_ptr + block + half * (BLOCK * HALF), places, dq)
+        m, head = _next(m, head, start, end, GROUP, BLOCK)
+
+
+@gluon.jit
+def _consume_dq_by_tma(sum_desc, sum_buf, buffers, exchange, order, ranges, GROUP: gl.constexpr, PARTS: gl.constexpr):
+    """Four warps: dS K of each step, in four parts of its columns, added to global memory by TMA."""
+    k_buf = buffers[0][4]
+    k_full = buffers[1][0]
+    ds_bufs, _, ds_full, ds_empty = exchange
+    BLOCK: gl.constexpr = k_buf.shape[0]
+    WIDTH: gl.constexpr = sum_buf.shape[1]
+    N_WIDTHS: gl.constexpr = k_buf.shape[1] // WIDTH
+    STAGES: gl.constexpr = ds_bufs.shape[0]
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    _, kv_head, m, end, n_steps = _walk(order, ranges, GROUP, BLOCK, PARTS)
+    start, head = m, kv_head * GROUP
+    # K's columns are kept by 64s
+    k_parts = k_buf._reinterpret(k_buf.dtype, [N_WIDTHS, BLOCK, WIDTH], k_buf.layout)
+    no_dq = gl.zeros([BLOCK, WIDTH], gl.float32, layout=OUT)
+    mbarrier.wait(k_full, 0)
+    for step in range(n_steps):
+        stage, phase = step % STAGES, (step // STAGES) & 1
+        ds = ds_bufs.index(stage).permute((1, 0))  # [M, N]
+        mbarrier.wait(ds_full.index(stage), phase)
+        for part in range(N_WIDTHS):
+            dq = warpgroup_mma(ds, k_parts.index(part), no_dq, use_acc=False, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            mbarrier.arrive(ds_empty.index(stage), count=1, pred=part == N_WIDTHS - 1)
+            tma.store_wait(0)  # the last sum has left its buffer
+            sum_buf.store(dq)
+            fence_async_shared()
+            tma_reduce_add(sum_desc, [m, (head * N_WIDTHS + part) * WIDTH], sum_buf)
+        m, head = _next(m, head, start, end, GROUP, BLOCK)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _add(pointer, places, x):
+    """Adds fp32 x to what is at pointer + places, of which each thread's registers hold fours in a row."""
+    # the assembly sees 4 numbers at a time: $0 to $3 are what it returns, $4 is the first one's address
+    asm: gl.constexpr = (
+        "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};"
+        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
+    )
+    addresses = (pointer + places).to(gl.int64)
+    gl.inline_asm_elementwise(
+        asm, "=r,=r,=r,=r,l,l,l,l,f,f,f,f,~{memory}", [addresses, x], gl.int32, is_pure=False, pack=4
+    )
+
+
+_SIZES = (
+    "n_tiles", "n_kv_heads", "section", "total_k", "padded_q", "n_blocks", "stride_qh", "stride_kh", "stride_vh",
+    "stride_doh",
+)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=_SIZES)
+def _dkdv_kernel(
+    q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, sum_ptr, sum_desc,
+    tiles_ptr, query_start_ptr, query_end_ptr, spoiled_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section,
+    total_k, padded_q, n_blocks, stride_qh, stride_kh, stride_vh, stride_doh,
+    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One program: 64 keys of one KV head, over all query heads that share it.
+
+    sum_ptr is None, or where to add dQ (_place_in_block); sum_desc None, or of bwd_dq.prepare's sum of dQ; spoiled_ptr
+    None, or where to mark NaN in dK and dV.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    BLOCK: gl.constexpr = k_desc.block_type.shape[0]
+    D: gl.constexpr = k_desc.block_type.shape[1]
+    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, D], q_desc.layout)
+    do_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, D], do_desc.layout)
+    k_buf = gl.allocate_shared_memory(dtype, [BLOCK, D], k_desc.layout)
+    v_buf = gl.allocate_shared_memory(dtype, [BLOCK, D], v_desc.layout)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK], dtype)
+    p_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, BLOCK], p_layout)
+    lse_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], rows_desc.layout)
+    delta_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], rows_desc.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    p_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ds_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    p_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(k_full, count=1)
+    mbarrier.init(v_full, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(stage), count=1)
+        mbarrier.init(do_full.index(stage), count=1)
+        mbarrier.init(q_empty.index(stage), count=2)
+        mbarrier.init(do_empty.index(stage), count=2)
+        mbarrier.init(p_full.index(stage), count=1)
+        mbarrier.init(ds_full.index(stage), count=1)
+        mbarrier.init(p_empty.index(stage), count=1)
+    buffers = (
+        (q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf),
+        (k_full, v_full, q_full, do_full, q_empty, do_empty),
+    )
+    exchange = (p_bufs, p_full, ds_full, p_empty)
+    order = (tiles_ptr, n_tiles, n_kv_heads, section)
+    ranges = (query_start_ptr, query_end_ptr, total_k)
+    scale = (softmax_scale, softcap)
+    loads = (q_desc, k_desc, v_desc, do_desc, rows_desc)
+    strides = (stride_qh, stride_kh, stride_vh, stride_doh)
+    if sum_desc is not None:
+        sum_buf = gl.allocate_shared_memory(gl.float32, sum_desc.block_type.shape, sum_desc.layout)
+        gl.warp_specialize([
+            (_consume_dv, (dv_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, HAS_SOFTCAP, GROUP, PARTS)),
+            (_consume_dk, (dk_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, GROUP, PARTS, True)),
+            (_consume_dq_by_tma, (sum_desc, sum_buf, buffers, exchange, order, ranges, GROUP, PARTS)),
+            (_produce, (loads, strides, padded_q, buffers, order, ranges, GROUP, PARTS)),
+        ], [4, 4, 1], REGISTERS)  # fmt: skip
+    elif sum_ptr is not None:
+        gl.warp_specialize([
+            (_consume_dv, (dv_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, HAS_SOFTCAP, GROUP, PARTS)),
+            (_consume_dk, (dk_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, GROUP, PARTS, True)),
+            (_consume_dq, (sum_ptr, n_blocks, buffers, exchange, order, ranges, GROUP, PARTS)),
+            (_produce, (loads, strides, padded_q, buffers, order, ranges, GROUP, PARTS)),
+        ], [4, 4, 1], REGISTERS)  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume_dv, (dv_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, HAS_SOFTCAP, GROUP, PARTS)),
+            (_consume_dk, (dk_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, GROUP, PARTS, False)),
+            (_produce, (loads, strides, padded_q, buffers, order, ranges, GROUP, PARTS)),
+        ], [4, 1], REGISTERS)  # fmt: skip
+
+
+@gluon.jit
+def _keys_of(order, ranges, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr):
+    """This program's first query, its head and KV head, the first key to visit, and the number of blocks."""
+    tiles_ptr, n_tiles, n_heads, section = order
+    key_start_ptr, key_end_ptr, total_q = ranges
+    tile, head = tile_and_head(gl.program_id(0), tiles_ptr, n_tiles, n_heads, section, 1)
+    first = tile * ROWS
+    last = gl.minimum(first + ROWS, total_q) - 1
+    start = gl.load(key_start_ptr + first)
+    end = gl.load(key_end_ptr + last)
+    return first, head, head // GROUP, start, gl.maximum(end - start + BLOCK - 1, 0) // BLOCK
+
+
+@gluon.jit
+def _produce_for_dq(descriptors, strides, buffers, order, ranges, GROUP: gl.constexpr):
+    """One warp: loads each consumer's queries, then the blocks of K and of V."""
+    q_desc, k_desc, v_desc, do_desc = descriptors
+    stride_qh, stride_kh, stride_vh, stride_doh = strides
+    q_bufs, do_bufs, k_bufs, v_bufs = buffers[0]
+    q_full, k_full, v_full, k_empty, v_empty = buffers[1]
+    BLOCK: gl.constexpr = k_bufs.shape[1]
+    K_STAGES: gl.constexpr = k_bufs.shape[0]
+    V_STAGES: gl.constexpr = v_bufs.shape[0]
+    first, head, kv_head, key, n_blocks = _keys_of(order, ranges, GROUP, 2 * BLOCK, BLOCK)
+    for consumer in gl.static_range(2):
+        row = first + consumer * BLOCK
+        here = q_full.index(consumer)
+        mbarrier.expect(here, q_desc.block_type.nbytes + do_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_desc, [row, head * stride_qh], here, q_bufs.index(consumer))
+        tma.async_copy_global_to_shared(do_desc, [row, head * stride_doh], here, do_bufs.index(consumer))
+    for step in range(n_blocks):
+        k_stage, v_stage = step % K_STAGES, step % V_STAGES
+        k_here, v_here = k_full.index(k_stage), v_full.index(v_stage)
+        mbarrier.wait(k_empty.index(k_stage), (step // K_STAGES) & 1 ^ 1)
+        mbarrier.expect(k_here, k_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_desc, [key, kv_head * stride_kh], k_here, k_bufs.index(k_stage))
+        mbarrier.wait(v_empty.index(v_stage), (step // V_STAGES) & 1 ^ 1)
+        mbarrier.expect(v_here, v_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(v_desc, [key, kv_head * stride_vh], v_here, v_bufs.index(v_stage))
+        key += BLOCK
+
+
+@gluon.jit
+def _consume_for_dq(CONSUMER: gl.constexpr, dq_desc, lse_ptr, delta_ptr, spoiled_ptr, scale, buffers, order, ranges,
+                    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+    """Four warps: dQ of 64 queries, dS from registers."""
+    softmax_scale, softcap = scale
+    q_bufs, do_bufs, k_bufs, v_bufs = buffers[0]
+    q_full, k_full, v_full, k_empty, v_empty = buffers[1]
+    key_start_ptr, key_end_ptr, total_q = ranges
+    BLOCK: gl.constexpr = k_bufs.shape[1]
+    D: gl.constexpr = k_bufs.shape[2]
+    K_STAGES: gl.constexpr = k_bufs.shape[0]
+    V_STAGES: gl.constexpr = v_bufs.shape[0]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
+    dtype: gl.constexpr = q_bufs.dtype
+    first, head, _, key, n_blocks = _keys_of(order, ranges, GROUP, 2 * BLOCK, BLOCK)
+    first += CONSUMER * BLOCK
+    rows = first + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, SCORES))
+    inside = rows < total_q
+    key_start = gl.expand_dims(gl.load(key_start_ptr + rows, mask=inside, other=0), 1)
+    key_end = gl.expand_dims(gl.load(key_end_ptr + rows, mask=inside, other=0), 1)
+    # 2^(score - inf) is 0: a row that sees nothing, or is none, takes no part
+    row_offset = head.to(gl.int64) * total_q
+    lse = gl.load(lse_ptr + row_offset + rows, mask=inside, other=float("-inf"))
+    lse = gl.expand_dims(gl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634), 1)
+    delta = gl.expand_dims(gl.load(delta_ptr + row_offset + rows, mask=inside, other=0.0), 1)
+    # a block between these needs no mask: ranges only move forwards from query to query
+    last = gl.minimum(first + BLOCK, total_q) - 1
+    whole_start = gl.load(key_start_ptr + last)
+    whole_end = gl.load(key_end_ptr + gl.minimum(first, last))
+    q, do = q_bufs.index(CONSUMER), do_bufs.index(CONSUMER)
+    no_scores = gl.zeros([BLOCK, BLOCK], gl.float32, layout=SCORES)
+    dq = gl.zeros([BLOCK, D], gl.float32, layout=OUT)
+    mbarrier.wait(q_full.index(CONSUMER), 0)
+    for step in range(n_blocks):
+        k_stage, v_stage = step % K_STAGES, step % V_STAGES
+        k, v = k_bufs.index(k_stage), v_bufs.index(v_stage)
+        mbarrier.wait(k_full.index(k_stage), (step // K_STAGES) & 1)
+        scores = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [M, N]
+        mbarrier.wait(v_full.index(v_stage), (step // V_STAGES) & 1)
+        dp = warpgroup_mma(do, v.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        if HAS_SOFTCAP:
+            scores, t = cap(scores, softmax_scale, softcap)
+            p = gl.exp2(scores - lse)
+            p = p * (1.0 - t * t)
+        else:
+            p = gl.exp2(scores * (softmax_scale * 1.4426950408889634) - lse)
+        if (key < whole_start) | (key + BLOCK > whole_end):
+            keys = gl.expand_dims(key + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES)), 0)
+            p = gl.where((keys >= key_start) & (keys < key_end), p, 0.0)
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        mbarrier.arrive(v_empty.index(v_stage), count=1)
+        ds = (p * (dp - delta)).to(dtype)
+        dq = warpgroup_mma(gl.convert_layout(ds, OPERAND), k, dq, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        mbarrier.arrive(k_empty.index(k_stage), count=1)
+        key += BLOCK
+    if spoiled_ptr is not None:
+        mark_spoiled(dq, first, head, total_q, spoiled_ptr)
+    q.store((dq * softmax_scale).to(dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dq_desc, [first, head * D], q)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=(
+    "n_tiles", "n_heads", "section", "total_q", "stride_qh", "stride_kh", "stride_vh", "stride_doh"
+))  # fmt: skip
+def _dq_kernel(
+    q_desc, k_desc, v_desc, do_desc, dq_desc, lse_ptr, delta_ptr, tiles_ptr, key_start_ptr, key_end_ptr, spoiled_ptr,
+    softmax_scale, softcap, n_tiles, n_heads, section, total_q, stride_qh, stride_kh, stride_vh, stride_doh,
+    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One program: dQ of 128 queries of one head."""
+    dtype: gl.constexpr = q_desc.dtype
+    BLOCK: gl.constexpr = k_desc.block_type.shape[0]
+    D: gl.constexpr = k_desc.block_type.shape[1]
+    q_bufs = gl.allocate_shared_memory(dtype, [2, BLOCK, D], q_desc.layout)
+    do_bufs = gl.allocate_shared_memory(dtype, [2, BLOCK, D], do_desc.layout)
+    k_bufs = gl.allocate_shared_memory(dtype, [K_STAGES, BLOCK, D], k_desc.layout)
+    v_bufs = gl.allocate_shared_memory(dtype, [V_STAGES, BLOCK, D], v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
+    for consumer in gl.static_range(2):
+        mbarrier.init(q_full.index(consumer), count=1)
+    for stage in gl.static_range(K_STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=2)
+    for stage in gl.static_range(V_STAGES):
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=2)
+    buffers = ((q_bufs, do_bufs, k_bufs, v_bufs), (q_full, k_full, v_full, k_empty, v_empty))
+    order = (tiles_ptr, n_tiles, n_heads, section)
+    ranges = (key_start_ptr, key_end_ptr, total_q)
+    scale = (softmax_scale, softcap)
+    loads = (q_desc, k_desc, v_desc, do_desc)
+    strides = (stride_qh, stride_kh, stride_vh, stride_doh)
+    gl.warp_specialize([
+        (_consume_for_dq, (0, dq_desc, lse_ptr, delta_ptr, spoiled_ptr, scale, buffers, order, ranges, HAS_SOFTCAP,
+                           GROUP)),
+        (_consume_for_dq, (1, dq_desc, lse_ptr, delta_ptr, spoiled_ptr, scale, buffers, order, ranges, HAS_SOFTCAP,
+                           GROUP)),
+        (_produce_for_dq, (loads, strides, buffers, order, ranges, GROUP)),
+    ], [4, 1], REGISTERS)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["total", "n_heads", "n_blocks"])
+def _finish_kernel(
+    sum_ptr, dq_ptr, spoiled_ptr, scale, total, n_heads, n_blocks, D: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program takes 64 rows and half the columns of a head out of _place_in_block's order, scales and rounds.
+
+    Marks NaN (portable.launch.new_marks) unless spoiled is None.
+    """
+    program = tl.program_id(0)
+    half, block, head = program % 2, program // 2 % n_blocks, program // 2 // n_blocks
+    HALF: tl.constexpr = D // 2
+    SIZE: tl.constexpr = BLOCK * HALF
+    sums = tl.load(sum_ptr + (head.to(tl.int64) * n_blocks + block) * (2 * SIZE) + half * SIZE + tl.arange(0, SIZE))
+    # [column // 8, warp, row % 8, column % 8 // 2, row % 16 // 8, column % 2] -> [row, column]
+    sums = tl.permute(tl.reshape(sums, (HALF // 8, BLOCK // 16, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
+    sums = tl.reshape(sums, (BLOCK, HALF))
+    rows = block * BLOCK + tl.arange(0, BLOCK)
+    columns = half * HALF + tl.arange(0, HALF)
+    places = (rows.to(tl.int64)[:, None] * n_heads + head) * D + columns[None, :]
+    tl.store(dq_ptr + places, (sums * scale).to(dq_ptr.dtype.element_ty), mask=rows[:, None] < total)
+    if spoiled_ptr is not None:
+        if tl.sum(tl.sum(sums * 0.0, axis=1), axis=0) != 0.0:  # NaN where they are not finite
+            tl.store(spoiled_ptr + head * tl.cdiv(total, SPOILED_ROWS) + block * BLOCK // SPOILED_ROWS, 1)
+
+
+def _launch_dkdv(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, dq_sum: Tensor | None, spoiled: Tensor | None,
+    schedule: Schedule, features: Features, section: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """-> dk, dv, dense; adds dQ to dq_sum unless it is None.
+
+    rows as bwd_dq.prepare returns them; dq_sum fp32, (n_heads, blocks, 64 * 256) as _place_in_block has it, or
+    (total_q, n_heads * 256), which TMA adds to; section: KV heads to work at once; spoiled: marks of NaN in dk and dv.
+    """
+    n_heads, (total_k, n_kv_heads, _) = q.shape[1], k.shape
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    n_tiles = schedule.key_tiles.numel() * PARTS
+    by_tma = dq_sum is not None and dq_sum.dim() == 2
+    sum_desc = rows_of_heads(dq_sum.unflatten(1, (-1, BLOCK)), BLOCK) if dq_sum is not None and by_tma else None
+    registers = TWO_PASSES_REGISTERS if dq_sum is None else ONE_PASS_REGISTERS
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc = (rows_of_heads(x, BLOCK) for x in (q, k, v, do, dk, dv))
+    _dkdv_kernel[(n_tiles * n_kv_heads,)](
+        q_desc, k_desc, v_desc, do_desc, numbers(rows, BLOCK), dk_desc, dv_desc,
+        None if by_tma else dq_sum, sum_desc, schedule.key_tiles,
+        schedule.query_start, schedule.query_end, spoiled, features.softmax_scale, features.softcap,
+        n_tiles, n_kv_heads, section, total_k, rows.shape[-1], rows.shape[-1] // BLOCK,
+        q.stride(1), k.stride(1), v.stride(1), do.stride(1),
+        HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, STAGES=STAGES, PARTS=PARTS,
+        REGISTERS=registers, num_warps=4, maxnreg=THREAD_REGISTERS[len(registers)],
+    )  # fmt: skip
+    return dk, dv
+
+
+def _launch_dq(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, spoiled: Tensor | None,
+    schedule: Schedule, features: Features,
+) -> Tensor:  # fmt: skip
+    """-> dq, dense, in the dtype of q; spoiled: its marks of NaN."""
+    total_q, n_heads, _ = q.shape
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    n_tiles = schedule.query_tiles.numel()
+    q_desc, k_desc, v_desc, do_desc, dq_desc = (rows_of_heads(x, BLOCK) for x in (q, k, v, do, dq))
+    _dq_kernel[(n_tiles * n_heads,)](
+        q_desc, k_desc, v_desc, do_desc, dq_desc, lse, delta, schedule.query_tiles, schedule.key_start,
+        schedule.key_end, spoiled, features.softmax_scale, features.softcap, n_tiles, n_heads,
+        heads_per_section(k, v, n_heads), total_q, q.stride(1), k.stride(1), v.stride(1), do.stride(1),
+        HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // k.shape[1], K_STAGES=2, V_STAGES=1,
+        REGISTERS=TWO_PASSES_REGISTERS, num_warps=4, maxnreg=THREAD_REGISTERS[len(TWO_PASSES_REGISTERS)],
+    )  # fmt: skip
+    return dq
+
+
+def _rows_and_sum(lse: Tensor, delta: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """(n_heads, total_q) fp32 twice -> bwd_dq.prepare's rows, and zeros for dQ's sum (n_heads, blocks, 64 * head_dim).
+
+    Both are in whole blocks of 64 queries, so that no block reads or adds to another head's. head_dim may be 0.
+    """
+    n_heads, total = lse.shape
+    n_blocks = ceil_div(total, BLOCK)
+    rows = torch.empty(2, n_heads, n_blocks * BLOCK, dtype=torch.float32, device=lse.device)
+    dq_sum = torch.empty(n_heads, n_blocks, BLOCK * head_dim, dtype=torch.float32, device=lse.device)
+    block_rows, block_words = 1024, 4096
+    grid = max(ceil_div(dq_sum.numel(), block_words), ceil_div(rows.shape[-1], block_rows) * n_heads)
+    _prepare_kernel[(grid,)](
+        lse, delta, rows, dq_sum, total, rows.shape[-1], n_heads, dq_sum.numel(), BLOCK_ROWS=block_rows,
+        BLOCK_WORDS=block_words,
+    )  # fmt: skip
+    return rows, dq_sum
+
+
+def _finish(dq_sum: Tensor, softmax_scale: float, spoiled: Tensor | None, like: Tensor) -> Tensor:
+    """dQ's sum in _place_in_block's order -> dq, dense, like `like` (total_q, n_heads, head_dim)."""
+    total, n_heads, head_dim = like.shape
+    dq = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    n_blocks = dq_sum.shape[1]
+    _finish_kernel[(2 * n_blocks * n_heads,)](
+        dq_sum, dq, spoiled, softmax_scale, total, n_heads, n_blocks, D=head_dim, BLOCK=BLOCK, num_warps=4
+    )
+    return dq
+
+
+def gradients(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, spoiled_q: Tensor | None,
+    spoiled_k: Tensor | None, schedule: Schedule, features: Features, section: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """do like o, lse and delta (n_heads, total_q) fp32 -> dq, dk, dv, dense, in the dtype of q, k, v.
+
+    For head_dim 256, and rows that descriptors.loadable takes. section: KV heads to work at once; spoiled_q and
+    spoiled_k (portable.launch.new_marks) get the marks of NaN in dq, and in dk and dv.
+    """
+    if VARIANT == "one_pass_tma":
+        rows, dq_sum = prepare(lse, delta, HEAD_DIM)
+        dk, dv = _launch_dkdv(do, q, k, v, rows, dq_sum, spoiled_k, schedule, features, section)
+        return finish(dq_sum, features.softmax_scale, spoiled_q, q), dk, dv
+    rows, dq_sum = _rows_and_sum(lse, delta, HEAD_DIM if VARIANT == "one_pass" else 0)
+    if VARIANT == "one_pass":
+        dk, dv = _launch_dkdv(do, q, k, v, rows, dq_sum, spoiled_k, schedule, features, section)
+        return _finish(dq_sum, features.softmax_scale, spoiled_q, q), dk, dv
+    dk, dv = _launch_dkdv(do, q, k, v, rows, None, spoiled_k, schedule, features, section)
+    return _launch_dq(do, q, k, v, lse, delta, spoiled_q, schedule, features), dk, dv

@@ -1,0 +1,74 @@
+"""The portable kernels contain NaN among several documents, whether dK and dV are taken at once or apart."""
+
+import pytest
+import torch
+
+from kernels.flash_attention.features import Features
+from kernels.flash_attention.portable import bwd, fwd
+from kernels.flash_attention.portable.delta import attention_delta
+from kernels.flash_attention.schedule import causal_schedule
+from kernels.flash_attention.tiles import arch_of, key_passes
+
+LENGTHS, SPOILED = [20, 17, 13], slice(20, 37)  # all in the same tiles, of which the second document is spoiled
+TOTAL = sum(LENGTHS)
+FEATURES = Features(0.2, 0.0, None, ())
+AT_ONCE, APART = 24, 200  # head_dim
+
+
+def run(tensors, schedule):
+    """o, then dq, dk and dv."""
+    q, k, v, do = tensors
+    o, lse = fwd.attention_forward(q, k, v, schedule, FEATURES, q.dtype)
+    return o, *bwd.attention_backward(do, q, k, v, lse, attention_delta(o, do, None), schedule, FEATURES)
+
+
+def inputs(head_dim, device):
+    generator = torch.Generator(device).manual_seed(0)
+    # bf16 is what GPUs take apart, and what the interpreter gets wrong
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    return [torch.randn(TOTAL, 1, head_dim, device=device, generator=generator).to(dtype) for _ in range(4)]
+
+
+def documents(device):
+    return torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
+
+
+@pytest.mark.parametrize("head_dim", [AT_ONCE, APART])
+@pytest.mark.parametrize("index", range(4), ids=["q", "k", "v", "do"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+def test_nan_stays_in_its_document_and_shows_there(head_dim, index, value, device):
+    tensors, schedule = inputs(head_dim, device), causal_schedule(documents(device), TOTAL, device)
+    exact = run(tensors, schedule)
+    tensors[index][25, 0, 3] = value
+    spoiled = run(tensors, schedule)
+    for ours, clean in zip(spoiled, exact, strict=True):
+        for others in (slice(0, 20), slice(37, TOTAL)):
+            torch.testing.assert_close(ours[others], clean[others], rtol=0.0, atol=0.0)
+    if value != value:
+        _, dq, dk, dv = (torch.isnan(x[SPOILED, 0]).any(1) for x in spoiled)
+        assert dq[5] and dk[:6].all()
+        assert dv[:6].all() or index == 2, "dV depends on all but V"
+
+
+@pytest.mark.parametrize("several", [True, False], ids=["several-documents", "one-document"])
+@pytest.mark.parametrize("head_dim", [AT_ONCE, APART])
+def test_one_document_pays_nothing_for_it(head_dim, several, device, monkeypatch):
+    contain = []
+
+    class Recorder:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            def launch(*arguments, CONTAIN, **constants):
+                contain.append(CONTAIN)
+                return self.kernel[grid](*arguments, CONTAIN=CONTAIN, **constants)
+
+            return launch
+
+    for module, name in ((fwd, "_fwd_kernel"), (bwd, "_dkdv_kernel"), (bwd, "_dq_kernel")):
+        monkeypatch.setattr(module, name, Recorder(getattr(module, name)))
+    tensors = inputs(head_dim, device)
+    run(tensors, causal_schedule(documents(device) if several else None, TOTAL, device))
+    passes = key_passes(arch_of(tensors[0].device), head_dim, tensors[0].element_size())
+    assert contain == [several] * (2 + len(passes))
