@@ -26,6 +26,8 @@ from fa_train.callbacks import export_last, is_out_of_memory, require_checkpoint
 from fa_train.memory.planner import predict, with_levers
 from fa_train.models.attention import require_backend
 from fa_train.models.gpt import GPT
+from fa_train.parallel.checkpoint import CheckpointReader
+from fa_train.parallel.fsdp import FullyShardedStrategy
 
 # Lightning 2.6 asks torch in an old way at every run
 warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
@@ -46,14 +48,18 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDat
     preflight.require_counts(seq_len=cfg.seq_len, max_steps=cfg.max_steps, batch_size=cfg.batch_size)
     L.seed_everything(cfg.seed, verbose=False)
     callbacks = [callback for callback in instantiate(cfg.callbacks).values() if callback is not None]
-    data, trainer = instantiate(cfg.data), instantiate(cfg.trainer, callbacks=callbacks)
+    data = instantiate(cfg.data)
+    trainer = instantiate(cfg.trainer, callbacks=callbacks, plugins=[CheckpointReader()])
     trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
     trainer.val_check_interval *= trainer.accumulate_grad_batches  # given in steps; Lightning counts micro-batches
     require_backend(instantiate(cfg.attention), trainer.strategy.root_device)
     vocab_size = cfg.model.vocab_size or data.vocab_size
     preflight.require_vocabulary(vocab_size, data.vocab_size)
     plan_memory(cfg, trainer, vocab_size)
-    return trainer, instantiate(cfg.lit_gpt, model=build_model(cfg, vocab_size)), data
+    # weights are drawn where they are used: on one core of a CPU the 8B of llama_8b take minutes
+    with nullcontext() if isinstance(trainer.strategy, FullyShardedStrategy) else trainer.strategy.root_device:
+        model = build_model(cfg, vocab_size)
+    return trainer, instantiate(cfg.lit_gpt, model=model), data
 
 
 def build_model(cfg: DictConfig, vocab_size: int) -> GPT:
@@ -65,6 +71,7 @@ def build_model(cfg: DictConfig, vocab_size: int) -> GPT:
 def plan_memory(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None:
     """Chooses the levers of memory=auto, and raises ValueError where a run cannot fit."""
     device, processes, rows = trainer.strategy.root_device, trainer.num_devices, cfg.data.micro_batch_size
+    sharded = isinstance(trainer.strategy, FullyShardedStrategy)
     with torch.device("meta"):  # sizes without the weights
         model = build_model(cfg, vocab_size)
     model.require_seq_len(cfg.seq_len)
@@ -75,7 +82,10 @@ def plan_memory(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None:
         optimizer=instantiate(cfg.optimizer),
         accumulates=trainer.accumulate_grad_batches > 1,
         compiled=cfg.lit_gpt.compile_model,
+        ranks=trainer.world_size if sharded else 1,
     )
+    if sharded:
+        preflight.require_shardable(shape, samples=cfg.callbacks.get("sample") is not None)
     if cfg.memory.get("auto"):
         levers = preflight.fastest_levers(shape, device, processes, rows)
         cfg.memory.update(asdict(levers))
@@ -138,5 +148,7 @@ def main(cfg: DictConfig) -> dict[str, float]:
 
 if __name__ == "__main__":
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them
+    if "PYTORCH_ALLOC_CONF" not in os.environ:  # without it llama_8b ran out of 139 GiB with 117 GiB allocated
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with errors_in_one_line():
         main()

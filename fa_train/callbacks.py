@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import resource
+import shutil
 import signal
 import statistics
 import sys
@@ -19,6 +20,7 @@ import lightning as L
 import torch
 import wandb
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.optim import Optimizer
@@ -29,6 +31,7 @@ from fa_train.data.report import Histogram
 from fa_train.flops import peak_flops, train_flops
 from fa_train.lit_gpt import LitGPT
 from fa_train.models.export import Build, export_run
+from fa_train.parallel.fsdp import FullyShardedStrategy
 
 GIB = 2**30
 
@@ -247,13 +250,17 @@ class Checkpoint(ModelCheckpoint):
         unfinished = f"{filepath}.partial"  # Lightning writes into /tmp and copies that, which takes a while
         trainer.save_checkpoint(unfinished, self.save_weights_only)
         if trainer.is_global_zero:
+            if Path(filepath).is_dir():  # a sharded one of the same step, which no name can take the place of
+                shutil.rmtree(filepath)
             os.replace(unfinished, filepath)
         self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, filepath
         for logger in trainer.loggers if trainer.is_global_zero else []:
             logger.after_save_checkpoint(proxy(self))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        super().on_exception(trainer, pl_module, exception)
+        # a sharded checkpoint needs all ranks, and only a signal surely stops them all at one step
+        if not isinstance(trainer.strategy, FullyShardedStrategy) or isinstance(exception, SIGTERMException):
+            super().on_exception(trainer, pl_module, exception)
         if self._last_checkpoint_saved:
             trainer.print(f"checkpoint: {self._last_checkpoint_saved}; ckpt_path=last goes on from it")
 

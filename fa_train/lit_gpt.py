@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fa_train.memory.loss import IGNORE_INDEX
 from fa_train.models.gpt import GPT
+from fa_train.parallel.fsdp import is_sharded, local, shard, whole
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")  # fp16 would need a loss scale beside the one by labels
 Batch = dict[str, Tensor]
@@ -51,6 +52,13 @@ class LitGPT(L.LightningModule):
         if self.trainer.gradient_clip_algorithm == "value":
             raise ValueError("trainer.gradient_clip_algorithm must be norm; got value")
 
+    def configure_model(self) -> None:
+        """Shards the model where the strategy does that; Lightning may ask more than once."""
+        if self.device_mesh is None or is_sharded(self.model):
+            return
+        self.trainer.precision_plugin.convert_module(self)  # Lightning would come to it too late, in fp32
+        shard(self.model, self.device_mesh, str(self.trainer.precision))
+
     def on_fit_start(self) -> None:
         # no buffers: trainer.precision=bf16-true would turn those into bf16
         self._sums = torch.zeros(3, dtype=torch.float64, device=self.device)
@@ -76,14 +84,14 @@ class LitGPT(L.LightningModule):
         self._sums.zero_()
         labels = labels.clamp(min=1)
         self.step_loss = loss / labels
-        # Lightning divides by the micro-batches, DDP by the ranks
+        # Lightning divides by the micro-batches, DDP and FSDP by the ranks
         nominal = self.micro_batch_tokens * self.trainer.accumulate_grad_batches * self.trainer.world_size
         scale = (nominal / labels).float()
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self.step_grad_norm = nn.utils.get_total_norm(gradients) * scale
+        self.step_grad_norm = whole(nn.utils.get_total_norm(gradients)) * scale
         if gradient_clip_val:
             scale = scale * (gradient_clip_val / (self.step_grad_norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(gradients, scale)
+        torch._foreach_mul_([local(gradient) for gradient in gradients], scale)
 
     def optimizer_step(
         self,

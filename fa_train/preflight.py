@@ -65,6 +65,7 @@ def shape_of(
     optimizer: Callable[[nn.Module], Optimizer],
     accumulates: bool,
     compiled: bool,
+    ranks: int = 1,
 ) -> Shape:
     """The planner's numbers of a model, which may be on the meta device; the rest as in Shape.
 
@@ -101,7 +102,28 @@ def shape_of(
         accumulates=accumulates,
         compiled=compiled,
         adapters=adapters_of(model),
+        ranks=ranks,
     )
+
+
+def require_shardable(shape: Shape, *, samples: bool) -> None:
+    """ValueError where strategy=fsdp has nothing to shard on, or a part of the run cannot be sharded.
+
+    samples: whether callbacks.sample asks rank 0 alone for answers, which then waits for the others' weights.
+    """
+    if shape.ranks == 1:
+        raise ValueError(
+            "strategy=fsdp must have at least 2 devices; got 1. Choose strategy=auto, or trainer.devices=2"
+        )
+    if shape.adapters is not None and shape.adapters.quantised:
+        raise ValueError("strategy=fsdp cannot shard weights in 4 bits; got adapter=qlora. Choose adapter=lora")
+    if shape.optimizer in ("adamw_8bit", "adamw_offload"):
+        raise ValueError(
+            "strategy=fsdp must have optimizer=adamw, or adamw_bf16 with trainer.precision=bf16-true: it shards their "
+            f"states itself; got {shape.optimizer}"
+        )
+    if samples:
+        raise ValueError("strategy=fsdp must have callbacks.sample=null: rank 0 has a part of the weights; got one")
 
 
 def adapters_of(model: GPT) -> Adapters | None:
@@ -160,7 +182,7 @@ def require_memory(shape: Shape, device: torch.device, processes: int, rows: int
     """
     prediction, available = predict(shape), device_bytes(device)
     parameters = sum(parameter_sizes(shape))
-    needed = prediction.weights + prediction.optimizer + sum(trained_sizes(shape)) * shape.gradient_bytes
+    needed = prediction.weights + prediction.optimizer + sum(trained_sizes(shape)) * shape.gradient_bytes // shape.ranks
     if needed > available:
         raise ValueError(
             f"{parameters / 1e9:.2f}B parameters need {needed / GIB:.1f} GiB for weights, gradients and the "

@@ -8,8 +8,8 @@ Writes OUT.csv, OUT.md and OUT.png. Running out of memory is a result, not an er
 
 Counted FLOPs: forward 4 * n_heads * head_dim * sum of squared lengths, halved if causal; backward 2.5 times that.
 Peak memory is what the pass allocates beside its inputs (q, k, v and the gradient of o); for the backward, the peak of
-forward and backward together. Masks of blocks and schedules are built before the clock starts, except for `ours`,
-which is the public function and builds its schedule inside.
+forward and backward together. Times are of the GPU alone: each pass is replayed as a CUDA graph. Masks of blocks and
+schedules are built before the clock starts, except for `ours`, the public function, whose time includes its schedule's.
 """
 
 import argparse
@@ -306,11 +306,37 @@ def time_and_peak(
     torch.cuda.reset_peak_memory_stats()
     run()
     peak_gib = (torch.cuda.max_memory_allocated() - inputs_bytes) / 2**30
-    if direction == "forward":
-        return do_bench(run, warmup=warmup, rep=rep, return_mode="median"), peak_gib
-    o = attend(q, k, v)
-    backward = partial(torch.autograd.grad, o, (q, k, v), do, retain_graph=True)
-    return do_bench(backward, warmup=warmup, rep=rep, return_mode="median"), peak_gib
+
+    def prepare() -> Callable[[], object]:
+        if direction == "forward":
+            return run
+        return partial(torch.autograd.grad, attend(q, k, v), (q, k, v), do, retain_graph=True)
+
+    return median_ms(prepare, warmup=warmup, rep=rep), peak_gib
+
+
+def median_ms(prepare: Callable[[], Callable[[], object]], *, warmup: float = 20, rep: float = 60) -> float:
+    """The GPU's median milliseconds for what `prepare` returns, replayed as a CUDA graph: no host's time is in it.
+
+    prepare is called on the stream of the graph, where autograd then runs a backward pass too. What cannot be captured
+    is launched anew each time, which stderr says. warmup and rep are in milliseconds.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run = prepare()
+        run()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=stream):
+                run()
+            run = graph.replay
+        except RuntimeError as error:
+            print(f"not captured in a CUDA graph: {str(error).splitlines()[0]}", file=sys.stderr)
+            torch.cuda.synchronize()
+        milliseconds: float = do_bench(run, warmup=warmup, rep=rep, return_mode="median")
+    return milliseconds
 
 
 def describe(command: str, commit: str | None, today: date) -> dict[str, str]:

@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.testing import do_bench
 
 from kernels import flash_attn_varlen_func
-from scripts.bench_attention import describe
+from scripts.bench_attention import describe, median_ms
 
 LOG_NORMAL = (6.93, 1.3)  # of document lengths: a median of 1k tokens
 
@@ -90,10 +89,9 @@ def measure(feature: Feature, n_heads: int, head_dim: int, rep: float) -> tuple[
     arguments = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in feature.arguments.items()}
     function: Any = flash_attn_varlen_func  # its result's type depends on arguments that are not known here
     attend = partial(function, q, k, v, cu_seqlens, cu_seqlens, longest, longest, **arguments)
-    o = attend()
-    do = torch.randn_like(o)
-    forward = do_bench(attend, rep=rep, return_mode="median")
-    backward = do_bench(lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True), rep=rep, return_mode="median")
+    do = torch.randn_like(attend())
+    forward = median_ms(lambda: attend, rep=rep)
+    backward = median_ms(lambda: partial(torch.autograd.grad, attend(), (q, k, v), do, retain_graph=True), rep=rep)
     return forward, backward
 
 

@@ -1,6 +1,7 @@
 """The arithmetic and the reports of scripts/bench_attention.py, on made-up rows; the timing itself needs a GPU."""
 
 import csv
+import time
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -222,3 +223,15 @@ def test_every_backend_is_measured(workload: Workload) -> None:
             assert result.outcome == "ok"
             assert result.ms is not None and result.ms > 0
             assert result.peak_gib is not None and result.peak_gib > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_time_is_the_gpus_alone() -> None:
+    x = torch.ones(1, device="cuda", requires_grad=True)
+
+    def slow_to_launch() -> object:
+        time.sleep(0.02)
+        return torch.autograd.grad(x * 2, x)
+
+    assert bench_attention.median_ms(lambda: slow_to_launch) < 5

@@ -13,6 +13,7 @@ from tests.training import CONF, command_line, composed, tiny
 NEEDED = {
     "hf": ["data.name=some/name"],
     "mix": ["+data/source@data.sources.web=hf", "data.sources.web.name=some/name"],
+    "fsdp": ["trainer.devices=2", "trainer.accelerator=cpu", "batch_size=8"],
 }
 
 

@@ -52,7 +52,8 @@ class Shape:
     Units: tokens is what one GPU holds at a time (data.micro_batch_size x seq_len); mlp_chunk and loss_chunk in tokens;
     ffn_dim, dim, head_dim in channels. accumulates: whether a step has several micro-batches, so that gradients stay
     while the next one runs. learned_positions: rows of the table of learned positions, 0 for none. adapters: None where
-    all weights are trained.
+    all weights are trained. ranks: GPUs over which weights, gradients and the optimizer's states are spread
+    (fa_train.parallel.fsdp), 1 where each has them whole.
     """
 
     n_layers: int
@@ -79,6 +80,7 @@ class Shape:
     accumulates: bool
     compiled: bool
     adapters: Adapters | None = None
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         require_checkpointing(self.checkpointing)
@@ -216,9 +218,12 @@ class _Block:
         self.ffn_adapters = (t * a.ffn_rank + a.ffn_joined) * c if a else 0
 
     def rounded_weights(self) -> int:
-        """Autocast's copies that autograd keeps; the FFN by chunks makes its own and drops them."""
+        """Autocast's copies that autograd keeps; the FFN by chunks makes its own and drops them.
+
+        Blocks that are gathered from several ranks are gathered in autocast's dtype.
+        """
         s = self.shape
-        if not s.mixed or (s.adapters and s.adapters.quantised):
+        if not s.mixed or s.ranks > 1 or (s.adapters and s.adapters.quantised):
             return 0
         ffn = 0 if s.mlp_chunk else self.up_weight + (self.down_weight if s.adapters else 0)
         return (self.qkv_weight + self.out_weight + ffn) * s.compute_bytes
@@ -226,7 +231,7 @@ class _Block:
     def rounded_down(self) -> int:
         """The copy of the FFN's last weight, which the backward makes again as it does the activations."""
         s = self.shape
-        return 0 if s.adapters or s.mlp_chunk or not s.mixed else self.down_weight * s.compute_bytes
+        return 0 if s.adapters or s.mlp_chunk or s.ranks > 1 or not s.mixed else self.down_weight * s.compute_bytes
 
     def attention_kept(self) -> int:
         """From the block's input to attention's result."""
@@ -396,7 +401,7 @@ def _moments(s: Shape) -> list[_Moment]:
     """Those that may be the largest of a step."""
     block, again = _Block(s), s.checkpointing != "none"
     vocabulary = s.vocab_size * s.dim * s.weight_bytes
-    gradients = sum(trained_sizes(s)) * s.gradient_bytes
+    gradients = sum(trained_sizes(s)) * s.gradient_bytes // s.ranks
     rounded = block.rounded_weights()
     cached = s.eager and s.adapters is None  # autocast forgets its copies of frozen weights
     rounded_in_forward = s.n_layers * (rounded + block.rounded_down() * cached) if cached or not again else 0
@@ -406,9 +411,11 @@ def _moments(s: Shape) -> list[_Moment]:
     data += s.tokens * s.head_dim * 4 if s.rope else 0  # cosines and sines
     last_norm = block.x + block.statistics + 2 * block.x  # its input, and its result with a gradient or both gradients
     # the gradient that the loss has left: a tied one waits for the embedding's, another is the parameter's own
-    of_head = vocabulary if s.tied or not s.accumulates else 0
-    of_block = sum(block_sizes(s)) * s.weight_bytes
+    of_head = vocabulary if s.tied or not s.accumulates or s.ranks > 1 else 0
+    of_block = sum(block_sizes(s)) * s.weight_bytes // s.ranks
     embeddings = vocabulary
+    # gradients that are averaged over ranks at the end, and their copy in fp32
+    outer = sum(outer_sizes(s)) * (s.weight_bytes + 4) if s.ranks > 1 and s.adapters is None else 0
     if s.adapters:  # nothing waits for frozen weights
         of_head = embeddings = 0
         of_block = gradients // s.n_layers
@@ -441,9 +448,9 @@ def _moments(s: Shape) -> list[_Moment]:
         ),
         _Moment(
             "the embedding's backward",
-            gradients=gradients - (0 if s.accumulates else embeddings),
+            gradients=gradients - (0 if s.accumulates else embeddings // s.ranks),
             outside=data,
-            working=max(block.x + 2 * embeddings, 3 * embeddings) if s.tied else block.x + embeddings,
+            working=(max(block.x + 2 * embeddings, 3 * embeddings) if s.tied else block.x + embeddings) + outer,
         ),
         _Moment("the optimizer", gradients=gradients, outside=data, working=optimizer_working(s)),
     ]
@@ -483,10 +490,15 @@ def block_sizes(s: Shape) -> list[int]:
 
 def parameter_sizes(s: Shape) -> list[int]:
     """The elements of every parameter."""
+    return outer_sizes(s) + block_sizes(s) * s.n_layers
+
+
+def outer_sizes(s: Shape) -> list[int]:
+    """The elements of every parameter outside the blocks."""
     embeddings = [s.vocab_size * s.dim] * (1 if s.tied else 2)
     embeddings += [s.learned_positions * s.dim] if s.learned_positions else []
     last_norm = [s.dim] * (2 if s.bias and s.norm == "layernorm" else 1)
-    return embeddings + block_sizes(s) * s.n_layers + last_norm
+    return embeddings + last_norm
 
 
 def trained_sizes(s: Shape) -> list[int]:
@@ -495,12 +507,26 @@ def trained_sizes(s: Shape) -> list[int]:
 
 
 def weights_bytes(s: Shape) -> int:
-    """All parameters, trained and frozen."""
+    """All parameters, trained and frozen; of several ranks', this one's part and what it gathers."""
     own = sum(parameter_sizes(s)) * s.weight_bytes
     if s.adapters is None:
-        return own
+        return own // s.ranks + gathered_bytes(s)
+    if s.ranks > 1:
+        return (own + 4 * sum(s.adapters.sizes)) // s.ranks + gathered_bytes(s)
     quantised = s.n_layers * sum(block_sizes(s)[:MATRICES]) if s.adapters.quantised else 0
     return own - quantised * s.weight_bytes + int(quantised * NF4_BYTES) + 4 * sum(s.adapters.sizes)
+
+
+def gathered_bytes(s: Shape) -> int:
+    """What a rank holds of the others' parts at most, by how torch's FSDP2 works; not measured.
+
+    All outside the blocks; a block and the next, of the dtype of its products; in the backward a block's gradients, and
+    their copy in fp32 that is averaged.
+    """
+    if s.ranks == 1:
+        return 0
+    gradients = s.compute_bytes + 4 if s.adapters is None else 0
+    return sum(outer_sizes(s)) * s.weight_bytes + sum(block_sizes(s)) * (2 * s.compute_bytes + gradients)
 
 
 def loss_bytes(s: Shape) -> int:
@@ -532,7 +558,7 @@ def optimizer_bytes(s: Shape) -> tuple[int, int]:
         quantised = sum(n for n in sizes if n >= QUANTISED_FROM and n % QUANTISATION_BLOCK == 0)
         scales = 2 * 4 * quantised // QUANTISATION_BLOCK
         return 2 * quantised + scales + 2 * w * (sum(sizes) - quantised), 0
-    return 2 * w * sum(sizes), 0
+    return 2 * w * sum(sizes) // s.ranks, 0
 
 
 def optimizer_working(s: Shape) -> int:

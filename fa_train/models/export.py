@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fa_train.models.gpt import GPT
 from fa_train.models.hf import SavesTokenizer, save_pretrained
@@ -111,14 +111,14 @@ def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
     """
     weights: dict[str, Tensor]
     if checkpoint.is_dir():
-        model = _empty(build, _stored(checkpoint, "token_embedding.weight").size[0])
+        reader = dcp.FileSystemReader(checkpoint)
+        metadata = reader.read_metadata()
+        model = _empty(build, _stored(checkpoint, metadata, "token_embedding.weight").size[0])
         weights = {
             name: torch.empty(stored.size, dtype=stored.properties.dtype)
-            for name, stored in ((name, _stored(checkpoint, name)) for name, _ in model.named_parameters())
+            for name, stored in ((name, _stored(checkpoint, metadata, name)) for name, _ in model.named_parameters())
         }
-        dcp.load(
-            {"state_dict": {PREFIX + name: x for name, x in weights.items()}}, checkpoint_id=checkpoint, no_dist=True
-        )
+        dcp.load({"state_dict": {PREFIX + name: x for name, x in weights.items()}}, storage_reader=reader, no_dist=True)
         step = torch.load(checkpoint / "meta.pt", map_location="cpu", weights_only=True)["global_step"]
     else:
         content = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
@@ -200,9 +200,9 @@ def _empty(build: Build, vocab_size: int) -> GPT:
         return build(vocab_size)
 
 
-def _stored(checkpoint: Path, name: str) -> TensorStorageMetadata:
+def _stored(checkpoint: Path, metadata: Metadata, name: str) -> TensorStorageMetadata:
     """The shape and dtype of a parameter in a sharded checkpoint."""
-    stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata.get(f"state_dict.{PREFIX}{name}")
+    stored = metadata.state_dict_metadata.get(f"state_dict.{PREFIX}{name}")
     if not isinstance(stored, TensorStorageMetadata):
         raise ValueError(f"{checkpoint} does not hold the weights of its run's config: {name} is missing")
     return stored

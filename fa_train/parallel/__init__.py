@@ -1,0 +1,1 @@
+"""Several GPUs: what is spread over them, and how."""

@@ -1,0 +1,96 @@
+"""Weights, gradients and the optimizer's states spread over all ranks (ZeRO-3, arXiv:1910.02054), by torch's FSDP2.
+
+Each rank keeps its part of every parameter's rows. A block's weights are gathered before its forward and again before
+its backward, and let go after each; its gradients are averaged over the ranks as soon as they are there, and each rank
+keeps its part. Embeddings, last norm and head are gathered once for a micro-batch's forward and backward, as the loss
+reads the head's weight itself, which is the embedding's where the two are tied.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from fa_train.models.gpt import GPT
+
+SHARDED_MESH = "data_parallel"  # Lightning's name for the dimension of ranks with rows of their own
+
+
+class FullyShardedStrategy(ModelParallelStrategy):
+    """Lightning's strategy for models that shard themselves, with all ranks in one dimension of the mesh.
+
+    A checkpoint is a folder into which each rank writes its part; any number of ranks reads it, and each the
+    file of a run that was not sharded too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=True)
+
+    def setup_environment(self) -> None:
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(checkpoint_path)
+        if path.is_dir():
+            return super().load_checkpoint(path, weights_only)
+        return self._load_whole(path)
+
+    def _load_whole(self, path: Path) -> dict[str, Any]:
+        """The file of a run whose ranks had the whole model: each rank takes its part, tensor by tensor.
+
+        Lightning would find the optimizer's states by the parameters' places in the model, but they are by their places
+        in the optimizer's groups.
+        """
+        assert self.model is not None
+        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(self.model, checkpoint.pop("state_dict"), options=options)
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        for optimizer, saved in zip(self.optimizers, checkpoint.pop("optimizer_states"), strict=True):
+            own = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+            groups = [group | {"params": [own[i] for i in group["params"]]} for group in saved["param_groups"]]
+            states = {own[i]: state for i, state in saved["state"].items()}
+            by_name: dict[str, Any] = {"state": states, "param_groups": groups}
+            set_optimizer_state_dict(self.model, optimizer, by_name, options=options)
+        return checkpoint
+
+
+def shard(model: GPT, mesh: DeviceMesh, precision: str) -> None:
+    """Leaves each rank its part of the model's parameters, on the mesh's devices, which never hold the whole model.
+
+    precision: trainer.precision. With bf16-mixed, blocks are gathered in bf16, which autocast would round them to;
+    all else, and what each rank keeps, is fp32. Gradients are averaged in fp32.
+    """
+    of_blocks = torch.bfloat16 if precision == "bf16-mixed" else None
+    ranks = mesh[SHARDED_MESH]
+    for block in model.blocks:
+        # inputs keep their dtype: hidden states between blocks are fp32 under autocast
+        policy = MixedPrecisionPolicy(of_blocks, torch.float32, cast_forward_inputs=False)
+        fully_shard(block, mesh=ranks, mp_policy=policy)
+    fully_shard(model, mesh=ranks, mp_policy=MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False))
+
+
+def is_sharded(model: GPT) -> bool:
+    """Whether `shard` has been here."""
+    return isinstance(model, FSDPModule)
+
+
+def whole(x: Tensor) -> Tensor:
+    """x with all ranks' parts; a plain tensor is whole."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's part of x, which shares its memory; a plain tensor itself."""
+    return x.to_local() if isinstance(x, DTensor) else x

@@ -1,0 +1,237 @@
+"""strategy=fsdp: two processes on the CPU train, save, resume and export what one does."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import train
+from fa_train.callbacks import Checkpoint
+from fa_train.memory.loss import LinearCrossEntropy
+from fa_train.memory.planner import Shape, predict
+from fa_train.memory.stack import Memory
+from fa_train.models.attention import sdpa_attention
+from fa_train.models.gpt import GPT
+from fa_train.parallel.checkpoint import load_sharded
+from fa_train.parallel.fsdp import FullyShardedStrategy, local, shard, whole
+from scripts import export_hf
+from tests.test_train import processes_can_talk
+from tests.training import column, command_line, composed, tiny, write_corpus
+
+pytestmark = pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
+SETTINGS = (
+    "data.val_rows=2", "max_steps=6", "trainer.val_check_interval=6", "callbacks.checkpoint.every_n_train_steps=3",
+    "callbacks.checkpoint.save_top_k=-1",
+)  # fmt: skip
+RANKS = ("strategy=fsdp", "trainer.devices=2")
+
+
+def one_process(folder: Path, corpus: Path, *overrides: str) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    with composed(folder, *tiny(corpus, *SETTINGS, *overrides)) as cfg:
+        train.train(cfg)
+    return folder
+
+
+def two_processes(folder: Path, corpus: Path, *overrides: str) -> Path:
+    """The run's folder, by the command line."""
+    folder.mkdir()
+    done = command_line(folder, *tiny(corpus, *SETTINGS, *RANKS, *overrides))
+    assert done.returncode == 0, done.stderr
+    [metrics] = folder.rglob("metrics.csv")
+    return metrics.parent
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Path:
+    """Holds the corpus of all runs, of which each rank has a row to validate on."""
+    folder: Path = tmp_path_factory.mktemp("strategy")
+    for number in range(100):
+        (write_corpus(folder / "corpus") / f"more_{number}.txt").write_text(f"{number} more " * 20)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole_run(shared) -> Path:
+    return one_process(shared / "whole", shared)
+
+
+@pytest.fixture(scope="module")
+def sharded_run(shared) -> Path:
+    return two_processes(shared / "sharded", shared, "export=true")
+
+
+def assert_goes_on(run: Path, whole_run: Path) -> None:
+    """Steps 4 to 6 with the losses of the run that was never stopped."""
+    losses, expected = (column(folder, "train/loss") for folder in (run, whole_run))
+    assert sorted(losses) == [4, 5, 6]
+    assert losses == pytest.approx({step: expected[step] for step in (4, 5, 6)}, rel=1e-5)
+
+
+def test_two_ranks_have_the_losses_of_one(whole_run, sharded_run):
+    for name in ("train/loss", "train/grad_norm", "val/loss"):
+        one, two = column(whole_run, name), column(sharded_run, name)
+        assert len(one) and two == pytest.approx(one, rel=1e-5), "fp32 sums in another order"  # labels differ by rank
+
+
+def test_a_sharded_checkpoint_is_a_folder_with_a_part_a_rank(sharded_run):
+    checkpoints = sorted((sharded_run / "checkpoints").iterdir())
+    assert [path.name for path in checkpoints] == ["step_0000003.ckpt", "step_0000006.ckpt"], "none is .partial"
+    sizes = [[(path / f"__{rank}_0.distcp").stat().st_size for rank in range(2)] for path in checkpoints]
+    for first, second in sizes:
+        assert 0.4 < first / (first + second) < 0.6, "no rank has the whole model"
+
+
+def test_a_sharded_run_exports_what_one_process_does(whole_run, sharded_run, tmp_path):
+    shutil.copytree(sharded_run / ".hydra", whole_run / ".hydra", dirs_exist_ok=True)
+    for run in (whole_run, sharded_run):
+        export_hf.export(run / "checkpoints/step_0000006.ckpt", tmp_path / run.parent.name / run.name, [], None)
+    whole, exported = (tmp_path / run.parent.name / run.name for run in (whole_run, sharded_run))
+    theirs, ours = (load_file(folder / "model.safetensors") for folder in (whole, exported))
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+    for name in ("config.json", "tokenizer.json"):
+        assert (exported / name).read_text() == (whole / name).read_text()
+    at_its_end = sharded_run / "exported" / "model.safetensors"
+    assert at_its_end.read_bytes() == (exported / "model.safetensors").read_bytes(), "export=true writes the same"
+
+
+def test_two_ranks_go_on_from_two(shared, whole_run, sharded_run):
+    start = f"ckpt_path={sharded_run}/checkpoints/step_0000003.ckpt"
+    assert_goes_on(two_processes(shared / "two_from_two", shared, start), whole_run)
+
+
+def test_one_rank_goes_on_from_two(shared, whole_run, sharded_run):
+    start = f"ckpt_path={sharded_run}/checkpoints/step_0000003.ckpt"
+    assert_goes_on(one_process(shared / "one_from_two", shared, start), whole_run)
+
+
+def test_two_ranks_go_on_from_one(shared, whole_run):
+    start = f"ckpt_path={whole_run}/checkpoints/step_0000003.ckpt"
+    assert_goes_on(two_processes(shared / "two_from_one", shared, start), whole_run)
+
+
+def test_last_is_the_newest_folder(sharded_run):
+    found = train.preflight.checkpoint_path("last", sharded_run.parent)
+    assert found == str(sharded_run / "checkpoints/step_0000006.ckpt")
+
+
+def test_a_folder_of_something_else_is_no_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match=r"a sharded run's folder with meta.pt; .* has none"):
+        load_sharded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        pytest.param(["trainer.devices=1"], "at least 2 devices; got 1", id="one-device"),
+        pytest.param(["adapter=qlora"], "4 bits; got adapter=qlora", id="qlora"),
+        pytest.param(["optimizer=adamw_8bit"], "must have optimizer=adamw.* got adamw_8bit", id="8-bit"),
+        pytest.param(["optimizer=adamw_offload"], "must have optimizer=adamw.* got adamw_offload", id="offload"),
+        pytest.param(
+            ["+callbacks.sample._target_=lightning.pytorch.callbacks.LambdaCallback"], "callbacks.sample=null",
+            id="sample",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_sharded_is_named_before_anything_is_computed(overrides, message, tmp_path):
+    settings = dict(override.split("=", 1) for override in (*RANKS, *overrides))
+    with (
+        composed(tmp_path, *tiny(tmp_path, *(f"{name}={value}" for name, value in settings.items()))) as cfg,
+        pytest.raises(ValueError, match=message),
+    ):
+        train.build(cfg)
+
+
+@pytest.mark.parametrize(("exception", "saves"), [(SIGTERMException(), True), (RuntimeError("of one rank"), False)])
+def test_an_error_of_one_rank_waits_for_no_other(exception, saves, tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr(ModelCheckpoint, "on_exception", lambda self, trainer, module, error: saved.append(error))
+    trainer = SimpleNamespace(strategy=FullyShardedStrategy(), print=print)
+    Checkpoint(dirpath=tmp_path).on_exception(trainer, None, exception)
+    assert bool(saved) == saves
+
+
+def small_gpt(tied: bool, memory: Memory) -> GPT:
+    """The same weights on every rank."""
+    torch.manual_seed(0)
+    return GPT(
+        vocab_size=67, n_layers=3, dim=16, n_heads=2, n_kv_heads=1, head_dim=None, ffn_dim=24, norm="rmsnorm",
+        norm_eps=1e-5, positions="rope", rope_theta=1e4, max_seq_len=None, activation="swiglu", bias=True,
+        qk_norm=True, tied=tied, init="gpt2", attention=sdpa_attention, loss=memory.loss, memory=memory,
+    )  # fmt: skip
+
+
+LOSS = LinearCrossEntropy(chunk_size=5)
+CASES = {
+    "tied": (True, Memory("none", False, None, LOSS), "32-true"),
+    "untied": (False, Memory("none", False, None, LOSS), "32-true"),
+    "all-levers": (True, Memory("full", True, 4, LOSS), "32-true"),
+    "selective-mixed": (False, Memory("selective", False, 4, LOSS), "bf16-mixed"),
+    "tied-mixed": (True, Memory("none", False, None, LOSS), "bf16-mixed"),
+}
+
+
+def gradients(model: GPT, tokens: Tensor, precision: str) -> tuple[Tensor, dict[str, Tensor]]:
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+        loss = model(tokens[:-1], labels=tokens[1:])
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def compare_gradients(rank: int, folder: str) -> None:
+    """One of two processes: its losses, and the mean of both ranks' gradients, are those of whole models."""
+    torch.set_num_threads(1)
+    torch.backends.mkldnn.set_flags(False)  # its bf16 is not there on every machine
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    streams = torch.randint(67, (2, 18), generator=torch.Generator().manual_seed(1))
+    for name, (tied, memory, precision) in CASES.items():
+        expected = [gradients(small_gpt(tied, memory), stream, precision) for stream in streams]
+        model = small_gpt(tied, memory)
+        elements = sum(p.numel() for p in model.parameters())
+        shard(model, mesh, precision)
+        parameters = list(model.parameters())
+        assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in parameters)
+        assert sum(local(p).numel() for p in parameters) < 0.6 * elements
+        loss, ours = gradients(model, streams[rank], precision)
+        mixed = precision == "bf16-mixed"
+        torch.testing.assert_close(loss, expected[rank][0], rtol=1e-3 if mixed else 1e-5, atol=0)
+        assert ours.keys() == expected[0][1].keys()
+        for parameter, gradient in ours.items():
+            mean = (expected[0][1][parameter] + expected[1][1][parameter]) / 2
+            # bf16 rounds norms' weights too, and each rank's gradient once more
+            atol = 2**-6 * float(mean.abs().max()) if mixed else 1e-5
+            error = float((whole(gradient) - mean).abs().max())
+            assert error <= atol, (name, parameter, error)
+    dist.destroy_process_group()
+
+
+def test_gradients_are_the_mean_over_ranks(tmp_path):
+    torch.multiprocessing.spawn(compare_gradients, args=(str(tmp_path),), nprocs=2)
+
+
+def test_the_planner_counts_a_part_a_rank():
+    shape = Shape(
+        n_layers=32, dim=4096, n_heads=32, n_kv_heads=8, head_dim=128, ffn_dim=14336, vocab_size=128256,
+        activation="swiglu", tied=False, norm="rmsnorm", qk_norm=False, bias=False, rope=True, learned_positions=0,
+        precision="bf16-mixed", tokens=8192, checkpointing="full", offload=False, mlp_chunk=None, loss_chunk=4096,
+        optimizer="adamw", accumulates=True, compiled=True,
+    )  # fmt: skip
+    one, four, eight = (predict(replace(shape, ranks=ranks)) for ranks in (1, 4, 8))
+    assert one.optimizer == 4 * four.optimizer == 8 * eight.optimizer
+    assert one.gpu_bytes > 120 * 2**30 > four.gpu_bytes > eight.gpu_bytes > one.gpu_bytes / 8
+    outer = 2 * 128256 * 4096 * 4
+    assert eight.weights > one.weights / 8 + outer, "embeddings and head are gathered whole"
