@@ -88,7 +88,9 @@ class LitGPT(L.LightningModule):
         nominal = self.micro_batch_tokens * self.trainer.accumulate_grad_batches * self.trainer.world_size
         scale = (nominal / labels).float()
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self.step_grad_norm = whole(nn.utils.get_total_norm(gradients)) * scale
+        # torch's get_total_norm would round that of bf16 gradients to bf16, three digits
+        norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
+        self.step_grad_norm = whole(torch.linalg.vector_norm(torch.stack(norms))) * scale
         if gradient_clip_val:
             scale = scale * (gradient_clip_val / (self.step_grad_norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_([local(gradient) for gradient in gradients], scale)

@@ -78,3 +78,21 @@ def test_gradients_are_freed_after_each_step(accumulated, tmp_path):
     assert watched.norms[accumulated - 1 :: accumulated] == pytest.approx(norms, rel=1e-5)
     for name, ours in model.state_dict().items():
         torch.testing.assert_close(ours, reference.state_dict()[name], msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # its bf16 is not there on every machine
+    model = small_gpt(levers(), torch.device("cpu"), n_layers=1)
+    lit = LitGPT(
+        model,
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1.0),
+        compile_model=False,
+    )
+    watched = Watched()
+    trainer = L.Trainer(
+        accelerator="cpu", precision="bf16-true", max_steps=STEPS, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[watched], default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(lit, DataLoader(batches(STEPS), batch_size=None))
+    assert any(float(torch.tensor(norm).bfloat16()) != norm for norm in watched.norms)
