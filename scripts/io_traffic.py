@@ -38,9 +38,10 @@ from torch import Tensor
 from kernels import flash_attn_func
 from kernels.flash_attention import backend
 from kernels.flash_attention.hopper import bwd as hopper_bwd
+from kernels.flash_attention.hopper import bwd_wide
 from kernels.flash_attention.hopper import fwd as hopper_fwd
-from kernels.flash_attention.schedule import LONG_DOCUMENT
-from kernels.flash_attention.tiles import SHARED_LIMIT, Arch, Pass, arch_of, interpreted, tile_config
+from kernels.flash_attention.schedule import LONG_DOCUMENT, WORK_TILE
+from kernels.flash_attention.tiles import SHARED_LIMIT, Arch, Pass, arch_of, interpreted, key_passes, tile_config
 from scripts.bench_attention import MODEL_DIM, describe
 
 ITEM = 2  # bytes of bf16
@@ -49,6 +50,13 @@ ROW_RANGE = 8  # bytes a row: where its visible range begins and ends, int32
 PEAK_TFLOPS, BANDWIDTH_TBS = 989.0, 4.8  # of an H200: dense bf16, and its memory
 Direction = Literal["forward", "backward"]
 METHODS = ("naive", "portable", "hopper")
+# of a pass over tiles of keys: what a tile reads once, what numbers it reads with each row of Q, and what it writes. dV
+# alone is P^T dO, for which it takes no V and no delta
+KEY_PASSES: dict[Pass, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "dkdv": (("K", "V"), ("lse", "delta"), ("dK", "dV")),
+    "dk": (("K", "V"), ("lse", "delta"), ("dK",)),
+    "dv": (("K",), ("lse",), ("dV",)),
+}
 # bytes from and to device memory, sectors of 32 bytes between L2 and the multiprocessors, nanoseconds
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_sectors_srcunit_tex.sum", "gpu__time_duration.sum")
 SEPARATOR = "spin_kernel"  # torch.cuda._sleep's, which stands between two cases
@@ -148,32 +156,49 @@ def _delta(case: Case) -> dict[str, int]:
 
 
 def _portable_backward(case: Case, arch: Arch) -> dict[str, int]:
-    rows = case.seqlen * case.head_dim * ITEM
-    queries = queries_read(case.seqlen, _blocks(case, arch, "dkdv")[1], causal=case.causal)
-    keys = keys_read(case.seqlen, *_blocks(case, arch, "dq"), causal=case.causal)
-    return {
-        **_delta(case),
-        "dkdv: read K, V": 2 * rows,
-        "dkdv: read Q, dO": queries * 2 * case.head_dim * ITEM,
-        "dkdv: read lse, delta": queries * 2 * FP32,
-        "dkdv: read ranges": case.seqlen * ROW_RANGE,
-        "dkdv: write dK, dV": 2 * rows,
+    key_blocks = {name: _blocks(case, arch, name)[1] for name in key_passes(arch, case.head_dim, ITEM)}
+    return {**_delta(case), **_recomputing_backward(case, key_blocks, _blocks(case, arch, "dq"))}
+
+
+def _recomputing_backward(case: Case, key_blocks: dict[Pass, int], query_blocks: tuple[int, int]) -> dict[str, int]:
+    """Passes over tiles of keys, of which key_blocks gives the length, then one over tiles of queries.
+
+    query_blocks are that one's queries of a tile and keys of a block.
+    """
+    rows, ranges = case.seqlen * case.head_dim * ITEM, case.seqlen * ROW_RANGE
+    sizes: dict[str, int] = {}
+    for name, block_n in key_blocks.items():
+        queries = queries_read(case.seqlen, block_n, causal=case.causal)
+        kept, of_rows, written = KEY_PASSES[name]
+        sizes |= {
+            f"{name}: read {', '.join(kept)}": len(kept) * rows,
+            f"{name}: read Q, dO": queries * 2 * case.head_dim * ITEM,
+            f"{name}: read {', '.join(of_rows)}": queries * len(of_rows) * FP32,
+            f"{name}: read ranges": ranges,
+            f"{name}: write {', '.join(written)}": len(written) * rows,
+        }
+    keys = keys_read(case.seqlen, *query_blocks, causal=case.causal)
+    return sizes | {
         "dq: read Q, dO": 2 * rows,
         "dq: read lse, delta": case.seqlen * 2 * FP32,
         "dq: read K, V": keys * 2 * case.head_dim * ITEM,
-        "dq: read ranges": case.seqlen * ROW_RANGE,
+        "dq: read ranges": ranges,
         "dq: write dQ": rows,
     }
 
 
 def _hopper_backward(case: Case) -> dict[str, int]:
+    copied = {"prepare: copy lse, delta": 2 * case.seqlen * 2 * FP32}
+    if case.head_dim == bwd_wide.HEAD_DIM:
+        passes = _recomputing_backward(case, {"dkdv": bwd_wide.BLOCK}, (WORK_TILE, bwd_wide.BLOCK))
+        return {**_delta(case), **copied, **passes}
     rows = case.seqlen * case.head_dim * ITEM
     sums = case.seqlen * case.head_dim * FP32
     queries = queries_read(case.seqlen, hopper_bwd.BLOCK_N, causal=case.causal)
     return {
         **_delta(case),
         "prepare: write zeros of dQ": sums,
-        "prepare: copy lse, delta": 2 * case.seqlen * 2 * FP32,
+        **copied,
         "read K, V": 2 * rows,
         "read Q, dO": queries * 2 * case.head_dim * ITEM,
         "read lse, delta": queries * 2 * FP32,

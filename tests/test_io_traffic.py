@@ -1,5 +1,7 @@
 """The formulas of scripts/io_traffic.py against blocks counted one by one, and its reading of ncu's table."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -92,11 +94,11 @@ def test_portable_forward_reads_keys_once_a_tile_of_queries():
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("method", ["portable", "hopper"])
 def test_flash_reads_and_writes_every_tensor_once_at_least(method, direction):
-    for seqlen in (1, 100, 4096):
-        case = Case(method, direction, seqlen, 128, causal=False)
+    for seqlen, head_dim in product((1, 100, 4096), (128, 256)):
+        case = Case(method, direction, seqlen, head_dim, causal=False)
         moved = sum(transfers(case, "sm90").values())
         assert moved >= least_bytes(case)
-        assert moved >= sum(transfers(Case(method, direction, seqlen, 128, causal=True), "sm90").values())
+        assert moved >= sum(transfers(Case(method, direction, seqlen, head_dim, causal=True), "sm90").values())
 
 
 def test_backward_counts_both_kernels():
@@ -106,6 +108,30 @@ def test_backward_counts_both_kernels():
     rows = 2 * 128 * 2 * case.n_heads  # bytes of a row of two tensors
     assert sizes["dkdv: read Q, dO"] == rows * queries_read(4096, dkdv.block_n, causal=True)
     assert sizes["dq: read K, V"] == rows * keys_read(4096, dq.block_m, dq.block_n, causal=True)
+
+
+def test_backward_counts_dk_and_dv_apart_where_they_are():
+    case = Case("portable", "backward", 4096, 256, causal=True)
+    sizes, row = transfers(case, "sm90"), 256 * 2 * case.n_heads
+    for name, read, row_values in (("dk", "K, V", "lse, delta"), ("dv", "K", "lse")):
+        queries = queries_read(4096, tile_config("sm90", 256, name, 2).block_n, causal=True)
+        assert sizes[f"{name}: read {read}"] == len(read.split()) * 4096 * row
+        assert sizes[f"{name}: read Q, dO"] == 2 * queries * row
+        assert sizes[f"{name}: read {row_values}"] == len(row_values.split()) * queries * 4 * case.n_heads
+    written = {"dk: write dK", "dv: write dV", "dq: write dQ", "delta: write delta"}
+    assert {name for name in sizes if "write" in name} == written
+    assert "dkdv: write dK, dV" in transfers(case, "sm80")
+
+
+def test_hopper_backward_of_wide_heads_counts_both_kernels():
+    """dK and dV of 64 keys at a time, dQ of 128 queries, which two warpgroups share, and no sum of dQ."""
+    case = Case("hopper", "backward", 4096, 256, causal=True)
+    sizes, row = transfers(case, "sm90"), 256 * 2 * case.n_heads
+    assert sizes["dkdv: read Q, dO"] == 2 * row * queries_read(4096, 64, causal=True)
+    assert sizes["dq: read K, V"] == 2 * row * keys_read(4096, 128, 64, causal=True)
+    writes = sum(size for name, size in sizes.items() if "write d" in name)
+    assert writes == 3 * 4096 * row + 4 * 4096 * case.n_heads, "three gradients in 16 bits, and delta"
+    assert "add to dQ" in transfers(Case("hopper", "backward", 4096, 128, causal=True), "sm90")
 
 
 def test_roofline():
@@ -152,12 +178,10 @@ def test_report_with_counts():
 
 
 def test_head_dims_without_hopper_kernels_are_portable_only():
-    args = parse_arguments(["--head-dims", "32", "128", "--seqlens", "64"])
+    args = parse_arguments(["--head-dims", "32", "128", "256", "--seqlens", "64"])
     methods = ["naive", "portable", "hopper"]
-    assert [case.method for case in cases_of(args, "sm90")] == methods[:2] * 2 + methods * 2
-    assert [case.method for case in cases_of(args, "sm80")] == methods[:2] * 4
-    args = parse_arguments(["--head-dims", "256", "--seqlens", "64"])  # its backward is the portable one everywhere
-    assert [case.method for case in cases_of(args, "sm90")] == methods + methods[:2]
+    assert [case.method for case in cases_of(args, "sm90")] == methods[:2] * 2 + methods * 4
+    assert [case.method for case in cases_of(args, "sm80")] == methods[:2] * 6
 
 
 def test_hopper_forward_counts_the_tiles_that_it_takes():

@@ -1,7 +1,7 @@
 """Compiles the Hopper backward kernel without a GPU and prints, as JSON, what ptxas says of each case. Run as a module.
 
-A case is dtype-head_dim-group-softcap-marks, such as bf16-128-4-0-1. Of head_dim 256 there are 256 and 256tma, one
-pass, and 256dkdv and 256dq, which are two.
+A case is dtype-head_dim-group-softcap-marks, such as bf16-128-4-0-1. Head_dim 256 has two
+kernels, 256dkdv and 256dq.
 """
 
 import json
@@ -60,30 +60,22 @@ def compile_kernel(dtype, head_dim, group, softcap, marks):
 
 
 def compile_wide(dtype, part, group, softcap, marks):
-    """The compiled kernel of one case at head_dim 256; part "" or "tma" is the one pass, "dkdv" and "dq" the two."""
+    """The compiled kernel of one case at head_dim 256; part is dkdv or dq."""
     blocks = [bwd_wide.BLOCK, bwd_wide.HEAD_DIM]
     kernel = bwd_wide._dq_kernel if part == "dq" else bwd_wide._dkdv_kernel
-    constants = dict(HAS_SOFTCAP=softcap == "1", GROUP=int(group), REGISTERS=bwd_wide.TWO_PASSES_REGISTERS)
+    constants = dict(HAS_SOFTCAP=softcap == "1", GROUP=int(group), REGISTERS=bwd_wide.REGISTERS)
     if part == "dq":
-        constants |= dict(K_STAGES=2, V_STAGES=1)
+        constants |= dict(K_STAGES=bwd_wide.K_STAGES, V_STAGES=bwd_wide.V_STAGES)
     else:
         constants |= dict(STAGES=bwd_wide.STAGES, PARTS=bwd_wide.PARTS)
-        if part:
-            constants["sum_ptr"] = None
-        if part != "tma":
-            constants["sum_desc"] = None
-        if part != "dkdv":
-            constants["REGISTERS"] = bwd_wide.ONE_PASS_REGISTERS
     if marks == "0":
         constants["spoiled_ptr"] = None
     signature = dict.fromkeys(kernel.arg_names, "i32") | dict(softmax_scale="fp32", softcap="fp32")
     signature |= {name: descriptor(dtype, blocks) for name in kernel.arg_names if name.endswith("_desc")}
-    signature |= dict.fromkeys(("lse_ptr", "delta_ptr", "sum_ptr"), "*fp32")
+    signature |= dict.fromkeys(("lse_ptr", "delta_ptr"), "*fp32")
     pointers = ("tiles_ptr", "key_start_ptr", "key_end_ptr", "query_start_ptr", "query_end_ptr", "spoiled_ptr")
-    signature |= dict.fromkeys(pointers, "*i32") | dict(
-        rows_desc=descriptor("fp32", blocks[:1]), sum_desc=descriptor("fp32", [bwd_wide.BLOCK, bwd_wide.BLOCK])
-    )  # fmt: skip
-    return compile_source(kernel, signature, constants, bwd_wide.THREAD_REGISTERS[len(constants["REGISTERS"])])
+    signature |= dict.fromkeys(pointers, "*i32") | dict(rows_desc=descriptor("fp32", blocks[:1]))
+    return compile_source(kernel, signature, constants, bwd_wide.THREAD_REGISTERS)
 
 
 def compile_source(kernel, signature, constants, registers):

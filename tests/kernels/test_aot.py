@@ -39,9 +39,8 @@ LIMITS = {
     ("sm90", 128, "dkdv"): (255, 128, "HGMMA"),
     ("sm90", 128, "dq"): (248, 0, "HGMMA"),
     ("sm90", 192, "fwd"): (255, 0, "HGMMA"),
-    ("sm90", 192, "dk"): (255, 160, "HGMMA"),
-    ("sm90", 192, "dv"): (255, 96, "HGMMA"),
-    ("sm90", 192, "dq"): (255, 48, "HGMMA"),
+    ("sm90", 192, "dkdv"): (255, 320, "HGMMA"),
+    ("sm90", 192, "dq"): (248, 0, "HGMMA"),
     ("sm90", 256, "fwd"): (255, 80, "HGMMA"),
     ("sm90", 256, "dk"): (255, 16, "HGMMA"),
     ("sm90", 256, "dv"): (255, 32, "HGMMA"),
@@ -56,7 +55,7 @@ LIMITS = {
     ("sm100", 128, "dkdv"): (255, 256, "UTCHMMA"),
     ("sm100", 128, "dq"): (184, 0, "UTCHMMA"),
     ("sm100", 192, "fwd"): (248, 0, "UTCHMMA"),
-    ("sm100", 192, "dkdv"): (224, 0, "UTCHMMA"),
+    ("sm100", 192, "dkdv"): (232, 0, "UTCHMMA"),
     ("sm100", 192, "dq"): (176, 0, "UTCHMMA"),
     ("sm100", 256, "fwd"): (255, 32, "UTCHMMA"),
     ("sm100", 256, "dk"): (255, 256, "UTCHMMA"),
@@ -74,9 +73,8 @@ CONTAINING = {
     (128, "contain_dkdv"): (255, 320, "HGMMA"),
     (128, "contain_dq"): (248, 0, "HGMMA"),
     (192, "contain_fwd"): (255, 0, "HGMMA"),
-    (192, "contain_dk"): (255, 224, "HGMMA"),
-    (192, "contain_dv"): (255, 48, "HGMMA"),
-    (192, "contain_dq"): (255, 128, "HGMMA"),
+    (192, "contain_dkdv"): (255, 800, "HGMMA"),
+    (192, "contain_dq"): (255, 16, "HGMMA"),
     (256, "contain_fwd"): (255, 32, "HGMMA"),
     (256, "contain_dk"): (255, 64, "HGMMA"),
     (256, "contain_dv"): (255, 128, "HGMMA"),
@@ -96,6 +94,9 @@ REPAIRS = {
     (256, "repair_fwd"): (255, 96, "HGMMA"),
     (256, "repair_dkdv"): (255, 352, "HGMMA"),
 }
+# where ptxas serialises the products, and says so: of the tiles tried on an H200 at 16k tokens, causal, the fastest all
+# the same, 4.722 ms against 5.363 as dk and dv, of which it says nothing
+SERIALISED = {"sm90-192-192-dkdv-2": {"C7512"}}
 TENSOR_MEMORY = 512  # columns, on sm100
 # what shared_bytes may give beyond what Triton reports: it counts the worst of the layouts that the compiler chooses
 # among, of which sm90 needs none
@@ -138,7 +139,7 @@ def assert_within_limits(limits):
     for case, (registers, spill_bytes, tensor_core) in limits.items():
         arch, report = case.partition("-")[0], reports[case]
         within = {
-            "ptxas warns of serialised products": report["warnings"] == [],
+            "ptxas warns of serialised products": set(report["warnings"]) <= SERIALISED.get(case, set()),
             "registers": report["registers"] <= registers,
             "spills": report["spill_bytes"] <= spill_bytes,
             "tensor core": report["tensor_core"] == tensor_core,
@@ -187,6 +188,6 @@ def test_entries_that_compile_slowly_are_within_limits():
 
 def test_shared_bytes_of_other_dtypes_and_of_unequal_head_dims():
     for case, report in compile_all(
-        ["sm90-192-128-dk-2", "sm90-192-128-dv-2", "sm80-128-128-dkdv-4", "sm90-128-128-fwd-1"]
+        ["sm90-256-192-dk-2", "sm90-256-192-dv-2", "sm90-192-128-dkdv-2", "sm80-128-128-dkdv-4", "sm90-128-128-fwd-1"]
     ).items():
         assert report["shared"] <= report["shared_computed"] <= 1.25 * report["shared"], (case, report)

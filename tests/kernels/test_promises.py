@@ -30,7 +30,7 @@ def inputs_of(*shape, n_kv_heads=2, dtype=torch.bfloat16):
     ]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_deterministic_gradients_are_bitwise_equal_in_twenty_runs(head_dim):
     inputs = inputs_of(4096, 8, head_dim)
     cu = cumulative([1000, 3, 0, 2500, 593])

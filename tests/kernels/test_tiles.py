@@ -122,13 +122,13 @@ def test_every_entry_fits_its_smallest_gpu_with_any_head_dims(arch, direction, i
     ("arch", "head_dim", "itemsize", "passes"),
     [
         pytest.param("sm90", 256, 2, APART, id="wide"),
-        pytest.param("sm90", 136, 2, APART, id="in-between"),
-        pytest.param("sm90", 128, 2, ("dkdv",), id="narrow"),
+        pytest.param("sm90", 200, 2, APART, id="in-between"),
+        pytest.param("sm90", 192, 2, ("dkdv",), id="narrow"),
         pytest.param("sm90", 256, 4, ("dkdv",), id="fp32"),
         pytest.param("sm80", 256, 2, ("dkdv",), id="no-entries"),
         pytest.param("unknown", 256, 2, ("dkdv",), id="unknown"),
         pytest.param("interpreter", 256, 4, APART, id="interpreter-wide"),
-        pytest.param("interpreter", 128, 4, ("dkdv",), id="interpreter-narrow"),
+        pytest.param("interpreter", 192, 4, ("dkdv",), id="interpreter-narrow"),
     ],
 )
 def test_dk_and_dv_are_taken_apart_where_the_table_says(arch, head_dim, itemsize, passes):

@@ -6,6 +6,7 @@ memory for dQ = dS K, which is added to fp32 in global memory: the order of thos
 A head_dim of 96 is worked as 64 columns and 32, each with buffers, descriptors and accumulators of its own, because
 Triton's blocks are powers of two: padded to 128 it would pay for a third more of every product.
 Where there are several documents, NaN of one that came into another through a tile of both is repaired (marks.py).
+At head_dim 256 two kernels do all this, in seven matmuls (bwd_wide.py).
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
 
@@ -38,7 +39,8 @@ from kernels.flash_attention.scores import cap
 BLOCK_N = WORK_TILE  # keys of a program, 64 for each warpgroup
 SUM_BLOCK = 64  # rows of dQ, and at most columns, that one warpgroup adds at a time
 # bytes of Q, dO and fp32 dQ that heads worked at one time may span: of 16, 32, 64 MiB and no bound the fastest on an
-# H200 (568, 502, 538, 528 TFLOP/s at 16k, d=128)
+# H200 (568, 502, 538, 528 TFLOP/s at 16k, d=128). At d=256, 16k, 8 heads, no bound was found better: by the time that
+# dK and dV took of the whole's FLOPs, 817 and 933 TFLOP/s in two runs of one head at a time, 873 of two, 819 of all
 L2_BUDGET = 16 * 2**20
 # 3 x 128 threads: the producer's warpgroup gives registers up, and the consumers take them
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
@@ -361,6 +363,14 @@ def supports(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
     )
 
 
+def is_repeatable(head_dim: int) -> bool:
+    """Whether all of attention_backward's gradients are the same bits in every run, where `supports` takes a call.
+
+    They are where no kernel adds to memory: at head_dim 256.
+    """
+    return head_dim == bwd_wide.HEAD_DIM
+
+
 def _kv_heads_per_section(q: Tensor, n_kv_heads: int) -> int:
     """How many KV heads to work at once so that Q, dO and dQ of their query heads fit in L2."""
     total, n_heads, head_dim = q.shape
@@ -410,7 +420,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """do like o, lse and delta (n_heads, total_q) fp32 -> dq, dk, dv, dense, in the dtype of q, k, v.
 
-    For calls that `supports` takes. dq is not bitwise repeatable: its addends come in any order.
+    For calls that `supports` takes. Unless is_repeatable, the addends of dq come in any order.
     """
     if not loadable(do):
         do = do.clone(memory_format=torch.contiguous_format)
@@ -419,9 +429,7 @@ def attention_backward(
         spoiled_q, spoiled_k = (new_marks(x.shape[1], x.shape[0], x.device) for x in (q, k))
     if q.shape[-1] == bwd_wide.HEAD_DIM:
         section = _kv_heads_per_section(q, k.shape[1])
-        dq, dk, dv = bwd_wide.gradients(
-            do, q, k, v, lse, delta, spoiled_q, spoiled_k, schedule, features, section
-        )  # fmt: skip
+        dq, dk, dv = bwd_wide.gradients(do, q, k, v, lse, delta, spoiled_q, spoiled_k, schedule, features, section)
     else:
         rows, dq_sum = prepare(lse, delta, q.shape[-1])
         dk, dv = accumulate(do, q, k, v, rows, dq_sum, spoiled_k, schedule, features)

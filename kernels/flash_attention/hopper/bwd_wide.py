@@ -1,27 +1,32 @@
-"""The backward pass at head_dim 256, for Hopper: dK and dV of 64 keys take two warpgroups' registers, one each.
+"""The backward pass at head_dim 256, for Hopper, in two kernels: dK and dV of 64 keys, then dQ of 128 queries.
 
-One warpgroup has S^T = K Q^T, P^T and dV, one dP^T = V dO^T, dS^T and dK; either accumulator is [64, 256] fp32, 128
-registers a thread. P goes from the first to the second through shared memory, as bf16 or fp16, in the layout of
-both. Either a third warpgroup takes dS from there and adds dS K to fp32 in global memory (five matmuls, the order of
-the additions varies), from registers (`one_pass`) or through shared memory (`one_pass_tma`); or a kernel of its own
-computes dQ from scores of its own (`two_passes`: seven, repeatable).
+A [64, 256] fp32 accumulator takes 128 registers of each thread of a warpgroup, so each warpgroup holds one. For dK and
+dV, one has S^T = K Q^T, P^T and dV, the other dP^T = V dO^T, dS^T and dK; P goes from the first to the second through
+shared memory, in 16 bits, and the layout of the products' results is that of both. For dQ each computes scores of its
+own, of 64 queries. That is seven matmuls where one pass over the scores needs five, but each output has one owner:
+there is no sum in global memory, and gradients are bitwise repeatable.
 
-What binds, for 64 queries x 64 keys at head_dim 256 (cycles of one SM; a matmul is 512 on the tensor cores at 4096
-FLOP a cycle, shared memory gives 128 bytes a cycle, of which S and dP take 512 each, dV and dK 256 each with their A in
-registers, dQ 384, TMA's writes of Q and dO 512, P and dS 192):
+What binds, for 64 queries x 64 keys (cycles of one SM; a matmul is 512 on the tensor cores at 4096 FLOP a cycle;
+shared memory gives 128 bytes a cycle, of which S and dP take 512 each, dV, dK and dQ 256 each with their A in
+registers, P 128, and TMA's writes 512 for Q and dO, 256 for K and V, which two warpgroups share):
 
-- one pass: tensor cores 2560, shared memory 2624, with the additions through it 3776 (they leave room for a buffer of
-  64 columns, whose four dQ take 512); 64 KiB of Q and dO are read from L2, and 64 KiB of dQ added there.
-- two passes: 2048 and 2176 for dK and dV, 1536 and 1536 for dQ (whose tile is 128 queries); 96 KiB read from L2.
+- dK and dV: tensor cores 2048, shared memory 2176, 64 KiB from L2;
+- dQ: tensor cores 1536, shared memory 1536, 32 KiB from L2.
+
+One pass, whose third warpgroup computes dQ = dS K, would take 2560 and 2624, or 3776 with its sums through shared
+memory, and add 64 KiB of fp32 in L2. It was written both ways, adding from registers and by TMA, and lost. TFLOP/s of
+an H200 at commit 4c5c00e, causal bf16, 16k tokens in all, medians; two numbers are those of two rounds:
+
+| tokens a document, heads / KV heads | two kernels | one, registers | one, TMA | cuDNN   | portable |
+|:------------------------------------|------------:|---------------:|---------:|--------:|---------:|
+| 16k, 8 / 8                          | 442-476     | 430-439        | 375-395  | 380-410 | 273-293  |
+| 8k, 16 / 4                          | 441         | 433            | 364      | 390     |          |
+| 2k, 8 / 8                           | 358         | 352            | 307      | 318     |          |
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
 
-from typing import Literal
-
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -34,22 +39,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.flash_attention.features import Features
-from kernels.flash_attention.hopper.bwd_dq import _prepare_kernel, finish, prepare
-from kernels.flash_attention.hopper.bwd_tma import tma_reduce_add
+from kernels.flash_attention.hopper.bwd_dq import _prepare_kernel
 from kernels.flash_attention.hopper.descriptors import numbers, rows_of_heads
 from kernels.flash_attention.hopper.marks import mark_spoiled
-from kernels.flash_attention.portable.launch import SPOILED_ROWS, ceil_div, heads_per_section, tile_and_head
+from kernels.flash_attention.portable.launch import ceil_div, heads_per_section, tile_and_head
 from kernels.flash_attention.schedule import WORK_TILE, Schedule
 from kernels.flash_attention.scores import cap
 
 HEAD_DIM = 256
-BLOCK = 64  # keys of a program, and queries a step
-STAGES = 2  # of Q and of dO in flight
+BLOCK = 64  # queries and keys of a step; a program has one such block of keys, or two of queries
+STAGES = 2  # of Q and of dO in flight for dK and dV
+K_STAGES, V_STAGES = 2, 1  # of K and of V in flight for dQ, which is done with V first
 PARTS = WORK_TILE // BLOCK
-VARIANT: Literal["one_pass", "one_pass_tma", "two_passes"] = "one_pass"
-# of a thread of each group of warps but the first, which keeps what they leave of 64K (192, and 240)
-ONE_PASS_REGISTERS, TWO_PASSES_REGISTERS = (192, 96, 32), (240, 24)
-THREAD_REGISTERS = {3: 128, 2: 168}  # of a thread when the kernel starts, by how many groups these are
+# of a thread when a kernel starts; then of one in the second group of warps and of one in the producer's, which leave
+# 240 of 64K to the first group's
+THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 
 @gluon.jit
@@ -119,7 +123,7 @@ def _consume_dv(dv_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, H
     softmax_scale, softcap = scale
     q_bufs, do_bufs, lse_bufs, _, k_buf, _ = buffers[0]
     k_full, _, q_full, do_full, q_empty, do_empty = buffers[1]
-    p_bufs, p_full, _, p_empty = exchange
+    p_bufs, p_full, p_empty = exchange
     query_start_ptr, query_end_ptr, total_k = ranges
     BLOCK: gl.constexpr = k_buf.shape[0]
     HALF: gl.constexpr = k_buf.shape[1] // 2
@@ -176,7 +180,7 @@ def _consume_dv(dv_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, H
         m, head = _next(m, head, start, end, GROUP, BLOCK)
     if spoiled_ptr is not None:
         mark_spoiled(dv_0 + dv_1, first, kv_head, total_k, spoiled_ptr)
-    # dV leaves through K's buffer, once the last dQ has read it
+    # dV leaves through K's buffer, which S alone reads; the wait for P's last reader is in what was measured, no more
     final = n_steps - 1
     mbarrier.wait(p_empty.index(final % STAGES), (final // STAGES) & 1, pred=n_steps > 0)
     k_buf.slice(0, HALF, dim=1).store(dv_0.to(dtype))
@@ -188,12 +192,12 @@ def _consume_dv(dv_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, H
 
 @gluon.jit
 def _consume_dk(dk_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, GROUP: gl.constexpr,
-                PARTS: gl.constexpr, ONE_PASS: gl.constexpr):  # fmt: skip
-    """Four warps: dP and dS of each step, which they hand to those of dQ if there are any, and dK."""
+                PARTS: gl.constexpr):  # fmt: skip
+    """Four warps: dP of each step, dS with the P that those of dV hand them, and dK."""
     softmax_scale, _ = scale
     q_bufs, do_bufs, _, delta_bufs, _, v_buf = buffers[0]
     _, v_full, q_full, do_full, q_empty, do_empty = buffers[1]
-    p_bufs, p_full, ds_full, p_empty = exchange
+    p_bufs, p_full, p_empty = exchange
     BLOCK: gl.constexpr = v_buf.shape[0]
     HALF: gl.constexpr = v_buf.shape[1] // 2
     STAGES: gl.constexpr = q_bufs.shape[0]
@@ -213,17 +217,11 @@ def _consume_dk(dk_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, G
         dp = warpgroup_mma(v_buf, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [N, M]
         delta = gl.expand_dims(delta_bufs.index(stage).load(gl.SliceLayout(0, SCORES)), 0)
         mbarrier.wait(p_full.index(stage), phase)
-        # the same warps' rows as below, where dS takes the place of P
         p = p_bufs.index(stage).load(SCORES).to(gl.float32)
-        if not ONE_PASS:
-            mbarrier.arrive(p_empty.index(stage), count=1)
+        mbarrier.arrive(p_empty.index(stage), count=1)
         dp = warpgroup_mma_wait(0, deps=[dp])
         mbarrier.arrive(do_empty.index(stage), count=1)
         ds = (p * (dp - delta)).to(dtype)
-        if ONE_PASS:
-            p_bufs.index(stage).store(ds)
-            fence_async_shared()
-            mbarrier.arrive(ds_full.index(stage), count=1)
         mbarrier.wait(q_full.index(stage), phase)
         q = q_bufs.index(stage)
         ds_operand = gl.convert_layout(ds, OPERAND)
@@ -241,114 +239,22 @@ def _consume_dk(dk_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, G
     tma.store_wait(0)
 
 
-@gluon.jit
-def _place_in_block(row, column):
-    """Where a row and column of a 64 x 256 block of dQ's sum stand: as wgmma leaves 4 numbers to each of 128 threads.
-
-    A warp then adds 512 bytes in a row.
-    """
-    thread = row // 16 * 32 + row % 8 * 4 + column % 8 // 2
-    return column // 8 * 512 + thread * 4 + row % 16 // 8 * 2 + column % 2
-
-
-@gluon.jit
-def _consume_dq(sum_ptr, n_blocks, buffers, exchange, order, ranges, GROUP: gl.constexpr, PARTS: gl.constexpr):
-    """Four warps: dS K of each step, in two halves of its columns, added to global memory from registers."""
-    k_buf = buffers[0][4]
-    k_full = buffers[1][0]
-    ds_bufs, _, ds_full, ds_empty = exchange
-    BLOCK: gl.constexpr = k_buf.shape[0]
-    HALF: gl.constexpr = k_buf.shape[1] // 2
-    STAGES: gl.constexpr = ds_bufs.shape[0]
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    _, kv_head, m, end, n_steps = _walk(order, ranges, GROUP, BLOCK, PARTS)
-    start, head = m, kv_head * GROUP
-    rows = gl.expand_dims(gl.arange(0, BLOCK, layout=gl.SliceLayout(1, OUT)), 1)
-    columns = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, OUT)), 0)
-    places = _place_in_block(rows, columns)
-    # K's columns are kept by 64s
-    k_halves = k_buf._reinterpret(k_buf.dtype, [2, BLOCK, HALF], k_buf.layout)
-    no_dq = gl.zeros([BLOCK, HALF], gl.float32, layout=OUT)
-    mbarrier.wait(k_full, 0)
-    for step in range(n_steps):
-        stage, phase = step % STAGES, (step // STAGES) & 1
-        ds = ds_bufs.index(stage).permute((1, 0))  # [M, N]
-        block = (head.to(gl.int64) * n_blocks + m // BLOCK) * (2 * BLOCK * HALF)
-        mbarrier.wait(ds_full.index(stage), phase)
-        # a loop, whose edges ptxas moves nothing across: it would start the second half with the first one's registers
-        for half in range(2):
-            dq = warpgroup_mma(ds, k_halves.index(half), no_dq, use_acc=False, is_async=True)
-            dq = warpgroup_mma_wait(0, deps=[dq])
-            mbarrier.arrive(ds_empty.index(stage), count=1, pred=half == 1)
-            _add(sum_ptr + block + half * (BLOCK * HALF), places, dq)
-        m, head = _next(m, head, start, end, GROUP, BLOCK)
-
-
-@gluon.jit
-def _consume_dq_by_tma(sum_desc, sum_buf, buffers, exchange, order, ranges, GROUP: gl.constexpr, PARTS: gl.constexpr):
-    """Four warps: dS K of each step, in four parts of its columns, added to global memory by TMA."""
-    k_buf = buffers[0][4]
-    k_full = buffers[1][0]
-    ds_bufs, _, ds_full, ds_empty = exchange
-    BLOCK: gl.constexpr = k_buf.shape[0]
-    WIDTH: gl.constexpr = sum_buf.shape[1]
-    N_WIDTHS: gl.constexpr = k_buf.shape[1] // WIDTH
-    STAGES: gl.constexpr = ds_bufs.shape[0]
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    _, kv_head, m, end, n_steps = _walk(order, ranges, GROUP, BLOCK, PARTS)
-    start, head = m, kv_head * GROUP
-    # K's columns are kept by 64s
-    k_parts = k_buf._reinterpret(k_buf.dtype, [N_WIDTHS, BLOCK, WIDTH], k_buf.layout)
-    no_dq = gl.zeros([BLOCK, WIDTH], gl.float32, layout=OUT)
-    mbarrier.wait(k_full, 0)
-    for step in range(n_steps):
-        stage, phase = step % STAGES, (step // STAGES) & 1
-        ds = ds_bufs.index(stage).permute((1, 0))  # [M, N]
-        mbarrier.wait(ds_full.index(stage), phase)
-        for part in range(N_WIDTHS):
-            dq = warpgroup_mma(ds, k_parts.index(part), no_dq, use_acc=False, is_async=True)
-            dq = warpgroup_mma_wait(0, deps=[dq])
-            mbarrier.arrive(ds_empty.index(stage), count=1, pred=part == N_WIDTHS - 1)
-            tma.store_wait(0)  # the last sum has left its buffer
-            sum_buf.store(dq)
-            fence_async_shared()
-            tma_reduce_add(sum_desc, [m, (head * N_WIDTHS + part) * WIDTH], sum_buf)
-        m, head = _next(m, head, start, end, GROUP, BLOCK)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _add(pointer, places, x):
-    """Adds fp32 x to what is at pointer + places, of which each thread's registers hold fours in a row."""
-    # the assembly sees 4 numbers at a time: $0 to $3 are what it returns, $4 is the first one's address
-    asm: gl.constexpr = (
-        "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};"
-        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
-    )
-    addresses = (pointer + places).to(gl.int64)
-    gl.inline_asm_elementwise(
-        asm, "=r,=r,=r,=r,l,l,l,l,f,f,f,f,~{memory}", [addresses, x], gl.int32, is_pure=False, pack=4
-    )
-
-
 _SIZES = (
-    "n_tiles", "n_kv_heads", "section", "total_k", "padded_q", "n_blocks", "stride_qh", "stride_kh", "stride_vh",
-    "stride_doh",
+    "n_tiles", "n_kv_heads", "section", "total_k", "padded_q", "stride_qh", "stride_kh", "stride_vh", "stride_doh"
 )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_SIZES)
 def _dkdv_kernel(
-    q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, sum_ptr, sum_desc,
+    q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc,
     tiles_ptr, query_start_ptr, query_end_ptr, spoiled_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section,
-    total_k, padded_q, n_blocks, stride_qh, stride_kh, stride_vh, stride_doh,
+    total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
     HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: 64 keys of one KV head, over all query heads that share it.
 
-    sum_ptr is None, or where to add dQ (_place_in_block); sum_desc None, or of bwd_dq.prepare's sum of dQ; spoiled_ptr
-    None, or where to mark NaN in dK and dV.
+    padded_q is the length of a head's lse and delta; spoiled_ptr None, or where to mark NaN in dK and dV.
     """
     dtype: gl.constexpr = q_desc.dtype
     BLOCK: gl.constexpr = k_desc.block_type.shape[0]
@@ -368,7 +274,6 @@ def _dkdv_kernel(
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     p_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ds_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     p_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(k_full, count=1)
     mbarrier.init(v_full, count=1)
@@ -378,39 +283,22 @@ def _dkdv_kernel(
         mbarrier.init(q_empty.index(stage), count=2)
         mbarrier.init(do_empty.index(stage), count=2)
         mbarrier.init(p_full.index(stage), count=1)
-        mbarrier.init(ds_full.index(stage), count=1)
         mbarrier.init(p_empty.index(stage), count=1)
     buffers = (
         (q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf),
         (k_full, v_full, q_full, do_full, q_empty, do_empty),
     )
-    exchange = (p_bufs, p_full, ds_full, p_empty)
+    exchange = (p_bufs, p_full, p_empty)
     order = (tiles_ptr, n_tiles, n_kv_heads, section)
     ranges = (query_start_ptr, query_end_ptr, total_k)
     scale = (softmax_scale, softcap)
     loads = (q_desc, k_desc, v_desc, do_desc, rows_desc)
     strides = (stride_qh, stride_kh, stride_vh, stride_doh)
-    if sum_desc is not None:
-        sum_buf = gl.allocate_shared_memory(gl.float32, sum_desc.block_type.shape, sum_desc.layout)
-        gl.warp_specialize([
-            (_consume_dv, (dv_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, HAS_SOFTCAP, GROUP, PARTS)),
-            (_consume_dk, (dk_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, GROUP, PARTS, True)),
-            (_consume_dq_by_tma, (sum_desc, sum_buf, buffers, exchange, order, ranges, GROUP, PARTS)),
-            (_produce, (loads, strides, padded_q, buffers, order, ranges, GROUP, PARTS)),
-        ], [4, 4, 1], REGISTERS)  # fmt: skip
-    elif sum_ptr is not None:
-        gl.warp_specialize([
-            (_consume_dv, (dv_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, HAS_SOFTCAP, GROUP, PARTS)),
-            (_consume_dk, (dk_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, GROUP, PARTS, True)),
-            (_consume_dq, (sum_ptr, n_blocks, buffers, exchange, order, ranges, GROUP, PARTS)),
-            (_produce, (loads, strides, padded_q, buffers, order, ranges, GROUP, PARTS)),
-        ], [4, 4, 1], REGISTERS)  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_consume_dv, (dv_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, HAS_SOFTCAP, GROUP, PARTS)),
-            (_consume_dk, (dk_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, GROUP, PARTS, False)),
-            (_produce, (loads, strides, padded_q, buffers, order, ranges, GROUP, PARTS)),
-        ], [4, 1], REGISTERS)  # fmt: skip
+    gl.warp_specialize([
+        (_consume_dv, (dv_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, HAS_SOFTCAP, GROUP, PARTS)),
+        (_consume_dk, (dk_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, GROUP, PARTS)),
+        (_produce, (loads, strides, padded_q, buffers, order, ranges, GROUP, PARTS)),
+    ], [4, 1], REGISTERS)  # fmt: skip
 
 
 @gluon.jit
@@ -567,55 +455,21 @@ def _dq_kernel(
     ], [4, 1], REGISTERS)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["total", "n_heads", "n_blocks"])
-def _finish_kernel(
-    sum_ptr, dq_ptr, spoiled_ptr, scale, total, n_heads, n_blocks, D: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """One program takes 64 rows and half the columns of a head out of _place_in_block's order, scales and rounds.
-
-    Marks NaN (portable.launch.new_marks) unless spoiled is None.
-    """
-    program = tl.program_id(0)
-    half, block, head = program % 2, program // 2 % n_blocks, program // 2 // n_blocks
-    HALF: tl.constexpr = D // 2
-    SIZE: tl.constexpr = BLOCK * HALF
-    sums = tl.load(sum_ptr + (head.to(tl.int64) * n_blocks + block) * (2 * SIZE) + half * SIZE + tl.arange(0, SIZE))
-    # [column // 8, warp, row % 8, column % 8 // 2, row % 16 // 8, column % 2] -> [row, column]
-    sums = tl.permute(tl.reshape(sums, (HALF // 8, BLOCK // 16, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
-    sums = tl.reshape(sums, (BLOCK, HALF))
-    rows = block * BLOCK + tl.arange(0, BLOCK)
-    columns = half * HALF + tl.arange(0, HALF)
-    places = (rows.to(tl.int64)[:, None] * n_heads + head) * D + columns[None, :]
-    tl.store(dq_ptr + places, (sums * scale).to(dq_ptr.dtype.element_ty), mask=rows[:, None] < total)
-    if spoiled_ptr is not None:
-        if tl.sum(tl.sum(sums * 0.0, axis=1), axis=0) != 0.0:  # NaN where they are not finite
-            tl.store(spoiled_ptr + head * tl.cdiv(total, SPOILED_ROWS) + block * BLOCK // SPOILED_ROWS, 1)
-
-
 def _launch_dkdv(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, dq_sum: Tensor | None, spoiled: Tensor | None,
-    schedule: Schedule, features: Features, section: int,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, spoiled: Tensor | None, schedule: Schedule,
+    features: Features, section: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """-> dk, dv, dense; adds dQ to dq_sum unless it is None.
-
-    rows as bwd_dq.prepare returns them; dq_sum fp32, (n_heads, blocks, 64 * 256) as _place_in_block has it, or
-    (total_q, n_heads * 256), which TMA adds to; section: KV heads to work at once; spoiled: marks of NaN in dk and dv.
-    """
+    """-> dk, dv, dense. rows as _prepare returns them; section: KV heads to work at once; spoiled: marks of NaN."""
     n_heads, (total_k, n_kv_heads, _) = q.shape[1], k.shape
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     n_tiles = schedule.key_tiles.numel() * PARTS
-    by_tma = dq_sum is not None and dq_sum.dim() == 2
-    sum_desc = rows_of_heads(dq_sum.unflatten(1, (-1, BLOCK)), BLOCK) if dq_sum is not None and by_tma else None
-    registers = TWO_PASSES_REGISTERS if dq_sum is None else ONE_PASS_REGISTERS
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc = (rows_of_heads(x, BLOCK) for x in (q, k, v, do, dk, dv))
     _dkdv_kernel[(n_tiles * n_kv_heads,)](
-        q_desc, k_desc, v_desc, do_desc, numbers(rows, BLOCK), dk_desc, dv_desc,
-        None if by_tma else dq_sum, sum_desc, schedule.key_tiles,
+        q_desc, k_desc, v_desc, do_desc, numbers(rows, BLOCK), dk_desc, dv_desc, schedule.key_tiles,
         schedule.query_start, schedule.query_end, spoiled, features.softmax_scale, features.softcap,
-        n_tiles, n_kv_heads, section, total_k, rows.shape[-1], rows.shape[-1] // BLOCK,
-        q.stride(1), k.stride(1), v.stride(1), do.stride(1),
+        n_tiles, n_kv_heads, section, total_k, rows.shape[-1], q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, STAGES=STAGES, PARTS=PARTS,
-        REGISTERS=registers, num_warps=4, maxnreg=THREAD_REGISTERS[len(registers)],
+        REGISTERS=REGISTERS, num_warps=4, maxnreg=THREAD_REGISTERS,
     )  # fmt: skip
     return dk, dv
 
@@ -633,39 +487,24 @@ def _launch_dq(
         q_desc, k_desc, v_desc, do_desc, dq_desc, lse, delta, schedule.query_tiles, schedule.key_start,
         schedule.key_end, spoiled, features.softmax_scale, features.softcap, n_tiles, n_heads,
         heads_per_section(k, v, n_heads), total_q, q.stride(1), k.stride(1), v.stride(1), do.stride(1),
-        HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // k.shape[1], K_STAGES=2, V_STAGES=1,
-        REGISTERS=TWO_PASSES_REGISTERS, num_warps=4, maxnreg=THREAD_REGISTERS[len(TWO_PASSES_REGISTERS)],
+        HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // k.shape[1], K_STAGES=K_STAGES,
+        V_STAGES=V_STAGES, REGISTERS=REGISTERS, num_warps=4, maxnreg=THREAD_REGISTERS,
     )  # fmt: skip
     return dq
 
 
-def _rows_and_sum(lse: Tensor, delta: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """(n_heads, total_q) fp32 twice -> bwd_dq.prepare's rows, and zeros for dQ's sum (n_heads, blocks, 64 * head_dim).
+def _prepare(lse: Tensor, delta: Tensor) -> Tensor:
+    """(n_heads, total_q) fp32 twice -> bwd_dq.prepare's rows, here in whole blocks of 64 queries.
 
-    Both are in whole blocks of 64 queries, so that no block reads or adds to another head's. head_dim may be 0.
+    So no block reads another head's: of 0 queries there, times NaN here, NaN would remain.
     """
     n_heads, total = lse.shape
-    n_blocks = ceil_div(total, BLOCK)
-    rows = torch.empty(2, n_heads, n_blocks * BLOCK, dtype=torch.float32, device=lse.device)
-    dq_sum = torch.empty(n_heads, n_blocks, BLOCK * head_dim, dtype=torch.float32, device=lse.device)
-    block_rows, block_words = 1024, 4096
-    grid = max(ceil_div(dq_sum.numel(), block_words), ceil_div(rows.shape[-1], block_rows) * n_heads)
-    _prepare_kernel[(grid,)](
-        lse, delta, rows, dq_sum, total, rows.shape[-1], n_heads, dq_sum.numel(), BLOCK_ROWS=block_rows,
-        BLOCK_WORDS=block_words,
-    )  # fmt: skip
-    return rows, dq_sum
-
-
-def _finish(dq_sum: Tensor, softmax_scale: float, spoiled: Tensor | None, like: Tensor) -> Tensor:
-    """dQ's sum in _place_in_block's order -> dq, dense, like `like` (total_q, n_heads, head_dim)."""
-    total, n_heads, head_dim = like.shape
-    dq = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    n_blocks = dq_sum.shape[1]
-    _finish_kernel[(2 * n_blocks * n_heads,)](
-        dq_sum, dq, spoiled, softmax_scale, total, n_heads, n_blocks, D=head_dim, BLOCK=BLOCK, num_warps=4
-    )
-    return dq
+    rows = torch.empty(2, n_heads, ceil_div(total, BLOCK) * BLOCK, dtype=torch.float32, device=lse.device)
+    padded, block_rows = rows.shape[-1], 1024
+    _prepare_kernel[(ceil_div(padded, block_rows) * n_heads,)](
+        lse, delta, rows, rows, total, padded, n_heads, 0, BLOCK_ROWS=block_rows, BLOCK_WORDS=4096
+    )  # 0: there is no sum of dQ to clear
+    return rows
 
 
 def gradients(
@@ -674,16 +513,8 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """do like o, lse and delta (n_heads, total_q) fp32 -> dq, dk, dv, dense, in the dtype of q, k, v.
 
-    For head_dim 256, and rows that descriptors.loadable takes. section: KV heads to work at once; spoiled_q and
-    spoiled_k (portable.launch.new_marks) get the marks of NaN in dq, and in dk and dv.
+    For head_dim 256, and rows that descriptors.loadable takes. section: KV heads to work at once for dk and dv;
+    spoiled_q and spoiled_k (portable.launch.new_marks) get the marks of NaN in dq, and in dk and dv.
     """
-    if VARIANT == "one_pass_tma":
-        rows, dq_sum = prepare(lse, delta, HEAD_DIM)
-        dk, dv = _launch_dkdv(do, q, k, v, rows, dq_sum, spoiled_k, schedule, features, section)
-        return finish(dq_sum, features.softmax_scale, spoiled_q, q), dk, dv
-    rows, dq_sum = _rows_and_sum(lse, delta, HEAD_DIM if VARIANT == "one_pass" else 0)
-    if VARIANT == "one_pass":
-        dk, dv = _launch_dkdv(do, q, k, v, rows, dq_sum, spoiled_k, schedule, features, section)
-        return _finish(dq_sum, features.softmax_scale, spoiled_q, q), dk, dv
-    dk, dv = _launch_dkdv(do, q, k, v, rows, None, spoiled_k, schedule, features, section)
+    dk, dv = _launch_dkdv(do, q, k, v, _prepare(lse, delta), spoiled_k, schedule, features, section)
     return _launch_dq(do, q, k, v, lse, delta, spoiled_q, schedule, features), dk, dv
