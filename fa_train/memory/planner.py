@@ -313,10 +313,10 @@ class _Block:
     def _ffn_backward(self) -> int:
         """The gradient of the last product's operand; SwiGLU's, of its two factors; or a chunk's tensors."""
         s, held = self.shape, self.kept() + self.x
+        if s.checkpointing == "selective" and not self.eager and not s.adapters:
+            held -= self.attention_kept() - self.boundary()  # compiled code makes queries, keys and values after this
         rounded = self.x_rounded if s.mixed else 0  # the gradient of the FFN's result
-        if (
-            s.adapters
-        ):  # that operand has a gradient through the frozen weights and one through A; it is let go for the sum
+        if s.adapters:  # that operand has a gradient through frozen weights and one through A, let go for the sum
             chunk = self._chunk(s.tokens)
             if not s.mlp_chunk:
                 return held + 2 * chunk + self._dequantised()
@@ -325,9 +325,9 @@ class _Block:
         if not s.mlp_chunk:  # the activations again, and autocast's copy of the last weight
             again = self.activated() + self.rounded_down()
             of_operand = rounded + again + self.hidden + self.down_weight * s.compute_bytes
-            its_own = 0 if s.accumulates else self.down_weight * s.weight_bytes  # the gradient of that weight
-            # compiled, one kernel makes them and the operand, of which that weight's gradient comes after
-            of_factors = 4 * self.hidden + (its_own if self.eager else rounded) if s.gated else 0
+            # the gradient of that weight, which compiled code hands over at its end
+            its_own = 0 if self.eager and s.accumulates else self.down_weight * s.weight_bytes
+            of_factors = self.hidden * (4 if self.eager else 3) + its_own if s.gated else 0
             return held + max(of_operand, of_factors)
         weights = (self.up_weight + self.down_weight) * 4
         chunk = self._chunk(s.tokens)
@@ -348,7 +348,19 @@ class _Block:
         s = self.shape
         held = self.attention_kept() + self.x + self.q
         on_hopper = s.compute_bytes == 2 and s.head_dim in (64, 128)
-        return held + self.lse * (3 if on_hopper else 1) + (self.q_full if on_hopper else 0) + self.qkv
+        operator = self.lse * (3 if on_hopper else 1) + (self.q_full if on_hopper else 0) + self.qkv
+        return held + operator + (0 if self.eager else self._held_by_compiled_code())
+
+    def _held_by_compiled_code(self) -> int:
+        """What eager code has let go by the time of attention's backward; as torch 2.11's inductor orders an H200's."""
+        s = self.shape
+        held = self.x  # the gradient of the block's result: all of the block is one node, whose argument it is
+        if s.adapters:
+            return held
+        # one kernel at the end sums for both norms' weights: attention's projected result, the FFN's gradient of its x
+        held += 2 * self.x_rounded + self.statistics
+        held += self.x_rounded if s.mixed and not s.mlp_chunk else 0  # of that result, for its weight's gradient
+        return held + (self.up_weight + self.down_weight) * s.weight_bytes  # gradients, handed over at the end
 
     def _chunk(self, tokens: int) -> int:
         """(chunk, ffn_dim), one operand, with `tokens` left."""

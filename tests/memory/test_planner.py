@@ -67,7 +67,8 @@ LLAMA_1B = replace(
     GPT2, n_layers=16, dim=2048, n_heads=32, n_kv_heads=8, ffn_dim=8192, vocab_size=128256, activation="swiglu"
 )
 H200, HOST = int(139.8 * GIB), 120 * GIB
-# scripts/bench_planner.py wrote them, scripts/results/planner_h200_202611.md tells of them
+# by scripts/bench_planner.py (scripts/results/planner_h200_202611.md tells of them), or by what `run` names;
+# a `first` step is one before the optimizer has states
 MEASURED = json.loads((Path(__file__).parent / "peaks_h200.json").read_text())
 
 
@@ -80,7 +81,9 @@ MEASURED = json.loads((Path(__file__).parent / "peaks_h200.json").read_text())
 )
 def test_peaks_measured_on_an_h200(measured):
     limit = 0.06 if measured["shape"]["optimizer"] == "adamw_offload" else 0.05
-    assert predict(Shape(**measured["shape"])).allocated / GIB == pytest.approx(measured["peak_gib"], rel=limit)
+    prediction = predict(Shape(**measured["shape"]))
+    allocated = prediction.allocated - (prediction.optimizer if measured.get("first") else 0)
+    assert allocated / GIB == pytest.approx(measured["peak_gib"], rel=limit)
 
 
 def build(s: Shape, attention: Attention = flash_attention) -> GPT:
