@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -18,8 +19,10 @@ from weakref import proxy
 
 import lightning as L
 import torch
+import torch.distributed as dist
 import wandb
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -31,7 +34,6 @@ from fa_train.data.report import Histogram
 from fa_train.flops import peak_flops, train_flops
 from fa_train.lit_gpt import LitGPT
 from fa_train.models.export import Build, export_run
-from fa_train.parallel.fsdp import FullyShardedStrategy
 
 GIB = 2**30
 
@@ -258,33 +260,110 @@ class Checkpoint(ModelCheckpoint):
             logger.after_save_checkpoint(proxy(self))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # a sharded checkpoint needs all ranks, and only a signal surely stops them all at one step
-        if not isinstance(trainer.strategy, FullyShardedStrategy) or isinstance(exception, SIGTERMException):
+        # saving needs all ranks, and only GracefulInterrupt surely stops them all at one step
+        if trainer.world_size == 1 or isinstance(exception, SIGTERMException):
             super().on_exception(trainer, pl_module, exception)
         if self._last_checkpoint_saved:
             trainer.print(f"checkpoint: {self._last_checkpoint_saved}; ckpt_path=last goes on from it")
+        if isinstance(exception, SIGTERMException):
+            wait_for_other_ranks(trainer)
+
+
+def wait_for_other_ranks(trainer: L.Trainer) -> None:
+    """Lets the ranks that this process started end before it does, each with the exit status of an interrupt.
+
+    Lightning's observer would take that status for a failure and kill this process, perhaps before it is done.
+    """
+    launcher = trainer.strategy.launcher
+    if isinstance(launcher, _SubprocessScriptLauncher):
+        ranks = launcher.procs.copy()
+        launcher.procs.clear()  # the observer's list, too
+        for rank in ranks:
+            try:
+                rank.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                rank.kill()
 
 
 class GracefulInterrupt(Callback):
-    """Ctrl-C ends a run as SIGTERM does: the micro-batch in progress is finished, then Checkpoint saves.
+    """Ctrl-C and SIGTERM end a run, of any number of ranks: a micro-batch is finished, Checkpoint saves, exit 143.
 
-    A second Ctrl-C stops at once.
+    A second one ends it at once. Any rank may get the signal, and any number of them.
     """
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._previous = signal.signal(signal.SIGINT, self._on_sigint)
+        self._trainer, self._process = trainer, os.getpid()
+        self._asked_at: float | None = None
+        self._agreement = Agreement() if trainer.world_size > 1 else None
+        # Lightning's own handler broadcasts, in the midst of whatever collective the signal came into, and hangs. It
+        # registers this one in place of that when this hook has run, and stops where received_sigterm is set.
+        trainer._signal_connector._sigterm_notifier_fn = self._on_signal  # type: ignore[assignment]
+        # what all ranks agree on here, it would broadcast from rank 0 every micro-batch, and wait for the device
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        signal.signal(signal.SIGINT, self._previous)
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        signal.signal(signal.SIGINT, self._on_signal)  # Lightning puts back the handlers that were there before fit
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if hasattr(self, "_previous"):
-            signal.signal(signal.SIGINT, self._previous)
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._agree()
 
-    def _on_sigint(self, signum: int, frame: FrameType | None) -> None:
-        print("\ninterrupted: saving after this step; press Ctrl-C again to stop at once", flush=True)
-        signal.signal(signal.SIGINT, self._previous)
-        signal.raise_signal(signal.SIGTERM)
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._agree()
+
+    def _agree(self) -> None:
+        if self._agreement and not self._trainer.received_sigterm and self._agreement.any(self._asked_at is not None):
+            self._trainer._signal_connector.received_sigterm = True
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            return  # a data worker, forked with this handler: the terminal's Ctrl-C is not for it
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+            if self._trainer.is_global_zero:  # print() must not be interrupted by another one
+                os.write(1, b"\ninterrupted: saving after this step; once more (Ctrl-C or SIGTERM) stops at once\n")
+            if not self._agreement:
+                self._trainer._signal_connector.received_sigterm = True
+        elif time.monotonic() - self._asked_at > 1:  # torchrun and others pass on what the terminal has sent already
+            launcher = self._trainer.strategy.launcher
+            if isinstance(launcher, _SubprocessScriptLauncher):
+                launcher.kill(signal.SIGKILL)
+            os._exit(128 + signum)
+
+
+class Agreement:
+    """Whether any rank says yes, the same answer on all ranks, one question late.
+
+    Ranks that left at different steps would wait for each other in collectives that do not match. Each question is an
+    all-reduce of one integer, in a group of its own over the CPUs, so that it meets no other collective and waits for
+    no device; as every rank asks at the end of every micro-batch, all get the same answers at the same places. It runs
+    during the next micro-batch, at whose end it is read: a host only waits for others a micro-batch behind. A flag in
+    the store would not do, since nothing bounds by how many steps hosts run ahead of each other.
+    """
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo")
+        self._answer = torch.zeros(1, dtype=torch.int32)
+        self._asked: dist.Work | None = None
+
+    def any(self, yes: bool) -> bool:
+        """Asks, unless the last question, which is answered here, found a yes."""
+        if self._asked is not None:
+            self._asked.wait()
+        if self._answer.item():
+            return True
+        self._answer.fill_(yes)
+        self._asked = dist.all_reduce(self._answer, dist.ReduceOp.MAX, self._group, async_op=True)
+        return False
 
 
 class OutOfMemory(Callback):

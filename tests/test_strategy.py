@@ -1,6 +1,10 @@
-"""strategy=fsdp: two processes on the CPU train, save, resume and export what one does."""
+"""Several ranks: two processes on the CPU train, save, resume and export what one does, and stop when told to."""
 
-import shutil
+import multiprocessing
+import os
+import signal
+import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,25 +12,26 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import train
-from fa_train.callbacks import Checkpoint
+from fa_train.callbacks import Agreement, Checkpoint
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.memory.planner import Shape, predict
 from fa_train.memory.stack import Memory
 from fa_train.models.attention import sdpa_attention
 from fa_train.models.gpt import GPT
 from fa_train.parallel.checkpoint import load_sharded
-from fa_train.parallel.fsdp import FullyShardedStrategy, local, shard, whole
+from fa_train.parallel.fsdp import local, shard, whole
 from scripts import export_hf
-from tests.test_train import processes_can_talk
-from tests.training import column, command_line, composed, tiny, write_corpus
+from tests.test_train import processes_can_talk, start_and_stop
+from tests.training import column, composed, tiny, write_corpus
 
 pytestmark = pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
 SETTINGS = (
@@ -34,23 +39,27 @@ SETTINGS = (
     "callbacks.checkpoint.save_top_k=-1",
 )  # fmt: skip
 RANKS = ("strategy=fsdp", "trainer.devices=2")
+CUT = ("+callbacks.cut._target_=tests.test_strategy.SignalToRankOne",)
 
 
-def one_process(folder: Path, corpus: Path, *overrides: str) -> Path:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+class SignalToRankOne(Callback):
+    """SIGTERM to the second of two ranks, after step 3."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if trainer.global_step == 3 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_in(folder: Path, corpus: Path, *overrides: str) -> Path:
+    """A run in this process; its folder, with the config as the command line leaves it."""
+    folder.mkdir(exist_ok=True)
     with composed(folder, *tiny(corpus, *SETTINGS, *overrides)) as cfg:
+        if os.environ.get("RANK", "0") == "0":
+            (folder / ".hydra").mkdir()
+            settings = OmegaConf.masked_copy(cfg, [str(name) for name in cfg if name != "hydra"])
+            OmegaConf.save(settings, folder / ".hydra" / "config.yaml")
         train.train(cfg)
     return folder
-
-
-def two_processes(folder: Path, corpus: Path, *overrides: str) -> Path:
-    """The run's folder, by the command line."""
-    folder.mkdir()
-    done = command_line(folder, *tiny(corpus, *SETTINGS, *RANKS, *overrides))
-    assert done.returncode == 0, done.stderr
-    [metrics] = folder.rglob("metrics.csv")
-    return metrics.parent
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +73,62 @@ def shared(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole_run(shared) -> Path:
-    return one_process(shared / "whole", shared)
+    return train_in(shared / "whole", shared)
 
 
 @pytest.fixture(scope="module")
-def sharded_run(shared) -> Path:
-    return two_processes(shared / "sharded", shared, "export=true")
+def two_ranks(shared, whole_run) -> Path:
+    """What two processes did together: see in_two_processes."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+    multiprocessing.set_forkserver_preload(["train", "tests.test_strategy"])  # imported once for both
+    arguments = (str(shared), port)
+    torch.multiprocessing.start_processes(in_two_processes, args=arguments, nprocs=2, start_method="forkserver")
+    return shared
+
+
+def in_two_processes(rank: int, folder: str, port: int) -> None:
+    """One of two ranks, for everything that needs two, as a process takes seconds to start.
+
+    Runs in `folder`: sharded; two_from_two and two_from_one, which go on from step 3 of sharded and of whole; cut,
+    which rank 1 was told to stop, and two_from_cut. Asserts what only the ranks themselves see.
+    """
+    torch.set_num_threads(1)
+    # as torchrun tells its processes
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test",
+    )  # fmt: skip
+    shared = Path(folder)
+    step_three = "checkpoints/step_0000003.ckpt"
+    train_in(shared / "sharded", shared, *RANKS, "export=true")
+    train_in(shared / "two_from_two", shared, *RANKS, f"ckpt_path={shared}/sharded/{step_three}")
+    train_in(shared / "two_from_one", shared, *RANKS, f"ckpt_path={shared}/whole/{step_three}")
+    with pytest.raises(SystemExit) as ended:
+        train_in(shared / "cut", shared, *RANKS, *CUT)
+    assert ended.value.code == 128 + signal.SIGTERM
+    dist.barrier()  # rank 0 still gives the checkpoint its name
+    newest = max((shared / "cut" / "checkpoints").iterdir())
+    train_in(shared / "two_from_cut", shared, *RANKS, f"ckpt_path={newest}")
+    agree(rank)
+    compare_gradients(rank)
+    dist.destroy_process_group()
+
+
+def agree(rank: int) -> None:
+    """All ranks learn of rank 1's yes at the same question, the one after; asked by ranks of unlike speed."""
+    agreement = Agreement()
+    answers = []
+    for question in range(5):
+        time.sleep(0.05 * (rank == question % 2))
+        answers.append(agreement.any(rank == 1 and question == 2))
+    assert answers == [False, False, False, True, True]
+
+
+@pytest.fixture(scope="module")
+def sharded_run(two_ranks) -> Path:
+    return two_ranks / "sharded"
 
 
 def assert_goes_on(run: Path, whole_run: Path) -> None:
@@ -94,7 +153,6 @@ def test_a_sharded_checkpoint_is_a_folder_with_a_part_a_rank(sharded_run):
 
 
 def test_a_sharded_run_exports_what_one_process_does(whole_run, sharded_run, tmp_path):
-    shutil.copytree(sharded_run / ".hydra", whole_run / ".hydra", dirs_exist_ok=True)
     for run in (whole_run, sharded_run):
         export_hf.export(run / "checkpoints/step_0000006.ckpt", tmp_path / run.parent.name / run.name, [], None)
     whole, exported = (tmp_path / run.parent.name / run.name for run in (whole_run, sharded_run))
@@ -108,23 +166,25 @@ def test_a_sharded_run_exports_what_one_process_does(whole_run, sharded_run, tmp
     assert at_its_end.read_bytes() == (exported / "model.safetensors").read_bytes(), "export=true writes the same"
 
 
-def test_two_ranks_go_on_from_two(shared, whole_run, sharded_run):
-    start = f"ckpt_path={sharded_run}/checkpoints/step_0000003.ckpt"
-    assert_goes_on(two_processes(shared / "two_from_two", shared, start), whole_run)
+@pytest.mark.parametrize("run", ["two_from_two", "two_from_one"])
+def test_two_ranks_go_on(run, whole_run, two_ranks):
+    assert_goes_on(two_ranks / run, whole_run)
+
+
+def test_a_signal_to_one_rank_saves_at_one_step_of_both(whole_run, two_ranks):
+    """SIGTERM in step 4 of rank 1; both ranks leave in it or in the next, with a checkpoint that goes on."""
+    cut, rest = (column(two_ranks / run, "train/loss") for run in ("cut", "two_from_cut"))
+    assert max(cut) in (4, 5) and sorted(cut | rest) == [1, 2, 3, 4, 5, 6] and min(rest) == max(cut) + 1
+    assert cut | rest == pytest.approx(column(whole_run, "train/loss"), rel=1e-5)
 
 
 def test_one_rank_goes_on_from_two(shared, whole_run, sharded_run):
     start = f"ckpt_path={sharded_run}/checkpoints/step_0000003.ckpt"
-    assert_goes_on(one_process(shared / "one_from_two", shared, start), whole_run)
-
-
-def test_two_ranks_go_on_from_one(shared, whole_run):
-    start = f"ckpt_path={whole_run}/checkpoints/step_0000003.ckpt"
-    assert_goes_on(two_processes(shared / "two_from_one", shared, start), whole_run)
+    assert_goes_on(train_in(shared / "one_from_two", shared, start), whole_run)
 
 
 def test_last_is_the_newest_folder(sharded_run):
-    found = train.preflight.checkpoint_path("last", sharded_run.parent)
+    found = train.preflight.checkpoint_path("last", sharded_run)
     assert found == str(sharded_run / "checkpoints/step_0000006.ckpt")
 
 
@@ -155,13 +215,47 @@ def test_what_cannot_be_sharded_is_named_before_anything_is_computed(overrides, 
         train.build(cfg)
 
 
-@pytest.mark.parametrize(("exception", "saves"), [(SIGTERMException(), True), (RuntimeError("of one rank"), False)])
-def test_an_error_of_one_rank_waits_for_no_other(exception, saves, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("world_size", "exception", "saves"),
+    [
+        (2, SIGTERMException(), True),
+        (2, RuntimeError("of one rank"), False),
+        (1, RuntimeError("of the only one"), True),
+    ],
+)
+def test_an_error_of_one_rank_waits_for_no_other(world_size, exception, saves, tmp_path, monkeypatch):
     saved = []
     monkeypatch.setattr(ModelCheckpoint, "on_exception", lambda self, trainer, module, error: saved.append(error))
-    trainer = SimpleNamespace(strategy=FullyShardedStrategy(), print=print)
+    trainer = SimpleNamespace(world_size=world_size, strategy=SimpleNamespace(launcher=None), print=print)
     Checkpoint(dirpath=tmp_path).on_exception(trainer, None, exception)
     assert bool(saved) == saves
+
+
+LONG = ("data.val_rows=2", "max_steps=40", "trainer.val_check_interval=40")
+DDP = (*LONG, "strategy=ddp", "trainer.devices=2", "data.num_workers=1", "run_name=stopped")
+
+
+@pytest.fixture(scope="module")
+def stopped_run(shared) -> Path:
+    """SIGTERM to all processes of a run, as a terminal's Ctrl-C and SLURM do it."""
+    return start_and_stop(shared, tiny(shared, *DDP), 7, signal.SIGTERM, to_all=True)
+
+
+def test_a_signal_to_all_processes_saves_and_stops(stopped_run):
+    steps = sorted(column(stopped_run, "train/loss"))
+    assert 7 <= len(steps) < 40, "it ended before the signal came"
+    assert [path.name for path in (stopped_run / "checkpoints").iterdir()] == [f"step_{steps[-1]:07d}.ckpt"]
+
+
+def test_a_stopped_run_goes_on_and_stops_by_its_main_process_too(stopped_run, shared):
+    """Its parts, the last by one process, have the losses of a run that nobody stopped."""
+    again = start_and_stop(shared, tiny(shared, *DDP, "ckpt_path=last"), 20, signal.SIGTERM)
+    [newest] = (again / "checkpoints").iterdir()
+    rest = train_in(shared / "rest", shared, *LONG, f"ckpt_path={newest}")
+    parts = [column(folder, "train/loss") for folder in (stopped_run, again, rest)]
+    assert sum(len(part) for part in parts) == 40, "no step is done twice"
+    whole = column(train_in(shared / "unstopped", shared, *LONG), "train/loss")
+    assert parts[0] | parts[1] | parts[2] == pytest.approx(whole, rel=1e-4), "fp32 sums in another order"
 
 
 def small_gpt(tied: bool, memory: Memory) -> GPT:
@@ -191,11 +285,9 @@ def gradients(model: GPT, tokens: Tensor, precision: str) -> tuple[Tensor, dict[
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def compare_gradients(rank: int, folder: str) -> None:
+def compare_gradients(rank: int) -> None:
     """One of two processes: its losses, and the mean of both ranks' gradients, are those of whole models."""
-    torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)  # its bf16 is not there on every machine
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     streams = torch.randint(67, (2, 18), generator=torch.Generator().manual_seed(1))
     for name, (tied, memory, precision) in CASES.items():
@@ -216,11 +308,6 @@ def compare_gradients(rank: int, folder: str) -> None:
             atol = 2**-6 * float(mean.abs().max()) if mixed else 1e-5
             error = float((whole(gradient) - mean).abs().max())
             assert error <= atol, (name, parameter, error)
-    dist.destroy_process_group()
-
-
-def test_gradients_are_the_mean_over_ranks(tmp_path):
-    torch.multiprocessing.spawn(compare_gradients, args=(str(tmp_path),), nprocs=2)
 
 
 def test_the_planner_counts_a_part_a_rank():

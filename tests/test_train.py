@@ -1,17 +1,21 @@
 """Whole runs of train.py on tiny models."""
 
 import json
+import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train
+from fa_train.callbacks import GracefulInterrupt
 from tests.training import (
     RECORDED,
     REPOSITORY,
@@ -84,18 +88,25 @@ def test_a_sweep_goes_on_after_running_out_of_memory(tmp_path):
     assert first["oom"] == 1 and "oom" not in second and second["tokens"] == 128
 
 
-def start_and_stop(tmp_path, overrides, step, stop):
-    """Starts train.py and, once it says that it has done `step`, sends the signal; the run's new folder."""
+def start_and_stop(tmp_path, overrides, step, stop, to_all=False):
+    """Starts train.py and, once it says that it has done `step`, sends the signal; the run's new folder.
+
+    The signal goes to the process that was started, or to all of its group. None of them may live on for a minute.
+    """
     before = set(tmp_path.rglob("metrics.csv"))
     command = [sys.executable, str(REPOSITORY / "train.py"), *overrides]
     process = subprocess.Popen(
-        command, cwd=tmp_path, env=quiet_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+        command, cwd=tmp_path, env=quiet_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    hung = threading.Timer(60, os.killpg, (process.pid, signal.SIGKILL))
     lines = []
-    for line in process.stdout:
+    for line in process.stdout:  # to the end of the last process that writes to it
         lines.append(line)
-        if line.startswith(f"step {step}/"):
-            process.send_signal(stop)
+        if line.startswith(f"step {step}/") and not hung.is_alive():  # a validation says it again
+            hung.start()
+            os.killpg(process.pid, stop) if to_all else process.send_signal(stop)
+    hung.cancel()
     assert process.wait(timeout=60) == (-stop if stop == signal.SIGKILL else 128 + stop), "".join(lines)
     [metrics] = set(tmp_path.rglob("metrics.csv")) - before
     return metrics.parent
@@ -120,6 +131,32 @@ def test_a_terminated_run_resumes_with_the_same_losses(tmp_path):
     rest = column(start_and_finish(tmp_path, *overrides, "ckpt_path=last"), "train/loss")
     assert min(rest) == max(cut) + 1 and max(rest) == 20
     assert cut | rest == whole
+
+
+def test_the_second_signal_stops_at_once(monkeypatch, capfd):
+    """Unless it comes with the first, as torchrun passes on what all had from a terminal. A data worker ignores it."""
+    now, exits = [100.0], []
+    monkeypatch.setattr("fa_train.callbacks.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("fa_train.callbacks.os._exit", exits.append)
+    connector = SimpleNamespace(received_sigterm=False)
+    trainer = SimpleNamespace(
+        world_size=1, is_global_zero=True, _signal_connector=connector, strategy=SimpleNamespace(launcher=None),
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace()),
+    )  # fmt: skip
+    interrupt = GracefulInterrupt()
+    interrupt.on_fit_start(trainer, None)
+    with monkeypatch.context() as in_worker:
+        in_worker.setattr("fa_train.callbacks.os.getpid", lambda: -1)
+        connector._sigterm_notifier_fn(signal.SIGTERM, None)
+    assert not connector.received_sigterm and not capfd.readouterr().out
+    for seconds in (0, 0.5):
+        now[0] = 100 + seconds
+        connector._sigterm_notifier_fn(signal.SIGINT, None)
+        assert connector.received_sigterm and not exits
+    assert capfd.readouterr().out.count("interrupted: saving after this step") == 1
+    now[0] = 102
+    connector._sigterm_notifier_fn(signal.SIGINT, None)
+    assert exits == [128 + signal.SIGINT]
 
 
 def test_a_run_killed_twice_has_the_rows_and_losses_of_one(tmp_path):

@@ -1,5 +1,8 @@
 """Packed micro-batches for Lightning, as a pure function of the seed and of how many came before."""
 
+import os
+import signal
+import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -210,7 +213,24 @@ class PackedDataModule(L.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=self._running_trainer().strategy.root_device.type == "cuda",
             persistent_workers=self.num_workers > 0,
+            worker_init_fn=leave_signals_to_the_run,
         )
+
+
+def leave_signals_to_the_run(worker_id: int) -> None:
+    """Has a data worker live through a terminal's Ctrl-C and SLURM's SIGTERM, which go to all processes of a run.
+
+    The run still needs it for what it finishes before it saves. Its parent's SIGTERM ends it, as before.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # blocked, sigwaitinfo tells who sent it
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_parent(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 class PackedRows:
