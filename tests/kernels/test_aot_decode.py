@@ -1,14 +1,9 @@
 """The kernels of decoding compile within limits, as tests.kernels.aot_decode reports them."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from kernels.flash_attention.tiles import SHARED_LIMIT
+from tests.kernels.ahead_of_time import compile_all
 
 # registers a thread, bytes of spill stores, tensor-core instruction: the most that triton 3.6 and 3.7 need, with a
 # little room. One query takes 16 rows, too few for Hopper's wgmma. "paged" has every feature, rotation among them.
@@ -25,21 +20,12 @@ LIMITS = {
 }
 
 
-@pytest.fixture(scope="module")
-def reports():
-    """By case, from a process of its own: what was imported for the interpreter stays so."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.aot_decode", *LIMITS]
-    result = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return {report["case"]: report for report in map(json.loads, result.stdout.splitlines())}
-
-
-@pytest.mark.parametrize("case", LIMITS)
-def test_compiles_within_limits(case, reports):
-    (registers, spill_bytes, tensor_core), report = LIMITS[case], reports[case]
-    assert report["warnings"] == []
-    assert report["registers"] <= registers
-    assert report["spill_bytes"] <= spill_bytes
-    assert report["tensor_core"] == tensor_core
-    assert report["shared"] <= SHARED_LIMIT[case.partition("-")[0]]
+@pytest.mark.timeout(600)
+def test_compiles_within_limits():
+    for case, report in compile_all("tests.kernels.aot_decode", [*LIMITS]).items():
+        registers, spill_bytes, tensor_core = LIMITS[case]
+        assert report["warnings"] == [], report
+        assert report["registers"] <= registers, report
+        assert report["spill_bytes"] <= spill_bytes, report
+        assert report["tensor_core"] == tensor_core, report
+        assert report["shared"] <= SHARED_LIMIT[case.partition("-")[0]], report
