@@ -22,7 +22,7 @@ import shlex
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import date
 from functools import partial
@@ -40,19 +40,21 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
-from triton.testing import do_bench
 
 from kernels import flash_attn_func, flash_attn_varlen_func
 from kernels.flash_attention.interface import flash_attn_packed
 from kernels.flash_attention.schedule import build_schedule
+from scripts.gpu_timing import captured, median_ms
 
-MODEL_DIM = 2048  # n_heads * head_dim in every case
+MODEL_DIM = 2048  # n_heads * head_dim in every case, or just below
 DENSE_TOKENS = 16384  # a batch of short sequences holds this many tokens
 PACKED_TOKENS = 65536  # in the one row of the packed documents
+LARGE_GIB = 4.0
 DEVICE = torch.device("cuda")
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,11 @@ class Workload:
     causal: bool
     documents: tuple[int, ...] = ()  # lengths, in tokens
     name: str = ""
+    group: int = 1  # query heads for each KV head
 
     @property
     def n_heads(self) -> int:
-        return MODEL_DIM // self.head_dim
+        return MODEL_DIM // self.head_dim // self.group * self.group
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -79,7 +82,9 @@ class Workload:
         return "packed documents" if self.documents else "dense"
 
     def flops(self, direction: Direction) -> float:
-        forward = 4 * MODEL_DIM * sum(length**2 for length in self.lengths) / (2 if self.causal else 1)
+        forward = (
+            4 * self.n_heads * self.head_dim * sum(length**2 for length in self.lengths) / (2 if self.causal else 1)
+        )
         return forward * (2.5 if direction == "backward" else 1)
 
     def cu_seqlens(self) -> Tensor:
@@ -94,6 +99,7 @@ class Row:
     section: str
     workload: str
     head_dim: int
+    group: int
     batch: int
     seqlen: int
     causal: bool
@@ -115,13 +121,16 @@ class Backend:
 
     def inputs(self, workload: Workload) -> list[Tensor]:
         """q, k, v and the gradient of o, bf16, in the backend's own layout: no transposition is timed."""
-        batch, tokens, heads = workload.batch, workload.seqlen, workload.n_heads
-        shape = {
-            "batch heads tokens": (batch, heads, tokens),
-            "batch tokens heads": (batch, tokens, heads),
-            "tokens heads": (batch * tokens, heads),
-        }[self.layout]
-        tensors = [torch.randn(*shape, workload.head_dim, dtype=torch.bfloat16, device=DEVICE) for _ in range(4)]
+        batch, tokens = workload.batch, workload.seqlen
+        kv_heads = workload.n_heads // workload.group
+        tensors = []
+        for heads in (workload.n_heads, kv_heads, kv_heads, workload.n_heads):
+            shape = {
+                "batch heads tokens": (batch, heads, tokens),
+                "batch tokens heads": (batch, tokens, heads),
+                "tokens heads": (batch * tokens, heads),
+            }[self.layout]
+            tensors.append(torch.randn(*shape, workload.head_dim, dtype=torch.bfloat16, device=DEVICE))
         return [tensor.requires_grad_(self.has_backward) for tensor in tensors[:3]] + tensors[3:]
 
 
@@ -130,6 +139,7 @@ def naive(workload: Workload) -> Attend:
     hidden = torch.ones(workload.seqlen, workload.seqlen, dtype=torch.bool, device=DEVICE).triu(1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(workload.group, dim=1) for x in (k, v))
         scores = (q * workload.head_dim**-0.5) @ k.transpose(-2, -1)
         if workload.causal:
             scores.masked_fill_(hidden, -math.inf)
@@ -141,7 +151,7 @@ def naive(workload: Workload) -> Attend:
 def sdpa(backend: SDPBackend, workload: Workload) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
-            return scaled_dot_product_attention(q, k, v, is_causal=workload.causal)
+            return scaled_dot_product_attention(q, k, v, is_causal=workload.causal, enable_gqa=workload.group > 1)
 
     return attend
 
@@ -152,6 +162,7 @@ def flex(workload: Workload) -> Attend:
     torch._functorch.config.donated_buffer = False  # the timing runs one graph's backward many times
     compiled = torch.compile(flex_attention, dynamic=False)
     causal = workload.causal
+    attention = partial(compiled, enable_gqa=workload.group > 1)
     lengths = torch.tensor(workload.lengths, device=DEVICE)
     document = torch.repeat_interleave(torch.arange(len(lengths), device=DEVICE), lengths)
 
@@ -163,10 +174,10 @@ def flex(workload: Workload) -> Attend:
         return same & (query >= key) if causal else same
 
     if not workload.documents and not causal:
-        return compiled
+        return attention
     mask = document_mask if workload.documents else causal_mask
     block_mask = create_block_mask(mask, None, None, workload.seqlen, workload.seqlen, device=DEVICE)
-    return partial(compiled, block_mask=block_mask)
+    return partial(attention, block_mask=block_mask)
 
 
 def ours(workload: Workload) -> Attend:
@@ -227,12 +238,12 @@ STYLES = {  # the palette of Okabe and Ito, and a marker each, so that no reader
 }
 
 
-def dense_workload(seqlen: int, head_dim: int, *, causal: bool) -> Workload:
+def dense_workload(seqlen: int, head_dim: int, *, causal: bool, group: int = 1) -> Workload:
     batch = max(1, DENSE_TOKENS // seqlen)
-    return Workload(head_dim, batch, seqlen, causal, name=f"{batch} × {seqlen}")
+    return Workload(head_dim, batch, seqlen, causal, name=f"{batch} × {seqlen}", group=group)
 
 
-def packed_workloads(head_dim: int, *, causal: bool) -> list[Workload]:
+def packed_workloads(head_dim: int, *, causal: bool, group: int = 1) -> list[Workload]:
     """Two rows of packed documents: long-tailed ones like text on the web, and many short ones."""
     generator = torch.Generator().manual_seed(0)
     candidates = PACKED_TOKENS // 64
@@ -240,7 +251,7 @@ def packed_workloads(head_dim: int, *, causal: bool) -> list[Workload]:
     long_tailed = torch.randn(candidates, generator=generator).mul(1.5).exp().mul(1024).long().clamp(1, 32768)
     short = torch.randint(64, 513, (candidates,), generator=generator)
     return [
-        Workload(head_dim, 1, PACKED_TOKENS, causal, documents, f"{len(documents)} documents, {kind}")
+        Workload(head_dim, 1, PACKED_TOKENS, causal, documents, f"{len(documents)} documents, {kind}", group)
         for kind, documents in (
             ("log-normal", fill_row(long_tailed.tolist(), PACKED_TOKENS)),
             ("64 to 512 tokens", fill_row(short.tolist(), PACKED_TOKENS)),
@@ -260,38 +271,49 @@ def fill_row(lengths: Iterable[int], total: int) -> tuple[int, ...]:
     return tuple(documents)
 
 
-def measure(name: str, backend: Backend, workload: Workload, *, warmup: float, rep: float) -> list[Row]:
-    """Forward, then backward. A pass that fails is a row that says so; after a failed forward, so is the backward.
-
-    Units: warmup and rep are the milliseconds that one timing warms up and repeats.
-    """
-    directions: tuple[Direction, ...] = ("forward", "backward") if backend.has_backward else ("forward",)
-    rows: list[Row] = []
-    outcome = "ok"
-    for direction in directions:
-        ms = tflops = peak_gib = None
-        if outcome == "ok":
+def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) -> list[Row]:
+    """Each backend's forward, then its backward. A pass that fails is a row that says so; so is what follows it."""
+    outcomes = dict.fromkeys(backends, "ok")
+    results: dict[tuple[str, Direction], tuple[float, float]] = {}
+    for direction in DIRECTIONS:
+        runs: dict[str, Callable[[], object]] = {}
+        peaks: dict[str, float] = {}
+        for name, backend in backends.items():
+            if outcomes[name] != "ok" or (direction == "backward" and not backend.has_backward):
+                continue
             try:
-                ms, peak_gib = time_and_peak(backend, workload, direction, warmup=warmup, rep=rep)
-                tflops = workload.flops(direction) / ms * 1e-9
+                run, peak_gib = prepare_pass(backend, workload, direction)
+                if peak_gib > LARGE_GIB:  # its graph does not keep the card while others take their turns
+                    results[name, direction] = median_ms({name: run}, rep=rep)[name], peak_gib
+                    del run
+                else:
+                    runs[name], peaks[name] = run, peak_gib
             except torch.OutOfMemoryError:
-                outcome = "oom"
+                outcomes[name] = "oom"
             except Exception as error:
                 # one backend's failure is a result too; the table reports it and the sweep goes on
                 traceback.print_exc()
                 first_line, *_ = str(error).strip().splitlines() or [""]
-                outcome = f"{type(error).__name__}: {first_line}"
+                outcomes[name] = f"{type(error).__name__}: {first_line}"
             gc.collect()  # a failed pass leaves its tensors in reference cycles
             torch.cuda.empty_cache()
-        shape = (workload.head_dim, workload.batch, workload.seqlen, workload.causal)
-        rows.append(Row(workload.section, workload.name, *shape, name, direction, outcome, ms, tflops, peak_gib))
+        for name, ms in median_ms(runs, rep=rep).items():
+            results[name, direction] = ms, peaks[name]
+    shape = (workload.head_dim, workload.group, workload.batch, workload.seqlen, workload.causal)
+    rows: list[Row] = []
+    for name, backend in backends.items():
+        for direction in DIRECTIONS if backend.has_backward else DIRECTIONS[:1]:
+            place = (workload.section, workload.name, *shape, name, direction)
+            if (name, direction) in results:
+                ms, peak_gib = results[name, direction]
+                rows.append(Row(*place, "ok", ms, workload.flops(direction) / ms * 1e-9, peak_gib))
+            else:
+                rows.append(Row(*place, outcomes[name], None, None, None))
     return rows
 
 
-def time_and_peak(
-    backend: Backend, workload: Workload, direction: Direction, *, warmup: float, rep: float
-) -> tuple[float, float]:
-    """The median milliseconds of one pass, and the peak GiB beside its inputs."""
+def prepare_pass(backend: Backend, workload: Workload, direction: Direction) -> tuple[Callable[[], object], float]:
+    """What replays one pass, and its peak GiB beside its inputs."""
     q, k, v, do = backend.inputs(workload)
     inputs_bytes = torch.cuda.memory_allocated()
     attend = backend.prepare(workload)
@@ -312,31 +334,7 @@ def time_and_peak(
             return run
         return partial(torch.autograd.grad, attend(q, k, v), (q, k, v), do, retain_graph=True)
 
-    return median_ms(prepare, warmup=warmup, rep=rep), peak_gib
-
-
-def median_ms(prepare: Callable[[], Callable[[], object]], *, warmup: float = 20, rep: float = 60) -> float:
-    """The GPU's median milliseconds for what `prepare` returns, replayed as a CUDA graph: no host's time is in it.
-
-    prepare is called on the stream of the graph, where autograd then runs a backward pass too. What cannot be captured
-    is launched anew each time, which stderr says. warmup and rep are in milliseconds.
-    """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run = prepare()
-        run()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, stream=stream):
-                run()
-            run = graph.replay
-        except RuntimeError as error:
-            print(f"not captured in a CUDA graph: {str(error).splitlines()[0]}", file=sys.stderr)
-            torch.cuda.synchronize()
-        milliseconds: float = do_bench(run, warmup=warmup, rep=rep, return_mode="median")
-    return milliseconds
+    return captured(prepare), peak_gib
 
 
 def describe(command: str, commit: str | None, today: date) -> dict[str, str]:
@@ -367,21 +365,23 @@ def markdown(rows: list[Row], head: dict[str, str]) -> str:
     lines += [f"- {key}: `{value}`" for key, value in head.items()]
     lines += [
         "",
-        f"bf16, n_heads × head_dim = {MODEL_DIM}. A cell is TFLOP/s · milliseconds (median) · GiB. FLOPs: forward "
-        "4 · n_heads · head_dim · Σ length², halved if causal; backward 2.5 times that. GiB: the peak beside q, k, v "
-        "and do, for the backward that of forward and backward together. `ours` builds its schedule in every call, "
-        "`ours-packed` is given it, as every layer of a model is, and as `flex` is given its block mask.",
+        f"bf16, n_heads × head_dim = {MODEL_DIM}, or just below. Backends take turns, each replayed as a CUDA graph. A "
+        "cell is TFLOP/s · milliseconds (median) · GiB. FLOPs: forward 4 · n_heads · head_dim · Σ length², halved if "
+        "causal; backward 2.5 times that. GiB: the peak beside q, k, v and do, for the backward that of forward and "
+        "backward together. `ours` builds its schedule in every call, `ours-packed` is given it, as every layer of a "
+        "model is, and as `flex` is given its block mask.",
     ]
     for section, causal, direction in dict.fromkeys((row.section, row.causal, row.direction) for row in rows):
         chosen = [row for row in rows if (row.section, row.causal, row.direction) == (section, causal, direction)]
         backends = list(dict.fromkeys(row.backend for row in chosen))
-        cells = {(row.head_dim, row.workload, row.backend): _cell(row) for row in chosen}
+        cells = {(row.head_dim, row.group, row.workload, row.backend): _cell(row) for row in chosen}
         lines += ["", f"## {section.capitalize()}, {'causal' if causal else 'not causal'}, {direction}", ""]
         lines.append(f"| d | workload | {' | '.join(backends)} |")
         lines.append("|--:|:--|" + "--:|" * len(backends))
-        for head_dim, workload in dict.fromkeys((row.head_dim, row.workload) for row in chosen):
-            results = [cells.get((head_dim, workload, backend), "–") for backend in backends]
-            lines.append(f"| {head_dim} | {workload} | {' | '.join(results)} |")
+        for head_dim, group, workload in dict.fromkeys((row.head_dim, row.group, row.workload) for row in chosen):
+            results = [cells.get((head_dim, group, workload, backend), "–") for backend in backends]
+            heads = f", {group} query heads a KV head" if group > 1 else ""
+            lines.append(f"| {head_dim} | {workload}{heads} | {' | '.join(results)} |")
     failures = [row for row in rows if row.outcome not in ("ok", "oom")]
     if failures:
         lines += ["", "## Failures", ""]
@@ -399,7 +399,7 @@ def _cell(row: Row) -> str:
 
 def draw(rows: list[Row], title: str) -> Figure:
     """Time of both passes and peak memory against sequence length, of the dense workloads; a column a head_dim."""
-    dense = [row for row in rows if row.section == "dense"]
+    dense = [row for row in rows if row.section == "dense" and row.group == 1]
     head_dims = sorted({row.head_dim for row in dense})
     panels: list[tuple[Direction, str, str]] = [
         ("forward", "ms", "forward time (ms)"),
@@ -449,18 +449,20 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--seqlens", type=int, nargs="*", default=[2**n for n in range(10, 17)], help="none: skip dense"
     )
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128], help=f"divisors of {MODEL_DIM}")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--groups", type=int, nargs="+", default=[1], help="query heads for each KV head")
     parser.add_argument("--backends", nargs="+", choices=DENSE_BACKENDS, help="default: all that are installed")
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--varlen", action="store_true", help="packed documents too")
-    parser.add_argument("--warmup", type=float, default=20, help="milliseconds a timing warms up")
-    parser.add_argument("--rep", type=float, default=60, help="milliseconds a timing repeats")
+    parser.add_argument("--rep", type=float, default=60, help="milliseconds each backend runs in all")
     parser.add_argument("--commit", help="for the head of the table, where the files are a copy without git")
     parser.add_argument("--out", type=Path, help="prefix of the results; scripts/results/attention_<gpu>_<yyyymm>")
     args = parser.parse_args(arguments)
-    for head_dim in args.head_dims:
-        if head_dim < 1 or MODEL_DIM % head_dim:
-            parser.error(f"--head-dims must divide {MODEL_DIM}; got {head_dim}")
+    if not all(0 < head_dim <= 256 for head_dim in args.head_dims):
+        parser.error(f"--head-dims must lie between 1 and 256; got {args.head_dims}")
+    if not all(0 < group <= MODEL_DIM // max(args.head_dims) for group in args.groups):
+        most = MODEL_DIM // max(args.head_dims)
+        parser.error(f"--groups must lie between 1 and the {most} query heads; got {args.groups}")
     if any(seqlen < 1 for seqlen in args.seqlens):
         parser.error(f"--seqlens must be positive; got {args.seqlens}")
     return args
@@ -478,16 +480,17 @@ def main() -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     chosen = args.backends or [name for name in DENSE_BACKENDS if name != "fa3" or find_spec("fa3_fwd_interface")]
 
-    workloads = [dense_workload(n, d, causal=args.causal) for d in args.head_dims for n in args.seqlens]
+    shapes = [(head_dim, group) for head_dim in args.head_dims for group in args.groups]
+    workloads = [dense_workload(n, d, causal=args.causal, group=g) for d, g in shapes for n in args.seqlens]
     if args.varlen:
-        workloads += [workload for d in args.head_dims for workload in packed_workloads(d, causal=args.causal)]
+        workloads += [w for d, g in shapes for w in packed_workloads(d, causal=args.causal, group=g)]
     rows: list[Row] = []
     for workload in workloads:
         backends = PACKED_BACKENDS if workload.documents else DENSE_BACKENDS
-        for name in (name for name in chosen if name in backends):
-            for row in measure(name, backends[name], workload, warmup=args.warmup, rep=args.rep):
-                rows.append(row)
-                print(f"d={row.head_dim} {row.workload} {row.backend} {row.direction}: {_cell(row)}", flush=True)
+        for row in measure({name: backends[name] for name in chosen if name in backends}, workload, rep=args.rep):
+            rows.append(row)
+            place = f"d={row.head_dim} group={row.group} {row.workload}"
+            print(f"{place} {row.backend} {row.direction}: {_cell(row)}", flush=True)
         write_csv(rows, Path(f"{out}.csv"))  # a sweep cut short leaves what it measured
 
     head = describe(shlex.join(["python", *sys.argv]), args.commit, today)

@@ -8,7 +8,7 @@ packed documents should cost about their share of the work, a feature of the sco
 import argparse
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from kernels import flash_attn_varlen_func
-from scripts.bench_attention import describe, median_ms
+from scripts.bench_attention import describe
+from scripts.gpu_timing import captured, median_ms
 
+Run = Callable[[], object]
 LOG_NORMAL = (6.93, 1.3)  # of document lengths: a median of 1k tokens
 
 
@@ -77,8 +79,8 @@ def features(seqlen: int, n_heads: int, window: int) -> Iterator[Feature]:
     yield Feature("deterministic", one, {"causal": True, "deterministic": True})
 
 
-def measure(feature: Feature, n_heads: int, head_dim: int, rep: float) -> tuple[float, float]:
-    """Milliseconds of the forward and of the backward, medians."""
+def passes(feature: Feature, n_heads: int, head_dim: int) -> tuple[Run, Run]:
+    """What replays the forward, and the backward."""
     total = sum(feature.lengths)
     q, k, v = (
         torch.randn(total, heads, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -90,8 +92,8 @@ def measure(feature: Feature, n_heads: int, head_dim: int, rep: float) -> tuple[
     function: Any = flash_attn_varlen_func  # its result's type depends on arguments that are not known here
     attend = partial(function, q, k, v, cu_seqlens, cu_seqlens, longest, longest, **arguments)
     do = torch.randn_like(attend())
-    forward = median_ms(lambda: attend, rep=rep)
-    backward = median_ms(lambda: partial(torch.autograd.grad, attend(), (q, k, v), do, retain_graph=True), rep=rep)
+    forward = captured(lambda: attend)
+    backward = captured(lambda: partial(torch.autograd.grad, attend(), (q, k, v), do, retain_graph=True))
     return forward, backward
 
 
@@ -101,7 +103,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--window", type=int, default=4096, help="tokens to the left")
     parser.add_argument("--heads", type=int, default=16, help="a multiple of 4")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--rep", type=float, default=200, help="milliseconds a timing repeats")
+    parser.add_argument("--rep", type=float, default=200, help="milliseconds each feature runs in all")
     parser.add_argument("--commit", help="for the head of the table, where the files are a copy without git")
     parser.add_argument("--out", type=Path, help="prefix of the results; scripts/results/features_<gpu>_<yyyymm>")
     args = parser.parse_args(arguments)
@@ -124,14 +126,16 @@ def main() -> None:
     lines += ["", f"{args.seqlen} tokens, {args.heads} heads, bf16; work and cost are shares of plain causal's.", ""]
     lines += ["| d | feature | work | forward ms | cost | backward ms | cost |", "|--:|:--|--:|--:|--:|--:|--:|"]
     for head_dim in args.head_dims:
-        plain: tuple[int, float, float] | None = None
-        for feature in features(args.seqlen, args.heads, args.window):
-            forward, backward = measure(feature, args.heads, head_dim, args.rep)
-            plain = plain or (feature.pairs, forward, backward)
-            lines.append(
-                f"| {head_dim} | {feature.name} | {feature.pairs / plain[0]:.3f} | {forward:.3f} | "
-                f"{forward / plain[1]:.3f} | {backward:.3f} | {backward / plain[2]:.3f} |"
-            )
+        chosen = list(features(args.seqlen, args.heads, args.window))
+        plain, *_ = chosen
+        forwards: dict[str, Run] = {}
+        backwards: dict[str, Run] = {}
+        for feature in chosen:
+            forwards[feature.name], backwards[feature.name] = passes(feature, args.heads, head_dim)
+        forward, backward = (median_ms(runs, rep=args.rep) for runs in (forwards, backwards))
+        for feature in chosen:
+            costs = [f"{ms[feature.name]:.3f} | {ms[feature.name] / ms[plain.name]:.3f}" for ms in (forward, backward)]
+            lines.append(f"| {head_dim} | {feature.name} | {feature.pairs / plain.pairs:.3f} | {' | '.join(costs)} |")
             print(lines[-1], flush=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     Path(f"{out}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

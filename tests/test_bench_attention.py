@@ -14,6 +14,7 @@ from numpy.testing import assert_array_equal
 from kernels.flash_attention.reference import attention_reference
 from scripts import bench_attention
 from scripts.bench_attention import (
+    DEVICE,
     Backend,
     Row,
     Workload,
@@ -24,6 +25,7 @@ from scripts.bench_attention import (
     packed_workloads,
     write_csv,
 )
+from scripts.gpu_timing import captured, median_ms
 from tests.tolerance import assert_as_accurate
 
 
@@ -32,6 +34,7 @@ def row(backend: str = "ours", seqlen: int = 1024, **changes: Any) -> Row:
         "section": "dense",
         "workload": f"1 × {seqlen}",
         "head_dim": 64,
+        "group": 1,
         "batch": 1,
         "seqlen": seqlen,
         "causal": True,
@@ -65,6 +68,7 @@ def test_flops_count_squared_lengths(workload: Workload, forward: float) -> None
 def test_short_sequences_share_a_batch_of_one_size() -> None:
     assert [dense_workload(n, 64, causal=True).batch for n in (1024, 16384, 65536)] == [16, 1, 1]
     assert dense_workload(1024, 64, causal=True).n_heads == 32
+    assert dense_workload(1024, 96, causal=True, group=4).n_heads == 20
 
 
 def test_fill_row_cuts_the_last_document() -> None:
@@ -86,15 +90,38 @@ def test_a_failure_is_a_row_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> 
     def fail(*_: object, **__: object) -> tuple[float, float]:
         raise error
 
-    monkeypatch.setattr(bench_attention, "time_and_peak", fail)
+    monkeypatch.setattr(bench_attention, "prepare_pass", fail)
+    monkeypatch.setattr(bench_attention, "median_ms", lambda runs, rep: dict.fromkeys(runs, 1.0))
     workload = dense_workload(1024, 64, causal=True)
-    backend = bench_attention.DENSE_BACKENDS["naive"]
+    backends = {"naive": bench_attention.DENSE_BACKENDS["naive"]}
     error: Exception = torch.OutOfMemoryError("CUDA out of memory")
-    rows = bench_attention.measure("naive", backend, workload, warmup=1, rep=1)
+    rows = bench_attention.measure(backends, workload, rep=1)
     assert [(r.direction, r.outcome, r.ms) for r in rows] == [("forward", "oom", None), ("backward", "oom", None)]
     error = RuntimeError("no kernel\nlong story")
-    rows = bench_attention.measure("naive", backend, workload, warmup=1, rep=1)
+    rows = bench_attention.measure(backends, workload, rep=1)
     assert [r.outcome for r in rows] == ["RuntimeError: no kernel"] * 2
+
+
+def test_all_take_turns_but_those_that_fill_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[list[str]] = []
+
+    def prepare(backend: Backend, *_: object) -> tuple[str, float]:
+        return "", 100.0 if backend is bench_attention.DENSE_BACKENDS["naive"] else 1.0
+
+    def times(runs: dict[str, object], rep: float) -> dict[str, float]:
+        turns.append([*runs])
+        return dict.fromkeys(runs, 2.0)
+
+    monkeypatch.setattr(bench_attention, "prepare_pass", prepare)
+    monkeypatch.setattr(bench_attention, "median_ms", times)
+    backends = {name: bench_attention.DENSE_BACKENDS[name] for name in ("naive", "fa3", "ours")}
+    rows = bench_attention.measure(backends, dense_workload(1024, 64, causal=True), rep=1)
+    assert turns == [["naive"], ["fa3", "ours"], ["naive"], ["ours"]]
+    assert [(r.backend, r.direction) for r in rows] == [
+        ("naive", "forward"), ("naive", "backward"), ("fa3", "forward"), ("ours", "forward"), ("ours", "backward")
+    ]  # fmt: skip
+    assert all(r.ms == 2.0 for r in rows)
+    assert rows[0].peak_gib == 100.0
 
 
 def test_markdown_has_a_column_a_backend() -> None:
@@ -103,6 +130,7 @@ def test_markdown_has_a_column_a_backend() -> None:
         row("ours", 1024),
         without_result("naive", 65536, "oom"),
         without_result("ours", 65536, "RuntimeError: no kernel"),
+        row("ours", 1024, group=4),
         row("ours", 65536, section="packed documents", workload="3 documents", direction="backward"),
     ]
     text = markdown(rows, {"GPU": "made up", "commit": "0123abc"})
@@ -113,6 +141,7 @@ def test_markdown_has_a_column_a_backend() -> None:
     assert "| d | workload | naive | ours |" in lines
     assert "| 64 | 1 × 1024 | 123 · 1.02 ms · 0.000977 | 123 · 1.02 ms · 0.000977 |" in lines
     assert "| 64 | 1 × 65536 | OOM | failed |" in lines
+    assert "| 64 | 1 × 1024, 4 query heads a KV head | – | 123 · 1.02 ms · 0.000977 |" in lines
     assert "## Packed documents, causal, backward" in lines
     assert "- ours, d=64, 1 × 65536, forward: RuntimeError: no kernel" in lines
     tables = [line for line in lines if line.startswith("|")]
@@ -164,7 +193,8 @@ def test_every_backend_has_a_style() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        pytest.param(["--head-dims", "96"], "must divide 2048; got 96", id="head-dim"),
+        pytest.param(["--head-dims", "512"], "between 1 and 256; got [512]", id="head-dim"),
+        pytest.param(["--groups", "64"], "the 16 query heads; got [64]", id="groups"),
         pytest.param(["--seqlens", "0"], "must be positive", id="seqlen"),
     ],
 )
@@ -186,6 +216,7 @@ SMALL_WORKLOADS = [
     pytest.param(Workload(128, 2, 256, causal=False), id="dense-full"),
     pytest.param(Workload(64, 1, 512, causal=True, documents=(300, 1, 211)), id="documents-causal"),
     pytest.param(Workload(64, 1, 512, causal=False, documents=(300, 1, 211)), id="documents-full"),
+    pytest.param(Workload(128, 2, 256, causal=True, group=4), id="grouped-heads"),
 ]
 
 
@@ -197,8 +228,11 @@ def installed_backends(workload: Workload) -> dict[str, Backend]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("workload", SMALL_WORKLOADS)
 def test_backends_compute_the_same(workload: Workload) -> None:
-    shape = (workload.batch, workload.seqlen, workload.n_heads, workload.head_dim)
-    q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device=bench_attention.DEVICE) for _ in range(3))
+    kv_heads = workload.n_heads // workload.group
+    q, k, v = (
+        torch.randn(workload.batch, workload.seqlen, heads, workload.head_dim, dtype=torch.bfloat16, device=DEVICE)
+        for heads in (workload.n_heads, kv_heads, kv_heads)
+    )
     ends = workload.cu_seqlens()
     flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
     exact, _ = attention_reference(flat_q, flat_k, flat_v, ends, ends, causal=workload.causal)
@@ -218,11 +252,13 @@ def test_backends_compute_the_same(workload: Workload) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("workload", SMALL_WORKLOADS)
 def test_every_backend_is_measured(workload: Workload) -> None:
-    for name, backend in installed_backends(workload).items():
-        for result in bench_attention.measure(name, backend, workload, warmup=1, rep=1):
-            assert result.outcome == "ok"
-            assert result.ms is not None and result.ms > 0
-            assert result.peak_gib is not None and result.peak_gib > 0
+    backends = installed_backends(workload)
+    results = bench_attention.measure(backends, workload, rep=1)
+    assert {result.backend for result in results} == backends.keys()
+    for result in results:
+        assert result.outcome == "ok"
+        assert result.ms is not None and result.ms > 0
+        assert result.peak_gib is not None and result.peak_gib > 0
 
 
 @pytest.mark.gpu
@@ -234,4 +270,4 @@ def test_time_is_the_gpus_alone() -> None:
         time.sleep(0.02)
         return torch.autograd.grad(x * 2, x)
 
-    assert bench_attention.median_ms(lambda: slow_to_launch) < 5
+    assert median_ms({"slow": captured(lambda: slow_to_launch)}, rep=5)["slow"] < 5
