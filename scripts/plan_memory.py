@@ -4,7 +4,8 @@
     python -m scripts.plan_memory model=llama_8b seq_len=262144 trainer.precision=bf16-true memory=auto gpu_gib=80
 
 Takes train.py's overrides, its preset=gpu unless told otherwise; and gpu_gib and host_gib, what one GPU and one process
-have: by default what this machine has, and where it has no GPU, an H200's 139.8 GiB.
+have: by default what this machine has, its host memory divided among trainer.devices, and where it has no GPU, an
+H200's 139.8 GiB. Under memory=auto the longest seq_len is that of whatever levers reach farthest.
 """
 
 import sys
@@ -15,7 +16,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fa_train.memory.offload import available_host_bytes
@@ -27,13 +28,14 @@ from fa_train.memory.planner import (
     fastest_that_fits,
     fits,
     levers_of,
+    longest_of_all_levers,
     longest_seq_len,
     next_lever,
     parameter_sizes,
     predict,
     with_levers,
 )
-from fa_train.preflight import device_bytes, explain, shape_of
+from fa_train.preflight import device_bytes, explain, require_shardable, shape_of
 
 H200_GIB = 139.8
 
@@ -43,12 +45,18 @@ def main(arguments: list[str]) -> str:
     gpu, rest = _taken("gpu_gib", arguments)
     host, overrides = _taken("host_gib", rest)
     gpu_bytes = int(gpu * GIB) if gpu is not None else _gpu_bytes()
-    host_bytes = int(host * GIB) if host is not None else available_host_bytes()
     cfg = composed(overrides)
-    shape = shape_of_run(cfg)
-    if cfg.memory.get("auto"):
+    host_bytes = int(host * GIB) if host is not None else available_host_bytes() // _devices(cfg)
+    shape, auto = shape_of_run(cfg), bool(cfg.memory.get("auto"))
+    if auto:
         shape = with_levers(shape, fastest_that_fits(shape, gpu_bytes, host_bytes) or levers_of(shape))
-    return table(shape, gpu_bytes, host_bytes, rows=cfg.data.micro_batch_size)
+    lines = [table(shape, gpu_bytes, host_bytes, rows=cfg.data.micro_batch_size, auto=auto)]
+    if not cfg.attention._target_.endswith(".flash_attention"):
+        lines += ["all this is of attention=flash; another takes more, which is not planned"]
+    if not torch.cuda.is_available() and (gpu is None or host is None):
+        assumed = ["an H200's GPU"] * (gpu is None) + ["this machine's host memory"] * (host is None)
+        lines += [f"assumed: {' and '.join(assumed)}; gpu_gib= and host_gib= name others"]
+    return "\n".join(lines)
 
 
 def composed(overrides: list[str]) -> DictConfig:
@@ -59,24 +67,41 @@ def composed(overrides: list[str]) -> DictConfig:
 
 
 def shape_of_run(cfg: DictConfig) -> Shape:
-    """Its model is built without weights."""
-    devices = cfg.trainer.devices if isinstance(cfg.trainer.devices, int) else 1
+    """Its model is built without weights. Raises: ValueError on what strategy=fsdp cannot shard."""
     with torch.device("meta"):
         vocab_size = cfg.model.vocab_size or instantiate(cfg.data).vocab_size
         model = instantiate(cfg.adapter)(instantiate(cfg.model, vocab_size=vocab_size))
-    return shape_of(
+    world_size = _devices(cfg) * cfg.trainer.num_nodes
+    sharded = cfg.strategy._target_.endswith(".FullyShardedStrategy")
+    shape = shape_of(
         model,
         precision=cfg.trainer.precision,
         tokens=cfg.seq_len * cfg.data.micro_batch_size,
         optimizer=instantiate(cfg.optimizer),
-        accumulates=cfg.batch_size > cfg.data.micro_batch_size * devices * cfg.trainer.num_nodes,
+        accumulates=cfg.batch_size > cfg.data.micro_batch_size * world_size,
         compiled=cfg.lit_gpt.compile_model,
+        ranks=world_size if sharded else 1,
     )
+    if sharded:
+        require_shardable(shape, samples=cfg.callbacks.get("sample") is not None)
+    return shape
 
 
-def table(shape: Shape, gpu_bytes: int, host_bytes: int, rows: int) -> str:
-    """The prediction by component, and what follows from it; rows of one micro-batch."""
+def _devices(cfg: DictConfig) -> int:
+    """How many processes train on one machine; auto and -1 are all that this one has, at least 1."""
+    devices = cfg.trainer.devices
+    if isinstance(devices, int) and devices > 0:
+        return devices
+    return len(devices) if isinstance(devices, ListConfig) else max(1, torch.cuda.device_count())
+
+
+def table(shape: Shape, gpu_bytes: int, host_bytes: int, rows: int, auto: bool = False) -> str:
+    """The prediction by component, and what follows from it; rows of one micro-batch.
+
+    auto: the longest seq_len is under the levers that reach farthest, not under the shape's own.
+    """
     prediction = predict(shape)
+    longest = (longest_of_all_levers if auto else longest_seq_len)(shape, gpu_bytes, host_bytes)
     levers = ", ".join(f"{name}={value}" for name, value in asdict(levers_of(shape)).items())
     change = next_lever(shape, gpu_bytes, host_bytes, rows)
     lines = [
@@ -89,7 +114,7 @@ def table(shape: Shape, gpu_bytes: int, host_bytes: int, rows: int) -> str:
         _line("host", prediction.host) + f" of {host_bytes / GIB:.1f}",
         "",
         f"fits: {_answer(prediction, gpu_bytes, host_bytes)}",
-        f"longest seq_len that fits: {longest_seq_len(shape, gpu_bytes, host_bytes) // rows:,}",
+        f"longest seq_len that fits: {longest // rows:,}",
     ]
     return "\n".join([*lines, f"next lever: {change}"] if change else lines)
 

@@ -1,7 +1,5 @@
 """The planner before a run: scripts/plan_memory.py, what train.py prints and refuses, and memory=auto."""
 
-import subprocess
-import sys
 from dataclasses import asdict, replace
 
 import pytest
@@ -10,9 +8,10 @@ from hydra.utils import instantiate
 
 import train
 from fa_train import preflight
-from fa_train.memory.planner import GIB, Levers, Shape, longest_seq_len, predict
+from fa_train.memory.planner import GIB, Levers, Shape, longest_of_all_levers, longest_seq_len, predict
 from scripts.plan_memory import composed as composed_for_plan
 from scripts.plan_memory import main, shape_of_run
+from tests import processes
 from tests.memory.test_planner import GPT2, HOST, LLAMA_1B
 from tests.training import REPOSITORY, composed, quiet_environment, tiny
 
@@ -62,6 +61,41 @@ def test_auto_is_planned_too():
     )
     assert "checkpointing=none, offload=False, mlp_chunk=None" in many and "fits: yes" in many
     assert "checkpointing=none" not in few and "fits: yes" in few
+
+
+def test_the_longest_of_auto_is_not_of_what_it_chose():
+    table = main(["model=llama_1b", "memory=auto", "seq_len=8192", "gpu_gib=139.8", "host_gib=120"])
+    longest = longest_of_all_levers(replace(LLAMA_1B, compiled=True, accumulates=True), int(139.8 * GIB), HOST)
+    assert "checkpointing=none" in table and f"longest seq_len that fits: {longest:,}" in table
+
+
+def test_sharded_weights_are_planned_as_train_does():
+    overrides = ["model=llama_1b", "strategy=fsdp", "seq_len=4096", "batch_size=16", "data.micro_batch_size=1"]
+    shape = shape_of_run(composed_for_plan([*overrides, "trainer.devices=8"]))
+    assert shape.ranks == 8 and shape.accumulates
+    two_machines = shape_of_run(composed_for_plan([*overrides, "trainer.devices=8", "trainer.num_nodes=2"]))
+    assert two_machines.ranks == 16 and not two_machines.accumulates
+    with pytest.raises(ValueError, match="strategy=fsdp must have at least 2 devices; got 1"):
+        shape_of_run(composed_for_plan(overrides))
+    assert shape_of_run(composed_for_plan(["model=llama_1b", "trainer.devices=8"])).ranks == 1
+
+
+@pytest.mark.parametrize(("devices", "gib"), [("1", 120.0), ("4", 30.0), ("[0,1]", 60.0)])
+def test_processes_of_a_machine_share_its_host_memory(devices, gib, monkeypatch):
+    monkeypatch.setattr("scripts.plan_memory.available_host_bytes", lambda: 120 * GIB)
+    table = main(["model=gpt2", f"trainer.devices={devices}", "batch_size=4", "gpu_gib=80"])
+    assert f"host                0.00 GiB of {gib}" in table
+
+
+def test_what_the_plan_rests_on_is_said(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assumed = main(["model=gpt2"]).splitlines()[-1]
+    assert assumed.startswith("assumed: an H200's GPU and this machine's host memory; ")
+    told = main(["model=gpt2", "gpu_gib=80", "host_gib=100"])
+    assert "assumed" not in told and "attention=" not in told
+    for attention in ("naive", "sdpa", "chunked"):
+        other = main(["model=gpt2", f"attention={attention}", "gpu_gib=80", "host_gib=100"])
+        assert "all this is of attention=flash; another takes more" in other
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "adamw_bf16", "adamw_offload"])
@@ -125,10 +159,7 @@ def test_every_number_of_the_shape_is_read():
     ],
 )
 def test_a_mistake_ends_the_script_with_one_line(arguments, message, tmp_path):
-    command = [sys.executable, str(REPOSITORY / "scripts" / "plan_memory.py"), *arguments]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=quiet_environment(), capture_output=True, text=True, timeout=240
-    )  # fmt: skip
+    done = processes.finish(REPOSITORY / "scripts" / "plan_memory.py", arguments, tmp_path, quiet_environment())
     assert done.returncode == 1
     assert len(done.stderr.strip().splitlines()) == 1 and message in done.stderr, done.stderr
 

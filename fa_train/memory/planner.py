@@ -308,7 +308,10 @@ class _Block:
         """Rounded weights, and a chunk from its first product to its last."""
         if not self.shape.mlp_chunk:
             return 0
-        return self._ffn_rounded() + self._chunk(self.shape.tokens) * (4 if self.shape.gated else 2)
+        operands = 3 if self.shape.gated else 1  # GELU's result takes the place of its argument
+        if self.shape.adapters:  # chunks of torch's own operators
+            operands = 4 if self.shape.gated else 2
+        return self._ffn_rounded() + self._chunk(self.shape.tokens) * operands
 
     def _ffn_backward(self) -> int:
         """The gradient of the last product's operand; SwiGLU's, of its two factors; or a chunk's tensors."""
@@ -331,9 +334,10 @@ class _Block:
             return held + max(of_operand, of_factors)
         weights = (self.up_weight + self.down_weight) * 4
         chunk = self._chunk(s.tokens)
-        chunks = (4 if s.gated else 2) * chunk
+        d_projected = (2 if s.gated else 1) * chunk  # which, like the activations, takes the place of an operand
+        chunks = d_projected + chunk
         if s.compute_bytes == 4:  # products of lower precisions are added up by one call
-            chunks = max(chunks, self.down_weight * 4 + (3 if s.gated else 2) * chunk, self.up_weight * 4 + 2 * chunk)
+            chunks = max(self.down_weight * 4 + chunks, self.up_weight * 4 + d_projected)
         if s.weight_bytes != 4:  # the sums are rounded when the loop has ended
             chunks = max(chunks, weights // 2)
         return held + rounded + self.x_rounded + weights + self._ffn_rounded() + chunks
@@ -605,6 +609,10 @@ COMBINATIONS = [
 ]
 FLOPS, LINK = 4e14, 5e10  # a second: bf16 products, and bytes to and from the host; about an H200's
 LAUNCH = 1e-4  # seconds that one more chunk of the FFN costs
+# by the differences in scripts/results/memory_llama_1b_32k_h200_202611.md: what attention's forward, the same again
+# under full checkpointing, does a second; the part of forward and backward that copies beside them cost; and the part
+# of the FFN's that chunks cost, whose operator inductor cannot fuse with what is around it
+ATTENTION_FLOPS, BESIDE_COPIES, UNFUSED = 6e14, 0.01, 0.12
 
 
 def fits(prediction: Prediction, gpu_bytes: int, host_bytes: int) -> bool:
@@ -639,10 +647,15 @@ def longest_seq_len(shape: Shape, gpu_bytes: int, host_bytes: int) -> int:
     return fitting
 
 
+def longest_of_all_levers(shape: Shape, gpu_bytes: int, host_bytes: int) -> int:
+    """The same under whichever levers reach farthest: up to there memory=auto finds some."""
+    return max(longest_seq_len(with_levers(shape, levers), gpu_bytes, host_bytes) for levers in COMBINATIONS)
+
+
 def extra_seconds(shape: Shape) -> float:
     """What the levers add to a micro-batch of one document, roughly: work done twice, and waiting for the host."""
     s, block = shape, _Block(shape)
-    attention = 2 * s.tokens**2 * s.query_dim / FLOPS  # its forward, causal
+    attention = 2 * s.tokens**2 * s.query_dim / ATTENTION_FLOPS  # its forward, causal
     projections = 2 * s.tokens * (block.qkv_weight + block.out_weight) / FLOPS
     up, down = (2 * s.tokens * weight / FLOPS for weight in (block.up_weight, block.down_weight))
     seconds = 0.0
@@ -652,10 +665,10 @@ def extra_seconds(shape: Shape) -> float:
         seconds += attention
     if s.mlp_chunk:
         seconds += up + LAUNCH * (s.tokens / s.mlp_chunk)
+        seconds += UNFUSED * 3 * (up + down) if s.compiled else 0
     if s.offload:
         forward, copy = attention + projections + up + down, block.x / LINK
-        # copies slow down what they run beside, by some hundredths as measured
-        seconds += max(0.0, copy - forward) + max(0.0, copy - 2 * forward) + 0.02 * 3 * forward
+        seconds += max(0.0, copy - forward) + max(0.0, copy - 2 * forward) + BESIDE_COPIES * 3 * forward
     return s.n_layers * seconds
 
 
@@ -681,13 +694,7 @@ def next_lever(shape: Shape, gpu_bytes: int, host_bytes: int, rows: int = 1) -> 
             return "" if fewer == rows else f"data.micro_batch_size={fewer}"
     shape = replace(shape, tokens=seq_len)
     one_row = ["data.micro_batch_size=1"] if rows > 1 else []
-    changes: list[tuple[list[str], dict[str, Any]]] = [([], {})]
-    if shape.optimizer == "adamw":
-        changes += [(["optimizer=adamw_8bit"], {"optimizer": "adamw_8bit"})]
-        changes += [(["optimizer=adamw_offload"], {"optimizer": "adamw_offload"})]
-    if shape.precision != "bf16-true":
-        smallest: dict[str, Any] = {"optimizer": "adamw_8bit", "precision": "bf16-true"}
-        changes += [(["optimizer=adamw_8bit", "trainer.precision=bf16-true"], smallest)]
+    changes = _changes(shape)
     for overrides, change in changes:
         changed = replace(shape, **change)
         levers = fastest_that_fits(changed, gpu_bytes, host_bytes)
@@ -703,6 +710,29 @@ def next_lever(shape: Shape, gpu_bytes: int, host_bytes: int, rows: int = 1) -> 
         return "a smaller model"
     overrides, levers = longest[tokens]
     return " ".join([f"seq_len={tokens}", *one_row, *levers.overrides(levers_of(shape)), *overrides])
+
+
+def _changes(shape: Shape) -> list[tuple[list[str], dict[str, Any]]]:
+    """None, smaller states of the optimizer, and half the bytes of a weight: overrides, and what they do to the shape.
+
+    Sharded weights take no optimizer that shards its states itself (fa_train.preflight.require_shardable).
+    """
+    changes: list[tuple[list[str], dict[str, Any]]] = [([], {})]
+    if shape.ranks > 1:
+        if shape.precision != "bf16-true":
+            # adapters stay fp32, and stochastic rounding is of bf16 weights
+            optimizer: OptimizerKind = "adamw" if shape.adapters else "adamw_bf16"
+            overrides = [] if optimizer == shape.optimizer else [f"optimizer={optimizer}"]
+            half: dict[str, Any] = {"optimizer": optimizer, "precision": "bf16-true"}
+            changes += [([*overrides, "trainer.precision=bf16-true"], half)]
+        return changes
+    if shape.optimizer == "adamw":
+        changes += [(["optimizer=adamw_8bit"], {"optimizer": "adamw_8bit"})]
+        changes += [(["optimizer=adamw_offload"], {"optimizer": "adamw_offload"})]
+    if shape.precision != "bf16-true":
+        smallest: dict[str, Any] = {"optimizer": "adamw_8bit", "precision": "bf16-true"}
+        changes += [(["optimizer=adamw_8bit", "trainer.precision=bf16-true"], smallest)]
+    return changes
 
 
 def _yaml(value: object) -> str:

@@ -2,8 +2,11 @@
 
 The forward keeps its input and the weights; the backward computes each chunk's activations again (ALST,
 arXiv:2506.13996). Rows pass through the same operations in the same order as without chunks, so the output and the
-gradient of x differ from the unchunked ones only where a library splits a product of fewer rows otherwise. The
-gradients of the weights are sums over chunks, in fp32.
+gradient of x differ from the unchunked ones only where a library splits a product of fewer rows otherwise, and where
+a kernel rounds SwiGLU once. The gradients of the weights are sums over chunks, in fp32.
+
+What counts beside the products is how often a chunk's activations pass through memory: one pass after each product of
+the activations, which writes over what it read, and none that copies a result to its rows.
 """
 
 from typing import Any, Literal
@@ -13,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fa_train.memory.loss import add_product
+from kernels.swiglu import swiglu, swiglu_backward
 
 Activation = Literal["swiglu", "gelu"]
 
@@ -123,7 +127,12 @@ def mlp_forward(
         up, up_bias, down, down_bias = _rounded(x.dtype, up, up_bias, down, down_bias)
         y = x.new_empty(x.shape[0], down.shape[0])
         for rows in _chunks(x.shape[0], chunk_size):
-            y[rows] = F.linear(activate(F.linear(x[rows], up, up_bias), activation), down, down_bias)
+            activated = _activated(F.linear(x[rows], up, up_bias), activation)
+            if down_bias is None:
+                torch.mm(activated, down.T, out=y[rows])
+            else:
+                torch.addmm(down_bias, activated, down.T, out=y[rows])
+            del activated  # or it would stay until the next chunk's is there
     return y
 
 
@@ -161,17 +170,19 @@ def mlp_backward(
         up, up_bias, down, _ = _rounded(x.dtype, *weights)
         for rows in _chunks(x.shape[0], chunk_size):
             projected = F.linear(x[rows], up, up_bias)
-            if with_weights:  # first, so that these activations and their gradient never coexist
-                add_product(d_down, dy[rows].T, activate(projected, activation))
-            d_projected = _activation_backward(dy[rows] @ down, projected, activation)
-            dx[rows] = d_projected @ up
+            activated, d_projected = _activation_backward(projected, dy[rows] @ down, activation)
+            del projected
+            if with_weights:
+                add_product(d_down, dy[rows].T, activated)
+            del activated  # before the sum below, and before the next chunk's
+            torch.mm(d_projected, up, out=dx[rows])
             if with_weights:
                 add_product(d_up, d_projected.T, x[rows])
                 if up_bias is not None:
                     d_up_bias += d_projected.sum(0, dtype=torch.float32)
                 if down_bias is not None:
                     d_down_bias += dy[rows].sum(0, dtype=torch.float32)
-            del projected, d_projected  # or they would stay until the next chunk's are there
+            del d_projected
     d_up, d_up_bias, d_down, d_down_bias = (
         d if w is None else d.to(w.dtype) for d, w in zip(sums, weights, strict=True)
     )
@@ -199,20 +210,23 @@ def _backward_fake(
     return x.new_empty(x.shape), d_up, d_up_bias, d_down, d_down_bias
 
 
-def _activation_backward(d_hidden: Tensor, projected: Tensor, activation: str) -> Tensor:
-    """The gradient of `projected`, which takes the place of one of the arguments.
+def _activated(projected: Tensor, activation: str) -> Tensor:
+    """`activate`, but GELU's result takes the place of `projected`."""
+    if activation == "gelu":
+        return torch.ops.aten.gelu_(projected, approximate="tanh")
+    return swiglu(projected)
+
+
+def _activation_backward(projected: Tensor, d_activated: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """The activations and the gradient of `projected`, which take the places of the arguments.
 
     autograd's formulas: it records nothing inside an operator.
     """
     if activation == "gelu":
-        torch.ops.aten.gelu_backward(d_hidden, projected, approximate="tanh", grad_input=d_hidden)
-        return d_hidden
-    gate, value = projected.chunk(2, dim=-1)
-    d_activated = d_hidden * value
-    torch.ops.aten.silu(gate, out=value)
-    value *= d_hidden
-    torch.ops.aten.silu_backward(d_activated, gate, grad_input=gate)
-    return projected
+        torch.ops.aten.gelu_backward(d_activated, projected, approximate="tanh", grad_input=d_activated)
+        return _activated(projected, activation), d_activated
+    swiglu_backward(projected, d_activated)
+    return d_activated, projected
 
 
 def _rounded(dtype: torch.dtype, *weights: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:

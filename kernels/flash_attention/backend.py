@@ -44,14 +44,12 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """do like o, lse and delta (n_heads, total_q) fp32 -> dq, dk, dv, dense, in the dtype of q, k, v.
 
-    deterministic takes the portable kernels, where each output has one owner, but for head dims at which Hopper's
-    are repeatable too.
+    deterministic takes kernels where each output has one owner, which the portable ones are in any case.
     """
     supported = hopper_bwd.supports(q, k, v, features)
-    repeatable = not deterministic or hopper_bwd.is_repeatable(q.shape[-1])
-    on_hopper = repeatable and _takes_hopper(supported, "backward", hopper_bwd.TILES, q, v)
-    attention_backward = hopper_bwd.attention_backward if on_hopper else portable_bwd.attention_backward
-    return attention_backward(do, q, k, v, lse, delta, schedule, features)
+    if _takes_hopper(supported, "backward", hopper_bwd.TILES, q, v):
+        return hopper_bwd.attention_backward(do, q, k, v, lse, delta, schedule, features, deterministic)
+    return portable_bwd.attention_backward(do, q, k, v, lse, delta, schedule, features)
 
 
 def _takes_hopper(supported: bool, direction: str, head_dims: Iterable[int], q: Tensor, v: Tensor) -> bool:

@@ -12,10 +12,12 @@ from kernels.flash_attention.schedule import Schedule, alignment, build_schedule
 from kernels.flash_attention.tiles import interpreted
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+OUT_DTYPES = (*DTYPES, torch.float64)
 FP8 = torch.float8_e4m3fn
 MAX_HEAD_DIM = 256
+UNBOUNDED = 2**30  # tokens: a window from here on is wider than any document, and token indices in int32 leave it room
 
-Outputs = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
+Outputs = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
 
 def flash_attn_func(
@@ -43,12 +45,12 @@ def flash_attn_func(
     Shapes: q (batch, seqlen_q, n_heads, head_dim); k, v (batch, seqlen_k, n_kv_heads, head_dim), n_heads a multiple
     of n_kv_heads; v's head_dim may differ from q's and k's, both at most 256; alibi_slopes (n_heads,) or
     (batch, n_heads); sinks (n_heads,) -> o (batch, seqlen_q, n_heads, v's head_dim), in out_dtype, else q's. With
-    return_lse also lse (batch, n_heads, seqlen_q); with return_attn_probs o, lse and None, as flash-attn without
-    dropout.
+    return_lse also lse (batch, n_heads, seqlen_q); with return_attn_probs o, lse and an empty tensor, which is what
+    flash-attn gives for the probabilities without dropout.
     Units: softmax_scale multiplies the scores, head_dim**-0.5 by default; window_size in tokens (left, right) beside
-    the query itself, -1 unbounded; softcap bounds a score to softcap * tanh(score / softcap), 0 is none; an alibi
-    slope is subtracted for each token of distance; a sink is one more score in the softmax, in nats, without a value;
-    lse in nats, fp32, sinks counted in.
+    the query itself, -1 unbounded; softcap bounds a score to softcap * tanh(score / softcap), 0 or less is none; an
+    alibi slope is subtracted for each token of distance; a sink is one more score in the softmax, in nats, without a
+    value; lse in nats, fp32, sinks counted in.
     causal aligns the last query with the last key. A query that sees no key gives 0, and lse -inf or its sink.
     Differentiable in q, k, v and sinks, through o and lse. With
     deterministic, as with torch.use_deterministic_algorithms, gradients are bitwise repeatable.
@@ -73,7 +75,7 @@ def flash_attn_func(
         q,
         k,
         v,
-        dense_schedule(batch, seqlen_q, seqlen_k, q.device, causal=causal, window_size=window_size),
+        dense_schedule(batch, seqlen_q, seqlen_k, q.device, causal=causal, window_size=window_of(window_size)),
         alibi,
         softmax_scale,
         softcap,
@@ -83,7 +85,7 @@ def flash_attn_func(
         (q_descale, k_descale, v_descale),
     )
     lse = lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
-    return _outputs(o.unflatten(0, (batch, seqlen_q)), lse, return_lse, return_attn_probs)
+    return _outputs(o.unflatten(0, (batch, seqlen_q)), lse, q, return_lse, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -117,17 +119,21 @@ def flash_attn_varlen_func(
     (n_docs + 1,) int32, where document i is the rows cu_seqlens[i] to cu_seqlens[i + 1]; alibi_slopes (n_heads,) or
     (n_docs, n_heads) -> o (total_q, n_heads, v's head_dim); with return_lse also lse (n_heads, total_q).
     Documents may be empty; rows past the last one give 0 and lse -inf (or their sink).
-    Everything else as flash_attn_func. max_seqlen_q and max_seqlen_k are flash-attn's and not needed here.
-    Raises: ValueError as flash_attn_func, on a block_table (paged keys), which is not offered here, and, where
-    cu_seqlens are on the CPU or FLASH_ATTENTION_DEBUG=1 allows to wait for the GPU, on cu_seqlens that do not start at
-    0, decrease or end past the last row, and on a max_seqlen below the longest document. Wrong ones that are not
-    checked give wrong numbers, but nothing is read out of bounds.
+    With a block_table (n_docs, pages a document) int32, k and v are pages (n_pages, page_size, n_kv_heads, head_dim),
+    and key j of document i lies in page block_table[i, j // page_size]; entries past a document's keys are never
+    looked at. They are copied to n_docs * max_seqlen_k rows first: flash_attn_with_kvcache reads pages in place.
+    Everything else as flash_attn_func. max_seqlen_q, and max_seqlen_k without a block_table, are flash-attn's and not
+    needed here.
+    Raises: ValueError as flash_attn_func and, where cu_seqlens are on the CPU or FLASH_ATTENTION_DEBUG=1 allows to
+    wait for the GPU, on cu_seqlens that do not start at 0, decrease or end past the last row, on a max_seqlen below the
+    longest document and on pages that are not there. Wrong ones that are not checked give wrong numbers, but nothing
+    is read out of bounds.
     """
-    if block_table is not None:
-        raise ValueError("block_table must be None: paged keys are read by flash_attn_with_kvcache alone")
+    paged = block_table is not None
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 3:
-            raise ValueError(f"{name} must be (total, heads, head_dim); got {tuple(x.shape)}")
+        if x.dim() != 3 + (paged and name != "q"):
+            wanted = "(n_pages, page_size, heads, head_dim)" if paged and name != "q" else "(total, heads, head_dim)"
+            raise ValueError(f"{name} must be {wanted}; got {tuple(x.shape)}")
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype != torch.int32:
             raise ValueError(
@@ -140,6 +146,8 @@ def flash_attn_varlen_func(
             "cu_seqlens_q and cu_seqlens_k must hold the same number of documents; "
             f"got {cu_seqlens_q.numel() - 1} and {cu_seqlens_k.numel() - 1}"
         )
+    if block_table is not None:
+        k, v = _from_pages(k, v, block_table, cu_seqlens_k, max_seqlen_k)
     if _may_read(cu_seqlens_q):
         _require_documents("q", cu_seqlens_q, q.shape[0], max_seqlen_q)
         _require_documents("k", cu_seqlens_k, k.shape[0], max_seqlen_k)
@@ -148,7 +156,9 @@ def flash_attn_varlen_func(
         q,
         k,
         v,
-        build_schedule(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], causal=causal, window_size=window_size),
+        build_schedule(
+            cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], causal=causal, window_size=window_of(window_size)
+        ),
         [] if alibi_slopes is None else _alibi(alibi_slopes, cu_seqlens_q, cu_seqlens_k, q),
         softmax_scale,
         softcap,
@@ -157,7 +167,7 @@ def flash_attn_varlen_func(
         deterministic,
         (q_descale, k_descale, v_descale),
     )
-    return _outputs(o, lse, return_lse, return_attn_probs)
+    return _outputs(o, lse, q, return_lse, return_attn_probs)
 
 
 def flash_attn_packed(
@@ -186,7 +196,7 @@ def flash_attn_packed(
         sinks,
         None,
         _scale(q, softmax_scale),
-        softcap,
+        max(float(softcap), 0.0),
         q.dtype,
         deterministic,
     )[0]
@@ -199,6 +209,14 @@ def require_backend(device: torch.device) -> None:
             f"attention=flash needs a CUDA GPU; this run is on {device.type}. "
             "Use attention=sdpa, or set TRITON_INTERPRET=1 to run the kernels in Triton's (slow) CPU interpreter"
         )
+
+
+def window_of(window_size: tuple[int, int]) -> tuple[int, int]:
+    """(left, right) in tokens, -1 where unbounded."""
+    if not isinstance(window_size, Sequence) or len(window_size) != 2 or None in window_size:
+        raise ValueError(f"window_size must be (left, right), -1 where unbounded; got {window_size}")
+    left, right = window_size
+    return int(left) if 0 <= left < UNBOUNDED else -1, int(right) if 0 <= right < UNBOUNDED else -1
 
 
 def _attend(
@@ -215,6 +233,8 @@ def _attend(
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor]:
     """Packed attention of what is consistent: o (total_q, n_heads, v's head_dim), lse (n_heads, total_q)."""
+    if out_dtype is not None and out_dtype not in OUT_DTYPES:
+        raise ValueError(f"out_dtype must be float16, bfloat16, float32 or float64; got {_name(out_dtype)}")
     return flash_attention_forward(
         _rows_dense(q),
         _rows_dense(k),
@@ -224,7 +244,7 @@ def _attend(
         sinks,
         _descale(descales, q, k),
         _scale(q, softmax_scale),
-        float(softcap),
+        max(float(softcap), 0.0),
         out_dtype or (torch.bfloat16 if q.dtype == FP8 else q.dtype),
         deterministic,
     )
@@ -233,18 +253,52 @@ def _attend(
 def _alibi(alibi_slopes: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor) -> list[Tensor]:
     """What Features.alibi holds."""
     n_docs, n_heads = cu_seqlens_q.numel() - 1, q.shape[1]
-    if alibi_slopes.shape not in ((n_heads,), (n_docs, n_heads)) or alibi_slopes.dtype != torch.float32:
+    shapes = (n_heads,), (n_docs, n_heads)
+    if alibi_slopes.shape not in shapes or alibi_slopes.dtype != torch.float32 or alibi_slopes.device != q.device:
         raise ValueError(
-            f"alibi_slopes must be ({n_heads},) or ({n_docs}, {n_heads}) float32; "
-            f"got {tuple(alibi_slopes.shape)} {_name(alibi_slopes.dtype)}"
+            f"alibi_slopes must be ({n_heads},) or ({n_docs}, {n_heads}) float32 on {q.device}; "
+            f"got {_described(alibi_slopes)}"
         )
     slopes = alibi_slopes.expand(1, -1) if alibi_slopes.dim() == 1 else alibi_slopes
     return [slopes.contiguous(), *alignment(cu_seqlens_q, cu_seqlens_k, q.shape[0])]
 
 
-def _outputs(o: Tensor, lse: Tensor, return_lse: bool, return_attn_probs: bool) -> Outputs:
+def _from_pages(
+    k: Tensor, v: Tensor, block_table: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int
+) -> tuple[Tensor, Tensor]:
+    """Pages (n_pages, page_size, n_kv_heads, head_dim) -> documents end to end, (n_docs * max_seqlen_k, ...)."""
+    n_docs, (n_pages, page_size) = cu_seqlens_k.numel() - 1, k.shape[:2]
+    if k.shape[:2] != v.shape[:2] or n_pages * page_size == 0:
+        raise ValueError(f"k and v must have the same pages, one at least; got {tuple(k.shape)} and {tuple(v.shape)}")
+    if (
+        block_table.dim() != 2
+        or block_table.shape[0] != n_docs
+        or block_table.shape[1] == 0
+        or block_table.dtype != torch.int32
+        or block_table.device != k.device
+    ):
+        raise ValueError(
+            f"block_table must be ({n_docs}, pages a document) int32 on {k.device}; got {_described(block_table)}"
+        )
+    capacity = block_table.shape[1] * page_size
+    if max_seqlen_k > capacity:
+        raise ValueError(f"max_seqlen_k must fit the {capacity} tokens of a row of block_table; got {max_seqlen_k}")
+    if _may_read(block_table):
+        used = torch.arange(0, capacity, page_size, device=k.device) < cu_seqlens_k.diff()[:, None]
+        wrong = block_table[used & ((block_table < 0) | (block_table >= n_pages))]
+        if wrong.numel():
+            raise ValueError(f"block_table must be from 0 to {n_pages - 1}; got {wrong.tolist()}")
+    token = torch.arange(n_docs * max_seqlen_k, dtype=torch.int32, device=k.device)
+    # rows past the last document are in none, whatever is copied there
+    document = (torch.searchsorted(cu_seqlens_k, token, right=True) - 1).clamp(0, max(0, n_docs - 1))
+    place = (token - cu_seqlens_k[document]).clamp(0, capacity - 1)
+    page = block_table[document, place // page_size].clamp(0, n_pages - 1)
+    return k[page, place % page_size], v[page, place % page_size]
+
+
+def _outputs(o: Tensor, lse: Tensor, q: Tensor, return_lse: bool, return_attn_probs: bool) -> Outputs:
     if return_attn_probs:
-        return o, lse, None
+        return o, lse, q.new_zeros(0)
     return (o, lse) if return_lse else o
 
 
@@ -268,7 +322,7 @@ def _require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, d
     if k_shape[:2] != v_shape[:2]:
         raise ValueError(f"k and v must have the same tokens and heads; got {_shapes(q, k, v)}")
     n_heads, n_kv_heads, head_dim, v_head_dim = q_shape[1], k_shape[1], q_shape[2], v_shape[2]
-    if n_heads % n_kv_heads:
+    if n_kv_heads == 0 or n_heads % n_kv_heads:
         raise ValueError(f"n_heads must be a multiple of n_kv_heads; got {n_heads} and {n_kv_heads}")
     if head_dim != k_shape[2]:
         raise ValueError(f"q and k must have one head_dim; got {_shapes(q, k, v)}")
@@ -289,8 +343,8 @@ def _require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, d
             )
     if not (device == k.device == v.device):
         raise ValueError(f"q, k and v must be on one device; got {device}, {k.device} and {v.device}")
-    if sinks is not None and (sinks.shape != (n_heads,) or sinks.dtype != torch.float32):
-        raise ValueError(f"sinks must be ({n_heads},) float32; got {tuple(sinks.shape)} {_name(sinks.dtype)}")
+    if sinks is not None and (sinks.shape != (n_heads,) or sinks.dtype != torch.float32 or sinks.device != device):
+        raise ValueError(f"sinks must be ({n_heads},) float32 on {device}; got {_described(sinks)}")
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -327,6 +381,10 @@ def _require_documents(side: str, cu_seqlens: Tensor, total: int, max_seqlen: in
         raise ValueError(f"cu_seqlens_{side} must start at 0, not decrease and end at {total} or before; got {edges}")
     if max_seqlen < longest:
         raise ValueError(f"max_seqlen_{side} must be at least the longest document, {longest}; got {max_seqlen}")
+
+
+def _described(x: Tensor) -> str:
+    return f"{tuple(x.shape)} {_name(x.dtype)} on {x.device}"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kernels.flash_attention.interface import DTYPES, MAX_HEAD_DIM, require_backend
+from kernels.flash_attention.interface import DTYPES, MAX_HEAD_DIM, require_backend, window_of
 from kernels.flash_attention.portable.decode import MAX_SPLITS, Cache, Rotary, append_to_cache, decode_attention
 
 PAGE_UNIT = 16  # tokens: the least block of keys that a kernel reads
@@ -79,7 +79,7 @@ def flash_attn_with_kvcache(
     scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
     if scale <= 0:
         raise ValueError(f"softmax_scale must be positive; got {scale}")
-    left, right = window_size
+    left, right = window_of(window_size)
     if causal:
         right = 0
 
@@ -99,7 +99,7 @@ def flash_attn_with_kvcache(
         left >= 0 or right >= 0,
         None if alibi_slopes is None else alibi_slopes.contiguous(),
         scale,
-        float(softcap),
+        max(float(softcap), 0.0),
         left,
         right,
         num_splits,

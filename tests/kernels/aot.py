@@ -102,6 +102,20 @@ def source_of(kernel, tiles, head_dim, v_head_dim, direction, itemsize, contain)
     return ASTSource(kernel, signature, constexprs=places, attrs=attributes)
 
 
+def compile_to_ptx(source, capability, options):
+    """For ptxas() alone: without Triton's own run of it, and its asm has no cubin."""
+
+    def hook(*arguments):
+        if not arguments:  # a name for Triton's cache
+            return "without cubin", "without cubin"
+        stages = arguments[1]
+        stages["cubin"] = lambda ptx, metadata: b""
+
+    with knobs.runtime.scope():
+        knobs.runtime.add_stages_inspection_hook = hook
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
 def ptxas(ptx, capability):
     """Registers, spills, C75xx warnings and the kind of tensor-core instruction of one kernel, before Blackwell."""
     suffix = "a" if capability == 90 else ""

@@ -7,14 +7,12 @@ the paged one with every feature.
 import json
 import sys
 
-import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.flash_attention.portable.decode import _decode_kernel, decode_tiles
 from kernels.flash_attention.portable.load import split_width
 from kernels.flash_attention.tiles import SHARED_LIMIT
-from tests.kernels.aot import ptxas
+from tests.kernels.aot import compile_to_ptx, ptxas
 
 INDEX_POINTERS = ("seqlens_ptr", "leftpad_ptr", "table_ptr")
 FP32_POINTERS = ("o_ptr", "lse_ptr", "slopes_ptr")
@@ -46,11 +44,9 @@ def compile_case(arch, head_dim, n_rows, *, paged):
             attributes[(index,)] = [["tt.divisibility", 16]]
     places = {(names.index(name),): value for name, value in constants.items()}
     capability = int(arch.removeprefix("sm"))
-    compiled = triton.compile(
-        ASTSource(_decode_kernel, signature, constexprs=places, attrs=attributes),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
-    )
+    source = ASTSource(_decode_kernel, signature, constexprs=places, attrs=attributes)
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    compiled = compile_to_ptx(source, capability, options)
     return {"shared": compiled.metadata.shared, **ptxas(compiled.asm["ptx"], capability)}
 
 

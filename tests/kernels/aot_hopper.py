@@ -7,14 +7,12 @@ A case is head_dim-documents-dtype-outdtype-features, such as 128-long-bf16-bf16
 import json
 import sys
 
-import triton
-from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from kernels.flash_attention.hopper.descriptors import padded_width
 from kernels.flash_attention.hopper.fwd import ROWS, _fwd_kernel, forward_tiles
-from tests.kernels.aot import ptxas
+from tests.kernels.aot import compile_to_ptx, ptxas
 
 ELEMENT = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 
@@ -54,7 +52,7 @@ def compile_forward(tiles, head_dim, dtype, out_dtype, features):
     places = {(names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(_fwd_kernel, signature, constexprs=places, attrs=attributes)
     options = {"num_warps": 4, "maxnreg": tiles.registers()[2]}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return compile_to_ptx(source, 90, options)
 
 
 def report(case):

@@ -1,21 +1,19 @@
 """Compiles the Hopper backward kernel without a GPU and prints, as JSON, what ptxas says of each case. Run as a module.
 
-A case is dtype-head_dim-group-softcap-marks, such as bf16-128-4-0-1. Head_dim 256 has two
-kernels, 256dkdv and 256dq.
+A case is dtype-head_dim-group-softcap-marks, such as bf16-128-4-0-1. For the kernels of two passes head_dim is followed
+by dkdv or dq, such as 128dq; head_dim 256 has no others.
 """
 
 import json
 import sys
 
-import triton
-from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kernels.flash_attention.hopper import bwd, bwd_wide
+from kernels.flash_attention.hopper import bwd, bwd_queries, bwd_wide
 from kernels.flash_attention.hopper.bwd_dq import ROW_ALIGNMENT
 from kernels.flash_attention.portable.load import split_width
-from tests.kernels.aot import ptxas
+from tests.kernels.aot import compile_to_ptx, ptxas
 
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 
@@ -26,20 +24,19 @@ def descriptor(dtype, block):
     return f"tensordesc<{dtype}[{', '.join(map(str, block))}],{layout!r}>"
 
 
-def compile_kernel(dtype, head_dim, group, softcap, marks):
+def compile_kernel(dtype, head_dim, group, softcap, marks, with_dq=True):
     """The compiled kernel of one case, with the tiles of the table."""
     head_dim = int(head_dim)
-    tiles, kernel = bwd.TILES[head_dim], bwd._bwd_kernel
+    tiles, kernel = (bwd.TILES if with_dq else bwd.TILES_WITHOUT_DQ)[head_dim], bwd._bwd_kernel
     d_1, d_2 = split_width(head_dim)
     signature = dict(
-        rows_desc=descriptor("fp32", [tiles.block_m]), sum_desc=descriptor("fp32", [bwd.SUM_BLOCK, bwd.SUM_BLOCK]),
+        rows_desc=descriptor("fp32", [tiles.block_m]), softmax_scale="fp32", softcap="fp32",
         tiles_ptr="*i32", query_start_ptr="*i32", query_end_ptr="*i32", spoiled_ptr="*i32",
-        softmax_scale="fp32", softcap="fp32",
     )  # fmt: skip
     constants = dict(
         HAS_SOFTCAP=softcap == "1", GROUP=int(group), BLOCK_M=tiles.block_m, BLOCK_N=bwd.BLOCK_N, D_1=d_1, D_2=d_2,
-        STAGES=tiles.stages, ALIGNMENT=ROW_ALIGNMENT, CONSUMER_REGISTERS=bwd.CONSUMER_REGISTERS,
-        PRODUCER_REGISTERS=bwd.PRODUCER_REGISTERS,
+        STAGES=tiles.stages, ALIGNMENT=ROW_ALIGNMENT, WITH_DQ=with_dq,
+        CONSUMER_REGISTERS=bwd.CONSUMER_REGISTERS, PRODUCER_REGISTERS=bwd.PRODUCER_REGISTERS,
     )  # fmt: skip
     if marks == "0":
         constants["spoiled_ptr"] = None
@@ -52,30 +49,50 @@ def compile_kernel(dtype, head_dim, group, softcap, marks):
                 signature[f"{name}{part}_desc"] = descriptor(dtype, [rows, width])
             else:
                 constants[f"{name}{part}_desc"] = None
-    if d_2:
-        signature["sum_2_desc"] = descriptor("fp32", [bwd.SUM_BLOCK, d_2])
-    else:
-        constants["sum_2_desc"] = None
+        if with_dq and width:
+            signature[f"sum{part}_desc"] = descriptor("fp32", [bwd.SUM_BLOCK, min(width, bwd.SUM_BLOCK)])
+        else:
+            constants[f"sum{part}_desc"] = None
     return compile_source(kernel, signature, constants, bwd.REGISTERS)
 
 
-def compile_wide(dtype, part, group, softcap, marks):
-    """The compiled kernel of one case at head_dim 256; part is dkdv or dq."""
+def compile_wide(dtype, group, softcap, marks):
+    """The compiled kernel of dK and dV at head_dim 256."""
     blocks = [bwd_wide.BLOCK, bwd_wide.HEAD_DIM]
-    kernel = bwd_wide._dq_kernel if part == "dq" else bwd_wide._dkdv_kernel
-    constants = dict(HAS_SOFTCAP=softcap == "1", GROUP=int(group), REGISTERS=bwd_wide.REGISTERS)
-    if part == "dq":
-        constants |= dict(K_STAGES=bwd_wide.K_STAGES, V_STAGES=bwd_wide.V_STAGES)
-    else:
-        constants |= dict(STAGES=bwd_wide.STAGES, PARTS=bwd_wide.PARTS)
+    kernel = bwd_wide._dkdv_kernel
+    constants = dict(
+        HAS_SOFTCAP=softcap == "1", GROUP=int(group), STAGES=bwd_wide.STAGES, PARTS=bwd_wide.PARTS,
+        REGISTERS=bwd_wide.REGISTERS,
+    )  # fmt: skip
     if marks == "0":
         constants["spoiled_ptr"] = None
-    signature = dict.fromkeys(kernel.arg_names, "i32") | dict(softmax_scale="fp32", softcap="fp32")
+    signature = dict(softmax_scale="fp32", softcap="fp32")
     signature |= {name: descriptor(dtype, blocks) for name in kernel.arg_names if name.endswith("_desc")}
-    signature |= dict.fromkeys(("lse_ptr", "delta_ptr"), "*fp32")
-    pointers = ("tiles_ptr", "key_start_ptr", "key_end_ptr", "query_start_ptr", "query_end_ptr", "spoiled_ptr")
+    pointers = ("tiles_ptr", "query_start_ptr", "query_end_ptr", "spoiled_ptr")
     signature |= dict.fromkeys(pointers, "*i32") | dict(rows_desc=descriptor("fp32", blocks[:1]))
     return compile_source(kernel, signature, constants, bwd_wide.THREAD_REGISTERS)
+
+
+def compile_queries(dtype, head_dim, group, softcap, marks):
+    """The compiled kernel of dQ where that is one of its own."""
+    tiles, kernel = bwd_queries.TILES[int(head_dim)], bwd_queries._dq_kernel
+    d_1, d_2 = split_width(int(head_dim))
+    constants = dict(
+        HAS_SOFTCAP=softcap == "1", GROUP=int(group), D_2=d_2, K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages,
+        REGISTERS=bwd_queries.REGISTERS,
+    )  # fmt: skip
+    if marks == "0":
+        constants["spoiled_ptr"] = None
+    signature = dict(softmax_scale="fp32", softcap="fp32", lse_ptr="*fp32", delta_ptr="*fp32")
+    signature |= dict.fromkeys(("tiles_ptr", "key_start_ptr", "key_end_ptr", "spoiled_ptr"), "*i32")
+    for part, width in (("", d_1), ("_2", d_2)):
+        for name in ("q", "k", "v", "do", "dq"):
+            rows = tiles.block_n if name in "kv" else bwd_queries.BLOCK_M
+            if width:
+                signature[f"{name}{part}_desc"] = descriptor(dtype, [rows, width])
+            else:
+                constants[f"{name}{part}_desc"] = None
+    return compile_source(kernel, signature, constants, bwd_queries.THREAD_REGISTERS)
 
 
 def compile_source(kernel, signature, constants, registers):
@@ -86,15 +103,21 @@ def compile_source(kernel, signature, constants, registers):
     places = {(names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(kernel, types, constexprs=places, attrs=attributes)
     options = {"num_warps": 4, "maxnreg": registers}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return compile_to_ptx(source, 90, options)
 
 
-def report(dtype, head_dim, *features):
+def compile_case(dtype, kernel, *features):
+    """The compiled kernel of one case."""
+    if kernel.endswith("dq"):
+        return compile_queries(dtype, kernel.removesuffix("dq"), *features)
+    if kernel == f"{bwd_wide.HEAD_DIM}dkdv":
+        return compile_wide(dtype, *features)
+    return compile_kernel(dtype, kernel.removesuffix("dkdv"), *features, with_dq=not kernel.endswith("dkdv"))
+
+
+def report(*case):
     """What ptxas says of one case, and the bytes of shared memory."""
-    if head_dim.startswith("256"):
-        compiled = compile_wide(dtype, head_dim.removeprefix("256"), *features)
-    else:
-        compiled = compile_kernel(dtype, head_dim, *features)
+    compiled = compile_case(*case)
     return {"shared": compiled.metadata.shared, **ptxas(compiled.asm["ptx"], 90)}
 
 

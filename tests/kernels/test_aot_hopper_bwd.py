@@ -1,6 +1,6 @@
 """The Hopper backward kernels compile without a GPU: on wgmma, in shared memory, within limits on spills, no C75xx.
 
-And what head_dim 256 reads beside Q and dO, and which calls take the kernels where gradients must be repeatable.
+And what the kernels of dK and dV alone read beside Q and dO, and which kernels take a call.
 """
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 
 from kernels.flash_attention import backend
 from kernels.flash_attention.features import Features
-from kernels.flash_attention.hopper import bwd, bwd_wide
+from kernels.flash_attention.hopper import bwd, bwd_dq, bwd_wide
 from kernels.flash_attention.portable import bwd as portable_bwd
 from kernels.flash_attention.schedule import causal_schedule
 from tests.kernels.ahead_of_time import compile_all
@@ -19,6 +19,8 @@ SPILLS = {
     "bf16-128-1-0-1": 96, "bf16-64-1-0-1": 144, "bf16-96-1-0-1": 32,
     "fp16-128-4-0-1": 96, "fp16-64-4-0-1": 176,
     "bf16-128-1-1-1": 368, "bf16-64-4-1-1": 1152, "bf16-96-4-1-1": 128,
+    "bf16-64dkdv-1-0-1": 48, "bf16-96dkdv-1-0-1": 16, "fp16-128dkdv-4-0-1": 96, "bf16-128dkdv-1-1-1": 256,
+    "bf16-64dq-1-0-1": 16, "bf16-96dq-1-0-1": 16, "fp16-128dq-4-0-1": 16, "bf16-128dq-1-1-1": 16,
     "bf16-256dkdv-1-0-0": 32, "bf16-256dkdv-4-1-1": 32,
     "bf16-256dq-1-0-0": 384, "bf16-256dq-4-1-1": 384,
 }  # fmt: skip
@@ -34,35 +36,38 @@ def test_compiles_within_limits():
         assert report["spill_bytes"] <= SPILLS[case], (case, report)
 
 
-@pytest.mark.parametrize("total", [pytest.param(128, id="whole-blocks"), pytest.param(70, id="ragged")])
-def test_rows_of_wide_heads_are_whole_blocks(device, total):
+@pytest.mark.parametrize("total", [pytest.param(128, id="whole"), pytest.param(70, id="padded")])
+def test_padded_rows_take_no_part(device, total):
     lse, delta = torch.randn(2, 3, total, device=device)
     lse[1, 5] = float("-inf")
-    rows = bwd_wide._prepare(lse, delta)
-    assert rows.shape == (2, 3, 128)
+    rows = bwd_dq.prepare_rows(lse, delta, 126)
+    assert rows.shape == (2, 3, 128)  # in whole fours, as TMA reads them
     log2_lse = lse * 1.4426950408889634
     log2_lse[1, 5] = float("inf")  # sees no key: 2^(score - inf) is 0
     assert rows[0, :, :total].equal(log2_lse) and rows[1, :, :total].equal(delta)
     assert (rows[0, :, total:] == float("inf")).all() and not rows[1, :, total:].any()
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "deterministic", "taken"),
-    [
-        pytest.param(128, False, "hopper", id="sums-in-memory"),
-        pytest.param(128, True, "portable", id="sums-in-memory-deterministic"),
-        pytest.param(256, False, "hopper", id="one-owner"),
-        pytest.param(256, True, "hopper", id="one-owner-deterministic"),
-    ],
-)
-def test_deterministic_takes_hopper_where_that_is_repeatable(monkeypatch, head_dim, deterministic, taken):
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", bwd.TILES)
+def test_deterministic_takes_kernels_that_add_nothing_in_memory(monkeypatch, head_dim, deterministic):
     monkeypatch.delenv(backend.VARIABLE, raising=False)
+    launched = []
     monkeypatch.setattr(bwd, "supports", lambda *_: True)
-    monkeypatch.setattr(bwd, "attention_backward", lambda *_: "hopper")
+    monkeypatch.setattr(bwd, "prepare", lambda *_: (None, "sum of dq"))
+    monkeypatch.setattr(bwd, "prepare_rows", lambda *_: None)
+    monkeypatch.setattr(bwd, "finish", lambda sums, *_: launched.append(sums))
+    monkeypatch.setattr(bwd, "gradients_of_keys", lambda *tensors: (launched.append(tensors[5]), None))
+    monkeypatch.setattr(bwd, "gradient_of_queries", lambda *_: launched.append("dq"))
+    monkeypatch.setattr(bwd_wide, "gradients_of_keys", lambda *_: (launched.append("wide"), None))
     monkeypatch.setattr(portable_bwd, "attention_backward", lambda *_: "portable")
     do, q, k, v = torch.empty(4, 3, 2, head_dim)
     row_values = torch.empty(2, 3)
     schedule, features = causal_schedule(None, 3, q.device), Features(1.0, 0.0, None, [])
-    assert backend.backward(do, q, k, v, row_values, row_values, schedule, features, deterministic) == taken
+    arguments = do, q, k, v, row_values, row_values, schedule, features, deterministic
+    backend.backward(*arguments)
+    wide = head_dim == bwd_wide.HEAD_DIM
+    expected = ["wide", "dq"] if wide else [None, "dq"] if deterministic else ["sum of dq", "sum of dq"]
+    assert launched == expected
     monkeypatch.setenv(backend.VARIABLE, "portable")
-    assert backend.backward(do, q, k, v, row_values, row_values, schedule, features, deterministic) == "portable"
+    assert backend.backward(*arguments) == "portable"

@@ -143,6 +143,19 @@ def test_large_scores_saturate_the_softcap():
     check(q.detach() * 100, k, v, do, dlse, cu, cu, causal=True, softcap=5.0)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("chosen", ["portable", "auto"])
+@pytest.mark.parametrize("spread", [1, 8], ids=["usual", "saturated"])
+@pytest.mark.parametrize("softcap", [5.0, 30.0, 50.0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_softcap_of_each_dtype(dtype, head_dim, softcap, spread, chosen, monkeypatch):
+    """Whose tanh differ; spread is a score's standard deviation."""
+    monkeypatch.setenv(backend.VARIABLE, chosen)
+    q, *others = draw(1024, 1024, 4, 2, head_dim, dtype=dtype)
+    check(q.detach() * spread, *others, cumulative([1024]), cumulative([1024]), causal=True, softcap=softcap)
+
+
 def test_rows_outside_every_document_give_zero():
     cu = cumulative([30, 12, 0, 0])
     q, k, v, do, dlse = draw(50, 50, 2, 1, 16)
@@ -371,9 +384,9 @@ def test_wrong_documents_never_read_out_of_bounds(cu):
     [
         ({"dropout_p": 0.1}, "dropout_p must be 0.0.*got 0.1"),
         ({"softmax_scale": 0.0}, "softmax_scale must be positive; got 0.0"),
-        ({"alibi_slopes": torch.ones(2, 4)}, r"alibi_slopes must be \(4,\) or \(1, 4\) float32; got \(2, 4\)"),
-        ({"sinks": torch.ones(2)}, r"sinks must be \(4,\) float32; got \(2,\)"),
-        ({"block_table": CU}, "block_table must be None"),
+        ({"alibi_slopes": torch.ones(2, 4)}, r"alibi_slopes must be \(4,\) or \(1, 4\) float32 on .*; got \(2, 4\)"),
+        ({"sinks": torch.ones(2)}, r"sinks must be \(4,\) float32 on .*; got \(2,\)"),
+        ({"block_table": CU[None]}, r"k must be \(n_pages, page_size, heads, head_dim\); got \(8, 2, 16\)"),
         ({"v_descale": torch.ones(2)}, "are for float8_e4m3fn; q, k and v are float32"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",

@@ -34,7 +34,7 @@ MASKS = [
 ]  # fmt: skip
 HEADS = [(4, 4), (4, 2), (4, 1)]  # MHA, GQA, MQA
 FEATURES = [(), ("softcap",), ("alibi",), ("sinks",), ("scale",), ("softcap", "sinks"), ("alibi", "sinks", "scale")]
-LAYOUTS = ["dense", "varlen", "deterministic", "strided", "fp32-out"]
+LAYOUTS = ["dense", "varlen", "deterministic", "deterministic-varlen", "strided", "fp32-out"]
 HEAD_DIMS = [8, 16, 32, 40, 64, 80, 96, 128, 160, 192, 256]
 WIDTHS = [*((d, d) for d in HEAD_DIMS), (192, 128), (64, 128)]
 IN_FULL = [(64, 64), (128, 128)]
@@ -57,7 +57,7 @@ def combinations(dtype, width):
 
 def documents(pair, layout, generator) -> tuple[list[int], list[int]]:
     """Lengths of queries and keys: the pair alone, twice, or among empty, short and ragged documents."""
-    if layout != "varlen":
+    if "varlen" not in layout:
         return ([pair[0]], [pair[1]]) if pair[0] > 1000 else ([pair[0]] * 2, [pair[1]] * 2)
     lengths = [pair, (0, 7), (5, 0), (0, 0), (1, 1), (generator.randrange(200), generator.randrange(1, 300))]
     generator.shuffle(lengths)
@@ -109,7 +109,7 @@ def check(dtype, width, pair, mask, heads, names, layout, generator) -> dict[str
     sinks = torch.randn(n_heads, device="cuda") if "sinks" in names else None
     ours = partial(
         flash_attn_varlen_func, max_seqlen_q=max(lens_q), max_seqlen_k=max(lens_k), return_lse=True,
-        deterministic=layout == "deterministic", out_dtype=torch.float32 if layout == "fp32-out" else None,
+        deterministic="deterministic" in layout, out_dtype=torch.float32 if layout == "fp32-out" else None,
     )  # fmt: skip
     truth = torch.float64 if dtype == torch.float32 else torch.float32
     results = attend(ours, inputs, features, sinks, do, dlse)

@@ -1,11 +1,14 @@
 """What attention promises beside its numbers, on a GPU: repeatable, asynchronous, compiled once, any size."""
 
 import itertools
+import os
 
 import pytest
 import torch
 
 from kernels import flash_attn_func, flash_attn_varlen_func
+from kernels.flash_attention.hopper import bwd
+from kernels.flash_attention.hopper.descriptors import is_hopper
 from kernels.flash_attention.interface import flash_attn_packed
 from kernels.flash_attention.reference import attention_reference
 from kernels.flash_attention.schedule import causal_schedule
@@ -30,11 +33,15 @@ def inputs_of(*shape, n_kv_heads=2, dtype=torch.bfloat16):
     ]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_deterministic_gradients_are_bitwise_equal_in_twenty_runs(head_dim):
-    inputs = inputs_of(4096, 8, head_dim)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_deterministic_gradients_are_bitwise_equal_in_twenty_runs(head_dim, dtype, monkeypatch):
+    inputs = inputs_of(4096, 8, head_dim, dtype=dtype)
     cu = cumulative([1000, 3, 0, 2500, 593])
     do = torch.randn_like(inputs[0])
+    launches = []
+    gradient_of_queries = bwd.gradient_of_queries
+    monkeypatch.setattr(bwd, "gradient_of_queries", lambda *x: launches.append(x) or gradient_of_queries(*x))
 
     def run():
         o = flash_attn_varlen_func(*inputs, cu, cu, 2500, 2500, causal=True, deterministic=True)
@@ -43,6 +50,8 @@ def test_deterministic_gradients_are_bitwise_equal_in_twenty_runs(head_dim):
     first = run()
     for _ in range(19):
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+    on_hopper = os.environ["FLASH_ATTENTION_BACKEND"] == "auto" and is_hopper(do.device)
+    assert len(launches) == (20 if on_hopper else 0)
 
 
 def test_neither_pass_waits_for_the_gpu():
@@ -135,7 +144,8 @@ def test_adversarial_scores(name, head_dim):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_nan_and_infinity_stay_in_their_document(head_dim, dtype):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_nan_and_infinity_stay_in_their_document(head_dim, dtype, deterministic):
     """In one element of q, k, v or do; the documents beside it are in the same tiles."""
     lengths, first, last = [150, 20, 30, 90, 13, 260, 200], 200, 290
     cu = cumulative(lengths)
@@ -147,7 +157,9 @@ def test_nan_and_infinity_stay_in_their_document(head_dim, dtype):
 
     def run(q, k, v, do):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-        o, lse = flash_attn_varlen_func(*inputs, cu, cu, 260, 260, causal=True, return_lse=True)
+        o, lse = flash_attn_varlen_func(
+            *inputs, cu, cu, 260, 260, causal=True, return_lse=True, deterministic=deterministic
+        )
         return [o, lse.T, *torch.autograd.grad(o, inputs, do)]
 
     truth = run(*clean)

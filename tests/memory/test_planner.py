@@ -23,6 +23,7 @@ from fa_train.memory.planner import (
     fits,
     kept_per_layer,
     levers_of,
+    longest_of_all_levers,
     longest_seq_len,
     next_lever,
     optimizer_bytes,
@@ -336,6 +337,29 @@ def test_auto_takes_the_cheapest_that_fits():
     assert crowded is None or not crowded.offload, "no host memory, no offload"
 
 
+# scripts/results/memory_llama_1b_32k_h200_202611.md: levers, and milliseconds of a compiled step of 32,768 tokens
+STEP_MS = [
+    (Levers("selective", False, None), 1080.3),
+    (Levers("selective", True, None), 1069.5),
+    (Levers("selective", False, 16384), 1114.0),
+    (Levers("selective", True, 16384), 1120.0),
+    (Levers("full", False, None), 1189.8),
+    (Levers("full", True, None), 1199.6),
+    (Levers("full", True, 16384), 1260.6),
+]
+
+
+def test_auto_ranks_levers_as_they_were_measured():
+    """Those 2% apart in the same order, and each within 6% of the step's time: memory=auto chooses by nothing else."""
+    shape = replace(LLAMA_1B, tokens=2**15, compiled=True)
+    predicted = [1e3 * extra_seconds(with_levers(shape, levers)) for levers, _ in STEP_MS]
+    first, first_ms = predicted[0], STEP_MS[0][1]
+    for ours, (levers, ms) in zip(predicted, STEP_MS, strict=True):
+        assert ours - first == pytest.approx(ms - first_ms, abs=0.06 * first_ms), levers
+        for theirs, (others, more_ms) in zip(predicted, STEP_MS, strict=True):
+            assert more_ms < 1.02 * ms or ours < theirs, (levers, others)
+
+
 @pytest.mark.parametrize(
     ("shape", "gpu_gib"),
     [
@@ -365,6 +389,25 @@ def test_advice_starts_with_fewer_rows():
     assert next_lever(eight_rows, H200, HOST) == "memory.mlp_chunk=16384"
     assert next_lever(eight_rows, 30 * GIB, HOST, rows=8) == "data.micro_batch_size=1 memory.mlp_chunk=16384"
     assert next_lever(LLAMA_1B, H200, HOST, rows=4) == ""
+
+
+def test_auto_reaches_as_far_as_any_levers():
+    longest = longest_of_all_levers(LLAMA_1B, H200, HOST)
+    assert longest > longest_seq_len(LLAMA_1B, H200, HOST)
+    assert fastest_that_fits(replace(LLAMA_1B, tokens=longest), H200, HOST) is not None
+    assert fastest_that_fits(replace(LLAMA_1B, tokens=longest + 1), H200, HOST) is None
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["all-weights", "adapters"])
+def test_advice_for_sharded_weights_is_what_they_can_take(adapters):
+    """fa_train.preflight.require_shardable refuses the optimizers in 8 bits and on the host."""
+    shape = replace(with_adapters(LLAMA_1B)[0] if adapters else LLAMA_1B, ranks=8, tokens=2**14)
+    sizes = {GIB * gib for gib in range(4, 20)}
+    advice = {next_lever(shape, gpu_bytes, HOST) for gpu_bytes in sizes}
+    assert not any("8bit" in text or "adamw_offload" in text for text in advice)
+    assert any(text.endswith("trainer.precision=bf16-true") for text in advice)
+    assert any("optimizer=adamw_bf16 trainer.precision" in text for text in advice) != adapters
+    assert any("optimizer=adamw_8bit" in next_lever(replace(shape, ranks=1), size, HOST) for size in sizes)
 
 
 def test_unknown_settings():

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fa_train.memory import tiled_mlp
-from fa_train.memory.tiled_mlp import activate, mlp_backward, mlp_forward
+from fa_train.memory.tiled_mlp import _activation_backward, activate, mlp_backward, mlp_forward
 from tests.memory.small import LargestTensor, compile_blocks, levers, small_gpt, step, stream
 from tests.tolerance import assert_as_accurate
 
@@ -58,11 +58,12 @@ def test_equals_at_once(chunk_size, activation, bias, device):
 
 @KINDS
 def test_one_chunk_is_the_same_to_the_bit(activation, bias, device):
-    """But for a bias: its gradient is a sum in another order."""
+    """But for a bias: its gradient is a sum in another order. A GPU's kernel for SwiGLU has a sigmoid of its own."""
     arguments, dy = draw(activation, bias, device)
     ours, expected = run(tiled_mlp.tiled_mlp, arguments, dy, TOTAL), run(at_once, arguments, dy)
+    tolerance = 1e-5 if device.type == "cuda" and activation == "swiglu" else 0.0
     for name in ("y", "dx", "d_up", "d_down"):
-        assert torch.equal(ours[name], expected[name]), name
+        torch.testing.assert_close(ours[name], expected[name], rtol=tolerance, atol=10 * tolerance)
 
 
 @pytest.mark.usefixtures("bf16_matmul")
@@ -110,6 +111,23 @@ def test_gradients_of_any_layout(layout, device):
         torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_passes_overwrite_what_they_read(activation, device, monkeypatch):
+    """The backward makes two tensors of a chunk's size, `projected` and a gradient; the rest takes their places."""
+    places = []
+
+    def spy(projected: Tensor, d_activated: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+        before = {projected.data_ptr(), d_activated.data_ptr()}
+        results = _activation_backward(projected, d_activated, activation)
+        places.append(before == {x.data_ptr() for x in results})
+        return results
+
+    monkeypatch.setattr(tiled_mlp, "_activation_backward", spy)
+    arguments, dy = draw(activation, False, device)
+    run(tiled_mlp.tiled_mlp, arguments, dy, 25)
+    assert places == [True, True]
+
+
 def test_frozen_weights_cost_no_products(device, monkeypatch):
     arguments, dy = draw("swiglu", True, device)
     expected = run(tiled_mlp.tiled_mlp, arguments, dy, 16)
@@ -142,12 +160,15 @@ def test_frozen_input(device):
 def test_checkpointing_does_not_repeat_the_forward(checkpointing, compiled, device, monkeypatch):
     """The backward recomputes each chunk once; the recomputation of the block stops before the FFN."""
     calls = []
-    monkeypatch.setattr(tiled_mlp, "activate", lambda *args: calls.append(None) or activate(*args))
+    for name in ("_activated", "_activation_backward"):
+        function = getattr(tiled_mlp, name)
+        monkeypatch.setattr(tiled_mlp, name, lambda *args, f=function, n=name: calls.append(n) or f(*args))
     model = small_gpt(levers(checkpointing, mlp_chunk=8), device, n_layers=2)
     if compiled:
         compile_blocks(model)
     step(model, stream(device))
-    assert len(calls) == 2 * (2 * 24 // 8)
+    chunks = 2 * 24 // 8  # of both layers
+    assert calls == ["_activated"] * chunks + ["_activation_backward"] * chunks
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])

@@ -6,7 +6,8 @@ memory for dQ = dS K, which is added to fp32 in global memory: the order of thos
 A head_dim of 96 is worked as 64 columns and 32, each with buffers, descriptors and accumulators of its own, because
 Triton's blocks are powers of two: padded to 128 it would pay for a third more of every product.
 Where there are several documents, NaN of one that came into another through a tile of both is repaired (marks.py).
-At head_dim 256 two kernels do all this, in seven matmuls (bwd_wide.py).
+Where gradients must be repeatable, the kernel gives dK and dV alone, which have one owner each, and another kernel dQ
+(bwd_queries.py): seven matmuls, as at head_dim 256, where two kernels always do all this (bwd_wide.py).
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
 
@@ -26,7 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper import bwd_wide
-from kernels.flash_attention.hopper.bwd_dq import ROW_ALIGNMENT, finish, prepare
+from kernels.flash_attention.hopper.bwd_dq import ROW_ALIGNMENT, finish, prepare, prepare_rows
+from kernels.flash_attention.hopper.bwd_queries import gradient_of_queries
 from kernels.flash_attention.hopper.bwd_tma import named_barrier, tma_reduce_add
 from kernels.flash_attention.hopper.descriptors import is_hopper, loadable, numbers, rows_of_heads
 from kernels.flash_attention.hopper.marks import mark_spoiled
@@ -61,6 +63,9 @@ TILES = {
     128: BackwardTiles(64, 2),
     bwd_wide.HEAD_DIM: BackwardTiles(bwd_wide.BLOCK, bwd_wide.STAGES),
 }
+# for dK and dV alone: what dQ leaves of shared memory is for more stages, of which three would take a division and
+# spills; 164, 147 and 194 KiB
+TILES_WITHOUT_DQ = {64: BackwardTiles(128, 4), 96: BackwardTiles(64, 4), 128: BackwardTiles(64, 4)}
 
 
 @gluon.jit
@@ -138,9 +143,9 @@ def _consumer(
     rest_bufs, ds_bufs, sum_bufs, kv_full, q_full, do_full, empty, tiles_ptr, query_start_ptr, query_end_ptr,
     spoiled_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section, total_k,
     HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    D_1: gl.constexpr, D_2: gl.constexpr, STAGES: gl.constexpr, ALIGNMENT: gl.constexpr,
+    D_1: gl.constexpr, D_2: gl.constexpr, STAGES: gl.constexpr, ALIGNMENT: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: dK and dV of half the tile's keys, and half of each step's dQ."""
+    """One warpgroup: dK and dV of half the tile's keys, and WITH_DQ half of each step's dQ."""
     KEYS: gl.constexpr = BLOCK_N // 2
     # matmuls of which one operation of a head is made
     PARTS: gl.constexpr = 2 if D_2 else 1
@@ -173,9 +178,10 @@ def _consumer(
 
     k_half = k_buf.slice(HALF * KEYS, KEYS, dim=0)  # [64, D_1]
     v_half = v_buf.slice(HALF * KEYS, KEYS, dim=0)
-    sum_buf = sum_bufs[HALF]
     no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=scores_layout)
-    no_dq = gl.zeros([64, DQ_COLUMNS], gl.float32, layout=dq_layout)
+    if WITH_DQ:
+        sum_buf = sum_bufs[HALF]
+        no_dq = gl.zeros([64, DQ_COLUMNS], gl.float32, layout=dq_layout)
     dk = gl.zeros([KEYS, D_1], gl.float32, layout=kv_layout)
     dv = gl.zeros([KEYS, D_1], gl.float32, layout=kv_layout)
     if D_2:
@@ -202,7 +208,7 @@ def _consumer(
         scores = warpgroup_mma_wait(PARTS, deps=[scores])
         lse = gl.expand_dims(lse_bufs.index(stage).load(queries_layout), 0)
         if HAS_SOFTCAP:
-            scores, t = cap(scores, softmax_scale, softcap)
+            scores, t = cap(scores, softmax_scale, softcap, dtype)
             p = gl.exp2(scores - lse)
         else:
             p = gl.exp2(scores * (softmax_scale * 1.4426950408889634) - lse)
@@ -219,36 +225,39 @@ def _consumer(
             dv_2 = warpgroup_mma(gl.convert_layout(p_low, operand_layout_2), do_2, dv_2, is_async=True)
         delta = gl.expand_dims(delta_bufs.index(stage).load(queries_layout), 0)
         ds = (p * (dp - delta)).to(dtype)
-        ds_buf = ds_bufs.index(step % 2)  # [N, M], of both warpgroups
-        ds_buf.slice(HALF * KEYS, KEYS, dim=0).store(ds)
-        fence_async_shared()
+        if WITH_DQ:
+            ds_buf = ds_bufs.index(step % 2)  # [N, M], of both warpgroups
+            ds_buf.slice(HALF * KEYS, KEYS, dim=0).store(ds)
+            fence_async_shared()
         dk = warpgroup_mma(gl.convert_layout(ds, operand_layout), q, dk, is_async=True)
         if D_2:
             dk_2 = warpgroup_mma(gl.convert_layout(ds, operand_layout_2), q_2, dk_2, is_async=True)
-        named_barrier(10, 256)  # both halves of dS^T are in shared memory
+        if WITH_DQ:
+            named_barrier(10, 256)  # both halves of dS^T are in shared memory
+            if D_2:
+                ds_rows = ds_buf.permute((1, 0))
+                k_columns = k_buf if HALF == 0 else k_2_buf
+                row, column = m, head * (D_1 + D_2)
+            elif BY_COLUMNS:
+                ds_rows = ds_buf.permute((1, 0))
+                k_columns = k_buf.slice(HALF * 64, 64, dim=1)
+                row, column = m, head * D_1 + HALF * 64
+            else:
+                ds_rows = ds_buf.slice(HALF * 64, 64, dim=1).permute((1, 0))
+                k_columns = k_buf
+                row, column = m + HALF * 64, head * D_1
+            dq = warpgroup_mma(ds_rows, k_columns, no_dq, use_acc=False, is_async=True)  # [64, DQ_COLUMNS]
         if D_2:
-            ds_rows = ds_buf.permute((1, 0))
-            k_columns = k_buf if HALF == 0 else k_2_buf
-            row, column = m, head * (D_1 + D_2)
-        elif BY_COLUMNS:
-            ds_rows = ds_buf.permute((1, 0))
-            k_columns = k_buf.slice(HALF * 64, 64, dim=1)
-            row, column = m, head * D_1 + HALF * 64
+            dv, dv_2, dk, dk_2 = warpgroup_mma_wait(1 if WITH_DQ else 0, deps=[dv, dv_2, dk, dk_2])
         else:
-            ds_rows = ds_buf.slice(HALF * 64, 64, dim=1).permute((1, 0))
-            k_columns = k_buf
-            row, column = m + HALF * 64, head * D_1
-        dq = warpgroup_mma(ds_rows, k_columns, no_dq, use_acc=False, is_async=True)  # [64, DQ_COLUMNS]
-        if D_2:
-            dv, dv_2, dk, dk_2 = warpgroup_mma_wait(1, deps=[dv, dv_2, dk, dk_2])
-        else:
-            dv, dk = warpgroup_mma_wait(1, deps=[dv, dk])
+            dv, dk = warpgroup_mma_wait(1 if WITH_DQ else 0, deps=[dv, dk])
         mbarrier.arrive(empty.index(stage), count=1)
-        dq = warpgroup_mma_wait(0, deps=[dq])
-        tma.store_wait(0)  # the last sum has left its buffer
-        sum_buf.store(dq)
-        fence_async_shared()
-        tma_reduce_add(sum_desc, [row, column], sum_buf)
+        if WITH_DQ:
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            tma.store_wait(0)  # the last sum has left its buffer
+            sum_buf.store(dq)
+            fence_async_shared()
+            tma_reduce_add(sum_desc, [row, column], sum_buf)
         m, head = _next(m, head, start, end, GROUP, BLOCK_M)
     if spoiled_ptr is not None:
         mark_spoiled(dk + dv, first_here, kv_head, total_k, spoiled_ptr)
@@ -287,12 +296,13 @@ def _bwd_kernel(
     tiles_ptr, query_start_ptr, query_end_ptr, spoiled_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section,
     total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
     HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    D_1: gl.constexpr, D_2: gl.constexpr, STAGES: gl.constexpr, ALIGNMENT: gl.constexpr,
+    D_1: gl.constexpr, D_2: gl.constexpr, STAGES: gl.constexpr, ALIGNMENT: gl.constexpr, WITH_DQ: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one KV head, over all query heads that share it.
 
     Descriptors of the first D_1 columns of each head, and with a 2 of the D_2 after them (None where D_2 is 0).
+    WITH_DQ adds to what sum_desc and sum_2_desc describe; they are None without it.
     spoiled is None, or where to mark NaN in dK and dV (marks.py).
     """
     dtype: gl.constexpr = q_desc.dtype
@@ -302,23 +312,27 @@ def _bwd_kernel(
     delta_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], rows_desc.layout)
     k_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D_1], k_desc.layout)
     v_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D_1], v_desc.layout)
-    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
-    # two, so that a warpgroup writes a step's dS^T while the other still reads the last one's
-    ds_bufs = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], ds_layout)
+    ds_bufs, sum_bufs, sum_descs = None, None, (None, None)
+    if WITH_DQ:
+        ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
+        # two, so that a warpgroup writes a step's dS^T while the other still reads the last one's
+        ds_bufs = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], ds_layout)
+        if D_2:
+            sum_0 = gl.allocate_shared_memory(gl.float32, [64, 64], sum_desc.layout)
+            sum_1 = gl.allocate_shared_memory(gl.float32, [64, D_2], sum_2_desc.layout)
+            sum_bufs = (sum_0, sum_1)
+            sum_descs = (sum_desc, sum_2_desc)
+        else:
+            both = gl.allocate_shared_memory(gl.float32, [2, 64, 64], sum_desc.layout)
+            sum_bufs = (both.index(0), both.index(1))
+            sum_descs = (sum_desc, sum_desc)
     if D_2:
-        sum_0 = gl.allocate_shared_memory(gl.float32, [64, 64], sum_desc.layout)
-        sum_1 = gl.allocate_shared_memory(gl.float32, [64, D_2], sum_2_desc.layout)
-        sum_bufs = (sum_0, sum_1)
-        sum_descs = (sum_desc, sum_2_desc)
         q_2_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D_2], q_2_desc.layout)
         do_2_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D_2], do_2_desc.layout)
         k_2_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D_2], k_2_desc.layout)
         v_2_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D_2], v_2_desc.layout)
         rest_bufs = (q_2_bufs, do_2_bufs, k_2_buf, v_2_buf)
     else:
-        both = gl.allocate_shared_memory(gl.float32, [2, 64, 64], sum_desc.layout)
-        sum_bufs = (both.index(0), both.index(1))
-        sum_descs = (sum_desc, sum_desc)
         rest_bufs = (q_bufs, do_bufs, k_buf, v_buf)  # of which no use is made
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -334,12 +348,12 @@ def _bwd_kernel(
                      k_buf, v_buf, rest_bufs, ds_bufs, sum_bufs, kv_full, q_full, do_full, empty,
                      tiles_ptr, query_start_ptr, query_end_ptr,
                      spoiled_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section, total_k,
-                     HAS_SOFTCAP, GROUP, BLOCK_M, BLOCK_N, D_1, D_2, STAGES, ALIGNMENT)),
+                     HAS_SOFTCAP, GROUP, BLOCK_M, BLOCK_N, D_1, D_2, STAGES, ALIGNMENT, WITH_DQ)),
         (_consumer, (1, dk_desc, dv_desc, sum_descs[1], (dk_2_desc, dv_2_desc), q_bufs, do_bufs, lse_bufs, delta_bufs,
                      k_buf, v_buf, rest_bufs, ds_bufs, sum_bufs, kv_full, q_full, do_full, empty,
                      tiles_ptr, query_start_ptr, query_end_ptr,
                      spoiled_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section, total_k,
-                     HAS_SOFTCAP, GROUP, BLOCK_M, BLOCK_N, D_1, D_2, STAGES, ALIGNMENT)),
+                     HAS_SOFTCAP, GROUP, BLOCK_M, BLOCK_N, D_1, D_2, STAGES, ALIGNMENT, WITH_DQ)),
         (_producer, (q_desc, k_desc, v_desc, do_desc, (q_2_desc, k_2_desc, v_2_desc, do_2_desc), rows_desc,
                      q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf, rest_bufs, kv_full, q_full, do_full, empty,
                      tiles_ptr, query_start_ptr, query_end_ptr, n_tiles, n_kv_heads, section, total_k, padded_q,
@@ -363,14 +377,6 @@ def supports(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
     )
 
 
-def is_repeatable(head_dim: int) -> bool:
-    """Whether all of attention_backward's gradients are the same bits in every run, where `supports` takes a call.
-
-    They are where no kernel adds to memory: at head_dim 256.
-    """
-    return head_dim == bwd_wide.HEAD_DIM
-
-
 def _kv_heads_per_section(q: Tensor, n_kv_heads: int) -> int:
     """How many KV heads to work at once so that Q, dO and dQ of their query heads fit in L2."""
     total, n_heads, head_dim = q.shape
@@ -378,61 +384,71 @@ def _kv_heads_per_section(q: Tensor, n_kv_heads: int) -> int:
     return min(n_kv_heads, max(1, L2_BUDGET // bytes_per_kv_head))
 
 
-def accumulate(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, dq_sum: Tensor, spoiled: Tensor | None,
+def gradients_of_keys(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, dq_sum: Tensor | None, spoiled: Tensor | None,
     schedule: Schedule, features: Features,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Adds dS K to dq_sum, fp32 (total_q, n_heads * head_dim) -> dk, dv, dense. rows as `prepare` returns them.
+    """-> dk, dv, dense; adds dS K to dq_sum, fp32 (total_q, n_heads * head_dim), unless it is None.
 
-    spoiled (portable.launch.new_marks) gets the marks of NaN in dk and dv.
+    rows as `prepare` or `prepare_rows` returns them; spoiled (portable.launch.new_marks) gets the marks of NaN in dk
+    and dv.
     """
     n_heads, head_dim = q.shape[1:]
     total_k, n_kv_heads, _ = k.shape
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-    tiles = TILES[head_dim]
+    tiles = (TILES_WITHOUT_DQ if dq_sum is None else TILES)[head_dim]
     rows_desc = numbers(rows, tiles.block_m)
     n_tiles = ceil_div(total_k, BLOCK_N)
     d_1, d_2 = split_width(head_dim)
     operands = [
         (q, tiles.block_m), (k, BLOCK_N), (v, BLOCK_N), (do, tiles.block_m), (dk, BLOCK_N), (dv, BLOCK_N),
-        (dq_sum.view(q.shape[0], -1, head_dim if d_2 else SUM_BLOCK), SUM_BLOCK),
     ]  # fmt: skip
+    if dq_sum is not None:
+        operands.append((dq_sum.view(q.shape[0], -1, head_dim if d_2 else SUM_BLOCK), SUM_BLOCK))
     # views of columns cost the host time, so only where there are two parts
     parts = [[x[..., :d_1], x[..., d_1:]] if d_2 else [x] for x, _ in operands]
-    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, sum_desc = (
-        rows_of_heads(x[0], block) for x, (_, block) in zip(parts, operands, strict=True)
-    )
-    rest = [rows_of_heads(x[1], block) if d_2 else None for x, (_, block) in zip(parts, operands, strict=True)]
+    blocks = [block for _, block in operands]
+    descs = [rows_of_heads(x[0], block) for x, block in zip(parts, blocks, strict=True)]
+    rest = [rows_of_heads(x[1], block) if d_2 else None for x, block in zip(parts, blocks, strict=True)]
+    sums = [] if dq_sum is not None else [None]  # in the place of the sum's descriptor
     _bwd_kernel[(n_tiles * n_kv_heads,)](
-        q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, sum_desc, *rest,
+        *descs[:4], rows_desc, *descs[4:], *sums, *rest, *sums,
         schedule.key_tiles, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale, features.softcap,
         n_tiles, n_kv_heads, _kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, BLOCK_M=tiles.block_m, BLOCK_N=BLOCK_N,
-        D_1=d_1, D_2=d_2, STAGES=tiles.stages, ALIGNMENT=ROW_ALIGNMENT, CONSUMER_REGISTERS=CONSUMER_REGISTERS,
-        PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4, maxnreg=REGISTERS,
+        D_1=d_1, D_2=d_2, STAGES=tiles.stages, ALIGNMENT=ROW_ALIGNMENT, WITH_DQ=dq_sum is not None,
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip
     return dk, dv
 
 
 def attention_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, schedule: Schedule, features: Features
-) -> tuple[Tensor, Tensor, Tensor]:
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, schedule: Schedule, features: Features,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """do like o, lse and delta (n_heads, total_q) fp32 -> dq, dk, dv, dense, in the dtype of q, k, v.
 
-    For calls that `supports` takes. Unless is_repeatable, the addends of dq come in any order.
+    For calls that `supports` takes. Unless deterministic, below head_dim 256 the addends of dq come in any order.
     """
     if not loadable(do):
         do = do.clone(memory_format=torch.contiguous_format)
     spoiled_q = spoiled_k = None
     if schedule.several_documents:
         spoiled_q, spoiled_k = (new_marks(x.shape[1], x.shape[0], x.device) for x in (q, k))
-    if q.shape[-1] == bwd_wide.HEAD_DIM:
+    head_dim = q.shape[-1]
+    if head_dim == bwd_wide.HEAD_DIM:
         section = _kv_heads_per_section(q, k.shape[1])
-        dq, dk, dv = bwd_wide.gradients(do, q, k, v, lse, delta, spoiled_q, spoiled_k, schedule, features, section)
+        dk, dv = bwd_wide.gradients_of_keys(do, q, k, v, lse, delta, spoiled_k, schedule, features, section)
+        dq = gradient_of_queries(do, q, k, v, lse, delta, spoiled_q, schedule, features)
+    elif deterministic:
+        # one more block of rows, so that a head's last block reads no other head's lse and delta
+        rows = prepare_rows(lse, delta, q.shape[0] + TILES_WITHOUT_DQ[head_dim].block_m)
+        dk, dv = gradients_of_keys(do, q, k, v, rows, None, spoiled_k, schedule, features)
+        dq = gradient_of_queries(do, q, k, v, lse, delta, spoiled_q, schedule, features)
     else:
-        rows, dq_sum = prepare(lse, delta, q.shape[-1])
-        dk, dv = accumulate(do, q, k, v, rows, dq_sum, spoiled_k, schedule, features)
+        rows, dq_sum = prepare(lse, delta, head_dim)
+        dk, dv = gradients_of_keys(do, q, k, v, rows, dq_sum, spoiled_k, schedule, features)
         dq = finish(dq_sum, features.softmax_scale, spoiled_q, q)
     if spoiled_q is not None and spoiled_k is not None:
         repair_dk_dv(do, q, k, v, lse, delta, dk, dv, spoiled_k, schedule, features)

@@ -50,6 +50,22 @@ def prepare(lse: Tensor, delta: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     return rows, dq
 
 
+def prepare_rows(lse: Tensor, delta: Tensor, padded: int) -> Tensor:
+    """(n_heads, total_q) fp32 twice -> `prepare`'s rows, where there is no dq to sum, of at least `padded` a head.
+
+    Where a kernel's blocks of queries stay within them, none reads another head's: of 0 queries there, times NaN here,
+    NaN would remain.
+    """
+    n_heads, total = lse.shape
+    padded = ceil_div(padded, ROW_ALIGNMENT) * ROW_ALIGNMENT
+    rows = torch.empty(2, n_heads, padded, dtype=torch.float32, device=lse.device)
+    block_rows = 1024
+    _prepare_kernel[(ceil_div(padded, block_rows) * n_heads,)](
+        lse, delta, rows, rows, total, padded, n_heads, 0, BLOCK_ROWS=block_rows, BLOCK_WORDS=4096
+    )  # 0: there is no sum of dQ to clear
+    return rows
+
+
 @triton.jit(do_not_specialize=["total", "n_heads"])
 def _finish_kernel(
     sum_ptr, dq_ptr, spoiled_ptr, scale, n_words, total, n_heads, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr

@@ -1,10 +1,10 @@
-"""The backward pass at head_dim 256, for Hopper, in two kernels: dK and dV of 64 keys, then dQ of 128 queries.
+"""dK and dV of 64 keys at head_dim 256, for Hopper; dQ is a kernel of its own (bwd_queries.py).
 
 A [64, 256] fp32 accumulator takes 128 registers of each thread of a warpgroup, so each warpgroup holds one. For dK and
 dV, one has S^T = K Q^T, P^T and dV, the other dP^T = V dO^T, dS^T and dK; P goes from the first to the second through
-shared memory, in 16 bits, and the layout of the products' results is that of both. For dQ each computes scores of its
-own, of 64 queries. That is seven matmuls where one pass over the scores needs five, but each output has one owner:
-there is no sum in global memory, and gradients are bitwise repeatable.
+shared memory, in 16 bits, and the layout of the products' results is that of both. With dQ that is seven matmuls where
+one pass over the scores needs five, but each output has one owner: there is no sum in global memory, and gradients are
+bitwise repeatable.
 
 What binds, for 64 queries x 64 keys (cycles of one SM; a matmul is 512 on the tensor cores at 4096 FLOP a cycle;
 shared memory gives 128 bytes a cycle, of which S and dP take 512 each, dV, dK and dQ 256 each with their A in
@@ -39,17 +39,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.flash_attention.features import Features
-from kernels.flash_attention.hopper.bwd_dq import _prepare_kernel
+from kernels.flash_attention.hopper.bwd_dq import prepare_rows
 from kernels.flash_attention.hopper.descriptors import numbers, rows_of_heads
 from kernels.flash_attention.hopper.marks import mark_spoiled
-from kernels.flash_attention.portable.launch import ceil_div, heads_per_section, tile_and_head
+from kernels.flash_attention.portable.launch import ceil_div, tile_and_head
 from kernels.flash_attention.schedule import WORK_TILE, Schedule
 from kernels.flash_attention.scores import cap
 
 HEAD_DIM = 256
-BLOCK = 64  # queries and keys of a step; a program has one such block of keys, or two of queries
+BLOCK = 64  # queries and keys of a step; a program has one such block of keys
 STAGES = 2  # of Q and of dO in flight for dK and dV
-K_STAGES, V_STAGES = 2, 1  # of K and of V in flight for dQ, which is done with V first
 PARTS = WORK_TILE // BLOCK
 # of a thread when a kernel starts; then of one in the second group of warps and of one in the producer's, which leave
 # 240 of 64K to the first group's
@@ -157,7 +156,7 @@ def _consume_dv(dv_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, H
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(q_empty.index(stage), count=1)
         if HAS_SOFTCAP:
-            scores, t = cap(scores, softmax_scale, softcap)
+            scores, t = cap(scores, softmax_scale, softcap, dtype)
             p = gl.exp2(scores - lse)
         else:
             p = gl.exp2(scores * (softmax_scale * 1.4426950408889634) - lse)
@@ -301,167 +300,18 @@ def _dkdv_kernel(
     ], [4, 1], REGISTERS)  # fmt: skip
 
 
-@gluon.jit
-def _keys_of(order, ranges, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr):
-    """This program's first query, its head and KV head, the first key to visit, and the number of blocks."""
-    tiles_ptr, n_tiles, n_heads, section = order
-    key_start_ptr, key_end_ptr, total_q = ranges
-    tile, head = tile_and_head(gl.program_id(0), tiles_ptr, n_tiles, n_heads, section, 1)
-    first = tile * ROWS
-    last = gl.minimum(first + ROWS, total_q) - 1
-    start = gl.load(key_start_ptr + first)
-    end = gl.load(key_end_ptr + last)
-    return first, head, head // GROUP, start, gl.maximum(end - start + BLOCK - 1, 0) // BLOCK
-
-
-@gluon.jit
-def _produce_for_dq(descriptors, strides, buffers, order, ranges, GROUP: gl.constexpr):
-    """One warp: loads each consumer's queries, then the blocks of K and of V."""
-    q_desc, k_desc, v_desc, do_desc = descriptors
-    stride_qh, stride_kh, stride_vh, stride_doh = strides
-    q_bufs, do_bufs, k_bufs, v_bufs = buffers[0]
-    q_full, k_full, v_full, k_empty, v_empty = buffers[1]
-    BLOCK: gl.constexpr = k_bufs.shape[1]
-    K_STAGES: gl.constexpr = k_bufs.shape[0]
-    V_STAGES: gl.constexpr = v_bufs.shape[0]
-    first, head, kv_head, key, n_blocks = _keys_of(order, ranges, GROUP, 2 * BLOCK, BLOCK)
-    for consumer in gl.static_range(2):
-        row = first + consumer * BLOCK
-        here = q_full.index(consumer)
-        mbarrier.expect(here, q_desc.block_type.nbytes + do_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_desc, [row, head * stride_qh], here, q_bufs.index(consumer))
-        tma.async_copy_global_to_shared(do_desc, [row, head * stride_doh], here, do_bufs.index(consumer))
-    for step in range(n_blocks):
-        k_stage, v_stage = step % K_STAGES, step % V_STAGES
-        k_here, v_here = k_full.index(k_stage), v_full.index(v_stage)
-        mbarrier.wait(k_empty.index(k_stage), (step // K_STAGES) & 1 ^ 1)
-        mbarrier.expect(k_here, k_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_desc, [key, kv_head * stride_kh], k_here, k_bufs.index(k_stage))
-        mbarrier.wait(v_empty.index(v_stage), (step // V_STAGES) & 1 ^ 1)
-        mbarrier.expect(v_here, v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(v_desc, [key, kv_head * stride_vh], v_here, v_bufs.index(v_stage))
-        key += BLOCK
-
-
-@gluon.jit
-def _consume_for_dq(CONSUMER: gl.constexpr, dq_desc, lse_ptr, delta_ptr, spoiled_ptr, scale, buffers, order, ranges,
-                    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
-    """Four warps: dQ of 64 queries, dS from registers."""
-    softmax_scale, softcap = scale
-    q_bufs, do_bufs, k_bufs, v_bufs = buffers[0]
-    q_full, k_full, v_full, k_empty, v_empty = buffers[1]
-    key_start_ptr, key_end_ptr, total_q = ranges
-    BLOCK: gl.constexpr = k_bufs.shape[1]
-    D: gl.constexpr = k_bufs.shape[2]
-    K_STAGES: gl.constexpr = k_bufs.shape[0]
-    V_STAGES: gl.constexpr = v_bufs.shape[0]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
-    dtype: gl.constexpr = q_bufs.dtype
-    first, head, _, key, n_blocks = _keys_of(order, ranges, GROUP, 2 * BLOCK, BLOCK)
-    first += CONSUMER * BLOCK
-    rows = first + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, SCORES))
-    inside = rows < total_q
-    key_start = gl.expand_dims(gl.load(key_start_ptr + rows, mask=inside, other=0), 1)
-    key_end = gl.expand_dims(gl.load(key_end_ptr + rows, mask=inside, other=0), 1)
-    # 2^(score - inf) is 0: a row that sees nothing, or is none, takes no part
-    row_offset = head.to(gl.int64) * total_q
-    lse = gl.load(lse_ptr + row_offset + rows, mask=inside, other=float("-inf"))
-    lse = gl.expand_dims(gl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634), 1)
-    delta = gl.expand_dims(gl.load(delta_ptr + row_offset + rows, mask=inside, other=0.0), 1)
-    # a block between these needs no mask: ranges only move forwards from query to query
-    last = gl.minimum(first + BLOCK, total_q) - 1
-    whole_start = gl.load(key_start_ptr + last)
-    whole_end = gl.load(key_end_ptr + gl.minimum(first, last))
-    q, do = q_bufs.index(CONSUMER), do_bufs.index(CONSUMER)
-    no_scores = gl.zeros([BLOCK, BLOCK], gl.float32, layout=SCORES)
-    dq = gl.zeros([BLOCK, D], gl.float32, layout=OUT)
-    mbarrier.wait(q_full.index(CONSUMER), 0)
-    for step in range(n_blocks):
-        k_stage, v_stage = step % K_STAGES, step % V_STAGES
-        k, v = k_bufs.index(k_stage), v_bufs.index(v_stage)
-        mbarrier.wait(k_full.index(k_stage), (step // K_STAGES) & 1)
-        scores = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [M, N]
-        mbarrier.wait(v_full.index(v_stage), (step // V_STAGES) & 1)
-        dp = warpgroup_mma(do, v.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[scores])
-        if HAS_SOFTCAP:
-            scores, t = cap(scores, softmax_scale, softcap)
-            p = gl.exp2(scores - lse)
-            p = p * (1.0 - t * t)
-        else:
-            p = gl.exp2(scores * (softmax_scale * 1.4426950408889634) - lse)
-        if (key < whole_start) | (key + BLOCK > whole_end):
-            keys = gl.expand_dims(key + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES)), 0)
-            p = gl.where((keys >= key_start) & (keys < key_end), p, 0.0)
-        dp = warpgroup_mma_wait(0, deps=[dp])
-        mbarrier.arrive(v_empty.index(v_stage), count=1)
-        ds = (p * (dp - delta)).to(dtype)
-        dq = warpgroup_mma(gl.convert_layout(ds, OPERAND), k, dq, is_async=True)
-        dq = warpgroup_mma_wait(0, deps=[dq])
-        mbarrier.arrive(k_empty.index(k_stage), count=1)
-        key += BLOCK
-    if spoiled_ptr is not None:
-        mark_spoiled(dq, first, head, total_q, spoiled_ptr)
-    q.store((dq * softmax_scale).to(dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(dq_desc, [first, head * D], q)
-    tma.store_wait(0)
-
-
-@gluon.jit(do_not_specialize=(
-    "n_tiles", "n_heads", "section", "total_q", "stride_qh", "stride_kh", "stride_vh", "stride_doh"
-))  # fmt: skip
-def _dq_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, lse_ptr, delta_ptr, tiles_ptr, key_start_ptr, key_end_ptr, spoiled_ptr,
-    softmax_scale, softcap, n_tiles, n_heads, section, total_q, stride_qh, stride_kh, stride_vh, stride_doh,
-    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """One program: dQ of 128 queries of one head."""
-    dtype: gl.constexpr = q_desc.dtype
-    BLOCK: gl.constexpr = k_desc.block_type.shape[0]
-    D: gl.constexpr = k_desc.block_type.shape[1]
-    q_bufs = gl.allocate_shared_memory(dtype, [2, BLOCK, D], q_desc.layout)
-    do_bufs = gl.allocate_shared_memory(dtype, [2, BLOCK, D], do_desc.layout)
-    k_bufs = gl.allocate_shared_memory(dtype, [K_STAGES, BLOCK, D], k_desc.layout)
-    v_bufs = gl.allocate_shared_memory(dtype, [V_STAGES, BLOCK, D], v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
-    for consumer in gl.static_range(2):
-        mbarrier.init(q_full.index(consumer), count=1)
-    for stage in gl.static_range(K_STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=2)
-    for stage in gl.static_range(V_STAGES):
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=2)
-    buffers = ((q_bufs, do_bufs, k_bufs, v_bufs), (q_full, k_full, v_full, k_empty, v_empty))
-    order = (tiles_ptr, n_tiles, n_heads, section)
-    ranges = (key_start_ptr, key_end_ptr, total_q)
-    scale = (softmax_scale, softcap)
-    loads = (q_desc, k_desc, v_desc, do_desc)
-    strides = (stride_qh, stride_kh, stride_vh, stride_doh)
-    gl.warp_specialize([
-        (_consume_for_dq, (0, dq_desc, lse_ptr, delta_ptr, spoiled_ptr, scale, buffers, order, ranges, HAS_SOFTCAP,
-                           GROUP)),
-        (_consume_for_dq, (1, dq_desc, lse_ptr, delta_ptr, spoiled_ptr, scale, buffers, order, ranges, HAS_SOFTCAP,
-                           GROUP)),
-        (_produce_for_dq, (loads, strides, buffers, order, ranges, GROUP)),
-    ], [4, 1], REGISTERS)  # fmt: skip
-
-
-def _launch_dkdv(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, spoiled: Tensor | None, schedule: Schedule,
-    features: Features, section: int,
+def gradients_of_keys(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, spoiled: Tensor | None,
+    schedule: Schedule, features: Features, section: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """-> dk, dv, dense. rows as _prepare returns them; section: KV heads to work at once; spoiled: marks of NaN."""
-    n_heads, (total_k, n_kv_heads, _) = q.shape[1], k.shape
+    """do like o, lse and delta (n_heads, total_q) fp32 -> dk, dv, dense, in the dtype of k and v.
+
+    For head_dim 256, and rows that descriptors.loadable takes. section: KV heads to work at once; spoiled
+    (portable.launch.new_marks) gets the marks of NaN.
+    """
+    (total_q, n_heads, _), (total_k, n_kv_heads, _) = q.shape, k.shape
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    rows = prepare_rows(lse, delta, ceil_div(total_q, BLOCK) * BLOCK)  # whole blocks, as _walk takes them
     n_tiles = schedule.key_tiles.numel() * PARTS
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc = (rows_of_heads(x, BLOCK) for x in (q, k, v, do, dk, dv))
     _dkdv_kernel[(n_tiles * n_kv_heads,)](
@@ -472,49 +322,3 @@ def _launch_dkdv(
         REGISTERS=REGISTERS, num_warps=4, maxnreg=THREAD_REGISTERS,
     )  # fmt: skip
     return dk, dv
-
-
-def _launch_dq(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, spoiled: Tensor | None,
-    schedule: Schedule, features: Features,
-) -> Tensor:  # fmt: skip
-    """-> dq, dense, in the dtype of q; spoiled: its marks of NaN."""
-    total_q, n_heads, _ = q.shape
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    n_tiles = schedule.query_tiles.numel()
-    q_desc, k_desc, v_desc, do_desc, dq_desc = (rows_of_heads(x, BLOCK) for x in (q, k, v, do, dq))
-    _dq_kernel[(n_tiles * n_heads,)](
-        q_desc, k_desc, v_desc, do_desc, dq_desc, lse, delta, schedule.query_tiles, schedule.key_start,
-        schedule.key_end, spoiled, features.softmax_scale, features.softcap, n_tiles, n_heads,
-        heads_per_section(k, v, n_heads), total_q, q.stride(1), k.stride(1), v.stride(1), do.stride(1),
-        HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // k.shape[1], K_STAGES=K_STAGES,
-        V_STAGES=V_STAGES, REGISTERS=REGISTERS, num_warps=4, maxnreg=THREAD_REGISTERS,
-    )  # fmt: skip
-    return dq
-
-
-def _prepare(lse: Tensor, delta: Tensor) -> Tensor:
-    """(n_heads, total_q) fp32 twice -> bwd_dq.prepare's rows, here in whole blocks of 64 queries.
-
-    So no block reads another head's: of 0 queries there, times NaN here, NaN would remain.
-    """
-    n_heads, total = lse.shape
-    rows = torch.empty(2, n_heads, ceil_div(total, BLOCK) * BLOCK, dtype=torch.float32, device=lse.device)
-    padded, block_rows = rows.shape[-1], 1024
-    _prepare_kernel[(ceil_div(padded, block_rows) * n_heads,)](
-        lse, delta, rows, rows, total, padded, n_heads, 0, BLOCK_ROWS=block_rows, BLOCK_WORDS=4096
-    )  # 0: there is no sum of dQ to clear
-    return rows
-
-
-def gradients(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, spoiled_q: Tensor | None,
-    spoiled_k: Tensor | None, schedule: Schedule, features: Features, section: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """do like o, lse and delta (n_heads, total_q) fp32 -> dq, dk, dv, dense, in the dtype of q, k, v.
-
-    For head_dim 256, and rows that descriptors.loadable takes. section: KV heads to work at once for dk and dv;
-    spoiled_q and spoiled_k (portable.launch.new_marks) get the marks of NaN in dq, and in dk and dv.
-    """
-    dk, dv = _launch_dkdv(do, q, k, v, _prepare(lse, delta), spoiled_k, schedule, features, section)
-    return _launch_dq(do, q, k, v, lse, delta, spoiled_q, schedule, features), dk, dv

@@ -254,7 +254,7 @@ def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, sc
     scores = warpgroup_mma_wait(1, deps=[scores_token])
     mbarrier.arrive(k_empty.index(stage), count=1)
     scores, row_max, factor = softmax.raise_maximum(
-        scores, row_max, softmax_scale, softcap, key, key_start, key_end, at_edge, MASK, HAS_SOFTCAP, SKIP
+        scores, row_max, softmax_scale, softcap, key, key_start, key_end, at_edge, q.dtype, MASK, HAS_SOFTCAP, SKIP
     )
     p, row_sum = softmax.exponentials(
         scores, row_max, row_sum, factor, softmax_scale, q.dtype, HAS_SOFTCAP, PACKED
@@ -329,7 +329,7 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
         scores = warpgroup_mma_wait(0, deps=[scores_token])
         mbarrier.arrive(k_empty.index(stage), count=1)
         scores, row_max, factor = softmax.raise_maximum(
-            scores, row_max, softmax_scale, softcap, key, key_start, key_end, True, "always", HAS_SOFTCAP, SKIP
+            scores, row_max, softmax_scale, softcap, key, key_start, key_end, True, q.dtype, "always", HAS_SOFTCAP, SKIP
         )
         p, row_sum = softmax.exponentials(
             scores, row_max, row_sum, factor, softmax_scale, q.dtype, HAS_SOFTCAP, PACKED

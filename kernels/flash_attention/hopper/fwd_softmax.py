@@ -42,7 +42,7 @@ def begin(sink, zeros, ROW: gl.constexpr, HAS_SINKS: gl.constexpr, PACKED: gl.co
 
 @gluon.jit
 def raise_maximum(scores, row_max, softmax_scale, softcap, key, key_start, key_end, at_edge,
-                  MASK: gl.constexpr, HAS_SOFTCAP: gl.constexpr, SKIP: gl.constexpr):  # fmt: skip
+                  dtype: gl.constexpr, MASK: gl.constexpr, HAS_SOFTCAP: gl.constexpr, SKIP: gl.constexpr):  # fmt: skip
     """The scores [M, N] of the keys from `key` on, capped and masked, the new running maximum, and the factor for what
     was summed under the old one; maxima in units of scores.
 
@@ -51,7 +51,7 @@ def raise_maximum(scores, row_max, softmax_scale, softcap, key, key_start, key_e
     """
     to_log2 = scale_to_log2(softmax_scale, HAS_SOFTCAP)
     if HAS_SOFTCAP:
-        scores, _ = cap(scores, softmax_scale, softcap)
+        scores, _ = cap(scores, softmax_scale, softcap, dtype)
     if MASK == "always":
         scores = _hide(scores, key, key_start, key_end)
     elif MASK == "at_edge":

@@ -32,12 +32,12 @@ from kernels.flash_attention.tiles import TileConfig, arch_of, key_passes, launc
 
 @triton.jit
 def _probabilities(
-    scores, lse, bias, softmax_scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr
+    scores, lse, bias, softmax_scale, softcap, dtype: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
 ):  # fmt: skip
     """2^(logits - lse) again from q . k, and how the logits grow with it (over softmax_scale). lse is in log2."""
     growth = 1.0
     if HAS_SOFTCAP:
-        scores, t = cap(scores, softmax_scale, softcap)
+        scores, t = cap(scores, softmax_scale, softcap, dtype)
         growth = 1.0 - t * t
     else:
         scores = scores * (softmax_scale * 1.4426950408889634)
@@ -88,7 +88,7 @@ def _accumulate_dk_dv(
             )
             bias = alibi_bias(slope[None, :], beside[None, :], keys[:, None])
         lse = (lse * 1.4426950408889634)[None, :]
-        p, growth = _probabilities(scores, lse, bias, softmax_scale, softcap, HAS_SOFTCAP, HAS_ALIBI)
+        p, growth = _probabilities(scores, lse, bias, softmax_scale, softcap, k.dtype, HAS_SOFTCAP, HAS_ALIBI)
         if MASKED:
             # selected after the exponential: a row that sees nothing has lse = -inf
             visible = is_visible(queries, query_start, query_end)
@@ -257,7 +257,7 @@ def _accumulate_dq(
             scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision=PRECISION)
         keys = n + tl.arange(0, BLOCK_N)
         bias = alibi_bias(slope[:, None], beside[:, None], keys[None, :]) if HAS_ALIBI else scores
-        p, growth = _probabilities(scores, lse[:, None], bias, softmax_scale, softcap, HAS_SOFTCAP, HAS_ALIBI)
+        p, growth = _probabilities(scores, lse[:, None], bias, softmax_scale, softcap, k.dtype, HAS_SOFTCAP, HAS_ALIBI)
         if MASKED:
             p = tl.where(is_visible(keys, key_start, key_end), p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [M, N]

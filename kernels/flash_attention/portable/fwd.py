@@ -44,7 +44,7 @@ def _attend(
         keys = n + tl.arange(0, BLOCK_N)
         to_log2 = softmax_scale * 1.4426950408889634
         if HAS_SOFTCAP:
-            scores, _ = cap(scores, softmax_scale, softcap)
+            scores, _ = cap(scores, softmax_scale, softcap, k.dtype)
             to_log2 = 1.0
         if HAS_ALIBI:
             scores = scores * to_log2 + alibi_bias(slope[:, None], beside[:, None], keys[None, :])

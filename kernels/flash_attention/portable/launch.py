@@ -90,4 +90,6 @@ def heads_per_section(k: Tensor, v: Tensor, n_heads: int) -> int:
 
 def precision_of(x: Tensor) -> str:
     """fp32 products are exact unless the user allowed tf32 for torch's own."""
-    return "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    # allow_tf32, the older name, may not be read where fp32_precision was set; this one knows of both
+    allowed = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if allowed else "ieee"

@@ -1,0 +1,93 @@
+"""SwiGLU (arXiv:2002.05202), silu(gate) * value, over (rows, 2 ffn_dim) with the gate first; one pass each way.
+
+The backward overwrites its arguments, so nothing of their size is allocated, and gives the activations again too: a
+caller that kept only its input needs them for the next weight's gradient.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024  # columns of one program: 16 bytes a thread and operand in 16 bits
+
+
+@triton.jit
+def _forward_kernel(projected_ptr, activated_ptr, FFN_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """One program takes BLOCK columns of one row; all is dense."""
+    row, cols, inside = _place(FFN_DIM, BLOCK)
+    gate_ptrs = projected_ptr + row * (2 * FFN_DIM) + cols
+    gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(gate_ptrs + FFN_DIM, mask=inside, other=0.0).to(tl.float32)
+    tl.store(activated_ptr + row * FFN_DIM + cols, gate * tl.sigmoid(gate) * value, mask=inside)
+
+
+@triton.jit
+def _backward_kernel(projected_ptr, d_activated_ptr, FFN_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """The same columns; every number is read by the program that overwrites it, before."""
+    row, cols, inside = _place(FFN_DIM, BLOCK)
+    gate_ptrs = projected_ptr + row * (2 * FFN_DIM) + cols
+    activated_ptrs = d_activated_ptr + row * FFN_DIM + cols
+    gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(gate_ptrs + FFN_DIM, mask=inside, other=0.0).to(tl.float32)
+    d_activated = tl.load(activated_ptrs, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    tl.store(gate_ptrs, d_activated * value * (sigmoid + silu * (1.0 - sigmoid)), mask=inside)
+    tl.store(gate_ptrs + FFN_DIM, d_activated * silu, mask=inside)
+    tl.store(activated_ptrs, silu * value, mask=inside)
+
+
+@triton.jit
+def _place(FFN_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """This program's row, its columns [BLOCK] and which of them there are."""
+    blocks: tl.constexpr = (FFN_DIM + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    cols = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    # int64: 131k tokens x 2 x 8192 is 2**31
+    return (program // blocks).to(tl.int64), cols, cols < FFN_DIM
+
+
+def swiglu(projected: Tensor) -> Tensor:
+    """(rows, 2 ffn_dim), dense -> (rows, ffn_dim). Records nothing for autograd."""
+    rows, ffn_dim = projected.shape[0], projected.shape[1] // 2
+    if not projected.is_cuda:
+        return _forward_plainly(projected)
+    activated = projected.new_empty(rows, ffn_dim)
+    _forward_kernel[_grid(rows, ffn_dim)](projected, activated, FFN_DIM=ffn_dim, BLOCK=BLOCK)
+    return activated
+
+
+@torch.library.custom_op("swiglu::backward", mutates_args=("projected", "d_activated"))
+def swiglu_backward(projected: Tensor, d_activated: Tensor) -> None:
+    """Puts the gradient of `projected` in its place, and the activations in that of their gradient.
+
+    Shapes: projected (rows, 2 ffn_dim), d_activated (rows, ffn_dim), both dense.
+    An operator, so that what counts memory on the CPU does not see the temporaries of torch there.
+    """
+    rows, ffn_dim = d_activated.shape
+    if projected.is_cuda:
+        _backward_kernel[_grid(rows, ffn_dim)](projected, d_activated, FFN_DIM=ffn_dim, BLOCK=BLOCK)
+    else:
+        _backward_plainly(projected, d_activated)
+
+
+def _forward_plainly(projected: Tensor) -> Tensor:
+    """The same in torch, for the CPU."""
+    gate, value = projected.chunk(2, dim=1)
+    return F.silu(gate).mul_(value)
+
+
+def _backward_plainly(projected: Tensor, d_activated: Tensor) -> None:
+    """The same; autograd's formulas, step by step."""
+    gate, value = projected.chunk(2, dim=1)
+    silu = F.silu(gate)
+    activated = silu * value
+    torch.ops.aten.silu_backward(d_activated * value, gate, grad_input=gate)
+    torch.mul(d_activated, silu, out=value)
+    d_activated.copy_(activated)
+
+
+def _grid(rows: int, ffn_dim: int) -> tuple[int]:
+    return (rows * triton.cdiv(ffn_dim, BLOCK),)

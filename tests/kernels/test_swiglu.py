@@ -1,0 +1,109 @@
+"""SwiGLU against autograd in fp64; the kernels themselves in the interpreter or on a GPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import swiglu as module
+from kernels.swiglu import swiglu, swiglu_backward
+
+SHAPES = pytest.mark.parametrize(
+    ("rows", "ffn_dim"),
+    [
+        pytest.param(5, 24, id="less-than-a-block"),
+        pytest.param(2, module.BLOCK, id="one-block"),
+        pytest.param(3, 2 * module.BLOCK + 40, id="blocks-and-a-part"),
+    ],
+)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+
+
+def through_the_kernel(projected: Tensor) -> Tensor:
+    rows, ffn_dim = projected.shape[0], projected.shape[1] // 2
+    activated = projected.new_empty(rows, ffn_dim)
+    module._forward_kernel[module._grid(rows, ffn_dim)](projected, activated, FFN_DIM=ffn_dim, BLOCK=module.BLOCK)
+    return activated
+
+
+def through_the_backward_kernel(projected: Tensor, d_activated: Tensor) -> None:
+    rows, ffn_dim = d_activated.shape
+    module._backward_kernel[module._grid(rows, ffn_dim)](projected, d_activated, FFN_DIM=ffn_dim, BLOCK=module.BLOCK)
+
+
+@pytest.fixture(params=["torch", "kernel"])
+def implementation(request, device, monkeypatch):
+    """On the CPU the functions take torch; the kernels are then run by the interpreter."""
+    if request.param == "kernel" and device.type == "cpu":
+        monkeypatch.setattr(module, "_forward_plainly", through_the_kernel)
+        monkeypatch.setattr(module, "_backward_plainly", through_the_backward_kernel)
+    elif request.param == "torch" and device.type == "cuda":
+        pytest.skip("the GPU takes the kernels")
+
+
+def draw(rows: int, ffn_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    projected = 3 * torch.randn(rows, 2 * ffn_dim, device=device)
+    projected[0, 0], projected[-1, ffn_dim - 1] = -200.0, 200.0  # exp overflows; the sigmoid is 1
+    return projected.to(dtype), torch.randn(rows, ffn_dim, device=device).to(dtype)
+
+
+def exactly(projected: Tensor, d_activated: Tensor) -> tuple[Tensor, Tensor]:
+    """The activations and the gradient of `projected`, fp64."""
+    projected = projected.double().requires_grad_()
+    gate, value = projected.chunk(2, dim=1)
+    activated = F.silu(gate) * value
+    (d_projected,) = torch.autograd.grad(activated, projected, d_activated.double())
+    return activated.detach(), d_projected
+
+
+@pytest.mark.usefixtures("implementation")
+@SHAPES
+@DTYPES
+def test_equals_autograd(rows, ffn_dim, dtype, device):
+    projected, d_activated = draw(rows, ffn_dim, dtype, device)
+    activated, d_projected = exactly(projected, d_activated)
+    tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
+    ours = swiglu(projected)
+    assert ours.dtype == dtype and ours.is_contiguous()
+    torch.testing.assert_close(ours.double(), activated, **tolerance)
+    swiglu_backward(projected, d_activated)
+    torch.testing.assert_close(d_activated.double(), activated, **tolerance)
+    torch.testing.assert_close(projected.double(), d_projected, **tolerance)
+
+
+@pytest.mark.gpu
+@SHAPES
+def test_bf16(rows, ffn_dim, device):
+    """The interpreter's bf16 is wrong."""
+    projected, d_activated = draw(rows, ffn_dim, torch.bfloat16, device)
+    activated, d_projected = exactly(projected, d_activated)
+    eps = torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(swiglu(projected).double(), activated, rtol=eps, atol=eps)
+    swiglu_backward(projected, d_activated)
+    torch.testing.assert_close(d_activated.double(), activated, rtol=eps, atol=eps)
+    torch.testing.assert_close(projected.double(), d_projected, rtol=eps, atol=eps)
+
+
+def test_operator_registration(device):
+    torch.library.opcheck(swiglu_backward, draw(3, 8, torch.float32, device))
+
+
+@pytest.mark.gpu
+def test_offsets_past_31_bits(device):
+    """131,073 rows of 2 x 8192: the last row's offset is 2**31."""
+    rows, ffn_dim = 2**17 + 1, 8192
+    if torch.cuda.mem_get_info()[0] < 9 * 2**30:
+        pytest.skip("needs 9 GiB")
+    projected = torch.zeros(rows, 2 * ffn_dim, dtype=torch.float16, device=device)
+    last, d_activated = draw(1, ffn_dim, torch.float16, device)
+    projected[-1:] = last
+    activated, d_projected = exactly(last, d_activated)
+    d_rows = torch.zeros(rows, ffn_dim, dtype=torch.float16, device=device)
+    d_rows[-1:] = d_activated
+    ours = swiglu(projected)
+    torch.testing.assert_close(ours[-1:].double(), activated, rtol=4e-3, atol=4e-3)
+    assert not ours[:-1].any()
+    del ours
+    swiglu_backward(projected, d_rows)
+    torch.testing.assert_close(projected[-1:].double(), d_projected, rtol=4e-3, atol=4e-3)
+    assert not projected[:-1].any()
