@@ -30,7 +30,12 @@ def captured(prepare: Callable[[], Callable[[], object]]) -> Callable[[], object
             print(f"not captured in a CUDA graph: {str(error).splitlines()[0]}", file=sys.stderr)
             torch.cuda.synchronize()
             return run
-    return graph.replay
+
+    def replay() -> object:
+        graph.replay()
+        return run  # what it reads must live as long as the graph
+
+    return replay
 
 
 def median_ms(runs: Mapping[str, Callable[[], object]], *, rep: float = 60) -> dict[str, float]:

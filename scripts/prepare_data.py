@@ -50,6 +50,9 @@ def _taken_workers(arguments: list[str]) -> tuple[int, list[str]]:
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        sys.exit()
     try:
         print(main(sys.argv[1:]))
     except (ValueError, HydraException, OmegaConfBaseException) as error:

@@ -11,7 +11,6 @@ finds the row, here a sorted list of the few amounts of room that any row has.
 import hashlib
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -124,7 +123,10 @@ def load_plan(
     if not path.exists():
         with whole_file(path) as unfinished:
             np.save(unfinished, make_plan(lengths, seq_len, max_doc_len, policy))
-    return np.load(path, mmap_mode="r")
+    try:
+        return np.load(path, mmap_mode="r")
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(f"{path} must be whole; it cannot be read: {error}. Delete it to have it made anew") from error
 
 
 def report_plan(
@@ -205,9 +207,12 @@ class BestFit:
         self.row_costs = np.diff(squares) + padding**2
         self.max_documents = int((np.diff(self.first_piece) + (padding > 0)).max(initial=1))
 
-    def epoch(self, generator: np.random.Generator | None) -> Callable[[int], Row]:
-        """Row i of an epoch; rows hold the same documents in each."""
-        return self.row
+    def epoch(self, generator: np.random.Generator | None) -> "BestFit":
+        """The rows of an epoch, which hold the same documents in each."""
+        return self
+
+    def cost(self, index: int) -> int:
+        return int(self.row_costs[index])
 
     def row(self, index: int) -> Row:
         """Its documents, longest first, then padding as a document of its own, without labels; positions restart."""

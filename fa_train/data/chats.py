@@ -146,6 +146,11 @@ def _message(value: Any, where: str) -> Message:
     role, content = message["role"], message.get("content")
     if role not in ROLES:
         raise ValueError(f"a role must be one of {', '.join(ROLES)}; {where} has {role!r}")
+    if message.get("weight", 1) != 1:  # OpenAI's mark of an answer that is not to be learnt
+        raise ValueError(
+            f"a message's weight must be 1 or left out; {where} has {message['weight']!r}. Of a prompt and its "
+            "completion only the completion is learnt"
+        )
     calls = message.get("tool_calls")
     if calls:
         if role != "assistant":

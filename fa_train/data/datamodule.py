@@ -1,10 +1,12 @@
 """Packed micro-batches for Lightning, as a pure function of the seed and of how many came before."""
 
+import dataclasses
 import os
 import signal
 import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NotRequired, Protocol, TypedDict, Unpack
 
@@ -18,7 +20,7 @@ from fa_train.data.chats import ChatCorpus
 from fa_train.data.corpus import HFCorpus, StdlibCorpus, TextCorpus
 from fa_train.data.mixing import CYCLE, MixedRows, MixReport, Part, interleave, rows_a_cycle
 from fa_train.data.packing import Batch, Concatenation, PackableDocuments, collate
-from fa_train.data.report import Histogram
+from fa_train.data.report import Histogram, PackingReport
 from fa_train.data.rows import Layout, ShuffledRows
 from fa_train.data.store import TokenizedCorpus
 from fa_train.data.synthetic import SyntheticSource
@@ -69,10 +71,10 @@ class PackedDataModule(L.LightningDataModule):
     trainer.global_step: nothing is saved, nothing can be lost.
     Units: seq_len in tokens; batch_size in rows a step, micro_batch_size in rows at one time on one GPU; val_rows the
     most rows to validate on. document_mask: attention stays within a document; reset_positions: positions restart with
-    it; two independent switches. packing: concat lays shuffled documents end to end, cut where a row ends; best_fit
-    keeps those whole that fit a row, pads little, and deals each step's rows to micro-batches and ranks by attention's
-    work. Documents longer than max_doc_len tokens, None being seq_len, are then split, truncated or dropped as
-    long_documents says; `packing_report` counts what became of them.
+    it; two independent switches. Each step's rows are dealt to micro-batches and ranks by attention's work.
+    packing: concat lays shuffled documents end to end, cut where a row ends; best_fit keeps those whole that fit a row
+    and pads little. Documents longer than max_doc_len tokens, None being seq_len, are then split, truncated or dropped
+    as long_documents says; `packing_report` counts what became of them.
     Raises: ValueError on sizes that are not positive, on a batch that micro-batches do not divide, on unknown names,
     and on a limit to documents' length where packing=concat, which has none.
     """
@@ -160,12 +162,17 @@ class PackedDataModule(L.LightningDataModule):
 
     def report(self, layouts: Mapping[str, Layout]) -> Report:
         """Of layouts that are there already."""
-        reports = {name: layout.report for name, layout in layouts.items()}
+        reports = {name: self._with_held_out(name, layout.report) for name, layout in layouts.items()}
         if not isinstance(self.source, Mixture):
             [report] = reports.values()
             return report
         shares = self.source.rows_a_cycle / CYCLE
         return MixReport(reports, dict(zip(reports, shares.tolist(), strict=True)), self.max_steps * self.batch_size)
+
+    def _with_held_out(self, name: str, report: PackingReport) -> PackingReport:
+        """They are no part of the rows, and would be missed."""
+        lengths = self.sources[name].documents(held_out=True).lengths
+        return dataclasses.replace(report, documents_held_out=len(lengths), tokens_held_out=int(lengths.sum()))
 
     def train_dataloader(self) -> DataLoader:
         rows = PackedRows(self, held_out=False, shuffle=True)
@@ -260,8 +267,7 @@ class PackedRows:
             self.rows = ShuffledRows(layout, (data.seed,) if shuffle else None)
         self.per_epoch = self.rows.per_epoch
         self.max_documents = self.rows.max_documents if data.document_mask else 1
-        # without the mask every row costs the same
-        self.has_costs = self.rows.has_costs and data.document_mask
+        self.deal = lru_cache(maxsize=2)(self._deal)  # once a step, not at each of its micro-batches
 
     def batch(self, first: int, count: int) -> Batch:
         """Rows first to first + count, end to end."""
@@ -274,16 +280,18 @@ class PackedRows:
             packed, self.max_documents, document_mask=self.document_mask, reset_positions=self.reset_positions
         )
 
-    def deal(self, first: int, count: int, size: int, world_size: int) -> np.ndarray:
+    def _deal(self, first: int, count: int, size: int, world_size: int) -> np.ndarray:
         """Rows first to first + count as (accumulation, world_size, size): which each rank takes when.
 
-        Balanced by their costs; in their own order, ranks taking turns, where rows have none.
+        Balanced by their costs; in their own order, ranks taking turns, where all cost the same, as they do without
+        the document mask.
         """
         indices = np.arange(first, first + count)
-        if not self.has_costs:
-            return indices.reshape(-1, world_size, size)
-        costs = np.array([self.rows.cost(index) for index in indices.tolist()])
-        return indices[deal(costs, size, world_size)]
+        if self.document_mask:
+            costs = np.array([self.rows.cost(index) for index in indices.tolist()])
+            if costs.min() != costs.max():
+                return indices[deal(costs, size, world_size)]
+        return indices.reshape(-1, world_size, size)
 
 
 class MicroBatches(Dataset[Batch]):

@@ -81,7 +81,6 @@ class MixedRows:
         for source, count in enumerate(self._counts):
             self._before[order == source] = np.arange(count)
         self.max_documents = max(source.max_documents for source in sources)
-        self.has_costs = all(source.has_costs for source in sources)
 
     def _locate(self, index: int) -> tuple[ShuffledRows, int]:
         turn, place = divmod(index, self.per_epoch)
@@ -93,7 +92,7 @@ class MixedRows:
         return source.row(own_index)
 
     def cost(self, index: int) -> int:
-        """Of the row's attention; only where has_costs."""
+        """Of the row's attention."""
         source, own_index = self._locate(index)
         return source.cost(own_index)
 

@@ -5,7 +5,7 @@ seq_len of them and labels the last, so neighbouring rows share one token and ev
 once. A document cut by the end of a row goes on in another row as a document of its own. The last row is padded.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,12 +70,9 @@ def pack_row(
     """
     begin = row * seq_len
     end = min(begin + seq_len + 1, int(ends[-1]))
-    first = int(np.searchsorted(ends, begin, side="right"))
-    last = int(np.searchsorted(ends, end, side="left"))
-    starts = np.concatenate([[0], ends])[first : last + 1] - begin  # of the documents first to last, within the row
+    first, starts = documents_of_row(ends, begin, end)
     pieces = [
-        (int(order[index]), slice(max(0, -start), end - begin - start))
-        for index, start in zip(range(first, last + 1), starts, strict=True)
+        (int(order[index]), slice(max(0, -start), end - begin - start)) for index, start in enumerate(starts, first)
     ]
     n_real = end - begin
     stream = np.full(seq_len + 1, pad_id, dtype=np.int64)
@@ -89,15 +86,51 @@ def pack_row(
         labels[: n_real - 1][~learned[1:]] = IGNORE_INDEX
     labels[cuts - 1] = IGNORE_INDEX
     labels[n_real:] = IGNORE_INDEX
-    boundaries = np.unique(np.concatenate([[0], cuts[cuts < seq_len], [seq_len]]))
+    boundaries = row_boundaries(cuts, seq_len)
     position_ids = np.arange(seq_len) - np.repeat(boundaries[:-1], np.diff(boundaries))
     return Row(stream[:-1], labels, position_ids, boundaries)
 
 
+def documents_of_row(ends: np.ndarray, begin: int, end: int) -> tuple[int, np.ndarray]:
+    """Which documents of a stream with these running lengths have tokens in begin to end.
+
+    The first of them, and where each of them starts, counted from begin: (n,) int64, the first at most 0.
+    """
+    first = int(np.searchsorted(ends, begin, side="right"))
+    last = int(np.searchsorted(ends, end, side="left"))
+    before = [0 if first == 0 else ends[first - 1]]
+    return first, np.concatenate([before, ends[first:last]]) - begin
+
+
+def row_boundaries(cuts: np.ndarray, seq_len: int) -> np.ndarray:
+    """Where documents begin in a row, with seq_len at the end; a cut at its end begins nothing."""
+    return np.unique(np.concatenate([[0], cuts[cuts < seq_len], [seq_len]]))
+
+
+@dataclass(frozen=True)
+class ConcatenatedEpoch:
+    """An order of the documents, laid end to end; ends (n_documents,) are their running lengths in it."""
+
+    documents: PackableDocuments
+    order: np.ndarray
+    ends: np.ndarray
+    seq_len: int
+    pad_id: int
+
+    def row(self, index: int) -> Row:
+        return pack_row(self.documents, self.order, self.ends, index, self.seq_len, self.pad_id)
+
+    def cost(self, index: int) -> int:
+        """Attention's work in a row, the sum of squared document lengths, padding as one more; reads no token."""
+        begin = index * self.seq_len
+        end = min(begin + self.seq_len, int(self.ends[-1]))
+        _, starts = documents_of_row(self.ends, begin, end)
+        lengths = np.diff(row_boundaries(np.append(starts[starts > 0], end - begin), self.seq_len))
+        return int((lengths**2).sum())
+
+
 class Concatenation:
     """Rows by plain concatenation: documents shuffled anew each epoch, and cut where a row ends."""
-
-    row_costs: np.ndarray | None = None  # rows differ too little, and by the epoch, for balancing to be worth it
 
     def __init__(self, documents: PackableDocuments, seq_len: int, pad_id: int) -> None:
         self.documents, self.seq_len, self.pad_id = documents, seq_len, pad_id
@@ -121,13 +154,13 @@ class Concatenation:
             labels=None if documents.loss_mask is None else _count_labels(documents.loss_mask, lengths),
         )
 
-    def epoch(self, generator: np.random.Generator | None) -> Callable[[int], Row]:
-        """Row i of documents in an order that the generator shuffles; None keeps their own."""
+    def epoch(self, generator: np.random.Generator | None) -> ConcatenatedEpoch:
+        """Rows of the documents in an order that the generator shuffles; None keeps their own."""
         order = np.arange(len(self.documents))
         if generator is not None:
             generator.shuffle(order)
         ends = np.cumsum(self.documents.lengths[order])
-        return lambda row: pack_row(self.documents, order, ends, row, self.seq_len, self.pad_id)
+        return ConcatenatedEpoch(self.documents, order, ends, self.seq_len, self.pad_id)
 
 
 def _count_labels(loss_mask: LossMask, lengths: np.ndarray) -> LabelCounts:

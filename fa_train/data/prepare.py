@@ -1,5 +1,6 @@
 """Documents into shards of tokens, by one process or many: the same bytes, and a restart goes on at the next shard."""
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -18,7 +19,8 @@ from fa_train.data.cache import room_on_disk
 from fa_train.data.corpus import Corpus, is_held_out
 from fa_train.data.encoding import Encoded, Encoder
 
-FORMAT = "2"  # of the files, and of how text becomes documents; another one is another cache entry
+FORMAT = "3"  # of the files, and of how text becomes documents; another one is another cache entry
+SHARDS = "shards.json"  # of a finished folder: the bytes of each file by its name
 SHARD = 4096  # documents at most; what a killed process loses
 SHARD_CHARACTERS = 2**24  # after which a shard ends, as whole ones are in memory
 BATCH = 256  # documents tokenised at one time
@@ -32,6 +34,8 @@ _worker_encoder: Encoder[Any]  # of a process of the pool
 
 def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers: int) -> None:
     """Writes the folder `path` of 000000.arrow and on, the documents in order; it appears whole or not at all.
+
+    shards.json beside them says how many bytes each has, so that one that was lost or cut later is missed.
 
     Until then shards are in a folder beside it, where a restart finds them. A process that prepares the same waits.
     Raises: ValueError where the corpus has no document, a document cannot be encoded, or the disk is full; only the
@@ -51,6 +55,8 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
             except ValueError:
                 shutil.rmtree(unfinished)
                 raise
+            sizes = {file.name: file.stat().st_size for file in sorted(unfinished.glob("*.arrow"))}
+            (unfinished / SHARDS).write_text(json.dumps(sizes))
             os.replace(unfinished, path)
 
 

@@ -24,8 +24,9 @@ class LabelCounts:
 class PackingReport:
     """Counts of documents, tokens and rows of an epoch.
 
-    tokens_in = tokens_packed + tokens_truncated + tokens_dropped. documents_split is None where it depends on the
-    epoch's order. histogram: (longest, documents) for each power of two, of documents longer than half of it.
+    tokens_in = tokens_packed + tokens_truncated + tokens_dropped; those held out for validation are besides, None where
+    they are not known. documents_split is None where it depends on the epoch's order. histogram: (longest, documents)
+    for each power of two, of documents longer than half of it.
     """
 
     packing: str
@@ -42,6 +43,8 @@ class PackingReport:
     seq_len: int
     histogram: Histogram
     labels: LabelCounts | None = None  # where not every token is learnt
+    documents_held_out: int | None = None
+    tokens_held_out: int | None = None
 
     @property
     def efficiency(self) -> float:
@@ -53,7 +56,8 @@ class PackingReport:
         """Flat numbers for a logger, by name; the histogram as one number for each length."""
         fields = (
             "documents", "documents_empty", "documents_split", "documents_truncated", "documents_dropped",
-            "tokens_in", "tokens_packed", "tokens_truncated", "tokens_dropped", "rows", "seq_len",
+            "tokens_in", "tokens_packed", "tokens_truncated", "tokens_dropped", "documents_held_out",
+            "tokens_held_out", "rows", "seq_len",
         )  # fmt: skip
         numbers = {f"packing/{name}": getattr(self, name) for name in fields if getattr(self, name) is not None}
         lengths = {f"packing/documents_up_to_{longest}": count for longest, count in self.histogram}
@@ -76,6 +80,7 @@ class PackingReport:
                 f"  tokens {self.tokens_in:,}: {self.tokens_packed:,} packed, {self.tokens_truncated:,} truncated, "
                 f"{self.tokens_dropped:,} dropped",
                 *self._label_lines(),
+                *self._held_out_lines(),
                 "  document lengths:",
                 *(
                     f"  {'≤ ' + format(longest, ','):>13} {count:>11,} {'█' * -(-30 * count // widest)}"
@@ -83,6 +88,11 @@ class PackingReport:
                 ),
             ]
         )
+
+    def _held_out_lines(self) -> list[str]:
+        if self.documents_held_out is None:
+            return []
+        return [f"  held out for validation: {self.documents_held_out:,} documents, {self.tokens_held_out:,} tokens"]
 
     def _label_lines(self) -> list[str]:
         if self.labels is None:

@@ -1,6 +1,5 @@
 """A layout's rows as an endless sequence, shuffled anew each epoch: row i is a function of the seed and i alone."""
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Protocol
 
@@ -10,6 +9,15 @@ from fa_train.data.packing import Row
 from fa_train.data.report import PackingReport
 
 
+class Epoch(Protocol):
+    """The rows of an epoch, not yet shuffled."""
+
+    def row(self, index: int) -> Row: ...
+
+    def cost(self, index: int) -> int:
+        """Attention's work in a row: the sum of its documents' squared lengths, padding as one more."""
+
+
 class Layout(Protocol):
     """How documents are laid into rows: Concatenation or BestFit."""
 
@@ -17,12 +25,8 @@ class Layout(Protocol):
     max_documents: int
     report: PackingReport
 
-    @property
-    def row_costs(self) -> np.ndarray | None:
-        """Of attention, by row, (n_rows,), where rows are worth balancing."""
-
-    def epoch(self, generator: np.random.Generator | None) -> Callable[[int], Row]:
-        """Row i of an epoch, with documents shuffled by the generator where the layout lets them be."""
+    def epoch(self, generator: np.random.Generator | None) -> Epoch:
+        """Its rows, with documents shuffled by the generator where the layout lets them be."""
 
 
 class ShuffledRows:
@@ -31,24 +35,23 @@ class ShuffledRows:
     def __init__(self, layout: Layout, seed: tuple[int, ...] | None) -> None:
         self.layout, self.seed = layout, seed
         self.per_epoch, self.max_documents = layout.n_rows, layout.max_documents
-        self.has_costs = layout.row_costs is not None
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
 
-    def _make_epoch(self, epoch: int) -> tuple[Callable[[int], Row], np.ndarray]:
+    def _make_epoch(self, epoch: int) -> tuple[Epoch, np.ndarray]:
         """The rows of an epoch, and their order."""
         generator = None if self.seed is None else np.random.default_rng((*self.seed, epoch))
-        pack, order = self.layout.epoch(generator), np.arange(self.per_epoch)
+        rows, order = self.layout.epoch(generator), np.arange(self.per_epoch)
         if generator is not None:
             generator.shuffle(order)
-        return pack, order
+        return rows, order
 
     def row(self, index: int) -> Row:
         epoch, place = divmod(index, self.per_epoch)
-        pack, order = self._epoch(epoch)
-        return pack(int(order[place]))
+        rows, order = self._epoch(epoch)
+        return rows.row(int(order[place]))
 
     def cost(self, index: int) -> int:
-        """Of the row's attention; only where has_costs."""
-        assert self.layout.row_costs is not None
+        """Of the row's attention."""
         epoch, place = divmod(index, self.per_epoch)
-        return int(self.layout.row_costs[self._epoch(epoch)[1][place]])
+        rows, order = self._epoch(epoch)
+        return rows.cost(int(order[place]))

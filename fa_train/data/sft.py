@@ -8,6 +8,7 @@ tokenizer's offsets, once the whole text is tokenised, so that tokens are those 
 import hashlib
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from fa_train.data.chats import Chat, Message
 from fa_train.data.encoding import Encoded
 from fa_train.data.tokenizer import HFTokenizer, Tokenizer
 
-FORMAT = "1"  # of how a chat becomes tokens and mask; another one is another cache entry
+FORMAT = "2"  # of how a chat becomes tokens and mask; another one is another cache entry
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Spans = list[tuple[int, int]]
 
@@ -27,7 +28,7 @@ class ChatEncoder:
     """Chats by a chat template: the tokenizer's own, or that in the file `chat_template`.
 
     Raises: ValueError on a tokenizer without a template or without offsets; and on a chat that the template refuses,
-    or whose turns it renders in another way once others follow.
+    whose tools or tool calls it leaves out, or whose turns it renders in another way once others follow.
     """
 
     masked = True
@@ -74,6 +75,7 @@ class ChatEncoder:
         template = self._hf.get_chat_template(tools=chat.tools)
         has_blocks = GENERATION.search(template) is not None
         text, spans = self._render(template, chat, chat.messages, has_blocks=has_blocks)
+        self._require_tools(template, chat, text)
         turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
         learned = [turn for turn in turns if turn >= chat.learn_from]
         if not has_blocks:
@@ -82,6 +84,27 @@ class ChatEncoder:
             begin, _ = self._turn(template, chat, learned[0], text)
             spans = [(start, stop) for start, stop in spans if start >= begin]
         return text, spans
+
+    def _require_tools(self, template: str, chat: Chat, text: str) -> None:
+        """Templates from before there were tools leave them out: a call would be learnt as an empty answer."""
+        without = {
+            "tools": replace(chat, tools=None),
+            "tool_calls": replace(
+                chat, messages=[{k: v for k, v in message.items() if k != "tool_calls"} for message in chat.messages]
+            ),
+        }
+        for name, bare in without.items():
+            if bare == chat:
+                continue
+            try:
+                rendered, _ = self._render(template, bare, bare.messages)
+            except ValueError:  # so it does look at them
+                continue
+            if rendered == text:
+                raise ValueError(
+                    f"a chat template must render {name}; {self._name}'s leaves out those of {chat.where}. Give "
+                    f"data.chat_template=<a file of one that renders them>, or take {name} out of the chat"
+                )
 
     def _turn(self, template: str, chat: Chat, turn: int, text: str) -> tuple[int, int]:
         """Where the answer chat.messages[turn] is in the whole text, through the token that ends it."""

@@ -1,6 +1,7 @@
 """Tokenised documents in memory-mapped Arrow files: written once, found again by the hash of what made them."""
 
 import hashlib
+import json
 import os
 from collections.abc import Sequence
 from functools import cached_property
@@ -14,7 +15,7 @@ from fa_train.data.chats import ChatCorpus
 from fa_train.data.corpus import Corpus
 from fa_train.data.encoding import Encoder, TextEncoder
 from fa_train.data.packing import LossMask
-from fa_train.data.prepare import FORMAT, write_shards
+from fa_train.data.prepare import FORMAT, SHARDS, write_shards
 from fa_train.data.sft import ChatEncoder
 from fa_train.data.tokenizer import Tokenizer
 
@@ -38,12 +39,16 @@ class Documents:
 
     loss_mask is None where everything is learnt. Where hashing puts every document on one side, as in a corpus of one,
     the end of the longest is held out instead; of chats, whose end alone says little, the last one.
+    Raises: ValueError on a file of the folder that is missing, cut or damaged, and, where a document is read, on a
+    token that is not in 0 to vocab_size - 1.
     """
 
-    def __init__(self, path: Path, *, held_out: bool) -> None:
-        self._source = path, held_out
-        files = sorted(path.glob("*.arrow"))
-        table = pa.concat_tables(map(_read_shard, files))
+    def __init__(self, path: Path, *, held_out: bool, vocab_size: int) -> None:
+        self._source = path, held_out, vocab_size
+        files = _whole_shards(path)
+        tables = [_read_shard(file) for file in files]
+        self._files = [file for file, shard in zip(files, tables, strict=True) for _ in shard["tokens"].chunks]
+        table = pa.concat_tables(tables)
         chunks = table["tokens"].chunks
         self._values = [chunk.values.to_numpy() for chunk in chunks]
         offsets = [chunk.offsets.to_numpy() for chunk in chunks]
@@ -74,28 +79,49 @@ class Documents:
 
     def __reduce__(self) -> tuple[object, ...]:
         # a data worker that is not forked maps the files again rather than be sent their tokens
-        path, held_out = self._source
-        return _open_documents, (path, held_out)
+        return _open_documents, self._source
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        start = self._start[index]
-        return self._values[self._chunk[index]][start : start + self.lengths[index]]
+        start, chunk = self._start[index], self._chunk[index]
+        tokens = self._values[chunk][start : start + self.lengths[index]]
+        *_, vocab_size = self._source
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:  # a GPU would not say where
+            outside = next(token for token in tokens.tolist() if not 0 <= token < vocab_size)
+            raise _damage(self._files[chunk], f"it has token {outside}, where the vocabulary is 0 to {vocab_size - 1}")
+        return tokens
+
+
+def _whole_shards(folder: Path) -> list[Path]:
+    """The files of a finished folder. Raises: ValueError on one that is missing or of another size."""
+    try:
+        sizes = json.loads((folder / SHARDS).read_text())
+    except (OSError, ValueError) as error:
+        raise _damage(folder / SHARDS, f"it cannot be read: {error}") from error
+    for name, size in sizes.items():
+        found = (folder / name).stat().st_size if (folder / name).exists() else 0
+        if found != size:
+            raise _damage(folder / name, f"of {size:,} bytes it has {found:,}")
+    return [folder / name for name in sizes]
 
 
 def _read_shard(file: Path) -> pa.Table:
     try:
-        return pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+        table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+        table.validate(full=True)  # of offsets, by which tokens are found
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(
-            f"{file} must be a whole Arrow file; it cannot be read: {error}. Delete {file.parent} to have it made anew"
-        ) from error
+        raise _damage(file, f"it cannot be read: {error}") from error
+    return table
 
 
-def _open_documents(path: Path, held_out: bool) -> Documents:
-    return Documents(path, held_out=held_out)
+def _damage(file: Path, what: str) -> ValueError:
+    return ValueError(f"{file} must be whole; {what}. Delete {file.parent} to have it made anew")
+
+
+def _open_documents(path: Path, held_out: bool, vocab_size: int) -> Documents:
+    return Documents(path, held_out=held_out, vocab_size=vocab_size)
 
 
 class StoredMask:
@@ -145,4 +171,4 @@ class TokenizedCorpus:
 
     def documents(self, *, held_out: bool) -> Documents:
         """Those for training, or those for validation."""
-        return Documents(self.path, held_out=held_out)
+        return Documents(self.path, held_out=held_out, vocab_size=self.vocab_size)

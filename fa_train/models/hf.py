@@ -269,6 +269,9 @@ def _smollm3(config: Any) -> dict[str, Any]:
 
 def _gemma2(config: Any) -> dict[str, Any]:
     arguments = _llama(config)
+    again = getattr(config, "sliding_window_size", None)  # Gemma 2 9B has both
+    if again not in (None, config.sliding_window):
+        raise ValueError(f"sliding_window_size must be sliding_window={config.sliding_window}; got {again}")
     family = dataclasses.replace(
         arguments["family"],
         windows=_windows(config),
@@ -735,13 +738,14 @@ IRRELEVANT = frozenset(
         # what the file is, and who wrote it
         "_name_or_path", "name_or_path", "_model_name_or_path", "_commit_hash", "architectures", "model_type", "dtype",
         "torch_dtype", "transformers_version", "is_llama_config", "transformers.js_config", "unsloth_version",
-        "unsloth_fixed",
+        "unsloth_fixed", "max_sequence_length",
         # training from scratch; no dropout is applied here, whatever the checkpoint was trained with
         "initializer_range", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
         # how transformers runs it
         "use_cache", "cache_implementation", "_attn_implementation_autoset", "attn_implementation", "pretraining_tp",
         "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "return_dict", "torchscript",
-        "reorder_and_upcast_attn", "tf_legacy_loss", "use_bfloat16", "pruned_heads",
+        "reorder_and_upcast_attn", "tf_legacy_loss", "use_bfloat16", "pruned_heads", "output_past",
+        "_flash_attn_2_enabled",
         # tokens and generation
         "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id",
         "tokenizer_class", "prefix", "task_specific_params", "max_length", "min_length", "do_sample", "early_stopping",
@@ -752,7 +756,8 @@ IRRELEVANT = frozenset(
         "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
         "begin_suppress_tokens",
         # heads for other tasks
-        "id2label", "label2id", "num_labels", "problem_type", "summary_type", "summary_use_proj",
+        "id2label", "label2id", "num_labels", "_num_labels", "predict_special_tokens", "problem_type",
+        "summary_type", "summary_use_proj",
         "summary_activation", "summary_proj_to_labels", "summary_first_dropout", "finetuning_task",
     }
 )  # fmt: skip
@@ -835,6 +840,7 @@ FAMILIES = {
             "activation_function": GELU_TANH,
             "scale_attn_weights": (True,),
             "scale_attn_by_inverse_layer_idx": (False,),
+            "n_special": (0,),  # more tokens than the vocabulary's, before there was model_type
         },
         frozenset({"n_ctx", "gradient_checkpointing"}),
     ),
@@ -851,7 +857,9 @@ FAMILIES = {
     "mistral": CheckpointFamily(
         "MistralForCausalLM", _mistral, LLAMA_LAYOUT, READ_LLAMA | {"sliding_window"}, SILU
     ),
-    "qwen2": CheckpointFamily("Qwen2ForCausalLM", _qwen2, LLAMA_LAYOUT, READ_LLAMA | WINDOWS, SILU),
+    "qwen2": CheckpointFamily(
+        "Qwen2ForCausalLM", _qwen2, LLAMA_LAYOUT, READ_LLAMA | WINDOWS, SILU | {"use_mrope": (False, None)}
+    ),
     "qwen3": CheckpointFamily(
         "Qwen3ForCausalLM", _qwen3, LLAMA_LAYOUT, READ_LLAMA | WINDOWS | {"attention_bias"}, SILU
     ),
@@ -868,8 +876,8 @@ FAMILIES = {
         GEMMA_LAYOUT,
         READ_LLAMA
         | {
-            "attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar", "attn_logit_softcapping",
-            "final_logit_softcapping",
+            "attention_bias", "sliding_window", "sliding_window_size", "layer_types", "query_pre_attn_scalar",
+            "attn_logit_softcapping", "final_logit_softcapping",
         },
         REQUIRED
         | {

@@ -68,5 +68,17 @@ def test_steps_are_dealt_by_squared_lengths():
         ranks = [MicroBatches(rows, 1, rank, 2, step_rows=8) for rank in range(2)]
         edges = [[rank[step * 4 + turn]["cu_seqlens"].numpy() for rank in ranks] for turn in range(4)]
         assert [[(np.diff(x) ** 2).sum() for x in turn] for turn in edges] == [[256, 256], *[[32, 32]] * 3]
-    unmasked = PackedRows(make([16, 2], document_mask=False), held_out=False, shuffle=False)
-    assert not unmasked.has_costs, "without the mask every row costs the same"
+    unmasked = PackedRows(make([16, 2] * 8, document_mask=False), held_out=False, shuffle=False)
+    assert np.array_equal(unmasked.deal(0, 8, 2, 2).ravel(), np.arange(8)), "without the mask every row costs the same"
+
+
+def test_concatenated_rows_are_balanced_too():
+    lengths = np.maximum(1, np.random.default_rng(0).lognormal(3, 1.5, 2000)).astype(np.int64)
+    data = make(lengths, packing="concat", seq_len=128, batch_size=64)
+    rows = PackedRows(data, held_out=False, shuffle=True)
+    for step in range(2 * rows.per_epoch // 64):  # into an epoch with another order of documents
+        dealt = rows.deal(step * 64, 64, 2, 4)
+        assert sorted(dealt.ravel().tolist()) == list(range(step * 64, step * 64 + 64))
+        work = np.vectorize(lambda row: (np.diff(rows.rows.row(row).boundaries) ** 2).sum())(dealt).sum(axis=2)
+        assert work.sum(axis=0).max() <= 1.02 * work.sum(axis=0).mean(), "over a step"
+        assert work.max(axis=1).sum() <= 1.1 * work.mean(axis=1).sum(), "at each micro-batch"

@@ -44,7 +44,7 @@ def lay(lengths, seq_len=16, long_documents="split", max_doc_len=None, cache_dir
 
 
 def make(lengths, **changes):
-    return PackedDataModule(NumberedSource(lengths), packing="best_fit", **(OPTIONS | changes))
+    return PackedDataModule(NumberedSource(lengths), **({"packing": "best_fit"} | OPTIONS | changes))
 
 
 def naive_best_fit_decreasing(lengths, capacity):

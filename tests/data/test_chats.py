@@ -63,6 +63,7 @@ def with_message(**changes):
         ({"prompt": [QUESTION, ANSWER], "completion": [QUESTION]}, "an assistant's turn to learn; .*line 2 has none"),
         ({"messages": [QUESTION, {"content": "4"}]}, "must have a role; .*line 2, message 1 has content"),
         (with_message(role="bot"), "a role must be one of .*; .*line 2, message 1 has 'bot'"),
+        (with_message(weight=0), "weight must be 1 or left out; .*line 2, message 1 has 0"),
         (with_message(content=" "), "must not be empty; .*line 2, message 1, of role assistant, is"),
         (with_message(content=None), "must have text as its content; .*line 2, message 1 has none"),
         (with_message(content=[{"type": "text"}]), "must have text as its content; .*line 2, message 1 has a list"),

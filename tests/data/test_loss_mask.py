@@ -43,8 +43,8 @@ def test_exactly_the_learnt_tokens_are_labels(masks, seq_len, how):
         layout = Concatenation(documents, seq_len, PAD)
     else:
         layout = BestFit(documents, seq_len, PAD, max_doc_len=None, long_documents=how, cache_dir=None)
-    pack = layout.epoch(np.random.default_rng(0))
-    rows = [pack(i) for i in range(layout.n_rows)]
+    epoch = layout.epoch(np.random.default_rng(0))
+    rows = [epoch.row(i) for i in range(layout.n_rows)]
     labels = [label for row in rows for label in row.labels.tolist() if label != IGNORE_INDEX]
     kept = {"concat": masks, "split": masks, "truncate": [mask[:seq_len] for mask in masks],
             "drop": [mask if len(mask) <= seq_len else [] for mask in masks]}[how]  # fmt: skip

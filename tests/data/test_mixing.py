@@ -71,7 +71,7 @@ def test_shares_hold_from_any_row_on(weights):
 class Numbers:
     """Rows that are their own index, and cost it."""
 
-    max_documents, has_costs = 1, True
+    max_documents = 1
 
     def row(self, index):
         return index

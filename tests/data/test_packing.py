@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa_train.data.packing import IGNORE_INDEX, collate, max_documents_in_row, n_rows, pack_row
+from fa_train.data.packing import IGNORE_INDEX, ConcatenatedEpoch, collate, max_documents_in_row, n_rows, pack_row
 
 PAD = 10**9
 
@@ -59,7 +59,9 @@ def test_every_token_is_there_once_and_labels_stay_within_documents(lengths, seq
 @settings(max_examples=200, deadline=None)
 @given(lengths_of_documents, st.integers(1, 25), st.integers(0, 5))
 def test_boundaries_and_positions(lengths, seq_len, seed):
-    *_, rows = pack_all(lengths, seq_len, seed)
+    documents, order, rows = pack_all(lengths, seq_len, seed)
+    epoch = ConcatenatedEpoch(documents, order, np.cumsum(documents.lengths[order]), seq_len, PAD)
+    assert [epoch.cost(i) for i in range(len(rows))] == [(np.diff(row.boundaries) ** 2).sum() for row in rows]
     bound = max_documents_in_row(np.array(lengths), seq_len)
     for row in rows:
         assert row.boundaries[0] == 0 and row.boundaries[-1] == seq_len and np.all(np.diff(row.boundaries) > 0)

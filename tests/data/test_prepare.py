@@ -2,6 +2,7 @@
 
 import errno
 import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +27,10 @@ def corpus(tmp_path, monkeypatch):
     return TextCorpus(str(tmp_path / "texts.jsonl"), "text")
 
 
+def read(path, *, held_out):
+    return Documents(path, held_out=held_out, vocab_size=ByteTokenizer.vocab_size)
+
+
 def contents(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
@@ -38,7 +43,8 @@ def test_any_number_of_processes_writes_the_same_bytes(corpus, tmp_path):
     ):
         one, two = (prepare(documents, encoder, tmp_path / f"cache-{n}", workers=n) for n in (1, 2))
         assert one.name == two.name and contents(one) == contents(two)
-        assert list(contents(one)) == [f"{i:06}.arrow" for i in range(7 if documents is corpus else 3)]
+        names = [f"{i:06}.arrow" for i in range(7 if documents is corpus else 3)]
+        assert list(contents(one)) == [*names, "shards.json"]
         assert {path.suffix for path in (tmp_path / "cache-2").iterdir()} == {".arrow", ".lock"}
 
 
@@ -87,7 +93,7 @@ def test_a_full_disk_is_named_and_half_a_cache_never_taken_for_one(corpus, tmp_p
     assert not list(cache.glob("*.arrow"))
     assert encoder.seen[-1] == "line 8", "it stopped at the third shard"
     path = prepare(corpus, Counting(), cache)
-    assert len(Documents(path, held_out=False)) + len(Documents(path, held_out=True)) >= 20
+    assert len(read(path, held_out=False)) + len(read(path, held_out=True)) >= 20
     assert contents(path) == contents(prepare(corpus, Counting(), tmp_path / "whole"))
 
 
@@ -105,16 +111,63 @@ def test_a_full_disk_is_named_by_the_plan_too(tmp_path, monkeypatch):
 def test_long_documents_end_a_shard_early(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SHARD_CHARACTERS", 13)  # "line 0" is 6 characters, "line 10" 7
     path = prepare(corpus, Counting(), tmp_path / "cache")
-    sizes = [len(pa.ipc.open_file(file).read_all()) for file in sorted(path.iterdir())]
+    sizes = [len(pa.ipc.open_file(file).read_all()) for file in sorted(path.glob("*.arrow"))]
     assert sizes == [3, 3, 3, 2, 2, 2, 2, 2, 1]
 
 
-def test_a_damaged_shard_is_named(corpus, tmp_path):
-    path = prepare(corpus, Counting(), tmp_path / "cache")
-    shard = path / "000003.arrow"
+def cut(shard):
     shard.write_bytes(shard.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=f"{shard} must be a whole Arrow file; .* Delete {path} to have it made anew"):
-        Documents(path, held_out=False)
+
+
+def garble_offsets(shard):
+    table = pa.ipc.open_file(shard).read_all()
+    overwrite(shard, table["tokens"].chunks[0].offsets.to_numpy())
+
+
+def garble_tokens(shard):
+    table = pa.ipc.open_file(shard).read_all()
+    overwrite(shard, table["tokens"].chunks[0].values.to_numpy())
+
+
+def overwrite(shard, values):
+    """The bytes of an array in a file become 0xff, which keeps its size."""
+    content, part = shard.read_bytes(), values.tobytes()
+    assert content.count(part) == 1
+    shard.write_bytes(content.replace(part, b"\xff" * len(part)))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut, r"of \d+ bytes it has \d+"),
+        (Path.unlink, r"of \d+ bytes it has 0"),
+        (garble_offsets, "it cannot be read"),
+        (garble_tokens, "it has token -1, where the vocabulary is 0 to 258"),
+    ],
+)
+def test_a_damaged_shard_is_named(corpus, tmp_path, damage, message):
+    path = prepare(corpus, Counting(), tmp_path / "cache")
+    damage(path / "000003.arrow")
+    with pytest.raises(
+        ValueError, match=f"{path / '000003.arrow'} must be whole; {message}.* Delete {path} to have it made anew"
+    ):
+        for held_out in (False, True):
+            list(read(path, held_out=held_out))
+
+
+def test_shards_without_their_list_are_no_cache(corpus, tmp_path):
+    path = prepare(corpus, Counting(), tmp_path / "cache")
+    (path / "shards.json").unlink()
+    with pytest.raises(ValueError, match=f"{path / 'shards.json'} must be whole; .* Delete {path} to have it made"):
+        read(path, held_out=False)
+
+
+def test_a_damaged_plan_is_named(tmp_path):
+    load_plan(np.array([3, 9]), 8, 8, "split", tmp_path)
+    [plan] = tmp_path.iterdir()
+    plan.write_bytes(plan.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=f"{plan} must be whole; .* Delete it to have it made anew"):
+        load_plan(np.array([3, 9]), 8, 8, "split", tmp_path)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -14,6 +14,7 @@ from tests.data.chats import (
     PAIR,
     PLAIN,
     TOOL,
+    TOOLS,
     WITH_BLOCKS,
     save_tokenizer,
     turn,
@@ -126,6 +127,27 @@ def test_what_the_template_refuses_is_named(tmp_path):
     refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('users begin') }}{% endif %}" + CHATML
     with pytest.raises(ValueError, match=r"chat template must take chats.jsonl, line 1; it says: users begin"):
         encode(encoder(tmp_path, refusing), MULTI_TURN)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        pytest.param(
+            CHATML.replace(TOOLS, ""), "must render tools; .* leaves out those of chats.jsonl, line 1", id="tools"
+        ),
+        pytest.param(TOOLS + PLAIN, "must render tool_calls; .* leaves out those of chats.jsonl, line 1", id="calls"),
+    ],
+)
+def test_a_template_that_leaves_tools_out_is_named(tmp_path, template, message):
+    chat_encoder = encoder(tmp_path, template)
+    with pytest.raises(ValueError, match=message):
+        encode(chat_encoder, MULTI_TURN)
+    encode(chat_encoder, PAIR)
+
+
+def test_a_template_that_wants_tools_renders_them(tmp_path):
+    strict = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}" + CHATML
+    encode(encoder(tmp_path, strict), MULTI_TURN)
 
 
 def test_a_tokenizer_without_a_template_is_named_and_may_be_given_one(tmp_path):

@@ -406,6 +406,10 @@ def test_the_checkpoints_scaling_can_be_removed(checkpoint):
         pytest.param("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx must be false", id="scale"),
         pytest.param("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping must be null", id="soft-cap"),
         pytest.param("gemma3", {"sliding_window": None}, "sliding_window must be a number of tokens", id="no-window"),
+        pytest.param("gemma2", {"sliding_window_size": 9}, "sliding_window_size must be sliding_window=.*; got 9",
+            id="two-windows"),
+        pytest.param("qwen2", {"use_mrope": True}, "use_mrope must be false or null; got true", id="mrope"),
+        pytest.param("gpt2", {"n_special": 3}, "n_special must be 0; got 3", id="more-tokens"),
         pytest.param("gemma2", {"use_bidirectional_attention": True}, "bidirectional_attention must be", id="two-way"),
         pytest.param("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0, "short_factor": [1.0],
             "long_factor": [1.0], "factor": 1.0, "original_max_position_embeddings": 8}},
@@ -423,6 +427,26 @@ def test_the_checkpoints_scaling_can_be_removed(checkpoint):
 def test_what_is_not_supported_is_named(name, fields, message, checkpoint):
     with pytest.raises(ValueError, match=message):
         load_pretrained(edit_config(checkpoint(name), **fields))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        pytest.param("gpt2", {"n_special": 0, "predict_special_tokens": True, "output_past": True}, id="gpt2-xl"),
+        pytest.param("gpt2", {"_num_labels": 1, "id2label": {"0": "LABEL_0"}}, id="distilgpt2"),
+        pytest.param("llama", {"max_sequence_length": 2048, "pad_token_id": -1}, id="llama-1"),
+        pytest.param("qwen2", {"use_mrope": False}, id="qwen2.5-base"),
+        pytest.param("gemma2", {"sliding_window_size": 7, "cache_implementation": "hybrid"}, id="gemma-2-9b"),
+    ],
+)
+def test_fields_of_published_checkpoints(name, fields, checkpoint, tmp_path):
+    """What the hub's config.json say beside what transformers' classes know; an export says it again."""
+    folder = checkpoint(name)
+    before = load_pretrained(folder, attention="naive")
+    model = load_pretrained(edit_config(folder, **fields), attention="naive")
+    assert torch.equal(model(torch.arange(9)), before(torch.arange(9)))
+    save_pretrained(model, tmp_path / "exported")
+    assert fields.items() <= json.loads((tmp_path / "exported" / "config.json").read_text()).items()
 
 
 def test_every_field_that_transformers_writes_is_known(checkpoint):
