@@ -5,10 +5,12 @@ JOBS ?= 2
 ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: train test test-gpu lint format clean
+.PHONY: train install-dev test test-gpu lint format clean
 
 train: $(VENV)/.installed
 	$(BIN)/python train.py $(ARGS)
+
+install-dev: $(VENV)/.installed-dev
 
 # The interpreter is single-threaded NumPy: one thread a worker, one worker a core.
 test: $(VENV)/.installed-dev

@@ -27,6 +27,7 @@ from fa_train.memory.planner import predict, with_levers
 from fa_train.models.attention import require_backend
 from fa_train.models.gpt import GPT
 from fa_train.parallel.checkpoint import CheckpointReader
+from fa_train.parallel.drawing import DrawnOn
 from fa_train.parallel.fsdp import FullyShardedStrategy
 
 # Lightning 2.6 asks torch in an old way at every run
@@ -56,8 +57,8 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDat
     vocab_size = cfg.model.vocab_size or data.vocab_size
     preflight.require_vocabulary(vocab_size, data.vocab_size)
     plan_memory(cfg, trainer, vocab_size)
-    # weights are drawn where they are used: on one core of a CPU the 8B of llama_8b take minutes
-    with nullcontext() if isinstance(trainer.strategy, FullyShardedStrategy) else trainer.strategy.root_device:
+    sharded, device = isinstance(trainer.strategy, FullyShardedStrategy), trainer.strategy.root_device
+    with DrawnOn(device) if sharded else device:  # the same numbers; a GPU draws the 8B of llama_8b in seconds
         model = build_model(cfg, vocab_size)
     return trainer, instantiate(cfg.lit_gpt, model=model), data
 
@@ -140,7 +141,7 @@ def errors_in_one_line() -> Iterator[None]:
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> dict[str, float]:
     with nullcontext() if in_sweep() else errors_in_one_line():  # a sweep goes on and reports errors at its end
-        result = train(cfg)
+        result = instantiate(cfg.sweep_job)(train, cfg) if in_sweep() and "sweep_job" in cfg else train(cfg)
     if "oom" in result and not in_sweep():
         sys.exit(1)
     return result

@@ -17,7 +17,12 @@ def kernels_are_compiled() -> bool:
     return torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 
 
+# whose tests take the longest, of minutes all; last, one would leave the other cores of pytest-xdist without work
+LONGEST = ("test_aot", "test_strategy", "test_train", "test_ablate_memory", "test_finetune", "test_export_hf")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.path.stem.startswith(LONGEST))
     if kernels_are_compiled():
         return
     skip = pytest.mark.skip(reason="needs CUDA and TRITON_INTERPRET unset")

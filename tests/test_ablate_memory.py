@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from scripts.ablation_cases import AttentionCase, Result, StepCase, configuratio
 from scripts.ablation_formula import Formula, attention_formula, step_formula
 from scripts.ablation_report import attention_part, markdown, page, step_part, write_files
 from scripts.ablation_sweep import ProcessError, call_apart, case_of, expected_seconds, load, run_apart, sweep
+from tests import processes
 from tests.training import REPOSITORY, quiet_environment
 
 TINY = ("model.n_layers=2", "model.dim=32", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=64")
@@ -62,10 +62,6 @@ def parts():
     return [step_part(STEPS, 80 * GIB, "none"), attention_part(ALONE, 80 * GIB, "none")]
 
 
-def limit_memory():
-    resource.setrlimit(resource.RLIMIT_AS, (200 * 2**30, 200 * 2**30))
-
-
 def environment():
     return quiet_environment() | {"WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -75,10 +71,9 @@ def test_a_sweep_with_cases_that_run_out_of_memory(tmp_path):
     arguments = ["--attentions", "naive", "--seq-lens", "32", "131072", "262144", "--model", "nano", "--steps", "1"]
     arguments += ["--attention-seq-lens", "64", "131072", "262144", "--n-heads", "4", "--head-dims", "16"]
     arguments += ["--max-step-seconds", "1e9"]
-    done = subprocess.run(
-        [sys.executable, REPOSITORY / "scripts" / "ablate_memory.py", *arguments, "--out", str(tmp_path), *TINY],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240, preexec_fn=limit_memory,
-    )  # fmt: skip
+    arguments += ["--out", str(tmp_path), *TINY]
+    script = REPOSITORY / "scripts" / "ablate_memory.py"
+    done = processes.finish(script, arguments, tmp_path, environment(), limit_memory=True)
     assert done.returncode == 0, done.stderr
     first, second, *_ = done.stdout.splitlines()
     assert first.startswith("Naive attention, a training step of nano") and "must fail from N = " in first
@@ -110,37 +105,36 @@ def test_a_sweep_with_cases_that_run_out_of_memory(tmp_path):
 
 
 def inspect(path):
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = processes.finish("wandb", ["leet", "inspect", "--json", str(path)], path.parent, environment())
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_ctrl_c_keeps_what_is_finished_and_the_same_command_continues(tmp_path):
-    command = [
-        sys.executable, "-m", "scripts.ablate_memory", "--only", "step", "--attentions", "naive", "sdpa", "--no-wandb",
-        "--seq-lens", "32", "--out", str(tmp_path), "--steps", "100000", "--seconds", "4", *TINY,
+    program, arguments = "scripts.ablate_memory", [
+        "--only", "step", "--attentions", "naive", "sdpa", "--no-wandb", "--seq-lens", "32", "--out", str(tmp_path),
+        "--steps", "100000", "--seconds", "2", *TINY,
     ]  # fmt: skip
-    sweep_of_long_cases = subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment(), start_new_session=True, stderr=subprocess.PIPE, text=True,
-        stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    path = tmp_path / "results.jsonl"
+    path, out, errors = (tmp_path / name for name in ("results.jsonl", "out", "errors"))
+    out.touch()
+    errors.touch()
+    sweep_of_long_cases = processes.start(program, arguments, REPOSITORY, environment(), out, errors)
     try:
         deadline = time.monotonic() + 120
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.5)  # into the second case
         os.killpg(sweep_of_long_cases.pid, signal.SIGINT)  # as a terminal does: every process gets it
-        _, stderr = sweep_of_long_cases.communicate(timeout=30)
+        sweep_of_long_cases.join(30)
     finally:
         sweep_of_long_cases.kill()
-    assert sweep_of_long_cases.returncode == 128 + signal.SIGINT, stderr
+    stderr = errors.read_text()
+    assert sweep_of_long_cases.exitcode == 128 + signal.SIGINT, stderr
     assert stderr.strip().splitlines()[-1].startswith("stopped; ")
     [first] = load(path)
     assert first.attention == "naive"
     before = load(path)[first]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=120)
+    done = processes.finish(program, arguments, REPOSITORY, environment())
     assert done.returncode == 0, done.stderr
     assert [found.attention for found in load(path)] == ["naive", "sdpa"] and load(path)[first] == before
 

@@ -1,14 +1,14 @@
 """scripts/prepare_data.py writes what train.py with the same overrides then finds."""
 
+import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 from hydra.utils import instantiate
 
 from fa_train.data import store
 from scripts.prepare_data import main
+from tests import processes
 from tests.data.chats import many_chats, save_tokenizer, write_jsonl
 from tests.training import REPOSITORY, composed, quiet_environment, write_corpus
 
@@ -28,6 +28,10 @@ def overrides(tmp_path):
 def test_train_finds_it_done(tmp_path, overrides, monkeypatch):
     report = main([*overrides, "workers=1"])
     assert "web: 75.00% of rows" in report and "chats: 25.00% of rows" in report and "labels " in report
+    of_chats = report.partition("chats: ")[2]
+    [packed] = re.findall(r" documents (\d+): ", of_chats)
+    [held_out] = re.findall(r"held out for validation: (\d+) documents, \d+ tokens", of_chats)
+    assert int(packed) + int(held_out) == 10, "none is missing"
 
     def again(*arguments):
         raise AssertionError("tokenised anew")
@@ -45,10 +49,11 @@ def test_as_a_command(tmp_path):
     ]  # fmt: skip
 
     def run(*more):
-        command = [sys.executable, str(REPOSITORY / "scripts" / "prepare_data.py"), *arguments, *more]
-        environment = quiet_environment()
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+        script = REPOSITORY / "scripts" / "prepare_data.py"
+        return processes.finish(script, [*arguments, *more], tmp_path, quiet_environment())
 
+    done = run("--help")
+    assert done.returncode == 0 and "workers=8" in done.stdout and not (tmp_path / "cache").exists()
     done = run("workers=2")
     assert done.returncode == 0 and "packing best_fit: " in done.stdout, done.stderr
     [folder] = (tmp_path / "cache").glob("*.arrow")

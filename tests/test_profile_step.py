@@ -4,8 +4,6 @@ import csv
 import gzip
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -40,6 +38,7 @@ from scripts.profile_step import (
     step_of,
     table,
 )
+from tests import processes
 from tests.training import REPOSITORY, quiet_environment
 
 TINY = (
@@ -48,14 +47,14 @@ TINY = (
 )  # fmt: skip
 
 
+def profile_step(folder, *overrides):
+    arguments = [*TINY, *overrides, f"hydra.run.dir={folder}"]
+    environment = quiet_environment() | {"CUDA_VISIBLE_DEVICES": ""}
+    return processes.finish("scripts.profile_step", arguments, REPOSITORY, environment)
+
+
 def test_a_step_from_its_command_line(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.profile_step", *TINY, "+commit=abc", "data.num_workers=0",
-         "data.vocab_size=259", "batch_size=2",
-         f"hydra.run.dir={tmp_path}"],
-        cwd=REPOSITORY, env=quiet_environment() | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    done = profile_step(tmp_path, "+commit=abc", "data.num_workers=0", "data.vocab_size=259", "batch_size=2")
     assert done.returncode == 0, done.stderr
     with gzip.open(tmp_path / "trace.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
@@ -75,11 +74,7 @@ def test_a_step_from_its_command_line(tmp_path):
 
 
 def test_a_wrong_override_ends_with_one_line(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.profile_step", *TINY, "model.norm=batchnorm", f"hydra.run.dir={tmp_path}"],
-        cwd=REPOSITORY, env=quiet_environment() | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    done = profile_step(tmp_path, "model.norm=batchnorm")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: model.norm must be one of")
 

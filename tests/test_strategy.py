@@ -1,10 +1,10 @@
 """Several ranks: two processes on the CPU train, save, resume and export what one does, and stop when told to."""
 
-import multiprocessing
 import os
 import signal
 import socket
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,8 +28,10 @@ from fa_train.memory.stack import Memory
 from fa_train.models.attention import sdpa_attention
 from fa_train.models.gpt import GPT
 from fa_train.parallel.checkpoint import load_sharded
+from fa_train.parallel.drawing import DrawnOn
 from fa_train.parallel.fsdp import local, shard, whole
 from scripts import export_hf
+from tests.processes import start_server
 from tests.test_train import processes_can_talk, start_and_stop
 from tests.training import column, composed, tiny, write_corpus
 
@@ -82,7 +84,7 @@ def two_ranks(shared, whole_run) -> Path:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
-    multiprocessing.set_forkserver_preload(["train", "tests.test_strategy"])  # imported once for both
+    start_server()
     arguments = (str(shared), port)
     torch.multiprocessing.start_processes(in_two_processes, args=arguments, nprocs=2, start_method="forkserver")
     return shared
@@ -256,6 +258,38 @@ def test_a_stopped_run_goes_on_and_stops_by_its_main_process_too(stopped_run, sh
     assert sum(len(part) for part in parts) == 40, "no step is done twice"
     whole = column(train_in(shared / "unstopped", shared, *LONG), "train/loss")
     assert parts[0] | parts[1] | parts[2] == pytest.approx(whole, rel=1e-4), "fp32 sums in another order"
+
+
+@pytest.mark.parametrize("drawing", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_weights_in_host_memory_have_the_numbers_of_a_device(drawing, tmp_path):
+    """All of the model's and of its adapter's, and what is drawn after them."""
+    models, after = [], []
+    with composed(tmp_path, *tiny(tmp_path, "adapter=lora")) as cfg:
+        for context in (torch.device(drawing), DrawnOn(torch.device(drawing))):
+            torch.manual_seed(0)
+            with context:
+                models.append(train.build_model(cfg, 259))
+            after.append(torch.rand(3, device=drawing))
+    there, here = (dict(model.named_parameters()) for model in models)
+    assert all(parameter.device.type == "cpu" for parameter in here.values())
+    torch.testing.assert_close(here, there, rtol=0, atol=0, check_device=False)
+    assert torch.equal(*after)
+
+
+def test_only_what_is_drawn_is_drawn_elsewhere():
+    with DrawnOn(torch.device("meta")):  # which has no numbers to copy
+        assert torch.ones(3).mul_(2).sum() == 6
+        torch.empty(3, device="meta").normal_()
+        with pytest.raises(NotImplementedError, match="no data"):
+            torch.empty(3).normal_()
+
+
+def test_a_sharded_run_draws_on_its_device(tmp_path, monkeypatch):
+    devices = []
+    monkeypatch.setattr(train, "DrawnOn", lambda device: devices.append(device) or nullcontext())
+    with composed(tmp_path, *tiny(tmp_path, *RANKS)) as cfg:
+        trainer, lit_gpt, _ = train.build(cfg)
+    assert devices == [trainer.strategy.root_device] and lit_gpt.device.type == "cpu"
 
 
 def small_gpt(tied: bool, memory: Memory) -> GPT:

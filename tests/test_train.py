@@ -5,8 +5,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +14,7 @@ import torch
 
 import train
 from fa_train.callbacks import GracefulInterrupt
+from tests import processes
 from tests.training import (
     RECORDED,
     REPOSITORY,
@@ -94,20 +93,21 @@ def start_and_stop(tmp_path, overrides, step, stop, to_all=False):
     The signal goes to the process that was started, or to all of its group. None of them may live on for a minute.
     """
     before = set(tmp_path.rglob("metrics.csv"))
-    command = [sys.executable, str(REPOSITORY / "train.py"), *overrides]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=quiet_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
+    pipe = tmp_path / "printed"
+    os.mkfifo(pipe)
+    process = processes.start(REPOSITORY / "train.py", overrides, tmp_path, quiet_environment(), pipe, pipe)
     hung = threading.Timer(60, os.killpg, (process.pid, signal.SIGKILL))
     lines = []
-    for line in process.stdout:  # to the end of the last process that writes to it
-        lines.append(line)
-        if line.startswith(f"step {step}/") and not hung.is_alive():  # a validation says it again
-            hung.start()
-            os.killpg(process.pid, stop) if to_all else process.send_signal(stop)
+    with pipe.open() as printed:
+        for line in printed:  # to the end of the last process that writes to it
+            lines.append(line)
+            if line.startswith(f"step {step}/") and not hung.is_alive():  # a validation says it again
+                hung.start()
+                os.killpg(process.pid, stop) if to_all else os.kill(process.pid, stop)
     hung.cancel()
-    assert process.wait(timeout=60) == (-stop if stop == signal.SIGKILL else 128 + stop), "".join(lines)
+    pipe.unlink()
+    process.join(60)
+    assert process.exitcode == (-stop if stop == signal.SIGKILL else 128 + stop), "".join(lines)
     [metrics] = set(tmp_path.rglob("metrics.csv")) - before
     return metrics.parent
 
@@ -237,10 +237,8 @@ def test_wandb_is_offline_without_a_key_and_holds_the_run(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "no API key, so this run is logged offline" in done.stdout
     [record] = tmp_path.rglob("*.wandb")
-    inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(record)]
-    inspected = subprocess.run(
-        inspect, capture_output=True, text=True, timeout=60
-    )  # fmt: skip
+    arguments = ["leet", "inspect", "--json", str(record)]
+    inspected = processes.finish("wandb", arguments, tmp_path, quiet_environment() | environment)
     assert inspected.returncode == 0, inspected.stderr
     text = inspected.stdout
     for name in (

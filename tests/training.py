@@ -4,9 +4,7 @@ import csv
 import hashlib
 import json
 import os
-import resource
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +17,9 @@ from lightning.pytorch.callbacks import Callback
 from omegaconf import DictConfig
 from torch import Tensor
 
-REPOSITORY = Path(__file__).parents[1]
+from tests import processes
+from tests.processes import REPOSITORY
+
 CONF = REPOSITORY / "conf"
 # 20 thousand parameters on rows of 64 bytes: a step takes some milliseconds
 TINY = (
@@ -66,16 +66,8 @@ def tiny(tmp_path: Path, *overrides: str) -> list[str]:
 def command_line(
     cwd: Path, *overrides: str, limit_memory: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """python train.py with overrides, to its end; limit_memory refuses 200 GiB, even where the system overcommits."""
-    return subprocess.run(
-        [sys.executable, str(REPOSITORY / "train.py"), *overrides],
-        cwd=cwd, env=quiet_environment() | environment, capture_output=True, text=True, timeout=240,
-        preexec_fn=_limit_memory if limit_memory else None,
-    )  # fmt: skip
-
-
-def _limit_memory() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (200 * 2**30, 200 * 2**30))
+    """python train.py with overrides, to its end; see tests.processes."""
+    return processes.finish(REPOSITORY / "train.py", overrides, cwd, quiet_environment() | environment, limit_memory)
 
 
 class RowRecorder(Callback):
@@ -91,7 +83,7 @@ class RowRecorder(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: dict[str, Tensor], batch_idx: int
     ) -> None:
         parts = [batch[name].reshape(-1, self.seq_len) for name in ("tokens", "labels", "position_ids")]
-        hashes = [hashlib.md5(row.numpy().tobytes()).hexdigest() for row in torch.cat(parts, dim=1)]
+        hashes = [hashlib.md5(row.numpy().tobytes()).hexdigest() for row in torch.cat(parts, dim=1).cpu()]
         with Path(trainer.default_root_dir, f"rows_{trainer.global_rank}.jsonl").open("a") as file:
             file.write(json.dumps([trainer.global_step, hashes]) + "\n")
 
