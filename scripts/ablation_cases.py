@@ -124,7 +124,7 @@ class Result:
     @property
     def final(self) -> bool:
         """Whether the case need not be run again."""
-        return self.outcome in ("ok", "oom")
+        return self.outcome in ("ok", "oom") or self.outcome.startswith("skipped")
 
 
 def configuration(case: StepCase) -> DictConfig:
@@ -161,7 +161,7 @@ def _measure_step(case: StepCase) -> Result:
             raise
         return Result("oom", *memory_gib(case.device))
     dtype = torch.bfloat16 if case.precision == "bf16-mixed" else torch.float32
-    return _ok(case, step_ms, timed_steps, flops, dtype)
+    return finished(case, step_ms, timed_steps, flops, dtype)
 
 
 def training_step(case: StepCase) -> tuple[Callable[[int], None], float]:
@@ -200,7 +200,7 @@ def _measure_attention(case: AttentionCase) -> Result:
             raise
         return Result("oom", *memory_gib(case.device), forward_ms=forward_ms, forward_peak_gib=forward_peak_gib)
     flops = (1 + 2.5) * 2 * case.n_heads * case.head_dim * case.seq_len**2
-    result = _ok(case, step_ms, timed_steps, flops, dtype)
+    result = finished(case, step_ms, timed_steps, flops, dtype)
     return replace(result, forward_ms=forward_ms, forward_peak_gib=forward_peak_gib)
 
 
@@ -249,7 +249,8 @@ def _milliseconds(run: Callable[[], object], device: Device) -> float:
     return first.elapsed_time(last)
 
 
-def _ok(case: Case, step_ms: float, timed_steps: int, flops: float, dtype: torch.dtype) -> Result:
+def finished(case: Case, step_ms: float, timed_steps: int, flops: float, dtype: torch.dtype) -> Result:
+    """The result of a case that ran to its end in this process; flops are those of a step."""
     flops_per_s = flops / step_ms * 1e3
     peak = peak_flops(torch.cuda.get_device_name() if case.device == "cuda" else "", dtype)
     return Result(

@@ -10,7 +10,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import cache
 from multiprocessing import forkserver, get_context
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+from hydra.errors import InstantiationException
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from scripts.ablation_cases import KINDS, Case, Result, measure
@@ -84,15 +85,23 @@ def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[A
         value = function(*arguments)
     except Exception as raised:
         traceback.print_exc()
-        first_line, *_ = str(raised).strip().splitlines() or [""]
-        error = f"{type(raised).__name__}: {first_line}"
+        said: BaseException = raised
+        while isinstance(said, InstantiationException) and said.__cause__:  # Hydra's, around what was wrong
+            said = said.__cause__
+        first_line, *_ = str(said).strip().splitlines() or [""]
+        error = f"{type(said).__name__}: {first_line}"
     sender.send((value, error))
 
 
 def run_apart(case: Case, timeout: float, log: Path) -> Result:
     """The case's result, however its process ends."""
+    return apart(measure, (case,), timeout, log)
+
+
+def apart(measure: Callable[..., Result], arguments: tuple[Any, ...], timeout: float, log: Path) -> Result:
+    """measure(*arguments) as by call_apart; that there is no answer is a result."""
     try:
-        return call_apart(measure, (case,), timeout, log)
+        return call_apart(measure, arguments, timeout, log)
     except ProcessError as error:
         if error.exitcode == -signal.SIGKILL:  # how Linux ends a process when the host's memory is out
             return Result("oom")
@@ -139,19 +148,16 @@ def sweep(
     Cases of a line must come shortest first.
     """
     finished, ends = load(path), time.monotonic() + budget
-    out_of_memory: dict[Case, int] = {}  # by line, the length
     measured: dict[Case, list[tuple[int, float]]] = {}  # by line, length and seconds of a step
-    results = []
+    results: list[tuple[Case, Result]] = []
     bar = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*bar) as progress:
         task = progress.add_task("", total=len(cases))
         for case in cases:
             progress.update(task, description=case.name)
-            result = finished.get(case)
             points = measured.setdefault(case.line, [])
-            if case.line in out_of_memory:
-                result = Result(f"skipped: {out_of_memory[case.line]} ran out of memory")
-            elif result is None or not result.final:
+            result = skipped(case, results) or finished.get(case)
+            if result is None or not result.final:
                 expected = expected_seconds(points, case.seq_len)
                 if expected > max_step_seconds:
                     result = Result(f"not run: a step would take about {expected:.0f} s, {max_step_seconds:g} allowed")
@@ -161,13 +167,18 @@ def sweep(
                     result = finished[case] = run(case)
                     save(finished, path)
                     report(case, result)
-            if result.oom:
-                out_of_memory[case.line] = case.seq_len
             if result.step_ms is not None:
                 points.append((case.seq_len, result.step_ms / 1e3))
             results.append((case, result))
             progress.advance(task)
     return results
+
+
+def skipped(case: Case, before: Iterable[tuple[Case, Result]]) -> Result | None:
+    """The result of a case where a shorter one of its line ran out of memory."""
+    lengths = [other.seq_len for other, result in before if result.oom and other.line == case.line]
+    shorter = min(lengths, default=case.seq_len)
+    return Result(f"skipped: {shorter} ran out of memory") if shorter < case.seq_len else None
 
 
 def expected_seconds(points: list[tuple[int, float]], seq_len: int) -> float:

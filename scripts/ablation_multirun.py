@@ -1,0 +1,158 @@
+"""The ablation as a Hydra multirun of train.py: conf/experiment/ablate_attention.yaml names both halves.
+
+run_job runs one of its jobs in a process of its own, so that memory is measured from nothing and a crash costs that job
+alone; Report gathers the jobs at the end into what scripts/ablate_memory.py writes. Each run on Weights & Biases is
+train.py's; the summary joins their group.
+"""
+
+import math
+import shlex
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from datetime import date
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import setup_globals
+from hydra.experimental.callback import Callback
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from fa_train.callbacks import is_out_of_memory
+from fa_train.flops import train_flops
+from scripts.ablation_cases import Device, Precision, Result, StepCase, capacity, configuration, finished, memory_gib
+from scripts.ablation_formula import step_formula
+from scripts.ablation_report import Records, Row, step_part, write_files
+from scripts.ablation_sweep import ProcessError, apart, call_apart, load, save, skipped
+from scripts.bench_attention import describe
+
+Train = Callable[[DictConfig], dict[str, float]]
+OF_THE_MODEL = ("model.", "attention.", "memory.", "optimizer.")  # what a StepCase's configuration has
+
+
+def run_job(train: Train, cfg: DictConfig, timeout: float) -> dict[str, float]:
+    """train(cfg), for at most `timeout` seconds; what it prints goes to cases/<number>.log in the multirun's folder.
+
+    Not run where a shorter job of the same attention ran out of memory, nor where that folder has its result already.
+    Returns the result's numbers. Ends the program where jobs differ in more than attention and seq_len, and on Ctrl-C.
+    """
+    hydra = HydraConfig.get()
+    folder, number = Path(hydra.sweep.dir).resolve() / "cases", f"{hydra.job.num:04d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{number}.jsonl"
+    case = case_of(cfg)
+    others = rows(folder, but=path)
+    require_one_sweep(case, others)
+    log = folder / f"{number}.log"
+    if hydra.job.num == 0:
+        try:
+            print(call_apart(explanation, (case,), timeout, log), flush=True)
+        except ProcessError as error:  # a model that cannot be
+            sys.exit(f"error: {error}")
+    result = skipped(case, others) or load(path).get(case)
+    if result is None or not result.final:
+        try:
+            result = apart(measure_job, (train, cfg, HydraConfig.instance().cfg, case), timeout, log)
+        except KeyboardInterrupt:
+            print(f"stopped; with hydra.sweep.dir={folder.parent} the same command continues", file=sys.stderr)
+            sys.exit(128 + signal.SIGINT)
+    save({case: result}, path)
+    numbers = {name: float(x) for name, x in asdict(result).items() if isinstance(x, int | float)}
+    print(f"{case.name}: {result.outcome}", *(f"{name}={x:.4g}" for name, x in numbers.items()), sep="  ", flush=True)
+    return numbers | ({"oom": 1.0} if result.oom else {})
+
+
+def rows(folder: Path, but: Path | None = None) -> list[Row[StepCase]]:
+    """The jobs that are done, in the multirun's order."""
+    paths = [path for path in sorted(folder.glob("*.jsonl")) if path != but]
+    return [(case, result) for path in paths for case, result in load(path).items() if isinstance(case, StepCase)]
+
+
+def require_one_sweep(case: StepCase, others: list[Row[StepCase]]) -> None:
+    """One model's table and picture have a place for each attention and length."""
+    for other, _ in others:
+        same_place = (case.attention, case.seq_len) == (other.attention, other.seq_len)
+        if same_place or replace(other, attention=case.attention, seq_len=case.seq_len) != case:
+            sys.exit(f"error: an ablation's jobs must differ in attention and seq_len alone; got {case} and {other}")
+
+
+def case_of(cfg: DictConfig) -> StepCase:
+    """Raises: ValueError where a job is not a step on one document, which is what tables and formula are of."""
+    wanted = {"data.document_len": cfg.seq_len, "data.micro_batch_size": 1, "trainer.devices": 1}
+    for name, value in wanted.items():
+        if OmegaConf.select(cfg, name) != value:
+            raise ValueError(f"an ablation needs {name}={value}; got {OmegaConf.select(cfg, name)}")
+    if cfg.trainer.precision not in get_args(Precision):
+        raise ValueError(f"trainer.precision must be one of {get_args(Precision)}; got {cfg.trainer.precision}")
+    hydra = HydraConfig.get()
+    choices: dict[str, Any] = hydra.runtime.choices
+    overrides = [f"{group}={choices[group]}" for group in ("memory", "optimizer")]
+    overrides += [f"model.vocab_size={cfg.model.vocab_size or cfg.data.vocab_size}"]
+    overrides += [x for x in hydra.overrides.task if x.lstrip("+").startswith(OF_THE_MODEL)]
+    device: Device = "cuda" if torch.cuda.is_available() and cfg.trainer.accelerator != "cpu" else "cpu"
+    return StepCase(
+        choices["model"], choices["attention"], cfg.seq_len, device, cfg.trainer.precision, cfg.max_steps, math.inf,
+        tuple(overrides),
+    )  # fmt: skip
+
+
+def explanation(case: StepCase) -> str:
+    """What the formula says of naive attention. On a GPU this makes a CUDA context."""
+    return step_formula(case).explain(f"a training step of {case.model}", capacity(case.device))
+
+
+def measure_job(train: Train, cfg: DictConfig, hydra: Any, case: StepCase) -> Result:
+    """In the job's own process. Times are the median over the logs, each of trainer.log_every_n_steps steps."""
+    setup_globals()  # Hydra's resolvers
+    HydraConfig.instance().cfg = hydra
+    try:
+        measured = train(cfg)
+    except Exception as error:  # before there was a run
+        if not is_out_of_memory(error):
+            raise
+        measured = {"oom": 1.0}
+    if "oom" in measured:
+        return Result("oom", *memory_gib(case.device))
+    with torch.device("meta"):
+        model = instantiate(configuration(case).model)
+    tokens_per_s = measured["perf/tokens_per_s"]
+    step_ms = cfg.batch_size * case.seq_len / tokens_per_s * 1e3
+    flops = train_flops(model, cfg.batch_size * case.seq_len, cfg.batch_size * float(case.seq_len) ** 2)
+    dtype = torch.bfloat16 if case.precision == "bf16-mixed" else torch.float32
+    return replace(finished(case, step_ms, cfg.max_steps, flops, dtype), tokens_per_s=tokens_per_s)
+
+
+class Report(Callback):
+    """At a multirun's end: its files, and its summary on Weights & Biases where the runs are there."""
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        try:
+            report(config)
+        except Exception:  # Hydra would take it for a warning
+            traceback.print_exc()
+            sys.exit(1)
+
+
+def report(config: DictConfig) -> None:
+    """Ends the program with status 1 where a job failed, after all is written."""
+    HydraConfig.instance().set_config(config)  # that of the last job is gone, and the logger's group asks for it
+    GlobalHydra.instance().clear()  # the multirun is over, and the formula composes a config of its own
+    folder = Path(config.hydra.sweep.dir).resolve()
+    jobs = rows(folder / "cases")
+    device_bytes = call_apart(capacity, (jobs[0][0].device,), 60, folder / "cases" / "capacity.log")
+    head = describe(shlex.join(["python", "train.py", *sys.argv[1:]]), None, date.today())
+    parts = [step_part(jobs, device_bytes, head["GPU"])]
+    write_files(parts, head, folder)
+    logger = config.logger
+    on_wandb = logger._target_.endswith("WandbLogger")
+    mode = instantiate(logger.mode) if on_wandb else None
+    Records(mode, logger.get("project"), logger.get("group"), folder).summary(parts, head)
+    print(f"results: {folder}")
+    if failed := [case.name for case, result in jobs if result.outcome.startswith("failed")]:
+        sys.exit(f"error: {len(failed)} of {len(jobs)} jobs failed ({', '.join(failed)}); {folder / 'cases'} has why")
