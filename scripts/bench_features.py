@@ -2,13 +2,18 @@
 
 One long row (64k tokens by default), bf16, both passes through flash_attn_varlen_func with the schedule built inside.
 `work` is the share of plain causal's visible pairs that a feature leaves; `cost` is the share of its time. A window or
-packed documents should cost about their share of the work, a feature of the scores about 1. Writes OUT.md.
+packed documents should cost about their share of the work, a feature of the scores about 1. fp8 and pages have no
+backward pass. What the features need is compiled first, by --jobs processes. Writes OUT.md.
 """
 
 import argparse
+import multiprocessing
+import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+import time
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
@@ -24,6 +29,8 @@ from scripts.gpu_timing import captured, median_ms
 
 Run = Callable[[], object]
 LOG_NORMAL = (6.93, 1.3)  # of document lengths: a median of 1k tokens
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,14 @@ class Feature:
     lengths: tuple[int, ...]
     arguments: dict[str, Any] = field(default_factory=dict)
     n_kv_heads: int | None = None  # None is as many as query heads
+    v_head_dim: int | None = None  # None is as wide as queries and keys
+    fp8: bool = False  # e4m3, with a scale for each KV head
+    page_size: int = 0  # tokens; 0 is keys and values end to end. Then all documents fill as many pages
+
+    @property
+    def has_backward(self) -> bool:
+        """Neither fp8 nor a cache of pages is trained through."""
+        return not self.fp8 and not self.page_size
 
     @property
     def pairs(self) -> int:
@@ -62,39 +77,176 @@ def log_normal_lengths(total: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def features(seqlen: int, n_heads: int, window: int) -> Iterator[Feature]:
+def features(seqlen: int, n_heads: int, head_dim: int, window: int) -> list[Feature]:
     """Plain causal attention first, then one change each."""
-    one = (seqlen,)
-    yield Feature("causal", one, {"causal": True})
-    yield Feature("not causal", one, {"causal": False})
-    yield Feature(f"window of {window}", one, {"causal": True, "window_size": (window, 0)})
-    yield Feature("packed, log-normal lengths", log_normal_lengths(seqlen), {"causal": True})
-    yield Feature("packed, equal documents of 2048", (2048,) * (seqlen // 2048), {"causal": True})
-    yield Feature("grouped heads, 4 to 1", one, {"causal": True}, n_kv_heads=n_heads // 4)
-    yield Feature("one KV head", one, {"causal": True}, n_kv_heads=1)
-    yield Feature("soft cap of 30", one, {"causal": True, "softcap": 30.0})
-    yield Feature("sinks", one, {"causal": True, "sinks": torch.zeros(n_heads)})
-    yield Feature("ALiBi", one, {"causal": True, "alibi_slopes": torch.linspace(0.001, 0.1, n_heads)})
-    yield Feature("fp32 output", one, {"causal": True, "out_dtype": torch.float32})
-    yield Feature("deterministic", one, {"causal": True, "deterministic": True})
+    one, documents = (seqlen,), log_normal_lengths(seqlen)
+    causal: dict[str, Any] = {"causal": True}
+    slopes = torch.linspace(0.001, 0.1, len(documents) * n_heads).view(-1, n_heads)
+    narrow = [Feature("values of 128 columns", one, causal, v_head_dim=128)] if head_dim == 192 else []
+    return [
+        Feature("causal", one, causal),
+        Feature("not causal", one, {"causal": False}),
+        Feature(f"window of {window}", one, causal | {"window_size": (window, 0)}),
+        Feature("packed, log-normal lengths", documents, causal),
+        Feature("packed, equal documents of 2048", (2048,) * (seqlen // 2048), causal),
+        Feature("grouped heads, 4 to 1", one, causal, n_kv_heads=n_heads // 4),
+        Feature("one KV head", one, causal, n_kv_heads=1),
+        Feature("soft cap of 30", one, causal | {"softcap": 30.0}),
+        Feature("sinks", one, causal | {"sinks": torch.zeros(n_heads)}),
+        Feature("ALiBi", one, causal | {"alibi_slopes": torch.linspace(0.001, 0.1, n_heads)}),
+        Feature("packed, log-normal, ALiBi by document", documents, causal | {"alibi_slopes": slopes}),
+        Feature("fp32 output", one, causal | {"out_dtype": torch.float32}),
+        Feature("gradient through lse", one, causal | {"return_lse": True}),
+        Feature("deterministic", one, causal | {"deterministic": True}),
+        *narrow,
+        Feature("fp8 (e4m3, a scale a head)", one, causal, fp8=True),
+        Feature("pages of 256, copied end to end", one, causal, page_size=256),
+    ]
 
 
-def passes(feature: Feature, n_heads: int, head_dim: int) -> tuple[Run, Run]:
-    """What replays the forward, and the backward."""
+class Inputs:
+    """Random (total, heads, head_dim) tensors by shape: what reads one of a shape reads the same, to save memory.
+
+    They live as long as this does, which must be as long as the CUDA graphs do: those hold addresses, not tensors.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self._tensors: dict[tuple[str, int, int, int], Tensor] = {}
+
+    def __call__(self, name: str, total: int, heads: int, head_dim: int) -> Tensor:
+        key = name, total, heads, head_dim
+        if key not in self._tensors:
+            drawn = torch.randn(total, heads, head_dim, device=self.device, dtype=self.dtype)
+            self._tensors[key] = drawn.requires_grad_(name != "do")
+        return self._tensors[key]
+
+
+def gpu_inputs() -> Inputs:
+    return Inputs(torch.device("cuda"), torch.bfloat16)
+
+
+def in_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """(total, heads, head_dim) -> in e4m3, and the scale to multiply it with, (heads / group,) fp32."""
+    x = x.detach().float().unflatten(1, (-1, group))
+    scale = x.abs().amax((0, 2, 3)) / FP8_MAX
+    return (x / scale[:, None, None]).flatten(1, 2).to(FP8), scale
+
+
+def in_pages(x: Tensor, page_size: int, order: Tensor) -> Tensor:
+    """(total, heads, head_dim) -> (pages, page_size, heads, head_dim), where page i of x is page order[i]."""
+    pages = torch.empty(order.numel(), page_size, *x.shape[1:], dtype=x.dtype, device=x.device)
+    pages[order] = x.detach().unflatten(0, (-1, page_size))
+    return pages
+
+
+def attention(feature: Feature, inputs: Inputs, n_heads: int, head_dim: int) -> partial[Any]:
+    """One forward pass, as a callable; its first three arguments are q, k and v."""
     total = sum(feature.lengths)
-    q, k, v = (
-        torch.randn(total, heads, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for heads in (n_heads, feature.n_kv_heads or n_heads, feature.n_kv_heads or n_heads)
-    )
-    cu_seqlens = torch.tensor([0, *feature.lengths]).cumsum(0).to("cuda", torch.int32)
+    n_kv_heads, v_head_dim = feature.n_kv_heads or n_heads, feature.v_head_dim or head_dim
+    q = inputs("q", total, n_heads, head_dim)
+    k, v = inputs("k", total, n_kv_heads, head_dim), inputs("v", total, n_kv_heads, v_head_dim)
+    cu_seqlens = torch.tensor([0, *feature.lengths]).cumsum(0).to(inputs.device, torch.int32)
     longest = max(feature.lengths)
-    arguments = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in feature.arguments.items()}
+    arguments = {name: x.to(inputs.device) if isinstance(x, Tensor) else x for name, x in feature.arguments.items()}
+    if feature.fp8:
+        q, arguments["q_descale"] = in_fp8(q, n_heads // n_kv_heads)
+        k, arguments["k_descale"] = in_fp8(k, 1)
+        v, arguments["v_descale"] = in_fp8(v, 1)
+    if feature.page_size:
+        order = torch.randperm(total // feature.page_size, device=inputs.device)
+        q, k, v = q.detach(), in_pages(k, feature.page_size, order), in_pages(v, feature.page_size, order)
+        arguments["block_table"] = order.to(torch.int32).view(len(feature.lengths), -1)
     function: Any = flash_attn_varlen_func  # its result's type depends on arguments that are not known here
-    attend = partial(function, q, k, v, cu_seqlens, cu_seqlens, longest, longest, **arguments)
-    do = torch.randn_like(attend())
-    forward = captured(lambda: attend)
-    backward = captured(lambda: partial(torch.autograd.grad, attend(), (q, k, v), do, retain_graph=True))
-    return forward, backward
+    return partial(function, q, k, v, cu_seqlens, cu_seqlens, longest, longest, **arguments)
+
+
+def gradients(feature: Feature, inputs: Inputs, n_heads: int, head_dim: int) -> Run:
+    """One backward pass, as a callable; the forward pass runs now."""
+    attend = attention(feature, inputs, n_heads, head_dim)
+    outputs = attend()
+    o, *others = outputs if isinstance(outputs, tuple) else (outputs,)  # lse, where it is asked for
+    of_outputs = (inputs("do", *o.shape).to(o.dtype), *map(torch.ones_like, others))
+    return partial(torch.autograd.grad, (o, *others), attend.args[:3], of_outputs, retain_graph=True)
+
+
+def compile_one(args: argparse.Namespace, case: tuple[int, int]) -> str:
+    """Both passes of a feature once, into Triton's cache; the error's first line, or nothing. case: place, head_dim.
+
+    Of the true size, by which kernels are chosen and specialized.
+    """
+    place, head_dim = case
+    feature = features(args.seqlen, args.heads, head_dim, args.window)[place]
+    try:
+        prepare = gradients if feature.has_backward else attention
+        prepare(feature, gpu_inputs(), args.heads, head_dim)()
+        torch.cuda.synchronize()
+    except Exception as error:  # one feature's failure is a result too; the others are measured
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    finally:
+        torch.cuda.empty_cache()  # for the other processes
+    return ""
+
+
+def compile_all(args: argparse.Namespace) -> dict[tuple[int, int], str]:
+    """With --jobs processes -> the errors by place of the feature and head_dim, empty where there was none."""
+    # a feature of all head_dims, then the next: what differs in head_dim shares no kernel, to be compiled twice
+    cases = sorted(
+        (place, d) for d in args.head_dims for place in range(len(features(args.seqlen, args.heads, d, args.window)))
+    )
+    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+        return dict(zip(cases, pool.map(partial(compile_one, args), cases, chunksize=1), strict=True))
+
+
+def measure(
+    chosen: list[Feature], n_heads: int, head_dim: int, rep: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Milliseconds of the forward pass and, where there is one, of the backward pass, by the feature's name.
+
+    Memory: at 16 heads of 256 and 64k tokens, a tensor like q takes 0.5 GiB. The inputs take about 4 GiB; forward
+    graphs 0.5 each, 1.5 of pages, and are freed before there are backward ones of about 4 each: o, dq, dk and dv, and
+    dq in fp32. Of 14 features that is 56 GiB.
+    """
+    inputs = gpu_inputs()
+    forward = timed({f.name: partial(attention, f, inputs, n_heads, head_dim) for f in chosen}, rep)
+    trained = [f for f in chosen if f.has_backward]
+    return forward, timed({f.name: partial(gradients, f, inputs, n_heads, head_dim) for f in trained}, rep)
+
+
+def timed(prepare: Mapping[str, Callable[[], Run]], rep: float) -> dict[str, float]:
+    """Median milliseconds of what each prepares."""
+    kept: list[Run] = []  # a CUDA graph holds addresses, not tensors
+    runs: dict[str, Run] = {}
+    for name, prepare_one in prepare.items():
+
+        def prepare_and_keep(prepare_one: Callable[[], Run] = prepare_one) -> Run:
+            kept.append(prepare_one())
+            return kept[-1]
+
+        runs[name] = captured(prepare_and_keep)
+        torch.cuda.empty_cache()  # what it ran with before its capture
+    return median_ms(runs, rep=rep)
+
+
+def rows(
+    chosen: list[Feature], head_dim: int, forward: dict[str, float], backward: dict[str, float], errors: dict[str, str]
+) -> list[str]:
+    """The lines of one head_dim; plain causal is the first feature, and what all others are shares of."""
+    plain, *_ = chosen
+    lines: list[str] = []
+    for feature in chosen:
+        cells = [str(head_dim), feature.name, f"{feature.pairs / plain.pairs:.3f}"]
+        if feature.name in errors:
+            cells += [errors[feature.name], "", "", ""]
+        else:
+            for ms in (forward, backward):
+                known = feature.name in ms
+                cells += (
+                    [f"{ms[feature.name]:.3f}", f"{ms[feature.name] / ms[plain.name]:.3f}"] if known else ["–", "–"]
+                )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -102,8 +254,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seqlen", type=int, default=65536, help="tokens")
     parser.add_argument("--window", type=int, default=4096, help="tokens to the left")
     parser.add_argument("--heads", type=int, default=16, help="a multiple of 4")
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--rep", type=float, default=200, help="milliseconds each feature runs in all")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 96, 128, 192, 256])
+    parser.add_argument("--rep", type=float, default=100, help="milliseconds each feature runs in all")
+    parser.add_argument("--jobs", type=int, default=min(15, os.cpu_count() or 1), help="processes that compile")
     parser.add_argument("--commit", help="for the head of the table, where the files are a copy without git")
     parser.add_argument("--out", type=Path, help="prefix of the results; scripts/results/features_<gpu>_<yyyymm>")
     args = parser.parse_args(arguments)
@@ -111,6 +264,10 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--heads must be a multiple of 4; got {args.heads}")
     if args.seqlen < 2048 or args.seqlen % 2048:
         parser.error(f"--seqlen must be a multiple of 2048; got {args.seqlen}")
+    if args.jobs < 1 or args.rep <= 0:
+        parser.error(f"--jobs and --rep must be positive; got {args.jobs} and {args.rep}")
+    if not all(8 <= head_dim <= 256 and head_dim % 8 == 0 for head_dim in args.head_dims):
+        parser.error(f"--head-dims must be multiples of 8 from 8 to 256; got {args.head_dims}")
     return args
 
 
@@ -118,27 +275,30 @@ def main() -> None:
     args = parse_arguments(sys.argv[1:])
     if not torch.cuda.is_available():
         sys.exit("bench_features needs a CUDA GPU; torch sees none on this machine")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit("bench_features times compiled kernels; unset TRITON_INTERPRET")
     today = date.today()
     gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
     out: Path = args.out or Path(__file__).parent / "results" / f"features_{gpu}_{today:%Y%m}"
+    out.parent.mkdir(parents=True, exist_ok=True)
     head = describe(shlex.join(["python", "-m", "scripts.bench_features", *sys.argv[1:]]), args.commit, today)
     lines = ["# What each feature costs beside plain causal attention", "", *(f"- {k}: `{v}`" for k, v in head.items())]
     lines += ["", f"{args.seqlen} tokens, {args.heads} heads, bf16; work and cost are shares of plain causal's.", ""]
     lines += ["| d | feature | work | forward ms | cost | backward ms | cost |", "|--:|:--|--:|--:|--:|--:|--:|"]
+    started = time.monotonic()
+    errors = compile_all(args)
+    print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
     for head_dim in args.head_dims:
-        chosen = list(features(args.seqlen, args.heads, args.window))
-        plain, *_ = chosen
-        forwards: dict[str, Run] = {}
-        backwards: dict[str, Run] = {}
-        for feature in chosen:
-            forwards[feature.name], backwards[feature.name] = passes(feature, args.heads, head_dim)
-        forward, backward = (median_ms(runs, rep=args.rep) for runs in (forwards, backwards))
-        for feature in chosen:
-            costs = [f"{ms[feature.name]:.3f} | {ms[feature.name] / ms[plain.name]:.3f}" for ms in (forward, backward)]
-            lines.append(f"| {head_dim} | {feature.name} | {feature.pairs / plain.pairs:.3f} | {' | '.join(costs)} |")
-            print(lines[-1], flush=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    Path(f"{out}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        chosen = features(args.seqlen, args.heads, head_dim, args.window)
+        failed = {f.name: errors[place, head_dim] for place, f in enumerate(chosen) if errors[place, head_dim]}
+        if chosen[0].name in failed:
+            sys.exit(f"plain causal attention of head_dim {head_dim} failed: {failed[chosen[0].name]}")
+        forward, backward = measure([f for f in chosen if f.name not in failed], args.heads, head_dim, args.rep)
+        found = rows(chosen, head_dim, forward, backward, failed)
+        print("\n".join(found), flush=True)
+        lines += found
+        # a run cut short leaves what it measured
+        Path(f"{out}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"results: {out}.md")
 
 

@@ -1,14 +1,16 @@
 """Measures tiles for the portable kernels on the GPU at hand and prints the best in the form of tiles.py's table.
 
     python -m scripts.tune_tiles                                         # every head_dim and pass of the table
+    python -m scripts.tune_tiles --near                                  # the same, a quarter of the candidates
     python -m scripts.tune_tiles --head-dims 192 --passes dkdv dq
     python -m scripts.tune_tiles --head-dims 128 --passes fwd --tiles 128,64,8,3 128,128,8,2
 
 Candidates are powers of two of block_m and block_n, warps and stages, of which the shared memory fits
-(tiles.shared_bytes) and the fp32 tiles leave registers for the rest; --tiles names them instead. They are compiled
-first, by --jobs processes, then timed one by one: one causal document of --seqlen tokens, bf16, n_heads * head_dim =
-2048 or a little less. TFLOP/s counts a kernel's own products (forward 2, dkdv 4, dk 3, dv 2, dq 3), halved for
-causality. Entries dk and dv belong into the table where they take less time together than dkdv.
+(tiles.shared_bytes) and the fp32 tiles leave registers for the rest; --near takes of them those one step from the
+table's entry, and it; --tiles names them instead. They are compiled first, by --jobs processes, then timed one by one:
+one causal document of --seqlen tokens, bf16, n_heads * head_dim = 2048 or a little less. TFLOP/s counts a kernel's own
+products (forward 2, dkdv 4, dk 3, dv 2, dq 3), halved for causality. Entries dk and dv belong into the table where they
+take less time together than dkdv.
 Writes OUT.md: the head, a table for each head_dim and pass, and the entries.
 """
 
@@ -87,6 +89,30 @@ def candidates(arch: Arch, head_dim: int, direction: Pass, limit: int) -> Iterat
         fits = shared_bytes(arch, tiles, head_dim, head_dim, direction, ITEM) <= limit
         if enough_rows and fits and held_a_thread(tiles, head_dim, direction) <= MAX_HELD:
             yield tiles
+
+
+def near(arch: Arch, head_dim: int, direction: Pass, limit: int) -> Iterator[TileConfig]:
+    """The table's entry, then the candidates that differ from it in one size, by one step.
+
+    dk and dv, where dkdv is all that the table has: the entry of the next head_dim with both, if there is one.
+    """
+    worthwhile = list(candidates(arch, head_dim, direction, limit))
+    listed = [
+        d for d in HEAD_DIMS if d >= head_dim and (direction not in APART or direction in key_passes(arch, d, ITEM))
+    ]
+    if worthwhile and listed:
+        entry = tile_config(arch, listed[0], direction, ITEM)
+        yield entry
+        yield from (tiles for tiles in worthwhile if one_step(tiles, entry))
+
+
+def one_step(tiles: TileConfig, entry: TileConfig) -> bool:
+    """Whether a block or the warps are doubled or halved, or there is one stage more or less, and nothing else."""
+    changed = [(a, b) for a, b in zip(astuple(tiles)[:3], astuple(entry)[:3], strict=True) if a != b]
+    stages = abs(tiles.num_stages - entry.num_stages)
+    if not changed:
+        return stages == 1
+    return stages == 0 and len(changed) == 1 and max(changed[0]) == 2 * min(changed[0])
 
 
 def held_a_thread(tiles: TileConfig, head_dim: int, direction: Pass) -> int:
@@ -231,7 +257,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS), help="any from 8 to 256")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
-    parser.add_argument("--tiles", type=parse_tiles, nargs="+", help="block_m,block_n,num_warps,num_stages")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--near", action="store_true", help="the table's entries, and what is one step from them")
+    which.add_argument("--tiles", type=parse_tiles, nargs="+", help="block_m,block_n,num_warps,num_stages")
     parser.add_argument("--seqlen", type=int, default=16384, help="tokens")
     parser.add_argument("--warmup", type=float, default=30, help="milliseconds a timing warms up")
     parser.add_argument("--rep", type=float, default=80, help="milliseconds a timing repeats")
@@ -260,10 +288,11 @@ def main() -> None:
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the attribute
     limit = properties.shared_memory_per_block_optin
     name = f"sm{properties.major}{properties.minor}" if arch == "unknown" else arch
+    tried = near if args.near else candidates
     chosen = [
         Candidate(head_dim, direction, tiles)
         for direction, head_dim in product(args.passes, args.head_dims)
-        for tiles in args.tiles or candidates(arch, head_dim, direction, limit)
+        for tiles in args.tiles or tried(arch, head_dim, direction, limit)
     ]
     print(f"{len(chosen)} candidates", flush=True)
     results = []

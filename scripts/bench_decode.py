@@ -1,0 +1,184 @@
+"""flash_attn_with_kvcache decoding one token for each sequence of a batch: python -m scripts.bench_decode
+
+Reading K and V is all the work there is, so a cell gives microseconds and GB/s of the cache's K and V. One split and
+the automatic number of them, a cache in one piece and in pages anywhere, beside SDPA, which reads a cache in one piece.
+bf16, full caches. All of a line take turns (scripts/gpu_timing.py), each as a CUDA graph, L2 cold. Writes OUT.md.
+
+    python -m scripts.bench_decode --cases 1,32,8,128,8192 64,32,8,128,4096     # batch,heads,KV heads,head_dim,cache
+"""
+
+import argparse
+import multiprocessing
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels import flash_attn_with_kvcache
+from scripts.bench_attention import describe
+from scripts.gpu_timing import captured, median_ms
+
+Run = Callable[[], object]
+PAGES = (256, 16)  # tokens a page
+ITEM = 2  # bytes of bf16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One decoding step: a query a sequence, caches of `cache` tokens."""
+
+    batch: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    cache: int
+
+    @property
+    def bytes_read(self) -> int:
+        """Of K and V."""
+        return 2 * self.batch * self.cache * self.n_kv_heads * self.head_dim * ITEM
+
+
+CASES = (
+    Case(1, 32, 8, 128, 8192),
+    Case(1, 32, 8, 128, 131072),
+    Case(1, 32, 32, 128, 32768),
+    Case(16, 32, 8, 128, 8192),
+    Case(64, 32, 8, 128, 4096),
+    Case(16, 32, 1, 128, 16384),
+    Case(16, 16, 8, 96, 8192),
+    Case(16, 16, 8, 192, 8192),
+    Case(1, 16, 2, 256, 32768),
+    Case(8, 24, 24, 64, 8192),
+)
+
+
+def candidates(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, partial[Any]]:
+    """Columns of the table -> what runs one step."""
+    q = torch.randn(case.batch, 1, case.n_heads, case.head_dim, device=device, dtype=dtype)
+    k, v = (
+        torch.randn(case.batch, case.cache, case.n_kv_heads, case.head_dim, device=device, dtype=dtype)
+        for _ in range(2)
+    )
+    held = torch.full((case.batch,), case.cache, dtype=torch.int32, device=device)
+    step: Any = partial(flash_attn_with_kvcache, cache_seqlens=held, causal=True)
+    runs: dict[str, partial[Any]] = {
+        "automatic": partial(step, q, k, v),
+        "1 split": partial(step, q, k, v, num_splits=1),
+    }
+    for page_size in PAGES:
+        order = torch.randperm(case.batch * case.cache // page_size, device=device)
+        table = order.to(torch.int32).view(case.batch, -1)
+        pages = in_pages(k, page_size, order), in_pages(v, page_size, order)
+        runs[f"pages of {page_size}"] = partial(step, q, *pages, block_table=table)
+    # SDPA wants the heads first, but not in memory
+    q_t, k_t, v_t = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    grouped = case.n_heads != case.n_kv_heads
+    runs["SDPA"] = partial(scaled_dot_product_attention, q_t, k_t, v_t, enable_gqa=grouped)
+    return runs
+
+
+def in_pages(x: Tensor, page_size: int, order: Tensor) -> Tensor:
+    """(batch, tokens, heads, head_dim) -> (pages, page_size, heads, head_dim), where page i of x is page order[i]."""
+    pages = torch.empty(order.numel(), page_size, *x.shape[2:], dtype=x.dtype, device=x.device)
+    pages[order] = x.reshape(pages.shape)
+    return pages
+
+
+def compile_one(case: Case) -> None:
+    """Every candidate once, into Triton's cache."""
+    for run in candidates(case, torch.device("cuda"), torch.bfloat16).values():
+        run()
+    torch.cuda.synchronize()
+
+
+def measure(case: Case, rep: float) -> dict[str, float]:
+    """Microseconds of each candidate. They live until the end: a CUDA graph holds addresses, not tensors."""
+    functions = candidates(case, torch.device("cuda"), torch.bfloat16)
+    milliseconds = median_ms({name: replayed(run) for name, run in functions.items()}, rep=rep)
+    return {name: 1e3 * milliseconds[name] for name in functions}
+
+
+def replayed(run: Run) -> Run:
+    return captured(lambda: run)
+
+
+def markdown(results: dict[Case, dict[str, float]], head: dict[str, str]) -> str:
+    """The head, and a line for each case."""
+    lines = ["# Decoding one token from a cache", "", *(f"- {key}: `{value}`" for key, value in head.items()), ""]
+    lines += [
+        "bf16, full caches, one query a sequence; `flash_attn_with_kvcache` but for SDPA (`enable_gqa`). Medians in "
+        "turns, each replayed as a CUDA graph, L2 cold. A cell is microseconds · GB/s of K and V. `automatic` is the "
+        "default `num_splits` on a cache in one piece, as are `1 split` and SDPA; pages lie anywhere.",
+        "",
+    ]
+    columns = list(next(iter(results.values()), {}))
+    lines.append(f"| batch | heads | KV heads | d | cache | {' | '.join(columns)} |")
+    lines.append("|" + "--:|" * (5 + len(columns)))
+    for case, microseconds in results.items():
+        cells = [f"{us:.1f} · {case.bytes_read / us / 1e3:.0f}" for us in microseconds.values()]
+        lines.append(f"| {' | '.join(map(str, [*astuple(case), *cells]))} |")
+    return "\n".join(lines) + "\n"
+
+
+def parse_case(text: str) -> Case:
+    """batch,heads,KV heads,head_dim,cache."""
+    try:
+        case = Case(*map(int, text.split(",")))
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"wanted batch,heads,KV heads,head_dim,cache; got {text}") from None
+    if min(astuple(case)) < 1 or case.head_dim > 256:
+        raise argparse.ArgumentTypeError(f"wanted positive numbers, and a head_dim of at most 256; got {text}")
+    if case.n_heads % case.n_kv_heads:
+        raise argparse.ArgumentTypeError(f"wanted heads to be a multiple of KV heads; got {text}")
+    if case.cache % max(PAGES):
+        raise argparse.ArgumentTypeError(f"wanted a cache of a multiple of {max(PAGES)} tokens; got {text}")
+    return case
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=parse_case, nargs="+", default=list(CASES), metavar="CASE")
+    parser.add_argument("--rep", type=float, default=20, help="milliseconds each candidate of a case runs in all")
+    parser.add_argument("--jobs", type=int, default=min(15, os.cpu_count() or 1), help="processes that compile first")
+    parser.add_argument("--commit", help="for the head of the table, where the files are a copy without git")
+    parser.add_argument("--out", type=Path, help="prefix of the results; scripts/results/decode_<gpu>_<yyyymm>")
+    args = parser.parse_args(arguments)
+    if args.jobs < 1 or args.rep <= 0:
+        parser.error(f"--jobs and --rep must be positive; got {args.jobs} and {args.rep}")
+    return args
+
+
+def main() -> None:
+    args = parse_arguments(sys.argv[1:])
+    if not torch.cuda.is_available():
+        sys.exit("bench_decode needs a CUDA GPU; torch sees none on this machine")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit("bench_decode times compiled kernels; unset TRITON_INTERPRET")
+    today = date.today()
+    gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
+    out: Path = args.out or Path(__file__).parent / "results" / f"decode_{gpu}_{today:%Y%m}"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    head = describe(shlex.join(["python", "-m", "scripts.bench_decode", *sys.argv[1:]]), args.commit, today)
+    with multiprocessing.get_context("spawn").Pool(min(args.jobs, len(args.cases))) as pool:
+        pool.map(compile_one, args.cases, chunksize=1)
+    results: dict[Case, dict[str, float]] = {}
+    for case in args.cases:
+        results[case] = measure(case, args.rep)
+        torch.cuda.empty_cache()  # of the streams that this case was captured on
+        print(markdown({case: results[case]}, {}).splitlines()[-1], flush=True)
+        Path(f"{out}.md").write_text(markdown(results, head), encoding="utf-8")  # cut short, what it measured
+    print(f"results: {out}.md")
+
+
+if __name__ == "__main__":
+    main()
