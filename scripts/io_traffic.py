@@ -40,7 +40,7 @@ from kernels.flash_attention import backend
 from kernels.flash_attention.hopper import bwd as hopper_bwd
 from kernels.flash_attention.hopper import bwd_wide
 from kernels.flash_attention.hopper import fwd as hopper_fwd
-from kernels.flash_attention.schedule import LONG_DOCUMENT, WORK_TILE
+from kernels.flash_attention.schedule import WORK_TILE, document_length
 from kernels.flash_attention.tiles import SHARED_LIMIT, Arch, Pass, arch_of, interpreted, key_passes, tile_config
 from scripts.bench_attention import MODEL_DIM, describe
 
@@ -212,7 +212,7 @@ def _hopper_backward(case: Case) -> dict[str, int]:
 def _blocks(case: Case, arch: Arch, direction: Pass) -> tuple[int, int]:
     """Queries and keys of a block."""
     if case.method == "hopper":
-        tiles = hopper_fwd.forward_tiles(case.head_dim, case.seqlen >= LONG_DOCUMENT)
+        tiles = hopper_fwd.forward_tiles(case.head_dim, document_length(case.seqlen))
         return tiles.consumers * hopper_fwd.ROWS, tiles.block_n
     config = tile_config(arch, case.head_dim, direction, ITEM)
     return config.block_m, config.block_n

@@ -5,7 +5,7 @@ and activation-checkpoint policies can name them. A Schedule travels as its seve
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 from kernels.flash_attention import backend
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.portable.delta import attention_delta, sink_gradient
-from kernels.flash_attention.schedule import Schedule
+from kernels.flash_attention.schedule import DocumentLength, Schedule
 
 
 @torch.library.custom_op("flash_attention::forward", mutates_args=())
@@ -31,15 +31,15 @@ def forward_operator(
     out_dtype: torch.dtype,
     deterministic: bool,
     several_documents: bool,
-    long_documents: bool,
+    documents: str,
 ) -> tuple[Tensor, Tensor]:
     """(total_q, n_heads, head_dim), k, v (total_k, n_kv_heads, head_dim) -> o in out_dtype, lse (n_heads, total_q).
 
-    deterministic is for the gradients: those outputs are repeatable in any case. several_documents and
-    long_documents are the schedule's.
+    deterministic is for the gradients: those outputs are repeatable in any case. several_documents and documents are
+    the schedule's.
     """
     features = Features(softmax_scale, softcap, sinks, alibi, descale)
-    full_schedule = Schedule.from_tensors(schedule, several_documents, long_documents)
+    full_schedule = Schedule.from_tensors(schedule, several_documents, cast(DocumentLength, documents))
     return backend.forward(q, k, v, full_schedule, features, out_dtype)
 
 
@@ -57,7 +57,7 @@ def _forward_fake(
     out_dtype: torch.dtype,
     deterministic: bool,
     several_documents: bool,
-    long_documents: bool,
+    documents: str,
 ) -> tuple[Tensor, Tensor]:
     total, n_heads, _ = q.shape
     o = q.new_empty(total, n_heads, v.shape[-1], dtype=out_dtype)
@@ -180,7 +180,7 @@ def flash_attention_forward(
     """forward_operator in less host time: 120 us of an eager call with gradients, where its own autograd takes 240."""
     arguments = (
         q, k, v, schedule.tensors(), alibi, sinks, descale, softmax_scale, softcap, out_dtype, deterministic,
-        schedule.several_documents, schedule.long_documents,
+        schedule.several_documents, schedule.documents,
     )  # fmt: skip
     if torch.compiler.is_compiling():  # which knows operators, but not all that a Function may do
         return forward_operator(*arguments)

@@ -7,23 +7,28 @@ queries reads one contiguous range of keys, and only the blocks at the two ends 
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 WORK_TILE = 128  # tokens: the unit in which work is ordered; every kernel's block of rows divides it but the next one
 WIDE_TILE = 192  # tokens: the tile of Hopper's forward pass at head_dim 64
-# Keys that a query may see, on average, below which tiles of keys keep the order of the stream: those that run together
-# then share queries in L2, which short documents need more than a fair end (on an H200, head_dim 128, documents of 64
-# to 512 tokens: 148 TFLOP/s of the backward instead of 130; at 2048 tokens the longest first are faster by 3%).
-SHORT_DOCUMENT = 1024
-# Keys that a query may see, on average, from which on Hopper's forward pass takes the kernels for long documents.
-# Measured are 16384, where those are faster, and 2048, where they are slower (hopper/fwd.py tells by how much).
+# Keys that a query may see, on average, below which Hopper's forward pass takes the kernels for short documents, and
+# tiles of keys keep the order of the stream: those that run together then share queries in L2, which short documents
+# need more than a fair end (on an H200, head_dim 128, documents of 64 to 512 tokens: 148 TFLOP/s of the backward
+# instead of 130; at 2048 tokens the longest first are faster by 3%). A loader that pads cu_seqlens for the row of most
+# documents makes them seem two or three times as short, so this is well below the lengths where both are alike.
+SHORT_DOCUMENT = 512
+# The same from which on it takes those for long documents. Measured are 16384, where those are faster, and 2048, where
+# they are slower (hopper/fwd.py tells by how much).
 LONG_DOCUMENT = 8192
 # Queries and keys of a dense call up to which its schedule is kept for the next one: 8 bytes each, so at most 8 times
 # 2 MiB. To build one takes an H200's host 485 us; a call of more tokens hides that behind its own work.
 KEPT_TOKENS = 2**18
+
+
+DocumentLength = Literal["short", "medium", "long"]
 
 
 class Schedule(NamedTuple):
@@ -42,7 +47,7 @@ class Schedule(NamedTuple):
     query_tiles: Tensor
     key_tiles: Tensor
     wide_query_tiles: Tensor
-    long_documents: bool  # as far as shapes tell, for a choice of kernels that waits for nothing
+    documents: DocumentLength  # as far as shapes tell, for a choice of kernels that waits for nothing
     # whether tokens may not see each other for another reason than their order, as far as shapes tell: of several
     # documents, or behind the last. Hopper's kernels then keep NaN from leaving one within a tile
     several_documents: bool
@@ -54,13 +59,13 @@ class Schedule(NamedTuple):
 
     @classmethod
     def from_tensors(
-        cls, tensors: Sequence[Tensor], several_documents: bool, long_documents: bool = False
+        cls, tensors: Sequence[Tensor], several_documents: bool, documents: DocumentLength = "medium"
     ) -> "Schedule":
-        """The inverse of `tensors`; nothing but the forward pass asks for long_documents."""
+        """The inverse of `tensors`; nothing but the forward pass asks for `documents`."""
         key_start, key_end, query_start, query_end, query_tiles, key_tiles, wide_query_tiles = tensors
         ranges = key_start, key_end, query_start, query_end
         orders = query_tiles, key_tiles, wide_query_tiles
-        return cls(*ranges, *orders, long_documents, several_documents, one_document=False)
+        return cls(*ranges, *orders, documents, several_documents, one_document=False)
 
 
 def build_schedule(
@@ -106,7 +111,7 @@ def build_schedule(
         query_tiles=longest_first(key_start, key_end),
         key_tiles=key_tiles,
         wide_query_tiles=longest_first(key_start, key_end, tile=WIDE_TILE),
-        long_documents=in_sight >= LONG_DOCUMENT,
+        documents=document_length(in_sight),
         several_documents=several_documents,
         one_document=False,
     )
@@ -221,6 +226,13 @@ def _keys_in_sight(cu_seqlens_k: Tensor, total_k: int, left: int, right: int) ->
     """How many keys a query may see on average, by shapes alone: padded cu_seqlens count as shorter documents."""
     mean_length = total_k // max(1, cu_seqlens_k.numel() - 1)
     return mean_length if left < 0 or right < 0 else min(mean_length, left + right + 1)
+
+
+def document_length(in_sight: int) -> DocumentLength:
+    """By the keys that a query may see on average."""
+    if in_sight < SHORT_DOCUMENT:
+        return "short"
+    return "medium" if in_sight < LONG_DOCUMENT else "long"
 
 
 def longest_first(start: Tensor, end: Tensor, tile: int = WORK_TILE) -> Tensor:

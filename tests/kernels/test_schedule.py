@@ -78,22 +78,25 @@ def test_keys_of_short_documents_stay_in_the_order_of_the_stream():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "arguments", "long"),
+    ("lengths", "arguments", "documents"),
     [
-        ([LONG_DOCUMENT], {"causal": True}, True),
-        ([LONG_DOCUMENT] * 2, {"causal": False}, True),
-        ([LONG_DOCUMENT - 1], {"causal": True}, False),
-        ([2 * LONG_DOCUMENT, 8, 8], {"causal": True}, False),
-        ([LONG_DOCUMENT], {"causal": True, "window_size": (1000, 0)}, False),
-        ([LONG_DOCUMENT], {"causal": False, "window_size": (1000, -1)}, True),
+        ([LONG_DOCUMENT], {"causal": True}, "long"),
+        ([LONG_DOCUMENT] * 2, {"causal": False}, "long"),
+        ([LONG_DOCUMENT - 1], {"causal": True}, "medium"),
+        ([2 * LONG_DOCUMENT, 8, 8], {"causal": True}, "medium"),
+        ([LONG_DOCUMENT], {"causal": True, "window_size": (1000, 0)}, "medium"),
+        ([LONG_DOCUMENT], {"causal": True, "window_size": (100, 0)}, "short"),
+        ([LONG_DOCUMENT], {"causal": False, "window_size": (1000, -1)}, "long"),
+        ([SHORT_DOCUMENT], {"causal": True}, "medium"),
+        ([SHORT_DOCUMENT, SHORT_DOCUMENT - 1], {"causal": True}, "short"),
     ],
 )
-def test_long_documents_are_known_by_shape(lengths, arguments, long):
+def test_the_length_of_documents_is_known_by_shape(lengths, arguments, documents):
     total = sum(lengths)
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     schedule = build_schedule(cu, cu, total, total, **arguments)
-    assert schedule.long_documents is long
-    again = Schedule.from_tensors(schedule.tensors(), schedule.several_documents, schedule.long_documents)
+    assert schedule.documents == documents
+    again = Schedule.from_tensors(schedule.tensors(), schedule.several_documents, schedule.documents)
     assert all(a is b for a, b in zip(again[:9], schedule[:9], strict=True))
 
 

@@ -30,6 +30,7 @@ from kernels.flash_attention.hopper import bwd_wide
 from kernels.flash_attention.hopper.bwd_dq import ROW_ALIGNMENT, finish, prepare, prepare_rows
 from kernels.flash_attention.hopper.bwd_queries import gradient_of_queries
 from kernels.flash_attention.hopper.bwd_tma import named_barrier, tma_reduce_add
+from kernels.flash_attention.hopper.columns import keep_columns
 from kernels.flash_attention.hopper.descriptors import is_hopper, loadable, numbers, rows_of_heads
 from kernels.flash_attention.hopper.marks import mark_spoiled
 from kernels.flash_attention.portable.bwd import repair_dk_dv, repair_dq
@@ -213,9 +214,7 @@ def _consumer(
         else:
             p = gl.exp2(scores * (softmax_scale * 1.4426950408889634) - lse)
         if (m < whole_start) | (m + BLOCK_M > whole_end):
-            queries = gl.expand_dims(m + gl.arange(0, BLOCK_M, layout=queries_layout), 0)
-            visible = (queries >= gl.expand_dims(query_start, 1)) & (queries < gl.expand_dims(query_end, 1))
-            p = gl.where(visible, p, 0.0)
+            p = keep_columns(p, query_start - m, query_end - m, 0.0)
         p_low = p.to(dtype)
         if HAS_SOFTCAP:
             p = p * (1.0 - t * t)

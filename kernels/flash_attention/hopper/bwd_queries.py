@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.flash_attention.features import Features
+from kernels.flash_attention.hopper.columns import keep_columns
 from kernels.flash_attention.hopper.descriptors import rows_of_heads
 from kernels.flash_attention.hopper.marks import mark_spoiled
 from kernels.flash_attention.portable.launch import heads_per_section, tile_and_head
@@ -134,8 +135,8 @@ def _consume(CONSUMER: gl.constexpr, dq_descs, lse_ptr, delta_ptr, spoiled_ptr, 
     first += CONSUMER * BLOCK_M
     rows = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES))
     inside = rows < total_q
-    key_start = gl.expand_dims(gl.load(key_start_ptr + rows, mask=inside, other=0), 1)
-    key_end = gl.expand_dims(gl.load(key_end_ptr + rows, mask=inside, other=0), 1)
+    key_start = gl.load(key_start_ptr + rows, mask=inside, other=0)
+    key_end = gl.load(key_end_ptr + rows, mask=inside, other=0)
     # 2^(score - inf) is 0: a row that sees nothing, or is none, takes no part
     row_offset = head.to(gl.int64) * total_q
     lse = gl.load(lse_ptr + row_offset + rows, mask=inside, other=float("-inf"))
@@ -174,8 +175,7 @@ def _consume(CONSUMER: gl.constexpr, dq_descs, lse_ptr, delta_ptr, spoiled_ptr, 
         else:
             p = gl.exp2(scores * (softmax_scale * 1.4426950408889634) - lse)
         if (key < whole_start) | (key + BLOCK_N > whole_end):
-            keys = gl.expand_dims(key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES)), 0)
-            p = gl.where((keys >= key_start) & (keys < key_end), p, 0.0)
+            p = keep_columns(p, key_start - key, key_end - key, 0.0)
         dp = warpgroup_mma_wait(0, deps=[dp])
         mbarrier.arrive(v_empty.index(v_stage), count=1)
         ds = (p * (dp - delta)).to(dtype)

@@ -40,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper.bwd_dq import prepare_rows
+from kernels.flash_attention.hopper.columns import keep_columns
 from kernels.flash_attention.hopper.descriptors import numbers, rows_of_heads
 from kernels.flash_attention.hopper.marks import mark_spoiled
 from kernels.flash_attention.portable.launch import ceil_div, tile_and_head
@@ -136,8 +137,8 @@ def _consume_dv(dv_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, H
     start, head = m, kv_head * GROUP
     keys = first + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, SCORES))
     # keys past the last one are seen by no query: their P would be 2^-lse, without bound
-    query_start = gl.expand_dims(gl.load(query_start_ptr + keys, mask=keys < total_k, other=0x7FFFFFFF), 1)
-    query_end = gl.expand_dims(gl.load(query_end_ptr + keys, mask=keys < total_k, other=0), 1)
+    query_start = gl.load(query_start_ptr + keys, mask=keys < total_k, other=0x7FFFFFFF)
+    query_end = gl.load(query_end_ptr + keys, mask=keys < total_k, other=0)
     # a step between these needs no mask; ranges only move forwards from key to key, except past the last one
     last = first + BLOCK - 1
     whole_start = gl.load(query_start_ptr + last, mask=last < total_k, other=0x7FFFFFFF)
@@ -161,8 +162,7 @@ def _consume_dv(dv_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, H
         else:
             p = gl.exp2(scores * (softmax_scale * 1.4426950408889634) - lse)
         if (m < whole_start) | (m + BLOCK > whole_end):
-            queries = gl.expand_dims(m + gl.arange(0, BLOCK, layout=QUERIES), 0)
-            p = gl.where((queries >= query_start) & (queries < query_end), p, 0.0)
+            p = keep_columns(p, query_start - m, query_end - m, 0.0)
         p_low = p.to(dtype)
         mbarrier.wait(p_empty.index(stage), phase ^ 1)
         if HAS_SOFTCAP:

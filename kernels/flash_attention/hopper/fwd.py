@@ -47,7 +47,7 @@ from kernels.flash_attention.hopper.marks import mark_spoiled
 from kernels.flash_attention.hopper.queue import counter, field, item_of, new_queue, post, read, take
 from kernels.flash_attention.portable.fwd import repair_forward
 from kernels.flash_attention.portable.launch import heads_per_section, multiprocessors, new_marks, tile_and_head
-from kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE, Schedule
+from kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE, DocumentLength, Schedule
 from kernels.flash_attention.tiles import interpreted
 
 # nothing that a batch may change is compiled in
@@ -96,21 +96,27 @@ class ForwardTiles:
 # by head_dim. 96 is worked in 128 columns, the last 32 of them zeros: 489 TFLOP/s at 16k, with skip 463, one program an
 # item 456, and cuDNN 430.
 FORWARD_TILES = {
-    64: ForwardTiles(64, 3, 4, "wide_query_tiles", ranged=True),
+    64: ForwardTiles(128, 2, 3, "query_tiles", ranged=True),
     96: ForwardTiles(128, 2, 2, "query_tiles"),
-    128: ForwardTiles(128, 2, 2, "query_tiles"),
+    128: ForwardTiles(128, 2, 2, "query_tiles", packed=True, skip=True),
     256: ForwardTiles(64, 2, 2, "query_tiles", skip=True, o_in_q=True),
 }
-# where documents are long (schedule.LONG_DOCUMENT) and these are faster
+# where documents are short or long (schedule.SHORT_DOCUMENT, LONG_DOCUMENT) and these are faster
+SHORT_TILES = {
+    64: ForwardTiles(64, 3, 4, "wide_query_tiles", ranged=True),
+    128: ForwardTiles(64, 2, 4, "query_tiles", ranged=True, packed=True, skip=True),
+}
 LONG_TILES = {
     64: ForwardTiles(128, 3, 3, "wide_query_tiles", packed=True, skip=True),
+    128: ForwardTiles(128, 2, 2, "query_tiles", skip=True),
     256: ForwardTiles(64, 2, 2, "query_tiles", dynamic=False, skip=True, o_in_q=True),
 }
 
 
-def forward_tiles(head_dim: int, long_documents: bool) -> ForwardTiles:
+def forward_tiles(head_dim: int, documents: DocumentLength) -> ForwardTiles:
     """What attention_forward takes."""
-    return LONG_TILES.get(head_dim, FORWARD_TILES[head_dim]) if long_documents else FORWARD_TILES[head_dim]
+    special = {"short": SHORT_TILES, "medium": FORWARD_TILES, "long": LONG_TILES}[documents]
+    return special.get(head_dim, FORWARD_TILES[head_dim])
 
 
 @gluon.jit
@@ -490,7 +496,7 @@ def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """(total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o in out_dtype, lse fp32."""
-    tiles = forward_tiles(q.shape[2], schedule.long_documents)
+    tiles = forward_tiles(q.shape[2], schedule.documents)
     return run_forward(q, k, v, schedule, features, out_dtype, tiles)
 
 

@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernels.flash_attention.hopper.columns import keep_columns
 from kernels.flash_attention.scores import cap
 
 # Stands for an invisible score and for the maximum of nothing. A power of two: its product with the scale is exact,
@@ -53,10 +54,10 @@ def raise_maximum(scores, row_max, softmax_scale, softcap, key, key_start, key_e
     if HAS_SOFTCAP:
         scores, _ = cap(scores, softmax_scale, softcap, dtype)
     if MASK == "always":
-        scores = _hide(scores, key, key_start, key_end)
+        scores = keep_columns(scores, key_start - key, key_end - key, HIDDEN)
     elif MASK == "at_edge":
         if at_edge:
-            scores = _hide(scores, key, key_start, key_end)
+            scores = keep_columns(scores, key_start - key, key_end - key, HIDDEN)
     new_max = gl.maximum(row_max, gl.max(scores, 1))
     if SKIP:
         new_max = gl.where((new_max - row_max) * to_log2 > _SKIPPED, new_max, row_max)
@@ -112,14 +113,6 @@ def rescale(o, factor, SKIP: gl.constexpr):
     else:
         o = o * factor
     return o
-
-
-@gluon.jit
-def _hide(scores, key, key_start, key_end):
-    SCORES: gl.constexpr = scores.type.layout
-    column = gl.expand_dims(gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, SCORES)), 0)
-    seen = (column >= gl.expand_dims(key_start - key, 1)) & (column < gl.expand_dims(key_end - key, 1))
-    return gl.where(seen, scores, HIDDEN)
 
 
 @gluon.jit
