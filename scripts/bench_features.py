@@ -216,15 +216,9 @@ def measure(
 
 def timed(prepare: Mapping[str, Callable[[], Run]], rep: float) -> dict[str, float]:
     """Median milliseconds of what each prepares."""
-    kept: list[Run] = []  # a CUDA graph holds addresses, not tensors
     runs: dict[str, Run] = {}
     for name, prepare_one in prepare.items():
-
-        def prepare_and_keep(prepare_one: Callable[[], Run] = prepare_one) -> Run:
-            kept.append(prepare_one())
-            return kept[-1]
-
-        runs[name] = captured(prepare_and_keep)
+        runs[name] = captured(prepare_one)
         torch.cuda.empty_cache()  # what it ran with before its capture
     return median_ms(runs, rep=rep)
 
