@@ -185,9 +185,10 @@ def test_head_dims_without_hopper_kernels_are_portable_only():
 
 
 def test_hopper_forward_counts_the_tiles_that_it_takes():
-    """At head_dim 64 blocks of 64 keys for short documents, of 128 for long ones; 192 queries either way."""
-    assert [_blocks(Case("hopper", "forward", n, 64, False), "sm90", "fwd") for n in (4096, 8192)] == [
+    """At head_dim 64, of short, medium and long documents."""
+    assert [_blocks(Case("hopper", "forward", n, 64, False), "sm90", "fwd") for n in (256, 4096, 8192)] == [
         (192, 64),
+        (128, 128),
         (192, 128),
     ]
 
