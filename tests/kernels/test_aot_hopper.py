@@ -15,8 +15,6 @@ SPILLS = {
     "64-short-bf16-bf16-marks": 16,
     "64-short-fp16-fp32-sinks+softcap+marks": 16,
     "96-medium-bf16-bf16-marks": 48,
-    "128-long-bf16-bf16-plain": 48,
-    "128-long-fp16-fp32-sinks+softcap+marks": 48,
     "128-medium-bf16-bf16-plain": 48,
     "128-medium-bf16-bf16-marks": 48,
     "128-medium-fp16-fp32-sinks+softcap+marks": 48,

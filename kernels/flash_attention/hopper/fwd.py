@@ -9,15 +9,16 @@ What differs between head dimensions and documents, each the best of those tried
 in documents of 16k and of 2k; TFLOP/s):
 
 - Which program works which item. A persistent grid that takes items from a counter (`dynamic`) is best where items are
-  short, which leave the start and the end of a program bare: at head_dim 128 and 2k 523, where one program an item
-  gives 430 to 450. At 16k there is no difference at 128, and at 256 one program an item gives 676 for 638.
+  short, which leave the start and the end of a program bare: at head_dim 128 and 2k 515, where one program an item
+  gives 446. At 16k there is little difference at 128, and at 256 one program an item gives 676 for 638.
 - Consumers together or each on its own. Together, they visit all blocks of the tile, and take turns: one has the
   tensor cores while the others take their softmax. On its own (`ranged`), a consumer visits the blocks that its own
   64 queries see. Tiles of 192 queries, which head_dim 64 needs to read K and V less often, waste many blocks on short
-  documents: ranged they give 379 at 2k, together 273; at 16k it is 434 and 493.
+  documents: there two consumers, each on its own, give 382 at 2k, three together 355; at 16k it is 467 and 526. At
+  head_dim 128 and 64 to 512 tokens, blocks of 64 keys and consumers on their own give 212, 128 keys together 186.
 - What waits for the shuffles of a row. `packed` keeps the sum of each row in parts, and P as pairs, which frees the
-  registers for three consumers of 128 keys at head_dim 64. `skip` leaves o alone where no maximum has grown much: of
-  use where o is wide (641 to 632 at head_dim 256) or P V short.
+  registers for three consumers of 128 keys at head_dim 64 (526 at 16k, without 183). `skip` leaves o alone where no
+  maximum has grown much: at head_dim 128 654 for 622 at 16k.
 - Where o leaves. At head_dim 256 there is no room but that of q (`o_in_q`).
 
 Where there are several documents, NaN of one that came into another through a tile of both is repaired (marks.py).
@@ -93,12 +94,11 @@ class ForwardTiles:
         }
 
 
-# by head_dim. 96 is worked in 128 columns, the last 32 of them zeros: 489 TFLOP/s at 16k, with skip 463, one program an
-# item 456, and cuDNN 430.
+# by head_dim. 96 is worked in 128 columns, the last 32 of them zeros: 537 TFLOP/s at 16k, without skip 518, cuDNN 479.
 FORWARD_TILES = {
     64: ForwardTiles(128, 2, 3, "query_tiles", ranged=True),
-    96: ForwardTiles(128, 2, 2, "query_tiles"),
-    128: ForwardTiles(128, 2, 2, "query_tiles", packed=True, skip=True),
+    96: ForwardTiles(128, 2, 2, "query_tiles", skip=True),
+    128: ForwardTiles(128, 2, 2, "query_tiles", skip=True),
     256: ForwardTiles(64, 2, 2, "query_tiles", skip=True, o_in_q=True),
 }
 # where documents are short or long (schedule.SHORT_DOCUMENT, LONG_DOCUMENT) and these are faster
@@ -108,7 +108,6 @@ SHORT_TILES = {
 }
 LONG_TILES = {
     64: ForwardTiles(128, 3, 3, "wide_query_tiles", packed=True, skip=True),
-    128: ForwardTiles(128, 2, 2, "query_tiles", skip=True),
     256: ForwardTiles(64, 2, 2, "query_tiles", dynamic=False, skip=True, o_in_q=True),
 }
 
