@@ -96,5 +96,5 @@ def test_text_has_no_mask_on_disk(tmp_path):
     (tmp_path / "a.txt").write_text("one")
     source = TokenizedCorpus(TextCorpus(str(tmp_path / "a.txt"), "text"), ByteTokenizer(), str(tmp_path / "cache"))
     assert source.documents(held_out=False).loss_mask is None
-    [shard] = source.path.iterdir()
+    [shard] = source.path.glob("*.arrow")
     assert pa.ipc.open_file(shard).schema.names == ["tokens", "held_out"]

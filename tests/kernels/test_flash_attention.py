@@ -312,7 +312,7 @@ def test_operator_registration():
     sinks = torch.rand(2, device=DEVICE, requires_grad=True)
     torch.library.opcheck(
         torch.ops.flash_attention.forward,
-        (q, k, v, schedule, alibi, sinks, None, 0.25, 3.0, torch.float32, False, True, False),
+        (q, k, v, schedule, alibi, sinks, None, 0.25, 3.0, torch.float32, False, True, "medium"),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"),
     )
 
