@@ -110,7 +110,7 @@ def load_pretrained(
     """
     on_meta = torch.get_default_device().type == "meta"
     folder = _folder(str(pretrained), with_weights=not on_meta)
-    config = _read_json(folder / "config.json")
+    config = _text_part(_read_json(folder / "config.json"), folder / "config.json")
     if rope_scaling is not None or rope_theta is not None or max_seq_len is not None:
         config = _with_rope(config, folder / "config.json", rope_scaling, rope_theta, max_seq_len)
     model = _empty_model(config, folder / "config.json", _attention(attention), loss, memory)
@@ -155,6 +155,19 @@ def save_pretrained(
     stored = str(written or model.token_embedding.weight.dtype).removeprefix("torch.")
     dtype_field = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     _write_json(folder / "config.json", config | {dtype_field: stored})
+
+
+def _text_part(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """config.json, or where the model sees images too (Gemma 3 from 4B on), that of its language model.
+
+    Images have no part here: what else such a config.json has is not read, and only the language model is exported.
+    """
+    if config.get("model_type") != WITH_IMAGES:
+        return config
+    if not isinstance(config.get("text_config"), dict):
+        raise ValueError(f"{path}: model_type={WITH_IMAGES} must have its text_config; got {config.get('text_config')}")
+    shared = {name: config[name] for name in SHARED_WITH_IMAGES if name in config}
+    return shared | config["text_config"] | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
 
 
 def _empty_model(
@@ -637,15 +650,24 @@ def _tensors(path: Path, names: list[str] | None) -> Iterator[tuple[str, Tensor]
 
 
 def _place_name(name: str, places: Mapping[str, Place], layout: Layout) -> str | None:
-    """Checkpoints of the model without its head, such as GPT-2's own, leave the first part of the name out."""
+    """Checkpoints of the model without its head, such as GPT-2's own, leave the first part of the name out.
+
+    Those that see images have another part in it, in older ones before the rest.
+    """
     prefixed = f"{layout.layers.partition('.')[0]}.{name}"
-    return next((candidate for candidate in (name, prefixed) if candidate in places), None)
+    candidates = name, prefixed, name.replace("language_model.", "", 1)
+    return next((candidate for candidate in candidates if candidate in places), None)
 
 
 def _is_unused(name: str, tied: bool) -> bool:
-    """Buffers that older versions of transformers saved, and a second copy of a tied head."""
+    """Buffers that older versions of transformers saved, a second copy of a tied head, and what sees images."""
     buffers = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-    return name.endswith(buffers) or (tied and name == "lm_head.weight")
+    images = ("vision_tower.", "multi_modal_projector.")
+    return (
+        name.endswith(buffers)
+        or (tied and name.removeprefix("language_model.") == "lm_head.weight")
+        or name.removeprefix("model.").startswith(images)
+    )
 
 
 def _write_weights(model: GPT, folder: Path, layout: Layout, dtype: torch.dtype | None, shard_bytes: int) -> None:
@@ -733,6 +755,12 @@ def _dtype(name: str) -> torch.dtype:
 
 
 # of no weight to what the model computes
+# the model_type of a model that sees images too, and what its config.json says of both parts
+WITH_IMAGES = "gemma3"
+SHARED_WITH_IMAGES = (
+    "dtype", "torch_dtype", "transformers_version", "tie_word_embeddings", "bos_token_id", "eos_token_id",
+    "pad_token_id",
+)  # fmt: skip
 IRRELEVANT = frozenset(
     {
         # what the file is, and who wrote it

@@ -146,6 +146,37 @@ def test_logits_are_transformers(name, checkpoint):
         assert_relatively_close(packed[start:end], theirs(folder, stream[start:end]))
 
 
+@torch.no_grad()
+def test_the_text_of_a_model_with_images(tmp_path):
+    """Gemma 3 from 4B on; its config.json leaves out what transformers has as a default."""
+    images = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = transformers.Gemma3Config(
+        text_config=GEMMA_LIKE | {"layer_types": ALTERNATING},
+        vision_config=images | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    )
+    torch.manual_seed(0)
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "both")
+    text = json.loads((tmp_path / "both" / "config.json").read_text())["text_config"]
+    del text["attention_bias"], text["final_logit_softcapping"], text["tie_word_embeddings"], text["hidden_activation"]
+    folder, stream = edit_config(tmp_path / "both", text_config=text), tokens()
+    with_images = transformers.Gemma3ForConditionalGeneration.from_pretrained(folder, attn_implementation="eager")
+    exact = with_images.eval()(stream[None]).logits[0]
+    model = load_pretrained(folder, attention="naive")
+    assert_relatively_close(model(stream), exact)
+    save_pretrained(model, tmp_path / "text")
+    assert_relatively_close(theirs(tmp_path / "text", stream), exact, 1e-6)
+    weights = load_file(folder / "model.safetensors")
+    newer = {
+        f"model.{name}".replace("model.language_model.model.", "model.language_model."): w
+        for name, w in weights.items()
+    }
+    save_file(newer, folder / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(load_pretrained(folder, attention="naive")(stream), model(stream))
+    with pytest.raises(ValueError, match="model_type=gemma3 must have its text_config; got None"):
+        load_pretrained(edit_config(folder, text_config=None))
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_import_and_export_is_bit_identical(name, checkpoint, tmp_path):
     folder, exported = checkpoint(name, dtype=torch.bfloat16), tmp_path / "exported"
