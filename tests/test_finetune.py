@@ -100,7 +100,7 @@ def test_an_export_that_fails_leaves_the_checkpoint_and_nothing_half(tmp_path, m
     def full(*args, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fa_train.models.hf._write_json", full)  # the weights are written by then
+    monkeypatch.setattr("fa_train.models.hf.write_json", full)  # the weights are written by then
     overrides = ["max_steps=2", "trainer.val_check_interval=2", "adapter=lora"]
     with (
         composed(tmp_path / "run", *settings(tmp_path), *overrides) as cfg,

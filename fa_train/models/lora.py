@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fa_train.models.gpt import GPT, Block
-from fa_train.models.hf import Place, tensor_places
+from fa_train.models.hf import tensor_places
+from fa_train.models.hf_weights import Place
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor in peft's files

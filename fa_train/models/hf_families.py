@@ -1,0 +1,418 @@
+"""The families of Hugging Face checkpoints that are understood: what each one's config.json and tensors mean here.
+
+A family is one model_type. Its fields of config.json are listed one by one: those that shape the model, those that may
+have one value only, and those that change nothing here. Whatever else stands in config.json is an error.
+"""
+
+import copy
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+
+from fa_train.models.gpt import Family
+from fa_train.models.rope import SCALINGS, DynamicNTKScaling, RopeScaling
+from fa_train.models.rope import rope_scaling as parse_rope_scaling
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a family calls its tensors.
+
+    outer and inner map our modules to theirs, below the model and below one layer; where theirs are several, ours holds
+    them one below the other. transposed: linear weights of layers are (in, out).
+    """
+
+    layers: str
+    outer: Mapping[str, str]
+    inner: Mapping[str, Sequence[str]]
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class CheckpointFamily:
+    """One model_type.
+
+    read: the fields that `arguments` takes, from transformers' config object, for GPT's constructor.
+    required: fields of which one of these values only is supported. irrelevant: fields that change nothing here.
+    """
+
+    architecture: str
+    arguments: Callable[[Any], dict[str, Any]]
+    layout: Layout
+    read: frozenset[str]
+    required: Mapping[str, tuple[object, ...]]
+    irrelevant: frozenset[str] = field(default_factory=frozenset)
+
+
+def text_part(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """config.json, or where the model sees images too (Gemma 3 from 4B on), that of its language model.
+
+    Images have no part here: what else such a config.json has is not read, and only the language model is exported.
+    """
+    if config.get("model_type") != WITH_IMAGES:
+        return config
+    if not isinstance(config.get("text_config"), dict):
+        raise ValueError(f"{path}: model_type={WITH_IMAGES} must have its text_config; got {config.get('text_config')}")
+    shared = {name: config[name] for name in SHARED_WITH_IMAGES if name in config}
+    return shared | config["text_config"] | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+
+
+def understood(config: Mapping[str, Any], path: Path) -> tuple[CheckpointFamily, Any]:
+    """The family and transformers' config object, which knows each family's defaults and older spellings.
+
+    Every field of config.json must be known to the family, and those of one value must have it.
+    """
+    family = _family(config, path)
+    from transformers import AutoConfig  # seconds to import
+
+    try:
+        normalised = AutoConfig.for_model(**copy.deepcopy(dict(config)))  # it writes into what it is given
+    except (StrictDataclassError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    for name, supported in family.required.items():
+        found = getattr(normalised, name, supported[0]) if config.get(name) is None else config[name]
+        if found not in supported:
+            choices = " or ".join(json.dumps(value) for value in supported)
+            raise ValueError(f"{path}: {name} must be {choices}; got {json.dumps(found)}")
+    return family, normalised
+
+
+def _family(config: Mapping[str, Any], path: Path) -> CheckpointFamily:
+    """By model_type; every field of config.json must be known to it."""
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(f"{path}: model_type must be one of {', '.join(FAMILIES)}; got {model_type}")
+    family = FAMILIES[model_type]
+    architectures = config.get("architectures")
+    if architectures and family.architecture not in architectures:
+        raise ValueError(f"{path}: architectures must name {family.architecture}; got {', '.join(architectures)}")
+    known = family.read | family.required.keys() | family.irrelevant | IRRELEVANT
+    unknown = sorted(name for name, value in config.items() if name not in known and value is not None)
+    if unknown:
+        listed = ", ".join(f"{name}={json.dumps(config[name])}" for name in unknown)
+        raise ValueError(f"{path}: not supported for model_type={model_type}: {listed}")
+    return family
+
+
+def _llama(config: Any) -> dict[str, Any]:
+    """What all but GPT-2 share."""
+    theta, scaling = _rope(config.rope_parameters, config.max_position_embeddings)
+    return {
+        "vocab_size": config.vocab_size,
+        "n_layers": config.num_hidden_layers,
+        "dim": config.hidden_size,
+        "n_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_key_value_heads,
+        "head_dim": getattr(config, "head_dim", None),
+        "ffn_dim": config.intermediate_size,
+        "norm": "rmsnorm",
+        "norm_eps": config.rms_norm_eps,
+        "positions": "rope",
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "max_seq_len": config.max_position_embeddings,
+        "activation": "swiglu",
+        "bias": False,
+        "qk_norm": False,
+        "tied": config.tie_word_embeddings,
+        "init": "llama",
+        "family": Family(
+            qkv_bias=getattr(config, "attention_bias", False),
+            out_bias=getattr(config, "attention_bias", False),
+            ffn_bias=getattr(config, "mlp_bias", False),
+        ),
+    }
+
+
+def _arcee(config: Any) -> dict[str, Any]:
+    return _llama(config) | {"activation": "gelu"}
+
+
+def _mistral(config: Any) -> dict[str, Any]:
+    return _llama(config) | {"family": Family(windows=(config.sliding_window,) * config.num_hidden_layers)}
+
+
+def _qwen2(config: Any) -> dict[str, Any]:
+    return _llama(config) | {"family": Family(qkv_bias=True, windows=_windows(config))}
+
+
+def _qwen3(config: Any) -> dict[str, Any]:
+    arguments = _llama(config)
+    return arguments | {"qk_norm": True, "family": dataclasses.replace(arguments["family"], windows=_windows(config))}
+
+
+def _smollm3(config: Any) -> dict[str, Any]:
+    arguments = _llama(config)
+    rotated = tuple(bool(rotates) for rotates in config.no_rope_layers[: config.num_hidden_layers])
+    family = dataclasses.replace(arguments["family"], rope_layers=rotated, windows=_windows(config))
+    return arguments | {"family": family}
+
+
+def _gemma2(config: Any) -> dict[str, Any]:
+    arguments = _llama(config)
+    again = getattr(config, "sliding_window_size", None)  # Gemma 2 9B has both
+    if again not in (None, config.sliding_window):
+        raise ValueError(f"sliding_window_size must be sliding_window={config.sliding_window}; got {again}")
+    family = dataclasses.replace(
+        arguments["family"],
+        windows=_windows(config),
+        softmax_scale=config.query_pre_attn_scalar**-0.5,
+        softcap=config.attn_logit_softcapping or 0.0,
+        logit_softcap=config.final_logit_softcapping or 0.0,
+        embedding_scale=config.hidden_size**0.5,
+        post_norms=True,
+    )
+    return arguments | {"norm": "offset_rmsnorm", "activation": "geglu", "family": family}
+
+
+def _gemma3(config: Any) -> dict[str, Any]:
+    by_kind = config.rope_parameters
+    local_theta, local_scaling = _rope(by_kind["sliding_attention"], config.max_position_embeddings)
+    if local_scaling is not None:
+        raise ValueError(f"rope_parameters.sliding_attention must be unscaled; got {by_kind['sliding_attention']}")
+    if config.sliding_window is None:  # by which GPT tells the layers of local_rope_theta
+        raise ValueError("sliding_window must be a number of tokens; got null")
+    config.rope_parameters = by_kind["full_attention"]
+    arguments = _gemma2(config)
+    return arguments | {
+        "qk_norm": True,
+        "family": dataclasses.replace(arguments["family"], local_rope_theta=local_theta),
+    }
+
+
+def _gpt2(config: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size,
+        "n_layers": config.n_layer,
+        "dim": config.n_embd,
+        "n_heads": config.n_head,
+        "n_kv_heads": None,
+        "head_dim": None,
+        "ffn_dim": config.n_inner or 4 * config.n_embd,
+        "norm": "layernorm",
+        "norm_eps": config.layer_norm_epsilon,
+        "positions": "learned",
+        "rope_theta": 1.0,
+        "max_seq_len": config.n_positions,
+        "activation": "gelu",
+        "bias": True,
+        "qk_norm": False,
+        "tied": config.tie_word_embeddings,
+        "init": "gpt2",
+    }
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    unknown = sorted(set(config.layer_types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(f"layer_types must be full_attention or sliding_attention; got {', '.join(unknown)}")
+    return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
+def _rope(parameters: Mapping[str, Any], max_seq_len: int) -> tuple[float, dict[str, Any] | None]:
+    """theta, and the scaling as GPT takes it."""
+    fields = {name: value for name, value in parameters.items() if value is not None}
+    theta, part = fields.pop("rope_theta"), fields.pop("partial_rotary_factor", 1.0)
+    if part != 1.0:
+        raise ValueError(f"partial_rotary_factor must be 1.0; got {part}")
+    scaling = parse_rope_scaling(fields, max_seq_len)
+    if isinstance(scaling, DynamicNTKScaling) and scaling.original_max_position_embeddings != max_seq_len:
+        raise ValueError(  # which transformers would not look at
+            f"original_max_position_embeddings of rope_type=dynamic must be max_position_embeddings={max_seq_len}; "
+            f"got {scaling.original_max_position_embeddings}"
+        )
+    return float(theta), None if scaling is None else scaling_fields(scaling)
+
+
+def scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
+    """The inverse of rope.rope_scaling; all fields but those that transformers does not know."""
+    [kind] = [name for name, kind in SCALINGS.items() if type(scaling) is kind]
+    fields = {name: value for name, value in vars(scaling).items() if value is not None}
+    if isinstance(scaling, DynamicNTKScaling):
+        del fields["original_max_position_embeddings"]
+    return {"rope_type": kind} | fields
+
+
+# the model_type of a model that sees images too, and what its config.json says of both parts
+WITH_IMAGES = "gemma3"
+SHARED_WITH_IMAGES = (
+    "dtype", "torch_dtype", "transformers_version", "tie_word_embeddings", "bos_token_id", "eos_token_id",
+    "pad_token_id",
+)  # fmt: skip
+# of no weight to what the model computes
+IRRELEVANT = frozenset(
+    {
+        # what the file is, and who wrote it
+        "_name_or_path", "name_or_path", "_model_name_or_path", "_commit_hash", "architectures", "model_type", "dtype",
+        "torch_dtype", "transformers_version", "is_llama_config", "transformers.js_config", "unsloth_version",
+        "unsloth_fixed", "max_sequence_length",
+        # training from scratch; no dropout is applied here, whatever the checkpoint was trained with
+        "initializer_range", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
+        # how transformers runs it
+        "use_cache", "cache_implementation", "_attn_implementation_autoset", "attn_implementation", "pretraining_tp",
+        "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "return_dict", "torchscript",
+        "reorder_and_upcast_attn", "tf_legacy_loss", "use_bfloat16", "pruned_heads", "output_past",
+        "_flash_attn_2_enabled",
+        # tokens and generation
+        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id",
+        "tokenizer_class", "prefix", "task_specific_params", "max_length", "min_length", "do_sample", "early_stopping",
+        "num_beams",
+        "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",
+        "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
+        "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id",
+        "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
+        "begin_suppress_tokens",
+        # heads for other tasks
+        "id2label", "label2id", "num_labels", "_num_labels", "predict_special_tokens", "problem_type",
+        "summary_type", "summary_use_proj",
+        "summary_activation", "summary_proj_to_labels", "summary_first_dropout", "finetuning_task",
+    }
+)  # fmt: skip
+
+REQUIRED: dict[str, tuple[object, ...]] = {
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "is_decoder": (False, True),
+    "tie_encoder_decoder": (False,),
+    "rope_interleaved": (False,),
+}
+SILU = REQUIRED | {"hidden_act": ("silu",)}
+GELU_TANH = ("gelu_pytorch_tanh", "gelu_new")  # two names of one function
+
+READ_LLAMA = frozenset(
+    {
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings",
+        "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings",
+    }
+)  # fmt: skip
+WINDOWS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
+
+LLAMA_LAYOUT = Layout(
+    layers="model.layers.{}",
+    outer={"token_embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"},
+    inner={
+        "attention_norm": ("input_layernorm",),
+        "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attention.out": ("self_attn.o_proj",),
+        "attention.q_norm": ("self_attn.q_norm",),
+        "attention.k_norm": ("self_attn.k_norm",),
+        "ffn_norm": ("post_attention_layernorm",),
+        "ffn.up": ("mlp.gate_proj", "mlp.up_proj"),
+        "ffn.down": ("mlp.down_proj",),
+    },
+)
+ARCEE_LAYOUT = dataclasses.replace(LLAMA_LAYOUT, inner={**LLAMA_LAYOUT.inner, "ffn.up": ("mlp.up_proj",)})
+GEMMA_LAYOUT = dataclasses.replace(
+    LLAMA_LAYOUT,
+    inner={
+        **LLAMA_LAYOUT.inner,
+        "attention_post_norm": ("post_attention_layernorm",),
+        "ffn_norm": ("pre_feedforward_layernorm",),
+        "ffn_post_norm": ("post_feedforward_layernorm",),
+    },
+)
+GPT2_LAYOUT = Layout(
+    layers="transformer.h.{}",
+    outer={
+        "token_embedding": "transformer.wte",
+        "position_embedding": "transformer.wpe",
+        "norm": "transformer.ln_f",
+        "head": "lm_head",
+    },
+    inner={
+        "attention_norm": ("ln_1",),
+        "attention.qkv": ("attn.c_attn",),
+        "attention.out": ("attn.c_proj",),
+        "ffn_norm": ("ln_2",),
+        "ffn.up": ("mlp.c_fc",),
+        "ffn.down": ("mlp.c_proj",),
+    },
+    transposed=True,
+)
+
+FAMILIES = {
+    "gpt2": CheckpointFamily(
+        "GPT2LMHeadModel",
+        _gpt2,
+        GPT2_LAYOUT,
+        frozenset(
+            {
+                "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "layer_norm_epsilon",
+                "tie_word_embeddings",
+            }
+        ),
+        REQUIRED
+        | {
+            "activation_function": GELU_TANH,
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "n_special": (0,),  # more tokens than the vocabulary's, before there was model_type
+        },
+        frozenset({"n_ctx", "gradient_checkpointing"}),
+    ),
+    "llama": CheckpointFamily(
+        "LlamaForCausalLM", _llama, LLAMA_LAYOUT, READ_LLAMA | {"attention_bias", "mlp_bias"}, SILU
+    ),
+    "arcee": CheckpointFamily(
+        "ArceeForCausalLM",
+        _arcee,
+        ARCEE_LAYOUT,
+        READ_LLAMA | {"attention_bias", "mlp_bias"},
+        REQUIRED | {"hidden_act": GELU_TANH},
+    ),
+    "mistral": CheckpointFamily(
+        "MistralForCausalLM", _mistral, LLAMA_LAYOUT, READ_LLAMA | {"sliding_window"}, SILU
+    ),
+    "qwen2": CheckpointFamily(
+        "Qwen2ForCausalLM", _qwen2, LLAMA_LAYOUT, READ_LLAMA | WINDOWS, SILU | {"use_mrope": (False, None)}
+    ),
+    "qwen3": CheckpointFamily(
+        "Qwen3ForCausalLM", _qwen3, LLAMA_LAYOUT, READ_LLAMA | WINDOWS | {"attention_bias"}, SILU
+    ),
+    "smollm3": CheckpointFamily(
+        "SmolLM3ForCausalLM",
+        _smollm3,
+        LLAMA_LAYOUT,
+        READ_LLAMA | WINDOWS | {"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval"},
+        SILU,
+    ),
+    "gemma2": CheckpointFamily(
+        "Gemma2ForCausalLM",
+        _gemma2,
+        GEMMA_LAYOUT,
+        READ_LLAMA
+        | {
+            "attention_bias", "sliding_window", "sliding_window_size", "layer_types", "query_pre_attn_scalar",
+            "attn_logit_softcapping", "final_logit_softcapping",
+        },
+        REQUIRED
+        | {
+            "hidden_activation": GELU_TANH,
+            "hidden_act": GELU_TANH,
+            "use_bidirectional_attention": (None, False),
+        },
+    ),
+    "gemma3_text": CheckpointFamily(
+        "Gemma3ForCausalLM",
+        _gemma3,
+        GEMMA_LAYOUT,
+        READ_LLAMA
+        | {
+            "attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar", "final_logit_softcapping",
+            "sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq",
+        },
+        REQUIRED
+        | {
+            "hidden_activation": GELU_TANH,
+            "hidden_act": GELU_TANH,
+            "use_bidirectional_attention": (False, None),
+            "attn_logit_softcapping": (None,),  # which transformers does not apply
+        },
+    ),
+}  # fmt: skip

@@ -1,0 +1,217 @@
+"""The tensors of Hugging Face checkpoints: one by one from disk into a GPT, and back."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fa_train.models.gpt import GPT, Block
+from fa_train.models.hf_families import Layout
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one tensor of a checkpoint stands in the model: rows of a parameter."""
+
+    parameter: str
+    rows: slice
+    transposed: bool
+
+
+def places_of(model: GPT, layout: Layout) -> dict[str, Place]:
+    """By the name of each tensor of the checkpoint, in the order of the layers; a tied head has none."""
+    parameters = dict(model.named_parameters())
+    modules: list[tuple[str, Sequence[str], bool]] = [(ours, (theirs,), False) for ours, theirs in layout.outer.items()]
+    for i, block in enumerate(model.blocks):
+        for ours, theirs in layout.inner.items():
+            linear = ours.partition(".")[0] in ("attention", "ffn") and not ours.endswith("norm")
+            names = [f"{layout.layers.format(i)}.{name}" for name in theirs]
+            modules.append((f"blocks.{i}.{ours}", names, layout.transposed and linear))
+        assert isinstance(block, Block)
+    places = {}
+    for ours, theirs, transposed in modules:
+        for kind in ("weight", "bias"):
+            if f"{ours}.{kind}" not in parameters:
+                continue
+            rows = parameters.pop(f"{ours}.{kind}").shape[0]
+            start = 0
+            for name, count in zip(theirs, _row_counts(model, ours, rows, len(theirs)), strict=True):
+                is_matrix = kind == "weight" and transposed
+                places[f"{name}.{kind}"] = Place(f"{ours}.{kind}", slice(start, start + count), is_matrix)
+                start += count
+    assert not parameters, f"not in the layout: {', '.join(parameters)}"
+    return places
+
+
+def _row_counts(model: GPT, module: str, rows: int, parts: int) -> list[int]:
+    """How the rows of a joined matrix are divided."""
+    if parts == 1:
+        return [rows]
+    if module.endswith("qkv"):
+        block = model.blocks[0]
+        assert isinstance(block, Block)
+        return [heads * model.head_dim for heads in block.attention.heads]
+    return [rows // parts] * parts
+
+
+def read_weights(model: GPT, folder: Path, layout: Layout, dtype: torch.dtype | None) -> None:
+    """Every tensor of the checkpoint into its place, in `dtype` or its own."""
+    places = places_of(model, layout)
+    missing = set(places)
+    for path, names in _shards(folder):
+        for name, tensor in _tensors(path, names):
+            place_name = _place_name(name, places, layout)
+            if place_name is None:
+                if _is_unused(name, model.tied):
+                    continue
+                raise ValueError(f"{path}: tensor {name} has no place in this model")
+            _put(model, places[place_name], tensor, dtype, f"{path}: tensor {name}")
+            missing.discard(place_name)
+    if missing:
+        raise ValueError(f"{folder}: {len(missing)} tensors are missing, {', '.join(sorted(missing)[:3])} among them")
+    if model.tied:
+        model.head.weight = model.token_embedding.weight
+
+
+def _put(model: GPT, place: Place, tensor: Tensor, dtype: torch.dtype | None, what: str) -> None:
+    """Copies into the place's rows; the first one to come makes the parameter."""
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        raise ValueError(f"{what} must be of float32, bfloat16 or float16; got {tensor.dtype}: it is quantized")
+    parent, _, kind = place.parameter.rpartition(".")
+    module = model.get_submodule(parent)
+    parameter = getattr(module, kind)
+    if place.transposed:
+        tensor = tensor.T
+    wanted = (place.rows.stop - place.rows.start, *parameter.shape[1:])
+    if tensor.shape != wanted:
+        raise ValueError(f"{what} must be {_shape(wanted, place)} by config.json; got {_shape(tensor.shape, place)}")
+    if parameter.is_meta:
+        parameter = nn.Parameter(torch.empty(parameter.shape, dtype=dtype or tensor.dtype))
+        setattr(module, kind, parameter)
+    if dtype is None and tensor.dtype != parameter.dtype:  # of queries, keys and values, or gate and values
+        raise ValueError(
+            f"{what} must be {parameter.dtype}, as what it is joined with, or choose a dtype; got {tensor.dtype}"
+        )
+    with torch.no_grad():
+        parameter[place.rows] = tensor.to(parameter.dtype)
+
+
+def _shape(shape: Sequence[int], place: Place) -> tuple[int, ...]:
+    """As the checkpoint has it."""
+    return tuple(reversed(shape)) if place.transposed else tuple(shape)
+
+
+def _shards(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
+    """The files of weights and the tensors to read from each, None for all."""
+    if (folder / WEIGHTS).exists():
+        yield folder / WEIGHTS, None
+        return
+    if not (folder / INDEX).exists():
+        others = sorted(path.name for path in folder.glob("*.bin"))
+        found = f"only {', '.join(others)}, which is not read" if others else "neither"
+        raise ValueError(f"{folder} must hold {WEIGHTS} or {INDEX}; found {found}")
+    by_file: dict[str, list[str]] = {}
+    for name, file in read_json(folder / INDEX)["weight_map"].items():
+        by_file.setdefault(file, []).append(name)
+    for file in sorted(by_file):
+        if not (folder / file).exists():
+            raise ValueError(f"{folder / file} is missing; {INDEX} names it")
+        yield folder / file, by_file[file]
+
+
+def _tensors(path: Path, names: list[str] | None) -> Iterator[tuple[str, Tensor]]:
+    """One after the other, on the CPU."""
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as shard:
+            stored = set(shard.keys())
+            absent = sorted(set(names or ()) - stored)
+            if absent:
+                raise ValueError(f"{path} must hold {absent[0]}, as {INDEX} says; it holds {len(stored)} other tensors")
+            for name in names or sorted(stored):
+                yield name, shard.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def _place_name(name: str, places: Mapping[str, Place], layout: Layout) -> str | None:
+    """Checkpoints of the model without its head, such as GPT-2's own, leave the first part of the name out.
+
+    Those that see images have another part in it, in older ones before the rest.
+    """
+    prefixed = f"{layout.layers.partition('.')[0]}.{name}"
+    candidates = name, prefixed, name.replace("language_model.", "", 1)
+    return next((candidate for candidate in candidates if candidate in places), None)
+
+
+def _is_unused(name: str, tied: bool) -> bool:
+    """Buffers that older versions of transformers saved, a second copy of a tied head, and what sees images."""
+    buffers = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+    images = ("vision_tower.", "multi_modal_projector.")
+    return (
+        name.endswith(buffers)
+        or (tied and name.removeprefix("language_model.") == "lm_head.weight")
+        or name.removeprefix("model.").startswith(images)
+    )
+
+
+def write_weights(model: GPT, folder: Path, layout: Layout, dtype: torch.dtype | None, shard_bytes: int) -> None:
+    """Shards of at most shard_bytes, and the index where they are several."""
+    places = places_of(model, layout)
+    parameters = dict(model.named_parameters())
+    shards: list[dict[str, Place]] = [{}]
+    filled, total = 0, 0
+    for name, place in places.items():
+        parameter = parameters[place.parameter]
+        share = (place.rows.stop - place.rows.start) * parameter.numel() // parameter.shape[0]
+        size = share * (dtype or parameter.dtype).itemsize
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = place
+        filled, total = filled + size, total + size
+    files = (
+        [WEIGHTS]
+        if len(shards) == 1
+        else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    )
+    for file, shard in zip(files, shards, strict=True):
+        tensors = {name: _take(parameters[place.parameter], place, dtype) for name, place in shard.items()}
+        partial = folder / f"{file}.partial"
+        save_file(tensors, str(partial), metadata={"format": "pt"})
+        os.replace(partial, folder / file)
+    if len(shards) > 1:
+        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _take(parameter: Tensor, place: Place, dtype: torch.dtype | None) -> Tensor:
+    """The inverse of _put."""
+    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    rows = whole.detach()[place.rows].to(dtype or whole.dtype).cpu()
+    return (rows.T if place.transposed else rows).contiguous()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{path.parent} must hold {path.name}; it does not") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold an object; got {type(content).__name__}")
+    return content
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
