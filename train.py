@@ -100,7 +100,7 @@ def plan_memory(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None:
         prediction = predict(shape)  # in a sweep, running out of memory is a result like others
     if device.type == "cuda":
         attention = HydraConfig.get().runtime.choices["attention"]
-        trainer.print(preflight.plan(prediction, device, processes, rows, attention))
+        trainer.print(preflight.plan(prediction, device, processes, rows, attention, bool(cfg.memory.get("auto"))))
 
 
 def train(cfg: DictConfig) -> dict[str, float]:

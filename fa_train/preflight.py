@@ -22,6 +22,7 @@ from fa_train.memory.planner import (
     Prediction,
     Shape,
     fastest_that_fits,
+    longest_of_all_levers,
     longest_seq_len,
     next_lever,
     parameter_sizes,
@@ -206,15 +207,18 @@ def require_memory(shape: Shape, device: torch.device, processes: int, rows: int
     return prediction
 
 
-def plan(prediction: Prediction, device: torch.device, processes: int, rows: int, attention: str) -> str:
+def plan(
+    prediction: Prediction, device: torch.device, processes: int, rows: int, attention: str, auto: bool = False
+) -> str:
     """What a run on a GPU prints before it starts, in three lines; rows: data.micro_batch_size.
 
     The planner knows what flash needs; another attention takes memory of its own beside that.
+    auto: the longest seq_len is under the levers that reach farthest, not under the run's own.
     """
     gpu, host = device_bytes(device), available_host_bytes() // processes
     parts = {name.replace("_", " "): getattr(prediction, name) / GIB for name in COMPONENTS}
     listed = ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items() if gib >= 0.05)
-    longest = longest_seq_len(prediction.shape, gpu, host) // rows
+    longest = (longest_of_all_levers if auto else longest_seq_len)(prediction.shape, gpu, host) // rows
     change = next_lever(prediction.shape, gpu, host, rows)
     if attention == "flash":
         length = f"the longest seq_len that fits is {longest:,}" + (

@@ -1,6 +1,7 @@
 """The planner before a run: scripts/plan_memory.py, what train.py prints and refuses, and memory=auto."""
 
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def test_the_table():
 
 
 def test_what_does_not_fit_gets_advice():
-    table = main(["model=llama_1b", "seq_len=131072", "gpu_gib=80", "host_gib=125"])
+    table = main(["model=llama_1b", "seq_len=131072", "gpu_gib=64", "host_gib=125"])
     assert "fits: no, " in table and "GiB too much for the GPU" in table
     assert "next lever: memory.checkpointing=selective" in table
     table = main(["model=llama_1b", "seq_len=262144", "memory=offload", "gpu_gib=139", "host_gib=10"])
@@ -95,7 +96,7 @@ def test_what_the_plan_rests_on_is_said(monkeypatch):
     assert "assumed" not in told and "attention=" not in told
     for attention in ("naive", "sdpa", "chunked"):
         other = main(["model=gpt2", f"attention={attention}", "gpu_gib=80", "host_gib=100"])
-        assert "all this is of attention=flash; another takes more" in other
+        assert "all this is of attention=flash; another may take more" in other
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "adamw_bf16", "adamw_offload"])
@@ -202,6 +203,10 @@ def test_what_a_run_prints():
     assert planned == "planned: 5.0 of 139.8 GiB, most at the loss"
     assert "GiB: weights 0.5, optimizer 0.9, rounded weights 0.2, " in parts and parts.endswith("host 0.0 of 120.0")
     assert longest == f"  the longest seq_len that fits is {longest_seq_len(GPT2, int(139.8 * GIB), HOST):,}"
+    farthest = longest_of_all_levers(GPT2, int(139.8 * GIB), HOST)
+    printed = preflight.plan(predict(GPT2), CUDA, processes=1, rows=2, attention="flash", auto=True)
+    assert printed.splitlines()[-1] == f"  the longest seq_len that fits is {farthest // 2:,}"
+    assert farthest > longest_seq_len(GPT2, int(139.8 * GIB), HOST), "memory=auto changes levers for a longer one"
 
 
 @pytest.mark.usefixtures("an_h200")
@@ -227,6 +232,25 @@ def test_train_fills_in_what_auto_chose(tmp_path, monkeypatch):
     assert all(block.checkpointing == "selective" and block.ffn.chunk_size == 32 for block in model.blocks)
     with composed(tmp_path, *tiny(tmp_path)) as cfg:
         assert not instantiate(cfg.memory).auto
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_train_prints_how_far_auto_reaches(tmp_path):
+    printed: list[str] = []
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(root_device=CUDA),
+        num_devices=1,
+        world_size=1,
+        precision="bf16-mixed",
+        accumulate_grad_batches=1,
+        print=printed.append,
+    )
+    lengths = []
+    for memory in ("auto", "none"):
+        with composed(tmp_path, *tiny(tmp_path, f"memory={memory}", "attention=flash")) as cfg:
+            train.plan_memory(cfg, trainer, vocab_size=257)
+        lengths.append(int(printed[-1].rpartition(" ")[2].replace(",", "")))
+    assert lengths[0] > lengths[1] > 0
 
 
 @pytest.mark.usefixtures("an_h200")

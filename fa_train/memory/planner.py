@@ -608,11 +608,13 @@ COMBINATIONS = [
     for mlp_chunk in (None, MLP_CHUNK)
 ]
 FLOPS, LINK = 4e14, 5e10  # a second: bf16 products, and bytes to and from the host; about an H200's
-LAUNCH = 1e-4  # seconds that one more chunk of the FFN costs
-# by the differences in scripts/results/memory_llama_1b_32k_h200_202611.md: what attention's forward, the same again
-# under full checkpointing, does a second; the part of forward and backward that copies beside them cost; and the part
-# of the FFN's that chunks cost, whose operator inductor cannot fuse with what is around it
-ATTENTION_FLOPS, BESIDE_COPIES, UNFUSED = 6e14, 0.01, 0.12
+# of attention's forward, which full checkpointing does again: by what that adds to selective at 32,768 and 131,072
+# tokens in scripts/results/memory_llama_1b_32k_h200_202611.md and memory_llama_1b_131k_h200_202611.md
+ATTENTION_FLOPS = 5.5e14
+# What offload and mlp_chunk cost there is less than can be measured. These decide between what is as fast, chunks
+# before copies, which take pinned host memory: the part of forward and backward that copies beside them cost, and the
+# seconds that one more chunk of the FFN does.
+BESIDE_COPIES, LAUNCH = 0.002, 2e-5
 
 
 def fits(prediction: Prediction, gpu_bytes: int, host_bytes: int) -> bool:
@@ -665,7 +667,6 @@ def extra_seconds(shape: Shape) -> float:
         seconds += attention
     if s.mlp_chunk:
         seconds += up + LAUNCH * (s.tokens / s.mlp_chunk)
-        seconds += UNFUSED * 3 * (up + down) if s.compiled else 0
     if s.offload:
         forward, copy = attention + projections + up + down, block.x / LINK
         seconds += max(0.0, copy - forward) + max(0.0, copy - 2 * forward) + BESIDE_COPIES * 3 * forward
