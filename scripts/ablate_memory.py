@@ -37,7 +37,7 @@ from scripts.ablation_cases import CONF, DTYPES, AttentionCase, Case, Device, St
 from scripts.ablation_formula import Formula, attention_formula, step_formula
 from scripts.ablation_report import Records, attention_part, step_part, write_files
 from scripts.ablation_sweep import ProcessError, call_apart, run_apart, sweep
-from scripts.bench_attention import describe
+from scripts.provenance import describe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

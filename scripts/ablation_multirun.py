@@ -30,7 +30,7 @@ from scripts.ablation_cases import Device, Precision, Result, StepCase, capacity
 from scripts.ablation_formula import step_formula
 from scripts.ablation_report import Records, Row, step_part, write_files
 from scripts.ablation_sweep import ProcessError, apart, call_apart, load, save, skipped
-from scripts.bench_attention import describe
+from scripts.provenance import describe
 
 Train = Callable[[DictConfig], dict[str, float]]
 OF_THE_MODEL = ("model.", "attention.", "memory.", "optimizer.")  # what a StepCase's configuration has
@@ -92,6 +92,8 @@ def case_of(cfg: DictConfig) -> StepCase:
         raise ValueError(f"trainer.precision must be one of {get_args(Precision)}; got {cfg.trainer.precision}")
     hydra = HydraConfig.get()
     choices: dict[str, Any] = hydra.runtime.choices
+    if choices["adapter"] != "none":  # formula and FLOPs are of full training
+        raise ValueError(f"an ablation needs adapter=none; got {choices['adapter']}")
     overrides = [f"{group}={choices[group]}" for group in ("memory", "optimizer")]
     overrides += [f"model.vocab_size={cfg.model.vocab_size or cfg.data.vocab_size}"]
     overrides += [x for x in hydra.overrides.task if x.lstrip("+").startswith(OF_THE_MODEL)]

@@ -98,10 +98,10 @@ def run_apart(case: Case, timeout: float, log: Path) -> Result:
     return apart(measure, (case,), timeout, log)
 
 
-def apart(measure: Callable[..., Result], arguments: tuple[Any, ...], timeout: float, log: Path) -> Result:
-    """measure(*arguments) as by call_apart; that there is no answer is a result."""
+def apart(function: Callable[..., Result], arguments: tuple[Any, ...], timeout: float, log: Path) -> Result:
+    """function(*arguments) as by call_apart; that there is no answer is a result."""
     try:
-        return call_apart(measure, arguments, timeout, log)
+        return call_apart(function, arguments, timeout, log)
     except ProcessError as error:
         if error.exitcode == -signal.SIGKILL:  # how Linux ends a process when the host's memory is out
             return Result("oom")

@@ -16,10 +16,7 @@ import argparse
 import csv
 import gc
 import math
-import os
-import platform
 import shlex
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -32,7 +29,6 @@ from typing import Literal
 
 import torch
 import torch._functorch.config
-import triton
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
@@ -44,7 +40,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels import flash_attn_func, flash_attn_varlen_func
 from kernels.flash_attention.interface import flash_attn_packed
 from kernels.flash_attention.schedule import build_schedule
-from scripts.gpu_timing import captured, median_ms
+from scripts.gpu_timing import captured, median_ms, require_gpu
+from scripts.provenance import describe, results_prefix
 
 MODEL_DIM = 2048  # n_heads * head_dim in every case, or just below
 DENSE_TOKENS = 16384  # a batch of short sequences holds this many tokens
@@ -285,9 +282,9 @@ def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) 
                 run, peak_gib = prepare_pass(backend, workload, direction)
                 if peak_gib > LARGE_GIB:  # its graph does not keep the card while others take their turns
                     results[name, direction] = median_ms({name: run}, rep=rep)[name], peak_gib
-                    del run
                 else:
                     runs[name], peaks[name] = run, peak_gib
+                del run
             except torch.OutOfMemoryError:
                 outcomes[name] = "oom"
             except Exception as error:
@@ -337,21 +334,6 @@ def prepare_pass(backend: Backend, workload: Workload, direction: Direction) -> 
     return captured(prepare), peak_gib
 
 
-def describe(command: str, commit: str | None, today: date) -> dict[str, str]:
-    """What a reader needs to repeat the measurement; without a `commit`, git is asked."""
-    if commit is None:
-        git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
-        commit = git.stdout.strip() if git.returncode == 0 else "unknown: no git checkout, and no --commit"
-    processor = f"none; CPU {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    return {
-        "command": command,
-        "commit": commit,
-        "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else processor,
-        "versions": f"torch {torch.__version__}, triton {triton.__version__}, CUDA {torch.version.cuda}",
-        "date": today.isoformat(),
-    }
-
-
 def write_csv(rows: list[Row], path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])
@@ -365,7 +347,8 @@ def markdown(rows: list[Row], head: dict[str, str]) -> str:
     lines += [f"- {key}: `{value}`" for key, value in head.items()]
     lines += [
         "",
-        f"bf16, n_heads × head_dim = {MODEL_DIM}, or just below. Backends take turns, each replayed as a CUDA graph. A "
+        f"bf16, n_heads × head_dim = {MODEL_DIM}, or just below. Backends take turns, but for those of more than "
+        f"{LARGE_GIB:g} GiB; each is replayed as a CUDA graph. A "
         "cell is TFLOP/s · milliseconds (median) · GiB. FLOPs: forward 4 · n_heads · head_dim · Σ length², halved if "
         "causal; backward 2.5 times that. GiB: the peak beside q, k, v and do, for the backward that of forward and "
         "backward together. `ours` builds its schedule in every call, `ours-packed` is given it, as every layer of a "
@@ -470,13 +453,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
-    if not torch.cuda.is_available():
-        sys.exit("bench_attention needs a CUDA GPU; torch sees none on this machine")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        sys.exit("bench_attention times compiled kernels; unset TRITON_INTERPRET")
+    require_gpu("bench_attention")
     today = date.today()
-    gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
-    out: Path = args.out or Path(__file__).parent / "results" / f"attention_{gpu}_{today:%Y%m}"
+    out: Path = args.out or results_prefix("attention", today)
     out.parent.mkdir(parents=True, exist_ok=True)
     chosen = args.backends or [name for name in DENSE_BACKENDS if name != "fa3" or find_spec("fa3_fwd_interface")]
 
@@ -495,7 +474,7 @@ def main() -> None:
 
     head = describe(shlex.join(["python", *sys.argv]), args.commit, today)
     Path(f"{out}.md").write_text(markdown(rows, head), encoding="utf-8")
-    if args.seqlens:
+    if args.seqlens and 1 in args.groups:  # the picture is of these
         mask = "causal" if args.causal else "not causal"
         title = f"{head['GPU']}, bf16, {mask}, n_heads × head_dim = {MODEL_DIM}"
         draw(rows, title).savefig(f"{out}.png", dpi=150)

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels import flash_attn_with_kvcache
-from scripts.bench_attention import describe
-from scripts.gpu_timing import captured, median_ms
+from scripts.gpu_timing import captured, median_ms, require_gpu
+from scripts.provenance import describe, results_prefix
 
 Run = Callable[[], object]
 PAGES = (256, 16)  # tokens a page
@@ -88,8 +88,8 @@ def candidates(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str
 
 
 def in_pages(x: Tensor, page_size: int, order: Tensor) -> Tensor:
-    """(batch, tokens, heads, head_dim) -> (pages, page_size, heads, head_dim), where page i of x is page order[i]."""
-    pages = torch.empty(order.numel(), page_size, *x.shape[2:], dtype=x.dtype, device=x.device)
+    """(..., tokens, heads, head_dim) -> (pages, page_size, heads, head_dim), where page i of x is page order[i]."""
+    pages = torch.empty(order.numel(), page_size, *x.shape[-2:], dtype=x.dtype, device=x.device)
     pages[order] = x.reshape(pages.shape)
     return pages
 
@@ -102,10 +102,10 @@ def compile_one(case: Case) -> None:
 
 
 def measure(case: Case, rep: float) -> dict[str, float]:
-    """Microseconds of each candidate. They live until the end: a CUDA graph holds addresses, not tensors."""
-    functions = candidates(case, torch.device("cuda"), torch.bfloat16)
-    milliseconds = median_ms({name: replayed(run) for name, run in functions.items()}, rep=rep)
-    return {name: 1e3 * milliseconds[name] for name in functions}
+    """Microseconds of each candidate."""
+    runs = candidates(case, torch.device("cuda"), torch.bfloat16)
+    milliseconds = median_ms({name: replayed(run) for name, run in runs.items()}, rep=rep)
+    return {name: 1e3 * ms for name, ms in milliseconds.items()}
 
 
 def replayed(run: Run) -> Run:
@@ -160,13 +160,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
-    if not torch.cuda.is_available():
-        sys.exit("bench_decode needs a CUDA GPU; torch sees none on this machine")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        sys.exit("bench_decode times compiled kernels; unset TRITON_INTERPRET")
+    require_gpu("bench_decode")
     today = date.today()
-    gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
-    out: Path = args.out or Path(__file__).parent / "results" / f"decode_{gpu}_{today:%Y%m}"
+    out: Path = args.out or results_prefix("decode", today)
     out.parent.mkdir(parents=True, exist_ok=True)
     head = describe(shlex.join(["python", "-m", "scripts.bench_decode", *sys.argv[1:]]), args.commit, today)
     with multiprocessing.get_context("spawn").Pool(min(args.jobs, len(args.cases))) as pool:

@@ -2,8 +2,8 @@
 
 One long row (64k tokens by default), bf16, both passes through flash_attn_varlen_func with the schedule built inside.
 `work` is the share of plain causal's visible pairs that a feature leaves; `cost` is the share of its time. A window or
-packed documents should cost about their share of the work, a feature of the scores about 1. fp8 and pages have no
-backward pass. What the features need is compiled first, by --jobs processes. Writes OUT.md.
+packed documents should cost about their share of the work, a feature of the scores about 1. Of fp8 and pages only the
+forward pass is timed. What the features need is compiled first, by --jobs processes. Writes OUT.md.
 """
 
 import argparse
@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from kernels import flash_attn_varlen_func
-from scripts.bench_attention import describe
-from scripts.gpu_timing import captured, median_ms
+from scripts.bench_decode import in_pages
+from scripts.gpu_timing import captured, median_ms, require_gpu
+from scripts.provenance import describe, results_prefix
 
 Run = Callable[[], object]
 LOG_NORMAL = (6.93, 1.3)  # of document lengths: a median of 1k tokens
@@ -47,7 +48,7 @@ class Feature:
 
     @property
     def has_backward(self) -> bool:
-        """Neither fp8 nor a cache of pages is trained through."""
+        """Whether it is timed: neither fp8 nor a cache of pages is trained through."""
         return not self.fp8 and not self.page_size
 
     @property
@@ -133,13 +134,6 @@ def in_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return (x / scale[:, None, None]).flatten(1, 2).to(FP8), scale
 
 
-def in_pages(x: Tensor, page_size: int, order: Tensor) -> Tensor:
-    """(total, heads, head_dim) -> (pages, page_size, heads, head_dim), where page i of x is page order[i]."""
-    pages = torch.empty(order.numel(), page_size, *x.shape[1:], dtype=x.dtype, device=x.device)
-    pages[order] = x.detach().unflatten(0, (-1, page_size))
-    return pages
-
-
 def attention(feature: Feature, inputs: Inputs, n_heads: int, head_dim: int) -> partial[Any]:
     """One forward pass, as a callable; its first three arguments are q, k and v."""
     total = sum(feature.lengths)
@@ -155,7 +149,8 @@ def attention(feature: Feature, inputs: Inputs, n_heads: int, head_dim: int) -> 
         v, arguments["v_descale"] = in_fp8(v, 1)
     if feature.page_size:
         order = torch.randperm(total // feature.page_size, device=inputs.device)
-        q, k, v = q.detach(), in_pages(k, feature.page_size, order), in_pages(v, feature.page_size, order)
+        q = q.detach()
+        k, v = (in_pages(x.detach(), feature.page_size, order) for x in (k, v))
         arguments["block_table"] = order.to(torch.int32).view(len(feature.lengths), -1)
     function: Any = flash_attn_varlen_func  # its result's type depends on arguments that are not known here
     return partial(function, q, k, v, cu_seqlens, cu_seqlens, longest, longest, **arguments)
@@ -267,13 +262,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
-    if not torch.cuda.is_available():
-        sys.exit("bench_features needs a CUDA GPU; torch sees none on this machine")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        sys.exit("bench_features times compiled kernels; unset TRITON_INTERPRET")
+    require_gpu("bench_features")
     today = date.today()
-    gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
-    out: Path = args.out or Path(__file__).parent / "results" / f"features_{gpu}_{today:%Y%m}"
+    out: Path = args.out or results_prefix("features", today)
     out.parent.mkdir(parents=True, exist_ok=True)
     head = describe(shlex.join(["python", "-m", "scripts.bench_features", *sys.argv[1:]]), args.commit, today)
     lines = ["# What each feature costs beside plain causal attention", "", *(f"- {k}: `{v}`" for k, v in head.items())]

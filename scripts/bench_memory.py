@@ -50,8 +50,8 @@ from torch.profiler import profile, record_function, schedule
 import train
 from fa_train.callbacks import GIB, is_out_of_memory
 from fa_train.models.gpt import GPT
-from scripts.bench_attention import describe
 from scripts.bench_step import CONF, FEWEST_STEPS, REPOSITORY, VOCABULARY, WARMUP, Device, Loss, memory_gib, our_loss
+from scripts.provenance import describe
 
 SEQ_LENS = (32768, 131072)
 MLP_CHUNK = 16384  # tokens, as in conf/memory/offload.yaml

@@ -24,7 +24,7 @@ from hydra.utils import instantiate
 from fa_train.memory.planner import GIB, Shape, predict
 from fa_train.models.gpt import GPT
 from fa_train.preflight import shape_of
-from scripts.bench_attention import describe
+from scripts.provenance import describe, results_prefix
 
 CONF = str(Path(__file__).resolve().parents[1] / "conf")
 GPT2_VOCABULARY = 50257  # for models whose size leaves it to the tokenizer
@@ -170,8 +170,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("bench_planner needs a CUDA GPU; torch sees none on this machine")
     today, begin, rows = date.today(), time.monotonic(), list[dict[str, Any]]()
-    gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
-    out: Path = args.out or Path(__file__).parent / "results" / f"planner_{gpu}_{today:%Y%m}"
+    out: Path = args.out or results_prefix("planner", today)
     out.parent.mkdir(parents=True, exist_ok=True)
     head = describe(shlex.join(["python", "-m", "scripts.bench_planner", *sys.argv[1:]]), args.commit, today)
     for run in RUNS:

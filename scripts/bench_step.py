@@ -47,7 +47,7 @@ from fa_train.callbacks import is_out_of_memory, memory
 from fa_train.flops import peak_flops, train_flops
 from fa_train.lit_gpt import LitGPT
 from fa_train.models.attention import require_backend
-from scripts.bench_attention import describe
+from scripts.provenance import describe
 
 REPOSITORY = Path(__file__).parents[1]
 CONF = REPOSITORY / "conf"

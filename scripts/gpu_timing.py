@@ -1,5 +1,6 @@
 """The GPU's time of several candidates, each replayed as a CUDA graph; they take turns."""
 
+import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping
@@ -8,6 +9,14 @@ import torch
 import triton
 
 ROUNDS = 5
+
+
+def require_gpu(script: str) -> None:
+    """Ends a script where there is no GPU, or where Triton would interpret kernels."""
+    if not torch.cuda.is_available():
+        sys.exit(f"{script} needs a CUDA GPU; torch sees none on this machine")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit(f"{script} times compiled kernels; unset TRITON_INTERPRET")
 
 
 def captured(prepare: Callable[[], Callable[[], object]]) -> Callable[[], object]:
@@ -26,6 +35,8 @@ def captured(prepare: Callable[[], Callable[[], object]]) -> Callable[[], object
         try:
             with torch.cuda.graph(graph, stream=stream):
                 run()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             print(f"not captured in a CUDA graph: {str(error).splitlines()[0]}", file=sys.stderr)
             torch.cuda.synchronize()

@@ -42,7 +42,8 @@ from kernels.flash_attention.hopper import bwd_wide
 from kernels.flash_attention.hopper import fwd as hopper_fwd
 from kernels.flash_attention.schedule import WORK_TILE, document_length
 from kernels.flash_attention.tiles import SHARED_LIMIT, Arch, Pass, arch_of, interpreted, key_passes, tile_config
-from scripts.bench_attention import MODEL_DIM, describe
+from scripts.bench_attention import MODEL_DIM
+from scripts.provenance import describe
 
 ITEM = 2  # bytes of bf16
 FP32 = 4

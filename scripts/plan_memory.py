@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> str:
         shape = with_levers(shape, fastest_that_fits(shape, gpu_bytes, host_bytes) or levers_of(shape))
     lines = [table(shape, gpu_bytes, host_bytes, rows=cfg.data.micro_batch_size, auto=auto)]
     if not cfg.attention._target_.endswith(".flash_attention"):
-        lines += ["all this is of attention=flash; another takes more, which is not planned"]
+        lines += ["all this is of attention=flash; another may take more, which is not planned"]
     if not torch.cuda.is_available() and (gpu is None or host is None):
         assumed = ["an H200's GPU"] * (gpu is None) + ["this machine's host memory"] * (host is None)
         lines += [f"assumed: {' and '.join(assumed)}; gpu_gib= and host_gib= name others"]

@@ -47,8 +47,8 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 import train
 from fa_train.callbacks import GIB
 from fa_train.lit_gpt import LitGPT
-from scripts.bench_attention import describe
 from scripts.bench_step import CONF
+from scripts.provenance import describe
 
 DEFAULTS = {"data": "synthetic", "logger": "csv", "batch_size": "1"}
 WARMUP = 4  # steps without the profiler: the first two compile and allocate, the others say what profiling costs

@@ -44,7 +44,9 @@ from kernels.flash_attention.tiles import (
     shared_bytes,
     tile_config,
 )
-from scripts.bench_attention import MODEL_DIM, describe
+from scripts.bench_attention import MODEL_DIM
+from scripts.gpu_timing import require_gpu
+from scripts.provenance import describe, results_prefix
 
 ITEM = 2  # bytes of bf16
 PASSES: tuple[Pass, ...] = get_args(Pass)
@@ -278,10 +280,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
-    if not torch.cuda.is_available():
-        sys.exit("tune_tiles needs a CUDA GPU; torch sees none on this machine")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        sys.exit("tune_tiles times compiled kernels; unset TRITON_INTERPRET")
+    require_gpu("tune_tiles")
     today = date.today()
     device = torch.device("cuda", torch.cuda.current_device())
     arch = arch_of(device)
@@ -301,8 +300,7 @@ def main() -> None:
         found = result.error or f"{result.ms:.3f} ms, {result.tflops:.0f} TFLOP/s"
         candidate = result.candidate
         print(f"{candidate.direction} d={candidate.head_dim} {astuple(candidate.tiles)}: {found}", flush=True)
-    gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
-    out: Path = args.out or Path(__file__).parent / "results" / f"portable_tiles_{gpu}_{today:%Y%m}"
+    out: Path = args.out or results_prefix("portable_tiles", today)
     out.parent.mkdir(parents=True, exist_ok=True)
     head = describe(shlex.join(["python", "-m", "scripts.tune_tiles", *sys.argv[1:]]), args.commit, today)
     Path(f"{out}.md").write_text(markdown(results, head, arch, name, args.seqlen), encoding="utf-8")

@@ -60,12 +60,12 @@ def finish(
         out, errors = Path(folder, "out"), Path(folder, "errors")
         out.touch()
         errors.touch()
+        command = [str(program), *arguments]
         process = start(program, arguments, cwd, environment, out, errors, limit_memory)
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
-            raise subprocess.TimeoutExpired([str(program), *arguments], timeout, out.read_text(), errors.read_text())
-        command = [str(program), *arguments]
+            raise subprocess.TimeoutExpired(command, timeout, out.read_text(), errors.read_text())
         return subprocess.CompletedProcess(command, process.exitcode, out.read_text(), errors.read_text())
 
 

@@ -129,7 +129,14 @@ def test_a_case_has_what_the_formula_needs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "override", ["data.micro_batch_size=2", "data.document_len=32", "trainer.devices=2", "trainer.precision=bf16-true"]
+    "override",
+    [
+        "data.micro_batch_size=2",
+        "data.document_len=32",
+        "trainer.devices=2",
+        "trainer.precision=bf16-true",
+        "adapter=lora",
+    ],
 )
 def test_a_job_is_a_step_on_one_document(override, tmp_path):
     with (

@@ -220,6 +220,8 @@ class PackedDataModule(L.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=self._running_trainer().strategy.root_device.type == "cuda",
             persistent_workers=self.num_workers > 0,
+            # epochs and deals that are kept cannot be pickled; from Python 3.14 on forking is not the default
+            multiprocessing_context="fork" if self.num_workers else None,
             worker_init_fn=leave_signals_to_the_run,
         )
 
@@ -297,7 +299,7 @@ class PackedRows:
 class MicroBatches(Dataset[Batch]):
     """Micro-batch i of one rank. Its rows come from the step_rows of its step, whatever the number of ranks.
 
-    step_rows None deals row by row in order, every round of the ranks by itself, as validation does.
+    step_rows None deals every round of the ranks by itself, as validation does.
     """
 
     def __init__(

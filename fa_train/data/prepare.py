@@ -35,9 +35,8 @@ _worker_encoder: Encoder[Any]  # of a process of the pool
 def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers: int) -> None:
     """Writes the folder `path` of 000000.arrow and on, the documents in order; it appears whole or not at all.
 
-    shards.json beside them says how many bytes each has, so that one that was lost or cut later is missed.
-
     Until then shards are in a folder beside it, where a restart finds them. A process that prepares the same waits.
+    shards.json says how many bytes each shard has, so that a reader finds out where one was lost or cut later.
     Raises: ValueError where the corpus has no document, a document cannot be encoded, or the disk is full; only the
     last leaves finished shards behind, as the others need another corpus.
     """

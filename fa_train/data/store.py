@@ -45,6 +45,7 @@ class Documents:
 
     def __init__(self, path: Path, *, held_out: bool, vocab_size: int) -> None:
         self._source = path, held_out, vocab_size
+        self._vocab_size = vocab_size
         files = _whole_shards(path)
         tables = [_read_shard(file) for file in files]
         self._files = [file for file, shard in zip(files, tables, strict=True) for _ in shard["tokens"].chunks]
@@ -87,10 +88,10 @@ class Documents:
     def __getitem__(self, index: int) -> np.ndarray:
         start, chunk = self._start[index], self._chunk[index]
         tokens = self._values[chunk][start : start + self.lengths[index]]
-        *_, vocab_size = self._source
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:  # a GPU would not say where
-            outside = next(token for token in tokens.tolist() if not 0 <= token < vocab_size)
-            raise _damage(self._files[chunk], f"it has token {outside}, where the vocabulary is 0 to {vocab_size - 1}")
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:  # a GPU would not say where
+            outside = next(token for token in tokens.tolist() if not 0 <= token < self._vocab_size)
+            vocabulary = f"0 to {self._vocab_size - 1}"
+            raise _damage(self._files[chunk], f"it has token {outside}, where the vocabulary is {vocabulary}")
         return tokens
 
 

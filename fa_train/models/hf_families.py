@@ -155,9 +155,9 @@ def _smollm3(config: Any) -> dict[str, Any]:
 
 def _gemma2(config: Any) -> dict[str, Any]:
     arguments = _llama(config)
-    again = getattr(config, "sliding_window_size", None)  # Gemma 2 9B has both
-    if again not in (None, config.sliding_window):
-        raise ValueError(f"sliding_window_size must be sliding_window={config.sliding_window}; got {again}")
+    size = getattr(config, "sliding_window_size", None)  # Gemma 2 9B has both
+    if size not in (None, config.sliding_window):
+        raise ValueError(f"sliding_window_size must be sliding_window={config.sliding_window}; got {size}")
     family = dataclasses.replace(
         arguments["family"],
         windows=_windows(config),

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class DrawnOn(TorchDispatchMode):
-    """What is drawn in place, as all of torch.nn.init is, is drawn on `device` and copied to where the tensor lies.
+    """What is drawn in place, as torch.nn.init draws, is drawn on `device` and copied to where the tensor lies.
 
     A seed gives each kind of device other numbers. The device holds one tensor at a time, and draws the 8B of llama_8b
     in seconds, where one core of a CPU takes minutes.

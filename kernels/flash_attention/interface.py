@@ -130,9 +130,9 @@ def flash_attn_varlen_func(
     is read out of bounds.
     """
     paged = block_table is not None
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 3 + (paged and name != "q"):
-            wanted = "(n_pages, page_size, heads, head_dim)" if paged and name != "q" else "(total, heads, head_dim)"
+    for name, x, in_pages in (("q", q, False), ("k", k, paged), ("v", v, paged)):
+        if x.dim() != (4 if in_pages else 3):
+            wanted = "(n_pages, page_size, heads, head_dim)" if in_pages else "(total, heads, head_dim)"
             raise ValueError(f"{name} must be {wanted}; got {tuple(x.shape)}")
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype != torch.int32:
@@ -212,7 +212,7 @@ def require_backend(device: torch.device) -> None:
 
 
 def window_of(window_size: tuple[int, int]) -> tuple[int, int]:
-    """(left, right) in tokens, -1 where unbounded."""
+    """(left, right) in tokens, -1 where unbounded. Raises: ValueError on anything but two numbers."""
     if not isinstance(window_size, Sequence) or len(window_size) != 2 or None in window_size:
         raise ValueError(f"window_size must be (left, right), -1 where unbounded; got {window_size}")
     left, right = window_size
@@ -292,8 +292,8 @@ def _from_pages(
     # rows past the last document are in none, whatever is copied there
     document = (torch.searchsorted(cu_seqlens_k, token, right=True) - 1).clamp(0, max(0, n_docs - 1))
     place = (token - cu_seqlens_k[document]).clamp(0, capacity - 1)
-    page = block_table[document, place // page_size].clamp(0, n_pages - 1)
-    return k[page, place % page_size], v[page, place % page_size]
+    page, row = block_table[document, place // page_size].clamp(0, n_pages - 1), place % page_size
+    return k[page, row], v[page, row]
 
 
 def _outputs(o: Tensor, lse: Tensor, q: Tensor, return_lse: bool, return_attn_probs: bool) -> Outputs:

@@ -1,5 +1,7 @@
 """Micro-batches are a pure function of the seed and the place in the run, also through a killed and resumed fit."""
 
+import multiprocessing
+
 import lightning as L
 import numpy as np
 import pytest
@@ -140,6 +142,15 @@ def test_a_resumed_run_may_take_other_micro_batches(tmp_path, size):
         fit(tmp_path / "cut", Recorder(die_at=5), make())
     rest = fit(tmp_path / "cut", Recorder(), make(micro_batch_size=size), tmp_path / "cut" / "last.ckpt")
     assert len(rest) == 8 // size and rows_of(rest) == rows_of(whole[20:])
+
+
+def test_data_workers_are_forked_whatever_the_default(tmp_path):
+    whole = fit(tmp_path / "whole", Recorder(), make())
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        assert all(map(torch.equal, fit(tmp_path / "forked", Recorder(), make(num_workers=1)), whole))
+    finally:
+        multiprocessing.set_start_method(None, force=True)
 
 
 def test_the_packing_is_reported_once_at_the_start(tmp_path, capsys):

@@ -97,9 +97,8 @@ TENSOR_MEMORY = 512  # columns, on sm100
 # among, of which sm90 needs none
 SURPLUS = {"sm80": 1.25, "sm90": 1.1, "sm100": 1.25}
 MODULE = "tests.kernels.aot"
-# left to a machine with a GPU, which has the cores: of sm80 and sm100 all but one head_dim, of sm100's
-# backward all, of sm90 one of the two
-# kernels of a head_dim, that for one document or that for several, and the repairs of narrow heads
+# left to a machine with a GPU, which has the cores: of sm80 and sm100 all but one head_dim, of sm100's backward all, of
+# sm90 one of the two kernels of a head_dim, that for one document or that for several, and the repairs of narrow heads
 SLOW_CONTAINING = [entry for entry in CONTAINING if entry[0] in (96, 192)]
 HERE = {("sm90", head_dim) for head_dim, _ in SLOW_CONTAINING} | {("sm80", 128), ("sm100", 128)}
 SLOW = [entry for entry in LIMITS if entry[:2] not in HERE or (entry[0] == "sm100" and entry[2] != "fwd")]

@@ -11,7 +11,7 @@ shared memory gives 128 bytes a cycle, of which S and dP take 512 each, dV, dK a
 registers, P 128, and TMA's writes 512 for Q and dO, 256 for K and V, which two warpgroups share):
 
 - dK and dV: tensor cores 2048, shared memory 2176, 64 KiB from L2;
-- dQ: tensor cores 1536, shared memory 1536, 32 KiB from L2.
+- dQ (bwd_queries.py): tensor cores 1536, shared memory 1536, 32 KiB from L2.
 
 One pass, whose third warpgroup computes dQ = dS K, would take 2560 and 2624, or 3776 with its sums through shared
 memory, and add 64 KiB of fp32 in L2. It was written both ways, adding from registers and by TMA, and lost. TFLOP/s of
