@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fa_train.models.gpt import GPT, Block
 from fa_train.models.hf import tensor_places
-from fa_train.models.hf_weights import Place
+from fa_train.models.hf_weights import Place, read_json
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor in peft's files
@@ -397,12 +397,9 @@ REQUIRED: dict[str, tuple[object, ...]] = {
 def _settings(folder: Path, own: LoRA) -> LoRA:
     """`own` with what a folder's adapter_config.json says instead."""
     path = folder / ADAPTER_CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(f"adapter.path must be a folder with {ADAPTER_CONFIG}; got {folder}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not path.exists():
+        raise ValueError(f"adapter.path must be a folder with {ADAPTER_CONFIG}; got {folder}")
+    config = read_json(path)
     for name, supported in REQUIRED.items():
         if config.get(name, supported[0]) not in supported:
             raise ValueError(f"{path}: {name} must be {json.dumps(supported[0])}; got {json.dumps(config[name])}")

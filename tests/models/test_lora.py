@@ -290,6 +290,13 @@ def test_files_that_are_not_there_or_broken(tmp_path):
         save_adapter(small_gpt(levers(), CPU), tmp_path / "b", None)
 
 
+@pytest.mark.parametrize(("text", "message"), [("[]", "must hold an object; got list"), ("{", "is not JSON")])
+def test_a_damaged_adapter_config_is_named(text, message, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"adapter_config.json {message}"):
+        lora(path=str(tmp_path))(small_gpt(levers(), CPU))
+
+
 def test_bf16_moments_are_refused():
     with pytest.raises(ValueError, match=r"adapters, which are fp32"):
         adamw_bf16(small().bfloat16(), lr=0.1, weight_decay=0.0, betas=[0.9, 0.95], eps=1e-8)
