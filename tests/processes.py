@@ -4,10 +4,12 @@ import multiprocessing
 import os
 import resource
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -65,6 +67,9 @@ def finish(
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
+            assert process.pid is not None
+            with suppress(ProcessLookupError):  # where it has not come to a session of its own
+                os.killpg(process.pid, signal.SIGKILL)
             raise subprocess.TimeoutExpired(command, timeout, out.read_text(), errors.read_text())
         return subprocess.CompletedProcess(command, process.exitcode, out.read_text(), errors.read_text())
 
