@@ -21,6 +21,12 @@ def kernels_are_compiled() -> bool:
 LONGEST = ("test_aot", "test_strategy", "test_train", "test_ablate_memory", "test_finetune", "test_export_hf")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests of one xdist_group share a worker, and so the runs that their fixtures start."""
+    if config.getoption("dist", None) == "load":  # what -n alone means
+        config.option.dist = "loadgroup"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.path.stem.startswith(LONGEST))
     if kernels_are_compiled():
@@ -35,6 +41,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> torch.device:
     """Where the kernels run here: CUDA when they are compiled, the CPU in the interpreter."""
     return torch.device("cuda" if kernels_are_compiled() else "cpu")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _interpreter_at_its_best() -> Iterator[None]:
+    if kernels_are_compiled():
+        yield
+        return
+    from tests.interpreter import patched_once_a_launch  # imports triton, which reads what stands above
+
+    with patched_once_a_launch():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ from fa_train.models.lora import LoRA
 from scripts import export_hf
 from tests.training import command_line, tiny
 
+pytestmark = pytest.mark.xdist_group("export_hf")
 TOKENS = torch.arange(40) % 11 + 97
 
 

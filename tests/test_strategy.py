@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -32,10 +31,13 @@ from fa_train.parallel.drawing import DrawnOn
 from fa_train.parallel.fsdp import local, shard, whole
 from scripts import export_hf
 from tests.processes import start_server
-from tests.test_train import processes_can_talk, start_and_stop
+from tests.test_train import processes_can_talk, ranks_of_torchrun, start_and_stop
 from tests.training import column, composed, tiny, write_corpus
 
-pytestmark = pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
+pytestmark = [
+    pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
+    pytest.mark.xdist_group("strategy"),
+]
 SETTINGS = (
     "data.val_rows=2", "max_steps=6", "trainer.val_check_interval=6", "callbacks.checkpoint.every_n_train_steps=3",
     "callbacks.checkpoint.save_top_k=-1",
@@ -81,27 +83,20 @@ def whole_run(shared) -> Path:
 @pytest.fixture(scope="module")
 def two_ranks(shared, whole_run) -> Path:
     """What two processes did together: see in_two_processes."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
     start_server()
-    arguments = (str(shared), port)
+    arguments = (str(shared), ranks_of_torchrun(2))
     torch.multiprocessing.start_processes(in_two_processes, args=arguments, nprocs=2, start_method="forkserver")
     return shared
 
 
-def in_two_processes(rank: int, folder: str, port: int) -> None:
+def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
     """One of two ranks, for everything that needs two, as a process takes seconds to start.
 
     Runs in `folder`: sharded; two_from_two and two_from_one, which go on from step 3 of sharded and of whole; cut,
     which rank 1 was told to stop, and two_from_cut. Asserts what only the ranks themselves see.
     """
     torch.set_num_threads(1)
-    # as torchrun tells its processes
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test",
-    )  # fmt: skip
+    os.environ.update(environments[rank])
     shared = Path(folder)
     step_three = "checkpoints/step_0000003.ckpt"
     train_in(shared / "sharded", shared, *RANKS, "export=true")

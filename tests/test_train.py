@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -206,6 +207,31 @@ def processes_can_talk():
     return torch.distributed.is_available() and torch.distributed.is_gloo_available()
 
 
+def ranks_of_torchrun(n_ranks):
+    """What torchrun tells each of the processes that it starts."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(n_ranks), "LOCAL_WORLD_SIZE": str(n_ranks), "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test",
+    }  # fmt: skip
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(n_ranks)]
+
+
+def start_and_finish_ranks(folder, tmp_path, *overrides):
+    """train.py with two ranks in `folder`, each in a process that imports nothing, unlike one that Lightning starts."""
+    processes.start_server()  # once, not from both threads
+    arguments = [*overrides, "strategy=ddp", "trainer.devices=2", f"hydra.run.dir={folder}"]
+    with ThreadPoolExecutor() as pool:
+        ranks = [
+            pool.submit(command_line, tmp_path, *arguments, **environment) for environment in ranks_of_torchrun(2)
+        ]
+    for done in (rank.result() for rank in ranks):
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
 @pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
 def test_the_number_of_processes_may_change(tmp_path):
     """One process for three steps, two for two, one to the end: rows and losses of one process alone.
@@ -218,8 +244,8 @@ def test_the_number_of_processes_may_change(tmp_path):
     ]  # fmt: skip
     _, one = run(tmp_path, *settings, *RECORDED)
     losses, rows = column(one, "train/loss"), recorded_rows(one)
-    ranks = ["strategy=ddp", "trainer.devices=2", f"ckpt_path={one}/checkpoints/step_0000003.ckpt"]
-    two = start_and_finish(tmp_path, *tiny(tmp_path, *settings, *ranks), *RECORDED)
+    overrides = tiny(tmp_path, *settings, f"ckpt_path={one}/checkpoints/step_0000003.ckpt")
+    two = start_and_finish_ranks(tmp_path / "two", tmp_path, *overrides, *RECORDED)
     _, again = run(tmp_path, *settings, f"ckpt_path={two}/checkpoints/step_0000005.ckpt", *RECORDED, name="again")
     assert len(list(two.glob("rows_*.jsonl"))) == 2, "both ranks had rows"
     for part, first in ((two, 4), (again, 6)):

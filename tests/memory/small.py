@@ -1,6 +1,6 @@
 """A small decoder and what its training step gives, for tests that compare memory levers."""
 
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -75,6 +75,12 @@ def step(model: GPT, batch: dict[str, Tensor]) -> list[Tensor]:
     loss = model(**batch)
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@cache
+def step_without_levers(attention: str, device: torch.device) -> list[Tensor]:
+    """What `step` gives of small_gpt and stream, once for all tests that compare levers with it."""
+    return step(small_gpt(levers(), device, attention), stream(device))
 
 
 def compile_blocks(model: GPT) -> GPT:
