@@ -1,5 +1,6 @@
 """Fixtures for every test: where kernels run, NaN in fresh memory, a fixed seed."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +26,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Tests of one xdist_group share a worker, and so the runs that their fixtures start."""
     if config.getoption("dist", None) == "load":  # what -n alone means
         config.option.dist = "loadgroup"
+
+
+def pytest_collection_finish() -> None:
+    """Hundreds of thousands of objects came with the imports, which garbage collection need not look through again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -224,9 +224,7 @@ def start_and_finish_ranks(folder, tmp_path, *overrides):
     processes.start_server()  # once, not from both threads
     arguments = [*overrides, "strategy=ddp", "trainer.devices=2", f"hydra.run.dir={folder}"]
     with ThreadPoolExecutor() as pool:
-        ranks = [
-            pool.submit(command_line, tmp_path, *arguments, **environment) for environment in ranks_of_torchrun(2)
-        ]
+        ranks = [pool.submit(command_line, tmp_path, *arguments, **environment) for environment in ranks_of_torchrun(2)]
     for done in (rank.result() for rank in ranks):
         assert done.returncode == 0, done.stderr
     return folder

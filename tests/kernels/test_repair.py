@@ -11,6 +11,7 @@ from kernels.flash_attention.portable.fwd import attention_forward, repair_forwa
 from kernels.flash_attention.portable.launch import new_marks, repair_grid
 from kernels.flash_attention.schedule import causal_schedule
 
+pytestmark = pytest.mark.xdist_group("repair")
 LENGTHS = [50, 0, 100, 61]
 TOTAL, HEADS, KV_HEADS = sum(LENGTHS), 2, 1
 UNITS = 4  # of 64 rows, each with a mark

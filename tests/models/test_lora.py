@@ -314,7 +314,9 @@ def test_a_run_trains_adapters_and_resumes(tmp_path):
 
     def run(folder: Path, *overrides: str) -> dict[int, float]:
         folder.mkdir()
-        settings = tiny(tmp_path, "adapter=lora", "optimizer.lr=0.02", "max_steps=8", "scheduler.max_steps=8", *overrides)
+        settings = tiny(
+            tmp_path, "adapter=lora", "optimizer.lr=0.02", "max_steps=8", "scheduler.max_steps=8", *overrides
+        )
         with composed(folder, *settings) as cfg:
             train.train(cfg)
         return column(folder, "train/loss")

@@ -139,7 +139,9 @@ def test_a_missing_torchao_is_named(monkeypatch, tmp_path):
 def test_a_run_learns_and_resumes(tmp_path):
     def run(name: str, *overrides: str) -> dict[int, float]:
         (tmp_path / name).mkdir()
-        settings = tiny(tmp_path, "adapter=qlora", "optimizer.lr=0.02", "max_steps=8", "scheduler.max_steps=8", *overrides)
+        settings = tiny(
+            tmp_path, "adapter=qlora", "optimizer.lr=0.02", "max_steps=8", "scheduler.max_steps=8", *overrides
+        )
         with composed(tmp_path / name, *settings) as cfg:
             train.train(cfg)
         return column(tmp_path / name, "train/loss")
