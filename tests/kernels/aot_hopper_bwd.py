@@ -1,16 +1,17 @@
 """Compiles the Hopper backward kernel without a GPU and prints, as JSON, what ptxas says of each case. Run as a module.
 
-A case is dtype-head_dim-group-softcap-marks, such as bf16-128-4-0-1. For the kernels of two passes head_dim is followed
-by dkdv or dq, such as 128dq; head_dim 256 has no others.
+A case is dtype-head_dim-group-softcap-marks, such as bf16-128-4-0-1; which kernel that takes is as in a call. For the
+kernels of two passes head_dim is followed by dkdv or dq, such as 128dq; head_dim 256 has no others.
 """
 
 import json
 import sys
 
+import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kernels.flash_attention.hopper import bwd, bwd_queries, bwd_wide
+from kernels.flash_attention.hopper import bwd, bwd_queries, bwd_three_groups, bwd_wide
 from kernels.flash_attention.hopper.bwd_dq import ROW_ALIGNMENT
 from kernels.flash_attention.portable.load import split_width
 from tests.kernels.aot import compile_to_ptx, ptxas
@@ -34,8 +35,8 @@ def compile_kernel(dtype, head_dim, group, softcap, marks, with_dq=True):
         tiles_ptr="*i32", query_start_ptr="*i32", query_end_ptr="*i32", spoiled_ptr="*i32",
     )  # fmt: skip
     constants = dict(
-        HAS_SOFTCAP=softcap == "1", GROUP=int(group), BLOCK_M=tiles.block_m, BLOCK_N=bwd.BLOCK_N, D_1=d_1, D_2=d_2,
-        STAGES=tiles.stages, ALIGNMENT=ROW_ALIGNMENT, WITH_DQ=with_dq,
+        HAS_SOFTCAP=softcap == "1", GROUP=int(group), D_2=d_2, STAGES=tiles.stages,
+        ALIGNMENT=ROW_ALIGNMENT, WITH_DQ=with_dq,
         CONSUMER_REGISTERS=bwd.CONSUMER_REGISTERS, PRODUCER_REGISTERS=bwd.PRODUCER_REGISTERS,
     )  # fmt: skip
     if marks == "0":
@@ -54,6 +55,27 @@ def compile_kernel(dtype, head_dim, group, softcap, marks, with_dq=True):
         else:
             constants[f"sum{part}_desc"] = None
     return compile_source(kernel, signature, constants, bwd.REGISTERS)
+
+
+def compile_three_groups(dtype, head_dim, group, marks):
+    """The compiled kernel in which dQ has a warpgroup of its own."""
+    block_m, kernel = bwd_three_groups.BLOCK_M[head_dim], bwd_three_groups._bwd_kernel
+    signature = dict(
+        rows_desc=descriptor("fp32", [block_m]), softmax_scale="fp32",
+        sum_desc=descriptor("fp32", [bwd_three_groups.SUM_BLOCK] * 2),
+    )  # fmt: skip
+    signature |= dict.fromkeys(("tiles_ptr", "query_start_ptr", "query_end_ptr", "spoiled_ptr"), "*i32")
+    for name in ("q", "do", "k", "v", "dk", "dv"):
+        rows = block_m if name in ("q", "do") else bwd_three_groups.BLOCK_N
+        signature[f"{name}_desc"] = descriptor(dtype, [rows, head_dim])
+    constants = dict(
+        GROUP=int(group), ALIGNMENT=ROW_ALIGNMENT, STAGES=bwd_three_groups.STAGES,
+        HALVES=bwd_three_groups.in_halves(head_dim, {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]),
+        REGISTERS=bwd_three_groups.GROUP_REGISTERS,
+    )  # fmt: skip
+    if marks == "0":
+        constants["spoiled_ptr"] = None
+    return compile_source(kernel, signature, constants, bwd_three_groups.REGISTERS)
 
 
 def compile_wide(dtype, group, softcap, marks):
@@ -112,6 +134,9 @@ def compile_case(dtype, kernel, *features):
         return compile_queries(dtype, kernel.removesuffix("dq"), *features)
     if kernel == f"{bwd_wide.HEAD_DIM}dkdv":
         return compile_wide(dtype, *features)
+    group, softcap, marks = features
+    if kernel in map(str, bwd_three_groups.BLOCK_M) and softcap == "0":
+        return compile_three_groups(dtype, int(kernel), group, marks)
     return compile_kernel(dtype, kernel.removesuffix("dkdv"), *features, with_dq=not kernel.endswith("dkdv"))
 
 

@@ -1,6 +1,6 @@
 """The Hopper backward kernels compile without a GPU: on wgmma, in shared memory, within limits on spills, no C75xx.
 
-And what the kernels of dK and dV alone read beside Q and dO, and which kernels take a call.
+And what the kernels of dK and dV read beside Q and dO, and which kernels take a call.
 """
 
 import pytest
@@ -8,16 +8,16 @@ import torch
 
 from kernels.flash_attention import backend
 from kernels.flash_attention.features import Features
-from kernels.flash_attention.hopper import bwd, bwd_dq, bwd_wide
+from kernels.flash_attention.hopper import bwd, bwd_dq, bwd_three_groups, bwd_wide
 from kernels.flash_attention.portable import bwd as portable_bwd
 from kernels.flash_attention.schedule import causal_schedule
 from tests.kernels.ahead_of_time import compile_all
 
 # dtype-head_dim-group-softcap-marks -> bytes of spill stores allowed: what ptxas of triton 3.6 and 3.7 gives, with room
 SPILLS = {
-    "bf16-128-1-0-0": 112, "bf16-64-1-0-0": 256,
-    "bf16-128-1-0-1": 96, "bf16-64-1-0-1": 208, "bf16-96-1-0-1": 32,
-    "fp16-128-4-0-1": 112, "fp16-64-4-0-1": 192,
+    "bf16-128-1-0-0": 80, "bf16-64-1-0-0": 32,
+    "bf16-128-1-0-1": 80, "bf16-64-1-0-1": 16, "bf16-96-1-0-1": 32,
+    "fp16-128-4-0-1": 80, "fp16-64-4-0-1": 16, "bf16-128-4-0-0": 96,
     "bf16-128-1-1-1": 368, "bf16-64-4-1-1": 1152, "bf16-96-4-1-1": 128,
     "bf16-64dkdv-1-0-1": 48, "bf16-96dkdv-1-0-1": 16, "fp16-128dkdv-4-0-1": 96, "bf16-128dkdv-1-1-1": 256,
     "bf16-64dq-1-0-1": 16, "bf16-96dq-1-0-1": 16, "fp16-128dq-4-0-1": 16, "bf16-128dq-1-1-1": 16,
@@ -36,12 +36,25 @@ def test_compiles_within_limits():
         assert report["spill_bytes"] <= SPILLS[case], (case, report)
 
 
+def test_registers_of_three_groups():
+    """The first group of warps gets what the others leave, which must be as many as the second's: a consumer too."""
+    registers = bwd_three_groups.GROUP_REGISTERS
+    of_four_warps = bwd_three_groups.REGISTERS * (1 + len(registers))
+    assert of_four_warps <= 64 * 1024 // 128
+    assert of_four_warps - sum(registers) == registers[0]
+
+
+@pytest.mark.parametrize(
+    "prepared", [bwd_dq.prepare_rows, lambda *rows: bwd_dq.prepare(*rows, 8)[0]], ids=["dkdv", "all"]
+)
 @pytest.mark.parametrize("total", [pytest.param(128, id="whole"), pytest.param(70, id="padded")])
-def test_padded_rows_take_no_part(device, total):
+def test_padded_rows_take_no_part(device, total, prepared):
     lse, delta = torch.randn(2, 3, total, device=device)
     lse[1, 5] = float("-inf")
-    rows = bwd_dq.prepare_rows(lse, delta, 126)
-    assert rows.shape == (2, 3, 128)  # in whole fours, as TMA reads them
+    rows = prepared(lse, delta)
+    longest = max(tiles.block_m for table in (bwd.TILES, bwd.TILES_WITHOUT_DQ) for tiles in table.values())
+    assert rows.shape[:2] == (2, 3) and rows.shape[2] % 4 == 0  # in whole fours, as TMA reads them
+    assert rows.shape[2] >= total - 1 + longest, "the last block of queries reads the next head's lse and delta"
     log2_lse = lse * 1.4426950408889634
     log2_lse[1, 5] = float("inf")  # sees no key: 2^(score - inf) is 0
     assert rows[0, :, :total].equal(log2_lse) and rows[1, :, :total].equal(delta)
@@ -49,8 +62,10 @@ def test_padded_rows_take_no_part(device, total):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
 @pytest.mark.parametrize("head_dim", bwd.TILES)
-def test_deterministic_takes_kernels_that_add_nothing_in_memory(monkeypatch, head_dim, deterministic):
+def test_kernels_of_a_call(monkeypatch, head_dim, softcap, deterministic):
+    """A call that must be deterministic takes those that add nothing in memory."""
     monkeypatch.delenv(backend.VARIABLE, raising=False)
     launched = []
     monkeypatch.setattr(bwd, "supports", lambda *_: True)
@@ -58,16 +73,17 @@ def test_deterministic_takes_kernels_that_add_nothing_in_memory(monkeypatch, hea
     monkeypatch.setattr(bwd, "prepare_rows", lambda *_: None)
     monkeypatch.setattr(bwd, "finish", lambda sums, *_: launched.append(sums))
     monkeypatch.setattr(bwd, "gradients_of_keys", lambda *tensors: (launched.append(tensors[5]), None))
+    monkeypatch.setattr(bwd_three_groups, "gradients_of_keys", lambda *_: (launched.append("three groups"), None))
     monkeypatch.setattr(bwd, "gradient_of_queries", lambda *_: launched.append("dq"))
     monkeypatch.setattr(bwd_wide, "gradients_of_keys", lambda *_: (launched.append("wide"), None))
     monkeypatch.setattr(portable_bwd, "attention_backward", lambda *_: "portable")
     do, q, k, v = torch.empty(4, 3, 2, head_dim)
     row_values = torch.empty(2, 3)
-    schedule, features = causal_schedule(None, 3, q.device), Features(1.0, 0.0, None, [])
+    schedule, features = causal_schedule(None, 3, q.device), Features(1.0, softcap, None, [])
     arguments = do, q, k, v, row_values, row_values, schedule, features, deterministic
     backend.backward(*arguments)
+    fast = "three groups" if head_dim in (64, 128) and not softcap else "sum of dq"
     wide = head_dim == bwd_wide.HEAD_DIM
-    expected = ["wide", "dq"] if wide else [None, "dq"] if deterministic else ["sum of dq", "sum of dq"]
-    assert launched == expected
+    assert launched == (["wide", "dq"] if wide else [None, "dq"] if deterministic else [fast, "sum of dq"])
     monkeypatch.setenv(backend.VARIABLE, "portable")
     assert backend.backward(*arguments) == "portable"

@@ -6,6 +6,7 @@ memory for dQ = dS K, which is added to fp32 in global memory: the order of thos
 A head_dim of 96 is worked as 64 columns and 32, each with buffers, descriptors and accumulators of its own, because
 Triton's blocks are powers of two: padded to 128 it would pay for a third more of every product.
 Where there are several documents, NaN of one that came into another through a tile of both is repaired (marks.py).
+Without softcap, head_dim 64 and 128 take a kernel in which a third warpgroup does dQ (bwd_three_groups.py).
 Where gradients must be repeatable, the kernel gives dK and dV alone, which have one owner each, and another kernel dQ
 (bwd_queries.py): seven matmuls, as at head_dim 256, where two kernels always do all this (bwd_wide.py).
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
@@ -26,25 +27,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.flash_attention.features import Features
-from kernels.flash_attention.hopper import bwd_wide
+from kernels.flash_attention.hopper import bwd_three_groups, bwd_wide
 from kernels.flash_attention.hopper.bwd_dq import ROW_ALIGNMENT, finish, prepare, prepare_rows
 from kernels.flash_attention.hopper.bwd_queries import gradient_of_queries
+from kernels.flash_attention.hopper.bwd_steps import (
+    BLOCK_N,
+    SIZES,
+    SUM_BLOCK,
+    decode,
+    kv_heads_per_section,
+    new_barriers,
+    new_buffers,
+    next_step,
+    produce,
+    seen_by,
+)
 from kernels.flash_attention.hopper.bwd_tma import named_barrier, tma_reduce_add
 from kernels.flash_attention.hopper.columns import keep_columns
 from kernels.flash_attention.hopper.descriptors import is_hopper, loadable, numbers, rows_of_heads
 from kernels.flash_attention.hopper.marks import mark_spoiled
 from kernels.flash_attention.portable.bwd import repair_dk_dv, repair_dq
-from kernels.flash_attention.portable.launch import ceil_div, new_marks, tile_and_head
+from kernels.flash_attention.portable.launch import ceil_div, new_marks
 from kernels.flash_attention.portable.load import split_width
-from kernels.flash_attention.schedule import WORK_TILE, Schedule
+from kernels.flash_attention.schedule import Schedule
 from kernels.flash_attention.scores import cap
 
-BLOCK_N = WORK_TILE  # keys of a program, 64 for each warpgroup
-SUM_BLOCK = 64  # rows of dQ, and at most columns, that one warpgroup adds at a time
-# bytes of Q, dO and fp32 dQ that heads worked at one time may span: of 16, 32, 64 MiB and no bound the fastest on an
-# H200 (568, 502, 538, 528 TFLOP/s at 16k, d=128). At d=256, 16k, 8 heads, no bound was found better: by the time that
-# dK and dV took of the whole's FLOPs, 817 and 933 TFLOP/s in two runs of one head at a time, 873 of two, 819 of all
-L2_BUDGET = 16 * 2**20
 # 3 x 128 threads: the producer's warpgroup gives registers up, and the consumers take them
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
 
@@ -70,83 +77,18 @@ TILES_WITHOUT_DQ = {64: BackwardTiles(128, 4), 96: BackwardTiles(64, 4), 128: Ba
 
 
 @gluon.jit
-def _decode(
-    tiles_ptr, query_start_ptr, query_end_ptr, n_tiles, n_kv_heads, section, total_k,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ALIGNMENT: gl.constexpr,
-):  # fmt: skip
-    """This program's first key, its KV head, the first query to visit, where they end, and the number of steps."""
-    tile, kv_head = tile_and_head(gl.program_id(0), tiles_ptr, n_tiles, n_kv_heads, section, 1)
-    first = tile * BLOCK_N
-    last = gl.minimum(first + BLOCK_N, total_k) - 1
-    start = gl.load(query_start_ptr + first) // ALIGNMENT * ALIGNMENT
-    end = gl.load(query_end_ptr + last)
-    n_steps = gl.maximum(end - start + BLOCK_M - 1, 0) // BLOCK_M * GROUP
-    return first, kv_head, start, end, n_steps
-
-
-@gluon.jit
-def _next(m, head, start, end, GROUP: gl.constexpr, BLOCK_M: gl.constexpr):
-    """The block of queries after m; after a head's last one, the first of the next head."""
-    m += BLOCK_M
-    if GROUP > 1:
-        wraps = m >= end
-        head = gl.where(wraps, head + 1, head)
-        m = gl.where(wraps, start, m)
-    return m, head
-
-
-@gluon.jit
-def _producer(
-    q_desc, k_desc, v_desc, do_desc, rest, rows_desc, q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf, rest_bufs,
-    kv_full, q_full, do_full, empty, tiles_ptr, query_start_ptr, query_end_ptr,
-    n_tiles, n_kv_heads, section, total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
-    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D_2: gl.constexpr, STAGES: gl.constexpr,
-    ALIGNMENT: gl.constexpr,
-):  # fmt: skip
-    """One warp: fills the buffers in the order in which the consumers empty them."""
-    first, kv_head, m, end, n_steps = _decode(
-        tiles_ptr, query_start_ptr, query_end_ptr, n_tiles, n_kv_heads, section, total_k,
-        GROUP, BLOCK_M, BLOCK_N, ALIGNMENT,
-    )  # fmt: skip
-    start, head = m, kv_head * GROUP
-    BYTES: gl.constexpr = 2 * (k_buf.shape[1] + D_2)  # of one row
-    mbarrier.expect(kv_full, 2 * BLOCK_N * BYTES)
-    tma.async_copy_global_to_shared(k_desc, [first, kv_head * stride_kh], kv_full, k_buf)
-    tma.async_copy_global_to_shared(v_desc, [first, kv_head * stride_vh], kv_full, v_buf)
-    if D_2:
-        q_2_desc, k_2_desc, v_2_desc, do_2_desc = rest
-        q_2_bufs, do_2_bufs, k_2_buf, v_2_buf = rest_bufs
-        tma.async_copy_global_to_shared(k_2_desc, [first, kv_head * stride_kh], kv_full, k_2_buf)
-        tma.async_copy_global_to_shared(v_2_desc, [first, kv_head * stride_vh], kv_full, v_2_buf)
-    for step in range(n_steps):
-        stage = step % STAGES
-        q_here, do_here = q_full.index(stage), do_full.index(stage)
-        row = head * padded_q + m
-        mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-        mbarrier.expect(q_here, BLOCK_M * BYTES + rows_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_desc, [m, head * stride_qh], q_here, q_bufs.index(stage))
-        if D_2:
-            tma.async_copy_global_to_shared(q_2_desc, [m, head * stride_qh], q_here, q_2_bufs.index(stage))
-        tma.async_copy_global_to_shared(rows_desc, [row], q_here, lse_bufs.index(stage))
-        mbarrier.expect(do_here, BLOCK_M * BYTES + rows_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(do_desc, [m, head * stride_doh], do_here, do_bufs.index(stage))
-        if D_2:
-            tma.async_copy_global_to_shared(do_2_desc, [m, head * stride_doh], do_here, do_2_bufs.index(stage))
-        tma.async_copy_global_to_shared(
-            rows_desc, [n_kv_heads * GROUP * padded_q + row], do_here, delta_bufs.index(stage)
-        )
-        m, head = _next(m, head, start, end, GROUP, BLOCK_M)
-
-
-@gluon.jit
 def _consumer(
-    HALF: gl.constexpr, dk_desc, dv_desc, sum_desc, rest, q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf,
-    rest_bufs, ds_bufs, sum_bufs, kv_full, q_full, do_full, empty, tiles_ptr, query_start_ptr, query_end_ptr,
-    spoiled_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section, total_k,
-    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    D_1: gl.constexpr, D_2: gl.constexpr, STAGES: gl.constexpr, ALIGNMENT: gl.constexpr, WITH_DQ: gl.constexpr,
+    HALF: gl.constexpr, dk_desc, dv_desc, sum_desc, rest, buffers, rest_bufs, ds_bufs, sum_bufs, barriers, order,
+    ranges, spoiled_ptr, softmax_scale, softcap,
+    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, ALIGNMENT: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: dK and dV of half the tile's keys, and WITH_DQ half of each step's dQ."""
+    q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf = buffers
+    kv_full, q_full, do_full, empty = barriers
+    STAGES: gl.constexpr = q_bufs.shape[0]
+    BLOCK_M: gl.constexpr = q_bufs.shape[1]
+    D_1: gl.constexpr = q_bufs.shape[2]
+    BLOCK_N: gl.constexpr = k_buf.shape[0]
     KEYS: gl.constexpr = BLOCK_N // 2
     # matmuls of which one operation of a head is made
     PARTS: gl.constexpr = 2 if D_2 else 1
@@ -162,21 +104,10 @@ def _consumer(
     queries_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     keys_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
 
-    first, kv_head, m, end, n_steps = _decode(
-        tiles_ptr, query_start_ptr, query_end_ptr, n_tiles, n_kv_heads, section, total_k,
-        GROUP, BLOCK_M, BLOCK_N, ALIGNMENT,
-    )  # fmt: skip
+    first, kv_head, m, end, n_steps = decode(order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
     start, head = m, kv_head * GROUP
     first_here = first + HALF * KEYS
-    keys = first_here + gl.arange(0, KEYS, layout=keys_layout)
-    # keys past the last one are seen by no query: their P would be 2^-lse, without bound
-    query_start = gl.load(query_start_ptr + keys, mask=keys < total_k, other=0x7FFFFFFF)
-    query_end = gl.load(query_end_ptr + keys, mask=keys < total_k, other=0)
-    # a step between these needs no mask; ranges only move forwards from key to key, except past the last one
-    last_here = first_here + KEYS - 1
-    whole_start = gl.load(query_start_ptr + last_here, mask=last_here < total_k, other=0x7FFFFFFF)
-    whole_end = gl.load(query_end_ptr + first_here, mask=first_here < total_k, other=0)
-
+    query_start, query_end, whole_start, whole_end = seen_by(ranges, first_here, KEYS, keys_layout)
     k_half = k_buf.slice(HALF * KEYS, KEYS, dim=0)  # [64, D_1]
     v_half = v_buf.slice(HALF * KEYS, KEYS, dim=0)
     no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=scores_layout)
@@ -257,11 +188,11 @@ def _consumer(
             sum_buf.store(dq)
             fence_async_shared()
             tma_reduce_add(sum_desc, [row, column], sum_buf)
-        m, head = _next(m, head, start, end, GROUP, BLOCK_M)
+        m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
     if spoiled_ptr is not None:
-        mark_spoiled(dk + dv, first_here, kv_head, total_k, spoiled_ptr)
+        mark_spoiled(dk + dv, first_here, kv_head, ranges[2], spoiled_ptr)
         if D_2:
-            mark_spoiled(dk_2 + dv_2, first_here, kv_head, total_k, spoiled_ptr)
+            mark_spoiled(dk_2 + dv_2, first_here, kv_head, ranges[2], spoiled_ptr)
     # dK and dV leave through the buffers of K and V
     named_barrier(10, 256)  # both warpgroups have read K for the last time
     k_half.store((dk * softmax_scale).to(dtype))
@@ -283,19 +214,14 @@ def _consumer(
     tma.store_wait(0)
 
 
-_SIZES = (
-    "n_tiles", "n_kv_heads", "section", "total_k", "padded_q", "stride_qh", "stride_kh", "stride_vh", "stride_doh"
-)  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=_SIZES)
+@gluon.jit(do_not_specialize=SIZES)
 def _bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, sum_desc,
     q_2_desc, k_2_desc, v_2_desc, do_2_desc, dk_2_desc, dv_2_desc, sum_2_desc,
     tiles_ptr, query_start_ptr, query_end_ptr, spoiled_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section,
     total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
-    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    D_1: gl.constexpr, D_2: gl.constexpr, STAGES: gl.constexpr, ALIGNMENT: gl.constexpr, WITH_DQ: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, STAGES: gl.constexpr,
+    ALIGNMENT: gl.constexpr, WITH_DQ: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one KV head, over all query heads that share it.
@@ -305,13 +231,11 @@ def _bwd_kernel(
     spoiled is None, or where to mark NaN in dK and dV (marks.py).
     """
     dtype: gl.constexpr = q_desc.dtype
-    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D_1], q_desc.layout)
-    do_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D_1], do_desc.layout)
-    lse_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], rows_desc.layout)
-    delta_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], rows_desc.layout)
-    k_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D_1], k_desc.layout)
-    v_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D_1], v_desc.layout)
-    ds_bufs, sum_bufs, sum_descs = None, None, (None, None)
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[0]
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
+    buffers = new_buffers(q_desc, k_desc, v_desc, do_desc, rows_desc, STAGES)
+    barriers = new_barriers(STAGES, 2)
+    ds_bufs, sum_bufs, sum_descs, rest_bufs = None, None, (None, None), None
     if WITH_DQ:
         ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
         # two, so that a warpgroup writes a step's dS^T while the other still reads the last one's
@@ -331,33 +255,19 @@ def _bwd_kernel(
         k_2_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D_2], k_2_desc.layout)
         v_2_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D_2], v_2_desc.layout)
         rest_bufs = (q_2_bufs, do_2_bufs, k_2_buf, v_2_buf)
-    else:
-        rest_bufs = (q_bufs, do_bufs, k_buf, v_buf)  # of which no use is made
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_full, count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(stage), count=1)
-        mbarrier.init(do_full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+    order = (tiles_ptr, n_tiles, n_kv_heads, section)
+    ranges = (query_start_ptr, query_end_ptr, total_k)
+    loads = (
+        (q_desc, k_desc, v_desc, do_desc), (q_2_desc, k_2_desc, v_2_desc, do_2_desc), rows_desc,
+        (stride_qh, stride_kh, stride_vh, stride_doh), padded_q, n_kv_heads * GROUP * padded_q,
+    )  # fmt: skip
+    rest = (dk_2_desc, dv_2_desc)
     gl.warp_specialize([
-        (_consumer, (0, dk_desc, dv_desc, sum_descs[0], (dk_2_desc, dv_2_desc), q_bufs, do_bufs, lse_bufs, delta_bufs,
-                     k_buf, v_buf, rest_bufs, ds_bufs, sum_bufs, kv_full, q_full, do_full, empty,
-                     tiles_ptr, query_start_ptr, query_end_ptr,
-                     spoiled_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section, total_k,
-                     HAS_SOFTCAP, GROUP, BLOCK_M, BLOCK_N, D_1, D_2, STAGES, ALIGNMENT, WITH_DQ)),
-        (_consumer, (1, dk_desc, dv_desc, sum_descs[1], (dk_2_desc, dv_2_desc), q_bufs, do_bufs, lse_bufs, delta_bufs,
-                     k_buf, v_buf, rest_bufs, ds_bufs, sum_bufs, kv_full, q_full, do_full, empty,
-                     tiles_ptr, query_start_ptr, query_end_ptr,
-                     spoiled_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section, total_k,
-                     HAS_SOFTCAP, GROUP, BLOCK_M, BLOCK_N, D_1, D_2, STAGES, ALIGNMENT, WITH_DQ)),
-        (_producer, (q_desc, k_desc, v_desc, do_desc, (q_2_desc, k_2_desc, v_2_desc, do_2_desc), rows_desc,
-                     q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf, rest_bufs, kv_full, q_full, do_full, empty,
-                     tiles_ptr, query_start_ptr, query_end_ptr, n_tiles, n_kv_heads, section, total_k, padded_q,
-                     stride_qh, stride_kh, stride_vh, stride_doh,
-                     GROUP, BLOCK_M, BLOCK_N, D_2, STAGES, ALIGNMENT)),
+        (_consumer, (0, dk_desc, dv_desc, sum_descs[0], rest, buffers, rest_bufs, ds_bufs, sum_bufs, barriers, order,
+                     ranges, spoiled_ptr, softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, WITH_DQ)),
+        (_consumer, (1, dk_desc, dv_desc, sum_descs[1], rest, buffers, rest_bufs, ds_bufs, sum_bufs, barriers, order,
+                     ranges, spoiled_ptr, softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, WITH_DQ)),
+        (produce, (loads, buffers, rest_bufs, barriers, order, ranges, GROUP, ALIGNMENT)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -374,13 +284,6 @@ def supports(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
         and loadable(k)
         and loadable(v)
     )
-
-
-def _kv_heads_per_section(q: Tensor, n_kv_heads: int) -> int:
-    """How many KV heads to work at once so that Q, dO and dQ of their query heads fit in L2."""
-    total, n_heads, head_dim = q.shape
-    bytes_per_kv_head = total * head_dim * (2 * q.element_size() + 4) * (n_heads // n_kv_heads)
-    return min(n_kv_heads, max(1, L2_BUDGET // bytes_per_kv_head))
 
 
 def gradients_of_keys(
@@ -413,10 +316,10 @@ def gradients_of_keys(
     _bwd_kernel[(n_tiles * n_kv_heads,)](
         *descs[:4], rows_desc, *descs[4:], *sums, *rest, *sums,
         schedule.key_tiles, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale, features.softcap,
-        n_tiles, n_kv_heads, _kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],
+        n_tiles, n_kv_heads, kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),
-        HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, BLOCK_M=tiles.block_m, BLOCK_N=BLOCK_N,
-        D_1=d_1, D_2=d_2, STAGES=tiles.stages, ALIGNMENT=ROW_ALIGNMENT, WITH_DQ=dq_sum is not None,
+        HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, D_2=d_2, STAGES=tiles.stages,
+        ALIGNMENT=ROW_ALIGNMENT, WITH_DQ=dq_sum is not None,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip
     return dk, dv
@@ -437,17 +340,18 @@ def attention_backward(
         spoiled_q, spoiled_k = (new_marks(x.shape[1], x.shape[0], x.device) for x in (q, k))
     head_dim = q.shape[-1]
     if head_dim == bwd_wide.HEAD_DIM:
-        section = _kv_heads_per_section(q, k.shape[1])
+        section = kv_heads_per_section(q, k.shape[1])
         dk, dv = bwd_wide.gradients_of_keys(do, q, k, v, lse, delta, spoiled_k, schedule, features, section)
         dq = gradient_of_queries(do, q, k, v, lse, delta, spoiled_q, schedule, features)
     elif deterministic:
-        # one more block of rows, so that a head's last block reads no other head's lse and delta
-        rows = prepare_rows(lse, delta, q.shape[0] + TILES_WITHOUT_DQ[head_dim].block_m)
+        rows = prepare_rows(lse, delta)
         dk, dv = gradients_of_keys(do, q, k, v, rows, None, spoiled_k, schedule, features)
         dq = gradient_of_queries(do, q, k, v, lse, delta, spoiled_q, schedule, features)
     else:
+        three_groups = head_dim in bwd_three_groups.BLOCK_M and features.softcap == 0.0
+        dkdv = bwd_three_groups.gradients_of_keys if three_groups else gradients_of_keys
         rows, dq_sum = prepare(lse, delta, head_dim)
-        dk, dv = gradients_of_keys(do, q, k, v, rows, dq_sum, spoiled_k, schedule, features)
+        dk, dv = dkdv(do, q, k, v, rows, dq_sum, spoiled_k, schedule, features)
         dq = finish(dq_sum, features.softmax_scale, spoiled_q, q)
     if spoiled_q is not None and spoiled_k is not None:
         repair_dk_dv(do, q, k, v, lse, delta, dk, dv, spoiled_k, schedule, features)

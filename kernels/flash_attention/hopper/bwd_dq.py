@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.flash_attention.portable.launch import SPOILED_ROWS, ceil_div
+from kernels.flash_attention.schedule import WORK_TILE
 
 ROW_ALIGNMENT = 4  # TMA takes fp32 vectors that begin at a multiple of 16 bytes
 
@@ -35,11 +36,12 @@ def _prepare_kernel(
 def prepare(lse: Tensor, delta: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """(n_heads, total_q) fp32 twice -> rows (2, n_heads, padded), dq (total_q, n_heads * head_dim) of zeros, fp32.
 
-    rows[0] is lse in units of log2, +inf where a row sees no key; rows[1] is delta. padded is total_q rounded up to a
-    multiple of 4.
+    rows[0] is lse in units of log2, +inf where a row sees no key; rows[1] is delta. A head's total_q are followed by
+    rows that take no part, as many as the longest block of queries of a kernel has, so that its last block reads no
+    other head's: P is 0 there, but times NaN in that head's delta it would be NaN in dS, and so in all of dK.
     """
     n_heads, total = lse.shape
-    padded = ceil_div(total, ROW_ALIGNMENT) * ROW_ALIGNMENT
+    padded = _padded(total)
     rows = torch.empty(2, n_heads, padded, dtype=torch.float32, device=lse.device)
     dq = torch.empty(total, n_heads * head_dim, dtype=torch.float32, device=lse.device)
     block_rows, block_words = 1024, 4096
@@ -50,14 +52,14 @@ def prepare(lse: Tensor, delta: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     return rows, dq
 
 
-def prepare_rows(lse: Tensor, delta: Tensor, padded: int) -> Tensor:
-    """(n_heads, total_q) fp32 twice -> `prepare`'s rows, where there is no dq to sum, of at least `padded` a head.
+def _padded(total: int) -> int:
+    return ceil_div(total + WORK_TILE, ROW_ALIGNMENT) * ROW_ALIGNMENT
 
-    Where a kernel's blocks of queries stay within them, none reads another head's: of 0 queries there, times NaN here,
-    NaN would remain.
-    """
+
+def prepare_rows(lse: Tensor, delta: Tensor) -> Tensor:
+    """(n_heads, total_q) fp32 twice -> `prepare`'s rows, where there is no dq to sum."""
     n_heads, total = lse.shape
-    padded = ceil_div(padded, ROW_ALIGNMENT) * ROW_ALIGNMENT
+    padded = _padded(total)
     rows = torch.empty(2, n_heads, padded, dtype=torch.float32, device=lse.device)
     block_rows = 1024
     _prepare_kernel[(ceil_div(padded, block_rows) * n_heads,)](

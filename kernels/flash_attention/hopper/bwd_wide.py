@@ -40,10 +40,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper.bwd_dq import prepare_rows
+from kernels.flash_attention.hopper.bwd_steps import SIZES, next_step
 from kernels.flash_attention.hopper.columns import keep_columns
 from kernels.flash_attention.hopper.descriptors import numbers, rows_of_heads
 from kernels.flash_attention.hopper.marks import mark_spoiled
-from kernels.flash_attention.portable.launch import ceil_div, tile_and_head
+from kernels.flash_attention.portable.launch import tile_and_head
 from kernels.flash_attention.schedule import WORK_TILE, Schedule
 from kernels.flash_attention.scores import cap
 
@@ -71,17 +72,6 @@ def _walk(order, ranges, GROUP: gl.constexpr, BLOCK: gl.constexpr, PARTS: gl.con
     end = gl.load(query_end_ptr + last, mask=first < total_k, other=0)
     n_steps = gl.maximum(end - start + BLOCK - 1, 0) // BLOCK * GROUP
     return first, kv_head, start, end, n_steps
-
-
-@gluon.jit
-def _next(m, head, start, end, GROUP: gl.constexpr, BLOCK: gl.constexpr):
-    """The block of queries after m; after a head's last one, the first of the next head."""
-    m += BLOCK
-    if GROUP > 1:
-        wraps = m >= end
-        head = gl.where(wraps, head + 1, head)
-        m = gl.where(wraps, start, m)
-    return m, head
 
 
 @gluon.jit
@@ -113,7 +103,7 @@ def _produce(descriptors, strides, padded_q, buffers, order, ranges, GROUP: gl.c
         mbarrier.expect(do_here, do_desc.block_type.nbytes + rows_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(do_desc, [m, head * stride_doh], do_here, do_bufs.index(stage))
         tma.async_copy_global_to_shared(rows_desc, [delta_rows + row], do_here, delta_bufs.index(stage))
-        m, head = _next(m, head, start, end, GROUP, BLOCK)
+        m, head = next_step(m, head, start, end, GROUP, BLOCK)
 
 
 @gluon.jit
@@ -176,7 +166,7 @@ def _consume_dv(dv_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, H
         dv_1 = warpgroup_mma(p_operand, do.slice(HALF, HALF, dim=1), dv_1, is_async=True)
         dv_0, dv_1 = warpgroup_mma_wait(0, deps=[dv_0, dv_1])
         mbarrier.arrive(do_empty.index(stage), count=1)
-        m, head = _next(m, head, start, end, GROUP, BLOCK)
+        m, head = next_step(m, head, start, end, GROUP, BLOCK)
     if spoiled_ptr is not None:
         mark_spoiled(dv_0 + dv_1, first, kv_head, total_k, spoiled_ptr)
     # dV leaves through K's buffer, which S alone reads; the wait for P's last reader is in what was measured, no more
@@ -238,12 +228,7 @@ def _consume_dk(dk_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, G
     tma.store_wait(0)
 
 
-_SIZES = (
-    "n_tiles", "n_kv_heads", "section", "total_k", "padded_q", "stride_qh", "stride_kh", "stride_vh", "stride_doh"
-)  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=_SIZES)
+@gluon.jit(do_not_specialize=SIZES)
 def _dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc,
     tiles_ptr, query_start_ptr, query_end_ptr, spoiled_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section,
@@ -309,9 +294,9 @@ def gradients_of_keys(
     For head_dim 256, and rows that descriptors.loadable takes. section: KV heads to work at once; spoiled
     (portable.launch.new_marks) gets the marks of NaN.
     """
-    (total_q, n_heads, _), (total_k, n_kv_heads, _) = q.shape, k.shape
+    n_heads, (total_k, n_kv_heads, _) = q.shape[1], k.shape
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-    rows = prepare_rows(lse, delta, ceil_div(total_q, BLOCK) * BLOCK)  # whole blocks, as _walk takes them
+    rows = prepare_rows(lse, delta)
     n_tiles = schedule.key_tiles.numel() * PARTS
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc = (rows_of_heads(x, BLOCK) for x in (q, k, v, do, dk, dv))
     _dkdv_kernel[(n_tiles * n_kv_heads,)](

@@ -41,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper import fwd_softmax as softmax
-from kernels.flash_attention.hopper.barriers import pass_turn, wait_turn
+from kernels.flash_attention.hopper.barriers import WARPGROUP, hand_back, pass_turn, wait_turn
 from kernels.flash_attention.hopper.descriptors import describe, is_hopper, load_rows, loadable, store_rows
 from kernels.flash_attention.hopper.fwd_softmax import HIDDEN, LN_2, LOG2_E
 from kernels.flash_attention.hopper.marks import mark_spoiled
@@ -224,9 +224,9 @@ def _pass_over(block, rings):
     STAGES: gl.constexpr = k_buffers.shape[0]
     stage, phase = block % STAGES, (block // STAGES) & 1
     mbarrier.wait(k_full.index(stage), phase)
-    mbarrier.arrive(k_empty.index(stage), count=1)
+    hand_back(k_empty.index(stage))
     mbarrier.wait(v_full.index(stage), phase)
-    mbarrier.arrive(v_empty.index(stage), count=1)
+    hand_back(v_empty.index(stage))
     return block + 1
 
 
@@ -257,7 +257,7 @@ def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, sc
     if not RANGED:
         pass_turn(CONSUMER, CONSUMERS)
     scores = warpgroup_mma_wait(1, deps=[scores_token])
-    mbarrier.arrive(k_empty.index(stage), count=1)
+    hand_back(k_empty.index(stage))
     scores, row_max, factor = softmax.raise_maximum(
         scores, row_max, softmax_scale, softcap, key, key_start, key_end, at_edge, q.dtype, MASK, HAS_SOFTCAP, SKIP
     )
@@ -267,7 +267,7 @@ def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, sc
     block += 1
     mbarrier.wait(k_full.index(block % STAGES), (block // STAGES) & 1, pred=more)
     o = warpgroup_mma_wait(0, deps=[o_token])
-    mbarrier.arrive(v_empty.index(last), count=1)
+    hand_back(v_empty.index(last))
     o = softmax.rescale(o, factor, SKIP)
     return block, o, p, row_max, row_sum
 
@@ -332,7 +332,7 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
         if not RANGED:
             pass_turn(CONSUMER, CONSUMERS)
         scores = warpgroup_mma_wait(0, deps=[scores_token])
-        mbarrier.arrive(k_empty.index(stage), count=1)
+        hand_back(k_empty.index(stage))
         scores, row_max, factor = softmax.raise_maximum(
             scores, row_max, softmax_scale, softcap, key, key_start, key_end, True, q.dtype, "always", HAS_SOFTCAP, SKIP
         )
@@ -371,7 +371,7 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
         mbarrier.wait(v_full.index(stage), ((block - 1) // STAGES) & 1)
         o_token = warpgroup_mma(p_operand, v_buffers.index(stage), o, is_async=True)
         o = warpgroup_mma_wait(0, deps=[o_token])
-        mbarrier.arrive(v_empty.index(stage), count=1)
+        hand_back(v_empty.index(stage))
         if RANGED:
             for _ in range(stop, n_blocks):
                 block = _pass_over(block, rings)
@@ -436,9 +436,9 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, counter_ptr,
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS * WARPGROUP)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS * WARPGROUP)
 
     rings = (k_buffers, v_buffers, k_full, k_empty, v_full, v_empty)
     buffers = (q_buffers, q_full, q_empty, rings)

@@ -1,0 +1,169 @@
+"""What the backward kernels of 128 keys a program share: a program's steps, their buffers, and how they are loaded.
+
+A step is a block of queries of one head. A program visits those that see its keys, head by head of a KV head's group.
+bwd.py and bwd_three_groups.py have all of it in common, bwd_wide.py the order of the steps.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from kernels.flash_attention.portable.launch import tile_and_head
+from kernels.flash_attention.schedule import WORK_TILE
+
+BLOCK_N = WORK_TILE  # keys of a program, 64 for each of two warpgroups
+SUM_BLOCK = 64  # rows of dQ, and at most columns, that one warpgroup adds at a time
+# bytes of Q, dO and fp32 dQ that heads worked at one time may span: of 16, 32, 64 MiB and no bound the fastest on an
+# H200 (568, 502, 538, 528 TFLOP/s at 16k, d=128). At d=256, 16k, 8 heads, no bound was found better: by the time that
+# dK and dV took of the whole's FLOPs, 817 and 933 TFLOP/s in two runs of one head at a time, 873 of two, 819 of all
+L2_BUDGET = 16 * 2**20
+# arguments that differ from call to call, for which nothing is compiled anew
+SIZES = (
+    "n_tiles", "n_kv_heads", "section", "total_k", "padded_q", "stride_qh", "stride_kh", "stride_vh", "stride_doh"
+)  # fmt: skip
+
+
+@gluon.jit
+def decode(
+    order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ALIGNMENT: gl.constexpr
+):  # fmt: skip
+    """This program's first key, its KV head, the first query to visit, where they end, and the number of steps."""
+    tiles_ptr, n_tiles, n_kv_heads, section = order
+    query_start_ptr, query_end_ptr, total_k = ranges
+    tile, kv_head = tile_and_head(gl.program_id(0), tiles_ptr, n_tiles, n_kv_heads, section, 1)
+    first = tile * BLOCK_N
+    last = gl.minimum(first + BLOCK_N, total_k) - 1
+    start = gl.load(query_start_ptr + first) // ALIGNMENT * ALIGNMENT
+    end = gl.load(query_end_ptr + last)
+    n_steps = gl.maximum(end - start + BLOCK_M - 1, 0) // BLOCK_M * GROUP
+    return first, kv_head, start, end, n_steps
+
+
+@gluon.jit
+def next_step(m, head, start, end, GROUP: gl.constexpr, BLOCK_M: gl.constexpr):
+    """The block of queries after m; after a head's last one, the first of the next head."""
+    m += BLOCK_M
+    if GROUP > 1:
+        wraps = m >= end
+        head = gl.where(wraps, head + 1, head)
+        m = gl.where(wraps, start, m)
+    return m, head
+
+
+@gluon.jit
+def seen_by(ranges, first, KEYS: gl.constexpr, layout: gl.constexpr):
+    """Where the queries that see each of KEYS keys from `first` on start and end, and where those that see all do.
+
+    A step between the latter two needs no mask: ranges only move forwards from key to key, except past the last one.
+    """
+    query_start_ptr, query_end_ptr, total_k = ranges
+    keys = first + gl.arange(0, KEYS, layout=layout)
+    # keys past the last one are seen by no query: their P would be 2^-lse, without bound
+    query_start = gl.load(query_start_ptr + keys, mask=keys < total_k, other=0x7FFFFFFF)
+    query_end = gl.load(query_end_ptr + keys, mask=keys < total_k, other=0)
+    last = first + KEYS - 1
+    whole_start = gl.load(query_start_ptr + last, mask=last < total_k, other=0x7FFFFFFF)
+    whole_end = gl.load(query_end_ptr + first, mask=first < total_k, other=0)
+    return query_start, query_end, whole_start, whole_end
+
+
+@gluon.jit
+def new_buffers(q_desc, k_desc, v_desc, do_desc, rows_desc, STAGES: gl.constexpr):
+    """Q and dO [STAGES, M, D], lse and delta [STAGES, M], K and V [N, D] of a program."""
+    dtype: gl.constexpr = q_desc.dtype
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[0]
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
+    D: gl.constexpr = q_desc.block_type.shape[1]
+    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], q_desc.layout)
+    do_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], do_desc.layout)
+    lse_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], rows_desc.layout)
+    delta_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], rows_desc.layout)
+    k_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D], k_desc.layout)
+    v_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D], v_desc.layout)
+    return q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf
+
+
+@gluon.jit
+def new_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
+    """That K and V are there; of each stage that Q and lse are, that dO and delta are, that READERS have read them.
+
+    All but the last come from TMA.
+    """
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(stage), count=1)
+        mbarrier.init(do_full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=READERS)
+    return kv_full, q_full, do_full, empty
+
+
+@gluon.jit
+def load_keys(loads, buffers, rest_bufs, kv_full, first, kv_head):
+    """Starts to load K and V of a program; rest_bufs None, or of the columns that are parts of their own."""
+    descs, rest_descs, _, strides, _, _ = loads
+    _, stride_kh, stride_vh, _ = strides
+    _, k_desc, v_desc, _ = descs
+    _, _, _, _, k_buf, v_buf = buffers
+    BYTES: gl.constexpr = k_desc.block_type.nbytes + (rest_descs[1].block_type.nbytes if rest_bufs is not None else 0)
+    mbarrier.expect(kv_full, 2 * BYTES)
+    tma.async_copy_global_to_shared(k_desc, [first, kv_head * stride_kh], kv_full, k_buf)
+    tma.async_copy_global_to_shared(v_desc, [first, kv_head * stride_vh], kv_full, v_buf)
+    if rest_bufs is not None:
+        _, k_2_desc, v_2_desc, _ = rest_descs
+        _, _, k_2_buf, v_2_buf = rest_bufs
+        tma.async_copy_global_to_shared(k_2_desc, [first, kv_head * stride_kh], kv_full, k_2_buf)
+        tma.async_copy_global_to_shared(v_2_desc, [first, kv_head * stride_vh], kv_full, v_2_buf)
+
+
+@gluon.jit
+def load_step(loads, buffers, rest_bufs, barriers, stage, m, head):
+    """Starts to load Q, dO, lse and delta of one step into an empty stage."""
+    descs, rest_descs, rows_desc, strides, padded_q, delta_rows = loads
+    stride_qh, _, _, stride_doh = strides
+    q_desc, _, _, do_desc = descs
+    q_bufs, do_bufs, lse_bufs, delta_bufs, _, _ = buffers
+    _, q_full, do_full, _ = barriers
+    BYTES: gl.constexpr = q_desc.block_type.nbytes + (rest_descs[0].block_type.nbytes if rest_bufs is not None else 0)
+    q_here, do_here = q_full.index(stage), do_full.index(stage)
+    row = head * padded_q + m
+    mbarrier.expect(q_here, BYTES + rows_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(q_desc, [m, head * stride_qh], q_here, q_bufs.index(stage))
+    if rest_bufs is not None:
+        tma.async_copy_global_to_shared(rest_descs[0], [m, head * stride_qh], q_here, rest_bufs[0].index(stage))
+    tma.async_copy_global_to_shared(rows_desc, [row], q_here, lse_bufs.index(stage))
+    mbarrier.expect(do_here, BYTES + rows_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(do_desc, [m, head * stride_doh], do_here, do_bufs.index(stage))
+    if rest_bufs is not None:
+        tma.async_copy_global_to_shared(rest_descs[3], [m, head * stride_doh], do_here, rest_bufs[1].index(stage))
+    tma.async_copy_global_to_shared(rows_desc, [delta_rows + row], do_here, delta_bufs.index(stage))
+
+
+@gluon.jit
+def produce(
+    loads, buffers, rest_bufs, barriers, order, ranges, GROUP: gl.constexpr, ALIGNMENT: gl.constexpr
+):  # fmt: skip
+    """One warp: fills the buffers in the order in which the consumers empty them."""
+    STAGES: gl.constexpr = buffers[0].shape[0]
+    BLOCK_M: gl.constexpr = buffers[0].shape[1]
+    BLOCK_N: gl.constexpr = buffers[4].shape[0]
+    kv_full, _, _, empty = barriers
+    first, kv_head, m, end, n_steps = decode(order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+    start, head = m, kv_head * GROUP
+    load_keys(loads, buffers, rest_bufs, kv_full, first, kv_head)
+    for step in range(n_steps):
+        stage = step % STAGES
+        mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+        load_step(loads, buffers, rest_bufs, barriers, stage, m, head)
+        m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
+
+
+def kv_heads_per_section(q: Tensor, n_kv_heads: int) -> int:
+    """How many KV heads to work at once so that Q, dO and dQ of their query heads fit in L2."""
+    total, n_heads, head_dim = q.shape
+    bytes_per_kv_head = total * head_dim * (2 * q.element_size() + 4) * (n_heads // n_kv_heads)
+    return min(n_kv_heads, max(1, L2_BUDGET // bytes_per_kv_head))

@@ -1,0 +1,280 @@
+"""The backward pass in one kernel of five matmuls, dQ by a warpgroup of its own, for Hopper. head_dim 64 and 128.
+
+A program owns 128 keys of a KV head. In each step, a block of queries of one head:
+
+- two warpgroups, 64 keys each: S^T = K Q^T, P^T, dP^T = V dO^T, dS^T, then dV and dK with P^T and dS^T as operands in
+  registers. They put dS^T into a ring of shared tiles [keys, queries], rounded once, and wait for each other nowhere;
+- the third: dQ = dS K of all 128 keys, 64 rows by 64 columns at a time, each added to fp32 in global memory by TMA. The
+  order of those additions varies from run to run; dK and dV have one owner and are repeatable.
+
+In bwd.py the first two share dQ: they meet in every step, and neither has products in flight while it adds. Here that
+is behind the others' next step. bwd.py stays for softcap, whose factor of dS is as many registers again as P and would
+spill, for head_dim 96 and for dK and dV alone.
+
+Barriers, each of every stage but kv_full: kv_full, q_full and do_full of TMA's bytes; empty, that both consumers have
+read Q and dO; ds_full, that both have written dS^T; ds_empty, that dQ's products have read it. Nothing waits in a
+circle: dS of step j needs Q and dO of step j and, in the ring, dQ of step j - STAGES; dQ of step j needs dS of step j
+and its own earlier sums out of their buffers; Q and dO of step j need the consumers done with step j - STAGES. So the
+least step that is not done can always go on. At the end dK and dV overwrite K and V, once ds_empty says that dQ's last
+products have read K.
+
+Registers of a thread (64K for a program): 208 of the consumers, 72 of dQ's group, 24 of the producer. ptxas puts
+accumulators at R24 and above and leaves out the last two registers of each group (read off its code and its refusals,
+alike in Triton 3.6 and 3.7). So dK, dV, S and dP of head_dim 128 in flight together, 192 accumulators, do not fit:
+24 + 192 + 2 > 208, and ptxas would serialise every product (C7512). Hence dP's product begins when S has become P.
+Likewise dQ has 64 x 64, 32 accumulators: 24 + 32 + 2 is more than 56, with which ptxas ignores the counts of all groups
+(C7507); and 64 x 128, which would read dS^T once rather than twice, would take too many from the consumers.
+
+HALVES, for bf16 at head_dim 128, multiplies P and dP - delta in 16 bits: P has been rounded for dV anyway, so nothing
+of S lives in fp32 while dP is computed, and the product takes half the instructions. That costs accuracy, three
+roundings of dS for one: of the exact dq and dk they are 3.4e-3 off (root mean square) rather than 2.4e-3, where
+torch's own bf16 is 5e-3 to 2e-2 off (2048 tokens, normal q, k, v and do). fp16, which could overflow, keeps fp32.
+
+TFLOP/s of an H200 in November 2026, causal bf16, all kernels of the pass, medians of runs in turns:
+
+| head_dim, heads / KV heads, tokens of a document | bwd.py | dS in fp32 | HALVES |
+|:-------------------------------------------------|-------:|-----------:|-------:|
+| 128, 16 / 16, 16k                                | 493    | 572        | 618    |
+| 128, 16 / 16, 2k                                 | 405    | 439        | 472    |
+| 128, 32 / 8, 8k                                  | 455    | 465        | 533    |
+| 64, 32 / 32, 16k                                 | 430    | 531        |        |
+| 64, 32 / 32, 2k                                  | 355    | 399        |        |
+| 64, 64 / 16, 8k                                  | 401    | 495        |        |
+
+Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.flash_attention.features import Features
+from kernels.flash_attention.hopper.barriers import WARPGROUP, hand_back
+from kernels.flash_attention.hopper.bwd_dq import ROW_ALIGNMENT
+from kernels.flash_attention.hopper.bwd_steps import (
+    BLOCK_N,
+    SIZES,
+    SUM_BLOCK,
+    decode,
+    kv_heads_per_section,
+    new_barriers,
+    new_buffers,
+    next_step,
+    produce,
+    seen_by,
+)
+from kernels.flash_attention.hopper.bwd_tma import named_barrier, tma_reduce_add
+from kernels.flash_attention.hopper.columns import keep_columns
+from kernels.flash_attention.hopper.descriptors import numbers, rows_of_heads
+from kernels.flash_attention.hopper.marks import mark_spoiled
+from kernels.flash_attention.portable.launch import ceil_div
+from kernels.flash_attention.schedule import Schedule
+
+STAGES = 2  # of Q and dO, of dS^T and of dQ's sums
+BLOCK_M = {64: 128, 128: 64}  # queries a step, by head_dim: 194 and 193 KiB of shared memory
+REGISTERS = 128  # of a thread when the kernel starts
+GROUP_REGISTERS = (208, 72, 24)  # then, of the second consumer, dQ's group and the producer; the first gets the rest
+
+
+def in_halves(head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether dS is computed in 16 bits."""
+    return head_dim == 128 and dtype == torch.bfloat16
+
+
+@gluon.jit
+def _product(a, b):
+    """a b in bf16, two at a time: Triton would multiply in fp32 and round."""
+    return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], gl.bfloat16, True, 2)
+
+
+@gluon.jit
+def _consume(
+    HALF: gl.constexpr, out_desc, buffers, barriers, ring, order, ranges, spoiled_ptr, softmax_scale,
+    GROUP: gl.constexpr, ALIGNMENT: gl.constexpr, HALVES: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: dK and dV of half the tile's keys, and that half of dS^T for dQ. HALF 0 writes dK, 1 dV."""
+    q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf = buffers
+    kv_full, q_full, do_full, empty = barriers
+    ds_bufs, ds_full, ds_empty = ring
+    STAGES: gl.constexpr = q_bufs.shape[0]
+    BLOCK_M: gl.constexpr = q_bufs.shape[1]
+    D: gl.constexpr = q_bufs.shape[2]
+    BLOCK_N: gl.constexpr = k_buf.shape[0]
+    KEYS: gl.constexpr = BLOCK_N // 2
+    dtype: gl.constexpr = q_bufs.dtype
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    kv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    operand_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_layout, k_width=2)
+    queries_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
+    first, kv_head, m, end, n_steps = decode(order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+    start, head = m, kv_head * GROUP
+    first_here = first + HALF * KEYS
+    query_start, query_end, whole_start, whole_end = seen_by(ranges, first_here, KEYS, gl.SliceLayout(1, scores_layout))
+    k_half = k_buf.slice(HALF * KEYS, KEYS, dim=0)  # [64, D]
+    v_half = v_buf.slice(HALF * KEYS, KEYS, dim=0)
+    no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=scores_layout)
+    dk = gl.zeros([KEYS, D], gl.float32, layout=kv_layout)
+    dv = gl.zeros([KEYS, D], gl.float32, layout=kv_layout)
+    mbarrier.wait(kv_full, 0)
+    for step in range(n_steps):
+        stage, phase = step % STAGES, (step // STAGES) & 1
+        q, do = q_bufs.index(stage), do_bufs.index(stage)  # [M, D]
+        mbarrier.wait(q_full.index(stage), phase)
+        scores = warpgroup_mma(k_half, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [64, M]
+        mbarrier.wait(do_full.index(stage), phase)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        lse = gl.expand_dims(lse_bufs.index(stage).load(queries_layout), 0)
+        p = gl.exp2(scores * (softmax_scale * 1.4426950408889634) - lse)
+        if (m < whole_start) | (m + BLOCK_M > whole_end):
+            p = keep_columns(p, query_start - m, query_end - m, 0.0)
+        p_low = p.to(dtype)
+        # only now, as there are no registers for S and dP together
+        dp = warpgroup_mma(v_half, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        if HALVES:
+            dv = warpgroup_mma(gl.convert_layout(p_low, operand_layout), do, dv, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=[dp])
+        else:
+            dp = warpgroup_mma_wait(0, deps=[dp])
+        mbarrier.wait(ds_empty.index(stage), phase ^ 1)
+        delta = gl.expand_dims(delta_bufs.index(stage).load(queries_layout), 0)
+        if HALVES:
+            ds = _product(p_low, (dp - delta).to(dtype))
+        else:
+            ds = (p * (dp - delta)).to(dtype)
+        ds_bufs.index(stage).slice(HALF * KEYS, KEYS, dim=0).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(stage), count=1)
+        if not HALVES:  # there were no registers for its operand beside P
+            dv = warpgroup_mma(gl.convert_layout(p_low, operand_layout), do, dv, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, operand_layout), q, dk, is_async=True)
+        dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
+        hand_back(empty.index(stage))
+        m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
+    if spoiled_ptr is not None:
+        mark_spoiled(dk + dv, first_here, kv_head, ranges[2], spoiled_ptr)
+    # dK and dV leave through the buffers of K and V; dQ reads K until it has done the last step
+    final = n_steps - 1
+    mbarrier.wait(ds_empty.index(final % STAGES), (final // STAGES) & 1, pred=n_steps > 0)
+    k_half.store((dk * softmax_scale).to(dtype))
+    v_half.store(dv.to(dtype))
+    fence_async_shared()
+    named_barrier(10, 256)  # both halves are there
+    tma.async_copy_shared_to_global(out_desc, [first, kv_head * D], k_buf if HALF == 0 else v_buf)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _sum_queries(
+    sum_desc, sum_bufs, k_buf, kv_full, ring, order, ranges, GROUP: gl.constexpr, ALIGNMENT: gl.constexpr
+):  # fmt: skip
+    """One warpgroup: dQ of each step, added to what sum_desc describes."""
+    ds_bufs, ds_full, ds_empty = ring
+    STAGES: gl.constexpr = ds_bufs.shape[0]
+    BLOCK_N: gl.constexpr = ds_bufs.shape[1]
+    BLOCK_M: gl.constexpr = ds_bufs.shape[2]
+    D: gl.constexpr = k_buf.shape[1]
+    SUMS: gl.constexpr = sum_bufs.shape[0]
+    SIDE: gl.constexpr = sum_bufs.shape[1]  # of a piece of dQ
+    ACROSS: gl.constexpr = D // SIDE
+    PIECES: gl.constexpr = BLOCK_M // SIDE * ACROSS
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16])
+    _, kv_head, m, end, n_steps = decode(order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+    start, head = m, kv_head * GROUP
+    no_dq = gl.zeros([SIDE, SIDE], gl.float32, layout=layout)
+    mbarrier.wait(kv_full, 0)
+    for step in range(n_steps):
+        stage, phase = step % STAGES, (step // STAGES) & 1
+        ds_buf = ds_bufs.index(stage)  # [N, M]
+        mbarrier.wait(ds_full.index(stage), phase)
+        for piece in gl.static_range(PIECES):
+            ds_rows = ds_buf.slice(piece // ACROSS * SIDE, SIDE, dim=1).permute((1, 0))
+            k_columns = k_buf.slice(piece % ACROSS * SIDE, SIDE, dim=1)
+            dq = warpgroup_mma(ds_rows, k_columns, no_dq, use_acc=False, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            if piece == PIECES - 1:
+                hand_back(ds_empty.index(stage))
+            sum_buf = sum_bufs.index((PIECES * step + piece) % SUMS)
+            tma.store_wait(SUMS - 1)  # the sum before in this buffer has left it
+            sum_buf.store(dq)
+            fence_async_shared()
+            place = [m + piece // ACROSS * SIDE, head * D + piece % ACROSS * SIDE]
+            tma_reduce_add(sum_desc, place, sum_buf)
+        m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def _bwd_kernel(
+    q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, sum_desc,
+    tiles_ptr, query_start_ptr, query_end_ptr, spoiled_ptr, softmax_scale, n_tiles, n_kv_heads, section,
+    total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
+    GROUP: gl.constexpr, ALIGNMENT: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One program: 128 keys of one KV head, over all query heads that share it.
+
+    padded_q is the length of a head's lse and delta; spoiled_ptr None, or where to mark NaN in dK and dV (marks.py).
+    """
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[0]
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
+    SUM_BLOCK: gl.constexpr = sum_desc.block_type.shape[0]
+    buffers = new_buffers(q_desc, k_desc, v_desc, do_desc, rows_desc, STAGES)
+    barriers = new_barriers(STAGES, 2 * WARPGROUP)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
+    ds_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_N, BLOCK_M], ds_layout)
+    sum_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, SUM_BLOCK, SUM_BLOCK], sum_desc.layout)
+    ds_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ds_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ds_full.index(stage), count=2)
+        mbarrier.init(ds_empty.index(stage), count=WARPGROUP)
+    ring = (ds_bufs, ds_full, ds_empty)
+    order = (tiles_ptr, n_tiles, n_kv_heads, section)
+    ranges = (query_start_ptr, query_end_ptr, total_k)
+    loads = (
+        (q_desc, k_desc, v_desc, do_desc), None, rows_desc, (stride_qh, stride_kh, stride_vh, stride_doh),
+        padded_q, n_kv_heads * GROUP * padded_q,
+    )  # fmt: skip
+    gl.warp_specialize([
+        (_consume, (0, dk_desc, buffers, barriers, ring, order, ranges, spoiled_ptr, softmax_scale,
+                    GROUP, ALIGNMENT, HALVES)),
+        (_consume, (1, dv_desc, buffers, barriers, ring, order, ranges, spoiled_ptr, softmax_scale,
+                    GROUP, ALIGNMENT, HALVES)),
+        (_sum_queries, (sum_desc, sum_bufs, buffers[4], barriers[0], ring, order, ranges, GROUP, ALIGNMENT)),
+        (produce, (loads, buffers, None, barriers, order, ranges, GROUP, ALIGNMENT)),
+    ], [4, 4, 1], REGISTERS)  # fmt: skip
+
+
+def gradients_of_keys(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, dq_sum: Tensor, spoiled: Tensor | None,
+    schedule: Schedule, features: Features,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """-> dk, dv, dense; adds dS K to dq_sum, fp32 (total_q, n_heads * head_dim).
+
+    For a head_dim of BLOCK_M, no softcap, and rows that descriptors.loadable takes. rows as `prepare` returns them;
+    spoiled (portable.launch.new_marks) gets the marks of NaN in dk and dv.
+    """
+    total_q, n_heads, head_dim = q.shape
+    total_k, n_kv_heads, _ = k.shape
+    block_m = BLOCK_M[head_dim]
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    n_tiles = ceil_div(total_k, BLOCK_N)
+    q_desc, do_desc = (rows_of_heads(x, block_m) for x in (q, do))
+    k_desc, v_desc, dk_desc, dv_desc = (rows_of_heads(x, BLOCK_N) for x in (k, v, dk, dv))
+    sum_desc = rows_of_heads(dq_sum.view(total_q, -1, SUM_BLOCK), SUM_BLOCK)
+    _bwd_kernel[(n_tiles * n_kv_heads,)](
+        q_desc, k_desc, v_desc, do_desc, numbers(rows, block_m), dk_desc, dv_desc, sum_desc,
+        schedule.key_tiles, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale,
+        n_tiles, n_kv_heads, kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],
+        q.stride(1), k.stride(1), v.stride(1), do.stride(1),
+        GROUP=n_heads // n_kv_heads, ALIGNMENT=ROW_ALIGNMENT, STAGES=STAGES,
+        HALVES=in_halves(head_dim, q.dtype), REGISTERS=GROUP_REGISTERS, num_warps=4, maxnreg=REGISTERS,
+    )  # fmt: skip
+    return dk, dv
