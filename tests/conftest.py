@@ -3,11 +3,13 @@
 import gc
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 # Triton reads this when a kernel is defined, so it must stand before any test module imports kernels.
 if not torch.cuda.is_available():
@@ -75,7 +77,9 @@ def _poison(dtype: torch.dtype) -> float:
 def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def allocate_and_fill(*args: Any, **kwargs: Any) -> Tensor:
         tensor = allocate(*args, **kwargs)
-        with torch.no_grad():
+        # kernels' calls are recorded as they are outside of tests: without this fill
+        recorded = type(_get_current_dispatch_mode()).__module__ == "kernels.flash_attention.replay"
+        with torch.no_grad(), _pop_mode_temporarily() if recorded else nullcontext():
             return tensor.fill_(_poison(tensor.dtype))
 
     return allocate_and_fill

@@ -5,7 +5,7 @@ a call that it cannot take. `auto`, the default, chooses.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from kernels.flash_attention.hopper import bwd as hopper_bwd
 from kernels.flash_attention.hopper import fwd as hopper_fwd
 from kernels.flash_attention.portable import bwd as portable_bwd
 from kernels.flash_attention.portable import fwd as portable_fwd
+from kernels.flash_attention.portable.delta import attention_delta
+from kernels.flash_attention.portable.launch import precision_of
+from kernels.flash_attention.replay import replayed
 from kernels.flash_attention.schedule import Schedule
 
 VARIABLE = "FLASH_ATTENTION_BACKEND"
@@ -25,6 +28,18 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """(total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o in out_dtype, lse fp32."""
+    tensors = q, k, v, features.sinks, features.descale, *features.alibi
+    o, lse = replayed(
+        ("forward", out_dtype, schedule.documents, *_kind(tensors, schedule, features)),
+        [*tensors, *schedule.tensors()],
+        lambda: _forward(q, k, v, schedule, features, out_dtype),
+    )
+    return o, lse
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     supported = hopper_fwd.supports(q, k, v, features, out_dtype)
     on_hopper = _takes_hopper(supported, "forward", hopper_fwd.FORWARD_TILES, q, v)
     attention_forward = hopper_fwd.attention_forward if on_hopper else portable_fwd.attention_forward
@@ -33,23 +48,71 @@ def forward(
 
 def backward(
     do: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    o: Tensor,
     lse: Tensor,
-    delta: Tensor,
     schedule: Schedule,
     features: Features,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """do like o, lse and delta (n_heads, total_q) fp32 -> dq, dk, dv, dense, in the dtype of q, k, v.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """do like o, lse and dlse (n_heads, total_q) fp32 -> dq, dk, dv, dense, in the dtype of q, k, v, and delta.
 
-    deterministic takes kernels where each output has one owner, which the portable ones are in any case.
+    delta is attention_delta's. deterministic takes kernels where each output has one owner, which the portable ones are
+    in any case.
     """
+    tensors = do, q, k, v, o, lse, dlse, *features.alibi
+    dq, dk, dv, delta = replayed(
+        ("backward", deterministic, *_kind(tensors, schedule, features)),
+        [*tensors, *schedule.tensors()],
+        lambda: _backward(do, dlse, q, k, v, o, lse, schedule, features, deterministic),
+    )
+    return dq, dk, dv, delta
+
+
+def _backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    schedule: Schedule,
+    features: Features,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    delta = attention_delta(o, do, dlse)
+    do = do.to(q.dtype)
     supported = hopper_bwd.supports(q, k, v, features)
     if _takes_hopper(supported, "backward", hopper_bwd.TILES, q, v):
-        return hopper_bwd.attention_backward(do, q, k, v, lse, delta, schedule, features, deterministic)
-    return portable_bwd.attention_backward(do, q, k, v, lse, delta, schedule, features)
+        gradients = hopper_bwd.attention_backward(do, q, k, v, lse, delta, schedule, features, deterministic)
+    else:
+        gradients = portable_bwd.attention_backward(do, q, k, v, lse, delta, schedule, features)
+    return *gradients, delta
+
+
+def _kind(tensors: Sequence[Tensor | None], schedule: Schedule, features: Features) -> tuple[Hashable, ...]:
+    """All that launches depend on but addresses, for `replayed`: what _forward, _backward and all below them ask for.
+
+    A schedule's tensors are int32, dense and on one device, so that only how many tiles there are can differ.
+    """
+    x = tensors[1]  # q or k, which are of one dtype
+    assert x is not None
+    return (
+        *[None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in tensors],
+        schedule.key_start.device,
+        schedule.query_tiles.shape,
+        schedule.key_tiles.shape,
+        schedule.wide_query_tiles.shape,
+        schedule.several_documents,
+        features.softmax_scale,
+        features.softcap,
+        os.environ.get(VARIABLE),
+        precision_of(x) if x.dtype == torch.float32 else None,
+    )
 
 
 def _takes_hopper(supported: bool, direction: str, head_dims: Iterable[int], q: Tensor, v: Tensor) -> bool:

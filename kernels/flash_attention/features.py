@@ -1,13 +1,12 @@
 """What changes the scores, beside the mask: the scale, a soft cap, ALiBi, sinks and fp8's scales."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Features:
+class Features(NamedTuple):
     """Of one call. softcap 0 is none.
 
     Shapes: sinks (n_heads,) fp32, in nats; alibi () or slopes (n_docs or 1, n_heads) fp32, beside (total_q,) int32,

@@ -4,17 +4,20 @@ Registered as torch.ops.flash_attention.forward and .backward, so that torch.com
 and activation-checkpoint policies can name them. A Schedule travels as its seven tensors, ALiBi as none or three.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils.flop_counter import register_flop_formula
 
 from kernels.flash_attention import backend
 from kernels.flash_attention.features import Features
-from kernels.flash_attention.portable.delta import attention_delta, sink_gradient
+from kernels.flash_attention.portable.delta import sink_gradient
 from kernels.flash_attention.schedule import DocumentLength, Schedule
+
+_PLAIN = {Tensor, Parameter, type(None)}  # classes that mean nothing by an operator but its numbers
 
 
 @torch.library.custom_op("flash_attention::forward", mutates_args=())
@@ -64,6 +67,22 @@ def _forward_fake(
     return o, q.new_empty(n_heads, total, dtype=torch.float32)
 
 
+def _gradients(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    schedule: Schedule,
+    features: Features,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    dq, dk, dv, delta = backend.backward(do, dlse, q, k, v, o, lse, schedule, features, deterministic)
+    return dq, dk, dv, None if features.sinks is None else sink_gradient(features.sinks, lse, delta)
+
+
 @torch.library.custom_op("flash_attention::backward", mutates_args=())
 def backward_operator(
     do: Tensor,
@@ -82,12 +101,10 @@ def backward_operator(
     several_documents: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of both outputs -> dq, dk, dv, dense, and dsinks (n_heads,), of no elements without sinks."""
-    delta = attention_delta(o, do, dlse)
+    full_schedule = Schedule.from_tensors(schedule, several_documents)
     features = Features(softmax_scale, softcap, sinks, alibi)
-    dq, dk, dv = backend.backward(
-        do.to(q.dtype), q, k, v, lse, delta, Schedule.from_tensors(schedule, several_documents), features, deterministic
-    )
-    return dq, dk, dv, lse.new_empty(0) if sinks is None else sink_gradient(sinks, lse, delta)
+    dq, dk, dv, dsinks = _gradients(do, dlse, q, k, v, o, lse, full_schedule, features, deterministic)
+    return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
 
 @backward_operator.register_fake
@@ -122,20 +139,41 @@ def _save(ctx, inputs, output) -> None:
 
 def _backward(ctx, do: Tensor | None, dlse: Tensor | None):
     q, k, v, o, lse, sinks, *rest = ctx.saved_tensors
-    schedule, alibi = rest[: ctx.n_schedule], rest[ctx.n_schedule :]
+    tensors, alibi = rest[: ctx.n_schedule], rest[ctx.n_schedule :]
+    dq, dk, dv, dsinks = _gradients_of_inputs(
+        do, dlse, q, k, v, o, lse, Schedule.from_tensors(tensors, ctx.several_documents),
+        Features(ctx.softmax_scale, ctx.softcap, sinks, alibi), ctx.deterministic,
+    )  # fmt: skip
+    return dq, dk, dv, [None] * len(tensors), [None] * len(alibi), dsinks, *[None] * 7
+
+
+def _gradients_of_inputs(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    schedule: Schedule,
+    features: Features,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv and dsinks, of gradients as autograd hands them over."""
     if do is None:
         do = torch.zeros_like(o)
     elif do.stride(-1) != 1:
         do = do.contiguous()
     if dlse is not None:
         dlse = dlse.contiguous()
-    dq, dk, dv, dsinks = _without_autograd(
-        backward_operator,
-        do, dlse, q, k, v, o, lse, schedule, alibi, sinks, ctx.softmax_scale, ctx.softcap, ctx.deterministic,
-        ctx.several_documents,
+    # where gradients of gradients are wanted, the operator says that it has none
+    if not torch.is_grad_enabled() and _nobody_looks(q, k, v, do, features.sinks):
+        return _gradients(do, dlse, q, k, v, o, lse, schedule, features, deterministic)
+    dq, dk, dv, dsinks = backward_operator(
+        do, dlse, q, k, v, o, lse, schedule.tensors(), features.alibi, features.sinks, features.softmax_scale,
+        features.softcap, deterministic, schedule.several_documents,
     )  # fmt: skip
-    none_for_lists = [None] * len(schedule), [None] * len(alibi)
-    return dq, dk, dv, *none_for_lists, None if sinks is None else dsinks, *[None] * 7
+    return dq, dk, dv, None if features.sinks is None else dsinks
 
 
 forward_operator.register_autograd(_backward, setup_context=_save)
@@ -145,23 +183,68 @@ class _Eager(torch.autograd.Function):
     """The registered formula without torch's layers around it, which flatten lists of tensors in Python."""
 
     @staticmethod
-    def forward(ctx, *inputs):
-        output = _without_autograd(forward_operator, *inputs)
-        _save(ctx, inputs, output)
-        return output
+    def forward(
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        schedule: Schedule,
+        features: Features,
+        out_dtype: torch.dtype,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor]:
+        o, lse = _outputs(q, k, v, schedule, features, out_dtype, deterministic)
+        ctx.save_for_backward(q, k, v, o, lse, sinks, *features.alibi)
+        ctx.schedule = schedule  # which all layers share: seven tensors less to save and to restore
+        ctx.softmax_scale, ctx.softcap = features.softmax_scale, features.softcap
+        ctx.deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+        ctx.set_materialize_grads(False)
+        return o, lse
 
     @staticmethod
     def backward(ctx, do: Tensor | None, dlse: Tensor | None):
-        dq, dk, dv, _, _, *others = _backward(ctx, do, dlse)
-        return dq, dk, dv, None, None, *others  # a list is no input that could have a gradient
+        q, k, v, o, lse, sinks, *alibi = ctx.saved_tensors
+        features = Features(ctx.softmax_scale, ctx.softcap, sinks, alibi)
+        gradients = _gradients_of_inputs(do, dlse, q, k, v, o, lse, ctx.schedule, features, ctx.deterministic)
+        return *gradients, None, None, None, None
 
 
-def _without_autograd(operator: Callable[..., Any], *arguments: Any) -> Any:
-    """operator(*arguments), past its Python autograd layer where that has nothing to do (9 of 23 us on a CPU)."""
-    if torch.is_grad_enabled():
-        return operator(*arguments)
-    with torch._C._AutoDispatchBelowAutograd():
-        return operator(*arguments)
+def _outputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    schedule: Schedule,
+    features: Features,
+    out_dtype: torch.dtype,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """o and lse, by the operator where someone may want to see it."""
+    if _nobody_looks(q, k, v, features.sinks):
+        return backend.forward(q, k, v, schedule, features, out_dtype)
+    return forward_operator(
+        q, k, v, schedule.tensors(), features.alibi, features.sinks, features.descale, features.softmax_scale,
+        features.softcap, out_dtype, deterministic, schedule.several_documents, schedule.documents,
+    )  # fmt: skip
+
+
+def _nobody_looks(q: Tensor, *others: Tensor | None) -> bool:
+    """Whether a call without gradients may go past torch's dispatcher, which takes the host 20 us and adds nothing.
+
+    It may not where someone may want to see the operator: a compiler, a mode (a count of FLOPs, a policy of
+    checkpointing, fake tensors), a transform of functions, a trace, a profiler, tensors of a class of their own, or
+    tensors without data.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and _PLAIN.issuperset(map(type, (q, *others)))
+        and not q.is_meta
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._is_torch_function_mode_enabled()
+        and torch._C._functorch.maybe_current_level() is None
+        and torch._C._get_tracing_state() is None
+        and not torch.autograd._profiler_enabled()
+    )
 
 
 def flash_attention_forward(
@@ -177,18 +260,15 @@ def flash_attention_forward(
     out_dtype: torch.dtype,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """forward_operator in less host time: 120 us of an eager call with gradients, where its own autograd takes 240."""
-    arguments = (
-        q, k, v, schedule.tensors(), alibi, sinks, descale, softmax_scale, softcap, out_dtype, deterministic,
-        schedule.several_documents, schedule.documents,
-    )  # fmt: skip
-    if torch.compiler.is_compiling():  # which knows operators, but not all that a Function may do
-        return forward_operator(*arguments)
-    if torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+    """forward_operator in less host time: its own autograd takes 100 us more of an eager call with gradients."""
+    features = Features(softmax_scale, softcap, sinks, alibi, descale)
+    if (
+        torch.is_grad_enabled()
+        and (q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad))
+        and not torch.compiler.is_compiling()  # which knows operators, but not all that a Function may do
     ):
-        return _Eager.apply(*arguments)
-    return _without_autograd(forward_operator, *arguments)
+        return _Eager.apply(q, k, v, sinks, schedule, features, out_dtype, deterministic)
+    return _outputs(q, k, v, schedule, features, out_dtype, deterministic)
 
 
 @register_flop_formula(torch.ops.flash_attention.forward)

@@ -76,14 +76,14 @@ def test_kernels_of_a_call(monkeypatch, head_dim, softcap, deterministic):
     monkeypatch.setattr(bwd_three_groups, "gradients_of_keys", lambda *_: (launched.append("three groups"), None))
     monkeypatch.setattr(bwd, "gradient_of_queries", lambda *_: launched.append("dq"))
     monkeypatch.setattr(bwd_wide, "gradients_of_keys", lambda *_: (launched.append("wide"), None))
-    monkeypatch.setattr(portable_bwd, "attention_backward", lambda *_: "portable")
+    monkeypatch.setattr(portable_bwd, "attention_backward", lambda *_: ("portable",) * 3)
     do, q, k, v = torch.empty(4, 3, 2, head_dim)
-    row_values = torch.empty(2, 3)
+    o, lse = torch.empty_like(q), torch.empty(2, 3)
     schedule, features = causal_schedule(None, 3, q.device), Features(1.0, softcap, None, [])
-    arguments = do, q, k, v, row_values, row_values, schedule, features, deterministic
+    arguments = do, None, q, k, v, o, lse, schedule, features, deterministic
     backend.backward(*arguments)
     fast = "three groups" if head_dim in (64, 128) and not softcap else "sum of dq"
     wide = head_dim == bwd_wide.HEAD_DIM
     assert launched == (["wide", "dq"] if wide else [None, "dq"] if deterministic else [fast, "sum of dq"])
     monkeypatch.setenv(backend.VARIABLE, "portable")
-    assert backend.backward(*arguments) == "portable"
+    assert backend.backward(*arguments)[:3] == ("portable",) * 3

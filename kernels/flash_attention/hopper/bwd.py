@@ -49,6 +49,7 @@ from kernels.flash_attention.hopper.marks import mark_spoiled
 from kernels.flash_attention.portable.bwd import repair_dk_dv, repair_dq
 from kernels.flash_attention.portable.launch import ceil_div, new_marks
 from kernels.flash_attention.portable.load import split_width
+from kernels.flash_attention.replay import launch
 from kernels.flash_attention.schedule import Schedule
 from kernels.flash_attention.scores import cap
 
@@ -313,7 +314,8 @@ def gradients_of_keys(
     descs = [rows_of_heads(x[0], block) for x, block in zip(parts, blocks, strict=True)]
     rest = [rows_of_heads(x[1], block) if d_2 else None for x, block in zip(parts, blocks, strict=True)]
     sums = [] if dq_sum is not None else [None]  # in the place of the sum's descriptor
-    _bwd_kernel[(n_tiles * n_kv_heads,)](
+    launch(
+        _bwd_kernel, (n_tiles * n_kv_heads,),
         *descs[:4], rows_desc, *descs[4:], *sums, *rest, *sums,
         schedule.key_tiles, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale, features.softcap,
         n_tiles, n_kv_heads, kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],

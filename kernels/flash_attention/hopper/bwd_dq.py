@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.flash_attention.portable.launch import SPOILED_ROWS, ceil_div
+from kernels.flash_attention.replay import launch
 from kernels.flash_attention.schedule import WORK_TILE
 
 ROW_ALIGNMENT = 4  # TMA takes fp32 vectors that begin at a multiple of 16 bytes
@@ -46,9 +47,10 @@ def prepare(lse: Tensor, delta: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     dq = torch.empty(total, n_heads * head_dim, dtype=torch.float32, device=lse.device)
     block_rows, block_words = 1024, 4096
     grid = max(ceil_div(dq.numel(), block_words), ceil_div(padded, block_rows) * n_heads)
-    _prepare_kernel[(grid,)](
-        lse, delta, rows, dq, total, padded, n_heads, dq.numel(), BLOCK_ROWS=block_rows, BLOCK_WORDS=block_words
-    )
+    launch(
+        _prepare_kernel, (grid,),
+        lse, delta, rows, dq, total, padded, n_heads, dq.numel(), BLOCK_ROWS=block_rows, BLOCK_WORDS=block_words,
+    )  # fmt: skip
     return rows, dq
 
 
@@ -62,9 +64,11 @@ def prepare_rows(lse: Tensor, delta: Tensor) -> Tensor:
     padded = _padded(total)
     rows = torch.empty(2, n_heads, padded, dtype=torch.float32, device=lse.device)
     block_rows = 1024
-    _prepare_kernel[(ceil_div(padded, block_rows) * n_heads,)](
-        lse, delta, rows, rows, total, padded, n_heads, 0, BLOCK_ROWS=block_rows, BLOCK_WORDS=4096
-    )  # 0: there is no sum of dQ to clear
+    launch(
+        _prepare_kernel, (ceil_div(padded, block_rows) * n_heads,),
+        lse, delta, rows, rows, total, padded, n_heads, 0,  # 0: there is no sum of dQ to clear
+        BLOCK_ROWS=block_rows, BLOCK_WORDS=4096,
+    )  # fmt: skip
     return rows
 
 
@@ -94,7 +98,8 @@ def finish(dq_sum: Tensor, softmax_scale: float, spoiled: Tensor | None, like: T
     total, n_heads, head_dim = like.shape
     dq = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     block = 4096
-    _finish_kernel[(ceil_div(dq.numel(), block),)](
-        dq_sum, dq, spoiled, softmax_scale, dq.numel(), total, n_heads, HEAD_DIM=head_dim, BLOCK=block, num_warps=8
-    )
+    launch(
+        _finish_kernel, (ceil_div(dq.numel(), block),),
+        dq_sum, dq, spoiled, softmax_scale, dq.numel(), total, n_heads, HEAD_DIM=head_dim, BLOCK=block, num_warps=8,
+    )  # fmt: skip
     return dq

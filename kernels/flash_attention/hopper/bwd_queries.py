@@ -37,6 +37,7 @@ from kernels.flash_attention.hopper.descriptors import rows_of_heads
 from kernels.flash_attention.hopper.marks import mark_spoiled
 from kernels.flash_attention.portable.launch import heads_per_section, tile_and_head
 from kernels.flash_attention.portable.load import split_width
+from kernels.flash_attention.replay import launch
 from kernels.flash_attention.schedule import WORK_TILE, Schedule
 from kernels.flash_attention.scores import cap
 
@@ -284,7 +285,8 @@ def gradient_of_queries(
     descs = [rows_of_heads(x[0], block) for x, block in zip(parts, blocks, strict=True)]
     rest = [rows_of_heads(x[1], block) if d_2 else None for x, block in zip(parts, blocks, strict=True)]
     n_tiles = schedule.query_tiles.numel()
-    _dq_kernel[(n_tiles * n_heads,)](
+    launch(
+        _dq_kernel, (n_tiles * n_heads,),
         *descs, *rest, lse, delta, schedule.query_tiles, schedule.key_start, schedule.key_end, spoiled,
         features.softmax_scale, features.softcap, n_tiles, n_heads, heads_per_section(k, v, n_heads), total_q,
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),

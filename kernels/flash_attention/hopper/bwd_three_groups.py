@@ -76,6 +76,7 @@ from kernels.flash_attention.hopper.columns import keep_columns
 from kernels.flash_attention.hopper.descriptors import numbers, rows_of_heads
 from kernels.flash_attention.hopper.marks import mark_spoiled
 from kernels.flash_attention.portable.launch import ceil_div
+from kernels.flash_attention.replay import launch
 from kernels.flash_attention.schedule import Schedule
 
 STAGES = 2  # of Q and dO, of dS^T and of dQ's sums
@@ -269,7 +270,8 @@ def gradients_of_keys(
     q_desc, do_desc = (rows_of_heads(x, block_m) for x in (q, do))
     k_desc, v_desc, dk_desc, dv_desc = (rows_of_heads(x, BLOCK_N) for x in (k, v, dk, dv))
     sum_desc = rows_of_heads(dq_sum.view(total_q, -1, SUM_BLOCK), SUM_BLOCK)
-    _bwd_kernel[(n_tiles * n_kv_heads,)](
+    launch(
+        _bwd_kernel, (n_tiles * n_kv_heads,),
         q_desc, k_desc, v_desc, do_desc, numbers(rows, block_m), dk_desc, dv_desc, sum_desc,
         schedule.key_tiles, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale,
         n_tiles, n_kv_heads, kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],

@@ -45,6 +45,7 @@ from kernels.flash_attention.hopper.columns import keep_columns
 from kernels.flash_attention.hopper.descriptors import numbers, rows_of_heads
 from kernels.flash_attention.hopper.marks import mark_spoiled
 from kernels.flash_attention.portable.launch import tile_and_head
+from kernels.flash_attention.replay import launch
 from kernels.flash_attention.schedule import WORK_TILE, Schedule
 from kernels.flash_attention.scores import cap
 
@@ -299,7 +300,8 @@ def gradients_of_keys(
     rows = prepare_rows(lse, delta)
     n_tiles = schedule.key_tiles.numel() * PARTS
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc = (rows_of_heads(x, BLOCK) for x in (q, k, v, do, dk, dv))
-    _dkdv_kernel[(n_tiles * n_kv_heads,)](
+    launch(
+        _dkdv_kernel, (n_tiles * n_kv_heads,),
         q_desc, k_desc, v_desc, do_desc, numbers(rows, BLOCK), dk_desc, dv_desc, schedule.key_tiles,
         schedule.query_start, schedule.query_end, spoiled, features.softmax_scale, features.softcap,
         n_tiles, n_kv_heads, section, total_k, rows.shape[-1], q.stride(1), k.stride(1), v.stride(1), do.stride(1),

@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
-class _Address(NamedTuple):
+class Address(NamedTuple):
     """What a descriptor needs of its tensor; a cached descriptor must not keep the tensor itself alive."""
 
     pointer: int
@@ -121,7 +121,7 @@ def _describe(
 def _descriptor(
     pointer: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
 ) -> TensorDescriptor:
-    return TensorDescriptor(_Address(pointer, dtype), [*shape], [*strides], [*block], _layout(block, dtype))
+    return TensorDescriptor(Address(pointer, dtype), [*shape], [*strides], [*block], _layout(block, dtype))
 
 
 @cache

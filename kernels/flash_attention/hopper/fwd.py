@@ -48,6 +48,7 @@ from kernels.flash_attention.hopper.marks import mark_spoiled
 from kernels.flash_attention.hopper.queue import counter, field, item_of, new_queue, post, read, take
 from kernels.flash_attention.portable.fwd import repair_forward
 from kernels.flash_attention.portable.launch import heads_per_section, multiprocessors, new_marks, tile_and_head
+from kernels.flash_attention.replay import lasting, launch
 from kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE, DocumentLength, Schedule
 from kernels.flash_attention.tiles import interpreted
 
@@ -520,8 +521,9 @@ def run_forward(
     tickets = order  # any pointer will do where none is read
     if tiles.dynamic:
         programs = min(n_items, multiprocessors(q.device))
-        tickets = counter(q.device)
-    _fwd_kernel[(programs,)](
+        tickets = lasting(counter(q.device))
+    launch(
+        _fwd_kernel, (programs,),
         describe(q, ROWS), describe(k, tiles.block_n), describe(v, tiles.block_n), describe(o, ROWS), lse,
         lse if features.sinks is None else features.sinks, tickets, order, schedule.key_start, schedule.key_end,
         spoiled, n_items, n_tiles, n_heads, n_heads // k.shape[1], heads_per_section(k, v, n_heads), total_q,

@@ -25,6 +25,7 @@ from kernels.flash_attention.portable.launch import (
     tile_and_head,
 )
 from kernels.flash_attention.portable.load import load_part, split_width, store_part
+from kernels.flash_attention.replay import launch
 from kernels.flash_attention.schedule import WORK_TILE, Schedule
 from kernels.flash_attention.scores import alibi_bias, cap, load_alibi
 from kernels.flash_attention.tiles import TileConfig, arch_of, key_passes, launch_tiles
@@ -391,7 +392,8 @@ def attention_backward(
         tiles = launch_tiles(q.device, head_dim, v_head_dim, direction, q.element_size())
         grid, n_tiles = grid_of_tiles(schedule.key_tiles, n_kv_heads, tiles.block_n)
         if grid:
-            _dkdv_kernel[(grid,)](
+            launch(
+                _dkdv_kernel, (grid,),
                 *scores, dk, dv, schedule.query_start, schedule.query_end, *_rest(q, k, v, do, n_kv_heads, features),
                 schedule.key_tiles, n_tiles, section // (n_heads // n_kv_heads),
                 HAS_DK=direction != "dv", HAS_DV=direction != "dk",
@@ -401,7 +403,8 @@ def attention_backward(
     tiles = launch_tiles(q.device, head_dim, v_head_dim, "dq", q.element_size())
     grid, n_tiles = grid_of_tiles(schedule.query_tiles, n_heads, tiles.block_m)
     if grid:
-        _dq_kernel[(grid,)](
+        launch(
+            _dq_kernel, (grid,),
             *scores, dq, schedule.key_start, schedule.key_end, *_rest(q, k, v, do, n_heads, features),
             schedule.query_tiles, n_tiles, section,
             **_constants(q, v, features, tiles), CONTAIN=schedule.several_documents,
@@ -419,7 +422,8 @@ def repair_dk_dv(
     tiles = launch_tiles(q.device, q.shape[2], v_head_dim, "dkdv", q.element_size())
     programs, look = repair_grid(q.device, ceil_div(total_k, tiles.block_n) * n_kv_heads)
     if programs:
-        _repair_dkdv_kernel[(programs,)](
+        launch(
+            _repair_dkdv_kernel, (programs,),
             q, k, v, do, lse, delta, dk, dv, schedule.query_start, schedule.query_end,
             *_rest(q, k, v, do, n_kv_heads, features), spoiled,
             **_constants(q, v, features, tiles), LOOK=look, num_warps=tiles.num_warps, num_stages=1,
@@ -435,7 +439,8 @@ def repair_dq(
     tiles = launch_tiles(q.device, head_dim, v.shape[2], "dq", q.element_size())
     programs, look = repair_grid(q.device, ceil_div(total_q, tiles.block_m) * n_heads)
     if programs:
-        _repair_dq_kernel[(programs,)](
+        launch(
+            _repair_dq_kernel, (programs,),
             q, k, v, do, lse, delta, dq, schedule.key_start, schedule.key_end,
             *_rest(q, k, v, do, n_heads, features), spoiled,
             **_constants(q, v, features, tiles), LOOK=look, num_warps=tiles.num_warps, num_stages=1,

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.flash_attention.portable.launch import ceil_div
+from kernels.flash_attention.replay import launch
 
 
 @triton.jit(do_not_specialize=["total", "n_heads"])
@@ -35,7 +36,8 @@ def attention_delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
     delta = torch.empty(n_heads, total, dtype=torch.float32, device=o.device)
     block_m = 64
     if total:
-        _delta_kernel[(ceil_div(total, block_m), n_heads)](
+        launch(
+            _delta_kernel, (ceil_div(total, block_m), n_heads),
             o, do, dlse, delta, do.stride(0), do.stride(1), total, n_heads,
             HAS_DLSE=dlse is not None, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_M=block_m,
         )  # fmt: skip

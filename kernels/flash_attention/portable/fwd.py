@@ -20,6 +20,7 @@ from kernels.flash_attention.portable.launch import (
     tile_and_head,
 )
 from kernels.flash_attention.portable.load import load_part, split_width, store_part
+from kernels.flash_attention.replay import launch
 from kernels.flash_attention.schedule import WORK_TILE, Schedule
 from kernels.flash_attention.scores import alibi_bias, cap, load_alibi
 from kernels.flash_attention.softmax import online_softmax_step
@@ -201,7 +202,8 @@ def attention_forward(
     tiles = launch_tiles(q.device, head_dim, v.shape[2], "fwd", q.element_size())
     grid, n_tiles = grid_of_tiles(schedule.query_tiles, n_heads, tiles.block_m)
     if grid:
-        _fwd_kernel[(grid,)](
+        launch(
+            _fwd_kernel, (grid,),
             *_arguments(q, k, v, o, lse, schedule, features),
             schedule.query_tiles, n_tiles, heads_per_section(k, v, n_heads),
             **_constants(q, v, features, tiles), CONTAIN=schedule.several_documents,
@@ -218,7 +220,8 @@ def repair_forward(
     tiles = launch_tiles(q.device, head_dim, v.shape[2], "fwd", q.element_size())
     programs, look = repair_grid(q.device, ceil_div(total_q, tiles.block_m) * n_heads)
     if programs:
-        _repair_fwd_kernel[(programs,)](
+        launch(
+            _repair_fwd_kernel, (programs,),
             *_arguments(q, k, v, o, lse, schedule, features), spoiled,
             **_constants(q, v, features, tiles), LOOK=look, num_warps=tiles.num_warps, num_stages=1,
         )  # fmt: skip

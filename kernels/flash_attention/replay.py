@@ -1,0 +1,337 @@
+"""The launches of a call, recorded once and made again for other tensors of the same shapes, in little host time.
+
+Why: most of what a call takes the host is the same in every layer and step: which kernel, which tiles, which strides,
+and Triton's search for the compiled kernel by some 30 arguments. All of it follows from shapes, strides, dtypes and
+options; only addresses differ. On an H200 that is most of the 141 us of a short forward pass.
+
+How: the second call of a kind (`replayed`) runs as ever, and is watched: which tensors it allocates, and what it hands
+to `launch`. Each address among the arguments is traced back to the tensor that begins there. Later calls of the kind
+allocate, put the new addresses into their places, and hand the arguments to the compiled kernels' launchers.
+
+A recording is of one kind, stream and device, and says nothing of any other. A call runs as ever, recorded or not,
+while an address is no multiple of 16 bytes, a CUDA graph is captured (which wants a counter of its own), a tool listens
+to launches, or Triton is none whose launchers are known here. A kind is given up where a call does what cannot be made
+again: an operator of torch on the way, an address that came from no tensor known here or from one of two. What a kind
+does not name must not change: tables of tiles and other module globals. Who changes them calls `forget`.
+
+What is used of Triton: that a launch returns its CompiledKernel; that `driver.active.launcher_cls(source, metadata)`
+makes what CompiledKernel.run calls, with these first nine arguments; and make_tensordesc_arg, which encodes a
+descriptor for TMA. Triton does so at each launch; here each is encoded once for each address, and the launcher is made
+for a signature that has, in a descriptor's place, what Triton expands it to.
+"""
+
+import re
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cache, lru_cache, partial, reduce
+from operator import itemgetter, or_
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from kernels.flash_attention.hopper.descriptors import Address
+
+KNOWN_TRITON = ("3.6.", "3.7.")
+KEPT = 512  # kinds of calls; then all are forgotten, so that lengths that never come again take no memory
+KEPT_MAPS = 8192  # encoded descriptors, of some 500 bytes: a training step has 15 or less for each layer
+ALIGNMENT = 16  # bytes: Triton compiles other code for pointers that are no multiple of it
+
+
+class _Known(Enum):
+    """What is known of a kind of call without a recording."""
+
+    SEEN = "once: nothing is recorded of what may never come again"
+    UNCLEAR = "that its launches cannot be made again"
+
+
+class _Watched(threading.local):
+    """The recording under way: of this thread alone, as autograd calls from a thread of each device."""
+
+    recorder: "_Recorder | None" = None
+
+
+_WATCHED = _Watched()
+_KINDS: dict[Hashable, "_Recording | _Known"] = {}
+
+
+def replayed(
+    kind: tuple[Hashable, ...], inputs: Sequence[Tensor | None], call: Callable[[], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """call(), or its launches again with the addresses of these inputs.
+
+    kind: all that call()'s launches depend on but the inputs' addresses and the stream: shapes, strides, dtypes,
+    devices and options. The inputs, the first of which is a tensor, are all that it reads; all that it returns is new.
+    """
+    first = inputs[0]
+    assert first is not None
+    if not first.is_cuda or not _triton_is_known():
+        return call()
+    device = driver.active.get_current_device()
+    if device != first.get_device() or torch.cuda.is_current_stream_capturing() or _listened():
+        return call()
+    addresses = [0 if x is None else x.data_ptr() for x in inputs]
+    if reduce(or_, addresses) % ALIGNMENT:
+        return call()
+    stream = driver.active.get_current_stream(device)
+    key = kind, stream
+    known = _KINDS.get(key)
+    if isinstance(known, _Recording):
+        return known.play(addresses, stream) if known.fits(addresses) else call()
+    if known is _Known.SEEN:
+        recorder = _Recorder(inputs)
+        outputs = recorder.watch(call)
+        _KINDS[key] = recorder.recording(outputs)
+        return outputs
+    if known is None:
+        if len(_KINDS) >= KEPT:
+            forget()
+        _KINDS[key] = _Known.SEEN
+    return call()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """kernel[grid](*arguments, **constants), and noted where it is recorded."""
+    compiled = kernel[grid](*arguments, **constants)
+    if _WATCHED.recorder is not None:
+        _WATCHED.recorder.note(kernel, grid, compiled, arguments, constants)
+
+
+def lasting(x: Tensor) -> Tensor:
+    """x, for what a call neither is handed nor allocates: all calls of its kind and stream share it."""
+    if _WATCHED.recorder is not None:
+        _WATCHED.recorder.add(x, lambda: x)
+    return x
+
+
+def forget() -> None:
+    """Drops all recordings: for who changes what kinds do not name, as tests and tuning do with tables of tiles."""
+    _KINDS.clear()
+
+
+@cache
+def _triton_is_known() -> bool:
+    """Whether Triton's launchers are those that this file knows."""
+    return torch.version.hip is None and triton.__version__.startswith(KNOWN_TRITON)
+
+
+def _listened() -> bool:
+    """Whether someone wants to be told of each launch, or changes how kernels are compiled."""
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(
+        (enter is not None and getattr(enter, "calls", True))  # a chain of hooks may be empty
+        or (leave is not None and getattr(leave, "calls", True))
+        or runtime.add_stages_inspection_hook is not None
+        or runtime.debug
+    )
+
+
+class _Launch(NamedTuple):
+    """A launcher, what it takes before and after the stream, and which of all values are the kernel's arguments."""
+
+    run: Callable[..., None]
+    grid: tuple[int, ...]  # of three
+    function: tuple[Any, ...]
+    arguments: Callable[[list[Any]], tuple[Any, ...]]
+
+
+@dataclass(frozen=True, eq=False)  # so that it is its own key of a cache
+class _Map:
+    """A descriptor of whatever tensor stands in a place: all but its address is known."""
+
+    place: int  # among the addresses
+    offset: int  # bytes from there: a part of a tensor's columns is described by itself
+    descriptor: TensorDescriptor
+    encoding: Any  # Triton's, for this argument of the kernel
+
+
+@lru_cache(maxsize=KEPT_MAPS)
+def _encoded(described: _Map, address: int) -> Any:
+    """What TMA takes for a descriptor of the memory at `address`: a function of these two alone."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg  # only where there is a driver
+
+    base = Address(address + described.offset, described.descriptor.base.dtype)
+    return make_tensordesc_arg(replace(described.descriptor, base=base), described.encoding)[0]
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """What a call allocates and launches. Its values are constants, addresses, and then encoded descriptors.
+
+    It holds no tensor but those that are `lasting`.
+    """
+
+    allocations: list[Callable[[], Tensor]]
+    constants: list[Any]
+    maps: list[_Map]
+    launches: list[_Launch]
+    outputs: list[int]  # of what is allocated
+    same: list[tuple[int, int]]  # inputs that had one address, so that either may have been meant
+
+    def fits(self, addresses: list[int]) -> bool:
+        return not self.same or all(addresses[one] == addresses[other] for one, other in self.same)
+
+    def play(self, addresses: list[int], stream: int) -> tuple[Tensor, ...]:
+        made = [allocate() for allocate in self.allocations]
+        addresses += [x.data_ptr() for x in made]
+        values = self.constants + addresses + [_encoded(x, addresses[x.place]) for x in self.maps]
+        for run, grid, function, arguments in self.launches:
+            run(*grid, stream, *function, *arguments(values))
+        return tuple([made[i] for i in self.outputs])
+
+
+class _Unclear(Exception):
+    """What a call does cannot be made again for other addresses."""
+
+
+class _Recorder(TorchDispatchMode):
+    """Watches one call. Holds all tensors that it knows, so that no address is free to become another's."""
+
+    def __init__(self, inputs: Sequence[Tensor | None]) -> None:
+        super().__init__()
+        self.tensors = [*inputs]
+        self.n_inputs = len(inputs)
+        self.clear = True
+        self.allocations: list[Callable[[], Tensor]] = []
+        self.constants: list[Any] = []
+        self.maps: list[_Map] = []
+        self.launches: list[tuple[Any, tuple[int, ...], list[tuple[str, int]]]] = []
+        self.same: set[tuple[int, int]] = set()
+
+    def watch(self, call: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        _WATCHED.recorder = self
+        try:
+            with self:
+                return call()
+        finally:
+            _WATCHED.recorder = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty.memory_format:
+            shape, strides, options = result.shape, result.stride(), {"dtype": result.dtype, "device": result.device}
+            self.add(result, partial(torch.empty_strided, shape, strides, **options))  # two thirds of empty's time
+        elif func is torch.ops.aten.zeros.default:
+            self.add(result, partial(torch.zeros, result.shape, dtype=result.dtype, device=result.device))
+        elif not func.is_view:
+            self.clear = False  # work of the GPU that is no launch
+        return result
+
+    def add(self, x: Tensor, again: Callable[[], Tensor]) -> None:
+        """x may be an argument; again() makes the one of another call."""
+        self.tensors.append(x)
+        self.allocations.append(again)
+
+    def note(
+        self, kernel: Any, grid: tuple[int, ...], compiled: Any, arguments: tuple[Any, ...], constants: dict[str, Any]
+    ) -> None:
+        """At the launch, when all that it was handed is alive: later, an address may be another tensor's."""
+        if not isinstance(kernel, JITFunction) or kernel.pre_run_hooks:
+            self.clear = False
+            return
+        encodings = iter(getattr(compiled.metadata, "tensordesc_meta", None) or [])
+        values = [*arguments, *(constants[name] for name in kernel.arg_names[len(arguments) :])]
+        try:
+            places = [place for x in values for place in self._places(x, encodings)]
+        except _Unclear:
+            self.clear = False
+            return
+        self.launches.append((compiled, (*grid, 1, 1)[:3], places))
+
+    def recording(self, outputs: tuple[Tensor, ...]) -> _Recording | _Known:
+        """UNCLEAR where something was done that cannot be made again."""
+        made = self.tensors[self.n_inputs :]
+        # not by identity: what torch.empty returns under a mode is a view of what the mode saw
+        chosen = [i for output in outputs for i, x in enumerate(made) if _is_one(x, output)]
+        if not self.clear or len(chosen) != len(outputs):
+            return _Known.UNCLEAR
+        first = {"constant": 0, "address": len(self.constants), "map": len(self.constants) + len(self.tensors)}
+        launches = [
+            _Launch(
+                _launcher(compiled),
+                grid,
+                (compiled.function, compiled.packed_metadata, None, None, None),  # no hooks: `_listened`
+                itemgetter(*(first[sort] + i for sort, i in places)),
+            )
+            for compiled, grid, places in self.launches
+        ]
+        return _Recording(self.allocations, self.constants, self.maps, launches, chosen, sorted(self.same))
+
+    def _places(self, x: Any, encodings: Any) -> list[tuple[str, int]]:
+        """Where to find, for an argument, what _launcher takes: constants, addresses or maps, and their indices."""
+        if isinstance(x, Tensor):
+            place, offset = self._place(x.data_ptr())
+            if offset:
+                raise _Unclear
+            return [("address", place)]
+        if isinstance(x, TensorDescriptor):
+            encoding = next(encodings, None)
+            if encoding is None:
+                raise _Unclear  # not for TMA
+            self.maps.append(_Map(*self._place(x.base.data_ptr()), x, encoding))
+            return [("map", len(self.maps) - 1), *(self._constant(size) for size in (*x.shape, *x.strides))]
+        if any(hasattr(y, "data_ptr") for y in (x if isinstance(x, (list, tuple)) else [x])):
+            raise _Unclear  # an address that nothing would put another in the place of
+        return [self._constant(x)]
+
+    def _constant(self, x: Any) -> tuple[str, int]:
+        self.constants.append(x)
+        return "constant", len(self.constants) - 1
+
+    def _place(self, address: int) -> tuple[int, int]:
+        """The tensor with this address in its first row, and how many bytes after its start.
+
+        No further, as views of one tensor lie within each other: q, k and v of one projection do so. Where more than
+        one begin at one address they must do so again (`same`).
+        """
+        found = []
+        for i, x in enumerate(self.tensors):
+            if x is not None and x.numel() and 0 <= address - x.data_ptr() < x.shape[-1] * x.element_size():
+                found.append((i, address - x.data_ptr()))
+        if len({offset for _, offset in found}) != 1:
+            raise _Unclear
+        (first, offset), *others = found
+        self.same.update((first, i) for i, _ in others)
+        return first, offset
+
+
+def _is_one(x: Tensor | None, y: Tensor) -> bool:
+    return x is not None and x.numel() > 0 and _extent(x) == _extent(y)
+
+
+def _extent(x: Tensor) -> tuple[Hashable, ...]:
+    return x.data_ptr(), x.dtype, x.shape, x.stride()
+
+
+class _Source(NamedTuple):
+    """What a launcher is made for: the types of a kernel's arguments, by index."""
+
+    signature: dict[int, Any]
+    constants: dict[Any, Any]
+
+
+@cache  # one kernel is of many kinds, and Triton 3.6 loads a library for each launcher
+def _launcher(compiled: Any) -> Callable[..., None]:
+    """compiled.run, but for kernels whose descriptors are already what Triton makes of them at each launch."""
+    types: list[Any] = []
+    for kind in compiled.src.signature.values():
+        rank = _rank(kind)
+        types += ["nvTmaDesc", *["i32"] * rank, *["i64"] * rank] if rank else [kind]
+    if len(types) == len(compiled.src.signature):
+        return compiled.run
+    source = _Source(dict(enumerate(types)), {})
+    return driver.active.launcher_cls(source, compiled.metadata._replace(tensordesc_meta=None))
+
+
+def _rank(kind: Any) -> int:
+    """Of a descriptor, by its type; 0 is none. A type is `tensordesc<bf16[64, 128], layout>`."""
+    match = re.match(r"tensordesc<[^[>]*\[([^]]*)\]", kind) if isinstance(kind, str) else None
+    return match[1].count(",") + 1 if match else 0

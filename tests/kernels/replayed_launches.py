@@ -1,0 +1,346 @@
+"""For test_replay, in a process where kernels are not interpreted: launches as Triton makes them, and as replayed.
+
+A driver without a GPU stands below Triton's own launcher: it compiles nothing, and notes what a launch would be called
+with. `cases()` returns a line for each case that differs.
+"""
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from kernels.flash_attention import backend, interface, replay
+from kernels.flash_attention.hopper import queue
+from kernels.flash_attention.portable.delta import attention_delta
+from kernels.flash_attention.schedule import Schedule, build_schedule
+
+LAUNCHES: list[tuple[Any, ...]] = []
+ALLOCATED: list[Tensor] = []  # by a case: kept, so that none has the address of another
+TOTAL = 128
+
+
+def _note_3_6(*arguments: Any) -> None:
+    x, y, z, stream, function, _, _, _, _, metadata, _, _, _, *of_kernel = arguments
+    LAUNCHES.append(((x, y, z), stream, function, metadata, None, of_kernel))
+
+
+def _note_3_7(
+    x: int, y: int, z: int, stream: int, function: int, cooperative: bool, pdl: bool, metadata: Any, of_launch: Any,
+    enter: Any, leave: Any, scratch: Any, profile: Any, annotations: Any, signature: Any, of_kernel: Any,
+) -> None:  # fmt: skip
+    LAUNCHES.append(((x, y, z), stream, function, metadata, (annotations, signature), [*of_kernel]))
+
+
+def _kept(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def allocate_and_keep(*arguments: Any, **options: Any) -> Tensor:
+        ALLOCATED.append(allocate(*arguments, **options))
+        return ALLOCATED[-1]
+
+    return allocate_and_keep
+
+
+def _encoded(address: int, *how: Any) -> tuple[Any, ...]:
+    return ("map", address, *(tuple(x) if isinstance(x, list) else x for x in how))
+
+
+class _Driver:
+    launcher_cls = nvidia.CudaLauncher
+    utils = SimpleNamespace(
+        launch=_note_3_7,
+        fill_tma_descriptor=_encoded,
+        fill_tma_descriptor_tiled=_encoded,
+        build_signature_metadata=tuple,
+    )
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 7
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class _Metadata(NamedTuple):
+    tensordesc_meta: list[dict[str, Any]] | None
+    num_ctas: int = 1
+    global_scratch_size: int = 0
+    global_scratch_align: int = 1
+    profile_scratch_size: int = 0
+    profile_scratch_align: int = 1
+    launch_cooperative_grid: bool = False
+    launch_pdl: bool = False
+
+
+def _compile(
+    kernel: Any, key: Any, signature: Any, device: Any, constexprs: Any, options: Any, attrs: Any, warmup: Any
+) -> CompiledKernel:
+    descriptors = [x for x in signature.values() if isinstance(x, str) and x.startswith("tensordesc")]
+    encodings = [
+        {"swizzle": i, "elem_size": 2, "elem_type": 1, "block_size": [i], "fp4_padded": False}
+        for i in range(len(descriptors))
+    ]
+    compiled = CompiledKernel.__new__(CompiledKernel)
+    compiled.src = SimpleNamespace(signature=signature, constants=constexprs, fn=kernel)
+    compiled.metadata = _Metadata(encodings)
+    compiled.module, compiled.function, compiled.packed_metadata = 1, hash((kernel._fn_name, key)), (4, 1, 0)
+    compiled.name = kernel._fn_name
+    compiled._run = nvidia.CudaLauncher(compiled.src, compiled.metadata)
+    kernel.device_caches[device][0][key] = compiled
+    return compiled
+
+
+@contextmanager
+def without_gpu() -> Iterator[None]:
+    """CPU tensors pass for an H200's, and launches are noted in LAUNCHES."""
+    before = driver._active
+    driver.set_active(_Driver())
+    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
+    fakes = [
+        (JITFunction, "_do_compile", _compile),
+        (CompiledKernel, "launch_metadata", lambda *_: None),
+        *((torch, name, _kept(getattr(torch, name))) for name in ("empty", "empty_strided", "zeros")),
+        (torch.Tensor, "is_cuda", property(lambda _: True)),
+        (torch.Tensor, "get_device", lambda _: 0),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.cuda, "current_stream", lambda _=None: SimpleNamespace(cuda_stream=7)),
+        (torch.cuda, "get_device_capability", lambda _=None: (9, 0)),
+        (torch.cuda, "get_device_properties", lambda _=None: properties),
+        (queue, "_zero", lambda _: torch.zeros(1, dtype=torch.int32)),
+        (interface, "require_backend", lambda _: None),
+        (nvidia, "PyKernelArg", lambda nested_tuple, type: (nested_tuple, type)),
+        (nvidia, "ARG_CONSTEXPR", 0),
+        (nvidia, "ARG_KERNEL", 1),
+        (nvidia, "ARG_TUPLE", 2),
+        (nvidia, "library_dirs", list),
+    ]
+    if hasattr(nvidia, "make_launcher"):  # 3.6 compiles a launcher for each signature: its source must be a known one
+        modules: dict[str, Any] = {}
+        fakes.append((nvidia, "compile_module_from_src", lambda src, **_: modules.setdefault(src, _noting(src))))
+    patches = [mock.patch.object(owner, name, fake, create=True) for owner, name, fake in fakes]
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()
+        driver._active = before
+
+
+def _noting(source: str) -> SimpleNamespace:
+    def launch(*arguments: Any) -> None:
+        _note_3_6(*arguments)
+        *rest, _, of_kernel = LAUNCHES.pop()
+        LAUNCHES.append((*rest, source, of_kernel))
+
+    return SimpleNamespace(launch=launch)
+
+
+def _named(launches: list[tuple[Any, ...]], inputs: list[Tensor]) -> list[Any]:
+    """Launches with names for addresses: of an input and an offset, or of new memory in the order of its use."""
+    names: dict[int, str] = {}
+
+    def name(address: int) -> str:
+        for i, x in enumerate(inputs):
+            if address == x.data_ptr():
+                return f"input {i}"
+        for i, x in enumerate(inputs):  # the second part of columns
+            if x.dim() == 3 and 0 < address - x.data_ptr() < x.shape[2] * x.element_size():
+                return f"input {i} + {address - x.data_ptr()}"
+        return names.setdefault(address, f"new {len(names)}")
+
+    def of(x: Any) -> Any:
+        if isinstance(x, tuple) and x and x[0] == "map":
+            return ("map", name(x[1]), *x[2:])
+        if hasattr(x, "data_ptr"):
+            return name(x.data_ptr())
+        return name(x) if isinstance(x, int) and x > 2**32 else x
+
+    return [(*rest, [of(x) for x in of_kernel]) for *rest, of_kernel in launches]
+
+
+class Case(NamedTuple):
+    """One call of attention with its gradients."""
+
+    head_dim: int
+    several: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    n_kv_heads: int = 4
+    causal: bool = True
+    softcap: float = 0.0
+    sinks: bool = False
+    deterministic: bool = False
+    packed: bool = False  # q, k and v are views of one tensor
+    total: int = TOTAL
+
+    def inputs(self) -> tuple[list[Tensor], Schedule]:
+        heads = 4, self.n_kv_heads, self.n_kv_heads
+        if self.packed:
+            all_three = torch.zeros(self.total, sum(heads), self.head_dim, dtype=self.dtype)
+            tensors = [x.detach().requires_grad_() for x in all_three.split(heads, dim=1)]
+        else:
+            tensors = [torch.zeros(self.total, n, self.head_dim, dtype=self.dtype, requires_grad=True) for n in heads]
+        cu_seqlens = torch.tensor((0, 50, self.total) if self.several else (0, self.total), dtype=torch.int32)
+        schedule = build_schedule(cu_seqlens, cu_seqlens, self.total, self.total, causal=self.causal, padded=False)
+        sinks = [torch.zeros(4, requires_grad=True)] if self.sinks else []
+        return [*tensors, *sinks, *schedule.tensors()], schedule
+
+    def call(self) -> list[Any]:
+        """Launches of a forward and a backward pass with new tensors."""
+        inputs, schedule = self.inputs()
+        q, k, v = inputs[:3]
+        sinks = inputs[3] if self.sinks else None
+        LAUNCHES.clear()
+        ALLOCATED.clear()
+        o = interface.flash_attn_packed(
+            q, k, v, schedule, softcap=self.softcap, sinks=sinks, deterministic=self.deterministic
+        )
+        do = torch.zeros_like(o)
+        torch.autograd.grad(o, (q, k, v), do)
+        return _named([*LAUNCHES], [*inputs, do])
+
+
+CASES = [
+    *(Case(head_dim, several) for head_dim in (64, 96, 128, 256) for several in (False, True)),
+    *(Case(head_dim, True, deterministic=True) for head_dim in (64, 96)),
+    Case(128, n_kv_heads=2, softcap=20.0, sinks=True),
+    Case(64, causal=False),  # where tensors of the schedule are one and the same
+    Case(96, True, packed=True),
+    Case(128, packed=True, n_kv_heads=1),
+    Case(80, True),
+    Case(64, dtype=torch.float32),
+]
+
+
+def differences() -> list[str]:
+    """Of the cases whose third and fourth call are not replayed, or launch other things than Triton would."""
+    found = []
+    for case in CASES:
+        replay.forget()
+        with mock.patch.object(backend, "replayed", lambda kind, inputs, call: call()):
+            wanted = case.call()
+        with mock.patch.object(replay._Recording, "play", autospec=True, side_effect=replay._Recording.play) as played:
+            for turn in range(4):
+                if case.call() != wanted:
+                    found.append(f"{case}: call {turn} launches other things")
+        if played.call_count != 4:
+            found.append(f"{case}: {played.call_count} passes replayed, of 4")
+    return found
+
+
+def delta(o: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+    return (attention_delta(o, do, None),)
+
+
+def replays(call: Callable[..., tuple[Tensor, ...]], first: tuple[Tensor, ...], third: tuple[Tensor, ...]) -> bool:
+    """Whether the third call of a kind is replayed."""
+    replay.forget()
+    with mock.patch.object(replay._Recording, "play", autospec=True, side_effect=replay._Recording.play) as played:
+        for inputs in (first, first, third):
+            replay.replayed(("kind",), inputs, partial(call, *inputs))
+    return bool(played.called)
+
+
+def unclear() -> list[str]:
+    """What would be left out of a replayed call, or keep an old address, and is replayed."""
+    o, do, other = torch.zeros(3, TOTAL, 4, 64)
+
+    calls: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+        "an operator on what was launched": lambda o, do: (delta(o, do)[0].neg_(),),
+        "an operator before the launch": lambda o, do: delta(o.add_(1), do),
+        "a copy that is launched with": lambda o, do: delta(o, do.clone()),
+        "a tensor from elsewhere": lambda o, _: delta(o, other),
+        "an output from elsewhere": lambda o, do: (*delta(o, do), other),
+    }
+    assert replays(delta, (o, do), (do, o))
+    return [f"replayed in spite of {name}" for name, call in calls.items() if replays(call, (o, do), (o, do.clone()))]
+
+
+def misplaced() -> list[str]:
+    """Addresses that a recording is not for."""
+    o, do = torch.zeros(2, TOTAL, 4, 64)
+    shifted = torch.zeros(o.numel() + 1)[1:].view_as(o)
+    third = {
+        "4 bytes past a multiple of 16": ((o, do), (o, shifted)),
+        "two tensors that were one": ((o, o), (o, do)),
+    }
+    return [f"replayed with {name}" for name, inputs in third.items() if replays(delta, *inputs)]
+
+
+def launchers() -> list[str]:
+    """One kernel is of many kinds: to make a launcher for each would take the host more than the launches."""
+    counts = []
+    with mock.patch.object(_Driver, "launcher_cls", side_effect=nvidia.CudaLauncher) as made:
+        for total in (256, 384):
+            for _ in range(3):
+                Case(64, total=total).call()
+            counts.append(made.call_count)
+    return [] if counts[0] == counts[1] else [f"launchers made for a second length: {counts[1] - counts[0]}"]
+
+
+def held() -> list[str]:
+    """Recordings and encoded descriptors must not keep what a call was handed."""
+    replay.forget()
+    left: list[StorageWeakRef] = []
+    for _ in range(3):
+        inputs, schedule = Case(64).inputs()
+        q, k, v = inputs[:3]
+        o = interface.flash_attn_packed(q, k, v, schedule)
+        left += [StorageWeakRef(x.untyped_storage()) for x in (q, k, v, o)]
+    LAUNCHES.clear()
+    ALLOCATED.clear()
+    del inputs, q, k, v, o
+    gc.collect()
+    return ["a tensor is held" for x in left if not x.expired()]
+
+
+def untouched(change: Callable[[], Any]) -> bool:
+    """Whether nothing is replayed under `change`, a context."""
+    case = Case(64)
+    replay.forget()
+    for _ in range(2):
+        case.call()
+    spy = mock.patch.object(replay._Recording, "play", autospec=True, side_effect=replay._Recording.play)
+    with change(), spy as played:
+        case.call()
+    return not played.called
+
+
+def ordinary() -> list[str]:
+    """What should have Triton launch as ever, and does not."""
+    runtime = triton.knobs.runtime
+    changes: dict[str, Callable[[], Any]] = {
+        "a hook on launches": lambda: mock.patch.object(runtime, "launch_enter_hook", lambda *_: None),
+        "a hook after launches": lambda: mock.patch.object(runtime, "launch_exit_hook", lambda *_: None),
+        "debug": lambda: mock.patch.object(runtime, "debug", True),
+        "a graph being captured": lambda: mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+        "another backend": lambda: mock.patch.dict(os.environ, {backend.VARIABLE: "portable"}),
+        "another device": lambda: mock.patch.object(_Driver, "get_current_device", lambda _: 1),
+        "another stream": lambda: mock.patch.object(_Driver, "get_current_stream", lambda *_: 8),
+        "another Triton": lambda: mock.patch.object(replay, "_triton_is_known", lambda: False),
+    }
+    return [f"replayed in spite of {name}" for name, change in changes.items() if not untouched(change)]
+
+
+if __name__ == "__main__":
+    with without_gpu():
+        wrong = [*differences(), *ordinary(), *unclear(), *misplaced(), *launchers(), *held()]
+    print("\n".join(wrong) or f"{len(CASES)} cases agree")
+    sys.exit(bool(wrong))

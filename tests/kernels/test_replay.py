@@ -1,0 +1,161 @@
+"""Launches that are made again (replay.py) are those that Triton makes, on a driver without a GPU and on one with."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from kernels import flash_attn_func
+from kernels.flash_attention import backend, interface, ops, replay
+from kernels.flash_attention.features import Features
+from kernels.flash_attention.interface import flash_attn_packed
+from kernels.flash_attention.schedule import causal_schedule
+
+
+def test_replayed_launches_are_those_of_triton():
+    """In a process of its own: what was imported for the interpreter stays so."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.replayed_launches"],
+        env={name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", backend.VARIABLE)}
+        | {"CUDA_VISIBLE_DEVICES": ""},  # the pretended GPU and a real one would not agree
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_kernel_is_launched_where_it_can_be_noted():
+    """A launch that passes `launch` by would be left out of a replayed call."""
+    package = Path(replay.__file__).parent
+    files = [*package.glob("hopper/*.py"), *package.glob("portable/*.py")]
+    past = [x.name for x in files if re.search(r"_kernel\[", x.read_text())]
+    assert past == ["decode.py"]  # of a KV cache, which is not replayed
+
+
+def test_who_wants_to_see_the_operator_does(device, monkeypatch):
+    """Nothing goes past torch's dispatcher where a mode or a profiler looks on, and everything else does."""
+    q, k, v = torch.randn(3, 1, 20, 2, 16, device=device)
+    operators = []
+    for name in ("forward_operator", "backward_operator"):
+        operator = getattr(ops, name)
+        monkeypatch.setattr(ops, name, lambda *x, f=operator, name=name: operators.append(name) or f(*x))
+    flash_attn_func(q, k, v)
+    assert operators == []
+    with FlopCounterMode(display=False) as flops:
+        flash_attn_func(q, k, v)
+    assert operators == ["forward_operator"] and flops.get_total_flops() == 4 * 20 * 20 * 2 * 16
+    with torch.profiler.profile() as profile:
+        flash_attn_func(q.clone().requires_grad_(), k, v).sum().backward()
+    assert operators == ["forward_operator", "forward_operator", "backward_operator"]
+    names = {event.name for event in profile.events()}
+    assert {"flash_attention::forward", "flash_attention::backward"} <= names
+
+
+def test_a_tensor_of_its_own_class_sees_the_operator(device, monkeypatch):
+    """Where only one of the three is, too; a Parameter is a tensor as any other."""
+
+    class Seeing(torch.Tensor):
+        pass
+
+    operators = []
+    forward = ops.forward_operator
+    monkeypatch.setattr(ops, "forward_operator", lambda *x: operators.append(1) or forward(*x))
+    q, k, v = torch.randn(3, 1, 20, 2, 16, device=device)
+    flash_attn_func(q, k, v, sinks=torch.nn.Parameter(torch.zeros(2, device=device), requires_grad=False))
+    assert not operators
+    flash_attn_func(q, k.as_subclass(Seeing), v)
+    assert operators
+
+
+def test_tensors_without_data_have_shapes(monkeypatch):
+    monkeypatch.setattr(interface, "require_backend", lambda _: None)
+    q = torch.empty(1, 20, 2, 16, device="meta")
+    assert flash_attn_func(q, q, q).shape == q.shape
+
+
+def test_compiled_autograd_takes_the_operator(device):
+    q, k, v = (torch.randn(1, 20, 2, 16, device=device, requires_grad=True) for _ in range(3))
+    expected = torch.autograd.grad(flash_attn_func(q, k, v).sum(), q)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        flash_attn_func(q, k, v).sum().backward()
+    assert torch.equal(q.grad, expected[0])
+
+
+def test_another_device_is_another_kind():
+    """Addresses are not looked at when launches are made again: an error of Triton's must stay one."""
+    x, schedule = torch.zeros(20, 2, 16), causal_schedule(None, 20, torch.device("cpu"))
+    features = Features(1.0, 0.0, None, [])
+    elsewhere = schedule._replace(key_start=schedule.key_start.to("meta"))
+    kinds = {
+        backend._kind(tensors, of, features)
+        for tensors, of in (((x, x), schedule), ((x, x), elsewhere), ((x, x, x[0, 0]), schedule))
+    }
+    assert len(kinds) == 3
+    on_meta = x, x, x[0, 0].to("meta")
+    assert backend._kind(on_meta, schedule, features) not in kinds
+
+
+def test_an_address_of_two_tensors_is_not_guessed():
+    """Views that overlap by half a row: an address in both may be of either."""
+    both = torch.zeros(8, 2, 96)
+    one, other = both[..., :64], both[..., 32:]
+    recorder = replay._Recorder([one, other])
+    assert recorder._place(one.data_ptr()) == (0, 0)
+    with pytest.raises(replay._Unclear):
+        recorder._place(other.data_ptr())
+    with pytest.raises(replay._Unclear):
+        recorder._place(torch.zeros(3).data_ptr())
+
+
+def test_what_a_call_allocates_is_allocated_again():
+    recorder = replay._Recorder([])
+    outputs = recorder.watch(lambda: (torch.empty(2, 3, dtype=torch.float16), torch.zeros(4, dtype=torch.int32)))
+    recording = recorder.recording(outputs)
+    assert isinstance(recording, replay._Recording)
+    again = recording.play([], 0)
+    for x, y in zip(outputs, again, strict=True):
+        assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride()) and x.data_ptr() != y.data_ptr()
+    assert not again[1].any()
+
+
+def test_inputs_that_were_one_must_be_one_again():
+    one, other = torch.zeros(4), torch.zeros(4)
+    recorder = replay._Recorder([one, one.view(2, 2), other])
+    assert recorder._place(one.data_ptr()) == (0, 0)
+    recording = recorder.recording(())
+    assert isinstance(recording, replay._Recording)
+    assert recording.fits([16, 16, 32]) and not recording.fits([16, 32, 48])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("several", [pytest.param(False, id="one-document"), pytest.param(True, id="documents")])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_replayed_calls_give_the_same_bits(device, head_dim, several, monkeypatch):
+    """Deterministic gradients, new tensors in each call, and a recording that is played."""
+    replay.forget()
+    cu_seqlens = torch.tensor([0, 50, 300], device=device, dtype=torch.int32) if several else None
+    schedule = causal_schedule(cu_seqlens, 300, device)
+    played = []
+    play = replay._Recording.play
+    monkeypatch.setattr(replay._Recording, "play", lambda *x: played.append(1) or play(*x))
+    for call in range(4):
+        leaves = [torch.randn(300, n, head_dim, device=device, dtype=torch.bfloat16) for n in (4, 2, 2)]
+        do = torch.randn_like(leaves[0])
+
+        def run(leaves=leaves, do=do):
+            inputs = [x.clone().requires_grad_() for x in leaves]
+            o = flash_attn_packed(*inputs, schedule, deterministic=True)
+            return o, *torch.autograd.grad(o, inputs, do)
+
+        got = run()
+        assert len(played) == (0, 0, 2, 4)[call]
+        with monkeypatch.context() as ordinary:
+            ordinary.setattr(backend, "replayed", lambda kind, inputs, call: call())
+            for x, y in zip(got, run(), strict=True):
+                torch.testing.assert_close(x, y, rtol=0, atol=0)
