@@ -607,9 +607,11 @@ COMBINATIONS = [
     for offload in (False, True)
     for mlp_chunk in (None, MLP_CHUNK)
 ]
-FLOPS, LINK = 4e14, 5e10  # a second: bf16 products, and bytes to and from the host; about an H200's
-# of attention's forward, which full checkpointing does again: by what that adds to selective at 32,768 and 131,072
-# tokens in scripts/results/memory_llama_1b_32k_h200_202611.md and memory_llama_1b_131k_h200_202611.md
+LINK = 5e10  # bytes a second to and from the host; about an H200's
+# bf16 products a second: by what selective adds to none in scripts/results/memory_llama_1b_32k_h200_202611.md
+FLOPS = 7e14
+# of attention's forward, which full checkpointing does again: by what that adds to selective there and in
+# memory_llama_1b_131k_h200_202611.md
 ATTENTION_FLOPS = 5.5e14
 # What offload and mlp_chunk cost there is less than can be measured. These decide between what is as fast, chunks
 # before copies, which take pinned host memory: the part of forward and backward that copies beside them cost, and the

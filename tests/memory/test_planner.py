@@ -342,14 +342,16 @@ def test_auto_takes_the_cheapest_that_fits():
     assert crowded is None or not crowded.offload, "no host memory, no offload"
 
 
-# scripts/results/memory_llama_1b_131k_h200_202611.md and memory_llama_1b_32k_h200_202611.md, without the latter's
-# mlp_chunk, which is of an older tiled_mlp: tokens, levers, and milliseconds of a compiled step
+# scripts/results/memory_llama_1b_32k_h200_202611.md and memory_llama_1b_131k_h200_202611.md: tokens, levers, and
+# milliseconds of a compiled step
 STEP_MS = {
     2**15: [
-        (Levers("selective", False, None), 1080.3),
-        (Levers("selective", True, None), 1069.5),
-        (Levers("full", False, None), 1189.8),
-        (Levers("full", True, None), 1199.6),
+        (Levers("none", False, None), 951.2),
+        (Levers("none", False, 16384), 993.2),
+        (Levers("selective", False, None), 1017.8),
+        (Levers("selective", True, None), 1021.1),
+        (Levers("selective", False, 16384), 1013.6),
+        (Levers("selective", True, 16384), 1014.0),
     ],
     2**17: [
         (Levers("selective", False, None), 10408.5),
