@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 import triton
 
-ROUNDS = 5
+ROUNDS = 6
 
 
 def require_gpu(script: str) -> None:
@@ -50,9 +50,10 @@ def captured(prepare: Callable[[], Callable[[], object]]) -> Callable[[], object
 
 
 def median_ms(runs: Mapping[str, Callable[[], object]], *, rep: float = 60) -> dict[str, float]:
-    """The median milliseconds of each, from ROUNDS rounds in which all take their turn.
+    """The median milliseconds of each, from ROUNDS rounds in which all take their turn, every second round backwards.
 
-    A GPU's clock falls as it grows hot; in turns, it falls for all alike. The L2 cache is cleared before each run.
+    A GPU's clock falls as it grows hot; in turns, it falls for all alike, and in both orders none always follows one
+    that leaves it hotter than others do. The L2 cache is cleared before each run.
 
     Units: rep is the milliseconds that each runs in all, at least once a round, after a first round that is not
     counted.
@@ -72,7 +73,7 @@ def median_ms(runs: Mapping[str, Callable[[], object]], *, rep: float = 60) -> d
 
     first = {name: min(times(run, 2)) for name, run in runs.items()}
     samples: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(ROUNDS):
-        for name, run in runs.items():
-            samples[name] += times(run, max(1, round(rep / ROUNDS / first[name])))
+    for turn in range(ROUNDS):
+        for name in [*runs][:: -1 if turn % 2 else 1]:
+            samples[name] += times(runs[name], max(1, round(rep / ROUNDS / first[name])))
     return {name: statistics.median(sample) for name, sample in samples.items()}
