@@ -45,7 +45,7 @@ def test_registers_of_three_groups():
 
 
 @pytest.mark.parametrize(
-    "prepared", [bwd_dq.prepare_rows, lambda *rows: bwd_dq.prepare(*rows, 8)[0]], ids=["dkdv", "all"]
+    "prepared", [bwd_dq.prepare_rows, lambda lse, delta: bwd_dq.prepare(lse, delta, 8)[0]], ids=["dkdv", "all"]
 )
 @pytest.mark.parametrize("total", [pytest.param(128, id="whole"), pytest.param(70, id="padded")])
 def test_padded_rows_take_no_part(device, total, prepared):
