@@ -70,7 +70,6 @@ class ForwardTiles:
     packed: bool = False
     skip: bool = False
     o_in_q: bool = False
-    polynomials: int = 0
 
     def registers(self) -> tuple[int, int, int]:
         """A thread: of consumers and of the producer, as setmaxnreg takes them, and what every thread starts with.
@@ -91,7 +90,6 @@ class ForwardTiles:
             "PACKED": self.packed,
             "SKIP": self.skip,
             "O_IN_Q": self.o_in_q,
-            "POLYNOMIALS": self.polynomials,
             "CONSUMER_REGISTERS": consumer_registers,
             "PRODUCER_REGISTERS": producer_registers,
         }
@@ -236,7 +234,7 @@ def _pass_over(block, rings):
 @gluon.jit
 def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, scores_of, CONSUMER: gl.constexpr,
           CONSUMERS: gl.constexpr, MASK: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RANGED: gl.constexpr,
-          PACKED: gl.constexpr, SKIP: gl.constexpr, POLYNOMIALS: gl.constexpr):  # fmt: skip
+          PACKED: gl.constexpr, SKIP: gl.constexpr):  # fmt: skip
     """One block of keys, from `key` on; its K has landed, and if there are `more`, the next one's will have.
 
     p is of the block before, not yet multiplied with V; o is rescaled.
@@ -265,8 +263,7 @@ def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, sc
         scores, row_max, softmax_scale, softcap, key, key_start, key_end, at_edge, q.dtype, MASK, HAS_SOFTCAP, SKIP
     )
     p, row_sum = softmax.exponentials(
-        scores, row_max, row_sum, factor, softmax_scale, q.dtype, HAS_SOFTCAP, PACKED,
-        POLYNOMIALS if MASK == "never" else 0,
+        scores, row_max, row_sum, factor, softmax_scale, q.dtype, HAS_SOFTCAP, PACKED
     )  # fmt: skip
     block += 1
     mbarrier.wait(k_full.index(block % STAGES), (block // STAGES) & 1, pred=more)
@@ -278,7 +275,7 @@ def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, sc
 
 @gluon.jit
 def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RANGED: gl.constexpr,
-             PACKED: gl.constexpr, SKIP: gl.constexpr, O_IN_Q: gl.constexpr, POLYNOMIALS: gl.constexpr):  # fmt: skip
+             PACKED: gl.constexpr, SKIP: gl.constexpr, O_IN_Q: gl.constexpr):  # fmt: skip
     """Four warps: the attention of 64 queries of each item."""
     out, score, buffers, queue, ranges = work
     q_buffers, q_full, q_empty, rings = buffers
@@ -341,7 +338,7 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
             scores, row_max, softmax_scale, softcap, key, key_start, key_end, True, q.dtype, "always", HAS_SOFTCAP, SKIP
         )
         p, row_sum = softmax.exponentials(
-            scores, row_max, row_sum, factor, softmax_scale, q.dtype, HAS_SOFTCAP, PACKED, 0
+            scores, row_max, row_sum, factor, softmax_scale, q.dtype, HAS_SOFTCAP, PACKED
         )  # fmt: skip
         block += 1
         mbarrier.wait(k_full.index(block % STAGES), (block // STAGES) & 1, pred=begin + 1 < stop)
@@ -351,7 +348,7 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
                 key = end - (step + 1) * BLOCK_N
                 block, o, p, row_max, row_sum = _step(
                     key, (step < right) | (step >= left), step + 1 < stop, block, o, p, row_max, row_sum, q, zeros,
-                    rings, scores_of, CONSUMER, CONSUMERS, "at_edge", HAS_SOFTCAP, RANGED, PACKED, SKIP, 0,
+                    rings, scores_of, CONSUMER, CONSUMERS, "at_edge", HAS_SOFTCAP, RANGED, PACKED, SKIP,
                 )  # fmt: skip
         else:
             n_masked = gl.maximum(n_right + n_left, 1)
@@ -359,13 +356,13 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
                 key = _first_key(step, end, n_blocks, n_right, n_left, BLOCK_N)
                 block, o, p, row_max, row_sum = _step(
                     key, True, step + 1 < stop, block, o, p, row_max, row_sum, q, zeros,
-                    rings, scores_of, CONSUMER, CONSUMERS, "always", HAS_SOFTCAP, RANGED, PACKED, SKIP, 0,
+                    rings, scores_of, CONSUMER, CONSUMERS, "always", HAS_SOFTCAP, RANGED, PACKED, SKIP,
                 )  # fmt: skip
             for step in range(n_masked, n_blocks):
                 key = _first_key(step, end, n_blocks, n_right, n_left, BLOCK_N)
                 block, o, p, row_max, row_sum = _step(
                     key, False, step + 1 < stop, block, o, p, row_max, row_sum, q, zeros,
-                    rings, scores_of, CONSUMER, CONSUMERS, "never", HAS_SOFTCAP, RANGED, PACKED, SKIP, POLYNOMIALS,
+                    rings, scores_of, CONSUMER, CONSUMERS, "never", HAS_SOFTCAP, RANGED, PACKED, SKIP,
                 )  # fmt: skip
 
         if not O_IN_Q:
@@ -411,8 +408,7 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, counter_ptr,
                 stride_vh, softmax_scale, softcap, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
                 BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, DYNAMIC: gl.constexpr,
                 RANGED: gl.constexpr, PACKED: gl.constexpr, SKIP: gl.constexpr,
-                O_IN_Q: gl.constexpr, POLYNOMIALS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-                PRODUCER_REGISTERS: gl.constexpr):  # fmt: skip
+                O_IN_Q: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):  # fmt: skip
     """Program i works item i, and DYNAMIC then others; o is (total_q, n_heads, head_dim), lse (n_heads, total_q).
 
     spoiled is None, or where to mark NaN (marks.py).
@@ -458,8 +454,8 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, counter_ptr,
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q, POLYNOMIALS)),
-                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q, POLYNOMIALS)),
+                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
+                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
                 (_produce, (loads, RANGED, DYNAMIC)),
             ],
             [4, 1],
@@ -468,9 +464,9 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, counter_ptr,
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q, POLYNOMIALS)),
-                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q, POLYNOMIALS)),
-                (_consume, (2, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q, POLYNOMIALS)),
+                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
+                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
+                (_consume, (2, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
                 (_produce, (loads, RANGED, DYNAMIC)),
             ],
             [4, 4, 1],

@@ -12,7 +12,6 @@ HIDDEN = gl.constexpr(-(2.0**99))
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 _PARTS = gl.constexpr(8)  # columns of the sums that `PACKED` keeps of each row, two in each of four threads
-_EXPONENTIAL_CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 8 + ["f"] * 8))
 _SKIPPED = gl.constexpr(8.0)  # the maximum may lag by 2^8: probabilities stay far from what fp16 and bf16 hold
 
 
@@ -67,20 +66,14 @@ def raise_maximum(scores, row_max, softmax_scale, softcap, key, key_start, key_e
 
 @gluon.jit
 def exponentials(scores, row_max, row_sum, factor, softmax_scale, dtype: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-                 PACKED: gl.constexpr, POLYNOMIALS: gl.constexpr):  # fmt: skip
+                 PACKED: gl.constexpr):  # fmt: skip
     """p [M, N] under the maximum, and the sum with them; what raise_maximum gave.
 
     PACKED gives p as pairs of `dtype` in [M, N / 2] registers, and leaves the sum in parts, so that no step waits for
-    the other threads of a row. POLYNOMIALS of every 8 exponentials leave the special-function unit alone; they are
-    never quite 0, so there must be no mask.
+    the other threads of a row.
     """
     to_log2 = scale_to_log2(softmax_scale, HAS_SOFTCAP)
-    exponents = scores * to_log2 - gl.expand_dims(row_max * to_log2, 1)
-    if POLYNOMIALS > 0:
-        asm: gl.constexpr = _exponential_asm(POLYNOMIALS)
-        p = gl.inline_asm_elementwise(asm, _EXPONENTIAL_CONSTRAINTS, [exponents], gl.float32, True, 8)
-    else:
-        p = gl.exp2(exponents)
+    p = gl.exp2(scores * to_log2 - gl.expand_dims(row_max * to_log2, 1))
     if PACKED:
         parts = _part_sums(p)
         row_sum = row_sum * _beside(factor, parts) + parts
@@ -120,35 +113,6 @@ def rescale(o, factor, SKIP: gl.constexpr):
     else:
         o = o * factor
     return o
-
-
-@gluon.constexpr_function
-def _exponential_asm(polynomials):
-    """2^x of 8 numbers, `polynomials` of them without the special-function unit: x is split into an integer, which is
-    added to the exponent of the result, and a rest in [-1/2, 1/2], whose power is a polynomial (the way of
-    FlashAttention-4), here of degree 4 and to 2.7e-6.
-    """
-    lines = ["{", ".reg .f32 x, r, f, p;", ".reg .b32 i, j;"]
-    for n in range(8):
-        if n * polynomials % 8 >= polynomials:
-            lines.append(f"ex2.approx.ftz.f32 ${n}, ${8 + n};")
-            continue
-        lines += [
-            f"max.f32 x, ${8 + n}, 0fC2FC0000;",  # -126
-            "add.rn.f32 r, x, 0f4B400000;",  # 1.5 * 2^23: the lowest bits of the sum are the integer next to x
-            "sub.rn.f32 f, r, 0f4B400000;",
-            "sub.rn.f32 f, x, f;",
-            "fma.rn.f32 p, f, 0f3C1CCBEB, 0f3D650A21;",
-            "fma.rn.f32 p, p, f, 0f3E76036D;",
-            "fma.rn.f32 p, p, f, 0f3F31706E;",
-            "fma.rn.f32 p, p, f, 0f3F7FFFF4;",
-            "mov.b32 i, r;",
-            "mov.b32 j, p;",
-            "shl.b32 i, i, 23;",
-            "add.s32 j, j, i;",
-            f"mov.b32 ${n}, j;",
-        ]
-    return "\n".join([*lines, "}"])
 
 
 @gluon.jit
