@@ -1,5 +1,6 @@
 """What watches a run: measurements, progress, its record, checkpoints, interrupts and running out of memory."""
 
+import atexit
 import gc
 import json
 import os
@@ -21,6 +22,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 import wandb
+from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -272,17 +274,25 @@ class Checkpoint(ModelCheckpoint):
 def wait_for_other_ranks(trainer: L.Trainer) -> None:
     """Lets the ranks that this process started end before it does, each with the exit status of an interrupt.
 
-    Lightning's observer would take that status for a failure and kill this process, perhaps before it is done.
+    Lightning's observer would take that status for a failure and kill this process, perhaps before it is done. The wait
+    is at this process's exit, after it has ended its connections: with NCCL, ranks do that together.
     """
     launcher = trainer.strategy.launcher
     if isinstance(launcher, _SubprocessScriptLauncher):
         ranks = launcher.procs.copy()
         launcher.procs.clear()  # the observer's list, too
-        for rank in ranks:
-            try:
-                rank.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                rank.kill()
+        atexit.register(_end, ranks)
+        atexit.unregister(_destroy_dist_connection)  # what was registered last runs first
+        atexit.register(_destroy_dist_connection)
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    for rank in ranks:
+        try:
+            rank.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
 
 
 class GracefulInterrupt(Callback):

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -226,6 +228,32 @@ def test_an_error_of_one_rank_waits_for_no_other(world_size, exception, saves, t
     trainer = SimpleNamespace(world_size=world_size, strategy=SimpleNamespace(launcher=None), print=print)
     Checkpoint(dirpath=tmp_path).on_exception(trainer, None, exception)
     assert bool(saved) == saves
+
+
+ENDING = """
+import atexit
+from types import SimpleNamespace
+from lightning.fabric.utilities import distributed
+
+def destroy():
+    print("connections ended")
+
+distributed._destroy_dist_connection = destroy
+atexit.register(destroy)  # as Lightning does for NCCL
+from fa_train import callbacks
+
+launcher = object.__new__(callbacks._SubprocessScriptLauncher)
+launcher.procs = [SimpleNamespace(wait=lambda timeout: print("rank 1 ended"))]
+callbacks.wait_for_other_ranks(SimpleNamespace(strategy=SimpleNamespace(launcher=launcher)))
+assert not launcher.procs, "Lightning's observer would kill this process"
+print("this rank ends")
+"""
+
+
+def test_ranks_end_their_connections_together():
+    """With NCCL none can alone: a rank that waited for the others before would wait for ever."""
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.stdout.splitlines() == ["this rank ends", "connections ended", "rank 1 ended"], done.stderr
 
 
 LONG = ("data.val_rows=2", "max_steps=40", "trainer.val_check_interval=40")
