@@ -32,14 +32,16 @@ torch's own bf16 is 5e-3 to 2e-2 off (2048 tokens, normal q, k, v and do). fp16,
 
 TFLOP/s of an H200 in November 2026, causal bf16, all kernels of the pass, medians of runs in turns:
 
-| head_dim, heads / KV heads, tokens of a document | bwd.py | dS in fp32 | HALVES |
-|:-------------------------------------------------|-------:|-----------:|-------:|
-| 128, 16 / 16, 16k                                | 493    | 572        | 618    |
-| 128, 16 / 16, 2k                                 | 405    | 439        | 472    |
-| 128, 32 / 8, 8k                                  | 455    | 465        | 533    |
-| 64, 32 / 32, 16k                                 | 430    | 531        |        |
-| 64, 32 / 32, 2k                                  | 355    | 399        |        |
-| 64, 64 / 16, 8k                                  | 401    | 495        |        |
+| head_dim, heads / KV heads, tokens of a document | bwd.py | this | cuDNN |
+|:-------------------------------------------------|-------:|-----:|------:|
+| 128, 16 / 16, 16k                                | 502    | 603  | 541   |
+| 128, 16 / 16, 2k                                 | 408    | 452  |       |
+| 128, 32 / 8, 8k                                  | 448    | 502  | 514   |
+| 64, 32 / 32, 16k                                 | 432    | 534  | 429   |
+| 64, 32 / 32, 2k                                  | 354    | 390  |       |
+| 64, 64 / 16, 8k                                  | 402    | 492  | 408   |
+
+In another run at 128, 16k: bwd.py 511, this without HALVES 554, with 585.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
