@@ -66,7 +66,10 @@ class LitGPT(L.LightningModule):
 
     def loss_sum(self, batch: Batch) -> Tensor:
         """The cross entropy summed over the labels of a batch, in nats."""
-        return self.model(batch["tokens"], batch["cu_seqlens"], batch["position_ids"], batch["labels"])
+        cu_seqlens: Tensor | None = batch["cu_seqlens"]
+        if len(batch["cu_seqlens"]) == 2:  # rows are full, so this is one document: SDPA needs no mask, flash no marks
+            cu_seqlens = None
+        return self.model(batch["tokens"], cu_seqlens, batch["position_ids"], batch["labels"])
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss, labels = self.loss_sum(batch), batch["labels"]

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fa_train.lit_gpt import LitGPT
+from fa_train.models import gpt
 from tests.memory.small import levers, small_gpt
 
 TOTAL, STEPS = 24, 3
@@ -96,3 +97,19 @@ def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16(tmp_path, monkeypatch
     )  # fmt: skip
     trainer.fit(lit, DataLoader(batches(STEPS), batch_size=None))
     assert any(float(torch.tensor(norm).bfloat16()) != norm for norm in watched.norms)
+
+
+@pytest.mark.parametrize(("ends", "one"), [((0, TOTAL), True), ((0, 9, TOTAL), False), ((0, TOTAL, TOTAL), False)])
+def test_a_batch_of_one_document_is_known_to_be_one(ends, one, monkeypatch):
+    """By its shape alone, which never changes; SDPA would take a mask of all pairs otherwise."""
+    seen = []
+    monkeypatch.setattr(gpt, "_schedule", lambda *x, f=gpt._schedule: seen.append(f(*x)) or seen[-1])
+    model = small_gpt(levers(), torch.device("cpu"), n_layers=1)
+    lit = LitGPT(model, torch.optim.SGD, torch.optim.lr_scheduler.LambdaLR, compile_model=False)
+    [batch] = batches(1)
+    loss = lit.loss_sum(batch)
+    lit.loss_sum(batch | {"cu_seqlens": torch.tensor(ends, dtype=torch.int32)})
+    assert [schedule.one_document for schedule in seen] == [True, one]
+    torch.testing.assert_close(
+        loss, model(*(batch[name] for name in ("tokens", "cu_seqlens", "position_ids", "labels")))
+    )

@@ -56,6 +56,8 @@ def n_rows(total_tokens: int, seq_len: int) -> int:
 
 def max_documents_in_row(lengths: np.ndarray, seq_len: int) -> int:
     """A bound on the documents that touch one row, in whatever order they are laid, padding counted as one."""
+    if not (lengths % seq_len).any():
+        return 1  # each row lies in one
     # those that lie whole within it are at least as long as equally many of the shortest; two more are cut by its ends
     whole = int(np.searchsorted(np.cumsum(np.sort(lengths)), seq_len + 1, side="right"))
     return min(whole + 3, seq_len)

@@ -73,6 +73,14 @@ def test_boundaries_and_positions(lengths, seq_len, seed):
             assert row.labels[end - 1] == IGNORE_INDEX or end == seq_len
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_documents_of_whole_rows_share_none(seed):
+    lengths = [8, 16, 0, 8]
+    assert max_documents_in_row(np.array(lengths), 8) == 1 < max_documents_in_row(np.array([8, 15]), 8)
+    _, _, rows = pack_all(lengths, 8, seed)
+    assert [row.boundaries.tolist() for row in rows] == [[0, 8]] * 4
+
+
 @pytest.mark.parametrize("document_mask", [True, False])
 @pytest.mark.parametrize("reset_positions", [True, False])
 def test_a_batch_is_rows_end_to_end(document_mask, reset_positions):
