@@ -23,7 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fa_train import preflight
 from fa_train.callbacks import export_last, is_out_of_memory, require_checkpoint, results
-from fa_train.memory.planner import predict, with_levers
+from fa_train.memory.levers import with_levers
+from fa_train.memory.planner import predict
 from fa_train.models.attention import require_backend
 from fa_train.models.gpt import GPT
 from fa_train.parallel.checkpoint import CheckpointReader

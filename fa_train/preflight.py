@@ -11,20 +11,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fa_train import optim
+from fa_train.memory.levers import Levers, fastest_that_fits, longest_of_all_levers, longest_seq_len, next_lever
 from fa_train.memory.offload import available_host_bytes, require_host_memory
 from fa_train.memory.planner import (
     COMPONENTS,
     GIB,
     Adapters,
-    Levers,
     OptimizerKind,
     Precision,
     Prediction,
     Shape,
-    fastest_that_fits,
-    longest_of_all_levers,
-    longest_seq_len,
-    next_lever,
     parameter_sizes,
     predict,
     trained_sizes,

@@ -19,22 +19,17 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fa_train.memory.offload import available_host_bytes
-from fa_train.memory.planner import (
-    COMPONENTS,
-    GIB,
-    Prediction,
-    Shape,
+from fa_train.memory.levers import (
     fastest_that_fits,
     fits,
     levers_of,
     longest_of_all_levers,
     longest_seq_len,
     next_lever,
-    parameter_sizes,
-    predict,
     with_levers,
 )
+from fa_train.memory.offload import available_host_bytes
+from fa_train.memory.planner import COMPONENTS, GIB, Prediction, Shape, parameter_sizes, predict
 from fa_train.preflight import device_bytes, explain, require_shardable, shape_of
 
 H200_GIB = 139.8

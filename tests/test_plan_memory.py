@@ -9,11 +9,13 @@ from hydra.utils import instantiate
 
 import train
 from fa_train import preflight
-from fa_train.memory.planner import GIB, Levers, Shape, longest_of_all_levers, longest_seq_len, predict
+from fa_train.memory.levers import Levers, longest_of_all_levers, longest_seq_len
+from fa_train.memory.planner import GIB, Shape, predict
 from scripts.plan_memory import composed as composed_for_plan
 from scripts.plan_memory import main, shape_of_run
 from tests import processes
-from tests.memory.test_planner import GPT2, HOST, LLAMA_1B
+from tests.memory.test_levers import HOST
+from tests.memory.test_planner import GPT2, LLAMA_1B
 from tests.training import REPOSITORY, composed, quiet_environment, tiny
 
 CUDA = torch.device("cuda")

@@ -14,7 +14,7 @@ class Memory:
     offload: whether the hidden states between blocks wait in host memory (fa_train.memory.offload).
     mlp_chunk: tokens that pass through the FFN at a time (fa_train.memory.tiled_mlp), None for all.
     loss: the last linear layer and its cross entropy (fa_train.memory.loss).
-    auto: whether train.py puts the fastest levers that fit in place of these (fa_train.memory.planner).
+    auto: whether train.py puts the fastest levers that fit in place of these (fa_train.memory.levers).
     Raises: ValueError on an unknown checkpointing and on a chunk that is not positive.
     """
 
