@@ -112,8 +112,8 @@ def inspect(path):
 
 def test_ctrl_c_keeps_what_is_finished_and_the_same_command_continues(tmp_path):
     program, arguments = "scripts.ablate_memory", [
-        "--only", "step", "--attentions", "naive", "sdpa", "--no-wandb", "--seq-lens", "32", "--out", str(tmp_path),
-        "--steps", "100000", "--seconds", "2", *TINY,
+        "--only", "step", "--attentions", "naive", "chunked", "sdpa", "--no-wandb", "--seq-lens", "32",
+        "--out", str(tmp_path), "--steps", "100000", "--seconds", "2", *TINY,
     ]  # fmt: skip
     path, out, errors = (tmp_path / name for name in ("results.jsonl", "out", "errors"))
     out.touch()
@@ -123,7 +123,7 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_continues(tmp_path):
         deadline = time.monotonic() + 120
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(0.5)  # into the second case
+        time.sleep(0.5)  # into the second case; into the third on a machine that is slow to wake this up
         os.killpg(sweep_of_long_cases.pid, signal.SIGINT)  # as a terminal does: every process gets it
         sweep_of_long_cases.join(30)
     finally:
@@ -131,12 +131,12 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_continues(tmp_path):
     stderr = errors.read_text()
     assert sweep_of_long_cases.exitcode == 128 + signal.SIGINT, stderr
     assert stderr.strip().splitlines()[-1].startswith("stopped; ")
-    [first] = load(path)
-    assert first.attention == "naive"
-    before = load(path)[first]
+    kept = load(path)
+    assert [case.attention for case in kept] in (["naive"], ["naive", "chunked"])
     done = processes.finish(program, arguments, REPOSITORY, environment())
     assert done.returncode == 0, done.stderr
-    assert [found.attention for found in load(path)] == ["naive", "sdpa"] and load(path)[first] == before
+    assert [case.attention for case in load(path)] == ["naive", "chunked", "sdpa"]
+    assert kept.items() <= load(path).items(), "what was finished is not measured again"
 
 
 class References(HTMLParser):
