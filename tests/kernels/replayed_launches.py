@@ -31,6 +31,7 @@ from kernels.flash_attention.schedule import Schedule, build_schedule
 
 LAUNCHES: list[tuple[Any, ...]] = []
 ALLOCATED: list[Tensor] = []  # by a case: kept, so that none has the address of another
+ADDRESSES: set[int] = set()  # of tensors; some may be below 2**32, and replayed launches have them as plain numbers
 TOTAL = 128
 
 
@@ -156,6 +157,7 @@ def _noting(source: str) -> SimpleNamespace:
 def _named(launches: list[tuple[Any, ...]], inputs: list[Tensor]) -> list[Any]:
     """Launches with names for addresses: of an input and an offset, or of new memory in the order of its use."""
     names: dict[int, str] = {}
+    ADDRESSES.update(x.data_ptr() for x in (*inputs, *ALLOCATED))
 
     def name(address: int) -> str:
         for i, x in enumerate(inputs):
@@ -170,8 +172,9 @@ def _named(launches: list[tuple[Any, ...]], inputs: list[Tensor]) -> list[Any]:
         if isinstance(x, tuple) and x and x[0] == "map":
             return ("map", name(x[1]), *x[2:])
         if hasattr(x, "data_ptr"):
+            ADDRESSES.add(x.data_ptr())
             return name(x.data_ptr())
-        return name(x) if isinstance(x, int) and x > 2**32 else x
+        return name(x) if isinstance(x, int) and x in ADDRESSES else x
 
     return [(*rest, [of(x) for x in of_kernel]) for *rest, of_kernel in launches]
 
