@@ -467,7 +467,8 @@ def _moments(s: Shape) -> list[_Moment]:
             "the embedding's backward",
             gradients=gradients - (0 if s.accumulates else embeddings // s.ranks),
             outside=data,
-            working=(max(block.x + 2 * embeddings, 3 * embeddings) if s.tied else block.x + embeddings) + outer,
+            # a tied one's is added to the head's in place
+            working=(block.x + 2 * embeddings if s.tied else block.x + embeddings) + outer,
         ),
         _Moment("the optimizer", gradients=gradients, outside=data, working=optimizer_working(s)),
     ]
