@@ -101,6 +101,38 @@ def test_another_device_is_another_kind():
     assert backend._kind(on_meta, schedule, features) not in kinds
 
 
+def test_each_option_is_another_kind(monkeypatch):
+    """Of forward and backward: a recording of one must not be played for another."""
+    kinds = []
+    monkeypatch.setattr(backend, "replayed", lambda kind, inputs, call: kinds.append(kind) or (None, None))
+    x, schedule = torch.zeros(20, 2, 16), causal_schedule(None, 20, torch.device("cpu"))
+    plain = Features(1.0, 0.0, None, [])
+    sinks = torch.zeros(2)
+    forwards = [
+        (x, schedule, plain, torch.float32),
+        (x, schedule, plain, torch.bfloat16),
+        (x, schedule._replace(documents="long"), plain, torch.float32),
+        (x, schedule._replace(several_documents=True), plain, torch.float32),
+        (x, schedule, plain._replace(softmax_scale=2.0), torch.float32),
+        (x, schedule, plain._replace(softcap=2.0), torch.float32),
+        (x, schedule, plain._replace(sinks=sinks), torch.float32),
+        (x, schedule, plain._replace(alibi=[sinks]), torch.float32),
+        (x.half(), schedule, plain, torch.float32),
+        (x.transpose(0, 1).contiguous().transpose(0, 1), schedule, plain, torch.float32),
+    ]
+    for q, of, features, out_dtype in forwards:
+        backend.forward(q, q, q, of, features, out_dtype)
+    monkeypatch.setenv(backend.VARIABLE, "portable")
+    backend.forward(x, x, x, schedule, plain, torch.float32)
+    monkeypatch.setattr(backend, "replayed", lambda kind, inputs, call: kinds.append(kind) or (None,) * 4)
+    lse = torch.zeros(2, 20)
+    for dlse, deterministic in ((None, False), (lse, False), (None, True)):
+        backend.backward(x, dlse, x, x, x, x, lse, schedule, plain, deterministic)
+    assert len(set(kinds)) == len(kinds) == 14
+    backend.backward(x, None, x, x, x, x, lse, schedule, plain, False)
+    assert len(set(kinds)) == 14, "the same call is of the same kind"
+
+
 def test_an_address_of_two_tensors_is_not_guessed():
     """Views that overlap by half a row: an address in both may be of either."""
     both = torch.zeros(8, 2, 96)

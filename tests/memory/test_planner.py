@@ -185,6 +185,17 @@ def test_frozen_weights_have_no_states_and_4_bits():
     assert predict(small).weights == pytest.approx(4 * (parameters + trained - matrices) + 0.516 * matrices, rel=1e-3)
 
 
+def test_a_tied_embeddings_gradients_are_added_in_place():
+    """As predict counts them; autograd does so for tensors with data alone."""
+    shape = replace(LLAMA_1B, n_layers=1, dim=16, n_heads=2, n_kv_heads=2, head_dim=8, ffn_dim=32, vocab_size=67)
+    tokens = torch.arange(20)
+    loss = build(shape, sdpa_attention)(tokens, labels=tokens)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        loss.backward()
+    added = {event.name for event in profile.events() if event.input_shapes[:2] == [[67, 16], [67, 16]]}
+    assert {"aten::add", "aten::add_"} & added == {"aten::add_"}
+
+
 CASES: dict[str, dict[str, Any]] = {
     "default": {},
     "whole-vocabulary": {"vocab_size": 128256, "tokens": 8192},
