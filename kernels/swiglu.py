@@ -1,7 +1,7 @@
 """SwiGLU (arXiv:2002.05202), silu(gate) * value, over (rows, 2 ffn_dim) with the gate first; one pass each way.
 
-The backward overwrites its arguments, so nothing of their size is allocated, and gives the activations again too: a
-caller that kept only its input needs them for the next weight's gradient.
+The backward gives the activations again too, in the place of their gradient: a caller that kept only its input needs
+them for the next weight's gradient. The input's own gradient takes the input's place, or a new one where that is kept.
 """
 
 import torch
@@ -24,18 +24,19 @@ def _forward_kernel(projected_ptr, activated_ptr, FFN_DIM: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def _backward_kernel(projected_ptr, d_activated_ptr, FFN_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """The same columns; every number is read by the program that overwrites it, before."""
+def _backward_kernel(projected_ptr, d_activated_ptr, d_projected_ptr, FFN_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """The same columns, each read by the program that overwrites it, before; d_projected may be projected."""
     row, cols, inside = _place(FFN_DIM, BLOCK)
     gate_ptrs = projected_ptr + row * (2 * FFN_DIM) + cols
+    d_gate_ptrs = d_projected_ptr + row * (2 * FFN_DIM) + cols
     activated_ptrs = d_activated_ptr + row * FFN_DIM + cols
     gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(gate_ptrs + FFN_DIM, mask=inside, other=0.0).to(tl.float32)
     d_activated = tl.load(activated_ptrs, mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
-    tl.store(gate_ptrs, d_activated * value * (sigmoid + silu * (1.0 - sigmoid)), mask=inside)
-    tl.store(gate_ptrs + FFN_DIM, d_activated * silu, mask=inside)
+    tl.store(d_gate_ptrs, d_activated * value * (sigmoid + silu * (1.0 - sigmoid)), mask=inside)
+    tl.store(d_gate_ptrs + FFN_DIM, d_activated * silu, mask=inside)
     tl.store(activated_ptrs, silu * value, mask=inside)
 
 
@@ -66,11 +67,34 @@ def swiglu_backward(projected: Tensor, d_activated: Tensor) -> None:
     Shapes: projected (rows, 2 ffn_dim), d_activated (rows, ffn_dim), both dense.
     An operator, so that what counts memory on the CPU does not see the temporaries of torch there.
     """
+    _backward(projected, d_activated, d_projected=projected)
+
+
+@torch.library.custom_op("swiglu::gradient", mutates_args=("d_activated",))
+def swiglu_gradient(projected: Tensor, d_activated: Tensor) -> Tensor:
+    """The gradient of `projected`, which stays, unlike d_activated: the activations take its place.
+
+    Shapes: projected and its gradient (rows, 2 ffn_dim), d_activated (rows, ffn_dim), all dense.
+    An operator for torch.compile, which copies d_activated only where it is needed later.
+    """
+    d_projected = torch.empty_like(projected)
+    _backward(projected, d_activated, d_projected)
+    return d_projected
+
+
+@swiglu_gradient.register_fake
+def _gradient_fake(projected: Tensor, d_activated: Tensor) -> Tensor:
+    return torch.empty_like(projected)
+
+
+def _backward(projected: Tensor, d_activated: Tensor, d_projected: Tensor) -> None:
+    """Writes d_projected, which may be projected, and the activations over d_activated."""
     rows, ffn_dim = d_activated.shape
     if projected.is_cuda:
-        _backward_kernel[_grid(rows, ffn_dim)](projected, d_activated, FFN_DIM=ffn_dim, BLOCK=BLOCK)
+        arguments = (projected, d_activated, d_projected)
+        _backward_kernel[_grid(rows, ffn_dim)](*arguments, FFN_DIM=ffn_dim, BLOCK=BLOCK)
     else:
-        _backward_plainly(projected, d_activated)
+        _backward_plainly(projected, d_activated, d_projected)
 
 
 def _forward_plainly(projected: Tensor) -> Tensor:
@@ -79,13 +103,14 @@ def _forward_plainly(projected: Tensor) -> Tensor:
     return F.silu(gate).mul_(value)
 
 
-def _backward_plainly(projected: Tensor, d_activated: Tensor) -> None:
+def _backward_plainly(projected: Tensor, d_activated: Tensor, d_projected: Tensor) -> None:
     """The same; autograd's formulas, step by step."""
     gate, value = projected.chunk(2, dim=1)
+    d_gate, d_value = d_projected.chunk(2, dim=1)
     silu = F.silu(gate)
     activated = silu * value
-    torch.ops.aten.silu_backward(d_activated * value, gate, grad_input=gate)
-    torch.mul(d_activated, silu, out=value)
+    torch.ops.aten.silu_backward(d_activated * value, gate, grad_input=d_gate)
+    torch.mul(d_activated, silu, out=d_value)
     d_activated.copy_(activated)
 
 

@@ -15,6 +15,7 @@ from fa_train.memory.checkpointing import Checkpointing, run_block
 from fa_train.memory.loss import IGNORE_INDEX, LinearCrossEntropy
 from fa_train.memory.offload import Offload
 from fa_train.memory.stack import Memory
+from fa_train.memory.swiglu_down import swiglu_down, trains_plainly
 from fa_train.memory.tiled_mlp import activate, tiled_mlp
 from fa_train.models.attention import Attention, require_softcap, soft_capped
 from fa_train.models.rope import RopeScaling, RotaryTable, document_positions, rope_scaling, rotary_table
@@ -407,6 +408,9 @@ class FeedForward(nn.Module):
         if self.activation == "geglu":  # GELU by tanh of the gate, which comes before the values
             gate, value = projected.chunk(2, dim=-1)
             return self.down(F.gelu(gate, approximate="tanh") * value)
+        # eagerly, memory is as the planner has it of autograd's own path
+        if self.activation == "swiglu" and torch.compiler.is_compiling() and trains_plainly(self.down):
+            return swiglu_down(projected, self.down.weight, self.down.bias)
         return self.down(activate(projected, self.activation))
 
 

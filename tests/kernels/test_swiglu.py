@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import swiglu as module
-from kernels.swiglu import swiglu, swiglu_backward
+from kernels.swiglu import swiglu, swiglu_backward, swiglu_gradient
 
 SHAPES = pytest.mark.parametrize(
     ("rows", "ffn_dim"),
@@ -26,9 +26,10 @@ def through_the_kernel(projected: Tensor) -> Tensor:
     return activated
 
 
-def through_the_backward_kernel(projected: Tensor, d_activated: Tensor) -> None:
+def through_the_backward_kernel(projected: Tensor, d_activated: Tensor, d_projected: Tensor) -> None:
     rows, ffn_dim = d_activated.shape
-    module._backward_kernel[module._grid(rows, ffn_dim)](projected, d_activated, FFN_DIM=ffn_dim, BLOCK=module.BLOCK)
+    arguments = (projected, d_activated, d_projected)
+    module._backward_kernel[module._grid(rows, ffn_dim)](*arguments, FFN_DIM=ffn_dim, BLOCK=module.BLOCK)
 
 
 @pytest.fixture(params=["torch", "kernel"])
@@ -66,6 +67,11 @@ def test_equals_autograd(rows, ffn_dim, dtype, device):
     ours = swiglu(projected)
     assert ours.dtype == dtype and ours.is_contiguous()
     torch.testing.assert_close(ours.double(), activated, **tolerance)
+    before, beside = projected.clone(), d_activated.clone()
+    ours = swiglu_gradient(projected, beside)
+    assert torch.equal(projected, before) and ours.dtype == dtype and ours.is_contiguous()
+    torch.testing.assert_close(beside.double(), activated, **tolerance)
+    torch.testing.assert_close(ours.double(), d_projected, **tolerance)
     swiglu_backward(projected, d_activated)
     torch.testing.assert_close(d_activated.double(), activated, **tolerance)
     torch.testing.assert_close(projected.double(), d_projected, **tolerance)
@@ -79,13 +85,17 @@ def test_bf16(rows, ffn_dim, device):
     activated, d_projected = exactly(projected, d_activated)
     eps = torch.finfo(torch.bfloat16).eps
     torch.testing.assert_close(swiglu(projected).double(), activated, rtol=eps, atol=eps)
+    torch.testing.assert_close(
+        swiglu_gradient(projected, d_activated.clone()).double(), d_projected, rtol=eps, atol=eps
+    )
     swiglu_backward(projected, d_activated)
     torch.testing.assert_close(d_activated.double(), activated, rtol=eps, atol=eps)
     torch.testing.assert_close(projected.double(), d_projected, rtol=eps, atol=eps)
 
 
-def test_operator_registration(device):
-    torch.library.opcheck(swiglu_backward, draw(3, 8, torch.float32, device))
+@pytest.mark.parametrize("operator", [swiglu_backward, swiglu_gradient], ids=["backward", "gradient"])
+def test_operator_registration(operator, device):
+    torch.library.opcheck(operator, draw(3, 8, torch.float32, device))
 
 
 @pytest.mark.gpu

@@ -1,0 +1,231 @@
+"""SwiGLU and the product after it, compiled: autograd's gradients, by one operator that keeps no more than autograd."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx import GraphModule
+
+from fa_train.memory.swiglu_down import trains_plainly
+from fa_train.models import gpt
+from fa_train.models.gpt import FeedForward
+from fa_train.models.lora import LoRA
+from kernels import swiglu as kernel
+from tests.memory import simulated
+from tests.memory.simulated import kept_by_compiled_block
+from tests.memory.small import assert_equal, compile_blocks, levers, small_gpt, step, stream
+from tests.memory.test_planner import LLAMA_1B, build
+from tests.tolerance import assert_as_accurate
+
+DIM, FFN_DIM = 16, 24
+BIAS = pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One entry for each pass of the kernel that computes gradients and activations."""
+    calls: list[None] = []
+    backward = kernel._backward
+
+    def counted(projected: Tensor, d_activated: Tensor, d_projected: Tensor) -> None:
+        calls.append(None)
+        backward(projected, d_activated, d_projected)
+
+    monkeypatch.setattr(kernel, "_backward", counted)
+    return calls
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def feed_forward(device: torch.device, bias: bool = False, activation: gpt.Activation = "swiglu") -> FeedForward:
+    """The same weights in each call."""
+    torch.manual_seed(0)
+    return FeedForward(DIM, FFN_DIM, activation, bias, chunk_size=None, checkpointed=False).to(device)
+
+
+def compiled(ffn: nn.Module) -> Callable[[Tensor], Tensor]:
+    """By the part of torch.compile that needs no C++ compiler; a graph break is an error."""
+    return torch.compile(ffn, backend="aot_eager", fullgraph=True)
+
+
+def draw(device: torch.device, total: int = 10) -> tuple[Tensor, Tensor]:
+    """x and the gradient of y."""
+    return torch.randn(total, DIM, device=device, requires_grad=True), torch.randn(total, DIM, device=device)
+
+
+def gradients(ffn: FeedForward, run: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """The result and all gradients, by name."""
+    y = run(x)
+    names, tensors = zip(*ffn.named_parameters(), strict=True)
+    found = torch.autograd.grad(y, (x, *tensors), dy.to(y.dtype))
+    return {"y": y.detach()} | dict(zip(("x", *names), found, strict=True))
+
+
+@BIAS
+def test_equals_eager(bias, device, passes):
+    ffn, (x, dy) = feed_forward(device, bias), draw(device)
+    expected = gradients(ffn, ffn, x, dy)
+    assert not passes  # the planner knows autograd's memory
+    ours = gradients(ffn, compiled(ffn), x, dy)
+    assert len(passes) == 1
+    for name, found in ours.items():
+        torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.usefixtures("bf16_matmul")
+@BIAS
+@pytest.mark.parametrize("autocast", [True, False], ids=["mixed", "true"])
+def test_bf16_is_as_accurate_as_eager(autocast, bias, device, passes):
+    x, dy = draw(device)
+    exact_ffn = feed_forward(device, bias).double()
+    exact = gradients(exact_ffn, exact_ffn, x.detach().double().requires_grad_(), dy.double())
+    ffn = feed_forward(device, bias)
+    if not autocast:
+        ffn, x = ffn.bfloat16(), x.detach().bfloat16().requires_grad_()
+
+    def under(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                return run(x)
+
+        return forward
+
+    expected, ours = gradients(ffn, under(ffn), x, dy), gradients(ffn, under(compiled(ffn)), x, dy)
+    assert len(passes) == 1 and ours["y"].dtype == torch.bfloat16
+    for name, found in ours.items():
+        assert found.dtype == expected[name].dtype, name
+        assert_as_accurate(name, found, exact[name], expected[name])
+
+
+def test_backward_again(device, passes):
+    """What is kept is not written over."""
+    ffn, (x, dy) = feed_forward(device), draw(device)
+    y = compiled(ffn)(x)
+    first, second = (torch.autograd.grad(y, (x, *ffn.parameters()), dy, retain_graph=True) for _ in range(2))
+    assert len(passes) == 2
+    assert_equal(list(first), list(second))
+
+
+def test_gradients_of_any_layout(device, passes):
+    ffn, (x, _) = feed_forward(device), draw(device)
+    run = compiled(ffn)
+    for dy in (torch.ones(1, 1, device=device).expand(10, DIM), torch.randn(DIM, 10, device=device).T):
+        ours, expected = gradients(ffn, run, x, dy), gradients(ffn, ffn, x, dy)
+        for name, found in ours.items():
+            torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+    assert len(passes) == 2
+
+
+def test_compiled_once_for_all_lengths(device, passes):
+    """After the second length, as any module: torch.compile takes the first to be the only one."""
+    ffn = feed_forward(device)
+    run = compiled(ffn)
+    for total in (10, 12):
+        gradients(ffn, run, *draw(device, total))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for total in (7, 33):
+            x, dy = draw(device, total)
+            ours, expected = gradients(ffn, run, x, dy), gradients(ffn, ffn, x, dy)
+            for name, found in ours.items():
+                torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+    assert len(passes) == 4
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_in_the_model(checkpointing, device, passes):
+    """One pass for each of two layers, whatever is computed again."""
+    expected = step(small_gpt(levers(), device, n_layers=2), stream(device))
+    assert not passes
+    assert_equal(step(compile_blocks(small_gpt(levers(checkpointing), device, n_layers=2)), stream(device)), expected)
+    assert len(passes) == 2
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_keeps_what_autograd_keeps(checkpointing, precision, monkeypatch):
+    """Also of the weights: no rounded copy."""
+    shape = replace(LLAMA_1B, n_layers=1, vocab_size=64, tokens=64, checkpointing=checkpointing, precision=precision)
+    uses = []
+
+    def partition(joint: GraphModule, *args: Any, **options: Any) -> Any:
+        uses.append("swiglu.gradient" in str(joint.graph))
+        return min_cut_rematerialization_partition(joint, *args, **options)
+
+    monkeypatch.setattr(simulated, "min_cut_rematerialization_partition", partition)
+    ours = kept_by_compiled_block(lambda: build(shape), shape.tokens, precision)
+    monkeypatch.setattr(gpt, "trains_plainly", lambda linear: False)
+    assert ours == kept_by_compiled_block(lambda: build(shape), shape.tokens, precision)
+    assert uses == [True, False]
+
+
+def test_without_gradients(device):
+    ffn, (x, _) = feed_forward(device), draw(device)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(ffn)(x), ffn(x))
+
+
+class Sharded(Tensor):
+    """Stands for DTensor and others that are more than their numbers."""
+
+
+def test_what_trains_plainly(device):
+    frozen, sharded = nn.Linear(8, 4), nn.Linear(8, 4)
+    frozen.weight.requires_grad_(False)
+    sharded.weight = nn.Parameter(sharded.weight.detach().as_subclass(Sharded))
+    adapted = LoRA(2, 4.0, 0.0, "all-linear", False, None, None)(small_gpt(levers(), device, n_layers=1))
+    assert trains_plainly(nn.Linear(8, 4))
+    assert not any(map(trains_plainly, (frozen, sharded, adapted.blocks[0].ffn.down)))
+
+
+@pytest.mark.parametrize("target", ["down_proj", "gate_proj", "q_proj"])
+def test_adapters_keep_their_path(target, device, passes):
+    """An adapter on either of the FFN's layers or on none: the weights below are frozen, so no gradient is theirs."""
+
+    def adapted() -> gpt.GPT:
+        return LoRA(2, 4.0, 0.0, [target], False, None, None)(small_gpt(levers(), device, n_layers=1))
+
+    torch.manual_seed(1)
+    model = adapted()
+    expected = step(model, stream(device))
+    assert_equal(step(compile_blocks(model), stream(device)), expected)
+    assert not passes
+
+
+@pytest.mark.parametrize("activation", ["gelu", "geglu"])
+def test_other_activations_keep_their_path(activation, device, passes):
+    ffn, (x, dy) = feed_forward(device, activation=activation), draw(device)
+    ours, expected = gradients(ffn, compiled(ffn), x, dy), gradients(ffn, ffn, x, dy)
+    for name, found in ours.items():
+        torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+    assert not passes
+
+
+@pytest.mark.gpu
+def test_the_backward_needs_no_more_memory(device, monkeypatch):
+    """The activations take the place of their gradient: torch.compile copies it only where it is needed later."""
+    total, ffn_dim = 4096, 512
+    ffn = FeedForward(64, ffn_dim, "swiglu", False, chunk_size=None, checkpointed=False).to(device)
+    x = torch.randn(total, 64, device=device, requires_grad=True)
+
+    def most() -> int:
+        torch._dynamo.reset()
+        run = torch.compile(ffn, fullgraph=True)
+        for _ in range(2):  # the first one compiles
+            torch.cuda.reset_peak_memory_stats()
+            with torch.autocast("cuda", torch.bfloat16):
+                y = run(x)
+            torch.autograd.grad(y, (x, *ffn.parameters()), torch.ones_like(y))
+        return torch.cuda.max_memory_allocated()
+
+    ours = most()
+    monkeypatch.setattr(gpt, "trains_plainly", lambda linear: False)
+    assert ours <= most() + total * ffn_dim  # half of the activations
