@@ -20,7 +20,7 @@ SPILLS = {
     "128-medium-fp16-fp32-sinks+softcap+marks": 48,
     "128-short-bf16-bf16-marks": 48,
     "128-short-fp16-fp32-sinks+softcap+marks": 48,
-    "256-long-bf16-bf16-plain": 64,
+    "256-medium-bf16-bf16-plain": 64,
     "256-medium-bf16-bf16-marks": 64,
     "256-medium-fp16-fp16-sinks+softcap+marks": 64,
 }

@@ -10,15 +10,16 @@ in documents of 16k and of 2k; TFLOP/s):
 
 - Which program works which item. A persistent grid that takes items from a counter (`dynamic`) is best where items are
   short, which leave the start and the end of a program bare: at head_dim 128 and 2k 515, where one program an item
-  gives 446. At 16k there is little difference at 128, and at 256 one program an item gives 676 for 638.
+  gives 446. At 16k there is little difference at 128, and at 256 one program an item gives 679 for 642 (2k 537 for
+  541).
 - Consumers together or each on its own. Together, they visit all blocks of the tile, and take turns: one has the
   tensor cores while the others take their softmax. On its own (`ranged`), a consumer visits the blocks that its own
   64 queries see. Tiles of 192 queries, which head_dim 64 needs to read K and V less often, waste many blocks on short
   documents: there two consumers, each on its own, give 382 at 2k, three together 355; at 16k it is 467 and 526. At
   head_dim 128 and 64 to 512 tokens, blocks of 64 keys and consumers on their own give 212, 128 keys together 186.
-- What waits for the shuffles of a row. `packed` keeps the sum of each row in parts, and P as pairs, which frees the
-  registers for three consumers of 128 keys at head_dim 64 (526 at 16k, without 183). `skip` leaves o alone where no
-  maximum has grown much: at head_dim 128 654 for 622 at 16k.
+- What waits for the shuffles of a row. `parts` keeps the sum of each row in parts: at head_dim 256 701 for 688, at 128
+  630 for 652. `packed` keeps P as pairs, which frees the registers for three consumers of 128 keys at head_dim 64 (526
+  at 16k, without 183). `skip` leaves o alone where no maximum has grown much: at head_dim 128 654 for 622 at 16k.
 - Where o leaves. At head_dim 256 there is no room but that of q (`o_in_q`).
 
 Where there are several documents, NaN of one that came into another through a tile of both is repaired (marks.py).
@@ -67,6 +68,7 @@ class ForwardTiles:
     order: Literal["query_tiles", "wide_query_tiles"]  # the schedule's
     dynamic: bool = True
     ranged: bool = False
+    parts: bool = False
     packed: bool = False
     skip: bool = False
     o_in_q: bool = False
@@ -87,6 +89,7 @@ class ForwardTiles:
             "STAGES": self.stages,
             "DYNAMIC": self.dynamic,
             "RANGED": self.ranged,
+            "PARTS": self.parts,
             "PACKED": self.packed,
             "SKIP": self.skip,
             "O_IN_Q": self.o_in_q,
@@ -100,16 +103,15 @@ FORWARD_TILES = {
     64: ForwardTiles(128, 2, 3, "query_tiles", ranged=True),
     96: ForwardTiles(128, 2, 2, "query_tiles", skip=True),
     128: ForwardTiles(128, 2, 2, "query_tiles", skip=True),
-    256: ForwardTiles(64, 2, 2, "query_tiles", skip=True, o_in_q=True),
+    256: ForwardTiles(64, 2, 2, "query_tiles", dynamic=False, parts=True, skip=True, o_in_q=True),
 }
 # where documents are short or long (schedule.SHORT_DOCUMENT, LONG_DOCUMENT) and these are faster
 SHORT_TILES = {
     64: ForwardTiles(64, 3, 4, "wide_query_tiles", ranged=True),
-    128: ForwardTiles(64, 2, 4, "query_tiles", ranged=True, packed=True, skip=True),
+    128: ForwardTiles(64, 2, 4, "query_tiles", ranged=True, parts=True, packed=True, skip=True),
 }
 LONG_TILES = {
-    64: ForwardTiles(128, 3, 3, "wide_query_tiles", packed=True, skip=True),
-    256: ForwardTiles(64, 2, 2, "query_tiles", dynamic=False, skip=True, o_in_q=True),
+    64: ForwardTiles(128, 3, 3, "wide_query_tiles", parts=True, packed=True, skip=True),
 }
 
 
@@ -234,7 +236,7 @@ def _pass_over(block, rings):
 @gluon.jit
 def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, scores_of, CONSUMER: gl.constexpr,
           CONSUMERS: gl.constexpr, MASK: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RANGED: gl.constexpr,
-          PACKED: gl.constexpr, SKIP: gl.constexpr):  # fmt: skip
+          PARTS: gl.constexpr, PACKED: gl.constexpr, SKIP: gl.constexpr):  # fmt: skip
     """One block of keys, from `key` on; its K has landed, and if there are `more`, the next one's will have.
 
     p is of the block before, not yet multiplied with V; o is rescaled.
@@ -263,7 +265,7 @@ def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, sc
         scores, row_max, softmax_scale, softcap, key, key_start, key_end, at_edge, q.dtype, MASK, HAS_SOFTCAP, SKIP
     )
     p, row_sum = softmax.exponentials(
-        scores, row_max, row_sum, factor, softmax_scale, q.dtype, HAS_SOFTCAP, PACKED
+        scores, row_max, row_sum, factor, softmax_scale, q.dtype, HAS_SOFTCAP, PARTS, PACKED
     )  # fmt: skip
     block += 1
     mbarrier.wait(k_full.index(block % STAGES), (block // STAGES) & 1, pred=more)
@@ -275,7 +277,7 @@ def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, sc
 
 @gluon.jit
 def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RANGED: gl.constexpr,
-             PACKED: gl.constexpr, SKIP: gl.constexpr, O_IN_Q: gl.constexpr):  # fmt: skip
+             PARTS: gl.constexpr, PACKED: gl.constexpr, SKIP: gl.constexpr, O_IN_Q: gl.constexpr):  # fmt: skip
     """Four warps: the attention of 64 queries of each item."""
     out, score, buffers, queue, ranges = work
     q_buffers, q_full, q_empty, rings = buffers
@@ -311,7 +313,7 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
         sink = 0.0
         if HAS_SINKS:
             sink = gl.load(sinks_ptr + head) * LOG2_E / to_log2
-        row_max, row_sum = softmax.begin(sink, zeros, ROW, HAS_SINKS, PACKED)
+        row_max, row_sum = softmax.begin(sink, zeros, ROW, HAS_SINKS, PARTS)
         o = gl.zeros([ROWS_EACH, WIDTH], gl.float32, layout=OUT)
         if RANGED:
             begin, stop = field(item, 4 + 4 * CONSUMER), field(item, 5 + 4 * CONSUMER)
@@ -338,7 +340,7 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
             scores, row_max, softmax_scale, softcap, key, key_start, key_end, True, q.dtype, "always", HAS_SOFTCAP, SKIP
         )
         p, row_sum = softmax.exponentials(
-            scores, row_max, row_sum, factor, softmax_scale, q.dtype, HAS_SOFTCAP, PACKED
+            scores, row_max, row_sum, factor, softmax_scale, q.dtype, HAS_SOFTCAP, PARTS, PACKED
         )  # fmt: skip
         block += 1
         mbarrier.wait(k_full.index(block % STAGES), (block // STAGES) & 1, pred=begin + 1 < stop)
@@ -348,7 +350,7 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
                 key = end - (step + 1) * BLOCK_N
                 block, o, p, row_max, row_sum = _step(
                     key, (step < right) | (step >= left), step + 1 < stop, block, o, p, row_max, row_sum, q, zeros,
-                    rings, scores_of, CONSUMER, CONSUMERS, "at_edge", HAS_SOFTCAP, RANGED, PACKED, SKIP,
+                    rings, scores_of, CONSUMER, CONSUMERS, "at_edge", HAS_SOFTCAP, RANGED, PARTS, PACKED, SKIP,
                 )  # fmt: skip
         else:
             n_masked = gl.maximum(n_right + n_left, 1)
@@ -356,13 +358,13 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
                 key = _first_key(step, end, n_blocks, n_right, n_left, BLOCK_N)
                 block, o, p, row_max, row_sum = _step(
                     key, True, step + 1 < stop, block, o, p, row_max, row_sum, q, zeros,
-                    rings, scores_of, CONSUMER, CONSUMERS, "always", HAS_SOFTCAP, RANGED, PACKED, SKIP,
+                    rings, scores_of, CONSUMER, CONSUMERS, "always", HAS_SOFTCAP, RANGED, PARTS, PACKED, SKIP,
                 )  # fmt: skip
             for step in range(n_masked, n_blocks):
                 key = _first_key(step, end, n_blocks, n_right, n_left, BLOCK_N)
                 block, o, p, row_max, row_sum = _step(
                     key, False, step + 1 < stop, block, o, p, row_max, row_sum, q, zeros,
-                    rings, scores_of, CONSUMER, CONSUMERS, "never", HAS_SOFTCAP, RANGED, PACKED, SKIP,
+                    rings, scores_of, CONSUMER, CONSUMERS, "never", HAS_SOFTCAP, RANGED, PARTS, PACKED, SKIP,
                 )  # fmt: skip
 
         if not O_IN_Q:
@@ -377,7 +379,7 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
             for _ in range(stop, n_blocks):
                 block = _pass_over(block, rings)
 
-        row_sum = softmax.total(row_sum, ROW, PACKED)
+        row_sum = softmax.total(row_sum, ROW, PARTS)
         # a row that sees no key gives 0 and -inf; one that sees nothing but NaN keeps its maximum too
         sees = (row_max > 0.5 * HIDDEN) | (row_sum != row_sum)
         lse = gl.where(sees, (row_max * to_log2 + gl.log2(row_sum)) * LN_2, float("-inf"))
@@ -407,7 +409,7 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, counter_ptr,
                 key_end_ptr, spoiled_ptr, n_items, n_tiles, n_heads, group, section, total_q, stride_qh, stride_kh,
                 stride_vh, softmax_scale, softcap, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
                 BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, DYNAMIC: gl.constexpr,
-                RANGED: gl.constexpr, PACKED: gl.constexpr, SKIP: gl.constexpr,
+                RANGED: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr, SKIP: gl.constexpr,
                 O_IN_Q: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):  # fmt: skip
     """Program i works item i, and DYNAMIC then others; o is (total_q, n_heads, head_dim), lse (n_heads, total_q).
 
@@ -454,8 +456,8 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, counter_ptr,
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
-                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
+                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PARTS, PACKED, SKIP, O_IN_Q)),
+                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PARTS, PACKED, SKIP, O_IN_Q)),
                 (_produce, (loads, RANGED, DYNAMIC)),
             ],
             [4, 1],
@@ -464,9 +466,9 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, counter_ptr,
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
-                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
-                (_consume, (2, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PACKED, SKIP, O_IN_Q)),
+                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PARTS, PACKED, SKIP, O_IN_Q)),
+                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PARTS, PACKED, SKIP, O_IN_Q)),
+                (_consume, (2, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PARTS, PACKED, SKIP, O_IN_Q)),
                 (_produce, (loads, RANGED, DYNAMIC)),
             ],
             [4, 4, 1],

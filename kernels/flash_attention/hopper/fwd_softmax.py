@@ -11,7 +11,7 @@ from kernels.flash_attention.scores import cap
 HIDDEN = gl.constexpr(-(2.0**99))
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
-_PARTS = gl.constexpr(8)  # columns of the sums that `PACKED` keeps of each row, two in each of four threads
+_COLUMNS = gl.constexpr(8)  # of the sums that `PARTS` keeps of each row, two in each of four threads
 _SKIPPED = gl.constexpr(8.0)  # the maximum may lag by 2^8: probabilities stay far from what fp16 and bf16 hold
 
 
@@ -25,7 +25,7 @@ def scale_to_log2(softmax_scale, HAS_SOFTCAP: gl.constexpr):
 
 
 @gluon.jit
-def begin(sink, zeros, ROW: gl.constexpr, HAS_SINKS: gl.constexpr, PACKED: gl.constexpr):
+def begin(sink, zeros, ROW: gl.constexpr, HAS_SINKS: gl.constexpr, PARTS: gl.constexpr):
     """The maximum [M] and the sum of rows that have seen nothing, or only a sink, given in units of scores."""
     rows: gl.constexpr = zeros.shape[0]
     if HAS_SINKS:  # a logit that every row sees and that has no value
@@ -34,9 +34,9 @@ def begin(sink, zeros, ROW: gl.constexpr, HAS_SINKS: gl.constexpr, PACKED: gl.co
     else:
         row_max = gl.full([rows], HIDDEN, gl.float32, layout=ROW)
         row_sum = gl.zeros([rows], gl.float32, layout=ROW)
-    if PACKED:
+    if PARTS:
         parts = _part_sums(zeros)
-        is_first = gl.arange(0, _PARTS, layout=gl.SliceLayout(0, parts.type.layout)) == 0
+        is_first = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, parts.type.layout)) == 0
         row_sum = gl.where(gl.expand_dims(is_first, 0), _beside(row_sum, parts) + parts, 0.0)
     return row_max, row_sum
 
@@ -66,27 +66,28 @@ def raise_maximum(scores, row_max, softmax_scale, softcap, key, key_start, key_e
 
 @gluon.jit
 def exponentials(scores, row_max, row_sum, factor, softmax_scale, dtype: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-                 PACKED: gl.constexpr):  # fmt: skip
+                 PARTS: gl.constexpr, PACKED: gl.constexpr):  # fmt: skip
     """p [M, N] under the maximum, and the sum with them; what raise_maximum gave.
 
-    PACKED gives p as pairs of `dtype` in [M, N / 2] registers, and leaves the sum in parts, so that no step waits for
-    the other threads of a row.
+    PARTS leaves the sum in parts, so that no step waits for the other threads of a row; PACKED gives p as pairs of
+    `dtype` in [M, N / 2] registers.
     """
     to_log2 = scale_to_log2(softmax_scale, HAS_SOFTCAP)
     p = gl.exp2(scores * to_log2 - gl.expand_dims(row_max * to_log2, 1))
-    if PACKED:
+    if PARTS:
         parts = _part_sums(p)
         row_sum = row_sum * _beside(factor, parts) + parts
-        p = _pack(p, dtype)
     else:
         row_sum = row_sum * factor + gl.sum(p, 1)
+    if PACKED:
+        p = _pack(p, dtype)
     return p, row_sum
 
 
 @gluon.jit
-def total(row_sum, ROW: gl.constexpr, PACKED: gl.constexpr):
+def total(row_sum, ROW: gl.constexpr, PARTS: gl.constexpr):
     """The sum [M] of what `exponentials` kept."""
-    if PACKED:
+    if PARTS:
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW)
     return row_sum
 
@@ -118,7 +119,7 @@ def rescale(o, factor, SKIP: gl.constexpr):
 @gluon.jit
 def _part_sums(p):
     """[M, 8]: sums over every eighth column, all of a part's in one thread."""
-    return gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // _PARTS, _PARTS]), 1)
+    return gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // _COLUMNS, _COLUMNS]), 1)
 
 
 @gluon.jit
