@@ -4,13 +4,16 @@
     python -m scripts.tune_tiles --near                                  # the same, a quarter of the candidates
     python -m scripts.tune_tiles --head-dims 192 --passes dkdv dq
     python -m scripts.tune_tiles --head-dims 128 --passes fwd --tiles 128,64,8,3 128,128,8,2
+    python -m scripts.tune_tiles --dtype float32 --head-dims 64 128       # fp32; or tf32
 
 Candidates are powers of two of block_m and block_n, warps and stages, of which the shared memory fits
 (tiles.shared_bytes) and the fp32 tiles leave registers for the rest; --near takes of them those one step from the
 table's entry, and it; --tiles names them instead. They are compiled first, by --jobs processes, then timed one by one:
-one causal document of --seqlen tokens, bf16, n_heads * head_dim = 2048 or a little less. TFLOP/s counts a kernel's own
+one causal document of --seqlen tokens, n_heads * head_dim = 2048 or a little less. TFLOP/s counts a kernel's own
 products (forward 2, dkdv 4, dk 3, dv 2, dq 3), halved for causality. Entries dk and dv belong into the table where they
-take less time together than dkdv.
+take less time together than dkdv. --dtype float32 is for the table of 4-byte dtypes: each product is three of TF32.
+tf32 is fp32 with one of them instead, as torch.backends.cuda.matmul allows; it takes the same entries, and so has the
+same candidates.
 Writes OUT.md: the head, a table for each head_dim and pass, and the entries.
 """
 
@@ -24,7 +27,7 @@ from dataclasses import astuple, dataclass
 from datetime import date
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 from unittest.mock import patch
 
 import torch
@@ -48,7 +51,10 @@ from scripts.bench_attention import MODEL_DIM
 from scripts.gpu_timing import require_gpu
 from scripts.provenance import describe, results_prefix
 
-ITEM = 2  # bytes of bf16
+Products = Literal["bfloat16", "float32", "tf32"]
+# tl.dot's input_precision, as portable.launch.precision_of has it
+PRECISION: dict[Products, str] = {"bfloat16": "ieee", "float32": "tf32x3", "tf32": "tf32"}
+ITEMSIZE: dict[Products, int] = {"bfloat16": 2, "float32": 4, "tf32": 4}
 PASSES: tuple[Pass, ...] = get_args(Pass)
 PRODUCTS = {"fwd": 2, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3}
 APART: tuple[Pass, ...] = ("dk", "dv")  # instead of dkdv
@@ -59,6 +65,9 @@ WIDE, WIDE_STAGES = 192, (1, 2, 3)
 # fp32 numbers a thread holds in accumulators and scores: all the best found on an H200 have less, and of the 255
 # registers something must be left for addresses
 MAX_HELD = 224
+# of 4-byte dtypes: halves of numbers take twice the shared memory, and products with a lower half accumulate beside the
+# others, so that half as much is held
+BLOCKS_OF_4_BYTES, STAGES_OF_4_BYTES, MAX_HELD_OF_4_BYTES = (16, 32, 64, 128), (1, 2), MAX_HELD // 2
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,7 @@ class Candidate:
     head_dim: int
     direction: Pass
     tiles: TileConfig
+    products: Products = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -78,34 +88,56 @@ class Result:
     error: str = ""
 
 
-def candidates(arch: Arch, head_dim: int, direction: Pass, limit: int) -> Iterator[TileConfig]:
+def candidates(
+    arch: Arch, head_dim: int, direction: Pass, limit: int, products: Products = "bfloat16"
+) -> Iterator[TileConfig]:
     """What is worth compiling for one entry on a GPU with `limit` bytes of shared memory a program."""
-    if direction in APART and head_dim < WIDE:
+    itemsize = ITEMSIZE[products]
+    if direction in APART and (head_dim < WIDE or itemsize > 2):
         return
-    stages = WIDE_STAGES if head_dim >= WIDE else STAGES
-    # with 8, pairs of warps compute the same scores; but of 256 columns, registers or memory may not hold more rows
-    rows_a_warp = 8 if head_dim > WIDE else 16
-    for tiles in (TileConfig(*sizes) for sizes in product(BLOCKS, BLOCKS, WARPS, stages)):
-        rows = tiles.block_n if direction in ("dkdv", *APART) else tiles.block_m
-        enough_rows = rows >= rows_a_warp * tiles.num_warps
-        fits = shared_bytes(arch, tiles, head_dim, head_dim, direction, ITEM) <= limit
-        if enough_rows and fits and held_a_thread(tiles, head_dim, direction) <= MAX_HELD:
+    stages = STAGES_OF_4_BYTES if itemsize > 2 else WIDE_STAGES if head_dim >= WIDE else STAGES
+    blocks = BLOCKS_OF_4_BYTES if itemsize > 2 else BLOCKS
+    most_held = MAX_HELD_OF_4_BYTES if itemsize > 2 else MAX_HELD
+    for tiles in (TileConfig(*sizes) for sizes in product(blocks, blocks, WARPS, stages)):
+        fits = shared_bytes(arch, tiles, head_dim, head_dim, direction, itemsize) <= limit
+        enough = has_scores_for_threads(tiles) if itemsize > 2 else has_rows_for_warps(tiles, head_dim, direction)
+        if fits and enough and held_a_thread(tiles, head_dim, direction) <= most_held:
             yield tiles
 
 
-def near(arch: Arch, head_dim: int, direction: Pass, limit: int) -> Iterator[TileConfig]:
+def has_rows_for_warps(tiles: TileConfig, head_dim: int, direction: Pass) -> bool:
+    """Of 16 rows a warp; with 8, pairs of warps compute the same scores.
+
+    But of 256 columns, registers or memory may not hold more rows.
+    """
+    rows = tiles.block_n if direction in ("dkdv", *APART) else tiles.block_m
+    return rows >= (8 if head_dim > WIDE else 16) * tiles.num_warps
+
+
+def has_scores_for_threads(tiles: TileConfig) -> bool:
+    """Of one score a thread: of fp32, more rows often do not fit, and mma.sync's warps share the columns too."""
+    return tiles.block_m * tiles.block_n >= 32 * tiles.num_warps
+
+
+def near(
+    arch: Arch, head_dim: int, direction: Pass, limit: int, products: Products = "bfloat16"
+) -> Iterator[TileConfig]:
     """The table's entry, then the candidates that differ from it in one size, by one step.
 
     dk and dv, where dkdv is all that the table has: the entry of the next head_dim with both, if there is one.
     """
-    worthwhile = list(candidates(arch, head_dim, direction, limit))
-    listed = [
-        d for d in HEAD_DIMS if d >= head_dim and (direction not in APART or direction in key_passes(arch, d, ITEM))
-    ]
+    itemsize = ITEMSIZE[products]
+    worthwhile = list(candidates(arch, head_dim, direction, limit, products))
+    listed = [d for d in HEAD_DIMS if d >= head_dim and is_listed(arch, d, direction, itemsize)]
     if worthwhile and listed:
-        entry = tile_config(arch, listed[0], direction, ITEM)
+        entry = tile_config(arch, listed[0], direction, itemsize)
         yield entry
         yield from (tiles for tiles in worthwhile if one_step(tiles, entry))
+
+
+def is_listed(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> bool:
+    """Whether the table has an entry: of dk and dv, only where they are taken apart."""
+    return direction not in APART or direction in key_passes(arch, head_dim, itemsize)
 
 
 def one_step(tiles: TileConfig, entry: TileConfig) -> bool:
@@ -134,15 +166,19 @@ def launcher(candidate: Candidate, seqlen: int) -> Callable[[], object]:
     """One launch of the candidate's kernel and of no other, as a callable."""
     head_dim, direction = candidate.head_dim, candidate.direction
     shape = (seqlen, MODEL_DIM // head_dim, head_dim)
-    q, k, v, do = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))
+    dtype = torch.bfloat16 if candidate.products == "bfloat16" else torch.float32
+    q, k, v, do = (torch.randn(shape, dtype=dtype, device="cuda") for _ in range(4))
     features = Features(head_dim**-0.5, softcap=0.0, sinks=None, alibi=[])
     schedule = causal_schedule(None, seqlen, q.device)
 
     def chosen(*_: object) -> TileConfig:
         return candidate.tiles
 
+    def precision(*_: object) -> str:
+        return PRECISION[candidate.products]
+
     def forward() -> object:
-        with patch.object(fwd, "launch_tiles", chosen):
+        with patch.object(fwd, "launch_tiles", chosen), patch.object(fwd, "precision_of", precision):
             return fwd.attention_forward(q, k, v, schedule, features, q.dtype)
 
     if direction == "fwd":
@@ -154,7 +190,11 @@ def launcher(candidate: Candidate, seqlen: int) -> Callable[[], object]:
     half = schedule._replace(key_tiles=none) if direction == "dq" else schedule._replace(query_tiles=none)
 
     def backward() -> object:
-        with patch.object(bwd, "launch_tiles", chosen), patch.object(bwd, "key_passes", lambda *_: (direction,)):
+        with (
+            patch.object(bwd, "launch_tiles", chosen),
+            patch.object(bwd, "precision_of", precision),
+            patch.object(bwd, "key_passes", lambda *_: (direction,)),
+        ):
             return bwd.attention_backward(do, q, k, v, lse, delta, half, features)
 
     return backward
@@ -211,18 +251,19 @@ def entries(results: list[Result], name: str) -> str:
 
 
 def markdown(results: list[Result], head: dict[str, str], arch: Arch, name: str, seqlen: int) -> str:
-    """The head, a table for each (head_dim, pass), fastest first, and the entries."""
+    """The head, a table for each (head_dim, pass), fastest first, and the entries. All results have like products."""
+    products: Products = results[0].candidate.products if results else "bfloat16"
     lines = ["# Tiles of the portable kernels", "", *(f"- {key}: `{value}`" for key, value in head.items())]
     lines += [
         "",
-        f"One causal document of {seqlen} tokens, bf16, n_heads × head_dim = {MODEL_DIM} or a little less, as many "
-        "KV heads. Medians. TFLOP/s counts each kernel's own products (forward 2, dkdv 4, dk 3, dv 2, dq 3), halved "
-        "for causality. **Bold**: what `kernels/flash_attention/tiles.py` had.",
+        f"One causal document of {seqlen} tokens, {products}, n_heads × head_dim = {MODEL_DIM} or a little less, as "
+        "many KV heads. Medians. TFLOP/s counts each kernel's own products (forward 2, dkdv 4, dk 3, dv 2, dq 3), "
+        "halved for causality. **Bold**: what `kernels/flash_attention/tiles.py` had.",
     ]
     for key in dict.fromkeys((result.candidate.direction, result.candidate.head_dim) for result in results):
         direction, head_dim = key
-        listed = direction not in APART or direction in key_passes(arch, head_dim, ITEM)
-        current = tile_config(arch, head_dim, direction, ITEM) if listed else None
+        listed = is_listed(arch, head_dim, direction, ITEMSIZE[products])
+        current = tile_config(arch, head_dim, direction, ITEMSIZE[products]) if listed else None
         lines += [
             "",
             f"## {direction}, head_dim {head_dim}",
@@ -262,6 +303,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--near", action="store_true", help="the table's entries, and what is one step from them")
     which.add_argument("--tiles", type=parse_tiles, nargs="+", help="block_m,block_n,num_warps,num_stages")
+    parser.add_argument("--dtype", choices=get_args(Products), default="bfloat16", help="tf32: of fp32's products")
     parser.add_argument("--seqlen", type=int, default=16384, help="tokens")
     parser.add_argument("--warmup", type=float, default=30, help="milliseconds a timing warms up")
     parser.add_argument("--rep", type=float, default=80, help="milliseconds a timing repeats")
@@ -289,9 +331,9 @@ def main() -> None:
     name = f"sm{properties.major}{properties.minor}" if arch == "unknown" else arch
     tried = near if args.near else candidates
     chosen = [
-        Candidate(head_dim, direction, tiles)
+        Candidate(head_dim, direction, tiles, args.dtype)
         for direction, head_dim in product(args.passes, args.head_dims)
-        for tiles in args.tiles or tried(arch, head_dim, direction, limit)
+        for tiles in args.tiles or tried(arch, head_dim, direction, limit, args.dtype)
     ]
     print(f"{len(chosen)} candidates", flush=True)
     results = []

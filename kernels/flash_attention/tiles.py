@@ -83,6 +83,44 @@ _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm80", 256, "dq"): TileConfig(32, 32, 4, 2),
 }
 
+# The same for 4-byte dtypes. sm90's of 64 and 128 are the best of those tried on an H200 with three TF32 products, as
+# precision_of has them (scripts/results/fp32_tiles_h200_202611.md). The others are chosen, not measured, of 150 that
+# were compiled: upper and lower halves take twice the shared memory, and products with a lower half accumulate beside
+# the others, so that tiles of few rows and eight warps, although by mma.sync, spill least where heads are wide. sm100
+# takes sm80's: with sm90's, the forward passes of 96 and 128 would overflow its tensor memory.
+_TILES_OF_4_BYTES: dict[tuple[Arch, int, Pass], TileConfig] = {
+    ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 2),
+    ("sm90", 96, "fwd"): TileConfig(128, 64, 8, 1),
+    ("sm90", 128, "fwd"): TileConfig(128, 64, 8, 1),
+    ("sm90", 192, "fwd"): TileConfig(32, 64, 8, 1),
+    ("sm90", 256, "fwd"): TileConfig(16, 64, 8, 1),
+    ("sm90", 64, "dkdv"): TileConfig(32, 64, 4, 1),
+    ("sm90", 96, "dkdv"): TileConfig(16, 64, 4, 1),
+    ("sm90", 128, "dkdv"): TileConfig(32, 32, 4, 1),
+    ("sm90", 192, "dkdv"): TileConfig(32, 32, 8, 1),
+    ("sm90", 256, "dkdv"): TileConfig(16, 16, 8, 1),
+    ("sm90", 64, "dq"): TileConfig(64, 32, 4, 1),
+    ("sm90", 96, "dq"): TileConfig(64, 32, 4, 1),
+    ("sm90", 128, "dq"): TileConfig(64, 32, 4, 1),
+    ("sm90", 192, "dq"): TileConfig(32, 32, 8, 1),
+    ("sm90", 256, "dq"): TileConfig(16, 32, 8, 1),
+    ("sm80", 64, "fwd"): TileConfig(64, 32, 4, 2),
+    ("sm80", 96, "fwd"): TileConfig(64, 32, 4, 1),
+    ("sm80", 128, "fwd"): TileConfig(32, 32, 4, 1),
+    ("sm80", 192, "fwd"): TileConfig(16, 32, 8, 1),
+    ("sm80", 256, "fwd"): TileConfig(16, 16, 4, 1),
+    ("sm80", 64, "dkdv"): TileConfig(32, 32, 4, 1),
+    ("sm80", 96, "dkdv"): TileConfig(16, 16, 4, 1),
+    ("sm80", 128, "dkdv"): TileConfig(16, 32, 8, 1),
+    ("sm80", 192, "dkdv"): TileConfig(16, 16, 8, 1),
+    ("sm80", 256, "dkdv"): TileConfig(16, 16, 8, 1),
+    ("sm80", 64, "dq"): TileConfig(32, 32, 4, 1),
+    ("sm80", 96, "dq"): TileConfig(32, 16, 4, 1),
+    ("sm80", 128, "dq"): TileConfig(32, 32, 8, 1),
+    ("sm80", 192, "dq"): TileConfig(16, 32, 8, 1),
+    ("sm80", 256, "dq"): TileConfig(16, 16, 8, 1),
+}
+
 HEAD_DIMS = (64, 96, 128, 192, 256)
 # whose entries a GPU of this compute capability uses; 12 is consumer Blackwell, with sm_89's instructions and memory
 _ENTRIES: dict[tuple[int, int], Arch] = {
@@ -116,12 +154,11 @@ def tile_config(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> Ti
     """The table's tiles; head_dim is the wider of q's and v's, at most 256, itemsize in bytes."""
     if arch == "interpreter":
         return TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)  # small, so that short inputs have edges
+    listed = next(d for d in HEAD_DIMS if head_dim <= d)
     known: Arch = "sm80" if arch == "unknown" else arch  # the most modest
-    entry = _TILES[known, next(d for d in HEAD_DIMS if head_dim <= d), direction]
-    if itemsize <= 2:
-        return entry
-    # fp32 takes twice the shared memory and the plain FMA units: quarter the tile
-    return TileConfig(max(16, entry.block_m // 2), max(16, entry.block_n // 2), entry.num_warps, 1)
+    if itemsize > 2:
+        return _TILES_OF_4_BYTES["sm80" if known == "sm100" else known, listed, direction]
+    return _TILES[known, listed, direction]
 
 
 def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
@@ -198,11 +235,44 @@ def fit(
 def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> int:
     """Bytes of shared memory that a program takes: at least what Triton reports for its code, and not much more.
 
-    What the program keeps (Q; Q and dO; K and V; K for dV), the blocks in flight of what it reads beside that, and
-    room for what changes its layout on the way to the tensor cores. tests/kernels/test_aot.py compares.
+    tests/kernels/test_aot.py compares.
     """
     if arch == "unknown":  # Triton may compile for it as for any of the known ones
         return max(shared_bytes(known, tiles, head_dim, v_head_dim, direction, itemsize) for known in SHARED_LIMIT)
+    whole = _shared_of_one_product(arch, tiles, head_dim, v_head_dim, direction, itemsize)
+    if itemsize == 4:
+        return max(whole, _shared_of_three_products(arch, tiles, head_dim, v_head_dim, direction))
+    return whole
+
+
+def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass) -> int:
+    """Upper and lower TF32 halves of what the program keeps, and of one block of what it reads beside that.
+
+    Blocks are fetched ahead as they are and cut in registers; a head's second part is, after its first. mma.sync reads
+    halves from registers, so that a block comes once, for dK and dV twice, the second time transposed. The kernel of
+    decoding, which takes the forward pass's tiles, may have K and V there at one time, and scores twice.
+    """
+    (d_1, d_2), (dv_1, dv_2) = split_width(head_dim), split_width(v_head_dim)
+    of_keys = direction in ("dkdv", "dk", "dv")
+    kept_rows, read_rows = (tiles.block_n, tiles.block_m) if of_keys else (tiles.block_m, tiles.block_n)
+    kept = kept_rows * (d_1 + d_2 + (0 if direction in ("fwd", "dv") else dv_1 + dv_2)) * 8
+    block = read_rows * (d_1 + d_2 + dv_1 + dv_2) * 4
+    ahead = (tiles.num_stages - 1) * (block + (8 * read_rows if of_keys else 0))
+    worked_on = read_rows * max(d_1, dv_1) * 8
+    if arch == "sm80" or kept_rows < 64:
+        if direction == "fwd":
+            worked_on = block + 8 * tiles.block_m * tiles.block_n
+        elif direction == "dq":
+            worked_on //= 2
+    return kept + ahead + worked_on + 2048
+
+
+def _shared_of_one_product(
+    arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int
+) -> int:
+    """What the program keeps (Q; Q and dO; K and V; K for dV), the blocks in flight of what it reads beside that, and
+    room for what changes its layout on the way to the tensor cores.
+    """
     qk_width, v_width = sum(split_width(head_dim)), sum(split_width(v_head_dim))
     of_keys = direction in ("dkdv", "dk", "dv")
     kept_rows, read_rows = (tiles.block_n, tiles.block_m) if of_keys else (tiles.block_m, tiles.block_n)

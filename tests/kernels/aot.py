@@ -1,8 +1,9 @@
 """Compiles the kernels for a GPU that is not there and prints, as JSON, what ptxas says of each. Run as a module.
 
 A case is arch-head_dim-v_head_dim-pass-itemsize, such as sm90-128-128-fwd-2: bf16, at 1 byte fp8, at 4 fp32, with the
-tiles of the table and no features, for one document. A pass such as contain_fwd is the same kernel for several, among
-which it contains NaN, and one such as repair_fwd the kernel that repairs marked tiles.
+tiles of the table, products as precision_of has them and no features, for one document. A pass such as contain_fwd is
+the same kernel for several, among which it contains NaN, and one such as repair_fwd the kernel that repairs marked
+tiles.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -22,6 +24,7 @@ from triton.compiler import ASTSource
 
 from kernels.flash_attention.portable.bwd import _dkdv_kernel, _dq_kernel, _repair_dkdv_kernel, _repair_dq_kernel
 from kernels.flash_attention.portable.fwd import _fwd_kernel, _repair_fwd_kernel
+from kernels.flash_attention.portable.launch import precision_of
 from kernels.flash_attention.portable.load import split_width
 from kernels.flash_attention.tiles import shared_bytes, tile_config
 
@@ -51,7 +54,8 @@ def compile_case(arch, head_dim, v_head_dim, direction, itemsize):
     tiles = tile_config(arch, max(head_dim, v_head_dim), direction, itemsize)
     if "LOOK" in kernel.arg_names:
         tiles = replace(tiles, num_stages=1)
-    source = source_of(kernel, tiles, head_dim, v_head_dim, direction, itemsize, contain)
+    precision = precision_of(torch.empty(0, dtype=torch.float32 if itemsize == 4 else torch.bfloat16))
+    source = source_of(kernel, tiles, head_dim, v_head_dim, direction, itemsize, contain, precision)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     log = io.StringIO()
     # Triton's own run of ptxas, whose options differ between versions; a kernel from its cache would leave no log
@@ -68,7 +72,7 @@ def compile_case(arch, head_dim, v_head_dim, direction, itemsize):
     }
 
 
-def source_of(kernel, tiles, head_dim, v_head_dim, direction, itemsize, contain):
+def source_of(kernel, tiles, head_dim, v_head_dim, direction, itemsize, contain, precision):
     """The kernel of one pass as a launch with no features would specialise it."""
     rows = tiles.block_n if direction in ("dkdv", "dk", "dv") else tiles.block_m
     d_1, d_2 = split_width(head_dim)
@@ -76,7 +80,7 @@ def source_of(kernel, tiles, head_dim, v_head_dim, direction, itemsize, contain)
     constants = dict(
         HAS_SINKS=False, HAS_SOFTCAP=False, HAS_ALIBI=False, GROUP=4,
         D=head_dim, D_1=d_1, D_2=d_2, DV=v_head_dim, DV_1=dv_1, DV_2=dv_2,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PARTS=128 // rows, LOOK=256, PRECISION="ieee",
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PARTS=128 // rows, LOOK=256, PRECISION=precision,
         CONTAIN=contain, HAS_DK="dk" in direction, HAS_DV="dv" in direction,
     )  # fmt: skip
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kernels.flash_attention.tiles import _TILES, SHARED_LIMIT
+from kernels.flash_attention.tiles import _TILES, _TILES_OF_4_BYTES, SHARED_LIMIT
 from tests.kernels.ahead_of_time import compile_all
 
 # arch, head_dim, pass -> registers a thread, bytes of spill stores, tensor-core instruction: the most that triton 3.6
@@ -89,6 +89,55 @@ REPAIRS = {
     (256, "repair_fwd"): (255, 96, "HGMMA"),
     (256, "repair_dkdv"): (255, 352, "HGMMA"),
 }
+# arch, head_dim, pass -> bytes of spill stores and tensor-core instruction of fp32's products, each three of TF32; the
+# registers are always spent. Of tiles with fewer than 64 rows, no architecture makes more than HMMA
+OF_4_BYTES = {
+    ("sm80", 64, "fwd"): (32, "HMMA"),
+    ("sm80", 64, "dkdv"): (80, "HMMA"),
+    ("sm80", 64, "dq"): (0, "HMMA"),
+    ("sm80", 96, "fwd"): (128, "HMMA"),
+    ("sm80", 96, "dkdv"): (0, "HMMA"),
+    ("sm80", 96, "dq"): (64, "HMMA"),
+    ("sm80", 128, "fwd"): (32, "HMMA"),
+    ("sm80", 128, "dkdv"): (352, "HMMA"),
+    ("sm80", 128, "dq"): (96, "HMMA"),
+    ("sm80", 192, "fwd"): (48, "HMMA"),
+    ("sm80", 192, "dkdv"): (16, "HMMA"),
+    ("sm80", 192, "dq"): (0, "HMMA"),
+    ("sm80", 256, "fwd"): (80, "HMMA"),
+    ("sm80", 256, "dkdv"): (704, "HMMA"),
+    ("sm80", 256, "dq"): (160, "HMMA"),
+    ("sm90", 64, "fwd"): (32, "HGMMA"),
+    ("sm90", 64, "dkdv"): (144, "HGMMA"),
+    ("sm90", 64, "dq"): (0, "HGMMA"),
+    ("sm90", 96, "fwd"): (368, "HGMMA"),
+    ("sm90", 96, "dkdv"): (784, "HGMMA"),
+    ("sm90", 96, "dq"): (80, "HGMMA"),
+    ("sm90", 128, "fwd"): (736, "HGMMA"),
+    ("sm90", 128, "dkdv"): (1984, "HMMA"),
+    ("sm90", 128, "dq"): (2064, "HGMMA"),
+    ("sm90", 192, "fwd"): (96, "HMMA"),
+    ("sm90", 192, "dkdv"): (1568, "HMMA"),
+    ("sm90", 192, "dq"): (720, "HMMA"),
+    ("sm90", 256, "fwd"): (256, "HMMA"),
+    ("sm90", 256, "dkdv"): (720, "HMMA"),
+    ("sm90", 256, "dq"): (576, "HMMA"),
+    ("sm100", 64, "fwd"): (64, "UTCHMMA"),
+    ("sm100", 64, "dkdv"): (0, "HMMA"),
+    ("sm100", 64, "dq"): (0, "HMMA"),
+    ("sm100", 96, "fwd"): (992, "UTCHMMA"),
+    ("sm100", 96, "dkdv"): (0, "HMMA"),
+    ("sm100", 96, "dq"): (144, "HMMA"),
+    ("sm100", 128, "fwd"): (176, "HMMA"),
+    ("sm100", 128, "dkdv"): (272, "HMMA"),
+    ("sm100", 128, "dq"): (144, "HMMA"),
+    ("sm100", 192, "fwd"): (176, "HMMA"),
+    ("sm100", 192, "dkdv"): (0, "HMMA"),
+    ("sm100", 192, "dq"): (48, "HMMA"),
+    ("sm100", 256, "fwd"): (352, "HMMA"),
+    ("sm100", 256, "dkdv"): (912, "HMMA"),
+    ("sm100", 256, "dq"): (288, "HMMA"),
+}
 # where ptxas serialises the products, and says so: of the tiles tried on an H200 at 16k tokens, causal, the fastest all
 # the same, 4.722 ms against 5.363 as dk and dv, of which it says nothing
 SERIALISED = {"sm90-192-192-dkdv-2": {"C7512"}}
@@ -103,10 +152,11 @@ SLOW_CONTAINING = [entry for entry in CONTAINING if entry[0] in (96, 192)]
 HERE = {("sm90", head_dim) for head_dim, _ in SLOW_CONTAINING} | {("sm80", 128), ("sm100", 128)}
 SLOW = [entry for entry in LIMITS if entry[:2] not in HERE or (entry[0] == "sm100" and entry[2] != "fwd")]
 SLOW_REPAIRS = [entry for entry in REPAIRS if entry[0] < 128]
+SLOW_OF_4_BYTES = [entry for entry in OF_4_BYTES if entry not in (("sm90", 64, "dkdv"), ("sm90", 64, "dq"))]
 
 
-def case_of(arch, head_dim, direction):
-    return f"{arch}-{head_dim}-{head_dim}-{direction}-2"
+def case_of(arch, head_dim, direction, itemsize=2):
+    return f"{arch}-{head_dim}-{head_dim}-{direction}-{itemsize}"
 
 
 def assert_within_limits(limits):
@@ -132,6 +182,7 @@ def test_every_entry_has_limits():
     """But dkdv where dk and dv are there: repairs and fp32 take that."""
     apart = {(arch, d, "dkdv") for arch, d, direction in _TILES if direction == "dk"}
     assert set(LIMITS) == set(_TILES) - apart
+    assert set(OF_4_BYTES) == set(_TILES_OF_4_BYTES) | {("sm100", *entry[1:]) for entry in _TILES_OF_4_BYTES}
     containing = {("sm90", d, direction.removeprefix("contain_")) for d, direction in CONTAINING}
     assert containing == {entry for entry in LIMITS if entry[0] == "sm90"}
 
@@ -163,6 +214,23 @@ def test_repairs_compile_within_limits():
     assert_repairs_within_limits([entry for entry in REPAIRS if entry not in SLOW_REPAIRS])
 
 
+def assert_4_bytes_within_limits(entries):
+    for case, report in compile_all(MODULE, [case_of(*entry, itemsize=4) for entry in entries]).items():
+        arch, head_dim, _, direction, _ = case.split("-")
+        spill_bytes, tensor_core = OF_4_BYTES[arch, int(head_dim), direction]
+        assert report["spill_bytes"] <= spill_bytes, (case, report)
+        assert report["tensor_core"] == tensor_core, (case, report)
+        assert report["tensor_memory"] <= TENSOR_MEMORY, (case, report)
+        assert report["shared"] <= report["shared_computed"] <= SHARED_LIMIT[arch], (case, report)
+        if direction != "fwd":  # for which decoding counts too
+            assert report["shared_computed"] <= 1.6 * report["shared"], (case, report)
+
+
+@pytest.mark.timeout(600)
+def test_entries_of_4_bytes_compile_within_limits():
+    assert_4_bytes_within_limits([entry for entry in OF_4_BYTES if entry not in SLOW_OF_4_BYTES])
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 def test_entries_that_compile_slowly_are_within_limits():
@@ -170,6 +238,7 @@ def test_entries_that_compile_slowly_are_within_limits():
     several |= {case_of("sm90", *entry): CONTAINING[entry] for entry in SLOW_CONTAINING}
     assert_within_limits({case_of(*entry): LIMITS[entry] for entry in SLOW} | several)
     assert_repairs_within_limits(SLOW_REPAIRS)
+    assert_4_bytes_within_limits(SLOW_OF_4_BYTES)
 
 
 def test_shared_bytes_of_other_dtypes_and_of_unequal_head_dims():

@@ -1,6 +1,7 @@
 """The public functions as programs for flash-attn call them, and under torch's transforms; any documents."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from kernels.flash_attention.interface import window_of
-from kernels.flash_attention.portable.launch import precision_of
+from kernels.flash_attention.portable.launch import _has_tf32, precision_of
 from tests.kernels.test_flash_attention import DEVICE, GPU, check, cumulative, draw
 
 
@@ -247,17 +248,31 @@ def test_under_autocast():
     [("fp32_precision", "tf32", "ieee"), ("allow_tf32", True, False)],
     ids=["new-name", "old-name"],
 )
-def test_tf32_only_where_torch_allows_it(name, allowed, forbidden):
-    """By either of torch's names for it; the older raises when it is read where the newer was set."""
+def test_one_tf32_product_only_where_torch_allows_it(name, allowed, forbidden):
+    """By either of torch's names for it; the older raises when it is read where the newer was set. Else three."""
     matmul, x = torch.backends.cuda.matmul, torch.ones(1)
     before = matmul.fp32_precision
     try:
         setattr(matmul, name, allowed)
         assert precision_of(x) == "tf32" and precision_of(x.half()) == "ieee"
         setattr(matmul, name, forbidden)
-        assert precision_of(x) == "ieee"
+        assert precision_of(x) == "tf32x3" and precision_of(x.half()) == "ieee"
     finally:
         matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision"),
+    [pytest.param((7, 5), "ieee", id="turing"), pytest.param((8, 0), "tf32x3", id="ampere")],
+)
+def test_no_tf32_product_on_gpus_without(monkeypatch, capability, precision):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    x = SimpleNamespace(dtype=torch.float32, is_cuda=True, device=torch.device("cuda", 0))
+    _has_tf32.cache_clear()
+    try:
+        assert precision_of(x) == precision
+    finally:
+        _has_tf32.cache_clear()
 
 
 def test_in_a_functional_call():

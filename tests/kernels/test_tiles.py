@@ -93,6 +93,14 @@ def test_other_gpus_get_what_fits_with_one_warning(gpu, capability, shared, item
     assert len(caught) == 1
 
 
+def test_4_byte_dtypes_have_entries_of_their_own():
+    keys = {(arch, head_dim, direction) for arch in ("sm80", "sm90") for head_dim in HEAD_DIMS for direction in PASSES}
+    assert set(module._TILES_OF_4_BYTES) == keys
+    for (arch, head_dim, direction), entry in module._TILES_OF_4_BYTES.items():
+        for used_by in {"sm80": ("sm80", "sm100", "unknown"), "sm90": ("sm90",)}[arch]:
+            assert tile_config(used_by, head_dim, direction, 4) == entry
+
+
 @pytest.mark.parametrize(("width", "entry"), [(8, 64), (64, 64), (72, 96), (104, 128), (136, 192), (200, 256)])
 def test_a_head_dim_between_two_entries_takes_the_next(width, entry):
     assert tile_config("sm90", width, "dq", 2) == tile_config("sm90", entry, "dq", 2)
@@ -145,6 +153,26 @@ def test_shared_bytes_counts_what_is_kept_and_in_flight():
     assert wider == 3 * 64 * 128 * 2, "only V is wider"
     keys, values = (shared_bytes("sm90", TileConfig(64, 128, 8, 2), 128, 128, direction, 2) for direction in APART)
     assert keys - values == 128 * 128 * 2, "dV needs no V"
+
+
+def test_shared_bytes_counts_both_halves_of_fp32():
+    """As Triton reports of three TF32 products, in bytes: at most this, and not 3 KiB less."""
+    reported = {
+        ("sm90", 64, "fwd"): 131072,
+        ("sm90", 128, "fwd"): 196608,
+        ("sm90", 64, "dkdv"): 81920,
+        ("sm90", 128, "dkdv"): 98304,
+        ("sm90", 128, "dq"): 163840,
+        ("sm80", 128, "dkdv"): 81920,
+        ("sm80", 128, "dq"): 81920,
+    }
+    for (arch, head_dim, direction), shared in reported.items():
+        tiles = tile_config(arch, head_dim, direction, 4)
+        assert 0 <= shared_bytes(arch, tiles, head_dim, head_dim, direction, 4) - shared < 3072, (arch, direction)
+    # what the H200 refused, and two kernels of decoding that take more than the forward pass with the same tiles
+    assert shared_bytes("sm90", TileConfig(128, 32, 8, 1), 128, 128, "dq", 4) >= 294912
+    assert shared_bytes("sm80", TileConfig(16, 32, 8, 1), 256, 256, "fwd", 4) >= 102400
+    assert shared_bytes("sm90", TileConfig(16, 64, 8, 1), 256, 256, "fwd", 4) >= 172032
 
 
 def test_fit_gives_up_stages_before_tokens_and_refuses_what_cannot_fit():

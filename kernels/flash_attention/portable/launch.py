@@ -89,7 +89,21 @@ def heads_per_section(k: Tensor, v: Tensor, n_heads: int) -> int:
 
 
 def precision_of(x: Tensor) -> str:
-    """fp32 products are exact unless the user allowed tf32 for torch's own."""
+    """tl.dot's input_precision: how products of x's dtype are made; of 2-byte inputs it says nothing.
+
+    In fp32 by three TF32 products of the inputs' upper and lower halves, as torch's own attention has them: three times
+    as fast as FMA instructions, which "ieee" means, and as accurate (scripts/results/fp32_tiles_h200_202611.md). Where
+    the user allowed tf32 for torch's own products, by one. Infinities and NaN pass as they do through FMA, for Triton
+    takes 0 for the products with a lower half where their sum is NaN; but what rounds to infinity, a part in 4096 below
+    the largest fp32 number, counts as infinite.
+    """
+    if x.dtype != torch.float32 or (x.is_cuda and not _has_tf32(x.device)):
+        return "ieee"
     # allow_tf32, the older name, may not be read where fp32_precision was set; this one knows of both
-    allowed = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return "tf32" if allowed else "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
+
+
+@cache  # each launch asks
+def _has_tf32(device: torch.device) -> bool:
+    """Whether a CUDA device's tensor cores multiply TF32: from Ampere on."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
