@@ -101,7 +101,7 @@ _TILES_OF_4_BYTES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 256, "dkdv"): TileConfig(16, 16, 8, 1),
     ("sm90", 64, "dq"): TileConfig(64, 32, 4, 1),
     ("sm90", 96, "dq"): TileConfig(64, 32, 4, 1),
-    ("sm90", 128, "dq"): TileConfig(64, 32, 4, 1),
+    ("sm90", 128, "dq"): TileConfig(32, 64, 8, 1),
     ("sm90", 192, "dq"): TileConfig(32, 32, 8, 1),
     ("sm90", 256, "dq"): TileConfig(16, 32, 8, 1),
     ("sm80", 64, "fwd"): TileConfig(64, 32, 4, 2),
