@@ -280,7 +280,7 @@ def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) 
                 continue
             try:
                 run, peak_gib = prepare_pass(backend, workload, direction)
-                if peak_gib > LARGE_GIB:  # its graph does not keep the card while others take their turns
+                if peak_gib > LARGE_GIB:  # its graph does not keep the card while others run
                     results[name, direction] = median_ms({name: run}, rep=rep)[name], peak_gib
                 else:
                     runs[name], peaks[name] = run, peak_gib
@@ -347,8 +347,8 @@ def markdown(rows: list[Row], head: dict[str, str]) -> str:
     lines += [f"- {key}: `{value}`" for key, value in head.items()]
     lines += [
         "",
-        f"bf16, n_heads × head_dim = {MODEL_DIM}, or just below. Backends take turns, but for those of more than "
-        f"{LARGE_GIB:g} GiB; each is replayed as a CUDA graph. A "
+        f"bf16, n_heads × head_dim = {MODEL_DIM}, or just below. Backends run in random order, but for those of more "
+        f"than {LARGE_GIB:g} GiB; each is replayed as a CUDA graph. A "
         "cell is TFLOP/s · milliseconds (median) · GiB. FLOPs: forward 4 · n_heads · head_dim · Σ length², halved if "
         "causal; backward 2.5 times that. GiB: the peak beside q, k, v and do, for the backward that of forward and "
         "backward together. `ours` builds its schedule in every call, `ours-packed` is given it, as every layer of a "

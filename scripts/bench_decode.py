@@ -2,7 +2,8 @@
 
 Reading K and V is all the work there is, so a cell gives microseconds and GB/s of the cache's K and V. One split and
 the automatic number of them, a cache in one piece and in pages anywhere, beside SDPA, which reads a cache in one piece.
-bf16, full caches. All of a line take turns (scripts/gpu_timing.py), each as a CUDA graph, L2 cold. Writes OUT.md.
+bf16, full caches. All of a line run in random order (scripts/gpu_timing.py), each as a CUDA graph, L2
+cold. Writes OUT.md.
 
     python -m scripts.bench_decode --cases 1,32,8,128,8192 64,32,8,128,4096     # batch,heads,KV heads,head_dim,cache
 """
@@ -116,9 +117,9 @@ def markdown(results: dict[Case, dict[str, float]], head: dict[str, str]) -> str
     """The head, and a line for each case."""
     lines = ["# Decoding one token from a cache", "", *(f"- {key}: `{value}`" for key, value in head.items()), ""]
     lines += [
-        "bf16, full caches, one query a sequence; `flash_attn_with_kvcache` but for SDPA (`enable_gqa`). Medians in "
-        "turns, each replayed as a CUDA graph, L2 cold. A cell is microseconds · GB/s of K and V. `automatic` is the "
-        "default `num_splits` on a cache in one piece, as are `1 split` and SDPA; pages lie anywhere.",
+        "bf16, full caches, one query a sequence; `flash_attn_with_kvcache` but for SDPA (`enable_gqa`). Medians, in "
+        "random order, each replayed as a CUDA graph, L2 cold. A cell is microseconds · GB/s of K and V. `automatic` "
+        "is the default `num_splits` on a cache in one piece, as are `1 split` and SDPA; pages lie anywhere.",
         "",
     ]
     columns = list(next(iter(results.values()), {}))

@@ -2,9 +2,11 @@
 
 import csv
 import time
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -271,3 +273,33 @@ def test_time_is_the_gpus_alone() -> None:
         return torch.autograd.grad(x * 2, x)
 
     assert median_ms({"slow": captured(lambda: slow_to_launch)}, rep=5)["slow"] < 5
+
+
+def test_candidates_run_in_random_order(monkeypatch) -> None:
+    """On a clock that each run advances by its own time, but twice that after the slow one, which leaves a GPU hot."""
+    clock, ran = 0.0, ["nothing"]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = clock
+
+        def elapsed_time(self, end: "Event") -> float:
+            return end.at - self.at
+
+    def run(name: str, ms: float) -> None:
+        nonlocal clock
+        clock += ms * (2 if ran[-1] == "slow" and name != "slow" else 1)
+        ran.append(name)
+
+    driver = SimpleNamespace(get_empty_cache_for_benchmark=lambda: None, clear_cache=lambda _: None)
+    monkeypatch.setattr("scripts.gpu_timing.triton.runtime.driver", SimpleNamespace(active=driver))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    times = {"slow": 8.0, "one": 1.0, "other": 1.0}
+    medians = median_ms({name: partial(run, name, ms) for name, ms in times.items()}, rep=40)
+    assert medians == times
+    counts = {name: ran.count(name) for name in times}
+    assert counts == {"slow": 8, "one": 42, "other": 42}  # two of each do not count
