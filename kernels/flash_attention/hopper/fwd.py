@@ -10,8 +10,7 @@ in documents of 16k and of 2k; TFLOP/s):
 
 - Which program works which item. A persistent grid that takes items from a counter (`dynamic`) is best where items are
   short, which leave the start and the end of a program bare: at head_dim 128 and 2k 515, where one program an item
-  gives 446. At 16k there is little difference at 128, and at 256 one program an item gives 679 for 642 (2k 537 for
-  541).
+  gives 446. At 16k there is little difference at 128, and at 256 one program an item gives 676 for 638.
 - Consumers together or each on its own. Together, they visit all blocks of the tile, and take turns: one has the
   tensor cores while the others take their softmax. On its own (`ranged`), a consumer visits the blocks that its own
   64 queries see. Tiles of 192 queries, which head_dim 64 needs to read K and V less often, waste many blocks on short
