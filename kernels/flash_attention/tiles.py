@@ -108,7 +108,7 @@ _TILES_OF_4_BYTES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm80", 96, "fwd"): TileConfig(64, 32, 4, 1),
     ("sm80", 128, "fwd"): TileConfig(32, 32, 4, 1),
     ("sm80", 192, "fwd"): TileConfig(16, 32, 8, 1),
-    ("sm80", 256, "fwd"): TileConfig(16, 16, 4, 1),
+    ("sm80", 256, "fwd"): TileConfig(16, 16, 8, 1),
     ("sm80", 64, "dkdv"): TileConfig(32, 32, 4, 1),
     ("sm80", 96, "dkdv"): TileConfig(16, 16, 4, 1),
     ("sm80", 128, "dkdv"): TileConfig(16, 32, 8, 1),
