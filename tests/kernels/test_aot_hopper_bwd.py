@@ -64,7 +64,7 @@ def test_padded_rows_take_no_part(device, total, prepared):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
 @pytest.mark.parametrize("head_dim", bwd.TILES)
-def test_kernels_of_a_call(monkeypatch, head_dim, softcap, deterministic):
+def test_kernels_of_a_call(device, monkeypatch, head_dim, softcap, deterministic):
     """A call that must be deterministic takes those that add nothing in memory."""
     monkeypatch.delenv(backend.VARIABLE, raising=False)
     launched = []
@@ -77,8 +77,8 @@ def test_kernels_of_a_call(monkeypatch, head_dim, softcap, deterministic):
     monkeypatch.setattr(bwd, "gradient_of_queries", lambda *_: launched.append("dq"))
     monkeypatch.setattr(bwd_wide, "gradients_of_keys", lambda *_: (launched.append("wide"), None))
     monkeypatch.setattr(portable_bwd, "attention_backward", lambda *_: ("portable",) * 3)
-    do, q, k, v = torch.empty(4, 3, 2, head_dim)
-    o, lse = torch.empty_like(q), torch.empty(2, 3)
+    do, q, k, v = torch.zeros(4, 3, 2, head_dim, device=device)
+    o, lse = torch.zeros_like(q), torch.zeros(2, 3, device=device)
     schedule, features = causal_schedule(None, 3, q.device), Features(1.0, softcap, None, [])
     arguments = do, None, q, k, v, o, lse, schedule, features, deterministic
     backend.backward(*arguments)
