@@ -17,6 +17,7 @@ from kernels.flash_attention.portable.load import split_width
 from tests.kernels.aot import compile_to_ptx, ptxas
 
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def descriptor(dtype, block):
@@ -59,18 +60,17 @@ def compile_kernel(dtype, head_dim, group, softcap, marks, with_dq=True):
 
 def compile_three_groups(dtype, head_dim, group, marks):
     """The compiled kernel in which dQ has a warpgroup of its own."""
-    block_m, kernel = bwd_three_groups.BLOCK_M[head_dim], bwd_three_groups._bwd_kernel
+    tiles, kernel = bwd_three_groups.TILES[head_dim, TORCH_DTYPES[dtype]], bwd_three_groups._bwd_kernel
     signature = dict(
-        rows_desc=descriptor("fp32", [block_m]), softmax_scale="fp32",
+        rows_desc=descriptor("fp32", [tiles.block_m]), softmax_scale="fp32",
         sum_desc=descriptor("fp32", [bwd_three_groups.SUM_BLOCK] * 2),
     )  # fmt: skip
     signature |= dict.fromkeys(("tiles_ptr", "query_start_ptr", "query_end_ptr", "spoiled_ptr"), "*i32")
     for name in ("q", "do", "k", "v", "dk", "dv"):
-        rows = block_m if name in ("q", "do") else bwd_three_groups.BLOCK_N
+        rows = tiles.block_m if name in ("q", "do") else bwd_three_groups.BLOCK_N
         signature[f"{name}_desc"] = descriptor(dtype, [rows, head_dim])
     constants = dict(
-        GROUP=int(group), ALIGNMENT=ROW_ALIGNMENT, STAGES=bwd_three_groups.STAGES,
-        HALVES=bwd_three_groups.in_halves(head_dim, {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]),
+        GROUP=int(group), ALIGNMENT=ROW_ALIGNMENT, STAGES=tiles.stages, HALVES=tiles.halves, AHEAD=tiles.ahead,
         REGISTERS=bwd_three_groups.GROUP_REGISTERS,
     )  # fmt: skip
     if marks == "0":
@@ -135,7 +135,7 @@ def compile_case(dtype, kernel, *features):
     if kernel == f"{bwd_wide.HEAD_DIM}dkdv":
         return compile_wide(dtype, *features)
     group, softcap, marks = features
-    if kernel in map(str, bwd_three_groups.BLOCK_M) and softcap == "0":
+    if softcap == "0" and kernel.isdecimal() and (int(kernel), TORCH_DTYPES[dtype]) in bwd_three_groups.TILES:
         return compile_three_groups(dtype, int(kernel), group, marks)
     return compile_kernel(dtype, kernel.removesuffix("dkdv"), *features, with_dq=not kernel.endswith("dkdv"))
 

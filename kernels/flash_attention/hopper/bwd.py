@@ -350,7 +350,7 @@ def attention_backward(
         dk, dv = gradients_of_keys(do, q, k, v, rows, None, spoiled_k, schedule, features)
         dq = gradient_of_queries(do, q, k, v, lse, delta, spoiled_q, schedule, features)
     else:
-        three_groups = head_dim in bwd_three_groups.BLOCK_M and features.softcap == 0.0
+        three_groups = (head_dim, q.dtype) in bwd_three_groups.TILES and features.softcap == 0.0
         dkdv = bwd_three_groups.gradients_of_keys if three_groups else gradients_of_keys
         rows, dq_sum = prepare(lse, delta, head_dim)
         dk, dv = dkdv(do, q, k, v, rows, dq_sum, spoiled_k, schedule, features)

@@ -13,24 +13,34 @@ spill, for head_dim 96 and for dK and dV alone.
 
 Barriers, each of every stage but kv_full: kv_full, q_full and do_full of TMA's bytes; empty, that both consumers have
 read Q and dO; ds_full, that both have written dS^T; ds_empty, that dQ's products have read it. Nothing waits in a
-circle: dS of step j needs Q and dO of step j and, in the ring, dQ of step j - STAGES; dQ of step j needs dS of step j
-and its own earlier sums out of their buffers; Q and dO of step j need the consumers done with step j - STAGES. So the
-least step that is not done can always go on. At the end dK and dV overwrite K and V, once ds_empty says that dQ's last
-products have read K.
+circle: dS of step j needs Q and dO of step j, AHEAD Q of step j + 1 too, and, in the ring, dQ of step j - STAGES; dQ of
+step j needs dS of step j and its own earlier sums out of their buffers; Q and dO of step j need the consumers done with
+step j - STAGES. So the least step that is not done can always go on: AHEAD too, as Q of step j + 1 waits for step
+j + 1 - STAGES alone, which with STAGES >= 2 comes before j. At the end dK and dV overwrite K and V, once ds_empty says
+that dQ's last products have read K.
 
 Registers of a thread (64K for a program): 208 of the consumers, 72 of dQ's group, 24 of the producer. ptxas puts
 accumulators at R24 and above and leaves out the last two registers of each group (read off its code and its refusals,
 alike in Triton 3.6 and 3.7). So dK, dV, S and dP of head_dim 128 in flight together, 192 accumulators, do not fit:
-24 + 192 + 2 > 208, and ptxas would serialise every product (C7512). Hence dP's product begins when S has become P.
-Likewise dQ has 64 x 64, 32 accumulators: 24 + 32 + 2 is more than 56, with which ptxas ignores the counts of all groups
-(C7507); and 64 x 128, which would read dS^T once rather than twice, would take too many from the consumers.
+24 + 192 + 2 > 208, and ptxas would serialise every product (C7512). Nor do those of 128 queries at head_dim 64, which
+are as many. Hence dP's product begins when S has become P. Likewise dQ has 64 x 64, 32 accumulators: 24 + 32 + 2 is
+more than 56, with which ptxas ignores the counts of all groups (C7507); and 64 x 128, which would read dS^T once rather
+than twice, would take too many from the consumers.
 
-HALVES, for bf16 at head_dim 128, multiplies P and dP - delta in 16 bits: P has been rounded for dV anyway, so nothing
-of S lives in fp32 while dP is computed, and the product takes half the instructions. That costs accuracy, three
-roundings of dS for one: of the exact dq and dk they are 3.4e-3 off (root mean square) rather than 2.4e-3, where
-torch's own bf16 is 5e-3 to 2e-2 off (2048 tokens, normal q, k, v and do). fp16, which could overflow, keeps fp32.
+HALVES, for bf16, multiplies P and dP - delta in 16 bits: P has been rounded for dV anyway, so nothing of S lives in
+fp32 while dP is computed, and the product takes half the instructions. That costs accuracy, three roundings of dS for
+one: of the exact dq and dk they are at head_dim 128 3.4e-3 off (root mean square) rather than 2.4e-3, where torch's own
+bf16 is 5e-3 to 2e-2 off (2048 tokens, normal q, k, v and do); at 64 they differ from those of dS in fp32 by 4.0e-3.
+fp16, which could overflow, keeps fp32.
 
-TFLOP/s of an H200 in November 2026, causal bf16, all kernels of the pass, medians of runs in turns:
+AHEAD, for bf16 at head_dim 64, gives the tensor cores work while a step computes: dP beside the exponentials, and S of
+the next step, begun after them, beside dS. S is waited for with dV and dK, so nothing is in flight from one step to the
+next. It takes 64 queries a step: dK, dV, S and dP are then 32 registers each, and with HALVES there is room for this
+warpgroup's rows of K and V too, 16 each, so that shared memory is read for them once, not in every step. After the last
+step it multiplies Q of a stage that is stale or was never filled, and drops the result. Of 128 queries neither fits, dP
+beside S nor K and V. With dS in fp32 it gained nothing: 508 TFLOP/s for 514 at 16k.
+
+TFLOP/s of an H200 in November 2026, causal bf16, all kernels of the pass, medians of runs in turns, at 64 before AHEAD:
 
 | head_dim, heads / KV heads, tokens of a document | bwd.py | this | cuDNN |
 |:-------------------------------------------------|-------:|-----:|------:|
@@ -41,10 +51,14 @@ TFLOP/s of an H200 in November 2026, causal bf16, all kernels of the pass, media
 | 64, 32 / 32, 2k                                  | 354    | 390  |       |
 | 64, 64 / 16, 8k                                  | 402    | 492  | 408   |
 
-In another run at 128, 16k: bwd.py 511, this without HALVES 554, with 585.
+In another run at 128, 16k: bwd.py 511, this without HALVES 554, with 585. In a third at 64, in random order, without
+HALVES and AHEAD and with both (run 17 of scripts/results/hopper_kernels_h200_202611.md): 32 / 32, 16k 514 and 563, 2k
+383 and 413; 32 / 8, 32k 530 and 551.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -81,15 +95,28 @@ from kernels.flash_attention.portable.launch import ceil_div
 from kernels.flash_attention.replay import launch
 from kernels.flash_attention.schedule import Schedule
 
-STAGES = 2  # of Q and dO, of dS^T and of dQ's sums
-BLOCK_M = {64: 128, 128: 64}  # queries a step, by head_dim: 194 and 193 KiB of shared memory
+SUMS = gl.constexpr(2)  # pieces of dQ on their way to memory
 REGISTERS = 128  # of a thread when the kernel starts
 GROUP_REGISTERS = (208, 72, 24)  # then, of the second consumer, dQ's group and the producer; the first gets the rest
 
 
-def in_halves(head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether dS is computed in 16 bits."""
-    return head_dim == 128 and dtype == torch.bfloat16
+@dataclass(frozen=True)
+class Tiles:
+    """block_m queries a step; stages of Q and dO and of dS^T in flight; HALVES and AHEAD of the kernel."""
+
+    block_m: int
+    stages: int
+    halves: bool
+    ahead: bool
+
+
+# by head_dim and dtype; 194 KiB of shared memory at 64, 193 at 128. Half the queries leave room for twice the stages
+TILES = {
+    (64, torch.bfloat16): Tiles(64, 4, halves=True, ahead=True),
+    (64, torch.float16): Tiles(128, 2, halves=False, ahead=False),
+    (128, torch.bfloat16): Tiles(64, 2, halves=True, ahead=False),
+    (128, torch.float16): Tiles(64, 2, halves=False, ahead=False),
+}
 
 
 @gluon.jit
@@ -101,7 +128,7 @@ def _product(a, b):
 @gluon.jit
 def _consume(
     HALF: gl.constexpr, out_desc, buffers, barriers, ring, order, ranges, spoiled_ptr, softmax_scale,
-    GROUP: gl.constexpr, ALIGNMENT: gl.constexpr, HALVES: gl.constexpr,
+    GROUP: gl.constexpr, ALIGNMENT: gl.constexpr, HALVES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: dK and dV of half the tile's keys, and that half of dS^T for dQ. HALF 0 writes dK, 1 dV."""
     q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf = buffers
@@ -116,7 +143,10 @@ def _consume(
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     kv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     operand_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_layout, k_width=2)
+    keys_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=scores_layout, k_width=2)
     queries_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
+    # products begun after dP's, which go on when dP is there: S of the next step, dV
+    LATER: gl.constexpr = (1 if AHEAD else 0) + (1 if HALVES else 0)
     first, kv_head, m, end, n_steps = decode(order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
     start, head = m, kv_head * GROUP
     first_here = first + HALF * KEYS
@@ -127,25 +157,38 @@ def _consume(
     dk = gl.zeros([KEYS, D], gl.float32, layout=kv_layout)
     dv = gl.zeros([KEYS, D], gl.float32, layout=kv_layout)
     mbarrier.wait(kv_full, 0)
+    k_operand = k_half.load(keys_layout) if AHEAD else k_half
+    v_operand = v_half.load(keys_layout) if AHEAD else v_half
+    if AHEAD:
+        mbarrier.wait(q_full.index(0), 0, pred=n_steps > 0)
+        scores = warpgroup_mma(k_operand, q_bufs.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
     for step in range(n_steps):
         stage, phase = step % STAGES, (step // STAGES) & 1
         q, do = q_bufs.index(stage), do_bufs.index(stage)  # [M, D]
-        mbarrier.wait(q_full.index(stage), phase)
-        scores = warpgroup_mma(k_half, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [64, M]
-        mbarrier.wait(do_full.index(stage), phase)
-        scores = warpgroup_mma_wait(0, deps=[scores])
+        if AHEAD:  # S is there from the step before
+            mbarrier.wait(do_full.index(stage), phase)
+            dp = warpgroup_mma(v_operand, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [64, M]
+        else:
+            mbarrier.wait(q_full.index(stage), phase)
+            scores = warpgroup_mma(k_operand, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [64, M]
+            mbarrier.wait(do_full.index(stage), phase)
+            scores = warpgroup_mma_wait(0, deps=[scores])
         lse = gl.expand_dims(lse_bufs.index(stage).load(queries_layout), 0)
         p = gl.exp2(scores * (softmax_scale * 1.4426950408889634) - lse)
         if (m < whole_start) | (m + BLOCK_M > whole_end):
             p = keep_columns(p, query_start - m, query_end - m, 0.0)
         p_low = p.to(dtype)
-        # only now, as there are no registers for S and dP together
-        dp = warpgroup_mma(v_half, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        if AHEAD:  # S of the next step; past the last one of whatever the buffer holds, and nobody reads it
+            following = step + 1
+            q_next = q_bufs.index(following % STAGES)
+            mbarrier.wait(q_full.index(following % STAGES), (following // STAGES) & 1, pred=following < n_steps)
+            scores = warpgroup_mma(k_operand, q_next.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        else:  # only now, as there are no registers for S and dP together
+            dp = warpgroup_mma(v_operand, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         if HALVES:
             dv = warpgroup_mma(gl.convert_layout(p_low, operand_layout), do, dv, is_async=True)
-            dp = warpgroup_mma_wait(1, deps=[dp])
-        else:
-            dp = warpgroup_mma_wait(0, deps=[dp])
+        dp = warpgroup_mma_wait(LATER, deps=[dp])
         mbarrier.wait(ds_empty.index(stage), phase ^ 1)
         delta = gl.expand_dims(delta_bufs.index(stage).load(queries_layout), 0)
         if HALVES:
@@ -158,7 +201,10 @@ def _consume(
         if not HALVES:  # there were no registers for its operand beside P
             dv = warpgroup_mma(gl.convert_layout(p_low, operand_layout), do, dv, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds, operand_layout), q, dk, is_async=True)
-        dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
+        if AHEAD:
+            scores, dv, dk = warpgroup_mma_wait(0, deps=[scores, dv, dk])
+        else:
+            dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
         hand_back(empty.index(stage))
         m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
     if spoiled_ptr is not None:
@@ -184,7 +230,6 @@ def _sum_queries(
     BLOCK_N: gl.constexpr = ds_bufs.shape[1]
     BLOCK_M: gl.constexpr = ds_bufs.shape[2]
     D: gl.constexpr = k_buf.shape[1]
-    SUMS: gl.constexpr = sum_bufs.shape[0]
     SIDE: gl.constexpr = sum_bufs.shape[1]  # of a piece of dQ
     ACROSS: gl.constexpr = D // SIDE
     PIECES: gl.constexpr = BLOCK_M // SIDE * ACROSS
@@ -219,7 +264,8 @@ def _bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, sum_desc,
     tiles_ptr, query_start_ptr, query_end_ptr, spoiled_ptr, softmax_scale, n_tiles, n_kv_heads, section,
     total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
-    GROUP: gl.constexpr, ALIGNMENT: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, ALIGNMENT: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, AHEAD: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: 128 keys of one KV head, over all query heads that share it.
 
@@ -232,7 +278,7 @@ def _bwd_kernel(
     barriers = new_barriers(STAGES, 2 * WARPGROUP)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
     ds_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_N, BLOCK_M], ds_layout)
-    sum_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, SUM_BLOCK, SUM_BLOCK], sum_desc.layout)
+    sum_bufs = gl.allocate_shared_memory(gl.float32, [SUMS, SUM_BLOCK, SUM_BLOCK], sum_desc.layout)
     ds_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ds_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -247,9 +293,9 @@ def _bwd_kernel(
     )  # fmt: skip
     gl.warp_specialize([
         (_consume, (0, dk_desc, buffers, barriers, ring, order, ranges, spoiled_ptr, softmax_scale,
-                    GROUP, ALIGNMENT, HALVES)),
+                    GROUP, ALIGNMENT, HALVES, AHEAD)),
         (_consume, (1, dv_desc, buffers, barriers, ring, order, ranges, spoiled_ptr, softmax_scale,
-                    GROUP, ALIGNMENT, HALVES)),
+                    GROUP, ALIGNMENT, HALVES, AHEAD)),
         (_sum_queries, (sum_desc, sum_bufs, buffers[4], barriers[0], ring, order, ranges, GROUP, ALIGNMENT)),
         (produce, (loads, buffers, None, barriers, order, ranges, GROUP, ALIGNMENT)),
     ], [4, 4, 1], REGISTERS)  # fmt: skip
@@ -261,24 +307,24 @@ def gradients_of_keys(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """-> dk, dv, dense; adds dS K to dq_sum, fp32 (total_q, n_heads * head_dim).
 
-    For a head_dim of BLOCK_M, no softcap, and rows that descriptors.loadable takes. rows as `prepare` returns them;
-    spoiled (portable.launch.new_marks) gets the marks of NaN in dk and dv.
+    For a head_dim and dtype of TILES, no softcap, and rows that descriptors.loadable takes. rows as `prepare` returns
+    them; spoiled (portable.launch.new_marks) gets the marks of NaN in dk and dv.
     """
     total_q, n_heads, head_dim = q.shape
     total_k, n_kv_heads, _ = k.shape
-    block_m = BLOCK_M[head_dim]
+    tiles = TILES[head_dim, q.dtype]
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     n_tiles = ceil_div(total_k, BLOCK_N)
-    q_desc, do_desc = (rows_of_heads(x, block_m) for x in (q, do))
+    q_desc, do_desc = (rows_of_heads(x, tiles.block_m) for x in (q, do))
     k_desc, v_desc, dk_desc, dv_desc = (rows_of_heads(x, BLOCK_N) for x in (k, v, dk, dv))
     sum_desc = rows_of_heads(dq_sum.view(total_q, -1, SUM_BLOCK), SUM_BLOCK)
     launch(
         _bwd_kernel, (n_tiles * n_kv_heads,),
-        q_desc, k_desc, v_desc, do_desc, numbers(rows, block_m), dk_desc, dv_desc, sum_desc,
+        q_desc, k_desc, v_desc, do_desc, numbers(rows, tiles.block_m), dk_desc, dv_desc, sum_desc,
         schedule.key_tiles, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale,
         n_tiles, n_kv_heads, kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),
-        GROUP=n_heads // n_kv_heads, ALIGNMENT=ROW_ALIGNMENT, STAGES=STAGES,
-        HALVES=in_halves(head_dim, q.dtype), REGISTERS=GROUP_REGISTERS, num_warps=4, maxnreg=REGISTERS,
+        GROUP=n_heads // n_kv_heads, ALIGNMENT=ROW_ALIGNMENT, STAGES=tiles.stages,
+        HALVES=tiles.halves, AHEAD=tiles.ahead, REGISTERS=GROUP_REGISTERS, num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip
     return dk, dv
