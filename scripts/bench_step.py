@@ -45,7 +45,7 @@ from torch import Tensor, nn
 import train  # registers the resolvers that conf/train.yaml needs
 from fa_train.callbacks import is_out_of_memory, memory
 from fa_train.flops import peak_flops, train_flops
-from fa_train.lit_gpt import LitGPT
+from fa_train.lit_gpt import Batch, LitGPT
 from fa_train.models.attention import require_backend
 from scripts.provenance import describe
 
@@ -153,7 +153,7 @@ def our_loss(config: DictConfig, device: torch.device) -> tuple[nn.Module, Loss]
     with device:
         lit_gpt: LitGPT = instantiate(config.lit_gpt, model=instantiate(config.model))
         tokens = torch.randint(config.model.vocab_size, (config.seq_len + 1,))
-        batch = {
+        batch: Batch = {
             "tokens": tokens[:-1],
             "labels": tokens[1:],
             "position_ids": torch.arange(config.seq_len),

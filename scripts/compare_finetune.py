@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from hydra.errors import HydraException
 from hydra.utils import instantiate
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from fa_train.data.datamodule import MicroBatches, PackedRows
-from fa_train.data.packing import IGNORE_INDEX
+from fa_train.data.packing import IGNORE_INDEX, Batch
 from fa_train.optim import parameter_groups, warmup_cosine
 from fa_train.preflight import explain
 
@@ -92,7 +93,7 @@ def transformers_losses(run: Path, steps: int | None = None) -> list[float]:
         labels = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in micro_batches)
         total = 0.0
         for batch in micro_batches:
-            batch = {name: x.to(device) for name, x in batch.items()}
+            batch = move_data_to_device(batch, device)
             with torch.autocast(device.type, torch.bfloat16, enabled=is_mixed):
                 loss = model(
                     input_ids=batch["tokens"][None],
@@ -112,7 +113,7 @@ def transformers_losses(run: Path, steps: int | None = None) -> list[float]:
     return losses
 
 
-def batches(cfg: DictConfig) -> Iterator[list[dict[str, Tensor]]]:
+def batches(cfg: DictConfig) -> Iterator[list[Batch]]:
     """Each step's micro-batches, as one process gets them."""
     data = instantiate(cfg.data)
     rows = PackedRows(data, held_out=False, shuffle=True)

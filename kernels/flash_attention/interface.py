@@ -122,8 +122,8 @@ def flash_attn_varlen_func(
     With a block_table (n_docs, pages a document) int32, k and v are pages (n_pages, page_size, n_kv_heads, head_dim),
     and key j of document i lies in page block_table[i, j // page_size]; entries past a document's keys are never
     looked at. They are copied to n_docs * max_seqlen_k rows first: flash_attn_with_kvcache reads pages in place.
-    Everything else as flash_attn_func. max_seqlen_q, and max_seqlen_k without a block_table, are flash-attn's and not
-    needed here.
+    Everything else as flash_attn_func. max_seqlen_k, which may be too large, is for the choice of kernels (in compiled
+    code the mean length is), max_seqlen_q is flash-attn's and not needed here.
     Raises: ValueError as flash_attn_func and, where cu_seqlens are on the CPU or FLASH_ATTENTION_DEBUG=1 allows to
     wait for the GPU, on cu_seqlens that do not start at 0, decrease or end past the last row, on a max_seqlen below the
     longest document and on pages that are not there. Wrong ones that are not checked give wrong numbers, but nothing
@@ -157,7 +157,14 @@ def flash_attn_varlen_func(
         k,
         v,
         build_schedule(
-            cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], causal=causal, window_size=window_of(window_size)
+            cu_seqlens_q,
+            cu_seqlens_k,
+            q.shape[0],
+            k.shape[0],
+            causal=causal,
+            window_size=window_of(window_size),
+            # compiled code would be compiled anew where other lengths choose other kernels
+            longest=None if torch.compiler.is_compiling() else max_seqlen_k,
         ),
         [] if alibi_slopes is None else _alibi(alibi_slopes, cu_seqlens_q, cu_seqlens_k, q),
         softmax_scale,

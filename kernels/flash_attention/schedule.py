@@ -14,29 +14,32 @@ from torch import Tensor
 
 WORK_TILE = 128  # tokens: the unit in which work is ordered; every kernel's block of rows divides it but the next one
 WIDE_TILE = 192  # tokens: the tile of Hopper's forward pass at head_dim 64
-# Keys that a query may see, on average, below which Hopper's forward pass takes the kernels for short documents, and
+# Keys that a query may see up to which Hopper's forward pass takes the kernels for short documents. Of fewer on average
 # tiles of keys keep the order of the stream: those that run together then share queries in L2, which short documents
 # need more than a fair end (on an H200, head_dim 128, documents of 64 to 512 tokens: 148 TFLOP/s of the backward
-# instead of 130; at 2048 tokens the longest first are faster by 3%). A loader that pads cu_seqlens for the row of most
-# documents makes them seem two or three times as short, so this is well below the lengths where both are alike.
+# instead of 130; at 2048 tokens the longest first are faster by 3%).
 SHORT_DOCUMENT = 512
-# The same from which on it takes those for long documents. Measured are 16384, where those are faster, and 2048, where
-# they are slower (hopper/fwd.py tells by how much).
-LONG_DOCUMENT = 8192
+# The same from which on it takes those for long documents. On an H200, head_dim 64, those gave 422 TFLOP/s at 4096,
+# the others 401; at 2048 353 and 380.
+LONG_DOCUMENT = 4096
+# The same from which on it works few heads at once. 32768 tokens are as fast with all heads, at 131072 they were slower
+# by 3 to 5%.
+VERY_LONG_DOCUMENT = 2**16
 # Queries and keys of a dense call up to which its schedule is kept for the next one: 8 bytes each, so at most 8 times
 # 2 MiB. To build one takes an H200's host 485 us; a call of more tokens hides that behind its own work.
 KEPT_TOKENS = 2**18
 
 
-DocumentLength = Literal["short", "medium", "long"]
+DocumentLength = Literal["short", "medium", "long", "very_long"]
 
 
 class Schedule(NamedTuple):
     """The visible ranges of one packed batch, in global token indices, int32, on the device of q, k and v.
 
-    Shapes: key_start, key_end (total_q,); query_start, query_end (total_k,); query_tiles (ceil(total_q / 128),) and
-    key_tiles (ceil(total_k / 128),), tiles of 128 tokens from the most work to the least, key_tiles of SHORT_DOCUMENTs
-    in the order of the stream; wide_query_tiles (ceil(total_q / 192),), tiles of 192 tokens from the most to the least.
+    Shapes: key_start, key_end (total_q,); query_start, query_end (total_k,); query_tiles (ceil(total_q / 128),), tiles
+    of 128 tokens document by document, the longest first; wide_query_tiles (ceil(total_q / 192),), the same of 192;
+    key_tiles (ceil(total_k / 128),), from the most work to the least or, of SHORT_DOCUMENTs, in the order of the
+    stream.
     Query i sees key j if and only if key_start[i] <= j < key_end[i], which is query_start[j] <= i < query_end[j].
     """
 
@@ -47,7 +50,7 @@ class Schedule(NamedTuple):
     query_tiles: Tensor
     key_tiles: Tensor
     wide_query_tiles: Tensor
-    documents: DocumentLength  # as far as shapes tell, for a choice of kernels that waits for nothing
+    documents: DocumentLength  # as far as the host knows, for a choice of kernels that waits for nothing
     # whether tokens may not see each other for another reason than their order, as far as shapes tell: of several
     # documents, or behind the last. Hopper's kernels then keep NaN from leaving one within a tile
     several_documents: bool
@@ -77,19 +80,21 @@ def build_schedule(
     causal: bool,
     window_size: tuple[int, int] = (-1, -1),
     padded: bool = True,
+    longest: int | None = None,
 ) -> Schedule:
     """The schedule of packed queries and keys; runs on the GPU without a sync.
 
     Shapes: cu_seqlens_q, cu_seqlens_k (n_docs + 1,) int32, both with the same number of documents; tokens past
     their last entry see nothing and are seen by nothing; padded is False if it is known that there are none.
-    Units: window_size in tokens (left, right) beside the query itself, -1 unbounded; causal means right = 0.
+    Units: window_size in tokens (left, right) beside the query itself, -1 unbounded; causal means right = 0. longest is
+    that of the documents, in keys, for a choice of kernels; their mean where it is None.
     A document's last query stands beside its last key (flash-attn's bottom-right alignment).
     """
     left, right = window_size
     if causal:
         right = 0
     several_documents = padded or cu_seqlens_k.numel() > 2
-    in_sight = _keys_in_sight(cu_seqlens_k, total_k, left, right)
+    mean = total_k // max(1, cu_seqlens_k.numel() - 1)  # padded cu_seqlens count as shorter documents
     # wrong ones may give wrong results, but never ranges outside of q, k and v
     queries = _Side.of(cu_seqlens_q.clamp(0, total_q), total_q)
     keys = queries
@@ -99,29 +104,33 @@ def build_schedule(
     queries_of_keys = keys_of_queries if keys is queries else _paired(keys, queries)
     key_start, key_end = _visible_ranges(*keys_of_queries, before=left, after=right)
     query_start, query_end = _visible_ranges(*queries_of_keys, before=right, after=left)
-    if in_sight < SHORT_DOCUMENT:
+    if _in_sight(mean, left, right) < SHORT_DOCUMENT:
         key_tiles = torch.arange(-(-total_k // WORK_TILE), dtype=torch.int32, device=cu_seqlens_k.device)
     else:
         key_tiles = longest_first(query_start, query_end)
+    document_start, document_end, _ = keys_of_queries
+    length = document_end - document_start
     return Schedule(
         key_start,
         key_end,
         query_start,
         query_end,
-        query_tiles=longest_first(key_start, key_end),
+        query_tiles=document_by_document(length, WORK_TILE),
         key_tiles=key_tiles,
-        wide_query_tiles=longest_first(key_start, key_end, tile=WIDE_TILE),
-        documents=document_length(in_sight),
+        wide_query_tiles=document_by_document(length, WIDE_TILE),
+        documents=document_length(_in_sight(mean if longest is None else longest, left, right)),
         several_documents=several_documents,
         one_document=False,
     )
 
 
-def causal_schedule(cu_seqlens: Tensor | None, total: int, device: torch.device) -> Schedule:
+def causal_schedule(
+    cu_seqlens: Tensor | None, total: int, device: torch.device, longest: int | None = None
+) -> Schedule:
     """The schedule of causal self-attention over a packed stream of `total` tokens; None is one document."""
     if cu_seqlens is None:
         return dense_schedule(1, total, total, device, causal=True)._replace(one_document=True)
-    return build_schedule(cu_seqlens, cu_seqlens, total, total, causal=True)
+    return build_schedule(cu_seqlens, cu_seqlens, total, total, causal=True, longest=longest)
 
 
 def dense_schedule(
@@ -222,17 +231,32 @@ def _visible_ranges(start: Tensor, end: Tensor, beside: Tensor, *, before: int, 
     return first, past_last
 
 
-def _keys_in_sight(cu_seqlens_k: Tensor, total_k: int, left: int, right: int) -> int:
-    """How many keys a query may see on average, by shapes alone: padded cu_seqlens count as shorter documents."""
-    mean_length = total_k // max(1, cu_seqlens_k.numel() - 1)
-    return mean_length if left < 0 or right < 0 else min(mean_length, left + right + 1)
+def _in_sight(length: int, left: int, right: int) -> int:
+    """How many keys a query of a document of `length` keys may see."""
+    return length if left < 0 or right < 0 else min(length, left + right + 1)
 
 
 def document_length(in_sight: int) -> DocumentLength:
-    """By the keys that a query may see on average."""
-    if in_sight < SHORT_DOCUMENT:
+    """By the keys that a query may see."""
+    if in_sight <= SHORT_DOCUMENT:
         return "short"
-    return "medium" if in_sight < LONG_DOCUMENT else "long"
+    if in_sight < LONG_DOCUMENT:
+        return "medium"
+    return "long" if in_sight < VERY_LONG_DOCUMENT else "very_long"
+
+
+def document_by_document(length: Tensor, tile: int) -> Tensor:
+    """Tiles of `tile` queries, of documents whose keys are `length` (total_q,): those of the longest document first.
+
+    In a document the last tile, which reads the most keys, comes first. So the tiles that run together share K and V in
+    L2, and the last to run are those of the shortest document. A tile counts to the document of its last query.
+    """
+    of_last = length[tile - 1 :: tile]
+    if length.numel() % tile:
+        of_last = torch.cat([of_last, length[-1:]])
+    n_tiles = of_last.numel()
+    place = torch.arange(n_tiles, device=length.device)
+    return torch.argsort(of_last.long() * n_tiles + place, descending=True).to(torch.int32)
 
 
 def longest_first(start: Tensor, end: Tensor, tile: int = WORK_TILE) -> Tensor:

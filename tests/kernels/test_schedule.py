@@ -12,6 +12,7 @@ from kernels.flash_attention.schedule import (
     KEPT_TOKENS,
     LONG_DOCUMENT,
     SHORT_DOCUMENT,
+    VERY_LONG_DOCUMENT,
     Schedule,
     build_schedule,
     causal_schedule,
@@ -62,11 +63,23 @@ def test_longest_tiles_come_first():
     # a short document, then a long one whose last tile of queries reads the most keys
     cu = torch.tensor([0, 128, 640], dtype=torch.int32)
     schedule = causal_schedule(cu, 640, torch.device("cpu"))
-    assert schedule.query_tiles.tolist() == [4, 3, 2, 0, 1]
     assert longest_first(schedule.query_start, schedule.query_end).tolist() == [1, 2, 3, 0, 4]
-    assert sorted(schedule.query_tiles.tolist()) == list(range(5))
-    # tiles of 192: [0, 192) and [192, 384) span 192 and 256 keys, [384, 576) and [576, 640) 448 and 512
-    assert schedule.wide_query_tiles.tolist() == [3, 2, 1, 0]
+    assert longest_first(schedule.key_start, schedule.key_end).tolist() == [4, 3, 2, 0, 1]
+
+
+def test_queries_go_document_by_document():
+    lengths = [128, 512, 0, 300, 500, 60]  # ends at 128, 640, 640, 940, 1440 and 1500
+    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    schedule = causal_schedule(cu, 1552, torch.device("cpu"))
+    assert schedule.query_tiles.tolist() == [4, 3, 2, 1, 10, 9, 8, 7, 6, 5, 0, 12, 11]
+    # of 192: tile 3 is of the second document and the fourth, tile 7 of the fifth and the last
+    assert schedule.wide_query_tiles.tolist() == [2, 1, 0, 6, 5, 4, 3, 8, 7]
+
+
+def test_queries_of_a_million_tokens_go_from_the_last():
+    total = 2**20  # tokens by tiles is more than an int32 holds
+    tiles = build_schedule(*[torch.tensor([0, total], dtype=torch.int32)] * 2, total, total, causal=True).query_tiles
+    assert torch.equal(tiles, torch.arange(total // 128 - 1, -1, -1, dtype=torch.int32))
 
 
 def test_keys_of_short_documents_stay_in_the_order_of_the_stream():
@@ -84,11 +97,16 @@ def test_keys_of_short_documents_stay_in_the_order_of_the_stream():
         ([LONG_DOCUMENT] * 2, {"causal": False}, "long"),
         ([LONG_DOCUMENT - 1], {"causal": True}, "medium"),
         ([2 * LONG_DOCUMENT, 8, 8], {"causal": True}, "medium"),
+        ([2 * LONG_DOCUMENT, 8, 8], {"causal": True, "longest": 2 * LONG_DOCUMENT}, "long"),
+        ([2 * LONG_DOCUMENT, 8, 8], {"causal": True, "longest": 2 * LONG_DOCUMENT, "window_size": (100, 0)}, "short"),
+        ([VERY_LONG_DOCUMENT], {"causal": True}, "very_long"),
+        ([VERY_LONG_DOCUMENT - 1], {"causal": True}, "long"),
         ([LONG_DOCUMENT], {"causal": True, "window_size": (1000, 0)}, "medium"),
         ([LONG_DOCUMENT], {"causal": True, "window_size": (100, 0)}, "short"),
         ([LONG_DOCUMENT], {"causal": False, "window_size": (1000, -1)}, "long"),
-        ([SHORT_DOCUMENT], {"causal": True}, "medium"),
-        ([SHORT_DOCUMENT, SHORT_DOCUMENT - 1], {"causal": True}, "short"),
+        ([SHORT_DOCUMENT + 1], {"causal": True}, "medium"),
+        ([SHORT_DOCUMENT, 8], {"causal": True, "longest": SHORT_DOCUMENT}, "short"),
+        ([SHORT_DOCUMENT, SHORT_DOCUMENT + 1], {"causal": True}, "short"),
     ],
 )
 def test_the_length_of_documents_is_known_by_shape(lengths, arguments, documents):

@@ -11,9 +11,10 @@ in documents of 16k and of 2k; TFLOP/s):
 - Which program works which item. A persistent grid that takes items from a counter (`dynamic`) is best where items are
   short, which leave the start and the end of a program bare: at head_dim 128 and 2k 515, where one program an item
   gives 446. At 16k there is little difference at 128, and at 256 one program an item gives 676 for 638.
-- Consumers together or each on its own. Together, they visit all blocks of the tile, and take turns: one has the
-  tensor cores while the others take their softmax. On its own (`ranged`), a consumer visits the blocks that its own
-  64 queries see. Tiles of 192 queries, which head_dim 64 needs to read K and V less often, waste many blocks on short
+- Consumers together or each on its own. Together, they visit all blocks of the tile, and may take `turns`: one has the
+  tensor cores while the others take their softmax. At head_dim 128 they fall into turns of themselves (645 without them
+  and 639 with), at 64 they do not (508 and 518). On its own (`ranged`), a consumer visits the blocks that its own 64
+  queries see. Tiles of 192 queries, which head_dim 64 needs to read K and V less often, waste many blocks on short
   documents: there two consumers, each on its own, give 382 at 2k, three together 355; at 16k it is 467 and 526. At
   head_dim 128 and 64 to 512 tokens, blocks of 64 keys and consumers on their own give 212, 128 keys together 186.
 - What waits for the shuffles of a row. `parts` keeps the sum of each row in parts: at head_dim 256 701 for 688, at 128
@@ -67,6 +68,7 @@ class ForwardTiles:
     order: Literal["query_tiles", "wide_query_tiles"]  # the schedule's
     dynamic: bool = True
     ranged: bool = False
+    turns: bool = False
     parts: bool = False
     packed: bool = False
     skip: bool = False
@@ -88,6 +90,7 @@ class ForwardTiles:
             "STAGES": self.stages,
             "DYNAMIC": self.dynamic,
             "RANGED": self.ranged,
+            "TURNS": self.turns,
             "PARTS": self.parts,
             "PACKED": self.packed,
             "SKIP": self.skip,
@@ -100,9 +103,9 @@ class ForwardTiles:
 # by head_dim. 96 is worked in 128 columns, the last 32 of them zeros: 537 TFLOP/s at 16k, without skip 518, cuDNN 479.
 FORWARD_TILES = {
     64: ForwardTiles(128, 2, 3, "query_tiles", ranged=True),
-    96: ForwardTiles(128, 2, 2, "query_tiles", skip=True),
+    96: ForwardTiles(128, 2, 2, "query_tiles", turns=True, skip=True),
     128: ForwardTiles(128, 2, 2, "query_tiles", skip=True),
-    256: ForwardTiles(64, 2, 2, "query_tiles", dynamic=False, parts=True, skip=True, o_in_q=True),
+    256: ForwardTiles(64, 2, 2, "query_tiles", dynamic=False, turns=True, parts=True, skip=True, o_in_q=True),
 }
 # where documents are short or long (schedule.SHORT_DOCUMENT, LONG_DOCUMENT) and these are faster
 SHORT_TILES = {
@@ -110,13 +113,13 @@ SHORT_TILES = {
     128: ForwardTiles(64, 2, 4, "query_tiles", ranged=True, parts=True, packed=True, skip=True),
 }
 LONG_TILES = {
-    64: ForwardTiles(128, 3, 3, "wide_query_tiles", parts=True, packed=True, skip=True),
+    64: ForwardTiles(128, 3, 3, "wide_query_tiles", turns=True, parts=True, packed=True, skip=True),
 }
 
 
 def forward_tiles(head_dim: int, documents: DocumentLength) -> ForwardTiles:
     """What attention_forward takes."""
-    special = {"short": SHORT_TILES, "medium": FORWARD_TILES, "long": LONG_TILES}[documents]
+    special = {"short": SHORT_TILES, "medium": FORWARD_TILES, "long": LONG_TILES, "very_long": LONG_TILES}[documents]
     return special.get(head_dim, FORWARD_TILES[head_dim])
 
 
@@ -192,11 +195,6 @@ def _produce(loads, RANGED: gl.constexpr, DYNAMIC: gl.constexpr):
             post(queue, turn, (first, head, end, n_blocks, n_right, n_left))
         if DYNAMIC:
             ticket = take(counter_ptr)
-        for consumer in gl.static_range(CONSUMERS):  # a barrier each, so that the first can start early
-            q_here = q_full.index(consumer)
-            mbarrier.wait(q_empty.index(consumer), turn & 1 ^ 1)
-            mbarrier.expect(q_here, q_desc.block_type.nbytes)
-            load_rows(q_desc, first + consumer * ROWS_EACH, head, stride_qh, q_here, q_buffers.index(consumer))
         for step in range(n_blocks):
             if RANGED:
                 key = end - (step + 1) * BLOCK_N
@@ -207,6 +205,12 @@ def _produce(loads, RANGED: gl.constexpr, DYNAMIC: gl.constexpr):
             mbarrier.wait(k_empty.index(stage), empty)
             mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
             load_rows(k_desc, key, head // group, stride_kh, k_full.index(stage), k_buffers.index(stage))
+            if step == 0:  # after the first K, which need not wait until the item before is done with its queries
+                for consumer in gl.static_range(CONSUMERS):  # a barrier each, so that the first can start early
+                    q_here = q_full.index(consumer)
+                    mbarrier.wait(q_empty.index(consumer), turn & 1 ^ 1)
+                    mbarrier.expect(q_here, q_desc.block_type.nbytes)
+                    load_rows(q_desc, first + consumer * ROWS_EACH, head, stride_qh, q_here, q_buffers.index(consumer))
             mbarrier.wait(v_empty.index(stage), empty)
             mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
             load_rows(v_desc, key, head // group, stride_vh, v_full.index(stage), v_buffers.index(stage))
@@ -234,7 +238,7 @@ def _pass_over(block, rings):
 
 @gluon.jit
 def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, scores_of, CONSUMER: gl.constexpr,
-          CONSUMERS: gl.constexpr, MASK: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RANGED: gl.constexpr,
+          CONSUMERS: gl.constexpr, MASK: gl.constexpr, HAS_SOFTCAP: gl.constexpr, TURNS: gl.constexpr,
           PARTS: gl.constexpr, PACKED: gl.constexpr, SKIP: gl.constexpr):  # fmt: skip
     """One block of keys, from `key` on; its K has landed, and if there are `more`, the next one's will have.
 
@@ -251,12 +255,12 @@ def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, sc
     OUT: gl.constexpr = o.type.layout
     stage, last = block % STAGES, (block - 1) % STAGES
     p_operand = softmax.operand(p, q.dtype, OUT, PACKED)
-    if not RANGED:
+    if TURNS:
         wait_turn(CONSUMER)
     scores_token = warpgroup_mma(q, k_buffers.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(last), ((block - 1) // STAGES) & 1)
     o_token = warpgroup_mma(p_operand, v_buffers.index(last), o, is_async=True)
-    if not RANGED:
+    if TURNS:
         pass_turn(CONSUMER, CONSUMERS)
     scores = warpgroup_mma_wait(1, deps=[scores_token])
     hand_back(k_empty.index(stage))
@@ -276,7 +280,8 @@ def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, sc
 
 @gluon.jit
 def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RANGED: gl.constexpr,
-             PARTS: gl.constexpr, PACKED: gl.constexpr, SKIP: gl.constexpr, O_IN_Q: gl.constexpr):  # fmt: skip
+             TURNS: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr, SKIP: gl.constexpr,
+             O_IN_Q: gl.constexpr):  # fmt: skip
     """Four warps: the attention of 64 queries of each item."""
     out, score, buffers, queue, ranges = work
     q_buffers, q_full, q_empty, rings = buffers
@@ -298,7 +303,7 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
     to_log2 = softmax.scale_to_log2(softmax_scale, HAS_SOFTCAP)
     block = 0  # of all items, for the place in the rings
     turn = 0
-    if CONSUMER == CONSUMERS - 1 and not RANGED:
+    if CONSUMER == CONSUMERS - 1 and TURNS:
         pass_turn(CONSUMER, CONSUMERS)  # the first consumer goes first
     item = read(queue, turn)
     while field(item, 0) >= 0:
@@ -328,10 +333,10 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
         mbarrier.wait(q_full.index(CONSUMER), turn & 1)
         stage = block % STAGES
         mbarrier.wait(k_full.index(stage), (block // STAGES) & 1)
-        if not RANGED:
+        if TURNS:
             wait_turn(CONSUMER)
         scores_token = warpgroup_mma(q, k_buffers.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if not RANGED:
+        if TURNS:
             pass_turn(CONSUMER, CONSUMERS)
         scores = warpgroup_mma_wait(0, deps=[scores_token])
         hand_back(k_empty.index(stage))
@@ -349,7 +354,7 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
                 key = end - (step + 1) * BLOCK_N
                 block, o, p, row_max, row_sum = _step(
                     key, (step < right) | (step >= left), step + 1 < stop, block, o, p, row_max, row_sum, q, zeros,
-                    rings, scores_of, CONSUMER, CONSUMERS, "at_edge", HAS_SOFTCAP, RANGED, PARTS, PACKED, SKIP,
+                    rings, scores_of, CONSUMER, CONSUMERS, "at_edge", HAS_SOFTCAP, TURNS, PARTS, PACKED, SKIP,
                 )  # fmt: skip
         else:
             n_masked = gl.maximum(n_right + n_left, 1)
@@ -357,13 +362,13 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
                 key = _first_key(step, end, n_blocks, n_right, n_left, BLOCK_N)
                 block, o, p, row_max, row_sum = _step(
                     key, True, step + 1 < stop, block, o, p, row_max, row_sum, q, zeros,
-                    rings, scores_of, CONSUMER, CONSUMERS, "always", HAS_SOFTCAP, RANGED, PARTS, PACKED, SKIP,
+                    rings, scores_of, CONSUMER, CONSUMERS, "always", HAS_SOFTCAP, TURNS, PARTS, PACKED, SKIP,
                 )  # fmt: skip
             for step in range(n_masked, n_blocks):
                 key = _first_key(step, end, n_blocks, n_right, n_left, BLOCK_N)
                 block, o, p, row_max, row_sum = _step(
                     key, False, step + 1 < stop, block, o, p, row_max, row_sum, q, zeros,
-                    rings, scores_of, CONSUMER, CONSUMERS, "never", HAS_SOFTCAP, RANGED, PARTS, PACKED, SKIP,
+                    rings, scores_of, CONSUMER, CONSUMERS, "never", HAS_SOFTCAP, TURNS, PARTS, PACKED, SKIP,
                 )  # fmt: skip
 
         if not O_IN_Q:
@@ -399,7 +404,7 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
         turn += 1
         item = read(queue, turn)
     tma.store_wait(0)
-    if CONSUMER == 0 and not RANGED:
+    if CONSUMER == 0 and TURNS:
         wait_turn(CONSUMER)  # the last consumer's last pass, which nobody waited for
 
 
@@ -408,8 +413,9 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, counter_ptr,
                 key_end_ptr, spoiled_ptr, n_items, n_tiles, n_heads, group, section, total_q, stride_qh, stride_kh,
                 stride_vh, softmax_scale, softcap, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
                 BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, DYNAMIC: gl.constexpr,
-                RANGED: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr, SKIP: gl.constexpr,
-                O_IN_Q: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):  # fmt: skip
+                RANGED: gl.constexpr, TURNS: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr,
+                SKIP: gl.constexpr, O_IN_Q: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+                PRODUCER_REGISTERS: gl.constexpr):  # fmt: skip
     """Program i works item i, and DYNAMIC then others; o is (total_q, n_heads, head_dim), lse (n_heads, total_q).
 
     spoiled is None, or where to mark NaN (marks.py).
@@ -455,8 +461,8 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, counter_ptr,
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PARTS, PACKED, SKIP, O_IN_Q)),
-                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PARTS, PACKED, SKIP, O_IN_Q)),
+                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, TURNS, PARTS, PACKED, SKIP, O_IN_Q)),
+                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, TURNS, PARTS, PACKED, SKIP, O_IN_Q)),
                 (_produce, (loads, RANGED, DYNAMIC)),
             ],
             [4, 1],
@@ -465,9 +471,9 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, counter_ptr,
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PARTS, PACKED, SKIP, O_IN_Q)),
-                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PARTS, PACKED, SKIP, O_IN_Q)),
-                (_consume, (2, work, HAS_SINKS, HAS_SOFTCAP, RANGED, PARTS, PACKED, SKIP, O_IN_Q)),
+                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, TURNS, PARTS, PACKED, SKIP, O_IN_Q)),
+                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, TURNS, PARTS, PACKED, SKIP, O_IN_Q)),
+                (_consume, (2, work, HAS_SINKS, HAS_SOFTCAP, RANGED, TURNS, PARTS, PACKED, SKIP, O_IN_Q)),
                 (_produce, (loads, RANGED, DYNAMIC)),
             ],
             [4, 4, 1],
@@ -517,6 +523,8 @@ def run_forward(
     order: Tensor = getattr(schedule, tiles.order)
     assert tiles.consumers * ROWS == (WIDE_TILE if tiles.order == "wide_query_tiles" else WORK_TILE), tiles
     n_tiles = order.numel()
+    # heads of a tile run together, and tiles of a document: what they share of K and V stays in L2
+    section = heads_per_section(k, v, n_heads) if schedule.documents == "very_long" else n_heads
     n_items = programs = n_tiles * n_heads
     spoiled = new_marks(n_heads, total_q, q.device) if schedule.several_documents else None
     tickets = order  # any pointer will do where none is read
@@ -527,7 +535,7 @@ def run_forward(
         _fwd_kernel, (programs,),
         describe(q, ROWS), describe(k, tiles.block_n), describe(v, tiles.block_n), describe(o, ROWS), lse,
         lse if features.sinks is None else features.sinks, tickets, order, schedule.key_start, schedule.key_end,
-        spoiled, n_items, n_tiles, n_heads, n_heads // k.shape[1], heads_per_section(k, v, n_heads), total_q,
+        spoiled, n_items, n_tiles, n_heads, n_heads // k.shape[1], section, total_q,
         q.stride(1), k.stride(1), v.stride(1), features.softmax_scale, features.softcap,
         HAS_SINKS=features.sinks is not None, HAS_SOFTCAP=features.softcap != 0.0, **tiles.constants(),
         num_warps=4, maxnreg=tiles.registers()[2],
