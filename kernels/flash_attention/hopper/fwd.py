@@ -195,6 +195,11 @@ def _produce(loads, RANGED: gl.constexpr, DYNAMIC: gl.constexpr):
             post(queue, turn, (first, head, end, n_blocks, n_right, n_left))
         if DYNAMIC:
             ticket = take(counter_ptr)
+        for consumer in gl.static_range(CONSUMERS):  # a barrier each, so that the first can start early
+            q_here = q_full.index(consumer)
+            mbarrier.wait(q_empty.index(consumer), turn & 1 ^ 1)
+            mbarrier.expect(q_here, q_desc.block_type.nbytes)
+            load_rows(q_desc, first + consumer * ROWS_EACH, head, stride_qh, q_here, q_buffers.index(consumer))
         for step in range(n_blocks):
             if RANGED:
                 key = end - (step + 1) * BLOCK_N
@@ -205,12 +210,6 @@ def _produce(loads, RANGED: gl.constexpr, DYNAMIC: gl.constexpr):
             mbarrier.wait(k_empty.index(stage), empty)
             mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
             load_rows(k_desc, key, head // group, stride_kh, k_full.index(stage), k_buffers.index(stage))
-            if step == 0:  # after the first K, which need not wait until the item before is done with its queries
-                for consumer in gl.static_range(CONSUMERS):  # a barrier each, so that the first can start early
-                    q_here = q_full.index(consumer)
-                    mbarrier.wait(q_empty.index(consumer), turn & 1 ^ 1)
-                    mbarrier.expect(q_here, q_desc.block_type.nbytes)
-                    load_rows(q_desc, first + consumer * ROWS_EACH, head, stride_qh, q_here, q_buffers.index(consumer))
             mbarrier.wait(v_empty.index(stage), empty)
             mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
             load_rows(v_desc, key, head // group, stride_vh, v_full.index(stage), v_buffers.index(stage))
