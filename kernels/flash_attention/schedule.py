@@ -259,9 +259,9 @@ def document_by_document(length: Tensor, tile: int) -> Tensor:
     return torch.argsort(of_last.long() * n_tiles + place, descending=True).to(torch.int32)
 
 
-def longest_first(start: Tensor, end: Tensor, tile: int = WORK_TILE) -> Tensor:
-    """Tiles of `tile` tokens by falling length of the range that they must read; those of one length stay in order."""
-    last_end = end[tile - 1 :: tile]
-    if start.numel() % tile:
+def longest_first(start: Tensor, end: Tensor) -> Tensor:
+    """Tiles of 128 tokens by falling length of the range that they must read; those of one length stay in order."""
+    last_end = end[WORK_TILE - 1 :: WORK_TILE]
+    if start.numel() % WORK_TILE:
         last_end = torch.cat([last_end, end[-1:]])
-    return torch.argsort(last_end - start[::tile], descending=True, stable=True).to(torch.int32)
+    return torch.argsort(last_end - start[::WORK_TILE], descending=True, stable=True).to(torch.int32)
