@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from fa_train.lit_gpt import LitGPT
 from fa_train.models import gpt
+from kernels.flash_attention import schedule as schedules
 from tests.memory.small import levers, small_gpt
 
 TOTAL, STEPS = 24, 3
@@ -113,3 +114,19 @@ def test_a_batch_of_one_document_is_known_to_be_one(ends, one, monkeypatch):
     torch.testing.assert_close(
         loss, model(*(batch[name] for name in ("tokens", "cu_seqlens", "position_ids", "labels")))
     )
+
+
+@pytest.mark.parametrize(
+    ("known", "documents"), [({"max_seqlen": 16}, ["medium", "long"]), ({}, ["short", "short"])], ids=["known", "mean"]
+)
+def test_the_longest_document_chooses_the_kernels(known, documents, monkeypatch):
+    """cu_seqlens are padded, so that their mean says little; a window of 10 tokens sees no more of any document."""
+    monkeypatch.setattr(schedules, "SHORT_DOCUMENT", 8)
+    monkeypatch.setattr(schedules, "LONG_DOCUMENT", 12)
+    seen = []
+    monkeypatch.setattr(gpt, "_schedule", lambda *x, f=gpt._schedule: seen.append(f(*x)) or seen[-1])
+    model = small_gpt(levers(), torch.device("cpu"), n_layers=2, family=gpt.Family(windows=[10, None]))
+    lit = LitGPT(model, torch.optim.SGD, torch.optim.lr_scheduler.LambdaLR, compile_model=False)
+    [batch] = batches(1)
+    lit.loss_sum(batch | {"cu_seqlens": torch.tensor([0, 16, TOTAL, TOTAL], dtype=torch.int32)} | known)
+    assert [schedule.documents for schedule in seen] == documents
