@@ -1,7 +1,7 @@
 """What is trained: next-token loss of a GPT, normalised by the labels of a whole optimizer step."""
 
 from collections.abc import Callable
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import lightning as L
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from fa_train.data.packing import Batch
 from fa_train.memory.loss import IGNORE_INDEX
 from fa_train.models.gpt import GPT
 from fa_train.parallel.fsdp import is_sharded, local, shard, whole
@@ -18,21 +19,10 @@ from fa_train.parallel.fsdp import is_sharded, local, shard, whole
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")  # fp16 would need a loss scale beside the one by labels
 
 
-class Batch(TypedDict):
-    """What a data module gives; max_seqlen, where it is known, for attention's choice of kernels."""
-
-    tokens: Tensor
-    labels: Tensor
-    position_ids: Tensor
-    cu_seqlens: Tensor
-    max_seqlen: NotRequired[int]
-
-
 class LitGPT(L.LightningModule):
     """Trains on next-token loss; model, optimizer and schedule are handed in.
 
-    A batch is a packed stream: tokens, labels and position_ids (total,) int64, cu_seqlens (n_docs + 1,) int32 and
-    perhaps max_seqlen, of the longest document in tokens.
+    A batch is a packed stream: tokens, labels and position_ids (total,) int64, cu_seqlens (n_docs + 1,) int32.
     After each optimizer step, on the device and over all its micro-batches and ranks: `step_loss` (nats a label),
     `step_grad_norm` (before clipping) and `step_squared_lengths` (the sum of squared document lengths).
     Raises: ValueError on a precision or a clipping that the loss cannot be scaled for.
@@ -79,7 +69,7 @@ class LitGPT(L.LightningModule):
         cu_seqlens: Tensor | None = batch["cu_seqlens"]
         if len(batch["cu_seqlens"]) == 2:  # rows are full, so this is one document: SDPA needs no mask, flash no marks
             cu_seqlens = None
-        return self.model(batch["tokens"], cu_seqlens, batch["position_ids"], batch["labels"], batch.get("max_seqlen"))
+        return self.model(batch["tokens"], cu_seqlens, batch["position_ids"], batch["labels"], batch.get("mean_seqlen"))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss, labels = self.loss_sum(batch), batch["labels"]

@@ -44,8 +44,9 @@ from torch import Tensor, nn
 
 import train  # registers the resolvers that conf/train.yaml needs
 from fa_train.callbacks import is_out_of_memory, memory
+from fa_train.data.packing import Batch
 from fa_train.flops import peak_flops, train_flops
-from fa_train.lit_gpt import Batch, LitGPT
+from fa_train.lit_gpt import LitGPT
 from fa_train.models.attention import require_backend
 from scripts.provenance import describe
 

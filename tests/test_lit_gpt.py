@@ -117,10 +117,10 @@ def test_a_batch_of_one_document_is_known_to_be_one(ends, one, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("known", "documents"), [({"max_seqlen": 16}, ["medium", "long"]), ({}, ["short", "short"])], ids=["known", "mean"]
+    ("known", "documents"), [({"mean_seqlen": 16}, ["medium", "long"]), ({}, ["short", "short"])], ids=["known", "not"]
 )
-def test_the_longest_document_chooses_the_kernels(known, documents, monkeypatch):
-    """cu_seqlens are padded, so that their mean says little; a window of 10 tokens sees no more of any document."""
+def test_the_length_of_documents_chooses_the_kernels(known, documents, monkeypatch):
+    """cu_seqlens are padded, so that they say little; a window of 10 tokens sees no more of any document."""
     monkeypatch.setattr(schedules, "SHORT_DOCUMENT", 8)
     monkeypatch.setattr(schedules, "LONG_DOCUMENT", 12)
     seen = []

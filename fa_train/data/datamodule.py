@@ -26,6 +26,8 @@ from fa_train.data.store import TokenizedCorpus
 from fa_train.data.synthetic import SyntheticSource
 from fa_train.data.tokenizer import ByteTokenizer, load_tokenizer
 
+SAMPLED_ROWS = 256  # of which the mean length of a token's document is taken
+
 
 class Source(Protocol):
     """Where a data module's documents come from."""
@@ -269,6 +271,7 @@ class PackedRows:
             self.rows = ShuffledRows(layout, (data.seed,) if shuffle else None)
         self.per_epoch = self.rows.per_epoch
         self.max_documents = self.rows.max_documents if data.document_mask else 1
+        self.mean_seqlen = self._mean_seqlen(data.seq_len)
         self.deal = lru_cache(maxsize=2)(self._deal)  # once a step, not at each of its micro-batches
 
     def batch(self, first: int, count: int) -> Batch:
@@ -279,8 +282,19 @@ class PackedRows:
         """These rows, end to end."""
         packed = [self.rows.row(index) for index in indices]
         return collate(
-            packed, self.max_documents, document_mask=self.document_mask, reset_positions=self.reset_positions
-        )
+            packed, self.max_documents, self.mean_seqlen, document_mask=self.document_mask,
+            reset_positions=self.reset_positions,
+        )  # fmt: skip
+
+    def _mean_seqlen(self, seq_len: int) -> int:
+        """Tokens of the document that a token is in, by the first rows: one number in all steps and on all ranks.
+
+        Attention chooses kernels by it, and a compiled model is compiled for one choice.
+        """
+        rows = range(min(self.per_epoch, SAMPLED_ROWS))
+        if not self.document_mask or not rows:
+            return seq_len
+        return round(sum(self.rows.cost(index) for index in rows) / len(rows) / seq_len)
 
     def _deal(self, first: int, count: int, size: int, world_size: int) -> np.ndarray:
         """Rows first to first + count as (accumulation, world_size, size): which each rank takes when.

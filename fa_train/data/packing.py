@@ -7,7 +7,7 @@ once. A document cut by the end of a row goes on in another row as a document of
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
+from typing import NotRequired, Protocol, TypedDict
 
 import numpy as np
 import torch
@@ -19,13 +19,13 @@ IGNORE_INDEX = -100
 
 
 class Batch(TypedDict):
-    """A packed stream, as `collate` makes it."""
+    """A packed stream: tokens, labels and position_ids (total,) int64, cu_seqlens (n_docs + 1,) int32."""
 
     tokens: Tensor
     labels: Tensor
     position_ids: Tensor
     cu_seqlens: Tensor
-    max_seqlen: int
+    mean_seqlen: NotRequired[int]  # tokens of the document that a token is in, for attention's choice of kernels
 
 
 class LossMask(Protocol):
@@ -183,12 +183,14 @@ def _count_labels(loss_mask: LossMask, lengths: np.ndarray) -> LabelCounts:
     )
 
 
-def collate(rows: Sequence[Row], max_documents: int, *, document_mask: bool, reset_positions: bool) -> Batch:
-    """Rows end to end as one stream: tokens, labels and position_ids (total,) int64, cu_seqlens int32, max_seqlen.
+def collate(
+    rows: Sequence[Row], max_documents: int, mean_seqlen: int, *, document_mask: bool, reset_positions: bool
+) -> Batch:
+    """Rows end to end as one stream.
 
     cu_seqlens has max_documents + 1 entries for each row of the batch less the shared ends, padded by its last entry,
-    so that shapes never change; max_seqlen is the longest document, in tokens. Without document_mask they are of the
-    rows instead of their documents; without reset_positions, positions run from 0 through each row.
+    so that shapes never change. Without document_mask it holds the rows instead of their documents; without
+    reset_positions, positions run from 0 through each row.
     """
     seq_len = len(rows[0].tokens)
     edges = [row.boundaries if document_mask else np.array([0, seq_len]) for row in rows]
@@ -201,5 +203,5 @@ def collate(rows: Sequence[Row], max_documents: int, *, document_mask: bool, res
         "labels": torch.from_numpy(np.concatenate([row.labels for row in rows])),
         "position_ids": torch.from_numpy(np.concatenate(positions)),
         "cu_seqlens": torch.from_numpy(cu_seqlens),
-        "max_seqlen": int(np.diff(ends).max()),
+        "mean_seqlen": mean_seqlen,
     }

@@ -231,14 +231,14 @@ class GPT(nn.Module):
         cu_seqlens: Tensor | None = None,
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
-        max_seqlen: int | None = None,
+        mean_seqlen: int | None = None,
     ) -> Tensor:
         """The logits of a packed stream or, given labels, the sum of its losses.
 
         Shapes: tokens, position_ids, labels (total,) int64; cu_seqlens (n_docs + 1,) int32, None for one document
         -> logits (total, vocab_size), or a fp32 scalar in nats, the sum over the labels that are not -100.
-        position_ids are each token's place in its document by default. max_seqlen is the longest document, in tokens,
-        for attention's choice of kernels; their mean by default.
+        position_ids are each token's place in its document by default. mean_seqlen, tokens of the document that a token
+        is in, is for attention's choice of kernels; by default as if cu_seqlens, padded or not, were of one length.
         Raises: ValueError on a shape mismatch, and on one document longer than learned positions reach. Where
         documents are several, their lengths are on the GPU: ask require_seq_len before training.
         """
@@ -247,7 +247,7 @@ class GPT(nn.Module):
         if cu_seqlens is None and position_ids is None:
             self.require_seq_len(total)
         schedules = {
-            window: _schedule(cu_seqlens, total, tokens.device, window, max_seqlen)
+            window: _schedule(cu_seqlens, total, tokens.device, window, mean_seqlen)
             for window in _distinct(self.windows)
         }
         if position_ids is None:
@@ -450,15 +450,15 @@ def _ropes(
 
 
 def _schedule(
-    cu_seqlens: Tensor | None, total: int, device: torch.device, window: int | None, longest: int | None
+    cu_seqlens: Tensor | None, total: int, device: torch.device, window: int | None, seqlen: int | None
 ) -> Schedule:
     """The causal one of the documents; in a window of as many tokens as there are, no key is out of sight."""
     if window is None or window >= total:
-        return causal_schedule(cu_seqlens, total, device, longest)
+        return causal_schedule(cu_seqlens, total, device, seqlen)
     documents = torch.tensor([0, total], dtype=torch.int32, device=device) if cu_seqlens is None else cu_seqlens
     padded = cu_seqlens is not None
     return build_schedule(
-        documents, documents, total, total, causal=True, window_size=(window - 1, 0), padded=padded, longest=longest
+        documents, documents, total, total, causal=True, window_size=(window - 1, 0), padded=padded, seqlen=seqlen
     )
 
 

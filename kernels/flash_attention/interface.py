@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from kernels.flash_attention.ops import flash_attention_forward
-from kernels.flash_attention.schedule import Schedule, alignment, build_schedule, dense_cu_seqlens, dense_schedule
+from kernels.flash_attention.schedule import (
+    LONG_DOCUMENT,
+    Schedule,
+    alignment,
+    build_schedule,
+    dense_cu_seqlens,
+    dense_schedule,
+)
 from kernels.flash_attention.tiles import interpreted
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -122,8 +129,8 @@ def flash_attn_varlen_func(
     With a block_table (n_docs, pages a document) int32, k and v are pages (n_pages, page_size, n_kv_heads, head_dim),
     and key j of document i lies in page block_table[i, j // page_size]; entries past a document's keys are never
     looked at. They are copied to n_docs * max_seqlen_k rows first: flash_attn_with_kvcache reads pages in place.
-    Everything else as flash_attn_func. max_seqlen_k, which may be too large, is for the choice of kernels (in compiled
-    code the mean length is), max_seqlen_q is flash-attn's and not needed here.
+    Everything else as flash_attn_func. max_seqlen_k, which may be too large at some cost in speed, is for the choice
+    of kernels, in compiled code the mean length is; max_seqlen_q is flash-attn's and not needed here.
     Raises: ValueError as flash_attn_func and, where cu_seqlens are on the CPU or FLASH_ATTENTION_DEBUG=1 allows to
     wait for the GPU, on cu_seqlens that do not start at 0, decrease or end past the last row, on a max_seqlen below the
     longest document and on pages that are not there. Wrong ones that are not checked give wrong numbers, but nothing
@@ -163,8 +170,7 @@ def flash_attn_varlen_func(
             k.shape[0],
             causal=causal,
             window_size=window_of(window_size),
-            # compiled code would be compiled anew where other lengths choose other kernels
-            longest=None if torch.compiler.is_compiling() else max_seqlen_k,
+            seqlen=_seqlen_that_decides(max_seqlen_k),
         ),
         [] if alibi_slopes is None else _alibi(alibi_slopes, cu_seqlens_q, cu_seqlens_k, q),
         softmax_scale,
@@ -372,6 +378,13 @@ def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Te
         factors.append(torch.ones(n_kv_heads, device=q.device) if x is None else x)
     of_q, of_k, of_v = factors
     return torch.stack([of_q * of_k, of_v]).repeat_interleave(n_heads // n_kv_heads, dim=1)
+
+
+def _seqlen_that_decides(max_seqlen: int) -> int | None:
+    """What build_schedule takes for the documents' length: the longest one's if it is long, whose work is the most."""
+    if torch.compiler.is_compiling():  # that would be compiled anew where other lengths choose other kernels
+        return None
+    return max_seqlen if max_seqlen >= LONG_DOCUMENT else None
 
 
 def _may_read(cu_seqlens: Tensor) -> bool:

@@ -19,8 +19,8 @@ WIDE_TILE = 192  # tokens: the tile of Hopper's forward pass at head_dim 64
 # need more than a fair end (on an H200, head_dim 128, documents of 64 to 512 tokens: 148 TFLOP/s of the backward
 # instead of 130; at 2048 tokens the longest first are faster by 3%).
 SHORT_DOCUMENT = 512
-# The same from which on it takes those for long documents. On an H200, head_dim 64, those gave 422 TFLOP/s at 4096,
-# the others 401; at 2048 353 and 380.
+# The same from which on it takes those for long documents. On an H200, head_dim 64, those gave 417 TFLOP/s at 4096,
+# the others 401; at 2048 349 and 380.
 LONG_DOCUMENT = 4096
 # The same from which on it works few heads at once. 32768 tokens are as fast with all heads, at 131072 they were slower
 # by 3 to 5%.
@@ -80,14 +80,14 @@ def build_schedule(
     causal: bool,
     window_size: tuple[int, int] = (-1, -1),
     padded: bool = True,
-    longest: int | None = None,
+    seqlen: int | None = None,
 ) -> Schedule:
     """The schedule of packed queries and keys; runs on the GPU without a sync.
 
     Shapes: cu_seqlens_q, cu_seqlens_k (n_docs + 1,) int32, both with the same number of documents; tokens past
     their last entry see nothing and are seen by nothing; padded is False if it is known that there are none.
-    Units: window_size in tokens (left, right) beside the query itself, -1 unbounded; causal means right = 0. longest is
-    that of the documents, in keys, for a choice of kernels; their mean where it is None.
+    Units: window_size in tokens (left, right) beside the query itself, -1 unbounded; causal means right = 0. seqlen is,
+    for a choice of kernels, that of the documents where it is known, in keys; as if all were alike where it is None.
     A document's last query stands beside its last key (flash-attn's bottom-right alignment).
     """
     left, right = window_size
@@ -118,19 +118,17 @@ def build_schedule(
         query_tiles=document_by_document(length, WORK_TILE),
         key_tiles=key_tiles,
         wide_query_tiles=document_by_document(length, WIDE_TILE),
-        documents=document_length(_in_sight(mean if longest is None else longest, left, right)),
+        documents=document_length(_in_sight(mean if seqlen is None else seqlen, left, right)),
         several_documents=several_documents,
         one_document=False,
     )
 
 
-def causal_schedule(
-    cu_seqlens: Tensor | None, total: int, device: torch.device, longest: int | None = None
-) -> Schedule:
+def causal_schedule(cu_seqlens: Tensor | None, total: int, device: torch.device, seqlen: int | None = None) -> Schedule:
     """The schedule of causal self-attention over a packed stream of `total` tokens; None is one document."""
     if cu_seqlens is None:
         return dense_schedule(1, total, total, device, causal=True)._replace(one_document=True)
-    return build_schedule(cu_seqlens, cu_seqlens, total, total, causal=True, longest=longest)
+    return build_schedule(cu_seqlens, cu_seqlens, total, total, causal=True, seqlen=seqlen)
 
 
 def dense_schedule(
@@ -249,14 +247,16 @@ def document_by_document(length: Tensor, tile: int) -> Tensor:
     """Tiles of `tile` queries, of documents whose keys are `length` (total_q,): those of the longest document first.
 
     In a document the last tile, which reads the most keys, comes first. So the tiles that run together share K and V in
-    L2, and the last to run are those of the shortest document. A tile counts to the document of its last query.
+    L2, and the last to run are those of the shortest document. A tile of several documents counts to the longer one of
+    its first and last query, whose keys it may read.
     """
     of_last = length[tile - 1 :: tile]
     if length.numel() % tile:
         of_last = torch.cat([of_last, length[-1:]])
-    n_tiles = of_last.numel()
+    longer = torch.maximum(length[::tile], of_last).long()
+    n_tiles = longer.numel()
     place = torch.arange(n_tiles, device=length.device)
-    return torch.argsort(of_last.long() * n_tiles + place, descending=True).to(torch.int32)
+    return torch.argsort(longer * n_tiles + place, descending=True).to(torch.int32)
 
 
 def longest_first(start: Tensor, end: Tensor) -> Tensor:

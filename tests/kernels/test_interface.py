@@ -11,8 +11,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from kernels.flash_attention import interface
 from kernels.flash_attention.interface import window_of
 from kernels.flash_attention.portable.launch import _has_tf32, precision_of
+from kernels.flash_attention.schedule import LONG_DOCUMENT
 from tests.kernels.test_flash_attention import DEVICE, GPU, check, cumulative, draw
 
 
@@ -350,3 +352,15 @@ def test_pages_are_gathered_without_a_host_sync():
         flash_attn_varlen_func(q, PAGES, PAGES, cu_q, cu_k, 2, 20, block_table=TABLE)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(("max_seqlen", "seqlen"), [(LONG_DOCUMENT, LONG_DOCUMENT), (LONG_DOCUMENT - 1, None)])
+def test_the_longest_document_decides_where_it_is_long(max_seqlen, seqlen, monkeypatch):
+    """A short one of 513 tokens would else take all the others' kernels from them."""
+    asked = []
+    build = interface.build_schedule
+    monkeypatch.setattr(interface, "build_schedule", lambda *x, **y: asked.append(y["seqlen"]) or build(*x, **y))
+    q, k, v = (torch.randn(7, 2, 16, device=DEVICE) for _ in range(3))
+    cu = torch.tensor([0, 3, 7], dtype=torch.int32, device=DEVICE)
+    flash_attn_varlen_func(q, k, v, cu, cu, 7, max_seqlen, causal=True)
+    assert asked == [seqlen]

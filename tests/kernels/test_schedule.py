@@ -71,15 +71,22 @@ def test_queries_go_document_by_document():
     lengths = [128, 512, 0, 300, 500, 60]  # ends at 128, 640, 640, 940, 1440 and 1500
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     schedule = causal_schedule(cu, 1552, torch.device("cpu"))
-    assert schedule.query_tiles.tolist() == [4, 3, 2, 1, 10, 9, 8, 7, 6, 5, 0, 12, 11]
-    # of 192: tile 3 is of the second document and the fourth, tile 7 of the fifth and the last
-    assert schedule.wide_query_tiles.tolist() == [2, 1, 0, 6, 5, 4, 3, 8, 7]
+    # tile 7 is of the documents of 300 and 500, tile 11 of those of 500 and 60, and its last tokens of none
+    assert schedule.query_tiles.tolist() == [4, 3, 2, 1, 11, 10, 9, 8, 7, 6, 5, 0, 12]
+    # of 192: tile 0 is of the first two, tile 3 of 512 and 300, tile 4 of 300 and 500, tile 7 as 11 above
+    assert schedule.wide_query_tiles.tolist() == [3, 2, 1, 0, 7, 6, 5, 4, 8]
 
 
-def test_queries_of_a_million_tokens_go_from_the_last():
-    total = 2**20  # tokens by tiles is more than an int32 holds
-    tiles = build_schedule(*[torch.tensor([0, total], dtype=torch.int32)] * 2, total, total, causal=True).query_tiles
-    assert torch.equal(tiles, torch.arange(total // 128 - 1, -1, -1, dtype=torch.int32))
+def test_the_end_of_a_long_document_comes_first_whatever_follows_it():
+    cu = torch.tensor([0, 3000, 3040, 3104], dtype=torch.int32)  # its last keys lie in tile 23 with a document of 40
+    assert causal_schedule(cu, 3104, torch.device("cpu")).query_tiles.tolist() == [*range(23, -1, -1), 24]
+
+
+def test_queries_of_a_million_tokens_are_in_order():
+    lengths = 3 * 2**18, 2**18  # tokens by tiles is more than an int32 holds
+    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    tiles = build_schedule(cu, cu, sum(lengths), sum(lengths), causal=True).query_tiles
+    assert tiles.tolist() == [*range(6143, -1, -1), *range(8191, 6143, -1)]
 
 
 def test_keys_of_short_documents_stay_in_the_order_of_the_stream():
@@ -97,19 +104,19 @@ def test_keys_of_short_documents_stay_in_the_order_of_the_stream():
         ([LONG_DOCUMENT] * 2, {"causal": False}, "long"),
         ([LONG_DOCUMENT - 1], {"causal": True}, "medium"),
         ([2 * LONG_DOCUMENT, 8, 8], {"causal": True}, "medium"),
-        ([2 * LONG_DOCUMENT, 8, 8], {"causal": True, "longest": 2 * LONG_DOCUMENT}, "long"),
-        ([2 * LONG_DOCUMENT, 8, 8], {"causal": True, "longest": 2 * LONG_DOCUMENT, "window_size": (100, 0)}, "short"),
+        ([2 * LONG_DOCUMENT, 8, 8], {"causal": True, "seqlen": 2 * LONG_DOCUMENT}, "long"),
+        ([2 * LONG_DOCUMENT, 8, 8], {"causal": True, "seqlen": 2 * LONG_DOCUMENT, "window_size": (100, 0)}, "short"),
         ([VERY_LONG_DOCUMENT], {"causal": True}, "very_long"),
         ([VERY_LONG_DOCUMENT - 1], {"causal": True}, "long"),
         ([LONG_DOCUMENT], {"causal": True, "window_size": (1000, 0)}, "medium"),
         ([LONG_DOCUMENT], {"causal": True, "window_size": (100, 0)}, "short"),
         ([LONG_DOCUMENT], {"causal": False, "window_size": (1000, -1)}, "long"),
         ([SHORT_DOCUMENT + 1], {"causal": True}, "medium"),
-        ([SHORT_DOCUMENT, 8], {"causal": True, "longest": SHORT_DOCUMENT}, "short"),
+        ([SHORT_DOCUMENT, 8], {"causal": True, "seqlen": SHORT_DOCUMENT}, "short"),
         ([SHORT_DOCUMENT, SHORT_DOCUMENT + 1], {"causal": True}, "short"),
     ],
 )
-def test_the_length_of_documents_is_known_by_shape(lengths, arguments, documents):
+def test_the_host_knows_the_length_of_documents(lengths, arguments, documents):
     total = sum(lengths)
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     schedule = build_schedule(cu, cu, total, total, **arguments)

@@ -52,7 +52,7 @@ TFLOP/s of an H200 in November 2026, causal bf16, all kernels of the pass, media
 | 64, 64 / 16, 8k                                  | 402    | 492  | 408   |
 
 In another run at 128, 16k: bwd.py 511, this without HALVES 554, with 585. In a third at 64, in random order, without
-HALVES and AHEAD and with both (run 17 of scripts/results/hopper_kernels_h200_202611.md): 32 / 32, 16k 514 and 563, 2k
+HALVES and AHEAD and with both (run 18 of scripts/results/hopper_kernels_h200_202611.md): 32 / 32, 16k 514 and 563, 2k
 383 and 413; 32 / 8, 32k 530 and 551.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
@@ -101,7 +101,7 @@ GROUP_REGISTERS = (208, 72, 24)  # then, of the second consumer, dQ's group and 
 
 
 @dataclass(frozen=True)
-class Tiles:
+class ThreeGroupTiles:
     """block_m queries a step; stages of Q and dO and of dS^T in flight; HALVES and AHEAD of the kernel."""
 
     block_m: int
@@ -112,10 +112,10 @@ class Tiles:
 
 # by head_dim and dtype; 194 KiB of shared memory at 64, 193 at 128. Half the queries leave room for twice the stages
 TILES = {
-    (64, torch.bfloat16): Tiles(64, 4, halves=True, ahead=True),
-    (64, torch.float16): Tiles(128, 2, halves=False, ahead=False),
-    (128, torch.bfloat16): Tiles(64, 2, halves=True, ahead=False),
-    (128, torch.float16): Tiles(64, 2, halves=False, ahead=False),
+    (64, torch.bfloat16): ThreeGroupTiles(64, 4, halves=True, ahead=True),
+    (64, torch.float16): ThreeGroupTiles(128, 2, halves=False, ahead=False),
+    (128, torch.bfloat16): ThreeGroupTiles(64, 2, halves=True, ahead=False),
+    (128, torch.float16): ThreeGroupTiles(64, 2, halves=False, ahead=False),
 }
 
 

@@ -12,8 +12,8 @@ in documents of 16k and of 2k; TFLOP/s):
   short, which leave the start and the end of a program bare: at head_dim 128 and 2k 515, where one program an item
   gives 446. At 16k there is little difference at 128, and at 256 one program an item gives 676 for 638.
 - Consumers together or each on its own. Together, they visit all blocks of the tile, and may take `turns`: one has the
-  tensor cores while the others take their softmax. At head_dim 128 they fall into turns of themselves (645 without them
-  and 639 with), at 64 they do not (508 and 518). On its own (`ranged`), a consumer visits the blocks that its own 64
+  tensor cores while the others take their softmax. At head_dim 128 that gains nothing (639 with turns, 645 without), at
+  64 it does (518 and 508). On its own (`ranged`), a consumer visits the blocks that its own 64
   queries see. Tiles of 192 queries, which head_dim 64 needs to read K and V less often, waste many blocks on short
   documents: there two consumers, each on its own, give 382 at 2k, three together 355; at 16k it is 467 and 526. At
   head_dim 128 and 64 to 512 tokens, blocks of 64 keys and consumers on their own give 212, 128 keys together 186.
