@@ -87,7 +87,7 @@ def test_concatenated_rows_are_balanced_too():
 @pytest.mark.parametrize("document_mask", [True, False])
 def test_every_batch_says_how_long_a_tokens_document_is(document_mask):
     """One number, for which a compiled model is compiled once; without the mask a row is one document."""
-    data = make([8] * 6 + [4] * 4, document_mask=document_mask)  # four rows of 16: three of 8 and 8, one of 4, 4, 4 and 4
+    data = make([8] * 6 + [4] * 4, document_mask=document_mask)  # rows of 8 + 8, thrice, and of 4
     batches = [MicroBatches(PackedRows(data, held_out=False, shuffle=True), 1, 0, 1)[i] for i in range(4)]
     assert {batch["mean_seqlen"] for batch in batches} == {7 if document_mask else 16}  # (3 * 128 + 64) / 64
     assert all(type(batch["mean_seqlen"]) is int for batch in batches)  # a tensor would be moved to the GPU
