@@ -187,9 +187,12 @@ def ours(workload: Workload) -> Attend:
 
 
 def ours_packed(workload: Workload) -> Attend:
-    """What every layer of a model calls: the batch's schedule stands already."""
+    """What every layer of a model calls: the batch's schedule stands already, by the length of a token's document."""
     cu_seqlens, total = workload.cu_seqlens(), sum(workload.lengths)
-    schedule = build_schedule(cu_seqlens, cu_seqlens, total, total, causal=workload.causal, padded=False)
+    schedule = build_schedule(
+        cu_seqlens, cu_seqlens, total, total, causal=workload.causal, padded=False,
+        seqlen=sum(n * n for n in workload.lengths) // total,
+    )  # fmt: skip
     return partial(flash_attn_packed, schedule=schedule)
 
 
