@@ -382,7 +382,8 @@ def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Te
 
 def _seqlen_that_decides(max_seqlen: int) -> int | None:
     """What build_schedule takes for the documents' length: the longest one's if it is long, whose work is the most."""
-    if torch.compiler.is_compiling():  # that would be compiled anew where other lengths choose other kernels
+    # compiled code would be compiled anew where other lengths choose other kernels, and a tensor is not looked at
+    if torch.compiler.is_compiling() or not isinstance(max_seqlen, int):
         return None
     return max_seqlen if max_seqlen >= LONG_DOCUMENT else None
 

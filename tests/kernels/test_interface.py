@@ -354,7 +354,11 @@ def test_pages_are_gathered_without_a_host_sync():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize(("max_seqlen", "seqlen"), [(LONG_DOCUMENT, LONG_DOCUMENT), (LONG_DOCUMENT - 1, None)])
+@pytest.mark.parametrize(
+    ("max_seqlen", "seqlen"),
+    [(LONG_DOCUMENT, LONG_DOCUMENT), (LONG_DOCUMENT - 1, None), (torch.tensor(LONG_DOCUMENT), None)],
+    ids=["long", "not", "tensor"],
+)
 def test_the_longest_document_decides_where_it_is_long(max_seqlen, seqlen, monkeypatch):
     """A short one of 513 tokens would else take all the others' kernels from them."""
     asked = []
