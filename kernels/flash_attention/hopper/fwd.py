@@ -13,10 +13,10 @@ in documents of 16k and of 2k; TFLOP/s):
   gives 446. At 16k there is little difference at 128, and at 256 one program an item gives 676 for 638.
 - Consumers together or each on its own. Together, they visit all blocks of the tile, and may take `turns`: one has the
   tensor cores while the others take their softmax. At head_dim 128 that gains nothing (639 with turns, 645 without), at
-  64 it does (518 and 508). On its own (`ranged`), a consumer visits the blocks that its own 64
-  queries see. Tiles of 192 queries, which head_dim 64 needs to read K and V less often, waste many blocks on short
-  documents: there two consumers, each on its own, give 382 at 2k, three together 355; at 16k it is 467 and 526. At
-  head_dim 128 and 64 to 512 tokens, blocks of 64 keys and consumers on their own give 212, 128 keys together 186.
+  64 it does (518 and 508). On its own (`ranged`), a consumer visits the blocks that its own 64 queries see. Tiles of
+  192 queries, which head_dim 64 needs to read K and V less often, waste many blocks on short documents: there two
+  consumers, each on its own, give 382 at 2k, three together 355; at 16k it is 467 and 526. At head_dim 128 and 64 to
+  512 tokens, blocks of 64 keys and consumers on their own give 212, 128 keys together 186.
 - What waits for the shuffles of a row. `parts` keeps the sum of each row in parts: at head_dim 256 701 for 688, at 128
   630 for 652. `packed` keeps P as pairs, which frees the registers for three consumers of 128 keys at head_dim 64 (526
   at 16k, without 183). `skip` leaves o alone where no maximum has grown much: at head_dim 128 654 for 622 at 16k.
