@@ -34,11 +34,13 @@ bf16 is 5e-3 to 2e-2 off (2048 tokens, normal q, k, v and do); at 64 they differ
 fp16, which could overflow, keeps fp32.
 
 AHEAD, for bf16 at head_dim 64, gives the tensor cores work while a step computes: dP beside the exponentials, and S of
-the next step, begun after them, beside dS. S is waited for with dV and dK, so nothing is in flight from one step to the
-next. It takes 64 queries a step: dK, dV, S and dP are then 32 registers each, and with HALVES there is room for this
-warpgroup's rows of K and V too, 16 each, so that shared memory is read for them once, not in every step. After the last
-step it multiplies Q of a stage that is stale or was never filled, and drops the result. Of 128 queries neither fits, dP
-beside S nor K and V. With dS in fp32 it gained nothing: 508 TFLOP/s for 514 at 16k.
+the next step, begun after them, beside dS. With several query heads a KV head it is begun only when dP is there: 16k
+558 TFLOP/s for 534, 128k 561 for 547, documents of 2k 427 for 409, but with one 16k 536 for 550 (2k 385 for 376); why
+is not known. S is waited for with dV and dK, so nothing is in flight from one step to the next. It takes 64 queries a
+step: dK, dV, S and dP are then 32 registers each, and with HALVES there is room for this warpgroup's rows of K and V
+too, 16 each, so that shared memory is read for them once, not in every step. After the last step it multiplies Q of a
+stage that is stale or was never filled, and drops the result. Of 128 queries neither fits, dP beside S nor K and V.
+With dS in fp32 it gained nothing: 508 TFLOP/s for 514 at 16k.
 
 TFLOP/s of an H200 in November 2026, causal bf16, all kernels of the pass, medians of runs in turns, at 64 before AHEAD:
 
@@ -145,8 +147,9 @@ def _consume(
     operand_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_layout, k_width=2)
     keys_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=scores_layout, k_width=2)
     queries_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
+    AFTER_DP: gl.constexpr = AHEAD and GROUP > 1  # when S of the next step is begun
     # products begun after dP's, which go on when dP is there: S of the next step, dV
-    LATER: gl.constexpr = (1 if AHEAD else 0) + (1 if HALVES else 0)
+    LATER: gl.constexpr = (1 if AHEAD and not AFTER_DP else 0) + (1 if HALVES else 0)
     first, kv_head, m, end, n_steps = decode(order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
     start, head = m, kv_head * GROUP
     first_here = first + HALF * KEYS
@@ -183,13 +186,19 @@ def _consume(
             following = step + 1
             q_next = q_bufs.index(following % STAGES)
             mbarrier.wait(q_full.index(following % STAGES), (following // STAGES) & 1, pred=following < n_steps)
-            scores = warpgroup_mma(k_operand, q_next.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            if not AFTER_DP:
+                scores = warpgroup_mma(k_operand, q_next.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         else:  # only now, as there are no registers for S and dP together
             dp = warpgroup_mma(v_operand, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         if HALVES:
             dv = warpgroup_mma(gl.convert_layout(p_low, operand_layout), do, dv, is_async=True)
-        dp = warpgroup_mma_wait(LATER, deps=[dp])
-        mbarrier.wait(ds_empty.index(stage), phase ^ 1)
+        if AFTER_DP:  # no wait between S and dS, so that ptxas mixes them
+            mbarrier.wait(ds_empty.index(stage), phase ^ 1)
+            dp = warpgroup_mma_wait(LATER, deps=[dp])
+            scores = warpgroup_mma(k_operand, q_next.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        else:
+            dp = warpgroup_mma_wait(LATER, deps=[dp])
+            mbarrier.wait(ds_empty.index(stage), phase ^ 1)
         delta = gl.expand_dims(delta_bufs.index(stage).load(queries_layout), 0)
         if HALVES:
             ds = _product(p_low, (dp - delta).to(dtype))

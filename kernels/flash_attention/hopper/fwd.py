@@ -5,21 +5,22 @@ found (queue.py), and loads Q, K and V through TMA into rings of shared memory. 
 of the tile. It has Q K^T of one block and P V of the block before on the tensor cores while it takes the softmax
 (fwd_softmax.py). P never leaves its registers.
 
-What differs between head dimensions and documents, each the best of those tried on an H200 (bf16, causal, 16k tokens
-in documents of 16k and of 2k; TFLOP/s):
+What differs between head dimensions and documents, each the best of those tried on an H200 (bf16, causal, TFLOP/s; 16k:
+one document of 16k tokens, and so on; scripts/results/hopper_kernels_h200_202611.md):
 
 - Which program works which item. A persistent grid that takes items from a counter (`dynamic`) is best where items are
-  short, which leave the start and the end of a program bare: at head_dim 128 and 2k 515, where one program an item
-  gives 446. At 16k there is little difference at 128, and at 256 one program an item gives 676 for 638.
+  short, which leave the start and the end of a program bare: at head_dim 128 and 2k 523, where one program an item
+  gives 453, at 16k 696 and 666.
 - Consumers together or each on its own. Together, they visit all blocks of the tile, and may take `turns`: one has the
-  tensor cores while the others take their softmax. At head_dim 128 that gains nothing (639 with turns, 645 without), at
-  64 it does (518 and 508). On its own (`ranged`), a consumer visits the blocks that its own 64 queries see. Tiles of
-  192 queries, which head_dim 64 needs to read K and V less often, waste many blocks on short documents: there two
-  consumers, each on its own, give 382 at 2k, three together 355; at 16k it is 467 and 526. At head_dim 128 and 64 to
-  512 tokens, blocks of 64 keys and consumers on their own give 212, 128 keys together 186.
-- What waits for the shuffles of a row. `parts` keeps the sum of each row in parts: at head_dim 256 701 for 688, at 128
-  630 for 652. `packed` keeps P as pairs, which frees the registers for three consumers of 128 keys at head_dim 64 (526
-  at 16k, without 183). `skip` leaves o alone where no maximum has grown much: at head_dim 128 654 for 622 at 16k.
+  tensor cores while the others take their softmax. At head_dim 128 that gives 548 at 2k for 523, but from 64k on 705
+  for 728. On its own (`ranged`), a consumer visits the blocks that its own 64 queries see: best for short documents,
+  of 64 to 512 tokens, with blocks of 64 keys: at head_dim 128 223, together and with 128 keys 178.
+- How many consumers. Three read K and V less often, which head_dim 64 needs: at 16k 565, two give 463. But tiles of 192
+  queries waste many blocks on shorter documents: at 2k two give 392, three 345.
+- What the registers hold during the softmax: scores and probabilities (fwd_softmax.py), and as a rule P of the block
+  before, which P V reads. Three consumers of 128 keys have no room for it, and wait for P V before the softmax
+  (`pv_first`; at head_dim 64 and 16k 565). `max_first` has no need of the scores beside the probabilities (526), and is
+  best for short documents (154 for 149).
 - Where o leaves. At head_dim 256 there is no room but that of q (`o_in_q`).
 
 Where there are several documents, NaN of one that came into another through a tile of both is repaired (marks.py).
@@ -69,9 +70,8 @@ class ForwardTiles:
     dynamic: bool = True
     ranged: bool = False
     turns: bool = False
-    parts: bool = False
-    packed: bool = False
-    skip: bool = False
+    max_first: bool = False
+    pv_first: bool = False
     o_in_q: bool = False
 
     def registers(self) -> tuple[int, int, int]:
@@ -91,36 +91,37 @@ class ForwardTiles:
             "DYNAMIC": self.dynamic,
             "RANGED": self.ranged,
             "TURNS": self.turns,
-            "PARTS": self.parts,
-            "PACKED": self.packed,
-            "SKIP": self.skip,
+            "MAX_FIRST": self.max_first,
+            "PV_FIRST": self.pv_first,
             "O_IN_Q": self.o_in_q,
             "CONSUMER_REGISTERS": consumer_registers,
             "PRODUCER_REGISTERS": producer_registers,
         }
 
 
-# by head_dim. 96 is worked in 128 columns, the last 32 of them zeros: 537 TFLOP/s at 16k, without skip 518, cuDNN 479.
+# by head_dim. 96 is worked in 128 columns, the last 32 of them zeros
 FORWARD_TILES = {
-    64: ForwardTiles(128, 2, 3, "query_tiles", ranged=True),
-    96: ForwardTiles(128, 2, 2, "query_tiles", turns=True, skip=True),
-    128: ForwardTiles(128, 2, 2, "query_tiles", skip=True),
-    256: ForwardTiles(64, 2, 2, "query_tiles", dynamic=False, turns=True, parts=True, skip=True, o_in_q=True),
+    64: ForwardTiles(128, 2, 3, "query_tiles", turns=True),
+    96: ForwardTiles(128, 2, 2, "query_tiles"),
+    128: ForwardTiles(128, 2, 2, "query_tiles", turns=True),
+    256: ForwardTiles(64, 2, 2, "query_tiles", turns=True, o_in_q=True),
 }
-# where documents are short or long (schedule.SHORT_DOCUMENT, LONG_DOCUMENT) and these are faster
-SHORT_TILES = {
-    64: ForwardTiles(64, 3, 4, "wide_query_tiles", ranged=True),
-    128: ForwardTiles(64, 2, 4, "query_tiles", ranged=True, parts=True, packed=True, skip=True),
-}
-LONG_TILES = {
-    64: ForwardTiles(128, 3, 3, "wide_query_tiles", turns=True, parts=True, packed=True, skip=True),
+_LONG_64 = ForwardTiles(128, 3, 3, "wide_query_tiles", turns=True, pv_first=True)
+# where documents are not of medium length (schedule.document_length) and these are faster
+OTHER_TILES: dict[DocumentLength, dict[int, ForwardTiles]] = {
+    "short": {
+        64: ForwardTiles(64, 3, 4, "wide_query_tiles", ranged=True, max_first=True),
+        128: ForwardTiles(64, 2, 4, "query_tiles", ranged=True),
+    },
+    "medium": {},
+    "long": {64: _LONG_64},
+    "very_long": {64: _LONG_64, 128: ForwardTiles(128, 2, 2, "query_tiles")},
 }
 
 
 def forward_tiles(head_dim: int, documents: DocumentLength) -> ForwardTiles:
     """What attention_forward takes."""
-    special = {"short": SHORT_TILES, "medium": FORWARD_TILES, "long": LONG_TILES, "very_long": LONG_TILES}[documents]
-    return special.get(head_dim, FORWARD_TILES[head_dim])
+    return OTHER_TILES[documents].get(head_dim, FORWARD_TILES[head_dim])
 
 
 @gluon.jit
@@ -238,7 +239,7 @@ def _pass_over(block, rings):
 @gluon.jit
 def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, scores_of, CONSUMER: gl.constexpr,
           CONSUMERS: gl.constexpr, MASK: gl.constexpr, HAS_SOFTCAP: gl.constexpr, TURNS: gl.constexpr,
-          PARTS: gl.constexpr, PACKED: gl.constexpr, SKIP: gl.constexpr):  # fmt: skip
+          MAX_FIRST: gl.constexpr, PV_FIRST: gl.constexpr):  # fmt: skip
     """One block of keys, from `key` on; its K has landed, and if there are `more`, the next one's will have.
 
     p is of the block before, not yet multiplied with V; o is rescaled.
@@ -253,7 +254,7 @@ def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, sc
     STAGES: gl.constexpr = k_buffers.shape[0]
     OUT: gl.constexpr = o.type.layout
     stage, last = block % STAGES, (block - 1) % STAGES
-    p_operand = softmax.operand(p, q.dtype, OUT, PACKED)
+    p_operand = softmax.operand(p, q.dtype, OUT)
     if TURNS:
         wait_turn(CONSUMER)
     scores_token = warpgroup_mma(q, k_buffers.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -261,26 +262,30 @@ def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, sc
     o_token = warpgroup_mma(p_operand, v_buffers.index(last), o, is_async=True)
     if TURNS:
         pass_turn(CONSUMER, CONSUMERS)
-    scores = warpgroup_mma_wait(1, deps=[scores_token])
+    if PV_FIRST:
+        scores, o = warpgroup_mma_wait(0, deps=[scores_token, o_token])
+        hand_back(v_empty.index(last))
+    else:
+        scores = warpgroup_mma_wait(1, deps=[scores_token])
     hand_back(k_empty.index(stage))
-    scores, row_max, factor = softmax.raise_maximum(
-        scores, row_max, softmax_scale, softcap, key, key_start, key_end, at_edge, q.dtype, MASK, HAS_SOFTCAP, SKIP
+    scores = softmax.visible(
+        scores, softmax_scale, softcap, key, key_start, key_end, at_edge, q.dtype, MASK, HAS_SOFTCAP
     )
-    p, row_sum = softmax.exponentials(
-        scores, row_max, row_sum, factor, softmax_scale, q.dtype, HAS_SOFTCAP, PARTS, PACKED
-    )  # fmt: skip
+    p, row_max, row_sum, factor = softmax.exponentials(
+        scores, row_max, row_sum, softmax_scale, q.dtype, HAS_SOFTCAP, MAX_FIRST
+    )
     block += 1
     mbarrier.wait(k_full.index(block % STAGES), (block // STAGES) & 1, pred=more)
-    o = warpgroup_mma_wait(0, deps=[o_token])
-    hand_back(v_empty.index(last))
-    o = softmax.rescale(o, factor, SKIP)
+    if not PV_FIRST:
+        o = warpgroup_mma_wait(0, deps=[o_token])
+        hand_back(v_empty.index(last))
+    o = softmax.rescale(o, factor)
     return block, o, p, row_max, row_sum
 
 
 @gluon.jit
 def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RANGED: gl.constexpr,
-             TURNS: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr, SKIP: gl.constexpr,
-             O_IN_Q: gl.constexpr):  # fmt: skip
+             TURNS: gl.constexpr, MAX_FIRST: gl.constexpr, PV_FIRST: gl.constexpr, O_IN_Q: gl.constexpr):  # fmt: skip
     """Four warps: the attention of 64 queries of each item."""
     out, score, buffers, queue, ranges = work
     q_buffers, q_full, q_empty, rings = buffers
@@ -316,7 +321,7 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
         sink = 0.0
         if HAS_SINKS:
             sink = gl.load(sinks_ptr + head) * LOG2_E / to_log2
-        row_max, row_sum = softmax.begin(sink, zeros, ROW, HAS_SINKS, PARTS)
+        row_max, row_sum = softmax.begin(sink, ROWS_EACH, HAS_SINKS)
         o = gl.zeros([ROWS_EACH, WIDTH], gl.float32, layout=OUT)
         if RANGED:
             begin, stop = field(item, 4 + 4 * CONSUMER), field(item, 5 + 4 * CONSUMER)
@@ -339,12 +344,12 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
             pass_turn(CONSUMER, CONSUMERS)
         scores = warpgroup_mma_wait(0, deps=[scores_token])
         hand_back(k_empty.index(stage))
-        scores, row_max, factor = softmax.raise_maximum(
-            scores, row_max, softmax_scale, softcap, key, key_start, key_end, True, q.dtype, "always", HAS_SOFTCAP, SKIP
+        scores = softmax.visible(
+            scores, softmax_scale, softcap, key, key_start, key_end, True, q.dtype, "always", HAS_SOFTCAP
         )
-        p, row_sum = softmax.exponentials(
-            scores, row_max, row_sum, factor, softmax_scale, q.dtype, HAS_SOFTCAP, PARTS, PACKED
-        )  # fmt: skip
+        p, row_max, row_sum, _ = softmax.exponentials(
+            scores, row_max, row_sum, softmax_scale, q.dtype, HAS_SOFTCAP, True
+        )
         block += 1
         mbarrier.wait(k_full.index(block % STAGES), (block // STAGES) & 1, pred=begin + 1 < stop)
 
@@ -353,7 +358,7 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
                 key = end - (step + 1) * BLOCK_N
                 block, o, p, row_max, row_sum = _step(
                     key, (step < right) | (step >= left), step + 1 < stop, block, o, p, row_max, row_sum, q, zeros,
-                    rings, scores_of, CONSUMER, CONSUMERS, "at_edge", HAS_SOFTCAP, TURNS, PARTS, PACKED, SKIP,
+                    rings, scores_of, CONSUMER, CONSUMERS, "at_edge", HAS_SOFTCAP, TURNS, MAX_FIRST, PV_FIRST,
                 )  # fmt: skip
         else:
             n_masked = gl.maximum(n_right + n_left, 1)
@@ -361,19 +366,19 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
                 key = _first_key(step, end, n_blocks, n_right, n_left, BLOCK_N)
                 block, o, p, row_max, row_sum = _step(
                     key, True, step + 1 < stop, block, o, p, row_max, row_sum, q, zeros,
-                    rings, scores_of, CONSUMER, CONSUMERS, "always", HAS_SOFTCAP, TURNS, PARTS, PACKED, SKIP,
+                    rings, scores_of, CONSUMER, CONSUMERS, "always", HAS_SOFTCAP, TURNS, MAX_FIRST, PV_FIRST,
                 )  # fmt: skip
             for step in range(n_masked, n_blocks):
                 key = _first_key(step, end, n_blocks, n_right, n_left, BLOCK_N)
                 block, o, p, row_max, row_sum = _step(
                     key, False, step + 1 < stop, block, o, p, row_max, row_sum, q, zeros,
-                    rings, scores_of, CONSUMER, CONSUMERS, "never", HAS_SOFTCAP, TURNS, PARTS, PACKED, SKIP,
+                    rings, scores_of, CONSUMER, CONSUMERS, "never", HAS_SOFTCAP, TURNS, MAX_FIRST, PV_FIRST,
                 )  # fmt: skip
 
         if not O_IN_Q:
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
         stage = (block - 1) % STAGES
-        p_operand = softmax.operand(p, q.dtype, OUT, PACKED)
+        p_operand = softmax.operand(p, q.dtype, OUT)
         mbarrier.wait(v_full.index(stage), ((block - 1) // STAGES) & 1)
         o_token = warpgroup_mma(p_operand, v_buffers.index(stage), o, is_async=True)
         o = warpgroup_mma_wait(0, deps=[o_token])
@@ -382,7 +387,7 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
             for _ in range(stop, n_blocks):
                 block = _pass_over(block, rings)
 
-        row_sum = softmax.total(row_sum, ROW, PARTS)
+        row_max, row_sum = softmax.of_rows(row_max, row_sum, ROW)
         # a row that sees no key gives 0 and -inf; one that sees nothing but NaN keeps its maximum too
         sees = (row_max > 0.5 * HIDDEN) | (row_sum != row_sum)
         lse = gl.where(sees, (row_max * to_log2 + gl.log2(row_sum)) * LN_2, float("-inf"))
@@ -412,9 +417,8 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, counter_ptr,
                 key_end_ptr, spoiled_ptr, n_items, n_tiles, n_heads, group, section, total_q, stride_qh, stride_kh,
                 stride_vh, softmax_scale, softcap, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
                 BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, DYNAMIC: gl.constexpr,
-                RANGED: gl.constexpr, TURNS: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr,
-                SKIP: gl.constexpr, O_IN_Q: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-                PRODUCER_REGISTERS: gl.constexpr):  # fmt: skip
+                RANGED: gl.constexpr, TURNS: gl.constexpr, MAX_FIRST: gl.constexpr, PV_FIRST: gl.constexpr,
+                O_IN_Q: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):  # fmt: skip
     """Program i works item i, and DYNAMIC then others; o is (total_q, n_heads, head_dim), lse (n_heads, total_q).
 
     spoiled is None, or where to mark NaN (marks.py).
@@ -460,8 +464,8 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, counter_ptr,
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, TURNS, PARTS, PACKED, SKIP, O_IN_Q)),
-                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, TURNS, PARTS, PACKED, SKIP, O_IN_Q)),
+                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, TURNS, MAX_FIRST, PV_FIRST, O_IN_Q)),
+                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, TURNS, MAX_FIRST, PV_FIRST, O_IN_Q)),
                 (_produce, (loads, RANGED, DYNAMIC)),
             ],
             [4, 1],
@@ -470,9 +474,9 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, counter_ptr,
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, TURNS, PARTS, PACKED, SKIP, O_IN_Q)),
-                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, TURNS, PARTS, PACKED, SKIP, O_IN_Q)),
-                (_consume, (2, work, HAS_SINKS, HAS_SOFTCAP, RANGED, TURNS, PARTS, PACKED, SKIP, O_IN_Q)),
+                (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, TURNS, MAX_FIRST, PV_FIRST, O_IN_Q)),
+                (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, TURNS, MAX_FIRST, PV_FIRST, O_IN_Q)),
+                (_consume, (2, work, HAS_SINKS, HAS_SOFTCAP, RANGED, TURNS, MAX_FIRST, PV_FIRST, O_IN_Q)),
                 (_produce, (loads, RANGED, DYNAMIC)),
             ],
             [4, 4, 1],
