@@ -1,5 +1,6 @@
 """The public functions: validation, shapes and docstrings; flash-attn's names and meanings (version 2.8)."""
 
+import math
 import os
 from collections.abc import Sequence
 from itertools import pairwise
@@ -321,8 +322,8 @@ def _rows_dense(x: Tensor) -> Tensor:
 
 def _scale(q: Tensor, softmax_scale: float | None) -> float:
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    if scale <= 0:
-        raise ValueError(f"softmax_scale must be positive; got {scale}")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"softmax_scale must be positive and finite; got {scale}")
     return scale
 
 

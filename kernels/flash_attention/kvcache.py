@@ -1,5 +1,7 @@
 """flash_attn_with_kvcache: attention over a cache of keys and values, for generation; flash-attn's meanings (2.8)."""
 
+import math
+
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
@@ -77,8 +79,8 @@ def flash_attn_with_kvcache(
     if not 0 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits must be from 0 to {MAX_SPLITS}; got {num_splits}")
     scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
-    if scale <= 0:
-        raise ValueError(f"softmax_scale must be positive; got {scale}")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"softmax_scale must be positive and finite; got {scale}")
     left, right = window_of(window_size)
     if causal:
         right = 0

@@ -9,7 +9,7 @@ from tests.kernels.ahead_of_time import compile_all
 SPILLS = {
     "64-long-bf16-bf16-plain": 16,
     "64-long-bf16-bf16-marks": 16,
-    "64-long-fp16-fp32-sinks+softcap+marks": 16,
+    "64-long-fp16-fp32-sinks+softcap+marks": 32,
     "64-medium-bf16-bf16-plain": 8,
     "64-medium-fp16-fp32-sinks+softcap+marks": 8,
     "64-short-bf16-bf16-marks": 8,
@@ -21,9 +21,10 @@ SPILLS = {
     "128-short-bf16-bf16-marks": 32,
     "128-short-fp16-fp32-sinks+softcap+marks": 32,
     "128-very_long-bf16-bf16-plain": 32,
-    "256-medium-bf16-bf16-plain": 40,
-    "256-medium-bf16-bf16-marks": 40,
-    "256-medium-fp16-fp16-sinks+softcap+marks": 64,
+    "256-medium-bf16-bf16-marks": 16,
+    "256-long-bf16-bf16-plain": 64,
+    "256-long-bf16-bf16-marks": 64,
+    "256-long-fp16-fp16-sinks+softcap+marks": 64,
 }
 SHARED = 227 * 1024  # bytes a program may take
 

@@ -383,7 +383,8 @@ def test_wrong_documents_never_read_out_of_bounds(cu):
     ("extra", "message"),
     [
         ({"dropout_p": 0.1}, "dropout_p must be 0.0.*got 0.1"),
-        ({"softmax_scale": 0.0}, "softmax_scale must be positive; got 0.0"),
+        ({"softmax_scale": 0.0}, "softmax_scale must be positive and finite; got 0.0"),
+        ({"softmax_scale": float("nan")}, "softmax_scale must be positive and finite; got nan"),
         ({"alibi_slopes": torch.ones(2, 4)}, r"alibi_slopes must be \(4,\) or \(1, 4\) float32 on .*; got \(2, 4\)"),
         ({"sinks": torch.ones(2)}, r"sinks must be \(4,\) float32 on .*; got \(2,\)"),
         ({"block_table": CU[None]}, r"k must be \(n_pages, page_size, heads, head_dim\); got \(8, 2, 16\)"),

@@ -1,4 +1,4 @@
-"""The Hopper forward's softmax on a GPU, where the largest score of a row comes late, by little and by much larger."""
+"""The Hopper forward's softmax on a GPU: maxima that rise late, by little and by much, and rows beside such a row."""
 
 import math
 from typing import get_args
@@ -9,7 +9,7 @@ import torch
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper import fwd
 from kernels.flash_attention.reference import attention_reference
-from kernels.flash_attention.schedule import DocumentLength, dense_schedule
+from kernels.flash_attention.schedule import DocumentLength, build_schedule
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,30 +21,75 @@ pytestmark = [
 # of the exponents of two, from each 64 keys to the 64 before them, which are visited later
 RISES = [-300.0, -15.0, 0.5, 7.5, 8.5, 14.5, 15.5, 40.0, 300.0]
 ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # relative, to nearest
+LENGTHS = {"whole": [700], "causal": [150, 3, 247, 300]}  # of documents; several share a tile
 
 
+def tiles_of(head_dim):
+    return {fwd.forward_tiles(head_dim, documents) for documents in get_args(DocumentLength)}
+
+
+def draw(total, head_dim, dtype=torch.float32):
+    generator = torch.Generator("cuda").manual_seed(0)
+    return [torch.randn(total, 2, head_dim, device="cuda", generator=generator).to(dtype) for _ in range(3)]
+
+
+def cumulative(lengths):
+    return torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+
+
+@pytest.mark.parametrize("sink", [None, -40.0, 40.0])
+@pytest.mark.parametrize("mask", LENGTHS)
 @pytest.mark.parametrize("rise", RISES)
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("head_dim", fwd.FORWARD_TILES)
-def test_a_maximum_that_rises_late(head_dim, dtype, rise):
+def test_a_maximum_that_rises_late(head_dim, dtype, rise, mask, sink):
     """In every seventh row, so that warps have rows that rise and rows that do not; o in fp32 where there is room."""
-    total, n_heads = 700, 2
-    generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v = (torch.randn(total, n_heads, head_dim, device="cuda", generator=generator) for _ in range(3))
+    lengths, causal = LENGTHS[mask], mask == "causal"
+    total = sum(lengths)
+    q, k, v = draw(total, head_dim)
+    q *= 0.125
     q[:, :, 0] = 0.0
     q[::7, :, 0] = 1.0
     k[:, :, 0] = rise * torch.arange(total, device="cuda").flip(0).div(64, rounding_mode="floor").unsqueeze(1)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    features = Features(math.log(2.0), 0.0, None, ())  # scores are exponents of two
-    cu_seqlens = torch.tensor([0, total], dtype=torch.int32, device="cuda")
+    sinks = None if sink is None else torch.full((2,), sink, device="cuda")
+    features = Features(math.log(2.0), 0.0, sinks, ())  # scores are exponents of two
+    cu = cumulative(lengths)
     exact, exact_lse = attention_reference(
-        q, k, v, cu_seqlens, cu_seqlens, causal=False, softmax_scale=features.softmax_scale
+        q, k, v, cu, cu, causal=causal, softmax_scale=features.softmax_scale, sinks=sinks
     )
-    schedule = dense_schedule(1, total, total, q.device, causal=False)
-    for tiles in {fwd.forward_tiles(head_dim, documents) for documents in get_args(DocumentLength)}:
+    schedule = build_schedule(cu, cu, total, total, causal=causal)
+    # tensor cores add 16 products at a time, and cut off what fp32 does not hold of the sum
+    magnitude = torch.einsum("ihd,jhd->hij", q.double().abs(), k.double().abs()).amax(2) * features.softmax_scale
+    of_score = (head_dim / 16 + 2) * 2.0**-23 * magnitude  # (n_heads, total)
+    for tiles in tiles_of(head_dim):
         o, lse = fwd.run_forward(q, k, v, schedule, features, dtype if tiles.o_in_q else torch.float32, tiles)
-        # of probabilities, and of o; and products are added up in fp32
-        assert (o - exact).abs().max() <= 2.1 * ROUNDING[dtype] * v.abs().max(), tiles
-        # tensor cores add 16 products at a time, and cut off what fp32 does not hold of the sum
-        largest = (q.double().norm(dim=2).amax() * k.double().norm(dim=2).amax()) * features.softmax_scale
-        assert (lse - exact_lse).abs().max() <= (head_dim / 16 + 2) * 2.0**-23 * largest, tiles
+        roundings = 2.1 if tiles.o_in_q else 1.1  # of probabilities, and of o
+        of_row = roundings * ROUNDING[dtype] + 2 * of_score.T.unsqueeze(2)
+        assert ((o - exact).abs() <= of_row * v.abs().max()).all(), tiles
+        assert ((lse - exact_lse).abs() <= of_score + 2e-6 + 2.0**-22 * exact_lse.abs()).all(), tiles
+
+
+@pytest.mark.parametrize("filler", [0.0, 30.0])
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("head_dim", fwd.FORWARD_TILES)
+def test_no_row_depends_on_the_rows_beside_it(head_dim, dtype, filler):
+    """Of a tile with several documents, and of a causal one's earlier tokens, which share warps with what changes."""
+    lengths = [333, 301, 404]
+    cu, total = cumulative(lengths), sum(lengths)
+    features = Features(head_dim**-0.5, 0.0, None, ())
+    schedule = build_schedule(cu, cu, total, total, causal=True)
+    one = draw(total, head_dim, dtype)
+    other = [x.clone() for x in one]
+    for x in other:
+        x[333:634] *= filler
+        x[1000:] *= filler
+    kept = torch.ones(total, dtype=torch.bool, device="cuda")
+    kept[333:634] = False
+    kept[1000:] = False
+    for tiles in tiles_of(head_dim):
+        for before, after in zip(
+            *(fwd.run_forward(*x, schedule, features, dtype, tiles) for x in (one, other)), strict=True
+        ):
+            rows = kept if before.shape[0] == total else (slice(None), kept)
+            assert torch.equal(before[rows], after[rows]), tiles

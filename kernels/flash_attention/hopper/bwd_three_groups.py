@@ -34,13 +34,13 @@ bf16 is 5e-3 to 2e-2 off (2048 tokens, normal q, k, v and do); at 64 they differ
 fp16, which could overflow, keeps fp32.
 
 AHEAD, for bf16 at head_dim 64, gives the tensor cores work while a step computes: dP beside the exponentials, and S of
-the next step, begun after them, beside dS. With several query heads a KV head it is begun only when dP is there: 16k
-558 TFLOP/s for 534, 128k 561 for 547, documents of 2k 427 for 409, but with one 16k 536 for 550 (2k 385 for 376); why
-is not known. S is waited for with dV and dK, so nothing is in flight from one step to the next. It takes 64 queries a
-step: dK, dV, S and dP are then 32 registers each, and with HALVES there is room for this warpgroup's rows of K and V
-too, 16 each, so that shared memory is read for them once, not in every step. After the last step it multiplies Q of a
-stage that is stale or was never filled, and drops the result. Of 128 queries neither fits, dP beside S nor K and V.
-With dS in fp32 it gained nothing: 508 TFLOP/s for 514 at 16k.
+the next step, begun after them, beside dS. With several query heads a KV head it is begun only when dP is there: of
+four, 16k 558 TFLOP/s for 534, 128k 561 for 547, documents of 2k 427 for 409. With one that gives 536 for 550 at 16k and
+in another run 385 for 376 at 2k; why is not known. S is waited for with dV and dK, so nothing is in flight from one
+step to the next. It takes 64 queries a step: dK, dV, S and dP are then 32 registers each, and with HALVES there is room
+for this warpgroup's rows of K and V too, 16 each, so that shared memory is read for them once, not in every step. After
+the last step it multiplies Q of a stage that is stale or was never filled, and drops the result. Of 128 queries neither
+fits, dP beside S nor K and V. With dS in fp32 it gained nothing: 508 TFLOP/s for 514 at 16k.
 
 TFLOP/s of an H200 in November 2026, causal bf16, all kernels of the pass, medians of runs in turns, at 64 before AHEAD:
 

@@ -5,22 +5,22 @@ found (queue.py), and loads Q, K and V through TMA into rings of shared memory. 
 of the tile. It has Q K^T of one block and P V of the block before on the tensor cores while it takes the softmax
 (fwd_softmax.py). P never leaves its registers.
 
-What differs between head dimensions and documents, each the best of those tried on an H200 (bf16, causal, TFLOP/s; 16k:
-one document of 16k tokens, and so on; scripts/results/hopper_kernels_h200_202611.md):
+What differs between head dimensions and documents, the best on balance of what was tried on an H200 (runs 21 and 22 of
+scripts/results/hopper_kernels_h200_202611.md; bf16, causal, TFLOP/s; 16k: one document of 16k tokens, and so on):
 
 - Which program works which item. A persistent grid that takes items from a counter (`dynamic`) is best where items are
-  short, which leave the start and the end of a program bare: at head_dim 128 and 2k 523, where one program an item
-  gives 453, at 16k 696 and 666.
+  short, which leave the start and the end of a program bare: at head_dim 128, without turns, 2k 523, where one program
+  an item gives 453, 16k 696 and 666.
 - Consumers together or each on its own. Together, they visit all blocks of the tile, and may take `turns`: one has the
-  tensor cores while the others take their softmax. At head_dim 128 that gives 548 at 2k for 523, but from 64k on 705
-  for 728. On its own (`ranged`), a consumer visits the blocks that its own 64 queries see: best for short documents,
-  of 64 to 512 tokens, with blocks of 64 keys: at head_dim 128 223, together and with 128 keys 178.
-- How many consumers. Three read K and V less often, which head_dim 64 needs: at 16k 565, two give 463. But tiles of 192
-  queries waste many blocks on shorter documents: at 2k two give 392, three 345.
+  tensor cores while the others take their softmax. At head_dim 128 that gives 548 at 2k for 523, but at 64k 705 for
+  728. On its own (`ranged`), a consumer visits the blocks that its own 64 queries see: best for short documents, of 64
+  to 512 tokens, with blocks of 64 keys: at head_dim 128 223, together and with 128 keys 178.
+- How many consumers. Three read K and V less often, which head_dim 64 needs: with maxima first 532 at 16k, two give 463
+  at best. But tiles of 192 queries waste many blocks on shorter documents: 345 and 392 at 2k.
 - What the registers hold during the softmax: scores and probabilities (fwd_softmax.py), and as a rule P of the block
   before, which P V reads. Three consumers of 128 keys have no room for it, and wait for P V before the softmax
-  (`pv_first`; at head_dim 64 and 16k 565). `max_first` has no need of the scores beside the probabilities (526), and is
-  best for short documents (154 for 149).
+  (`pv_first`): at head_dim 64 and 16k 565, where `max_first`, which has no need of the scores beside the probabilities,
+  gives 527. That is best for short documents (154 for 149), and at head_dim 256 up to 4k (2k 538 for 533).
 - Where o leaves. At head_dim 256 there is no room but that of q (`o_in_q`).
 
 Where there are several documents, NaN of one that came into another through a tile of both is repaired (marks.py).
@@ -102,7 +102,7 @@ class ForwardTiles:
 # by head_dim. 96 is worked in 128 columns, the last 32 of them zeros
 FORWARD_TILES = {
     64: ForwardTiles(128, 2, 3, "query_tiles", turns=True),
-    96: ForwardTiles(128, 2, 2, "query_tiles"),
+    96: ForwardTiles(128, 2, 2, "query_tiles", turns=True),
     128: ForwardTiles(128, 2, 2, "query_tiles", turns=True),
     256: ForwardTiles(64, 2, 2, "query_tiles", turns=True, o_in_q=True),
 }
@@ -113,9 +113,15 @@ OTHER_TILES: dict[DocumentLength, dict[int, ForwardTiles]] = {
         64: ForwardTiles(64, 3, 4, "wide_query_tiles", ranged=True, max_first=True),
         128: ForwardTiles(64, 2, 4, "query_tiles", ranged=True),
     },
-    "medium": {},
+    "medium": {
+        256: ForwardTiles(64, 2, 2, "query_tiles", dynamic=False, turns=True, max_first=True, o_in_q=True),
+    },
     "long": {64: _LONG_64},
-    "very_long": {64: _LONG_64, 128: ForwardTiles(128, 2, 2, "query_tiles")},
+    "very_long": {
+        64: _LONG_64,
+        96: ForwardTiles(128, 2, 2, "query_tiles"),
+        128: ForwardTiles(128, 2, 2, "query_tiles"),
+    },
 }
 
 
@@ -244,10 +250,10 @@ def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, sc
 
     p is of the block before, not yet multiplied with V; o is rescaled.
 
-    Three things ptxas forces. The wait for the next K stands between the exponentials and the wait for P V: it ends
-    a basic block, without which the latter wait is hoisted above the exponentials and nothing overlaps. No
-    accumulator is in flight over the loop's end, or every product waits for the last (C7512, C7514). And p is
-    carried in fp32 or as packed pairs, since two bf16 in a register would be carried one by one.
+    Three things ptxas forces. The wait for the next K stands between the exponentials and the wait for P V, unless that
+    comes first: it ends a basic block, without which the latter wait is hoisted above the exponentials and nothing
+    overlaps. No accumulator is in flight over the loop's end, or every product waits for the last (C7512, C7514). And p
+    is carried as packed pairs, since two bf16 in a register would be carried one by one.
     """
     k_buffers, v_buffers, k_full, k_empty, v_full, v_empty = rings
     softmax_scale, softcap, key_start, key_end = scores_of

@@ -2,9 +2,9 @@
 
 Online softmax (arXiv:1805.02867) takes exponentials under the largest score so far, so it waits for the maximum of each
 block: 64 comparisons and four shuffles of each thread at 128 keys. But a smaller number would do as well, unless
-exponentials under it overflow: fp32 and bf16 are as precise at 2^15 as at 1. So a row keeps the maximum of its first
-block, and exponentials of the others are taken under it at once. Where a thread's sum of them exceeds 2^15, which no
-probability does otherwise, and which fp16 holds too, its warp raises the maximum and takes them again.
+exponentials under it overflow: fp32 and bf16 are as precise at 2^15 as at 1. So a row takes the maximum of its first
+block, and exponentials of the others under it at once. Where a thread's sum of them exceeds 2^15, its warp takes them
+again, under maxima raised in those rows. No probability exceeds 2^15 then, which fp16 holds too.
 
 TFLOP/s of an H200, causal, head_dim 128, in one run: at 16k 682 where the maximum of each block comes first (and o is
 rescaled only where that has grown by 2^8) gives 643, and FlashAttention-3 667; at 2k 538, 530 and 527. Scores that make
@@ -29,8 +29,8 @@ from kernels.flash_attention.scores import cap
 HIDDEN = gl.constexpr(-(2.0**99))
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
-_LARGEST_SUM = gl.constexpr(2.0**15)
-_LARGEST_RISE = gl.constexpr(8.0)  # log2 of it, where maxima are looked at first
+_LARGEST_SUM = gl.constexpr(2.0**15)  # of a thread's probabilities of a row and a block
+_LARGEST_RISE = gl.constexpr(8.0)  # of an exponent of two over the maximum's, where maxima are looked at first
 
 
 @gluon.jit
@@ -45,10 +45,9 @@ def scale_to_log2(softmax_scale, HAS_SOFTCAP: gl.constexpr):
 @gluon.jit
 def begin(sink, ROWS: gl.constexpr, HAS_SINKS: gl.constexpr):
     """The maximum and the sum [M, 8] of rows that have seen nothing, or only a sink, given in units of scores."""
-    row_max = gl.full([ROWS, 8], HIDDEN, gl.float32, layout=PER_ROW)
     row_sum = gl.zeros([ROWS, 8], gl.float32, layout=PER_ROW)
+    row_max = row_sum + (sink if HAS_SINKS else HIDDEN)
     if HAS_SINKS:  # a logit that every row sees and that has no value
-        row_max = row_sum + sink
         is_first = gl.arange(0, 8, layout=gl.SliceLayout(0, PER_ROW)) == 0
         row_sum = gl.where(gl.expand_dims(is_first, 0), 1.0, row_sum)
     return row_max, row_sum
@@ -116,16 +115,22 @@ def _of_thread(values, dtype: gl.constexpr, MAX_FIRST: gl.constexpr):
     factor_0, factor_1 = 1.0, 1.0
     if MAX_FIRST:
         new_0, new_1 = _maxima(values, N)
-        rises = gl.maximum((new_0 - max_0) * scale, (new_1 - max_1) * scale) > _LARGEST_RISE
-        if _any_thread(rises):
-            max_0, max_1, factor_0, factor_1 = _raise(max_0, max_1, new_0, new_1, scale)
+        if _any_thread(gl.maximum((new_0 - max_0) * scale, (new_1 - max_1) * scale) > _LARGEST_RISE):
+            new_0, new_1 = _of_four_threads(new_0), _of_four_threads(new_1)
+            max_0, factor_0 = _raise(max_0, new_0, (new_0 - max_0) * scale > _LARGEST_RISE, scale)
+            max_1, factor_1 = _raise(max_1, new_1, (new_1 - max_1) * scale > _LARGEST_RISE, scale)
         p, block_sums = _under(values, N, max_0 * scale, max_1 * scale, scale, dtype)
     else:
         p, block_sums = _under(values, N, max_0 * scale, max_1 * scale, scale, dtype)
-        largest = gl.maximum(gl.maximum(block_sums[0], block_sums[1]), gl.maximum(block_sums[2], block_sums[3]))
-        if _any_thread(largest > _LARGEST_SUM):
+        largest_0, largest_1 = gl.maximum(block_sums[0], block_sums[1]), gl.maximum(block_sums[2], block_sums[3])
+        if _any_thread(gl.maximum(largest_0, largest_1) > _LARGEST_SUM):
             new_0, new_1 = _maxima(values, N)
-            max_0, max_1, factor_0, factor_1 = _raise(max_0, max_1, new_0, new_1, scale)
+            max_0, factor_0 = _raise(
+                max_0, _of_four_threads(new_0), _of_four_threads(largest_0) > _LARGEST_SUM, scale
+            )  # fmt: skip
+            max_1, factor_1 = _raise(
+                max_1, _of_four_threads(new_1), _of_four_threads(largest_1) > _LARGEST_SUM, scale
+            )  # fmt: skip
             p, block_sums = _under(values, N, max_0 * scale, max_1 * scale, scale, dtype)
     sums = (
         sums[0] * factor_0 + block_sums[0], sums[1] * factor_0 + block_sums[1],
@@ -168,10 +173,14 @@ def _maxima(scores, N: gl.constexpr):
 
 
 @gluon.jit
-def _raise(max_0, max_1, new_0, new_1, scale):
-    """The maxima of all four threads of a row, new and old, and the factors for what is under the old ones."""
-    new_0, new_1 = gl.maximum(max_0, _of_four_threads(new_0)), gl.maximum(max_1, _of_four_threads(new_1))
-    return new_0, new_1, gl.exp2((max_0 - new_0) * scale), gl.exp2((max_1 - new_1) * scale)
+def _raise(old, new, rises, scale):
+    """The maximum of a row, and the factor for what is under the old one.
+
+    Of a row that `rises`, by what its own four threads hold. The others of the warp keep theirs, so that no row's bits
+    depend on another's, which may be a later token or of another document.
+    """
+    new = gl.where(rises, gl.maximum(old, new), old)
+    return new, gl.exp2((old - new) * scale)
 
 
 @gluon.jit

@@ -26,8 +26,9 @@ class _OneTuple:
 def map_threads(function, tensors, constants, _semantic=None, _generator=None):
     """Calls `function` in each thread with a tuple of all its values of `tensors`, one tensor after another.
 
-    It is called with `constants` too, and returns as many values for each tensor of the result. What it calls must be
-    free of side effects. Gluon's map_elementwise has an argument for each value in place of the tuple.
+    It is called with `constants` too, and returns as many values for each tensor of the result. It must be free of side
+    effects; a whole warp may vote and shuffle where all of it goes the same way. Gluon's map_elementwise, of Triton 3.6
+    and 3.7, has an argument for each value in place of the tuple.
     """
     pack = tensors[0].numel.value // 128
     generator = _OneTuple(_generator, [core.constexpr(x) for x in constants])
