@@ -150,12 +150,18 @@ def _repeated(four, N: gl.constexpr):
 
 @gluon.jit
 def _under(scores, N: gl.constexpr, exponent_0, exponent_1, scale, dtype: gl.constexpr):
-    """p in pairs, each of them twice, and their sums over every fourth of the N scores; exponents are maxima's."""
+    """p in pairs, each of them twice, and their sums over every fourth of the N scores; exponents are maxima's.
+
+    By fma by name: if left to the compiler, it rounds the products once more where p is taken again, and so changes the
+    bits of rows whose maxima have not risen.
+    """
     p = ()
     sums = (0.0, 0.0, 0.0, 0.0)
     for i in gl.static_range(0, N, 4):
-        a, b = gl.exp2(scores[i] * scale - exponent_0), gl.exp2(scores[i + 1] * scale - exponent_0)
-        c, d = gl.exp2(scores[i + 2] * scale - exponent_1), gl.exp2(scores[i + 3] * scale - exponent_1)
+        a = gl.exp2(gl.fma(scores[i], scale, -exponent_0))
+        b = gl.exp2(gl.fma(scores[i + 1], scale, -exponent_0))
+        c = gl.exp2(gl.fma(scores[i + 2], scale, -exponent_1))
+        d = gl.exp2(gl.fma(scores[i + 3], scale, -exponent_1))
         sums = (sums[0] + a, sums[1] + b, sums[2] + c, sums[3] + d)
         of_0, of_1 = _pair(a, b, dtype), _pair(c, d, dtype)
         p += (of_0, of_0, of_1, of_1)  # type: ignore[assignment]
