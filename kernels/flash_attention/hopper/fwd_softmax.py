@@ -10,6 +10,11 @@ TFLOP/s of an H200, causal, head_dim 128, in one run: at 16k 682 where the maxim
 rescaled only where that has grown by 2^8) gives 643, and FlashAttention-3 667; at 2k 538, 530 and 527. Scores that make
 every block raise a maximum were not timed: those are taken twice.
 
+Where a row's weight lies on few keys, their probabilities are 1 under the row's own maximum, and rounding leaves them;
+under another number it does not. In bf16 o is then as far from exact as torch's, which rounds P too: computed on a CPU
+for 1024 keys and scores of standard deviation 6 in exponents of two, 2.27e-3 of its size (root mean square), torch
+2.27e-3, under running maxima 1.73e-3, of which o's own rounding is 1.66e-3. For a deviation of 1 all three are alike.
+
 Until the sum is known, scores and probabilities are both in registers. MAX_FIRST looks at the scores first instead. It
 needs no room for both, but the comparisons; shuffles, too, only where a maximum rises.
 
