@@ -88,6 +88,7 @@ def _main(
     That would remove temporary folders of modules, which other processes share.
     """
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and what they start
     os.chdir(cwd)
     for path, stream in ((out, sys.stdout), (errors, sys.stderr)):
         opened = os.open(path, os.O_WRONLY | os.O_APPEND)
