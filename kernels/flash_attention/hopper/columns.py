@@ -1,8 +1,8 @@
 """Which columns of a block are seen, as bits of a register: a third of the instructions of two comparisons each.
 
 ptxas turns tests of single bits into R2P, which moves seven of them into predicates at once. In the loop over masked
-blocks of the forward at head_dim 128, that leaves 623 instructions of 764, and no spills at 64 where there were 436
-bytes.
+blocks of the forward at head_dim 128, as it was then, that left 623 instructions of 764, and no spills at 64 where
+there had been 436 bytes.
 """
 
 from triton.experimental import gluon

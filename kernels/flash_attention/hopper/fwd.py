@@ -2,10 +2,10 @@
 
 An item of work is a tile of queries of one head. One warp, the producer, takes items, tells the consumers what it
 found (queue.py), and loads Q, K and V through TMA into rings of shared memory. Each consumer warpgroup holds 64 queries
-of the tile. It has Q K^T of one block and P V of the block before on the tensor cores while it takes the softmax
-(fwd_softmax.py). P never leaves its registers.
+of the tile. It begins Q K^T of one block and P V of the block before together, and takes the softmax of the one
+(fwd_softmax.py) while the tensor cores may still be at the other. P never leaves its registers.
 
-What differs between head dimensions and documents, the best on balance of what was tried on an H200 (runs 21 and 22 of
+What differs between head dimensions and documents, the best on balance of what was tried on an H200 (runs 21 to 23 of
 scripts/results/hopper_kernels_h200_202611.md; bf16, causal, TFLOP/s; 16k: one document of 16k tokens, and so on):
 
 - Which program works which item. A persistent grid that takes items from a counter (`dynamic`) is best where items are
@@ -20,7 +20,8 @@ scripts/results/hopper_kernels_h200_202611.md; bf16, causal, TFLOP/s; 16k: one d
 - What the registers hold during the softmax: scores and probabilities (fwd_softmax.py), and as a rule P of the block
   before, which P V reads. Three consumers of 128 keys have no room for it, and wait for P V before the softmax
   (`pv_first`): at head_dim 64 and 16k 565, where `max_first`, which has no need of the scores beside the probabilities,
-  gives 527. That is best for short documents (154 for 149), and at head_dim 256 up to 4k (2k 538 for 533).
+  gives 527. For short documents `max_first` is a little better (154 for 149), and at head_dim 256 for those of 1k and
+  2k (2k 538 for 533).
 - Where o leaves. At head_dim 256 there is no room but that of q (`o_in_q`).
 
 Where there are several documents, NaN of one that came into another through a tile of both is repaired (marks.py).
