@@ -22,8 +22,8 @@ SHORT_DOCUMENT = 512
 # The same from which on it takes those for long documents. On an H200, head_dim 64, those of 2026-11-21 gave 417
 # TFLOP/s at 4096, the others 401; those of today give 359 and 395 at 2048.
 LONG_DOCUMENT = 4096
-# The same from which on it works few heads at once: 32768 tokens are as fast with all, at 131072 they were slower by 3 to
-# 5%. At head_dim 96 and 128 its warpgroups then take no turns either.
+# The same from which on it works few heads at once: 32768 tokens are as fast with all, at 131072 they were slower by 3
+# to 5%. At head_dim 96 and 128 its warpgroups then take no turns either.
 VERY_LONG_DOCUMENT = 2**16
 # Queries and keys of a dense call up to which its schedule is kept for the next one: 8 bytes each, so at most 8 times
 # 2 MiB. To build one takes an H200's host 485 us; a call of more tokens hides that behind its own work.
