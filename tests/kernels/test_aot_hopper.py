@@ -5,7 +5,8 @@ import pytest
 from tests.kernels.ahead_of_time import compile_all
 
 # head_dim-documents-dtype-outdtype-features -> bytes of spill stores allowed: what ptxas of triton 3.6 and 3.7 gives,
-# with a little room; none is in a loop over blocks. `marks` is what a batch of several documents takes.
+# with a little room. In the ten looked at (3.6), a loop over whole blocks stores none and reloads one register at most,
+# one over masked blocks stores one at most. `marks` is what a batch of several documents takes.
 SPILLS = {
     "64-long-bf16-bf16-plain": 16,
     "64-long-bf16-bf16-marks": 16,
@@ -15,16 +16,16 @@ SPILLS = {
     "64-short-bf16-bf16-marks": 8,
     "64-short-fp16-fp32-sinks+softcap+marks": 8,
     "96-medium-bf16-bf16-marks": 24,
-    "128-medium-bf16-bf16-plain": 32,
-    "128-medium-bf16-bf16-marks": 32,
+    "128-medium-bf16-bf16-plain": 8,
+    "128-medium-bf16-bf16-marks": 24,
     "128-medium-fp16-fp32-sinks+softcap+marks": 32,
-    "128-short-bf16-bf16-marks": 32,
-    "128-short-fp16-fp32-sinks+softcap+marks": 32,
-    "128-very_long-bf16-bf16-plain": 32,
+    "128-short-bf16-bf16-marks": 16,
+    "128-short-fp16-fp32-sinks+softcap+marks": 8,
+    "128-very_long-bf16-bf16-plain": 8,
     "256-medium-bf16-bf16-marks": 16,
-    "256-long-bf16-bf16-plain": 64,
-    "256-long-bf16-bf16-marks": 64,
-    "256-long-fp16-fp16-sinks+softcap+marks": 64,
+    "256-long-bf16-bf16-plain": 56,
+    "256-long-bf16-bf16-marks": 56,
+    "256-long-fp16-fp16-sinks+softcap+marks": 56,
 }
 SHARED = 227 * 1024  # bytes a program may take
 

@@ -10,6 +10,7 @@ from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper import fwd
 from kernels.flash_attention.reference import attention_reference
 from kernels.flash_attention.schedule import DocumentLength, build_schedule
+from tests.kernels.test_flash_attention import cumulative
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,10 +32,6 @@ def tiles_of(head_dim):
 def draw(total, head_dim, dtype=torch.float32):
     generator = torch.Generator("cuda").manual_seed(0)
     return [torch.randn(total, 2, head_dim, device="cuda", generator=generator).to(dtype) for _ in range(3)]
-
-
-def cumulative(lengths):
-    return torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
 
 
 @pytest.mark.parametrize("sink", [None, -40.0, 40.0])
