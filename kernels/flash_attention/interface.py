@@ -171,7 +171,9 @@ def flash_attn_varlen_func(
             k.shape[0],
             causal=causal,
             window_size=window_of(window_size),
-            seqlen=_seqlen_that_decides(max_seqlen_k),
+            # compiled code would be compiled anew where other lengths choose other kernels, and in torch 2.11 where
+            # max_seqlen_k were so much as handed on
+            seqlen=None if torch.compiler.is_compiling() else _seqlen_that_decides(max_seqlen_k),
         ),
         [] if alibi_slopes is None else _alibi(alibi_slopes, cu_seqlens_q, cu_seqlens_k, q),
         softmax_scale,
@@ -383,10 +385,8 @@ def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Te
 
 def _seqlen_that_decides(max_seqlen: int) -> int | None:
     """What build_schedule takes for the documents' length: the longest one's if it is long, whose work is the most."""
-    # compiled code would be compiled anew where other lengths choose other kernels, and a tensor is not looked at
-    if torch.compiler.is_compiling() or not isinstance(max_seqlen, int):
-        return None
-    return max_seqlen if max_seqlen >= LONG_DOCUMENT else None
+    # a tensor is not looked at, which would wait for the GPU
+    return max_seqlen if isinstance(max_seqlen, int) and max_seqlen >= LONG_DOCUMENT else None
 
 
 def _may_read(cu_seqlens: Tensor) -> bool:

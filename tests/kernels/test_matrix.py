@@ -176,5 +176,6 @@ def test_matrix(dtype, width, backend, monkeypatch):
     if "MATRIX_REPORT" in os.environ:
         line = {"dtype": str(dtype), "width": width, "backend": backend, "cases": count, "failed": len(failures)}
         path = Path(os.environ["MATRIX_REPORT"], f"{dtype}-{width[0]}-{width[1]}-{backend}.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(line | {"worst": worst}) + "\n")
     assert not failures, f"{len(failures)} of {count}:\n" + "\n".join(failures[:10])
