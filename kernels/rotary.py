@@ -20,9 +20,12 @@ def _rotate_kernel(
     x_ptr, cos_ptr, sin_ptr, y_ptr, stride_t, stride_h, total, n_heads, n_rotated,
     INVERSE: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One program turns BLOCK_M tokens of one head; y is dense."""
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
-    head = tl.program_id(1)
+    """One program turns BLOCK_M tokens of one head; y is dense.
+
+    Programs of the same tokens follow one another, so that their angles come from memory once.
+    """
+    rows = tl.program_id(0) // n_heads * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
+    head = tl.program_id(0) % n_heads
     cols = tl.arange(0, BLOCK_D)
     mask = (rows < total)[:, None] & (cols < HALF)[None, :]
     # int64: 1M tokens x 32 heads x 128 is past 2**31
@@ -76,7 +79,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, n_rotated: int, dtype: torch.dt
     block_d = triton.next_power_of_2(half)
     block_m = BLOCK // (2 * block_d)
     if total:
-        _rotate_kernel[(triton.cdiv(total, block_m), n_heads)](
+        _rotate_kernel[(triton.cdiv(total, block_m) * n_heads,)](
             x, cos, sin, y, x.stride(0), x.stride(1), total, n_heads, n_rotated,
             INVERSE=inverse, HALF=half, BLOCK_D=block_d, BLOCK_M=block_m,
         )  # fmt: skip

@@ -254,7 +254,7 @@ def roofline(flops: float, moved: float, peak_tflops: float, bandwidth_tbs: floa
 
 
 def cases_of(args: argparse.Namespace, arch: Arch) -> list[Case]:
-    on_hopper: dict[str, set[int]] = {"forward": set(hopper_fwd.FORWARD_TILES), "backward": set(hopper_bwd.TILES)}
+    on_hopper: dict[str, set[int]] = {"forward": set(hopper_fwd.FORWARD_TILES), "backward": set(hopper_bwd.HEAD_DIMS)}
     return [
         Case(method, direction, seqlen, head_dim, args.causal)
         for head_dim, seqlen in product(args.head_dims, args.seqlens)

@@ -87,7 +87,7 @@ def _backward(
     delta = attention_delta(o, do, dlse)
     do = do.to(q.dtype)
     supported = hopper_bwd.supports(q, k, v, features)
-    if _takes_hopper(supported, "backward", hopper_bwd.TILES, q, v):
+    if _takes_hopper(supported, "backward", hopper_bwd.HEAD_DIMS, q, v):
         gradients = hopper_bwd.attention_backward(do, q, k, v, lse, delta, schedule, features, deterministic)
     else:
         gradients = portable_bwd.attention_backward(do, q, k, v, lse, delta, schedule, features)

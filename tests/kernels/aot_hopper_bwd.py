@@ -29,7 +29,7 @@ def descriptor(dtype, block):
 def compile_kernel(dtype, head_dim, group, softcap, marks, with_dq=True):
     """The compiled kernel of one case, with the tiles of the table."""
     head_dim = int(head_dim)
-    tiles, kernel = (bwd.TILES if with_dq else bwd.TILES_WITHOUT_DQ)[head_dim], bwd._bwd_kernel
+    tiles, kernel = bwd.tiles_of(head_dim, with_dq, float(softcap)), bwd._bwd_kernel
     d_1, d_2 = split_width(head_dim)
     signature = dict(
         rows_desc=descriptor("fp32", [tiles.block_m]), softmax_scale="fp32", softcap="fp32",
@@ -58,11 +58,11 @@ def compile_kernel(dtype, head_dim, group, softcap, marks, with_dq=True):
     return compile_source(kernel, signature, constants, bwd.REGISTERS)
 
 
-def compile_three_groups(dtype, head_dim, group, marks):
+def compile_three_groups(dtype, head_dim, group, softcap, marks):
     """The compiled kernel in which dQ has a warpgroup of its own."""
-    tiles, kernel = bwd_three_groups.TILES[head_dim, TORCH_DTYPES[dtype]], bwd_three_groups._bwd_kernel
+    tiles, kernel = bwd_three_groups.TILES[head_dim, TORCH_DTYPES[dtype], softcap == "1"], bwd_three_groups._bwd_kernel
     signature = dict(
-        rows_desc=descriptor("fp32", [tiles.block_m]), softmax_scale="fp32",
+        rows_desc=descriptor("fp32", [tiles.block_m]), softmax_scale="fp32", softcap="fp32",
         sum_desc=descriptor("fp32", [bwd_three_groups.SUM_BLOCK] * 2),
     )  # fmt: skip
     signature |= dict.fromkeys(("tiles_ptr", "query_start_ptr", "query_end_ptr", "spoiled_ptr"), "*i32")
@@ -70,8 +70,8 @@ def compile_three_groups(dtype, head_dim, group, marks):
         rows = tiles.block_m if name in ("q", "do") else bwd_three_groups.BLOCK_N
         signature[f"{name}_desc"] = descriptor(dtype, [rows, head_dim])
     constants = dict(
-        GROUP=int(group), ALIGNMENT=ROW_ALIGNMENT, STAGES=tiles.stages, HALVES=tiles.halves, AHEAD=tiles.ahead,
-        REGISTERS=bwd_three_groups.GROUP_REGISTERS,
+        HAS_SOFTCAP=softcap == "1", GROUP=int(group), ALIGNMENT=ROW_ALIGNMENT, STAGES=tiles.stages,
+        HALVES=tiles.halves, AHEAD=tiles.ahead, REGISTERS=bwd_three_groups.GROUP_REGISTERS,
     )  # fmt: skip
     if marks == "0":
         constants["spoiled_ptr"] = None
@@ -134,9 +134,9 @@ def compile_case(dtype, kernel, *features):
         return compile_queries(dtype, kernel.removesuffix("dq"), *features)
     if kernel == f"{bwd_wide.HEAD_DIM}dkdv":
         return compile_wide(dtype, *features)
-    group, softcap, marks = features
-    if softcap == "0" and kernel.isdecimal() and (int(kernel), TORCH_DTYPES[dtype]) in bwd_three_groups.TILES:
-        return compile_three_groups(dtype, int(kernel), group, marks)
+    softcap = features[1]
+    if kernel.isdecimal() and bwd_three_groups.takes(int(kernel), TORCH_DTYPES[dtype], float(softcap)):
+        return compile_three_groups(dtype, int(kernel), *features)
     return compile_kernel(dtype, kernel.removesuffix("dkdv"), *features, with_dq=not kernel.endswith("dkdv"))
 
 

@@ -15,6 +15,7 @@ SPILLS = {
     "64-medium-fp16-fp32-sinks+softcap+marks": 8,
     "64-short-bf16-bf16-marks": 8,
     "64-short-fp16-fp32-sinks+softcap+marks": 8,
+    "96-short-bf16-bf16-marks": 16,
     "96-medium-bf16-bf16-marks": 24,
     "128-medium-bf16-bf16-plain": 8,
     "128-medium-bf16-bf16-marks": 24,

@@ -18,8 +18,9 @@ SPILLS = {
     "bf16-128-1-0-0": 80, "bf16-64-1-0-0": 16, "fp16-64-1-0-0": 32,
     "bf16-128-1-0-1": 80, "bf16-64-1-0-1": 16, "bf16-96-1-0-1": 32,
     "fp16-128-4-0-1": 80, "fp16-64-4-0-1": 16, "bf16-128-4-0-0": 96, "bf16-64-4-0-1": 16,
-    "bf16-128-1-1-1": 368, "bf16-64-4-1-1": 1152, "bf16-96-4-1-1": 128,
+    "bf16-128-1-1-1": 136, "fp16-128-1-1-1": 368, "bf16-64-4-1-1": 48, "fp16-64-1-1-1": 16, "bf16-96-4-1-1": 128,
     "bf16-64dkdv-1-0-1": 48, "bf16-96dkdv-1-0-1": 16, "fp16-128dkdv-4-0-1": 96, "bf16-128dkdv-1-1-1": 256,
+    "bf16-64dkdv-4-1-1": 16,
     "bf16-64dq-1-0-1": 16, "bf16-96dq-1-0-1": 16, "fp16-128dq-4-0-1": 16, "bf16-128dq-1-1-1": 16,
     "bf16-256dkdv-1-0-0": 32, "bf16-256dkdv-4-1-1": 32,
     "bf16-256dq-1-0-0": 384, "bf16-256dq-4-1-1": 384,
@@ -52,8 +53,8 @@ def test_padded_rows_take_no_part(device, total, prepared):
     lse, delta = torch.randn(2, 3, total, device=device)
     lse[1, 5] = float("-inf")
     rows = prepared(lse, delta)
-    tables = bwd.TILES, bwd.TILES_WITHOUT_DQ, bwd_three_groups.TILES
-    longest = max(tiles.block_m for table in tables for tiles in table.values())
+    tables = bwd.TILES, bwd.CAPPED_TILES_WITHOUT_DQ, bwd.TILES_WITHOUT_DQ, bwd_three_groups.TILES
+    longest = max(bwd_wide.BLOCK, *(tiles.block_m for table in tables for tiles in table.values()))
     assert rows.shape[:2] == (2, 3) and rows.shape[2] % 4 == 0  # in whole fours, as TMA reads them
     assert rows.shape[2] >= total - 1 + longest, "the last block of queries reads the next head's lse and delta"
     log2_lse = lse * 1.4426950408889634
@@ -64,8 +65,9 @@ def test_padded_rows_take_no_part(device, total, prepared):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
-@pytest.mark.parametrize("head_dim", bwd.TILES)
-def test_kernels_of_a_call(device, monkeypatch, head_dim, softcap, deterministic):
+@pytest.mark.parametrize("head_dim", bwd.HEAD_DIMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_kernels_of_a_call(device, monkeypatch, dtype, head_dim, softcap, deterministic):
     """A call that must be deterministic takes those that add nothing in memory."""
     monkeypatch.delenv(backend.VARIABLE, raising=False)
     launched = []
@@ -78,12 +80,13 @@ def test_kernels_of_a_call(device, monkeypatch, head_dim, softcap, deterministic
     monkeypatch.setattr(bwd, "gradient_of_queries", lambda *_: launched.append("dq"))
     monkeypatch.setattr(bwd_wide, "gradients_of_keys", lambda *_: (launched.append("wide"), None))
     monkeypatch.setattr(portable_bwd, "attention_backward", lambda *_: ("portable",) * 3)
-    do, q, k, v = torch.zeros(4, 3, 2, head_dim, device=device, dtype=torch.float16)
+    do, q, k, v = torch.zeros(4, 3, 2, head_dim, device=device, dtype=dtype)
     o, lse = torch.zeros_like(q), torch.zeros(2, 3, device=device)
     schedule, features = causal_schedule(None, 3, q.device), Features(1.0, softcap, None, [])
     arguments = do, None, q, k, v, o, lse, schedule, features, deterministic
     backend.backward(*arguments)
-    fast = "three groups" if head_dim in (64, 128) and not softcap else "sum of dq"
+    three_groups = head_dim == 64 or (head_dim == 128 and not (softcap and dtype == torch.float16))
+    fast = "three groups" if three_groups else "sum of dq"
     wide = head_dim == bwd_wide.HEAD_DIM
     assert launched == (["wide", "dq"] if wide else [None, "dq"] if deterministic else [fast, "sum of dq"])
     monkeypatch.setenv(backend.VARIABLE, "portable")

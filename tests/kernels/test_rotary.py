@@ -29,7 +29,7 @@ def implementation(request, device, monkeypatch):
             y = torch.empty(x.shape, dtype=dtype)
             half = x.shape[2] // 2
             block_d = 1 << (half - 1).bit_length()
-            rotary._rotate_kernel[(-(-x.shape[0] // 4), x.shape[1])](
+            rotary._rotate_kernel[(-(-x.shape[0] // 4) * x.shape[1],)](
                 x, cos, sin, y, x.stride(0), x.stride(1), x.shape[0], x.shape[1], n_rotated,
                 INVERSE=inverse, HALF=half, BLOCK_D=block_d, BLOCK_M=4,
             )  # fmt: skip

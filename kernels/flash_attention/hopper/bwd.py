@@ -6,9 +6,10 @@ memory for dQ = dS K, which is added to fp32 in global memory: the order of thos
 A head_dim of 96 is worked as 64 columns and 32, each with buffers, descriptors and accumulators of its own, because
 Triton's blocks are powers of two: padded to 128 it would pay for a third more of every product.
 Where there are several documents, NaN of one that came into another through a tile of both is repaired (marks.py).
-Without softcap, head_dim 64 and 128 take a kernel in which a third warpgroup does dQ (bwd_three_groups.py).
-Where gradients must be repeatable, the kernel gives dK and dV alone, which have one owner each, and another kernel dQ
-(bwd_queries.py): seven matmuls, as at head_dim 256, where two kernels always do all this (bwd_wide.py).
+At head_dim 64 and 128, but for softcap in fp16 at 128, a kernel takes its place in which a third warpgroup does dQ
+(bwd_three_groups.py). Where gradients must be repeatable, the kernel gives dK and dV alone, which have one owner each,
+and another kernel dQ (bwd_queries.py): seven matmuls, as at head_dim 256, where two kernels always do all this
+(bwd_wide.py).
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
 
@@ -65,16 +66,21 @@ class BackwardTiles:
     stages: int
 
 
-# by head_dim; 192, 152, 192 and 210 KiB of shared memory. 256 is bwd_wide's, with 64 keys a program.
-TILES = {
-    64: BackwardTiles(128, 2),
-    96: BackwardTiles(64, 2),
-    128: BackwardTiles(64, 2),
-    bwd_wide.HEAD_DIM: BackwardTiles(bwd_wide.BLOCK, bwd_wide.STAGES),
-}
+HEAD_DIMS = (64, 96, 128, bwd_wide.HEAD_DIM)
+# by head_dim; 152 and 192 KiB of shared memory
+TILES = {96: BackwardTiles(64, 2), 128: BackwardTiles(64, 2)}
 # for dK and dV alone: what dQ leaves of shared memory is for more stages, of which three would take a division and
 # spills; 164, 147 and 194 KiB
 TILES_WITHOUT_DQ = {64: BackwardTiles(128, 4), 96: BackwardTiles(64, 4), 128: BackwardTiles(64, 4)}
+# with softcap, whose factor of dS leaves no registers for 128 queries (16k: 4.5 ms for 8.8)
+CAPPED_TILES_WITHOUT_DQ = TILES_WITHOUT_DQ | {64: BackwardTiles(64, 4)}
+
+
+def tiles_of(head_dim: int, with_dq: bool, softcap: float) -> BackwardTiles:
+    """What `gradients_of_keys` takes."""
+    if with_dq:
+        return TILES[head_dim]
+    return (CAPPED_TILES_WITHOUT_DQ if softcap else TILES_WITHOUT_DQ)[head_dim]
 
 
 @gluon.jit
@@ -93,9 +99,7 @@ def _consumer(
     KEYS: gl.constexpr = BLOCK_N // 2
     # matmuls of which one operation of a head is made
     PARTS: gl.constexpr = 2 if D_2 else 1
-    # dQ of a step is [BLOCK_M, D], halved where a half is 64 by 64: by columns at 64 by 128, by rows at 128 by 64; at
-    # 64 by 96 the parts of 64 and 32 columns are the halves
-    BY_COLUMNS: gl.constexpr = BLOCK_M == 64
+    # dQ of a step is [64, D], halved by columns: at 96 the parts of 64 and 32 are the halves
     DQ_COLUMNS: gl.constexpr = D_2 if D_2 and HALF == 1 else 64
     dtype: gl.constexpr = q_bufs.dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -165,18 +169,13 @@ def _consumer(
             dk_2 = warpgroup_mma(gl.convert_layout(ds, operand_layout_2), q_2, dk_2, is_async=True)
         if WITH_DQ:
             named_barrier(10, 256)  # both halves of dS^T are in shared memory
+            ds_rows = ds_buf.permute((1, 0))
             if D_2:
-                ds_rows = ds_buf.permute((1, 0))
                 k_columns = k_buf if HALF == 0 else k_2_buf
-                row, column = m, head * (D_1 + D_2)
-            elif BY_COLUMNS:
-                ds_rows = ds_buf.permute((1, 0))
-                k_columns = k_buf.slice(HALF * 64, 64, dim=1)
-                row, column = m, head * D_1 + HALF * 64
+                column = head * (D_1 + D_2)
             else:
-                ds_rows = ds_buf.slice(HALF * 64, 64, dim=1).permute((1, 0))
-                k_columns = k_buf
-                row, column = m + HALF * 64, head * D_1
+                k_columns = k_buf.slice(HALF * 64, 64, dim=1)
+                column = head * D_1 + HALF * 64
             dq = warpgroup_mma(ds_rows, k_columns, no_dq, use_acc=False, is_async=True)  # [64, DQ_COLUMNS]
         if D_2:
             dv, dv_2, dk, dk_2 = warpgroup_mma_wait(1 if WITH_DQ else 0, deps=[dv, dv_2, dk, dk_2])
@@ -188,7 +187,7 @@ def _consumer(
             tma.store_wait(0)  # the last sum has left its buffer
             sum_buf.store(dq)
             fence_async_shared()
-            tma_reduce_add(sum_desc, [row, column], sum_buf)
+            tma_reduce_add(sum_desc, [m, column], sum_buf)
         m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
     if spoiled_ptr is not None:
         mark_spoiled(dk + dv, first_here, kv_head, ranges[2], spoiled_ptr)
@@ -278,7 +277,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
         q.is_cuda
         and is_hopper(q.device)
         and q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[-1] in TILES
+        and q.shape[-1] in HEAD_DIMS
         and q.shape[-1] == k.shape[-1] == v.shape[-1]
         and not features.alibi
         and loadable(q)
@@ -299,7 +298,7 @@ def gradients_of_keys(
     n_heads, head_dim = q.shape[1:]
     total_k, n_kv_heads, _ = k.shape
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-    tiles = (TILES_WITHOUT_DQ if dq_sum is None else TILES)[head_dim]
+    tiles = tiles_of(head_dim, dq_sum is not None, features.softcap)
     rows_desc = numbers(rows, tiles.block_m)
     n_tiles = ceil_div(total_k, BLOCK_N)
     d_1, d_2 = split_width(head_dim)
@@ -350,7 +349,7 @@ def attention_backward(
         dk, dv = gradients_of_keys(do, q, k, v, rows, None, spoiled_k, schedule, features)
         dq = gradient_of_queries(do, q, k, v, lse, delta, spoiled_q, schedule, features)
     else:
-        three_groups = (head_dim, q.dtype) in bwd_three_groups.TILES and features.softcap == 0.0
+        three_groups = bwd_three_groups.takes(head_dim, q.dtype, features.softcap)
         dkdv = bwd_three_groups.gradients_of_keys if three_groups else gradients_of_keys
         rows, dq_sum = prepare(lse, delta, head_dim)
         dk, dv = dkdv(do, q, k, v, rows, dq_sum, spoiled_k, schedule, features)

@@ -8,8 +8,8 @@ A program owns 128 keys of a KV head. In each step, a block of queries of one he
   order of those additions varies from run to run; dK and dV have one owner and are repeatable.
 
 In bwd.py the first two share dQ: they meet in every step, and neither has products in flight while it adds. Here that
-is behind the others' next step. bwd.py stays for softcap, whose factor of dS is as many registers again as P and would
-spill, for head_dim 96 and for dK and dV alone.
+is behind the others' next step. bwd.py stays for head_dim 96, for dK and dV alone, and for softcap in fp16 at 128: its
+factor of dS is as many registers again as P, and would spill.
 
 Barriers, each of every stage but kv_full: kv_full, q_full and do_full of TMA's bytes; empty, that both consumers have
 read Q and dO; ds_full, that both have written dS^T; ds_empty, that dQ's products have read it. Nothing waits in a
@@ -27,20 +27,22 @@ are as many. Hence dP's product begins when S has become P. Likewise dQ has 64 x
 more than 56, with which ptxas ignores the counts of all groups (C7507); and 64 x 128, which would read dS^T once rather
 than twice, would take too many from the consumers.
 
-HALVES, for bf16, multiplies P and dP - delta in 16 bits: P has been rounded for dV anyway, so nothing of S lives in
-fp32 while dP is computed, and the product takes half the instructions. That costs accuracy, three roundings of dS for
-one: of the exact dq and dk they are at head_dim 128 3.4e-3 off (root mean square) rather than 2.4e-3, where torch's own
-bf16 is 5e-3 to 2e-2 off (2048 tokens, normal q, k, v and do); at 64 they differ from those of dS in fp32 by 4.0e-3.
+HALVES, for bf16, multiplies P, softcap's factor and dP - delta in 16 bits: P has been rounded for dV anyway, so nothing
+of S lives in fp32 while dP is computed, and the product takes half the instructions. That costs accuracy, three
+roundings of dS for one: of the exact dq and dk they are at head_dim 128 3.4e-3 off (root mean square) rather than
+2.4e-3, where torch's own bf16 is 5e-3 to 2e-2 off (2048 tokens, normal q, k, v and do); at 64 they differ from those of
+dS in fp32 by 4.0e-3. With softcap they are 3.8e-3 and 4.0e-3 off, torch 5.6e-3 to 6.9e-3 (1024 tokens, a cap of 30).
 fp16, which could overflow, keeps fp32.
 
 AHEAD, for bf16 at head_dim 64, gives the tensor cores work while a step computes: dP beside the exponentials, and S of
-the next step, begun after them, beside dS. With several query heads a KV head it is begun only when dP is there: of
-four, 16k 558 TFLOP/s for 534, 128k 561 for 547, documents of 2k 427 for 409. With one that gives 536 for 550 at 16k and
-in another run 385 for 376 at 2k; why is not known. S is waited for with dV and dK, so nothing is in flight from one
-step to the next. It takes 64 queries a step: dK, dV, S and dP are then 32 registers each, and with HALVES there is room
-for this warpgroup's rows of K and V too, 16 each, so that shared memory is read for them once, not in every step. After
-the last step it multiplies Q of a stage that is stale or was never filled, and drops the result. Of 128 queries neither
-fits, dP beside S nor K and V. With dS in fp32 it gained nothing: 508 TFLOP/s for 514 at 16k.
+the next step, begun after them, beside dS. With several query heads a KV head, and with softcap for want of registers,
+it is begun only when dP is there: of four heads, 16k 558 TFLOP/s for 534, 128k 561 for 547, documents of 2k 427 for
+409. With one head that gives 536 for 550 at 16k and in another run 385 for 376 at 2k; why is not known. S is waited for
+with dV and dK, so nothing is in flight from one step to the next. It takes 64 queries a step: dK, dV, S and dP are then
+32 registers each, and with HALVES there is room for this warpgroup's rows of K and V too, 16 each, so that shared
+memory is read for them once, not in every step. After the last step it multiplies Q of a stage that is stale or was
+never filled, and drops the result. Of 128 queries neither fits, dP beside S nor K and V. With dS in fp32 it gained
+nothing: 508 TFLOP/s for 514 at 16k.
 
 TFLOP/s of an H200 in November 2026, causal bf16, all kernels of the pass, medians of runs in turns, at 64 before AHEAD:
 
@@ -55,7 +57,8 @@ TFLOP/s of an H200 in November 2026, causal bf16, all kernels of the pass, media
 
 In another run at 128, 16k: bwd.py 511, this without HALVES 554, with 585. In a third at 64, in random order, without
 HALVES and AHEAD and with both (run 18 of scripts/results/hopper_kernels_h200_202611.md): 32 / 32, 16k 514 and 563, 2k
-383 and 413; 32 / 8, 32k 530 and 551.
+383 and 413; 32 / 8, 32k 530 and 551. With softcap (run 25), bwd.py and this: at 64 16k 189 and 398, with 4 query heads
+a KV head 188 and 464 (412 without AHEAD); at 128 431 and 536, 402 and 513.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
@@ -96,6 +99,7 @@ from kernels.flash_attention.hopper.marks import mark_spoiled
 from kernels.flash_attention.portable.launch import ceil_div
 from kernels.flash_attention.replay import launch
 from kernels.flash_attention.schedule import Schedule
+from kernels.flash_attention.scores import cap
 
 SUMS = gl.constexpr(2)  # pieces of dQ on their way to memory
 REGISTERS = 128  # of a thread when the kernel starts
@@ -112,13 +116,22 @@ class ThreeGroupTiles:
     ahead: bool
 
 
-# by head_dim and dtype; 194 KiB of shared memory at 64, 193 at 128. Half the queries leave room for twice the stages
+# by head_dim, dtype and whether there is a soft cap; 194 KiB of shared memory at 64, 193 at 128. Half the queries leave
+# room for twice the stages, and in registers for the cap's factor of dS
 TILES = {
-    (64, torch.bfloat16): ThreeGroupTiles(64, 4, halves=True, ahead=True),
-    (64, torch.float16): ThreeGroupTiles(128, 2, halves=False, ahead=False),
-    (128, torch.bfloat16): ThreeGroupTiles(64, 2, halves=True, ahead=False),
-    (128, torch.float16): ThreeGroupTiles(64, 2, halves=False, ahead=False),
+    (64, torch.bfloat16, False): ThreeGroupTiles(64, 4, halves=True, ahead=True),
+    (64, torch.bfloat16, True): ThreeGroupTiles(64, 4, halves=True, ahead=True),
+    (64, torch.float16, False): ThreeGroupTiles(128, 2, halves=False, ahead=False),
+    (64, torch.float16, True): ThreeGroupTiles(64, 4, halves=False, ahead=False),
+    (128, torch.bfloat16, False): ThreeGroupTiles(64, 2, halves=True, ahead=False),
+    (128, torch.bfloat16, True): ThreeGroupTiles(64, 2, halves=True, ahead=False),
+    (128, torch.float16, False): ThreeGroupTiles(64, 2, halves=False, ahead=False),
 }
+
+
+def takes(head_dim: int, dtype: torch.dtype, softcap: float) -> bool:
+    """Whether these kernels are for such a call."""
+    return (head_dim, dtype, softcap != 0.0) in TILES
 
 
 @gluon.jit
@@ -129,8 +142,8 @@ def _product(a, b):
 
 @gluon.jit
 def _consume(
-    HALF: gl.constexpr, out_desc, buffers, barriers, ring, order, ranges, spoiled_ptr, softmax_scale,
-    GROUP: gl.constexpr, ALIGNMENT: gl.constexpr, HALVES: gl.constexpr, AHEAD: gl.constexpr,
+    HALF: gl.constexpr, out_desc, buffers, barriers, ring, order, ranges, spoiled_ptr, softmax_scale, softcap,
+    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, ALIGNMENT: gl.constexpr, HALVES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: dK and dV of half the tile's keys, and that half of dS^T for dQ. HALF 0 writes dK, 1 dV."""
     q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf = buffers
@@ -147,7 +160,7 @@ def _consume(
     operand_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_layout, k_width=2)
     keys_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=scores_layout, k_width=2)
     queries_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
-    AFTER_DP: gl.constexpr = AHEAD and GROUP > 1  # when S of the next step is begun
+    AFTER_DP: gl.constexpr = AHEAD and (GROUP > 1 or HAS_SOFTCAP)  # when S of the next step is begun
     # products begun after dP's, which go on when dP is there: S of the next step, dV
     LATER: gl.constexpr = (1 if AHEAD and not AFTER_DP else 0) + (1 if HALVES else 0)
     first, kv_head, m, end, n_steps = decode(order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
@@ -178,10 +191,18 @@ def _consume(
             mbarrier.wait(do_full.index(stage), phase)
             scores = warpgroup_mma_wait(0, deps=[scores])
         lse = gl.expand_dims(lse_bufs.index(stage).load(queries_layout), 0)
-        p = gl.exp2(scores * (softmax_scale * 1.4426950408889634) - lse)
+        if HAS_SOFTCAP:
+            scores, t = cap(scores, softmax_scale, softcap, dtype)
+            p = gl.exp2(scores - lse)
+        else:
+            p = gl.exp2(scores * (softmax_scale * 1.4426950408889634) - lse)
         if (m < whole_start) | (m + BLOCK_M > whole_end):
             p = keep_columns(p, query_start - m, query_end - m, 0.0)
         p_low = p.to(dtype)
+        if HAS_SOFTCAP and HALVES:
+            p_sloped = _product(p_low, (1.0 - t * t).to(dtype))
+        elif HAS_SOFTCAP:
+            p = p * (1.0 - t * t)
         if AHEAD:  # S of the next step; past the last one of whatever the buffer holds, and nobody reads it
             following = step + 1
             q_next = q_bufs.index(following % STAGES)
@@ -201,7 +222,7 @@ def _consume(
             mbarrier.wait(ds_empty.index(stage), phase ^ 1)
         delta = gl.expand_dims(delta_bufs.index(stage).load(queries_layout), 0)
         if HALVES:
-            ds = _product(p_low, (dp - delta).to(dtype))
+            ds = _product(p_sloped if HAS_SOFTCAP else p_low, (dp - delta).to(dtype))
         else:
             ds = (p * (dp - delta)).to(dtype)
         ds_bufs.index(stage).slice(HALF * KEYS, KEYS, dim=0).store(ds)
@@ -271,10 +292,10 @@ def _sum_queries(
 @gluon.jit(do_not_specialize=SIZES)
 def _bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, sum_desc,
-    tiles_ptr, query_start_ptr, query_end_ptr, spoiled_ptr, softmax_scale, n_tiles, n_kv_heads, section,
+    tiles_ptr, query_start_ptr, query_end_ptr, spoiled_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section,
     total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
-    GROUP: gl.constexpr, ALIGNMENT: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, AHEAD: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, ALIGNMENT: gl.constexpr, STAGES: gl.constexpr,
+    HALVES: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: 128 keys of one KV head, over all query heads that share it.
 
@@ -302,9 +323,9 @@ def _bwd_kernel(
     )  # fmt: skip
     gl.warp_specialize([
         (_consume, (0, dk_desc, buffers, barriers, ring, order, ranges, spoiled_ptr, softmax_scale,
-                    GROUP, ALIGNMENT, HALVES, AHEAD)),
+                    softcap, HAS_SOFTCAP, GROUP, ALIGNMENT, HALVES, AHEAD)),
         (_consume, (1, dv_desc, buffers, barriers, ring, order, ranges, spoiled_ptr, softmax_scale,
-                    GROUP, ALIGNMENT, HALVES, AHEAD)),
+                    softcap, HAS_SOFTCAP, GROUP, ALIGNMENT, HALVES, AHEAD)),
         (_sum_queries, (sum_desc, sum_bufs, buffers[4], barriers[0], ring, order, ranges, GROUP, ALIGNMENT)),
         (produce, (loads, buffers, None, barriers, order, ranges, GROUP, ALIGNMENT)),
     ], [4, 4, 1], REGISTERS)  # fmt: skip
@@ -316,12 +337,12 @@ def gradients_of_keys(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """-> dk, dv, dense; adds dS K to dq_sum, fp32 (total_q, n_heads * head_dim).
 
-    For a head_dim and dtype of TILES, no softcap, and rows that descriptors.loadable takes. rows as `prepare` returns
-    them; spoiled (portable.launch.new_marks) gets the marks of NaN in dk and dv.
+    For a call that `takes` takes, of rows that descriptors.loadable takes. rows as `prepare` returns them; spoiled
+    (portable.launch.new_marks) gets the marks of NaN in dk and dv.
     """
     total_q, n_heads, head_dim = q.shape
     total_k, n_kv_heads, _ = k.shape
-    tiles = TILES[head_dim, q.dtype]
+    tiles = TILES[head_dim, q.dtype, features.softcap != 0.0]
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     n_tiles = ceil_div(total_k, BLOCK_N)
     q_desc, do_desc = (rows_of_heads(x, tiles.block_m) for x in (q, do))
@@ -330,10 +351,10 @@ def gradients_of_keys(
     launch(
         _bwd_kernel, (n_tiles * n_kv_heads,),
         q_desc, k_desc, v_desc, do_desc, numbers(rows, tiles.block_m), dk_desc, dv_desc, sum_desc,
-        schedule.key_tiles, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale,
+        schedule.key_tiles, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale, features.softcap,
         n_tiles, n_kv_heads, kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),
-        GROUP=n_heads // n_kv_heads, ALIGNMENT=ROW_ALIGNMENT, STAGES=tiles.stages,
+        HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, ALIGNMENT=ROW_ALIGNMENT, STAGES=tiles.stages,
         HALVES=tiles.halves, AHEAD=tiles.ahead, REGISTERS=GROUP_REGISTERS, num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip
     return dk, dv

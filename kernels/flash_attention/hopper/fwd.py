@@ -112,6 +112,7 @@ _LONG_64 = ForwardTiles(128, 3, 3, "wide_query_tiles", turns=True, pv_first=True
 OTHER_TILES: dict[DocumentLength, dict[int, ForwardTiles]] = {
     "short": {
         64: ForwardTiles(64, 3, 4, "wide_query_tiles", ranged=True, max_first=True),
+        96: ForwardTiles(64, 2, 4, "query_tiles", ranged=True),
         128: ForwardTiles(64, 2, 4, "query_tiles", ranged=True),
     },
     "medium": {
