@@ -10,17 +10,16 @@ import sys
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kernels.flash_attention.hopper.descriptors import padded_width
 from kernels.flash_attention.hopper.fwd import ROWS, _fwd_kernel, forward_tiles
+from kernels.flash_attention.portable.load import split_width
 from tests.kernels.aot import compile_to_ptx, ptxas
 
 ELEMENT = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 
 
-def descriptor(dtype, rows, head_dim):
-    """The type of `describe`'s TMA descriptor, as a launch would name it."""
-    width = padded_width(head_dim)
-    block = [rows, width] if width == head_dim else [1, rows, width]
+def descriptor(dtype, rows, columns):
+    """The type of a host-made TMA descriptor, as a launch would name it."""
+    block = [rows, columns]
     layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENT[dtype])
     return f"tensordesc<{dtype}{block},{layout!r}>"
 
@@ -31,22 +30,26 @@ def compile_forward(tiles, head_dim, dtype, out_dtype, features):
     constants |= tiles.constants()
     if "marks" not in features:
         constants["spoiled_ptr"] = None
-    names = _fwd_kernel.arg_names
-    signature = dict.fromkeys(names, "i32") | {
-        "q_desc": descriptor(dtype, ROWS, head_dim),
-        "k_desc": descriptor(dtype, tiles.block_n, head_dim),
-        "v_desc": descriptor(dtype, tiles.block_n, head_dim),
-        "o_desc": descriptor(out_dtype, ROWS, head_dim),
-        "softmax_scale": "fp32",
-        "softcap": "fp32",
-        "lse_ptr": "*fp32",
-        "sinks_ptr": "*fp32",
-        "counter_ptr": "*i32",
-        "tiles_ptr": "*i32",
-        "key_start_ptr": "*i32",
-        "key_end_ptr": "*i32",
-        "spoiled_ptr": "*i32",
-    }
+    names, descriptors = _fwd_kernel.arg_names, {}
+    for part, columns in zip(("", "_2"), split_width(head_dim), strict=True):
+        for operand, rows in (("q", ROWS), ("k", tiles.block_n), ("v", tiles.block_n), ("o", ROWS)):
+            kind = descriptor(out_dtype if operand == "o" else dtype, rows, columns) if columns else None
+            (descriptors if columns else constants)[f"{operand}{part}_desc"] = kind
+    signature = (
+        dict.fromkeys(names, "i32")
+        | descriptors
+        | {
+            "softmax_scale": "fp32",
+            "softcap": "fp32",
+            "lse_ptr": "*fp32",
+            "sinks_ptr": "*fp32",
+            "counter_ptr": "*i32",
+            "tiles_ptr": "*i32",
+            "key_start_ptr": "*i32",
+            "key_end_ptr": "*i32",
+            "spoiled_ptr": "*i32",
+        }
+    )
     signature |= dict.fromkeys(constants, "constexpr")
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n].startswith("*")}
     places = {(names.index(name),): value for name, value in constants.items()}

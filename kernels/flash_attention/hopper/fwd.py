@@ -24,6 +24,10 @@ scripts/results/hopper_kernels_h200_202611.md; bf16, causal, TFLOP/s; 16k: one d
   2k (2k 538 for 533).
 - Where o leaves. At head_dim 256 there is no room but that of q (`o_in_q`).
 
+A head_dim of 96 is worked as 64 columns and 32, each with descriptors, buffers and accumulators of its own, because
+Triton's blocks are powers of two: padded to 128 it would pay for a third more of every product. What is of a head's
+columns is a tuple of such parts, one or two.
+
 Where there are several documents, NaN of one that came into another through a tile of both is repaired (marks.py).
 """
 
@@ -41,16 +45,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper import fwd_softmax as softmax
 from kernels.flash_attention.hopper.barriers import WARPGROUP, hand_back, pass_turn, wait_turn
-from kernels.flash_attention.hopper.descriptors import describe, is_hopper, load_rows, loadable, store_rows
+from kernels.flash_attention.hopper.descriptors import is_hopper, loadable, rows_of_heads
 from kernels.flash_attention.hopper.fwd_softmax import HIDDEN, LN_2, LOG2_E
 from kernels.flash_attention.hopper.marks import mark_spoiled
 from kernels.flash_attention.hopper.queue import counter, field, item_of, new_queue, post, read, take
 from kernels.flash_attention.portable.fwd import repair_forward
 from kernels.flash_attention.portable.launch import heads_per_section, multiprocessors, new_marks, tile_and_head
+from kernels.flash_attention.portable.load import split_width
 from kernels.flash_attention.replay import lasting, launch
 from kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE, DocumentLength, Schedule
 from kernels.flash_attention.tiles import interpreted
@@ -100,10 +106,10 @@ class ForwardTiles:
         }
 
 
-# by head_dim. 96 is worked in 128 columns, the last 32 of them zeros
+# by head_dim
 FORWARD_TILES = {
     64: ForwardTiles(128, 2, 3, "query_tiles", turns=True),
-    96: ForwardTiles(128, 2, 2, "query_tiles", turns=True),
+    96: ForwardTiles(128, 2, 3, "query_tiles", turns=True),
     128: ForwardTiles(128, 2, 2, "query_tiles", turns=True),
     256: ForwardTiles(64, 2, 2, "query_tiles", turns=True, o_in_q=True),
 }
@@ -114,6 +120,7 @@ OTHER_TILES: dict[DocumentLength, dict[int, ForwardTiles]] = {
         64: ForwardTiles(64, 3, 4, "wide_query_tiles", ranged=True, max_first=True),
         96: ForwardTiles(64, 2, 4, "query_tiles", ranged=True),
         128: ForwardTiles(64, 2, 4, "query_tiles", ranged=True),
+        256: ForwardTiles(64, 2, 2, "query_tiles", ranged=True, o_in_q=True),
     },
     "medium": {
         256: ForwardTiles(64, 2, 2, "query_tiles", dynamic=False, turns=True, max_first=True, o_in_q=True),
@@ -121,7 +128,7 @@ OTHER_TILES: dict[DocumentLength, dict[int, ForwardTiles]] = {
     "long": {64: _LONG_64},
     "very_long": {
         64: _LONG_64,
-        96: ForwardTiles(128, 2, 2, "query_tiles"),
+        96: ForwardTiles(128, 2, 3, "query_tiles"),
         128: ForwardTiles(128, 2, 2, "query_tiles"),
     },
 }
@@ -179,17 +186,44 @@ def _blocks_of_rows(first, end, n_blocks, ranges, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def _parts(first, rest):
+    """Of a head's columns: one, or two where the rest is not None."""
+    parts = (first,)
+    if rest is not None:
+        parts += (rest,)
+    return parts
+
+
+@gluon.jit
+def _at(buffers, place):
+    """Each part's buffer at `place`."""
+    parts = ()
+    for part in gl.static_range(len(buffers)):
+        parts += (buffers[part].index(place),)
+    return parts
+
+
+@gluon.jit
+def _start_load(descs, row, column, full, buffers, place):
+    """Starts to load rows of a head, in all its parts of columns, into buffers [places, rows, columns]."""
+    nbytes: gl.constexpr = descs[0].block_type.nbytes + (descs[1].block_type.nbytes if len(descs) == 2 else 0)
+    mbarrier.expect(full, nbytes)
+    for part in gl.static_range(len(descs)):
+        tma.async_copy_global_to_shared(descs[part], [row, column], full, buffers[part].index(place))
+
+
+@gluon.jit
 def _produce(loads, RANGED: gl.constexpr, DYNAMIC: gl.constexpr):
     """One warp: takes items, loads the queries of each, then its blocks of K and V into the rings."""
     descriptors, strides, buffers, queue, counter_ptr, n_items, order, ranges = loads
-    q_desc, k_desc, v_desc = descriptors
+    q_descs, k_descs, v_descs = descriptors
     stride_qh, stride_kh, stride_vh, group = strides
     q_buffers, q_full, q_empty, rings = buffers
     k_buffers, v_buffers, k_full, k_empty, v_full, v_empty = rings
-    CONSUMERS: gl.constexpr = q_buffers.shape[0]
-    ROWS_EACH: gl.constexpr = q_buffers.shape[1]
-    STAGES: gl.constexpr = k_buffers.shape[0]
-    BLOCK_N: gl.constexpr = k_buffers.shape[1]
+    CONSUMERS: gl.constexpr = q_buffers[0].shape[0]
+    ROWS_EACH: gl.constexpr = q_buffers[0].shape[1]
+    STAGES: gl.constexpr = k_buffers[0].shape[0]
+    BLOCK_N: gl.constexpr = k_buffers[0].shape[1]
     block = 0  # of all items, for the place in the rings
     turn = 0
     item = gl.program_id(0)
@@ -205,10 +239,9 @@ def _produce(loads, RANGED: gl.constexpr, DYNAMIC: gl.constexpr):
         if DYNAMIC:
             ticket = take(counter_ptr)
         for consumer in gl.static_range(CONSUMERS):  # a barrier each, so that the first can start early
-            q_here = q_full.index(consumer)
             mbarrier.wait(q_empty.index(consumer), turn & 1 ^ 1)
-            mbarrier.expect(q_here, q_desc.block_type.nbytes)
-            load_rows(q_desc, first + consumer * ROWS_EACH, head, stride_qh, q_here, q_buffers.index(consumer))
+            row = first + consumer * ROWS_EACH
+            _start_load(q_descs, row, head * stride_qh, q_full.index(consumer), q_buffers, consumer)
         for step in range(n_blocks):
             if RANGED:
                 key = end - (step + 1) * BLOCK_N
@@ -217,11 +250,9 @@ def _produce(loads, RANGED: gl.constexpr, DYNAMIC: gl.constexpr):
             stage = block % STAGES
             empty = (block // STAGES) & 1 ^ 1
             mbarrier.wait(k_empty.index(stage), empty)
-            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            load_rows(k_desc, key, head // group, stride_kh, k_full.index(stage), k_buffers.index(stage))
+            _start_load(k_descs, key, head // group * stride_kh, k_full.index(stage), k_buffers, stage)
             mbarrier.wait(v_empty.index(stage), empty)
-            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-            load_rows(v_desc, key, head // group, stride_vh, v_full.index(stage), v_buffers.index(stage))
+            _start_load(v_descs, key, head // group * stride_vh, v_full.index(stage), v_buffers, stage)
             block += 1
         turn += 1
         if DYNAMIC:
@@ -235,13 +266,57 @@ def _produce(loads, RANGED: gl.constexpr, DYNAMIC: gl.constexpr):
 def _pass_over(block, rings):
     """A block that this consumer does not visit; the waits keep it from answering for a stage's next block."""
     k_buffers, _, k_full, k_empty, v_full, v_empty = rings
-    STAGES: gl.constexpr = k_buffers.shape[0]
+    STAGES: gl.constexpr = k_buffers[0].shape[0]
     stage, phase = block % STAGES, (block // STAGES) & 1
     mbarrier.wait(k_full.index(stage), phase)
     hand_back(k_empty.index(stage))
     mbarrier.wait(v_full.index(stage), phase)
     hand_back(v_empty.index(stage))
     return block + 1
+
+
+@gluon.jit
+def _begin_scores(q, k_buffers, stage, zeros):
+    """Q K^T of a stage, begun."""
+    scores = warpgroup_mma(q[0], k_buffers[0].index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    for part in gl.static_range(1, len(q)):
+        scores = warpgroup_mma(q[part], k_buffers[part].index(stage).permute((1, 0)), scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def _operands(p, o, q):
+    """p as the product of each part of o takes it, in the same registers, and in q's dtype."""
+    operands = ()
+    for part in gl.static_range(len(o)):
+        operands += (softmax.operand(p, q[0].dtype, o[part]),)
+    return operands
+
+
+@gluon.jit
+def _begin_values(operands, v_buffers, stage, o):
+    """o + P V of a stage, begun."""
+    tokens = ()
+    for part in gl.static_range(len(o)):
+        tokens += (warpgroup_mma(operands[part], v_buffers[part].index(stage), o[part], is_async=True),)
+    return tokens
+
+
+@gluon.jit
+def _wait_for(tokens):
+    """All products that have begun; the values of those of `tokens`."""
+    values = warpgroup_mma_wait(0, deps=tokens)
+    if len(tokens) == 1:
+        values = (values,)
+    return values
+
+
+@gluon.jit
+def _rescale(o, factor):
+    scaled = ()
+    for part in gl.static_range(len(o)):
+        scaled += (softmax.rescale(o[part], factor),)
+    return scaled
 
 
 @gluon.jit
@@ -259,36 +334,79 @@ def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, sc
     """
     k_buffers, v_buffers, k_full, k_empty, v_full, v_empty = rings
     softmax_scale, softcap, key_start, key_end = scores_of
-    STAGES: gl.constexpr = k_buffers.shape[0]
-    OUT: gl.constexpr = o.type.layout
+    STAGES: gl.constexpr = k_buffers[0].shape[0]
+    dtype: gl.constexpr = q[0].dtype
     stage, last = block % STAGES, (block - 1) % STAGES
-    p_operand = softmax.operand(p, q.dtype, OUT)
+    p_operands = _operands(p, o, q)
     if TURNS:
         wait_turn(CONSUMER)
-    scores_token = warpgroup_mma(q, k_buffers.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores_token = _begin_scores(q, k_buffers, stage, zeros)
     mbarrier.wait(v_full.index(last), ((block - 1) // STAGES) & 1)
-    o_token = warpgroup_mma(p_operand, v_buffers.index(last), o, is_async=True)
+    o_tokens = _begin_values(p_operands, v_buffers, last, o)
     if TURNS:
         pass_turn(CONSUMER, CONSUMERS)
     if PV_FIRST:
-        scores, o = warpgroup_mma_wait(0, deps=[scores_token, o_token])
+        values = _wait_for((scores_token,) + o_tokens)  # noqa: RUF005  Gluon knows no stars
+        scores, o = values[0], values[1:]
         hand_back(v_empty.index(last))
     else:
-        scores = warpgroup_mma_wait(1, deps=[scores_token])
+        scores = warpgroup_mma_wait(len(o), deps=[scores_token])
     hand_back(k_empty.index(stage))
-    scores = softmax.visible(
-        scores, softmax_scale, softcap, key, key_start, key_end, at_edge, q.dtype, MASK, HAS_SOFTCAP
-    )
+    scores = softmax.visible(scores, softmax_scale, softcap, key, key_start, key_end, at_edge, dtype, MASK, HAS_SOFTCAP)
     p, row_max, row_sum, factor = softmax.exponentials(
-        scores, row_max, row_sum, softmax_scale, q.dtype, HAS_SOFTCAP, MAX_FIRST
+        scores, row_max, row_sum, softmax_scale, dtype, HAS_SOFTCAP, MAX_FIRST
     )
     block += 1
     mbarrier.wait(k_full.index(block % STAGES), (block // STAGES) & 1, pred=more)
     if not PV_FIRST:
-        o = warpgroup_mma_wait(0, deps=[o_token])
+        o = _wait_for(o_tokens)
         hand_back(v_empty.index(last))
-    o = softmax.rescale(o, factor)
+    o = _rescale(o, factor)
     return block, o, p, row_max, row_sum
+
+
+@gluon.jit
+def _no_output(q):
+    """What o is before the first block, of q's rows and columns."""
+    o = ()
+    for part in gl.static_range(len(q)):
+        o += (_zeros_like(q[part]),)
+    return o
+
+
+@gluon.jit
+def _zeros_like(q):
+    ROWS_EACH: gl.constexpr = q.shape[0]
+    COLUMNS: gl.constexpr = q.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    return gl.zeros([ROWS_EACH, COLUMNS], gl.float32, layout=layout)
+
+
+@gluon.jit
+def _normalised(o, row_sum, sees):
+    """o [M, D] over the sums of its rows, and 0 where a row sees nothing."""
+    ROW: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    # where, not a product with 0: the values of keys that nobody sees may be infinite
+    o_sees = gl.expand_dims(gl.convert_layout(sees.to(gl.int32), ROW), 1) != 0
+    return gl.where(o_sees, o * gl.expand_dims(gl.convert_layout(1.0 / row_sum, ROW), 1), 0.0)
+
+
+@gluon.jit
+def _store(o, row_sum, sees, first, head, total_q, out, consumer):
+    """Starts to store what o's rows come to."""
+    descs, buffers, _, spoiled_ptr = out
+    done, width = (), 0
+    for part in gl.static_range(len(o)):
+        done += (_normalised(o[part], row_sum, sees),)
+        width += o[part].shape[1]
+        if spoiled_ptr is not None:
+            mark_spoiled(done[part], first, head, total_q, spoiled_ptr)
+    tma.store_wait(0)  # the item before has left the buffers
+    for part in gl.static_range(len(o)):
+        buffers[part].index(consumer).store(done[part].to(descs[part].dtype))
+    fence_async_shared()
+    for part in gl.static_range(len(o)):
+        tma.async_copy_shared_to_global(descs[part], [first, head * width], buffers[part].index(consumer))
 
 
 @gluon.jit
@@ -298,19 +416,17 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
     out, score, buffers, queue, ranges = work
     q_buffers, q_full, q_empty, rings = buffers
     k_buffers, v_buffers, k_full, k_empty, v_full, v_empty = rings
-    o_desc, o_buffers, lse_ptr, spoiled_ptr = out
+    lse_ptr = out[2]
     sinks_ptr, softmax_scale, softcap = score
     key_start_ptr, key_end_ptr, total_q = ranges
-    CONSUMERS: gl.constexpr = q_buffers.shape[0]
-    ROWS_EACH: gl.constexpr = q_buffers.shape[1]
-    WIDTH: gl.constexpr = q_buffers.shape[2]
-    STAGES: gl.constexpr = k_buffers.shape[0]
-    BLOCK_N: gl.constexpr = k_buffers.shape[1]
+    CONSUMERS: gl.constexpr = q_buffers[0].shape[0]
+    ROWS_EACH: gl.constexpr = q_buffers[0].shape[1]
+    STAGES: gl.constexpr = k_buffers[0].shape[0]
+    BLOCK_N: gl.constexpr = k_buffers[0].shape[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    q = q_buffers.index(CONSUMER)
-    o_buffer = o_buffers.index(CONSUMER)
+    dtype: gl.constexpr = q_buffers[0].dtype
+    q = _at(q_buffers, CONSUMER)
     zeros = gl.zeros([ROWS_EACH, BLOCK_N], gl.float32, layout=SCORES)
     to_log2 = softmax.scale_to_log2(softmax_scale, HAS_SOFTCAP)
     block = 0  # of all items, for the place in the rings
@@ -330,7 +446,7 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
         if HAS_SINKS:
             sink = gl.load(sinks_ptr + head) * LOG2_E / to_log2
         row_max, row_sum = softmax.begin(sink, ROWS_EACH, HAS_SINKS)
-        o = gl.zeros([ROWS_EACH, WIDTH], gl.float32, layout=OUT)
+        o = _no_output(q)
         if RANGED:
             begin, stop = field(item, 4 + 4 * CONSUMER), field(item, 5 + 4 * CONSUMER)
             right, left = field(item, 6 + 4 * CONSUMER), field(item, 7 + 4 * CONSUMER)
@@ -347,17 +463,15 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
         mbarrier.wait(k_full.index(stage), (block // STAGES) & 1)
         if TURNS:
             wait_turn(CONSUMER)
-        scores_token = warpgroup_mma(q, k_buffers.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores_token = _begin_scores(q, k_buffers, stage, zeros)
         if TURNS:
             pass_turn(CONSUMER, CONSUMERS)
         scores = warpgroup_mma_wait(0, deps=[scores_token])
         hand_back(k_empty.index(stage))
         scores = softmax.visible(
-            scores, softmax_scale, softcap, key, key_start, key_end, True, q.dtype, "always", HAS_SOFTCAP
+            scores, softmax_scale, softcap, key, key_start, key_end, True, dtype, "always", HAS_SOFTCAP
         )
-        p, row_max, row_sum, _ = softmax.exponentials(
-            scores, row_max, row_sum, softmax_scale, q.dtype, HAS_SOFTCAP, True
-        )
+        p, row_max, row_sum, _ = softmax.exponentials(scores, row_max, row_sum, softmax_scale, dtype, HAS_SOFTCAP, True)
         block += 1
         mbarrier.wait(k_full.index(block % STAGES), (block // STAGES) & 1, pred=begin + 1 < stop)
 
@@ -386,10 +500,9 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
         if not O_IN_Q:
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
         stage = (block - 1) % STAGES
-        p_operand = softmax.operand(p, q.dtype, OUT)
+        p_operands = _operands(p, o, q)
         mbarrier.wait(v_full.index(stage), ((block - 1) // STAGES) & 1)
-        o_token = warpgroup_mma(p_operand, v_buffers.index(stage), o, is_async=True)
-        o = warpgroup_mma_wait(0, deps=[o_token])
+        o = _wait_for(_begin_values(p_operands, v_buffers, stage, o))
         hand_back(v_empty.index(stage))
         if RANGED:
             for _ in range(stop, n_blocks):
@@ -400,16 +513,7 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
         sees = (row_max > 0.5 * HIDDEN) | (row_sum != row_sum)
         lse = gl.where(sees, (row_max * to_log2 + gl.log2(row_sum)) * LN_2, float("-inf"))
         gl.store(lse_ptr + head.to(gl.int64) * total_q + row, lse, mask=inside)
-        # where, not a product with 0: the values of keys that nobody sees may be infinite
-        o_sees = gl.expand_dims(gl.convert_layout(sees.to(gl.int32), gl.SliceLayout(1, OUT)), 1) != 0
-        o = o * gl.expand_dims(gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, OUT)), 1)
-        o = gl.where(o_sees, o, 0.0)
-        if spoiled_ptr is not None:
-            mark_spoiled(o, first, head, total_q, spoiled_ptr)
-        tma.store_wait(0)  # the item before has left the buffer
-        o_buffer.store(o.to(o_desc.dtype))
-        fence_async_shared()
-        store_rows(o_desc, first, head, WIDTH, o_buffer)
+        _store(o, row_sum, sees, first, head, total_q, out, CONSUMER)
         if O_IN_Q:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
@@ -420,29 +524,39 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
         wait_turn(CONSUMER)  # the last consumer's last pass, which nobody waited for
 
 
+@gluon.jit
+def _new_buffers(descs, places):
+    """Shared memory [places, rows, columns] for each part that the descriptors load or store."""
+    buffers = ()
+    for part in gl.static_range(len(descs)):
+        buffers += (_new_buffer(descs[part], places),)
+    return buffers
+
+
+@gluon.jit
+def _new_buffer(desc, PLACES: gl.constexpr):
+    block: gl.constexpr = desc.block_type.shape
+    return gl.allocate_shared_memory(desc.dtype, [PLACES, block[0], block[1]], desc.layout)
+
+
 @gluon.jit(do_not_specialize=_SIZES)
-def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, counter_ptr, tiles_ptr, key_start_ptr,
-                key_end_ptr, spoiled_ptr, n_items, n_tiles, n_heads, group, section, total_q, stride_qh, stride_kh,
-                stride_vh, softmax_scale, softcap, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-                BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, DYNAMIC: gl.constexpr,
-                RANGED: gl.constexpr, TURNS: gl.constexpr, MAX_FIRST: gl.constexpr, PV_FIRST: gl.constexpr,
-                O_IN_Q: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):  # fmt: skip
+def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, q_2_desc, k_2_desc, v_2_desc, o_2_desc, lse_ptr, sinks_ptr, counter_ptr,
+                tiles_ptr, key_start_ptr, key_end_ptr, spoiled_ptr, n_items, n_tiles, n_heads, group, section, total_q,
+                stride_qh, stride_kh, stride_vh, softmax_scale, softcap, HAS_SINKS: gl.constexpr,
+                HAS_SOFTCAP: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+                DYNAMIC: gl.constexpr, RANGED: gl.constexpr, TURNS: gl.constexpr, MAX_FIRST: gl.constexpr,
+                PV_FIRST: gl.constexpr, O_IN_Q: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+                PRODUCER_REGISTERS: gl.constexpr):  # fmt: skip
     """Program i works item i, and DYNAMIC then others; o is (total_q, n_heads, head_dim), lse (n_heads, total_q).
 
-    spoiled is None, or where to mark NaN (marks.py).
+    Descriptors are of a head's first columns, and with a 2 of those after them, None where there are none. spoiled is
+    None, or where to mark NaN (marks.py).
     """
-    ROWS_EACH: gl.constexpr = q_desc.block_type.shape[-2]
-    WIDTH: gl.constexpr = q_desc.block_type.shape[-1]
-    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS_EACH, WIDTH], q_desc.dtype)
-    KV_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH], k_desc.dtype)
-    O_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS_EACH, WIDTH], o_desc.dtype)
-    q_buffers = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS_EACH, WIDTH], Q_LAYOUT)
-    k_buffers = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK_N, WIDTH], KV_LAYOUT)
-    v_buffers = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BLOCK_N, WIDTH], KV_LAYOUT)
-    if O_IN_Q:
-        o_buffers = q_buffers
-    else:
-        o_buffers = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, ROWS_EACH, WIDTH], O_LAYOUT)
+    q_descs, k_descs = _parts(q_desc, q_2_desc), _parts(k_desc, k_2_desc)
+    v_descs, o_descs = _parts(v_desc, v_2_desc), _parts(o_desc, o_2_desc)
+    q_buffers = _new_buffers(q_descs, CONSUMERS)
+    k_buffers, v_buffers = _new_buffers(k_descs, STAGES), _new_buffers(v_descs, STAGES)
+    o_buffers = q_buffers if O_IN_Q else _new_buffers(o_descs, CONSUMERS)
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -463,9 +577,9 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, counter_ptr,
     buffers = (q_buffers, q_full, q_empty, rings)
     order = (tiles_ptr, n_tiles, n_heads, section)
     ranges = (key_start_ptr, key_end_ptr, total_q)
-    descriptors = (q_desc, k_desc, v_desc)
+    descriptors = (q_descs, k_descs, v_descs)
     strides = (stride_qh, stride_kh, stride_vh, group)
-    out = (o_desc, o_buffers, lse_ptr, spoiled_ptr)
+    out = (o_descs, o_buffers, lse_ptr, spoiled_ptr)
     score = (sinks_ptr, softmax_scale, softcap)
     work = (out, score, buffers, queue, ranges)
     loads = (descriptors, strides, buffers, queue, counter_ptr, n_items, order, ranges)
@@ -510,6 +624,16 @@ def supports(q: Tensor, k: Tensor, v: Tensor, features: Features, out_dtype: tor
     )
 
 
+def _descriptors(q: Tensor, k: Tensor, v: Tensor, o: Tensor, block_n: int) -> list[TensorDescriptor | None]:
+    """Of the first columns of each, then of those after them, or None where there is one part."""
+    operands = (q, ROWS), (k, block_n), (v, block_n), (o, ROWS)
+    first, rest = split_width(q.shape[2])
+    if not rest:  # views of columns cost the host time
+        return [*(rows_of_heads(x, rows) for x, rows in operands), *[None] * 4]
+    parts = slice(None, first), slice(first, None)
+    return [rows_of_heads(x[..., columns], rows) for columns in parts for x, rows in operands]
+
+
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -544,7 +668,7 @@ def run_forward(
         tickets = lasting(counter(q.device))
     launch(
         _fwd_kernel, (programs,),
-        describe(q, ROWS), describe(k, tiles.block_n), describe(v, tiles.block_n), describe(o, ROWS), lse,
+        *_descriptors(q, k, v, o, tiles.block_n), lse,
         lse if features.sinks is None else features.sinks, tickets, order, schedule.key_start, schedule.key_end,
         spoiled, n_items, n_tiles, n_heads, n_heads // k.shape[1], section, total_q,
         q.stride(1), k.stride(1), v.stride(1), features.softmax_scale, features.softcap,

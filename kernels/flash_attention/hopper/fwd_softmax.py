@@ -90,8 +90,9 @@ def exponentials(scores, row_max, row_sum, softmax_scale, dtype: gl.constexpr, H
 
 
 @gluon.jit
-def operand(pairs, dtype: gl.constexpr, OUT: gl.constexpr):
-    """p as the first operand, in registers, of the product that gives o in the layout OUT."""
+def operand(pairs, dtype: gl.constexpr, o):
+    """p as the first operand, in registers, of the product that is added to o."""
+    OUT: gl.constexpr = o.type.layout
     low, high = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], (gl.int16, gl.int16), True, 1)
     p = gl.reshape(gl.join(low, high), [pairs.shape[0], pairs.shape[1] * 2]).to(dtype, bitcast=True)
     return gl.convert_layout(p, gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2), assert_trivial=True)
