@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 WORK_TILE = 128  # tokens: the unit in which work is ordered; every kernel's block of rows divides it but the next one
-WIDE_TILE = 192  # tokens: the tile of Hopper's forward pass at head_dim 64
+WIDE_TILE = 192  # tokens: a tile of Hopper's forward pass at head_dim 64 and 96
 # Keys that a query may see up to which Hopper's forward pass takes the kernels for short documents. Of fewer on average
 # tiles of keys keep the order of the stream: those that run together then share queries in L2, which short documents
 # need more than a fair end (on an H200, head_dim 128, documents of 64 to 512 tokens: 148 TFLOP/s of the backward
@@ -23,7 +23,7 @@ SHORT_DOCUMENT = 512
 # TFLOP/s at 4096, the others 401; those of today give 359 and 395 at 2048.
 LONG_DOCUMENT = 4096
 # The same from which on it works few heads at once: 32768 tokens are as fast with all, at 131072 they were slower by 3
-# to 5%. At head_dim 96 and 128 its warpgroups then take no turns either.
+# to 5%. At head_dim 128 its warpgroups then take no turns either.
 VERY_LONG_DOCUMENT = 2**16
 # Queries and keys of a dense call up to which its schedule is kept for the next one: 8 bytes each, so at most 8 times
 # 2 MiB. To build one takes an H200's host 485 us; a call of more tokens hides that behind its own work.

@@ -5,28 +5,30 @@ found (queue.py), and loads Q, K and V through TMA into rings of shared memory. 
 of the tile. It begins Q K^T of one block and P V of the block before together, and takes the softmax of the one
 (fwd_softmax.py) while the tensor cores may still be at the other. P never leaves its registers.
 
-What differs between head dimensions and documents, the best on balance of what was tried on an H200 (runs 21 to 23 of
-scripts/results/hopper_kernels_h200_202611.md; bf16, causal, TFLOP/s; 16k: one document of 16k tokens, and so on):
+What differs between head dimensions and documents, the best on balance of what was tried on an H200 (runs 21 to 23 and
+25 of scripts/results/hopper_kernels_h200_202611.md; bf16, causal, TFLOP/s; 16k: one document of 16k tokens, and so on):
 
 - Which program works which item. A persistent grid that takes items from a counter (`dynamic`) is best where items are
   short, which leave the start and the end of a program bare: at head_dim 128, without turns, 2k 523, where one program
   an item gives 453, 16k 696 and 666.
 - Consumers together or each on its own. Together, they visit all blocks of the tile, and may take `turns`: one has the
   tensor cores while the others take their softmax. At head_dim 128 that gives 548 at 2k for 523, but at 64k 705 for
-  728. On its own (`ranged`), a consumer visits the blocks that its own 64 queries see: best for short documents, of 64
-  to 512 tokens, with blocks of 64 keys: at head_dim 128 223, together and with 128 keys 178.
+  728; at 96 555 at 16k for 518. On its own (`ranged`), a consumer visits the blocks that its own 64 queries see: best
+  for short documents, of 64 to 512 tokens, with blocks of 64 keys: at head_dim 128 223, together and with 128 keys 178,
+  at 96 181 and 145, at 256 231 for 219.
 - How many consumers. Three read K and V less often, which head_dim 64 needs: with maxima first 532 at 16k, two give 463
-  at best. But tiles of 192 queries waste many blocks on shorter documents: 345 and 392 at 2k.
+  at best. At 96, with blocks of 64 keys, 608, two 580. But tiles of 192 queries waste many blocks on shorter documents:
+  at 2k 345 and 392, at 96 405 and 462.
 - What the registers hold during the softmax: scores and probabilities (fwd_softmax.py), and as a rule P of the block
-  before, which P V reads. Three consumers of 128 keys have no room for it, and wait for P V before the softmax
-  (`pv_first`): at head_dim 64 and 16k 565, where `max_first`, which has no need of the scores beside the probabilities,
-  gives 527. For short documents `max_first` is a little better (154 for 149), and at head_dim 256 for those of 1k and
-  2k (2k 538 for 533).
+  before, which P V reads. Three consumers have no room for it with 128 keys at 64, and little with 64 at 96, and wait
+  for P V before the softmax (`pv_first`): 565 at 64 and 16k, where `max_first`, which has no need of the scores beside
+  the probabilities, gives 527; 608 at 96 for 574. For short documents `max_first` is a little better at 64 (154 for
+  149), and at head_dim 256 for those of 1k and 2k (2k 538 for 533).
 - Where o leaves. At head_dim 256 there is no room but that of q (`o_in_q`).
 
 A head_dim of 96 is worked as 64 columns and 32, each with descriptors, buffers and accumulators of its own, because
-Triton's blocks are powers of two: padded to 128 it would pay for a third more of every product. What is of a head's
-columns is a tuple of such parts, one or two.
+Triton's blocks are powers of two: padded to 128 it paid for a third more of every product (16k 503; FlashAttention-3
+555 beside it, and 561 beside the 608). What is of a head's columns is a tuple of such parts, one or two.
 
 Where there are several documents, NaN of one that came into another through a tile of both is repaired (marks.py).
 """
@@ -125,10 +127,10 @@ OTHER_TILES: dict[DocumentLength, dict[int, ForwardTiles]] = {
     "medium": {
         256: ForwardTiles(64, 2, 2, "query_tiles", dynamic=False, turns=True, max_first=True, o_in_q=True),
     },
-    "long": {64: _LONG_64},
+    "long": {64: _LONG_64, 96: ForwardTiles(64, 3, 4, "wide_query_tiles", turns=True, pv_first=True)},
     "very_long": {
         64: _LONG_64,
-        96: ForwardTiles(128, 2, 3, "query_tiles"),
+        96: ForwardTiles(128, 2, 2, "query_tiles", turns=True),
         128: ForwardTiles(128, 2, 2, "query_tiles"),
     },
 }
