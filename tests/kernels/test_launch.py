@@ -1,0 +1,39 @@
+"""How many heads are worked at one time: as many whole groups as fit in the L2 cache, and one at least."""
+
+import pytest
+import torch
+
+from kernels.flash_attention.hopper import bwd_steps
+from kernels.flash_attention.portable import launch
+
+
+def meta(total, heads, head_dim, dtype=torch.bfloat16):
+    return torch.empty(total, heads, head_dim, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("total", "n_heads", "n_kv_heads", "expected"),
+    [
+        pytest.param(2048, 32, 8, 32, id="all"),
+        pytest.param(2**17, 32, 8, 4, id="just-one-group"),
+        pytest.param(2**17 + 1, 32, 8, 4, id="not-even-one"),
+        pytest.param(2**16, 32, 8, 8, id="two-groups"),
+        pytest.param(2**16, 8, 8, 2, id="two-heads"),
+    ],
+)
+def test_keys_and_values_of_a_section_fit(total, n_heads, n_kv_heads, expected):
+    """At 64 columns, a KV head of 2^17 tokens takes all of the budget."""
+    k = meta(total, n_kv_heads, 64)
+    assert launch.heads_per_section(k, k, n_heads) == expected
+
+
+def test_wider_values_and_wider_numbers_count():
+    k, v = meta(2**16, 4, 64), meta(2**16, 4, 192)
+    assert launch.heads_per_section(k, v, 4) == 1
+    assert launch.heads_per_section(k.float(), k.float(), 4) == 1
+
+
+@pytest.mark.parametrize(("total", "expected"), [(1024, 8), (2**14, 4), (2**15, 2), (2**20, 1)])
+def test_queries_of_a_section_fit(total, expected):
+    """Q and dO of two bytes and dQ of four, of the query heads that share a KV head: two here."""
+    assert bwd_steps.kv_heads_per_section(meta(total, 16, 16), 8) == expected
