@@ -20,7 +20,7 @@ WIDE_TILE = 192  # tokens: a tile of Hopper's forward pass at head_dim 64 and 96
 # instead of 130; at 2048 tokens the longest first are faster by 3%).
 SHORT_DOCUMENT = 512
 # The same from which on it takes those for long documents. On an H200, head_dim 64, those of 2026-11-21 gave 417
-# TFLOP/s at 4096, the others 401; those of today give 359 and 395 at 2048.
+# TFLOP/s at 4096, the others 401; those of today give 359 and 395 at 2048, at 96 405 and 462, and at 16384 608 and 580.
 LONG_DOCUMENT = 4096
 # The same from which on it works few heads at once: 32768 tokens are as fast with all, at 131072 they were slower by 3
 # to 5%. At head_dim 128 its warpgroups then take no turns either.

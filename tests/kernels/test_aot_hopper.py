@@ -17,6 +17,8 @@ SPILLS = {
     "64-short-fp16-fp32-sinks+softcap+marks": 8,
     "96-short-bf16-bf16-marks": 8,
     "96-long-bf16-bf16-marks": 8,
+    "96-long-fp16-fp32-sinks+softcap+marks": 8,
+    "96-very_long-bf16-bf16-marks": 8,
     "96-medium-bf16-bf16-marks": 8,
     "96-medium-fp16-fp32-sinks+softcap+marks": 8,
     "128-medium-bf16-bf16-plain": 8,

@@ -147,7 +147,7 @@ def test_large_scores_saturate_the_softcap():
 @pytest.mark.parametrize("chosen", ["portable", "auto"])
 @pytest.mark.parametrize("spread", [1, 8], ids=["usual", "saturated"])
 @pytest.mark.parametrize("softcap", [5.0, 30.0, 50.0])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_softcap_of_each_dtype(dtype, head_dim, softcap, spread, chosen, monkeypatch):
     """Whose tanh differ; spread is a score's standard deviation."""

@@ -110,9 +110,10 @@ def check(dtype, width, pair, mask, heads, names, layout, generator) -> dict[str
         (total_q, n_heads, v_head_dim),
     ]  # fmt: skip
     inputs = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
-    if layout == "strided":  # heads before tokens, and a slice of a wider row
-        inputs[0] = inputs[0].transpose(0, 1).contiguous().transpose(0, 1)
-        inputs[1] = torch.cat([inputs[1], inputs[1]], dim=1)[:, :n_kv_heads]
+    if layout == "strided":  # columns of wider heads, which TMA reads in place, and now and then heads before tokens
+        inputs[:3] = [torch.cat([x, x], dim=2)[..., : x.shape[2]] for x in inputs[:3]]
+        if total_q % 2:
+            inputs[0] = inputs[0].transpose(0, 1).contiguous().transpose(0, 1)
     *inputs, do = inputs
     dlse = torch.randn(n_heads, total_q, device="cuda")
     features = dict(mask, cu_seqlens_q=cumulative(lens_q), cu_seqlens_k=cumulative(lens_k))

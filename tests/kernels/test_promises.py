@@ -146,8 +146,9 @@ def test_adversarial_scores(name, head_dim):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_nan_and_infinity_stay_in_their_document(head_dim, dtype, deterministic):
+def test_nan_and_infinity_stay_in_their_document(head_dim, dtype, softcap, deterministic):
     """In one element of q, k, v or do; the documents beside it are in the same tiles."""
     lengths, first, last = [150, 20, 30, 90, 13, 260, 200], 200, 290
     cu = cumulative(lengths)
@@ -160,7 +161,7 @@ def test_nan_and_infinity_stay_in_their_document(head_dim, dtype, deterministic)
     def run(q, k, v, do):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
         o, lse = flash_attn_varlen_func(
-            *inputs, cu, cu, 260, 260, causal=True, return_lse=True, deterministic=deterministic
+            *inputs, cu, cu, 260, 260, causal=True, softcap=softcap, return_lse=True, deterministic=deterministic
         )
         return [o, lse.T, *torch.autograd.grad(o, inputs, do)]
 

@@ -49,10 +49,11 @@ def implementation(request, device, monkeypatch):
         pytest.param(1, 0, 8, id="none-rotated"),
     ],
 )
+@pytest.mark.parametrize("total", [pytest.param(7, id="few"), pytest.param(600, id="blocks-of-tokens")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_equals_complex_multiplication(n_heads, n_rotated, head_dim, dtype, device):
-    x = torch.randn(7, n_heads, head_dim, device=device).to(dtype).requires_grad_()
-    cos, sin = angles(7, head_dim // 2, device)
+def test_equals_complex_multiplication(n_heads, n_rotated, head_dim, total, dtype, device):
+    x = torch.randn(total, n_heads, head_dim, device=device).to(dtype).requires_grad_()
+    cos, sin = angles(total, head_dim // 2, device)
     y = rotate_heads(x, cos, sin, n_rotated)
     assert y.dtype == dtype and y.is_contiguous()
     precision = 2 * torch.finfo(dtype).eps

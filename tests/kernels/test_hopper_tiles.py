@@ -1,0 +1,60 @@
+"""Each tile of the Hopper forward under each mask and feature, in heads of a wider row.
+
+A call chooses its tile by the length of documents, and those for long ones at no length whose scores a reference holds.
+"""
+
+import itertools
+from typing import get_args
+
+import pytest
+import torch
+
+from kernels.flash_attention.features import Features
+from kernels.flash_attention.hopper import fwd
+from kernels.flash_attention.reference import attention_reference
+from kernels.flash_attention.schedule import DocumentLength, build_schedule
+from tests.kernels.test_flash_attention import cumulative
+from tests.tolerance import assert_as_accurate
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90"
+    ),
+]
+
+MASKS = [
+    {"causal": False}, {"causal": True}, {"causal": True, "window_size": (64, 0)},
+    {"causal": False, "window_size": (37, 90)}, {"causal": False, "window_size": (-1, 5)},
+]  # fmt: skip
+LENGTHS = [([700], [700]), ([500], [900]), ([150, 0, 3, 247, 300], [150, 7, 40, 200, 333])]  # of queries and keys
+
+
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", fwd.FORWARD_TILES)
+def test_as_accurate_as_torch(head_dim, dtype, with_sinks, softcap, device):
+    generator = torch.Generator(device).manual_seed(0)
+
+    def heads(total, n_heads):
+        return torch.randn(total, n_heads, 2 * head_dim, device=device, generator=generator).to(dtype)[..., :head_dim]
+
+    sinks = torch.randn(4, device=device, generator=generator) if with_sinks else None
+    features = Features(head_dim**-0.5, softcap, sinks, ())
+    for (lengths_q, lengths_k), mask, n_kv_heads in itertools.product(LENGTHS, MASKS, (4, 1)):
+        total_q, total_k = sum(lengths_q) + (5 if len(lengths_q) > 1 else 0), sum(lengths_k)  # some rows of no document
+        q, k, v = heads(total_q, 4), heads(total_k, n_kv_heads), heads(total_k, n_kv_heads)
+        cu_q, cu_k = cumulative(lengths_q), cumulative(lengths_k)
+        exact, baseline = (
+            attention_reference(q, k, v, cu_q, cu_k, softcap=softcap, sinks=sinks, dtype=truth, **mask)
+            for truth in (torch.float32, dtype)
+        )
+        schedule = build_schedule(cu_q, cu_k, total_q, total_k, padded=len(lengths_q) > 1, **mask)
+        floor = torch.finfo(torch.float32).eps * head_dim * max(x.abs().max().item() for x in (q, k, v))
+        for tiles in {fwd.forward_tiles(head_dim, documents) for documents in get_args(DocumentLength)}:
+            ours = fwd.run_forward(q, k, v, schedule, features, dtype, tiles)
+            for name, *results in zip(("o", "lse"), ours, exact, baseline, strict=True):
+                case = f"{name} of {lengths_q}, {lengths_k}, {mask}, {n_kv_heads} KV heads, {tiles}"
+                seen = [torch.where(x == float("-inf"), -1e4, x) for x in results]
+                assert_as_accurate(case, *seen, floor=floor)
