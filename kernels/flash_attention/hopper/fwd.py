@@ -26,9 +26,7 @@ What differs between head dimensions and documents, the best on balance of what 
   149), and at head_dim 256 for those of 1k and 2k (2k 538 for 533).
 - Where o leaves. At head_dim 256 there is no room but that of q (`o_in_q`).
 
-A head_dim of 96 is worked as 64 columns and 32, each with descriptors, buffers and accumulators of its own, because
-Triton's blocks are powers of two: padded to 128 it paid for a third more of every product (16k 503; FlashAttention-3
-555 beside it, and 561 beside the 608). What is of a head's columns is a tuple of such parts, one or two.
+What is of a head's columns is a tuple of parts, one or, at head_dim 96, two (fwd_parts.py).
 
 Where there are several documents, NaN of one that came into another through a tile of both is repaired (marks.py).
 """
@@ -41,20 +39,18 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.flash_attention.features import Features
+from kernels.flash_attention.hopper import fwd_parts as parts
 from kernels.flash_attention.hopper import fwd_softmax as softmax
 from kernels.flash_attention.hopper.barriers import WARPGROUP, hand_back, pass_turn, wait_turn
 from kernels.flash_attention.hopper.descriptors import is_hopper, loadable, rows_of_heads
 from kernels.flash_attention.hopper.fwd_softmax import HIDDEN, LN_2, LOG2_E
-from kernels.flash_attention.hopper.marks import mark_spoiled
 from kernels.flash_attention.hopper.queue import counter, field, item_of, new_queue, post, read, take
 from kernels.flash_attention.portable.fwd import repair_forward
 from kernels.flash_attention.portable.launch import heads_per_section, multiprocessors, new_marks, tile_and_head
@@ -188,33 +184,6 @@ def _blocks_of_rows(first, end, n_blocks, ranges, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _parts(first, rest):
-    """Of a head's columns: one, or two where the rest is not None."""
-    parts = (first,)
-    if rest is not None:
-        parts += (rest,)
-    return parts
-
-
-@gluon.jit
-def _at(buffers, place):
-    """Each part's buffer at `place`."""
-    parts = ()
-    for part in gl.static_range(len(buffers)):
-        parts += (buffers[part].index(place),)
-    return parts
-
-
-@gluon.jit
-def _start_load(descs, row, column, full, buffers, place):
-    """Starts to load rows of a head, in all its parts of columns, into buffers [places, rows, columns]."""
-    nbytes: gl.constexpr = descs[0].block_type.nbytes + (descs[1].block_type.nbytes if len(descs) == 2 else 0)
-    mbarrier.expect(full, nbytes)
-    for part in gl.static_range(len(descs)):
-        tma.async_copy_global_to_shared(descs[part], [row, column], full, buffers[part].index(place))
-
-
-@gluon.jit
 def _produce(loads, RANGED: gl.constexpr, DYNAMIC: gl.constexpr):
     """One warp: takes items, loads the queries of each, then its blocks of K and V into the rings."""
     descriptors, strides, buffers, queue, counter_ptr, n_items, order, ranges = loads
@@ -243,7 +212,7 @@ def _produce(loads, RANGED: gl.constexpr, DYNAMIC: gl.constexpr):
         for consumer in gl.static_range(CONSUMERS):  # a barrier each, so that the first can start early
             mbarrier.wait(q_empty.index(consumer), turn & 1 ^ 1)
             row = first + consumer * ROWS_EACH
-            _start_load(q_descs, row, head * stride_qh, q_full.index(consumer), q_buffers, consumer)
+            parts.start_load(q_descs, row, head * stride_qh, q_full.index(consumer), q_buffers, consumer)
         for step in range(n_blocks):
             if RANGED:
                 key = end - (step + 1) * BLOCK_N
@@ -252,9 +221,9 @@ def _produce(loads, RANGED: gl.constexpr, DYNAMIC: gl.constexpr):
             stage = block % STAGES
             empty = (block // STAGES) & 1 ^ 1
             mbarrier.wait(k_empty.index(stage), empty)
-            _start_load(k_descs, key, head // group * stride_kh, k_full.index(stage), k_buffers, stage)
+            parts.start_load(k_descs, key, head // group * stride_kh, k_full.index(stage), k_buffers, stage)
             mbarrier.wait(v_empty.index(stage), empty)
-            _start_load(v_descs, key, head // group * stride_vh, v_full.index(stage), v_buffers, stage)
+            parts.start_load(v_descs, key, head // group * stride_vh, v_full.index(stage), v_buffers, stage)
             block += 1
         turn += 1
         if DYNAMIC:
@@ -278,50 +247,6 @@ def _pass_over(block, rings):
 
 
 @gluon.jit
-def _begin_scores(q, k_buffers, stage, zeros):
-    """Q K^T of a stage, begun."""
-    scores = warpgroup_mma(q[0], k_buffers[0].index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    for part in gl.static_range(1, len(q)):
-        scores = warpgroup_mma(q[part], k_buffers[part].index(stage).permute((1, 0)), scores, is_async=True)
-    return scores
-
-
-@gluon.jit
-def _operands(p, o, q):
-    """p as the product of each part of o takes it, in the same registers, and in q's dtype."""
-    operands = ()
-    for part in gl.static_range(len(o)):
-        operands += (softmax.operand(p, q[0].dtype, o[part]),)
-    return operands
-
-
-@gluon.jit
-def _begin_values(operands, v_buffers, stage, o):
-    """o + P V of a stage, begun."""
-    tokens = ()
-    for part in gl.static_range(len(o)):
-        tokens += (warpgroup_mma(operands[part], v_buffers[part].index(stage), o[part], is_async=True),)
-    return tokens
-
-
-@gluon.jit
-def _wait_for(tokens):
-    """All products that have begun; the values of those of `tokens`."""
-    values = warpgroup_mma_wait(0, deps=tokens)
-    if len(tokens) == 1:
-        values = (values,)
-    return values
-
-
-@gluon.jit
-def _rescale(o, factor):
-    scaled = ()
-    for part in gl.static_range(len(o)):
-        scaled += (softmax.rescale(o[part], factor),)
-    return scaled
-
-
-@gluon.jit
 def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, scores_of, CONSUMER: gl.constexpr,
           CONSUMERS: gl.constexpr, MASK: gl.constexpr, HAS_SOFTCAP: gl.constexpr, TURNS: gl.constexpr,
           MAX_FIRST: gl.constexpr, PV_FIRST: gl.constexpr):  # fmt: skip
@@ -339,16 +264,16 @@ def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, sc
     STAGES: gl.constexpr = k_buffers[0].shape[0]
     dtype: gl.constexpr = q[0].dtype
     stage, last = block % STAGES, (block - 1) % STAGES
-    p_operands = _operands(p, o, q)
+    p_operands = parts.operands(p, o, q)
     if TURNS:
         wait_turn(CONSUMER)
-    scores_token = _begin_scores(q, k_buffers, stage, zeros)
+    scores_token = parts.begin_scores(q, k_buffers, stage, zeros)
     mbarrier.wait(v_full.index(last), ((block - 1) // STAGES) & 1)
-    o_tokens = _begin_values(p_operands, v_buffers, last, o)
+    o_tokens = parts.begin_values(p_operands, v_buffers, last, o)
     if TURNS:
         pass_turn(CONSUMER, CONSUMERS)
     if PV_FIRST:
-        values = _wait_for((scores_token,) + o_tokens)  # noqa: RUF005  Gluon knows no stars
+        values = parts.wait_for((scores_token,) + o_tokens)  # noqa: RUF005  Gluon knows no stars
         scores, o = values[0], values[1:]
         hand_back(v_empty.index(last))
     else:
@@ -361,54 +286,10 @@ def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, sc
     block += 1
     mbarrier.wait(k_full.index(block % STAGES), (block // STAGES) & 1, pred=more)
     if not PV_FIRST:
-        o = _wait_for(o_tokens)
+        o = parts.wait_for(o_tokens)
         hand_back(v_empty.index(last))
-    o = _rescale(o, factor)
+    o = parts.rescale(o, factor)
     return block, o, p, row_max, row_sum
-
-
-@gluon.jit
-def _no_output(q):
-    """What o is before the first block, of q's rows and columns."""
-    o = ()
-    for part in gl.static_range(len(q)):
-        o += (_zeros_like(q[part]),)
-    return o
-
-
-@gluon.jit
-def _zeros_like(q):
-    ROWS_EACH: gl.constexpr = q.shape[0]
-    COLUMNS: gl.constexpr = q.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    return gl.zeros([ROWS_EACH, COLUMNS], gl.float32, layout=layout)
-
-
-@gluon.jit
-def _normalised(o, row_sum, sees):
-    """o [M, D] over the sums of its rows, and 0 where a row sees nothing."""
-    ROW: gl.constexpr = gl.SliceLayout(1, o.type.layout)
-    # where, not a product with 0: the values of keys that nobody sees may be infinite
-    o_sees = gl.expand_dims(gl.convert_layout(sees.to(gl.int32), ROW), 1) != 0
-    return gl.where(o_sees, o * gl.expand_dims(gl.convert_layout(1.0 / row_sum, ROW), 1), 0.0)
-
-
-@gluon.jit
-def _store(o, row_sum, sees, first, head, total_q, out, consumer):
-    """Starts to store what o's rows come to."""
-    descs, buffers, _, spoiled_ptr = out
-    done, width = (), 0
-    for part in gl.static_range(len(o)):
-        done += (_normalised(o[part], row_sum, sees),)
-        width += o[part].shape[1]
-        if spoiled_ptr is not None:
-            mark_spoiled(done[part], first, head, total_q, spoiled_ptr)
-    tma.store_wait(0)  # the item before has left the buffers
-    for part in gl.static_range(len(o)):
-        buffers[part].index(consumer).store(done[part].to(descs[part].dtype))
-    fence_async_shared()
-    for part in gl.static_range(len(o)):
-        tma.async_copy_shared_to_global(descs[part], [first, head * width], buffers[part].index(consumer))
 
 
 @gluon.jit
@@ -428,7 +309,7 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     dtype: gl.constexpr = q_buffers[0].dtype
-    q = _at(q_buffers, CONSUMER)
+    q = parts.at(q_buffers, CONSUMER)
     zeros = gl.zeros([ROWS_EACH, BLOCK_N], gl.float32, layout=SCORES)
     to_log2 = softmax.scale_to_log2(softmax_scale, HAS_SOFTCAP)
     block = 0  # of all items, for the place in the rings
@@ -448,7 +329,7 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
         if HAS_SINKS:
             sink = gl.load(sinks_ptr + head) * LOG2_E / to_log2
         row_max, row_sum = softmax.begin(sink, ROWS_EACH, HAS_SINKS)
-        o = _no_output(q)
+        o = parts.no_output(q)
         if RANGED:
             begin, stop = field(item, 4 + 4 * CONSUMER), field(item, 5 + 4 * CONSUMER)
             right, left = field(item, 6 + 4 * CONSUMER), field(item, 7 + 4 * CONSUMER)
@@ -465,7 +346,7 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
         mbarrier.wait(k_full.index(stage), (block // STAGES) & 1)
         if TURNS:
             wait_turn(CONSUMER)
-        scores_token = _begin_scores(q, k_buffers, stage, zeros)
+        scores_token = parts.begin_scores(q, k_buffers, stage, zeros)
         if TURNS:
             pass_turn(CONSUMER, CONSUMERS)
         scores = warpgroup_mma_wait(0, deps=[scores_token])
@@ -502,9 +383,9 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
         if not O_IN_Q:
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
         stage = (block - 1) % STAGES
-        p_operands = _operands(p, o, q)
+        p_operands = parts.operands(p, o, q)
         mbarrier.wait(v_full.index(stage), ((block - 1) // STAGES) & 1)
-        o = _wait_for(_begin_values(p_operands, v_buffers, stage, o))
+        o = parts.wait_for(parts.begin_values(p_operands, v_buffers, stage, o))
         hand_back(v_empty.index(stage))
         if RANGED:
             for _ in range(stop, n_blocks):
@@ -515,7 +396,7 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
         sees = (row_max > 0.5 * HIDDEN) | (row_sum != row_sum)
         lse = gl.where(sees, (row_max * to_log2 + gl.log2(row_sum)) * LN_2, float("-inf"))
         gl.store(lse_ptr + head.to(gl.int64) * total_q + row, lse, mask=inside)
-        _store(o, row_sum, sees, first, head, total_q, out, CONSUMER)
+        parts.store(o, row_sum, sees, first, head, total_q, out, CONSUMER)
         if O_IN_Q:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
@@ -524,21 +405,6 @@ def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP:
     tma.store_wait(0)
     if CONSUMER == 0 and TURNS:
         wait_turn(CONSUMER)  # the last consumer's last pass, which nobody waited for
-
-
-@gluon.jit
-def _new_buffers(descs, places):
-    """Shared memory [places, rows, columns] for each part that the descriptors load or store."""
-    buffers = ()
-    for part in gl.static_range(len(descs)):
-        buffers += (_new_buffer(descs[part], places),)
-    return buffers
-
-
-@gluon.jit
-def _new_buffer(desc, PLACES: gl.constexpr):
-    block: gl.constexpr = desc.block_type.shape
-    return gl.allocate_shared_memory(desc.dtype, [PLACES, block[0], block[1]], desc.layout)
 
 
 @gluon.jit(do_not_specialize=_SIZES)
@@ -554,11 +420,11 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, q_2_desc, k_2_desc, v_2_desc, o_
     Descriptors are of a head's first columns, and with a 2 of those after them, None where there are none. spoiled is
     None, or where to mark NaN (marks.py).
     """
-    q_descs, k_descs = _parts(q_desc, q_2_desc), _parts(k_desc, k_2_desc)
-    v_descs, o_descs = _parts(v_desc, v_2_desc), _parts(o_desc, o_2_desc)
-    q_buffers = _new_buffers(q_descs, CONSUMERS)
-    k_buffers, v_buffers = _new_buffers(k_descs, STAGES), _new_buffers(v_descs, STAGES)
-    o_buffers = q_buffers if O_IN_Q else _new_buffers(o_descs, CONSUMERS)
+    q_descs, k_descs = parts.one_or_two(q_desc, q_2_desc), parts.one_or_two(k_desc, k_2_desc)
+    v_descs, o_descs = parts.one_or_two(v_desc, v_2_desc), parts.one_or_two(o_desc, o_2_desc)
+    q_buffers = parts.new_buffers(q_descs, CONSUMERS)
+    k_buffers, v_buffers = parts.new_buffers(k_descs, STAGES), parts.new_buffers(v_descs, STAGES)
+    o_buffers = q_buffers if O_IN_Q else parts.new_buffers(o_descs, CONSUMERS)
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -632,8 +498,8 @@ def _descriptors(q: Tensor, k: Tensor, v: Tensor, o: Tensor, block_n: int) -> li
     first, rest = split_width(q.shape[2])
     if not rest:  # views of columns cost the host time
         return [*(rows_of_heads(x, rows) for x, rows in operands), *[None] * 4]
-    parts = slice(None, first), slice(first, None)
-    return [rows_of_heads(x[..., columns], rows) for columns in parts for x, rows in operands]
+    both = slice(None, first), slice(first, None)
+    return [rows_of_heads(x[..., columns], rows) for columns in both for x, rows in operands]
 
 
 def attention_forward(
