@@ -49,7 +49,7 @@ def implementation(request, device, monkeypatch):
         pytest.param(1, 0, 8, id="none-rotated"),
     ],
 )
-@pytest.mark.parametrize("total", [pytest.param(7, id="few"), pytest.param(600, id="blocks-of-tokens")])
+@pytest.mark.parametrize("total", [pytest.param(7, id="few"), pytest.param(300, id="blocks-of-tokens")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_equals_complex_multiplication(n_heads, n_rotated, head_dim, total, dtype, device):
     x = torch.randn(total, n_heads, head_dim, device=device).to(dtype).requires_grad_()
