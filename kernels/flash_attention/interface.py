@@ -211,7 +211,7 @@ def flash_attn_packed(
         [],
         sinks,
         None,
-        _scale(q, softmax_scale),
+        scale_of(q, softmax_scale),
         max(float(softcap), 0.0),
         q.dtype,
         deterministic,
@@ -259,7 +259,7 @@ def _attend(
         alibi,
         sinks,
         _descale(descales, q, k),
-        _scale(q, softmax_scale),
+        scale_of(q, softmax_scale),
         max(float(softcap), 0.0),
         out_dtype or (torch.bfloat16 if q.dtype == FP8 else q.dtype),
         deterministic,
@@ -322,7 +322,8 @@ def _rows_dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _scale(q: Tensor, softmax_scale: float | None) -> float:
+def scale_of(q: Tensor, softmax_scale: float | None) -> float:
+    """What scores are multiplied by: head_dim**-0.5 by default. Raises: ValueError unless positive and finite."""
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     if not 0 < scale < math.inf:
         raise ValueError(f"softmax_scale must be positive and finite; got {scale}")

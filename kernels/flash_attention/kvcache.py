@@ -1,12 +1,10 @@
 """flash_attn_with_kvcache: attention over a cache of keys and values, for generation; flash-attn's meanings (2.8)."""
 
-import math
-
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kernels.flash_attention.interface import DTYPES, MAX_HEAD_DIM, require_backend, window_of
+from kernels.flash_attention.interface import DTYPES, MAX_HEAD_DIM, require_backend, scale_of, window_of
 from kernels.flash_attention.portable.decode import MAX_SPLITS, Cache, Rotary, append_to_cache, decode_attention
 
 PAGE_UNIT = 16  # tokens: the least block of keys that a kernel reads
@@ -58,7 +56,7 @@ def flash_attn_with_kvcache(
     """
     require_backend(q.device)
     _require_shapes(q, k_cache, v_cache, k, v)
-    batch, n_heads, head_dim = q.shape[0], q.shape[2], q.shape[3]
+    batch, n_heads = q.shape[0], q.shape[2]
     seqlen_new = 0 if k is None else k.shape[1]
     table = _page_table(k_cache, batch, cache_batch_idx, block_table)
     capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
@@ -78,9 +76,7 @@ def flash_attn_with_kvcache(
         )
     if not 0 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits must be from 0 to {MAX_SPLITS}; got {num_splits}")
-    scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
-    if not 0 < scale < math.inf:
-        raise ValueError(f"softmax_scale must be positive and finite; got {scale}")
+    scale = scale_of(q, softmax_scale)
     left, right = window_of(window_size)
     if causal:
         right = 0

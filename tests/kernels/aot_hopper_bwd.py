@@ -60,7 +60,8 @@ def compile_kernel(dtype, head_dim, group, softcap, marks, with_dq=True):
 
 def compile_three_groups(dtype, head_dim, group, softcap, marks):
     """The compiled kernel in which dQ has a warpgroup of its own."""
-    tiles, kernel = bwd_three_groups.TILES[head_dim, TORCH_DTYPES[dtype], softcap == "1"], bwd_three_groups._bwd_kernel
+    tiles = bwd_three_groups.tiles_of(head_dim, TORCH_DTYPES[dtype], float(softcap))
+    kernel = bwd_three_groups._bwd_kernel
     signature = dict(
         rows_desc=descriptor("fp32", [tiles.block_m]), softmax_scale="fp32", softcap="fp32",
         sum_desc=descriptor("fp32", [bwd_three_groups.SUM_BLOCK] * 2),
@@ -134,8 +135,8 @@ def compile_case(dtype, kernel, *features):
         return compile_queries(dtype, kernel.removesuffix("dq"), *features)
     if kernel == f"{bwd_wide.HEAD_DIM}dkdv":
         return compile_wide(dtype, *features)
-    softcap = features[1]
-    if kernel.isdecimal() and bwd_three_groups.takes(int(kernel), TORCH_DTYPES[dtype], float(softcap)):
+    softcap = float(features[1])
+    if kernel.isdecimal() and bwd_three_groups.tiles_of(int(kernel), TORCH_DTYPES[dtype], softcap):
         return compile_three_groups(dtype, int(kernel), *features)
     return compile_kernel(dtype, kernel.removesuffix("dkdv"), *features, with_dq=not kernel.endswith("dkdv"))
 

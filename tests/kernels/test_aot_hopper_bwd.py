@@ -54,7 +54,8 @@ def test_padded_rows_take_no_part(device, total, prepared):
     lse, delta = torch.randn(2, 3, total, device=device)
     lse[1, 5] = float("-inf")
     rows = prepared(lse, delta)
-    tables = bwd.TILES, bwd.CAPPED_TILES_WITHOUT_DQ, bwd.TILES_WITHOUT_DQ, bwd_three_groups.TILES
+    tables = [bwd.TILES, bwd.TILES_WITHOUT_DQ, bwd.CAPPED_TILES_WITHOUT_DQ]
+    tables += [bwd_three_groups.TILES, bwd_three_groups.CAPPED_TILES]
     longest = max(bwd_wide.BLOCK, *(tiles.block_m for table in tables for tiles in table.values()))
     assert rows.shape[:2] == (2, 3) and rows.shape[2] % 4 == 0  # in whole fours, as TMA reads them
     assert rows.shape[2] >= total - 1 + longest, "the last block of queries reads the next head's lse and delta"

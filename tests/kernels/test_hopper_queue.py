@@ -1,21 +1,16 @@
 """The counter that hands out the work of Hopper's forward pass: launches at the same time must not share one."""
 
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 import torch
 
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper import fwd
-from kernels.flash_attention.schedule import DocumentLength, causal_schedule
+from kernels.flash_attention.schedule import causal_schedule
+from tests.kernels.hopper import NEEDS_SM_90, tiles_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90"
-    ),
-]
+pytestmark = NEEDS_SM_90
 
 
 def problem(lengths, head_dim):
@@ -70,6 +65,6 @@ def test_a_graph_replayed_beside_launches_of_the_stream_it_was_captured_on():
 @pytest.mark.parametrize("head_dim", fwd.FORWARD_TILES)
 def test_plain_and_persistent_grids_give_the_same_bits(head_dim, lengths):
     one = problem(lengths, head_dim)
-    for tiles in {fwd.forward_tiles(head_dim, documents) for documents in get_args(DocumentLength)}:
+    for tiles in tiles_of(head_dim):
         plain, persistent = (fwd.run_forward(*one, replace(tiles, dynamic=x)) for x in (False, True))
         assert_same([persistent], plain)

@@ -1,7 +1,6 @@
 """The Hopper forward's softmax on a GPU: maxima that rise late, by little and by much, and rows beside such a row."""
 
 import math
-from typing import get_args
 
 import pytest
 import torch
@@ -9,24 +8,16 @@ import torch
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper import fwd
 from kernels.flash_attention.reference import attention_reference
-from kernels.flash_attention.schedule import DocumentLength, build_schedule
+from kernels.flash_attention.schedule import build_schedule
+from tests.kernels.hopper import NEEDS_SM_90, tiles_of
 from tests.kernels.test_flash_attention import cumulative
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90"
-    ),
-]
+pytestmark = NEEDS_SM_90
 
 # of the exponents of two, from each 64 keys to the 64 before them, which are visited later
 RISES = [-300.0, -15.0, 0.5, 7.5, 8.5, 14.5, 15.5, 40.0, 300.0]
 ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # relative, to nearest
 LENGTHS = {"whole": [700], "causal": [150, 3, 247, 300]}  # of documents; several share a tile
-
-
-def tiles_of(head_dim):
-    return {fwd.forward_tiles(head_dim, documents) for documents in get_args(DocumentLength)}
 
 
 def draw(total, head_dim, dtype=torch.float32):

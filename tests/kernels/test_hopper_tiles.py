@@ -4,7 +4,6 @@ A call chooses its tile by the length of documents, and those for long ones at n
 """
 
 import itertools
-from typing import get_args
 
 import pytest
 import torch
@@ -12,21 +11,14 @@ import torch
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper import fwd
 from kernels.flash_attention.reference import attention_reference
-from kernels.flash_attention.schedule import DocumentLength, build_schedule
+from kernels.flash_attention.schedule import build_schedule
+from tests.kernels.hopper import NEEDS_SM_90, tiles_of
 from tests.kernels.test_flash_attention import cumulative
+from tests.kernels.test_matrix import MASKS
 from tests.tolerance import assert_as_accurate
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90"
-    ),
-]
+pytestmark = NEEDS_SM_90
 
-MASKS = [
-    {"causal": False}, {"causal": True}, {"causal": True, "window_size": (64, 0)},
-    {"causal": False, "window_size": (37, 90)}, {"causal": False, "window_size": (-1, 5)},
-]  # fmt: skip
 LENGTHS = [([700], [700]), ([500], [900]), ([150, 0, 3, 247, 300], [150, 7, 40, 200, 333])]  # of queries and keys
 
 
@@ -52,7 +44,7 @@ def test_as_accurate_as_torch(head_dim, dtype, with_sinks, softcap, device):
         )
         schedule = build_schedule(cu_q, cu_k, total_q, total_k, padded=len(lengths_q) > 1, **mask)
         floor = torch.finfo(torch.float32).eps * head_dim * max(x.abs().max().item() for x in (q, k, v))
-        for tiles in {fwd.forward_tiles(head_dim, documents) for documents in get_args(DocumentLength)}:
+        for tiles in tiles_of(head_dim):
             ours = fwd.run_forward(q, k, v, schedule, features, dtype, tiles)
             for name, *results in zip(("o", "lse"), ours, exact, baseline, strict=True):
                 case = f"{name} of {lengths_q}, {lengths_k}, {mask}, {n_kv_heads} KV heads, {tiles}"

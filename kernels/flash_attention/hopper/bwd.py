@@ -349,8 +349,8 @@ def attention_backward(
         dk, dv = gradients_of_keys(do, q, k, v, rows, None, spoiled_k, schedule, features)
         dq = gradient_of_queries(do, q, k, v, lse, delta, spoiled_q, schedule, features)
     else:
-        three_groups = bwd_three_groups.takes(head_dim, q.dtype, features.softcap)
-        dkdv = bwd_three_groups.gradients_of_keys if three_groups else gradients_of_keys
+        here = bwd_three_groups.tiles_of(head_dim, q.dtype, features.softcap) is None
+        dkdv = gradients_of_keys if here else bwd_three_groups.gradients_of_keys
         rows, dq_sum = prepare(lse, delta, head_dim)
         dk, dv = dkdv(do, q, k, v, rows, dq_sum, spoiled_k, schedule, features)
         dq = finish(dq_sum, features.softmax_scale, spoiled_q, q)

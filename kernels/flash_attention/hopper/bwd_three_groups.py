@@ -116,22 +116,24 @@ class ThreeGroupTiles:
     ahead: bool
 
 
-# by head_dim, dtype and whether there is a soft cap; 194 KiB of shared memory at 64, 193 at 128. Half the queries leave
-# room for twice the stages, and in registers for the cap's factor of dS
+# by head_dim and dtype; 194 KiB of shared memory at 64, 193 at 128. Half the queries leave room for twice the stages
 TILES = {
-    (64, torch.bfloat16, False): ThreeGroupTiles(64, 4, halves=True, ahead=True),
-    (64, torch.bfloat16, True): ThreeGroupTiles(64, 4, halves=True, ahead=True),
-    (64, torch.float16, False): ThreeGroupTiles(128, 2, halves=False, ahead=False),
-    (64, torch.float16, True): ThreeGroupTiles(64, 4, halves=False, ahead=False),
-    (128, torch.bfloat16, False): ThreeGroupTiles(64, 2, halves=True, ahead=False),
-    (128, torch.bfloat16, True): ThreeGroupTiles(64, 2, halves=True, ahead=False),
-    (128, torch.float16, False): ThreeGroupTiles(64, 2, halves=False, ahead=False),
+    (64, torch.bfloat16): ThreeGroupTiles(64, 4, halves=True, ahead=True),
+    (64, torch.float16): ThreeGroupTiles(128, 2, halves=False, ahead=False),
+    (128, torch.bfloat16): ThreeGroupTiles(64, 2, halves=True, ahead=False),
+    (128, torch.float16): ThreeGroupTiles(64, 2, halves=False, ahead=False),
+}
+# with softcap; in fp16 its factor of dS leaves no registers for 128 queries at 64, and none at 128
+CAPPED_TILES = {
+    (64, torch.bfloat16): TILES[64, torch.bfloat16],
+    (64, torch.float16): ThreeGroupTiles(64, 4, halves=False, ahead=False),
+    (128, torch.bfloat16): TILES[128, torch.bfloat16],
 }
 
 
-def takes(head_dim: int, dtype: torch.dtype, softcap: float) -> bool:
-    """Whether these kernels are for such a call."""
-    return (head_dim, dtype, softcap != 0.0) in TILES
+def tiles_of(head_dim: int, dtype: torch.dtype, softcap: float) -> ThreeGroupTiles | None:
+    """What `gradients_of_keys` takes; None where such a call is not for it."""
+    return (CAPPED_TILES if softcap else TILES).get((head_dim, dtype))
 
 
 @gluon.jit
@@ -337,12 +339,13 @@ def gradients_of_keys(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """-> dk, dv, dense; adds dS K to dq_sum, fp32 (total_q, n_heads * head_dim).
 
-    For a call that `takes` takes, of rows that descriptors.loadable takes. rows as `prepare` returns them; spoiled
+    For a call that has `tiles_of`, and rows that descriptors.loadable takes. rows as `prepare` returns them; spoiled
     (portable.launch.new_marks) gets the marks of NaN in dk and dv.
     """
     total_q, n_heads, head_dim = q.shape
     total_k, n_kv_heads, _ = k.shape
-    tiles = TILES[head_dim, q.dtype, features.softcap != 0.0]
+    tiles = tiles_of(head_dim, q.dtype, features.softcap)
+    assert tiles is not None
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     n_tiles = ceil_div(total_k, BLOCK_N)
     q_desc, do_desc = (rows_of_heads(x, tiles.block_m) for x in (q, do))

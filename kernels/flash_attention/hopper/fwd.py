@@ -296,10 +296,9 @@ def _step(key, at_edge, more, block, o, p, row_max, row_sum, q, zeros, rings, sc
 def _consume(CONSUMER: gl.constexpr, work, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, RANGED: gl.constexpr,
              TURNS: gl.constexpr, MAX_FIRST: gl.constexpr, PV_FIRST: gl.constexpr, O_IN_Q: gl.constexpr):  # fmt: skip
     """Four warps: the attention of 64 queries of each item."""
-    out, score, buffers, queue, ranges = work
+    out, lse_ptr, score, buffers, queue, ranges = work
     q_buffers, q_full, q_empty, rings = buffers
     k_buffers, v_buffers, k_full, k_empty, v_full, v_empty = rings
-    lse_ptr = out[2]
     sinks_ptr, softmax_scale, softcap = score
     key_start_ptr, key_end_ptr, total_q = ranges
     CONSUMERS: gl.constexpr = q_buffers[0].shape[0]
@@ -447,9 +446,9 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, q_2_desc, k_2_desc, v_2_desc, o_
     ranges = (key_start_ptr, key_end_ptr, total_q)
     descriptors = (q_descs, k_descs, v_descs)
     strides = (stride_qh, stride_kh, stride_vh, group)
-    out = (o_descs, o_buffers, lse_ptr, spoiled_ptr)
+    out = (o_descs, o_buffers, spoiled_ptr)
     score = (sinks_ptr, softmax_scale, softcap)
-    work = (out, score, buffers, queue, ranges)
+    work = (out, lse_ptr, score, buffers, queue, ranges)
     loads = (descriptors, strides, buffers, queue, counter_ptr, n_items, order, ranges)
     if CONSUMERS == 2:
         gl.warp_specialize(

@@ -135,7 +135,7 @@ def _normalised(o, row_sum, sees):
 @gluon.jit
 def store(o, row_sum, sees, first, head, total_q, out, consumer):
     """Starts to store what o's rows come to."""
-    descs, buffers, _, spoiled_ptr = out
+    descs, buffers, spoiled_ptr = out
     done, width = (), 0
     for part in gl.static_range(len(o)):
         done += (_normalised(o[part], row_sum, sees),)
