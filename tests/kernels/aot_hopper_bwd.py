@@ -62,17 +62,20 @@ def compile_three_groups(dtype, head_dim, group, softcap, marks):
     """The compiled kernel in which dQ has a warpgroup of its own."""
     tiles = bwd_three_groups.tiles_of(head_dim, TORCH_DTYPES[dtype], float(softcap))
     kernel = bwd_three_groups._bwd_kernel
-    signature = dict(
-        rows_desc=descriptor("fp32", [tiles.block_m]), softmax_scale="fp32", softcap="fp32",
-        sum_desc=descriptor("fp32", [bwd_three_groups.SUM_BLOCK] * 2),
-    )  # fmt: skip
+    d_1, d_2 = split_width(head_dim)
+    signature = dict(rows_desc=descriptor("fp32", [tiles.block_m]), softmax_scale="fp32", softcap="fp32")
     signature |= dict.fromkeys(("tiles_ptr", "query_start_ptr", "query_end_ptr", "spoiled_ptr"), "*i32")
-    for name in ("q", "do", "k", "v", "dk", "dv"):
-        rows = tiles.block_m if name in ("q", "do") else bwd_three_groups.BLOCK_N
-        signature[f"{name}_desc"] = descriptor(dtype, [rows, head_dim])
+    rest = {}
+    for part, width in (("", d_1), ("_2", d_2)):
+        for name in ("q", "do", "k", "v", "dk", "dv", "sum"):
+            rows = tiles.block_m if name in ("q", "do") else bwd_three_groups.BLOCK_N
+            block, kind = [rows, width], dtype
+            if name == "sum":
+                block, kind = [bwd_three_groups.SUM_BLOCK, min(width, bwd_three_groups.SUM_BLOCK)], "fp32"
+            (signature if width else rest)[f"{name}{part}_desc"] = descriptor(kind, block) if width else None
     constants = dict(
-        HAS_SOFTCAP=softcap == "1", GROUP=int(group), ALIGNMENT=ROW_ALIGNMENT, STAGES=tiles.stages,
-        HALVES=tiles.halves, AHEAD=tiles.ahead, REGISTERS=bwd_three_groups.GROUP_REGISTERS,
+        HAS_SOFTCAP=softcap == "1", GROUP=int(group), D_2=d_2, ALIGNMENT=ROW_ALIGNMENT, STAGES=tiles.stages,
+        HALVES=tiles.halves, AHEAD=tiles.ahead, REGISTERS=bwd_three_groups.GROUP_REGISTERS, **rest,
     )  # fmt: skip
     if marks == "0":
         constants["spoiled_ptr"] = None

@@ -97,6 +97,7 @@ from kernels.flash_attention.hopper.columns import keep_columns
 from kernels.flash_attention.hopper.descriptors import numbers, rows_of_heads
 from kernels.flash_attention.hopper.marks import mark_spoiled
 from kernels.flash_attention.portable.launch import ceil_div
+from kernels.flash_attention.portable.load import split_width
 from kernels.flash_attention.replay import launch
 from kernels.flash_attention.schedule import Schedule
 from kernels.flash_attention.scores import cap
@@ -120,6 +121,8 @@ class ThreeGroupTiles:
 TILES = {
     (64, torch.bfloat16): ThreeGroupTiles(64, 4, halves=True, ahead=True),
     (64, torch.float16): ThreeGroupTiles(128, 2, halves=False, ahead=False),
+    (96, torch.bfloat16): ThreeGroupTiles(64, 3, halves=True, ahead=False),
+    (96, torch.float16): ThreeGroupTiles(64, 3, halves=False, ahead=False),
     (128, torch.bfloat16): ThreeGroupTiles(64, 2, halves=True, ahead=False),
     (128, torch.float16): ThreeGroupTiles(64, 2, halves=False, ahead=False),
 }
@@ -127,6 +130,8 @@ TILES = {
 CAPPED_TILES = {
     (64, torch.bfloat16): TILES[64, torch.bfloat16],
     (64, torch.float16): ThreeGroupTiles(64, 4, halves=False, ahead=False),
+    (96, torch.bfloat16): TILES[96, torch.bfloat16],
+    (96, torch.float16): TILES[96, torch.float16],
     (128, torch.bfloat16): TILES[128, torch.bfloat16],
 }
 
@@ -144,8 +149,9 @@ def _product(a, b):
 
 @gluon.jit
 def _consume(
-    HALF: gl.constexpr, out_desc, buffers, barriers, ring, order, ranges, spoiled_ptr, softmax_scale, softcap,
-    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, ALIGNMENT: gl.constexpr, HALVES: gl.constexpr, AHEAD: gl.constexpr,
+    HALF: gl.constexpr, out_desc, out_2_desc, buffers, rest_bufs, barriers, ring, order, ranges, spoiled_ptr,
+    softmax_scale, softcap, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, ALIGNMENT: gl.constexpr,
+    HALVES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: dK and dV of half the tile's keys, and that half of dS^T for dQ. HALF 0 writes dK, 1 dV."""
     q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf = buffers
@@ -164,7 +170,9 @@ def _consume(
     queries_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     AFTER_DP: gl.constexpr = AHEAD and (GROUP > 1 or HAS_SOFTCAP)  # when S of the next step is begun
     # products begun after dP's, which go on when dP is there: S of the next step, dV
-    LATER: gl.constexpr = (1 if AHEAD and not AFTER_DP else 0) + (1 if HALVES else 0)
+    PARTS: gl.constexpr = 2 if D_2 else 1  # matmuls of which one operation of a head is made
+    LATER: gl.constexpr = (1 if AHEAD and not AFTER_DP else 0) + (PARTS if HALVES else 0)
+    gl.static_assert(not (AHEAD and D_2))
     first, kv_head, m, end, n_steps = decode(order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
     start, head = m, kv_head * GROUP
     first_here = first + HALF * KEYS
@@ -174,6 +182,14 @@ def _consume(
     no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=scores_layout)
     dk = gl.zeros([KEYS, D], gl.float32, layout=kv_layout)
     dv = gl.zeros([KEYS, D], gl.float32, layout=kv_layout)
+    if D_2:
+        q_2_bufs, do_2_bufs, k_2_buf, v_2_buf = rest_bufs
+        k_half_2 = k_2_buf.slice(HALF * KEYS, KEYS, dim=0)  # [64, D_2]
+        v_half_2 = v_2_buf.slice(HALF * KEYS, KEYS, dim=0)
+        kv_layout_2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_2, 16])
+        operand_layout_2: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_layout_2, k_width=2)
+        dk_2 = gl.zeros([KEYS, D_2], gl.float32, layout=kv_layout_2)
+        dv_2 = gl.zeros([KEYS, D_2], gl.float32, layout=kv_layout_2)
     mbarrier.wait(kv_full, 0)
     k_operand = k_half.load(keys_layout) if AHEAD else k_half
     v_operand = v_half.load(keys_layout) if AHEAD else v_half
@@ -190,6 +206,9 @@ def _consume(
         else:
             mbarrier.wait(q_full.index(stage), phase)
             scores = warpgroup_mma(k_operand, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [64, M]
+            if D_2:
+                q_2, do_2 = q_2_bufs.index(stage), do_2_bufs.index(stage)  # [M, D_2]
+                scores = warpgroup_mma(k_half_2, q_2.permute((1, 0)), scores, is_async=True)
             mbarrier.wait(do_full.index(stage), phase)
             scores = warpgroup_mma_wait(0, deps=[scores])
         lse = gl.expand_dims(lse_bufs.index(stage).load(queries_layout), 0)
@@ -213,8 +232,12 @@ def _consume(
                 scores = warpgroup_mma(k_operand, q_next.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         else:  # only now, as there are no registers for S and dP together
             dp = warpgroup_mma(v_operand, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            if D_2:
+                dp = warpgroup_mma(v_half_2, do_2.permute((1, 0)), dp, is_async=True)
         if HALVES:
             dv = warpgroup_mma(gl.convert_layout(p_low, operand_layout), do, dv, is_async=True)
+            if D_2:
+                dv_2 = warpgroup_mma(gl.convert_layout(p_low, operand_layout_2), do_2, dv_2, is_async=True)
         if AFTER_DP:  # no wait between S and dS, so that ptxas mixes them
             mbarrier.wait(ds_empty.index(stage), phase ^ 1)
             dp = warpgroup_mma_wait(LATER, deps=[dp])
@@ -232,8 +255,13 @@ def _consume(
         mbarrier.arrive(ds_full.index(stage), count=1)
         if not HALVES:  # there were no registers for its operand beside P
             dv = warpgroup_mma(gl.convert_layout(p_low, operand_layout), do, dv, is_async=True)
+            if D_2:
+                dv_2 = warpgroup_mma(gl.convert_layout(p_low, operand_layout_2), do_2, dv_2, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds, operand_layout), q, dk, is_async=True)
-        if AHEAD:
+        if D_2:
+            dk_2 = warpgroup_mma(gl.convert_layout(ds, operand_layout_2), q_2, dk_2, is_async=True)
+            dv, dv_2, dk, dk_2 = warpgroup_mma_wait(0, deps=[dv, dv_2, dk, dk_2])
+        elif AHEAD:
             scores, dv, dk = warpgroup_mma_wait(0, deps=[scores, dv, dk])
         else:
             dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
@@ -241,22 +269,30 @@ def _consume(
         m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
     if spoiled_ptr is not None:
         mark_spoiled(dk + dv, first_here, kv_head, ranges[2], spoiled_ptr)
+        if D_2:
+            mark_spoiled(dk_2 + dv_2, first_here, kv_head, ranges[2], spoiled_ptr)
     # dK and dV leave through the buffers of K and V; dQ reads K until it has done the last step
     final = n_steps - 1
     mbarrier.wait(ds_empty.index(final % STAGES), (final // STAGES) & 1, pred=n_steps > 0)
     k_half.store((dk * softmax_scale).to(dtype))
     v_half.store(dv.to(dtype))
+    if D_2:
+        k_half_2.store((dk_2 * softmax_scale).to(dtype))
+        v_half_2.store(dv_2.to(dtype))
     fence_async_shared()
     named_barrier(10, 256)  # both halves are there
-    tma.async_copy_shared_to_global(out_desc, [first, kv_head * D], k_buf if HALF == 0 else v_buf)
+    tma.async_copy_shared_to_global(out_desc, [first, kv_head * (D + D_2)], k_buf if HALF == 0 else v_buf)
+    if D_2:
+        tma.async_copy_shared_to_global(out_2_desc, [first, kv_head * (D + D_2)], k_2_buf if HALF == 0 else v_2_buf)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _sum_queries(
-    sum_desc, sum_bufs, k_buf, kv_full, ring, order, ranges, GROUP: gl.constexpr, ALIGNMENT: gl.constexpr
+    sum_desc, sum_bufs, k_buf, rest, kv_full, ring, order, ranges, GROUP: gl.constexpr, D_2: gl.constexpr,
+    ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: dQ of each step, added to what sum_desc describes."""
+    """One warpgroup: dQ of each step, added to what sum_desc describes; `rest` is the same of D_2 more columns."""
     ds_bufs, ds_full, ds_empty = ring
     STAGES: gl.constexpr = ds_bufs.shape[0]
     BLOCK_N: gl.constexpr = ds_bufs.shape[1]
@@ -265,10 +301,16 @@ def _sum_queries(
     SIDE: gl.constexpr = sum_bufs.shape[1]  # of a piece of dQ
     ACROSS: gl.constexpr = D // SIDE
     PIECES: gl.constexpr = BLOCK_M // SIDE * ACROSS
+    PLACES: gl.constexpr = sum_bufs.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16])
     _, kv_head, m, end, n_steps = decode(order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
     start, head = m, kv_head * GROUP
     no_dq = gl.zeros([SIDE, SIDE], gl.float32, layout=layout)
+    if D_2:
+        gl.static_assert(BLOCK_M == SIDE)
+        sum_2_desc, sum_2_buf, k_2_buf = rest
+        layout_2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_2, 16])
+        no_dq_2 = gl.zeros([SIDE, D_2], gl.float32, layout=layout_2)
     mbarrier.wait(kv_full, 0)
     for step in range(n_steps):
         stage, phase = step % STAGES, (step // STAGES) & 1
@@ -279,14 +321,22 @@ def _sum_queries(
             k_columns = k_buf.slice(piece % ACROSS * SIDE, SIDE, dim=1)
             dq = warpgroup_mma(ds_rows, k_columns, no_dq, use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(0, deps=[dq])
-            if piece == PIECES - 1:
+            if piece == PIECES - 1 and not D_2:
                 hand_back(ds_empty.index(stage))
-            sum_buf = sum_bufs.index((PIECES * step + piece) % SUMS)
+            sum_buf = sum_bufs.index((PIECES * step + piece) % PLACES)
             tma.store_wait(SUMS - 1)  # the sum before in this buffer has left it
             sum_buf.store(dq)
             fence_async_shared()
-            place = [m + piece // ACROSS * SIDE, head * D + piece % ACROSS * SIDE]
+            place = [m + piece // ACROSS * SIDE, head * (D + D_2) + piece % ACROSS * SIDE]
             tma_reduce_add(sum_desc, place, sum_buf)
+        if D_2:
+            dq_2 = warpgroup_mma(ds_buf.permute((1, 0)), k_2_buf, no_dq_2, use_acc=False, is_async=True)
+            dq_2 = warpgroup_mma_wait(0, deps=[dq_2])
+            hand_back(ds_empty.index(stage))
+            tma.store_wait(SUMS - 1)
+            sum_2_buf.store(dq_2)
+            fence_async_shared()
+            tma_reduce_add(sum_2_desc, [m, head * (D + D_2)], sum_2_buf)
         m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
     tma.store_wait(0)
 
@@ -294,13 +344,15 @@ def _sum_queries(
 @gluon.jit(do_not_specialize=SIZES)
 def _bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, sum_desc,
+    q_2_desc, k_2_desc, v_2_desc, do_2_desc, dk_2_desc, dv_2_desc, sum_2_desc,
     tiles_ptr, query_start_ptr, query_end_ptr, spoiled_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section,
     total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
-    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, ALIGNMENT: gl.constexpr, STAGES: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, ALIGNMENT: gl.constexpr, STAGES: gl.constexpr,
     HALVES: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: 128 keys of one KV head, over all query heads that share it.
 
+    Descriptors of the first columns of each head, and with a 2 of the D_2 after them (None where D_2 is 0).
     padded_q is the length of a head's lse and delta; spoiled_ptr None, or where to mark NaN in dK and dV (marks.py).
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[0]
@@ -310,7 +362,18 @@ def _bwd_kernel(
     barriers = new_barriers(STAGES, 2 * WARPGROUP)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
     ds_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_N, BLOCK_M], ds_layout)
-    sum_bufs = gl.allocate_shared_memory(gl.float32, [SUMS, SUM_BLOCK, SUM_BLOCK], sum_desc.layout)
+    PLACES: gl.constexpr = 1 if D_2 else SUMS  # both parts are on their way at once
+    sum_bufs = gl.allocate_shared_memory(gl.float32, [PLACES, SUM_BLOCK, SUM_BLOCK], sum_desc.layout)
+    rest_bufs, rest_sums = None, None
+    if D_2:
+        dtype: gl.constexpr = q_desc.dtype
+        q_2_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D_2], q_2_desc.layout)
+        do_2_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D_2], do_2_desc.layout)
+        k_2_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D_2], k_2_desc.layout)
+        v_2_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D_2], v_2_desc.layout)
+        rest_bufs = (q_2_bufs, do_2_bufs, k_2_buf, v_2_buf)
+        sum_2_buf = gl.allocate_shared_memory(gl.float32, [SUM_BLOCK, D_2], sum_2_desc.layout)
+        rest_sums = (sum_2_desc, sum_2_buf, k_2_buf)
     ds_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ds_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -320,16 +383,17 @@ def _bwd_kernel(
     order = (tiles_ptr, n_tiles, n_kv_heads, section)
     ranges = (query_start_ptr, query_end_ptr, total_k)
     loads = (
-        (q_desc, k_desc, v_desc, do_desc), None, rows_desc, (stride_qh, stride_kh, stride_vh, stride_doh),
-        padded_q, n_kv_heads * GROUP * padded_q,
+        (q_desc, k_desc, v_desc, do_desc), (q_2_desc, k_2_desc, v_2_desc, do_2_desc), rows_desc,
+        (stride_qh, stride_kh, stride_vh, stride_doh), padded_q, n_kv_heads * GROUP * padded_q,
     )  # fmt: skip
     gl.warp_specialize([
-        (_consume, (0, dk_desc, buffers, barriers, ring, order, ranges, spoiled_ptr, softmax_scale,
-                    softcap, HAS_SOFTCAP, GROUP, ALIGNMENT, HALVES, AHEAD)),
-        (_consume, (1, dv_desc, buffers, barriers, ring, order, ranges, spoiled_ptr, softmax_scale,
-                    softcap, HAS_SOFTCAP, GROUP, ALIGNMENT, HALVES, AHEAD)),
-        (_sum_queries, (sum_desc, sum_bufs, buffers[4], barriers[0], ring, order, ranges, GROUP, ALIGNMENT)),
-        (produce, (loads, buffers, None, barriers, order, ranges, GROUP, ALIGNMENT)),
+        (_consume, (0, dk_desc, dk_2_desc, buffers, rest_bufs, barriers, ring, order, ranges, spoiled_ptr,
+                    softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
+        (_consume, (1, dv_desc, dv_2_desc, buffers, rest_bufs, barriers, ring, order, ranges, spoiled_ptr,
+                    softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
+        (_sum_queries, (sum_desc, sum_bufs, buffers[4], rest_sums, barriers[0], ring, order, ranges, GROUP, D_2,
+                        ALIGNMENT)),
+        (produce, (loads, buffers, rest_bufs, barriers, order, ranges, GROUP, ALIGNMENT)),
     ], [4, 4, 1], REGISTERS)  # fmt: skip
 
 
@@ -348,16 +412,26 @@ def gradients_of_keys(
     assert tiles is not None
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     n_tiles = ceil_div(total_k, BLOCK_N)
-    q_desc, do_desc = (rows_of_heads(x, tiles.block_m) for x in (q, do))
-    k_desc, v_desc, dk_desc, dv_desc = (rows_of_heads(x, BLOCK_N) for x in (k, v, dk, dv))
-    sum_desc = rows_of_heads(dq_sum.view(total_q, -1, SUM_BLOCK), SUM_BLOCK)
+    d_1, d_2 = split_width(head_dim)
+    sums = dq_sum.view(total_q, -1, head_dim if d_2 else SUM_BLOCK)
+    operands = [
+        (q, tiles.block_m), (k, BLOCK_N), (v, BLOCK_N), (do, tiles.block_m), (dk, BLOCK_N), (dv, BLOCK_N),
+        (sums, SUM_BLOCK),
+    ]  # fmt: skip
+    if d_2:
+        *descs, sum_desc = (rows_of_heads(x[..., :d_1], block) for x, block in operands)
+        rest = [rows_of_heads(x[..., d_1:], block) for x, block in operands]
+    else:  # views of columns cost the host time
+        *descs, sum_desc = (rows_of_heads(x, block) for x, block in operands)
+        rest = [None] * len(operands)
     launch(
         _bwd_kernel, (n_tiles * n_kv_heads,),
-        q_desc, k_desc, v_desc, do_desc, numbers(rows, tiles.block_m), dk_desc, dv_desc, sum_desc,
+        *descs[:4], numbers(rows, tiles.block_m), *descs[4:], sum_desc, *rest,
         schedule.key_tiles, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale, features.softcap,
         n_tiles, n_kv_heads, kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),
-        HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, ALIGNMENT=ROW_ALIGNMENT, STAGES=tiles.stages,
-        HALVES=tiles.halves, AHEAD=tiles.ahead, REGISTERS=GROUP_REGISTERS, num_warps=4, maxnreg=REGISTERS,
+        HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, D_2=d_2, ALIGNMENT=ROW_ALIGNMENT,
+        STAGES=tiles.stages, HALVES=tiles.halves, AHEAD=tiles.ahead, REGISTERS=GROUP_REGISTERS, num_warps=4,
+        maxnreg=REGISTERS,
     )  # fmt: skip
     return dk, dv
