@@ -1,4 +1,4 @@
-"""Compiles the Hopper backward kernel without a GPU and prints, as JSON, what ptxas says of each case. Run as a module.
+"""Compiles the Hopper backward kernels without a GPU; prints, as JSON, what ptxas says of each case. Run as a module.
 
 A case is dtype-head_dim-group-softcap-marks, such as bf16-128-4-0-1; which kernel that takes is as in a call. For the
 kernels of two passes head_dim is followed by dkdv or dq, such as 128dq; head_dim 256 has no others.
@@ -11,7 +11,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kernels.flash_attention.hopper import bwd, bwd_queries, bwd_three_groups, bwd_wide
+from kernels.flash_attention.hopper import bwd_keys, bwd_queries, bwd_three_groups, bwd_wide
 from kernels.flash_attention.hopper.bwd_dq import ROW_ALIGNMENT
 from kernels.flash_attention.portable.load import split_width
 from tests.kernels.aot import compile_to_ptx, ptxas
@@ -26,40 +26,35 @@ def descriptor(dtype, block):
     return f"tensordesc<{dtype}[{', '.join(map(str, block))}],{layout!r}>"
 
 
-def compile_kernel(dtype, head_dim, group, softcap, marks, with_dq=True):
-    """The compiled kernel of one case, with the tiles of the table."""
-    head_dim = int(head_dim)
-    tiles, kernel = bwd.tiles_of(head_dim, with_dq, float(softcap)), bwd._bwd_kernel
-    d_1, d_2 = split_width(head_dim)
+def compile_keys(dtype, head_dim, group, softcap, marks):
+    """The compiled kernel of dK and dV alone."""
+    tiles, kernel = bwd_keys.tiles_of(int(head_dim), float(softcap)), bwd_keys._dkdv_kernel
+    d_1, d_2 = split_width(int(head_dim))
     signature = dict(
         rows_desc=descriptor("fp32", [tiles.block_m]), softmax_scale="fp32", softcap="fp32",
         tiles_ptr="*i32", query_start_ptr="*i32", query_end_ptr="*i32", spoiled_ptr="*i32",
     )  # fmt: skip
     constants = dict(
-        HAS_SOFTCAP=softcap == "1", GROUP=int(group), D_2=d_2, STAGES=tiles.stages,
-        ALIGNMENT=ROW_ALIGNMENT, WITH_DQ=with_dq,
-        CONSUMER_REGISTERS=bwd.CONSUMER_REGISTERS, PRODUCER_REGISTERS=bwd.PRODUCER_REGISTERS,
+        HAS_SOFTCAP=softcap == "1", GROUP=int(group), D_2=d_2, STAGES=tiles.stages, ALIGNMENT=ROW_ALIGNMENT,
+        CONSUMER_REGISTERS=bwd_keys.CONSUMER_REGISTERS, PRODUCER_REGISTERS=bwd_keys.PRODUCER_REGISTERS,
     )  # fmt: skip
     if marks == "0":
         constants["spoiled_ptr"] = None
     for part, width in (("", d_1), ("_2", d_2)):
         for name, rows in (
-            ("q", tiles.block_m), ("do", tiles.block_m), ("k", bwd.BLOCK_N), ("v", bwd.BLOCK_N),
-            ("dk", bwd.BLOCK_N), ("dv", bwd.BLOCK_N),
+            ("q", tiles.block_m), ("do", tiles.block_m), ("k", bwd_keys.BLOCK_N), ("v", bwd_keys.BLOCK_N),
+            ("dk", bwd_keys.BLOCK_N), ("dv", bwd_keys.BLOCK_N),
         ):  # fmt: skip
             if width:
                 signature[f"{name}{part}_desc"] = descriptor(dtype, [rows, width])
             else:
                 constants[f"{name}{part}_desc"] = None
-        if with_dq and width:
-            signature[f"sum{part}_desc"] = descriptor("fp32", [bwd.SUM_BLOCK, min(width, bwd.SUM_BLOCK)])
-        else:
-            constants[f"sum{part}_desc"] = None
-    return compile_source(kernel, signature, constants, bwd.REGISTERS)
+    return compile_source(kernel, signature, constants, bwd_keys.REGISTERS)
 
 
 def compile_three_groups(dtype, head_dim, group, softcap, marks):
-    """The compiled kernel in which dQ has a warpgroup of its own."""
+    """The compiled kernel of all three gradients."""
+    head_dim = int(head_dim)
     tiles = bwd_three_groups.tiles_of(head_dim, TORCH_DTYPES[dtype], float(softcap))
     kernel = bwd_three_groups._bwd_kernel
     d_1, d_2 = split_width(head_dim)
@@ -138,10 +133,9 @@ def compile_case(dtype, kernel, *features):
         return compile_queries(dtype, kernel.removesuffix("dq"), *features)
     if kernel == f"{bwd_wide.HEAD_DIM}dkdv":
         return compile_wide(dtype, *features)
-    softcap = float(features[1])
-    if kernel.isdecimal() and bwd_three_groups.tiles_of(int(kernel), TORCH_DTYPES[dtype], softcap):
-        return compile_three_groups(dtype, int(kernel), *features)
-    return compile_kernel(dtype, kernel.removesuffix("dkdv"), *features, with_dq=not kernel.endswith("dkdv"))
+    if kernel.endswith("dkdv"):
+        return compile_keys(dtype, kernel.removesuffix("dkdv"), *features)
+    return compile_three_groups(dtype, kernel, *features)
 
 
 def report(*case):

@@ -8,7 +8,7 @@ import torch
 
 from kernels.flash_attention import backend
 from kernels.flash_attention.features import Features
-from kernels.flash_attention.hopper import bwd, bwd_dq, bwd_three_groups, bwd_wide
+from kernels.flash_attention.hopper import bwd, bwd_dq, bwd_keys, bwd_three_groups, bwd_wide
 from kernels.flash_attention.portable import bwd as portable_bwd
 from kernels.flash_attention.schedule import causal_schedule
 from tests.kernels.ahead_of_time import compile_all
@@ -16,10 +16,10 @@ from tests.kernels.ahead_of_time import compile_all
 # dtype-head_dim-group-softcap-marks -> bytes of spill stores allowed: what ptxas of triton 3.6 and 3.7 gives, with room
 SPILLS = {
     "bf16-128-1-0-0": 80, "bf16-64-1-0-0": 16, "fp16-64-1-0-0": 32,
-    "bf16-128-1-0-1": 80, "bf16-64-1-0-1": 16, "bf16-96-1-0-1": 32,
+    "bf16-128-1-0-1": 80, "bf16-64-1-0-1": 16, "bf16-96-1-0-1": 16, "fp16-96-1-0-0": 48,
     "fp16-128-4-0-1": 80, "fp16-64-4-0-1": 16, "bf16-128-4-0-0": 96, "bf16-64-4-0-1": 16,
-    "bf16-128-1-1-1": 136, "fp16-128-1-1-1": 368, "bf16-64-4-1-1": 48, "bf16-64-1-1-1": 32,
-    "fp16-64-1-1-1": 16, "bf16-96-4-1-1": 128,
+    "bf16-128-1-1-1": 136, "bf16-64-4-1-1": 48, "bf16-64-1-1-1": 32, "fp16-64-1-1-1": 16,
+    "bf16-96-4-1-1": 176, "fp16-96-1-1-1": 208,
     "bf16-64dkdv-1-0-1": 48, "bf16-96dkdv-1-0-1": 16, "fp16-128dkdv-4-0-1": 96, "bf16-128dkdv-1-1-1": 256,
     "bf16-64dkdv-4-1-1": 16,
     "bf16-64dq-1-0-1": 16, "bf16-96dq-1-0-1": 16, "fp16-128dq-4-0-1": 16, "bf16-128dq-1-1-1": 16,
@@ -54,8 +54,8 @@ def test_padded_rows_take_no_part(device, total, prepared):
     lse, delta = torch.randn(2, 3, total, device=device)
     lse[1, 5] = float("-inf")
     rows = prepared(lse, delta)
-    tables = [bwd.TILES, bwd.TILES_WITHOUT_DQ, bwd.CAPPED_TILES_WITHOUT_DQ]
-    tables += [bwd_three_groups.TILES, bwd_three_groups.CAPPED_TILES]
+    modules = bwd_keys, bwd_three_groups
+    tables = [table for module in modules for table in (module.TILES, module.CAPPED_TILES)]
     longest = max(bwd_wide.BLOCK, *(tiles.block_m for table in tables for tiles in table.values()))
     assert rows.shape[:2] == (2, 3) and rows.shape[2] % 4 == 0  # in whole fours, as TMA reads them
     assert rows.shape[2] >= total - 1 + longest, "the last block of queries reads the next head's lse and delta"
@@ -77,19 +77,22 @@ def test_kernels_of_a_call(device, monkeypatch, dtype, head_dim, softcap, determ
     monkeypatch.setattr(bwd, "prepare", lambda *_: (None, "sum of dq"))
     monkeypatch.setattr(bwd, "prepare_rows", lambda *_: None)
     monkeypatch.setattr(bwd, "finish", lambda sums, *_: launched.append(sums))
-    monkeypatch.setattr(bwd, "gradients_of_keys", lambda *tensors: (launched.append(tensors[5]), None))
-    monkeypatch.setattr(bwd_three_groups, "gradients_of_keys", lambda *_: (launched.append("three groups"), None))
+    for module in (bwd_keys, bwd_three_groups, bwd_wide):
+        name = module.__name__.split(".")[-1]
+        monkeypatch.setattr(module, "gradients_of_keys", lambda *_, name=name: (launched.append(name), None))
     monkeypatch.setattr(bwd, "gradient_of_queries", lambda *_: launched.append("dq"))
-    monkeypatch.setattr(bwd_wide, "gradients_of_keys", lambda *_: (launched.append("wide"), None))
     monkeypatch.setattr(portable_bwd, "attention_backward", lambda *_: ("portable",) * 3)
     do, q, k, v = torch.zeros(4, 3, 2, head_dim, device=device, dtype=dtype)
     o, lse = torch.zeros_like(q), torch.zeros(2, 3, device=device)
     schedule, features = causal_schedule(None, 3, q.device), Features(1.0, softcap, None, [])
     arguments = do, None, q, k, v, o, lse, schedule, features, deterministic
     backend.backward(*arguments)
-    three_groups = head_dim == 64 or (head_dim == 128 and not (softcap and dtype == torch.float16))
-    fast = "three groups" if three_groups else "sum of dq"
-    wide = head_dim == bwd_wide.HEAD_DIM
-    assert launched == (["wide", "dq"] if wide else [None, "dq"] if deterministic else [fast, "sum of dq"])
+    spills = head_dim == 128 and softcap and dtype == torch.float16
+    if head_dim == 256:
+        assert launched == ["bwd_wide", "dq"]
+    elif deterministic or spills:
+        assert launched == ["bwd_keys", "dq"]
+    else:
+        assert launched == ["bwd_three_groups", "sum of dq"]
     monkeypatch.setenv(backend.VARIABLE, "portable")
     assert backend.backward(*arguments)[:3] == ("portable",) * 3

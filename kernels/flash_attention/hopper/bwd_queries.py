@@ -2,8 +2,8 @@
 
 One producer warp loads Q and dO once, then blocks of K and V, through TMA; two warpgroups hold 64 queries each, with
 scores of their own, and feed dS to dQ = dS K from registers. At head_dim 256, and wherever gradients must be the same
-bits in every run, it follows a kernel of dK and dV (bwd_wide.py, bwd.py without dQ), which computes the scores too.
-A head_dim of 96 is worked as 64 columns and 32, as in bwd.py.
+bits in every run, it follows a kernel of dK and dV (bwd_keys.py, bwd_wide.py), which computes the scores too.
+A head_dim of 96 is worked as 64 columns and 32, as in bwd_keys.py.
 
 What binds, for 128 queries x 128 keys (cycles of one SM, as bwd_wide.py counts them; at 256, for 128 x 64):
 

@@ -1,7 +1,7 @@
 """What the backward kernels of 128 keys a program share: a program's steps, their buffers, and how they are loaded.
 
 A step is a block of queries of one head. A program visits those that see its keys, head by head of a KV head's group.
-bwd.py and bwd_three_groups.py have all of it in common, bwd_wide.py the order of the steps.
+bwd_keys.py and bwd_three_groups.py have all of it in common, bwd_wide.py the order of the steps.
 """
 
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""The backward pass in one kernel of five matmuls, dQ by a warpgroup of its own, for Hopper. head_dim 64 and 128.
+"""The backward pass in one kernel of five matmuls, dQ by a warpgroup of its own, for Hopper.
 
 A program owns 128 keys of a KV head. In each step, a block of queries of one head:
 
@@ -7,9 +7,12 @@ A program owns 128 keys of a KV head. In each step, a block of queries of one he
 - the third: dQ = dS K of all 128 keys, 64 rows by 64 columns at a time, each added to fp32 in global memory by TMA. The
   order of those additions varies from run to run; dK and dV have one owner and are repeatable.
 
-In bwd.py the first two share dQ: they meet in every step, and neither has products in flight while it adds. Here that
-is behind the others' next step. bwd.py stays for head_dim 96, for dK and dV alone, and for softcap in fp16 at 128: its
-factor of dS is as many registers again as P, and would spill.
+Where two warpgroups shared dQ, as they first did, they met in every step, and neither had products in flight while it
+added. Here that is behind the others' next step. In fp16 at 128 softcap's factor of dS, as many registers again as P,
+spills: 9.9 ms at 16k, where two kernels of seven matmuls take 7.1 (bwd.py).
+
+A head_dim of 96 is worked as 64 columns and 32, each with buffers, descriptors and accumulators of its own, because
+Triton's blocks are powers of two: padded to 128 it would pay for a third more of every product.
 
 Barriers, each of every stage but kv_full: kv_full, q_full and do_full of TMA's bytes; empty, that both consumers have
 read Q and dO; ds_full, that both have written dS^T; ds_empty, that dQ's products have read it. Nothing waits in a
@@ -46,19 +49,22 @@ nothing: 508 TFLOP/s for 514 at 16k.
 
 TFLOP/s of an H200 in November 2026, causal bf16, all kernels of the pass, medians of runs in turns, at 64 before AHEAD:
 
-| head_dim, heads / KV heads, tokens of a document | bwd.py | this | cuDNN |
-|:-------------------------------------------------|-------:|-----:|------:|
-| 128, 16 / 16, 16k                                | 502    | 603  | 541   |
-| 128, 16 / 16, 2k                                 | 408    | 452  |       |
-| 128, 32 / 8, 8k                                  | 448    | 502  | 514   |
-| 64, 32 / 32, 16k                                 | 432    | 534  | 429   |
-| 64, 32 / 32, 2k                                  | 354    | 390  |       |
-| 64, 64 / 16, 8k                                  | 402    | 492  | 408   |
+| head_dim, heads / KV heads, tokens of a document | two groups | this | cuDNN |
+|:-------------------------------------------------|-----------:|-----:|------:|
+| 128, 16 / 16, 16k                                | 502        | 603  | 541   |
+| 128, 16 / 16, 2k                                 | 408        | 452  |       |
+| 128, 32 / 8, 8k                                  | 448        | 502  | 514   |
+| 96, 21 / 21, 16k                                 | 460        | 512  | 402   |
+| 96, 21 / 21, 2k                                  | 376        | 403  |       |
+| 64, 32 / 32, 16k                                 | 432        | 534  | 429   |
+| 64, 32 / 32, 2k                                  | 354        | 390  |       |
+| 64, 64 / 16, 8k                                  | 402        | 492  | 408   |
 
-In another run at 128, 16k: bwd.py 511, this without HALVES 554, with 585. In a third at 64, in random order, without
-HALVES and AHEAD and with both (run 18 of scripts/results/hopper_kernels_h200_202611.md): 32 / 32, 16k 514 and 563, 2k
-383 and 413; 32 / 8, 32k 530 and 551. With softcap (run 25), bwd.py and this: at 64 16k 189 and 398, with 4 query heads
-a KV head 188 and 464 (412 without AHEAD); at 128 431 and 536, 402 and 513.
+In another run at 128, 16k: two groups 511, this without HALVES 554, with 585. In a third at 64, in random order,
+without HALVES and AHEAD and with both (run 18 of scripts/results/hopper_kernels_h200_202611.md): 32 / 32, 16k 514 and
+563, 2k 383 and 413; 32 / 8, 32k 530 and 551. At 96 (run 26) log-normal documents 430 and 483 by two groups and by this,
+short ones 137 and 142. With softcap (runs 25 and 26), 16k: at 64 189 and 398, with 4 query heads a KV head 188 and 464
+(412 without AHEAD); at 96 408 and 482; at 128 431 and 536, 402 and 513.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """

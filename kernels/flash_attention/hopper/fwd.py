@@ -17,8 +17,8 @@ What differs between head dimensions and documents, the best on balance of what 
   for short documents, of 64 to 512 tokens, with blocks of 64 keys: at head_dim 128 223, together and with 128 keys 178,
   at 96 181 and 145, at 256 231 for 219.
 - How many consumers. Three read K and V less often, which head_dim 64 needs: with maxima first 532 at 16k, two give 463
-  at best. At 96, with blocks of 64 keys, 608, two 580. But tiles of 192 queries waste many blocks on shorter documents:
-  at 2k 345 and 392, at 96 405 and 462.
+  at best. At 96, with blocks of 64 keys, 608, two 580; at 128k 637 and 599. But tiles of 192 queries waste many blocks
+  on shorter documents: at 2k 345 and 392, at 96 405 and 462.
 - What the registers hold during the softmax: scores and probabilities (fwd_softmax.py), and as a rule P of the block
   before, which P V reads. Three consumers have no room for it with 128 keys at 64, and little with 64 at 96, and wait
   for P V before the softmax (`pv_first`): 565 at 64 and 16k, where `max_first`, which has no need of the scores beside
@@ -111,7 +111,10 @@ FORWARD_TILES = {
     128: ForwardTiles(128, 2, 2, "query_tiles", turns=True),
     256: ForwardTiles(64, 2, 2, "query_tiles", turns=True, o_in_q=True),
 }
-_LONG_64 = ForwardTiles(128, 3, 3, "wide_query_tiles", turns=True, pv_first=True)
+_LONG = {
+    64: ForwardTiles(128, 3, 3, "wide_query_tiles", turns=True, pv_first=True),
+    96: ForwardTiles(64, 3, 4, "wide_query_tiles", turns=True, pv_first=True),
+}
 # where documents are not of medium length (schedule.document_length) and these are faster
 OTHER_TILES: dict[DocumentLength, dict[int, ForwardTiles]] = {
     "short": {
@@ -123,12 +126,8 @@ OTHER_TILES: dict[DocumentLength, dict[int, ForwardTiles]] = {
     "medium": {
         256: ForwardTiles(64, 2, 2, "query_tiles", dynamic=False, turns=True, max_first=True, o_in_q=True),
     },
-    "long": {64: _LONG_64, 96: ForwardTiles(64, 3, 4, "wide_query_tiles", turns=True, pv_first=True)},
-    "very_long": {
-        64: _LONG_64,
-        96: ForwardTiles(128, 2, 2, "query_tiles", turns=True),
-        128: ForwardTiles(128, 2, 2, "query_tiles"),
-    },
+    "long": _LONG,
+    "very_long": _LONG | {128: ForwardTiles(128, 2, 2, "query_tiles")},
 }
 
 

@@ -1,0 +1,248 @@
+"""dK and dV alone, for Hopper: TMA, two warpgroups, and no addition in memory, so every run gives the same bits.
+
+One producer warp loads Q, dO, lse and delta through TMA; two warpgroups hold half of a tile of keys each. S and dP are
+computed transposed, [keys, queries], so that P^T and dS^T feed dV and dK from registers.
+A head_dim of 96 is worked as 64 columns and 32, each with buffers, descriptors and accumulators of its own, because
+Triton's blocks are powers of two: padded to 128 it would pay for a third more of every product.
+Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.flash_attention.features import Features
+from kernels.flash_attention.hopper.bwd_dq import ROW_ALIGNMENT
+from kernels.flash_attention.hopper.bwd_steps import (
+    BLOCK_N,
+    SIZES,
+    decode,
+    kv_heads_per_section,
+    new_barriers,
+    new_buffers,
+    next_step,
+    produce,
+    seen_by,
+)
+from kernels.flash_attention.hopper.bwd_tma import named_barrier
+from kernels.flash_attention.hopper.columns import keep_columns
+from kernels.flash_attention.hopper.descriptors import numbers, rows_of_heads
+from kernels.flash_attention.hopper.marks import mark_spoiled
+from kernels.flash_attention.portable.launch import ceil_div
+from kernels.flash_attention.portable.load import split_width
+from kernels.flash_attention.replay import launch
+from kernels.flash_attention.schedule import Schedule
+from kernels.flash_attention.scores import cap
+
+# 3 x 128 threads: the producer's warpgroup gives registers up, and the consumers take them
+REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
+
+
+@dataclass(frozen=True)
+class KeysTiles:
+    """block_m queries a step; stages of Q and of dO in flight."""
+
+    block_m: int
+    stages: int
+
+
+# by head_dim; 164, 147 and 194 KiB of shared memory. Three stages would take a division, and spills
+TILES = {64: KeysTiles(128, 4), 96: KeysTiles(64, 4), 128: KeysTiles(64, 4)}
+# with softcap, whose factor of dS leaves no registers for 128 queries (16k: 4.5 ms for 8.8)
+CAPPED_TILES = TILES | {64: KeysTiles(64, 4)}
+
+
+def tiles_of(head_dim: int, softcap: float) -> KeysTiles:
+    """What `gradients_of_keys` takes."""
+    return (CAPPED_TILES if softcap else TILES)[head_dim]
+
+
+@gluon.jit
+def _consumer(
+    HALF: gl.constexpr, dk_desc, dv_desc, rest, buffers, rest_bufs, barriers, order, ranges, spoiled_ptr,
+    softmax_scale, softcap, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, ALIGNMENT: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: dK and dV of half the tile's keys."""
+    q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf = buffers
+    kv_full, q_full, do_full, empty = barriers
+    STAGES: gl.constexpr = q_bufs.shape[0]
+    BLOCK_M: gl.constexpr = q_bufs.shape[1]
+    D_1: gl.constexpr = q_bufs.shape[2]
+    BLOCK_N: gl.constexpr = k_buf.shape[0]
+    KEYS: gl.constexpr = BLOCK_N // 2
+    # matmuls of which one operation of a head is made
+    PARTS: gl.constexpr = 2 if D_2 else 1
+    dtype: gl.constexpr = q_bufs.dtype
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    kv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_1, 16])
+    operand_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_layout, k_width=2)
+    queries_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
+    keys_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
+
+    first, kv_head, m, end, n_steps = decode(order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+    start, head = m, kv_head * GROUP
+    first_here = first + HALF * KEYS
+    query_start, query_end, whole_start, whole_end = seen_by(ranges, first_here, KEYS, keys_layout)
+    k_half = k_buf.slice(HALF * KEYS, KEYS, dim=0)  # [64, D_1]
+    v_half = v_buf.slice(HALF * KEYS, KEYS, dim=0)
+    no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=scores_layout)
+    dk = gl.zeros([KEYS, D_1], gl.float32, layout=kv_layout)
+    dv = gl.zeros([KEYS, D_1], gl.float32, layout=kv_layout)
+    if D_2:
+        q_2_bufs, do_2_bufs, k_2_buf, v_2_buf = rest_bufs
+        k_half_2 = k_2_buf.slice(HALF * KEYS, KEYS, dim=0)  # [64, D_2]
+        v_half_2 = v_2_buf.slice(HALF * KEYS, KEYS, dim=0)
+        kv_layout_2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_2, 16])
+        operand_layout_2: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_layout_2, k_width=2)
+        dk_2 = gl.zeros([KEYS, D_2], gl.float32, layout=kv_layout_2)
+        dv_2 = gl.zeros([KEYS, D_2], gl.float32, layout=kv_layout_2)
+    mbarrier.wait(kv_full, 0)
+    for step in range(n_steps):
+        stage, phase = step % STAGES, (step // STAGES) & 1
+        q, do = q_bufs.index(stage), do_bufs.index(stage)  # [M, D_1]
+        mbarrier.wait(q_full.index(stage), phase)
+        scores = warpgroup_mma(k_half, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [64, M]
+        if D_2:
+            q_2, do_2 = q_2_bufs.index(stage), do_2_bufs.index(stage)  # [M, D_2]
+            scores = warpgroup_mma(k_half_2, q_2.permute((1, 0)), scores, is_async=True)
+        mbarrier.wait(do_full.index(stage), phase)
+        dp = warpgroup_mma(v_half, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        if D_2:
+            dp = warpgroup_mma(v_half_2, do_2.permute((1, 0)), dp, is_async=True)
+        scores = warpgroup_mma_wait(PARTS, deps=[scores])
+        lse = gl.expand_dims(lse_bufs.index(stage).load(queries_layout), 0)
+        if HAS_SOFTCAP:
+            scores, t = cap(scores, softmax_scale, softcap, dtype)
+            p = gl.exp2(scores - lse)
+        else:
+            p = gl.exp2(scores * (softmax_scale * 1.4426950408889634) - lse)
+        if (m < whole_start) | (m + BLOCK_M > whole_end):
+            p = keep_columns(p, query_start - m, query_end - m, 0.0)
+        p_low = p.to(dtype)
+        if HAS_SOFTCAP:
+            p = p * (1.0 - t * t)
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        dv = warpgroup_mma(gl.convert_layout(p_low, operand_layout), do, dv, is_async=True)
+        if D_2:
+            dv_2 = warpgroup_mma(gl.convert_layout(p_low, operand_layout_2), do_2, dv_2, is_async=True)
+        delta = gl.expand_dims(delta_bufs.index(stage).load(queries_layout), 0)
+        ds = (p * (dp - delta)).to(dtype)
+        dk = warpgroup_mma(gl.convert_layout(ds, operand_layout), q, dk, is_async=True)
+        if D_2:
+            dk_2 = warpgroup_mma(gl.convert_layout(ds, operand_layout_2), q_2, dk_2, is_async=True)
+        if D_2:
+            dv, dv_2, dk, dk_2 = warpgroup_mma_wait(0, deps=[dv, dv_2, dk, dk_2])
+        else:
+            dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
+        mbarrier.arrive(empty.index(stage), count=1)
+        m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
+    if spoiled_ptr is not None:
+        mark_spoiled(dk + dv, first_here, kv_head, ranges[2], spoiled_ptr)
+        if D_2:
+            mark_spoiled(dk_2 + dv_2, first_here, kv_head, ranges[2], spoiled_ptr)
+    # dK and dV leave through the buffers of K and V
+    named_barrier(10, 256)  # both warpgroups have read K for the last time
+    k_half.store((dk * softmax_scale).to(dtype))
+    v_half.store(dv.to(dtype))
+    if D_2:
+        k_half_2.store((dk_2 * softmax_scale).to(dtype))
+        v_half_2.store(dv_2.to(dtype))
+    fence_async_shared()
+    named_barrier(10, 256)
+    column = kv_head * (D_1 + D_2)
+    if HALF == 0:
+        tma.async_copy_shared_to_global(dk_desc, [first, column], k_buf)
+        if D_2:
+            tma.async_copy_shared_to_global(rest[0], [first, column], k_2_buf)
+    else:
+        tma.async_copy_shared_to_global(dv_desc, [first, column], v_buf)
+        if D_2:
+            tma.async_copy_shared_to_global(rest[1], [first, column], v_2_buf)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def _dkdv_kernel(
+    q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc,
+    q_2_desc, k_2_desc, v_2_desc, do_2_desc, dk_2_desc, dv_2_desc,
+    tiles_ptr, query_start_ptr, query_end_ptr, spoiled_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section,
+    total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
+    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, STAGES: gl.constexpr,
+    ALIGNMENT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_N keys of one KV head, over all query heads that share it.
+
+    Descriptors of the first D_1 columns of each head, and with a 2 of the D_2 after them (None where D_2 is 0).
+    spoiled_ptr is None, or where to mark NaN in dK and dV (marks.py).
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[0]
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
+    buffers = new_buffers(q_desc, k_desc, v_desc, do_desc, rows_desc, STAGES)
+    barriers = new_barriers(STAGES, 2)
+    rest, rest_bufs = (dk_2_desc, dv_2_desc), None
+    if D_2:
+        q_2_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D_2], q_2_desc.layout)
+        do_2_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D_2], do_2_desc.layout)
+        k_2_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D_2], k_2_desc.layout)
+        v_2_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D_2], v_2_desc.layout)
+        rest_bufs = (q_2_bufs, do_2_bufs, k_2_buf, v_2_buf)
+    order = (tiles_ptr, n_tiles, n_kv_heads, section)
+    ranges = (query_start_ptr, query_end_ptr, total_k)
+    loads = (
+        (q_desc, k_desc, v_desc, do_desc), (q_2_desc, k_2_desc, v_2_desc, do_2_desc), rows_desc,
+        (stride_qh, stride_kh, stride_vh, stride_doh), padded_q, n_kv_heads * GROUP * padded_q,
+    )  # fmt: skip
+    gl.warp_specialize([
+        (_consumer, (0, dk_desc, dv_desc, rest, buffers, rest_bufs, barriers, order, ranges, spoiled_ptr,
+                     softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT)),
+        (_consumer, (1, dk_desc, dv_desc, rest, buffers, rest_bufs, barriers, order, ranges, spoiled_ptr,
+                     softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT)),
+        (produce, (loads, buffers, rest_bufs, barriers, order, ranges, GROUP, ALIGNMENT)),
+    ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+
+
+def gradients_of_keys(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, spoiled: Tensor | None, schedule: Schedule,
+    features: Features,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """-> dk, dv, dense.
+
+    rows as `prepare_rows` returns them; spoiled (portable.launch.new_marks) gets the marks of NaN in dk and dv.
+    """
+    n_heads, head_dim = q.shape[1:]
+    total_k, n_kv_heads, _ = k.shape
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    tiles = tiles_of(head_dim, features.softcap)
+    rows_desc = numbers(rows, tiles.block_m)
+    n_tiles = ceil_div(total_k, BLOCK_N)
+    d_1, d_2 = split_width(head_dim)
+    operands = [
+        (q, tiles.block_m), (k, BLOCK_N), (v, BLOCK_N), (do, tiles.block_m), (dk, BLOCK_N), (dv, BLOCK_N),
+    ]  # fmt: skip
+    # views of columns cost the host time, so only where there are two parts
+    parts = [[x[..., :d_1], x[..., d_1:]] if d_2 else [x] for x, _ in operands]
+    blocks = [block for _, block in operands]
+    descs = [rows_of_heads(x[0], block) for x, block in zip(parts, blocks, strict=True)]
+    rest = [rows_of_heads(x[1], block) if d_2 else None for x, block in zip(parts, blocks, strict=True)]
+    launch(
+        _dkdv_kernel, (n_tiles * n_kv_heads,),
+        *descs[:4], rows_desc, *descs[4:], *rest,
+        schedule.key_tiles, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale, features.softcap,
+        n_tiles, n_kv_heads, kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],
+        q.stride(1), k.stride(1), v.stride(1), do.stride(1),
+        HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, D_2=d_2, STAGES=tiles.stages,
+        ALIGNMENT=ROW_ALIGNMENT, CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+        num_warps=4, maxnreg=REGISTERS,
+    )  # fmt: skip
+    return dk, dv
