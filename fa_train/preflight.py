@@ -92,7 +92,7 @@ def shape_of(
         precision=cast(Precision, precision),  # which Shape checks
         tokens=tokens,
         checkpointing=block.checkpointing,
-        offload=model.offload is not None,
+        offload=model.offload is not None and ("all" if model.offload.everything else True),
         mlp_chunk=ffn.chunk_size,
         loss_chunk=model.loss.chunk_size,
         optimizer=OPTIMIZERS.get(optimizer.func if isinstance(optimizer, partial) else optimizer, "adamw"),
@@ -194,7 +194,7 @@ def require_memory(shape: Shape, device: torch.device, processes: int, rows: int
             f"{available / GIB:.1f} GiB. Try {next_lever(shape, available, host // processes, rows)}"
         )
     if shape.offload:
-        require_host_memory(prediction.host, host, processes)
+        require_host_memory(prediction.host, host, processes, everything=shape.everything)
     elif prediction.host * processes > host:
         raise ValueError(
             f"optimizer=adamw_offload needs {prediction.host / GIB:.1f} GiB of host memory in each of {processes} "

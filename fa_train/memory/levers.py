@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from fa_train.memory.checkpointing import Checkpointing
-from fa_train.memory.planner import MATRICES, OptimizerKind, Prediction, Shape, block_sizes, predict
+from fa_train.memory.offload import Offloaded
+from fa_train.memory.planner import MATRICES, OptimizerKind, Prediction, Shape, block_sizes, predict, sent_per_layer
 
 MLP_CHUNK = 16384  # tokens: large enough to fill a GPU
 LINK = 5e10  # bytes a second to and from the host; about an H200's
@@ -29,7 +30,7 @@ class Levers:
     """What can be given up for memory, by the names that Memory and conf/memory have for it."""
 
     checkpointing: Checkpointing
-    offload: bool
+    offload: Offloaded
     mlp_chunk: int | None
 
     def overrides(self, others: "Levers") -> list[str]:
@@ -43,7 +44,7 @@ COMBINATIONS = [
     for checkpointing in get_args(Checkpointing)
     for offload in (False, True)
     for mlp_chunk in (None, MLP_CHUNK)
-]
+] + [Levers("none", "all", mlp_chunk) for mlp_chunk in (None, MLP_CHUNK)]
 
 
 def fits(prediction: Prediction, gpu_bytes: int, host_bytes: int) -> bool:
@@ -96,9 +97,9 @@ def extra_seconds(shape: Shape) -> float:
     if s.checkpointing == "full":
         seconds += attention
     if s.mlp_chunk:
-        seconds += up + LAUNCH * (s.tokens / s.mlp_chunk)
+        seconds += (0 if s.offload == "all" else up) + LAUNCH * (s.tokens / s.mlp_chunk)
     if s.offload:
-        forward, copy = attention + projections + up + down, s.tokens * s.dim * s.weight_bytes / LINK
+        forward, copy = attention + projections + up + down, sent_per_layer(s) / LINK
         seconds += max(0.0, copy - forward) + max(0.0, copy - 2 * forward) + BESIDE_COPIES * 3 * forward
     return s.n_layers * seconds
 

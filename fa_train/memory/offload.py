@@ -1,15 +1,19 @@
-"""Hidden states between blocks wait for their backward in host memory.
+"""Hidden states between blocks, or all that blocks keep, wait for their backward in host memory.
 
-A block's input is what activation checkpointing keeps of it: at a million tokens the largest part of a step. Copies
-run on a stream of their own, out while the block computes, back while the backward of the block above it computes.
+A block's input is what activation checkpointing keeps of it: at a million tokens the largest part of a step. Without
+checkpointing a block keeps about eight times as much, which takes a copy about as long as llama_1b's block computes on
+131,072 tokens; then nothing is computed twice. Copies run on a stream of their own, out while the next blocks compute,
+back while the backward of the block above computes.
 
-Design: saved-tensor hooks around each block. Whatever the block saves that is its input (checkpoint's one argument, or
-the norm's input without checkpointing) is kept as a `_Boundary` instead; all else stays where it is. So autograd
-decides how long a boundary lives, and every wrapper of a block works unchanged, torch.compile included.
+Design: saved-tensor hooks around each block. Of what the block saves, its input (checkpoint's one argument, or the
+norm's input without checkpointing), or everything that has a row for each token, is kept as a `_State` instead; all
+else stays where it is. A state is a whole storage, as q, k and v are views of one. So autograd decides how long a state
+lives, and every wrapper of a block works unchanged, torch.compile included.
 
 Order on the device, with `copies` the side stream and `compute` autograd's:
-- out: copies waits for compute, which wrote the state. The state itself is kept until compute waits for its copy two
-  blocks later, so that its memory is not handed out while it is read; at most two states are underway.
+- out: copies waits for compute, which wrote the state. The state itself is kept until compute waits for its copy, so
+  that its memory is not handed out while it is read: two blocks later or, of everything, IN_FLIGHT + 1 blocks later, as
+  copies may be a little slower than blocks, and those of the last blocks run on beside the loss.
 - back: compute allocates, copies waits for compute (the memory's last owner) and fills, compute waits for copies.
 - host buffers return to the pool with the graph. The one stream orders a buffer's last copy back before its next copy
   out, so nothing ever waits on the host.
@@ -21,11 +25,24 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+
+Offloaded = bool | Literal["all"]  # nothing, hidden states between blocks, or all that blocks keep
+IN_FLIGHT = 2  # blocks whose copies to the host may still run while a block computes, where everything leaves
+
+
+def require_offload(offload: Offloaded, checkpointing: str) -> None:
+    """ValueError unless it is one, and blocks keep what "all" would send."""
+    if offload not in (False, True, "all"):
+        raise ValueError(f"memory.offload must be true, false or all; got {offload}")
+    if offload == "all" and checkpointing != "none":
+        raise ValueError(f"memory.offload=all needs memory.checkpointing=none; got {checkpointing}")
 
 
 def host_bytes(n_layers: int, tokens: int, dim: int, dtype: torch.dtype) -> int:
@@ -41,24 +58,26 @@ def available_host_bytes() -> int:
     return min([available, *(limit for limit in limits if limit is not None)])
 
 
-def require_host_memory(needed: int, available: int, processes: int = 1) -> None:
+def require_host_memory(needed: int, available: int, processes: int = 1, *, everything: bool = False) -> None:
     """ValueError when `processes` of this machine cannot have `needed` bytes each of the `available` ones."""
     if needed * processes > available:
         each = f" in each of {processes} processes" if processes > 1 else ""
+        offload, other = ("all", "memory=offload") if everything else ("true", "memory.offload=false")
         raise ValueError(
-            f"memory.offload=true needs {needed / 2**30:.1f} GiB of host memory{each}; {available / 2**30:.1f} GiB are "
-            f"available. Choose a shorter seq_len, trainer.precision=bf16-true, or memory.offload=false"
+            f"memory.offload={offload} needs {needed / 2**30:.1f} GiB of host memory{each}; {available / 2**30:.1f} "
+            f"GiB are available. Choose a shorter seq_len, trainer.precision=bf16-true, or {other}"
         )
 
 
 class Offload:
-    """The host memory and the stream of one model's boundaries, over all its steps.
+    """The host memory and the stream of one model's states, over all its steps.
 
-    Buffers are allocated in the first step and reused from then on: as many as boundaries wait at once.
+    everything: whether whatever a block keeps goes to the host, or its input alone.
+    Buffers are allocated in the first step and reused from then on: as many as states wait at once.
     """
 
-    def __init__(self, n_layers: int) -> None:
-        self.n_layers = n_layers
+    def __init__(self, n_layers: int, everything: bool = False) -> None:
+        self.n_layers, self.everything = n_layers, everything
         self.pool: HostPool | None = None
         self.copies: torch.cuda.Stream | None = None
 
@@ -66,10 +85,10 @@ class Offload:
         """For one forward over hidden states like x. Raises: ValueError when the host has too little memory."""
         needed = (self.n_layers - 1) * x.nbytes
         if self.pool is None:
-            require_host_memory(needed, available_host_bytes())
+            require_host_memory(needed, available_host_bytes(), everything=self.everything)
             self.pool = HostPool(pinned=x.is_cuda)
             self.copies = torch.cuda.Stream(x.device) if x.is_cuda else None
-        return ForwardPass(self.n_layers, self.pool, self.copies)
+        return ForwardPass(self.n_layers, self.everything, self.pool, self.copies)
 
 
 class HostPool:
@@ -81,12 +100,15 @@ class HostPool:
         self.allocated = 0  # how often, for the tests: a step after the first allocates nothing
 
     def take(self, nbytes: int) -> Tensor:
-        """(at least nbytes,) uint8."""
-        buffer = self.free.pop() if self.free else None
-        if buffer is None or buffer.numel() < nbytes:
-            self.allocated += 1
-            buffer = _pinned(nbytes) if self.pinned else torch.empty(nbytes, dtype=torch.uint8)
-        return buffer
+        """(at least nbytes,) uint8: the smallest of the free ones that is large enough, or in the place of another."""
+        self.free.sort(key=Tensor.numel)
+        for place, buffer in enumerate(self.free):
+            if buffer.numel() >= nbytes:
+                return self.free.pop(place)
+        if self.free:
+            self.free.pop()
+        self.allocated += 1
+        return _pinned(nbytes) if self.pinned else torch.empty(nbytes, dtype=torch.uint8)
 
     def give(self, buffer: Tensor) -> None:
         """Copies on the pool's stream may still be underway."""
@@ -94,95 +116,125 @@ class HostPool:
 
 
 class ForwardPass:
-    """The boundaries of one forward, in order."""
+    """The states of one forward, in order."""
 
-    def __init__(self, n_layers: int, pool: HostPool, copies: torch.cuda.Stream | None) -> None:
-        self.pool, self.copies = pool, copies
+    def __init__(self, n_layers: int, everything: bool, pool: HostPool, copies: torch.cuda.Stream | None) -> None:
+        self.everything, self.pool, self.copies = everything, pool, copies
         self.blocks_left = n_layers
-        self.below: _Boundary | None = None
-        self.underway: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self.below: list[_State] = []  # of the block before
+        self.underway = _Underway(blocks=IN_FLIGHT if everything else 1)
 
     @contextmanager
     def block(self, x: Tensor) -> Iterator[None]:
-        """Around one block's forward on x, which goes to the host if the block saves it.
+        """Around one block's forward on x: what it saves goes to the host, or x alone.
 
         The last block's stays: its backward is the first, so it would be needed back at once.
         """
         self.blocks_left -= 1
-        self._let_go(keep=1)
+        self.underway.next_block()
         pack = _Pack(x, self)
         try:
             with saved_tensors_hooks(pack, _unpack):
                 yield
         finally:
+            self.below = list(pack.states.values())
             pack.release()
-        if not self.blocks_left:
-            self._let_go(keep=0)
 
-    def keep(self, state: Tensor) -> "_Boundary":
-        """The next boundary, of a state that its block saves."""
-        self.below = boundary = _Boundary(state, self.below)
+    def end(self, x: Tensor) -> None:
+        """After the last block, whose result is x: the copies of everything have until x gets its gradient."""
+        self.below, underway = [], self.underway
+        if self.everything and x.requires_grad:
+            x.register_hook(lambda _: underway.let_go())
+        else:
+            underway.let_go()
+
+    def keep(self, storage: Tensor) -> "_State":
+        """The next state that this block saves: a storage as one row."""
+        state = _State(storage, self.below)
         if self.blocks_left:
-            boundary.send(self.pool, self.copies, self.underway)
-        return boundary
-
-    def _let_go(self, keep: int) -> None:
-        """Frees the states whose copies should have ended by now, all but the `keep` newest."""
-        while len(self.underway) > keep:
-            _, copied = self.underway.popleft()
-            torch.cuda.current_stream().wait_event(copied)
+            state.send(self.pool, self.copies, self.underway)
+        return state
 
 
-class _Boundary:
-    """One hidden state from its forward to its backward; `below` is the one that the backward asks for next."""
+class _Underway:
+    """The memory of states whose copies to the host may not have ended: of so many blocks before the one that runs."""
 
-    def __init__(self, state: Tensor, below: "_Boundary | None") -> None:
-        self.state: Tensor | None = state
+    def __init__(self, blocks: int) -> None:
+        self.keep = blocks
+        self.blocks: deque[list[tuple[Tensor, torch.cuda.Event | None]]] = deque()
+
+    def next_block(self) -> None:
+        """Lets go of the blocks that should have arrived by now."""
+        self.let_go(self.keep)
+        self.blocks.append([])
+
+    def add(self, storage: Tensor, copied: torch.cuda.Event | None) -> None:
+        """copied is None where the copy has been waited for, as on a CPU."""
+        self.blocks[-1].append((storage, copied))
+
+    def let_go(self, keep: int = 0) -> None:
+        """Has the current stream wait for the copies of all but the `keep` newest blocks, and frees their memory."""
+        while len(self.blocks) > keep:
+            for _, copied in self.blocks.popleft():
+                if copied is not None:
+                    torch.cuda.current_stream().wait_event(copied)
+
+    def __del__(self) -> None:
+        self.let_go()
+
+
+class _State:
+    """The memory of one saved tensor, and of its views; `below` are those that the backward asks for next."""
+
+    def __init__(self, storage: Tensor, below: "list[_State]") -> None:
+        self.storage: Tensor | None = storage
         self.below = below
+        self.left = 0  # saved views of it that the backward has not asked for
         self.pool: HostPool | None = None
         self.arrived: torch.cuda.Event | None = None
 
-    def send(
-        self,
-        pool: HostPool,
-        copies: torch.cuda.Stream | None,
-        underway: deque[tuple[Tensor, torch.cuda.Event]],
-    ) -> None:
-        """Starts the copy to the host and lets the state go; `underway` holds it until that copy has ended."""
-        state = self.state
-        assert state is not None
-        self.state, self.pool, self.copies, self.device = None, pool, copies, state.device
-        self.buffer = pool.take(state.nbytes)
-        self.host = self.buffer[: state.nbytes].view(state.dtype).view(state.shape)
+    def send(self, pool: HostPool, copies: torch.cuda.Stream | None, underway: _Underway) -> None:
+        """Starts the copy to the host and lets the memory go; `underway` holds it until that copy has ended."""
+        storage = self.storage
+        assert storage is not None
+        self.storage, self.pool, self.copies, self.device = None, pool, copies, storage.device
+        self.buffer = pool.take(storage.nbytes)
+        self.host = self.buffer[: storage.nbytes].view(storage.dtype)
         if copies is None:
-            self.host.copy_(state)
+            self.host.copy_(storage)
+            underway.add(storage, None)
             return
         copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(copies):
-            self.host.copy_(state, non_blocking=True)
-        underway.append((state, copies.record_event()))
+            self.host.copy_(storage, non_blocking=True)
+        underway.add(storage, copies.record_event())
 
     def fetch(self) -> None:
-        """Starts the copy back, unless the state is here or on its way."""
-        if self.state is not None:
+        """Starts the copy back, unless it is here or on its way."""
+        if self.storage is not None:
             return
-        self.state = torch.empty_like(self.host, device=self.device, pin_memory=False)
+        self.storage = torch.empty_like(self.host, device=self.device, pin_memory=False)
         if self.copies is None:
-            self.state.copy_(self.host)
+            self.storage.copy_(self.host)
             return
         self.copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.copies):
-            self.state.copy_(self.host, non_blocking=True)
+            self.storage.copy_(self.host, non_blocking=True)
         self.arrived = self.copies.record_event()
 
     def get(self) -> Tensor:
-        """The state for its block's backward; the one below sets out."""
+        """The storage, one row, for its block's backward; those below set out. Kept here as long as others will ask."""
         self.fetch()
         self._await()
-        if self.below is not None:
-            self.below.fetch()
-        assert self.state is not None
-        return self.state
+        for state in reversed(self.below):
+            state.fetch()
+        self.below = []
+        storage = self.storage
+        assert storage is not None
+        self.left -= 1
+        if self.left <= 0 and self.pool is not None:  # a second backward would fetch it again
+            self.storage = None
+        return storage
 
     def _await(self) -> None:
         if self.arrived is not None:
@@ -196,28 +248,48 @@ class _Boundary:
             self.pool.give(self.buffer)
 
 
+@dataclass(frozen=True)
+class _View:
+    """What stands for one saved tensor."""
+
+    state: _State
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
 class _Pack:
-    """Replaces x among what a block saves. autograd holds on to this with the graph, so in the end it holds nothing."""
+    """Replaces what a block saves. autograd holds on to this with the graph, so in the end it holds nothing."""
 
     def __init__(self, x: Tensor, forward_pass: ForwardPass) -> None:
         self.x: Tensor | None = x
         self.forward_pass: ForwardPass | None = forward_pass
-        self.boundary: _Boundary | None = None
+        self.states: dict[int, _State] = {}  # by address of the storage, which may be saved more than once
+        self.memory: list[Tensor] = []  # of the states, whose addresses no other tensor may get meanwhile
 
-    def __call__(self, saved: Tensor) -> "Tensor | _Boundary":
+    def __call__(self, saved: Tensor) -> "Tensor | _View":
         assert self.x is not None and self.forward_pass is not None
-        if not _is(saved, self.x):
+        if not (_is(saved, self.x) or (self.forward_pass.everything and _is_large(saved, self.x))):
             return saved
-        if self.boundary is None:  # x may be saved more than once
-            self.boundary = self.forward_pass.keep(saved)
-        return self.boundary
+        storage = saved.untyped_storage()
+        state = self.states.get(storage._cdata)
+        if state is None:
+            whole = saved.detach().as_strided((storage.nbytes() // saved.itemsize,), (1,), 0)
+            state = self.states[storage._cdata] = self.forward_pass.keep(whole)
+            self.memory.append(whole)
+        state.left += 1
+        return _View(state, saved.dtype, saved.shape, saved.stride(), int(saved.storage_offset()))
 
     def release(self) -> None:
-        self.x = self.forward_pass = self.boundary = None
+        self.x = self.forward_pass = None
+        self.states, self.memory = {}, []
 
 
-def _unpack(saved: Tensor | _Boundary) -> Tensor:
-    return saved.get() if isinstance(saved, _Boundary) else saved
+def _unpack(saved: Tensor | _View) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    return saved.state.get().view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
 
 
 def _is(saved: Tensor, x: Tensor) -> bool:
@@ -227,6 +299,16 @@ def _is(saved: Tensor, x: Tensor) -> bool:
         and saved.shape == x.shape
         and saved.dtype == x.dtype
         and saved.stride() == x.stride()
+    )
+
+
+def _is_large(saved: Tensor, x: Tensor) -> bool:
+    """Whether it has a row for each token of x and is worth a copy: no weight, and no row's few statistics."""
+    return (
+        not isinstance(saved, nn.Parameter)
+        and saved.device == x.device
+        and x.shape[0] in saved.shape
+        and saved.untyped_storage().nbytes() >= x.numel()
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fa_train.memory.checkpointing import Checkpointing, require_checkpointing
+from fa_train.memory.offload import IN_FLIGHT, Offloaded, require_offload
 
 GIB = 2**30
 LIBRARIES = 96 * 2**20  # cuBLAS's workspaces, by torch's allocator; measured on an H200
@@ -74,7 +75,7 @@ class Shape:
     precision: Precision
     tokens: int
     checkpointing: Checkpointing
-    offload: bool
+    offload: Offloaded
     mlp_chunk: int | None
     loss_chunk: int
     optimizer: OptimizerKind
@@ -85,6 +86,7 @@ class Shape:
 
     def __post_init__(self) -> None:
         require_checkpointing(self.checkpointing)
+        require_offload(self.offload, self.checkpointing)
         if self.precision not in get_args(Precision):
             known = ", ".join(get_args(Precision))
             raise ValueError(f"trainer.precision must be one of {known}; got {self.precision}")
@@ -111,6 +113,11 @@ class Shape:
     @property
     def mixed(self) -> bool:
         return self.weight_bytes != self.compute_bytes
+
+    @property
+    def everything(self) -> bool:
+        """Whether all that blocks keep leaves, and up(x) by chunks is kept for it."""
+        return self.offload == "all"
 
     @property
     def query_dim(self) -> int:
@@ -247,9 +254,13 @@ class _Block:
     def ffn_kept(self) -> int:
         """From the hidden state between attention and FFN, which torch.compile adds up again, to the FFN's result."""
         kept = (self.x if self.eager else self.x_rounded) + self.statistics + self.x_rounded
-        if self.shape.mlp_chunk:
+        if self.shape.mlp_chunk and not self.keeps_up():
             return kept + (self.x - self.x_rounded if self.shape.adapters else 0)  # chunks of the norm's own result
         return kept + self.up + self.activated_kept() + self.ffn_adapters
+
+    def keeps_up(self) -> bool:
+        """Whether chunks of the FFN's first product are kept; those of adapters and GeGLU are torch's checkpoints."""
+        return self.shape.everything and self.shape.adapters is None and self.shape.activation != "geglu"
 
     def activated(self) -> int:
         """The FFN's operand of its last product; SwiGLU's silu too, which torch.compile does not write."""
@@ -268,6 +279,13 @@ class _Block:
         if self.shape.checkpointing == "none":
             return self.kept()
         return self.x + (self.q + self.lse if self.shape.checkpointing == "selective" else 0)
+
+    def sent(self) -> int:
+        """What of it waits on the host."""
+        if not self.shape.everything:
+            return self.x if self.shape.offload else 0
+        of_rows = 2 * self.statistics + self.lse + (self.qk_statistics if self.shape.qk_norm else 0)
+        return self.kept() - of_rows - self.attention_adapters - (0 if self.shape.mlp_chunk else self.ffn_adapters)
 
     def forward(self) -> dict[str, int]:
         """The most at a time in each part of the first forward, the block's own tensors included."""
@@ -309,7 +327,8 @@ class _Block:
         """Rounded weights, and a chunk from its first product to its last."""
         if not self.shape.mlp_chunk:
             return 0
-        operands = 3 if self.shape.gated else 1  # GELU's result takes the place of its argument
+        # GELU's result takes the place of its argument, unless that is kept
+        operands = 1 if self.keeps_up() or not self.shape.gated else 3
         if self.shape.adapters:  # chunks of torch's own operators
             operands = 4 if self.shape.gated else 2
         return self._ffn_rounded() + self._chunk(self.shape.tokens) * operands
@@ -352,7 +371,7 @@ class _Block:
         """Hopper's kernels add up the gradient of queries in fp32."""
         s = self.shape
         held = self.attention_kept() + self.x + self.q
-        on_hopper = s.compute_bytes == 2 and s.head_dim in (64, 128)
+        on_hopper = s.compute_bytes == 2 and s.head_dim in (64, 96, 128)
         operator = self.lse * (3 if on_hopper else 1) + (self.q_full if on_hopper else 0) + self.qkv
         return held + operator + (0 if self.eager else self._held_by_compiled_code())
 
@@ -403,7 +422,7 @@ def predict(shape: Shape) -> Prediction:
         working=largest.working,
         libraries=LIBRARIES,
         overhead=CONTEXT + int(FRAGMENTATION * (weights + optimizer + largest.total())),
-        host=host + ((s.n_layers - 1) * _Block(s).x if s.offload else 0),
+        host=host + (s.n_layers - 1) * _Block(s).sent(),
     )
 
 
@@ -411,7 +430,12 @@ def kept_per_layer(shape: Shape) -> int:
     """What the GPU keeps of a block but the last between its forward and its backward, copies of weights included."""
     block = _Block(shape)
     rounded = block.rounded_weights() if shape.checkpointing == "none" else 0
-    return block.boundary() - block.x * shape.offload + rounded
+    return block.boundary() - block.sent() + rounded
+
+
+def sent_per_layer(shape: Shape) -> int:
+    """What waits on the host of a block but the last."""
+    return _Block(shape).sent()
 
 
 def _moments(s: Shape) -> list[_Moment]:
@@ -422,8 +446,10 @@ def _moments(s: Shape) -> list[_Moment]:
     rounded = block.rounded_weights()
     cached = s.eager and s.adapters is None  # autocast forgets its copies of frozen weights
     rounded_in_forward = s.n_layers * (rounded + block.rounded_down() * cached) if cached or not again else 0
-    boundaries = s.n_layers * block.boundary() - (s.n_layers - 1) * block.x * s.offload
-    sent = block.x if s.offload and s.n_layers > 1 else 0  # the state below, until its copy has ended
+    boundaries = s.n_layers * block.boundary() - (s.n_layers - 1) * block.sent()
+    # the states of blocks before, until their copies have ended
+    underway = min(IN_FLIGHT if s.everything else 1, s.n_layers - 1) * block.sent()
+    lagging = underway if s.everything else 0  # also when the last block has ended
     data = s.tokens * (3 * 8 + 4 * 4)  # tokens, labels, positions; the four ends of visible ranges
     data += s.tokens * s.head_dim * 4 if s.rope else 0  # cosines and sines
     last_norm = block.x + block.statistics + 2 * block.x  # its input, and its result with a gradient or both gradients
@@ -445,7 +471,7 @@ def _moments(s: Shape) -> list[_Moment]:
             rounded_weights=rounded_in_forward or rounded + block.rounded_down(),
             activations=boundaries,
             outside=data,
-            working=sent + in_forward - block.boundary(),
+            working=underway + in_forward - block.boundary(),
         ),
         _Moment(
             "the loss",
@@ -454,6 +480,7 @@ def _moments(s: Shape) -> list[_Moment]:
             activations=boundaries,
             outside=data + last_norm,
             loss=loss_bytes(s),
+            working=lagging,
         ),
         _Moment(
             "the last norm's backward",
@@ -462,6 +489,7 @@ def _moments(s: Shape) -> list[_Moment]:
             activations=boundaries,
             outside=data + last_norm,
             loss=of_head,
+            working=lagging,
         ),
         _Moment(
             "the embedding's backward",
@@ -477,13 +505,13 @@ def _moments(s: Shape) -> list[_Moment]:
     for left, which in {s.n_layers: "last", 2: "second", 1: "first"}.items():
         if left > s.n_layers:
             continue
-        fetched = block.x if s.offload and again and left > 1 else 0  # the state below, ahead of its turn
+        fetched = block.sent() if (again or s.everything) and left > 1 else 0  # the state below, ahead of its turn
         moments.append(
             _Moment(
                 f"{backward} of the {which} block",
                 gradients=before or (s.n_layers - left) * of_block,
                 rounded_weights=rounded if again else left * rounded,
-                activations=left * block.boundary() - (left - 1) * block.x * s.offload,
+                activations=left * block.boundary() - (left - 1) * block.sent(),
                 outside=data,
                 loss=of_head,
                 working=fetched + in_backward - block.boundary(),

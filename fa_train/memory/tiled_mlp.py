@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fa_train.memory.loss import add_product
-from kernels.swiglu import swiglu, swiglu_backward
+from kernels.swiglu import swiglu, swiglu_backward, swiglu_gradient
 
 Activation = Literal["swiglu", "gelu"]
 
@@ -37,12 +37,14 @@ def tiled_mlp(
     down_bias: Tensor | None,
     activation: Activation,
     chunk_size: int,
+    keep: bool = False,
 ) -> Tensor:
     """The unchunked down(activate(up(x))), (total, dim) in autocast's dtype, else in x's.
 
     Shapes: x (total, dim); up (ffn_dim, dim), or (2 ffn_dim, dim) for swiglu; down (dim, ffn_dim); biases (rows,) of
     their weight, or None.
     Units: chunk_size in tokens.
+    keep: whether up(x) of all tokens is saved for the backward, or computed again there.
     Raises: ValueError on a shape mismatch.
     """
     ffn_dim = up.shape[0] // 2 if activation == "swiglu" else up.shape[0]
@@ -54,6 +56,8 @@ def tiled_mlp(
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
+    if keep:
+        return _Kept.apply(x, up, up_bias, down, down_bias, activation, chunk_size)
     promise = _Backward.apply(x, up, up_bias, down, down_bias, activation, chunk_size)
     weights = (w if w is None else w.detach() for w in (up, up_bias, down, down_bias))
     return _Forward.apply(promise, x.detach(), *weights, activation, chunk_size)
@@ -83,11 +87,41 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, up, up_bias, down, down_bias = ctx.saved_tensors
-        with_weights = any(ctx.needs_input_grad[1:5])  # not where a finetune freezes them
-        dx, *d_weights = mlp_backward(dy, x, up, up_bias, down, down_bias, ctx.activation, ctx.chunk_size, with_weights)
-        needed = (d if needs else None for d, needs in zip(d_weights, ctx.needs_input_grad[1:5], strict=True))
-        return dx, *needed, None, None
+        return _gradients(ctx, dy, None, *ctx.saved_tensors)
+
+
+def _gradients(ctx: Any, dy: Tensor, projected: Tensor | None, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, up, up_bias, down, down_bias = saved
+    with_weights = any(ctx.needs_input_grad[1:5])  # not where a finetune freezes them
+    dx, *d_weights = mlp_backward(
+        dy, x, up, up_bias, down, down_bias, projected, ctx.activation, ctx.chunk_size, with_weights
+    )
+    needed = (d if needs else None for d, needs in zip(d_weights, ctx.needs_input_grad[1:5], strict=True))
+    return dx, *needed, None, None
+
+
+class _Kept(torch.autograd.Function):
+    """The one node where nothing is computed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        up: Tensor,
+        up_bias: Tensor | None,
+        down: Tensor,
+        down_bias: Tensor | None,
+        activation: Activation,
+        chunk_size: int,
+    ) -> Tensor:
+        y, projected = mlp_forward(x, up, up_bias, down, down_bias, activation, chunk_size, True)
+        ctx.save_for_backward(projected, x, up, up_bias, down, down_bias)
+        ctx.activation, ctx.chunk_size = activation, chunk_size
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, dy, *ctx.saved_tensors)
 
 
 class _Forward(torch.autograd.Function):
@@ -105,7 +139,7 @@ class _Forward(torch.autograd.Function):
         activation: Activation,
         chunk_size: int,
     ) -> Tensor:
-        return mlp_forward(x, up, up_bias, down, down_bias, activation, chunk_size)
+        return mlp_forward(x, up, up_bias, down, down_bias, activation, chunk_size, False)[0]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -121,19 +155,24 @@ def mlp_forward(
     down_bias: Tensor | None,
     activation: str,
     chunk_size: int,
-) -> Tensor:
-    """(total, dim) -> the same. An operator, so that torch.compile does not unroll the loop."""
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    """(total, dim) -> the same, and up(x), of no elements unless it is to be kept.
+
+    An operator, so that torch.compile does not unroll the loop.
+    """
     with torch.autocast(x.device.type, enabled=False):
         up, up_bias, down, down_bias = _rounded(x.dtype, up, up_bias, down, down_bias)
         y = x.new_empty(x.shape[0], down.shape[0])
+        kept = x.new_empty(x.shape[0] if keep else 0, up.shape[0])
         for rows in _chunks(x.shape[0], chunk_size):
-            activated = _activated(F.linear(x[rows], up, up_bias), activation)
-            if down_bias is None:
-                torch.mm(activated, down.T, out=y[rows])
+            if keep:
+                activated = _activated(_linear(x[rows], up, up_bias, out=kept[rows]), activation, in_place=False)
             else:
-                torch.addmm(down_bias, activated, down.T, out=y[rows])
+                activated = _activated(F.linear(x[rows], up, up_bias), activation, in_place=True)
+            _linear(activated, down, down_bias, out=y[rows])
             del activated  # or it would stay until the next chunk's is there
-    return y
+    return y, kept
 
 
 @mlp_forward.register_fake
@@ -145,8 +184,9 @@ def _forward_fake(
     down_bias: Tensor | None,
     activation: str,
     chunk_size: int,
-) -> Tensor:
-    return x.new_empty(x.shape[0], down.shape[0])
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[0], down.shape[0]), x.new_empty(x.shape[0] if keep else 0, up.shape[0])
 
 
 @torch.library.custom_op("fa_train::mlp_backward", mutates_args=())
@@ -157,11 +197,15 @@ def mlp_backward(
     up_bias: Tensor | None,
     down: Tensor,
     down_bias: Tensor | None,
+    projected: Tensor | None,
     activation: str,
     chunk_size: int,
     with_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, up, up_bias, down and down_bias; of no elements where there is no bias or no use for it."""
+    """The gradients of x, up, up_bias, down and down_bias; of no elements where there is no bias or no use for it.
+
+    projected is up(x), or None where that is to be computed again.
+    """
     weights = (up, up_bias, down, down_bias)
     sums = [x.new_zeros(w.shape if with_weights and w is not None else 0, dtype=torch.float32) for w in weights]
     d_up, d_up_bias, d_down, d_down_bias = sums
@@ -169,9 +213,13 @@ def mlp_backward(
     with torch.autocast(x.device.type, enabled=False):
         up, up_bias, down, _ = _rounded(x.dtype, *weights)
         for rows in _chunks(x.shape[0], chunk_size):
-            projected = F.linear(x[rows], up, up_bias)
-            activated, d_projected = _activation_backward(projected, dy[rows] @ down, activation)
-            del projected
+            if projected is None:
+                again = F.linear(x[rows], up, up_bias)
+                activated, d_projected = _activation_backward(again, dy[rows] @ down, activation, in_place=True)
+                del again
+            else:
+                kept = projected[rows]
+                activated, d_projected = _activation_backward(kept, dy[rows] @ down, activation, in_place=False)
             if with_weights:
                 add_product(d_down, dy[rows].T, activated)
             del activated  # before the sum below, and before the next chunk's
@@ -197,6 +245,7 @@ def _backward_fake(
     up_bias: Tensor | None,
     down: Tensor,
     down_bias: Tensor | None,
+    projected: Tensor | None,
     activation: str,
     chunk_size: int,
     with_weights: bool,
@@ -210,21 +259,34 @@ def _backward_fake(
     return x.new_empty(x.shape), d_up, d_up_bias, d_down, d_down_bias
 
 
-def _activated(projected: Tensor, activation: str) -> Tensor:
-    """`activate`, but GELU's result takes the place of `projected`."""
-    if activation == "gelu":
-        return torch.ops.aten.gelu_(projected, approximate="tanh")
-    return swiglu(projected)
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -> Tensor:
+    """F.linear that writes its result to `out`."""
+    if bias is None:
+        return torch.mm(x, weight.T, out=out)
+    return torch.addmm(bias, x, weight.T, out=out)
 
 
-def _activation_backward(projected: Tensor, d_activated: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """The activations and the gradient of `projected`, which take the places of the arguments.
+def _activated(projected: Tensor, activation: str, *, in_place: bool) -> Tensor:
+    """`activate`, but in place GELU's result takes that of `projected`."""
+    if activation == "swiglu":
+        return swiglu(projected)
+    gelu = torch.ops.aten.gelu_ if in_place else torch.ops.aten.gelu
+    return gelu(projected, approximate="tanh")
+
+
+def _activation_backward(
+    projected: Tensor, d_activated: Tensor, activation: str, *, in_place: bool
+) -> tuple[Tensor, Tensor]:
+    """The activations and the gradient of `projected`, which in place take the places of the arguments.
 
     autograd's formulas: it records nothing inside an operator.
     """
     if activation == "gelu":
         torch.ops.aten.gelu_backward(d_activated, projected, approximate="tanh", grad_input=d_activated)
-        return _activated(projected, activation), d_activated
+        return _activated(projected, activation, in_place=in_place), d_activated
+    if not in_place:
+        d_projected = swiglu_gradient(projected, d_activated)
+        return d_activated, d_projected
     swiglu_backward(projected, d_activated)
     return d_activated, projected
 

@@ -160,7 +160,8 @@ class GPT(nn.Module):
         self.windows = _by_layer("windows", family.windows, n_layers, None)
         self.ropes = _ropes(self.windows, positions, rope_theta, rope_scaling, max_seq_len, family)
         make_norm = partial(_norm, norm, eps=norm_eps, bias=bias)
-        self.offload = Offload(n_layers) if memory is not None and memory.offload else None
+        everything = memory is not None and memory.offload == "all"
+        self.offload = Offload(n_layers, everything) if memory is not None and memory.offload else None
 
         self.token_embedding = nn.Embedding(vocab_size, dim)
         self.position_embedding = None
@@ -189,6 +190,7 @@ class GPT(nn.Module):
                     _or(bias, family.ffn_bias),
                     chunk_size=memory.mlp_chunk if memory else None,
                     checkpointed=memory is not None and memory.checkpointing != "none",
+                    keep=everything,
                 ),
                 ffn_post_norm=make_norm(dim) if family.post_norms else None,
                 checkpointing=memory.checkpointing if memory else "none",
@@ -265,6 +267,8 @@ class GPT(nn.Module):
         for block, window, rope in zip(self.blocks, self.windows, self.ropes, strict=True):
             with nullcontext() if offload is None else offload.block(x):
                 x = block(x, schedules[window], tables[rope])
+        if offload is not None:
+            offload.end(x)
         x = self.norm(x)
         if labels is None:
             return soft_capped(self.head(x), self.family.logit_softcap)
@@ -371,14 +375,21 @@ class SelfAttention(nn.Module):
 class FeedForward(nn.Module):
     """down(activation(up(x))), by chunk_size tokens at a time or all; a gate and its values come from one matrix.
 
-    checkpointed: whether its block is computed again for the backward.
+    checkpointed: whether its block is computed again for the backward. keep: whether chunks of up(x) are kept.
     """
 
     def __init__(
-        self, dim: int, ffn_dim: int, activation: Activation, bias: bool, chunk_size: int | None, checkpointed: bool
+        self,
+        dim: int,
+        ffn_dim: int,
+        activation: Activation,
+        bias: bool,
+        chunk_size: int | None,
+        checkpointed: bool,
+        keep: bool,
     ) -> None:
         super().__init__()
-        self.checkpointed = checkpointed
+        self.checkpointed, self.keep = checkpointed, keep
         self.activation: Activation = activation
         self.chunk_size = chunk_size
         self.up = nn.Linear(dim, ffn_dim if activation == "gelu" else 2 * ffn_dim, bias=bias)
@@ -403,7 +414,7 @@ class FeedForward(nn.Module):
             ]
             return torch.cat(chunks)
         up, down = self.up, self.down
-        return tiled_mlp(x, up.weight, up.bias, down.weight, down.bias, self.activation, self.chunk_size)
+        return tiled_mlp(x, up.weight, up.bias, down.weight, down.bias, self.activation, self.chunk_size, self.keep)
 
     def _all_at_once(self, x: Tensor) -> Tensor:
         return self._activated_down(self.up(x))

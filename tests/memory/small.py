@@ -2,7 +2,7 @@
 
 from functools import cache, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ ATTENTIONS: dict[str, Attention] = {
 }
 
 
-def levers(checkpointing: Checkpointing = "none", offload: bool = False, mlp_chunk: int | None = None) -> Memory:
+def levers(
+    checkpointing: Checkpointing = "none", offload: bool | Literal["all"] = False, mlp_chunk: int | None = None
+) -> Memory:
     return Memory(checkpointing, offload, mlp_chunk, LinearCrossEntropy(chunk_size=7))
 
 

@@ -165,4 +165,4 @@ def test_levers_are_told_as_overrides():
     ours, theirs = Levers("full", True, 16384), levers_of(GPT2)
     assert ours.overrides(theirs) == ["memory.checkpointing=full", "memory.offload=true", "memory.mlp_chunk=16384"]
     assert theirs.overrides(ours)[1:] == ["memory.offload=false", "memory.mlp_chunk=null"]
-    assert len(set(COMBINATIONS)) == 3 * 2 * 2
+    assert len(set(COMBINATIONS)) == 3 * 2 * 2 + 2

@@ -35,6 +35,23 @@ def test_around_compiled_blocks(checkpointing, device):
     assert model.offload.pool.allocated == 2
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("mlp_chunk", [None, 5])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_everything(qk_norm, mlp_chunk, compiled, device):
+    """The same bits where all that a block keeps leaves, and the host's memory of the first step serves the next."""
+    batch = stream(device)
+    expected = step(small_gpt(levers(mlp_chunk=mlp_chunk), device, qk_norm=qk_norm), batch)
+    model = small_gpt(levers(offload="all", mlp_chunk=mlp_chunk), device, qk_norm=qk_norm)
+    if compiled:
+        compile_blocks(model)
+    allocated = set()
+    for _ in range(3):
+        assert_equal(step(model, batch), expected)
+        allocated.add(model.offload.pool.allocated)
+    assert len(allocated) == 1 and len(model.offload.pool.free) == allocated.pop() > 2 * 3
+
+
 class Watched(nn.Module):
     """A block that notes the memory of its inputs."""
 
@@ -66,16 +83,16 @@ def test_states_leave_the_device(checkpointing, compiled, device):
 
 def test_states_are_back_one_layer_ahead(device, monkeypatch):
     present = []
-    get = offload._Boundary.get
+    get = offload._State.get
 
-    def watched(boundary):
-        below = boundary.below
-        present.append((boundary.state is not None, below is None or below.state is not None))
-        state = get(boundary)
-        present[-1] += (below is None or below.state is not None,)
-        return state
+    def watched(state):
+        below = state.below
+        present.append((state.storage is not None, all(other.storage is not None for other in below)))
+        storage = get(state)
+        present[-1] += (all(other.storage is not None for other in below),)
+        return storage
 
-    monkeypatch.setattr(offload._Boundary, "get", watched)
+    monkeypatch.setattr(offload._State, "get", watched)
     step(small_gpt(levers("full", offload=True), device, n_layers=4), stream(device))
     # each is there when its block asks; the one below sets out then, not before
     assert present == [(True, False, True)] * 3 + [(True, True, True)]
@@ -85,16 +102,16 @@ def test_device_memory_of_states_is_freed_block_by_block(device, monkeypatch):
     """In the backward no more than a block's own state and the one underway are there."""
     model = small_gpt(levers("full", offload=True), device, n_layers=6)
     alive = []
-    get = offload._Boundary.get
+    get = offload._State.get
 
-    def watched(boundary):
-        state = get(boundary)
-        alive.append(StorageWeakRef(state.untyped_storage()))
+    def watched(state):
+        storage = get(state)
+        alive.append(StorageWeakRef(storage.untyped_storage()))
         counts.append(sum(not ref.expired() for ref in alive))
-        return state
+        return storage
 
     counts = []
-    monkeypatch.setattr(offload._Boundary, "get", watched)
+    monkeypatch.setattr(offload._State, "get", watched)
     step(model, stream(device))
     assert counts == [1] * 6
 
@@ -230,12 +247,24 @@ def test_pinned_memory_is_whole_pages_of_the_exact_size(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_copies_that_lag_behind(checkpointing, device, monkeypatch):
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("checkpointing", "offloaded", "mlp_chunk"),
+    [
+        ("none", True, None),
+        ("selective", True, None),
+        ("full", True, None),
+        ("none", "all", None),
+        ("none", "all", 512),
+    ],
+)
+def test_copies_that_lag_behind(checkpointing, offloaded, mlp_chunk, compiled, device, monkeypatch):
     """With copies far slower than blocks, whatever does not wait for them reads or overwrites the wrong memory."""
     batch = stream(device, [4000, 96])
     expected = step(small_gpt(levers(checkpointing), device, n_layers=6), batch)
-    model = small_gpt(levers(checkpointing, offload=True), device, n_layers=6)
+    model = small_gpt(levers(checkpointing, offload=offloaded, mlp_chunk=mlp_chunk), device, n_layers=6)
+    if compiled:
+        compile_blocks(model)
     wait_stream = torch.cuda.Stream.wait_stream
 
     def lag(stream, other):
@@ -250,8 +279,9 @@ def test_copies_that_lag_behind(checkpointing, device, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_step_never_waits_for_the_gpu(device):
-    model, batch = small_gpt(levers("selective", offload=True), device, "flash"), stream(device, [150, 106])
+@pytest.mark.parametrize("memory", [levers("selective", offload=True), levers(offload="all", mlp_chunk=64)], ids=str)
+def test_a_step_never_waits_for_the_gpu(memory, device):
+    model, batch = small_gpt(memory, device, "flash"), stream(device, [150, 106])
     for warm in (False, True):  # the first step allocates and compiles
         torch.cuda.set_sync_debug_mode("error" if warm else "default")
         try:

@@ -161,15 +161,20 @@ def with_adapters(shape: Shape, quantization: str | None = None) -> tuple[Shape,
 
 # half of all: the fourth by the other three, so that any three are there in every combination
 @pytest.mark.parametrize(
-    ("model", "precision", "checkpointing", "mlp_chunk"),
+    ("model", "precision", "levers"),
     [
-        (("gpt2", "llama_1b")[a], ("bf16-mixed", "bf16-true")[b], ("none", "selective")[c], (None, 8192)[a ^ b ^ c])
+        (
+            ("gpt2", "llama_1b")[a],
+            ("bf16-mixed", "bf16-true")[b],
+            (("none", "selective")[c], False, (None, 8192)[a ^ b ^ c]),
+        )
         for a, b, c in product((0, 1), repeat=3)
-    ],
+    ]
+    + [("llama_1b", "bf16-mixed", ("none", "all", mlp_chunk)) for mlp_chunk in (None, 8192)],
 )
-def test_simulated_peaks_of_adapters(model, precision, checkpointing, mlp_chunk):
+def test_simulated_peaks_of_adapters(model, precision, levers):
     base = replace({"gpt2": GPT2, "llama_1b": LLAMA_1B}[model], n_layers=4, vocab_size=259, tokens=32768)
-    shape, adapted = with_adapters(replace(base, precision=precision, checkpointing=checkpointing, mlp_chunk=mlp_chunk))
+    shape, adapted = with_adapters(with_levers(replace(base, precision=precision), Levers(*levers)))
     step = simulate(adapted, shape.tokens, shape.precision, accumulates=False)
     assert predicted_peak(shape) == pytest.approx(max(step.forward, step.backward), rel=0.05)
 
@@ -218,7 +223,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("levers", [Levers("none", False, None), Levers("selective", True, 8192)], ids=["none", "all"])
+@pytest.mark.parametrize(
+    "levers",
+    [Levers("none", False, None), Levers("selective", True, 8192), Levers("none", "all", 8192)],
+    ids=["none", "offload", "offload-all"],
+)
 def test_simulated_peaks(levers, case):
     shape = replace(LLAMA_1B, n_layers=4, vocab_size=259, tokens=32768, accumulates=True)
     shape = replace(with_levers(shape, levers), **CASES[case])

@@ -100,6 +100,7 @@ def test_groups_are_what_they_are_named():
         "selective": ("selective", False, None),
         "full": ("full", False, None),
         "offload": ("selective", True, 16384),
+        "offload_all": ("none", "all", 16384),
         "auto": ("none", False, None),  # until train.py has chosen
     }
     assert {name for name, m in found.items() if m.auto} == {"auto"}

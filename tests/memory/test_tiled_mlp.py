@@ -40,17 +40,19 @@ def at_once(x, up, up_bias, down, down_bias, activation) -> Tensor:
     return F.linear(activate(F.linear(x, up, up_bias), activation), down, down_bias)
 
 
-def run(function, arguments: tuple, dy: Tensor, *chunk_size: int) -> dict[str, Tensor]:
-    y = function(*arguments, *chunk_size)
+def run(function, arguments: tuple, dy: Tensor, *chunks: int | bool) -> dict[str, Tensor]:
+    """chunks: tiled_mlp's chunk_size and keep."""
+    y = function(*arguments, *chunks)
     wanted = {name: x for name, x in zip(NAMES[1:], arguments, strict=False) if isinstance(x, Tensor)}
     return {"y": y.detach()} | dict(zip(wanted, torch.autograd.grad(y, list(wanted.values()), dy), strict=True))
 
 
 @KINDS
+@pytest.mark.parametrize("keep", [False, True], ids=["", "keep"])
 @pytest.mark.parametrize("chunk_size", [1, 7, 25, 50, 4096])
-def test_equals_at_once(chunk_size, activation, bias, device):
+def test_equals_at_once(chunk_size, keep, activation, bias, device):
     arguments, dy = draw(activation, bias, device)
-    ours, expected = run(tiled_mlp.tiled_mlp, arguments, dy, chunk_size), run(at_once, arguments, dy)
+    ours, expected = run(tiled_mlp.tiled_mlp, arguments, dy, chunk_size, keep), run(at_once, arguments, dy)
     assert ours.keys() == expected.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
@@ -68,18 +70,19 @@ def test_one_chunk_is_the_same_to_the_bit(activation, bias, device):
 
 @pytest.mark.usefixtures("bf16_matmul")
 @KINDS
+@pytest.mark.parametrize("keep", [False, True], ids=["", "keep"])
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "bf16-weights"])
-def test_bf16_is_as_accurate_as_at_once(autocast, activation, bias, device):
+def test_bf16_is_as_accurate_as_at_once(autocast, keep, activation, bias, device):
     drawn, dy = draw(activation, bias, device)
 
-    def result(function, dtype, *chunk_size) -> dict[str, Tensor]:
+    def result(function, dtype, *chunks) -> dict[str, Tensor]:
         arguments = tuple(x.detach().to(dtype).requires_grad_() if isinstance(x, Tensor) else x for x in drawn)
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast and dtype == torch.float32):
             gradient = dy.to(torch.float64 if dtype == torch.float64 else torch.bfloat16)
-            return run(function, arguments, gradient, *chunk_size)
+            return run(function, arguments, gradient, *chunks)
 
     dtype = torch.float32 if autocast else torch.bfloat16
-    ours, baseline = result(tiled_mlp.tiled_mlp, dtype, 16), result(at_once, dtype)
+    ours, baseline = result(tiled_mlp.tiled_mlp, dtype, 16, keep), result(at_once, dtype)
     exact = result(at_once, torch.float64)
     for name in ours:
         assert ours[name].dtype == baseline[name].dtype, name
@@ -93,8 +96,8 @@ def test_activations_never_exist_at_once(activation, device):
     up, down = torch.randn(rows, 4, device=device), torch.randn(4, 64, device=device)
     with LargestTensor() as largest:
         # the bodies of the operators: a dispatch mode does not look into operators
-        mlp_forward._init_fn(x, up, None, down, None, activation, 16)
-        mlp_backward._init_fn(dy, x, up, None, down, None, activation, 16, True)
+        mlp_forward._init_fn(x, up, None, down, None, activation, 16, False)
+        mlp_backward._init_fn(dy, x, up, None, down, None, None, activation, 16, True)
     assert largest.elements == 512 * 4  # of 512 x 64 or more
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(s.shape) or s, lambda s: s):
@@ -116,9 +119,9 @@ def test_passes_overwrite_what_they_read(activation, device, monkeypatch):
     """The backward makes two tensors of a chunk's size, `projected` and a gradient; the rest takes their places."""
     places = []
 
-    def spy(projected: Tensor, d_activated: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    def spy(projected: Tensor, d_activated: Tensor, activation: str, *, in_place: bool) -> tuple[Tensor, Tensor]:
         before = {projected.data_ptr(), d_activated.data_ptr()}
-        results = _activation_backward(projected, d_activated, activation)
+        results = _activation_backward(projected, d_activated, activation, in_place=in_place)
         places.append(before == {x.data_ptr() for x in results})
         return results
 
@@ -162,7 +165,7 @@ def test_checkpointing_does_not_repeat_the_forward(checkpointing, compiled, devi
     calls = []
     for name in ("_activated", "_activation_backward"):
         function = getattr(tiled_mlp, name)
-        monkeypatch.setattr(tiled_mlp, name, lambda *args, f=function, n=name: calls.append(n) or f(*args))
+        monkeypatch.setattr(tiled_mlp, name, lambda *args, f=function, n=name, **kw: calls.append(n) or f(*args, **kw))
     model = small_gpt(levers(checkpointing, mlp_chunk=8), device, n_layers=2)
     if compiled:
         compile_blocks(model)
@@ -188,9 +191,12 @@ def test_operators_keep_torchs_rules(activation, bias, device):
     arguments, dy = draw(activation, bias, device)
     arguments = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(mlp_forward, (*arguments, 16), test_utils=checks)
-    for with_weights in (True, False):
-        torch.library.opcheck(mlp_backward, (dy, *arguments, 16, with_weights), test_utils=checks)
+    for keep in (True, False):
+        torch.library.opcheck(mlp_forward, (*arguments, 16, keep), test_utils=checks)
+        projected = mlp_forward(*arguments, 16, True)[1] if keep else None
+        for with_weights in (True, False):
+            backward = (dy, *arguments[:5], projected, arguments[5], 16, with_weights)
+            torch.library.opcheck(mlp_backward, backward, test_utils=checks)
 
 
 def test_errors(device):

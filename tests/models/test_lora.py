@@ -147,6 +147,7 @@ MEMORIES = [
     SELECTIVE,
     pytest.param(levers("full"), id="full"),
     pytest.param(levers("none", offload=True), id="offload"),
+    pytest.param(levers("none", offload="all", mlp_chunk=5), id="offload-all"),
     CHUNKS,
     ALL,
 ]
