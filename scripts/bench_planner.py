@@ -21,6 +21,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
+from fa_train.memory.offload import Offloaded
 from fa_train.memory.planner import GIB, Shape, predict
 from fa_train.models.gpt import GPT
 from fa_train.preflight import shape_of
@@ -37,7 +38,7 @@ class Run:
     model: str
     tokens: int
     checkpointing: str = "none"
-    offload: bool = False
+    offload: Offloaded = False
     mlp_chunk: int | None = None
     precision: str = "bf16-mixed"
     optimizer: str = "adamw"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fa_train.memory.checkpointing import Checkpointing, require_checkpointing
-from fa_train.memory.offload import IN_FLIGHT, Offloaded, require_offload
+from fa_train.memory.offload import Offloaded, require_offload
 
 GIB = 2**30
 LIBRARIES = 96 * 2**20  # cuBLAS's workspaces, by torch's allocator; measured on an H200
@@ -447,9 +447,7 @@ def _moments(s: Shape) -> list[_Moment]:
     cached = s.eager and s.adapters is None  # autocast forgets its copies of frozen weights
     rounded_in_forward = s.n_layers * (rounded + block.rounded_down() * cached) if cached or not again else 0
     boundaries = s.n_layers * block.boundary() - (s.n_layers - 1) * block.sent()
-    # the states of blocks before, until their copies have ended
-    underway = min(IN_FLIGHT if s.everything else 1, s.n_layers - 1) * block.sent()
-    lagging = underway if s.everything else 0  # also when the last block has ended
+    sent = block.sent() if s.n_layers > 1 else 0  # of the block below, until its copies have ended
     data = s.tokens * (3 * 8 + 4 * 4)  # tokens, labels, positions; the four ends of visible ranges
     data += s.tokens * s.head_dim * 4 if s.rope else 0  # cosines and sines
     last_norm = block.x + block.statistics + 2 * block.x  # its input, and its result with a gradient or both gradients
@@ -471,7 +469,7 @@ def _moments(s: Shape) -> list[_Moment]:
             rounded_weights=rounded_in_forward or rounded + block.rounded_down(),
             activations=boundaries,
             outside=data,
-            working=underway + in_forward - block.boundary(),
+            working=sent + in_forward - block.boundary(),
         ),
         _Moment(
             "the loss",
@@ -480,7 +478,6 @@ def _moments(s: Shape) -> list[_Moment]:
             activations=boundaries,
             outside=data + last_norm,
             loss=loss_bytes(s),
-            working=lagging,
         ),
         _Moment(
             "the last norm's backward",
@@ -489,7 +486,6 @@ def _moments(s: Shape) -> list[_Moment]:
             activations=boundaries,
             outside=data + last_norm,
             loss=of_head,
-            working=lagging,
         ),
         _Moment(
             "the embedding's backward",
@@ -501,11 +497,14 @@ def _moments(s: Shape) -> list[_Moment]:
         _Moment("the optimizer", gradients=gradients, outside=data, working=optimizer_working(s)),
     ]
     # activations become fewer from block to block, gradients more, unless they are there from other micro-batches
-    backward, in_backward = max(block.backward().items(), key=_nbytes)
+    # the block below sets out when the first of this one's states is asked for; torch's checkpoints of chunks ask none
+    late = "FFN's backward" if s.everything and s.mlp_chunk and not block.keeps_up() else None
     for left, which in {s.n_layers: "last", 2: "second", 1: "first"}.items():
         if left > s.n_layers:
             continue
-        fetched = block.sent() if (again or s.everything) and left > 1 else 0  # the state below, ahead of its turn
+        fetched = block.sent() if (again or s.everything) and left > 1 else 0
+        parts = {part: nbytes + (0 if part == late else fetched) for part, nbytes in block.backward().items()}
+        backward, in_backward = max(parts.items(), key=_nbytes)
         moments.append(
             _Moment(
                 f"{backward} of the {which} block",
@@ -514,7 +513,7 @@ def _moments(s: Shape) -> list[_Moment]:
                 activations=left * block.boundary() - (left - 1) * block.sent(),
                 outside=data,
                 loss=of_head,
-                working=fetched + in_backward - block.boundary(),
+                working=in_backward - block.boundary(),
             )
         )
     return moments
