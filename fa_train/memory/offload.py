@@ -11,8 +11,9 @@ else stays where it is. A state is a whole storage, as q, k and v are views of o
 lives, and every wrapper of a block works unchanged, torch.compile included.
 
 Order on the device, with `copies` the side stream and `compute` autograd's:
-- out: copies waits for compute, which wrote the state. The state itself is kept until compute waits for its copy two
-  blocks later, so that its memory is not handed out while it is read; those of at most two blocks are underway.
+- out: copies waits for compute, which wrote the state. The state itself is kept until compute waits for its copy, so
+  that its memory is not handed out while it is read: two blocks later or, of everything, IN_FLIGHT + 1 blocks later, as
+  copies may be a little slower than blocks, and those of the last blocks run on beside the loss.
 - back: compute allocates, copies waits for compute (the memory's last owner) and fills, compute waits for copies.
 - host buffers return to the pool with the graph. The one stream orders a buffer's last copy back before its next copy
   out, so nothing ever waits on the host.
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 Offloaded = bool | Literal["all"]  # nothing, hidden states between blocks, or all that blocks keep
+IN_FLIGHT = 2  # blocks whose copies to the host may still run while a block computes, where everything leaves
 
 
 def require_offload(offload: Offloaded, checkpointing: str) -> None:
@@ -120,7 +122,7 @@ class ForwardPass:
         self.everything, self.pool, self.copies = everything, pool, copies
         self.blocks_left = n_layers
         self.below: list[_State] = []  # of the block before
-        self.underway = _Underway()
+        self.underway = _Underway(blocks=IN_FLIGHT if everything else 1)
 
     @contextmanager
     def block(self, x: Tensor) -> Iterator[None]:
@@ -135,10 +137,16 @@ class ForwardPass:
             with saved_tensors_hooks(pack, _unpack):
                 yield
         finally:
-            self.below = list(pack.states.values()) if self.blocks_left else []
+            self.below = list(pack.states.values())
             pack.release()
-        if not self.blocks_left:
-            self.underway.let_go(keep=0)
+
+    def end(self, x: Tensor) -> None:
+        """After the last block, whose result is x: the copies of everything have until x gets its gradient."""
+        self.below, underway = [], self.underway
+        if self.everything and x.requires_grad:
+            x.register_hook(lambda _: underway.let_go())
+        else:
+            underway.let_go()
 
     def keep(self, storage: Tensor) -> "_State":
         """The next state that this block saves: a storage as one row."""
@@ -149,26 +157,30 @@ class ForwardPass:
 
 
 class _Underway:
-    """The memory of states whose copies to the host may not have ended, by block."""
+    """The memory of states whose copies to the host may not have ended: of so many blocks before the one that runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
+        self.keep = blocks
         self.blocks: deque[list[tuple[Tensor, torch.cuda.Event | None]]] = deque()
 
     def next_block(self) -> None:
-        """Lets go of what should have arrived by now: all but the newest block's."""
-        self.let_go(keep=1)
+        """Lets go of the blocks that should have arrived by now."""
+        self.let_go(self.keep)
         self.blocks.append([])
 
     def add(self, storage: Tensor, copied: torch.cuda.Event | None) -> None:
         """copied is None where the copy has been waited for, as on a CPU."""
         self.blocks[-1].append((storage, copied))
 
-    def let_go(self, keep: int) -> None:
+    def let_go(self, keep: int = 0) -> None:
         """Has the current stream wait for the copies of all but the `keep` newest blocks, and frees their memory."""
         while len(self.blocks) > keep:
             for _, copied in self.blocks.popleft():
                 if copied is not None:
                     torch.cuda.current_stream().wait_event(copied)
+
+    def __del__(self) -> None:
+        self.let_go()
 
 
 class _State:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fa_train.memory.checkpointing import Checkpointing, require_checkpointing
-from fa_train.memory.offload import Offloaded, require_offload
+from fa_train.memory.offload import IN_FLIGHT, Offloaded, require_offload
 
 GIB = 2**30
 LIBRARIES = 96 * 2**20  # cuBLAS's workspaces, by torch's allocator; measured on an H200
@@ -447,7 +447,9 @@ def _moments(s: Shape) -> list[_Moment]:
     cached = s.eager and s.adapters is None  # autocast forgets its copies of frozen weights
     rounded_in_forward = s.n_layers * (rounded + block.rounded_down() * cached) if cached or not again else 0
     boundaries = s.n_layers * block.boundary() - (s.n_layers - 1) * block.sent()
-    sent = block.sent() if s.n_layers > 1 else 0  # of the block below, until its copies have ended
+    # the states of blocks before, until their copies have ended
+    underway = min(IN_FLIGHT if s.everything else 1, s.n_layers - 1) * block.sent()
+    lagging = underway if s.everything else 0  # also when the last block has ended
     data = s.tokens * (3 * 8 + 4 * 4)  # tokens, labels, positions; the four ends of visible ranges
     data += s.tokens * s.head_dim * 4 if s.rope else 0  # cosines and sines
     last_norm = block.x + block.statistics + 2 * block.x  # its input, and its result with a gradient or both gradients
@@ -469,7 +471,7 @@ def _moments(s: Shape) -> list[_Moment]:
             rounded_weights=rounded_in_forward or rounded + block.rounded_down(),
             activations=boundaries,
             outside=data,
-            working=sent + in_forward - block.boundary(),
+            working=underway + in_forward - block.boundary(),
         ),
         _Moment(
             "the loss",
@@ -478,6 +480,7 @@ def _moments(s: Shape) -> list[_Moment]:
             activations=boundaries,
             outside=data + last_norm,
             loss=loss_bytes(s),
+            working=lagging,
         ),
         _Moment(
             "the last norm's backward",
@@ -486,6 +489,7 @@ def _moments(s: Shape) -> list[_Moment]:
             activations=boundaries,
             outside=data + last_norm,
             loss=of_head,
+            working=lagging,
         ),
         _Moment(
             "the embedding's backward",

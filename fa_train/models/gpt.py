@@ -267,6 +267,8 @@ class GPT(nn.Module):
         for block, window, rope in zip(self.blocks, self.windows, self.ropes, strict=True):
             with nullcontext() if offload is None else offload.block(x):
                 x = block(x, schedules[window], tables[rope])
+        if offload is not None:
+            offload.end(x)
         x = self.norm(x)
         if labels is None:
             return soft_capped(self.head(x), self.family.logit_softcap)
