@@ -10,7 +10,16 @@ from typing import Any, get_args
 
 from fa_train.memory.checkpointing import Checkpointing
 from fa_train.memory.offload import Offloaded
-from fa_train.memory.planner import MATRICES, OptimizerKind, Prediction, Shape, block_sizes, predict, sent_per_layer
+from fa_train.memory.planner import (
+    MATRICES,
+    OptimizerKind,
+    Prediction,
+    Shape,
+    block_sizes,
+    keeps_up,
+    predict,
+    sent_per_layer,
+)
 
 MLP_CHUNK = 16384  # tokens: large enough to fill a GPU
 LINK = 5e10  # bytes a second to and from the host; about an H200's
@@ -97,7 +106,7 @@ def extra_seconds(shape: Shape) -> float:
     if s.checkpointing == "full":
         seconds += attention
     if s.mlp_chunk:
-        seconds += (0 if s.offload == "all" else up) + LAUNCH * (s.tokens / s.mlp_chunk)
+        seconds += (0 if keeps_up(s) else up) + LAUNCH * (s.tokens / s.mlp_chunk)
     if s.offload:
         forward, copy = attention + projections + up + down, sent_per_layer(s) / LINK
         seconds += max(0.0, copy - forward) + max(0.0, copy - 2 * forward) + BESIDE_COPIES * 3 * forward

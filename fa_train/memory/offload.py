@@ -69,6 +69,14 @@ def require_host_memory(needed: int, available: int, processes: int = 1, *, ever
         )
 
 
+def worth_a_copy(nbytes: int, tokens: int, dim: int) -> bool:
+    """Whether a tensor with a row for each token goes to the host: not lse, norms' statistics and angles.
+
+    nbytes is of the tensor's whole storage; dim is that of hidden states.
+    """
+    return nbytes >= tokens * dim
+
+
 class Offload:
     """The host memory and the stream of one model's states, over all its steps.
 
@@ -82,12 +90,15 @@ class Offload:
         self.copies: torch.cuda.Stream | None = None
 
     def forward_pass(self, x: Tensor) -> "ForwardPass":
-        """For one forward over hidden states like x. Raises: ValueError when the host has too little memory."""
-        needed = (self.n_layers - 1) * x.nbytes
+        """For one forward over hidden states like x.
+
+        Raises: ValueError when the host has too little memory; of everything, after the first block.
+        """
         if self.pool is None:
-            require_host_memory(needed, available_host_bytes(), everything=self.everything)
             self.pool = HostPool(pinned=x.is_cuda)
             self.copies = torch.cuda.Stream(x.device) if x.is_cuda else None
+        if not self.everything:
+            self.pool.require((self.n_layers - 1) * x.nbytes, everything=False)
         return ForwardPass(self.n_layers, self.everything, self.pool, self.copies)
 
 
@@ -98,16 +109,26 @@ class HostPool:
         self.pinned = pinned
         self.free: list[Tensor] = []
         self.allocated = 0  # how often, for the tests: a step after the first allocates nothing
+        self.nbytes = 0  # of all buffers
+
+    def require(self, nbytes: int, *, everything: bool) -> None:
+        """ValueError unless the host has what is missing of nbytes."""
+        if nbytes > self.nbytes:
+            require_host_memory(nbytes, available_host_bytes() + self.nbytes, everything=everything)
 
     def take(self, nbytes: int) -> Tensor:
-        """(at least nbytes,) uint8: the smallest of the free ones that is large enough, or in the place of another."""
+        """(at least nbytes,) uint8: the smallest of the free ones that is large enough, else a new one.
+
+        A new one takes the place of the largest of the free, which is too small.
+        """
         self.free.sort(key=Tensor.numel)
         for place, buffer in enumerate(self.free):
             if buffer.numel() >= nbytes:
                 return self.free.pop(place)
         if self.free:
-            self.free.pop()
+            self.nbytes -= self.free.pop().numel()
         self.allocated += 1
+        self.nbytes += nbytes
         return _pinned(nbytes) if self.pinned else torch.empty(nbytes, dtype=torch.uint8)
 
     def give(self, buffer: Tensor) -> None:
@@ -120,7 +141,7 @@ class ForwardPass:
 
     def __init__(self, n_layers: int, everything: bool, pool: HostPool, copies: torch.cuda.Stream | None) -> None:
         self.everything, self.pool, self.copies = everything, pool, copies
-        self.blocks_left = n_layers
+        self.n_layers = self.blocks_left = n_layers
         self.below: list[_State] = []  # of the block before
         self.underway = _Underway(blocks=IN_FLIGHT if everything else 1)
 
@@ -139,6 +160,8 @@ class ForwardPass:
         finally:
             self.below = list(pack.states.values())
             pack.release()
+        if self.everything and self.blocks_left == self.n_layers - 1:
+            self.pool.require(sum(state.nbytes for state in self.below) * (self.n_layers - 1), everything=True)
 
     def end(self, x: Tensor) -> None:
         """After the last block, whose result is x: the copies of everything have until x gets its gradient."""
@@ -149,7 +172,7 @@ class ForwardPass:
             underway.let_go()
 
     def keep(self, storage: Tensor) -> "_State":
-        """The next state that this block saves: a storage as one row."""
+        """The next state that this block saves, (nbytes,) uint8."""
         state = _State(storage, self.below)
         if self.blocks_left:
             state.send(self.pool, self.copies, self.underway)
@@ -188,6 +211,7 @@ class _State:
 
     def __init__(self, storage: Tensor, below: "list[_State]") -> None:
         self.storage: Tensor | None = storage
+        self.nbytes = storage.nbytes
         self.below = below
         self.left = 0  # saved views of it that the backward has not asked for
         self.pool: HostPool | None = None
@@ -199,7 +223,7 @@ class _State:
         assert storage is not None
         self.storage, self.pool, self.copies, self.device = None, pool, copies, storage.device
         self.buffer = pool.take(storage.nbytes)
-        self.host = self.buffer[: storage.nbytes].view(storage.dtype)
+        self.host = self.buffer[: storage.nbytes]
         if copies is None:
             self.host.copy_(storage)
             underway.add(storage, None)
@@ -223,7 +247,7 @@ class _State:
         self.arrived = self.copies.record_event()
 
     def get(self) -> Tensor:
-        """The storage, one row, for its block's backward; those below set out. Kept here as long as others will ask."""
+        """(nbytes,) uint8 for its block's backward; those below set out. Kept here as long as others will ask."""
         self.fetch()
         self._await()
         for state in reversed(self.below):
@@ -270,12 +294,13 @@ class _Pack:
 
     def __call__(self, saved: Tensor) -> "Tensor | _View":
         assert self.x is not None and self.forward_pass is not None
-        if not (_is(saved, self.x) or (self.forward_pass.everything and _is_large(saved, self.x))):
-            return saved
+        leaves = _is_of_tokens if self.forward_pass.everything else _is
+        if not leaves(saved, self.x):
+            return saved.detach()  # itself, as its node's own result, it would hold the node that holds it
         storage = saved.untyped_storage()
         state = self.states.get(storage._cdata)
         if state is None:
-            whole = saved.detach().as_strided((storage.nbytes() // saved.itemsize,), (1,), 0)
+            whole = saved.detach().as_strided((storage.nbytes() // saved.itemsize,), (1,), 0).view(torch.uint8)
             state = self.states[storage._cdata] = self.forward_pass.keep(whole)
             self.memory.append(whole)
         state.left += 1
@@ -302,13 +327,14 @@ def _is(saved: Tensor, x: Tensor) -> bool:
     )
 
 
-def _is_large(saved: Tensor, x: Tensor) -> bool:
-    """Whether it has a row for each token of x and is worth a copy: no weight, and no row's few statistics."""
+def _is_of_tokens(saved: Tensor, x: Tensor) -> bool:
+    """Whether it is, or is a view of, what has a row for each token of x and is worth a copy: no weight."""
+    base = saved if saved._base is None else saved._base
     return (
-        not isinstance(saved, nn.Parameter)
+        not isinstance(base, nn.Parameter)
         and saved.device == x.device
-        and x.shape[0] in saved.shape
-        and saved.untyped_storage().nbytes() >= x.numel()
+        and x.shape[0] in base.shape
+        and worth_a_copy(saved.untyped_storage().nbytes(), *x.shape)
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fa_train.memory.checkpointing import Checkpointing, require_checkpointing
-from fa_train.memory.offload import IN_FLIGHT, Offloaded, require_offload
+from fa_train.memory.offload import IN_FLIGHT, Offloaded, require_offload, worth_a_copy
 
 GIB = 2**30
 LIBRARIES = 96 * 2**20  # cuBLAS's workspaces, by torch's allocator; measured on an H200
@@ -116,7 +116,7 @@ class Shape:
 
     @property
     def everything(self) -> bool:
-        """Whether all that blocks keep leaves, and up(x) by chunks is kept for it."""
+        """Whether all that blocks keep leaves."""
         return self.offload == "all"
 
     @property
@@ -254,13 +254,9 @@ class _Block:
     def ffn_kept(self) -> int:
         """From the hidden state between attention and FFN, which torch.compile adds up again, to the FFN's result."""
         kept = (self.x if self.eager else self.x_rounded) + self.statistics + self.x_rounded
-        if self.shape.mlp_chunk and not self.keeps_up():
-            return kept + (self.x - self.x_rounded if self.shape.adapters else 0)  # chunks of the norm's own result
+        if self.shape.mlp_chunk and not keeps_up(self.shape):
+            return kept + (self.x - self.x_rounded if self.torchs_chunks() else 0)  # chunks of the norm's own result
         return kept + self.up + self.activated_kept() + self.ffn_adapters
-
-    def keeps_up(self) -> bool:
-        """Whether chunks of the FFN's first product are kept; those of adapters and GeGLU are torch's checkpoints."""
-        return self.shape.everything and self.shape.adapters is None and self.shape.activation != "geglu"
 
     def activated(self) -> int:
         """The FFN's operand of its last product; SwiGLU's silu too, which torch.compile does not write."""
@@ -280,12 +276,20 @@ class _Block:
             return self.kept()
         return self.x + (self.q + self.lse if self.shape.checkpointing == "selective" else 0)
 
+    def torchs_chunks(self) -> bool:
+        """Whether chunks of the FFN pass through torch's own operators and checkpoints (fa_train.models.gpt)."""
+        s = self.shape
+        return s.mlp_chunk is not None and (s.adapters is not None or s.activation == "geglu")
+
     def sent(self) -> int:
         """What of it waits on the host."""
         if not self.shape.everything:
             return self.x if self.shape.offload else 0
-        of_rows = 2 * self.statistics + self.lse + (self.qk_statistics if self.shape.qk_norm else 0)
-        return self.kept() - of_rows - self.attention_adapters - (0 if self.shape.mlp_chunk else self.ffn_adapters)
+        s = self.shape
+        stays = 2 * self.statistics + self.lse + self.attention_adapters + (0 if s.mlp_chunk else self.ffn_adapters)
+        if s.qk_norm:
+            stays += self.qk_statistics + (0 if worth_a_copy(self.kv, s.tokens, s.dim) else self.kv)
+        return self.kept() - stays
 
     def forward(self) -> dict[str, int]:
         """The most at a time in each part of the first forward, the block's own tensors included."""
@@ -328,8 +332,8 @@ class _Block:
         if not self.shape.mlp_chunk:
             return 0
         # GELU's result takes the place of its argument, unless that is kept
-        operands = 1 if self.keeps_up() or not self.shape.gated else 3
-        if self.shape.adapters:  # chunks of torch's own operators
+        operands = 1 if keeps_up(self.shape) or not self.shape.gated else 3
+        if self.torchs_chunks():
             operands = 4 if self.shape.gated else 2
         return self._ffn_rounded() + self._chunk(self.shape.tokens) * operands
 
@@ -354,6 +358,8 @@ class _Block:
             return held + max(of_operand, of_factors)
         weights = (self.up_weight + self.down_weight) * 4
         chunk = self._chunk(s.tokens)
+        if self.torchs_chunks():  # a chunk again, its operands' gradients, and the weights' of one precision and both
+            return held + rounded + 7 * chunk + self._ffn_rounded() + weights
         d_projected = (2 if s.gated else 1) * chunk  # which, like the activations, takes the place of an operand
         chunks = d_projected + chunk
         if s.compute_bytes == 4:  # products of lower precisions are added up by one call
@@ -433,6 +439,11 @@ def kept_per_layer(shape: Shape) -> int:
     return block.boundary() - block.sent() + rounded
 
 
+def keeps_up(shape: Shape) -> bool:
+    """Whether chunks of the FFN's first product are kept; those of adapters and GeGLU are torch's checkpoints."""
+    return shape.everything and shape.adapters is None and shape.activation != "geglu"
+
+
 def sent_per_layer(shape: Shape) -> int:
     """What waits on the host of a block but the last."""
     return _Block(shape).sent()
@@ -501,14 +512,11 @@ def _moments(s: Shape) -> list[_Moment]:
         _Moment("the optimizer", gradients=gradients, outside=data, working=optimizer_working(s)),
     ]
     # activations become fewer from block to block, gradients more, unless they are there from other micro-batches
-    # the block below sets out when the first of this one's states is asked for; torch's checkpoints of chunks ask none
-    late = "FFN's backward" if s.everything and s.mlp_chunk and not block.keeps_up() else None
+    backward, in_backward = max(block.backward().items(), key=_nbytes)
     for left, which in {s.n_layers: "last", 2: "second", 1: "first"}.items():
         if left > s.n_layers:
             continue
-        fetched = block.sent() if (again or s.everything) and left > 1 else 0
-        parts = {part: nbytes + (0 if part == late else fetched) for part, nbytes in block.backward().items()}
-        backward, in_backward = max(parts.items(), key=_nbytes)
+        fetched = block.sent() if (again or s.everything) and left > 1 else 0  # of the block below, ahead of its turn
         moments.append(
             _Moment(
                 f"{backward} of the {which} block",
@@ -517,7 +525,7 @@ def _moments(s: Shape) -> list[_Moment]:
                 activations=left * block.boundary() - (left - 1) * block.sent(),
                 outside=data,
                 loss=of_head,
-                working=in_backward - block.boundary(),
+                working=fetched + in_backward - block.boundary(),
             )
         )
     return moments

@@ -17,7 +17,8 @@ class Memory:
     mlp_chunk: tokens that pass through the FFN at a time (fa_train.memory.tiled_mlp), None for all.
     loss: the last linear layer and its cross entropy (fa_train.memory.loss).
     auto: whether train.py puts the fastest levers that fit in place of these (fa_train.memory.levers).
-    Raises: ValueError on an unknown checkpointing or offload, on both at once, and on a chunk that is not positive.
+    Raises: ValueError on an unknown checkpointing or offload, on "all" with checkpointing, and on a chunk that is not
+    positive.
     """
 
     checkpointing: Checkpointing

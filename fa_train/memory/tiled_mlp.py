@@ -56,7 +56,7 @@ def tiled_mlp(
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
-    if keep:
+    if keep and torch.is_grad_enabled():
         return _Kept.apply(x, up, up_bias, down, down_bias, activation, chunk_size)
     promise = _Backward.apply(x, up, up_bias, down, down_bias, activation, chunk_size)
     weights = (w if w is None else w.detach() for w in (up, up_bias, down, down_bias))

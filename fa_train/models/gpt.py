@@ -375,7 +375,7 @@ class SelfAttention(nn.Module):
 class FeedForward(nn.Module):
     """down(activation(up(x))), by chunk_size tokens at a time or all; a gate and its values come from one matrix.
 
-    checkpointed: whether its block is computed again for the backward. keep: whether chunks of up(x) are kept.
+    checkpointed: whether its block is computed again for the backward. keep: whether tiled_mlp keeps up(x).
     """
 
     def __init__(

@@ -13,6 +13,7 @@ from fa_train.memory.offload import available_host_bytes, host_bytes, require_ho
 from tests.memory.small import assert_equal, compile_blocks, levers, small_gpt, step, stream
 
 STATE = 24 * 32 * 4  # bytes: tokens x dim in fp32
+EVERYTHING = levers(offload="all", mlp_chunk=5)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
@@ -116,32 +117,39 @@ def test_device_memory_of_states_is_freed_block_by_block(device, monkeypatch):
     assert counts == [1] * 6
 
 
-def test_two_graphs_at_once(device):
+@pytest.mark.parametrize("memory", [levers("full", offload=True), EVERYTHING], ids=["inputs", "all"])
+def test_two_graphs_at_once(memory, device):
     """Buffers belong to a graph until its backward has used them."""
-    model, first, second = small_gpt(levers("full", offload=True), device), stream(device), stream(device, [20, 4])
+    model, first, second = small_gpt(memory, device), stream(device), stream(device, [20, 4])
     expected = [step(model, batch) for batch in (first, second)]
+    alone = model.offload.pool.allocated
     losses = [model(**batch) for batch in (first, second)]
-    assert model.offload.pool.allocated == 4
+    assert model.offload.pool.allocated == 2 * alone
     for loss, result in reversed(list(zip(losses, expected, strict=True))):
         model.zero_grad()
         loss.backward()
         assert_equal([loss.detach(), *(p.grad for p in model.parameters())], result)
 
 
-def test_backward_twice(device):
-    model, batch = small_gpt(levers(offload=True), device), stream(device)
+@pytest.mark.parametrize("memory", [levers(offload=True), EVERYTHING], ids=["inputs", "all"])
+def test_backward_twice(memory, device):
+    model, batch = small_gpt(memory, device), stream(device)
     objective = model(batch["tokens"], batch["cu_seqlens"]).square().sum()
     once = torch.autograd.grad(objective, list(model.parameters()), retain_graph=True)
     assert_equal(list(torch.autograd.grad(objective, list(model.parameters()))), list(once))
 
 
-def test_a_dropped_graph_gives_its_buffers_back(device):
-    model, batch = small_gpt(levers("selective", offload=True), device), stream(device)
+@pytest.mark.parametrize(
+    "memory", [levers("selective", offload=True), levers(offload=True), EVERYTHING], ids=["selective", "inputs", "all"]
+)
+def test_a_dropped_graph_gives_its_buffers_back(memory, device):
+    model, batch, allocated = small_gpt(memory, device), stream(device), set()
     for _ in range(3):
         loss = model(**batch)
         del loss
         gc.collect()
-    assert model.offload.pool.allocated == len(model.offload.pool.free) == 2
+        allocated |= {model.offload.pool.allocated, len(model.offload.pool.free)}
+    assert len(allocated) == 1
 
 
 def test_an_error_in_a_block_leaves_nothing_behind(device):
@@ -176,11 +184,27 @@ def test_no_gradients_no_copies(device):
 def test_frozen_embedding(device):
     """The first state needs no gradient, as in a finetune of adapters."""
     results = []
-    for memory in (levers(), levers("full", offload=True)):
+    for memory in (levers(), levers("full", offload=True), levers(offload="all")):
         model = small_gpt(memory, device, tied=False)
         model.token_embedding.requires_grad_(False)
         results.append(step(model, stream(device)))
-    assert_equal(*results)
+    assert_equal(results[1], results[0])
+    assert_equal(results[2], results[0])
+
+
+@pytest.mark.parametrize("tokens", [24, 32, 48, 64])  # dim, ffn_dim and the rows of qkv are 32, 48 and 64
+def test_weights_stay(tokens, device, monkeypatch):
+    """Also where a weight has as many rows as there are tokens; with all blocks' tensors as the planner counts them."""
+    sent, send = [], offload._State.send
+
+    def watched(state, *args):
+        sent.append(state.storage.untyped_storage().data_ptr())
+        return send(state, *args)
+
+    monkeypatch.setattr(offload._State, "send", watched)
+    model = small_gpt(levers(offload="all"), device)
+    step(model, stream(device, [tokens]))
+    assert sent and not {p.untyped_storage().data_ptr() for p in model.parameters()} & set(sent)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -205,6 +229,27 @@ def test_too_little_host_memory(device, monkeypatch):
         model(**stream(device))
     monkeypatch.setattr(offload, "available_host_bytes", lambda: 2 * STATE)
     model(**stream(device))
+
+
+def test_too_little_host_memory_for_everything(device, monkeypatch):
+    """Known when the first block has saved its states, and before others do."""
+    model = small_gpt(EVERYTHING, device, n_layers=4)
+    step(model, stream(device))
+    needed, allocated = model.offload.pool.nbytes, model.offload.pool.allocated
+    model = small_gpt(EVERYTHING, device, n_layers=4)
+    monkeypatch.setattr(offload, "available_host_bytes", lambda: needed - model.offload.pool.nbytes - 1)
+    with pytest.raises(ValueError, match=r"memory.offload=all needs .* Choose .* or memory=offload$"):
+        model(**stream(device))
+    assert model.offload.pool.allocated == allocated // 3
+    monkeypatch.setattr(offload, "available_host_bytes", lambda: needed - model.offload.pool.nbytes)
+    model(**stream(device))
+
+
+def test_unknown_settings_are_named():
+    with pytest.raises(ValueError, match=r"memory.offload must be true, false or all; got some"):
+        levers(offload="some")
+    with pytest.raises(ValueError, match=r"memory.offload=all needs memory.checkpointing=none; got full"):
+        levers("full", offload="all")
 
 
 def test_available_host_memory_heeds_a_containers_limit(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fa_train.memory import offload
 from fa_train.memory.levers import COMBINATIONS, Levers, with_levers
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.memory.offload import host_bytes
@@ -173,7 +174,8 @@ def with_adapters(shape: Shape, quantization: str | None = None) -> tuple[Shape,
     + [("llama_1b", "bf16-mixed", ("none", "all", mlp_chunk)) for mlp_chunk in (None, 8192)],
 )
 def test_simulated_peaks_of_adapters(model, precision, levers):
-    base = replace({"gpt2": GPT2, "llama_1b": LLAMA_1B}[model], n_layers=4, vocab_size=259, tokens=32768)
+    n_layers = 12 if "all" in levers else 4  # what stays by mistake is to count
+    base = replace({"gpt2": GPT2, "llama_1b": LLAMA_1B}[model], n_layers=n_layers, vocab_size=259, tokens=32768)
     shape, adapted = with_adapters(with_levers(replace(base, precision=precision), Levers(*levers)))
     step = simulate(adapted, shape.tokens, shape.precision, accumulates=False)
     assert predicted_peak(shape) == pytest.approx(max(step.forward, step.backward), rel=0.05)
@@ -234,6 +236,16 @@ def test_simulated_peaks(levers, case):
     assert predicted_peak(shape) == pytest.approx(simulated_peak(shape), rel=0.02)
 
 
+@pytest.mark.parametrize("mlp_chunk", [None, 8192], ids=["ffn-whole", "ffn-chunks"])
+@pytest.mark.parametrize("offload", [False, "all"])
+@pytest.mark.parametrize("changes", [{"activation": "geglu"}, {"qk_norm": True}], ids=["geglu", "qk-norm"])
+def test_simulated_peaks_of_many_layers(changes, offload, mlp_chunk):
+    shape = replace(
+        LLAMA_1B, n_layers=12, vocab_size=259, tokens=32768, offload=offload, mlp_chunk=mlp_chunk, **changes
+    )
+    assert predicted_peak(shape) == pytest.approx(simulated_peak(shape), rel=0.03)
+
+
 @pytest.mark.parametrize("levers", COMBINATIONS, ids=str)
 def test_simulated_peaks_under_every_combination(levers):
     shape = with_levers(replace(GPT2, n_layers=6, tokens=65536), levers)
@@ -285,6 +297,34 @@ def test_components_add_up():
         parts = [getattr(prediction, name) for name in COMPONENTS]
         assert sum(parts) == prediction.gpu_bytes == prediction.allocated + prediction.overhead
         assert all(part >= 0 for part in parts)
+
+
+@pytest.mark.parametrize("mlp_chunk", [None, 16], ids=["ffn-whole", "ffn-chunks"])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_host_memory_of_everything(qk_norm, mlp_chunk):
+    """What a forward asks of the pool, in fp32 on the CPU."""
+    shape = replace(
+        GPT2,
+        n_layers=3,
+        dim=64,
+        n_heads=4,
+        n_kv_heads=1,
+        head_dim=16,
+        ffn_dim=96,
+        vocab_size=40,
+        tokens=128,
+        activation="swiglu",
+        precision="32-true",
+        qk_norm=qk_norm,
+        offload="all",
+        mlp_chunk=mlp_chunk,
+    )
+    model, tokens, taken = build(shape, sdpa_attention), torch.zeros(shape.tokens, dtype=torch.int64), []
+    with as_on_a_gpu(), pytest.MonkeyPatch.context() as patch:
+        take = offload.HostPool.take
+        patch.setattr(offload.HostPool, "take", lambda pool, n: taken.append(n) or take(pool, n))
+        model(tokens, labels=tokens)
+    assert predict(shape).host == sum(taken)
 
 
 def test_host_memory():

@@ -105,6 +105,13 @@ def test_activations_never_exist_at_once(activation, device):
     assert saved == [(512, 4), (rows, 4), (4, 64)]
 
 
+def test_nothing_is_kept_without_gradients(device):
+    arguments, _ = draw("swiglu", False, device)
+    with torch.no_grad(), LargestTensor() as largest:
+        tiled_mlp.tiled_mlp(*arguments, 5, True)
+    assert largest.elements < TOTAL * 2 * FFN_DIM
+
+
 @pytest.mark.parametrize("layout", ["expanded", "transposed"])
 def test_gradients_of_any_layout(layout, device):
     arguments, dy = draw("swiglu", False, device)

@@ -2,8 +2,8 @@
 
 At head_dim 64, 96 and 128 one kernel of five matmuls gives dK and dV and adds dQ up in memory, in whatever order its
 programs run (bwd_three_groups.py). Where gradients must be repeatable, one kernel gives dK and dV (bwd_keys.py) and
-another dQ (bwd_queries.py), which have one owner each: seven matmuls. That is also for fp16 at 128 with a soft cap, for
-which one kernel lacks registers, and for head_dim 256, where bwd_wide.py takes the place of bwd_keys.py.
+another dQ (bwd_queries.py), which have one owner each: seven matmuls. So is fp16 at 128 with a soft cap worked, for
+which one kernel lacks registers, and head_dim 256, where bwd_wide.py takes the place of bwd_keys.py.
 Where there are several documents, NaN of one that came into another through a tile of both is repaired (marks.py).
 """
 

@@ -140,7 +140,6 @@ def _consumer(
         dk = warpgroup_mma(gl.convert_layout(ds, operand_layout), q, dk, is_async=True)
         if D_2:
             dk_2 = warpgroup_mma(gl.convert_layout(ds, operand_layout_2), q_2, dk_2, is_async=True)
-        if D_2:
             dv, dv_2, dk, dk_2 = warpgroup_mma_wait(0, deps=[dv, dv_2, dk, dk_2])
         else:
             dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
@@ -151,7 +150,7 @@ def _consumer(
         if D_2:
             mark_spoiled(dk_2 + dv_2, first_here, kv_head, ranges[2], spoiled_ptr)
     # dK and dV leave through the buffers of K and V
-    named_barrier(10, 256)  # both warpgroups have read K for the last time
+    named_barrier(10, 256)  # both warpgroups have read K and V for the last time
     k_half.store((dk * softmax_scale).to(dtype))
     v_half.store(dv.to(dtype))
     if D_2:

@@ -123,7 +123,7 @@ class ThreeGroupTiles:
     ahead: bool
 
 
-# by head_dim and dtype; 194 KiB of shared memory at 64, 193 at 128. Half the queries leave room for twice the stages
+# by head_dim and dtype; 193 to 194 KiB of shared memory. Half the queries leave room for twice the stages
 TILES = {
     (64, torch.bfloat16): ThreeGroupTiles(64, 4, halves=True, ahead=True),
     (64, torch.float16): ThreeGroupTiles(128, 2, halves=False, ahead=False),
@@ -175,8 +175,8 @@ def _consume(
     keys_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=scores_layout, k_width=2)
     queries_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     AFTER_DP: gl.constexpr = AHEAD and (GROUP > 1 or HAS_SOFTCAP)  # when S of the next step is begun
-    # products begun after dP's, which go on when dP is there: S of the next step, dV
     PARTS: gl.constexpr = 2 if D_2 else 1  # matmuls of which one operation of a head is made
+    # products begun after dP's, which go on when dP is there: S of the next step, dV
     LATER: gl.constexpr = (1 if AHEAD and not AFTER_DP else 0) + (PARTS if HALVES else 0)
     gl.static_assert(not (AHEAD and D_2))
     first, kv_head, m, end, n_steps = decode(order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
