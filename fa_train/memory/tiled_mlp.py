@@ -1,9 +1,10 @@
 """The FFN over chunks of tokens, so that nothing of (tokens x ffn_dim) exists in either pass.
 
 The forward keeps its input and the weights; the backward computes each chunk's activations again (ALST,
-arXiv:2506.13996). Rows pass through the same operations in the same order as without chunks, so the output and the
-gradient of x differ from the unchunked ones only where a library splits a product of fewer rows otherwise, and where
-a kernel rounds SwiGLU once. The gradients of the weights are sums over chunks, in fp32.
+arXiv:2506.13996). With `keep` the first product is kept too, for memory.offload=all, which has it wait on the host.
+Rows pass through the same operations in the same order as without chunks, so the output and the gradient of x differ
+from the unchunked ones only where a library splits a product of fewer rows otherwise, and where a kernel rounds SwiGLU
+once. The gradients of the weights are sums over chunks, in fp32.
 
 What counts beside the products is how often a chunk's activations pass through memory: one pass after each product of
 the activations, which writes over what it read, and none that copies a result to its rows.
