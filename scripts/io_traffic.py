@@ -38,7 +38,7 @@ from torch import Tensor
 from kernels import flash_attn_func
 from kernels.flash_attention import backend
 from kernels.flash_attention.hopper import bwd as hopper_bwd
-from kernels.flash_attention.hopper import bwd_wide
+from kernels.flash_attention.hopper import bwd_steps, bwd_wide
 from kernels.flash_attention.hopper import fwd as hopper_fwd
 from kernels.flash_attention.schedule import WORK_TILE, document_length
 from kernels.flash_attention.tiles import SHARED_LIMIT, Arch, Pass, arch_of, interpreted, key_passes, tile_config
@@ -195,7 +195,7 @@ def _hopper_backward(case: Case) -> dict[str, int]:
         return {**_delta(case), **copied, **passes}
     rows = case.seqlen * case.head_dim * ITEM
     sums = case.seqlen * case.head_dim * FP32
-    queries = queries_read(case.seqlen, hopper_bwd.BLOCK_N, causal=case.causal)
+    queries = queries_read(case.seqlen, bwd_steps.BLOCK_N, causal=case.causal)
     return {
         **_delta(case),
         "prepare: write zeros of dQ": sums,
