@@ -60,6 +60,7 @@ GPT2 = Shape(
 LLAMA_1B = replace(
     GPT2, n_layers=16, dim=2048, n_heads=32, n_kv_heads=8, ffn_dim=8192, vocab_size=128256, activation="swiglu"
 )
+SMALL = replace(GPT2, dim=64, n_heads=4, n_kv_heads=1, head_dim=16, ffn_dim=96, vocab_size=40, tokens=128)
 # by scripts/bench_planner.py (scripts/results/planner_h200_202611.md tells of them), or by what `run` names;
 # a `first` step is one before the optimizer has states
 MEASURED = json.loads((Path(__file__).parent / "peaks_h200.json").read_text())
@@ -257,9 +258,8 @@ def test_simulated_peaks_under_every_combination(levers):
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_what_autograd_saves_on_the_cpu(activation, checkpointing, mlp_chunk):
     """Real tensors, in fp32. Selective checkpointing keeps attention's results where no hook sees them."""
-    tokens, saved = 128, []
-    shape = replace(GPT2, dim=64, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=40, tokens=tokens)
-    shape = replace(shape, activation=activation, precision="32-true", checkpointing=checkpointing, mlp_chunk=mlp_chunk)
+    tokens, saved = SMALL.tokens, []
+    shape = replace(SMALL, activation=activation, precision="32-true", checkpointing=checkpointing, mlp_chunk=mlp_chunk)
     for n_layers in (2, 3):
         model, storages = build(replace(shape, n_layers=n_layers), sdpa_attention), {}
         parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -303,22 +303,8 @@ def test_components_add_up():
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_host_memory_of_everything(qk_norm, mlp_chunk):
     """What a forward asks of the pool, in fp32 on the CPU."""
-    shape = replace(
-        GPT2,
-        n_layers=3,
-        dim=64,
-        n_heads=4,
-        n_kv_heads=1,
-        head_dim=16,
-        ffn_dim=96,
-        vocab_size=40,
-        tokens=128,
-        activation="swiglu",
-        precision="32-true",
-        qk_norm=qk_norm,
-        offload="all",
-        mlp_chunk=mlp_chunk,
-    )
+    shape = replace(SMALL, n_layers=3, activation="swiglu", precision="32-true", qk_norm=qk_norm)
+    shape = replace(shape, offload="all", mlp_chunk=mlp_chunk)
     model, tokens, taken = build(shape, sdpa_attention), torch.zeros(shape.tokens, dtype=torch.int64), []
     with as_on_a_gpu(), pytest.MonkeyPatch.context() as patch:
         take = offload.HostPool.take

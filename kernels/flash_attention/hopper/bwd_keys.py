@@ -30,13 +30,14 @@ from kernels.flash_attention.hopper.bwd_steps import (
     kv_heads_per_section,
     new_barriers,
     new_buffers,
+    new_rest_buffers,
     next_step,
     produce,
     seen_by,
 )
 from kernels.flash_attention.hopper.bwd_tma import named_barrier
 from kernels.flash_attention.hopper.columns import keep_columns
-from kernels.flash_attention.hopper.descriptors import numbers, rows_of_heads
+from kernels.flash_attention.hopper.descriptors import numbers, parts_of_heads
 from kernels.flash_attention.hopper.marks import mark_spoiled
 from kernels.flash_attention.portable.launch import ceil_div
 from kernels.flash_attention.portable.load import split_width
@@ -184,18 +185,11 @@ def _dkdv_kernel(
     Descriptors of the first D_1 columns of each head, and with a 2 of the D_2 after them (None where D_2 is 0).
     spoiled_ptr is None, or where to mark NaN in dK and dV (marks.py).
     """
-    dtype: gl.constexpr = q_desc.dtype
-    BLOCK_M: gl.constexpr = q_desc.block_type.shape[0]
-    BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
     buffers = new_buffers(q_desc, k_desc, v_desc, do_desc, rows_desc, STAGES)
     barriers = new_barriers(STAGES, 2)
     rest, rest_bufs = (dk_2_desc, dv_2_desc), None
     if D_2:
-        q_2_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D_2], q_2_desc.layout)
-        do_2_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D_2], do_2_desc.layout)
-        k_2_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D_2], k_2_desc.layout)
-        v_2_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D_2], v_2_desc.layout)
-        rest_bufs = (q_2_bufs, do_2_bufs, k_2_buf, v_2_buf)
+        rest_bufs = new_rest_buffers(q_2_desc, k_2_desc, v_2_desc, do_2_desc, STAGES)
     order = (tiles_ptr, n_tiles, n_kv_heads, section)
     ranges = (query_start_ptr, query_end_ptr, total_k)
     loads = (
@@ -225,23 +219,17 @@ def gradients_of_keys(
     tiles = tiles_of(head_dim, features.softcap)
     rows_desc = numbers(rows, tiles.block_m)
     n_tiles = ceil_div(total_k, BLOCK_N)
-    d_1, d_2 = split_width(head_dim)
-    operands = [
-        (q, tiles.block_m), (k, BLOCK_N), (v, BLOCK_N), (do, tiles.block_m), (dk, BLOCK_N), (dv, BLOCK_N),
-    ]  # fmt: skip
-    # views of columns cost the host time, so only where there are two parts
-    parts = [[x[..., :d_1], x[..., d_1:]] if d_2 else [x] for x, _ in operands]
-    blocks = [block for _, block in operands]
-    descs = [rows_of_heads(x[0], block) for x, block in zip(parts, blocks, strict=True)]
-    rest = [rows_of_heads(x[1], block) if d_2 else None for x, block in zip(parts, blocks, strict=True)]
+    descs, rest = parts_of_heads(
+        (q, tiles.block_m), (k, BLOCK_N), (v, BLOCK_N), (do, tiles.block_m), (dk, BLOCK_N), (dv, BLOCK_N)
+    )
     launch(
         _dkdv_kernel, (n_tiles * n_kv_heads,),
         *descs[:4], rows_desc, *descs[4:], *rest,
         schedule.key_tiles, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale, features.softcap,
         n_tiles, n_kv_heads, kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),
-        HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, D_2=d_2, STAGES=tiles.stages,
-        ALIGNMENT=ROW_ALIGNMENT, CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS,
-        num_warps=4, maxnreg=REGISTERS,
+        HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, D_2=split_width(head_dim)[1],
+        STAGES=tiles.stages, ALIGNMENT=ROW_ALIGNMENT, CONSUMER_REGISTERS=CONSUMER_REGISTERS,
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip
     return dk, dv

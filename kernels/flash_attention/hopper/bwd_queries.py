@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper.columns import keep_columns
-from kernels.flash_attention.hopper.descriptors import rows_of_heads
+from kernels.flash_attention.hopper.descriptors import parts_of_heads
 from kernels.flash_attention.hopper.marks import mark_spoiled
 from kernels.flash_attention.portable.launch import heads_per_section, tile_and_head
 from kernels.flash_attention.portable.load import split_width
@@ -278,19 +278,14 @@ def gradient_of_queries(
     total_q, n_heads, head_dim = q.shape
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tiles = TILES[head_dim]
-    d_1, d_2 = split_width(head_dim)
-    blocks = BLOCK_M, tiles.block_n, tiles.block_n, BLOCK_M, BLOCK_M
-    # views of columns cost the host time, so only where there are two parts
-    parts = [[x[..., :d_1], x[..., d_1:]] if d_2 else [x] for x in (q, k, v, do, dq)]
-    descs = [rows_of_heads(x[0], block) for x, block in zip(parts, blocks, strict=True)]
-    rest = [rows_of_heads(x[1], block) if d_2 else None for x, block in zip(parts, blocks, strict=True)]
+    descs, rest = parts_of_heads((q, BLOCK_M), (k, tiles.block_n), (v, tiles.block_n), (do, BLOCK_M), (dq, BLOCK_M))
     n_tiles = schedule.query_tiles.numel()
     launch(
         _dq_kernel, (n_tiles * n_heads,),
         *descs, *rest, lse, delta, schedule.query_tiles, schedule.key_start, schedule.key_end, spoiled,
         features.softmax_scale, features.softcap, n_tiles, n_heads, heads_per_section(k, v, n_heads), total_q,
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),
-        HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // k.shape[1], D_2=d_2, K_STAGES=tiles.k_stages,
-        V_STAGES=tiles.v_stages, REGISTERS=REGISTERS, num_warps=4, maxnreg=THREAD_REGISTERS,
+        HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // k.shape[1], D_2=split_width(head_dim)[1],
+        K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages, REGISTERS=REGISTERS, num_warps=4, maxnreg=THREAD_REGISTERS,
     )  # fmt: skip
     return dq

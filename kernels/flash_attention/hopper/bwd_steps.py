@@ -85,6 +85,20 @@ def new_buffers(q_desc, k_desc, v_desc, do_desc, rows_desc, STAGES: gl.constexpr
 
 
 @gluon.jit
+def new_rest_buffers(q_2_desc, k_2_desc, v_2_desc, do_2_desc, STAGES: gl.constexpr):
+    """Those of the columns after the first: Q and dO [STAGES, M, D_2], K and V [N, D_2]."""
+    dtype: gl.constexpr = q_2_desc.dtype
+    BLOCK_M: gl.constexpr = q_2_desc.block_type.shape[0]
+    BLOCK_N: gl.constexpr = k_2_desc.block_type.shape[0]
+    D_2: gl.constexpr = q_2_desc.block_type.shape[1]
+    q_2_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D_2], q_2_desc.layout)
+    do_2_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D_2], do_2_desc.layout)
+    k_2_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D_2], k_2_desc.layout)
+    v_2_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D_2], v_2_desc.layout)
+    return q_2_bufs, do_2_bufs, k_2_buf, v_2_buf
+
+
+@gluon.jit
 def new_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
     """That K and V are there; of each stage that Q and lse are, that dO and delta are, that READERS have read them.
 

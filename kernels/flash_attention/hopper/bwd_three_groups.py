@@ -94,13 +94,14 @@ from kernels.flash_attention.hopper.bwd_steps import (
     kv_heads_per_section,
     new_barriers,
     new_buffers,
+    new_rest_buffers,
     next_step,
     produce,
     seen_by,
 )
 from kernels.flash_attention.hopper.bwd_tma import named_barrier, tma_reduce_add
 from kernels.flash_attention.hopper.columns import keep_columns
-from kernels.flash_attention.hopper.descriptors import numbers, rows_of_heads
+from kernels.flash_attention.hopper.descriptors import numbers, parts_of_heads
 from kernels.flash_attention.hopper.marks import mark_spoiled
 from kernels.flash_attention.portable.launch import ceil_div
 from kernels.flash_attention.portable.load import split_width
@@ -372,14 +373,9 @@ def _bwd_kernel(
     sum_bufs = gl.allocate_shared_memory(gl.float32, [PLACES, SUM_BLOCK, SUM_BLOCK], sum_desc.layout)
     rest_bufs, rest_sums = None, None
     if D_2:
-        dtype: gl.constexpr = q_desc.dtype
-        q_2_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D_2], q_2_desc.layout)
-        do_2_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D_2], do_2_desc.layout)
-        k_2_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D_2], k_2_desc.layout)
-        v_2_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D_2], v_2_desc.layout)
-        rest_bufs = (q_2_bufs, do_2_bufs, k_2_buf, v_2_buf)
+        rest_bufs = new_rest_buffers(q_2_desc, k_2_desc, v_2_desc, do_2_desc, STAGES)
         sum_2_buf = gl.allocate_shared_memory(gl.float32, [SUM_BLOCK, D_2], sum_2_desc.layout)
-        rest_sums = (sum_2_desc, sum_2_buf, k_2_buf)
+        rest_sums = (sum_2_desc, sum_2_buf, rest_bufs[2])
     ds_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ds_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -418,21 +414,15 @@ def gradients_of_keys(
     assert tiles is not None
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     n_tiles = ceil_div(total_k, BLOCK_N)
-    d_1, d_2 = split_width(head_dim)
+    d_2 = split_width(head_dim)[1]
     sums = dq_sum.view(total_q, -1, head_dim if d_2 else SUM_BLOCK)
-    operands = [
+    descs, rest = parts_of_heads(
         (q, tiles.block_m), (k, BLOCK_N), (v, BLOCK_N), (do, tiles.block_m), (dk, BLOCK_N), (dv, BLOCK_N),
         (sums, SUM_BLOCK),
-    ]  # fmt: skip
-    if d_2:
-        *descs, sum_desc = (rows_of_heads(x[..., :d_1], block) for x, block in operands)
-        rest = [rows_of_heads(x[..., d_1:], block) for x, block in operands]
-    else:  # views of columns cost the host time
-        *descs, sum_desc = (rows_of_heads(x, block) for x, block in operands)
-        rest = [None] * len(operands)
+    )  # fmt: skip
     launch(
         _bwd_kernel, (n_tiles * n_kv_heads,),
-        *descs[:4], numbers(rows, tiles.block_m), *descs[4:], sum_desc, *rest,
+        *descs[:4], numbers(rows, tiles.block_m), *descs[4:], *rest,
         schedule.key_tiles, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale, features.softcap,
         n_tiles, n_kv_heads, kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),

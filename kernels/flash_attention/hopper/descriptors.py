@@ -8,6 +8,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.flash_attention.portable.load import split_width
+
 _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -27,6 +29,18 @@ def rows_of_heads(x: Tensor, block: int) -> TensorDescriptor:
     Shapes: x (total, heads, head_dim), which `loadable` must have taken.
     """
     return _rows_of_heads(x.data_ptr(), x.dtype, x.shape, x.stride(), block)
+
+
+def parts_of_heads(
+    *operands: tuple[Tensor, int],
+) -> tuple[list[TensorDescriptor], list[TensorDescriptor] | list[None]]:
+    """rows_of_heads of each (x, block): of a head's first columns, and of the rest, None where it is worked as one."""
+    first, rest = split_width(operands[0][0].shape[-1])
+    if not rest:  # views of columns cost the host time
+        return [rows_of_heads(x, block) for x, block in operands], [None] * len(operands)
+    head, tail = slice(None, first), slice(first, None)
+    whole, others = ([rows_of_heads(x[..., part], block) for x, block in operands] for part in (head, tail))
+    return whole, others
 
 
 def numbers(x: Tensor, block: int) -> TensorDescriptor:

@@ -43,18 +43,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper import fwd_parts as parts
 from kernels.flash_attention.hopper import fwd_softmax as softmax
 from kernels.flash_attention.hopper.barriers import WARPGROUP, hand_back, pass_turn, wait_turn
-from kernels.flash_attention.hopper.descriptors import is_hopper, loadable, rows_of_heads
+from kernels.flash_attention.hopper.descriptors import is_hopper, loadable, parts_of_heads
 from kernels.flash_attention.hopper.fwd_softmax import HIDDEN, LN_2, LOG2_E
 from kernels.flash_attention.hopper.queue import counter, field, item_of, new_queue, post, read, take
 from kernels.flash_attention.portable.fwd import repair_forward
 from kernels.flash_attention.portable.launch import heads_per_section, multiprocessors, new_marks, tile_and_head
-from kernels.flash_attention.portable.load import split_width
 from kernels.flash_attention.replay import lasting, launch
 from kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE, DocumentLength, Schedule
 from kernels.flash_attention.tiles import interpreted
@@ -490,16 +488,6 @@ def supports(q: Tensor, k: Tensor, v: Tensor, features: Features, out_dtype: tor
     )
 
 
-def _descriptors(q: Tensor, k: Tensor, v: Tensor, o: Tensor, block_n: int) -> list[TensorDescriptor | None]:
-    """Of the first columns of each, then of those after them, or None where there is one part."""
-    operands = (q, ROWS), (k, block_n), (v, block_n), (o, ROWS)
-    first, rest = split_width(q.shape[2])
-    if not rest:  # views of columns cost the host time
-        return [*(rows_of_heads(x, rows) for x, rows in operands), *[None] * 4]
-    both = slice(None, first), slice(first, None)
-    return [rows_of_heads(x[..., columns], rows) for columns in both for x, rows in operands]
-
-
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -532,9 +520,10 @@ def run_forward(
     if tiles.dynamic:
         programs = min(n_items, multiprocessors(q.device))
         tickets = lasting(counter(q.device))
+    descs, rest = parts_of_heads((q, ROWS), (k, tiles.block_n), (v, tiles.block_n), (o, ROWS))
     launch(
         _fwd_kernel, (programs,),
-        *_descriptors(q, k, v, o, tiles.block_n), lse,
+        *descs, *rest, lse,
         lse if features.sinks is None else features.sinks, tickets, order, schedule.key_start, schedule.key_end,
         spoiled, n_items, n_tiles, n_heads, n_heads // k.shape[1], section, total_q,
         q.stride(1), k.stride(1), v.stride(1), features.softmax_scale, features.softcap,
