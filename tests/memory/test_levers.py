@@ -112,6 +112,22 @@ def test_auto_takes_chunks_before_host_memory(tokens):
 
 
 @pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(replace(with_adapters(LLAMA_1B)[0], tokens=2**17), id="adapters"),
+        pytest.param(replace(LLAMA_1B, tokens=2**17, activation="geglu"), id="geglu"),
+    ],
+)
+def test_copies_save_no_time_where_chunks_are_computed_again(shape):
+    """Offloading everything keeps the FFN's first product of tiled_mlp alone."""
+    chunks, copies = (extra_seconds(with_levers(shape, Levers("none", x, 16384))) for x in (False, "all"))
+    assert chunks < copies
+    plain = replace(LLAMA_1B, tokens=2**18)
+    chunks, copies = (extra_seconds(with_levers(plain, Levers("none", x, 16384))) for x in (False, "all"))
+    assert copies < chunks
+
+
+@pytest.mark.parametrize(
     ("shape", "gpu_gib"),
     [
         pytest.param(replace(LLAMA_1B, tokens=2**17), 139.8, id="a-lever"),
