@@ -150,8 +150,7 @@ def _consumer(
         mark_spoiled(dk + dv, first_here, kv_head, ranges[2], spoiled_ptr)
         if D_2:
             mark_spoiled(dk_2 + dv_2, first_here, kv_head, ranges[2], spoiled_ptr)
-    # dK and dV leave through the buffers of K and V
-    named_barrier(10, 256)  # both warpgroups have read K and V for the last time
+    # dK and dV leave through the buffers of K and V, of which each warpgroup read its own half
     k_half.store((dk * softmax_scale).to(dtype))
     v_half.store(dv.to(dtype))
     if D_2:
