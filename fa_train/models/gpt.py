@@ -20,7 +20,7 @@ from fa_train.memory.tiled_mlp import activate, tiled_mlp
 from fa_train.models.attention import Attention, require_softcap, soft_capped
 from fa_train.models.rope import RopeScaling, RotaryTable, document_positions, rope_scaling, rotary_table
 from kernels.flash_attention.schedule import Schedule, build_schedule, causal_schedule
-from kernels.rotary import rotate_and_split, rotate_heads
+from kernels.rotary import rotate_heads
 
 Norm = Literal["rmsnorm", "layernorm", "offset_rmsnorm"]
 Positions = Literal["rope", "learned", "none"]
@@ -364,9 +364,8 @@ class SelfAttention(nn.Module):
         """x (total, dim) -> the same."""
         qkv = self.qkv(x).unflatten(-1, (sum(self.heads), -1))
         if self.q_norm is None and rotary is not None:  # q, k and v stay views of one buffer, all that is kept of them
-            q, k, v = rotate_and_split(qkv, rotary.cos, rotary.sin, self.heads)
-        else:
-            q, k, v = qkv.split(self.heads, dim=1)
+            qkv = rotate_heads(qkv, rotary.cos, rotary.sin, self.heads[0] + self.heads[1])
+        q, k, v = qkv.split(self.heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             norms = (self.q_norm, q), (self.k_norm, k)
             q, k = (_rotated(norm(x.to(norm.weight.dtype)), rotary, v.dtype) for norm, x in norms)
@@ -476,7 +475,7 @@ def _schedule(
 
 def _rotated(x: Tensor, rotary: RotaryTable | None, dtype: torch.dtype) -> Tensor:
     """All heads of x, in dtype."""
-    return x.to(dtype) if rotary is None else rotate_heads(x, rotary.cos, rotary.sin, dtype)
+    return x.to(dtype) if rotary is None else rotate_heads(x, rotary.cos, rotary.sin, x.shape[1], dtype)
 
 
 def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:

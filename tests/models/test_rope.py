@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 def rotate(x: torch.Tensor, table: RotaryTable) -> torch.Tensor:
     """All heads of x, as the model does it; fp32."""
-    return rotate_heads(x, table.cos, table.sin, torch.float32)
+    return rotate_heads(x, table.cos, table.sin, x.shape[1], torch.float32)
 
 
 @pytest.mark.parametrize(
