@@ -92,8 +92,9 @@ def flash_attn_func(
         deterministic,
         (q_descale, k_descale, v_descale),
     )
-    lse = lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
-    return _outputs(o.unflatten(0, (batch, seqlen_q)), lse, q, return_lse, return_attn_probs)
+    if return_lse or return_attn_probs:
+        lse = lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
+    return _outputs(o.view(batch, seqlen_q, *o.shape[1:]), lse, q, return_lse, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -335,13 +336,14 @@ def _require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, d
         raise ValueError(f"dropout_p must be 0.0: attention dropout is not offered; got {dropout_p}")
     device, dtype = q.device, q.dtype
     require_backend(device)
-    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
-    if k_shape[:2] != v_shape[:2]:
+    _, n_heads, head_dim = q.shape
+    k_tokens, n_kv_heads, k_head_dim = k.shape
+    v_tokens, n_v_heads, v_head_dim = v.shape
+    if k_tokens != v_tokens or n_kv_heads != n_v_heads:
         raise ValueError(f"k and v must have the same tokens and heads; got {_shapes(q, k, v)}")
-    n_heads, n_kv_heads, head_dim, v_head_dim = q_shape[1], k_shape[1], q_shape[2], v_shape[2]
     if n_kv_heads == 0 or n_heads % n_kv_heads:
         raise ValueError(f"n_heads must be a multiple of n_kv_heads; got {n_heads} and {n_kv_heads}")
-    if head_dim != k_shape[2]:
+    if head_dim != k_head_dim:
         raise ValueError(f"q and k must have one head_dim; got {_shapes(q, k, v)}")
     if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= v_head_dim <= MAX_HEAD_DIM):
         raise ValueError(f"head_dim must be from 1 to {MAX_HEAD_DIM}; got {head_dim} and, of v, {v_head_dim}")

@@ -15,9 +15,9 @@ again: an operator of torch on the way, an address that came from no tensor know
 does not name must not change: tables of tiles and other module globals. Who changes them calls `forget`.
 
 What is used of Triton: that a launch returns its CompiledKernel; that `driver.active.launcher_cls(source, metadata)`
-makes what CompiledKernel.run calls, with these first nine arguments; and make_tensordesc_arg, which encodes a
-descriptor for TMA. Triton does so at each launch; here each is encoded once for each address, and the launcher is made
-for a signature that has, in a descriptor's place, what Triton expands it to.
+makes what CompiledKernel.run calls, with these first nine arguments; what that hands on to its `launch` (`_prepared`);
+and make_tensordesc_arg, which encodes a descriptor for TMA. Triton does so at each launch; here each is encoded once
+for each address, and the launcher is made for a signature that has, in a descriptor's place, what Triton expands it to.
 """
 
 import re
@@ -84,11 +84,11 @@ def replayed(
     key = kind, stream
     known = _KINDS.get(key)
     if isinstance(known, _Recording):
-        return known.play(addresses, stream) if known.fits(addresses) else call()
+        return known.play(addresses) if known.fits(addresses) else call()
     if known is _Known.SEEN:
         recorder = _Recorder(inputs)
         outputs = recorder.watch(call)
-        _KINDS[key] = recorder.recording(outputs)
+        _KINDS[key] = recorder.recording(outputs, stream)
         return outputs
     if known is None:
         if len(_KINDS) >= KEPT:
@@ -135,11 +135,9 @@ def _listened() -> bool:
 
 
 class _Launch(NamedTuple):
-    """A launcher, what it takes before and after the stream, and which of all values are the kernel's arguments."""
+    """What launches a kernel with its arguments, and which of all values those are."""
 
     run: Callable[..., None]
-    grid: tuple[int, ...]  # of three
-    function: tuple[Any, ...]
     arguments: Callable[[list[Any]], tuple[Any, ...]]
 
 
@@ -179,12 +177,12 @@ class _Recording:
     def fits(self, addresses: list[int]) -> bool:
         return not self.same or all(addresses[one] == addresses[other] for one, other in self.same)
 
-    def play(self, addresses: list[int], stream: int) -> tuple[Tensor, ...]:
+    def play(self, addresses: list[int]) -> tuple[Tensor, ...]:
         made = [allocate() for allocate in self.allocations]
         addresses += [x.data_ptr() for x in made]
         values = self.constants + addresses + [_encoded(x, addresses[x.place]) for x in self.maps]
-        for run, grid, function, arguments in self.launches:
-            run(*grid, stream, *function, *arguments(values))
+        for run, arguments in self.launches:
+            run(*arguments(values))
         return tuple([made[i] for i in self.outputs])
 
 
@@ -217,10 +215,10 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.empty.memory_format:
-            shape, strides, options = result.shape, result.stride(), {"dtype": result.dtype, "device": result.device}
-            self.add(result, partial(torch.empty_strided, shape, strides, **options))  # two thirds of empty's time
+            self.add(result, _allocation(result))
         elif func is torch.ops.aten.zeros.default:
-            self.add(result, partial(torch.zeros, result.shape, dtype=result.dtype, device=result.device))
+            allocate = _allocation(result)
+            self.add(result, lambda: allocate().zero_())  # half of torch.zeros' time
         elif not func.is_view:
             self.clear = False  # work of the GPU that is no launch
         return result
@@ -246,7 +244,7 @@ class _Recorder(TorchDispatchMode):
             return
         self.launches.append((compiled, (*grid, 1, 1)[:3], places))
 
-    def recording(self, outputs: tuple[Tensor, ...]) -> _Recording | _Known:
+    def recording(self, outputs: tuple[Tensor, ...], stream: int) -> _Recording | _Known:
         """UNCLEAR where something was done that cannot be made again."""
         made = self.tensors[self.n_inputs :]
         # not by identity: what torch.empty returns under a mode is a view of what the mode saw
@@ -255,12 +253,7 @@ class _Recorder(TorchDispatchMode):
             return _Known.UNCLEAR
         first = {"constant": 0, "address": len(self.constants), "map": len(self.constants) + len(self.tensors)}
         launches = [
-            _Launch(
-                _launcher(compiled),
-                grid,
-                (compiled.function, compiled.packed_metadata, None, None, None),  # no hooks: `_listened`
-                itemgetter(*(first[sort] + i for sort, i in places)),
-            )
+            _Launch(_prepared(compiled, grid, stream), itemgetter(*(first[sort] + i for sort, i in places)))
             for compiled, grid, places in self.launches
         ]
         return _Recording(self.allocations, self.constants, self.maps, launches, chosen, sorted(self.same))
@@ -303,6 +296,15 @@ class _Recorder(TorchDispatchMode):
         return first, offset
 
 
+def _allocation(x: Tensor) -> Callable[[], Tensor]:
+    """What allocates another like x."""
+    if x.device.type == "cuda" and x.device.index == torch.cuda.current_device():
+        # with what torch.compile's code allocates on that device: half of the other's time
+        allocate = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+        return partial(allocate, tuple(x.shape), x.stride(), x.dtype)
+    return partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
 def _is_one(x: Tensor | None, y: Tensor) -> bool:
     return x is not None and x.numel() > 0 and _extent(x) == _extent(y)
 
@@ -318,8 +320,23 @@ class _Source(NamedTuple):
     constants: dict[Any, Any]
 
 
+def _prepared(compiled: Any, grid: tuple[int, ...], stream: int) -> Callable[..., None]:
+    """What launches the kernel with no more than its arguments. No hooks: `_listened`."""
+    launcher = _launcher(compiled)
+    where, how = (*grid, stream, compiled.function), (compiled.packed_metadata, None, None, None)
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        return partial(launcher, *where, *how)
+    # without such memory the launcher adds constants, in 1 us
+    where += launcher.launch_cooperative_grid, launcher.launch_pdl
+    launch, no_scratch = launcher.launch, (None, None)
+    if triton.__version__.startswith("3.6."):
+        return partial(launch, *where, *no_scratch, *how)
+    constants = *where, *how, *no_scratch, launcher.arg_annotations, launcher.kernel_signature
+    return lambda *arguments: launch(*constants, arguments)
+
+
 @cache  # one kernel is of many kinds, and Triton 3.6 loads a library for each launcher
-def _launcher(compiled: Any) -> Callable[..., None]:
+def _launcher(compiled: Any) -> Any:
     """compiled.run, but for kernels whose descriptors are already what Triton makes of them at each launch."""
     types: list[Any] = []
     for kind in compiled.src.signature.values():

@@ -154,8 +154,9 @@ def dense_schedule(
     # what a graph captures lives in the graph's memory, and what it reads must live as long as the graph
     if torch.cuda.is_current_stream_capturing():
         return _dense_schedule(*arguments)
-    # on another stream they might be read before they are written
-    return _kept_schedule(*arguments, torch.cuda.current_stream(device).cuda_stream)
+    # on another stream they might be read before they are written. torch.cuda.current_stream makes an object of it
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _kept_schedule(*arguments, torch._C._cuda_getCurrentRawStream(index))
 
 
 @lru_cache(maxsize=8)

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,6 +74,23 @@ def test_a_tensor_of_its_own_class_sees_the_operator(device, monkeypatch):
     assert operators
 
 
+def test_a_tensor_that_a_transform_left_behind_is_taken(device):
+    """Function.apply takes it out of the transform's wrapper, which has no data."""
+    schedule = causal_schedule(None, 20, device)
+    q, k = torch.randn(20, 2, 16, device=device), torch.randn(20, 2, 16, device=device, requires_grad=True)
+    left = []
+    torch.func.grad(lambda x: (left.append(x), x.sum())[1])(q)
+    got, expected = (torch.autograd.grad(flash_attn_packed(x, k, k, schedule).sum(), k)[0] for x in (left[0], q))
+    assert torch.equal(got, expected)
+
+
+def test_a_transform_is_told_that_it_cannot_be(device):
+    q, k, v = torch.randn(3, 20, 2, 16, device=device)
+    schedule = causal_schedule(None, 20, device)
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda x: flash_attn_packed(x, k, v, schedule).sum())(q)
+
+
 def test_tensors_without_data_have_shapes(monkeypatch):
     monkeypatch.setattr(interface, "require_backend", lambda _: None)
     q = torch.empty(1, 20, 2, 16, device="meta")
@@ -99,6 +117,14 @@ def test_another_device_is_another_kind():
     assert len(kinds) == 3
     on_meta = x, x, x[0, 0].to("meta")
     assert backend._kind(on_meta, schedule, features) not in kinds
+
+
+def test_strides_that_lead_nowhere_are_of_no_kind():
+    schedule, features = causal_schedule(None, 20, torch.device("cpu")), Features(1.0, 0.0, None, [])
+    x = torch.zeros(20 * 64)
+    plain, other, wider = (x.as_strided((20, 1, 16), (step, head, 1)) for step, head in ((16, 16), (16, 5), (64, 16)))
+    kinds = [backend._kind((y, y), schedule, features) for y in (plain, other, wider)]
+    assert kinds[0] == kinds[1] != kinds[2]
 
 
 def test_each_option_is_another_kind(monkeypatch):
@@ -148,19 +174,50 @@ def test_an_address_of_two_tensors_is_not_guessed():
 def test_what_a_call_allocates_is_allocated_again():
     recorder = replay._Recorder([])
     outputs = recorder.watch(lambda: (torch.empty(2, 3, dtype=torch.float16), torch.zeros(4, dtype=torch.int32)))
-    recording = recorder.recording(outputs)
+    recording = recorder.recording(outputs, 0)
     assert isinstance(recording, replay._Recording)
-    again = recording.play([], 0)
+    again = recording.play([])
     for x, y in zip(outputs, again, strict=True):
         assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride()) and x.data_ptr() != y.data_ptr()
     assert not again[1].any()
+
+
+@pytest.mark.parametrize(
+    ("version", "scratch", "wanted"),
+    [
+        pytest.param("3.6.0", 0, (*"xyzsf", True, False, None, None, "packed", None, None, None, 5, 6), id="3.6"),
+        pytest.param(
+            "3.7.1", 0, (*"xyzsf", True, False, "packed", None, None, None, None, None, "kinds", "types", (5, 6)),
+            id="3.7",
+        ),
+        pytest.param("3.6.0", 8, ("CudaLauncher", *"xyzsf", "packed", None, None, None, 5, 6), id="scratch"),
+    ],
+)  # fmt: skip
+def test_the_launcher_is_left_out_unless_it_allocates(version, scratch, wanted, monkeypatch):
+    found = []
+
+    class Launcher:
+        global_scratch_size, profile_scratch_size = scratch, 0
+        launch_cooperative_grid, launch_pdl = True, False
+        arg_annotations, kernel_signature = "kinds", "types"
+
+        def launch(self, *arguments):
+            found.append(arguments)
+
+        def __call__(self, *arguments):
+            found.append(("CudaLauncher", *arguments))
+
+    monkeypatch.setattr(replay, "_launcher", lambda _: Launcher())
+    monkeypatch.setattr(replay.triton, "__version__", version)
+    replay._prepared(SimpleNamespace(function="f", packed_metadata="packed"), tuple("xyz"), "s")(5, 6)
+    assert found == [wanted]
 
 
 def test_inputs_that_were_one_must_be_one_again():
     one, other = torch.zeros(4), torch.zeros(4)
     recorder = replay._Recorder([one, one.view(2, 2), other])
     assert recorder._place(one.data_ptr()) == (0, 0)
-    recording = recorder.recording(())
+    recording = recorder.recording((), 0)
     assert isinstance(recording, replay._Recording)
     assert recording.fits([16, 16, 32]) and not recording.fits([16, 32, 48])
 

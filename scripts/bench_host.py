@@ -1,0 +1,282 @@
+"""The host's time of a call of attention, ours beside others': python -m scripts.bench_host
+
+A few tokens, so that the GPU waits for the host, bf16, causal, schedules built before. Three passes: the forward of
+tensors without gradients, the forward that autograd records, and torch.autograd.grad of kept outputs. A sample is the
+mean of --calls calls, not waited for; all candidates have one in each of --rounds rounds, in random order. Where the
+GPU still has work for a tenth of a sample's time when it ends, the row says that it is GPU-bound, and no host's time.
+Writes OUT.csv and OUT.md.
+"""
+
+import argparse
+import csv
+import os
+import platform
+import random
+import shlex
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, fields
+from datetime import date
+from functools import partial
+from importlib.util import find_spec
+from itertools import repeat
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels import flash_attn_func
+from kernels.flash_attention.interface import flash_attn_packed
+from kernels.flash_attention.schedule import causal_schedule
+from scripts.gpu_timing import require_gpu
+from scripts.provenance import describe, results_prefix
+
+DOCUMENTS = 4  # of one length, where there are several
+WARM_UP = 5  # calls: the first compiles, the second is recorded (kernels/flash_attention/replay.py)
+GPU_BOUND = 0.1  # of a sample's time
+NOTHING = "a Function that does nothing"
+
+Call = Callable[[], object]
+Pass = Literal["forward", "forward, autograd", "backward"]
+PASSES: tuple[Pass, ...] = ("forward", "forward, autograd", "backward")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the one problem."""
+
+    tokens: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One implementation; layout is that of its q, k, v and o."""
+
+    attend: Callable[[Tensor, Tensor, Tensor], Any]  # o, or o and others
+    layout: Literal["tokens heads", "batch tokens heads", "batch heads tokens"]
+    has_backward: bool = True
+    setting: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered once a sample, which is not timed
+
+    def calls(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[Pass, Call]:
+        """What is timed, by the pass."""
+        q, k, v, do = (
+            torch.randn(self._shape(shape, heads), device=device, dtype=dtype)
+            for heads in (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads, shape.n_heads)
+        )
+        calls: dict[Pass, Call] = {"forward": partial(self.attend, q, k, v)}
+        if self.has_backward:
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            calls["forward, autograd"] = partial(self.attend, *leaves)
+            with self.setting():
+                result = self.attend(*leaves)
+            o = result[0] if isinstance(result, tuple) else result
+            calls["backward"] = partial(torch.autograd.grad, o, leaves, do, retain_graph=True)
+        return calls
+
+    def _shape(self, shape: Shape, heads: int) -> tuple[int, ...]:
+        if self.layout == "batch heads tokens":
+            return 1, heads, shape.tokens, shape.head_dim
+        of_tokens = shape.tokens, heads, shape.head_dim
+        return of_tokens if self.layout == "tokens heads" else (1, *of_tokens)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Of one round: microseconds a call, and what the GPU had left to do, as a share of the time of all calls."""
+
+    us: float
+    left: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One result in microseconds; the numbers are None where the outcome is not "ok" or "GPU-bound"."""
+
+    candidate: str
+    direction: Pass
+    outcome: str  # "ok", "GPU-bound" or the error's first line
+    median_us: float | None = None
+    lowest_us: float | None = None
+    highest_us: float | None = None
+
+    @classmethod
+    def of(cls, candidate: str, direction: Pass, samples: Sequence[Sample]) -> "Row":
+        us = [sample.us for sample in samples]
+        outcome = "GPU-bound" if statistics.median(sample.left for sample in samples) > GPU_BOUND else "ok"
+        return cls(candidate, direction, outcome, statistics.median(us), min(us), max(us))
+
+
+class _Nothing(torch.autograd.Function):
+    """What any Function of three inputs and two outputs takes: saves the inputs, and allocates what it returns."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q, k, v)
+        ctx.set_materialize_grads(False)
+        return torch.empty_like(q), torch.empty_like(q)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, _: Tensor | None) -> tuple[Tensor, ...]:
+        return tuple([torch.empty_like(x) for x in ctx.saved_tensors])
+
+
+def candidates(shape: Shape, device: torch.device) -> dict[str, Candidate]:
+    """By name; FlashAttention-3 where it is installed."""
+    length = shape.tokens // DOCUMENTS
+    cu_seqlens = torch.arange(DOCUMENTS + 1, dtype=torch.int32, device=device) * length
+    several = f"{DOCUMENTS} documents"
+    found: dict[str, Candidate] = {}
+    for name, edges in (("one document", None), (several, cu_seqlens)):
+        packed = partial(flash_attn_packed, schedule=causal_schedule(edges, shape.tokens, device))
+        found[f"ours, {name}"] = Candidate(packed, "tokens heads")
+        found[f"ours, {name}, deterministic"] = Candidate(partial(packed, deterministic=True), "tokens heads")
+    found["ours, flash_attn_func"] = Candidate(partial(flash_attn_func, causal=True), "batch tokens heads")
+    sdpa = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=shape.n_heads > shape.n_kv_heads)
+    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+        found[f"SDPA, {name}"] = Candidate(sdpa, "batch heads tokens", setting=partial(sdpa_kernel, backend))
+    found[NOTHING] = Candidate(_Nothing.apply, "tokens heads")
+    if find_spec("fa3_fwd_interface"):
+        import fa3_fwd_interface as fa3
+
+        dense = partial(fa3.flash_attn_func, causal=True)
+        varlen = partial(
+            fa3.flash_attn_varlen_func, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
+            max_seqlen_q=length, max_seqlen_k=length, causal=True,
+        )  # fmt: skip
+        found["FlashAttention-3, one document"] = Candidate(dense, "batch tokens heads", has_backward=False)
+        found[f"FlashAttention-3, {several}"] = Candidate(varlen, "tokens heads", has_backward=False)
+    return found
+
+
+def measure(chosen: Mapping[str, Candidate], shape: Shape, rounds: int, calls: int) -> list[Row]:
+    """Each candidate's passes. A candidate that fails is a row that says so."""
+    runs: dict[tuple[str, Pass], Call] = {}
+    failed: list[Row] = []
+    for name, candidate in chosen.items():
+        try:
+            prepared = candidate.calls(shape, torch.device("cuda"), torch.bfloat16)
+            with candidate.setting():
+                for run in prepared.values():
+                    for _ in range(WARM_UP):
+                        run()
+        except Exception as error:
+            # one candidate's failure is a result too; the table reports it and the others go on
+            traceback.print_exc()
+            first_line, *_ = str(error).strip().splitlines() or [""]
+            failed.append(Row(name, PASSES[0], f"{type(error).__name__}: {first_line}"))
+        else:
+            runs |= {(name, direction): run for direction, run in prepared.items()}
+    samples: dict[tuple[str, Pass], list[Sample]] = {place: [] for place in runs}
+    for name, direction in order([*runs], rounds):
+        with chosen[name].setting():
+            samples[name, direction].append(sample(runs[name, direction], calls))
+    return [Row.of(*place, found) for place, found in samples.items()] + failed
+
+
+def order(places: Sequence[Any], rounds: int) -> list[Any]:
+    """Every place once a round, each round in an order of its own, the same in every process."""
+    generator = random.Random(0)
+    return [place for _ in range(rounds) for place in generator.sample(places, len(places))]
+
+
+def sample(run: Call, calls: int) -> Sample:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in repeat(None, calls):
+        run()
+    end = time.perf_counter()
+    torch.cuda.synchronize()
+    return Sample((end - start) / calls * 1e6, (time.perf_counter() - end) / (end - start))
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+def markdown(rows: Sequence[Row], shape: Shape, args: argparse.Namespace, head: Mapping[str, str]) -> str:
+    """The head, then a line a candidate and a column a pass."""
+    lines = ["# The host's time of a call of attention", "", *(f"- {key}: `{value}`" for key, value in head.items())]
+    lines += [
+        "",
+        f"{shape.tokens} tokens, {shape.n_heads} heads for {shape.n_kv_heads}, head_dim {shape.head_dim}, bf16, "
+        f"causal. A cell is the median of {args.rounds} means of {args.calls} calls, their lowest and highest, in "
+        f"microseconds. GPU-bound: the GPU had more than {GPU_BOUND:.0%} of that left to do, so it is no host's time.",
+        "",
+        f"| candidate | {' | '.join(PASSES)} |",
+        "|:--|" + "--:|" * len(PASSES),
+    ]
+    cells = {(row.candidate, row.direction): _cell(row) for row in rows}
+    for name in dict.fromkeys(row.candidate for row in rows):
+        lines.append(f"| {name} | {' | '.join(cells.get((name, direction), '–') for direction in PASSES)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(row: Row) -> str:
+    if row.median_us is None:
+        return row.outcome
+    time_us = f"{row.median_us:.1f} ({row.lowest_us:.1f} to {row.highest_us:.1f})"
+    return time_us if row.outcome == "ok" else f"{row.outcome}: {time_us}"
+
+
+def host() -> str:
+    """What calls are made on, and how busy it is."""
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        models = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    model, *_ = models or [platform.machine()]
+    return f"{model}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}"
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=256, help=f"a multiple of {DOCUMENTS}")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=15, help="samples of each pass")
+    parser.add_argument("--calls", type=int, default=200, help="of which a sample is the mean")
+    parser.add_argument("--commit", help="for the head of the table, where the files are a copy without git")
+    parser.add_argument("--out", type=Path, help="prefix of the results; scripts/results/host_<gpu>_<yyyymm>")
+    args = parser.parse_args(arguments)
+    if args.tokens < DOCUMENTS or args.tokens % DOCUMENTS:
+        parser.error(f"--tokens must be a multiple of {DOCUMENTS}; got {args.tokens}")
+    if args.kv_heads < 1 or args.heads < 1 or args.heads % args.kv_heads:
+        parser.error(f"--heads must be a multiple of --kv-heads; got {args.heads} and {args.kv_heads}")
+    if not 1 <= args.head_dim <= 256:
+        parser.error(f"--head-dim must be from 1 to 256; got {args.head_dim}")
+    if args.rounds < 1 or args.calls < 1:
+        parser.error(f"--rounds and --calls must be positive; got {args.rounds} and {args.calls}")
+    return args
+
+
+def main() -> None:
+    args = parse_arguments(sys.argv[1:])
+    require_gpu("bench_host")
+    today = date.today()
+    out: Path = args.out or results_prefix("host", today)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    head = describe(shlex.join(["python", "-m", "scripts.bench_host", *sys.argv[1:]]), args.commit, today)
+    head["host"] = host()
+    shape = Shape(args.tokens, args.heads, args.kv_heads, args.head_dim)
+    rows = measure(candidates(shape, torch.device("cuda")), shape, args.rounds, args.calls)
+    table = markdown(rows, shape, args, head)
+    print(table)
+    write_csv(rows, Path(f"{out}.csv"))
+    Path(f"{out}.md").write_text(table, encoding="utf-8")
+    print(f"results: {out}.*")
+
+
+if __name__ == "__main__":
+    main()
