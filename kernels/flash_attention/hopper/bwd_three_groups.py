@@ -37,17 +37,19 @@ roundings of dS for one: of the exact dq and dk they are at head_dim 128 3.4e-3 
 dS in fp32 by 4.0e-3. With softcap they are 3.8e-3 and 4.0e-3 off, torch 5.6e-3 to 6.9e-3 (1024 tokens, a cap of 30).
 fp16, which could overflow, keeps fp32.
 
-AHEAD, for bf16 at head_dim 64, gives the tensor cores work while a step computes: dP beside the exponentials, and S of
-the next step, begun after them, beside dS. With several query heads a KV head, and with softcap for want of registers,
-it is begun only when dP is there: of four heads, 16k 558 TFLOP/s for 534, 128k 561 for 547, documents of 2k 427 for
-409. With one head that gives 536 for 550 at 16k and in another run 385 for 376 at 2k; why is not known. S is waited for
-with dV and dK, so nothing is in flight from one step to the next. It takes 64 queries a step: dK, dV, S and dP are then
-32 registers each, and with HALVES there is room for this warpgroup's rows of K and V too, 16 each, so that shared
-memory is read for them once, not in every step. After the last step it multiplies Q of a stage that is stale or was
-never filled, and drops the result. Of 128 queries neither fits, dP beside S nor K and V. With dS in fp32 it gained
-nothing: 508 TFLOP/s for 514 at 16k.
+AHEAD, for bf16 at head_dim 64 and 96, gives the tensor cores work while a step computes: dP beside the exponentials,
+and S of the next step, begun after them, beside dS. At 64, with several query heads a KV head, and with softcap for
+want of registers, it is begun only when dP is there: of four heads, 16k 558 TFLOP/s for 534, 128k 561 for 547,
+documents of 2k 427 for 409. With one head that gives 536 for 550 at 16k and in another run 385 for 376 at 2k; why is
+not known. At 96 it is better begun at once: of four heads, 64k 540 for 500. S is waited for with dV and dK, so nothing
+is in flight from one step to the next. It takes 64 queries a step: dK, dV, S and dP are then at 64 32 registers each,
+and with HALVES there is room for this warpgroup's rows of K and V too, 16 each, so that shared memory is read for them
+once, not in every step; at 96, where dK and dV take 48 each, there is none. After the last step it multiplies Q of a
+stage that is stale or was never filled, and drops the result. Of 128 queries neither fits, dP beside S nor K and V.
+With dS in fp32 it gained nothing: 508 TFLOP/s for 514 at 16k, at 96 458 for 493. At 96 with softcap it spills more and
+loses: of one head, 16k 461 for 495 of dS in fp32 without it, of four 523 for 522.
 
-TFLOP/s of an H200 in November 2026, causal bf16, all kernels of the pass, medians of runs in turns, at 64 before AHEAD:
+TFLOP/s of an H200 in November 2026, causal bf16, all kernels of the pass, medians of runs in turns, before AHEAD:
 
 | head_dim, heads / KV heads, tokens of a document | two groups | this | cuDNN |
 |:-------------------------------------------------|-----------:|-----:|------:|
@@ -64,7 +66,9 @@ In another run at 128, 16k: two groups 511, this without HALVES 554, with 585. I
 without HALVES and AHEAD and with both (run 18 of scripts/results/hopper_kernels_h200_202611.md): 32 / 32, 16k 514 and
 563, 2k 383 and 413; 32 / 8, 32k 530 and 551. At 96 (run 26) log-normal documents 430 and 483 by two groups and by this,
 short ones 137 and 142. With softcap (runs 25 and 26), 16k: at 64 189 and 398, with 4 query heads a KV head 188 and 464
-(412 without AHEAD); at 96 408 and 482; at 128 431 and 536, 402 and 513.
+(412 without AHEAD); at 96 408 and 482; at 128 431 and 536, 402 and 513. AHEAD at 96 (run 28): 16k 535 for 505 where
+cuDNN has 395, 2k 400 and 395, log-normal 479 and 475, short 141 and 139; of four heads a KV head 64k 540 and 517, 8k
+517 and 505, 2k 437 and 425, log-normal 479 and 459.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
@@ -128,16 +132,17 @@ class ThreeGroupTiles:
 TILES = {
     (64, torch.bfloat16): ThreeGroupTiles(64, 4, halves=True, ahead=True),
     (64, torch.float16): ThreeGroupTiles(128, 2, halves=False, ahead=False),
-    (96, torch.bfloat16): ThreeGroupTiles(64, 3, halves=True, ahead=False),
+    (96, torch.bfloat16): ThreeGroupTiles(64, 3, halves=True, ahead=True),
     (96, torch.float16): ThreeGroupTiles(64, 3, halves=False, ahead=False),
     (128, torch.bfloat16): ThreeGroupTiles(64, 2, halves=True, ahead=False),
     (128, torch.float16): ThreeGroupTiles(64, 2, halves=False, ahead=False),
 }
-# with softcap; in fp16 its factor of dS leaves no registers for 128 queries at 64, and none at 128
+# with softcap; in fp16 its factor of dS leaves no registers for 128 queries at 64, and none at 128, nor in bf16 any for
+# AHEAD at 96
 CAPPED_TILES = {
     (64, torch.bfloat16): TILES[64, torch.bfloat16],
     (64, torch.float16): ThreeGroupTiles(64, 4, halves=False, ahead=False),
-    (96, torch.bfloat16): TILES[96, torch.bfloat16],
+    (96, torch.bfloat16): TILES[96, torch.float16],
     (96, torch.float16): TILES[96, torch.float16],
     (128, torch.bfloat16): TILES[128, torch.bfloat16],
 }
@@ -175,17 +180,17 @@ def _consume(
     operand_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_layout, k_width=2)
     keys_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=scores_layout, k_width=2)
     queries_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
-    AFTER_DP: gl.constexpr = AHEAD and (GROUP > 1 or HAS_SOFTCAP)  # when S of the next step is begun
+    AFTER_DP: gl.constexpr = AHEAD and D_2 == 0 and (GROUP > 1 or HAS_SOFTCAP)  # when S of the next step is begun
     PARTS: gl.constexpr = 2 if D_2 else 1  # matmuls of which one operation of a head is made
     # products begun after dP's, which go on when dP is there: S of the next step, dV
-    LATER: gl.constexpr = (1 if AHEAD and not AFTER_DP else 0) + (PARTS if HALVES else 0)
-    gl.static_assert(not (AHEAD and D_2))
+    LATER: gl.constexpr = (PARTS if AHEAD and not AFTER_DP else 0) + (PARTS if HALVES else 0)
     first, kv_head, m, end, n_steps = decode(order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
     start, head = m, kv_head * GROUP
     first_here = first + HALF * KEYS
     query_start, query_end, whole_start, whole_end = seen_by(ranges, first_here, KEYS, gl.SliceLayout(1, scores_layout))
     k_half = k_buf.slice(HALF * KEYS, KEYS, dim=0)  # [64, D]
     v_half = v_buf.slice(HALF * KEYS, KEYS, dim=0)
+    COUNTED: gl.constexpr = STAGES & (STAGES - 1) != 0  # stages: a division by three takes registers
     no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=scores_layout)
     dk = gl.zeros([KEYS, D], gl.float32, layout=kv_layout)
     dv = gl.zeros([KEYS, D], gl.float32, layout=kv_layout)
@@ -198,23 +203,30 @@ def _consume(
         dk_2 = gl.zeros([KEYS, D_2], gl.float32, layout=kv_layout_2)
         dv_2 = gl.zeros([KEYS, D_2], gl.float32, layout=kv_layout_2)
     mbarrier.wait(kv_full, 0)
-    k_operand = k_half.load(keys_layout) if AHEAD else k_half
-    v_operand = v_half.load(keys_layout) if AHEAD else v_half
+    k_operand = k_half.load(keys_layout) if AHEAD and not D_2 else k_half
+    v_operand = v_half.load(keys_layout) if AHEAD and not D_2 else v_half
     if AHEAD:
         mbarrier.wait(q_full.index(0), 0, pred=n_steps > 0)
         scores = warpgroup_mma(k_operand, q_bufs.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        if D_2:
+            scores = warpgroup_mma(k_half_2, q_2_bufs.index(0).permute((1, 0)), scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
+    stage, phase = 0, 0
     for step in range(n_steps):
-        stage, phase = step % STAGES, (step // STAGES) & 1
+        if not COUNTED:
+            stage, phase = step % STAGES, (step // STAGES) & 1
         q, do = q_bufs.index(stage), do_bufs.index(stage)  # [M, D]
+        if D_2:
+            q_2, do_2 = q_2_bufs.index(stage), do_2_bufs.index(stage)  # [M, D_2]
         if AHEAD:  # S is there from the step before
             mbarrier.wait(do_full.index(stage), phase)
             dp = warpgroup_mma(v_operand, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [64, M]
+            if D_2:
+                dp = warpgroup_mma(v_half_2, do_2.permute((1, 0)), dp, is_async=True)
         else:
             mbarrier.wait(q_full.index(stage), phase)
             scores = warpgroup_mma(k_operand, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [64, M]
             if D_2:
-                q_2, do_2 = q_2_bufs.index(stage), do_2_bufs.index(stage)  # [M, D_2]
                 scores = warpgroup_mma(k_half_2, q_2.permute((1, 0)), scores, is_async=True)
             mbarrier.wait(do_full.index(stage), phase)
             scores = warpgroup_mma_wait(0, deps=[scores])
@@ -231,12 +243,20 @@ def _consume(
             p_sloped = _product(p_low, (1.0 - t * t).to(dtype))
         elif HAS_SOFTCAP:
             p = p * (1.0 - t * t)
+        following = step + 1
+        if COUNTED:
+            next_stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+            next_phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
+        else:
+            next_stage, next_phase = following % STAGES, (following // STAGES) & 1
         if AHEAD:  # S of the next step; past the last one of whatever the buffer holds, and nobody reads it
-            following = step + 1
-            q_next = q_bufs.index(following % STAGES)
-            mbarrier.wait(q_full.index(following % STAGES), (following // STAGES) & 1, pred=following < n_steps)
+            q_next = q_bufs.index(next_stage)
+            mbarrier.wait(q_full.index(next_stage), next_phase, pred=following < n_steps)
             if not AFTER_DP:
                 scores = warpgroup_mma(k_operand, q_next.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+                if D_2:
+                    q_2_next = q_2_bufs.index(next_stage)
+                    scores = warpgroup_mma(k_half_2, q_2_next.permute((1, 0)), scores, is_async=True)
         else:  # only now, as there are no registers for S and dP together
             dp = warpgroup_mma(v_operand, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
             if D_2:
@@ -267,6 +287,9 @@ def _consume(
         dk = warpgroup_mma(gl.convert_layout(ds, operand_layout), q, dk, is_async=True)
         if D_2:
             dk_2 = warpgroup_mma(gl.convert_layout(ds, operand_layout_2), q_2, dk_2, is_async=True)
+        if D_2 and AHEAD:
+            scores, dv, dv_2, dk, dk_2 = warpgroup_mma_wait(0, deps=[scores, dv, dv_2, dk, dk_2])
+        elif D_2:
             dv, dv_2, dk, dk_2 = warpgroup_mma_wait(0, deps=[dv, dv_2, dk, dk_2])
         elif AHEAD:
             scores, dv, dk = warpgroup_mma_wait(0, deps=[scores, dv, dk])
@@ -274,6 +297,8 @@ def _consume(
             dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
         hand_back(empty.index(stage))
         m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
+        if COUNTED:
+            stage, phase = next_stage, next_phase
     if spoiled_ptr is not None:
         mark_spoiled(dk + dv, first_here, kv_head, ranges[2], spoiled_ptr)
         if D_2:
