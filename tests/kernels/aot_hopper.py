@@ -61,7 +61,7 @@ def compile_forward(tiles, head_dim, dtype, out_dtype, features):
 def report(case):
     """What ptxas says of one case."""
     head_dim, documents, dtype, out_dtype, features = case.split("-")
-    tiles = forward_tiles(int(head_dim), documents)
+    tiles = forward_tiles(int(head_dim), documents, out_dtype == "fp32")
     compiled = compile_forward(tiles, int(head_dim), dtype, out_dtype, features)
     return {"case": case, "shared": compiled.metadata.shared, **ptxas(compiled.asm["ptx"], 90)}
 

@@ -17,5 +17,9 @@ NEEDS_SM_90 = [
 
 
 def tiles_of(head_dim: int) -> set[fwd.ForwardTiles]:
-    """Those of the forward pass, for documents of any length."""
-    return {fwd.forward_tiles(head_dim, documents) for documents in get_args(DocumentLength)}
+    """Those of the forward pass, for documents of any length and any o."""
+    return {
+        fwd.forward_tiles(head_dim, documents, wide_o)
+        for documents in get_args(DocumentLength)
+        for wide_o in (False, True)
+    }

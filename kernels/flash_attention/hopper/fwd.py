@@ -17,8 +17,9 @@ What differs between head dimensions and documents, the best on balance of what 
   for short documents, of 64 to 512 tokens, with blocks of 64 keys: at head_dim 128 223, together and with 128 keys 178,
   at 96 181 and 145, at 256 231 for 219.
 - How many consumers. Three read K and V less often, which head_dim 64 needs: with maxima first 532 at 16k, two give 463
-  at best. At 96, with blocks of 64 keys, 608, two 580; at 128k 637 and 599. But tiles of 192 queries waste many blocks
-  on shorter documents: at 2k 345 and 392, at 96 405 and 462.
+  at best. At 96, with blocks of 64 keys, 608, two 580; at 128k 637 and 599; with six stages of them, in another run,
+  613 for four's 606, log-normal documents 547 for 522. But tiles of 192 queries waste many blocks on shorter documents:
+  at 2k 345 and 392, at 96 405 and 462.
 - What the registers hold during the softmax: scores and probabilities (fwd_softmax.py), and as a rule P of the block
   before, which P V reads. Three consumers have no room for it with 128 keys at 64, and little with 64 at 96, and wait
   for P V before the softmax (`pv_first`): 565 at 64 and 16k, where `max_first`, which has no need of the scores beside
@@ -31,7 +32,7 @@ What is of a head's columns is a tuple of parts, one or, at head_dim 96, two (fw
 Where there are several documents, NaN of one that came into another through a tile of both is repaired (marks.py).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -111,8 +112,9 @@ FORWARD_TILES = {
 }
 _LONG = {
     64: ForwardTiles(128, 3, 3, "wide_query_tiles", turns=True, pv_first=True),
-    96: ForwardTiles(64, 3, 4, "wide_query_tiles", turns=True, pv_first=True),
+    96: ForwardTiles(64, 3, 6, "wide_query_tiles", turns=True, pv_first=True),
 }
+WIDE_O_STAGES = 4  # at most, where o is of fp32 and takes the room of more
 # where documents are not of medium length (schedule.document_length) and these are faster
 OTHER_TILES: dict[DocumentLength, dict[int, ForwardTiles]] = {
     "short": {
@@ -129,9 +131,10 @@ OTHER_TILES: dict[DocumentLength, dict[int, ForwardTiles]] = {
 }
 
 
-def forward_tiles(head_dim: int, documents: DocumentLength) -> ForwardTiles:
-    """What attention_forward takes."""
-    return OTHER_TILES[documents].get(head_dim, FORWARD_TILES[head_dim])
+def forward_tiles(head_dim: int, documents: DocumentLength, wide_o: bool = False) -> ForwardTiles:
+    """What attention_forward takes; wide_o: whether o is of fp32."""
+    tiles = OTHER_TILES[documents].get(head_dim, FORWARD_TILES[head_dim])
+    return replace(tiles, stages=min(tiles.stages, WIDE_O_STAGES)) if wide_o else tiles
 
 
 @gluon.jit
@@ -492,7 +495,7 @@ def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """(total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o in out_dtype, lse fp32."""
-    tiles = forward_tiles(q.shape[2], schedule.documents)
+    tiles = forward_tiles(q.shape[2], schedule.documents, out_dtype == torch.float32)
     return run_forward(q, k, v, schedule, features, out_dtype, tiles)
 
 
