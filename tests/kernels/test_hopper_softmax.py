@@ -51,8 +51,9 @@ def test_a_maximum_that_rises_late(head_dim, dtype, rise, mask, sink):
     magnitude = torch.einsum("ihd,jhd->hij", q.double().abs(), k.double().abs()).amax(2) * features.softmax_scale
     of_score = (head_dim / 16 + 2) * 2.0**-23 * magnitude  # (n_heads, total)
     for tiles in tiles_of(head_dim):
-        o, lse = fwd.run_forward(q, k, v, schedule, features, dtype if tiles.o_in_q else torch.float32, tiles)
-        roundings = 2.1 if tiles.o_in_q else 1.1  # of probabilities, and of o
+        has_room = not tiles.o_in_q and tiles.stages <= fwd.WIDE_O_STAGES
+        o, lse = fwd.run_forward(q, k, v, schedule, features, torch.float32 if has_room else dtype, tiles)
+        roundings = 1.1 if has_room else 2.1  # of probabilities, and of o
         of_row = roundings * ROUNDING[dtype] + 2 * of_score.T.unsqueeze(2)
         assert ((o - exact).abs() <= of_row * v.abs().max()).all(), tiles
         assert ((lse - exact_lse).abs() <= of_score + 2e-6 + 2.0**-22 * exact_lse.abs()).all(), tiles
