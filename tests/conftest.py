@@ -97,6 +97,7 @@ def _poison_uninitialised_memory() -> Iterator[None]:
         for owner, names in (
             (torch, ("empty", "empty_like", "empty_strided")),
             (Tensor, ("new_empty", "new_empty_strided")),
+            (torch._C._dynamo.guards, ("_empty_strided_cuda",)),  # what recorded calls allocate with
         ):
             for name in names:
                 patch.setattr(owner, name, _poisoned(getattr(owner, name)))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from scripts import bench_host
 from scripts.bench_host import (
@@ -47,8 +48,11 @@ def test_all_candidates_of_one_document_compute_the_same(device):
         o = o[0] if isinstance(o, tuple) else o
         results[name] = o.transpose(1, 2) if candidate.layout == "batch heads tokens" else o
     several = {name: o for name, o in results.items() if "4 documents" in name}
+    quarters = zip(*(x.transpose(0, 1)[None].split(8, dim=2) for x in (q, k, v)), strict=True)
+    outputs = [scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True) for x in quarters]
+    several["SDPA of each"] = torch.cat(outputs, dim=2).transpose(1, 2)
     one = {name: o for name, o in results.items() if name not in several and name != NOTHING}
-    assert len(several) >= 2 and len(one) >= 4
+    assert len(several) >= 3 and len(one) >= 4
     for alike in (several, one):
         first, *_ = alike.values()
         for name, o in alike.items():
@@ -159,7 +163,8 @@ def test_without_a_gpu_it_ends_with_one_line():
         (["--tokens", "250"], "--tokens must be a multiple of 4; got 250"),
         (["--kv-heads", "5"], "--heads must be a multiple of --kv-heads; got 32 and 5"),
         (["--head-dim", "512"], "--head-dim must be from 1 to 256; got 512"),
-        (["--rounds", "0"], "--rounds and --calls must be positive; got 0 and 200"),
+        (["--rounds", "0"], "--rounds must be positive; got 0"),
+        (["--calls", "501"], "--calls must be from 1 to 500; got 501"),
     ],
     ids=str,
 )

@@ -336,6 +336,8 @@ def _require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, d
         raise ValueError(f"dropout_p must be 0.0: attention dropout is not offered; got {dropout_p}")
     device, dtype = q.device, q.dtype
     require_backend(device)
+    if not q.ndim == k.ndim == v.ndim == 3:
+        raise ValueError(f"q, k and v must be (tokens, heads, head_dim); got {_shapes(q, k, v)}")
     _, n_heads, head_dim = q.shape
     k_tokens, n_kv_heads, k_head_dim = k.shape
     v_tokens, n_v_heads, v_head_dim = v.shape

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._C import _get_tracing_state, _is_torch_function_mode_enabled, _len_torch_dispatch_stack
 from torch._C._functorch import maybe_current_level, unwrap_if_dead
-from torch.autograd import _profiler_enabled
+from torch.autograd import _profiler_enabled, forward_ad
 from torch.nn import Parameter
 from torch.utils.flop_counter import register_flop_formula
 
@@ -236,7 +236,7 @@ def _outputs(
 
 
 def _nobody_looks(q: Tensor, *others: Tensor | None) -> bool:
-    """Whether a call without gradients may go past torch's dispatcher, which takes the host 20 us and adds nothing.
+    """Whether a call may go past torch's dispatcher, which takes the host 20 us, and a Function's layer for transforms.
 
     It may not where someone may want to see the operator: a compiler, a mode (a count of FLOPs, a policy of
     checkpointing, fake tensors), a transform of functions, a trace, a profiler, tensors of a class of their own, or
@@ -254,6 +254,10 @@ def _nobody_looks(q: Tensor, *others: Tensor | None) -> bool:
     )
 
 
+def _has_tangent(x: Tensor | None) -> bool:
+    return x is not None and forward_ad.unpack_dual(x).tangent is not None
+
+
 def flash_attention_forward(
     q: Tensor,
     k: Tensor,
@@ -268,6 +272,9 @@ def flash_attention_forward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """forward_operator in less host time: its own autograd takes 100 us more of an eager call with gradients."""
+    # where nothing requires gradients, the operator too would drop tangents in silence
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, (q, k, v, sinks))):
+        raise NotImplementedError("attention has no forward-mode derivative; got tangents of its inputs")
     features = Features(softmax_scale, softcap, sinks, alibi, descale)
     unseen = _nobody_looks(q, k, v, sinks)
     if (

@@ -18,6 +18,7 @@ What is used of Triton: that a launch returns its CompiledKernel; that `driver.a
 makes what CompiledKernel.run calls, with these first nine arguments; what that hands on to its `launch` (`_prepared`);
 and make_tensordesc_arg, which encodes a descriptor for TMA. Triton does so at each launch; here each is encoded once
 for each address, and the launcher is made for a signature that has, in a descriptor's place, what Triton expands it to.
+Of torch: `_empty_strided_cuda`, which torch.compile's code calls too.
 """
 
 import re

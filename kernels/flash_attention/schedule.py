@@ -156,6 +156,8 @@ def dense_schedule(
         return _dense_schedule(*arguments)
     # on another stream they might be read before they are written. torch.cuda.current_stream makes an object of it
     index = torch.cuda.current_device() if device.index is None else device.index
+    # `cuda` is of another device when that changes, and each device's default stream is 0
+    arguments = batch, seqlen_q, seqlen_k, torch.device(device.type, index), causal, window_size
     return _kept_schedule(*arguments, torch._C._cuda_getCurrentRawStream(index))
 
 

@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from kernels.flash_attention import interface
-from kernels.flash_attention.interface import window_of
+from kernels.flash_attention.interface import flash_attn_packed, window_of
 from kernels.flash_attention.portable.launch import _has_tf32, precision_of
-from kernels.flash_attention.schedule import LONG_DOCUMENT
+from kernels.flash_attention.schedule import LONG_DOCUMENT, causal_schedule
 from tests.kernels.test_flash_attention import DEVICE, GPU, check, cumulative, draw
 
 
@@ -181,6 +181,13 @@ def test_other_lengths_compile_nothing_anew():
 def test_bad_input_is_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         flash_attn_func(**dict(zip("qkv", dense_inputs(), strict=True)) | arguments)
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (1, 5, 2, 8)])
+def test_another_rank_in_a_packed_stream_is_named(shape):
+    x = torch.ones(shape)
+    with pytest.raises(ValueError, match=r"q, k and v must be \(tokens, heads, head_dim\); got .*8\)"):
+        flash_attn_packed(x, x, x, causal_schedule(None, 5, torch.device("cpu")))
 
 
 def test_bad_window_of_a_cache_is_named():

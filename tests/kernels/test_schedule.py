@@ -200,6 +200,19 @@ def test_schedules_made_in_inference_serve_training():
     (x * causal_schedule(None, 320, CPU).key_end).sum().backward()
 
 
+def test_gpus_share_no_schedule(monkeypatch):
+    """Nor where the device is `cuda`, which is another GPU after set_device, with the same default stream."""
+    asked = []
+    monkeypatch.setattr(schedules, "_kept_schedule", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    for current in (0, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
+        dense_schedule(1, 8, 8, torch.device("cuda"), causal=True)
+    dense_schedule(1, 8, 8, torch.device("cuda:1"), causal=True)
+    assert asked[0] != asked[1] == asked[2]
+
+
 @pytest.mark.gpu
 def test_a_captured_graph_keeps_its_own_schedule():
     device = torch.device("cuda")
