@@ -5,7 +5,7 @@ JOBS ?= 2
 ARGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: train install-dev test test-gpu lint format clean
+.PHONY: train install-dev test test-oldest-triton test-gpu lint format clean
 
 train: $(VENV)/.installed
 	$(BIN)/python train.py $(ARGS)
@@ -15,6 +15,12 @@ install-dev: $(VENV)/.installed-dev
 # The interpreter is single-threaded NumPy: one thread a worker, one worker a core.
 test: $(VENV)/.installed-dev
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+# The oldest Triton that pyproject.toml admits compiles and launches kernels otherwise than the newest, which `test` has.
+# Its interpreter does not work with NumPy 2.4.
+test-oldest-triton: $(VENV)/triton-3.6
+	PYTHONPATH=$(abspath $<) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/kernels/test_aot*.py \
+		tests/kernels/test_replay.py::test_replayed_launches_are_those_of_triton
 
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu $(ARGS)
@@ -39,6 +45,10 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install -e ".[dev]"
 	touch $(VENV)/.installed $@
+
+$(VENV)/triton-3.6: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --no-deps --upgrade --target $@ "triton==3.6.*"
+	touch $@
 
 clean:
 	rm -rf $(VENV)

@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -28,6 +29,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Tests of one xdist_group share a worker, and so the runs that their fixtures start."""
     if config.getoption("dist", None) == "load":  # what -n alone means
         config.option.dist = "loadgroup"
+
+
+def pytest_report_header() -> str:
+    return f"torch {torch.__version__}, triton {version('triton')}"
 
 
 def pytest_collection_finish() -> None:
