@@ -36,8 +36,8 @@ SPILLS = {
 SHARED = 227 * 1024  # bytes a program may take
 
 
-# left to a machine with a GPU, which has the cores
-SLOW = [case for case in SPILLS if "sinks" in case and not case.startswith("128")]
+# left to a machine with a GPU, which has the cores; but at 96 o of fp32 decides how many stages there is room for
+SLOW = [case for case in SPILLS if "sinks" in case and not case.startswith(("128", "96-long"))]
 
 
 def assert_within_limits(cases):
