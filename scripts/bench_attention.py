@@ -1,10 +1,11 @@
-"""Time, TFLOP/s and peak memory of attention: naive, SDPA, FlexAttention, FlashAttention-3 (if installed) and ours.
+"""Time, TFLOP/s and peak memory of attention: naive, SDPA, FlexAttention, FlashAttention-3 and -4, and ours.
 
     python scripts/bench_attention.py                                  # 1k to 64k tokens, d = 64 and 128, causal
     python scripts/bench_attention.py --varlen --seqlens               # packed documents only
     python scripts/bench_attention.py --backends naive ours --head-dims 128 --seqlens 4096 16384
 
-Writes OUT.csv, OUT.md and OUT.png. Running out of memory is a result, not an error.
+Writes OUT.csv, OUT.md and OUT.png. Running out of memory is a result, not an error. FlashAttention-3 (`fa3-fwd`, which
+has no backward) and -4 (`flash-attn-4`) run if they are installed.
 
 Counted FLOPs: forward 4 * n_heads * head_dim * sum of squared lengths, halved if causal; backward 2.5 times that.
 Peak memory is what the pass allocates beside its inputs (q, k, v and the gradient of o); for the backward, the peak of
@@ -207,6 +208,17 @@ def fa3(workload: Workload) -> Attend:
     )
 
 
+def fa4(workload: Workload) -> Attend:
+    from flash_attn.cute import flash_attn_func as dense
+    from flash_attn.cute import flash_attn_varlen_func as packed
+
+    if not workload.documents:
+        return lambda q, k, v: _output(dense(q, k, v, causal=workload.causal))
+    cu_seqlens, longest = workload.cu_seqlens(), max(workload.lengths)
+    options = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    return lambda q, k, v: _output(packed(q, k, v, **options, causal=workload.causal))
+
+
 def _output(result: Tensor | tuple[Tensor, *tuple[Tensor | None, ...]]) -> Tensor:
     """o of a function that may return the lse beside it."""
     return result[0] if isinstance(result, tuple) else result
@@ -218,21 +230,25 @@ DENSE_BACKENDS = {
     "sdpa-cudnn": Backend("batch heads tokens", partial(sdpa, SDPBackend.CUDNN_ATTENTION)),
     "flex": Backend("batch heads tokens", flex),
     "fa3": Backend("batch tokens heads", fa3, has_backward=False),
+    "fa4": Backend("batch tokens heads", fa4),
     "ours": Backend("batch tokens heads", ours),
     "ours-packed": Backend("tokens heads", ours_packed),
 }
 PACKED_BACKENDS = {
     "flex": Backend("batch heads tokens", flex),
     "fa3": Backend("tokens heads", fa3, has_backward=False),
+    "fa4": Backend("tokens heads", fa4),
     "ours": Backend("tokens heads", ours),
     "ours-packed": Backend("tokens heads", ours_packed),
 }
+PACKAGES = {"fa3": "fa3_fwd_interface", "fa4": "flash_attn.cute"}  # that only some machines have
 STYLES = {  # the palette of Okabe and Ito, and a marker each, so that no reader needs the colours
     "naive": ("#000000", "o"),
     "sdpa-flash2": ("#E69F00", "s"),
     "sdpa-cudnn": ("#56B4E9", "^"),
     "flex": ("#009E73", "D"),
     "fa3": ("#CC79A7", "v"),
+    "fa4": ("#8C8C8C", "<"),
     "ours": ("#D55E00", "P"),
     "ours-packed": ("#0072B2", "X"),
 }
@@ -430,6 +446,14 @@ def _draw_panel(axes: Axes, rows: list[Row], quantity: str) -> None:
     axes.set_axisbelow(True)
 
 
+def installed(module: str) -> bool:
+    """Whether it can be imported; flash-attn 2 has a flash_attn too, without -4's part."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -460,7 +484,7 @@ def main() -> None:
     today = date.today()
     out: Path = args.out or results_prefix("attention", today)
     out.parent.mkdir(parents=True, exist_ok=True)
-    chosen = args.backends or [name for name in DENSE_BACKENDS if name != "fa3" or find_spec("fa3_fwd_interface")]
+    chosen = args.backends or [name for name in DENSE_BACKENDS if name not in PACKAGES or installed(PACKAGES[name])]
 
     shapes = [(head_dim, group) for head_dim in args.head_dims for group in args.groups]
     workloads = [dense_workload(n, d, causal=args.causal, group=g) for d, g in shapes for n in args.seqlens]

@@ -3,7 +3,6 @@
 import csv
 import time
 from functools import partial
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -224,7 +223,8 @@ SMALL_WORKLOADS = [
 
 def installed_backends(workload: Workload) -> dict[str, Backend]:
     backends = bench_attention.PACKED_BACKENDS if workload.documents else bench_attention.DENSE_BACKENDS
-    return {name: backends[name] for name in backends if name != "fa3" or find_spec("fa3_fwd_interface")}
+    packages = bench_attention.PACKAGES
+    return {name: backends[name] for name in backends if bench_attention.installed(packages.get(name, "torch"))}
 
 
 @pytest.mark.gpu

@@ -217,9 +217,6 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.empty.memory_format:
             self.add(result, _allocation(result))
-        elif func is torch.ops.aten.zeros.default:
-            allocate = _allocation(result)
-            self.add(result, lambda: allocate().zero_())  # half of torch.zeros' time
         elif not func.is_view:
             self.clear = False  # work of the GPU that is no launch
         return result

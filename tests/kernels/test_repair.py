@@ -39,7 +39,7 @@ def problem(device):
 
 def marks(heads, units, device):
     """Marks of these (head, unit); the second of two heads may be no KV head."""
-    spoiled = new_marks(heads, TOTAL, device)
+    spoiled = new_marks(heads, TOTAL, device).zero_()
     assert spoiled.shape == (heads, UNITS)
     for head, unit in units:
         if head < heads:
@@ -82,7 +82,7 @@ def test_dq_is_marked_where_its_sum_is_not_finite(device, head_dim):
     sums = torch.randn(total, n_heads * head_dim, device=device)
     for token, head, column, value in ((0, 1, 0, torch.nan), (63, 2, head_dim - 1, torch.inf), (149, 0, 7, torch.nan)):
         sums[token, head * head_dim + column] = value
-    spoiled = new_marks(n_heads, total, device)
+    spoiled = new_marks(n_heads, total, device).fill_(7)
     dq = finish(sums, 0.5, spoiled, torch.empty(total, n_heads, head_dim, device=device))
     torch.testing.assert_close(dq.flatten(1), 0.5 * sums, equal_nan=True)
     assert spoiled.tolist() == [[0, 0, 1], [1, 0, 0], [1, 0, 0]]

@@ -187,13 +187,12 @@ def test_an_address_of_two_tensors_is_not_guessed():
 
 def test_what_a_call_allocates_is_allocated_again():
     recorder = replay._Recorder([])
-    outputs = recorder.watch(lambda: (torch.empty(2, 3, dtype=torch.float16), torch.zeros(4, dtype=torch.int32)))
+    outputs = recorder.watch(lambda: (torch.empty(2, 3, dtype=torch.float16), torch.empty(4, dtype=torch.int32)))
     recording = recorder.recording(outputs, 0)
     assert isinstance(recording, replay._Recording)
     again = recording.play([])
     for x, y in zip(outputs, again, strict=True):
         assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride()) and x.data_ptr() != y.data_ptr()
-    assert not again[1].any()
 
 
 @pytest.mark.parametrize(

@@ -74,20 +74,23 @@ def prepare_rows(lse: Tensor, delta: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["total", "n_heads"])
 def _finish_kernel(
-    sum_ptr, dq_ptr, spoiled_ptr, scale, n_words, total, n_heads, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
+    sum_ptr, dq_ptr, spoiled_ptr, scale, total, n_heads, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """One program scales and rounds BLOCK numbers, and marks the NaN among them unless spoiled is None."""
-    words = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = words < n_words
+    """One program scales and rounds the rows of a mark, and sets it unless spoiled is None.
+
+    COLUMNS is the power of two that is HEAD_DIM at least.
+    """
+    unit, head = tl.program_id(0) // n_heads, tl.program_id(0) % n_heads
+    rows = unit * SPOILED_ROWS + tl.arange(0, SPOILED_ROWS)[:, None]
+    columns = tl.arange(0, COLUMNS)[None, :]
+    inside = (rows < total) & (columns < HEAD_DIM)
+    words = rows.to(tl.int64) * (n_heads * HEAD_DIM) + head * HEAD_DIM + columns
     sums = tl.load(sum_ptr + words, mask=inside, other=0.0)
     tl.store(dq_ptr + words, (sums * scale).to(dq_ptr.dtype.element_ty), mask=inside)
     if spoiled_ptr is not None:
         zeros = sums * 0.0  # NaN where they are not finite
-        if tl.sum(zeros, axis=0) != 0.0:
-            head_words = words // HEAD_DIM
-            unit = head_words // n_heads // SPOILED_ROWS
-            marks = spoiled_ptr + head_words % n_heads * tl.cdiv(total, SPOILED_ROWS) + unit
-            tl.store(marks, tl.full([BLOCK], 1, tl.int32), mask=zeros != 0.0)
+        spoiled = tl.sum(tl.sum(zeros, axis=1), axis=0) != 0.0
+        tl.store(spoiled_ptr + head.to(tl.int64) * tl.cdiv(total, SPOILED_ROWS) + unit, spoiled.to(tl.int32))
 
 
 def finish(dq_sum: Tensor, softmax_scale: float, spoiled: Tensor | None, like: Tensor) -> Tensor:
@@ -97,9 +100,9 @@ def finish(dq_sum: Tensor, softmax_scale: float, spoiled: Tensor | None, like: T
     """
     total, n_heads, head_dim = like.shape
     dq = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    block = 4096
     launch(
-        _finish_kernel, (ceil_div(dq.numel(), block),),
-        dq_sum, dq, spoiled, softmax_scale, dq.numel(), total, n_heads, HEAD_DIM=head_dim, BLOCK=block, num_warps=8,
+        _finish_kernel, (ceil_div(total, SPOILED_ROWS.value) * n_heads,),
+        dq_sum, dq, spoiled, softmax_scale, total, n_heads,
+        HEAD_DIM=head_dim, COLUMNS=triton.next_power_of_2(head_dim), num_warps=8,
     )  # fmt: skip
     return dq

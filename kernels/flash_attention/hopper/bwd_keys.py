@@ -38,7 +38,7 @@ from kernels.flash_attention.hopper.bwd_steps import (
 from kernels.flash_attention.hopper.bwd_tma import named_barrier
 from kernels.flash_attention.hopper.columns import keep_columns
 from kernels.flash_attention.hopper.descriptors import numbers, parts_of_heads
-from kernels.flash_attention.hopper.marks import mark_spoiled
+from kernels.flash_attention.hopper.marks import mark_rows
 from kernels.flash_attention.portable.launch import ceil_div
 from kernels.flash_attention.portable.load import split_width
 from kernels.flash_attention.replay import launch
@@ -147,9 +147,8 @@ def _consumer(
         mbarrier.arrive(empty.index(stage), count=1)
         m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
     if spoiled_ptr is not None:
-        mark_spoiled(dk + dv, first_here, kv_head, ranges[2], spoiled_ptr)
-        if D_2:
-            mark_spoiled(dk_2 + dv_2, first_here, kv_head, ranges[2], spoiled_ptr)
+        sums_2 = dk_2 + dv_2 if D_2 else None
+        mark_rows(dk + dv, sums_2, first_here, kv_head, ranges[2], spoiled_ptr, HALF)
     # dK and dV leave through the buffers of K and V, of which each warpgroup read its own half
     k_half.store((dk * softmax_scale).to(dtype))
     v_half.store(dv.to(dtype))

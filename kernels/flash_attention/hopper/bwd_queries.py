@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper.columns import keep_columns
 from kernels.flash_attention.hopper.descriptors import parts_of_heads
-from kernels.flash_attention.hopper.marks import mark_spoiled
+from kernels.flash_attention.hopper.marks import mark_rows
 from kernels.flash_attention.portable.launch import heads_per_section, tile_and_head
 from kernels.flash_attention.portable.load import split_width
 from kernels.flash_attention.replay import launch
@@ -189,9 +189,7 @@ def _consume(CONSUMER: gl.constexpr, dq_descs, lse_ptr, delta_ptr, spoiled_ptr, 
         mbarrier.arrive(k_empty.index(k_stage), count=1)
         key += BLOCK_N
     if spoiled_ptr is not None:
-        mark_spoiled(dq, first, head, total_q, spoiled_ptr)
-        if D_2:
-            mark_spoiled(dq_2, first, head, total_q, spoiled_ptr)
+        mark_rows(dq, dq_2 if D_2 else None, first, head, total_q, spoiled_ptr, CONSUMER)
     # dQ leaves through Q's buffer, which only this consumer reads
     q.store((dq * softmax_scale).to(dtype))
     if D_2:

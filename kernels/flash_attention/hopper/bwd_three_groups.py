@@ -106,7 +106,7 @@ from kernels.flash_attention.hopper.bwd_steps import (
 from kernels.flash_attention.hopper.bwd_tma import named_barrier, tma_reduce_add
 from kernels.flash_attention.hopper.columns import keep_columns
 from kernels.flash_attention.hopper.descriptors import numbers, parts_of_heads
-from kernels.flash_attention.hopper.marks import mark_spoiled
+from kernels.flash_attention.hopper.marks import mark_rows
 from kernels.flash_attention.portable.launch import ceil_div
 from kernels.flash_attention.portable.load import split_width
 from kernels.flash_attention.replay import launch
@@ -300,9 +300,8 @@ def _consume(
         if COUNTED:
             stage, phase = next_stage, next_phase
     if spoiled_ptr is not None:
-        mark_spoiled(dk + dv, first_here, kv_head, ranges[2], spoiled_ptr)
-        if D_2:
-            mark_spoiled(dk_2 + dv_2, first_here, kv_head, ranges[2], spoiled_ptr)
+        sums_2 = dk_2 + dv_2 if D_2 else None
+        mark_rows(dk + dv, sums_2, first_here, kv_head, ranges[2], spoiled_ptr, HALF)
     # dK and dV leave through the buffers of K and V; dQ reads K until it has done the last step
     final = n_steps - 1
     mbarrier.wait(ds_empty.index(final % STAGES), (final // STAGES) & 1, pred=n_steps > 0)

@@ -43,7 +43,7 @@ from kernels.flash_attention.hopper.bwd_dq import prepare_rows
 from kernels.flash_attention.hopper.bwd_steps import SIZES, next_step
 from kernels.flash_attention.hopper.columns import keep_columns
 from kernels.flash_attention.hopper.descriptors import numbers, rows_of_heads
-from kernels.flash_attention.hopper.marks import mark_spoiled
+from kernels.flash_attention.hopper.marks import mark_rows
 from kernels.flash_attention.portable.launch import tile_and_head
 from kernels.flash_attention.replay import launch
 from kernels.flash_attention.schedule import WORK_TILE, Schedule
@@ -169,7 +169,7 @@ def _consume_dv(dv_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, H
         mbarrier.arrive(do_empty.index(stage), count=1)
         m, head = next_step(m, head, start, end, GROUP, BLOCK)
     if spoiled_ptr is not None:
-        mark_spoiled(dv_0 + dv_1, first, kv_head, total_k, spoiled_ptr)
+        mark_rows(dv_0, dv_1, first, kv_head, total_k, spoiled_ptr, 0, THREADS=256)
     # dV leaves through K's buffer, which S alone reads; the wait for P's last reader is in what was measured, no more
     final = n_steps - 1
     mbarrier.wait(p_empty.index(final % STAGES), (final // STAGES) & 1, pred=n_steps > 0)
@@ -220,7 +220,7 @@ def _consume_dk(dk_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, G
         dk_0, dk_1 = warpgroup_mma_wait(0, deps=[dk_0, dk_1])
         mbarrier.arrive(q_empty.index(stage), count=1)
     if spoiled_ptr is not None:
-        mark_spoiled(dk_0 + dk_1, first, kv_head, ranges[2], spoiled_ptr)
+        mark_rows(dk_0, dk_1, first, kv_head, ranges[2], spoiled_ptr, 0, THREADS=256)
     # nothing else reads V
     v_buf.slice(0, HALF, dim=1).store((dk_0 * softmax_scale).to(dtype))
     v_buf.slice(HALF, HALF, dim=1).store((dk_1 * softmax_scale).to(dtype))

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.flash_attention.hopper import fwd_softmax as softmax
-from kernels.flash_attention.hopper.marks import mark_spoiled
+from kernels.flash_attention.hopper.marks import mark_rows
 
 
 @gluon.jit
@@ -140,8 +140,9 @@ def store(o, row_sum, sees, first, head, total_q, out, consumer):
     for part in gl.static_range(len(o)):
         done += (_normalised(o[part], row_sum, sees),)
         width += o[part].shape[1]
-        if spoiled_ptr is not None:
-            mark_spoiled(done[part], first, head, total_q, spoiled_ptr)
+    if spoiled_ptr is not None:
+        rest = done[len(done) - 1] if len(done) == 2 else None
+        mark_rows(done[0], rest, first, head, total_q, spoiled_ptr, consumer)  # type: ignore[misc]
     tma.store_wait(0)  # the item before has left the buffers
     for part in gl.static_range(len(o)):
         buffers[part].index(consumer).store(done[part].to(descs[part].dtype))

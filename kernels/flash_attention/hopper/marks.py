@@ -3,6 +3,8 @@
 An invisible pair has a P of 0 (a dS of 0 or NaN), but 0 times the NaN of a neighbour is NaN, in every row of the tile.
 To keep NaN out of each product, as masks.contain does, would cost registers and time in every loop over masked blocks.
 Instead, rows that end as NaN are marked, and the portable kernels, which contain NaN, compute their tiles again.
+
+Each mark is written once, by those that own its rows, whether they are spoiled or not: so nobody zeroes marks before.
 """
 
 from triton.experimental import gluon
@@ -10,14 +12,25 @@ from triton.experimental.gluon import language as gl
 
 from kernels.flash_attention.portable.launch import SPOILED_ROWS
 
+_BARRIER = gl.constexpr(11)  # of the hardware's; below are those of barriers.py and bwd_tma.py
+
 
 @gluon.jit
-def mark_spoiled(x, first, head, total, spoiled_ptr):
-    """Marks (portable.launch.new_marks) the 64 rows [M, D] of a head from `first` on, if one has NaN or infinity."""
+def mark_rows(x, rest, first, head, total, spoiled_ptr, GROUP: gl.constexpr, THREADS: gl.constexpr = 128):
+    """Marks (portable.launch.new_marks) the 64 rows of a head from `first` on: 1 if one has NaN or infinity, else 0.
+
+    x and rest: those rows' columns, or some of them, [64, D] and [64, D_2]; rest may be None. Waits until THREADS
+    threads, the warpgroups that hold all columns between them, are here; others have another GROUP, below 5.
+    """
     if first < total:
         zeros = gl.sum(x * 0.0, 1)  # NaN where a row is not finite
+        if rest is not None:
+            zeros += gl.convert_layout(gl.sum(rest * 0.0, 1), zeros.type.layout, assert_trivial=True)
         spoiled_ptr += head.to(gl.int64) * gl.cdiv(total, SPOILED_ROWS) + first // SPOILED_ROWS
-        # by every thread that holds such a row: gl.store would pick one of each four by its number, and ptxas would
-        # hold what that is made of through the loop over blocks (120 bytes of spills more at head_dim 64)
-        asm: gl.constexpr = "{ .reg .pred p; setp.nan.f32 p, $1, $1; @p st.global.u32 [$2], 1; mov.u32 $0, 0; }"
-        gl.inline_asm_elementwise(asm, "=r,f,l,~{memory}", [zeros, spoiled_ptr.to(gl.int64)], gl.int32, False, 1)
+        # a thread has two rows; all store the same: gl.store would pick one of them by its number, and ptxas would hold
+        # what that is made of through the loop over blocks (120 bytes of spills more at head_dim 64)
+        asm: gl.constexpr = f"""{{ .reg .pred p; .reg .b32 mark; setp.nan.f32 p, $2, $3;
+            barrier.cta.red.or.aligned.pred p, {_BARRIER + GROUP}, {THREADS}, p;
+            selp.b32 mark, 1, 0, p; st.global.b32 [$4], mark; mov.b32 $0, 0; mov.b32 $1, 0; }}"""
+        ptr = spoiled_ptr.to(gl.int64)
+        gl.inline_asm_elementwise(asm, "=r,=r,f,f,l,l,~{memory}", [zeros, ptr], gl.int32, False, 2)

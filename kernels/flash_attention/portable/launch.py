@@ -49,8 +49,8 @@ def any_is_spoiled(spoiled_ptr, item, n_items, n_tiles, total, ROWS: tl.constexp
 
 
 def new_marks(n_heads: int, total: int, device: torch.device) -> Tensor:
-    """(n_heads, ceil(total / 64)) int32 of 0, for not 0 where one of 64 rows of a head has NaN in some column."""
-    return torch.zeros(n_heads, ceil_div(total, SPOILED_ROWS.value), dtype=torch.int32, device=device)
+    """(n_heads, ceil(total / 64)) int32, to be set: 1 where one of 64 rows of a head has NaN in some column, else 0."""
+    return torch.empty(n_heads, ceil_div(total, SPOILED_ROWS.value), dtype=torch.int32, device=device)
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -1,0 +1,77 @@
+"""The Hopper kernels mark what they leave NaN in, on a GPU: every mark is set, and 1 where there is NaN alone."""
+
+import pytest
+import torch
+
+from kernels.flash_attention.features import Features
+from kernels.flash_attention.hopper import bwd, fwd
+from kernels.flash_attention.portable.delta import attention_delta
+from kernels.flash_attention.portable.launch import new_marks
+from kernels.flash_attention.schedule import causal_schedule
+from tests.kernels.hopper import NEEDS_SM_90, tiles_of
+
+pytestmark = NEEDS_SM_90
+LENGTHS = [1000, 1, 30, 400, 219]
+TOTAL, HEADS, KV_HEADS = sum(LENGTHS), 4, 2
+NEVER_SET = 7
+
+
+@pytest.fixture
+def marks(monkeypatch):
+    """The marks that calls make, in that order, of which none is repaired."""
+    made = []
+
+    def unset(*sizes):
+        made.append(new_marks(*sizes).fill_(NEVER_SET))
+        return made[-1]
+
+    for module, repairs in ((fwd, ["repair_forward"]), (bwd, ["repair_dq", "repair_dk_dv"])):
+        monkeypatch.setattr(module, "new_marks", unset)
+        for repair in repairs:
+            monkeypatch.setattr(module, repair, lambda *_: None)
+    return made
+
+
+def problem(head_dim, spoiled, dtype=torch.bfloat16):
+    """q, k, v and do of several documents, with NaN in a row of q, or of v, or nowhere, and their schedule."""
+    cu_seqlens = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).to(torch.int32)
+    tensors = [
+        torch.randn(TOTAL, heads, head_dim, device="cuda", dtype=dtype) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    ]
+    if spoiled != "nothing":
+        tensors[{"q": 0, "v": 2}[spoiled]][1100, 1, head_dim - 1] = torch.nan
+    return tensors, causal_schedule(cu_seqlens, TOTAL, torch.device("cuda"))
+
+
+def not_finite(*of_rows):
+    """(total, heads, columns) each -> what the marks should be."""
+    spoiled = torch.stack([(~x.isfinite()).any(2) for x in of_rows]).any(0).T  # [heads, total]
+    return torch.nn.functional.pad(spoiled, (0, -TOTAL % 64)).unflatten(1, (-1, 64)).any(2).int()
+
+
+@pytest.mark.parametrize("spoiled", ["nothing", "q", "v"])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_forward(head_dim, out_dtype, spoiled, marks):
+    (q, k, v, _), schedule = problem(head_dim, spoiled)
+    for tiles in tiles_of(head_dim):
+        if out_dtype == torch.float32 and (tiles.o_in_q or tiles.stages > fwd.WIDE_O_STAGES):
+            continue
+        o, _ = fwd.run_forward(q, k, v, schedule, Features(head_dim**-0.5, 0.0, None, ()), out_dtype, tiles)
+        assert torch.equal(marks.pop(), not_finite(o))
+        assert o.isfinite().all() == (spoiled == "nothing")
+
+
+@pytest.mark.parametrize("spoiled", ["nothing", "q", "v"])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_backward(head_dim, deterministic, spoiled, marks):
+    (q, k, v, do), schedule = problem(head_dim, spoiled)
+    features = Features(head_dim**-0.5, 0.0, None, ())
+    o, lse = fwd.attention_forward(q, k, v, schedule, features, torch.bfloat16)
+    marks.clear()
+    delta = attention_delta(o, do, None)
+    dq, dk, dv = bwd.attention_backward(do, q, k, v, lse, delta, schedule, features, deterministic)
+    of_q, of_k = marks
+    assert torch.equal(of_q, not_finite(dq)) and torch.equal(of_k, not_finite(dk, dv))
+    assert dk.isfinite().all() == (spoiled == "nothing")
