@@ -66,10 +66,11 @@ def compile_three_groups(dtype, head_dim, group, softcap, marks):
             rows = tiles.block_m if name in ("q", "do") else bwd_three_groups.BLOCK_N
             block, kind = [rows, width], dtype
             if name == "sum":
-                block, kind = [bwd_three_groups.SUM_BLOCK, min(width, bwd_three_groups.SUM_BLOCK)], "fp32"
+                block, kind = [2 * min(width, bwd_three_groups.SUM_BLOCK), 32], "fp32"
             (signature if width else rest)[f"{name}{part}_desc"] = descriptor(kind, block) if width else None
     constants = dict(
-        HAS_SOFTCAP=softcap == "1", GROUP=int(group), D_2=d_2, ALIGNMENT=ROW_ALIGNMENT, STAGES=tiles.stages,
+        HAS_SOFTCAP=softcap == "1", GROUP=int(group), D_2=d_2, ALIGNMENT=bwd_three_groups.SUM_BLOCK,
+        STAGES=tiles.stages,
         HALVES=tiles.halves, AHEAD=tiles.ahead, REGISTERS=bwd_three_groups.GROUP_REGISTERS, **rest,
     )  # fmt: skip
     if marks == "0":

@@ -76,15 +76,23 @@ def test_backward_of_marked_tiles(problem, device, units):
         assert_repaired(ours, all_of_it, spoiled)
 
 
-@pytest.mark.parametrize("head_dim", [64, 96])
+def in_order_of_threads(sums):
+    """(tokens, heads, columns) -> by blocks of 64 tokens of a head, of that by 64 columns, and of these by threads."""
+    blocks = sums.unflatten(0, (-1, 64)).transpose(1, 2).split(64, dim=-1)  # [block, head, token, column] each
+    parts = [part.reshape(*part.shape[:2], 4, 2, 8, -1, 4, 2).permute(0, 1, 5, 2, 4, 6, 3, 7) for part in blocks]
+    return torch.cat([part.flatten(2) for part in parts], dim=-1).reshape(-1, 1, 32)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_dq_is_marked_where_its_sum_is_not_finite(device, head_dim):
     total, n_heads = 150, 3
-    sums = torch.randn(total, n_heads * head_dim, device=device)
+    sums = torch.randn(192, n_heads, head_dim, device=device)  # whole blocks of 64; the last tokens are none
+    sums[total:] = torch.nan
     for token, head, column, value in ((0, 1, 0, torch.nan), (63, 2, head_dim - 1, torch.inf), (149, 0, 7, torch.nan)):
-        sums[token, head * head_dim + column] = value
+        sums[token, head, column] = value
     spoiled = new_marks(n_heads, total, device).fill_(7)
-    dq = finish(sums, 0.5, spoiled, torch.empty(total, n_heads, head_dim, device=device))
-    torch.testing.assert_close(dq.flatten(1), 0.5 * sums, equal_nan=True)
+    dq = finish(in_order_of_threads(sums), 0.5, spoiled, torch.empty(total, n_heads, head_dim, device=device))
+    torch.testing.assert_close(dq, 0.5 * sums[:total], equal_nan=True)
     assert spoiled.tolist() == [[0, 0, 1], [1, 0, 0], [1, 0, 0]]
 
 

@@ -1,10 +1,16 @@
-"""The passes before and after the backward kernel: the fp32 accumulator of dQ, and the rows' lse and delta for TMA."""
+"""The passes before and after the backward kernels: the fp32 accumulator of dQ, and the rows' lse and delta for TMA.
+
+The accumulator is (n, 1, 32): blocks of 64 queries after one another, in each of these all heads, and of a head each 64
+columns, or the 32 after the first 64, in the order of threads (threads.py). A block is 16 KiB in a row, so one TMA
+operation adds it, and shared memory takes it in half the cycles.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.flash_attention.hopper.bwd_steps import SUM_BLOCK
 from kernels.flash_attention.portable.launch import SPOILED_ROWS, ceil_div
 from kernels.flash_attention.replay import launch
 from kernels.flash_attention.schedule import WORK_TILE
@@ -35,7 +41,7 @@ def _prepare_kernel(
 
 
 def prepare(lse: Tensor, delta: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """(n_heads, total_q) fp32 twice -> rows (2, n_heads, padded), dq (total_q, n_heads * head_dim) of zeros, fp32.
+    """(n_heads, total_q) fp32 twice -> rows (2, n_heads, padded), and zeros for the sum of dQ, fp32.
 
     rows[0] is lse in units of log2, +inf where a row sees no key; rows[1] is delta. A head's total_q are followed by
     rows that take no part, as many as the longest block of queries of a kernel has, so that its last block reads no
@@ -44,7 +50,8 @@ def prepare(lse: Tensor, delta: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     n_heads, total = lse.shape
     padded = _padded(total)
     rows = torch.empty(2, n_heads, padded, dtype=torch.float32, device=lse.device)
-    dq = torch.empty(total, n_heads * head_dim, dtype=torch.float32, device=lse.device)
+    n_sums = ceil_div(total, SUM_BLOCK) * SUM_BLOCK * n_heads * head_dim
+    dq = torch.empty(n_sums // 32, 1, 32, dtype=torch.float32, device=lse.device)
     block_rows, block_words = 1024, 4096
     grid = max(ceil_div(dq.numel(), block_words), ceil_div(padded, block_rows) * n_heads)
     launch(
@@ -72,37 +79,47 @@ def prepare_rows(lse: Tensor, delta: Tensor) -> Tensor:
     return rows
 
 
-@triton.jit(do_not_specialize=["total", "n_heads"])
-def _finish_kernel(
-    sum_ptr, dq_ptr, spoiled_ptr, scale, total, n_heads, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """One program scales and rounds the rows of a mark, and sets it unless spoiled is None.
+@triton.jit
+def _finish_columns(sum_ptr, dq_ptr, rows, column, total, row_stride, scale, COLUMNS: tl.constexpr):
+    """Scales and rounds COLUMNS columns of 64 rows; NaN where one of them is not finite, else 0."""
+    sums = tl.load(sum_ptr + tl.arange(0, 64 * COLUMNS))
+    # back from the order of threads.in_order_of_threads
+    sums = tl.permute(tl.reshape(sums, [COLUMNS // 8, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
+    inside = (rows < total)[:, None]
+    sums = tl.where(inside, tl.reshape(sums, [64, COLUMNS]), 0.0)
+    columns = column + tl.arange(0, COLUMNS)
+    dq_ptr += rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
+    tl.store(dq_ptr, (sums * scale).to(dq_ptr.dtype.element_ty), mask=inside)
+    return tl.sum(tl.sum(sums * 0.0, axis=1), axis=0)
 
-    COLUMNS is the power of two that is HEAD_DIM at least.
-    """
+
+@triton.jit(do_not_specialize=["total", "n_heads"])
+def _finish_kernel(sum_ptr, dq_ptr, spoiled_ptr, scale, total, n_heads, HEAD_DIM: tl.constexpr):
+    """One program scales and rounds 64 rows of a head, and sets their mark of NaN unless spoiled is None."""
     unit, head = tl.program_id(0) // n_heads, tl.program_id(0) % n_heads
-    rows = unit * SPOILED_ROWS + tl.arange(0, SPOILED_ROWS)[:, None]
-    columns = tl.arange(0, COLUMNS)[None, :]
-    inside = (rows < total) & (columns < HEAD_DIM)
-    words = rows.to(tl.int64) * (n_heads * HEAD_DIM) + head * HEAD_DIM + columns
-    sums = tl.load(sum_ptr + words, mask=inside, other=0.0)
-    tl.store(dq_ptr + words, (sums * scale).to(dq_ptr.dtype.element_ty), mask=inside)
+    rows = unit * 64 + tl.arange(0, 64)
+    sum_ptr += tl.program_id(0).to(tl.int64) * (64 * HEAD_DIM)
+    zero = tl.zeros([], tl.float32)
+    for column in tl.static_range(0, HEAD_DIM, 64):
+        zero += _finish_columns(
+            sum_ptr + 64 * column, dq_ptr, rows, head * HEAD_DIM + column, total, n_heads * HEAD_DIM, scale,
+            min(64, HEAD_DIM - column),
+        )  # fmt: skip
     if spoiled_ptr is not None:
-        zeros = sums * 0.0  # NaN where they are not finite
-        spoiled = tl.sum(tl.sum(zeros, axis=1), axis=0) != 0.0
-        tl.store(spoiled_ptr + head.to(tl.int64) * tl.cdiv(total, SPOILED_ROWS) + unit, spoiled.to(tl.int32))
+        tl.static_assert(SPOILED_ROWS == 64)
+        mark = spoiled_ptr + head.to(tl.int64) * tl.cdiv(total, 64) + unit
+        tl.store(mark, (zero != 0.0).to(tl.int32))
 
 
 def finish(dq_sum: Tensor, softmax_scale: float, spoiled: Tensor | None, like: Tensor) -> Tensor:
-    """The sum of dS K in fp32 -> dq, dense, in the shape (total_q, n_heads, head_dim) and dtype of `like`.
+    """`prepare`'s sum of dS K -> dq, dense, in the shape (total_q, n_heads, head_dim) and dtype of `like`.
 
     spoiled (portable.launch.new_marks) gets the marks of NaN in dq.
     """
     total, n_heads, head_dim = like.shape
     dq = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     launch(
-        _finish_kernel, (ceil_div(total, SPOILED_ROWS.value) * n_heads,),
-        dq_sum, dq, spoiled, softmax_scale, total, n_heads,
-        HEAD_DIM=head_dim, COLUMNS=triton.next_power_of_2(head_dim), num_warps=8,
+        _finish_kernel, (ceil_div(total, SUM_BLOCK) * n_heads,),
+        dq_sum, dq, spoiled, softmax_scale, total, n_heads, HEAD_DIM=head_dim, num_warps=8,
     )  # fmt: skip
     return dq

@@ -89,7 +89,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper.barriers import WARPGROUP, hand_back
-from kernels.flash_attention.hopper.bwd_dq import ROW_ALIGNMENT
 from kernels.flash_attention.hopper.bwd_steps import (
     BLOCK_N,
     SIZES,
@@ -105,8 +104,9 @@ from kernels.flash_attention.hopper.bwd_steps import (
 )
 from kernels.flash_attention.hopper.bwd_tma import named_barrier, tma_reduce_add
 from kernels.flash_attention.hopper.columns import keep_columns
-from kernels.flash_attention.hopper.descriptors import numbers, parts_of_heads
+from kernels.flash_attention.hopper.descriptors import numbers, parts_of_heads, rows_of_heads
 from kernels.flash_attention.hopper.marks import mark_rows
+from kernels.flash_attention.hopper.threads import in_order_of_threads
 from kernels.flash_attention.portable.launch import ceil_div
 from kernels.flash_attention.portable.load import split_width
 from kernels.flash_attention.replay import launch
@@ -181,6 +181,8 @@ def _consume(
     keys_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=scores_layout, k_width=2)
     queries_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     AFTER_DP: gl.constexpr = AHEAD and D_2 == 0 and (GROUP > 1 or HAS_SOFTCAP)  # when S of the next step is begun
+    # whether delta is loaded before dP is waited for, for which others have no registers
+    DELTA_EARLY: gl.constexpr = HALVES and not AHEAD and not HAS_SOFTCAP
     PARTS: gl.constexpr = 2 if D_2 else 1  # matmuls of which one operation of a head is made
     # products begun after dP's, which go on when dP is there: S of the next step, dV
     LATER: gl.constexpr = (PARTS if AHEAD and not AFTER_DP else 0) + (PARTS if HALVES else 0)
@@ -219,18 +221,23 @@ def _consume(
         if D_2:
             q_2, do_2 = q_2_bufs.index(stage), do_2_bufs.index(stage)  # [M, D_2]
         if AHEAD:  # S is there from the step before
+            if D_2:
+                lse = lse_bufs.index(stage).load(queries_layout)
             mbarrier.wait(do_full.index(stage), phase)
             dp = warpgroup_mma(v_operand, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [64, M]
             if D_2:
                 dp = warpgroup_mma(v_half_2, do_2.permute((1, 0)), dp, is_async=True)
+            else:
+                lse = lse_bufs.index(stage).load(queries_layout)
         else:
             mbarrier.wait(q_full.index(stage), phase)
             scores = warpgroup_mma(k_operand, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [64, M]
             if D_2:
                 scores = warpgroup_mma(k_half_2, q_2.permute((1, 0)), scores, is_async=True)
+            lse = lse_bufs.index(stage).load(queries_layout)
             mbarrier.wait(do_full.index(stage), phase)
             scores = warpgroup_mma_wait(0, deps=[scores])
-        lse = gl.expand_dims(lse_bufs.index(stage).load(queries_layout), 0)
+        lse = gl.expand_dims(lse, 0)
         if HAS_SOFTCAP:
             scores, t = cap(scores, softmax_scale, softcap, dtype)
             p = gl.exp2(scores - lse)
@@ -265,6 +272,8 @@ def _consume(
             dv = warpgroup_mma(gl.convert_layout(p_low, operand_layout), do, dv, is_async=True)
             if D_2:
                 dv_2 = warpgroup_mma(gl.convert_layout(p_low, operand_layout_2), do_2, dv_2, is_async=True)
+        if DELTA_EARLY:
+            delta = delta_bufs.index(stage).load(queries_layout)
         if AFTER_DP:  # no wait between S and dS, so that ptxas mixes them
             mbarrier.wait(ds_empty.index(stage), phase ^ 1)
             dp = warpgroup_mma_wait(LATER, deps=[dp])
@@ -272,7 +281,9 @@ def _consume(
         else:
             dp = warpgroup_mma_wait(LATER, deps=[dp])
             mbarrier.wait(ds_empty.index(stage), phase ^ 1)
-        delta = gl.expand_dims(delta_bufs.index(stage).load(queries_layout), 0)
+        if not DELTA_EARLY:
+            delta = delta_bufs.index(stage).load(queries_layout)
+        delta = gl.expand_dims(delta, 0)
         if HALVES:
             ds = _product(p_sloped if HAS_SOFTCAP else p_low, (dp - delta).to(dtype))
         else:
@@ -329,13 +340,15 @@ def _sum_queries(
     BLOCK_N: gl.constexpr = ds_bufs.shape[1]
     BLOCK_M: gl.constexpr = ds_bufs.shape[2]
     D: gl.constexpr = k_buf.shape[1]
-    SIDE: gl.constexpr = sum_bufs.shape[1]  # of a piece of dQ
+    SIDE: gl.constexpr = sum_bufs.shape[1] // 2  # of a piece of dQ
+    ROWS_EACH: gl.constexpr = 2 * (D + D_2)  # of what sum_desc describes: 64 queries of a head
     ACROSS: gl.constexpr = D // SIDE
     PIECES: gl.constexpr = BLOCK_M // SIDE * ACROSS
     PLACES: gl.constexpr = sum_bufs.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16])
     _, kv_head, m, end, n_steps = decode(order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
     start, head = m, kv_head * GROUP
+    n_heads = order[2] * GROUP
     no_dq = gl.zeros([SIDE, SIDE], gl.float32, layout=layout)
     if D_2:
         gl.static_assert(BLOCK_M == SIDE)
@@ -356,18 +369,20 @@ def _sum_queries(
                 hand_back(ds_empty.index(stage))
             sum_buf = sum_bufs.index((PIECES * step + piece) % PLACES)
             tma.store_wait(SUMS - 1)  # the sum before in this buffer has left it
-            sum_buf.store(dq)
+            sum_buf.store(in_order_of_threads(dq))
             fence_async_shared()
-            place = [m + piece // ACROSS * SIDE, head * (D + D_2) + piece % ACROSS * SIDE]
-            tma_reduce_add(sum_desc, place, sum_buf)
+            unit = m // SIDE + piece // ACROSS
+            place = (unit * n_heads + head) * ROWS_EACH + piece % ACROSS * 2 * SIDE
+            tma_reduce_add(sum_desc, [place, 0], sum_buf)
         if D_2:
             dq_2 = warpgroup_mma(ds_buf.permute((1, 0)), k_2_buf, no_dq_2, use_acc=False, is_async=True)
             dq_2 = warpgroup_mma_wait(0, deps=[dq_2])
             hand_back(ds_empty.index(stage))
             tma.store_wait(SUMS - 1)
-            sum_2_buf.store(dq_2)
+            sum_2_buf.store(in_order_of_threads(dq_2))
             fence_async_shared()
-            tma_reduce_add(sum_2_desc, [m, head * (D + D_2)], sum_2_buf)
+            place = (m // SIDE * n_heads + head) * ROWS_EACH + 2 * D
+            tma_reduce_add(sum_2_desc, [place, 0], sum_2_buf)
         m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
     tma.store_wait(0)
 
@@ -388,17 +403,17 @@ def _bwd_kernel(
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
-    SUM_BLOCK: gl.constexpr = sum_desc.block_type.shape[0]
     buffers = new_buffers(q_desc, k_desc, v_desc, do_desc, rows_desc, STAGES)
     barriers = new_barriers(STAGES, 2 * WARPGROUP)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
     ds_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_N, BLOCK_M], ds_layout)
+    SUM_ROWS: gl.constexpr = sum_desc.block_type.shape[0]
     PLACES: gl.constexpr = 1 if D_2 else SUMS  # both parts are on their way at once
-    sum_bufs = gl.allocate_shared_memory(gl.float32, [PLACES, SUM_BLOCK, SUM_BLOCK], sum_desc.layout)
+    sum_bufs = gl.allocate_shared_memory(gl.float32, [PLACES, SUM_ROWS, 32], sum_desc.layout)
     rest_bufs, rest_sums = None, None
     if D_2:
         rest_bufs = new_rest_buffers(q_2_desc, k_2_desc, v_2_desc, do_2_desc, STAGES)
-        sum_2_buf = gl.allocate_shared_memory(gl.float32, [SUM_BLOCK, D_2], sum_2_desc.layout)
+        sum_2_buf = gl.allocate_shared_memory(gl.float32, [2 * D_2, 32], sum_2_desc.layout)
         rest_sums = (sum_2_desc, sum_2_buf, rest_bufs[2])
     ds_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ds_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -427,30 +442,29 @@ def gradients_of_keys(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, dq_sum: Tensor, spoiled: Tensor | None,
     schedule: Schedule, features: Features,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """-> dk, dv, dense; adds dS K to dq_sum, fp32 (total_q, n_heads * head_dim).
+    """-> dk, dv, dense; adds dS K to dq_sum.
 
-    For a call that has `tiles_of`, and rows that descriptors.loadable takes. rows as `prepare` returns them; spoiled
-    (portable.launch.new_marks) gets the marks of NaN in dk and dv.
+    For a call that has `tiles_of`, and rows that descriptors.loadable takes. rows and dq_sum as `prepare`
+    returns them; spoiled (portable.launch.new_marks) gets the marks of NaN in dk and dv.
     """
-    total_q, n_heads, head_dim = q.shape
+    n_heads, head_dim = q.shape[1:]
     total_k, n_kv_heads, _ = k.shape
     tiles = tiles_of(head_dim, q.dtype, features.softcap)
     assert tiles is not None
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     n_tiles = ceil_div(total_k, BLOCK_N)
     d_2 = split_width(head_dim)[1]
-    sums = dq_sum.view(total_q, -1, head_dim if d_2 else SUM_BLOCK)
     descs, rest = parts_of_heads(
-        (q, tiles.block_m), (k, BLOCK_N), (v, BLOCK_N), (do, tiles.block_m), (dk, BLOCK_N), (dv, BLOCK_N),
-        (sums, SUM_BLOCK),
-    )  # fmt: skip
+        (q, tiles.block_m), (k, BLOCK_N), (v, BLOCK_N), (do, tiles.block_m), (dk, BLOCK_N), (dv, BLOCK_N)
+    )
+    sums, sums_2 = rows_of_heads(dq_sum, 2 * SUM_BLOCK), rows_of_heads(dq_sum, 2 * d_2) if d_2 else None
     launch(
         _bwd_kernel, (n_tiles * n_kv_heads,),
-        *descs[:4], numbers(rows, tiles.block_m), *descs[4:], *rest,
+        *descs[:4], numbers(rows, tiles.block_m), *descs[4:], sums, *rest, sums_2,
         schedule.key_tiles, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale, features.softcap,
         n_tiles, n_kv_heads, kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),
-        HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, D_2=d_2, ALIGNMENT=ROW_ALIGNMENT,
+        HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, D_2=d_2, ALIGNMENT=SUM_BLOCK,
         STAGES=tiles.stages, HALVES=tiles.halves, AHEAD=tiles.ahead, REGISTERS=GROUP_REGISTERS, num_warps=4,
         maxnreg=REGISTERS,
     )  # fmt: skip
