@@ -181,7 +181,8 @@ def _consume(
     keys_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=scores_layout, k_width=2)
     queries_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     AFTER_DP: gl.constexpr = AHEAD and D_2 == 0 and (GROUP > 1 or HAS_SOFTCAP)  # when S of the next step is begun
-    # whether delta is loaded before dP is waited for, for which others have no registers
+    # before S and dP are waited for, where there are registers
+    LSE_EARLY: gl.constexpr = not (D_2 and HAS_SOFTCAP and GROUP > 1)
     DELTA_EARLY: gl.constexpr = HALVES and not AHEAD and not HAS_SOFTCAP
     PARTS: gl.constexpr = 2 if D_2 else 1  # matmuls of which one operation of a head is made
     # products begun after dP's, which go on when dP is there: S of the next step, dV
@@ -234,9 +235,12 @@ def _consume(
             scores = warpgroup_mma(k_operand, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [64, M]
             if D_2:
                 scores = warpgroup_mma(k_half_2, q_2.permute((1, 0)), scores, is_async=True)
-            lse = lse_bufs.index(stage).load(queries_layout)
+            if LSE_EARLY:
+                lse = lse_bufs.index(stage).load(queries_layout)
             mbarrier.wait(do_full.index(stage), phase)
             scores = warpgroup_mma_wait(0, deps=[scores])
+            if not LSE_EARLY:
+                lse = lse_bufs.index(stage).load(queries_layout)
         lse = gl.expand_dims(lse, 0)
         if HAS_SOFTCAP:
             scores, t = cap(scores, softmax_scale, softcap, dtype)
