@@ -15,7 +15,7 @@ from tests.kernels.ahead_of_time import compile_all
 
 # dtype-head_dim-group-softcap-marks -> bytes of spill stores allowed: what ptxas of triton 3.6 and 3.7 gives, with room
 SPILLS = {
-    "bf16-128-1-0-0": 80, "bf16-64-1-0-0": 16, "fp16-64-1-0-0": 32,
+    "bf16-128-1-0-0": 96, "bf16-64-1-0-0": 16, "fp16-64-1-0-0": 32,
     "bf16-128-1-0-1": 80, "bf16-64-1-0-1": 16, "bf16-96-1-0-1": 24, "fp16-96-1-0-0": 16,
     "fp16-128-4-0-1": 80, "fp16-64-4-0-1": 16, "bf16-128-4-0-0": 96, "bf16-64-4-0-1": 16,
     "bf16-128-1-1-1": 136, "bf16-64-4-1-1": 48, "bf16-64-1-1-1": 32, "fp16-64-1-1-1": 16,

@@ -5,7 +5,8 @@ A program owns 128 keys of a KV head. In each step, a block of queries of one he
 - two warpgroups, 64 keys each: S^T = K Q^T, P^T, dP^T = V dO^T, dS^T, then dV and dK with P^T and dS^T as operands in
   registers. They put dS^T into a ring of shared tiles [keys, queries], rounded once, and wait for each other nowhere;
 - the third: dQ = dS K of all 128 keys, 64 rows by 64 columns at a time, each added to fp32 in global memory by TMA. The
-  order of those additions varies from run to run; dK and dV have one owner and are repeatable.
+  order of those additions varies from run to run; dK and dV have one owner and are repeatable. What is added lies in
+  memory as threads hold it (threads.py), as FlashAttention-4 has it, so blocks of queries begin at multiples of 64.
 
 Where two warpgroups shared dQ, as they first did, they met in every step, and neither had products in flight while it
 added. Here that is behind the others' next step. In fp16 at 128 softcap's factor of dS, as many registers again as P,
@@ -49,6 +50,11 @@ stage that is stale or was never filled, and drops the result. Of 128 queries ne
 With dS in fp32 it gained nothing: 508 TFLOP/s for 514 at 16k, at 96 458 for 493. At 96 with softcap it spills more and
 loses: of one head, 16k 461 for 495 of dS in fp32 without it, of four 523 for 522.
 
+When lse and delta are read matters as much; which is better was only measured (run 29). lse before the first product of
+a step gives 96 2 to 7% over lse after it; before S is waited for, with delta before dP is, it gives 128 with HALVES up
+to 4% (8k with four heads a KV head -0.3%). At 64 delta so takes up to 15%, and lse gives 3% to documents of 2k, but
+takes 4% from 16k not causal. At 96 with softcap and four heads a KV head lse before S is waited for takes 12%.
+
 TFLOP/s of an H200 in November 2026, causal bf16, all kernels of the pass, medians of runs in turns, before AHEAD:
 
 | head_dim, heads / KV heads, tokens of a document | two groups | this | cuDNN |
@@ -68,7 +74,10 @@ without HALVES and AHEAD and with both (run 18 of scripts/results/hopper_kernels
 short ones 137 and 142. With softcap (runs 25 and 26), 16k: at 64 189 and 398, with 4 query heads a KV head 188 and 464
 (412 without AHEAD); at 96 408 and 482; at 128 431 and 536, 402 and 513. AHEAD at 96 (run 28): 16k 535 for 505 where
 cuDNN has 395, 2k 400 and 395, log-normal 479 and 475, short 141 and 139; of four heads a KV head 64k 540 and 517, 8k
-517 and 505, 2k 437 and 425, log-normal 479 and 459.
+517 and 505, 2k 437 and 425, log-normal 479 and 459. Sums in the order of threads (run 29), of rows and so: at 128 16k
+644 and 671, log-normal 539 and 548, at 96 564 and 597, 480 and 508, at 64 605 and 594, 484 and 473. With the loads
+above too, beside FlashAttention-4 (cf191b4): 128 16k 630 and 628, 8k with four heads a KV head 610 and 563, log-normal
+563 and 559; 96 16k 567 and 560; 64 16k 547 and 573, 8k with four heads 534 and 499, log-normal 450 and 493.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
