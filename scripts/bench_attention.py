@@ -242,7 +242,7 @@ PACKED_BACKENDS = {
     "ours-packed": Backend("tokens heads", ours_packed),
 }
 PACKAGES = {"fa3": "fa3_fwd_interface", "fa4": "flash_attn.cute"}  # that only some machines have
-STYLES = {  # the palette of Okabe and Ito, and a marker each, so that no reader needs the colours
+STYLES = {  # the palette of Okabe and Ito, a grey, and a marker each, so that no reader needs the colours
     "naive": ("#000000", "o"),
     "sdpa-flash2": ("#E69F00", "s"),
     "sdpa-cudnn": ("#56B4E9", "^"),
@@ -447,10 +447,10 @@ def _draw_panel(axes: Axes, rows: list[Row], quantity: str) -> None:
 
 
 def installed(module: str) -> bool:
-    """Whether it can be imported; flash-attn 2 has a flash_attn too, without -4's part."""
+    """Whether it can be imported. To look for a part of a package imports the package, which may fail or be another."""
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:
+    except ImportError:
         return False
 
 

@@ -2,8 +2,8 @@
 
 Each combination is compared with dense attention in fp32 or fp64 as tests.tolerance says, forward and backward. The
 combinations are the full product of lengths and masks, in which features, heads and layouts take turns: all of them at
-the widths that models have, fewer at the others, since each is compiled anew. Worst errors beside torch's go to
-$MATRIX_REPORT, a folder, where it is set.
+the widths that Hopper's kernels know, fewer at the others, since each is compiled anew. Worst errors beside torch's go
+to $MATRIX_REPORT, a folder, where it is set.
 """
 
 import itertools
@@ -42,10 +42,10 @@ ON_HOPPER = [(64, 64), (96, 96), (128, 128), (256, 256)]  # where `auto` may tak
 
 
 def combinations(dtype, width):
-    """Each pair of lengths under each mask, five times in full (275) and twice elsewhere (110).
+    """Each pair of lengths under each mask: five times at 64 and 128 (275), three times at 96 and 256 (165), which are
+    enough for all features with all heads and layouts, and twice at the other widths and in fp32 (110).
 
-    Three times (165) at the other widths of Hopper's kernels, which are enough for each feature, heads and layout.
-    fp32 is not in full: 128 columns then take more than six minutes.
+    fp32 at 128 columns would take more than six minutes in full.
     """
     index, half = WIDTHS.index(width), dtype != torch.float32
     rounds = 5 if half and width in IN_FULL else 3 if half and width in ON_HOPPER else 2

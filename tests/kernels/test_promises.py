@@ -148,11 +148,12 @@ def test_adversarial_scores(name, head_dim):
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_nan_and_infinity_stay_in_their_document(head_dim, dtype, softcap, deterministic):
-    """In one element of q, k, v or do; the documents beside it are in the same tiles."""
+@pytest.mark.parametrize("causal", [True, False])
+def test_nan_and_infinity_stay_in_their_document(head_dim, dtype, softcap, deterministic, causal):
+    """In one element of q, k, v or do; documents before and behind it are in the same tiles, and blocks of 64 rows."""
     lengths, first, last = [150, 20, 30, 90, 13, 260, 200], 200, 290
     cu = cumulative(lengths)
-    total, spoiled = sum(lengths), 240
+    total, spoiled = sum(lengths), 270
     clean = [x.detach() for x in inputs_of(total, 4, head_dim, dtype=dtype)]
     clean.append(torch.randn_like(clean[0]))
     others = torch.ones(total, dtype=torch.bool, device="cuda")
@@ -161,7 +162,7 @@ def test_nan_and_infinity_stay_in_their_document(head_dim, dtype, softcap, deter
     def run(q, k, v, do):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
         o, lse = flash_attn_varlen_func(
-            *inputs, cu, cu, 260, 260, causal=True, softcap=softcap, return_lse=True, deterministic=deterministic
+            *inputs, cu, cu, 260, 260, causal=causal, softcap=softcap, return_lse=True, deterministic=deterministic
         )
         return [o, lse.T, *torch.autograd.grad(o, inputs, do)]
 

@@ -1,8 +1,8 @@
 """The passes before and after the backward kernels: the fp32 accumulator of dQ, and the rows' lse and delta for TMA.
 
 The accumulator is (n, 1, 32): blocks of 64 queries after one another, in each of these all heads, and of a head each 64
-columns, or the 32 after the first 64, in the order of threads (threads.py). A block is 16 KiB in a row, so one TMA
-operation adds it, and shared memory takes it in half the cycles.
+columns, or the 32 after the first 64, in the order of threads (threads.py). Those are 16 KiB in a row, or 8, so one TMA
+operation adds them, and shared memory takes them in half the cycles.
 """
 
 import torch
@@ -96,6 +96,7 @@ def _finish_columns(sum_ptr, dq_ptr, rows, column, total, row_stride, scale, COL
 @triton.jit(do_not_specialize=["total", "n_heads"])
 def _finish_kernel(sum_ptr, dq_ptr, spoiled_ptr, scale, total, n_heads, HEAD_DIM: tl.constexpr):
     """One program scales and rounds 64 rows of a head, and sets their mark of NaN unless spoiled is None."""
+    tl.static_assert(SPOILED_ROWS == 64)
     unit, head = tl.program_id(0) // n_heads, tl.program_id(0) % n_heads
     rows = unit * 64 + tl.arange(0, 64)
     sum_ptr += tl.program_id(0).to(tl.int64) * (64 * HEAD_DIM)
@@ -106,7 +107,6 @@ def _finish_kernel(sum_ptr, dq_ptr, spoiled_ptr, scale, total, n_heads, HEAD_DIM
             min(64, HEAD_DIM - column),
         )  # fmt: skip
     if spoiled_ptr is not None:
-        tl.static_assert(SPOILED_ROWS == 64)
         mark = spoiled_ptr + head.to(tl.int64) * tl.cdiv(total, 64) + unit
         tl.store(mark, (zero != 0.0).to(tl.int32))
 
@@ -118,6 +118,7 @@ def finish(dq_sum: Tensor, softmax_scale: float, spoiled: Tensor | None, like: T
     """
     total, n_heads, head_dim = like.shape
     dq = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    assert SUM_BLOCK == 64, "what _finish_kernel is written for"
     launch(
         _finish_kernel, (ceil_div(total, SUM_BLOCK) * n_heads,),
         dq_sum, dq, spoiled, softmax_scale, total, n_heads, HEAD_DIM=head_dim, num_warps=8,

@@ -52,8 +52,9 @@ loses: of one head, 16k 461 for 495 of dS in fp32 without it, of four 523 for 52
 
 When lse and delta are read matters as much; which is better was only measured (run 29). lse before the first product of
 a step gives 96 2 to 7% over lse after it; before S is waited for, with delta before dP is, it gives 128 with HALVES up
-to 4% (8k with four heads a KV head -0.3%). At 64 delta so takes up to 15%, and lse gives 3% to documents of 2k, but
-takes 4% from 16k not causal. At 96 with softcap and four heads a KV head lse before S is waited for takes 12%.
+to 4%, with four heads a KV head -0.5% (in bursts) to 3%. At 64 delta so takes up to 15%, and lse gives 3% to documents
+of 2k, but takes 4% from 16k not causal and from 8k with four heads a KV head. At 96 with softcap and four heads a KV
+head lse before S is waited for takes 12%.
 
 TFLOP/s of an H200 in November 2026, causal bf16, all kernels of the pass, medians of runs in turns, before AHEAD:
 
@@ -75,9 +76,10 @@ short ones 137 and 142. With softcap (runs 25 and 26), 16k: at 64 189 and 398, w
 (412 without AHEAD); at 96 408 and 482; at 128 431 and 536, 402 and 513. AHEAD at 96 (run 28): 16k 535 for 505 where
 cuDNN has 395, 2k 400 and 395, log-normal 479 and 475, short 141 and 139; of four heads a KV head 64k 540 and 517, 8k
 517 and 505, 2k 437 and 425, log-normal 479 and 459. Sums in the order of threads (run 29), of rows and so: at 128 16k
-644 and 671, log-normal 539 and 548, at 96 564 and 597, 480 and 508, at 64 605 and 594, 484 and 473. With the loads
-above too, beside FlashAttention-4 (cf191b4): 128 16k 630 and 628, 8k with four heads a KV head 610 and 563, log-normal
-563 and 559; 96 16k 567 and 560; 64 16k 547 and 573, 8k with four heads 534 and 499, log-normal 450 and 493.
+644 and 671, log-normal 539 and 548, at 96 564 and 597, 480 and 508; at 64 605 and 594, 2k 409 and 388, 32k with four
+heads a KV head, sustained, 524 and 527: what 64 loses is the price of one layout. With the loads above too, beside
+FlashAttention-4 (cf191b4): 128 16k 630 and 628, 8k with four heads a KV head 610 and 563, log-normal 563 and 559; 96
+16k 567 and 560; 64 16k 547 and 573, 8k with four heads 534 and 499, log-normal 450 and 493.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
@@ -190,7 +192,7 @@ def _consume(
     keys_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=scores_layout, k_width=2)
     queries_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     AFTER_DP: gl.constexpr = AHEAD and D_2 == 0 and (GROUP > 1 or HAS_SOFTCAP)  # when S of the next step is begun
-    # before S and dP are waited for, where there are registers
+    # before S and dP are waited for, where that is faster; AHEAD has a place of its own for lse
     LSE_EARLY: gl.constexpr = not (D_2 and HAS_SOFTCAP and GROUP > 1)
     DELTA_EARLY: gl.constexpr = HALVES and not AHEAD and not HAS_SOFTCAP
     PARTS: gl.constexpr = 2 if D_2 else 1  # matmuls of which one operation of a head is made

@@ -19,8 +19,8 @@ _BARRIER = gl.constexpr(11)  # of the hardware's; below are those of barriers.py
 def mark_rows(x, rest, first, head, total, spoiled_ptr, GROUP: gl.constexpr, THREADS: gl.constexpr = 128):
     """Marks (portable.launch.new_marks) the 64 rows of a head from `first` on: 1 if one has NaN or infinity, else 0.
 
-    x and rest: those rows' columns, or some of them, [64, D] and [64, D_2]; rest may be None. Waits until THREADS
-    threads, the warpgroups that hold all columns between them, are here; others have another GROUP, below 5.
+    x and rest: what the warpgroup holds of those rows, [64, D] and [64, D_2]; rest may be None. Waits until THREADS
+    threads, the warpgroups that hold all that the mark is of, are here; others have another GROUP, below 5.
     """
     if first < total:
         zeros = gl.sum(x * 0.0, 1)  # NaN where a row is not finite
