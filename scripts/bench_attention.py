@@ -447,7 +447,7 @@ def _draw_panel(axes: Axes, rows: list[Row], quantity: str) -> None:
 
 
 def installed(module: str) -> bool:
-    """Whether it can be imported. To look for a part of a package imports the package, which may fail or be another."""
+    """Whether it can be found; to look into a package imports the package, which may fail."""
     try:
         return find_spec(module) is not None
     except ImportError:

@@ -70,8 +70,7 @@ def compile_three_groups(dtype, head_dim, group, softcap, marks):
             (signature if width else rest)[f"{name}{part}_desc"] = descriptor(kind, block) if width else None
     constants = dict(
         HAS_SOFTCAP=softcap == "1", GROUP=int(group), D_2=d_2, ALIGNMENT=bwd_three_groups.SUM_BLOCK,
-        STAGES=tiles.stages,
-        HALVES=tiles.halves, AHEAD=tiles.ahead, REGISTERS=bwd_three_groups.GROUP_REGISTERS, **rest,
+        STAGES=tiles.stages, HALVES=tiles.halves, AHEAD=tiles.ahead, REGISTERS=bwd_three_groups.GROUP_REGISTERS, **rest,
     )  # fmt: skip
     if marks == "0":
         constants["spoiled_ptr"] = None
@@ -140,9 +139,10 @@ def compile_case(dtype, kernel, *features):
 
 
 def report(*case):
-    """What ptxas says of one case, and the bytes of shared memory."""
+    """What ptxas says of one case, the bytes of shared memory, and how many stores put 16 bytes of a thread there."""
     compiled = compile_case(*case)
-    return {"shared": compiled.metadata.shared, **ptxas(compiled.asm["ptx"], 90)}
+    ptx = compiled.asm["ptx"]
+    return {"shared": compiled.metadata.shared, "stores_of_16": ptx.count("st.shared.v4"), **ptxas(ptx, 90)}
 
 
 if __name__ == "__main__":

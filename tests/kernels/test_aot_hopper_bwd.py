@@ -12,6 +12,7 @@ from kernels.flash_attention.hopper import bwd, bwd_dq, bwd_keys, bwd_three_grou
 from kernels.flash_attention.portable import bwd as portable_bwd
 from kernels.flash_attention.schedule import causal_schedule
 from tests.kernels.ahead_of_time import compile_all
+from tests.kernels.aot_hopper_bwd import TORCH_DTYPES
 
 # dtype-head_dim-group-softcap-marks -> bytes of spill stores allowed: what ptxas of triton 3.6 and 3.7 gives, and room.
 # Of 128 in bf16 delta, loaded early, has its part (3.6 gives 84 bytes with it, 36 without): it is faster with it
@@ -37,6 +38,15 @@ def test_compiles_within_limits():
         assert report["tensor_core"] == "HGMMA", (case, report)
         assert report["shared"] <= SHARED, (case, report)
         assert report["spill_bytes"] <= SPILLS[case], (case, report)
+        assert report["stores_of_16"] == stores_of_sums(*case.split("-")), (case, report)
+
+
+def stores_of_sums(dtype, kernel, group, softcap, marks):
+    """Of one step: a warpgroup's four fp32 numbers of dQ each, where the kernel sums dQ."""
+    if not kernel.isdigit():
+        return 0
+    tiles = bwd_three_groups.tiles_of(int(kernel), TORCH_DTYPES[dtype], float(softcap))
+    return tiles.block_m * int(kernel) // (4 * 128)
 
 
 def test_registers_of_three_groups():

@@ -80,13 +80,15 @@ def prepare_rows(lse: Tensor, delta: Tensor) -> Tensor:
 
 
 @triton.jit
-def _finish_columns(sum_ptr, dq_ptr, rows, column, total, row_stride, scale, COLUMNS: tl.constexpr):
-    """Scales and rounds COLUMNS columns of 64 rows; NaN where one of them is not finite, else 0."""
-    sums = tl.load(sum_ptr + tl.arange(0, 64 * COLUMNS))
+def _finish_columns(
+    sum_ptr, dq_ptr, rows, column, total, row_stride, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Scales and rounds COLUMNS columns of `rows`; NaN where one of them is not finite, else 0."""
+    sums = tl.load(sum_ptr + tl.arange(0, ROWS * COLUMNS))
     # back from the order of threads.in_order_of_threads
-    sums = tl.permute(tl.reshape(sums, [COLUMNS // 8, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
+    sums = tl.permute(tl.reshape(sums, [COLUMNS // 8, ROWS // 16, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
     inside = (rows < total)[:, None]
-    sums = tl.where(inside, tl.reshape(sums, [64, COLUMNS]), 0.0)
+    sums = tl.where(inside, tl.reshape(sums, [ROWS, COLUMNS]), 0.0)
     columns = column + tl.arange(0, COLUMNS)
     dq_ptr += rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
     tl.store(dq_ptr, (sums * scale).to(dq_ptr.dtype.element_ty), mask=inside)
@@ -94,20 +96,22 @@ def _finish_columns(sum_ptr, dq_ptr, rows, column, total, row_stride, scale, COL
 
 
 @triton.jit(do_not_specialize=["total", "n_heads"])
-def _finish_kernel(sum_ptr, dq_ptr, spoiled_ptr, scale, total, n_heads, HEAD_DIM: tl.constexpr):
-    """One program scales and rounds 64 rows of a head, and sets their mark of NaN unless spoiled is None."""
-    tl.static_assert(SPOILED_ROWS == 64)
+def _finish_kernel(
+    sum_ptr, dq_ptr, spoiled_ptr, scale, total, n_heads, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program scales and rounds BLOCK rows of a head, and sets their mark of NaN unless spoiled is None."""
     unit, head = tl.program_id(0) // n_heads, tl.program_id(0) % n_heads
-    rows = unit * 64 + tl.arange(0, 64)
-    sum_ptr += tl.program_id(0).to(tl.int64) * (64 * HEAD_DIM)
+    rows = unit * BLOCK + tl.arange(0, BLOCK)
+    sum_ptr += tl.program_id(0).to(tl.int64) * (BLOCK * HEAD_DIM)
     zero = tl.zeros([], tl.float32)
-    for column in tl.static_range(0, HEAD_DIM, 64):
+    for column in tl.static_range(0, HEAD_DIM, BLOCK):
         zero += _finish_columns(
-            sum_ptr + 64 * column, dq_ptr, rows, head * HEAD_DIM + column, total, n_heads * HEAD_DIM, scale,
-            min(64, HEAD_DIM - column),
+            sum_ptr + BLOCK * column, dq_ptr, rows, head * HEAD_DIM + column, total, n_heads * HEAD_DIM, scale, BLOCK,
+            min(BLOCK, HEAD_DIM - column),
         )  # fmt: skip
     if spoiled_ptr is not None:
-        mark = spoiled_ptr + head.to(tl.int64) * tl.cdiv(total, 64) + unit
+        tl.static_assert(BLOCK == SPOILED_ROWS)
+        mark = spoiled_ptr + head.to(tl.int64) * tl.cdiv(total, BLOCK) + unit
         tl.store(mark, (zero != 0.0).to(tl.int32))
 
 
@@ -118,9 +122,8 @@ def finish(dq_sum: Tensor, softmax_scale: float, spoiled: Tensor | None, like: T
     """
     total, n_heads, head_dim = like.shape
     dq = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    assert SUM_BLOCK == 64, "what _finish_kernel is written for"
     launch(
         _finish_kernel, (ceil_div(total, SUM_BLOCK) * n_heads,),
-        dq_sum, dq, spoiled, softmax_scale, total, n_heads, HEAD_DIM=head_dim, num_warps=8,
+        dq_sum, dq, spoiled, softmax_scale, total, n_heads, HEAD_DIM=head_dim, BLOCK=SUM_BLOCK, num_warps=8,
     )  # fmt: skip
     return dq

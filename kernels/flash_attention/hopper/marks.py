@@ -27,8 +27,7 @@ def mark_rows(x, rest, first, head, total, spoiled_ptr, GROUP: gl.constexpr, THR
         if rest is not None:
             zeros += gl.convert_layout(gl.sum(rest * 0.0, 1), zeros.type.layout, assert_trivial=True)
         spoiled_ptr += head.to(gl.int64) * gl.cdiv(total, SPOILED_ROWS) + first // SPOILED_ROWS
-        # a thread has two rows; all store the same: gl.store would pick one of them by its number, and ptxas would hold
-        # what that is made of through the loop over blocks (120 bytes of spills more at head_dim 64)
+        # a thread has two rows; the barrier tells every one whether any has NaN, and all store that
         asm: gl.constexpr = f"""{{ .reg .pred p; .reg .b32 mark; setp.nan.f32 p, $2, $3;
             barrier.cta.red.or.aligned.pred p, {_BARRIER + GROUP}, {THREADS}, p;
             selp.b32 mark, 1, 0, p; st.global.b32 [$4], mark; mov.b32 $0, 0; mov.b32 $1, 0; }}"""
