@@ -59,7 +59,8 @@ def compile_three_groups(dtype, head_dim, group, softcap, marks):
     kernel = bwd_three_groups._bwd_kernel
     d_1, d_2 = split_width(head_dim)
     signature = dict(rows_desc=descriptor("fp32", [tiles.block_m]), softmax_scale="fp32", softcap="fp32")
-    signature |= dict.fromkeys(("tiles_ptr", "query_start_ptr", "query_end_ptr", "spoiled_ptr"), "*i32")
+    signature |= dict.fromkeys(("counter_ptr", "tiles_ptr", "query_start_ptr", "query_end_ptr"), "*i32")
+    signature["spoiled_ptr"] = "*i32"
     rest = {}
     for part, width in (("", d_1), ("_2", d_2)):
         for name in ("q", "do", "k", "v", "dk", "dv", "sum"):
@@ -70,7 +71,8 @@ def compile_three_groups(dtype, head_dim, group, softcap, marks):
             (signature if width else rest)[f"{name}{part}_desc"] = descriptor(kind, block) if width else None
     constants = dict(
         HAS_SOFTCAP=softcap == "1", GROUP=int(group), D_2=d_2, ALIGNMENT=bwd_three_groups.SUM_BLOCK,
-        STAGES=tiles.stages, HALVES=tiles.halves, AHEAD=tiles.ahead, REGISTERS=bwd_three_groups.GROUP_REGISTERS, **rest,
+        STAGES=tiles.stages, DS_STAGES=tiles.ds_stages, DYNAMIC=tiles.dynamic, HALVES=tiles.halves, AHEAD=tiles.ahead,
+        REGISTERS=bwd_three_groups.GROUP_REGISTERS, **rest,
     )  # fmt: skip
     if marks == "0":
         constants["spoiled_ptr"] = None

@@ -15,13 +15,14 @@ from tests.kernels.ahead_of_time import compile_all
 from tests.kernels.aot_hopper_bwd import TORCH_DTYPES
 
 # dtype-head_dim-group-softcap-marks -> bytes of spill stores allowed: what ptxas of triton 3.6 and 3.7 gives, and room.
-# Of 128 in bf16 delta, loaded early, has its part (3.6 gives 84 bytes with it, 36 without): it is faster with it
+# Of 128 in bf16 delta, loaded early, has its part (3.6 gives 84 bytes with it, 36 without): it is faster with it. At 96
+# in bf16 they are of programs that work many items, and lie between those: the SASS has none in the loops over steps
 SPILLS = {
     "bf16-128-1-0-0": 96, "bf16-64-1-0-0": 16, "fp16-64-1-0-0": 32,
-    "bf16-128-1-0-1": 80, "bf16-64-1-0-1": 16, "bf16-96-1-0-1": 24, "fp16-96-1-0-0": 16,
+    "bf16-128-1-0-1": 80, "bf16-64-1-0-1": 16, "bf16-96-1-0-1": 104, "fp16-96-1-0-0": 16,
     "fp16-128-4-0-1": 80, "fp16-64-4-0-1": 16, "bf16-128-4-0-0": 96, "bf16-64-4-0-1": 16,
     "bf16-128-1-1-1": 136, "bf16-64-4-1-1": 48, "bf16-64-1-1-1": 32, "fp16-64-1-1-1": 16,
-    "bf16-96-1-0-0": 88, "bf16-96-4-0-1": 64, "bf16-96-4-1-1": 136, "fp16-96-1-1-1": 80,
+    "bf16-96-1-0-0": 88, "bf16-96-4-0-1": 104, "bf16-96-4-1-1": 136, "fp16-96-1-1-1": 80,
     "bf16-64dkdv-1-0-1": 48, "bf16-96dkdv-1-0-1": 16, "fp16-128dkdv-4-0-1": 96, "bf16-128dkdv-1-1-1": 256,
     "bf16-64dkdv-4-1-1": 16,
     "bf16-64dq-1-0-1": 16, "bf16-96dq-1-0-1": 16, "fp16-128dq-4-0-1": 16, "bf16-128dq-1-1-1": 16,

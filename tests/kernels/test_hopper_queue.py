@@ -1,16 +1,24 @@
-"""The counter that hands out the work of Hopper's forward pass: launches at the same time must not share one."""
+"""The counter that hands out the work of Hopper's kernels: launches at the same time must not share one."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
+from kernels.flash_attention import replay
 from kernels.flash_attention.features import Features
-from kernels.flash_attention.hopper import fwd
-from kernels.flash_attention.schedule import causal_schedule
+from kernels.flash_attention.hopper import bwd, bwd_three_groups, fwd
+from kernels.flash_attention.schedule import build_schedule, causal_schedule
 from tests.kernels.hopper import NEEDS_SM_90, tiles_of
 
 pytestmark = NEEDS_SM_90
+
+DYNAMIC = [
+    pytest.param(table, key, id=f"{key[1]}-{key[0]}-{name}".removeprefix("torch."))
+    for name, table in (("plain", bwd_three_groups.TILES), ("capped", bwd_three_groups.CAPPED_TILES))
+    for key, tiles in table.items()
+    if tiles.dynamic
+]
 
 
 def problem(lengths, head_dim):
@@ -21,42 +29,71 @@ def problem(lengths, head_dim):
     return q, k, v, causal_schedule(cu_seqlens, total, q.device), features, torch.bfloat16
 
 
+def backward_problem(lengths_q, lengths_k, head_dim, dtype=torch.bfloat16, softcap=0.0):
+    """What attention_backward takes, of 16 query heads and 8 KV heads: several items a program."""
+    q, do, k, v = (
+        torch.randn(sum(lengths), heads, head_dim, device="cuda", dtype=dtype)
+        for lengths, heads in ((lengths_q, 16), (lengths_q, 16), (lengths_k, 8), (lengths_k, 8))
+    )
+    cu_seqlens = (torch.tensor([0, *x], device="cuda").cumsum(0).to(torch.int32) for x in (lengths_q, lengths_k))
+    schedule = build_schedule(*cu_seqlens, q.shape[0], k.shape[0], causal=True)
+    features = Features(head_dim**-0.5, softcap, sinks=None, alibi=[])
+    o, lse = fwd.attention_forward(q, k, v, schedule, features, dtype)
+    delta = (o.float() * do.float()).sum(-1).t().contiguous()
+    return do, q, k, v, lse, delta, schedule, features, False
+
+
+def run(one):
+    """o and lse, or dk and dv: what is the same bits in every run."""
+    return fwd.attention_forward(*one) if len(one) == 6 else bwd.attention_backward(*one)[1:]
+
+
+def problems(head_dim):
+    """Two calls of the forward pass or, where that takes its work from the counter too, of the backward pass."""
+    yield [problem([2048, 2048], head_dim), problem([700, 300, 3000], head_dim)]
+    tiles = bwd_three_groups.tiles_of(head_dim, torch.bfloat16, softcap=0.0)
+    if tiles is not None and tiles.dynamic:
+        yield [backward_problem(x, x, head_dim) for x in ([2048, 2048], [700, 300, 3000])]
+
+
 def assert_same(results, expected):
-    for o, lse in results:
-        assert torch.equal(o, expected[0]) and torch.equal(lse, expected[1])
+    for result in results:
+        assert all(torch.equal(x, y) for x, y in zip(result, expected, strict=True))
 
 
 @pytest.mark.parametrize("head_dim", fwd.FORWARD_TILES)
 def test_two_streams_at_the_same_time(head_dim):
-    problems = [problem([2048, 2048], head_dim), problem([700, 300, 3000], head_dim)]
-    expected = [fwd.attention_forward(*one) for one in problems]
-    streams = [torch.cuda.Stream() for _ in problems]
-    torch.cuda.synchronize()
-    results = ([], [])
-    for _ in range(30):
-        for one, stream, into in zip(problems, streams, results, strict=True):
-            with torch.cuda.stream(stream):
-                into.append(fwd.attention_forward(*one))
-    torch.cuda.synchronize()
-    for into, alone in zip(results, expected, strict=True):
-        assert_same(into, alone)
+    for pair in problems(head_dim):
+        expected = [run(one) for one in pair]
+        streams = [torch.cuda.Stream() for _ in pair]
+        torch.cuda.synchronize()
+        results = ([], [])
+        for _ in range(30):
+            for one, stream, into in zip(pair, streams, results, strict=True):
+                with torch.cuda.stream(stream):
+                    into.append(run(one))
+        torch.cuda.synchronize()
+        for into, alone in zip(results, expected, strict=True):
+            assert_same(into, alone)
 
 
-def test_a_graph_replayed_beside_launches_of_the_stream_it_was_captured_on():
-    one = problem([700, 300, 3000], 128)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_a_graph_replayed_beside_launches_of_the_stream_it_was_captured_on(backward):
+    lengths = [700, 300, 3000]
+    one = backward_problem(lengths, lengths, 64) if backward else problem(lengths, 128)
     capturing, other = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(capturing):
-        expected = fwd.attention_forward(*one)
+        expected = run(one)
         capturing.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=capturing):
-            captured = [fwd.attention_forward(*one) for _ in range(3)]
+            captured = [run(one) for _ in range(3)]
     for _ in range(3):
         with torch.cuda.stream(other):
             graph.replay()
         with torch.cuda.stream(capturing):
-            beside = [fwd.attention_forward(*one) for _ in range(3)]
+            beside = [run(one) for _ in range(3)]
         torch.cuda.synchronize()
         assert_same(captured + beside, expected)
 
@@ -68,3 +105,20 @@ def test_plain_and_persistent_grids_give_the_same_bits(head_dim, lengths):
     for tiles in tiles_of(head_dim):
         plain, persistent = (fwd.run_forward(*one, replace(tiles, dynamic=x)) for x in (False, True))
         assert_same([persistent], plain)
+
+
+@pytest.mark.parametrize(
+    ("lengths_q", "lengths_k"),
+    [([9000], [9000]), ([64] * 150, [64] * 150), ([700, 1, 300, 0, 3000], [900, 1, 300, 6000, 3000])],
+    ids=["long", "short", "unseen keys"],
+)
+@pytest.mark.parametrize(("table", "key"), DYNAMIC)
+def test_plain_and_persistent_grids_give_the_same_dk_and_dv(monkeypatch, table, key, lengths_q, lengths_k):
+    softcap = 30.0 if table is bwd_three_groups.CAPPED_TILES else 0.0
+    one = backward_problem(lengths_q, lengths_k, *key, softcap)
+    persistent = [run(one) for _ in range(3)]
+    monkeypatch.setitem(table, key, replace(table[key], dynamic=False))
+    replay.forget()
+    plain = run(one)
+    replay.forget()
+    assert_same(persistent, plain)

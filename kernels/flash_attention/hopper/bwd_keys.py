@@ -74,8 +74,9 @@ def _consumer(
     softmax_scale, softcap, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: dK and dV of half the tile's keys."""
-    q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf = buffers
-    kv_full, q_full, do_full, empty = barriers
+    q_bufs, do_bufs, lse_bufs, delta_bufs, k_bufs, v_bufs = buffers
+    kv_full, _, q_full, do_full, empty = barriers
+    k_buf, v_buf = k_bufs.index(0), v_bufs.index(0)
     STAGES: gl.constexpr = q_bufs.shape[0]
     BLOCK_M: gl.constexpr = q_bufs.shape[1]
     D_1: gl.constexpr = q_bufs.shape[2]
@@ -90,7 +91,7 @@ def _consumer(
     queries_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     keys_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
 
-    first, kv_head, m, end, n_steps = decode(order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+    first, kv_head, m, end, n_steps = decode(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
     start, head = m, kv_head * GROUP
     first_here = first + HALF * KEYS
     query_start, query_end, whole_start, whole_end = seen_by(ranges, first_here, KEYS, keys_layout)
@@ -100,14 +101,15 @@ def _consumer(
     dk = gl.zeros([KEYS, D_1], gl.float32, layout=kv_layout)
     dv = gl.zeros([KEYS, D_1], gl.float32, layout=kv_layout)
     if D_2:
-        q_2_bufs, do_2_bufs, k_2_buf, v_2_buf = rest_bufs
+        q_2_bufs, do_2_bufs, k_2_bufs, v_2_bufs = rest_bufs
+        k_2_buf, v_2_buf = k_2_bufs.index(0), v_2_bufs.index(0)
         k_half_2 = k_2_buf.slice(HALF * KEYS, KEYS, dim=0)  # [64, D_2]
         v_half_2 = v_2_buf.slice(HALF * KEYS, KEYS, dim=0)
         kv_layout_2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_2, 16])
         operand_layout_2: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_layout_2, k_width=2)
         dk_2 = gl.zeros([KEYS, D_2], gl.float32, layout=kv_layout_2)
         dv_2 = gl.zeros([KEYS, D_2], gl.float32, layout=kv_layout_2)
-    mbarrier.wait(kv_full, 0)
+    mbarrier.wait(kv_full.index(0), 0)
     for step in range(n_steps):
         stage, phase = step % STAGES, (step // STAGES) & 1
         q, do = q_bufs.index(stage), do_bufs.index(stage)  # [M, D_1]
@@ -183,11 +185,11 @@ def _dkdv_kernel(
     Descriptors of the first D_1 columns of each head, and with a 2 of the D_2 after them (None where D_2 is 0).
     spoiled_ptr is None, or where to mark NaN in dK and dV (marks.py).
     """
-    buffers = new_buffers(q_desc, k_desc, v_desc, do_desc, rows_desc, STAGES)
-    barriers = new_barriers(STAGES, 2)
+    buffers = new_buffers(q_desc, k_desc, v_desc, do_desc, rows_desc, STAGES, 1)
+    barriers = new_barriers(STAGES, 2, 1)
     rest, rest_bufs = (dk_2_desc, dv_2_desc), None
     if D_2:
-        rest_bufs = new_rest_buffers(q_2_desc, k_2_desc, v_2_desc, do_2_desc, STAGES)
+        rest_bufs = new_rest_buffers(q_2_desc, k_2_desc, v_2_desc, do_2_desc, STAGES, 1)
     order = (tiles_ptr, n_tiles, n_kv_heads, section)
     ranges = (query_start_ptr, query_end_ptr, total_k)
     loads = (

@@ -1,7 +1,8 @@
-"""What the backward kernels of 128 keys a program share: a program's steps, their buffers, and how they are loaded.
+"""What the backward kernels of 128 keys an item share: an item's steps, their buffers, and how they are loaded.
 
-A step is a block of queries of one head. A program visits those that see its keys, head by head of a KV head's group.
-bwd_keys.py and bwd_three_groups.py have all of it in common, bwd_wide.py the order of the steps.
+An item is 128 keys of one KV head, and a step a block of queries of one head. An item visits those that see its keys,
+head by head of a KV head's group. A program works one item, or takes items from a queue (queue.py). bwd_keys.py and
+bwd_three_groups.py have all of it in common, bwd_wide.py the order of the steps.
 """
 
 from torch import Tensor
@@ -9,10 +10,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from kernels.flash_attention.hopper.queue import item_of, post, take
 from kernels.flash_attention.portable.launch import tile_and_head
 from kernels.flash_attention.schedule import WORK_TILE
 
-BLOCK_N = WORK_TILE  # keys of a program, 64 for each of two warpgroups
+BLOCK_N = WORK_TILE  # keys of an item, 64 for each of two warpgroups
 SUM_BLOCK = 64  # rows of dQ, and at most columns, that one warpgroup adds at a time
 # bytes of Q, dO and fp32 dQ that heads worked at one time may span: of 16, 32, 64 MiB and no bound the fastest on an
 # H200 (568, 502, 538, 528 TFLOP/s at 16k, d=128). At d=256, 16k, 8 heads, no bound was found better: by the time that
@@ -20,18 +22,22 @@ SUM_BLOCK = 64  # rows of dQ, and at most columns, that one warpgroup adds at a 
 L2_BUDGET = 16 * 2**20
 # arguments that differ from call to call, for which nothing is compiled anew
 SIZES = (
-    "n_tiles", "n_kv_heads", "section", "total_k", "padded_q", "stride_qh", "stride_kh", "stride_vh", "stride_doh"
+    "n_items", "n_tiles", "n_kv_heads", "section", "total_k", "padded_q",
+    "stride_qh", "stride_kh", "stride_vh", "stride_doh",
 )  # fmt: skip
+# the next item is drawn that many steps before the last one is loaded: early enough to be there in time, and so late
+# that another program, which is done, does not wait for one that is not
+_DRAWN_BEFORE = gl.constexpr(4)
 
 
 @gluon.jit
 def decode(
-    order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ALIGNMENT: gl.constexpr
+    item, order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ALIGNMENT: gl.constexpr
 ):  # fmt: skip
-    """This program's first key, its KV head, the first query to visit, where they end, and the number of steps."""
+    """An item's first key, its KV head, the first query to visit, where they end, and the number of steps."""
     tiles_ptr, n_tiles, n_kv_heads, section = order
     query_start_ptr, query_end_ptr, total_k = ranges
-    tile, kv_head = tile_and_head(gl.program_id(0), tiles_ptr, n_tiles, n_kv_heads, section, 1)
+    tile, kv_head = tile_and_head(item, tiles_ptr, n_tiles, n_kv_heads, section, 1)
     first = tile * BLOCK_N
     last = gl.minimum(first + BLOCK_N, total_k) - 1
     start = gl.load(query_start_ptr + first) // ALIGNMENT * ALIGNMENT
@@ -69,8 +75,8 @@ def seen_by(ranges, first, KEYS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def new_buffers(q_desc, k_desc, v_desc, do_desc, rows_desc, STAGES: gl.constexpr):
-    """Q and dO [STAGES, M, D], lse and delta [STAGES, M], K and V [N, D] of a program."""
+def new_buffers(q_desc, k_desc, v_desc, do_desc, rows_desc, STAGES: gl.constexpr, ITEMS: gl.constexpr):
+    """Q and dO [STAGES, M, D], lse and delta [STAGES, M], K and V [ITEMS, N, D] of a program."""
     dtype: gl.constexpr = q_desc.dtype
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
@@ -79,59 +85,63 @@ def new_buffers(q_desc, k_desc, v_desc, do_desc, rows_desc, STAGES: gl.constexpr
     do_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], do_desc.layout)
     lse_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], rows_desc.layout)
     delta_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], rows_desc.layout)
-    k_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D], k_desc.layout)
-    v_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D], v_desc.layout)
-    return q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf
+    k_bufs = gl.allocate_shared_memory(dtype, [ITEMS, BLOCK_N, D], k_desc.layout)
+    v_bufs = gl.allocate_shared_memory(dtype, [ITEMS, BLOCK_N, D], v_desc.layout)
+    return q_bufs, do_bufs, lse_bufs, delta_bufs, k_bufs, v_bufs
 
 
 @gluon.jit
-def new_rest_buffers(q_2_desc, k_2_desc, v_2_desc, do_2_desc, STAGES: gl.constexpr):
-    """Those of the columns after the first: Q and dO [STAGES, M, D_2], K and V [N, D_2]."""
+def new_rest_buffers(q_2_desc, k_2_desc, v_2_desc, do_2_desc, STAGES: gl.constexpr, ITEMS: gl.constexpr):
+    """Those of the columns after the first: Q and dO [STAGES, M, D_2], K and V [ITEMS, N, D_2]."""
     dtype: gl.constexpr = q_2_desc.dtype
     BLOCK_M: gl.constexpr = q_2_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = k_2_desc.block_type.shape[0]
     D_2: gl.constexpr = q_2_desc.block_type.shape[1]
     q_2_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D_2], q_2_desc.layout)
     do_2_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D_2], do_2_desc.layout)
-    k_2_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D_2], k_2_desc.layout)
-    v_2_buf = gl.allocate_shared_memory(dtype, [BLOCK_N, D_2], v_2_desc.layout)
-    return q_2_bufs, do_2_bufs, k_2_buf, v_2_buf
+    k_2_bufs = gl.allocate_shared_memory(dtype, [ITEMS, BLOCK_N, D_2], k_2_desc.layout)
+    v_2_bufs = gl.allocate_shared_memory(dtype, [ITEMS, BLOCK_N, D_2], v_2_desc.layout)
+    return q_2_bufs, do_2_bufs, k_2_bufs, v_2_bufs
 
 
 @gluon.jit
-def new_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
-    """That K and V are there; of each stage that Q and lse are, that dO and delta are, that READERS have read them.
+def new_barriers(STAGES: gl.constexpr, READERS: gl.constexpr, ITEMS: gl.constexpr):
+    """Of each buffer of K and V that they are there, and that it is free, of which both consumers tell.
 
-    All but the last come from TMA.
+    Of each stage that Q and lse are there, that dO and delta are, that READERS have read them. What is there TMA tells.
     """
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    kv_full = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
+    kv_empty = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_full, count=1)
+    for i in gl.static_range(ITEMS):
+        mbarrier.init(kv_full.index(i), count=1)
+        mbarrier.init(kv_empty.index(i), count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(q_full.index(stage), count=1)
         mbarrier.init(do_full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=READERS)
-    return kv_full, q_full, do_full, empty
+    return kv_full, kv_empty, q_full, do_full, empty
 
 
 @gluon.jit
-def load_keys(loads, buffers, rest_bufs, kv_full, first, kv_head):
-    """Starts to load K and V of a program; rest_bufs None, or of the columns that are parts of their own."""
+def load_keys(loads, buffers, rest_bufs, kv_full, place, first, kv_head):
+    """Starts to load K and V of an item; rest_bufs None, or of the columns that are parts of their own."""
     descs, rest_descs, _, strides, _, _ = loads
     _, stride_kh, stride_vh, _ = strides
     _, k_desc, v_desc, _ = descs
-    _, _, _, _, k_buf, v_buf = buffers
+    _, _, _, _, k_bufs, v_bufs = buffers
     BYTES: gl.constexpr = k_desc.block_type.nbytes + (rest_descs[1].block_type.nbytes if rest_bufs is not None else 0)
-    mbarrier.expect(kv_full, 2 * BYTES)
-    tma.async_copy_global_to_shared(k_desc, [first, kv_head * stride_kh], kv_full, k_buf)
-    tma.async_copy_global_to_shared(v_desc, [first, kv_head * stride_vh], kv_full, v_buf)
+    full = kv_full.index(place)
+    mbarrier.expect(full, 2 * BYTES)
+    tma.async_copy_global_to_shared(k_desc, [first, kv_head * stride_kh], full, k_bufs.index(place))
+    tma.async_copy_global_to_shared(v_desc, [first, kv_head * stride_vh], full, v_bufs.index(place))
     if rest_bufs is not None:
         _, k_2_desc, v_2_desc, _ = rest_descs
-        _, _, k_2_buf, v_2_buf = rest_bufs
-        tma.async_copy_global_to_shared(k_2_desc, [first, kv_head * stride_kh], kv_full, k_2_buf)
-        tma.async_copy_global_to_shared(v_2_desc, [first, kv_head * stride_vh], kv_full, v_2_buf)
+        _, _, k_2_bufs, v_2_bufs = rest_bufs
+        tma.async_copy_global_to_shared(k_2_desc, [first, kv_head * stride_kh], full, k_2_bufs.index(place))
+        tma.async_copy_global_to_shared(v_2_desc, [first, kv_head * stride_vh], full, v_2_bufs.index(place))
 
 
 @gluon.jit
@@ -141,7 +151,7 @@ def load_step(loads, buffers, rest_bufs, barriers, stage, m, head):
     stride_qh, _, _, stride_doh = strides
     q_desc, _, _, do_desc = descs
     q_bufs, do_bufs, lse_bufs, delta_bufs, _, _ = buffers
-    _, q_full, do_full, _ = barriers
+    _, _, q_full, do_full, _ = barriers
     BYTES: gl.constexpr = q_desc.block_type.nbytes + (rest_descs[0].block_type.nbytes if rest_bufs is not None else 0)
     q_here, do_here = q_full.index(stage), do_full.index(stage)
     row = head * padded_q + m
@@ -161,19 +171,56 @@ def load_step(loads, buffers, rest_bufs, barriers, stage, m, head):
 def produce(
     loads, buffers, rest_bufs, barriers, order, ranges, GROUP: gl.constexpr, ALIGNMENT: gl.constexpr
 ):  # fmt: skip
-    """One warp: fills the buffers in the order in which the consumers empty them."""
+    """One warp: fills the buffers for the program's one item, in the order in which the consumers empty them."""
     STAGES: gl.constexpr = buffers[0].shape[0]
     BLOCK_M: gl.constexpr = buffers[0].shape[1]
-    BLOCK_N: gl.constexpr = buffers[4].shape[0]
-    kv_full, _, _, empty = barriers
-    first, kv_head, m, end, n_steps = decode(order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+    BLOCK_N: gl.constexpr = buffers[4].shape[1]
+    kv_full, _, _, _, empty = barriers
+    first, kv_head, m, end, n_steps = decode(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
     start, head = m, kv_head * GROUP
-    load_keys(loads, buffers, rest_bufs, kv_full, first, kv_head)
+    load_keys(loads, buffers, rest_bufs, kv_full, 0, first, kv_head)
     for step in range(n_steps):
         stage = step % STAGES
         mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
         load_step(loads, buffers, rest_bufs, barriers, stage, m, head)
         m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
+
+
+@gluon.jit
+def produce_items(
+    loads, buffers, rest_bufs, barriers, queue, counter_ptr, n_items, order, ranges, GROUP: gl.constexpr,
+    ALIGNMENT: gl.constexpr,
+):  # fmt: skip
+    """One warp: takes items, posts what `decode` finds of each, and fills the buffers for one after another."""
+    STAGES: gl.constexpr = buffers[0].shape[0]
+    BLOCK_M: gl.constexpr = buffers[0].shape[1]
+    ITEMS: gl.constexpr = buffers[4].shape[0]
+    BLOCK_N: gl.constexpr = buffers[4].shape[1]
+    kv_full, kv_empty, _, _, empty = barriers
+    done = 0  # steps of all items, for the place in the rings
+    turn = 0
+    item = gl.program_id(0)
+    while item < n_items:
+        first, kv_head, m, end, n_steps = decode(item, order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+        start, head = m, kv_head * GROUP
+        post(queue, turn, (first, kv_head, m, end, n_steps))
+        place = turn % ITEMS
+        mbarrier.wait(kv_empty.index(place), (turn // ITEMS) & 1 ^ 1)
+        load_keys(loads, buffers, rest_bufs, kv_full, place, first, kv_head)
+        draw_at = gl.maximum(n_steps - _DRAWN_BEFORE, 0)
+        ticket = 0
+        for step in range(n_steps + 1):  # one more, because an item may have none
+            if step == draw_at:
+                ticket = take(counter_ptr)
+            if step < n_steps:
+                stage = done % STAGES
+                mbarrier.wait(empty.index(stage), ((done // STAGES) & 1) ^ 1)
+                load_step(loads, buffers, rest_bufs, barriers, stage, m, head)
+                m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
+                done += 1
+        turn += 1
+        item = item_of(ticket, counter_ptr, n_items)
+    post(queue, turn, (-1,))
 
 
 def kv_heads_per_section(q: Tensor, n_kv_heads: int) -> int:

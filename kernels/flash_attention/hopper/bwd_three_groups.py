@@ -111,16 +111,18 @@ from kernels.flash_attention.hopper.bwd_steps import (
     new_rest_buffers,
     next_step,
     produce,
+    produce_items,
     seen_by,
 )
 from kernels.flash_attention.hopper.bwd_tma import named_barrier, tma_reduce_add
 from kernels.flash_attention.hopper.columns import keep_columns
 from kernels.flash_attention.hopper.descriptors import numbers, parts_of_heads, rows_of_heads
 from kernels.flash_attention.hopper.marks import mark_rows
+from kernels.flash_attention.hopper.queue import counter, field, new_queue, read
 from kernels.flash_attention.hopper.threads import in_order_of_threads
-from kernels.flash_attention.portable.launch import ceil_div
+from kernels.flash_attention.portable.launch import ceil_div, multiprocessors
 from kernels.flash_attention.portable.load import split_width
-from kernels.flash_attention.replay import launch
+from kernels.flash_attention.replay import lasting, launch
 from kernels.flash_attention.schedule import Schedule
 from kernels.flash_attention.scores import cap
 
@@ -131,30 +133,33 @@ GROUP_REGISTERS = (208, 72, 24)  # then, of the second consumer, dQ's group and 
 
 @dataclass(frozen=True)
 class ThreeGroupTiles:
-    """block_m queries a step; stages of Q and dO and of dS^T in flight; HALVES and AHEAD of the kernel."""
+    """block_m queries a step; stages of Q and dO, and of dS^T, in flight; DYNAMIC, HALVES and AHEAD of the kernel."""
 
     block_m: int
     stages: int
+    ds_stages: int
+    dynamic: bool
     halves: bool
     ahead: bool
 
 
-# by head_dim and dtype; 193 to 194 KiB of shared memory. Half the queries leave room for twice the stages
+# by head_dim and dtype; 193 to 227 KiB of shared memory. Half the queries leave room for twice the stages
 TILES = {
-    (64, torch.bfloat16): ThreeGroupTiles(64, 4, halves=True, ahead=True),
-    (64, torch.float16): ThreeGroupTiles(128, 2, halves=False, ahead=False),
-    (96, torch.bfloat16): ThreeGroupTiles(64, 3, halves=True, ahead=True),
-    (96, torch.float16): ThreeGroupTiles(64, 3, halves=False, ahead=False),
-    (128, torch.bfloat16): ThreeGroupTiles(64, 2, halves=True, ahead=False),
-    (128, torch.float16): ThreeGroupTiles(64, 2, halves=False, ahead=False),
+    (64, torch.bfloat16): ThreeGroupTiles(64, 4, 2, dynamic=True, halves=True, ahead=True),
+    (64, torch.float16): ThreeGroupTiles(128, 2, 2, dynamic=False, halves=False, ahead=False),
+    (96, torch.bfloat16): ThreeGroupTiles(64, 3, 2, dynamic=True, halves=True, ahead=True),
+    (96, torch.float16): ThreeGroupTiles(64, 3, 2, dynamic=True, halves=False, ahead=False),
+    (128, torch.bfloat16): ThreeGroupTiles(64, 2, 2, dynamic=False, halves=True, ahead=False),
+    (128, torch.float16): ThreeGroupTiles(64, 2, 2, dynamic=False, halves=False, ahead=False),
 }
 # with softcap; in fp16 its factor of dS leaves no registers for 128 queries at 64, and none at 128, nor in bf16 any for
 # AHEAD at 96
+_CAPPED_96 = ThreeGroupTiles(64, 3, 3, dynamic=False, halves=False, ahead=False)
 CAPPED_TILES = {
-    (64, torch.bfloat16): TILES[64, torch.bfloat16],
-    (64, torch.float16): ThreeGroupTiles(64, 4, halves=False, ahead=False),
-    (96, torch.bfloat16): TILES[96, torch.float16],
-    (96, torch.float16): TILES[96, torch.float16],
+    (64, torch.bfloat16): ThreeGroupTiles(64, 4, 4, dynamic=False, halves=True, ahead=True),
+    (64, torch.float16): ThreeGroupTiles(64, 4, 2, dynamic=True, halves=False, ahead=False),
+    (96, torch.bfloat16): _CAPPED_96,
+    (96, torch.float16): _CAPPED_96,
     (128, torch.bfloat16): TILES[128, torch.bfloat16],
 }
 
@@ -171,19 +176,25 @@ def _product(a, b):
 
 
 @gluon.jit
-def _consume(
-    HALF: gl.constexpr, out_desc, out_2_desc, buffers, rest_bufs, barriers, ring, order, ranges, spoiled_ptr,
-    softmax_scale, softcap, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, ALIGNMENT: gl.constexpr,
+def _consume_item(
+    found, turn, done, HALF: gl.constexpr, out_desc, out_2_desc, buffers, rest_bufs, barriers, ring, ranges,
+    spoiled_ptr, softmax_scale, softcap, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr,
     HALVES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: dK and dV of half the tile's keys, and that half of dS^T for dQ. HALF 0 writes dK, 1 dV."""
-    q_bufs, do_bufs, lse_bufs, delta_bufs, k_buf, v_buf = buffers
-    kv_full, q_full, do_full, empty = barriers
+    """One warpgroup: dK and dV of half an item's keys, and that half of dS^T for dQ. HALF 0 writes dK, 1 dV.
+
+    found: what `decode` finds of the program's item number `turn`; done: the steps of the items before it. Returns the
+    steps done.
+    """
+    q_bufs, do_bufs, lse_bufs, delta_bufs, k_bufs, v_bufs = buffers
+    kv_full, kv_empty, q_full, do_full, empty = barriers
     ds_bufs, ds_full, ds_empty = ring
     STAGES: gl.constexpr = q_bufs.shape[0]
+    DS_STAGES: gl.constexpr = ds_bufs.shape[0]
+    ITEMS: gl.constexpr = k_bufs.shape[0]
     BLOCK_M: gl.constexpr = q_bufs.shape[1]
     D: gl.constexpr = q_bufs.shape[2]
-    BLOCK_N: gl.constexpr = k_buf.shape[0]
+    BLOCK_N: gl.constexpr = k_bufs.shape[1]
     KEYS: gl.constexpr = BLOCK_N // 2
     dtype: gl.constexpr = q_bufs.dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -191,15 +202,18 @@ def _consume(
     operand_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_layout, k_width=2)
     keys_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=scores_layout, k_width=2)
     queries_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
-    AFTER_DP: gl.constexpr = AHEAD and D_2 == 0 and (GROUP > 1 or HAS_SOFTCAP)  # when S of the next step is begun
+    AFTER_DP: gl.constexpr = AHEAD and D_2 == 0  # when S of the next step is begun
     # before S and dP are waited for, where that is faster; AHEAD has a place of its own for lse
     LSE_EARLY: gl.constexpr = not (D_2 and HAS_SOFTCAP and GROUP > 1)
     DELTA_EARLY: gl.constexpr = HALVES and not AHEAD and not HAS_SOFTCAP
     PARTS: gl.constexpr = 2 if D_2 else 1  # matmuls of which one operation of a head is made
     # products begun after dP's, which go on when dP is there: S of the next step, dV
     LATER: gl.constexpr = (PARTS if AHEAD and not AFTER_DP else 0) + (PARTS if HALVES else 0)
-    first, kv_head, m, end, n_steps = decode(order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+    first, kv_head, m, end, n_steps = found
     start, head = m, kv_head * GROUP
+    stop = done + n_steps
+    place = turn % ITEMS
+    k_buf, v_buf = k_bufs.index(place), v_bufs.index(place)
     first_here = first + HALF * KEYS
     query_start, query_end, whole_start, whole_end = seen_by(ranges, first_here, KEYS, gl.SliceLayout(1, scores_layout))
     k_half = k_buf.slice(HALF * KEYS, KEYS, dim=0)  # [64, D]
@@ -209,26 +223,35 @@ def _consume(
     dk = gl.zeros([KEYS, D], gl.float32, layout=kv_layout)
     dv = gl.zeros([KEYS, D], gl.float32, layout=kv_layout)
     if D_2:
-        q_2_bufs, do_2_bufs, k_2_buf, v_2_buf = rest_bufs
+        q_2_bufs, do_2_bufs, k_2_bufs, v_2_bufs = rest_bufs
+        k_2_buf, v_2_buf = k_2_bufs.index(place), v_2_bufs.index(place)
         k_half_2 = k_2_buf.slice(HALF * KEYS, KEYS, dim=0)  # [64, D_2]
         v_half_2 = v_2_buf.slice(HALF * KEYS, KEYS, dim=0)
         kv_layout_2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_2, 16])
         operand_layout_2: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_layout_2, k_width=2)
         dk_2 = gl.zeros([KEYS, D_2], gl.float32, layout=kv_layout_2)
         dv_2 = gl.zeros([KEYS, D_2], gl.float32, layout=kv_layout_2)
-    mbarrier.wait(kv_full, 0)
+    stage, phase = done % STAGES, (done // STAGES) & 1
+    mbarrier.wait(kv_full.index(place), (turn // ITEMS) & 1)
     k_operand = k_half.load(keys_layout) if AHEAD and not D_2 else k_half
     v_operand = v_half.load(keys_layout) if AHEAD and not D_2 else v_half
     if AHEAD:
-        mbarrier.wait(q_full.index(0), 0, pred=n_steps > 0)
-        scores = warpgroup_mma(k_operand, q_bufs.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        mbarrier.wait(q_full.index(stage), phase, pred=n_steps > 0)
+        scores = warpgroup_mma(k_operand, q_bufs.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
         if D_2:
-            scores = warpgroup_mma(k_half_2, q_2_bufs.index(0).permute((1, 0)), scores, is_async=True)
+            scores = warpgroup_mma(k_half_2, q_2_bufs.index(stage).permute((1, 0)), scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
-    stage, phase = 0, 0
-    for step in range(n_steps):
+    if ITEMS > 1:
+        if turn > 0:  # by now dK and dV of the item before have left
+            tma.store_wait(0)
+            mbarrier.arrive(kv_empty.index((turn - 1) % ITEMS), count=1)
+    for step in range(done, stop):
         if not COUNTED:
             stage, phase = step % STAGES, (step // STAGES) & 1
+        if DS_STAGES == STAGES:
+            ds_stage, ds_phase = stage, phase
+        else:
+            ds_stage, ds_phase = step % DS_STAGES, (step // DS_STAGES) & 1
         q, do = q_bufs.index(stage), do_bufs.index(stage)  # [M, D]
         if D_2:
             q_2, do_2 = q_2_bufs.index(stage), do_2_bufs.index(stage)  # [M, D_2]
@@ -273,7 +296,7 @@ def _consume(
             next_stage, next_phase = following % STAGES, (following // STAGES) & 1
         if AHEAD:  # S of the next step; past the last one of whatever the buffer holds, and nobody reads it
             q_next = q_bufs.index(next_stage)
-            mbarrier.wait(q_full.index(next_stage), next_phase, pred=following < n_steps)
+            mbarrier.wait(q_full.index(next_stage), next_phase, pred=following < stop)
             if not AFTER_DP:
                 scores = warpgroup_mma(k_operand, q_next.permute((1, 0)), no_scores, use_acc=False, is_async=True)
                 if D_2:
@@ -290,12 +313,12 @@ def _consume(
         if DELTA_EARLY:
             delta = delta_bufs.index(stage).load(queries_layout)
         if AFTER_DP:  # no wait between S and dS, so that ptxas mixes them
-            mbarrier.wait(ds_empty.index(stage), phase ^ 1)
+            mbarrier.wait(ds_empty.index(ds_stage), ds_phase ^ 1)
             dp = warpgroup_mma_wait(LATER, deps=[dp])
             scores = warpgroup_mma(k_operand, q_next.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         else:
             dp = warpgroup_mma_wait(LATER, deps=[dp])
-            mbarrier.wait(ds_empty.index(stage), phase ^ 1)
+            mbarrier.wait(ds_empty.index(ds_stage), ds_phase ^ 1)
         if not DELTA_EARLY:
             delta = delta_bufs.index(stage).load(queries_layout)
         delta = gl.expand_dims(delta, 0)
@@ -303,9 +326,9 @@ def _consume(
             ds = _product(p_sloped if HAS_SOFTCAP else p_low, (dp - delta).to(dtype))
         else:
             ds = (p * (dp - delta)).to(dtype)
-        ds_bufs.index(stage).slice(HALF * KEYS, KEYS, dim=0).store(ds)
+        ds_bufs.index(ds_stage).slice(HALF * KEYS, KEYS, dim=0).store(ds)
         fence_async_shared()
-        mbarrier.arrive(ds_full.index(stage), count=1)
+        mbarrier.arrive(ds_full.index(ds_stage), count=1)
         if not HALVES:  # there were no registers for its operand beside P
             dv = warpgroup_mma(gl.convert_layout(p_low, operand_layout), do, dv, is_async=True)
             if D_2:
@@ -329,49 +352,83 @@ def _consume(
         sums_2 = dk_2 + dv_2 if D_2 else None
         mark_rows(dk + dv, sums_2, first_here, kv_head, ranges[2], spoiled_ptr, HALF)
     # dK and dV leave through the buffers of K and V; dQ reads K until it has done the last step
-    final = n_steps - 1
-    mbarrier.wait(ds_empty.index(final % STAGES), (final // STAGES) & 1, pred=n_steps > 0)
-    k_half.store((dk * softmax_scale).to(dtype))
     v_half.store(dv.to(dtype))
     if D_2:
-        k_half_2.store((dk_2 * softmax_scale).to(dtype))
         v_half_2.store(dv_2.to(dtype))
+    final = stop - 1
+    mbarrier.wait(ds_empty.index(final % DS_STAGES), (final // DS_STAGES) & 1, pred=n_steps > 0)
+    k_half.store((dk * softmax_scale).to(dtype))
+    if D_2:
+        k_half_2.store((dk_2 * softmax_scale).to(dtype))
     fence_async_shared()
     named_barrier(10, 256)  # both halves are there
     tma.async_copy_shared_to_global(out_desc, [first, kv_head * (D + D_2)], k_buf if HALF == 0 else v_buf)
     if D_2:
         tma.async_copy_shared_to_global(out_2_desc, [first, kv_head * (D + D_2)], k_2_buf if HALF == 0 else v_2_buf)
+    return stop
+
+
+@gluon.jit
+def _consume(
+    HALF: gl.constexpr, out_desc, out_2_desc, buffers, rest_bufs, barriers, ring, order, ranges, queue, spoiled_ptr,
+    softmax_scale, softcap, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, ALIGNMENT: gl.constexpr,
+    HALVES: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """`_consume_item` of the program's item, or of every item of the queue if there is one."""
+    BLOCK_M: gl.constexpr = buffers[0].shape[1]
+    BLOCK_N: gl.constexpr = buffers[4].shape[1]
+    if queue is None:
+        found = decode(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+        _consume_item(found, 0, 0, HALF, out_desc, out_2_desc, buffers, rest_bufs, barriers, ring, ranges, spoiled_ptr,
+                      softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, HALVES, AHEAD)  # fmt: skip
+    else:
+        turn, done = 0, 0
+        item = read(queue, turn)
+        while field(item, 0) >= 0:
+            found = (field(item, 0), field(item, 1), field(item, 2), field(item, 3), field(item, 4))
+            done = _consume_item(
+                found, turn, done, HALF, out_desc, out_2_desc, buffers, rest_bufs, barriers, ring, ranges, spoiled_ptr,
+                softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, HALVES, AHEAD,
+            )  # fmt: skip
+            turn += 1
+            item = read(queue, turn)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _sum_queries(
-    sum_desc, sum_bufs, k_buf, rest, kv_full, ring, order, ranges, GROUP: gl.constexpr, D_2: gl.constexpr,
-    ALIGNMENT: gl.constexpr,
+def _sum_item(
+    found, turn, done, sum_desc, sum_bufs, k_bufs, rest, kv_full, ring, n_heads, GROUP: gl.constexpr,
+    D_2: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: dQ of each step, added to what sum_desc describes; `rest` is the same of D_2 more columns."""
+    """One warpgroup: dQ of each step of an item, added to what sum_desc describes; `rest` is the same of D_2 columns.
+
+    found, turn, done and what is returned are as of `_consume_item`.
+    """
     ds_bufs, ds_full, ds_empty = ring
     STAGES: gl.constexpr = ds_bufs.shape[0]
-    BLOCK_N: gl.constexpr = ds_bufs.shape[1]
     BLOCK_M: gl.constexpr = ds_bufs.shape[2]
-    D: gl.constexpr = k_buf.shape[1]
+    ITEMS: gl.constexpr = k_bufs.shape[0]
+    D: gl.constexpr = k_bufs.shape[2]
     SIDE: gl.constexpr = sum_bufs.shape[1] // 2  # of a piece of dQ
     ROWS_EACH: gl.constexpr = 2 * (D + D_2)  # of what sum_desc describes: 64 queries of a head
     ACROSS: gl.constexpr = D // SIDE
     PIECES: gl.constexpr = BLOCK_M // SIDE * ACROSS
     PLACES: gl.constexpr = sum_bufs.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16])
-    _, kv_head, m, end, n_steps = decode(order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+    _, kv_head, m, end, n_steps = found
     start, head = m, kv_head * GROUP
-    n_heads = order[2] * GROUP
+    stop = done + n_steps
+    place = turn % ITEMS
+    k_buf = k_bufs.index(place)
     no_dq = gl.zeros([SIDE, SIDE], gl.float32, layout=layout)
     if D_2:
         gl.static_assert(BLOCK_M == SIDE)
-        sum_2_desc, sum_2_buf, k_2_buf = rest
+        sum_2_desc, sum_2_buf, k_2_bufs = rest
+        k_2_buf = k_2_bufs.index(place)
         layout_2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_2, 16])
         no_dq_2 = gl.zeros([SIDE, D_2], gl.float32, layout=layout_2)
-    mbarrier.wait(kv_full, 0)
-    for step in range(n_steps):
+    mbarrier.wait(kv_full.index(place), (turn // ITEMS) & 1)
+    for step in range(done, stop):
         stage, phase = step % STAGES, (step // STAGES) & 1
         ds_buf = ds_bufs.index(stage)  # [N, M]
         mbarrier.wait(ds_full.index(stage), phase)
@@ -387,8 +444,8 @@ def _sum_queries(
             sum_buf.store(in_order_of_threads(dq))
             fence_async_shared()
             unit = m // SIDE + piece // ACROSS
-            place = (unit * n_heads + head) * ROWS_EACH + piece % ACROSS * 2 * SIDE
-            tma_reduce_add(sum_desc, [place, 0], sum_buf)
+            row = (unit * n_heads + head) * ROWS_EACH + piece % ACROSS * 2 * SIDE
+            tma_reduce_add(sum_desc, [row, 0], sum_buf)
         if D_2:
             dq_2 = warpgroup_mma(ds_buf.permute((1, 0)), k_2_buf, no_dq_2, use_acc=False, is_async=True)
             dq_2 = warpgroup_mma_wait(0, deps=[dq_2])
@@ -396,43 +453,83 @@ def _sum_queries(
             tma.store_wait(SUMS - 1)
             sum_2_buf.store(in_order_of_threads(dq_2))
             fence_async_shared()
-            place = (m // SIDE * n_heads + head) * ROWS_EACH + 2 * D
-            tma_reduce_add(sum_2_desc, [place, 0], sum_2_buf)
+            row = (m // SIDE * n_heads + head) * ROWS_EACH + 2 * D
+            tma_reduce_add(sum_2_desc, [row, 0], sum_2_buf)
         m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
+    return stop
+
+
+@gluon.jit
+def _sum_queries(
+    sum_desc, sum_bufs, k_bufs, rest, kv_full, ring, order, ranges, queue, GROUP: gl.constexpr, D_2: gl.constexpr,
+    ALIGNMENT: gl.constexpr,
+):  # fmt: skip
+    """`_sum_item` of the program's item, or of every item of the queue if there is one."""
+    BLOCK_M: gl.constexpr = ring[0].shape[2]
+    BLOCK_N: gl.constexpr = ring[0].shape[1]
+    n_heads = order[2] * GROUP
+    if queue is None:
+        found = decode(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+        _sum_item(found, 0, 0, sum_desc, sum_bufs, k_bufs, rest, kv_full, ring, n_heads, GROUP, D_2)
+    else:
+        turn, done = 0, 0
+        item = read(queue, turn)
+        while field(item, 0) >= 0:
+            found = (field(item, 0), field(item, 1), field(item, 2), field(item, 3), field(item, 4))
+            done = _sum_item(found, turn, done, sum_desc, sum_bufs, k_bufs, rest, kv_full, ring, n_heads, GROUP, D_2)
+            turn += 1
+            item = read(queue, turn)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _produce(
+    loads, buffers, rest_bufs, barriers, order, ranges, queue, counter_ptr, n_items, GROUP: gl.constexpr,
+    ALIGNMENT: gl.constexpr,
+):  # fmt: skip
+    """One warp: loads the program's item, or every item that it takes if there is a queue."""
+    if queue is None:
+        produce(loads, buffers, rest_bufs, barriers, order, ranges, GROUP, ALIGNMENT)
+    else:
+        produce_items(
+            loads, buffers, rest_bufs, barriers, queue, counter_ptr, n_items, order, ranges, GROUP, ALIGNMENT
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=SIZES)
 def _bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, sum_desc,
     q_2_desc, k_2_desc, v_2_desc, do_2_desc, dk_2_desc, dv_2_desc, sum_2_desc,
-    tiles_ptr, query_start_ptr, query_end_ptr, spoiled_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section,
-    total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
+    counter_ptr, tiles_ptr, query_start_ptr, query_end_ptr, spoiled_ptr, softmax_scale, softcap,
+    n_items, n_tiles, n_kv_heads, section, total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
     HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, ALIGNMENT: gl.constexpr, STAGES: gl.constexpr,
-    HALVES: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
+    DS_STAGES: gl.constexpr, DYNAMIC: gl.constexpr, HALVES: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One program: 128 keys of one KV head, over all query heads that share it.
+    """An item: 128 keys of one KV head, over all query heads that share it. Program i works i, and DYNAMIC then others.
 
     Descriptors of the first columns of each head, and with a 2 of the D_2 after them (None where D_2 is 0).
     padded_q is the length of a head's lse and delta; spoiled_ptr None, or where to mark NaN in dK and dV (marks.py).
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
-    buffers = new_buffers(q_desc, k_desc, v_desc, do_desc, rows_desc, STAGES)
-    barriers = new_barriers(STAGES, 2 * WARPGROUP)
+    ITEMS: gl.constexpr = 2 if DYNAMIC else 1
+    buffers = new_buffers(q_desc, k_desc, v_desc, do_desc, rows_desc, STAGES, ITEMS)
+    barriers = new_barriers(STAGES, 2 * WARPGROUP, ITEMS)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
-    ds_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES, BLOCK_N, BLOCK_M], ds_layout)
+    ds_bufs = gl.allocate_shared_memory(q_desc.dtype, [DS_STAGES, BLOCK_N, BLOCK_M], ds_layout)
     SUM_ROWS: gl.constexpr = sum_desc.block_type.shape[0]
     PLACES: gl.constexpr = 1 if D_2 else SUMS  # both parts are on their way at once
     sum_bufs = gl.allocate_shared_memory(gl.float32, [PLACES, SUM_ROWS, 32], sum_desc.layout)
-    rest_bufs, rest_sums = None, None
+    rest_bufs, rest_sums, queue = None, None, None
+    if DYNAMIC:
+        queue = new_queue(3)
     if D_2:
-        rest_bufs = new_rest_buffers(q_2_desc, k_2_desc, v_2_desc, do_2_desc, STAGES)
+        rest_bufs = new_rest_buffers(q_2_desc, k_2_desc, v_2_desc, do_2_desc, STAGES, ITEMS)
         sum_2_buf = gl.allocate_shared_memory(gl.float32, [2 * D_2, 32], sum_2_desc.layout)
         rest_sums = (sum_2_desc, sum_2_buf, rest_bufs[2])
-    ds_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ds_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
+    ds_full = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], mbarrier.MBarrierLayout())
+    ds_empty = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(DS_STAGES):
         mbarrier.init(ds_full.index(stage), count=2)
         mbarrier.init(ds_empty.index(stage), count=WARPGROUP)
     ring = (ds_bufs, ds_full, ds_empty)
@@ -443,13 +540,13 @@ def _bwd_kernel(
         (stride_qh, stride_kh, stride_vh, stride_doh), padded_q, n_kv_heads * GROUP * padded_q,
     )  # fmt: skip
     gl.warp_specialize([
-        (_consume, (0, dk_desc, dk_2_desc, buffers, rest_bufs, barriers, ring, order, ranges, spoiled_ptr,
+        (_consume, (0, dk_desc, dk_2_desc, buffers, rest_bufs, barriers, ring, order, ranges, queue, spoiled_ptr,
                     softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
-        (_consume, (1, dv_desc, dv_2_desc, buffers, rest_bufs, barriers, ring, order, ranges, spoiled_ptr,
+        (_consume, (1, dv_desc, dv_2_desc, buffers, rest_bufs, barriers, ring, order, ranges, queue, spoiled_ptr,
                     softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
-        (_sum_queries, (sum_desc, sum_bufs, buffers[4], rest_sums, barriers[0], ring, order, ranges, GROUP, D_2,
+        (_sum_queries, (sum_desc, sum_bufs, buffers[4], rest_sums, barriers[0], ring, order, ranges, queue, GROUP, D_2,
                         ALIGNMENT)),
-        (produce, (loads, buffers, rest_bufs, barriers, order, ranges, GROUP, ALIGNMENT)),
+        (_produce, (loads, buffers, rest_bufs, barriers, order, ranges, queue, counter_ptr, n_items, GROUP, ALIGNMENT)),
     ], [4, 4, 1], REGISTERS)  # fmt: skip
 
 
@@ -473,14 +570,19 @@ def gradients_of_keys(
         (q, tiles.block_m), (k, BLOCK_N), (v, BLOCK_N), (do, tiles.block_m), (dk, BLOCK_N), (dv, BLOCK_N)
     )
     sums, sums_2 = rows_of_heads(dq_sum, 2 * SUM_BLOCK), rows_of_heads(dq_sum, 2 * d_2) if d_2 else None
+    n_items = programs = n_tiles * n_kv_heads
+    tickets = schedule.key_tiles  # any pointer will do where none is read
+    if tiles.dynamic:
+        programs = min(n_items, multiprocessors(q.device))
+        tickets = lasting(counter(q.device))
     launch(
-        _bwd_kernel, (n_tiles * n_kv_heads,),
+        _bwd_kernel, (programs,),
         *descs[:4], numbers(rows, tiles.block_m), *descs[4:], sums, *rest, sums_2,
-        schedule.key_tiles, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale, features.softcap,
-        n_tiles, n_kv_heads, kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],
+        tickets, schedule.key_tiles, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale,
+        features.softcap, n_items, n_tiles, n_kv_heads, kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, D_2=d_2, ALIGNMENT=SUM_BLOCK,
-        STAGES=tiles.stages, HALVES=tiles.halves, AHEAD=tiles.ahead, REGISTERS=GROUP_REGISTERS, num_warps=4,
-        maxnreg=REGISTERS,
+        STAGES=tiles.stages, DS_STAGES=tiles.ds_stages, DYNAMIC=tiles.dynamic, HALVES=tiles.halves, AHEAD=tiles.ahead,
+        REGISTERS=GROUP_REGISTERS, num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip
     return dk, dv
