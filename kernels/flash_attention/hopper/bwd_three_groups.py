@@ -1,6 +1,6 @@
 """The backward pass in one kernel of five matmuls, dQ by a warpgroup of its own, for Hopper.
 
-A program owns 128 keys of a KV head. In each step, a block of queries of one head:
+An item of work is 128 keys of a KV head. In each step, a block of queries of one head:
 
 - two warpgroups, 64 keys each: S^T = K Q^T, P^T, dP^T = V dO^T, dS^T, then dV and dK with P^T and dS^T as operands in
   registers. They put dS^T into a ring of shared tiles [keys, queries], rounded once, and wait for each other nowhere;
@@ -12,16 +12,28 @@ Where two warpgroups shared dQ, as they first did, they met in every step, and n
 added. Here that is behind the others' next step. In fp16 at 128 softcap's factor of dS, as many registers again as P,
 spills: 9.9 ms at 16k, where two kernels of seven matmuls take 7.1 (bwd.py).
 
+A program works one item or, DYNAMIC, takes one after another from a queue (queue.py). Beside its steps, of 1.2 us each
+at head_dim 64, a program takes 5.4 us to begin and to end: a fifth of the time of documents of 2k. DYNAMIC hides that:
+K and V have two places, so the producer loads those of the next item, and its first Q and dO, while the consumers
+still work, and dK and dV leave from the one place while the other is worked. At 64, plain and so: 2k 368 and 437
+TFLOP/s, short documents 129 and 168, 8k with four heads a KV head 519 and 540, 32k 532 and 544; at 96 2k 407 and 428,
+short 149 and 159 (run 30 of scripts/results/hopper_kernels_h200_202611.md, which has all that is said to be measured
+here). At 128 there is no room for a second K and V, and with one place nothing was gained. Where dS in fp32 or softcap
+needs the registers, the loops over steps spill, and long documents lose what short ones gain: those are plain, but for
+fp16 at 96, and at 64 with softcap.
+
 A head_dim of 96 is worked as 64 columns and 32, each with buffers, descriptors and accumulators of its own, because
 Triton's blocks are powers of two: padded to 128 it would pay for a third more of every product.
 
-Barriers, each of every stage but kv_full: kv_full, q_full and do_full of TMA's bytes; empty, that both consumers have
-read Q and dO; ds_full, that both have written dS^T; ds_empty, that dQ's products have read it. Nothing waits in a
-circle: dS of step j needs Q and dO of step j, AHEAD Q of step j + 1 too, and, in the ring, dQ of step j - STAGES; dQ of
-step j needs dS of step j and its own earlier sums out of their buffers; Q and dO of step j need the consumers done with
-step j - STAGES. So the least step that is not done can always go on: AHEAD too, as Q of step j + 1 waits for step
-j + 1 - STAGES alone, which with STAGES >= 2 comes before j. At the end dK and dV overwrite K and V, once ds_empty says
-that dQ's last products have read K.
+Barriers, each of every place: kv_full, q_full and do_full of TMA's bytes; kv_empty, that dK and dV have left; empty,
+that both consumers have read Q and dO; ds_full, that both have written dS^T; ds_empty, that dQ's products have read it.
+Nothing waits in a circle. Count the steps of all items of a program in a row. dS of step j needs Q and dO of step j,
+AHEAD Q of step j + 1 too if that is of the same item, and, in the ring, dQ of step j - DS_STAGES; dQ of step j needs dS
+of step j and its own earlier sums out of their buffers; Q and dO of step j need the consumers done with step j -
+STAGES, and all that is loaded for earlier ones. So the least step that is not done can always go on: AHEAD too, as Q of
+step j + 1 waits for step j + 1 - STAGES alone, which with STAGES >= 2 comes before j. K and V of an item need the
+consumers to have begun the item before it, with dK and dV of the one before that gone, for which they wait then. At an
+item's end dK and dV overwrite K and V, dK once ds_empty says that dQ's last products have read K.
 
 Registers of a thread (64K for a program): 208 of the consumers, 72 of dQ's group, 24 of the producer. ptxas puts
 accumulators at R24 and above and leaves out the last two registers of each group (read off its code and its refusals,
@@ -39,16 +51,15 @@ dS in fp32 by 4.0e-3. With softcap they are 3.8e-3 and 4.0e-3 off, torch 5.6e-3 
 fp16, which could overflow, keeps fp32.
 
 AHEAD, for bf16 at head_dim 64 and 96, gives the tensor cores work while a step computes: dP beside the exponentials,
-and S of the next step, begun after them, beside dS. At 64, with several query heads a KV head, and with softcap for
-want of registers, it is begun only when dP is there: of four heads, 16k 558 TFLOP/s for 534, 128k 561 for 547,
-documents of 2k 427 for 409. With one head that gives 536 for 550 at 16k and in another run 385 for 376 at 2k; why is
-not known. At 96 it is better begun at once: of four heads, 64k 540 for 500. S is waited for with dV and dK, so nothing
-is in flight from one step to the next. It takes 64 queries a step: dK, dV, S and dP are then at 64 32 registers each,
-and with HALVES there is room for this warpgroup's rows of K and V too, 16 each, so that shared memory is read for them
-once, not in every step; at 96, where dK and dV take 48 each, there is none. After the last step it multiplies Q of a
-stage that is stale or was never filled, and drops the result. Of 128 queries neither fits, dP beside S nor K and V.
-With dS in fp32 it gained nothing: 508 TFLOP/s for 514 at 16k, at 96 458 for 493. At 96 with softcap it spills more and
-loses: of one head, 16k 461 for 495 of dS in fp32 without it, of four 523 for 522.
+and S of the next step, begun after them, beside dS. At 64 it is begun only when dP is there: of four heads, 16k 558
+TFLOP/s for 534, 128k 561 for 547, 2k 427 for 409 (run 22); of one, DYNAMIC, 16k sustained 521 for 509, not causal 548
+for 531 (run 30). At 96 it is better begun at once: of four heads, 64k 540 for 500 (run 28). S is waited for with dV and
+dK, so nothing is in flight from one step to the next. It takes 64 queries a step: dK, dV, S and dP are then at 64 32
+registers each, and with HALVES there is room for this warpgroup's rows of K and V too, 16 each, so that shared memory
+is read for them once, not in every step; at 96, where dK and dV take 48 each, there is none. After an item's last step
+it multiplies Q of a stage that is stale, was never filled or is being filled, and drops the result. Of 128 queries
+neither fits, dP beside S nor K and V. With dS in fp32 it gained nothing: 508 TFLOP/s for 514 at 16k, at 96 458 for 493.
+At 96 with softcap it spills more and loses: of one head, 16k 461 for 495 of dS in fp32 without it, of four 523 for 522.
 
 When lse and delta are read matters as much; which is better was only measured (run 29). lse before the first product of
 a step gives 96 2 to 7% over lse after it; before S is waited for, with delta before dP is, it gives 128 with HALVES up
@@ -56,30 +67,21 @@ to 4%, with four heads a KV head -0.5% (in bursts) to 3%. At 64 delta so takes u
 of 2k, but takes 4% from 16k not causal and from 8k with four heads a KV head. At 96 with softcap and four heads a KV
 head lse before S is waited for takes 12%.
 
-TFLOP/s of an H200 in November 2026, causal bf16, all kernels of the pass, medians of runs in turns, before AHEAD:
+TFLOP/s of an H200 in November 2026, causal bf16, all kernels of the pass, medians of one run (38f7e1b):
 
-| head_dim, heads / KV heads, tokens of a document | two groups | this | cuDNN |
-|:-------------------------------------------------|-----------:|-----:|------:|
-| 128, 16 / 16, 16k                                | 502        | 603  | 541   |
-| 128, 16 / 16, 2k                                 | 408        | 452  |       |
-| 128, 32 / 8, 8k                                  | 448        | 502  | 514   |
-| 96, 21 / 21, 16k                                 | 460        | 512  | 402   |
-| 96, 21 / 21, 2k                                  | 376        | 403  |       |
-| 64, 32 / 32, 16k                                 | 432        | 534  | 429   |
-| 64, 32 / 32, 2k                                  | 354        | 390  |       |
-| 64, 64 / 16, 8k                                  | 402        | 492  | 408   |
-
-In another run at 128, 16k: two groups 511, this without HALVES 554, with 585. In a third at 64, in random order,
-without HALVES and AHEAD and with both (run 18 of scripts/results/hopper_kernels_h200_202611.md): 32 / 32, 16k 514 and
-563, 2k 383 and 413; 32 / 8, 32k 530 and 551. At 96 (run 26) log-normal documents 430 and 483 by two groups and by this,
-short ones 137 and 142. With softcap (runs 25 and 26), 16k: at 64 189 and 398, with 4 query heads a KV head 188 and 464
-(412 without AHEAD); at 96 408 and 482; at 128 431 and 536, 402 and 513. AHEAD at 96 (run 28): 16k 535 for 505 where
-cuDNN has 395, 2k 400 and 395, log-normal 479 and 475, short 141 and 139; of four heads a KV head 64k 540 and 517, 8k
-517 and 505, 2k 437 and 425, log-normal 479 and 459. Sums in the order of threads (run 29), of rows and so: at 128 16k
-644 and 671, log-normal 539 and 548, at 96 564 and 597, 480 and 508; at 64 605 and 594, 2k 409 and 388, 32k with four
-heads a KV head, sustained, 524 and 527: what 64 loses is the price of one layout. With the loads above too, beside
-FlashAttention-4 (cf191b4): 128 16k 630 and 628, 8k with four heads a KV head 610 and 563, log-normal 563 and 559; 96
-16k 567 and 560; 64 16k 547 and 573, 8k with four heads 534 and 499, log-normal 450 and 493.
+| head_dim, heads / KV heads, tokens of a document | cuDNN | FlashAttention-4 | this |
+|:-------------------------------------------------|------:|-----------------:|-----:|
+| 64, 32 / 32, 16k                                 | 399   | 545              | 567  |
+| 64, 32 / 32, 2k                                  | 324   | 413              | 441  |
+| 64, 32 / 8, 8k                                   | 391   | 497              | 552  |
+| 64, 32 / 32, log-normal; short                   |       | 489; 109         | 497; 155 |
+| 96, 21 / 21, 16k                                 | 400   | 561              | 571  |
+| 96, 21 / 21, 2k                                  | 323   | 431              | 438  |
+| 96, 20 / 5, 8k                                   | 383   | 517              | 496  |
+| 96, 21 / 21, log-normal; short                   |       | 509; 130         | 521; 144 |
+| 128, 16 / 16, 16k                                | 517   | 622              | 619  |
+| 128, 16 / 16, 2k                                 | 393   | 465              | 450  |
+| 128, 16 / 16, log-normal; short                  |       | 548; 150         | 551; 158 |
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
