@@ -107,8 +107,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
 def lasting(x: Tensor) -> Tensor:
     """x, for what a call neither is handed nor allocates: all calls of its kind and stream share it."""
-    if _WATCHED.recorder is not None:
-        _WATCHED.recorder.add(x, lambda: x)
+    recorder = _WATCHED.recorder
+    if recorder is not None and all(x is not known for known in recorder.tensors):  # another launch may have it too
+        recorder.add(x, lambda: x)
     return x
 
 

@@ -32,10 +32,11 @@ def compile_keys(dtype, head_dim, group, softcap, marks):
     d_1, d_2 = split_width(int(head_dim))
     signature = dict(
         rows_desc=descriptor("fp32", [tiles.block_m]), softmax_scale="fp32", softcap="fp32",
-        tiles_ptr="*i32", query_start_ptr="*i32", query_end_ptr="*i32", spoiled_ptr="*i32",
+        counter_ptr="*i32", tiles_ptr="*i32", query_start_ptr="*i32", query_end_ptr="*i32", spoiled_ptr="*i32",
     )  # fmt: skip
     constants = dict(
-        HAS_SOFTCAP=softcap == "1", GROUP=int(group), D_2=d_2, STAGES=tiles.stages, ALIGNMENT=ROW_ALIGNMENT,
+        HAS_SOFTCAP=softcap == "1", GROUP=int(group), D_2=d_2, STAGES=tiles.stages, DYNAMIC=tiles.dynamic,
+        ALIGNMENT=ROW_ALIGNMENT,
         CONSUMER_REGISTERS=bwd_keys.CONSUMER_REGISTERS, PRODUCER_REGISTERS=bwd_keys.PRODUCER_REGISTERS,
     )  # fmt: skip
     if marks == "0":
@@ -102,12 +103,12 @@ def compile_queries(dtype, head_dim, group, softcap, marks):
     d_1, d_2 = split_width(int(head_dim))
     constants = dict(
         HAS_SOFTCAP=softcap == "1", GROUP=int(group), D_2=d_2, K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages,
-        REGISTERS=bwd_queries.REGISTERS,
+        DYNAMIC=tiles.dynamic, ARRIVALS=tiles.arrivals, REGISTERS=bwd_queries.REGISTERS,
     )  # fmt: skip
     if marks == "0":
         constants["spoiled_ptr"] = None
     signature = dict(softmax_scale="fp32", softcap="fp32", lse_ptr="*fp32", delta_ptr="*fp32")
-    signature |= dict.fromkeys(("tiles_ptr", "key_start_ptr", "key_end_ptr", "spoiled_ptr"), "*i32")
+    signature |= dict.fromkeys(("counter_ptr", "tiles_ptr", "key_start_ptr", "key_end_ptr", "spoiled_ptr"), "*i32")
     for part, width in (("", d_1), ("_2", d_2)):
         for name in ("q", "k", "v", "do", "dq"):
             rows = tiles.block_n if name in "kv" else bwd_queries.BLOCK_M

@@ -7,7 +7,7 @@ import torch
 
 from kernels.flash_attention import replay
 from kernels.flash_attention.features import Features
-from kernels.flash_attention.hopper import bwd, bwd_three_groups, fwd
+from kernels.flash_attention.hopper import bwd, bwd_keys, bwd_queries, bwd_three_groups, fwd
 from kernels.flash_attention.schedule import build_schedule, causal_schedule
 from tests.kernels.hopper import NEEDS_SM_90, tiles_of
 
@@ -19,6 +19,7 @@ DYNAMIC = [
     for key, tiles in table.items()
     if tiles.dynamic
 ]
+DYNAMIC_OF_TWO_PASSES = [head_dim for head_dim, tiles in bwd_queries.TILES.items() if tiles.dynamic]
 
 
 def problem(lengths, head_dim):
@@ -29,7 +30,7 @@ def problem(lengths, head_dim):
     return q, k, v, causal_schedule(cu_seqlens, total, q.device), features, torch.bfloat16
 
 
-def backward_problem(lengths_q, lengths_k, head_dim, dtype=torch.bfloat16, softcap=0.0):
+def backward_problem(lengths_q, lengths_k, head_dim, dtype=torch.bfloat16, softcap=0.0, deterministic=False):
     """What attention_backward takes, of 16 query heads and 8 KV heads: several items a program."""
     q, do, k, v = (
         torch.randn(sum(lengths), heads, head_dim, device="cuda", dtype=dtype)
@@ -40,20 +41,24 @@ def backward_problem(lengths_q, lengths_k, head_dim, dtype=torch.bfloat16, softc
     features = Features(head_dim**-0.5, softcap, sinks=None, alibi=[])
     o, lse = fwd.attention_forward(q, k, v, schedule, features, dtype)
     delta = (o.float() * do.float()).sum(-1).t().contiguous()
-    return do, q, k, v, lse, delta, schedule, features, False
+    return do, q, k, v, lse, delta, schedule, features, deterministic
 
 
 def run(one):
-    """o and lse, or dk and dv: what is the same bits in every run."""
-    return fwd.attention_forward(*one) if len(one) == 6 else bwd.attention_backward(*one)[1:]
+    """o and lse, or dq, dk and dv, without dq where it is added in memory: what is the same bits in every run."""
+    if len(one) == 6:
+        return fwd.attention_forward(*one)
+    return bwd.attention_backward(*one)[0 if one[-1] else 1 :]
 
 
 def problems(head_dim):
-    """Two calls of the forward pass or, where that takes its work from the counter too, of the backward pass."""
+    """Two calls of the forward pass or, where those take their work from the counter too, of the backward passes."""
     yield [problem([2048, 2048], head_dim), problem([700, 300, 3000], head_dim)]
     tiles = bwd_three_groups.tiles_of(head_dim, torch.bfloat16, softcap=0.0)
     if tiles is not None and tiles.dynamic:
         yield [backward_problem(x, x, head_dim) for x in ([2048, 2048], [700, 300, 3000])]
+    if head_dim in DYNAMIC_OF_TWO_PASSES:
+        yield [backward_problem(x, x, head_dim, deterministic=True) for x in ([2048, 2048], [700, 300, 3000])]
 
 
 def assert_same(results, expected):
@@ -77,10 +82,13 @@ def test_two_streams_at_the_same_time(head_dim):
             assert_same(into, alone)
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_a_graph_replayed_beside_launches_of_the_stream_it_was_captured_on(backward):
+@pytest.mark.parametrize("pass_", ["forward", "backward", "deterministic"])
+def test_a_graph_replayed_beside_launches_of_the_stream_it_was_captured_on(pass_):
     lengths = [700, 300, 3000]
-    one = backward_problem(lengths, lengths, 64) if backward else problem(lengths, 128)
+    if pass_ == "forward":
+        one = problem(lengths, 128)
+    else:
+        one = backward_problem(lengths, lengths, 64, deterministic=pass_ == "deterministic")
     capturing, other = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(capturing):
@@ -107,17 +115,38 @@ def test_plain_and_persistent_grids_give_the_same_bits(head_dim, lengths):
         assert_same([persistent], plain)
 
 
-@pytest.mark.parametrize(
+LENGTHS = pytest.mark.parametrize(
     ("lengths_q", "lengths_k"),
-    [([9000], [9000]), ([64] * 150, [64] * 150), ([700, 1, 300, 0, 3000], [900, 1, 300, 6000, 3000])],
-    ids=["long", "short", "unseen keys"],
+    [([9000], [9000]), ([64] * 150, [64] * 150), ([700, 1, 300, 0, 3000, 2000], [900, 1, 300, 6000, 3000, 0])],
+    ids=["long", "short", "unseen"],
 )
+
+
+@LENGTHS
 @pytest.mark.parametrize(("table", "key"), DYNAMIC)
 def test_plain_and_persistent_grids_give_the_same_dk_and_dv(monkeypatch, table, key, lengths_q, lengths_k):
     softcap = 30.0 if table is bwd_three_groups.CAPPED_TILES else 0.0
     one = backward_problem(lengths_q, lengths_k, *key, softcap)
     persistent = [run(one) for _ in range(3)]
     monkeypatch.setitem(table, key, replace(table[key], dynamic=False))
+    replay.forget()
+    plain = run(one)
+    replay.forget()
+    assert_same(persistent, plain)
+
+
+@LENGTHS
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", DYNAMIC_OF_TWO_PASSES)
+def test_plain_and_persistent_grids_give_the_same_gradients(
+    monkeypatch, head_dim, dtype, softcap, lengths_q, lengths_k
+):
+    """Of `deterministic`, in two passes."""
+    one = backward_problem(lengths_q, lengths_k, head_dim, dtype, softcap, deterministic=True)
+    persistent = [run(one) for _ in range(3)]
+    for table in (bwd_keys.TILES, bwd_keys.CAPPED_TILES, bwd_queries.TILES):
+        monkeypatch.setitem(table, head_dim, replace(table[head_dim], dynamic=False))
     replay.forget()
     plain = run(one)
     replay.forget()

@@ -1,4 +1,4 @@
-"""Turns between the consumer warpgroups, and how they hand a buffer back to those that fill it.
+"""Turns between the consumer warpgroups, and how they hand buffers to others.
 
 While one holds the tensor cores, the others do their softmax: the ping-pong of FlashAttention-3 (arXiv:2407.08608,
 section 3.1). Triton itself uses the hardware's named barriers 0 and 1 and one more for each worker partition; from 8 on
@@ -8,8 +8,11 @@ they are free.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 WARPGROUP = gl.constexpr(128)  # threads, each of which hands back
+# blocks a warpgroup until all its threads are there; Triton 3.7 has another name for it
+meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
 @gluon.jit
@@ -38,7 +41,19 @@ def hand_back(empty):
 
     mbarrier.arrive lets one thread arrive for all, so it holds the warpgroup up until its last warp is there, and
     Triton puts such a barrier before the next product too. Here each thread arrives for itself, by the instruction for
-    its copies by cp.async, of which it has none. That orders no writes of other threads: it is for buffers that have
-    only been read, by products that have been waited for and by loads whose values have been used.
+    its copies by cp.async, of which it has none. That orders nothing that a thread has stored: it is for buffers that
+    have only been read, by products and TMA that have been waited for and by loads whose values have been used.
     """
     async_copy.mbarrier_arrive(empty, increment_count=False)
+
+
+@gluon.jit
+def hand_over(full):
+    """Arrives at an mbarrier that counts WARPGROUP for each writer of a buffer: this warpgroup has stored its part.
+
+    For products and TMA, which read it by the async proxy. Each thread arrives for itself, as in `hand_back`, which
+    orders nothing: so each first fences what it has stored, for that proxy and then for whoever waits.
+    """
+    fence_async_shared()
+    gl.inline_asm_elementwise("fence.acq_rel.cta; mov.u32 $0, 0;", "=r,~{memory}", [], gl.int32, False, 1)
+    hand_back(full)

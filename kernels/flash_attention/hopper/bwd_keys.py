@@ -4,6 +4,7 @@ One producer warp loads Q, dO, lse and delta through TMA; two warpgroups hold ha
 computed transposed, [keys, queries], so that P^T and dS^T feed dV and dK from registers.
 A head_dim of 96 is worked as 64 columns and 32, each with buffers, descriptors and accumulators of its own, because
 Triton's blocks are powers of two: padded to 128 it would pay for a third more of every product.
+A program works one item, 128 keys of a KV head, or DYNAMIC takes items from a queue, as in bwd_three_groups.py.
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
 
@@ -22,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.flash_attention.features import Features
+from kernels.flash_attention.hopper.barriers import hand_back
 from kernels.flash_attention.hopper.bwd_dq import ROW_ALIGNMENT
 from kernels.flash_attention.hopper.bwd_steps import (
     BLOCK_N,
@@ -39,9 +41,10 @@ from kernels.flash_attention.hopper.bwd_tma import named_barrier
 from kernels.flash_attention.hopper.columns import keep_columns
 from kernels.flash_attention.hopper.descriptors import numbers, parts_of_heads
 from kernels.flash_attention.hopper.marks import mark_rows
-from kernels.flash_attention.portable.launch import ceil_div
+from kernels.flash_attention.hopper.queue import counter, field, five_fields, new_queue, read
+from kernels.flash_attention.portable.launch import ceil_div, multiprocessors
 from kernels.flash_attention.portable.load import split_width
-from kernels.flash_attention.replay import launch
+from kernels.flash_attention.replay import lasting, launch
 from kernels.flash_attention.schedule import Schedule
 from kernels.flash_attention.scores import cap
 
@@ -51,16 +54,17 @@ REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
 
 @dataclass(frozen=True)
 class KeysTiles:
-    """block_m queries a step; stages of Q and of dO in flight."""
+    """block_m queries a step; stages of Q and of dO in flight; DYNAMIC of the kernel."""
 
     block_m: int
     stages: int
+    dynamic: bool
 
 
 # by head_dim; 164, 147 and 194 KiB of shared memory. Three stages would take a division, and spills
-TILES = {64: KeysTiles(128, 4), 96: KeysTiles(64, 4), 128: KeysTiles(64, 4)}
+TILES = {64: KeysTiles(128, 4, True), 96: KeysTiles(64, 4, True), 128: KeysTiles(64, 4, False)}
 # with softcap, whose factor of dS leaves no registers for 128 queries (16k: 4.5 ms for 8.8)
-CAPPED_TILES = TILES | {64: KeysTiles(64, 4)}
+CAPPED_TILES = TILES | {64: KeysTiles(64, 4, True)}
 
 
 def tiles_of(head_dim: int, softcap: float) -> KeysTiles:
@@ -69,14 +73,20 @@ def tiles_of(head_dim: int, softcap: float) -> KeysTiles:
 
 
 @gluon.jit
-def _consumer(
-    HALF: gl.constexpr, dk_desc, dv_desc, rest, buffers, rest_bufs, barriers, order, ranges, spoiled_ptr,
-    softmax_scale, softcap, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, ALIGNMENT: gl.constexpr,
+def _consume_item(
+    found, turn, done, HALF: gl.constexpr, dk_desc, dv_desc, rest, buffers, rest_bufs, barriers, ranges, spoiled_ptr,
+    softmax_scale, softcap, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: dK and dV of half the tile's keys."""
+    """One warpgroup: dK and dV of half an item's keys.
+
+    found: what `decode` finds of the program's item number `turn`; done: the steps of the items before it. Returns the
+    steps done.
+    """
     q_bufs, do_bufs, lse_bufs, delta_bufs, k_bufs, v_bufs = buffers
-    kv_full, _, q_full, do_full, empty = barriers
-    k_buf, v_buf = k_bufs.index(0), v_bufs.index(0)
+    kv_full, kv_empty, q_full, do_full, empty = barriers
+    ITEMS: gl.constexpr = k_bufs.shape[0]
+    place = turn % ITEMS
+    k_buf, v_buf = k_bufs.index(place), v_bufs.index(place)
     STAGES: gl.constexpr = q_bufs.shape[0]
     BLOCK_M: gl.constexpr = q_bufs.shape[1]
     D_1: gl.constexpr = q_bufs.shape[2]
@@ -91,7 +101,8 @@ def _consumer(
     queries_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     keys_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
 
-    first, kv_head, m, end, n_steps = decode(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+    first, kv_head, m, end, n_steps = found
+    stop = done + n_steps
     start, head = m, kv_head * GROUP
     first_here = first + HALF * KEYS
     query_start, query_end, whole_start, whole_end = seen_by(ranges, first_here, KEYS, keys_layout)
@@ -102,15 +113,19 @@ def _consumer(
     dv = gl.zeros([KEYS, D_1], gl.float32, layout=kv_layout)
     if D_2:
         q_2_bufs, do_2_bufs, k_2_bufs, v_2_bufs = rest_bufs
-        k_2_buf, v_2_buf = k_2_bufs.index(0), v_2_bufs.index(0)
+        k_2_buf, v_2_buf = k_2_bufs.index(place), v_2_bufs.index(place)
         k_half_2 = k_2_buf.slice(HALF * KEYS, KEYS, dim=0)  # [64, D_2]
         v_half_2 = v_2_buf.slice(HALF * KEYS, KEYS, dim=0)
         kv_layout_2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_2, 16])
         operand_layout_2: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_layout_2, k_width=2)
         dk_2 = gl.zeros([KEYS, D_2], gl.float32, layout=kv_layout_2)
         dv_2 = gl.zeros([KEYS, D_2], gl.float32, layout=kv_layout_2)
-    mbarrier.wait(kv_full.index(0), 0)
-    for step in range(n_steps):
+    mbarrier.wait(kv_full.index(place), (turn // ITEMS) & 1)
+    if ITEMS > 1:
+        if turn > 0:  # by now dK and dV of the item before have left
+            tma.store_wait(0)
+            hand_back(kv_empty.index((turn - 1) % ITEMS))
+    for step in range(done, stop):
         stage, phase = step % STAGES, (step // STAGES) & 1
         q, do = q_bufs.index(stage), do_bufs.index(stage)  # [M, D_1]
         mbarrier.wait(q_full.index(stage), phase)
@@ -146,7 +161,7 @@ def _consumer(
             dv, dv_2, dk, dk_2 = warpgroup_mma_wait(0, deps=[dv, dv_2, dk, dk_2])
         else:
             dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
-        mbarrier.arrive(empty.index(stage), count=1)
+        hand_back(empty.index(stage))
         m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
     if spoiled_ptr is not None:
         sums_2 = dk_2 + dv_2 if D_2 else None
@@ -168,6 +183,32 @@ def _consumer(
         tma.async_copy_shared_to_global(dv_desc, [first, column], v_buf)
         if D_2:
             tma.async_copy_shared_to_global(rest[1], [first, column], v_2_buf)
+    return stop
+
+
+@gluon.jit
+def _consume(
+    HALF: gl.constexpr, dk_desc, dv_desc, rest, buffers, rest_bufs, barriers, order, ranges, queue, spoiled_ptr,
+    softmax_scale, softcap, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, ALIGNMENT: gl.constexpr,
+):  # fmt: skip
+    """`_consume_item` of the program's item, or of every item of the queue if there is one."""
+    BLOCK_M: gl.constexpr = buffers[0].shape[1]
+    BLOCK_N: gl.constexpr = buffers[4].shape[1]
+    if queue is None:
+        found = decode(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+        _consume_item(found, 0, 0, HALF, dk_desc, dv_desc, rest, buffers, rest_bufs, barriers, ranges, spoiled_ptr,
+                      softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2)  # fmt: skip
+    else:
+        turn, done = 0, 0
+        item = read(queue, turn)
+        while field(item, 0) >= 0:
+            found = five_fields(item)
+            done = _consume_item(
+                found, turn, done, HALF, dk_desc, dv_desc, rest, buffers, rest_bufs, barriers, ranges, spoiled_ptr,
+                softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2,
+            )  # fmt: skip
+            turn += 1
+            item = read(queue, turn)
     tma.store_wait(0)
 
 
@@ -175,21 +216,24 @@ def _consumer(
 def _dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc,
     q_2_desc, k_2_desc, v_2_desc, do_2_desc, dk_2_desc, dv_2_desc,
-    tiles_ptr, query_start_ptr, query_end_ptr, spoiled_ptr, softmax_scale, softcap, n_tiles, n_kv_heads, section,
-    total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
+    counter_ptr, tiles_ptr, query_start_ptr, query_end_ptr, spoiled_ptr, softmax_scale, softcap,
+    n_items, n_tiles, n_kv_heads, section, total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
     HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, STAGES: gl.constexpr,
-    ALIGNMENT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    DYNAMIC: gl.constexpr, ALIGNMENT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N keys of one KV head, over all query heads that share it.
+    """An item: 128 keys of one KV head, over all query heads that share it. Program i works i, and DYNAMIC then others.
 
     Descriptors of the first D_1 columns of each head, and with a 2 of the D_2 after them (None where D_2 is 0).
     spoiled_ptr is None, or where to mark NaN in dK and dV (marks.py).
     """
-    buffers = new_buffers(q_desc, k_desc, v_desc, do_desc, rows_desc, STAGES, 1)
-    barriers = new_barriers(STAGES, 2, 1)
-    rest, rest_bufs = (dk_2_desc, dv_2_desc), None
+    ITEMS: gl.constexpr = 2 if DYNAMIC else 1
+    buffers = new_buffers(q_desc, k_desc, v_desc, do_desc, rows_desc, STAGES, ITEMS)
+    barriers = new_barriers(STAGES, ITEMS)
+    rest, rest_bufs, queue = (dk_2_desc, dv_2_desc), None, None
+    if DYNAMIC:
+        queue = new_queue(2)
     if D_2:
-        rest_bufs = new_rest_buffers(q_2_desc, k_2_desc, v_2_desc, do_2_desc, STAGES, 1)
+        rest_bufs = new_rest_buffers(q_2_desc, k_2_desc, v_2_desc, do_2_desc, STAGES, ITEMS)
     order = (tiles_ptr, n_tiles, n_kv_heads, section)
     ranges = (query_start_ptr, query_end_ptr, total_k)
     loads = (
@@ -197,11 +241,11 @@ def _dkdv_kernel(
         (stride_qh, stride_kh, stride_vh, stride_doh), padded_q, n_kv_heads * GROUP * padded_q,
     )  # fmt: skip
     gl.warp_specialize([
-        (_consumer, (0, dk_desc, dv_desc, rest, buffers, rest_bufs, barriers, order, ranges, spoiled_ptr,
+        (_consume, (0, dk_desc, dv_desc, rest, buffers, rest_bufs, barriers, order, ranges, queue, spoiled_ptr,
                      softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT)),
-        (_consumer, (1, dk_desc, dv_desc, rest, buffers, rest_bufs, barriers, order, ranges, spoiled_ptr,
+        (_consume, (1, dk_desc, dv_desc, rest, buffers, rest_bufs, barriers, order, ranges, queue, spoiled_ptr,
                      softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT)),
-        (produce, (loads, buffers, rest_bufs, barriers, order, ranges, GROUP, ALIGNMENT)),
+        (produce, (loads, buffers, rest_bufs, barriers, order, ranges, queue, counter_ptr, n_items, GROUP, ALIGNMENT)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -222,14 +266,19 @@ def gradients_of_keys(
     descs, rest = parts_of_heads(
         (q, tiles.block_m), (k, BLOCK_N), (v, BLOCK_N), (do, tiles.block_m), (dk, BLOCK_N), (dv, BLOCK_N)
     )
+    n_items = programs = n_tiles * n_kv_heads
+    tickets = schedule.key_tiles  # any pointer will do where none is read
+    if tiles.dynamic:
+        programs = min(n_items, multiprocessors(q.device))
+        tickets = lasting(counter(q.device))
     launch(
-        _dkdv_kernel, (n_tiles * n_kv_heads,),
-        *descs[:4], rows_desc, *descs[4:], *rest,
+        _dkdv_kernel, (programs,),
+        *descs[:4], rows_desc, *descs[4:], *rest, tickets,
         schedule.key_tiles, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale, features.softcap,
-        n_tiles, n_kv_heads, kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],
+        n_items, n_tiles, n_kv_heads, kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, D_2=split_width(head_dim)[1],
-        STAGES=tiles.stages, ALIGNMENT=ROW_ALIGNMENT, CONSUMER_REGISTERS=CONSUMER_REGISTERS,
+        STAGES=tiles.stages, DYNAMIC=tiles.dynamic, ALIGNMENT=ROW_ALIGNMENT, CONSUMER_REGISTERS=CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip
     return dk, dv

@@ -10,7 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from kernels.flash_attention.hopper.queue import item_of, post, take
+from kernels.flash_attention.hopper.barriers import WARPGROUP
+from kernels.flash_attention.hopper.queue import DRAWN_BEFORE, item_of, post, take
 from kernels.flash_attention.portable.launch import tile_and_head
 from kernels.flash_attention.schedule import WORK_TILE
 
@@ -25,9 +26,6 @@ SIZES = (
     "n_items", "n_tiles", "n_kv_heads", "section", "total_k", "padded_q",
     "stride_qh", "stride_kh", "stride_vh", "stride_doh",
 )  # fmt: skip
-# the next item is drawn that many steps before the last one is loaded: early enough to be there in time, and so late
-# that another program, which is done, does not wait for one that is not
-_DRAWN_BEFORE = gl.constexpr(4)
 
 
 @gluon.jit
@@ -105,10 +103,9 @@ def new_rest_buffers(q_2_desc, k_2_desc, v_2_desc, do_2_desc, STAGES: gl.constex
 
 
 @gluon.jit
-def new_barriers(STAGES: gl.constexpr, READERS: gl.constexpr, ITEMS: gl.constexpr):
-    """Of each buffer of K and V that they are there, and that it is free, of which both consumers tell.
-
-    Of each stage that Q and lse are there, that dO and delta are, that READERS have read them. What is there TMA tells.
+def new_barriers(STAGES: gl.constexpr, ITEMS: gl.constexpr):
+    """Of each place of K and V that they are there, and that it is free; of each stage that Q and lse are there, that
+    dO and delta are, and that it is free. TMA tells what is there, all threads of both consumers what is free.
     """
     kv_full = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
@@ -117,11 +114,11 @@ def new_barriers(STAGES: gl.constexpr, READERS: gl.constexpr, ITEMS: gl.constexp
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(ITEMS):
         mbarrier.init(kv_full.index(i), count=1)
-        mbarrier.init(kv_empty.index(i), count=2)
+        mbarrier.init(kv_empty.index(i), count=2 * WARPGROUP)
     for stage in gl.static_range(STAGES):
         mbarrier.init(q_full.index(stage), count=1)
         mbarrier.init(do_full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=READERS)
+        mbarrier.init(empty.index(stage), count=2 * WARPGROUP)
     return kv_full, kv_empty, q_full, do_full, empty
 
 
@@ -169,9 +166,23 @@ def load_step(loads, buffers, rest_bufs, barriers, stage, m, head):
 
 @gluon.jit
 def produce(
+    loads, buffers, rest_bufs, barriers, order, ranges, queue, counter_ptr, n_items, GROUP: gl.constexpr,
+    ALIGNMENT: gl.constexpr,
+):  # fmt: skip
+    """One warp: loads the program's item or, if there is a queue, every item that it takes."""
+    if queue is None:
+        _produce_item(loads, buffers, rest_bufs, barriers, order, ranges, GROUP, ALIGNMENT)
+    else:
+        _produce_items(
+            loads, buffers, rest_bufs, barriers, queue, counter_ptr, n_items, order, ranges, GROUP, ALIGNMENT
+        )  # fmt: skip
+
+
+@gluon.jit
+def _produce_item(
     loads, buffers, rest_bufs, barriers, order, ranges, GROUP: gl.constexpr, ALIGNMENT: gl.constexpr
 ):  # fmt: skip
-    """One warp: fills the buffers for the program's one item, in the order in which the consumers empty them."""
+    """Fills the buffers for the program's one item, in the order in which the consumers empty them."""
     STAGES: gl.constexpr = buffers[0].shape[0]
     BLOCK_M: gl.constexpr = buffers[0].shape[1]
     BLOCK_N: gl.constexpr = buffers[4].shape[1]
@@ -187,11 +198,11 @@ def produce(
 
 
 @gluon.jit
-def produce_items(
+def _produce_items(
     loads, buffers, rest_bufs, barriers, queue, counter_ptr, n_items, order, ranges, GROUP: gl.constexpr,
     ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
-    """One warp: takes items, posts what `decode` finds of each, and fills the buffers for one after another."""
+    """Takes items, posts what `decode` finds of each, and fills the buffers for one after another."""
     STAGES: gl.constexpr = buffers[0].shape[0]
     BLOCK_M: gl.constexpr = buffers[0].shape[1]
     ITEMS: gl.constexpr = buffers[4].shape[0]
@@ -207,7 +218,7 @@ def produce_items(
         place = turn % ITEMS
         mbarrier.wait(kv_empty.index(place), (turn // ITEMS) & 1 ^ 1)
         load_keys(loads, buffers, rest_bufs, kv_full, place, first, kv_head)
-        draw_at = gl.maximum(n_steps - _DRAWN_BEFORE, 0)
+        draw_at = gl.maximum(n_steps - DRAWN_BEFORE, 0)
         ticket = 0
         for step in range(n_steps + 1):  # one more, because an item may have none
             if step == draw_at:

@@ -101,7 +101,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.flash_attention.features import Features
-from kernels.flash_attention.hopper.barriers import WARPGROUP, hand_back
+from kernels.flash_attention.hopper.barriers import WARPGROUP, hand_back, hand_over, meet
 from kernels.flash_attention.hopper.bwd_steps import (
     BLOCK_N,
     SIZES,
@@ -113,14 +113,13 @@ from kernels.flash_attention.hopper.bwd_steps import (
     new_rest_buffers,
     next_step,
     produce,
-    produce_items,
     seen_by,
 )
 from kernels.flash_attention.hopper.bwd_tma import named_barrier, tma_reduce_add
 from kernels.flash_attention.hopper.columns import keep_columns
 from kernels.flash_attention.hopper.descriptors import numbers, parts_of_heads, rows_of_heads
 from kernels.flash_attention.hopper.marks import mark_rows
-from kernels.flash_attention.hopper.queue import counter, field, new_queue, read
+from kernels.flash_attention.hopper.queue import counter, field, five_fields, new_queue, read
 from kernels.flash_attention.hopper.threads import in_order_of_threads
 from kernels.flash_attention.portable.launch import ceil_div, multiprocessors
 from kernels.flash_attention.portable.load import split_width
@@ -246,7 +245,8 @@ def _consume_item(
     if ITEMS > 1:
         if turn > 0:  # by now dK and dV of the item before have left
             tma.store_wait(0)
-            mbarrier.arrive(kv_empty.index((turn - 1) % ITEMS), count=1)
+            hand_back(kv_empty.index((turn - 1) % ITEMS))
+    meet()  # or Triton, for what was waited for above, puts such a barrier into every step
     for step in range(done, stop):
         if not COUNTED:
             stage, phase = step % STAGES, (step // STAGES) & 1
@@ -329,8 +329,11 @@ def _consume_item(
         else:
             ds = (p * (dp - delta)).to(dtype)
         ds_bufs.index(ds_stage).slice(HALF * KEYS, KEYS, dim=0).store(ds)
-        fence_async_shared()
-        mbarrier.arrive(ds_full.index(ds_stage), count=1)
+        if HALVES:
+            hand_over(ds_full.index(ds_stage))
+        else:  # where that takes registers that are not there
+            fence_async_shared()
+            mbarrier.arrive(ds_full.index(ds_stage), count=1)
         if not HALVES:  # there were no registers for its operand beside P
             dv = warpgroup_mma(gl.convert_layout(p_low, operand_layout), do, dv, is_async=True)
             if D_2:
@@ -387,7 +390,7 @@ def _consume(
         turn, done = 0, 0
         item = read(queue, turn)
         while field(item, 0) >= 0:
-            found = (field(item, 0), field(item, 1), field(item, 2), field(item, 3), field(item, 4))
+            found = five_fields(item)
             done = _consume_item(
                 found, turn, done, HALF, out_desc, out_2_desc, buffers, rest_bufs, barriers, ring, ranges, spoiled_ptr,
                 softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, HALVES, AHEAD,
@@ -477,25 +480,11 @@ def _sum_queries(
         turn, done = 0, 0
         item = read(queue, turn)
         while field(item, 0) >= 0:
-            found = (field(item, 0), field(item, 1), field(item, 2), field(item, 3), field(item, 4))
+            found = five_fields(item)
             done = _sum_item(found, turn, done, sum_desc, sum_bufs, k_bufs, rest, kv_full, ring, n_heads, GROUP, D_2)
             turn += 1
             item = read(queue, turn)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _produce(
-    loads, buffers, rest_bufs, barriers, order, ranges, queue, counter_ptr, n_items, GROUP: gl.constexpr,
-    ALIGNMENT: gl.constexpr,
-):  # fmt: skip
-    """One warp: loads the program's item, or every item that it takes if there is a queue."""
-    if queue is None:
-        produce(loads, buffers, rest_bufs, barriers, order, ranges, GROUP, ALIGNMENT)
-    else:
-        produce_items(
-            loads, buffers, rest_bufs, barriers, queue, counter_ptr, n_items, order, ranges, GROUP, ALIGNMENT
-        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -516,7 +505,7 @@ def _bwd_kernel(
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
     ITEMS: gl.constexpr = 2 if DYNAMIC else 1
     buffers = new_buffers(q_desc, k_desc, v_desc, do_desc, rows_desc, STAGES, ITEMS)
-    barriers = new_barriers(STAGES, 2 * WARPGROUP, ITEMS)
+    barriers = new_barriers(STAGES, ITEMS)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
     ds_bufs = gl.allocate_shared_memory(q_desc.dtype, [DS_STAGES, BLOCK_N, BLOCK_M], ds_layout)
     SUM_ROWS: gl.constexpr = sum_desc.block_type.shape[0]
@@ -532,7 +521,7 @@ def _bwd_kernel(
     ds_full = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], mbarrier.MBarrierLayout())
     ds_empty = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(DS_STAGES):
-        mbarrier.init(ds_full.index(stage), count=2)
+        mbarrier.init(ds_full.index(stage), count=2 * WARPGROUP if HALVES else 2)
         mbarrier.init(ds_empty.index(stage), count=WARPGROUP)
     ring = (ds_bufs, ds_full, ds_empty)
     order = (tiles_ptr, n_tiles, n_kv_heads, section)
@@ -548,7 +537,7 @@ def _bwd_kernel(
                     softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
         (_sum_queries, (sum_desc, sum_bufs, buffers[4], rest_sums, barriers[0], ring, order, ranges, queue, GROUP, D_2,
                         ALIGNMENT)),
-        (_produce, (loads, buffers, rest_bufs, barriers, order, ranges, queue, counter_ptr, n_items, GROUP, ALIGNMENT)),
+        (produce, (loads, buffers, rest_bufs, barriers, order, ranges, queue, counter_ptr, n_items, GROUP, ALIGNMENT)),
     ], [4, 4, 1], REGISTERS)  # fmt: skip
 
 

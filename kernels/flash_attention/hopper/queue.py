@@ -17,6 +17,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 _FIELDS = gl.constexpr(32)
+# the backward kernels draw the next item that many steps before they load the last one: early enough to be there in
+# time, and so late that another program, which is done, does not wait for one that is not
+DRAWN_BEFORE = gl.constexpr(4)
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 
 
@@ -104,3 +107,9 @@ def field(values, INDEX: gl.constexpr):
     """Number INDEX of what was posted; all in one thread's registers, the sum folds into picking one of them."""
     index = gl.arange(0, _FIELDS, layout=gl.BlockedLayout([32], [32], [4], [0]))
     return gl.sum(gl.where(index == INDEX, values, 0), 0)
+
+
+@gluon.jit
+def five_fields(values):
+    """The first five numbers of what was posted."""
+    return field(values, 0), field(values, 1), field(values, 2), field(values, 3), field(values, 4)
