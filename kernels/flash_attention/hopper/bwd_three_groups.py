@@ -207,6 +207,7 @@ def _consume_item(
     # before S and dP are waited for, where that is faster; AHEAD has a place of its own for lse
     LSE_EARLY: gl.constexpr = not (D_2 and HAS_SOFTCAP and GROUP > 1)
     DELTA_EARLY: gl.constexpr = HALVES and not AHEAD and not HAS_SOFTCAP
+    EACH_HANDS_OVER: gl.constexpr = HALVES and not HAS_SOFTCAP  # dS: each thread, or one for all
     PARTS: gl.constexpr = 2 if D_2 else 1  # matmuls of which one operation of a head is made
     # products begun after dP's, which go on when dP is there: S of the next step, dV
     LATER: gl.constexpr = (PARTS if AHEAD and not AFTER_DP else 0) + (PARTS if HALVES else 0)
@@ -329,9 +330,9 @@ def _consume_item(
         else:
             ds = (p * (dp - delta)).to(dtype)
         ds_bufs.index(ds_stage).slice(HALF * KEYS, KEYS, dim=0).store(ds)
-        if HALVES:
+        if EACH_HANDS_OVER:
             hand_over(ds_full.index(ds_stage))
-        else:  # where that takes registers that are not there
+        else:
             fence_async_shared()
             mbarrier.arrive(ds_full.index(ds_stage), count=1)
         if not HALVES:  # there were no registers for its operand beside P
@@ -521,7 +522,7 @@ def _bwd_kernel(
     ds_full = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], mbarrier.MBarrierLayout())
     ds_empty = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(DS_STAGES):
-        mbarrier.init(ds_full.index(stage), count=2 * WARPGROUP if HALVES else 2)
+        mbarrier.init(ds_full.index(stage), count=2 * WARPGROUP if HALVES and not HAS_SOFTCAP else 2)
         mbarrier.init(ds_empty.index(stage), count=WARPGROUP)
     ring = (ds_bufs, ds_full, ds_empty)
     order = (tiles_ptr, n_tiles, n_kv_heads, section)
