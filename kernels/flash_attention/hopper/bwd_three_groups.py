@@ -67,21 +67,27 @@ to 4%, with four heads a KV head -0.5% (in bursts) to 3%. At 64 delta so takes u
 of 2k, but takes 4% from 16k not causal and from 8k with four heads a KV head. At 96 with softcap and four heads a KV
 head lse before S is waited for takes 12%.
 
-TFLOP/s of an H200 in November 2026, causal bf16, all kernels of the pass, medians of one run (38f7e1b):
+In bf16 without softcap every thread hands dS over for itself (barriers.hand_over); in between stands one barrier of the
+warpgroup a step, of Triton's, where mbarrier.arrive, by one thread for all, had three. 8k with four heads a KV head has
+542 TFLOP/s for 525 so, 32k 1% more sustained, 128 at 16k 620 for 605; in fp16 it is 1 to 3% slower, and with softcap and
+four heads 7% (run 31).
+
+TFLOP/s of an H200 in November 2026, causal bf16, all kernels of the pass, medians of one run (b852165):
 
 | head_dim, heads / KV heads, tokens of a document | cuDNN | FlashAttention-4 | this |
 |:-------------------------------------------------|------:|-----------------:|-----:|
-| 64, 32 / 32, 16k                                 | 399   | 545              | 567  |
-| 64, 32 / 32, 2k                                  | 324   | 413              | 441  |
-| 64, 32 / 8, 8k                                   | 391   | 497              | 552  |
-| 64, 32 / 32, log-normal; short                   |       | 489; 109         | 497; 155 |
-| 96, 21 / 21, 16k                                 | 400   | 561              | 571  |
-| 96, 21 / 21, 2k                                  | 323   | 431              | 438  |
-| 96, 20 / 5, 8k                                   | 383   | 517              | 496  |
-| 96, 21 / 21, log-normal; short                   |       | 509; 130         | 521; 144 |
-| 128, 16 / 16, 16k                                | 517   | 622              | 619  |
-| 128, 16 / 16, 2k                                 | 393   | 465              | 450  |
-| 128, 16 / 16, log-normal; short                  |       | 548; 150         | 551; 158 |
+| 64, 32 / 32, 16k                                 | 413   | 565              | 563  |
+| 64, 32 / 32, 2k                                  | 314   | 407              | 435  |
+| 64, 32 / 8, 8k                                   | 385   | 494              | 552  |
+| 64, 32 / 32, log-normal; short                   |       | 479; 109         | 495; 155 |
+| 96, 21 / 21, 16k                                 | 392   | 550              | 576  |
+| 96, 21 / 21, 2k                                  | 315   | 424              | 432  |
+| 96, 20 / 5, 8k                                   | 387   | 520              | 507  |
+| 96, 21 / 21, log-normal; short                   |       | 534; 130         | 515; 144 |
+| 128, 16 / 16, 16k                                | 532   | 612              | 617  |
+| 128, 16 / 16, 2k                                 | 403   | 470              | 467  |
+| 128, 16 / 4, 8k                                  | 465   | 541              | 610  |
+| 128, 16 / 16, log-normal; short                  |       | 555; 151         | 575; 159 |
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
