@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.flash_attention import replay
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper import bwd, bwd_keys, bwd_queries, bwd_three_groups, fwd
 from kernels.flash_attention.schedule import build_schedule, causal_schedule
@@ -48,7 +47,8 @@ def run(one):
     """o and lse, or dq, dk and dv, without dq where it is added in memory: what is the same bits in every run."""
     if len(one) == 6:
         return fwd.attention_forward(*one)
-    return bwd.attention_backward(*one)[0 if one[-1] else 1 :]
+    dq, dk, dv = bwd.attention_backward(*one)
+    return (dq, dk, dv) if one[-1] else (dk, dv)
 
 
 def problems(head_dim):
@@ -124,30 +124,27 @@ LENGTHS = pytest.mark.parametrize(
 
 @LENGTHS
 @pytest.mark.parametrize(("table", "key"), DYNAMIC)
-def test_plain_and_persistent_grids_give_the_same_dk_and_dv(monkeypatch, table, key, lengths_q, lengths_k):
+def test_plain_and_persistent_grids_of_one_pass_give_the_same(monkeypatch, table, key, lengths_q, lengths_k):
+    """dk and dv to the bit, dq but for the order in which it is summed in fp32."""
     softcap = 30.0 if table is bwd_three_groups.CAPPED_TILES else 0.0
     one = backward_problem(lengths_q, lengths_k, *key, softcap)
-    persistent = [run(one) for _ in range(3)]
+    persistent = [bwd.attention_backward(*one) for _ in range(3)]
     monkeypatch.setitem(table, key, replace(table[key], dynamic=False))
-    replay.forget()
-    plain = run(one)
-    replay.forget()
-    assert_same(persistent, plain)
+    plain_dq, *plain = bwd.attention_backward(*one)
+    for dq, *others in persistent:
+        assert_same([others], plain)
+        torch.testing.assert_close(dq, plain_dq, rtol=torch.finfo(dq.dtype).eps, atol=1e-5)
 
 
 @LENGTHS
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", DYNAMIC_OF_TWO_PASSES)
-def test_plain_and_persistent_grids_give_the_same_gradients(
+def test_plain_and_persistent_grids_of_two_passes_give_the_same_bits(
     monkeypatch, head_dim, dtype, softcap, lengths_q, lengths_k
 ):
-    """Of `deterministic`, in two passes."""
     one = backward_problem(lengths_q, lengths_k, head_dim, dtype, softcap, deterministic=True)
     persistent = [run(one) for _ in range(3)]
     for table in (bwd_keys.TILES, bwd_keys.CAPPED_TILES, bwd_queries.TILES):
         monkeypatch.setitem(table, head_dim, replace(table[head_dim], dynamic=False))
-    replay.forget()
-    plain = run(one)
-    replay.forget()
-    assert_same(persistent, plain)
+    assert_same(persistent, run(one))

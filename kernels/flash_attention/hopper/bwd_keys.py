@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.flash_attention.features import Features
-from kernels.flash_attention.hopper.barriers import hand_back
+from kernels.flash_attention.hopper.barriers import hand_back, meet
 from kernels.flash_attention.hopper.bwd_dq import ROW_ALIGNMENT
 from kernels.flash_attention.hopper.bwd_steps import (
     BLOCK_N,
@@ -61,9 +61,9 @@ class KeysTiles:
     dynamic: bool
 
 
-# by head_dim; 164, 147 and 194 KiB of shared memory. Three stages would take a division, and spills
+# by head_dim; 197, 195 and 194 KiB of shared memory. Three stages would take a division, and spills
 TILES = {64: KeysTiles(128, 4, True), 96: KeysTiles(64, 4, True), 128: KeysTiles(64, 4, False)}
-# with softcap, whose factor of dS leaves no registers for 128 queries (16k: 4.5 ms for 8.8)
+# with softcap, whose factor of dS leaves no registers for 128 queries (16k: 4.5 ms for 8.8); 131 KiB at 64
 CAPPED_TILES = TILES | {64: KeysTiles(64, 4, True)}
 
 
@@ -74,10 +74,10 @@ def tiles_of(head_dim: int, softcap: float) -> KeysTiles:
 
 @gluon.jit
 def _consume_item(
-    found, turn, done, HALF: gl.constexpr, dk_desc, dv_desc, rest, buffers, rest_bufs, barriers, ranges, spoiled_ptr,
+    found, turn, done, HALF: gl.constexpr, out_desc, out_2_desc, buffers, rest_bufs, barriers, ranges, spoiled_ptr,
     softmax_scale, softcap, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: dK and dV of half an item's keys.
+    """One warpgroup: dK and dV of half an item's keys. HALF 0 writes dK, 1 dV.
 
     found: what `decode` finds of the program's item number `turn`; done: the steps of the items before it. Returns the
     steps done.
@@ -166,7 +166,8 @@ def _consume_item(
     if spoiled_ptr is not None:
         sums_2 = dk_2 + dv_2 if D_2 else None
         mark_rows(dk + dv, sums_2, first_here, kv_head, ranges[2], spoiled_ptr, HALF)
-    # dK and dV leave through the buffers of K and V, of which each warpgroup read its own half
+    # dK and dV leave through the buffers of K and V, of which each warpgroup read its own half: when all its warps have
+    meet()
     k_half.store((dk * softmax_scale).to(dtype))
     v_half.store(dv.to(dtype))
     if D_2:
@@ -175,20 +176,15 @@ def _consume_item(
     fence_async_shared()
     named_barrier(10, 256)
     column = kv_head * (D_1 + D_2)
-    if HALF == 0:
-        tma.async_copy_shared_to_global(dk_desc, [first, column], k_buf)
-        if D_2:
-            tma.async_copy_shared_to_global(rest[0], [first, column], k_2_buf)
-    else:
-        tma.async_copy_shared_to_global(dv_desc, [first, column], v_buf)
-        if D_2:
-            tma.async_copy_shared_to_global(rest[1], [first, column], v_2_buf)
+    tma.async_copy_shared_to_global(out_desc, [first, column], k_buf if HALF == 0 else v_buf)
+    if D_2:
+        tma.async_copy_shared_to_global(out_2_desc, [first, column], k_2_buf if HALF == 0 else v_2_buf)
     return stop
 
 
 @gluon.jit
 def _consume(
-    HALF: gl.constexpr, dk_desc, dv_desc, rest, buffers, rest_bufs, barriers, order, ranges, queue, spoiled_ptr,
+    HALF: gl.constexpr, out_desc, out_2_desc, buffers, rest_bufs, barriers, order, ranges, queue, spoiled_ptr,
     softmax_scale, softcap, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
     """`_consume_item` of the program's item, or of every item of the queue if there is one."""
@@ -196,7 +192,7 @@ def _consume(
     BLOCK_N: gl.constexpr = buffers[4].shape[1]
     if queue is None:
         found = decode(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
-        _consume_item(found, 0, 0, HALF, dk_desc, dv_desc, rest, buffers, rest_bufs, barriers, ranges, spoiled_ptr,
+        _consume_item(found, 0, 0, HALF, out_desc, out_2_desc, buffers, rest_bufs, barriers, ranges, spoiled_ptr,
                       softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2)  # fmt: skip
     else:
         turn, done = 0, 0
@@ -204,7 +200,7 @@ def _consume(
         while field(item, 0) >= 0:
             found = five_fields(item)
             done = _consume_item(
-                found, turn, done, HALF, dk_desc, dv_desc, rest, buffers, rest_bufs, barriers, ranges, spoiled_ptr,
+                found, turn, done, HALF, out_desc, out_2_desc, buffers, rest_bufs, barriers, ranges, spoiled_ptr,
                 softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2,
             )  # fmt: skip
             turn += 1
@@ -229,7 +225,7 @@ def _dkdv_kernel(
     ITEMS: gl.constexpr = 2 if DYNAMIC else 1
     buffers = new_buffers(q_desc, k_desc, v_desc, do_desc, rows_desc, STAGES, ITEMS)
     barriers = new_barriers(STAGES, ITEMS)
-    rest, rest_bufs, queue = (dk_2_desc, dv_2_desc), None, None
+    rest_bufs, queue = None, None
     if DYNAMIC:
         queue = new_queue(2)
     if D_2:
@@ -241,9 +237,9 @@ def _dkdv_kernel(
         (stride_qh, stride_kh, stride_vh, stride_doh), padded_q, n_kv_heads * GROUP * padded_q,
     )  # fmt: skip
     gl.warp_specialize([
-        (_consume, (0, dk_desc, dv_desc, rest, buffers, rest_bufs, barriers, order, ranges, queue, spoiled_ptr,
+        (_consume, (0, dk_desc, dk_2_desc, buffers, rest_bufs, barriers, order, ranges, queue, spoiled_ptr,
                      softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT)),
-        (_consume, (1, dk_desc, dv_desc, rest, buffers, rest_bufs, barriers, order, ranges, queue, spoiled_ptr,
+        (_consume, (1, dv_desc, dv_2_desc, buffers, rest_bufs, barriers, order, ranges, queue, spoiled_ptr,
                      softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT)),
         (produce, (loads, buffers, rest_bufs, barriers, order, ranges, queue, counter_ptr, n_items, GROUP, ALIGNMENT)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

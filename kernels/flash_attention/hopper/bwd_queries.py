@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.flash_attention.features import Features
-from kernels.flash_attention.hopper.barriers import WARPGROUP, hand_back
+from kernels.flash_attention.hopper.barriers import WARPGROUP, hand_back, meet
 from kernels.flash_attention.hopper.columns import keep_columns
 from kernels.flash_attention.hopper.descriptors import parts_of_heads
 from kernels.flash_attention.hopper.marks import mark_rows
@@ -77,7 +77,7 @@ class QueryTiles:
     arrivals: int = WARPGROUP.value
 
 
-# by head_dim; 160, 144, 192 and 224 KiB of shared memory
+# by head_dim; 193, 193, 192 and 224 KiB of shared memory
 TILES = {
     64: QueryTiles(128, 4, 4, True), 96: QueryTiles(128, 2, 2, True), 128: QueryTiles(128, 2, 2, False),
     256: QueryTiles(64, 2, 1, False, arrivals=1),
@@ -273,7 +273,8 @@ def _consume_item(found, turn, done, CONSUMER: gl.constexpr, dq_descs, lse_ptr, 
         key += BLOCK_N
     if spoiled_ptr is not None:
         mark_rows(dq, dq_2 if D_2 else None, first, head, total_q, spoiled_ptr, CONSUMER)
-    # dQ leaves through Q's buffer, which only this consumer reads
+    # dQ leaves through Q's buffer, which only this consumer reads: when all its warps have
+    meet()
     q.store((dq * softmax_scale).to(dtype))
     if D_2:
         q_2.store((dq_2 * softmax_scale).to(dtype))
@@ -339,7 +340,7 @@ def _dq_kernel(
     """
     ITEMS: gl.constexpr = 2 if DYNAMIC else 1
     bufs = _buffers(q_desc, do_desc, k_desc, v_desc, ITEMS, K_STAGES, V_STAGES)
-    rest_bufs, queue = bufs, None  # unless D_2 no use is made of the former
+    rest_bufs, queue = bufs, None  # rest_bufs are not read where D_2 is 0
     if D_2:
         rest_bufs = _buffers(q_2_desc, do_2_desc, k_2_desc, v_2_desc, ITEMS, K_STAGES, V_STAGES)
     if DYNAMIC:

@@ -104,8 +104,10 @@ def new_rest_buffers(q_2_desc, k_2_desc, v_2_desc, do_2_desc, STAGES: gl.constex
 
 @gluon.jit
 def new_barriers(STAGES: gl.constexpr, ITEMS: gl.constexpr):
-    """Of each place of K and V that they are there, and that it is free; of each stage that Q and lse are there, that
-    dO and delta are, and that it is free. TMA tells what is there, all threads of both consumers what is free.
+    """Of each place of K and V that they are there and, which is asked where there are two, that it is free.
+
+    Of each stage that Q and lse are there, that dO and delta are, and that it is free. TMA tells what is there, all
+    threads of both consumers what is free.
     """
     kv_full = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())

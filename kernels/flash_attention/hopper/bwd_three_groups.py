@@ -67,10 +67,10 @@ to 4%, with four heads a KV head -0.5% (in bursts) to 3%. At 64 delta so takes u
 of 2k, but takes 4% from 16k not causal and from 8k with four heads a KV head. At 96 with softcap and four heads a KV
 head lse before S is waited for takes 12%.
 
-In bf16 without softcap every thread hands dS over for itself (barriers.hand_over); in between stands one barrier of the
-warpgroup a step, of Triton's, where mbarrier.arrive, by one thread for all, had three. 8k with four heads a KV head has
-542 TFLOP/s for 525 so, 32k 1% more sustained, 128 at 16k 620 for 605; in fp16 it is 1 to 3% slower, and with softcap and
-four heads 7% (run 31).
+In bf16 without softcap every thread hands dS over for itself (barriers.hand_over): one barrier of the warpgroup is left
+in a step, which Triton puts there, where mbarrier.arrive, by one thread for all, had three. With four heads a KV head
+8k has 542 TFLOP/s so for 525, 32k sustained 1% more, 128 at 16k 620 for 605. fp16 is 1 to 3% slower so, and softcap
+with four heads 7% (run 31).
 
 TFLOP/s of an H200 in November 2026, causal bf16, all kernels of the pass, medians of one run (b852165):
 
@@ -176,6 +176,12 @@ def tiles_of(head_dim: int, dtype: torch.dtype, softcap: float) -> ThreeGroupTil
     return (CAPPED_TILES if softcap else TILES).get((head_dim, dtype))
 
 
+@gluon.constexpr_function
+def _handed_over_by(halves, softcap):
+    """How many threads of a warpgroup arrive when it has stored its half of dS."""
+    return WARPGROUP.value if halves and not softcap else 1
+
+
 @gluon.jit
 def _product(a, b):
     """a b in bf16, two at a time: Triton would multiply in fp32 and round."""
@@ -213,7 +219,6 @@ def _consume_item(
     # before S and dP are waited for, where that is faster; AHEAD has a place of its own for lse
     LSE_EARLY: gl.constexpr = not (D_2 and HAS_SOFTCAP and GROUP > 1)
     DELTA_EARLY: gl.constexpr = HALVES and not AHEAD and not HAS_SOFTCAP
-    EACH_HANDS_OVER: gl.constexpr = HALVES and not HAS_SOFTCAP  # dS: each thread, or one for all
     PARTS: gl.constexpr = 2 if D_2 else 1  # matmuls of which one operation of a head is made
     # products begun after dP's, which go on when dP is there: S of the next step, dV
     LATER: gl.constexpr = (PARTS if AHEAD and not AFTER_DP else 0) + (PARTS if HALVES else 0)
@@ -336,7 +341,7 @@ def _consume_item(
         else:
             ds = (p * (dp - delta)).to(dtype)
         ds_bufs.index(ds_stage).slice(HALF * KEYS, KEYS, dim=0).store(ds)
-        if EACH_HANDS_OVER:
+        if _handed_over_by(HALVES, HAS_SOFTCAP) == WARPGROUP:
             hand_over(ds_full.index(ds_stage))
         else:
             fence_async_shared()
@@ -363,7 +368,9 @@ def _consume_item(
     if spoiled_ptr is not None:
         sums_2 = dk_2 + dv_2 if D_2 else None
         mark_rows(dk + dv, sums_2, first_here, kv_head, ranges[2], spoiled_ptr, HALF)
-    # dK and dV leave through the buffers of K and V; dQ reads K until it has done the last step
+    # dK and dV leave through the buffers of K and V, once all warps here have read their half; dQ reads K until it has
+    # done the last step
+    meet()
     v_half.store(dv.to(dtype))
     if D_2:
         v_half_2.store(dv_2.to(dtype))
@@ -439,7 +446,8 @@ def _sum_item(
         k_2_buf = k_2_bufs.index(place)
         layout_2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_2, 16])
         no_dq_2 = gl.zeros([SIDE, D_2], gl.float32, layout=layout_2)
-    mbarrier.wait(kv_full.index(place), (turn // ITEMS) & 1)
+    # an item without steps may be over for the others, and K of the next but one there, before this is asked
+    mbarrier.wait(kv_full.index(place), (turn // ITEMS) & 1, pred=n_steps > 0)
     for step in range(done, stop):
         stage, phase = step % STAGES, (step // STAGES) & 1
         ds_buf = ds_bufs.index(stage)  # [N, M]
@@ -528,7 +536,7 @@ def _bwd_kernel(
     ds_full = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], mbarrier.MBarrierLayout())
     ds_empty = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(DS_STAGES):
-        mbarrier.init(ds_full.index(stage), count=2 * WARPGROUP if HALVES and not HAS_SOFTCAP else 2)
+        mbarrier.init(ds_full.index(stage), count=2 * _handed_over_by(HALVES, HAS_SOFTCAP))
         mbarrier.init(ds_empty.index(stage), count=WARPGROUP)
     ring = (ds_bufs, ds_full, ds_empty)
     order = (tiles_ptr, n_tiles, n_kv_heads, section)

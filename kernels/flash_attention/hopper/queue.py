@@ -17,8 +17,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 _FIELDS = gl.constexpr(32)
-# the backward kernels draw the next item that many steps before they load the last one: early enough to be there in
-# time, and so late that another program, which is done, does not wait for one that is not
+# the backward kernels draw the next item when so many steps of this one are left to load: early enough to have the
+# answer in time, and late enough not to hold, with much left to do, an item that an idle program could take
 DRAWN_BEFORE = gl.constexpr(4)
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 

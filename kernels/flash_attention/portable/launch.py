@@ -37,7 +37,7 @@ def is_spoiled(spoiled_ptr, head, first, total, ROWS: tl.constexpr):
     """
     spoiled_ptr += head.to(tl.int64) * tl.cdiv(total, SPOILED_ROWS)
     last = tl.minimum(first + ROWS, total) - 1
-    return tl.load(spoiled_ptr + first // SPOILED_ROWS) + tl.load(spoiled_ptr + last // SPOILED_ROWS) > 0
+    return (tl.load(spoiled_ptr + first // SPOILED_ROWS) | tl.load(spoiled_ptr + last // SPOILED_ROWS)) != 0
 
 
 @triton.jit
