@@ -1,12 +1,13 @@
-"""What tests of the Hopper kernels share: where they run, and the tiles that calls may take."""
+"""What tests of the Hopper kernels share: where they run, the tiles that calls may take, and calls of many items."""
 
 from typing import get_args
 
 import pytest
 import torch
 
+from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper import fwd
-from kernels.flash_attention.schedule import DocumentLength
+from kernels.flash_attention.schedule import DocumentLength, build_schedule, causal_schedule
 
 NEEDS_SM_90 = [
     pytest.mark.gpu,
@@ -23,3 +24,26 @@ def tiles_of(head_dim: int) -> set[fwd.ForwardTiles]:
         for documents in get_args(DocumentLength)
         for wide_o in (False, True)
     }
+
+
+def problem(lengths, head_dim):
+    """What attention_forward takes, of 8 heads, in bf16."""
+    total = sum(lengths)
+    q, k, v = (torch.randn(total, 8, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+    features = Features(head_dim**-0.5, softcap=0.0, sinks=None, alibi=[])
+    return q, k, v, causal_schedule(cu_seqlens, total, q.device), features, torch.bfloat16
+
+
+def backward_problem(lengths_q, lengths_k, head_dim, dtype=torch.bfloat16, softcap=0.0, deterministic=False):
+    """What attention_backward takes, of 16 query heads and 8 KV heads: several items a program."""
+    q, do, k, v = (
+        torch.randn(sum(lengths), heads, head_dim, device="cuda", dtype=dtype)
+        for lengths, heads in ((lengths_q, 16), (lengths_q, 16), (lengths_k, 8), (lengths_k, 8))
+    )
+    cu_seqlens = (torch.tensor([0, *x], device="cuda").cumsum(0).to(torch.int32) for x in (lengths_q, lengths_k))
+    schedule = build_schedule(*cu_seqlens, q.shape[0], k.shape[0], causal=True)
+    features = Features(head_dim**-0.5, softcap, sinks=None, alibi=[])
+    o, lse = fwd.attention_forward(q, k, v, schedule, features, dtype)
+    delta = (o.float() * do.float()).sum(-1).t().contiguous()
+    return do, q, k, v, lse, delta, schedule, features, deterministic

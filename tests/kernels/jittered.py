@@ -1,0 +1,148 @@
+"""Runs the Hopper kernels with warps that sleep at random around what they hand to others, and saves what they give.
+
+    python -m tests.kernels.jittered FILE
+
+In a process of its own, because a kernel is compiled once with the functions that it calls. A warp in 8 sleeps up to
+4 us at each place, so that an order of events that is only likely does not hold.
+"""
+
+import sys
+from hashlib import sha256
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from kernels.flash_attention.hopper import (
+    bwd,
+    bwd_keys,
+    bwd_queries,
+    bwd_steps,
+    bwd_three_groups,
+    bwd_wide,
+    fwd,
+    fwd_parts,
+)
+from kernels.flash_attention.hopper.barriers import hand_back, hand_over
+from kernels.flash_attention.hopper.bwd_tma import named_barrier
+from kernels.flash_attention.hopper.marks import mark_rows
+from kernels.flash_attention.hopper.queue import post, read, take
+from tests.kernels.hopper import backward_problem, problem
+
+MODULES = fwd, fwd_parts, bwd_keys, bwd_queries, bwd_steps, bwd_three_groups, bwd_wide
+RUNS = 3
+DOCUMENTS = {"short": [64] * 150, "ragged": [700, 1, 300, 3000, 2000]}
+
+
+@gluon.jit
+def _sleep():
+    asm: gl.constexpr = (
+        "{ .reg .pred p; .reg .b32 c, w, s; mov.u32 c, %clock; mov.u32 w, %warpid; mad.lo.u32 c, w, 40503, c;"
+        " mul.lo.u32 c, c, 2654435761; shfl.sync.idx.b32 c, c, 0, 31, -1; shr.u32 w, c, 29; shr.u32 s, c, 12;"
+        " and.b32 s, s, 4095; setp.eq.u32 p, w, 0; selp.b32 s, s, 0, p; nanosleep.u32 s; mov.u32 $0, 0; }"
+    )
+    gl.inline_asm_elementwise(asm, "=r,~{memory}", [], gl.int32, False, 1)
+
+
+@gluon.jit
+def _hand_back(empty):
+    _sleep()
+    hand_back(empty)
+    _sleep()
+
+
+@gluon.jit
+def _hand_over(full):
+    _sleep()
+    hand_over(full)
+    _sleep()
+
+
+@gluon.jit
+def _fence():
+    _sleep()
+    fence_async_shared()
+    _sleep()
+
+
+@gluon.jit
+def _named_barrier(INDEX: gl.constexpr, THREADS: gl.constexpr):
+    _sleep()
+    named_barrier(INDEX, THREADS)
+    _sleep()
+
+
+@gluon.jit
+def _mark_rows(x, rest, first, head, total, spoiled_ptr, GROUP: gl.constexpr, THREADS: gl.constexpr = 128):
+    _sleep()
+    mark_rows(x, rest, first, head, total, spoiled_ptr, GROUP, THREADS)
+    _sleep()
+
+
+@gluon.jit
+def _take(counter_ptr):
+    _sleep()
+    return take(counter_ptr)
+
+
+@gluon.jit
+def _post(queue, turn, fields):
+    _sleep()
+    post(queue, turn, fields)
+    _sleep()
+
+
+@gluon.jit
+def _read(queue, turn):
+    _sleep()
+    values = read(queue, turn)
+    _sleep()
+    return values
+
+
+SLEEPING = {
+    "hand_back": _hand_back,
+    "hand_over": _hand_over,
+    "fence_async_shared": _fence,
+    "named_barrier": _named_barrier,
+    "mark_rows": _mark_rows,
+    "take": _take,
+    "post": _post,
+    "read": _read,
+}
+
+
+def let_warps_sleep():
+    """Of kernels that were not compiled yet."""
+    for name, sleeping in SLEEPING.items():
+        users = [module for module in MODULES if hasattr(module, name)]
+        assert users, f"no kernel has a {name}"
+        for module in users:
+            setattr(module, name, sleeping)
+
+
+def calls():
+    """name, attention_forward or attention_backward, and what it takes: the same numbers in every process."""
+    for documents, lengths in DOCUMENTS.items():
+        for head_dim in (64, 96, 128, 256):
+            torch.manual_seed(0)
+            yield f"forward-{head_dim}-{documents}", fwd.attention_forward, problem(lengths, head_dim)
+            for deterministic in (False, True):
+                for softcap in (0.0, 30.0) if head_dim < 128 else (0.0,):
+                    kind = "deterministic" if deterministic else "backward"
+                    one = backward_problem(lengths, lengths, head_dim, softcap=softcap, deterministic=deterministic)
+                    yield f"{kind}-{head_dim}-{softcap:.0f}-{documents}", bwd.attention_backward, one
+
+
+def outcomes(run, arguments, name):
+    """Of RUNS calls: digests of what is the same bits in every run, and one head of dq where it is summed in any order."""
+    for _ in range(RUNS):
+        outputs = list(run(*arguments))
+        any_order = outputs.pop(0)[:, 0].cpu() if name.startswith("backward") else None
+        yield [sha256(x.cpu().contiguous().view(torch.uint8).numpy()).hexdigest() for x in outputs], any_order
+
+
+if __name__ == "__main__":
+    let_warps_sleep()
+    torch.save({name: list(outcomes(run, arguments, name)) for name, run, arguments in calls()}, sys.argv[1])
