@@ -136,7 +136,7 @@ def calls():
 
 
 def outcomes(run, arguments, name):
-    """Of RUNS calls: digests of what is the same bits in every run, and one head of dq where it is summed in any order."""
+    """Of RUNS calls: digests of what is the same bits in every run, and a head of dq if it is summed in any order."""
     for _ in range(RUNS):
         outputs = list(run(*arguments))
         any_order = outputs.pop(0)[:, 0].cpu() if name.startswith("backward") else None
