@@ -62,9 +62,11 @@ class KeysTiles:
 
 
 # by head_dim; 197, 195 and 194 KiB of shared memory. Three stages would take a division, and spills
-TILES = {64: KeysTiles(128, 4, True), 96: KeysTiles(64, 4, True), 128: KeysTiles(64, 4, False)}
+TILES = {
+    64: KeysTiles(128, 4, dynamic=True), 96: KeysTiles(64, 4, dynamic=True), 128: KeysTiles(64, 4, dynamic=False),
+}  # fmt: skip
 # with softcap, whose factor of dS leaves no registers for 128 queries (16k: 4.5 ms for 8.8); 131 KiB at 64
-CAPPED_TILES = TILES | {64: KeysTiles(64, 4, True)}
+CAPPED_TILES = TILES | {64: KeysTiles(64, 4, dynamic=True)}
 
 
 def tiles_of(head_dim: int, softcap: float) -> KeysTiles:

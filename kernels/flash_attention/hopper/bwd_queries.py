@@ -67,7 +67,7 @@ class QueryTiles:
     """block_n keys a step; stages of K and of V in flight, of which V is done with first; DYNAMIC of the kernel.
 
     arrivals: of a warpgroup that has read K or V, from one thread for all or each. One is faster at 256 alone: both
-    passes at 16k 456 TFLOP/s for 433, at 64 411 for 419, at 128 463 for 469.
+    passes at 16k 456 TFLOP/s for 432, at 64 411 for 419, at 128 463 for 469.
     """
 
     block_n: int
@@ -79,9 +79,11 @@ class QueryTiles:
 
 # by head_dim; 193, 193, 192 and 224 KiB of shared memory
 TILES = {
-    64: QueryTiles(128, 4, 4, True), 96: QueryTiles(128, 2, 2, True), 128: QueryTiles(128, 2, 2, False),
-    256: QueryTiles(64, 2, 1, False, arrivals=1),
-}  # fmt: skip
+    64: QueryTiles(128, 4, 4, dynamic=True),
+    96: QueryTiles(128, 2, 2, dynamic=True),
+    128: QueryTiles(128, 2, 2, dynamic=False),
+    256: QueryTiles(64, 2, 1, dynamic=False, arrivals=1),
+}
 
 
 @gluon.jit
