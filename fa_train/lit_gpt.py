@@ -43,8 +43,7 @@ class LitGPT(L.LightningModule):
         self._sums: Tensor  # loss, labels and squared document lengths of the step so far; fp64: counts stay exact
         self._val_sums: Tensor  # loss and labels
         if compile_model:
-            for block in model.blocks:  # alike, so compiled once
-                block.compile()
+            model.compile_blocks()
 
     def setup(self, stage: str) -> None:
         if self.trainer.precision not in PRECISIONS:

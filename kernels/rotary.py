@@ -1,10 +1,11 @@
 """Rotary position embedding of packed heads in one pass: read once, rotated in fp32, rounded and written once.
 
 The layout is the half-split one of Hugging Face's Llama: channel i turns with channel i + head_dim / 2 (RoFormer,
-arXiv:2104.09864). Queries, keys and values may lie side by side in one tensor: heads past the first `n_rotated` are
-copied, so that what autograd keeps of all three is one buffer.
+arXiv:2104.09864). Queries, keys and values lie side by side in one tensor, so that what autograd keeps of all three is
+one buffer: heads past the first `n_rotated` are copied. Their gradients are three tensors, which the way back joins.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from torch import Tensor
 BLOCK = 4096  # numbers of one program
 
 
-@triton.jit(do_not_specialize=["total", "n_heads", "n_rotated"])
+@triton.jit(do_not_specialize=["total", "q_heads", "k_heads", "n_heads", "n_rotated"])
 def _rotate_kernel(
-    x_ptr, cos_ptr, sin_ptr, y_ptr, stride_t, stride_h, total, n_heads, n_rotated,
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, y_ptr,
+    q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
+    total, q_heads, k_heads, n_heads, n_rotated,
     INVERSE: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One program turns BLOCK_M tokens of one head; y is dense.
+    """One program turns BLOCK_M tokens of one head of three parts, whose heads follow one another in y, which is dense.
 
     Programs of the same tokens follow one another, so that their angles come from memory once.
     """
@@ -30,7 +33,12 @@ def _rotate_kernel(
     mask = (rows < total)[:, None] & (cols < HALF)[None, :]
     # int64: 1M tokens x 32 heads x 128 is past 2**31
     rows_64 = rows.to(tl.int64)[:, None]
-    x_ptr += rows_64 * stride_t + head.to(tl.int64) * stride_h + cols[None, :]
+    v_head = q_heads + k_heads
+    x_ptr = _of_part(head, q_heads, v_head, q_ptr, k_ptr, v_ptr)
+    stride_t = _of_part(head, q_heads, v_head, q_stride_t, k_stride_t, v_stride_t)
+    stride_h = _of_part(head, q_heads, v_head, q_stride_h, k_stride_h, v_stride_h)
+    x_head = head - _of_part(head, q_heads, v_head, 0, q_heads, v_head)
+    x_ptr += rows_64 * stride_t + x_head.to(tl.int64) * stride_h + cols[None, :]
     y_ptr += (rows_64 * n_heads + head) * (2 * HALF) + cols[None, :]
     first = tl.load(x_ptr, mask=mask, other=0.0)
     second = tl.load(x_ptr + HALF, mask=mask, other=0.0)
@@ -48,6 +56,12 @@ def _rotate_kernel(
         tl.store(y_ptr + HALF, second, mask=mask)
 
 
+@triton.jit
+def _of_part(head, k_head, v_head, q, k, v):
+    """Which of q, k and v is of the part that `head` lies in; k_head and v_head are the first heads of theirs."""
+    return tl.where(head < k_head, q, tl.where(head < v_head, k, v))
+
+
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, n_rotated: int, dtype: torch.dtype | None = None) -> Tensor:
     """Turns the first n_rotated heads of x by each token's angles; the others are copied.
 
@@ -55,40 +69,69 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, n_rotated: int, dtype: tor
     Returns the same shape, dense, in `dtype`, None being x's. Differentiable in x, to any order.
     Raises: ValueError on shapes that do not fit.
     """
-    total, n_heads, head_dim = x.shape
+    _require_angles(x, cos, sin)
+    if not 0 <= n_rotated <= x.shape[1]:
+        raise ValueError(f"n_rotated must be between 0 and n_heads={x.shape[1]}; got {n_rotated}")
+    result: Tensor = _rotate([x], cos, sin, n_rotated, dtype or x.dtype, False)
+    return result
+
+
+def rotate_qkv(qkv: Tensor, heads: Sequence[int], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k turned by each token's angles and v as it is: views of one new buffer, whose gradients one pass joins.
+
+    Shapes: qkv (total, n_heads + 2 n_kv_heads, head_dim) with a dense last dimension; heads, of q, k and v, are
+    n_heads, n_kv_heads, n_kv_heads; cos and sin (total, head_dim / 2), fp32, dense -> q (total, n_heads, head_dim), k
+    and v (total, n_kv_heads, head_dim). Differentiable in qkv, to any order.
+    Raises: ValueError on shapes that do not fit.
+    """
+    _require_angles(qkv, cos, sin)
+    if len(heads) != 3 or sum(heads) != qkv.shape[1]:
+        raise ValueError(f"heads must be those of q, k and v, {qkv.shape[1]} together as in qkv; got {tuple(heads)}")
+    q, k, v = _RotateQKV.apply(qkv, tuple(heads), cos, sin)
+    return q, k, v
+
+
+def _require_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    total, _, head_dim = x.shape
     if head_dim % 2 or cos.shape != (total, head_dim // 2) or sin.shape != cos.shape:
         raise ValueError(
             f"cos and sin must be (total, head_dim / 2) of x (total, n_heads, head_dim) with an even head_dim; "
             f"got {tuple(cos.shape)} and {tuple(sin.shape)} for x {tuple(x.shape)}"
         )
-    if not 0 <= n_rotated <= n_heads:
-        raise ValueError(f"n_rotated must be between 0 and n_heads={n_heads}; got {n_rotated}")
-    result: Tensor = _rotate(x, cos, sin, n_rotated, dtype or x.dtype, False)
-    return result
 
 
 @torch.library.custom_op("rotary::rotate", mutates_args=())
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, n_rotated: int, dtype: torch.dtype, inverse: bool) -> Tensor:
-    """rotate_heads, or with `inverse` by the angles' negatives: its gradient."""
-    total, n_heads, head_dim = x.shape
-    if not x.is_cuda:
-        return _rotate_plainly(x, cos, sin, n_rotated, dtype, inverse)
-    x = x if x.stride(2) == 1 else x.contiguous()
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+def _rotate(
+    parts: Sequence[Tensor], cos: Tensor, sin: Tensor, n_rotated: int, dtype: torch.dtype, inverse: bool
+) -> Tensor:
+    """rotate_heads of one part or three joined, of one dtype; with `inverse` by the angles' negatives: its gradient."""
+    if not parts[0].is_cuda:
+        return _rotate_plainly(parts, cos, sin, n_rotated, dtype, inverse)
+    y = _empty(parts, cos, sin, n_rotated, dtype, inverse)
+    total, n_heads, head_dim = y.shape
     half = head_dim // 2
     block_d = triton.next_power_of_2(half)
     block_m = BLOCK // (2 * block_d)
     if total:
         _rotate_kernel[(triton.cdiv(total, block_m) * n_heads,)](
-            x, cos, sin, y, x.stride(0), x.stride(1), total, n_heads, n_rotated,
-            INVERSE=inverse, HALF=half, BLOCK_D=block_d, BLOCK_M=block_m,
-        )  # fmt: skip
+            *_arguments(parts, cos, sin, n_rotated, y), INVERSE=inverse, HALF=half, BLOCK_D=block_d, BLOCK_M=block_m
+        )
     return y
 
 
-def _rotate_plainly(x: Tensor, cos: Tensor, sin: Tensor, n_rotated: int, dtype: torch.dtype, inverse: bool) -> Tensor:
+def _arguments(parts: Sequence[Tensor], cos: Tensor, sin: Tensor, n_rotated: int, y: Tensor) -> list[Any]:
+    """The kernel's. One part stands for all three, as no head is past its own."""
+    dense = [x if x.stride(2) == 1 else x.contiguous() for x in parts]
+    q, k, v = dense if len(dense) == 3 else dense * 3
+    strides = [stride for x in (q, k, v) for stride in x.stride()[:2]]
+    return [q, k, v, cos, sin, y, *strides, y.shape[0], q.shape[1], k.shape[1], y.shape[1], n_rotated]
+
+
+def _rotate_plainly(
+    parts: Sequence[Tensor], cos: Tensor, sin: Tensor, n_rotated: int, dtype: torch.dtype, inverse: bool
+) -> Tensor:
     """The same in torch, for the CPU."""
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    x, y = torch.cat(list(parts), dim=1), _empty(parts, cos, sin, n_rotated, dtype, inverse)
     first, second = x[:, :n_rotated].float().chunk(2, dim=-1)
     cos, sin = cos[:, None], -sin[:, None] if inverse else sin[:, None]
     y[:, :n_rotated] = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -97,18 +140,36 @@ def _rotate_plainly(x: Tensor, cos: Tensor, sin: Tensor, n_rotated: int, dtype: 
 
 
 @_rotate.register_fake
-def _fake(x: Tensor, cos: Tensor, sin: Tensor, n_rotated: int, dtype: torch.dtype, inverse: bool) -> Tensor:
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
+def _empty(
+    parts: Sequence[Tensor], cos: Tensor, sin: Tensor, n_rotated: int, dtype: torch.dtype, inverse: bool
+) -> Tensor:
+    total, _, head_dim = parts[0].shape
+    return torch.empty((total, sum(x.shape[1] for x in parts), head_dim), dtype=dtype, device=parts[0].device)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, cos, sin, ctx.n_rotated, _, ctx.inverse = inputs
-    ctx.dtype = x.dtype
+    parts, cos, sin, ctx.n_rotated, _, ctx.inverse = inputs
+    ctx.heads, ctx.dtype = [x.shape[1] for x in parts], parts[0].dtype
     ctx.save_for_backward(cos, sin)
 
 
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    return _rotate(dy, *ctx.saved_tensors, ctx.n_rotated, ctx.dtype, not ctx.inverse), None, None, None, None, None
+def _backward(ctx: Any, dy: Tensor) -> tuple[list[Tensor] | None, ...]:
+    dx = _rotate([dy], *ctx.saved_tensors, ctx.n_rotated, ctx.dtype, not ctx.inverse)
+    return list(dx.split(ctx.heads, dim=1)), None, None, None, None, None
 
 
 _rotate.register_autograd(_backward, setup_context=_save)
+
+
+class _RotateQKV(torch.autograd.Function):
+    """The operator and its split, whose gradient autograd would join before it is rotated."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, heads: tuple[int, int, int], cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        ctx.n_rotated = heads[0] + heads[1]
+        ctx.save_for_backward(cos, sin)
+        return _rotate([qkv], cos, sin, ctx.n_rotated, qkv.dtype, False).split(heads, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        return _rotate([dq, dk, dv], *ctx.saved_tensors, ctx.n_rotated, dq.dtype, True), None, None, None

@@ -20,7 +20,8 @@ from fa_train.memory.tiled_mlp import activate, tiled_mlp
 from fa_train.models.attention import Attention, require_softcap, soft_capped
 from fa_train.models.rope import RopeScaling, RotaryTable, document_positions, rope_scaling, rotary_table
 from kernels.flash_attention.schedule import Schedule, build_schedule, causal_schedule
-from kernels.rotary import rotate_heads
+from kernels.rmsnorm import add_rms_norm
+from kernels.rotary import rotate_heads, rotate_qkv
 
 Norm = Literal["rmsnorm", "layernorm", "offset_rmsnorm"]
 Positions = Literal["rope", "learned", "none"]
@@ -161,6 +162,9 @@ class GPT(nn.Module):
         self.ropes = _ropes(self.windows, positions, rope_theta, rope_scaling, max_seq_len, family)
         make_norm = partial(_norm, norm, eps=norm_eps, bias=bias)
         everything = memory is not None and memory.offload == "all"
+        # blocks that are computed again keep their input, which is then one tensor and not two; so it is if it leaves
+        self.may_add_later = memory is None or (memory.checkpointing == "none" and memory.offload is not True)
+        self.adds_later = False
         self.offload = Offload(n_layers, everything) if memory is not None and memory.offload else None
 
         self.token_embedding = nn.Embedding(vocab_size, dim)
@@ -264,9 +268,13 @@ class GPT(nn.Module):
             for rope in _distinct(self.ropes)
         }
         offload = self.offload.forward_pass(x) if self.offload is not None and torch.is_grad_enabled() else None
+        added = _nothing(x) if self.adds_later else None
         for block, window, rope in zip(self.blocks, self.windows, self.ropes, strict=True):
             with nullcontext() if offload is None else offload.block(x):
-                x = block(x, schedules[window], tables[rope])
+                x, added = block(x, schedules[window], tables[rope], added)
+        if added is not None:
+            x = x + added
+            del added  # before the loss needs its memory
         if offload is not None:
             offload.end(x)
         x = self.norm(x)
@@ -303,6 +311,12 @@ class GPT(nn.Module):
                 f"got {seq_len}"
             )
 
+    def compile_blocks(self, **options: Any) -> None:
+        """torch.compile, with these options, of each block: all are alike, so it compiles once."""
+        self.adds_later = self.may_add_later
+        for block in self.blocks:
+            block.compile(**options)
+
     def _blocks(self) -> Iterable["Block"]:
         return (block for block in self.blocks if isinstance(block, Block))
 
@@ -326,14 +340,24 @@ class Block(nn.Module):
         self.ffn_norm, self.ffn = ffn_norm, ffn
         self.attention_post_norm, self.ffn_post_norm = attention_post_norm, ffn_post_norm
 
-    def forward(self, x: Tensor, schedule: Schedule, rotary: RotaryTable | None) -> Tensor:
-        """x (total, dim) -> the same."""
+    def forward(
+        self, x: Tensor, schedule: Schedule, rotary: RotaryTable | None, added: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The hidden states (total, dim), and the same shape to add to them or None -> both, for the next block.
+
+        A block that is given something to add leaves its own last addition, for one pass with the next block's norm.
+        """
+        if added is not None:
+            x, normed = _add_and_norm(x, added, self.attention_norm, keep_sum=True)
+            y = _normed(self.attention(normed, schedule, rotary), self.attention_post_norm)
+            x, normed = _add_and_norm(x, y, self.ffn_norm, keep_sum=False)  # the first one keeps this x
+            return x, _normed(self.ffn(normed), self.ffn_post_norm)
 
         def layers(x: Tensor) -> Tensor:
             x = x + _normed(self.attention(self.attention_norm(x), schedule, rotary), self.attention_post_norm)
             return x + _normed(self.ffn(self.ffn_norm(x)), self.ffn_post_norm)
 
-        return run_block(self.checkpointing, layers, x)
+        return run_block(self.checkpointing, layers, x), None
 
 
 class SelfAttention(nn.Module):
@@ -364,8 +388,9 @@ class SelfAttention(nn.Module):
         """x (total, dim) -> the same."""
         qkv = self.qkv(x).unflatten(-1, (sum(self.heads), -1))
         if self.q_norm is None and rotary is not None:  # q, k and v stay views of one buffer, all that is kept of them
-            qkv = rotate_heads(qkv, rotary.cos, rotary.sin, self.heads[0] + self.heads[1])
-        q, k, v = qkv.split(self.heads, dim=1)
+            q, k, v = rotate_qkv(qkv, self.heads, rotary.cos, rotary.sin)
+        else:
+            q, k, v = qkv.split(self.heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             norms = (self.q_norm, q), (self.k_norm, k)
             q, k = (_rotated(norm(x.to(norm.weight.dtype)), rotary, v.dtype) for norm, x in norms)
@@ -476,6 +501,26 @@ def _schedule(
 def _rotated(x: Tensor, rotary: RotaryTable | None, dtype: torch.dtype) -> Tensor:
     """All heads of x, in dtype."""
     return x.to(dtype) if rotary is None else rotate_heads(x, rotary.cos, rotary.sin, x.shape[1], dtype)
+
+
+def _add_and_norm(x: Tensor, added: Tensor, norm: nn.Module, *, keep_sum: bool) -> tuple[Tensor, Tensor]:
+    """x + added, and that normed, (total, dim) each; keep_sum as add_rms_norm has it."""
+    if type(norm) is nn.RMSNorm and type(norm.weight) is nn.Parameter and norm.eps is not None:
+        return add_rms_norm(x, added, norm.weight, norm.eps, _compute_dtype(x), keep_sum=keep_sum)
+    x = x + added
+    return x, norm(x)
+
+
+def _nothing(x: Tensor) -> Tensor:
+    """What the first block adds: zeros, which torch.compile takes for the FFN's result that the other blocks add."""
+    zero = torch.zeros((), dtype=_compute_dtype(x), device=x.device, requires_grad=x.requires_grad)
+    return zero.expand(x.shape).contiguous()  # no leaf, which its gradient would keep
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """Of products with x: autocast's."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:

@@ -1,10 +1,21 @@
 """The rotation of heads against complex multiplication in fp64; the kernel itself in the interpreter or on a GPU."""
 
+from collections import Counter
+
 import pytest
 import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch.utils.checkpoint import checkpoint
 
+from fa_train.models.gpt import SelfAttention
+from fa_train.models.rope import RotaryTable
 from kernels import rotary
-from kernels.rotary import rotate_heads
+from kernels.rotary import rotate_heads, rotate_qkv
+
+HEADS = [4, 2, 2]  # of q, k and v
+DIM = 16  # channels of a head
 
 
 def angles(total, half, device):
@@ -25,12 +36,13 @@ def implementation(request, device, monkeypatch):
     """On the CPU the operator takes torch; the kernel is then run by the interpreter."""
     if request.param == "kernel" and device.type == "cpu":
 
-        def through_the_kernel(x, cos, sin, n_rotated, dtype, inverse):
-            y = torch.empty(x.shape, dtype=dtype)
-            half = x.shape[2] // 2
+        def through_the_kernel(parts, cos, sin, n_rotated, dtype, inverse):
+            total, _, head_dim = parts[0].shape
+            y = torch.empty(total, sum(x.shape[1] for x in parts), head_dim, dtype=dtype)
+            half = head_dim // 2
             block_d = 1 << (half - 1).bit_length()
-            rotary._rotate_kernel[(-(-x.shape[0] // 4) * x.shape[1],)](
-                x, cos, sin, y, x.stride(0), x.stride(1), x.shape[0], x.shape[1], n_rotated,
+            rotary._rotate_kernel[(-(-total // 4) * y.shape[1],)](
+                *rotary._arguments(parts, cos, sin, n_rotated, y),
                 INVERSE=inverse, HALF=half, BLOCK_D=block_d, BLOCK_M=4,
             )  # fmt: skip
             return y
@@ -77,13 +89,176 @@ def test_slices_and_other_dtypes(device):
     assert not gradient[:, [0, 3]].any() and gradient[:, 1:3].all()
 
 
-def test_operator_registration(device):
-    x = torch.randn(5, 3, 8, device=device, requires_grad=True)
-    torch.library.opcheck(rotary._rotate, (x, *angles(5, 4, device), 2, torch.float32, False))
+def draw(device, total=9, dtype=torch.float32):
+    """qkv and its angles."""
+    qkv = torch.randn(total, sum(HEADS), DIM, device=device).to(dtype).requires_grad_()
+    return qkv, *angles(total, DIM // 2, device)
+
+
+def rotated_then_split(qkv, heads, cos, sin):
+    """rotate_qkv, whose gradient autograd joins and then rotates."""
+    return rotate_heads(qkv, cos, sin, heads[0] + heads[1]).split(heads, dim=1)
+
+
+def dense(x):
+    return x
+
+
+def heads_first(x):
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def out_of_a_wider_row(x):
+    row = torch.randn(x.shape[0], x.shape[1] + 2, x.shape[2] + 8, device=x.device).to(x.dtype)
+    row[:, 1:-1, 4:-4] = x
+    return row[:, 1:-1, 4:-4]
+
+
+def last_dimension_strided(x):
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("total", [pytest.param(1, id="token"), pytest.param(9, id="blocks-of-tokens")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param((dense, dense, dense), id="dense"),
+        pytest.param((dense, heads_first, out_of_a_wider_row), id="strides-of-their-own"),
+        pytest.param((out_of_a_wider_row, last_dimension_strided, dense), id="last-dimension-strided"),
+    ],
+)
+def test_qkv_equals_complex_multiplication(layouts, dtype, total, device):
+    qkv, cos, sin = draw(device, total, dtype)
+    ours = rotate_qkv(qkv, HEADS, cos, sin)
+    assert [x.shape[1] for x in ours] == HEADS and all(x.dtype == dtype for x in ours)
+    precision = 2 * torch.finfo(dtype).eps
+    exact = turned(qkv.detach(), cos, sin, 6)
+    torch.testing.assert_close(torch.cat(ours, dim=1).double(), exact, rtol=precision, atol=precision * 4)
+    gradients = [torch.randn(x.shape, device=device).to(dtype) for x in ours]
+    laid_out = [layout(x) for layout, x in zip(layouts, gradients, strict=True)]
+    (d_qkv,) = torch.autograd.grad(ours, qkv, laid_out)
+    assert d_qkv.is_contiguous()
+    exact = turned(torch.cat(gradients, dim=1), cos, -sin, 6)
+    torch.testing.assert_close(d_qkv.double(), exact, rtol=precision, atol=precision * 4)
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("used", ["qkv", "q", "k", "v", "qv"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_qkv_is_to_the_bit_what_autograd_makes(used, dtype, device):
+    """Of what comes after q, k and v too; what is not used has no gradient."""
+    qkv, cos, sin = draw(device, dtype=dtype)
+
+    def run(rotated):
+        named = dict(zip("qkv", rotated(qkv, HEADS, cos, sin), strict=True))
+        y = torch.cat([named[name] ** 3 for name in used], dim=1)
+        return y.detach(), *torch.autograd.grad(y, qkv, torch.ones_like(y))
+
+    for ours, expected in zip(run(rotate_qkv), run(rotated_then_split), strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.usefixtures("implementation")
+def test_qkv_is_differentiable_to_any_order(device):
+    qkv, cos, sin = draw(device)
+    exact_qkv = qkv.detach().double().requires_grad_()
+
+    def orders(x, y):
+        """Of a function that has four, each from the last."""
+        found = [(y**4).sum()]
+        for _ in range(3):
+            found += [torch.autograd.grad(found[-1].sin().sum(), x, create_graph=True)[0]]
+        return found
+
+    ours = orders(qkv, torch.cat(rotate_qkv(qkv, HEADS, cos, sin), dim=1) / 8)
+    exact = orders(exact_qkv, turned(exact_qkv, cos, sin, 6) / 8)
+    for found, expected in zip(ours, exact, strict=True):
+        assert expected.abs().max() > 1e-3
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
+
+
+def test_qkv_is_one_buffer(device):
+    """What autograd keeps of q, k and v, and what is offloaded of them."""
+    qkv, cos, sin = draw(device)
+    q, k, v = rotate_qkv(qkv, HEADS, cos, sin)
+    assert all(x.untyped_storage().data_ptr() == q.data_ptr() != qkv.data_ptr() for x in (q, k, v))
+    assert q.untyped_storage().nbytes() == qkv.numel() * qkv.element_size()
+    assert [x.storage_offset() for x in (q, k, v)] == [0, 4 * DIM, 6 * DIM]
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
+def test_qkv_in_a_checkpoint(reentrant, device):
+    qkv, cos, sin = draw(device)
+
+    def layer(qkv):
+        q, k, v = rotate_qkv(qkv, HEADS, cos, sin)
+        return q.exp().sum() + k.exp().sum() + v.exp().sum()
+
+    (expected,) = torch.autograd.grad(layer(qkv), qkv)
+    checkpoint(layer, qkv, use_reentrant=reentrant).backward()
+    assert torch.equal(qkv.grad, expected)
+
+
+def test_qkv_keeps_angles_alone(device):
+    """And takes what saved-tensor hooks hand back."""
+    qkv, cos, sin = draw(device)
+    kept = []
+
+    def pack(x):
+        kept.append(x.shape)
+        return x.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: -x):
+        q, k, v = rotate_qkv(qkv, HEADS, cos, sin)
+    gradients = [torch.randn(x.shape, device=device) for x in (q, k, v)]
+    (d_qkv,) = torch.autograd.grad((q, k, v), qkv, gradients)
+    assert kept == [cos.shape, sin.shape]
+    exact = turned(torch.cat(gradients, dim=1), -cos, sin, 6)  # back by the negative angles of -cos and -sin
+    torch.testing.assert_close(d_qkv.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compiled_attention_joins_gradients_by_the_rotation(dynamic, device):
+    """Without a graph break; torch.cat of dq, dk and dv would be another pass."""
+    graphs = []
+
+    def counted(graph, inputs):
+        graphs.append(Counter(node.target for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    def attend(q, k, v, schedule):
+        return q * (k.exp() * v).repeat_interleave(2, dim=1)
+
+    sizes = {"heads": HEADS, "q_norm": None, "k_norm": None, "softmax_scale": None, "softcap": 0.0}
+    qkv, out = nn.Linear(8, sum(HEADS) * DIM), nn.Linear(HEADS[0] * DIM, 8)
+    layer = SelfAttention(qkv=qkv, out=out, attention=attend, **sizes).to(device)
+    x, table = torch.randn(9, 8, device=device, requires_grad=True), RotaryTable(*angles(9, DIM // 2, device))
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=counted, bw_compiler=counted)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=dynamic)
+    inputs = (x, *layer.parameters())
+    ours, expected = (torch.autograd.grad(run(x, None, table).square().sum(), inputs) for run in (compiled, layer))
+    for found, eager in zip(ours, expected, strict=True):
+        torch.testing.assert_close(found, eager)
+    assert len(graphs) == 2
+    for graph in graphs:
+        assert graph[torch.ops.rotary.rotate.default] == 1 and not graph[torch.ops.aten.cat.default]
+
+
+@pytest.mark.parametrize("heads", [[3], [2, 1, 1]], ids=["one-part", "three-parts"])
+def test_operator_registration(heads, device):
+    parts = [torch.randn(5, n_heads, 8, device=device, requires_grad=True) for n_heads in heads]
+    torch.library.opcheck(rotary._rotate, (parts, *angles(5, 4, device), 2, torch.float32, False))
 
 
 def test_empty(device):
     assert rotate_heads(torch.zeros(0, 2, 8, device=device), *angles(0, 4, device), 2).shape == (0, 2, 8)
+    qkv, cos, sin = draw(device, total=0)
+    rotated = rotate_qkv(qkv, HEADS, cos, sin)
+    assert [x.shape for x in rotated] == [(0, n_heads, DIM) for n_heads in HEADS]
+    assert torch.autograd.grad(rotated, qkv, rotated)[0].shape == qkv.shape
 
 
 @pytest.mark.parametrize(
@@ -98,3 +273,17 @@ def test_empty(device):
 def test_mistakes_are_named(shape, table, n_rotated, message):
     with pytest.raises(ValueError, match=message):
         rotate_heads(torch.zeros(shape), torch.zeros(table), torch.zeros(table), n_rotated)
+
+
+@pytest.mark.parametrize(
+    ("shape", "table", "heads", "message"),
+    [
+        pytest.param((4, 4, 8), (4, 8), [2, 1, 1], r"cos and sin must be .* got \(4, 8\)", id="width"),
+        pytest.param((4, 4, 7), (4, 3), [2, 1, 1], "even head_dim", id="odd"),
+        pytest.param((4, 4, 8), (4, 4), [2, 1, 2], r"q, k and v, 4 together .* got \(2, 1, 2\)", id="sum"),
+        pytest.param((4, 4, 8), (4, 4), [2, 2], r"got \(2, 2\)", id="two"),
+    ],
+)
+def test_mistakes_of_qkv_are_named(shape, table, heads, message):
+    with pytest.raises(ValueError, match=message):
+        rotate_qkv(torch.zeros(shape), heads, torch.zeros(table), torch.zeros(table))

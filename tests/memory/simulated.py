@@ -30,6 +30,7 @@ from fa_train.memory import tiled_mlp as tiled_mlp_module
 from fa_train.memory.loss import linear_cross_entropy
 from fa_train.memory.tiled_mlp import mlp_backward, mlp_forward
 from fa_train.models.gpt import GPT
+from fa_train.models.gpt import _nothing as nothing
 from fa_train.models.rope import rotary_table
 from kernels.flash_attention import interface as interface_module
 from kernels.flash_attention.schedule import causal_schedule
@@ -236,5 +237,6 @@ def kept_by_compiled_block(build: Callable[[], GPT], tokens: int, precision: str
         rotary = rope and rotary_table(torch.empty(tokens, dtype=torch.int64), model.head_dim, rope.theta)
         schedule = causal_schedule(None, tokens, torch.device("cpu"))
         with autocast:
-            torch.compile(model.blocks[0], backend=backend, fullgraph=True, dynamic=False)(x, schedule, rotary)
+            model.compile_blocks(backend=backend, fullgraph=True, dynamic=False)
+            model.blocks[0](x, schedule, rotary, nothing(x) if model.may_add_later else None)
     return sum(storages.values())

@@ -88,8 +88,7 @@ def step_without_levers(attention: str, device: torch.device) -> list[Tensor]:
 def compile_blocks(model: GPT) -> GPT:
     """As LitGPT does, on the part of torch.compile that needs no C++ compiler; a graph break is an error."""
     torch._dynamo.reset()
-    for block in model.blocks:
-        block.compile(backend="aot_eager", fullgraph=True)
+    model.compile_blocks(backend="aot_eager", fullgraph=True)
     return model
 
 

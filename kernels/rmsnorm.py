@@ -1,0 +1,228 @@
+"""RMSNorm (arXiv:1910.07467) of a residual stream, in the pass that adds to it; one pass each way.
+
+The backward gives the gradients of the stream and of what was added to it, which are the same numbers, each in its own
+dtype, and sums the weight's gradient as it goes.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# of one row, 32 a thread; and programs of the backward, where each sums the weight's gradient over many rows. With 512
+# and 8 the backward's 32768 rows of 2048 take 393 and 420 us (of the sum, and of its terms) on an H200, so 364 and 381
+NUMBERS_OF_WARP, PROGRAMS_OF_SM = 1024, 12
+
+
+@triton.jit
+def _add_norm_kernel(
+    x_ptr, added_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, eps, DIM: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program takes one row; all is dense."""
+    row = tl.program_id(0).to(tl.int64)  # 1M tokens x 2048 is 2**31
+    cols = tl.arange(0, BLOCK)
+    inside = cols < DIM
+    x = _row(x_ptr, row, cols, inside, DIM)
+    added = _row(added_ptr, row, cols, inside, DIM)
+    total = (x + added).to(sum_ptr.dtype.element_ty)
+    tl.store(sum_ptr + row * DIM + cols, total, mask=inside)
+    total = total.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(total * total, axis=0) / DIM + eps)
+    tl.store(rstd_ptr + row, rstd)
+    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * DIM + cols, total * rstd * weight, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_norm_backward_kernel(
+    d_sum_ptr, dy_ptr, x_ptr, added_ptr, weight_ptr, rstd_ptr, dx_ptr, d_added_ptr, d_weight_ptr, rows,
+    DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program takes every so manieth row, and gives its part of the weight's gradient.
+
+    added_ptr is None where x is the sum already, d_added_ptr where dx is for both.
+    """
+    cols = tl.arange(0, BLOCK)
+    inside = cols < DIM
+    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    d_weight = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, rows - tl.program_id(0), tl.num_programs(0)):
+        row = (first + tl.program_id(0)).to(tl.int64)
+        total = _row(x_ptr, row, cols, inside, DIM)
+        if added_ptr is not None:
+            # rounded as the forward did
+            total = (total + _row(added_ptr, row, cols, inside, DIM)).to(x_ptr.dtype.element_ty).to(tl.float32)
+        dy = _row(dy_ptr, row, cols, inside, DIM)
+        rstd = tl.load(rstd_ptr + row)
+        normed = total * rstd
+        d_weight += dy * normed
+        dy *= weight
+        mean = tl.sum(dy * normed, axis=0) / DIM
+        dx = _row(d_sum_ptr, row, cols, inside, DIM) + (dy - normed * mean) * rstd
+        tl.store(dx_ptr + row * DIM + cols, dx, mask=inside)
+        if d_added_ptr is not None:
+            tl.store(d_added_ptr + row * DIM + cols, dx, mask=inside)
+    tl.store(d_weight_ptr + tl.program_id(0) * DIM + cols, d_weight, mask=inside)
+
+
+@triton.jit
+def _row(ptr, row, cols, inside, DIM: tl.constexpr):
+    """[BLOCK] fp32."""
+    return tl.load(ptr + row * DIM + cols, mask=inside, other=0.0).to(tl.float32)
+
+
+def add_rms_norm(
+    x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, *, keep_sum: bool
+) -> tuple[Tensor, Tensor]:
+    """x + added, in x's dtype, and its RMSNorm times weight, taken in fp32, in `dtype`.
+
+    Shapes: x and added (rows, dim), weight (dim,) -> two like x. Differentiable once.
+    keep_sum: whether the sum is kept for the backward, or x and added, where those are kept anyhow.
+    Raises: ValueError on shapes that do not fit.
+    """
+    if x.dim() != 2 or added.shape != x.shape or weight.shape != x.shape[1:]:
+        raise ValueError(
+            "x, added and weight must be (rows, dim), (rows, dim) and (dim,); "
+            f"got {tuple(x.shape)}, {tuple(added.shape)} and {tuple(weight.shape)}"
+        )
+    total, y = _AddRMSNorm.apply(x, added, weight, eps, dtype, keep_sum)
+    return total, y
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, keep_sum: bool
+    ) -> tuple[Tensor, Tensor]:
+        total, y, rstd = forward(x, added, weight, eps, dtype)
+        ctx.save_for_backward(*((total, None) if keep_sum else (x, added)), weight, rstd)
+        ctx.dtype_of_added = added.dtype
+        return total, y
+
+    @staticmethod
+    def backward(ctx: Any, d_sum: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, added, weight, rstd = ctx.saved_tensors
+        dx, d_added, d_weight = backward(d_sum, dy, x, added, weight, rstd, ctx.dtype_of_added)
+        return dx, d_added if d_added.numel() else dx, d_weight, None, None, None
+
+
+@torch.library.custom_op("rmsnorm::add_forward", mutates_args=())
+def forward(x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum, its norm, and the reciprocal of each row's root mean square (rows,) fp32."""
+    run = _forward_by_kernel if x.is_cuda else _forward_plainly
+    return run(x, added, weight, eps, dtype)
+
+
+@forward.register_fake
+def _forward_fake(
+    x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = x.shape
+    return x.new_empty(shape), x.new_empty(shape, dtype=dtype), x.new_empty(shape[:1], dtype=torch.float32)
+
+
+@torch.library.custom_op("rmsnorm::add_backward", mutates_args=())
+def backward(
+    d_sum: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    rstd: Tensor,
+    dtype_of_added: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, of added and of weight; x is the sum where added is None.
+
+    The second is of no elements where it would be the first, dtype included.
+    """
+    run = _backward_by_kernel if x.is_cuda else _backward_plainly
+    return run(d_sum, dy, x, added, weight, rstd, dtype_of_added)
+
+
+@backward.register_fake
+def _backward_fake(
+    d_sum: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    rstd: Tensor,
+    dtype_of_added: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (0,) if dtype_of_added == x.dtype else x.shape
+    return x.new_empty(x.shape), x.new_empty(shape, dtype=dtype_of_added), weight.new_empty(weight.shape)
+
+
+def _forward_by_kernel(
+    x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    total, y, rstd = outputs = _forward_fake(x, added, weight, eps, dtype)
+    rows, dim = x.shape
+    if rows:
+        _add_norm_kernel[(rows,)](
+            x.contiguous(), added.contiguous(), weight, total, y, rstd, eps, DIM=dim, **_block(dim)
+        )  # fmt: skip
+    return outputs
+
+
+def _backward_by_kernel(
+    d_sum: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    rstd: Tensor,
+    dtype_of_added: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx, d_added, d_weight = _backward_fake(d_sum, dy, x, added, weight, rstd, dtype_of_added)
+    rows, dim = x.shape
+    programs = min(rows, PROGRAMS_OF_SM * _multiprocessors(x.device))
+    parts = weight.new_empty(programs, dim, dtype=torch.float32)
+    if rows:
+        _add_norm_backward_kernel[(programs,)](
+            d_sum.contiguous(), dy.contiguous(), x.contiguous(), None if added is None else added.contiguous(),
+            weight, rstd, dx, d_added if d_added.numel() else None, parts, rows, DIM=dim, **_block(dim),
+        )  # fmt: skip
+    return dx, d_added, parts.sum(0).to(d_weight.dtype)
+
+
+def _forward_plainly(
+    x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in torch, for the CPU."""
+    total = (x.float() + added.float()).to(x.dtype)
+    wide = total.float()
+    rstd = (wide.square().mean(dim=1) + eps).rsqrt()
+    return total, F.rms_norm(wide, weight.shape, weight.float(), eps).to(dtype), rstd
+
+
+def _backward_plainly(
+    d_sum: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    rstd: Tensor,
+    dtype_of_added: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, in autograd's steps and their order, so that it gives the bits of torch's own on the CPU."""
+    total = x.float() if added is None else (x.float() + added.float()).to(x.dtype).float()
+    rstd, dy = rstd[:, None], dy.float()
+    normed, d_normed = total * rstd, dy * weight.float()
+    d_mean = -0.5 * (d_normed * total).sum(dim=1, keepdim=True) * rstd.pow(3) / x.shape[1]
+    dx = (d_sum.float() + d_normed * rstd + d_mean * (2 * total)).to(x.dtype)
+    d_added = dx.new_empty(0, dtype=dtype_of_added) if dtype_of_added == x.dtype else dx.to(dtype_of_added)
+    return dx, d_added, (dy * normed).sum(0).to(weight.dtype)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _block(dim: int) -> dict[str, int]:
+    """Of one row, and the warps for it."""
+    block = triton.next_power_of_2(dim)
+    return {"BLOCK": block, "num_warps": min(max(block // NUMBERS_OF_WARP, 1), 32)}

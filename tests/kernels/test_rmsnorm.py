@@ -1,0 +1,163 @@
+"""RMSNorm of a sum against autograd in fp64; the kernels themselves in the interpreter or on a GPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import rmsnorm as module
+from kernels.rmsnorm import add_rms_norm
+
+EPS = 1e-5
+SHAPES = pytest.mark.parametrize(
+    ("rows", "dim"),
+    [
+        pytest.param(1, 16, id="one-row"),
+        pytest.param(5, 24, id="part-of-a-block"),
+        pytest.param(2 * module.PROGRAMS_OF_SM + 3, 32, id="rows-of-a-program"),
+    ],
+)
+# of x, of what is added and of y: fp32, as autocast has them, and all in 16 bits
+DTYPES = pytest.mark.parametrize(
+    "dtypes",
+    [
+        pytest.param((torch.float32, torch.float32, torch.float32), id="fp32"),
+        pytest.param((torch.float32, torch.float16, torch.float16), id="mixed"),
+        pytest.param((torch.float16, torch.float16, torch.float16), id="fp16"),
+    ],
+)
+KEEP_SUM = pytest.mark.parametrize("keep_sum", [True, False], ids=["sum", "terms"])
+
+
+@pytest.fixture(params=["torch", "kernel"])
+def implementation(request, device, monkeypatch):
+    """On the CPU the functions take torch; the kernels are then run by the interpreter."""
+    monkeypatch.setattr(module, "_multiprocessors", lambda device: 1)  # so that a program takes several rows
+    if request.param == "kernel" and device.type == "cpu":
+        monkeypatch.setattr(module, "_forward_plainly", module._forward_by_kernel)
+        monkeypatch.setattr(module, "_backward_plainly", module._backward_by_kernel)
+    elif request.param == "torch" and device.type == "cuda":
+        pytest.skip("the GPU takes the kernels")
+
+
+def draw(rows: int, dim: int, dtypes: tuple[torch.dtype, ...], device: torch.device) -> list[Tensor]:
+    """x, what is added, the weight, and the gradients of the sum and of y."""
+    x, added, d_sum, dy = (torch.randn(rows, dim, device=device) for _ in range(4))
+    weight = 1 + 0.3 * torch.randn(dim, device=device)
+    return [x.to(dtypes[0]), added.to(dtypes[1]), weight, d_sum.to(dtypes[0]), dy.to(dtypes[2])]
+
+
+def results(x: Tensor, added: Tensor, weight: Tensor, d_sum: Tensor, dy: Tensor, keep_sum: bool) -> list[Tensor]:
+    """The sum, its norm, and the gradients of x, of what is added and of the weight."""
+    x, added, weight = leaves = [tensor.clone().requires_grad_() for tensor in (x, added, weight)]
+    total, y = add_rms_norm(x, added, weight, EPS, dy.dtype, keep_sum=keep_sum)
+    return [total.detach(), y.detach(), *torch.autograd.grad((total, y), leaves, (d_sum, dy))]
+
+
+def exactly(x: Tensor, added: Tensor, weight: Tensor, d_sum: Tensor, dy: Tensor) -> list[Tensor]:
+    """The same in fp64, of the sum as it is rounded."""
+    rounding = (x + added).to(x.dtype).double() - (x.double() + added.double())
+    leaves = [tensor.double().requires_grad_() for tensor in (x, added, weight)]
+    total = leaves[0] + leaves[1] + rounding
+    y = F.rms_norm(total, weight.shape, leaves[2], EPS)
+    gradients = torch.autograd.grad((total, y), leaves, (d_sum.double(), dy.double()))
+    return [total.detach(), y.detach(), *gradients]
+
+
+@pytest.mark.usefixtures("implementation")
+@SHAPES
+@DTYPES
+@KEEP_SUM
+def test_equals_autograd(rows, dim, dtypes, keep_sum, device):
+    arguments = draw(rows, dim, dtypes, device)
+    expected_dtypes = (dtypes[0], dtypes[2], dtypes[0], dtypes[1], torch.float32)
+    for ours, exact, dtype in zip(results(*arguments, keep_sum), exactly(*arguments), expected_dtypes, strict=True):
+        assert ours.dtype == dtype
+        # sums of fp32 numbers, then one rounding
+        tolerance = 4 * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps
+        torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=8 * tolerance)
+
+
+@pytest.mark.gpu
+@KEEP_SUM
+@pytest.mark.parametrize("dim", [768, 2048, 5120, 16384])
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bf16(x_dtype, dim, keep_sum, device):
+    """The interpreter's bf16 is wrong; and the sizes of models."""
+    arguments = draw(3000, dim, (x_dtype, torch.bfloat16, torch.bfloat16), device)
+    for ours, exact in zip(results(*arguments, keep_sum), exactly(*arguments), strict=True):
+        eps = torch.finfo(ours.dtype).eps
+        torch.testing.assert_close(ours.double(), exact, rtol=eps + 1e-5, atol=4 * eps + 1e-4)
+
+
+@pytest.mark.usefixtures("implementation")
+@KEEP_SUM
+def test_gradients_of_any_layout(keep_sum, device):
+    x, added, weight, d_sum, dy = draw(6, 16, (torch.float32,) * 3, device)
+    strided = [x.T.contiguous().T, added.T.contiguous().T, weight, d_sum[:1].expand(6, 16), dy.T.contiguous().T]
+    dense = [tensor.contiguous() for tensor in strided]
+    for ours, expected in zip(results(*strided, keep_sum), results(*dense, keep_sum), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.usefixtures("implementation")
+def test_one_gradient_alone(device):
+    """The sum is used and its norm is not, and the other way round."""
+    x, added, weight, d_sum, dy = draw(4, 16, (torch.float32,) * 3, device)
+    zeros = torch.zeros_like(d_sum)
+    for place, arguments in enumerate(((d_sum, zeros), (zeros, dy))):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, added, weight)]
+        outputs = add_rms_norm(*leaves, EPS, torch.float32, keep_sum=True)
+        ours = torch.autograd.grad(outputs[place], leaves, (d_sum, dy)[place])
+        for found, expected in zip(ours, exactly(x, added, weight, *arguments)[2:], strict=True):
+            torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@KEEP_SUM
+def test_what_is_kept(keep_sum, device):
+    x, added, weight, *_ = draw(4, 16, (torch.float32, torch.bfloat16, torch.bfloat16), device)
+    leaves = [tensor.requires_grad_() for tensor in (x, added, weight)]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved.data_ptr()), lambda saved: saved):
+        total, _ = add_rms_norm(*leaves, EPS, torch.bfloat16, keep_sum=keep_sum)
+    assert (total.data_ptr() in kept) == keep_sum
+    assert (x.data_ptr() in kept) == (added.data_ptr() in kept) == (not keep_sum)
+
+
+def test_operator_registration(device):
+    x, added, weight, d_sum, dy = draw(3, 8, (torch.float32, torch.float16, torch.float16), device)
+    torch.library.opcheck(module.forward, (x, added, weight, EPS, torch.float16))
+    rstd = module.forward(x, added, weight, EPS, torch.float16)[2]
+    for other in (added, None):
+        torch.library.opcheck(module.backward, (d_sum, dy, x, other, weight, rstd, torch.float16))
+        torch.library.opcheck(module.backward, (d_sum, dy, x, other, weight, rstd, torch.float32))
+
+
+@pytest.mark.parametrize("shapes", [((4, 8), (3, 8), (8,)), ((4, 8), (4, 8), (4,)), ((2, 4, 8), (2, 4, 8), (8,))])
+def test_shapes_that_do_not_fit(shapes, device):
+    with pytest.raises(ValueError, match=r"x, added and weight must be \(rows, dim\), \(rows, dim\) and \(dim,\); got"):
+        add_rms_norm(*(torch.zeros(s, device=device) for s in shapes), EPS, torch.float32, keep_sum=True)
+
+
+@pytest.mark.usefixtures("implementation")
+def test_no_rows(device):
+    x, added, weight, d_sum, dy = draw(0, 8, (torch.float32,) * 3, device)
+    *others, d_weight = results(x, added, weight, d_sum, dy, True)
+    assert all(tensor.shape == (0, 8) for tensor in others) and not d_weight.any()
+
+
+@pytest.mark.gpu
+def test_offsets_past_31_bits(device):
+    """1,048,577 rows of 2048: the last row's offset is 2**31."""
+    rows, dim = 2**20 + 1, 2048
+    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
+        pytest.skip("needs 30 GiB")
+    last = draw(1, dim, (torch.float16,) * 3, device)
+    arguments = [torch.zeros(rows, dim, dtype=torch.float16, device=device) for _ in range(4)]
+    for long, short in zip(arguments, (last[0], last[1], last[3], last[4]), strict=True):
+        long[-1:] = short
+    ours = results(arguments[0], arguments[1], last[2], arguments[2], arguments[3], True)
+    for found, expected in zip(ours, exactly(*last), strict=True):
+        found = found if found.dim() == 1 else found[-1:]
+        torch.testing.assert_close(found.double(), expected, rtol=4e-3, atol=4e-3)
+    assert not ours[2][:-1].any()

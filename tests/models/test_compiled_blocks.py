@@ -1,0 +1,77 @@
+"""Blocks that torch.compile takes: one graph for all of them, and additions left to the next block's norm."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import rmsnorm
+from tests.memory.small import assert_equal, compile_blocks, levers, small_gpt, step, stream
+
+LAYERS = 3
+ADDS_LATER = [levers(), levers(offload="all"), levers(mlp_chunk=8)]
+ADDS_AT_ONCE = [levers("selective"), levers("full"), levers("full", offload=True), levers(offload=True)]
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One entry for each pass that adds and norms."""
+    calls: list[None] = []
+    forward = rmsnorm._forward_by_kernel if torch.cuda.is_available() else rmsnorm._forward_plainly
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(None)
+        return forward(*arguments)
+
+    monkeypatch.setattr(rmsnorm, forward.__name__, counted)
+    return calls
+
+
+@pytest.mark.parametrize("memory", ADDS_LATER, ids=str)
+def test_both_norms_of_a_block_add(memory, device, passes):
+    expected = step(small_gpt(memory, device, n_layers=LAYERS), stream(device))
+    assert not passes  # eagerly, memory is as the planner has it of torch's own norm
+    assert_equal(step(compile_blocks(small_gpt(memory, device, n_layers=LAYERS)), stream(device)), expected)
+    assert len(passes) == 2 * LAYERS
+
+
+@pytest.mark.parametrize("memory", ADDS_AT_ONCE, ids=str)
+def test_what_is_kept_of_a_blocks_input_is_one_tensor(memory, device, passes):
+    expected = step(small_gpt(memory, device, n_layers=LAYERS), stream(device))
+    assert_equal(step(compile_blocks(small_gpt(memory, device, n_layers=LAYERS)), stream(device)), expected)
+    assert not passes
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("memory", [levers(), levers("full")], ids=["adds-later", "adds-at-once"])
+def test_one_graph_for_all_blocks(memory, norm, device):
+    model = compile_blocks(small_gpt(memory, device, n_layers=LAYERS, norm=norm, positions="none", qk_norm=False))
+    step(model, stream(device))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_one_graph_under_autocast(device, passes):
+    model = compile_blocks(small_gpt(levers(), device, n_layers=LAYERS))
+    with torch.autocast(device.type, torch.bfloat16):
+        step(model, stream(device))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert len(passes) == 2 * LAYERS
+
+
+def test_what_the_first_block_adds_is_let_go(device):
+    """Zeros, to be added and forgotten: as a leaf they would wait for their gradient."""
+    model = compile_blocks(small_gpt(levers(), device, n_layers=1))
+    first = []
+    model.blocks[0].register_forward_pre_hook(lambda _, arguments: first.append(arguments[-1]))
+    model(**stream(device)).backward()
+    (added,) = first
+    assert added.requires_grad and not added.is_leaf and not added.any()
