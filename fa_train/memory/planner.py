@@ -387,7 +387,8 @@ class _Block:
         held = self.x  # the gradient of the block's result: all of the block is one node, whose argument it is
         if s.adapters:
             return held
-        # one kernel at the end sums for both norms' weights: attention's projected result, the FFN's gradient of its x
+        # one kernel at the end sums for both norms' weights: attention's projected result, the FFN's gradient of its x;
+        # blocks that add in the norm's own pass (GPT.may_add_later) hold one of them less, where no peak was measured
         held += 2 * self.x_rounded + self.statistics
         held += self.x_rounded if s.mixed and not s.mlp_chunk else 0  # of that result, for its weight's gradient
         return held + (self.up_weight + self.down_weight) * s.weight_bytes  # gradients, handed over at the end

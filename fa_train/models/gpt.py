@@ -184,6 +184,7 @@ class GPT(nn.Module):
                     attention=attention,
                     softmax_scale=family.softmax_scale,
                     softcap=family.softcap,
+                    checkpointed=memory is not None and memory.checkpointing != "none",
                 ),
                 attention_post_norm=make_norm(dim) if family.post_norms else None,
                 ffn_norm=make_norm(dim),
@@ -312,7 +313,10 @@ class GPT(nn.Module):
             )
 
     def compile_blocks(self, **options: Any) -> None:
-        """torch.compile, with these options, of each block: all are alike, so it compiles once."""
+        """torch.compile, with these options, of each block: all are alike, so it compiles once.
+
+        From then on blocks that keep what they compute leave their last addition to the next one.
+        """
         self.adds_later = self.may_add_later
         for block in self.blocks:
             block.compile(**options)
@@ -365,6 +369,7 @@ class SelfAttention(nn.Module):
 
     heads holds the numbers of query, key and value heads. Queries, keys and values come from one matrix, so that
     under autocast one rounded copy of x is kept for the backward, not three. Attention gets all three in one dtype.
+    checkpointed: whether its block is computed again for the backward.
     """
 
     def __init__(
@@ -377,8 +382,10 @@ class SelfAttention(nn.Module):
         attention: Attention,
         softmax_scale: float | None,
         softcap: float,
+        checkpointed: bool,
     ) -> None:
         super().__init__()
+        self.checkpointed = checkpointed
         self.qkv, self.out, self.q_norm, self.k_norm = qkv, out, q_norm, k_norm
         self.heads, self.attention = heads, attention
         scores = {"softmax_scale": softmax_scale, "softcap": softcap}
@@ -387,10 +394,13 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, schedule: Schedule, rotary: RotaryTable | None) -> Tensor:
         """x (total, dim) -> the same."""
         qkv = self.qkv(x).unflatten(-1, (sum(self.heads), -1))
-        if self.q_norm is None and rotary is not None:  # q, k and v stay views of one buffer, all that is kept of them
-            q, k, v = rotate_qkv(qkv, self.heads, rotary.cos, rotary.sin)
-        else:
+        if self.q_norm is not None or rotary is None:
             q, k, v = qkv.split(self.heads, dim=1)
+        elif self.checkpointed and torch.compiler.is_compiling():
+            # there torch 2.11 would keep q, k and v, results of an autograd.Function
+            q, k, v = rotate_heads(qkv, rotary.cos, rotary.sin, self.heads[0] + self.heads[1]).split(self.heads, dim=1)
+        else:  # either way q, k and v stay views of one buffer, all that is kept of them
+            q, k, v = rotate_qkv(qkv, self.heads, rotary.cos, rotary.sin)
         if self.q_norm is not None and self.k_norm is not None:
             norms = (self.q_norm, q), (self.k_norm, k)
             q, k = (_rotated(norm(x.to(norm.weight.dtype)), rotary, v.dtype) for norm, x in norms)

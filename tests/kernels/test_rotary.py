@@ -231,9 +231,9 @@ def test_compiled_attention_joins_gradients_by_the_rotation(dynamic, device):
     def attend(q, k, v, schedule):
         return q * (k.exp() * v).repeat_interleave(2, dim=1)
 
-    sizes = {"heads": HEADS, "q_norm": None, "k_norm": None, "softmax_scale": None, "softcap": 0.0}
+    settings = {"heads": HEADS, "q_norm": None, "k_norm": None, "softmax_scale": None, "softcap": 0.0}
     qkv, out = nn.Linear(8, sum(HEADS) * DIM), nn.Linear(HEADS[0] * DIM, 8)
-    layer = SelfAttention(qkv=qkv, out=out, attention=attend, **sizes).to(device)
+    layer = SelfAttention(qkv=qkv, out=out, attention=attend, checkpointed=False, **settings).to(device)
     x, table = torch.randn(9, 8, device=device, requires_grad=True), RotaryTable(*angles(9, DIM // 2, device))
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=counted, bw_compiler=counted)
