@@ -106,7 +106,7 @@ class _AddRMSNorm(torch.autograd.Function):
     def backward(ctx: Any, d_sum: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, added, weight, rstd = ctx.saved_tensors
         dx, d_added, d_weight = backward(d_sum, dy, x, added, weight, rstd, ctx.dtype_of_added)
-        return dx, d_added if d_added.numel() else dx, d_weight, None, None, None
+        return dx, dx if ctx.dtype_of_added == x.dtype else d_added, d_weight, None, None, None
 
 
 @torch.library.custom_op("rmsnorm::add_forward", mutates_args=())
