@@ -28,7 +28,7 @@ def descriptor(dtype, block):
 
 def compile_keys(dtype, head_dim, group, softcap, marks):
     """The compiled kernel of dK and dV alone."""
-    tiles, kernel = bwd_keys.tiles_of(int(head_dim), float(softcap)), bwd_keys._dkdv_kernel
+    tiles, kernel = bwd_keys.tiles_of(int(head_dim), TORCH_DTYPES[dtype], float(softcap)), bwd_keys._dkdv_kernel
     d_1, d_2 = split_width(int(head_dim))
     signature = dict(
         rows_desc=descriptor("fp32", [tiles.block_m]), softmax_scale="fp32", softcap="fp32",
@@ -36,7 +36,7 @@ def compile_keys(dtype, head_dim, group, softcap, marks):
     )  # fmt: skip
     constants = dict(
         HAS_SOFTCAP=softcap == "1", GROUP=int(group), D_2=d_2, STAGES=tiles.stages, DYNAMIC=tiles.dynamic,
-        ALIGNMENT=ROW_ALIGNMENT,
+        HALVES=tiles.halves, AHEAD=tiles.ahead, ALIGNMENT=ROW_ALIGNMENT,
         CONSUMER_REGISTERS=bwd_keys.CONSUMER_REGISTERS, PRODUCER_REGISTERS=bwd_keys.PRODUCER_REGISTERS,
     )  # fmt: skip
     if marks == "0":

@@ -121,6 +121,7 @@ def test_plain_and_persistent_grids_of_two_passes_give_the_same_bits(
 ):
     one = backward_problem(lengths_q, lengths_k, head_dim, dtype, softcap, deterministic=True)
     persistent = [run(one) for _ in range(3)]
-    for table in (bwd_keys.TILES, bwd_keys.CAPPED_TILES, bwd_queries.TILES):
-        monkeypatch.setitem(table, head_dim, replace(table[head_dim], dynamic=False))
+    key = head_dim, dtype
+    for table, entry in ((bwd_keys.TILES, key), (bwd_keys.CAPPED_TILES, key), (bwd_queries.TILES, head_dim)):
+        monkeypatch.setitem(table, entry, replace(table[entry], dynamic=False))
     assert_same(persistent, run(one))

@@ -5,6 +5,11 @@ computed transposed, [keys, queries], so that P^T and dS^T feed dV and dK from r
 A head_dim of 96 is worked as 64 columns and 32, each with buffers, descriptors and accumulators of its own, because
 Triton's blocks are powers of two: padded to 128 it would pay for a third more of every product.
 A program works one item, 128 keys of a KV head, or DYNAMIC takes items from a queue, as in bwd_three_groups.py.
+
+HALVES and AHEAD are that kernel's too: dS of products in 16 bits, and S of the next step computed beside dS. dK and dV
+of 16k, causal, bf16, an H200 (run 33 of scripts/results/hopper_kernels_h200_202611.md): at 128 both take 3.26 ms for
+3.70, of which HALVES is only the room; at 96 AHEAD alone 3.83 for 3.95, and both no less; at 64 with a soft cap HALVES
+leaves room for 128 queries a step, 4.11 for 4.55, while AHEAD of 64 loses 4 to 14% with a cap and without.
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
 
@@ -35,6 +40,7 @@ from kernels.flash_attention.hopper.bwd_steps import (
     new_rest_buffers,
     next_step,
     produce,
+    product,
     seen_by,
 )
 from kernels.flash_attention.hopper.bwd_tma import named_barrier
@@ -54,30 +60,41 @@ REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
 
 @dataclass(frozen=True)
 class KeysTiles:
-    """block_m queries a step; stages of Q and of dO in flight; DYNAMIC of the kernel."""
+    """block_m queries a step; stages of Q and of dO in flight; DYNAMIC, HALVES and AHEAD of the kernel."""
 
     block_m: int
     stages: int
     dynamic: bool
+    halves: bool = False
+    ahead: bool = False
 
 
-# by head_dim; 197, 195 and 194 KiB of shared memory. Three stages would take a division, and spills
+# by head_dim and dtype; 197, 195 and 194 KiB of shared memory. Three stages would take a division, and spills
 TILES = {
-    64: KeysTiles(128, 4, dynamic=True), 96: KeysTiles(64, 4, dynamic=True), 128: KeysTiles(64, 4, dynamic=False),
-}  # fmt: skip
-# with softcap, whose factor of dS leaves no registers for 128 queries (16k: 4.5 ms for 8.8); 131 KiB at 64
-CAPPED_TILES = TILES | {64: KeysTiles(64, 4, dynamic=True)}
+    (64, torch.bfloat16): KeysTiles(128, 4, dynamic=True),
+    (64, torch.float16): KeysTiles(128, 4, dynamic=True),
+    (96, torch.bfloat16): KeysTiles(64, 4, dynamic=True, ahead=True),
+    (96, torch.float16): KeysTiles(64, 4, dynamic=True, ahead=True),
+    (128, torch.bfloat16): KeysTiles(64, 4, dynamic=False, halves=True, ahead=True),
+    (128, torch.float16): KeysTiles(64, 4, dynamic=False),
+}
+# with softcap, whose factor of dS leaves no registers for 128 queries in fp32 (16k: 4.5 ms for 8.8); then 131 KiB at 64
+CAPPED_TILES = TILES | {
+    (64, torch.bfloat16): KeysTiles(128, 4, dynamic=True, halves=True),
+    (64, torch.float16): KeysTiles(64, 4, dynamic=True),
+}
 
 
-def tiles_of(head_dim: int, softcap: float) -> KeysTiles:
+def tiles_of(head_dim: int, dtype: torch.dtype, softcap: float) -> KeysTiles:
     """What `gradients_of_keys` takes."""
-    return (CAPPED_TILES if softcap else TILES)[head_dim]
+    return (CAPPED_TILES if softcap else TILES)[head_dim, dtype]
 
 
 @gluon.jit
 def _consume_item(
     found, turn, done, HALF: gl.constexpr, out_desc, out_2_desc, buffers, rest_bufs, barriers, ranges, spoiled_ptr,
     softmax_scale, softcap, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr,
+    HALVES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: dK and dV of half an item's keys. HALF 0 writes dK, 1 dV.
 
@@ -127,42 +144,73 @@ def _consume_item(
         if turn > 0:  # by now dK and dV of the item before have left
             tma.store_wait(0)
             hand_back(kv_empty.index((turn - 1) % ITEMS))
+    if AHEAD:
+        stage = done % STAGES
+        mbarrier.wait(q_full.index(stage), (done // STAGES) & 1, pred=n_steps > 0)
+        scores = warpgroup_mma(k_half, q_bufs.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        if D_2:
+            scores = warpgroup_mma(k_half_2, q_2_bufs.index(stage).permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
     for step in range(done, stop):
         stage, phase = step % STAGES, (step // STAGES) & 1
         q, do = q_bufs.index(stage), do_bufs.index(stage)  # [M, D_1]
-        mbarrier.wait(q_full.index(stage), phase)
-        scores = warpgroup_mma(k_half, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [64, M]
         if D_2:
             q_2, do_2 = q_2_bufs.index(stage), do_2_bufs.index(stage)  # [M, D_2]
-            scores = warpgroup_mma(k_half_2, q_2.permute((1, 0)), scores, is_async=True)
+        if not AHEAD:
+            mbarrier.wait(q_full.index(stage), phase)
+            scores = warpgroup_mma(k_half, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [64, M]
+            if D_2:
+                scores = warpgroup_mma(k_half_2, q_2.permute((1, 0)), scores, is_async=True)
         mbarrier.wait(do_full.index(stage), phase)
         dp = warpgroup_mma(v_half, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         if D_2:
             dp = warpgroup_mma(v_half_2, do_2.permute((1, 0)), dp, is_async=True)
-        scores = warpgroup_mma_wait(PARTS, deps=[scores])
+        if not AHEAD:
+            scores = warpgroup_mma_wait(PARTS, deps=[scores])
         lse = gl.expand_dims(lse_bufs.index(stage).load(queries_layout), 0)
         if HAS_SOFTCAP:
             scores, t = cap(scores, softmax_scale, softcap, dtype)
+            slope = 1.0 - t * t
+            if HALVES:
+                slope = slope.to(dtype)
             p = gl.exp2(scores - lse)
         else:
             p = gl.exp2(scores * (softmax_scale * 1.4426950408889634) - lse)
         if (m < whole_start) | (m + BLOCK_M > whole_end):
             p = keep_columns(p, query_start - m, query_end - m, 0.0)
         p_low = p.to(dtype)
-        if HAS_SOFTCAP:
-            p = p * (1.0 - t * t)
-        dp = warpgroup_mma_wait(0, deps=[dp])
+        if HAS_SOFTCAP and HALVES:
+            p_sloped = product(p_low, slope)
+        elif HAS_SOFTCAP:
+            p = p * slope
+        if AHEAD:  # S of the next step; past the last one of whatever the buffer holds, and nobody reads it
+            following = step + 1
+            next_stage = following % STAGES
+            mbarrier.wait(q_full.index(next_stage), (following // STAGES) & 1, pred=following < stop)
+            q_next = q_bufs.index(next_stage)
+            scores = warpgroup_mma(k_half, q_next.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            if D_2:
+                scores = warpgroup_mma(k_half_2, q_2_bufs.index(next_stage).permute((1, 0)), scores, is_async=True)
+        else:
+            dp = warpgroup_mma_wait(0, deps=[dp])
         dv = warpgroup_mma(gl.convert_layout(p_low, operand_layout), do, dv, is_async=True)
         if D_2:
             dv_2 = warpgroup_mma(gl.convert_layout(p_low, operand_layout_2), do_2, dv_2, is_async=True)
+        if AHEAD:
+            dp = warpgroup_mma_wait(2 * PARTS, deps=[dp])
         delta = gl.expand_dims(delta_bufs.index(stage).load(queries_layout), 0)
-        ds = (p * (dp - delta)).to(dtype)
+        if HALVES:
+            ds = product(p_sloped if HAS_SOFTCAP else p_low, (dp - delta).to(dtype))
+        else:
+            ds = (p * (dp - delta)).to(dtype)
         dk = warpgroup_mma(gl.convert_layout(ds, operand_layout), q, dk, is_async=True)
         if D_2:
             dk_2 = warpgroup_mma(gl.convert_layout(ds, operand_layout_2), q_2, dk_2, is_async=True)
             dv, dv_2, dk, dk_2 = warpgroup_mma_wait(0, deps=[dv, dv_2, dk, dk_2])
         else:
             dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
+        if AHEAD:
+            scores = warpgroup_mma_wait(0, deps=[scores])
         hand_back(empty.index(stage))
         m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
     if spoiled_ptr is not None:
@@ -188,6 +236,7 @@ def _consume_item(
 def _consume(
     HALF: gl.constexpr, out_desc, out_2_desc, buffers, rest_bufs, barriers, order, ranges, queue, spoiled_ptr,
     softmax_scale, softcap, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, ALIGNMENT: gl.constexpr,
+    HALVES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """`_consume_item` of the program's item, or of every item of the queue if there is one."""
     BLOCK_M: gl.constexpr = buffers[0].shape[1]
@@ -195,7 +244,7 @@ def _consume(
     if queue is None:
         found = decode(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
         _consume_item(found, 0, 0, HALF, out_desc, out_2_desc, buffers, rest_bufs, barriers, ranges, spoiled_ptr,
-                      softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2)  # fmt: skip
+                      softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, HALVES, AHEAD)  # fmt: skip
     else:
         turn, done = 0, 0
         item = read(queue, turn)
@@ -203,7 +252,7 @@ def _consume(
             found = five_fields(item)
             done = _consume_item(
                 found, turn, done, HALF, out_desc, out_2_desc, buffers, rest_bufs, barriers, ranges, spoiled_ptr,
-                softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2,
+                softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, HALVES, AHEAD,
             )  # fmt: skip
             turn += 1
             item = read(queue, turn)
@@ -216,8 +265,9 @@ def _dkdv_kernel(
     q_2_desc, k_2_desc, v_2_desc, do_2_desc, dk_2_desc, dv_2_desc,
     counter_ptr, tiles_ptr, query_start_ptr, query_end_ptr, spoiled_ptr, softmax_scale, softcap,
     n_items, n_tiles, n_kv_heads, section, total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
-    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, STAGES: gl.constexpr,
-    DYNAMIC: gl.constexpr, ALIGNMENT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, STAGES: gl.constexpr, DYNAMIC: gl.constexpr,
+    HALVES: gl.constexpr, AHEAD: gl.constexpr, ALIGNMENT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """An item: 128 keys of one KV head, over all query heads that share it. Program i works i, and DYNAMIC then others.
 
@@ -240,9 +290,9 @@ def _dkdv_kernel(
     )  # fmt: skip
     gl.warp_specialize([
         (_consume, (0, dk_desc, dk_2_desc, buffers, rest_bufs, barriers, order, ranges, queue, spoiled_ptr,
-                     softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT)),
+                     softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
         (_consume, (1, dv_desc, dv_2_desc, buffers, rest_bufs, barriers, order, ranges, queue, spoiled_ptr,
-                     softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT)),
+                     softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
         (produce, (loads, buffers, rest_bufs, barriers, order, ranges, queue, counter_ptr, n_items, GROUP, ALIGNMENT)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
@@ -258,7 +308,7 @@ def gradients_of_keys(
     n_heads, head_dim = q.shape[1:]
     total_k, n_kv_heads, _ = k.shape
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-    tiles = tiles_of(head_dim, features.softcap)
+    tiles = tiles_of(head_dim, q.dtype, features.softcap)
     rows_desc = numbers(rows, tiles.block_m)
     n_tiles = ceil_div(total_k, BLOCK_N)
     descs, rest = parts_of_heads(
@@ -276,7 +326,7 @@ def gradients_of_keys(
         n_items, n_tiles, n_kv_heads, kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, D_2=split_width(head_dim)[1],
-        STAGES=tiles.stages, DYNAMIC=tiles.dynamic, ALIGNMENT=ROW_ALIGNMENT, CONSUMER_REGISTERS=CONSUMER_REGISTERS,
-        PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4, maxnreg=REGISTERS,
+        STAGES=tiles.stages, DYNAMIC=tiles.dynamic, HALVES=tiles.halves, AHEAD=tiles.ahead, ALIGNMENT=ROW_ALIGNMENT,
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip
     return dk, dv

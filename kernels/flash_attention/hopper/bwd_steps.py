@@ -56,6 +56,12 @@ def next_step(m, head, start, end, GROUP: gl.constexpr, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
+def product(a, b):
+    """a b in bf16, two at a time: Triton would multiply in fp32 and round."""
+    return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], gl.bfloat16, True, 2)
+
+
+@gluon.jit
 def seen_by(ranges, first, KEYS: gl.constexpr, layout: gl.constexpr):
     """Where the queries that see each of KEYS keys from `first` on start and end, and where those that see all do.
 

@@ -119,6 +119,7 @@ from kernels.flash_attention.hopper.bwd_steps import (
     new_rest_buffers,
     next_step,
     produce,
+    product,
     seen_by,
 )
 from kernels.flash_attention.hopper.bwd_tma import named_barrier, tma_reduce_add
@@ -180,12 +181,6 @@ def tiles_of(head_dim: int, dtype: torch.dtype, softcap: float) -> ThreeGroupTil
 def _handed_over_by(halves, softcap):
     """How many threads of a warpgroup arrive when it has stored its half of dS."""
     return WARPGROUP.value if halves and not softcap else 1
-
-
-@gluon.jit
-def _product(a, b):
-    """a b in bf16, two at a time: Triton would multiply in fp32 and round."""
-    return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], gl.bfloat16, True, 2)
 
 
 @gluon.jit
@@ -299,7 +294,7 @@ def _consume_item(
             p = keep_columns(p, query_start - m, query_end - m, 0.0)
         p_low = p.to(dtype)
         if HAS_SOFTCAP and HALVES:
-            p_sloped = _product(p_low, (1.0 - t * t).to(dtype))
+            p_sloped = product(p_low, (1.0 - t * t).to(dtype))
         elif HAS_SOFTCAP:
             p = p * (1.0 - t * t)
         following = step + 1
@@ -337,7 +332,7 @@ def _consume_item(
             delta = delta_bufs.index(stage).load(queries_layout)
         delta = gl.expand_dims(delta, 0)
         if HALVES:
-            ds = _product(p_sloped if HAS_SOFTCAP else p_low, (dp - delta).to(dtype))
+            ds = product(p_sloped if HAS_SOFTCAP else p_low, (dp - delta).to(dtype))
         else:
             ds = (p * (dp - delta)).to(dtype)
         ds_bufs.index(ds_stage).slice(HALF * KEYS, KEYS, dim=0).store(ds)
