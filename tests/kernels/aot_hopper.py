@@ -30,6 +30,8 @@ def compile_forward(tiles, head_dim, dtype, out_dtype, features):
     constants |= tiles.constants()
     if "marks" not in features:
         constants["spoiled_ptr"] = None
+    if not tiles.dynamic:
+        constants["counter_ptr"] = None
     names, descriptors = _fwd_kernel.arg_names, {}
     for part, columns in zip(("", "_2"), split_width(head_dim), strict=True):
         for operand, rows in (("q", ROWS), ("k", tiles.block_n), ("v", tiles.block_n), ("o", ROWS)):

@@ -35,12 +35,11 @@ def compile_keys(dtype, head_dim, group, softcap, marks):
         counter_ptr="*i32", tiles_ptr="*i32", query_start_ptr="*i32", query_end_ptr="*i32", spoiled_ptr="*i32",
     )  # fmt: skip
     constants = dict(
-        HAS_SOFTCAP=softcap == "1", GROUP=int(group), D_2=d_2, STAGES=tiles.stages, DYNAMIC=tiles.dynamic,
+        HAS_SOFTCAP=softcap == "1", GROUP=int(group), D_2=d_2, STAGES=tiles.stages,
         HALVES=tiles.halves, AHEAD=tiles.ahead, ALIGNMENT=ROW_ALIGNMENT,
         CONSUMER_REGISTERS=bwd_keys.CONSUMER_REGISTERS, PRODUCER_REGISTERS=bwd_keys.PRODUCER_REGISTERS,
     )  # fmt: skip
-    if marks == "0":
-        constants["spoiled_ptr"] = None
+    constants |= without(marks, tiles.dynamic)
     for part, width in (("", d_1), ("_2", d_2)):
         for name, rows in (
             ("q", tiles.block_m), ("do", tiles.block_m), ("k", bwd_keys.BLOCK_N), ("v", bwd_keys.BLOCK_N),
@@ -72,11 +71,10 @@ def compile_three_groups(dtype, head_dim, group, softcap, marks):
             (signature if width else rest)[f"{name}{part}_desc"] = descriptor(kind, block) if width else None
     constants = dict(
         HAS_SOFTCAP=softcap == "1", GROUP=int(group), D_2=d_2, ALIGNMENT=bwd_three_groups.SUM_BLOCK,
-        STAGES=tiles.stages, DS_STAGES=tiles.ds_stages, DYNAMIC=tiles.dynamic, HALVES=tiles.halves, AHEAD=tiles.ahead,
+        STAGES=tiles.stages, DS_STAGES=tiles.ds_stages, HALVES=tiles.halves, AHEAD=tiles.ahead,
         REGISTERS=bwd_three_groups.GROUP_REGISTERS, **rest,
     )  # fmt: skip
-    if marks == "0":
-        constants["spoiled_ptr"] = None
+    constants |= without(marks, tiles.dynamic)
     return compile_source(kernel, signature, constants, bwd_three_groups.REGISTERS)
 
 
@@ -103,10 +101,9 @@ def compile_queries(dtype, head_dim, group, softcap, marks):
     d_1, d_2 = split_width(int(head_dim))
     constants = dict(
         HAS_SOFTCAP=softcap == "1", GROUP=int(group), D_2=d_2, K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages,
-        DYNAMIC=tiles.dynamic, ARRIVALS=tiles.arrivals, REGISTERS=bwd_queries.REGISTERS,
+        ARRIVALS=tiles.arrivals, REGISTERS=bwd_queries.REGISTERS,
     )  # fmt: skip
-    if marks == "0":
-        constants["spoiled_ptr"] = None
+    constants |= without(marks, tiles.dynamic)
     signature = dict(softmax_scale="fp32", softcap="fp32", lse_ptr="*fp32", delta_ptr="*fp32")
     signature |= dict.fromkeys(("counter_ptr", "tiles_ptr", "key_start_ptr", "key_end_ptr", "spoiled_ptr"), "*i32")
     for part, width in (("", d_1), ("_2", d_2)):
@@ -117,6 +114,11 @@ def compile_queries(dtype, head_dim, group, softcap, marks):
             else:
                 constants[f"{name}{part}_desc"] = None
     return compile_source(kernel, signature, constants, bwd_queries.THREAD_REGISTERS)
+
+
+def without(marks, dynamic):
+    """The pointers that a launch hands over as None."""
+    return ({} if marks == "1" else {"spoiled_ptr": None}) | ({} if dynamic else {"counter_ptr": None})
 
 
 def compile_source(kernel, signature, constants, registers):

@@ -4,7 +4,7 @@ One producer warp loads Q, dO, lse and delta through TMA; two warpgroups hold ha
 computed transposed, [keys, queries], so that P^T and dS^T feed dV and dK from registers.
 A head_dim of 96 is worked as 64 columns and 32, each with buffers, descriptors and accumulators of its own, because
 Triton's blocks are powers of two: padded to 128 it would pay for a third more of every product.
-A program works one item, 128 keys of a KV head, or DYNAMIC takes items from a queue, as in bwd_three_groups.py.
+A program works one item, 128 keys of a KV head, or, dynamic, takes items from a queue, as in bwd_three_groups.py.
 
 HALVES and AHEAD are that kernel's too: dS of products in 16 bits, and S of the next step computed beside dS. dK and dV
 of 16k, causal, bf16, an H200 (run 33 of scripts/results/hopper_kernels_h200_202611.md): at 128 both take 3.26 ms for
@@ -47,10 +47,10 @@ from kernels.flash_attention.hopper.bwd_tma import named_barrier
 from kernels.flash_attention.hopper.columns import keep_columns
 from kernels.flash_attention.hopper.descriptors import numbers, parts_of_heads
 from kernels.flash_attention.hopper.marks import mark_rows
-from kernels.flash_attention.hopper.queue import counter, field, five_fields, new_queue, read
-from kernels.flash_attention.portable.launch import ceil_div, multiprocessors
+from kernels.flash_attention.hopper.queue import field, five_fields, new_queue, programs_of, read
+from kernels.flash_attention.portable.launch import ceil_div
 from kernels.flash_attention.portable.load import split_width
-from kernels.flash_attention.replay import lasting, launch
+from kernels.flash_attention.replay import launch
 from kernels.flash_attention.schedule import Schedule
 from kernels.flash_attention.scores import cap
 
@@ -60,7 +60,10 @@ REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
 
 @dataclass(frozen=True)
 class KeysTiles:
-    """block_m queries a step; stages of Q and of dO in flight; DYNAMIC, HALVES and AHEAD of the kernel."""
+    """block_m queries a step; stages of Q and of dO in flight; HALVES and AHEAD of the kernel.
+
+    dynamic: whether programs take their items from a queue.
+    """
 
     block_m: int
     stages: int
@@ -265,20 +268,21 @@ def _dkdv_kernel(
     q_2_desc, k_2_desc, v_2_desc, do_2_desc, dk_2_desc, dv_2_desc,
     counter_ptr, tiles_ptr, query_start_ptr, query_end_ptr, spoiled_ptr, softmax_scale, softcap,
     n_items, n_tiles, n_kv_heads, section, total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
-    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, STAGES: gl.constexpr, DYNAMIC: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, STAGES: gl.constexpr,
     HALVES: gl.constexpr, AHEAD: gl.constexpr, ALIGNMENT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """An item: 128 keys of one KV head, over all query heads that share it. Program i works i, and DYNAMIC then others.
+    """An item: 128 keys of one KV head, over all query heads that share it.
 
+    Program i works item i, and then others if there is a counter of them.
     Descriptors of the first D_1 columns of each head, and with a 2 of the D_2 after them (None where D_2 is 0).
     spoiled_ptr is None, or where to mark NaN in dK and dV (marks.py).
     """
-    ITEMS: gl.constexpr = 2 if DYNAMIC else 1
+    ITEMS: gl.constexpr = 1 if counter_ptr is None else 2
     buffers = new_buffers(q_desc, k_desc, v_desc, do_desc, rows_desc, STAGES, ITEMS)
     barriers = new_barriers(STAGES, ITEMS)
     rest_bufs, queue = None, None
-    if DYNAMIC:
+    if counter_ptr is not None:
         queue = new_queue(2)
     if D_2:
         rest_bufs = new_rest_buffers(q_2_desc, k_2_desc, v_2_desc, do_2_desc, STAGES, ITEMS)
@@ -314,19 +318,16 @@ def gradients_of_keys(
     descs, rest = parts_of_heads(
         (q, tiles.block_m), (k, BLOCK_N), (v, BLOCK_N), (do, tiles.block_m), (dk, BLOCK_N), (dv, BLOCK_N)
     )
-    n_items = programs = n_tiles * n_kv_heads
-    tickets = schedule.key_tiles  # any pointer will do where none is read
-    if tiles.dynamic:
-        programs = min(n_items, multiprocessors(q.device))
-        tickets = lasting(counter(q.device))
+    n_items = n_tiles * n_kv_heads
+    programs, counter = programs_of(n_items, q.device, tiles.dynamic)
     launch(
         _dkdv_kernel, (programs,),
-        *descs[:4], rows_desc, *descs[4:], *rest, tickets,
+        *descs[:4], rows_desc, *descs[4:], *rest, counter,
         schedule.key_tiles, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale, features.softcap,
         n_items, n_tiles, n_kv_heads, kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, D_2=split_width(head_dim)[1],
-        STAGES=tiles.stages, DYNAMIC=tiles.dynamic, HALVES=tiles.halves, AHEAD=tiles.ahead, ALIGNMENT=ROW_ALIGNMENT,
+        STAGES=tiles.stages, HALVES=tiles.halves, AHEAD=tiles.ahead, ALIGNMENT=ROW_ALIGNMENT,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip
     return dk, dv

@@ -5,8 +5,8 @@ scores of their own, and feed dS to dQ = dS K from registers. At head_dim 256, a
 bits in every run, it follows a kernel of dK and dV (bwd_keys.py, bwd_wide.py), which computes the scores too.
 A head_dim of 96 is worked as 64 columns and 32, as in bwd_keys.py.
 
-A program works one item, 128 queries of a head, or takes items from a queue (queue.py), DYNAMIC. Q and dO then have two
-places: those of the next item are loaded while this one is worked, and dQ leaves through its item's own.
+A program works one item, 128 queries of a head, or, dynamic, takes items from a queue (queue.py). Q and dO then have
+two places: those of the next item are loaded while this one is worked, and dQ leaves through its item's own.
 
 What binds, for 128 queries x 128 keys (cycles of one SM, as bwd_wide.py counts them; at 256, for 128 x 64):
 
@@ -41,18 +41,18 @@ from kernels.flash_attention.hopper.descriptors import parts_of_heads
 from kernels.flash_attention.hopper.marks import mark_rows
 from kernels.flash_attention.hopper.queue import (
     DRAWN_BEFORE,
-    counter,
     field,
     five_fields,
     item_of,
     new_queue,
     post,
+    programs_of,
     read,
     take,
 )
-from kernels.flash_attention.portable.launch import heads_per_section, multiprocessors, tile_and_head
+from kernels.flash_attention.portable.launch import heads_per_section, tile_and_head
 from kernels.flash_attention.portable.load import split_width
-from kernels.flash_attention.replay import lasting, launch
+from kernels.flash_attention.replay import launch
 from kernels.flash_attention.schedule import WORK_TILE, Schedule
 from kernels.flash_attention.scores import cap
 
@@ -64,7 +64,7 @@ THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """block_n keys a step; stages of K and of V in flight, of which V is done with first; DYNAMIC of the kernel.
+    """block_n keys a step; stages of K and of V in flight, of which V is done with first; dynamic: items from a queue.
 
     arrivals: of a warpgroup that has read K or V, from one thread for all or each. One is faster at 256 alone: both
     passes at 16k 456 TFLOP/s for 432, at 64 411 for 419, at 128 463 for 469.
@@ -109,11 +109,11 @@ def _load(descs, row, column, barrier, bufs, rest_bufs, INDEX, D_2: gl.constexpr
 
 @gluon.jit
 def _produce_item(found, turn, done, counter_ptr, q_descs, k_descs, v_descs, do_descs, strides, buffers,
-                  D_2: gl.constexpr, DYNAMIC: gl.constexpr):  # fmt: skip
+                  D_2: gl.constexpr):  # fmt: skip
     """One warp: loads each consumer's queries of an item, then its blocks of K and of V.
 
     The item is the program's number `turn`, and `done` the blocks of those before it. Returns a ticket for another, if
-    DYNAMIC.
+    counter_ptr is not None.
     """
     stride_qh, stride_kh, stride_vh, stride_doh = strides
     q_bufs, do_bufs, k_bufs, v_bufs = buffers[0]
@@ -130,18 +130,18 @@ def _produce_item(found, turn, done, counter_ptr, q_descs, k_descs, v_descs, do_
         row = first + consumer * BLOCK_M
         place = turn % ITEMS * 2 + consumer
         here = q_full.index(place)
-        if DYNAMIC:
+        if counter_ptr is not None:
             mbarrier.wait(q_empty.index(place), (turn // ITEMS) & 1 ^ 1)
         mbarrier.expect(here, 2 * BLOCK_M * BYTES)
         _load(q_descs, row, head * stride_qh, here, q_bufs, q_2_bufs, place, D_2)
         _load(do_descs, row, head * stride_doh, here, do_bufs, do_2_bufs, place, D_2)
     ticket = 0
     draw_at = done + gl.maximum(n_blocks - DRAWN_BEFORE, 0)
-    if DYNAMIC:
+    if counter_ptr is not None:
         if n_blocks == 0:
             ticket = take(counter_ptr)
     for step in range(done, done + n_blocks):
-        if DYNAMIC:
+        if counter_ptr is not None:
             if step == draw_at:
                 ticket = take(counter_ptr)
         k_stage, v_stage = step % K_STAGES, step % V_STAGES
@@ -164,7 +164,7 @@ def _produce(q_descs, k_descs, v_descs, do_descs, strides, buffers, order, range
     BLOCK_N: gl.constexpr = buffers[0][2].shape[1]
     if queue is None:
         found = _walk(gl.program_id(0), order, ranges, GROUP, ROWS, BLOCK_N)
-        _produce_item(found, 0, 0, counter_ptr, q_descs, k_descs, v_descs, do_descs, strides, buffers, D_2, False)
+        _produce_item(found, 0, 0, counter_ptr, q_descs, k_descs, v_descs, do_descs, strides, buffers, D_2)
     else:
         turn, done = 0, 0
         item = gl.program_id(0)
@@ -172,7 +172,7 @@ def _produce(q_descs, k_descs, v_descs, do_descs, strides, buffers, order, range
             found = _walk(item, order, ranges, GROUP, ROWS, BLOCK_N)
             post(queue, turn, found)
             ticket = _produce_item(
-                found, turn, done, counter_ptr, q_descs, k_descs, v_descs, do_descs, strides, buffers, D_2, True
+                found, turn, done, counter_ptr, q_descs, k_descs, v_descs, do_descs, strides, buffers, D_2
             )  # fmt: skip
             done += found[4]
             turn += 1
@@ -333,19 +333,19 @@ def _dq_kernel(
     lse_ptr, delta_ptr, counter_ptr, tiles_ptr, key_start_ptr, key_end_ptr, spoiled_ptr, softmax_scale, softcap,
     n_items, n_tiles, n_heads, section, total_q, stride_qh, stride_kh, stride_vh, stride_doh,
     HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    DYNAMIC: gl.constexpr, ARRIVALS: gl.constexpr, REGISTERS: gl.constexpr,
+    ARRIVALS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """An item: dQ of 128 queries of one head. Program i works item i, and DYNAMIC then others.
+    """An item: dQ of 128 queries of one head. Program i works item i, and then others if there is a counter.
 
     Descriptors of the first columns of each head, and with a 2 of the D_2 after them (None where D_2 is 0).
     spoiled_ptr is None, or where to mark NaN in dQ (marks.py).
     """
-    ITEMS: gl.constexpr = 2 if DYNAMIC else 1
+    ITEMS: gl.constexpr = 1 if counter_ptr is None else 2
     bufs = _buffers(q_desc, do_desc, k_desc, v_desc, ITEMS, K_STAGES, V_STAGES)
     rest_bufs, queue = bufs, None  # rest_bufs are not read where D_2 is 0
     if D_2:
         rest_bufs = _buffers(q_2_desc, do_2_desc, k_2_desc, v_2_desc, ITEMS, K_STAGES, V_STAGES)
-    if DYNAMIC:
+    if counter_ptr is not None:
         queue = new_queue(2)
     q_full = gl.allocate_shared_memory(gl.int64, [2 * ITEMS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [2 * ITEMS, 1], mbarrier.MBarrierLayout())
@@ -392,18 +392,15 @@ def gradient_of_queries(
     tiles = TILES[head_dim]
     descs, rest = parts_of_heads((q, BLOCK_M), (k, tiles.block_n), (v, tiles.block_n), (do, BLOCK_M), (dq, BLOCK_M))
     n_tiles = schedule.query_tiles.numel()
-    n_items = programs = n_tiles * n_heads
-    tickets = schedule.query_tiles  # any pointer will do where none is read
-    if tiles.dynamic:
-        programs = min(n_items, multiprocessors(q.device))
-        tickets = lasting(counter(q.device))
+    n_items = n_tiles * n_heads
+    programs, counter = programs_of(n_items, q.device, tiles.dynamic)
     launch(
         _dq_kernel, (programs,),
-        *descs, *rest, lse, delta, tickets, schedule.query_tiles, schedule.key_start, schedule.key_end, spoiled,
+        *descs, *rest, lse, delta, counter, schedule.query_tiles, schedule.key_start, schedule.key_end, spoiled,
         features.softmax_scale, features.softcap, n_items, n_tiles, n_heads, heads_per_section(k, v, n_heads), total_q,
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // k.shape[1], D_2=split_width(head_dim)[1],
-        K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages, DYNAMIC=tiles.dynamic, ARRIVALS=tiles.arrivals,
+        K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages, ARRIVALS=tiles.arrivals,
         REGISTERS=REGISTERS, num_warps=4, maxnreg=THREAD_REGISTERS,
     )  # fmt: skip
     return dq

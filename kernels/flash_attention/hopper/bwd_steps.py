@@ -173,73 +173,59 @@ def load_step(loads, buffers, rest_bufs, barriers, stage, m, head):
 
 
 @gluon.jit
+def _produce_item(found, turn, done, counter_ptr, loads, buffers, rest_bufs, barriers, GROUP: gl.constexpr):
+    """One warp: fills the buffers for one item, in the order in which the consumers empty them.
+
+    The item is the program's number `turn`, and `done` the steps of those before it. Returns those done with it, and a
+    ticket for another item if counter_ptr is not None.
+    """
+    STAGES: gl.constexpr = buffers[0].shape[0]
+    BLOCK_M: gl.constexpr = buffers[0].shape[1]
+    ITEMS: gl.constexpr = buffers[4].shape[0]
+    kv_full, kv_empty, _, _, empty = barriers
+    first, kv_head, m, end, n_steps = found
+    start, head = m, kv_head * GROUP
+    place = turn % ITEMS
+    ticket = 0
+    if counter_ptr is not None:
+        mbarrier.wait(kv_empty.index(place), (turn // ITEMS) & 1 ^ 1)
+        if n_steps == 0:
+            ticket = take(counter_ptr)
+    load_keys(loads, buffers, rest_bufs, kv_full, place, first, kv_head)
+    stop = done + n_steps
+    draw_at = gl.maximum(stop - DRAWN_BEFORE, done)
+    for step in range(done, stop):
+        if counter_ptr is not None:
+            if step == draw_at:
+                ticket = take(counter_ptr)
+        stage = step % STAGES
+        mbarrier.wait(empty.index(stage), (step // STAGES) & 1 ^ 1)
+        load_step(loads, buffers, rest_bufs, barriers, stage, m, head)
+        m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
+    return stop, ticket
+
+
+@gluon.jit
 def produce(
     loads, buffers, rest_bufs, barriers, order, ranges, queue, counter_ptr, n_items, GROUP: gl.constexpr,
     ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
-    """One warp: loads the program's item or, if there is a queue, every item that it takes."""
+    """One warp: `_produce_item` of the program's item, or of every item that it takes if there is a queue."""
+    BLOCK_M: gl.constexpr = buffers[0].shape[1]
+    BLOCK_N: gl.constexpr = buffers[4].shape[1]
     if queue is None:
-        _produce_item(loads, buffers, rest_bufs, barriers, order, ranges, GROUP, ALIGNMENT)
+        found = decode(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+        _produce_item(found, 0, 0, counter_ptr, loads, buffers, rest_bufs, barriers, GROUP)
     else:
-        _produce_items(
-            loads, buffers, rest_bufs, barriers, queue, counter_ptr, n_items, order, ranges, GROUP, ALIGNMENT
-        )  # fmt: skip
-
-
-@gluon.jit
-def _produce_item(
-    loads, buffers, rest_bufs, barriers, order, ranges, GROUP: gl.constexpr, ALIGNMENT: gl.constexpr
-):  # fmt: skip
-    """Fills the buffers for the program's one item, in the order in which the consumers empty them."""
-    STAGES: gl.constexpr = buffers[0].shape[0]
-    BLOCK_M: gl.constexpr = buffers[0].shape[1]
-    BLOCK_N: gl.constexpr = buffers[4].shape[1]
-    kv_full, _, _, _, empty = barriers
-    first, kv_head, m, end, n_steps = decode(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
-    start, head = m, kv_head * GROUP
-    load_keys(loads, buffers, rest_bufs, kv_full, 0, first, kv_head)
-    for step in range(n_steps):
-        stage = step % STAGES
-        mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-        load_step(loads, buffers, rest_bufs, barriers, stage, m, head)
-        m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
-
-
-@gluon.jit
-def _produce_items(
-    loads, buffers, rest_bufs, barriers, queue, counter_ptr, n_items, order, ranges, GROUP: gl.constexpr,
-    ALIGNMENT: gl.constexpr,
-):  # fmt: skip
-    """Takes items, posts what `decode` finds of each, and fills the buffers for one after another."""
-    STAGES: gl.constexpr = buffers[0].shape[0]
-    BLOCK_M: gl.constexpr = buffers[0].shape[1]
-    ITEMS: gl.constexpr = buffers[4].shape[0]
-    BLOCK_N: gl.constexpr = buffers[4].shape[1]
-    kv_full, kv_empty, _, _, empty = barriers
-    done = 0  # steps of all items, for the place in the rings
-    turn = 0
-    item = gl.program_id(0)
-    while item < n_items:
-        first, kv_head, m, end, n_steps = decode(item, order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
-        start, head = m, kv_head * GROUP
-        post(queue, turn, (first, kv_head, m, end, n_steps))
-        place = turn % ITEMS
-        mbarrier.wait(kv_empty.index(place), (turn // ITEMS) & 1 ^ 1)
-        load_keys(loads, buffers, rest_bufs, kv_full, place, first, kv_head)
-        draw_at = gl.maximum(n_steps - DRAWN_BEFORE, 0)
-        ticket = 0
-        for step in range(n_steps + 1):  # one more, because an item may have none
-            if step == draw_at:
-                ticket = take(counter_ptr)
-            if step < n_steps:
-                stage = done % STAGES
-                mbarrier.wait(empty.index(stage), ((done // STAGES) & 1) ^ 1)
-                load_step(loads, buffers, rest_bufs, barriers, stage, m, head)
-                m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
-                done += 1
-        turn += 1
-        item = item_of(ticket, counter_ptr, n_items)
-    post(queue, turn, (-1,))
+        turn, done = 0, 0
+        item = gl.program_id(0)
+        while item < n_items:
+            found = decode(item, order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+            post(queue, turn, found)
+            done, ticket = _produce_item(found, turn, done, counter_ptr, loads, buffers, rest_bufs, barriers, GROUP)
+            turn += 1
+            item = item_of(ticket, counter_ptr, n_items)
+        post(queue, turn, (-1,))
 
 
 def kv_heads_per_section(q: Tensor, n_kv_heads: int) -> int:

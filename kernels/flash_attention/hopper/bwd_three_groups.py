@@ -12,8 +12,8 @@ Where two warpgroups shared dQ, as they first did, they met in every step, and n
 added. Here that is behind the others' next step. In fp16 at 128 softcap's factor of dS, as many registers again as P,
 spills: 9.9 ms at 16k, where two kernels of seven matmuls take 7.1 (bwd.py).
 
-A program works one item or, DYNAMIC, takes one after another from a queue (queue.py). Beside its steps, of 1.2 us each
-at head_dim 64, a program takes 5.4 us to begin and to end: a fifth of the time of documents of 2k. DYNAMIC hides that:
+A program works one item or, dynamic, takes one after another from a queue (queue.py). Beside its steps, of 1.2 us each
+at head_dim 64, a program takes 5.4 us to begin and to end: a fifth of the time of documents of 2k. A queue hides that:
 K and V have two places, so the producer loads those of the next item, and its first Q and dO, while the consumers
 still work, and dK and dV leave from the one place while the other is worked. At 64, plain and so: 2k 368 and 437
 TFLOP/s, short documents 129 and 168, 8k with four heads a KV head 519 and 540, 32k 532 and 544; at 96 2k 407 and 428,
@@ -52,7 +52,7 @@ fp16, which could overflow, keeps fp32.
 
 AHEAD, for bf16 at head_dim 64 and 96, gives the tensor cores work while a step computes: dP beside the exponentials,
 and S of the next step, begun after them, beside dS. At 64 it is begun only when dP is there: of four heads, 16k 558
-TFLOP/s for 534, 128k 561 for 547, 2k 427 for 409 (run 22); of one, DYNAMIC, 16k sustained 521 for 509, not causal 548
+TFLOP/s for 534, 128k 561 for 547, 2k 427 for 409 (run 22); of one, dynamic, 16k sustained 521 for 509, not causal 548
 for 531 (run 30). At 96 it is better begun at once: of four heads, 64k 540 for 500 (run 28). S is waited for with dV and
 dK, so nothing is in flight from one step to the next. It takes 64 queries a step: dK, dV, S and dP are then at 64 32
 registers each, and with HALVES there is room for this warpgroup's rows of K and V too, 16 each, so that shared memory
@@ -126,11 +126,11 @@ from kernels.flash_attention.hopper.bwd_tma import named_barrier, tma_reduce_add
 from kernels.flash_attention.hopper.columns import keep_columns
 from kernels.flash_attention.hopper.descriptors import numbers, parts_of_heads, rows_of_heads
 from kernels.flash_attention.hopper.marks import mark_rows
-from kernels.flash_attention.hopper.queue import counter, field, five_fields, new_queue, read
+from kernels.flash_attention.hopper.queue import field, five_fields, new_queue, programs_of, read
 from kernels.flash_attention.hopper.threads import in_order_of_threads
-from kernels.flash_attention.portable.launch import ceil_div, multiprocessors
+from kernels.flash_attention.portable.launch import ceil_div
 from kernels.flash_attention.portable.load import split_width
-from kernels.flash_attention.replay import lasting, launch
+from kernels.flash_attention.replay import launch
 from kernels.flash_attention.schedule import Schedule
 from kernels.flash_attention.scores import cap
 
@@ -141,7 +141,10 @@ GROUP_REGISTERS = (208, 72, 24)  # then, of the second consumer, dQ's group and 
 
 @dataclass(frozen=True)
 class ThreeGroupTiles:
-    """block_m queries a step; stages of Q and dO, and of dS^T, in flight; DYNAMIC, HALVES and AHEAD of the kernel."""
+    """block_m queries a step; stages of Q and dO, and of dS^T, in flight; HALVES and AHEAD of the kernel.
+
+    dynamic: whether programs take their items from a queue.
+    """
 
     block_m: int
     stages: int
@@ -504,16 +507,17 @@ def _bwd_kernel(
     counter_ptr, tiles_ptr, query_start_ptr, query_end_ptr, spoiled_ptr, softmax_scale, softcap,
     n_items, n_tiles, n_kv_heads, section, total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
     HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, ALIGNMENT: gl.constexpr, STAGES: gl.constexpr,
-    DS_STAGES: gl.constexpr, DYNAMIC: gl.constexpr, HALVES: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
+    DS_STAGES: gl.constexpr, HALVES: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """An item: 128 keys of one KV head, over all query heads that share it. Program i works i, and DYNAMIC then others.
+    """An item: 128 keys of one KV head, over all query heads that share it.
 
+    Program i works item i, and then others if there is a counter of them.
     Descriptors of the first columns of each head, and with a 2 of the D_2 after them (None where D_2 is 0).
     padded_q is the length of a head's lse and delta; spoiled_ptr None, or where to mark NaN in dK and dV (marks.py).
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
-    ITEMS: gl.constexpr = 2 if DYNAMIC else 1
+    ITEMS: gl.constexpr = 1 if counter_ptr is None else 2
     buffers = new_buffers(q_desc, k_desc, v_desc, do_desc, rows_desc, STAGES, ITEMS)
     barriers = new_barriers(STAGES, ITEMS)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
@@ -522,7 +526,7 @@ def _bwd_kernel(
     PLACES: gl.constexpr = 1 if D_2 else SUMS  # both parts are on their way at once
     sum_bufs = gl.allocate_shared_memory(gl.float32, [PLACES, SUM_ROWS, 32], sum_desc.layout)
     rest_bufs, rest_sums, queue = None, None, None
-    if DYNAMIC:
+    if counter_ptr is not None:
         queue = new_queue(3)
     if D_2:
         rest_bufs = new_rest_buffers(q_2_desc, k_2_desc, v_2_desc, do_2_desc, STAGES, ITEMS)
@@ -571,19 +575,16 @@ def gradients_of_keys(
         (q, tiles.block_m), (k, BLOCK_N), (v, BLOCK_N), (do, tiles.block_m), (dk, BLOCK_N), (dv, BLOCK_N)
     )
     sums, sums_2 = rows_of_heads(dq_sum, 2 * SUM_BLOCK), rows_of_heads(dq_sum, 2 * d_2) if d_2 else None
-    n_items = programs = n_tiles * n_kv_heads
-    tickets = schedule.key_tiles  # any pointer will do where none is read
-    if tiles.dynamic:
-        programs = min(n_items, multiprocessors(q.device))
-        tickets = lasting(counter(q.device))
+    n_items = n_tiles * n_kv_heads
+    programs, counter = programs_of(n_items, q.device, tiles.dynamic)
     launch(
         _bwd_kernel, (programs,),
         *descs[:4], numbers(rows, tiles.block_m), *descs[4:], sums, *rest, sums_2,
-        tickets, schedule.key_tiles, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale,
+        counter, schedule.key_tiles, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale,
         features.softcap, n_items, n_tiles, n_kv_heads, kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, D_2=d_2, ALIGNMENT=SUM_BLOCK,
-        STAGES=tiles.stages, DS_STAGES=tiles.ds_stages, DYNAMIC=tiles.dynamic, HALVES=tiles.halves, AHEAD=tiles.ahead,
+        STAGES=tiles.stages, DS_STAGES=tiles.ds_stages, HALVES=tiles.halves, AHEAD=tiles.ahead,
         REGISTERS=GROUP_REGISTERS, num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip
     return dk, dv

@@ -51,10 +51,10 @@ from kernels.flash_attention.hopper import fwd_softmax as softmax
 from kernels.flash_attention.hopper.barriers import WARPGROUP, hand_back, pass_turn, wait_turn
 from kernels.flash_attention.hopper.descriptors import is_hopper, loadable, parts_of_heads
 from kernels.flash_attention.hopper.fwd_softmax import HIDDEN, LN_2, LOG2_E
-from kernels.flash_attention.hopper.queue import counter, field, item_of, new_queue, post, read, take
+from kernels.flash_attention.hopper.queue import field, item_of, new_queue, post, programs_of, read, take
 from kernels.flash_attention.portable.fwd import repair_forward
-from kernels.flash_attention.portable.launch import heads_per_section, multiprocessors, new_marks, tile_and_head
-from kernels.flash_attention.replay import lasting, launch
+from kernels.flash_attention.portable.launch import heads_per_section, new_marks, tile_and_head
+from kernels.flash_attention.replay import launch
 from kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE, DocumentLength, Schedule
 from kernels.flash_attention.tiles import interpreted
 
@@ -92,7 +92,6 @@ class ForwardTiles:
             "BLOCK_N": self.block_n,
             "CONSUMERS": self.consumers,
             "STAGES": self.stages,
-            "DYNAMIC": self.dynamic,
             "RANGED": self.ranged,
             "TURNS": self.turns,
             "MAX_FIRST": self.max_first,
@@ -184,7 +183,7 @@ def _blocks_of_rows(first, end, n_blocks, ranges, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _produce(loads, RANGED: gl.constexpr, DYNAMIC: gl.constexpr):
+def _produce(loads, RANGED: gl.constexpr):
     """One warp: takes items, loads the queries of each, then its blocks of K and V into the rings."""
     descriptors, strides, buffers, queue, counter_ptr, n_items, order, ranges = loads
     q_descs, k_descs, v_descs = descriptors
@@ -207,7 +206,7 @@ def _produce(loads, RANGED: gl.constexpr, DYNAMIC: gl.constexpr):
             post(queue, turn, found)
         else:
             post(queue, turn, (first, head, end, n_blocks, n_right, n_left))
-        if DYNAMIC:
+        if counter_ptr is not None:
             ticket = take(counter_ptr)
         for consumer in gl.static_range(CONSUMERS):  # a barrier each, so that the first can start early
             mbarrier.wait(q_empty.index(consumer), turn & 1 ^ 1)
@@ -226,7 +225,7 @@ def _produce(loads, RANGED: gl.constexpr, DYNAMIC: gl.constexpr):
             parts.start_load(v_descs, key, head // group * stride_vh, v_full.index(stage), v_buffers, stage)
             block += 1
         turn += 1
-        if DYNAMIC:
+        if counter_ptr is not None:
             item = item_of(ticket, counter_ptr, n_items)
         else:
             item = n_items
@@ -411,13 +410,13 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, q_2_desc, k_2_desc, v_2_desc, o_
                 tiles_ptr, key_start_ptr, key_end_ptr, spoiled_ptr, n_items, n_tiles, n_heads, group, section, total_q,
                 stride_qh, stride_kh, stride_vh, softmax_scale, softcap, HAS_SINKS: gl.constexpr,
                 HAS_SOFTCAP: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-                DYNAMIC: gl.constexpr, RANGED: gl.constexpr, TURNS: gl.constexpr, MAX_FIRST: gl.constexpr,
+                RANGED: gl.constexpr, TURNS: gl.constexpr, MAX_FIRST: gl.constexpr,
                 PV_FIRST: gl.constexpr, O_IN_Q: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
                 PRODUCER_REGISTERS: gl.constexpr):  # fmt: skip
-    """Program i works item i, and DYNAMIC then others; o is (total_q, n_heads, head_dim), lse (n_heads, total_q).
+    """Program i works item i, and then others if there is a counter of them.
 
-    Descriptors are of a head's first columns, and with a 2 of those after them, None where there are none. spoiled is
-    None, or where to mark NaN (marks.py).
+    Shapes: o (total_q, n_heads, head_dim), lse (n_heads, total_q). Descriptors are of a head's first columns, and with
+    a 2 of those after them, None where there are none. spoiled is None, or where to mark NaN (marks.py).
     """
     q_descs, k_descs = parts.one_or_two(q_desc, q_2_desc), parts.one_or_two(k_desc, k_2_desc)
     v_descs, o_descs = parts.one_or_two(v_desc, v_2_desc), parts.one_or_two(o_desc, o_2_desc)
@@ -455,7 +454,7 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, q_2_desc, k_2_desc, v_2_desc, o_
             [
                 (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, TURNS, MAX_FIRST, PV_FIRST, O_IN_Q)),
                 (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, TURNS, MAX_FIRST, PV_FIRST, O_IN_Q)),
-                (_produce, (loads, RANGED, DYNAMIC)),
+                (_produce, (loads, RANGED)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -466,7 +465,7 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, q_2_desc, k_2_desc, v_2_desc, o_
                 (_consume, (0, work, HAS_SINKS, HAS_SOFTCAP, RANGED, TURNS, MAX_FIRST, PV_FIRST, O_IN_Q)),
                 (_consume, (1, work, HAS_SINKS, HAS_SOFTCAP, RANGED, TURNS, MAX_FIRST, PV_FIRST, O_IN_Q)),
                 (_consume, (2, work, HAS_SINKS, HAS_SOFTCAP, RANGED, TURNS, MAX_FIRST, PV_FIRST, O_IN_Q)),
-                (_produce, (loads, RANGED, DYNAMIC)),
+                (_produce, (loads, RANGED)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -517,17 +516,14 @@ def run_forward(
     n_tiles = order.numel()
     # heads of a tile run together, and tiles of a document: what they share of K and V stays in L2
     section = heads_per_section(k, v, n_heads) if schedule.documents == "very_long" else n_heads
-    n_items = programs = n_tiles * n_heads
+    n_items = n_tiles * n_heads
+    programs, counter = programs_of(n_items, q.device, tiles.dynamic)
     spoiled = new_marks(n_heads, total_q, q.device) if schedule.several_documents else None
-    tickets = order  # any pointer will do where none is read
-    if tiles.dynamic:
-        programs = min(n_items, multiprocessors(q.device))
-        tickets = lasting(counter(q.device))
     descs, rest = parts_of_heads((q, ROWS), (k, tiles.block_n), (v, tiles.block_n), (o, ROWS))
     launch(
         _fwd_kernel, (programs,),
         *descs, *rest, lse,
-        lse if features.sinks is None else features.sinks, tickets, order, schedule.key_start, schedule.key_end,
+        lse if features.sinks is None else features.sinks, counter, order, schedule.key_start, schedule.key_end,
         spoiled, n_items, n_tiles, n_heads, n_heads // k.shape[1], section, total_q,
         q.stride(1), k.stride(1), v.stride(1), features.softmax_scale, features.softcap,
         HAS_SINKS=features.sinks is not None, HAS_SOFTCAP=features.softcap != 0.0, **tiles.constants(),

@@ -16,6 +16,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from kernels.flash_attention.portable.launch import multiprocessors
+from kernels.flash_attention.replay import lasting
+
 _FIELDS = gl.constexpr(32)
 # the backward kernels draw the next item when so many steps of this one are left to load: early enough to have the
 # answer in time, and late enough not to hold, with much left to do, an item that an idle program could take
@@ -39,6 +42,13 @@ def counter(device: torch.device) -> Tensor:
         with ThreadPoolExecutor(1) as thread:
             _COUNTERS[key] = thread.submit(_zero, stream).result()
     return _COUNTERS[key]
+
+
+def programs_of(n_items: int, device: torch.device, dynamic: bool) -> tuple[int, Tensor | None]:
+    """How many programs a launch has, and the counter that its kernel takes; without one, a program works one item."""
+    if not dynamic:
+        return n_items, None
+    return min(n_items, multiprocessors(device)), lasting(counter(device))
 
 
 def _zero(stream: torch.cuda.Stream) -> Tensor:
