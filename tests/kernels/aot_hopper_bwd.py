@@ -101,7 +101,7 @@ def compile_queries(dtype, head_dim, group, softcap, marks):
     d_1, d_2 = split_width(int(head_dim))
     constants = dict(
         HAS_SOFTCAP=softcap == "1", GROUP=int(group), D_2=d_2, K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages,
-        ARRIVALS=tiles.arrivals, REGISTERS=bwd_queries.REGISTERS,
+        ARRIVALS=tiles.arrivals, POLYNOMIALS=tiles.polynomials, REGISTERS=bwd_queries.REGISTERS,
     )  # fmt: skip
     constants |= without(marks, tiles.dynamic)
     signature = dict(softmax_scale="fp32", softcap="fp32", lse_ptr="*fp32", delta_ptr="*fp32")

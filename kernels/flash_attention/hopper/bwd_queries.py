@@ -38,6 +38,7 @@ from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper.barriers import WARPGROUP, hand_back, meet
 from kernels.flash_attention.hopper.columns import keep_columns
 from kernels.flash_attention.hopper.descriptors import parts_of_heads
+from kernels.flash_attention.hopper.exponentials import exp2
 from kernels.flash_attention.hopper.marks import mark_rows
 from kernels.flash_attention.hopper.queue import (
     DRAWN_BEFORE,
@@ -68,6 +69,9 @@ class QueryTiles:
 
     arrivals: of a warpgroup that has read K or V, from one thread for all or each. One is faster at 256 alone: both
     passes at 16k 456 TFLOP/s for 432, at 64 411 for 419, at 128 463 for 469.
+    polynomials: of 8 exponentials under a soft cap (exponentials.py), whose tanh takes the exponential unit too. dQ of
+    32k in bf16, four heads a KV head: with none, 2 and 4 at 64 17.0, 16.3 and 17.3 ms, at 96 11.8, 11.1 and 12.9, at
+    128 10.7, 11.7 and 11.9. bwd_keys.py's kernel spills with them, and loses (run 33).
     """
 
     block_n: int
@@ -75,12 +79,13 @@ class QueryTiles:
     v_stages: int
     dynamic: bool
     arrivals: int = WARPGROUP.value
+    polynomials: int = 0
 
 
 # by head_dim; 193, 193, 192 and 224 KiB of shared memory
 TILES = {
-    64: QueryTiles(128, 4, 4, dynamic=True),
-    96: QueryTiles(128, 2, 2, dynamic=True),
+    64: QueryTiles(128, 4, 4, dynamic=True, polynomials=2),
+    96: QueryTiles(128, 2, 2, dynamic=True, polynomials=2),
     128: QueryTiles(128, 2, 2, dynamic=False),
     256: QueryTiles(64, 2, 1, dynamic=False, arrivals=1),
 }
@@ -190,7 +195,8 @@ def _hand_back(empty, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def _consume_item(found, turn, done, CONSUMER: gl.constexpr, dq_descs, lse_ptr, delta_ptr, spoiled_ptr, scale, buffers,
-                  ranges, HAS_SOFTCAP: gl.constexpr, D_2: gl.constexpr, ARRIVALS: gl.constexpr):  # fmt: skip
+                  ranges, HAS_SOFTCAP: gl.constexpr, D_2: gl.constexpr, ARRIVALS: gl.constexpr,
+                  POLYNOMIALS: gl.constexpr):  # fmt: skip
     """Four warps: dQ of 64 queries of an item, dS from registers; returns the blocks done.
 
     found: what `_walk` finds of the program's item number `turn`; done: the blocks of the items before it.
@@ -256,7 +262,7 @@ def _consume_item(found, turn, done, CONSUMER: gl.constexpr, dq_descs, lse_ptr, 
         scores = warpgroup_mma_wait(PARTS, deps=[scores])
         if HAS_SOFTCAP:
             scores, t = cap(scores, softmax_scale, softcap, dtype)
-            p = gl.exp2(scores - lse)
+            p = exp2(scores - lse, POLYNOMIALS)
             p = p * (1.0 - t * t)
         else:
             p = gl.exp2(scores * (softmax_scale * 1.4426950408889634) - lse)
@@ -289,14 +295,15 @@ def _consume_item(found, turn, done, CONSUMER: gl.constexpr, dq_descs, lse_ptr, 
 
 @gluon.jit
 def _consume(CONSUMER: gl.constexpr, dq_descs, lse_ptr, delta_ptr, spoiled_ptr, scale, buffers, order, ranges, queue,
-             HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, ARRIVALS: gl.constexpr):  # fmt: skip
+             HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, ARRIVALS: gl.constexpr,
+             POLYNOMIALS: gl.constexpr):  # fmt: skip
     """`_consume_item` of the program's item, or of every item of the queue if there is one."""
     ROWS: gl.constexpr = 2 * buffers[0][0].shape[1]
     BLOCK_N: gl.constexpr = buffers[0][2].shape[1]
     if queue is None:
         found = _walk(gl.program_id(0), order, ranges, GROUP, ROWS, BLOCK_N)
         _consume_item(found, 0, 0, CONSUMER, dq_descs, lse_ptr, delta_ptr, spoiled_ptr, scale, buffers, ranges,
-                      HAS_SOFTCAP, D_2, ARRIVALS)  # fmt: skip
+                      HAS_SOFTCAP, D_2, ARRIVALS, POLYNOMIALS)  # fmt: skip
     else:
         turn, done = 0, 0
         item = read(queue, turn)
@@ -304,7 +311,7 @@ def _consume(CONSUMER: gl.constexpr, dq_descs, lse_ptr, delta_ptr, spoiled_ptr, 
             found = five_fields(item)
             done = _consume_item(
                 found, turn, done, CONSUMER, dq_descs, lse_ptr, delta_ptr, spoiled_ptr, scale, buffers, ranges,
-                HAS_SOFTCAP, D_2, ARRIVALS,
+                HAS_SOFTCAP, D_2, ARRIVALS, POLYNOMIALS,
             )  # fmt: skip
             turn += 1
             item = read(queue, turn)
@@ -333,7 +340,7 @@ def _dq_kernel(
     lse_ptr, delta_ptr, counter_ptr, tiles_ptr, key_start_ptr, key_end_ptr, spoiled_ptr, softmax_scale, softcap,
     n_items, n_tiles, n_heads, section, total_q, stride_qh, stride_kh, stride_vh, stride_doh,
     HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    ARRIVALS: gl.constexpr, REGISTERS: gl.constexpr,
+    ARRIVALS: gl.constexpr, POLYNOMIALS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """An item: dQ of 128 queries of one head. Program i works item i, and then others if there is a counter.
 
@@ -370,9 +377,9 @@ def _dq_kernel(
     dq_descs = (dq_desc, dq_2_desc)
     gl.warp_specialize([
         (_consume, (0, dq_descs, lse_ptr, delta_ptr, spoiled_ptr, scale, buffers, order, ranges, queue, HAS_SOFTCAP,
-                    GROUP, D_2, ARRIVALS)),
+                    GROUP, D_2, ARRIVALS, POLYNOMIALS)),
         (_consume, (1, dq_descs, lse_ptr, delta_ptr, spoiled_ptr, scale, buffers, order, ranges, queue, HAS_SOFTCAP,
-                    GROUP, D_2, ARRIVALS)),
+                    GROUP, D_2, ARRIVALS, POLYNOMIALS)),
         (_produce, ((q_desc, q_2_desc), (k_desc, k_2_desc), (v_desc, v_2_desc), (do_desc, do_2_desc), strides, buffers,
                     order, ranges, queue, counter_ptr, n_items, GROUP, D_2)),
     ], [4, 1], REGISTERS)  # fmt: skip
@@ -400,7 +407,7 @@ def gradient_of_queries(
         features.softmax_scale, features.softcap, n_items, n_tiles, n_heads, heads_per_section(k, v, n_heads), total_q,
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // k.shape[1], D_2=split_width(head_dim)[1],
-        K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages, ARRIVALS=tiles.arrivals,
+        K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages, ARRIVALS=tiles.arrivals, POLYNOMIALS=tiles.polynomials,
         REGISTERS=REGISTERS, num_warps=4, maxnreg=THREAD_REGISTERS,
     )  # fmt: skip
     return dq
