@@ -7,9 +7,10 @@ Triton's blocks are powers of two: padded to 128 it would pay for a third more o
 A program works one item, 128 keys of a KV head, or, dynamic, takes items from a queue, as in bwd_three_groups.py.
 
 HALVES and AHEAD are that kernel's too: dS of products in 16 bits, and S of the next step computed beside dS. dK and dV
-of 16k, causal, bf16, an H200 (run 33 of scripts/results/hopper_kernels_h200_202611.md): at 128 both take 3.26 ms for
-3.70, of which HALVES is only the room; at 96 AHEAD alone 3.83 for 3.95, and both no less; at 64 with a soft cap HALVES
-leaves room for 128 queries a step, 4.11 for 4.55, while AHEAD of 64 loses 4 to 14% with a cap and without.
+of 16k, causal, bf16, an H200 (run 33 of scripts/results/hopper_kernels_h200_202611.md): at 128 HALVES makes room for
+AHEAD, both 3.26 ms for 3.70, with a soft cap 3.41 for 3.82, where HALVES alone takes 3.97; at 96 AHEAD takes 3.83 for
+3.95, HALVES no less; at 64 HALVES makes room for 128 queries a step under a soft cap, 4.11 for 4.55, and AHEAD of 64
+queries takes 3 to 14% more.
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
 
@@ -147,7 +148,7 @@ def _consume_item(
         if turn > 0:  # by now dK and dV of the item before have left
             tma.store_wait(0)
             hand_back(kv_empty.index((turn - 1) % ITEMS))
-    if AHEAD:
+    if AHEAD:  # S of the first step
         stage = done % STAGES
         mbarrier.wait(q_full.index(stage), (done // STAGES) & 1, pred=n_steps > 0)
         scores = warpgroup_mma(k_half, q_bufs.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
