@@ -101,7 +101,8 @@ def compile_queries(dtype, head_dim, group, softcap, marks):
     d_1, d_2 = split_width(int(head_dim))
     constants = dict(
         HAS_SOFTCAP=softcap == "1", GROUP=int(group), D_2=d_2, K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages,
-        ARRIVALS=tiles.arrivals, POLYNOMIALS=tiles.polynomials, REGISTERS=bwd_queries.REGISTERS,
+        ARRIVALS=tiles.arrivals, REGISTERS=bwd_queries.REGISTERS,
+        POLYNOMIALS=bwd_queries.polynomials_of(int(head_dim), TORCH_DTYPES[dtype], float(softcap)),
     )  # fmt: skip
     constants |= without(marks, tiles.dynamic)
     signature = dict(softmax_scale="fp32", softcap="fp32", lse_ptr="*fp32", delta_ptr="*fp32")
@@ -144,10 +145,19 @@ def compile_case(dtype, kernel, *features):
 
 
 def report(*case):
-    """What ptxas says of one case, the bytes of shared memory, and how many stores put 16 bytes of a thread there."""
+    """What ptxas says of one case, the bytes of shared memory, and how many stores put 16 bytes of a thread there.
+
+    And how many polynomials stand for exponentials, and how many of these take care of subnormal results.
+    """
     compiled = compile_case(*case)
     ptx = compiled.asm["ptx"]
-    return {"shared": compiled.metadata.shared, "stores_of_16": ptx.count("st.shared.v4"), **ptxas(ptx, 90)}
+    return {
+        "shared": compiled.metadata.shared,
+        "stores_of_16": ptx.count("st.shared.v4"),
+        "polynomials": ptx.count("fma.rn.f32 p, part,"),
+        "careful_exponentials": ptx.count("ex2.approx.f32"),
+        **ptxas(ptx, 90),
+    }
 
 
 if __name__ == "__main__":

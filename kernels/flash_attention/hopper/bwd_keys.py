@@ -4,13 +4,14 @@ One producer warp loads Q, dO, lse and delta through TMA; two warpgroups hold ha
 computed transposed, [keys, queries], so that P^T and dS^T feed dV and dK from registers.
 A head_dim of 96 is worked as 64 columns and 32, each with buffers, descriptors and accumulators of its own, because
 Triton's blocks are powers of two: padded to 128 it would pay for a third more of every product.
-A program works one item, 128 keys of a KV head, or, dynamic, takes items from a queue, as in bwd_three_groups.py.
+A program works one item, 128 keys of a KV head, or, if its tiles are dynamic, takes items from a queue, as in
+bwd_three_groups.py.
 
 HALVES and AHEAD are that kernel's too: dS of products in 16 bits, and S of the next step computed beside dS. dK and dV
 of 16k, causal, bf16, an H200 (run 33 of scripts/results/hopper_kernels_h200_202611.md): at 128 HALVES makes room for
 AHEAD, both 3.26 ms for 3.70, with a soft cap 3.41 for 3.82, where HALVES alone takes 3.97; at 96 AHEAD takes 3.83 for
-3.95, HALVES no less; at 64 HALVES makes room for 128 queries a step under a soft cap, 4.11 for 4.55, and AHEAD of 64
-queries takes 3 to 14% more.
+3.95, with HALVES 3.86; at 64 HALVES makes room for 128 queries a step under a soft cap, 4.11 for 4.55, and AHEAD, which
+needs steps of 64, takes 3 to 14% more than the kernel without.
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
 
@@ -201,7 +202,7 @@ def _consume_item(
         if D_2:
             dv_2 = warpgroup_mma(gl.convert_layout(p_low, operand_layout_2), do_2, dv_2, is_async=True)
         if AHEAD:
-            dp = warpgroup_mma_wait(2 * PARTS, deps=[dp])
+            dp = warpgroup_mma_wait(2 * PARTS, deps=[dp])  # S of the next step and dV go on
         delta = gl.expand_dims(delta_bufs.index(stage).load(queries_layout), 0)
         if HALVES:
             ds = product(p_sloped if HAS_SOFTCAP else p_low, (dp - delta).to(dtype))

@@ -5,8 +5,9 @@ scores of their own, and feed dS to dQ = dS K from registers. At head_dim 256, a
 bits in every run, it follows a kernel of dK and dV (bwd_keys.py, bwd_wide.py), which computes the scores too.
 A head_dim of 96 is worked as 64 columns and 32, as in bwd_keys.py.
 
-A program works one item, 128 queries of a head, or, dynamic, takes items from a queue (queue.py). Q and dO then have
-two places: those of the next item are loaded while this one is worked, and dQ leaves through its item's own.
+A program works one item, 128 queries of a head, or, if its tiles are dynamic, takes items from a queue (queue.py). Q
+and dO then have two places: those of the next item are loaded while this one is worked, and dQ leaves through its
+item's own.
 
 What binds, for 128 queries x 128 keys (cycles of one SM, as bwd_wide.py counts them; at 256, for 128 x 64):
 
@@ -16,6 +17,8 @@ What binds, for 128 queries x 128 keys (cycles of one SM, as bwd_wide.py counts 
 | 96       | 2304         | 1920          | 1024         |
 | 128      | 3072         | 2560          | 1024         |
 | 256      | 3072         | 3072          | 512          |
+
+A soft cap doubles the exponentials, less what POLYNOMIALS take of them.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
@@ -69,9 +72,6 @@ class QueryTiles:
 
     arrivals: of a warpgroup that has read K or V, from one thread for all or each. One is faster at 256 alone: both
     passes at 16k 456 TFLOP/s for 432, at 64 411 for 419, at 128 463 for 469.
-    polynomials: of 8 exponentials under a soft cap (exponentials.py), whose tanh takes the exponential unit too. dQ of
-    32k in bf16, four heads a KV head: with none, 2 and 4 at 64 17.0, 16.3 and 17.3 ms, at 96 11.8, 11.1 and 12.9, at
-    128 10.7, 11.7 and 11.9. bwd_keys.py's kernel spills with them, and loses (run 33).
     """
 
     block_n: int
@@ -79,16 +79,24 @@ class QueryTiles:
     v_stages: int
     dynamic: bool
     arrivals: int = WARPGROUP.value
-    polynomials: int = 0
 
 
 # by head_dim; 193, 193, 192 and 224 KiB of shared memory
 TILES = {
-    64: QueryTiles(128, 4, 4, dynamic=True, polynomials=2),
-    96: QueryTiles(128, 2, 2, dynamic=True, polynomials=2),
+    64: QueryTiles(128, 4, 4, dynamic=True),
+    96: QueryTiles(128, 2, 2, dynamic=True),
     128: QueryTiles(128, 2, 2, dynamic=False),
     256: QueryTiles(64, 2, 1, dynamic=False, arrivals=1),
 }
+# by head_dim: of 8 exponentials in bf16 under a soft cap, whose tanh takes the exponential unit too. With four heads a
+# KV head 32k take at 64 16.3 ms for 17.0, at 96 11.1 for 11.8, at 128 11.7 for 10.7. That was with ex2.approx, three
+# instructions slower than the ex2.approx.ftz beside the polynomials now; fp16 gained nothing (run 33)
+POLYNOMIALS = {64: 2, 96: 2}
+
+
+def polynomials_of(head_dim: int, dtype: torch.dtype, softcap: float) -> int:
+    """POLYNOMIALS of the kernel."""
+    return POLYNOMIALS.get(head_dim, 0) if softcap and dtype == torch.bfloat16 else 0
 
 
 @gluon.jit
@@ -407,7 +415,8 @@ def gradient_of_queries(
         features.softmax_scale, features.softcap, n_items, n_tiles, n_heads, heads_per_section(k, v, n_heads), total_q,
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // k.shape[1], D_2=split_width(head_dim)[1],
-        K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages, ARRIVALS=tiles.arrivals, POLYNOMIALS=tiles.polynomials,
+        K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages, ARRIVALS=tiles.arrivals,
+        POLYNOMIALS=polynomials_of(head_dim, q.dtype, features.softcap),
         REGISTERS=REGISTERS, num_warps=4, maxnreg=THREAD_REGISTERS,
     )  # fmt: skip
     return dq

@@ -58,6 +58,7 @@ def next_step(m, head, start, end, GROUP: gl.constexpr, BLOCK_M: gl.constexpr):
 @gluon.jit
 def product(a, b):
     """a b in bf16, two at a time: Triton would multiply in fp32 and round."""
+    gl.static_assert(a.dtype == gl.bfloat16 and b.dtype == gl.bfloat16)
     return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], gl.bfloat16, True, 2)
 
 

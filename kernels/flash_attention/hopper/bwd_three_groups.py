@@ -12,15 +12,15 @@ Where two warpgroups shared dQ, as they first did, they met in every step, and n
 added. Here that is behind the others' next step. In fp16 at 128 softcap's factor of dS, as many registers again as P,
 spills: 9.9 ms at 16k, where two kernels of seven matmuls take 7.1 (bwd.py).
 
-A program works one item or, dynamic, takes one after another from a queue (queue.py). Beside its steps, of 1.2 us each
-at head_dim 64, a program takes 5.4 us to begin and to end: a fifth of the time of documents of 2k. A queue hides that:
-K and V have two places, so the producer loads those of the next item, and its first Q and dO, while the consumers
-still work, and dK and dV leave from the one place while the other is worked. At 64, plain and so: 2k 368 and 437
-TFLOP/s, short documents 129 and 168, 8k with four heads a KV head 519 and 540, 32k 532 and 544; at 96 2k 407 and 428,
-short 149 and 159 (run 30 of scripts/results/hopper_kernels_h200_202611.md, which has all that is said to be measured
-here). At 128 there is no room for a second K and V, and with one place nothing was gained. Where dS in fp32 or softcap
-needs the registers, the loops over steps spill, and long documents lose what short ones gain: those are plain, but for
-fp16 at 96, and at 64 with softcap.
+A program works one item or, if its tiles are dynamic, takes one after another from a queue (queue.py). Beside its
+steps, of 1.2 us each at head_dim 64, a program takes 5.4 us to begin and to end: a fifth of the time of documents of
+2k. A queue hides that: K and V have two places, so the producer loads those of the next item, and its first Q and dO,
+while the consumers still work, and dK and dV leave from the one place while the other is worked. At 64, plain and so:
+2k 368 and 437 TFLOP/s, short documents 129 and 168, 8k with four heads a KV head 519 and 540, 32k 532 and 544; at 96 2k
+407 and 428, short 149 and 159 (run 30 of scripts/results/hopper_kernels_h200_202611.md, which has all that is said to
+be measured here). At 128 there is no room for a second K and V, and with one place nothing was gained. Where dS in fp32
+or softcap needs the registers, the loops over steps spill, and long documents lose what short ones gain: those are
+plain, but for fp16 at 96, and at 64 with softcap.
 
 A head_dim of 96 is worked as 64 columns and 32, each with buffers, descriptors and accumulators of its own, because
 Triton's blocks are powers of two: padded to 128 it would pay for a third more of every product.
