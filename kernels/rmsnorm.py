@@ -99,14 +99,14 @@ class _AddRMSNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         total, y, rstd = forward(x, added, weight, eps, dtype)
         ctx.save_for_backward(*((total, None) if keep_sum else (x, added)), weight, rstd)
-        ctx.dtype_of_added = added.dtype
+        ctx.added_dtype = added.dtype
         return total, y
 
     @staticmethod
     def backward(ctx: Any, d_sum: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, added, weight, rstd = ctx.saved_tensors
-        dx, d_added, d_weight = backward(d_sum, dy, x, added, weight, rstd, ctx.dtype_of_added)
-        return dx, dx if ctx.dtype_of_added == x.dtype else d_added, d_weight, None, None, None
+        dx, d_added, d_weight = backward(d_sum, dy, x, added, weight, rstd, ctx.added_dtype)
+        return dx, dx if ctx.added_dtype == x.dtype else d_added, d_weight, None, None, None
 
 
 @torch.library.custom_op("rmsnorm::add_forward", mutates_args=())
@@ -126,34 +126,22 @@ def _forward_fake(
 
 @torch.library.custom_op("rmsnorm::add_backward", mutates_args=())
 def backward(
-    d_sum: Tensor,
-    dy: Tensor,
-    x: Tensor,
-    added: Tensor | None,
-    weight: Tensor,
-    rstd: Tensor,
-    dtype_of_added: torch.dtype,
+    d_sum: Tensor, dy: Tensor, x: Tensor, added: Tensor | None, weight: Tensor, rstd: Tensor, added_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, of added and of weight; x is the sum where added is None.
 
     The second is of no elements where it would be the first, dtype included.
     """
     run = _backward_by_kernel if x.is_cuda else _backward_plainly
-    return run(d_sum, dy, x, added, weight, rstd, dtype_of_added)
+    return run(d_sum, dy, x, added, weight, rstd, added_dtype)
 
 
 @backward.register_fake
 def _backward_fake(
-    d_sum: Tensor,
-    dy: Tensor,
-    x: Tensor,
-    added: Tensor | None,
-    weight: Tensor,
-    rstd: Tensor,
-    dtype_of_added: torch.dtype,
+    d_sum: Tensor, dy: Tensor, x: Tensor, added: Tensor | None, weight: Tensor, rstd: Tensor, added_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shape = (0,) if dtype_of_added == x.dtype else x.shape
-    return x.new_empty(x.shape), x.new_empty(shape, dtype=dtype_of_added), weight.new_empty(weight.shape)
+    shape = (0,) if added_dtype == x.dtype else x.shape
+    return x.new_empty(x.shape), x.new_empty(shape, dtype=added_dtype), weight.new_empty(weight.shape)
 
 
 def _forward_by_kernel(
@@ -169,15 +157,9 @@ def _forward_by_kernel(
 
 
 def _backward_by_kernel(
-    d_sum: Tensor,
-    dy: Tensor,
-    x: Tensor,
-    added: Tensor | None,
-    weight: Tensor,
-    rstd: Tensor,
-    dtype_of_added: torch.dtype,
+    d_sum: Tensor, dy: Tensor, x: Tensor, added: Tensor | None, weight: Tensor, rstd: Tensor, added_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, d_added, d_weight = _backward_fake(d_sum, dy, x, added, weight, rstd, dtype_of_added)
+    dx, d_added, d_weight = _backward_fake(d_sum, dy, x, added, weight, rstd, added_dtype)
     rows, dim = x.shape
     programs = min(rows, PROGRAMS_OF_SM * _multiprocessors(x.device))
     parts = weight.new_empty(programs, dim, dtype=torch.float32)
@@ -200,13 +182,7 @@ def _forward_plainly(
 
 
 def _backward_plainly(
-    d_sum: Tensor,
-    dy: Tensor,
-    x: Tensor,
-    added: Tensor | None,
-    weight: Tensor,
-    rstd: Tensor,
-    dtype_of_added: torch.dtype,
+    d_sum: Tensor, dy: Tensor, x: Tensor, added: Tensor | None, weight: Tensor, rstd: Tensor, added_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same, in autograd's steps and their order, so that it gives the bits of torch's own on the CPU."""
     total = x.float() if added is None else (x.float() + added.float()).to(x.dtype).float()
@@ -214,7 +190,7 @@ def _backward_plainly(
     normed, d_normed = total * rstd, dy * weight.float()
     d_mean = -0.5 * (d_normed * total).sum(dim=1, keepdim=True) * rstd.pow(3) / x.shape[1]
     dx = (d_sum.float() + d_normed * rstd + d_mean * (2 * total)).to(x.dtype)
-    d_added = dx.new_empty(0, dtype=dtype_of_added) if dtype_of_added == x.dtype else dx.to(dtype_of_added)
+    d_added = dx.new_empty(0, dtype=added_dtype) if added_dtype == x.dtype else dx.to(added_dtype)
     return dx, d_added, (dy * normed).sum(0).to(weight.dtype)
 
 

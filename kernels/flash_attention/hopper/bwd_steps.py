@@ -187,23 +187,23 @@ def _produce_item(found, turn, done, counter_ptr, loads, buffers, rest_bufs, bar
     first, kv_head, m, end, n_steps = found
     start, head = m, kv_head * GROUP
     place = turn % ITEMS
-    ticket = 0
     if counter_ptr is not None:
         mbarrier.wait(kv_empty.index(place), (turn // ITEMS) & 1 ^ 1)
-        if n_steps == 0:
-            ticket = take(counter_ptr)
     load_keys(loads, buffers, rest_bufs, kv_full, place, first, kv_head)
-    stop = done + n_steps
-    draw_at = gl.maximum(stop - DRAWN_BEFORE, done)
-    for step in range(done, stop):
-        if counter_ptr is not None:
+    DRAWS: gl.constexpr = 0 if counter_ptr is None else 1  # a turn more, because an item may have no step
+    draw_at = gl.maximum(n_steps - DRAWN_BEFORE, 0)
+    ticket = 0
+    for step in range(n_steps + DRAWS):
+        if DRAWS:
             if step == draw_at:
                 ticket = take(counter_ptr)
-        stage = step % STAGES
-        mbarrier.wait(empty.index(stage), (step // STAGES) & 1 ^ 1)
-        load_step(loads, buffers, rest_bufs, barriers, stage, m, head)
-        m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
-    return stop, ticket
+        if step < n_steps:
+            stage = done % STAGES
+            mbarrier.wait(empty.index(stage), (done // STAGES) & 1 ^ 1)
+            load_step(loads, buffers, rest_bufs, barriers, stage, m, head)
+            m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
+            done += 1
+    return done, ticket
 
 
 @gluon.jit
@@ -216,7 +216,7 @@ def produce(
     BLOCK_N: gl.constexpr = buffers[4].shape[1]
     if queue is None:
         found = decode(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
-        _produce_item(found, 0, 0, counter_ptr, loads, buffers, rest_bufs, barriers, GROUP)
+        _produce_item(found, 0, gl.to_tensor(0), counter_ptr, loads, buffers, rest_bufs, barriers, GROUP)
     else:
         turn, done = 0, 0
         item = gl.program_id(0)

@@ -15,8 +15,7 @@ def exp2(x, OF_8: gl.constexpr):
     """
     if OF_8 == 0:
         return gl.exp2(x)
-    else:  # without which gluon.jit would compile what follows too
-        return gl.inline_asm_elementwise(_asm(OF_8), _CONSTRAINTS, [x], gl.float32, True, 8)
+    return gl.inline_asm_elementwise(_asm(OF_8), _CONSTRAINTS, [x], gl.float32, True, 8)
 
 
 @gluon.constexpr_function
