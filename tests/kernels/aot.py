@@ -139,6 +139,14 @@ def resources(log):
     }
 
 
+def idle_barriers(ttgir):
+    """The mbarriers of a Gluon kernel that no group of warps is handed: no memory of theirs (hopper/barriers.py)."""
+    barriers = re.findall(r"(%\S+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<\S*xi64,", ttgir)
+    assert barriers, "the pattern finds none"
+    (handed,) = re.findall(r"ttg\.warp_specialize\((.*?)\)", ttgir)
+    return sorted(set(barriers) - set(handed.split(", ")))
+
+
 def tensor_core(ptx):
     """The most capable tensor-core instruction of a kernel."""
     return next((name for text, name in TENSOR_CORES.items() if text in ptx), "none")

@@ -12,7 +12,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from kernels.flash_attention.hopper.fwd import ROWS, _fwd_kernel, forward_tiles
 from kernels.flash_attention.portable.load import split_width
-from tests.kernels.aot import compile_to_ptx, ptxas
+from tests.kernels.aot import compile_to_ptx, idle_barriers, ptxas
 
 ELEMENT = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 
@@ -65,7 +65,8 @@ def report(case):
     head_dim, documents, dtype, out_dtype, features = case.split("-")
     tiles = forward_tiles(int(head_dim), documents, out_dtype == "fp32")
     compiled = compile_forward(tiles, int(head_dim), dtype, out_dtype, features)
-    return {"case": case, "shared": compiled.metadata.shared, **ptxas(compiled.asm["ptx"], 90)}
+    idle = idle_barriers(compiled.asm["ttgir"])
+    return {"case": case, "shared": compiled.metadata.shared, "idle_barriers": idle, **ptxas(compiled.asm["ptx"], 90)}
 
 
 if __name__ == "__main__":

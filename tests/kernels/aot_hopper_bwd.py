@@ -14,7 +14,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from kernels.flash_attention.hopper import bwd_keys, bwd_queries, bwd_three_groups, bwd_wide
 from kernels.flash_attention.hopper.bwd_dq import ROW_ALIGNMENT
 from kernels.flash_attention.portable.load import split_width
-from tests.kernels.aot import compile_to_ptx, ptxas
+from tests.kernels.aot import compile_to_ptx, idle_barriers, ptxas
 
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -156,6 +156,7 @@ def report(*case):
         "stores_of_16": ptx.count("st.shared.v4"),
         "polynomials": ptx.count("fma.rn.f32 p, part,"),
         "careful_exponentials": ptx.count("ex2.approx.f32"),
+        "idle_barriers": idle_barriers(compiled.asm["ttgir"]),
         **ptxas(ptx, 90),
     }
 

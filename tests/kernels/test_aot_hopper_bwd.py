@@ -42,6 +42,7 @@ def test_compiles_within_limits():
         assert report["shared"] <= SHARED, (case, report)
         assert report["spill_bytes"] <= SPILLS[case], (case, report)
         assert report["stores_of_16"] == stores_of_sums(*case.split("-")), (case, report)
+        assert report["idle_barriers"] == [], (case, report)
         assert report["careful_exponentials"] == 0, (case, report)  # three instructions more each
         assert report["polynomials"] == polynomials(*case.split("-")), (case, report)
 

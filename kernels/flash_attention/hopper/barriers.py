@@ -3,6 +3,11 @@
 While one holds the tensor cores, the others do their softmax: the ping-pong of FlashAttention-3 (arXiv:2407.08608,
 section 3.1). Triton itself uses the hardware's named barriers 0 and 1 and one more for each worker partition; from 8 on
 they are free.
+
+A kernel must have no mbarrier that it does not use. Triton gives the place of one that is only initialised to another
+buffer, and PTX forbids to use such memory otherwise before mbarrier.inval. It went unnoticed for as long as a GPU had
+one process: when another one's turn comes in the middle of a kernel, the 8 bytes are an mbarrier again afterwards (run
+34 of scripts/results/hopper_kernels_h200_202611.md, where they were dS, and dQ had NaN).
 """
 
 from triton.experimental import gluon

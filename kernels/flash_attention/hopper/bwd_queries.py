@@ -89,9 +89,8 @@ TILES = {
     256: QueryTiles(64, 2, 1, dynamic=False, arrivals=1),
 }
 # by head_dim: of 8 exponentials in bf16 under a soft cap, whose tanh takes the exponential unit too. With four heads a
-# KV head 32k take at 64 16.3 ms for 17.0, at 96 11.1 for 11.8, at 128 11.7 for 10.7. That was with ex2.approx, three
-# instructions slower than the ex2.approx.ftz beside the polynomials now; fp16 gained nothing (run 33)
-POLYNOMIALS = {64: 2, 96: 2}
+# KV head 32k take at 64 14.8 ms for 17.1, at 96 11.4 for 12.2; at 128 one gains nothing, and fp16 5% at most (run 34)
+POLYNOMIALS = {64: 1, 96: 2}
 
 
 def polynomials_of(head_dim: int, dtype: torch.dtype, softcap: float) -> int:
@@ -357,20 +356,21 @@ def _dq_kernel(
     """
     ITEMS: gl.constexpr = 1 if counter_ptr is None else 2
     bufs = _buffers(q_desc, do_desc, k_desc, v_desc, ITEMS, K_STAGES, V_STAGES)
-    rest_bufs, queue = bufs, None  # rest_bufs are not read where D_2 is 0
+    rest_bufs, queue, q_empty = bufs, None, None  # rest_bufs are not read where D_2 is 0
     if D_2:
         rest_bufs = _buffers(q_2_desc, do_2_desc, k_2_desc, v_2_desc, ITEMS, K_STAGES, V_STAGES)
     if counter_ptr is not None:
         queue = new_queue(2)
+        q_empty = gl.allocate_shared_memory(gl.int64, [2 * ITEMS, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2 * ITEMS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [2 * ITEMS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(2 * ITEMS):
         mbarrier.init(q_full.index(place), count=1)
-        mbarrier.init(q_empty.index(place), count=WARPGROUP)
+        if counter_ptr is not None:
+            mbarrier.init(q_empty.index(place), count=WARPGROUP)
     for stage in gl.static_range(K_STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2 * ARRIVALS)

@@ -111,19 +111,23 @@ def new_rest_buffers(q_2_desc, k_2_desc, v_2_desc, do_2_desc, STAGES: gl.constex
 
 @gluon.jit
 def new_barriers(STAGES: gl.constexpr, ITEMS: gl.constexpr):
-    """Of each place of K and V that they are there and, which is asked where there are two, that it is free.
+    """Of each place of K and V that they are there and, where there are two, that it is free. One has no such barrier
+    (barriers.py says why not), and kv_full in its place.
 
     Of each stage that Q and lse are there, that dO and delta are, and that it is free. TMA tells what is there, all
     threads of both consumers what is free.
     """
     kv_full = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
-    kv_empty = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
+    kv_empty = kv_full
+    if ITEMS > 1:
+        kv_empty = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(ITEMS):
         mbarrier.init(kv_full.index(i), count=1)
-        mbarrier.init(kv_empty.index(i), count=2 * WARPGROUP)
+        if ITEMS > 1:
+            mbarrier.init(kv_empty.index(i), count=2 * WARPGROUP)
     for stage in gl.static_range(STAGES):
         mbarrier.init(q_full.index(stage), count=1)
         mbarrier.init(do_full.index(stage), count=1)

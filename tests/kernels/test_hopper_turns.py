@@ -1,0 +1,40 @@
+"""What the Hopper kernels give where processes have the GPU in turns, so that kernels stop and go on midway."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels.flash_attention.hopper import bwd
+from tests.kernels.hopper import NEEDS_SM_90
+
+pytestmark = NEEDS_SM_90
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_turns_change_nothing(dtype):
+    """Passes of some milliseconds, a turn's length, of eight processes: until run 34 of the log dq had NaN in each."""
+    cases = [(str(head_dim), dtype, softcap) for head_dim in bwd.HEAD_DIMS for softcap in ("0", "30")]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.kernels.in_turns", *case],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for case in cases
+    ]
+    for case, process in zip(cases, processes, strict=True):
+        assert process.stdout.readline() == "ready\n", case
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for case, process in zip(cases, processes, strict=True):
+        out, _ = process.communicate()
+        assert process.returncode == 0, case
+        for name, counts in json.loads(out).items():
+            assert counts["right"] > 0 and counts["wrong"] == 0, (case, name, counts)
