@@ -8,9 +8,9 @@ _CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 8 + ["f"] * 8))
 
 @gluon.jit
 def exp2(x, OF_8: gl.constexpr):
-    """2^x of fp32 x below 127, less than 2^-126 or 0 below -126, NaN of NaN; of 8 neighbours OF_8 by a polynomial.
+    """2^x of fp32 x below 128, less than 2^-126 or 0 below -126, NaN of NaN; of 8 neighbours OF_8 by a polynomial.
 
-    That is of degree 3 in x's distance from a whole number, and off by 1.02e-4 of the result at most. From 127.5 on it
+    That is of degree 3 in x's distance from a whole number, and off by 1.02e-4 of the result at most. From 128.5 on it
     is any number: for scores that a mask puts another in the place of.
     """
     if OF_8 == 0:
@@ -27,15 +27,14 @@ def _asm(of_8):
             continue
         lines += [
             f"max.NaN.f32 y, ${8 + i}, 0fC2FE0000;",  # -127
-            "add.rn.f32 whole, y, 0f4B400000;",  # 1.5 x 2^23: y rounded is in the last bits
-            "sub.rn.f32 part, whole, 0f4B400000;",
+            "add.rn.f32 whole, y, 0f4B40007F;",  # 1.5 x 2^23 + 127: y rounded, and 127, are in the last bits
+            "sub.rn.f32 part, whole, 0f4B40007F;",
             "sub.rn.f32 part, y, part;",  # -0.5 to 0.5
             "fma.rn.f32 p, part, 0f3D615107, 0f3E780629;",
             "fma.rn.f32 p, p, part, 0f3F317AFE;",
             "fma.rn.f32 p, p, part, 0f3F800000;",  # 1, so that whole numbers are exact
             "mov.b32 bits, whole;",
-            "shl.b32 bits, bits, 23;",
-            "add.s32 bits, bits, 0x3F800000;",  # of 2^whole, and of 0 where that is -127
+            "shl.b32 bits, bits, 23;",  # of 2^whole, and of 0 where that is -127
             "mov.b32 whole, bits;",
             f"mul.rn.f32 ${i}, p, whole;",
         ]
