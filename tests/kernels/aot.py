@@ -141,7 +141,7 @@ def resources(log):
 
 def idle_barriers(ttgir):
     """The mbarriers of a Gluon kernel that no group of warps is handed: no memory of theirs (hopper/barriers.py)."""
-    barriers = re.findall(r"(%\S+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<\S*xi64,", ttgir)
+    barriers = re.findall(r"(%\S+) = ttg\.local_alloc\b.*-> !ttg\.memdesc<\S*xi64,", ttgir)
     assert barriers, "the pattern finds none"
     (handed,) = re.findall(r"ttg\.warp_specialize\((.*?)\)", ttgir)
     return sorted(set(barriers) - set(handed.split(", ")))

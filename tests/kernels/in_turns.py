@@ -21,9 +21,11 @@ def same(found, exact):
     return all(map(torch.equal, found, exact))
 
 
-def close(found, exact):
-    """dq of one pass is a sum in any order, and what is rounded to bf16 on the way is off by 4e-3."""
-    return all((x.float() - y.float()).norm() < 0.02 * y.float().norm() for x, y in zip(found, exact, strict=True))
+def close(found, first):
+    """dq of one pass is a sum of fp32 in any order, so rows are asked one by one; dk and dv are the same each time."""
+    (dq, *found), (first_dq, *first) = found, first
+    error, size = (dq.float() - first_dq.float()).norm(dim=2), first_dq.float().norm(dim=2)
+    return same(found, first) and bool((error <= 0.01 * (size + size.mean())).all())
 
 
 def main(head_dim, dtype, softcap):
@@ -37,8 +39,7 @@ def main(head_dim, dtype, softcap):
     def backward(deterministic):
         return bwd.attention_backward(do, q, k, v, lse, delta, schedule, features, deterministic)
 
-    backward(False)
-    o, gradients = forward(), backward(True)
+    o, of_one, of_two = forward(), backward(False), backward(True)
     torch.cuda.synchronize()
     print("ready", flush=True)
     sys.stdin.readline()
@@ -46,8 +47,8 @@ def main(head_dim, dtype, softcap):
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         tally["forward"][same(forward(), o)] += 1
-        tally["one pass"][close(backward(False), gradients)] += 1
-        tally["two passes"][same(backward(True), gradients)] += 1
+        tally["one pass"][close(backward(False), of_one)] += 1
+        tally["two passes"][same(backward(True), of_two)] += 1
     print(json.dumps({name: {"right": counts[True], "wrong": counts[False]} for name, counts in tally.items()}))
 
 

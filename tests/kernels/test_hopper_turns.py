@@ -13,10 +13,12 @@ from tests.kernels.hopper import NEEDS_SM_90
 pytestmark = NEEDS_SM_90
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_turns_change_nothing(dtype):
-    """Passes of some milliseconds, a turn's length, of eight processes: until run 34 of the log dq had NaN in each."""
+    """Of eight processes, passes that take some milliseconds, as a turn does: the lab of run 34 of the log.
+
+    Under MPS, which runs processes at once, it shows nothing.
+    """
     cases = [(str(head_dim), dtype, softcap) for head_dim in bwd.HEAD_DIMS for softcap in ("0", "30")]
     processes = [
         subprocess.Popen(
@@ -28,13 +30,18 @@ def test_turns_change_nothing(dtype):
         )
         for case in cases
     ]
-    for case, process in zip(cases, processes, strict=True):
-        assert process.stdout.readline() == "ready\n", case
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    for case, process in zip(cases, processes, strict=True):
-        out, _ = process.communicate()
-        assert process.returncode == 0, case
-        for name, counts in json.loads(out).items():
-            assert counts["right"] > 0 and counts["wrong"] == 0, (case, name, counts)
+    try:
+        for case, process in zip(cases, processes, strict=True):
+            assert process.stdout.readline() == "ready\n", case
+        for process in processes:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        for case, process in zip(cases, processes, strict=True):
+            out, _ = process.communicate()
+            assert process.returncode == 0, case
+            for name, counts in json.loads(out).items():
+                assert counts["right"] > 0 and counts["wrong"] == 0, (case, name, counts)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

@@ -5,9 +5,9 @@ section 3.1). Triton itself uses the hardware's named barriers 0 and 1 and one m
 they are free.
 
 A kernel must have no mbarrier that it does not use. Triton gives the place of one that is only initialised to another
-buffer, and PTX forbids to use such memory otherwise before mbarrier.inval. It went unnoticed for as long as a GPU had
-one process: when another one's turn comes in the middle of a kernel, the 8 bytes are an mbarrier again afterwards (run
-34 of scripts/results/hopper_kernels_h200_202611.md, where they were dS, and dQ had NaN).
+buffer, and PTX forbids to use such memory otherwise before mbarrier.inval. As long as a GPU has one process nothing
+comes of it. Where processes have it in turns, and one ends in the middle of a kernel, those 8 bytes were found to be
+the mbarrier again (run 34 of scripts/results/hopper_kernels_h200_202611.md: they were dS, and dQ had NaN).
 """
 
 from triton.experimental import gluon

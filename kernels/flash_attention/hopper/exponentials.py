@@ -8,10 +8,10 @@ _CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 8 + ["f"] * 8))
 
 @gluon.jit
 def exp2(x, OF_8: gl.constexpr):
-    """2^x of fp32 x below 128, less than 2^-126 or 0 below -126, NaN of NaN; of 8 neighbours OF_8 by a polynomial.
+    """2^x of fp32 x below 127.5, less than 2^-126 or 0 below -126, NaN of NaN; of 8 neighbours OF_8 by a polynomial.
 
-    That is of degree 3 in x's distance from a whole number, and off by 1.02e-4 of the result at most. From 128.5 on it
-    is any number: for scores that a mask puts another in the place of.
+    That is of degree 3 in x's distance from a whole number, and off by 1.02e-4 of the result at most. From 127.5 on it
+    is infinite or any number: for scores that a mask puts another in the place of.
     """
     if OF_8 == 0:
         return gl.exp2(x)
