@@ -356,13 +356,15 @@ def _dq_kernel(
     """
     ITEMS: gl.constexpr = 1 if counter_ptr is None else 2
     bufs = _buffers(q_desc, do_desc, k_desc, v_desc, ITEMS, K_STAGES, V_STAGES)
-    rest_bufs, queue, q_empty = bufs, None, None  # rest_bufs are not read where D_2 is 0
+    rest_bufs, queue = bufs, None  # rest_bufs are not read where D_2 is 0
     if D_2:
         rest_bufs = _buffers(q_2_desc, do_2_desc, k_2_desc, v_2_desc, ITEMS, K_STAGES, V_STAGES)
     if counter_ptr is not None:
         queue = new_queue(2)
-        q_empty = gl.allocate_shared_memory(gl.int64, [2 * ITEMS, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2 * ITEMS, 1], mbarrier.MBarrierLayout())
+    q_empty = q_full  # in the place of barriers that one item does not need (barriers.py)
+    if counter_ptr is not None:
+        q_empty = gl.allocate_shared_memory(gl.int64, [2 * ITEMS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
