@@ -32,6 +32,7 @@ def main(head_dim, dtype, softcap):
     do, q, k, v, lse, delta, schedule, features, _ = backward_problem(
         [16384], [16384], int(head_dim), getattr(torch, dtype), float(softcap)
     )
+    schedule = schedule._replace(several_documents=False)  # of several NaN is repaired (marks.py), this fault's too
 
     def forward():
         return fwd.attention_forward(q, k, v, schedule, features, q.dtype)
