@@ -1,7 +1,8 @@
 """Compiles the Hopper backward kernels without a GPU; prints, as JSON, what ptxas says of each case. Run as a module.
 
-A case is dtype-head_dim-group-softcap-marks, such as bf16-128-4-0-1; which kernel that takes is as in a call. For the
-kernels of two passes head_dim is followed by dkdv or dq, such as 128dq; head_dim 256 has no others.
+A case is dtype-head_dim-group-softcap-marks, such as bf16-128-4-0-1; which kernel that takes is as in a call. head_dim
+is followed by ordered where dQ is summed in one order, and by dkdv or dq for the kernels of two passes: 128dkdv has a
+soft cap, 256 no other kernels.
 """
 
 import json
@@ -26,36 +27,27 @@ def descriptor(dtype, block):
     return f"tensordesc<{dtype}[{', '.join(map(str, block))}],{layout!r}>"
 
 
-def compile_keys(dtype, head_dim, group, softcap, marks):
-    """The compiled kernel of dK and dV alone."""
-    tiles, kernel = bwd_keys.tiles_of(int(head_dim), TORCH_DTYPES[dtype], float(softcap)), bwd_keys._dkdv_kernel
-    d_1, d_2 = split_width(int(head_dim))
-    signature = dict(
-        rows_desc=descriptor("fp32", [tiles.block_m]), softmax_scale="fp32", softcap="fp32",
-        counter_ptr="*i32", tiles_ptr="*i32", query_start_ptr="*i32", query_end_ptr="*i32", spoiled_ptr="*i32",
-    )  # fmt: skip
+def compile_keys(dtype, group, softcap, marks):
+    """The compiled kernel of dK and dV alone at head_dim 128, which has a soft cap."""
+    assert softcap == "1"
+    signature = {"rows_desc": descriptor("fp32", [bwd_keys.BLOCK_M])} | dict.fromkeys(
+        ("softmax_scale", "softcap"), "fp32"
+    )
+    signature |= dict.fromkeys(("tiles_ptr", "query_start_ptr", "query_end_ptr", "spoiled_ptr"), "*i32")
+    for name in ("q", "do", "k", "v", "dk", "dv"):
+        rows = bwd_keys.BLOCK_M if name in ("q", "do") else bwd_keys.BLOCK_N
+        signature[f"{name}_desc"] = descriptor(dtype, [rows, 128])
     constants = dict(
-        HAS_SOFTCAP=softcap == "1", GROUP=int(group), D_2=d_2, STAGES=tiles.stages,
-        HALVES=tiles.halves, AHEAD=tiles.ahead, ALIGNMENT=ROW_ALIGNMENT,
+        GROUP=int(group), STAGES=bwd_keys.STAGES, ALIGNMENT=ROW_ALIGNMENT,
         CONSUMER_REGISTERS=bwd_keys.CONSUMER_REGISTERS, PRODUCER_REGISTERS=bwd_keys.PRODUCER_REGISTERS,
     )  # fmt: skip
-    constants |= without(marks, tiles.dynamic)
-    for part, width in (("", d_1), ("_2", d_2)):
-        for name, rows in (
-            ("q", tiles.block_m), ("do", tiles.block_m), ("k", bwd_keys.BLOCK_N), ("v", bwd_keys.BLOCK_N),
-            ("dk", bwd_keys.BLOCK_N), ("dv", bwd_keys.BLOCK_N),
-        ):  # fmt: skip
-            if width:
-                signature[f"{name}{part}_desc"] = descriptor(dtype, [rows, width])
-            else:
-                constants[f"{name}{part}_desc"] = None
-    return compile_source(kernel, signature, constants, bwd_keys.REGISTERS)
+    return compile_source(bwd_keys._dkdv_kernel, signature, constants | without(marks), bwd_keys.REGISTERS)
 
 
-def compile_three_groups(dtype, head_dim, group, softcap, marks):
+def compile_three_groups(dtype, head_dim, group, softcap, marks, ordered=False):
     """The compiled kernel of all three gradients."""
     head_dim = int(head_dim)
-    tiles = bwd_three_groups.tiles_of(head_dim, TORCH_DTYPES[dtype], float(softcap))
+    tiles = bwd_three_groups.tiles_of(head_dim, TORCH_DTYPES[dtype], float(softcap), ordered)
     kernel = bwd_three_groups._bwd_kernel
     d_1, d_2 = split_width(head_dim)
     signature = dict(rows_desc=descriptor("fp32", [tiles.block_m]), softmax_scale="fp32", softcap="fp32")
@@ -75,6 +67,11 @@ def compile_three_groups(dtype, head_dim, group, softcap, marks):
         REGISTERS=bwd_three_groups.GROUP_REGISTERS, **rest,
     )  # fmt: skip
     constants |= without(marks, tiles.dynamic)
+    if ordered:
+        constants |= {"tiles_ptr": None, "REGISTERS": bwd_three_groups.ORDERED_REGISTERS}
+        signature["semaphore_ptr"] = "*i32"
+    else:
+        constants["semaphore_ptr"] = None
     return compile_source(kernel, signature, constants, bwd_three_groups.REGISTERS)
 
 
@@ -97,27 +94,20 @@ def compile_wide(dtype, group, softcap, marks):
 
 def compile_queries(dtype, head_dim, group, softcap, marks):
     """The compiled kernel of dQ where that is one of its own."""
-    tiles, kernel = bwd_queries.TILES[int(head_dim)], bwd_queries._dq_kernel
-    d_1, d_2 = split_width(int(head_dim))
+    tiles = bwd_queries.TILES[int(head_dim)]
     constants = dict(
-        HAS_SOFTCAP=softcap == "1", GROUP=int(group), D_2=d_2, K_STAGES=tiles.k_stages, V_STAGES=tiles.v_stages,
+        HAS_SOFTCAP=softcap == "1", GROUP=int(group), K_STAGES=bwd_queries.K_STAGES, V_STAGES=tiles.v_stages,
         ARRIVALS=tiles.arrivals, REGISTERS=bwd_queries.REGISTERS,
-        POLYNOMIALS=bwd_queries.polynomials_of(int(head_dim), TORCH_DTYPES[dtype], float(softcap)),
     )  # fmt: skip
-    constants |= without(marks, tiles.dynamic)
     signature = dict(softmax_scale="fp32", softcap="fp32", lse_ptr="*fp32", delta_ptr="*fp32")
-    signature |= dict.fromkeys(("counter_ptr", "tiles_ptr", "key_start_ptr", "key_end_ptr", "spoiled_ptr"), "*i32")
-    for part, width in (("", d_1), ("_2", d_2)):
-        for name in ("q", "k", "v", "do", "dq"):
-            rows = tiles.block_n if name in "kv" else bwd_queries.BLOCK_M
-            if width:
-                signature[f"{name}{part}_desc"] = descriptor(dtype, [rows, width])
-            else:
-                constants[f"{name}{part}_desc"] = None
-    return compile_source(kernel, signature, constants, bwd_queries.THREAD_REGISTERS)
+    signature |= dict.fromkeys(("tiles_ptr", "key_start_ptr", "key_end_ptr", "spoiled_ptr"), "*i32")
+    for name in ("q", "k", "v", "do", "dq"):
+        rows = tiles.block_n if name in "kv" else bwd_queries.BLOCK_M
+        signature[f"{name}_desc"] = descriptor(dtype, [rows, int(head_dim)])
+    return compile_source(bwd_queries._dq_kernel, signature, constants | without(marks), bwd_queries.THREAD_REGISTERS)
 
 
-def without(marks, dynamic):
+def without(marks, dynamic=True):
     """The pointers that a launch hands over as None."""
     return ({} if marks == "1" else {"spoiled_ptr": None}) | ({} if dynamic else {"counter_ptr": None})
 
@@ -140,22 +130,19 @@ def compile_case(dtype, kernel, *features):
     if kernel == f"{bwd_wide.HEAD_DIM}dkdv":
         return compile_wide(dtype, *features)
     if kernel.endswith("dkdv"):
-        return compile_keys(dtype, kernel.removesuffix("dkdv"), *features)
+        return compile_keys(dtype, *features)
+    if kernel.endswith("ordered"):
+        return compile_three_groups(dtype, kernel.removesuffix("ordered"), *features, ordered=True)
     return compile_three_groups(dtype, kernel, *features)
 
 
 def report(*case):
-    """What ptxas says of one case, the bytes of shared memory, and how many stores put 16 bytes of a thread there.
-
-    And how many polynomials stand for exponentials, and how many of these take care of subnormal results.
-    """
+    """What ptxas says of one case, the bytes of shared memory, and how many stores put 16 bytes of a thread there."""
     compiled = compile_case(*case)
     ptx = compiled.asm["ptx"]
     return {
         "shared": compiled.metadata.shared,
         "stores_of_16": ptx.count("st.shared.v4"),
-        "polynomials": ptx.count("fma.rn.f32 p, part,"),
-        "careful_exponentials": ptx.count("ex2.approx.f32"),
         "idle_barriers": idle_barriers(compiled.asm["ttgir"]),
         **ptxas(ptx, 90),
     }

@@ -22,7 +22,7 @@ def same(found, exact):
 
 
 def close(found, first):
-    """dq of one pass is a sum of fp32 in any order, so rows are asked one by one; dk and dv are the same each time."""
+    """dq is a sum of fp32 in any order, so rows are asked one by one; dk and dv are the same each time."""
     (dq, *found), (first_dq, *first) = found, first
     error, size = (dq.float() - first_dq.float()).norm(dim=2), first_dq.float().norm(dim=2)
     return same(found, first) and bool((error <= 0.01 * (size + size.mean())).all())
@@ -40,16 +40,16 @@ def main(head_dim, dtype, softcap):
     def backward(deterministic):
         return bwd.attention_backward(do, q, k, v, lse, delta, schedule, features, deterministic)
 
-    o, of_one, of_two = forward(), backward(False), backward(True)
+    o, in_any, in_one = forward(), backward(False), backward(True)
     torch.cuda.synchronize()
     print("ready", flush=True)
     sys.stdin.readline()
-    tally: dict[str, Counter[bool]] = {name: Counter() for name in ("forward", "one pass", "two passes")}
+    tally: dict[str, Counter[bool]] = {name: Counter() for name in ("forward", "any order", "one order")}
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         tally["forward"][same(forward(), o)] += 1
-        tally["one pass"][close(backward(False), of_one)] += 1
-        tally["two passes"][same(backward(True), of_two)] += 1
+        tally["any order"][close(backward(False), in_any)] += 1
+        tally["one order"][same(backward(True), in_one)] += 1
     print(json.dumps({name: {"right": counts[True], "wrong": counts[False]} for name, counts in tally.items()}))
 
 

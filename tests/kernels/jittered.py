@@ -23,14 +23,16 @@ from kernels.flash_attention.hopper import (
     bwd_wide,
     fwd,
     fwd_parts,
+    turns,
 )
 from kernels.flash_attention.hopper.barriers import hand_back, hand_over
 from kernels.flash_attention.hopper.bwd_tma import named_barrier
 from kernels.flash_attention.hopper.marks import mark_rows
 from kernels.flash_attention.hopper.queue import post, read, take
+from kernels.flash_attention.hopper.turns import _lower, _wait_for, note_added
 from tests.kernels.hopper import backward_problem, problem
 
-MODULES = fwd, fwd_parts, bwd_keys, bwd_queries, bwd_steps, bwd_three_groups, bwd_wide
+MODULES = fwd, fwd_parts, bwd_keys, bwd_queries, bwd_steps, bwd_three_groups, bwd_wide, turns
 RUNS = 3
 DOCUMENTS = {"short": [64] * 150, "ragged": [700, 1, 300, 3000, 2000]}
 
@@ -101,6 +103,27 @@ def _read(queue, turn):
     return values
 
 
+@gluon.jit
+def _wait_for_semaphore(semaphore, number):
+    _sleep()
+    _wait_for(semaphore, number)
+    _sleep()
+
+
+@gluon.jit
+def _note_added(turns, step, PENDING: gl.constexpr):
+    _sleep()
+    note_added(turns, step, PENDING)
+    _sleep()
+
+
+@gluon.jit
+def _lower_semaphore(semaphore, number):
+    _sleep()
+    _lower(semaphore, number)
+    _sleep()
+
+
 SLEEPING = {
     "hand_back": _hand_back,
     "hand_over": _hand_over,
@@ -109,6 +132,9 @@ SLEEPING = {
     "mark_rows": _mark_rows,
     "take": _take,
     "post": _post,
+    "_wait_for": _wait_for_semaphore,
+    "note_added": _note_added,
+    "_lower": _lower_semaphore,
     "read": _read,
 }
 

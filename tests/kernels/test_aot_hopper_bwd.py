@@ -8,7 +8,7 @@ import torch
 
 from kernels.flash_attention import backend
 from kernels.flash_attention.features import Features
-from kernels.flash_attention.hopper import bwd, bwd_dq, bwd_keys, bwd_queries, bwd_three_groups, bwd_wide
+from kernels.flash_attention.hopper import bwd, bwd_dq, bwd_keys, bwd_steps, bwd_three_groups, bwd_wide
 from kernels.flash_attention.portable import bwd as portable_bwd
 from kernels.flash_attention.schedule import causal_schedule
 from tests.kernels.ahead_of_time import compile_all
@@ -17,17 +17,17 @@ from tests.kernels.aot_hopper_bwd import TORCH_DTYPES
 # dtype-head_dim-group-softcap-marks -> bytes of spill stores allowed: what ptxas of triton 3.6 and 3.7 gives, and room.
 # Of 128 in bf16 delta, loaded early, has its part (3.6 gives 84 bytes with it, 36 without): it is faster with it. At 96
 # in bf16 they are of programs that work many items, and lie between those: the SASS has none in the loops over steps.
-# So do those of dK and dV alone at 96, which AHEAD brought; of 64 with softcap four numbers are read again in a step
 SPILLS = {
     "bf16-128-1-0-0": 96, "bf16-64-1-0-0": 16, "fp16-64-1-0-0": 32,
     "bf16-128-1-0-1": 80, "bf16-64-1-0-1": 16, "bf16-96-1-0-1": 104, "fp16-96-1-0-0": 16,
     "fp16-128-4-0-1": 80, "fp16-64-4-0-1": 16, "bf16-128-4-0-0": 96, "bf16-64-4-0-1": 16,
     "bf16-128-1-1-1": 136, "bf16-64-4-1-1": 48, "bf16-64-1-1-1": 32, "fp16-64-1-1-1": 16,
     "bf16-96-1-0-0": 88, "bf16-96-4-0-1": 104, "bf16-96-4-1-1": 136, "fp16-96-1-1-1": 80,
-    "bf16-64dkdv-1-0-1": 32, "bf16-96dkdv-1-0-1": 32, "fp16-128dkdv-4-0-1": 16, "bf16-128dkdv-1-1-1": 64,
-    "bf16-64dkdv-4-1-1": 64, "fp16-96dkdv-4-1-1": 96, "bf16-96dq-4-1-1": 16, "fp16-96-4-0-1": 16,
-    "fp16-64dkdv-4-1-1": 16, "bf16-64dq-4-1-1": 16, "fp16-96dq-1-1-0": 16,
-    "bf16-64dq-1-0-1": 16, "bf16-96dq-1-0-1": 16, "fp16-128dq-4-0-1": 16, "bf16-128dq-1-1-1": 16,
+    "fp16-96-4-0-1": 16, "fp16-128dkdv-1-1-0": 72, "fp16-128dkdv-4-1-1": 80, "fp16-128dq-1-1-0": 16,
+    "fp16-128dq-4-1-1": 16,
+    "bf16-64ordered-1-0-0": 16, "bf16-64ordered-4-1-1": 16, "fp16-64ordered-1-0-0": 16, "fp16-64ordered-4-1-1": 16,
+    "bf16-96ordered-4-0-1": 160, "bf16-96ordered-1-1-1": 112, "fp16-96ordered-1-0-0": 56, "fp16-96ordered-4-1-1": 120,
+    "bf16-128ordered-1-1-1": 136, "bf16-128ordered-4-0-1": 80, "fp16-128ordered-4-0-1": 80,
     "bf16-256dkdv-1-0-0": 32, "bf16-256dkdv-4-1-1": 32,
     "bf16-256dq-1-0-0": 384, "bf16-256dq-4-1-1": 384,
 }  # fmt: skip
@@ -43,24 +43,28 @@ def test_compiles_within_limits():
         assert report["spill_bytes"] <= SPILLS[case], (case, report)
         assert report["stores_of_16"] == stores_of_sums(*case.split("-")), (case, report)
         assert report["idle_barriers"] == [], (case, report)
-        assert report["careful_exponentials"] == 0, (case, report)  # three instructions more each
-        assert report["polynomials"] == polynomials(*case.split("-")), (case, report)
-
-
-def polynomials(dtype, kernel, group, softcap, marks):
-    """Of one step: of two warpgroups, each of whose 128 threads holds 64 scores, where the kernel gives dQ alone."""
-    if not kernel.endswith("dq"):
-        return 0
-    of_8 = bwd_queries.polynomials_of(int(kernel.removesuffix("dq")), TORCH_DTYPES[dtype], float(softcap))
-    return 2 * 64 // 8 * of_8
 
 
 def stores_of_sums(dtype, kernel, group, softcap, marks):
     """Of one step: a warpgroup's four fp32 numbers of dQ each, where the kernel sums dQ."""
-    if not kernel.isdigit():
+    head_dim = kernel.removesuffix("ordered")
+    if not head_dim.isdigit():
         return 0
-    tiles = bwd_three_groups.tiles_of(int(kernel), TORCH_DTYPES[dtype], float(softcap))
-    return tiles.block_m * int(kernel) // (4 * 128)
+    ordered = kernel != head_dim
+    tiles = bwd_three_groups.tiles_of(int(head_dim), TORCH_DTYPES[dtype], float(softcap), ordered)
+    return tiles.block_m * int(head_dim) // (4 * 128)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_tiles_that_take_turns(head_dim, dtype, softcap):
+    """A step has one semaphore, and no program waits for an item that nobody has begun."""
+    tiles = bwd_three_groups.tiles_of(head_dim, dtype, softcap, ordered=True)
+    if tiles is None:
+        assert bwd_three_groups.tiles_of(head_dim, dtype, softcap) is None
+    else:
+        assert tiles.block_m == bwd_steps.SUM_BLOCK and not tiles.dynamic
 
 
 def test_registers_of_three_groups():
@@ -72,16 +76,18 @@ def test_registers_of_three_groups():
 
 
 @pytest.mark.parametrize(
-    "prepared", [bwd_dq.prepare_rows, lambda lse, delta: bwd_dq.prepare(lse, delta, 8)[0]], ids=["dkdv", "all"]
+    "prepared",
+    [bwd_dq.prepare_rows, lambda lse, delta: bwd_dq.prepare(lse, delta, 8, ordered=False)[0]],
+    ids=["dkdv", "all"],
 )
 @pytest.mark.parametrize("total", [pytest.param(128, id="whole"), pytest.param(70, id="padded")])
 def test_padded_rows_take_no_part(device, total, prepared):
     lse, delta = torch.randn(2, 3, total, device=device)
     lse[1, 5] = float("-inf")
     rows = prepared(lse, delta)
-    modules = bwd_keys, bwd_three_groups
-    tables = [table for module in modules for table in (module.TILES, module.CAPPED_TILES)]
-    longest = max(bwd_wide.BLOCK, *(tiles.block_m for table in tables for tiles in table.values()))
+    tables = bwd_three_groups.TILES, bwd_three_groups.CAPPED_TILES
+    of_one = [tiles.block_m for table in tables for tiles in table.values()]
+    longest = max(bwd_wide.BLOCK, bwd_keys.BLOCK_M, *of_one)
     assert rows.shape[:2] == (2, 3) and rows.shape[2] % 4 == 0  # in whole fours, as TMA reads them
     assert rows.shape[2] >= total - 1 + longest, "the last block of queries reads the next head's lse and delta"
     log2_lse = lse * 1.4426950408889634
@@ -95,11 +101,11 @@ def test_padded_rows_take_no_part(device, total, prepared):
 @pytest.mark.parametrize("head_dim", bwd.HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_kernels_of_a_call(device, monkeypatch, dtype, head_dim, softcap, deterministic):
-    """A call that must be deterministic takes those that add nothing in memory."""
+    """A call that must be deterministic has the sum of dQ in one order, where dQ is summed."""
     monkeypatch.delenv(backend.VARIABLE, raising=False)
     launched = []
     monkeypatch.setattr(bwd, "supports", lambda *_: True)
-    monkeypatch.setattr(bwd, "prepare", lambda *_: (None, "sum of dq"))
+    monkeypatch.setattr(bwd, "prepare", lambda lse, delta, width, ordered: (None, f"dq, {ordered=}", None))
     monkeypatch.setattr(bwd, "prepare_rows", lambda *_: None)
     monkeypatch.setattr(bwd, "finish", lambda sums, *_: launched.append(sums))
     for module in (bwd_keys, bwd_three_groups, bwd_wide):
@@ -115,9 +121,9 @@ def test_kernels_of_a_call(device, monkeypatch, dtype, head_dim, softcap, determ
     spills = head_dim == 128 and softcap and dtype == torch.float16
     if head_dim == 256:
         assert launched == ["bwd_wide", "dq"]
-    elif deterministic or spills:
+    elif spills:
         assert launched == ["bwd_keys", "dq"]
     else:
-        assert launched == ["bwd_three_groups", "sum of dq"]
+        assert launched == ["bwd_three_groups", f"dq, ordered={deterministic}"]
     monkeypatch.setenv(backend.VARIABLE, "portable")
     assert backend.backward(*arguments)[:3] == ("portable",) * 3

@@ -1,12 +1,9 @@
-"""The Hopper backward on a GPU: heads keep NaN to themselves, dK and dV are repeatable where dQ is a sum.
-
-And where one pass and two multiply alike, they give the same dK and dV.
-"""
+"""The Hopper backward on a GPU: heads keep NaN to themselves, dK and dV are repeatable, dQ where it must be."""
 
 import pytest
 import torch
 
-from kernels import flash_attn_func
+from kernels import flash_attn_func, flash_attn_varlen_func
 
 pytestmark = pytest.mark.gpu
 
@@ -51,18 +48,31 @@ def test_dk_and_dv_have_one_owner(head_dim, dtype):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "softcap"),
-    [
-        pytest.param(64, 30.0, id="64-capped"),
-        pytest.param(96, 30.0, id="96-capped"),
-        pytest.param(128, 0.0, id="128"),
-        pytest.param(128, 30.0, id="128-capped"),
-    ],
+    "lengths", [([3000], [3000]), ([700, 1, 0, 900, 64], [900, 1, 500, 900, 300])], ids=["one", "several"]
 )
-def test_dk_and_dv_of_two_passes_are_those_of_one(head_dim, softcap):
-    """In bf16, where both round P, the cap's factor and dP - delta before they multiply them, or neither does."""
-    q, do = (torch.randn(3000, 8, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    k, v = (torch.randn(3000, 2, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    _, _, *one = run(q, k, v, do, causal=True, softcap=softcap)
-    _, _, *two = run(q, k, v, do, causal=True, softcap=softcap, deterministic=True)
-    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (200, 70)], ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_dq_summed_in_one_order_is_the_same_in_every_run(head_dim, dtype, softcap, window, lengths):
+    """And that sum in any order but for fp32's rounding; dk and dv are those of any order."""
+    cu_q, cu_k = (torch.tensor([0, *x], device="cuda").cumsum(0).int() for x in lengths)
+    q, k, v = (
+        torch.randn(sum(x), heads, head_dim, device="cuda", dtype=dtype, requires_grad=True)
+        for x, heads in zip((lengths[0], lengths[1], lengths[1]), (8, 2, 2), strict=True)
+    )
+    do = torch.randn_like(q)
+
+    def gradients(deterministic):
+        o = flash_attn_varlen_func(
+            q, k, v, cu_q, cu_k, 3000, 3000, window_size=window, softcap=softcap, deterministic=deterministic
+        )
+        return torch.autograd.grad(o, [q, k, v], do)
+
+    dq, *others = gradients(deterministic=True)
+    for _ in range(9):
+        again = gradients(deterministic=True)
+        assert all(torch.equal(a, b) for a, b in zip(again, [dq, *others], strict=True))
+    any_order, *its_others = gradients(deterministic=False)
+    torch.testing.assert_close(dq, any_order, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(its_others, others, strict=True))

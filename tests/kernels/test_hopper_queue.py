@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.flash_attention.hopper import bwd, bwd_keys, bwd_queries, bwd_three_groups, fwd
+from kernels.flash_attention.hopper import bwd, bwd_three_groups, fwd
 from tests.kernels.hopper import NEEDS_SM_90, backward_problem, problem, tiles_of
 
 pytestmark = NEEDS_SM_90
@@ -16,7 +16,6 @@ DYNAMIC = [
     for key, tiles in table.items()
     if tiles.dynamic
 ]
-DYNAMIC_OF_TWO_PASSES = [head_dim for head_dim, tiles in bwd_queries.TILES.items() if tiles.dynamic]
 
 
 def run(one):
@@ -28,13 +27,12 @@ def run(one):
 
 
 def problems(head_dim):
-    """Two calls of the forward pass or, where those take their work from the counter too, of the backward passes."""
-    yield [problem([2048, 2048], head_dim), problem([700, 300, 3000], head_dim)]
-    tiles = bwd_three_groups.tiles_of(head_dim, torch.bfloat16, softcap=0.0)
-    if tiles is not None and tiles.dynamic:
-        yield [backward_problem(x, x, head_dim) for x in ([2048, 2048], [700, 300, 3000])]
-    if head_dim in DYNAMIC_OF_TWO_PASSES:
-        yield [backward_problem(x, x, head_dim, deterministic=True) for x in ([2048, 2048], [700, 300, 3000])]
+    """Two calls of the forward pass or, where it sums dQ, of the backward pass, whose programs may wait for others."""
+    lengths = [2048, 2048], [700, 300, 3000]
+    yield [problem(x, head_dim) for x in lengths]
+    if bwd_three_groups.tiles_of(head_dim, torch.bfloat16, softcap=0.0) is not None:
+        for deterministic in (False, True):
+            yield [backward_problem(x, x, head_dim, deterministic=deterministic) for x in lengths]
 
 
 def assert_same(results, expected):
@@ -91,17 +89,14 @@ def test_plain_and_persistent_grids_give_the_same_bits(head_dim, lengths):
         assert_same([persistent], plain)
 
 
-LENGTHS = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("lengths_q", "lengths_k"),
     [([9000], [9000]), ([64] * 150, [64] * 150), ([700, 1, 300, 0, 3000, 2000], [900, 1, 300, 6000, 3000, 0])],
     ids=["long", "short", "unseen"],
 )
-
-
-@LENGTHS
 @pytest.mark.parametrize(("table", "key"), DYNAMIC)
-def test_plain_and_persistent_grids_of_one_pass_give_the_same(monkeypatch, table, key, lengths_q, lengths_k):
-    """dk and dv to the bit, dq but for the order in which it is summed in fp32."""
+def test_plain_and_persistent_grids_of_the_backward_give_the_same(monkeypatch, table, key, lengths_q, lengths_k):
+    """To the bit, but for dq where it is summed in fp32 in any order."""
     softcap = 30.0 if table is bwd_three_groups.CAPPED_TILES else 0.0
     one = backward_problem(lengths_q, lengths_k, *key, softcap)
     persistent = [bwd.attention_backward(*one) for _ in range(3)]
@@ -110,18 +105,3 @@ def test_plain_and_persistent_grids_of_one_pass_give_the_same(monkeypatch, table
     for dq, *others in persistent:
         assert_same([others], plain)
         torch.testing.assert_close(dq, plain_dq, rtol=torch.finfo(dq.dtype).eps, atol=1e-5)
-
-
-@LENGTHS
-@pytest.mark.parametrize("softcap", [0.0, 30.0])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", DYNAMIC_OF_TWO_PASSES)
-def test_plain_and_persistent_grids_of_two_passes_give_the_same_bits(
-    monkeypatch, head_dim, dtype, softcap, lengths_q, lengths_k
-):
-    one = backward_problem(lengths_q, lengths_k, head_dim, dtype, softcap, deterministic=True)
-    persistent = [run(one) for _ in range(3)]
-    key = head_dim, dtype
-    for table, entry in ((bwd_keys.TILES, key), (bwd_keys.CAPPED_TILES, key), (bwd_queries.TILES, head_dim)):
-        monkeypatch.setitem(table, entry, replace(table[entry], dynamic=False))
-    assert_same(persistent, run(one))

@@ -42,8 +42,8 @@ def test_deterministic_gradients_are_bitwise_equal_in_twenty_runs(head_dim, dtyp
     do = torch.randn_like(inputs[0])
     launches = []
     replay.forget()
-    gradient_of_queries = bwd.gradient_of_queries
-    monkeypatch.setattr(bwd, "gradient_of_queries", lambda *x: launches.append(x) or gradient_of_queries(*x))
+    backward = bwd.attention_backward
+    monkeypatch.setattr(bwd, "attention_backward", lambda *x: launches.append(x) or backward(*x))
 
     def run():
         o = flash_attn_varlen_func(*inputs, cu, cu, 2500, 2500, causal=True, deterministic=True)

@@ -59,6 +59,27 @@ def test_ranges_are_the_mask(pairs, causal, left, right, tail):
         assert torch.all(ends.diff() >= 0), "kernels bound a tile's range by its first and last row"
 
 
+@settings(max_examples=200, deadline=None)
+@given(lengths, st.booleans(), st.integers(-1, 4), st.integers(-1, 4), st.integers(0, 3))
+def test_tiles_that_queries_see_follow_one_another(pairs, causal, left, right, tail):
+    """So each knows by the ranges of the next one whether that adds to a block of queries too (hopper/turns.py)."""
+    block_n, block_m = 4, 2
+    cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).to(torch.int32) for x in zip(*pairs, strict=True))
+    total_q, total_k = cu_q[-1].item() + tail, cu_k[-1].item() + tail
+    if not total_q or not total_k:
+        return
+    schedule = build_schedule(cu_q, cu_k, total_q, total_k, causal=causal, window_size=(left, right))
+    tiles = range(-(-total_k // block_n))
+    starts = [schedule.query_start[block_n * t].item() // block_m * block_m for t in tiles]
+    ends = [schedule.query_end[min(block_n * (t + 1), total_k) - 1].item() for t in tiles]
+    for block in range(0, total_q, block_m):
+        visiting = [t for t in tiles if starts[t] <= block < ends[t]]
+        assert visiting == [*range(visiting[0], visiting[-1] + 1)] if visiting else True
+        last = min(block + block_m, total_q) - 1
+        seen = {key // block_n for q in (block, last) for key in range(schedule.key_start[q], schedule.key_end[q])}
+        assert seen <= {*visiting}
+
+
 def test_longest_tiles_come_first():
     # a short document, then a long one whose last tile of queries reads the most keys
     cu = torch.tensor([0, 128, 640], dtype=torch.int32)

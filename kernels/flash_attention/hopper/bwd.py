@@ -1,9 +1,9 @@
 """The backward pass on Hopper, by one kernel or by two.
 
-At head_dim 64, 96 and 128 one kernel of five matmuls gives dK and dV and adds dQ up in memory, in whatever order its
-programs run (bwd_three_groups.py). Where gradients must be repeatable, one kernel gives dK and dV (bwd_keys.py) and
-another dQ (bwd_queries.py), which have one owner each: seven matmuls. So is fp16 at 128 with a soft cap worked, for
-which one kernel lacks registers, and head_dim 256, where bwd_wide.py takes the place of bwd_keys.py.
+At head_dim 64, 96 and 128 one kernel of five matmuls gives dK and dV and adds dQ up in memory (bwd_three_groups.py), in
+whatever order its programs run, or, where gradients must be repeatable, in one order (turns.py). Two kernels of seven
+matmuls give dK and dV (bwd_keys.py) and dQ (bwd_queries.py), which have one owner each, for fp16 at 128 with a soft
+cap, for which the one lacks registers, and for head_dim 256, where bwd_wide.py takes the place of bwd_keys.py.
 Where there are several documents, NaN of one that came into another through a tile of both is repaired (marks.py).
 """
 
@@ -44,7 +44,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """do like o, lse and delta (n_heads, total_q) fp32 -> dq, dk, dv, dense, in the dtype of q, k, v.
 
-    For calls that `supports` takes. Unless deterministic, below head_dim 256 the addends of dq come in any order.
+    For calls that `supports` takes. Unless deterministic, the addends of dq may come in any order.
     """
     if not loadable(do):
         do = do.clone(memory_format=torch.contiguous_format)
@@ -56,13 +56,15 @@ def attention_backward(
         section = kv_heads_per_section(q, k.shape[1])
         dk, dv = bwd_wide.gradients_of_keys(do, q, k, v, lse, delta, spoiled_k, schedule, features, section)
         dq = gradient_of_queries(do, q, k, v, lse, delta, spoiled_q, schedule, features)
-    elif deterministic or bwd_three_groups.tiles_of(head_dim, q.dtype, features.softcap) is None:
+    elif bwd_three_groups.tiles_of(head_dim, q.dtype, features.softcap) is None:
         rows = prepare_rows(lse, delta)
         dk, dv = bwd_keys.gradients_of_keys(do, q, k, v, rows, spoiled_k, schedule, features)
         dq = gradient_of_queries(do, q, k, v, lse, delta, spoiled_q, schedule, features)
     else:
-        rows, dq_sum = prepare(lse, delta, head_dim)
-        dk, dv = bwd_three_groups.gradients_of_keys(do, q, k, v, rows, dq_sum, spoiled_k, schedule, features)
+        rows, dq_sum, semaphores = prepare(lse, delta, head_dim, deterministic)
+        dk, dv = bwd_three_groups.gradients_of_keys(
+            do, q, k, v, rows, dq_sum, semaphores, spoiled_k, schedule, features
+        )
         dq = finish(dq_sum, features.softmax_scale, spoiled_q, q)
     if spoiled_q is not None and spoiled_k is not None:
         repair_dk_dv(do, q, k, v, lse, delta, dk, dv, spoiled_k, schedule, features)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.flash_attention.hopper.bwd_steps import SUM_BLOCK
+from kernels.flash_attention.hopper.turns import NOBODY
 from kernels.flash_attention.portable.launch import SPOILED_ROWS, ceil_div
 from kernels.flash_attention.replay import launch
 from kernels.flash_attention.schedule import WORK_TILE
@@ -18,15 +19,17 @@ from kernels.flash_attention.schedule import WORK_TILE
 ROW_ALIGNMENT = 4  # TMA takes fp32 vectors that begin at a multiple of 16 bytes
 
 
-@triton.jit(do_not_specialize=["total", "padded", "n_heads"])
+@triton.jit(do_not_specialize=["total", "padded", "n_heads", "n_semaphores"])
 def _prepare_kernel(
-    lse_ptr, delta_ptr, rows_ptr, dq_ptr, total, padded, n_heads, n_words,
+    lse_ptr, delta_ptr, rows_ptr, dq_ptr, semaphore_ptr, total, padded, n_heads, n_words, n_semaphores,
     BLOCK_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
     """Program i zeroes block i of dq, and copies block i of lse and delta, of which there are far fewer."""
     program = tl.program_id(0)
     words = program.to(tl.int64) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
     tl.store(dq_ptr + words, tl.zeros([BLOCK_WORDS], tl.float32), mask=words < n_words)
+    if semaphore_ptr is not None:  # far fewer
+        tl.store(semaphore_ptr + words, tl.full([BLOCK_WORDS], NOBODY, tl.int32), mask=words < n_semaphores)
     row_blocks = tl.cdiv(padded, BLOCK_ROWS)
     if program < row_blocks * n_heads:
         head = (program // row_blocks).to(tl.int64)
@@ -40,25 +43,29 @@ def _prepare_kernel(
         tl.store(rows_ptr + (n_heads + head) * padded + rows, delta, mask=rows < padded)
 
 
-def prepare(lse: Tensor, delta: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """(n_heads, total_q) fp32 twice -> rows (2, n_heads, padded), and zeros for the sum of dQ, fp32.
+def prepare(lse: Tensor, delta: Tensor, head_dim: int, ordered: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(n_heads, total_q) fp32 twice -> rows (2, n_heads, padded), zeros for the sum of dQ, fp32, and semaphores.
 
     rows[0] is lse in units of log2, +inf where a row sees no key; rows[1] is delta. A head's total_q are followed by
     rows that take no part, as many as the longest block of queries of a kernel has, so that its last block reads no
     other head's: P is 0 there, but times NaN in that head's delta it would be NaN in dS, and so in all of dK.
+    Semaphores of turns.py, int32, of each 64 queries all heads, if sums are ordered, else None.
     """
     n_heads, total = lse.shape
     padded = _padded(total)
     rows = torch.empty(2, n_heads, padded, dtype=torch.float32, device=lse.device)
-    n_sums = ceil_div(total, SUM_BLOCK) * SUM_BLOCK * n_heads * head_dim
+    n_units = ceil_div(total, SUM_BLOCK) * n_heads
+    n_sums = n_units * SUM_BLOCK * head_dim
+    semaphores = torch.empty(n_units, dtype=torch.int32, device=lse.device) if ordered else None
     dq = torch.empty(n_sums // 32, 1, 32, dtype=torch.float32, device=lse.device)
     block_rows, block_words = 1024, 4096
     grid = max(ceil_div(dq.numel(), block_words), ceil_div(padded, block_rows) * n_heads)
     launch(
         _prepare_kernel, (grid,),
-        lse, delta, rows, dq, total, padded, n_heads, dq.numel(), BLOCK_ROWS=block_rows, BLOCK_WORDS=block_words,
+        lse, delta, rows, dq, semaphores, total, padded, n_heads, dq.numel(), n_units, BLOCK_ROWS=block_rows,
+        BLOCK_WORDS=block_words,
     )  # fmt: skip
-    return rows, dq
+    return rows, dq, semaphores
 
 
 def _padded(total: int) -> int:
@@ -73,7 +80,7 @@ def prepare_rows(lse: Tensor, delta: Tensor) -> Tensor:
     block_rows = 1024
     launch(
         _prepare_kernel, (ceil_div(padded, block_rows) * n_heads,),
-        lse, delta, rows, rows, total, padded, n_heads, 0,  # 0: there is no sum of dQ to clear
+        lse, delta, rows, rows, None, total, padded, n_heads, 0, 0,  # there is no sum of dQ to clear
         BLOCK_ROWS=block_rows, BLOCK_WORDS=4096,
     )  # fmt: skip
     return rows

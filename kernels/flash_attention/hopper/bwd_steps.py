@@ -1,8 +1,8 @@
 """What the backward kernels of 128 keys an item share: an item's steps, their buffers, and how they are loaded.
 
 An item is 128 keys of one KV head, and a step a block of queries of one head. An item visits those that see its keys,
-head by head of a KV head's group. A program works one item, or takes items from a queue (queue.py). bwd_keys.py and
-bwd_three_groups.py have all of it in common, bwd_wide.py the order of the steps.
+head by head of a KV head's group. A program works one item, or takes items from a queue (queue.py). bwd_three_groups.py
+has all of it, bwd_keys.py what one item a program needs, bwd_wide.py the order of the steps.
 """
 
 from torch import Tensor
@@ -233,8 +233,8 @@ def produce(
         post(queue, turn, (-1,))
 
 
-def kv_heads_per_section(q: Tensor, n_kv_heads: int) -> int:
-    """How many KV heads to work at once so that Q, dO and dQ of their query heads fit in L2."""
+def kv_heads_per_section(q: Tensor, n_kv_heads: int, budget: int = L2_BUDGET) -> int:
+    """How many KV heads to work at once so that Q, dO and dQ of their query heads fit in `budget` bytes of L2."""
     total, n_heads, head_dim = q.shape
     bytes_per_kv_head = total * head_dim * (2 * q.element_size() + 4) * (n_heads // n_kv_heads)
-    return min(n_kv_heads, max(1, L2_BUDGET // bytes_per_kv_head))
+    return min(n_kv_heads, max(1, budget // bytes_per_kv_head))

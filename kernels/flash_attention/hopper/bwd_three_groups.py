@@ -5,8 +5,9 @@ An item of work is 128 keys of a KV head. In each step, a block of queries of on
 - two warpgroups, 64 keys each: S^T = K Q^T, P^T, dP^T = V dO^T, dS^T, then dV and dK with P^T and dS^T as operands in
   registers. They put dS^T into a ring of shared tiles [keys, queries], rounded once, and wait for each other nowhere;
 - the third: dQ = dS K of all 128 keys, 64 rows by 64 columns at a time, each added to fp32 in global memory by TMA. The
-  order of those additions varies from run to run; dK and dV have one owner and are repeatable. What is added lies in
-  memory as threads hold it (threads.py), as FlashAttention-4 has it, so blocks of queries begin at multiples of 64.
+  order of those additions varies from run to run, unless tiles take turns (turns.py), for which this group alone waits;
+  dK and dV have one owner and are repeatable. What is added lies in memory as threads hold it (threads.py), as
+  FlashAttention-4 has it, so blocks of queries begin at multiples of 64.
 
 Where two warpgroups shared dQ, as they first did, they met in every step, and neither had products in flight while it
 added. Here that is behind the others' next step. In fp16 at 128 softcap's factor of dS, as many registers again as P,
@@ -33,7 +34,9 @@ of step j and its own earlier sums out of their buffers; Q and dO of step j need
 STAGES, and all that is loaded for earlier ones. So the least step that is not done can always go on: AHEAD too, as Q of
 step j + 1 waits for step j + 1 - STAGES alone, which with STAGES >= 2 comes before j. K and V of an item need the
 consumers to have begun the item before it, with dK and dV of the one before that gone, for which they wait then. At an
-item's end dK and dV overwrite K and V, dK once ds_empty says that dQ's last products have read K.
+item's end dK and dV overwrite K and V, dK once ds_empty says that dQ's last products have read K. Where tiles take
+turns, dQ of step j needs its turn too, which waits for other programs and dQ of step j - DS_STAGES, and that the sums
+of step j - 3 are noted, which waits for nothing.
 
 Registers of a thread (64K for a program): 208 of the consumers, 72 of dQ's group, 24 of the producer. ptxas puts
 accumulators at R24 and above and leaves out the last two registers of each group (read off its code and its refusals,
@@ -92,7 +95,8 @@ TFLOP/s of an H200 in November 2026, causal bf16, all kernels of the pass, media
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -110,6 +114,7 @@ from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper.barriers import WARPGROUP, hand_back, hand_over, meet
 from kernels.flash_attention.hopper.bwd_steps import (
     BLOCK_N,
+    L2_BUDGET,
     SIZES,
     SUM_BLOCK,
     decode,
@@ -128,6 +133,7 @@ from kernels.flash_attention.hopper.descriptors import numbers, parts_of_heads, 
 from kernels.flash_attention.hopper.marks import mark_rows
 from kernels.flash_attention.hopper.queue import field, five_fields, new_queue, programs_of, read
 from kernels.flash_attention.hopper.threads import in_order_of_threads
+from kernels.flash_attention.hopper.turns import await_turns, new_turns, note_added, pass_turns
 from kernels.flash_attention.portable.launch import ceil_div
 from kernels.flash_attention.portable.load import split_width
 from kernels.flash_attention.replay import launch
@@ -137,6 +143,10 @@ from kernels.flash_attention.scores import cap
 SUMS = gl.constexpr(2)  # pieces of dQ on their way to memory
 REGISTERS = 128  # of a thread when the kernel starts
 GROUP_REGISTERS = (208, 72, 24)  # then, of the second consumer, dQ's group and the producer; the first gets the rest
+ORDERED_REGISTERS = (*GROUP_REGISTERS, 24, 24)  # and of the two warps of turns.py
+# L2_BUDGET of several documents whose tiles take turns: tiles of one head wait for each other, so more heads are worked
+# at once, as far as documents, of which few are worked at once, still fit in L2
+ORDERED_BUDGET = 4 * L2_BUDGET
 
 
 @dataclass(frozen=True)
@@ -175,9 +185,18 @@ CAPPED_TILES = {
 }
 
 
-def tiles_of(head_dim: int, dtype: torch.dtype, softcap: float) -> ThreeGroupTiles | None:
-    """What `gradients_of_keys` takes; None where such a call is not for it."""
-    return (CAPPED_TILES if softcap else TILES).get((head_dim, dtype))
+def tiles_of(head_dim: int, dtype: torch.dtype, softcap: float, ordered: bool = False) -> ThreeGroupTiles | None:
+    """What `gradients_of_keys` takes; None where such a call is not for it. ordered: whether tiles take turns."""
+    tiles = (CAPPED_TILES if softcap else TILES).get((head_dim, dtype))
+    if tiles is not None and ordered:
+        return _in_turns(CAPPED_TILES[head_dim, dtype] if tiles.block_m > SUM_BLOCK else tiles)
+    return tiles
+
+
+@cache
+def _in_turns(tiles):
+    """The same for turns.py, where a program has one item: in a queue it would wait for a program that is not there."""
+    return replace(tiles, dynamic=False)
 
 
 @gluon.constexpr_function
@@ -414,12 +433,13 @@ def _consume(
 
 @gluon.jit
 def _sum_item(
-    found, turn, done, sum_desc, sum_bufs, k_bufs, rest, kv_full, ring, n_heads, GROUP: gl.constexpr,
+    found, turn, done, sum_desc, sum_bufs, k_bufs, rest, kv_full, ring, n_heads, turns, GROUP: gl.constexpr,
     D_2: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: dQ of each step of an item, added to what sum_desc describes; `rest` is the same of D_2 columns.
 
-    found, turn, done and what is returned are as of `_consume_item`.
+    found, turn, done and what is returned are as of `_consume_item`. turns is None, or barriers of turns.py, and then
+    this is the program's only item.
     """
     ds_bufs, ds_full, ds_empty = ring
     STAGES: gl.constexpr = ds_bufs.shape[0]
@@ -449,6 +469,8 @@ def _sum_item(
     for step in range(done, stop):
         stage, phase = step % STAGES, (step // STAGES) & 1
         ds_buf = ds_bufs.index(stage)  # [N, M]
+        if turns is not None:
+            mbarrier.wait(turns[0].index(stage), phase)
         mbarrier.wait(ds_full.index(stage), phase)
         for piece in gl.static_range(PIECES):
             ds_rows = ds_buf.slice(piece // ACROSS * SIDE, SIDE, dim=1).permute((1, 0))
@@ -473,14 +495,18 @@ def _sum_item(
             fence_async_shared()
             row = (m // SIDE * n_heads + head) * ROWS_EACH + 2 * D
             tma_reduce_add(sum_2_desc, [row, 0], sum_2_buf)
+        if turns is not None:  # what this step adds is still on its way
+            note_added(turns, step - 1, PIECES + (1 if D_2 else 0))
         m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
+    if turns is not None:
+        note_added(turns, stop - 1, 0)
     return stop
 
 
 @gluon.jit
 def _sum_queries(
-    sum_desc, sum_bufs, k_bufs, rest, kv_full, ring, order, ranges, queue, GROUP: gl.constexpr, D_2: gl.constexpr,
-    ALIGNMENT: gl.constexpr,
+    sum_desc, sum_bufs, k_bufs, rest, kv_full, ring, order, ranges, queue, turns, GROUP: gl.constexpr,
+    D_2: gl.constexpr, ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
     """`_sum_item` of the program's item, or of every item of the queue if there is one."""
     BLOCK_M: gl.constexpr = ring[0].shape[2]
@@ -488,13 +514,15 @@ def _sum_queries(
     n_heads = order[2] * GROUP
     if queue is None:
         found = decode(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
-        _sum_item(found, 0, 0, sum_desc, sum_bufs, k_bufs, rest, kv_full, ring, n_heads, GROUP, D_2)
+        _sum_item(found, 0, 0, sum_desc, sum_bufs, k_bufs, rest, kv_full, ring, n_heads, turns, GROUP, D_2)
     else:
         turn, done = 0, 0
         item = read(queue, turn)
         while field(item, 0) >= 0:
             found = five_fields(item)
-            done = _sum_item(found, turn, done, sum_desc, sum_bufs, k_bufs, rest, kv_full, ring, n_heads, GROUP, D_2)
+            done = _sum_item(
+                found, turn, done, sum_desc, sum_bufs, k_bufs, rest, kv_full, ring, n_heads, turns, GROUP, D_2
+            )
             turn += 1
             item = read(queue, turn)
     tma.store_wait(0)
@@ -504,14 +532,15 @@ def _sum_queries(
 def _bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc, sum_desc,
     q_2_desc, k_2_desc, v_2_desc, do_2_desc, dk_2_desc, dv_2_desc, sum_2_desc,
-    counter_ptr, tiles_ptr, query_start_ptr, query_end_ptr, spoiled_ptr, softmax_scale, softcap,
+    counter_ptr, tiles_ptr, semaphore_ptr, query_start_ptr, query_end_ptr, spoiled_ptr, softmax_scale, softcap,
     n_items, n_tiles, n_kv_heads, section, total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
     HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, ALIGNMENT: gl.constexpr, STAGES: gl.constexpr,
     DS_STAGES: gl.constexpr, HALVES: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """An item: 128 keys of one KV head, over all query heads that share it.
 
-    Program i works item i, and then others if there is a counter of them.
+    Program i works item i, and then others if there is a counter of them. Without tiles_ptr items are those from the
+    last tile to the first, and with semaphores, which it then needs, tiles add to dQ in that order.
     Descriptors of the first columns of each head, and with a 2 of the D_2 after them (None where D_2 is 0).
     padded_q is the length of a head's lse and delta; spoiled_ptr None, or where to mark NaN in dK and dV (marks.py).
     """
@@ -525,7 +554,7 @@ def _bwd_kernel(
     SUM_ROWS: gl.constexpr = sum_desc.block_type.shape[0]
     PLACES: gl.constexpr = 1 if D_2 else SUMS  # both parts are on their way at once
     sum_bufs = gl.allocate_shared_memory(gl.float32, [PLACES, SUM_ROWS, 32], sum_desc.layout)
-    rest_bufs, rest_sums, queue = None, None, None
+    rest_bufs, rest_sums, queue, turns = None, None, None, None
     if counter_ptr is not None:
         queue = new_queue(3)
     if D_2:
@@ -538,35 +567,53 @@ def _bwd_kernel(
         mbarrier.init(ds_full.index(stage), count=2 * _handed_over_by(HALVES, HAS_SOFTCAP))
         mbarrier.init(ds_empty.index(stage), count=WARPGROUP)
     ring = (ds_bufs, ds_full, ds_empty)
+    if semaphore_ptr is not None:
+        turns = new_turns(DS_STAGES)
     order = (tiles_ptr, n_tiles, n_kv_heads, section)
     ranges = (query_start_ptr, query_end_ptr, total_k)
     loads = (
         (q_desc, k_desc, v_desc, do_desc), (q_2_desc, k_2_desc, v_2_desc, do_2_desc), rows_desc,
         (stride_qh, stride_kh, stride_vh, stride_doh), padded_q, n_kv_heads * GROUP * padded_q,
     )  # fmt: skip
-    gl.warp_specialize([
-        (_consume, (0, dk_desc, dk_2_desc, buffers, rest_bufs, barriers, ring, order, ranges, queue, spoiled_ptr,
-                    softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
-        (_consume, (1, dv_desc, dv_2_desc, buffers, rest_bufs, barriers, ring, order, ranges, queue, spoiled_ptr,
-                    softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
-        (_sum_queries, (sum_desc, sum_bufs, buffers[4], rest_sums, barriers[0], ring, order, ranges, queue, GROUP, D_2,
-                        ALIGNMENT)),
-        (produce, (loads, buffers, rest_bufs, barriers, order, ranges, queue, counter_ptr, n_items, GROUP, ALIGNMENT)),
-    ], [4, 4, 1], REGISTERS)  # fmt: skip
+    if semaphore_ptr is None:
+        gl.warp_specialize([
+            (_consume, (0, dk_desc, dk_2_desc, buffers, rest_bufs, barriers, ring, order, ranges, queue, spoiled_ptr,
+                        softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
+            (_consume, (1, dv_desc, dv_2_desc, buffers, rest_bufs, barriers, ring, order, ranges, queue, spoiled_ptr,
+                        softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
+            (_sum_queries, (sum_desc, sum_bufs, buffers[4], rest_sums, barriers[0], ring, order, ranges, queue, turns,
+                            GROUP, D_2, ALIGNMENT)),
+            (produce, (loads, buffers, rest_bufs, barriers, order, ranges, queue, counter_ptr, n_items, GROUP,
+                       ALIGNMENT)),
+        ], [4, 4, 1], REGISTERS)  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (0, dk_desc, dk_2_desc, buffers, rest_bufs, barriers, ring, order, ranges, queue, spoiled_ptr,
+                        softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
+            (_consume, (1, dv_desc, dv_2_desc, buffers, rest_bufs, barriers, ring, order, ranges, queue, spoiled_ptr,
+                        softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
+            (_sum_queries, (sum_desc, sum_bufs, buffers[4], rest_sums, barriers[0], ring, order, ranges, queue, turns,
+                            GROUP, D_2, ALIGNMENT)),
+            (produce, (loads, buffers, rest_bufs, barriers, order, ranges, queue, counter_ptr, n_items, GROUP,
+                       ALIGNMENT)),
+            (await_turns, (turns, ds_empty, semaphore_ptr, order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)),
+            (pass_turns, (turns, semaphore_ptr, order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)),
+        ], [4, 4, 1, 1, 1], REGISTERS)  # fmt: skip
 
 
 def gradients_of_keys(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, dq_sum: Tensor, spoiled: Tensor | None,
-    schedule: Schedule, features: Features,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, dq_sum: Tensor, semaphores: Tensor | None,
+    spoiled: Tensor | None, schedule: Schedule, features: Features,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """-> dk, dv, dense; adds dS K to dq_sum.
+    """-> dk, dv, dense; adds dS K to dq_sum, in one order where there are semaphores.
 
     For a call that has `tiles_of`, and rows that descriptors.loadable takes. rows and dq_sum as `prepare`
     returns them; spoiled (portable.launch.new_marks) gets the marks of NaN in dk and dv.
     """
     n_heads, head_dim = q.shape[1:]
     total_k, n_kv_heads, _ = k.shape
-    tiles = tiles_of(head_dim, q.dtype, features.softcap)
+    ordered = semaphores is not None
+    tiles = tiles_of(head_dim, q.dtype, features.softcap, ordered)
     assert tiles is not None
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     n_tiles = ceil_div(total_k, BLOCK_N)
@@ -577,14 +624,16 @@ def gradients_of_keys(
     sums, sums_2 = rows_of_heads(dq_sum, 2 * SUM_BLOCK), rows_of_heads(dq_sum, 2 * d_2) if d_2 else None
     n_items = n_tiles * n_kv_heads
     programs, counter = programs_of(n_items, q.device, tiles.dynamic)
+    key_tiles = None if ordered else schedule.key_tiles
+    budget = ORDERED_BUDGET if ordered and schedule.several_documents else L2_BUDGET
     launch(
         _bwd_kernel, (programs,),
         *descs[:4], numbers(rows, tiles.block_m), *descs[4:], sums, *rest, sums_2,
-        counter, schedule.key_tiles, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale,
-        features.softcap, n_items, n_tiles, n_kv_heads, kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],
-        q.stride(1), k.stride(1), v.stride(1), do.stride(1),
+        counter, key_tiles, semaphores, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale,
+        features.softcap, n_items, n_tiles, n_kv_heads, kv_heads_per_section(q, n_kv_heads, budget), total_k,
+        rows.shape[-1], q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, D_2=d_2, ALIGNMENT=SUM_BLOCK,
         STAGES=tiles.stages, DS_STAGES=tiles.ds_stages, HALVES=tiles.halves, AHEAD=tiles.ahead,
-        REGISTERS=GROUP_REGISTERS, num_warps=4, maxnreg=REGISTERS,
+        REGISTERS=ORDERED_REGISTERS if ordered else GROUP_REGISTERS, num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip
     return dk, dv

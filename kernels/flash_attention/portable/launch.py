@@ -18,14 +18,17 @@ L2_BUDGET = 32 * 2**20  # bytes of K and V that heads worked at one time may spa
 def tile_and_head(program, tiles_ptr, n_tiles, n_heads, section, PARTS: tl.constexpr):
     """Heads are taken in sections; within one, tiles in the schedule's order, and for each tile all heads together.
 
-    PARTS is the number of the kernel's tiles in one of the schedule's.
+    PARTS is the number of the kernel's tiles in one of the schedule's. Without tiles_ptr the last tile comes first.
     """
     section_index = program // (n_tiles * section)
     within = program % (n_tiles * section)
     heads_here = tl.minimum(section, n_heads - section_index * section)
     item = within // heads_here
     head = section_index * section + within % heads_here
-    tile = tl.load(tiles_ptr + item // PARTS) * PARTS + (PARTS - 1 - item % PARTS)
+    if tiles_ptr is None:
+        tile = n_tiles - 1 - item
+    else:
+        tile = tl.load(tiles_ptr + item // PARTS) * PARTS + (PARTS - 1 - item % PARTS)
     return tile, head
 
 

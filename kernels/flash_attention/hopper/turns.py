@@ -1,0 +1,126 @@
+"""The order in which tiles of keys add to dQ, where it must be the same each time: from the last tile to the first.
+
+Each 64 queries of a head have a semaphore in global memory, where a tile leaves its number when what it added is there.
+The tile before it waits until that number, or a lower one, stands there. Ranges only move forwards from key to key, so
+the tiles that 64 queries see follow one another without a gap, and a tile need only know of the one after it whether
+that adds to these queries too.
+
+No tile waits for good, whatever the ranges: it waits for one that will come to the same queries, numbers in a semaphore
+only fall, and programs, of one tile each, begin in order, with the last tile. So the first that is not done waits for
+none. Where queries see only keys before them a tile hardly waits at all: of those that begin at one time each is at a
+block of queries two steps after the next one, which is the shorter.
+
+Two warps do nothing else: one asks for the semaphores, one sets them. In the warpgroup that adds to dQ, the fence that
+must come before a semaphore is set and the answer for which it must wait took more than a step of the others.
+
+Steps are of 64 queries. Of 128 each tile would wait for the first step of the next one, where that begins with 64 of
+its own, and so all for one another, in a chain through the stream.
+
+Source: the deterministic backward passes of FlashAttention-2 and -3, with a semaphore for each block of queries, and of
+FlashAttention-4, which begins with the shortest tiles.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from kernels.flash_attention.hopper.bwd_steps import decode, next_step
+
+NOBODY = gl.constexpr(0x7FFFFFFF)  # in a semaphore when a launch begins
+_PLACES = gl.constexpr(2)  # steps whose sums are in memory and whose semaphores are not set
+
+
+@gluon.jit
+def new_turns(DS_STAGES: gl.constexpr):
+    """Barriers: of each stage of dS that its step may be added; of each place that a step is in memory, and noted."""
+    due = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], mbarrier.MBarrierLayout())
+    added = gl.allocate_shared_memory(gl.int64, [_PLACES, 1], mbarrier.MBarrierLayout())
+    noted = gl.allocate_shared_memory(gl.int64, [_PLACES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(DS_STAGES):
+        mbarrier.init(due.index(stage), count=1)
+    for place in gl.static_range(_PLACES):
+        mbarrier.init(added.index(place), count=1)
+        mbarrier.init(noted.index(place), count=1)
+    return due, added, noted
+
+
+@gluon.jit
+def await_turns(
+    turns, ds_empty, semaphore_ptr, order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    ALIGNMENT: gl.constexpr,
+):  # fmt: skip
+    """One warp: says of each step of the program's item when the next tile has added to the same queries.
+
+    No sooner than a stage of dS is free for it, which waits for the turn of the step before there: so neither barrier
+    gets two phases ahead.
+    """
+    due, _, _ = turns
+    DS_STAGES: gl.constexpr = ds_empty.shape[0]
+    gl.static_assert(BLOCK_M == ALIGNMENT)
+    query_start_ptr, query_end_ptr, total_k = ranges
+    n_heads = order[2] * GROUP
+    first, kv_head, m, end, n_steps = decode(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+    start, head = m, kv_head * GROUP
+    following = first + BLOCK_N
+    last = gl.minimum(following + BLOCK_N, total_k) - 1
+    following_start = gl.load(query_start_ptr + following, mask=following < total_k, other=0) // ALIGNMENT * ALIGNMENT
+    following_end = gl.load(query_end_ptr + last, mask=following < total_k, other=0)
+    for step in range(n_steps):
+        stage, phase = step % DS_STAGES, (step // DS_STAGES) & 1
+        mbarrier.wait(ds_empty.index(stage), phase ^ 1)
+        if (m >= following_start) & (m < following_end):
+            _wait_for(semaphore_ptr + m // BLOCK_M * n_heads + head, following // BLOCK_N)
+        mbarrier.arrive(due.index(stage), count=1)
+        m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
+
+
+@gluon.jit
+def note_added(turns, step, PENDING: gl.constexpr):
+    """For the warpgroup that adds by TMA: step `step` is in memory, once all but the last PENDING operations are.
+
+    Does nothing for step -1.
+    """
+    _, added, noted = turns
+    asm: gl.constexpr = f"cp.async.bulk.wait_group {PENDING}; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(asm, "=r,~{memory}", [], gl.int32, False, 1)
+    use = step + _PLACES  # no index is below 0
+    place, phase = use % _PLACES, (use // _PLACES) & 1
+    mbarrier.wait(noted.index(place), phase, pred=step >= 0)  # of the step before in this place
+    mbarrier.arrive(added.index(place), count=1, pred=step >= 0)
+
+
+@gluon.jit
+def pass_turns(
+    turns, semaphore_ptr, order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    ALIGNMENT: gl.constexpr,
+):  # fmt: skip
+    """One warp: leaves the tile's number in the semaphore of each step of the program's item that is in memory."""
+    _, added, noted = turns
+    n_heads = order[2] * GROUP
+    first, kv_head, m, end, n_steps = decode(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+    start, head = m, kv_head * GROUP
+    for step in range(n_steps):
+        place = step % _PLACES
+        mbarrier.wait(added.index(place), (step // _PLACES) & 1)
+        mbarrier.arrive(noted.index(place), count=1)
+        _lower(semaphore_ptr + m // BLOCK_M * n_heads + head, first // BLOCK_N)
+        m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
+
+
+@gluon.jit
+def _wait_for(semaphore, number):
+    """For a single warp: waits until a semaphore is `number` or less; what was added before is then in memory."""
+    asm: gl.constexpr = (
+        "{ .reg .pred p; .reg .b32 x; WAIT: ld.acquire.gpu.global.b32 x, [$1]; setp.gt.s32 p, x, $2; @p bra WAIT; "
+        "fence.proxy.async.global; mov.b32 $0, 0; }"
+    )
+    gl.inline_asm_elementwise(asm, "=r,l,r,~{memory}", [semaphore.to(gl.int64), number], gl.int32, False, 1)
+
+
+@gluon.jit
+def _lower(semaphore, number):
+    """For a single warp: lowers a semaphore to `number`, after all of which this warp knows that it is in memory."""
+    asm: gl.constexpr = (
+        "{ .reg .pred p; .reg .b32 x; elect.sync x|p, -1; @p red.release.gpu.global.min.s32 [$1], $2; mov.b32 $0, 0; }"
+    )
+    gl.inline_asm_elementwise(asm, "=r,l,r,~{memory}", [semaphore.to(gl.int64), number], gl.int32, False, 1)
