@@ -1,4 +1,4 @@
-"""What the Hopper kernels give where processes have the GPU in turns, so that kernels stop and go on midway."""
+"""What the Hopper kernels give where processes have the GPU in time slices, so that kernels stop and go on midway."""
 
 import json
 import subprocess
@@ -14,15 +14,15 @@ pytestmark = NEEDS_SM_90
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_turns_change_nothing(dtype):
-    """Of eight processes, passes that take some milliseconds, as a turn does: the lab of run 34 of the log.
+def test_time_slices_change_nothing(dtype):
+    """Of eight processes, passes that take some milliseconds, as a slice does: the lab of run 34 of the log.
 
     Under MPS, which runs processes at once, it shows nothing.
     """
     cases = [(str(head_dim), dtype, softcap) for head_dim in bwd.HEAD_DIMS for softcap in ("0", "30")]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.kernels.in_turns", *case],
+            [sys.executable, "-m", "tests.kernels.time_sliced", *case],
             cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""One of the processes that have a GPU in turns: `python -m tests.kernels.in_turns HEAD_DIM DTYPE SOFTCAP`.
+"""One of the processes that have a GPU in time slices: `python -m tests.kernels.time_sliced HEAD_DIM DTYPE SOFTCAP`.
 
 Says "ready" when its kernels are compiled, waits for a line, works for SECONDS, and prints as JSON how often each pass
 gave what it should and how often not.
