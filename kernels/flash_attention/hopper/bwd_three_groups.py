@@ -442,6 +442,8 @@ def _sum_item(
     this is the program's only item.
     """
     ds_bufs, ds_full, ds_empty = ring
+    if turns is not None:
+        due, _, _ = turns
     STAGES: gl.constexpr = ds_bufs.shape[0]
     BLOCK_M: gl.constexpr = ds_bufs.shape[2]
     ITEMS: gl.constexpr = k_bufs.shape[0]
@@ -470,7 +472,7 @@ def _sum_item(
         stage, phase = step % STAGES, (step // STAGES) & 1
         ds_buf = ds_bufs.index(stage)  # [N, M]
         if turns is not None:
-            mbarrier.wait(turns[0].index(stage), phase)
+            mbarrier.wait(due.index(stage), phase)
         mbarrier.wait(ds_full.index(stage), phase)
         for piece in gl.static_range(PIECES):
             ds_rows = ds_buf.slice(piece // ACROSS * SIDE, SIDE, dim=1).permute((1, 0))
