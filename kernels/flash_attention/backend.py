@@ -61,8 +61,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """do like o, lse and dlse (n_heads, total_q) fp32 -> dq, dk, dv, dense, in the dtype of q, k, v, and delta.
 
-    delta is attention_delta's. deterministic takes kernels where each output has one owner, which the portable ones are
-    in any case.
+    delta is attention_delta's. deterministic takes kernels where each output has one owner, as those of the portable
+    ones have in any case, or is summed in one order.
     """
     tensors = do, q, k, v, o, lse, dlse, *features.alibi
     dq, dk, dv, delta = replayed(

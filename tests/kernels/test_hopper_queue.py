@@ -96,7 +96,7 @@ def test_plain_and_persistent_grids_give_the_same_bits(head_dim, lengths):
 )
 @pytest.mark.parametrize(("table", "key"), DYNAMIC)
 def test_plain_and_persistent_grids_of_the_backward_give_the_same(monkeypatch, table, key, lengths_q, lengths_k):
-    """To the bit, but for dq where it is summed in fp32 in any order."""
+    """dk and dv to the bit, dq but for the order in which it is summed in fp32."""
     softcap = 30.0 if table is bwd_three_groups.CAPPED_TILES else 0.0
     one = backward_problem(lengths_q, lengths_k, *key, softcap)
     persistent = [bwd.attention_backward(*one) for _ in range(3)]
