@@ -207,15 +207,15 @@ def _handed_over_by(halves, softcap):
 
 @gluon.jit
 def _consume_item(
-    found, turn, done, HALF: gl.constexpr, out_desc, out_2_desc, buffers, rest_bufs, barriers, ring, ranges,
-    spoiled_ptr, softmax_scale, softcap, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr,
-    HALVES: gl.constexpr, AHEAD: gl.constexpr,
+    found, turn, done, HALF: gl.constexpr, out_desc, out_2_desc, work, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr,
+    D_2: gl.constexpr, HALVES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: dK and dV of half an item's keys, and that half of dS^T for dQ. HALF 0 writes dK, 1 dV.
 
     found: what `decode` finds of the program's item number `turn`; done: the steps of the items before it. Returns the
-    steps done.
+    steps done. work: what both halves share, as `_bwd_kernel` has it.
     """
+    buffers, rest_bufs, barriers, ring, ranges, spoiled_ptr, softmax_scale, softcap = work
     q_bufs, do_bufs, lse_bufs, delta_bufs, k_bufs, v_bufs = buffers
     kv_full, kv_empty, q_full, do_full, empty = barriers
     ds_bufs, ds_full, ds_empty = ring
@@ -406,41 +406,37 @@ def _consume_item(
 
 @gluon.jit
 def _consume(
-    HALF: gl.constexpr, out_desc, out_2_desc, buffers, rest_bufs, barriers, ring, order, ranges, queue, spoiled_ptr,
-    softmax_scale, softcap, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, D_2: gl.constexpr, ALIGNMENT: gl.constexpr,
-    HALVES: gl.constexpr, AHEAD: gl.constexpr,
+    HALF: gl.constexpr, out_desc, out_2_desc, work, order, queue, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr,
+    D_2: gl.constexpr, ALIGNMENT: gl.constexpr, HALVES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """`_consume_item` of the program's item, or of every item of the queue if there is one."""
+    buffers, _, _, _, ranges, _, _, _ = work
     BLOCK_M: gl.constexpr = buffers[0].shape[1]
     BLOCK_N: gl.constexpr = buffers[4].shape[1]
     if queue is None:
         found = decode(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
-        _consume_item(found, 0, 0, HALF, out_desc, out_2_desc, buffers, rest_bufs, barriers, ring, ranges, spoiled_ptr,
-                      softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, HALVES, AHEAD)  # fmt: skip
+        _consume_item(found, 0, 0, HALF, out_desc, out_2_desc, work, HAS_SOFTCAP, GROUP, D_2, HALVES, AHEAD)
     else:
         turn, done = 0, 0
         item = read(queue, turn)
         while field(item, 0) >= 0:
             found = five_fields(item)
             done = _consume_item(
-                found, turn, done, HALF, out_desc, out_2_desc, buffers, rest_bufs, barriers, ring, ranges, spoiled_ptr,
-                softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, HALVES, AHEAD,
-            )  # fmt: skip
+                found, turn, done, HALF, out_desc, out_2_desc, work, HAS_SOFTCAP, GROUP, D_2, HALVES, AHEAD
+            )
             turn += 1
             item = read(queue, turn)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _sum_item(
-    found, turn, done, sum_desc, sum_bufs, k_bufs, rest, kv_full, ring, n_heads, turns, GROUP: gl.constexpr,
-    D_2: gl.constexpr,
-):  # fmt: skip
+def _sum_item(found, turn, done, sums, ring, n_heads, turns, GROUP: gl.constexpr, D_2: gl.constexpr):
     """One warpgroup: dQ of each step of an item, added to what sum_desc describes; `rest` is the same of D_2 columns.
 
-    found, turn, done and what is returned are as of `_consume_item`. turns is None, or barriers of turns.py, and then
-    this is the program's only item.
+    found, turn, done and what is returned are as of `_consume_item`, sums as `_bwd_kernel` has it. turns is None, or
+    barriers of turns.py, and then this is the program's only item.
     """
+    sum_desc, sum_bufs, k_bufs, rest, kv_full = sums
     ds_bufs, ds_full, ds_empty = ring
     if turns is not None:
         due, _, _ = turns
@@ -507,8 +503,7 @@ def _sum_item(
 
 @gluon.jit
 def _sum_queries(
-    sum_desc, sum_bufs, k_bufs, rest, kv_full, ring, order, ranges, queue, turns, GROUP: gl.constexpr,
-    D_2: gl.constexpr, ALIGNMENT: gl.constexpr,
+    sums, ring, order, ranges, queue, turns, GROUP: gl.constexpr, D_2: gl.constexpr, ALIGNMENT: gl.constexpr
 ):  # fmt: skip
     """`_sum_item` of the program's item, or of every item of the queue if there is one."""
     BLOCK_M: gl.constexpr = ring[0].shape[2]
@@ -516,15 +511,13 @@ def _sum_queries(
     n_heads = order[2] * GROUP
     if queue is None:
         found = decode(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
-        _sum_item(found, 0, 0, sum_desc, sum_bufs, k_bufs, rest, kv_full, ring, n_heads, turns, GROUP, D_2)
+        _sum_item(found, 0, 0, sums, ring, n_heads, turns, GROUP, D_2)
     else:
         turn, done = 0, 0
         item = read(queue, turn)
         while field(item, 0) >= 0:
             found = five_fields(item)
-            done = _sum_item(
-                found, turn, done, sum_desc, sum_bufs, k_bufs, rest, kv_full, ring, n_heads, turns, GROUP, D_2
-            )
+            done = _sum_item(found, turn, done, sums, ring, n_heads, turns, GROUP, D_2)
             turn += 1
             item = read(queue, turn)
     tma.store_wait(0)
@@ -577,25 +570,22 @@ def _bwd_kernel(
         (q_desc, k_desc, v_desc, do_desc), (q_2_desc, k_2_desc, v_2_desc, do_2_desc), rows_desc,
         (stride_qh, stride_kh, stride_vh, stride_doh), padded_q, n_kv_heads * GROUP * padded_q,
     )  # fmt: skip
+    work = (buffers, rest_bufs, barriers, ring, ranges, spoiled_ptr, softmax_scale, softcap)
+    sums = (sum_desc, sum_bufs, buffers[4], rest_sums, barriers[0])
+    # two lists, since neither functions nor constants come out of a variable as they went in
     if semaphore_ptr is None:
         gl.warp_specialize([
-            (_consume, (0, dk_desc, dk_2_desc, buffers, rest_bufs, barriers, ring, order, ranges, queue, spoiled_ptr,
-                        softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
-            (_consume, (1, dv_desc, dv_2_desc, buffers, rest_bufs, barriers, ring, order, ranges, queue, spoiled_ptr,
-                        softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
-            (_sum_queries, (sum_desc, sum_bufs, buffers[4], rest_sums, barriers[0], ring, order, ranges, queue, turns,
-                            GROUP, D_2, ALIGNMENT)),
+            (_consume, (0, dk_desc, dk_2_desc, work, order, queue, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
+            (_consume, (1, dv_desc, dv_2_desc, work, order, queue, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
+            (_sum_queries, (sums, ring, order, ranges, queue, turns, GROUP, D_2, ALIGNMENT)),
             (produce, (loads, buffers, rest_bufs, barriers, order, ranges, queue, counter_ptr, n_items, GROUP,
                        ALIGNMENT)),
         ], [4, 4, 1], REGISTERS)  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (0, dk_desc, dk_2_desc, buffers, rest_bufs, barriers, ring, order, ranges, queue, spoiled_ptr,
-                        softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
-            (_consume, (1, dv_desc, dv_2_desc, buffers, rest_bufs, barriers, ring, order, ranges, queue, spoiled_ptr,
-                        softmax_scale, softcap, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
-            (_sum_queries, (sum_desc, sum_bufs, buffers[4], rest_sums, barriers[0], ring, order, ranges, queue, turns,
-                            GROUP, D_2, ALIGNMENT)),
+            (_consume, (0, dk_desc, dk_2_desc, work, order, queue, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
+            (_consume, (1, dv_desc, dv_2_desc, work, order, queue, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
+            (_sum_queries, (sums, ring, order, ranges, queue, turns, GROUP, D_2, ALIGNMENT)),
             (produce, (loads, buffers, rest_bufs, barriers, order, ranges, queue, counter_ptr, n_items, GROUP,
                        ALIGNMENT)),
             (await_turns, (turns, ds_empty, semaphore_ptr, order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)),
