@@ -29,7 +29,7 @@ from kernels.flash_attention.hopper.barriers import hand_back, hand_over
 from kernels.flash_attention.hopper.bwd_tma import named_barrier
 from kernels.flash_attention.hopper.marks import mark_rows
 from kernels.flash_attention.hopper.queue import post, read, take
-from kernels.flash_attention.hopper.turns import _lower, _wait_for, note_added
+from kernels.flash_attention.hopper.turns import _raise, _wait_for, note_added
 from tests.kernels.hopper import backward_problem, problem
 
 MODULES = fwd, fwd_parts, bwd_keys, bwd_queries, bwd_steps, bwd_three_groups, bwd_wide, turns
@@ -118,9 +118,9 @@ def _note_added(turns, step, PENDING: gl.constexpr):
 
 
 @gluon.jit
-def _lower_semaphore(semaphore, number):
+def _raise_semaphore(semaphore, number):
     _sleep()
-    _lower(semaphore, number)
+    _raise(semaphore, number)
     _sleep()
 
 
@@ -134,7 +134,7 @@ SLEEPING = {
     "post": _post,
     "_wait_for": _wait_for_semaphore,
     "note_added": _note_added,
-    "_lower": _lower_semaphore,
+    "_raise": _raise_semaphore,
     "read": _read,
 }
 

@@ -45,8 +45,31 @@ def decode(
 
 
 @gluon.jit
-def next_step(m, head, start, end, GROUP: gl.constexpr, BLOCK_M: gl.constexpr):
-    """The block of queries after m; after a head's last one, the first of the next head."""
+def first_step(found, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr):
+    """The block of queries and the head with which an item begins, of which `decode` found so much."""
+    _, kv_head, m, _, n_steps = found
+    if BACKWARDS:
+        m += (n_steps // GROUP - 1) * BLOCK_M
+    return m, kv_head * GROUP
+
+
+@gluon.jit
+def next_step(
+    m, head, start, end, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr = False
+):  # fmt: skip
+    """The block of queries after m; after a head's last one, the first of the next head.
+
+    Or backwards: the same block of the next head; after the group's last head, the block before m.
+    """
+    if BACKWARDS:
+        if GROUP > 1:
+            head += 1
+            wraps = head % GROUP == 0
+            head = gl.where(wraps, head - GROUP, head)
+            m = gl.where(wraps, m - BLOCK_M, m)
+        else:
+            m -= BLOCK_M
+        return m, head
     m += BLOCK_M
     if GROUP > 1:
         wraps = m >= end
@@ -178,7 +201,9 @@ def load_step(loads, buffers, rest_bufs, barriers, stage, m, head):
 
 
 @gluon.jit
-def _produce_item(found, turn, done, counter_ptr, loads, buffers, rest_bufs, barriers, GROUP: gl.constexpr):
+def _produce_item(
+    found, turn, done, counter_ptr, loads, buffers, rest_bufs, barriers, GROUP: gl.constexpr, BACKWARDS: gl.constexpr
+):
     """One warp: fills the buffers for one item, in the order in which the consumers empty them.
 
     The item is the program's number `turn`, and `done` the steps of those before it. Returns those done with it, and a
@@ -188,8 +213,8 @@ def _produce_item(found, turn, done, counter_ptr, loads, buffers, rest_bufs, bar
     BLOCK_M: gl.constexpr = buffers[0].shape[1]
     ITEMS: gl.constexpr = buffers[4].shape[0]
     kv_full, kv_empty, _, _, empty = barriers
-    first, kv_head, m, end, n_steps = found
-    start, head = m, kv_head * GROUP
+    first, kv_head, start, end, n_steps = found
+    m, head = first_step(found, GROUP, BLOCK_M, BACKWARDS)
     place = turn % ITEMS
     if counter_ptr is not None:
         mbarrier.wait(kv_empty.index(place), (turn // ITEMS) & 1 ^ 1)
@@ -205,7 +230,7 @@ def _produce_item(found, turn, done, counter_ptr, loads, buffers, rest_bufs, bar
             stage = done % STAGES
             mbarrier.wait(empty.index(stage), (done // STAGES) & 1 ^ 1)
             load_step(loads, buffers, rest_bufs, barriers, stage, m, head)
-            m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
+            m, head = next_step(m, head, start, end, GROUP, BLOCK_M, BACKWARDS)
             done += 1
     return done, ticket
 
@@ -213,28 +238,30 @@ def _produce_item(found, turn, done, counter_ptr, loads, buffers, rest_bufs, bar
 @gluon.jit
 def produce(
     loads, buffers, rest_bufs, barriers, order, ranges, queue, counter_ptr, n_items, GROUP: gl.constexpr,
-    ALIGNMENT: gl.constexpr,
+    ALIGNMENT: gl.constexpr, BACKWARDS: gl.constexpr = False,
 ):  # fmt: skip
     """One warp: `_produce_item` of the program's item, or of every item that it takes if there is a queue."""
     BLOCK_M: gl.constexpr = buffers[0].shape[1]
     BLOCK_N: gl.constexpr = buffers[4].shape[1]
     if queue is None:
         found = decode(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
-        _produce_item(found, 0, gl.to_tensor(0), counter_ptr, loads, buffers, rest_bufs, barriers, GROUP)
+        _produce_item(found, 0, gl.to_tensor(0), counter_ptr, loads, buffers, rest_bufs, barriers, GROUP, BACKWARDS)
     else:
         turn, done = 0, 0
         item = gl.program_id(0)
         while item < n_items:
             found = decode(item, order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
             post(queue, turn, found)
-            done, ticket = _produce_item(found, turn, done, counter_ptr, loads, buffers, rest_bufs, barriers, GROUP)
+            done, ticket = _produce_item(
+                found, turn, done, counter_ptr, loads, buffers, rest_bufs, barriers, GROUP, BACKWARDS
+            )
             turn += 1
             item = item_of(ticket, counter_ptr, n_items)
         post(queue, turn, (-1,))
 
 
-def kv_heads_per_section(q: Tensor, n_kv_heads: int, budget: int = L2_BUDGET) -> int:
-    """How many KV heads to work at once so that Q, dO and dQ of their query heads fit in `budget` bytes of L2."""
+def kv_heads_per_section(q: Tensor, n_kv_heads: int) -> int:
+    """How many KV heads to work at once so that Q, dO and dQ of their query heads fit in L2."""
     total, n_heads, head_dim = q.shape
     bytes_per_kv_head = total * head_dim * (2 * q.element_size() + 4) * (n_heads // n_kv_heads)
-    return min(n_kv_heads, max(1, budget // bytes_per_kv_head))
+    return min(n_kv_heads, max(1, L2_BUDGET // bytes_per_kv_head))

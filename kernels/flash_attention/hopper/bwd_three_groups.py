@@ -114,10 +114,10 @@ from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper.barriers import WARPGROUP, hand_back, hand_over, meet
 from kernels.flash_attention.hopper.bwd_steps import (
     BLOCK_N,
-    L2_BUDGET,
     SIZES,
     SUM_BLOCK,
     decode,
+    first_step,
     kv_heads_per_section,
     new_barriers,
     new_buffers,
@@ -144,9 +144,6 @@ SUMS = gl.constexpr(2)  # pieces of dQ on their way to memory
 REGISTERS = 128  # of a thread when the kernel starts
 GROUP_REGISTERS = (208, 72, 24)  # then, of the second consumer, dQ's group and the producer; the first gets the rest
 ORDERED_REGISTERS = (*GROUP_REGISTERS, 24, 24)  # and of the two warps of turns.py
-# L2_BUDGET of several documents whose tiles take turns: tiles of one head wait for each other, so more heads are worked
-# at once, as far as documents, of which few are worked at once, still fit in L2
-ORDERED_BUDGET = 4 * L2_BUDGET
 
 
 @dataclass(frozen=True)
@@ -208,12 +205,12 @@ def _handed_over_by(halves, softcap):
 @gluon.jit
 def _consume_item(
     found, turn, done, HALF: gl.constexpr, out_desc, out_2_desc, work, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr,
-    D_2: gl.constexpr, HALVES: gl.constexpr, AHEAD: gl.constexpr,
+    D_2: gl.constexpr, HALVES: gl.constexpr, AHEAD: gl.constexpr, BACKWARDS: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: dK and dV of half an item's keys, and that half of dS^T for dQ. HALF 0 writes dK, 1 dV.
 
     found: what `decode` finds of the program's item number `turn`; done: the steps of the items before it. Returns the
-    steps done. work: what both halves share, as `_bwd_kernel` has it.
+    steps done. work: what both halves share, as `_bwd_kernel` has it. BACKWARDS: the order of the steps (`next_step`).
     """
     buffers, rest_bufs, barriers, ring, ranges, spoiled_ptr, softmax_scale, softcap = work
     q_bufs, do_bufs, lse_bufs, delta_bufs, k_bufs, v_bufs = buffers
@@ -239,8 +236,8 @@ def _consume_item(
     PARTS: gl.constexpr = 2 if D_2 else 1  # matmuls of which one operation of a head is made
     # products begun after dP's, which go on when dP is there: S of the next step, dV
     LATER: gl.constexpr = (PARTS if AHEAD and not AFTER_DP else 0) + (PARTS if HALVES else 0)
-    first, kv_head, m, end, n_steps = found
-    start, head = m, kv_head * GROUP
+    first, kv_head, start, end, n_steps = found
+    m, head = first_step(found, GROUP, BLOCK_M, BACKWARDS)
     stop = done + n_steps
     place = turn % ITEMS
     k_buf, v_buf = k_bufs.index(place), v_bufs.index(place)
@@ -379,7 +376,7 @@ def _consume_item(
         else:
             dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
         hand_back(empty.index(stage))
-        m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
+        m, head = next_step(m, head, start, end, GROUP, BLOCK_M, BACKWARDS)
         if COUNTED:
             stage, phase = next_stage, next_phase
     if spoiled_ptr is not None:
@@ -407,7 +404,7 @@ def _consume_item(
 @gluon.jit
 def _consume(
     HALF: gl.constexpr, out_desc, out_2_desc, work, order, queue, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr,
-    D_2: gl.constexpr, ALIGNMENT: gl.constexpr, HALVES: gl.constexpr, AHEAD: gl.constexpr,
+    D_2: gl.constexpr, ALIGNMENT: gl.constexpr, HALVES: gl.constexpr, AHEAD: gl.constexpr, BACKWARDS: gl.constexpr,
 ):  # fmt: skip
     """`_consume_item` of the program's item, or of every item of the queue if there is one."""
     buffers, _, _, _, ranges, _, _, _ = work
@@ -415,14 +412,14 @@ def _consume(
     BLOCK_N: gl.constexpr = buffers[4].shape[1]
     if queue is None:
         found = decode(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
-        _consume_item(found, 0, 0, HALF, out_desc, out_2_desc, work, HAS_SOFTCAP, GROUP, D_2, HALVES, AHEAD)
+        _consume_item(found, 0, 0, HALF, out_desc, out_2_desc, work, HAS_SOFTCAP, GROUP, D_2, HALVES, AHEAD, BACKWARDS)
     else:
         turn, done = 0, 0
         item = read(queue, turn)
         while field(item, 0) >= 0:
             found = five_fields(item)
             done = _consume_item(
-                found, turn, done, HALF, out_desc, out_2_desc, work, HAS_SOFTCAP, GROUP, D_2, HALVES, AHEAD
+                found, turn, done, HALF, out_desc, out_2_desc, work, HAS_SOFTCAP, GROUP, D_2, HALVES, AHEAD, BACKWARDS
             )
             turn += 1
             item = read(queue, turn)
@@ -450,8 +447,8 @@ def _sum_item(found, turn, done, sums, ring, n_heads, turns, GROUP: gl.constexpr
     PIECES: gl.constexpr = BLOCK_M // SIDE * ACROSS
     PLACES: gl.constexpr = sum_bufs.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIDE, 16])
-    _, kv_head, m, end, n_steps = found
-    start, head = m, kv_head * GROUP
+    _, _, start, end, n_steps = found
+    m, head = first_step(found, GROUP, BLOCK_M, turns is not None)
     stop = done + n_steps
     place = turn % ITEMS
     k_buf = k_bufs.index(place)
@@ -495,7 +492,7 @@ def _sum_item(found, turn, done, sums, ring, n_heads, turns, GROUP: gl.constexpr
             tma_reduce_add(sum_2_desc, [row, 0], sum_2_buf)
         if turns is not None:  # what this step adds is still on its way
             note_added(turns, step - 1, PIECES + (1 if D_2 else 0))
-        m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
+        m, head = next_step(m, head, start, end, GROUP, BLOCK_M, turns is not None)
     if turns is not None:
         note_added(turns, stop - 1, 0)
     return stop
@@ -534,8 +531,8 @@ def _bwd_kernel(
 ):  # fmt: skip
     """An item: 128 keys of one KV head, over all query heads that share it.
 
-    Program i works item i, and then others if there is a counter of them. Without tiles_ptr items are those from the
-    last tile to the first, and with semaphores, which it then needs, tiles add to dQ in that order.
+    Program i works item i, and then others if there is a counter of them. Without tiles_ptr items are tiles in the
+    order of the stream, and with semaphores, which it then needs, they add to dQ in that order, queries backwards.
     Descriptors of the first columns of each head, and with a 2 of the D_2 after them (None where D_2 is 0).
     padded_q is the length of a head's lse and delta; spoiled_ptr None, or where to mark NaN in dK and dV (marks.py).
     """
@@ -575,19 +572,23 @@ def _bwd_kernel(
     # two lists, since neither functions nor constants come out of a variable as they went in
     if semaphore_ptr is None:
         gl.warp_specialize([
-            (_consume, (0, dk_desc, dk_2_desc, work, order, queue, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
-            (_consume, (1, dv_desc, dv_2_desc, work, order, queue, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
+            (_consume, (0, dk_desc, dk_2_desc, work, order, queue, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD,
+                        False)),
+            (_consume, (1, dv_desc, dv_2_desc, work, order, queue, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD,
+                        False)),
             (_sum_queries, (sums, ring, order, ranges, queue, turns, GROUP, D_2, ALIGNMENT)),
             (produce, (loads, buffers, rest_bufs, barriers, order, ranges, queue, counter_ptr, n_items, GROUP,
                        ALIGNMENT)),
         ], [4, 4, 1], REGISTERS)  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (0, dk_desc, dk_2_desc, work, order, queue, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
-            (_consume, (1, dv_desc, dv_2_desc, work, order, queue, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD)),
+            (_consume, (0, dk_desc, dk_2_desc, work, order, queue, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD,
+                        True)),
+            (_consume, (1, dv_desc, dv_2_desc, work, order, queue, HAS_SOFTCAP, GROUP, D_2, ALIGNMENT, HALVES, AHEAD,
+                        True)),
             (_sum_queries, (sums, ring, order, ranges, queue, turns, GROUP, D_2, ALIGNMENT)),
             (produce, (loads, buffers, rest_bufs, barriers, order, ranges, queue, counter_ptr, n_items, GROUP,
-                       ALIGNMENT)),
+                       ALIGNMENT, True)),
             (await_turns, (turns, ds_empty, semaphore_ptr, order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)),
             (pass_turns, (turns, semaphore_ptr, order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)),
         ], [4, 4, 1, 1, 1], REGISTERS)  # fmt: skip
@@ -617,13 +618,13 @@ def gradients_of_keys(
     n_items = n_tiles * n_kv_heads
     programs, counter = programs_of(n_items, q.device, tiles.dynamic)
     key_tiles = None if ordered else schedule.key_tiles
-    budget = ORDERED_BUDGET if ordered and schedule.several_documents else L2_BUDGET
+    section = n_kv_heads if ordered else kv_heads_per_section(q, n_kv_heads)
     launch(
         _bwd_kernel, (programs,),
         *descs[:4], numbers(rows, tiles.block_m), *descs[4:], sums, *rest, sums_2,
         counter, key_tiles, semaphores, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale,
-        features.softcap, n_items, n_tiles, n_kv_heads, kv_heads_per_section(q, n_kv_heads, budget), total_k,
-        rows.shape[-1], q.stride(1), k.stride(1), v.stride(1), do.stride(1),
+        features.softcap, n_items, n_tiles, n_kv_heads, section, total_k, rows.shape[-1],
+        q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, D_2=d_2, ALIGNMENT=SUM_BLOCK,
         STAGES=tiles.stages, DS_STAGES=tiles.ds_stages, HALVES=tiles.halves, AHEAD=tiles.ahead,
         REGISTERS=ORDERED_REGISTERS if ordered else GROUP_REGISTERS, num_warps=4, maxnreg=REGISTERS,

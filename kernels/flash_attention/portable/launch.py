@@ -18,7 +18,7 @@ L2_BUDGET = 32 * 2**20  # bytes of K and V that heads worked at one time may spa
 def tile_and_head(program, tiles_ptr, n_tiles, n_heads, section, PARTS: tl.constexpr):
     """Heads are taken in sections; within one, tiles in the schedule's order, and for each tile all heads together.
 
-    PARTS is the number of the kernel's tiles in one of the schedule's. Without tiles_ptr the last tile comes first.
+    PARTS is the number of the kernel's tiles in one of the schedule's. Without tiles_ptr the first tile comes first.
     """
     section_index = program // (n_tiles * section)
     within = program % (n_tiles * section)
@@ -26,7 +26,7 @@ def tile_and_head(program, tiles_ptr, n_tiles, n_heads, section, PARTS: tl.const
     item = within // heads_here
     head = section_index * section + within % heads_here
     if tiles_ptr is None:
-        tile = n_tiles - 1 - item
+        tile = item
     else:
         tile = tl.load(tiles_ptr + item // PARTS) * PARTS + (PARTS - 1 - item % PARTS)
     return tile, head
