@@ -36,4 +36,19 @@ def test_wider_values_and_wider_numbers_count():
 @pytest.mark.parametrize(("total", "expected"), [(1024, 8), (2**14, 4), (2**15, 2), (2**20, 1)])
 def test_queries_of_a_section_fit(total, expected):
     """Q and dO of two bytes and dQ of four, of the query heads that share a KV head: two here."""
-    assert bwd_steps.kv_heads_per_section(meta(total, 16, 16), 8) == expected
+    assert bwd_steps.kv_heads_per_section(meta(total, 16, 16), 8, n_tiles=total // 128, programs=4) == expected
+
+
+@pytest.mark.parametrize(
+    ("n_kv_heads", "expected"),
+    [
+        pytest.param(4, 4, id="all"),
+        pytest.param(5, 5, id="one-head-would-be-left"),
+        pytest.param(8, 4, id="two-sections"),
+        pytest.param(11, 6, id="6-and-5"),
+    ],
+)
+def test_a_section_has_two_tiles_for_each_program(n_kv_heads, expected):
+    """Of one head's 64 tiles and 128 programs: four heads, though one takes all of L2."""
+    q = meta(2**13, 4 * n_kv_heads, 128)
+    assert bwd_steps.kv_heads_per_section(q, n_kv_heads, n_tiles=64, programs=128) == expected

@@ -14,7 +14,6 @@ from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper import bwd_keys, bwd_three_groups, bwd_wide
 from kernels.flash_attention.hopper.bwd_dq import finish, prepare, prepare_rows
 from kernels.flash_attention.hopper.bwd_queries import gradient_of_queries
-from kernels.flash_attention.hopper.bwd_steps import kv_heads_per_section
 from kernels.flash_attention.hopper.descriptors import is_hopper, loadable
 from kernels.flash_attention.portable.bwd import repair_dk_dv, repair_dq
 from kernels.flash_attention.portable.launch import new_marks
@@ -53,8 +52,7 @@ def attention_backward(
         spoiled_q, spoiled_k = (new_marks(x.shape[1], x.shape[0], x.device) for x in (q, k))
     head_dim = q.shape[-1]
     if head_dim == bwd_wide.HEAD_DIM:
-        section = kv_heads_per_section(q, k.shape[1])
-        dk, dv = bwd_wide.gradients_of_keys(do, q, k, v, lse, delta, spoiled_k, schedule, features, section)
+        dk, dv = bwd_wide.gradients_of_keys(do, q, k, v, lse, delta, spoiled_k, schedule, features)
         dq = gradient_of_queries(do, q, k, v, lse, delta, spoiled_q, schedule, features)
     elif bwd_three_groups.tiles_of(head_dim, q.dtype, features.softcap) is None:
         rows = prepare_rows(lse, delta)

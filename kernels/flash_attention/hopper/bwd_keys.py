@@ -36,7 +36,7 @@ from kernels.flash_attention.hopper.bwd_tma import named_barrier
 from kernels.flash_attention.hopper.columns import keep_columns
 from kernels.flash_attention.hopper.descriptors import numbers, rows_of_heads
 from kernels.flash_attention.hopper.marks import mark_rows
-from kernels.flash_attention.portable.launch import ceil_div
+from kernels.flash_attention.portable.launch import ceil_div, multiprocessors
 from kernels.flash_attention.replay import launch
 from kernels.flash_attention.schedule import Schedule
 from kernels.flash_attention.scores import cap
@@ -160,11 +160,12 @@ def gradients_of_keys(
         for x, block in ((q, BLOCK_M), (k, BLOCK_N), (v, BLOCK_N), (do, BLOCK_M), (dk, BLOCK_N), (dv, BLOCK_N))
     ]
     n_items = n_tiles * n_kv_heads
+    section = kv_heads_per_section(q, n_kv_heads, n_tiles, multiprocessors(q.device))
     launch(
         _dkdv_kernel, (n_items,),
         *descs[:4], numbers(rows, BLOCK_M), *descs[4:],
         schedule.key_tiles, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale, features.softcap,
-        n_items, n_tiles, n_kv_heads, kv_heads_per_section(q, n_kv_heads), total_k, rows.shape[-1],
+        n_items, n_tiles, n_kv_heads, section, total_k, rows.shape[-1],
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         GROUP=n_heads // n_kv_heads, STAGES=STAGES, ALIGNMENT=ROW_ALIGNMENT,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4, maxnreg=REGISTERS,

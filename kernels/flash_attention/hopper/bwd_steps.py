@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from kernels.flash_attention.hopper.barriers import WARPGROUP
 from kernels.flash_attention.hopper.queue import DRAWN_BEFORE, item_of, post, take
-from kernels.flash_attention.portable.launch import tile_and_head
+from kernels.flash_attention.portable.launch import ceil_div, tile_and_head
 from kernels.flash_attention.schedule import WORK_TILE
 
 BLOCK_N = WORK_TILE  # keys of an item, 64 for each of two warpgroups
@@ -46,10 +46,13 @@ def decode(
 
 @gluon.jit
 def first_step(found, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr):
-    """The block of queries and the head with which an item begins, of which `decode` found so much."""
-    _, kv_head, m, _, n_steps = found
-    if BACKWARDS:
-        m += (n_steps // GROUP - 1) * BLOCK_M
+    """The block of queries and the head with which an item begins, of which `decode` found so much.
+
+    Backwards BLOCK_M must be `decode`'s ALIGNMENT.
+    """
+    _, kv_head, m, end, _ = found
+    if BACKWARDS:  # not out of the number of steps, or LLVM keeps that in one more register
+        m = (end - 1) // BLOCK_M * BLOCK_M
     return m, kv_head * GROUP
 
 
@@ -260,8 +263,15 @@ def produce(
         post(queue, turn, (-1,))
 
 
-def kv_heads_per_section(q: Tensor, n_kv_heads: int) -> int:
-    """How many KV heads to work at once so that Q, dO and dQ of their query heads fit in L2."""
+def kv_heads_per_section(q: Tensor, n_kv_heads: int, n_tiles: int, programs: int) -> int:
+    """How many KV heads to work at once so that Q, dO and dQ of their query heads fit in L2.
+
+    But so many that there are two tiles for each of the `programs` that run at one time, of the n_tiles of each head:
+    with fewer the longest tiles of the last section begin late, and most programs wait for them in the end.
+    """
     total, n_heads, head_dim = q.shape
     bytes_per_kv_head = total * head_dim * (2 * q.element_size() + 4) * (n_heads // n_kv_heads)
-    return min(n_kv_heads, max(1, L2_BUDGET // bytes_per_kv_head))
+    fit, fewest = max(1, L2_BUDGET // bytes_per_kv_head), ceil_div(2 * programs, max(1, n_tiles))
+    if fit >= fewest:
+        return min(fit, n_kv_heads)
+    return ceil_div(n_kv_heads, max(1, n_kv_heads // fewest))  # or a few more, so that no section is much smaller

@@ -134,7 +134,7 @@ from kernels.flash_attention.hopper.marks import mark_rows
 from kernels.flash_attention.hopper.queue import field, five_fields, new_queue, programs_of, read
 from kernels.flash_attention.hopper.threads import in_order_of_threads
 from kernels.flash_attention.hopper.turns import await_turns, new_turns, note_added, pass_turns
-from kernels.flash_attention.portable.launch import ceil_div
+from kernels.flash_attention.portable.launch import ceil_div, multiprocessors
 from kernels.flash_attention.portable.load import split_width
 from kernels.flash_attention.replay import launch
 from kernels.flash_attention.schedule import Schedule
@@ -618,7 +618,9 @@ def gradients_of_keys(
     n_items = n_tiles * n_kv_heads
     programs, counter = programs_of(n_items, q.device, tiles.dynamic)
     key_tiles = None if ordered else schedule.key_tiles
-    section = n_kv_heads if ordered else kv_heads_per_section(q, n_kv_heads)
+    section = n_kv_heads
+    if not ordered:
+        section = kv_heads_per_section(q, n_kv_heads, n_tiles, multiprocessors(q.device))
     launch(
         _bwd_kernel, (programs,),
         *descs[:4], numbers(rows, tiles.block_m), *descs[4:], sums, *rest, sums_2,
