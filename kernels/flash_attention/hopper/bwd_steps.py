@@ -271,7 +271,7 @@ def kv_heads_per_section(q: Tensor, n_kv_heads: int, n_tiles: int, programs: int
     """
     total, n_heads, head_dim = q.shape
     bytes_per_kv_head = total * head_dim * (2 * q.element_size() + 4) * (n_heads // n_kv_heads)
-    fit, fewest = max(1, L2_BUDGET // bytes_per_kv_head), ceil_div(2 * programs, max(1, n_tiles))
+    fit, fewest = max(1, L2_BUDGET // bytes_per_kv_head), 2 * programs // max(1, n_tiles)
     if fit >= fewest:
         return min(fit, n_kv_heads)
     return ceil_div(n_kv_heads, max(1, n_kv_heads // fewest))  # or a few more, so that no section is much smaller
