@@ -26,8 +26,8 @@ SPILLS = {
     "fp16-96-4-0-1": 16, "fp16-128dkdv-1-1-0": 72, "fp16-128dkdv-4-1-1": 80, "fp16-128dq-1-1-0": 16,
     "fp16-128dq-4-1-1": 16,
     "bf16-64ordered-1-0-0": 16, "bf16-64ordered-4-1-1": 16, "fp16-64ordered-1-0-0": 16, "fp16-64ordered-4-1-1": 16,
-    "bf16-96ordered-4-0-1": 24, "bf16-96ordered-1-1-1": 112, "fp16-96ordered-1-0-0": 16, "fp16-96ordered-4-1-1": 120,
-    "bf16-128ordered-1-1-1": 136, "bf16-128ordered-4-0-1": 80, "fp16-128ordered-4-0-1": 80,
+    "bf16-96ordered-4-0-1": 24, "bf16-96ordered-1-1-1": 120, "fp16-96ordered-1-0-0": 16, "fp16-96ordered-4-1-1": 80,
+    "bf16-128ordered-1-1-1": 144, "bf16-128ordered-4-0-1": 80, "fp16-128ordered-4-0-1": 80,
     "bf16-256dkdv-1-0-0": 32, "bf16-256dkdv-4-1-1": 32,
     "bf16-256dq-1-0-0": 384, "bf16-256dq-4-1-1": 384,
 }  # fmt: skip

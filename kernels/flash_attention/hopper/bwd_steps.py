@@ -266,8 +266,11 @@ def produce(
 def kv_heads_per_section(q: Tensor, n_kv_heads: int, n_tiles: int, programs: int) -> int:
     """How many KV heads to work at once so that Q, dO and dQ of their query heads fit in L2.
 
-    But so many that there are two tiles for each of the `programs` that run at one time, of the n_tiles of each head:
-    with fewer the longest tiles of the last section begin late, and most programs wait for them in the end.
+    But so many that there are two tiles, of the n_tiles of each head, for each of the `programs` that run at one time:
+    with fewer the longest tiles of the last section begin late, and most programs wait for them in the end. With four
+    heads a KV head one fits from 8k tokens on; of 8 KV heads four at once take 2.16 ms for 2.65 (head_dim 128, 8k). All
+    at once would take up to 29% of the speed of several short documents, which L2 then does not hold (run 37 of
+    scripts/results/hopper_kernels_h200_202611.md).
     """
     total, n_heads, head_dim = q.shape
     bytes_per_kv_head = total * head_dim * (2 * q.element_size() + 4) * (n_heads // n_kv_heads)

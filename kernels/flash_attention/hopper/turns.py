@@ -12,13 +12,14 @@ none.
 A tile goes from its last queries to its first, with all heads of a group for each block of them: then the tiles of a
 head, of which the first is the longest, follow one another closely from the document's end on, and what they read and
 add to stays in L2. All heads are worked at once, or the tiles of one would all begin at a time. From the last tile to
-the first, forwards, no tile would wait at its beginning, but programs would be spread over the document: 32k tokens
-with four heads a KV head then had 0.72 of the speed of any order at head_dim 128, and two documents of 8k (bf16, run 36
-of scripts/results/hopper_kernels_h200_202611.md).
+the first, forwards, no tile would wait at its beginning, but programs would be spread over the document: at head_dim
+128 with four heads a KV head 32k and 128k tokens then had 0.76 and 0.74 of the speed of any order, and have 1.00 and
+1.02 so, but eight documents of 2k, which had 0.94, have 0.80 (bf16, run 37 of
+scripts/results/hopper_kernels_h200_202611.md).
 
 Two warps do nothing else: one asks for the semaphores, one sets them. Done by the warpgroup that adds to dQ, which then
 waits for the answer and for the fence before a semaphore is set, 16k tokens had 0.70 of the speed of any order at
-head_dim 64 and 0.82 at 128, from the last tile to the first; so they had 0.83 to 0.92 and 0.90 to 0.95.
+head_dim 64 and 0.82 at 128; so they had 0.83 to 0.92 and 0.90 to 0.95 (run 36, from the last tile to the first).
 
 Steps are of 64 queries. Of 128, tiles of short documents waited for one another in a chain through the stream, each for
 the next one's first step, half of which is its own: 25.5 ms for 1.8 (head_dim 64, fp16).
