@@ -55,7 +55,11 @@ def test_dk_and_dv_have_one_owner(head_dim, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_dq_summed_in_one_order_is_the_same_in_every_run(head_dim, dtype, softcap, window, lengths):
-    """And all three are those of any order but for fp32's rounding: steps follow one another the other way round."""
+    """And all three are those of any order but for fp32's rounding: steps follow one another the other way round.
+
+    Tensor cores add 16 products at a time to a sum in fp32, and cut off: of the most rows or keys that a sum may have,
+    by an eps of the largest sum each time.
+    """
     cu_q, cu_k = (torch.tensor([0, *x], device="cuda").cumsum(0).int() for x in lengths)
     q, k, v = (
         torch.randn(sum(x), heads, head_dim, device="cuda", dtype=dtype, requires_grad=True)
@@ -72,5 +76,7 @@ def test_dq_summed_in_one_order_is_the_same_in_every_run(head_dim, dtype, softca
     first = gradients(deterministic=True)
     for _ in range(9):
         assert all(torch.equal(a, b) for a, b in zip(gradients(deterministic=True), first, strict=True))
+    additions = max(sum(lengths[0]) * 8 // 2, sum(lengths[1])) / 16
     for one_order, any_order in zip(first, gradients(deterministic=False), strict=True):
-        torch.testing.assert_close(one_order, any_order, rtol=torch.finfo(dtype).eps, atol=1e-4)
+        cut_off = additions * torch.finfo(torch.float32).eps * any_order.abs().max().item()
+        torch.testing.assert_close(one_order, any_order, rtol=torch.finfo(dtype).eps, atol=cut_off)
