@@ -16,7 +16,8 @@ from tests.kernels.aot_hopper_bwd import TORCH_DTYPES
 
 # dtype-head_dim-group-softcap-marks -> bytes of spill stores allowed: what ptxas of triton 3.6 and 3.7 gives, and room.
 # Of 128 in bf16 delta, loaded early, has its part (3.6 gives 84 bytes with it, 36 without): it is faster with it. At 96
-# in bf16 they are of programs that work many items, and lie between those: the SASS has none in the loops over steps.
+# in bf16 without softcap they are of programs that work many items, and lie between those: the SASS has none in the
+# loops over steps. With softcap up to 14 numbers are read again in a step (ptxas of 3.7), in either order of sums.
 SPILLS = {
     "bf16-128-1-0-0": 96, "bf16-64-1-0-0": 16, "fp16-64-1-0-0": 32,
     "bf16-128-1-0-1": 80, "bf16-64-1-0-1": 16, "bf16-96-1-0-1": 104, "fp16-96-1-0-0": 16,

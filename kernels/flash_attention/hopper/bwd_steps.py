@@ -1,8 +1,9 @@
 """What the backward kernels of 128 keys an item share: an item's steps, their buffers, and how they are loaded.
 
 An item is 128 keys of one KV head, and a step a block of queries of one head. An item visits those that see its keys,
-head by head of a KV head's group. A program works one item, or takes items from a queue (queue.py). bwd_three_groups.py
-has all of it, bwd_keys.py what one item a program needs, bwd_wide.py the order of the steps.
+head by head of a KV head's group, or from the last to the first, each for all heads (BACKWARDS, for turns.py). A
+program works one item, or takes items from a queue (queue.py). bwd_three_groups.py has all of it, bwd_keys.py what one
+item a program needs, bwd_wide.py the order of the steps.
 """
 
 from torch import Tensor
