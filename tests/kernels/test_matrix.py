@@ -158,7 +158,7 @@ def check(dtype, width, pair, mask, heads, names, layout, generator) -> dict[str
 @pytest.mark.parametrize("backend", ["portable", "auto"])
 @pytest.mark.parametrize("width", WIDTHS, ids=lambda x: f"d{x[0]}v{x[1]}")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(1500)
 def test_matrix(dtype, width, backend, monkeypatch):
     if backend == "auto" and (dtype == torch.float32 or width not in ON_HOPPER):
         pytest.skip("no faster kernels here than the portable ones")
