@@ -1,4 +1,4 @@
-"""The compiled kernels over thousands of combinations of shape, mask and feature; a test is one dtype and head_dim.
+"""The compiled kernels over thousands of combinations of shape, mask and feature; a test is 55 of one dtype and width.
 
 Each combination is compared with dense attention in fp32 or fp64 as tests.tolerance says, forward and backward. The
 combinations are the full product of lengths and masks, in which features, heads and layouts take turns: all of them at
@@ -41,20 +41,25 @@ IN_FULL = [(64, 64), (128, 128)]
 ON_HOPPER = [(64, 64), (96, 96), (128, 128), (256, 256)]  # where `auto` may take other kernels than the portable ones
 
 
-def combinations(dtype, width):
-    """Each pair of lengths under each mask: five times at 64 and 128 (275), three times at 96 and 256 (165), which are
-    enough for all features with all heads and layouts, and twice at the other widths and in fp32 (110).
-
-    fp32 at 128 columns would take more than six minutes in full.
+def n_rounds(dtype, width) -> int:
+    """How often each pair of lengths is taken under each mask (55): five times at 64 and 128, three times at 96 and
+    256, which are enough for all features with all heads and layouts, and twice at the other widths and in fp32.
     """
-    index, half = WIDTHS.index(width), dtype != torch.float32
-    rounds = 5 if half and width in IN_FULL else 3 if half and width in ON_HOPPER else 2
+    if dtype == torch.float32 or width not in ON_HOPPER:
+        return 2
+    return 5 if width in IN_FULL else 3
+
+
+def combinations(dtype, width, round_):
+    """Those of one round, which goes on in the turns of features, heads and layouts where the last one stopped."""
+    index = WIDTHS.index(width)
     every = itertools.product(HEADS, FEATURES, LAYOUTS)
     some = itertools.product(HEADS[index % 3 :][:1], FEATURES[index % 2 :: 2], LAYOUTS)
-    cycle = itertools.cycle(some if rounds == 2 else every)
-    for _ in range(rounds):
-        for (pair, mask), (heads, features, layout) in zip(itertools.product(PAIRS, MASKS), cycle, strict=False):
-            yield pair, mask, heads, features, layout
+    turns = itertools.cycle(some if n_rounds(dtype, width) == 2 else every)
+    pairs = list(itertools.product(PAIRS, MASKS))
+    turns = itertools.islice(turns, round_ * len(pairs), None)
+    for (pair, mask), (heads, features, layout) in zip(pairs, turns, strict=False):
+        yield pair, mask, heads, features, layout
 
 
 def documents(pair, layout, generator) -> tuple[list[int], list[int]]:
@@ -155,18 +160,24 @@ def check(dtype, width, pair, mask, heads, names, layout, generator) -> dict[str
     return errors
 
 
-@pytest.mark.parametrize("backend", ["portable", "auto"])
-@pytest.mark.parametrize("width", WIDTHS, ids=lambda x: f"d{x[0]}v{x[1]}")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.timeout(1500)
-def test_matrix(dtype, width, backend, monkeypatch):
-    if backend == "auto" and (dtype == torch.float32 or width not in ON_HOPPER):
-        pytest.skip("no faster kernels here than the portable ones")
+TESTS = [
+    (dtype, width, backend, round_)
+    for dtype, width in itertools.product([torch.bfloat16, torch.float16, torch.float32], WIDTHS)
+    for backend in ("auto", "portable")
+    for round_ in range(n_rounds(dtype, width))
+    if backend == "portable" or (dtype != torch.float32 and width in ON_HOPPER)
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "backend", "round_"), TESTS, ids=lambda x: f"d{x[0]}v{x[1]}" if isinstance(x, tuple) else str(x)
+)
+def test_matrix(dtype, width, backend, round_, monkeypatch):
     monkeypatch.setenv("FLASH_ATTENTION_BACKEND", backend)
-    generator = random.Random(width[0])
+    generator = random.Random(width[0] + 1000 * round_)
     worst: dict[str, tuple[float, float]] = {}
     failures, count = [], 0
-    for case in combinations(dtype, width):
+    for case in combinations(dtype, width, round_):
         count += 1
         try:
             errors = check(dtype, width, *case, generator)
@@ -178,7 +189,7 @@ def test_matrix(dtype, width, backend, monkeypatch):
                 worst[name] = ours, torchs
     if "MATRIX_REPORT" in os.environ:
         line = {"dtype": str(dtype), "width": width, "backend": backend, "cases": count, "failed": len(failures)}
-        path = Path(os.environ["MATRIX_REPORT"], f"{dtype}-{width[0]}-{width[1]}-{backend}.json")
+        path = Path(os.environ["MATRIX_REPORT"], f"{dtype}-{width[0]}-{width[1]}-{backend}-{round_}.json")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(line | {"worst": worst}) + "\n")
     assert not failures, f"{len(failures)} of {count}:\n" + "\n".join(failures[:10])
