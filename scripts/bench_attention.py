@@ -44,8 +44,8 @@ from kernels.flash_attention.schedule import build_schedule
 from scripts.gpu_timing import captured, median_ms, require_gpu
 from scripts.provenance import describe, results_prefix
 
-MODEL_DIM = 2048  # n_heads * head_dim in every case, or just below
-DENSE_TOKENS = 16384  # a batch of short sequences holds this many tokens
+MODEL_DIM = 2048  # n_heads * head_dim where --model-dim does not say another, or just below
+BATCH_TOKENS = 16384  # that a batch of short sequences holds where --batch-tokens does not say another
 PACKED_TOKENS = 65536  # in the one row of the packed documents
 LARGE_GIB = 4.0
 DEVICE = torch.device("cuda")
@@ -66,10 +66,11 @@ class Workload:
     documents: tuple[int, ...] = ()  # lengths, in tokens
     name: str = ""
     group: int = 1  # query heads for each KV head
+    model_dim: int = MODEL_DIM
 
     @property
     def n_heads(self) -> int:
-        return MODEL_DIM // self.head_dim // self.group * self.group
+        return self.model_dim // self.head_dim // self.group * self.group
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -254,12 +255,20 @@ STYLES = {  # the palette of Okabe and Ito, a grey, and a marker each, so that n
 }
 
 
-def dense_workload(seqlen: int, head_dim: int, *, causal: bool, group: int = 1) -> Workload:
-    batch = max(1, DENSE_TOKENS // seqlen)
-    return Workload(head_dim, batch, seqlen, causal, name=f"{batch} × {seqlen}", group=group)
+def dense_workload(
+    seqlen: int,
+    head_dim: int,
+    *,
+    causal: bool,
+    group: int = 1,
+    model_dim: int = MODEL_DIM,
+    batch_tokens: int = BATCH_TOKENS,
+) -> Workload:
+    batch = max(1, batch_tokens // seqlen)
+    return Workload(head_dim, batch, seqlen, causal, name=f"{batch} × {seqlen}", group=group, model_dim=model_dim)
 
 
-def packed_workloads(head_dim: int, *, causal: bool, group: int = 1) -> list[Workload]:
+def packed_workloads(head_dim: int, *, causal: bool, group: int = 1, model_dim: int = MODEL_DIM) -> list[Workload]:
     """Two rows of packed documents: long-tailed ones like text on the web, and many short ones."""
     generator = torch.Generator().manual_seed(0)
     candidates = PACKED_TOKENS // 64
@@ -267,7 +276,7 @@ def packed_workloads(head_dim: int, *, causal: bool, group: int = 1) -> list[Wor
     long_tailed = torch.randn(candidates, generator=generator).mul(1.5).exp().mul(1024).long().clamp(1, 32768)
     short = torch.randint(64, 513, (candidates,), generator=generator)
     return [
-        Workload(head_dim, 1, PACKED_TOKENS, causal, documents, f"{len(documents)} documents, {kind}", group)
+        Workload(head_dim, 1, PACKED_TOKENS, causal, documents, f"{len(documents)} documents, {kind}", group, model_dim)
         for kind, documents in (
             ("log-normal", fill_row(long_tailed.tolist(), PACKED_TOKENS)),
             ("64 to 512 tokens", fill_row(short.tolist(), PACKED_TOKENS)),
@@ -360,13 +369,13 @@ def write_csv(rows: list[Row], path: Path) -> None:
         writer.writerows(asdict(row) for row in rows)
 
 
-def markdown(rows: list[Row], head: dict[str, str]) -> str:
+def markdown(rows: list[Row], head: dict[str, str], model_dim: int = MODEL_DIM) -> str:
     """The head, then a table for each section and direction: a line a workload, a column a backend."""
     lines = ["# Attention: time, TFLOP/s and peak memory", ""]
     lines += [f"- {key}: `{value}`" for key, value in head.items()]
     lines += [
         "",
-        f"bf16, n_heads × head_dim = {MODEL_DIM}, or just below. Backends run in random order, but for those of more "
+        f"bf16, n_heads × head_dim = {model_dim}, or just below. Backends run in random order, but for those of more "
         f"than {LARGE_GIB:g} GiB; each is replayed as a CUDA graph. A "
         "cell is TFLOP/s · milliseconds (median) · GiB. FLOPs: forward 4 · n_heads · head_dim · Σ length², halved if "
         "causal; backward 2.5 times that. GiB: the peak beside q, k, v and do, for the backward that of forward and "
@@ -416,7 +425,7 @@ def draw(rows: list[Row], title: str) -> Figure:
         line_of_axes[0].set_ylabel(label)
     for head_dim, top, bottom in zip(head_dims, grid[0], grid[-1], strict=True):
         top.set_title(f"head_dim {head_dim}")
-        bottom.set_xlabel(f"sequence length (at least {DENSE_TOKENS // 1024}k tokens a batch)")
+        bottom.set_xlabel("sequence length")
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.suptitle(title)
@@ -461,6 +470,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--groups", type=int, nargs="+", default=[1], help="query heads for each KV head")
+    parser.add_argument("--model-dim", type=int, default=MODEL_DIM, help="n_heads * head_dim, or just below")
+    parser.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS, help="tokens of a batch of short sequences")
     parser.add_argument("--backends", nargs="+", choices=DENSE_BACKENDS, help="default: all that are installed")
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--varlen", action="store_true", help="packed documents too")
@@ -470,8 +481,14 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if not all(0 < head_dim <= 256 for head_dim in args.head_dims):
         parser.error(f"--head-dims must lie between 1 and 256; got {args.head_dims}")
-    if not all(0 < group <= MODEL_DIM // max(args.head_dims) for group in args.groups):
-        most = MODEL_DIM // max(args.head_dims)
+    most = args.model_dim // max(args.head_dims)
+    if most < 1:
+        parser.error(
+            f"--model-dim must be at least the largest of --head-dims, {max(args.head_dims)}; got {args.model_dim}"
+        )
+    if args.batch_tokens < 1:
+        parser.error(f"--batch-tokens must be positive; got {args.batch_tokens}")
+    if not all(0 < group <= most for group in args.groups):
         parser.error(f"--groups must lie between 1 and the {most} query heads; got {args.groups}")
     if any(seqlen < 1 for seqlen in args.seqlens):
         parser.error(f"--seqlens must be positive; got {args.seqlens}")
@@ -487,9 +504,12 @@ def main() -> None:
     chosen = args.backends or [name for name in DENSE_BACKENDS if name not in PACKAGES or installed(PACKAGES[name])]
 
     shapes = [(head_dim, group) for head_dim in args.head_dims for group in args.groups]
-    workloads = [dense_workload(n, d, causal=args.causal, group=g) for d, g in shapes for n in args.seqlens]
+    given = {"causal": args.causal, "model_dim": args.model_dim}
+    workloads = [
+        dense_workload(n, d, group=g, batch_tokens=args.batch_tokens, **given) for d, g in shapes for n in args.seqlens
+    ]
     if args.varlen:
-        workloads += [w for d, g in shapes for w in packed_workloads(d, causal=args.causal, group=g)]
+        workloads += [w for d, g in shapes for w in packed_workloads(d, group=g, **given)]
     rows: list[Row] = []
     for workload in workloads:
         backends = PACKED_BACKENDS if workload.documents else DENSE_BACKENDS
@@ -500,10 +520,11 @@ def main() -> None:
         write_csv(rows, Path(f"{out}.csv"))  # a sweep cut short leaves what it measured
 
     head = describe(shlex.join(["python", *sys.argv]), args.commit, today)
-    Path(f"{out}.md").write_text(markdown(rows, head), encoding="utf-8")
+    Path(f"{out}.md").write_text(markdown(rows, head, args.model_dim), encoding="utf-8")
     if args.seqlens and 1 in args.groups:  # the picture is of these
         mask = "causal" if args.causal else "not causal"
-        title = f"{head['GPU']}, bf16, {mask}, n_heads × head_dim = {MODEL_DIM}"
+        size = f"n_heads × head_dim = {args.model_dim}, at least {args.batch_tokens} tokens a batch"
+        title = f"{head['GPU']}, bf16, {mask}, {size}"
         draw(rows, title).savefig(f"{out}.png", dpi=150)
     print(f"results: {out}.*")
 

@@ -70,6 +70,9 @@ def test_short_sequences_share_a_batch_of_one_size() -> None:
     assert [dense_workload(n, 64, causal=True).batch for n in (1024, 16384, 65536)] == [16, 1, 1]
     assert dense_workload(1024, 64, causal=True).n_heads == 32
     assert dense_workload(1024, 96, causal=True, group=4).n_heads == 20
+    one = dense_workload(8192, 128, causal=True, group=4, model_dim=4096, batch_tokens=8192)
+    assert (one.batch, one.n_heads, one.name) == (1, 32, "1 × 8192")
+    assert one.flops("forward") == 2 * 32 * 128 * 8192**2
 
 
 def test_fill_row_cuts_the_last_document() -> None:
@@ -85,6 +88,7 @@ def test_packed_workloads_fill_the_row() -> None:
     assert max(long_tailed.lengths) > 8192
     assert all(64 <= length <= 512 for length in short.lengths[:-1])
     assert packed_workloads(128, causal=True) == [long_tailed, short]  # the same documents in every run
+    assert [w.n_heads for w in packed_workloads(128, causal=True, model_dim=4096)] == [32, 32]
 
 
 def test_a_failure_is_a_row_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +200,10 @@ def test_every_backend_has_a_style() -> None:
     [
         pytest.param(["--head-dims", "512"], "between 1 and 256; got [512]", id="head-dim"),
         pytest.param(["--groups", "64"], "the 16 query heads; got [64]", id="groups"),
-        pytest.param(["--seqlens", "0"], "must be positive", id="seqlen"),
+        pytest.param(["--groups", "64", "--model-dim", "4096"], "the 32 query heads; got [64]", id="groups-of-more"),
+        pytest.param(["--model-dim", "64"], "largest of --head-dims, 128; got 64", id="model-dim"),
+        pytest.param(["--batch-tokens", "0"], "--batch-tokens must be positive; got 0", id="batch-tokens"),
+        pytest.param(["--seqlens", "0"], "--seqlens must be positive", id="seqlen"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
