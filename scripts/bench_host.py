@@ -1,10 +1,11 @@
 """The host's time of a call of attention, ours beside others': python -m scripts.bench_host
 
-A few tokens, so that the GPU waits for the host, bf16, causal, schedules built before. Three passes: the forward of
-tensors without gradients, the forward that autograd records, and torch.autograd.grad of kept outputs. A sample is the
-mean of --calls calls, not waited for; all candidates have one in each of --rounds rounds, in random order. Where the
-GPU still has work for a tenth of a sample's time when it ends, the row says that it is GPU-bound, and no host's time.
-Writes OUT.csv and OUT.md.
+A few tokens, so that the GPU waits for the host, bf16, causal, schedules built before. Four passes: the forward of
+tensors without gradients, the forward that autograd records, torch.autograd.grad of kept outputs, and a call's share
+of that of 16 calls, each the next one's queries, which is what a layer of a model adds: one call alone pays for the
+start of autograd's engine and for its thread. A sample is the mean of --calls calls, not waited for; all candidates
+have one in each of --rounds rounds, in random order. Where the GPU still has work for a tenth of a sample's time when
+it ends, the row says that it is GPU-bound, and no host's time. Writes OUT.csv and OUT.md.
 """
 
 import argparse
@@ -42,11 +43,12 @@ DOCUMENTS = 4  # of one length, where there are several
 WARM_UP = 5  # calls: the first compiles, the second is recorded (kernels/flash_attention/replay.py)
 GPU_BOUND = 0.1  # of a sample's time
 MOST_CALLS = 500  # of a sample
+IN_A_ROW = 16  # calls in one graph of autograd's
 NOTHING = "a Function that does nothing"
 
 Call = Callable[[], object]
-Pass = Literal["forward", "forward, autograd", "backward"]
-PASSES: tuple[Pass, ...] = ("forward", "forward, autograd", "backward")
+Pass = Literal["forward", "forward, autograd", "backward", "backward, of 16"]
+PASSES: tuple[Pass, ...] = ("forward", "forward, autograd", "backward", "backward, of 16")
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,20 @@ class Candidate:
         if self.has_backward:
             leaves = [x.clone().requires_grad_() for x in (q, k, v)]
             calls["forward, autograd"] = partial(self.attend, *leaves)
-            with self.setting():
-                result = self.attend(*leaves)
-            o = result[0] if isinstance(result, tuple) else result
-            calls["backward"] = partial(torch.autograd.grad, o, leaves, do, retain_graph=True)
+            calls["backward"] = self._backward(leaves[0], [leaves[1:]], do)
+            others = [[x.clone().requires_grad_() for x in (k, v)] for _ in range(IN_A_ROW)]
+            calls["backward, of 16"] = self._backward(leaves[0], others, do)
         return calls
+
+    def _backward(self, q: Tensor, keys_and_values: Sequence[Sequence[Tensor]], do: Tensor) -> Call:
+        """The gradients of q and of each k and v, where o of one call is q of the next."""
+        o = q
+        with self.setting():
+            for k, v in keys_and_values:
+                result = self.attend(o, k, v)
+                o = result[0] if isinstance(result, tuple) else result
+        leaves = [q, *(x for both in keys_and_values for x in both)]
+        return partial(torch.autograd.grad, o, leaves, do, retain_graph=True)
 
     def _shape(self, shape: Shape, heads: int) -> tuple[int, ...]:
         if self.layout == "batch heads tokens":
@@ -180,7 +191,8 @@ def measure(chosen: Mapping[str, Candidate], shape: Shape, rounds: int, calls: i
     samples: dict[tuple[str, Pass], list[Sample]] = {place: [] for place in runs}
     for name, direction in order([*runs], rounds):
         with chosen[name].setting():
-            samples[name, direction].append(sample(runs[name, direction], calls))
+            in_a_row = IN_A_ROW if direction == "backward, of 16" else 1
+            samples[name, direction].append(sample(runs[name, direction], calls, in_a_row))
     return [Row.of(*place, found) for place, found in samples.items()] + failed
 
 
@@ -190,14 +202,16 @@ def order(places: Sequence[Any], rounds: int) -> list[Any]:
     return [place for _ in range(rounds) for place in generator.sample(places, len(places))]
 
 
-def sample(run: Call, calls: int) -> Sample:
+def sample(run: Call, calls: int, in_a_row: int) -> Sample:
+    """Of `calls` calls or a few more, where a run makes `in_a_row`."""
+    runs = -(-calls // in_a_row)
     torch.cuda.synchronize()
     start = time.perf_counter()
-    for _ in repeat(None, calls):
+    for _ in repeat(None, runs):
         run()
     end = time.perf_counter()
     torch.cuda.synchronize()
-    return Sample((end - start) / calls * 1e6, (time.perf_counter() - end) / (end - start))
+    return Sample((end - start) / (runs * in_a_row) * 1e6, (time.perf_counter() - end) / (end - start))
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:

@@ -68,10 +68,12 @@ def test_passes_run_and_give_gradients_of_q_k_and_v(device):
         with candidate.setting():
             of_forward, recorded = (calls[direction]() for direction in PASSES[:2])
             gradients = [calls["backward"]() for _ in range(2)][-1]  # kept outputs serve again
+            in_a_row = calls["backward, of 16"]()
         first = [o[0] if isinstance(o, tuple) else o for o in (of_forward, recorded)]
         assert [o.requires_grad for o in first] == [False, True], name
         shapes = [candidate._shape(SHAPE, heads) for heads in (4, 2, 2)]
         assert [x.shape for x in gradients] == shapes, name
+        assert [x.shape for x in in_a_row] == [shapes[0], *shapes[1:] * bench_host.IN_A_ROW], name
 
 
 def test_what_is_waited_for_is_not_in_the_time(monkeypatch):
@@ -82,8 +84,8 @@ def test_what_is_waited_for_is_not_in_the_time(monkeypatch):
 
     monkeypatch.setattr(bench_host.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: passes(0.5))
-    found = sample(lambda: passes(0.25), calls=4)
-    assert found == Sample(us=0.25e6, left=0.5)
+    assert sample(lambda: passes(0.25), calls=4, in_a_row=1) == Sample(us=0.25e6, left=0.5)
+    assert sample(lambda: passes(0.5), calls=3, in_a_row=2) == Sample(us=0.25e6, left=0.5)
 
 
 def test_each_round_has_all_in_an_order_of_its_own():
@@ -130,10 +132,10 @@ def test_table_and_csv(tmp_path):
     lines = markdown(rows, SHAPE, parse_arguments([]), {"GPU": "made up"}).splitlines()
     assert "- GPU: `made up`" in lines
     assert lines[-4:] == [
-        "| candidate | forward | forward, autograd | backward |",
-        "|:--|--:|--:|--:|",
-        "| ours | 31.0 (30.0 to 40.0) | – | GPU-bound: 145.0 (140.0 to 150.0) |",
-        "| SDPA | RuntimeError: no kernel | – | – |",
+        "| candidate | forward | forward, autograd | backward | backward, of 16 |",
+        "|:--|--:|--:|--:|--:|",
+        "| ours | 31.0 (30.0 to 40.0) | – | GPU-bound: 145.0 (140.0 to 150.0) | – |",
+        "| SDPA | RuntimeError: no kernel | – | – | – |",
     ]
     assert any(line.startswith("32 tokens, 4 heads for 2, head_dim 16") for line in lines)
     write_csv(rows, tmp_path / "host.csv")

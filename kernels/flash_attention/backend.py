@@ -28,7 +28,10 @@ CHOICES = ("auto", "portable", "hopper")
 def forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o in out_dtype, lse fp32."""
+    """q (total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o in out_dtype, lse fp32.
+
+    Tokens may have two dimensions, (batch, seqlen), which o has then too. q, k and v are `in_order`.
+    """
     tensors = q, k, v, features.sinks, features.descale, *features.alibi
     o, lse = replayed(
         ("forward", out_dtype, schedule.documents, *_kind(tensors, schedule, features)),
@@ -41,10 +44,13 @@ def forward(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
+    tokens = q.shape[:-2]
+    q, k, v = packed(q), packed(k), packed(v)
     supported = hopper_fwd.supports(q, k, v, features, out_dtype)
     on_hopper = _takes_hopper(supported, "forward", hopper_fwd.FORWARD_TILES, q, v)
     attention_forward = hopper_fwd.attention_forward if on_hopper else portable_fwd.attention_forward
-    return attention_forward(q, k, v, schedule, features, out_dtype)
+    o, lse = attention_forward(q, k, v, schedule, features, out_dtype)
+    return o.view(*tokens, *o.shape[1:]), lse
 
 
 def backward(
@@ -59,10 +65,10 @@ def backward(
     features: Features,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """do like o, lse and dlse (n_heads, total_q) fp32 -> dq, dk, dv, dense, in the dtype of q, k, v, and delta.
+    """do like o, lse and dlse (n_heads, total_q) fp32 -> dq, dk, dv, dense, like q, k, v, and delta.
 
-    delta is attention_delta's. deterministic takes kernels where each output has one owner, as those of the portable
-    ones have in any case, or is summed in one order.
+    All but lse and dlse are as for forward; delta is attention_delta's. deterministic takes kernels where each output
+    has one owner, as those of the portable ones have in any case, or is summed in one order.
     """
     tensors = do, q, k, v, o, lse, dlse, *features.alibi
     dq, dk, dv, delta = replayed(
@@ -85,6 +91,8 @@ def _backward(
     features: Features,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shapes = q.shape, k.shape, v.shape
+    do, q, k, v, o = packed(do), packed(q), packed(k), packed(v), packed(o)
     delta = attention_delta(o, do, dlse)
     do = do.to(q.dtype)
     supported = hopper_bwd.supports(q, k, v, features)
@@ -92,7 +100,23 @@ def _backward(
         gradients = hopper_bwd.attention_backward(do, q, k, v, lse, delta, schedule, features, deterministic)
     else:
         gradients = portable_bwd.attention_backward(do, q, k, v, lse, delta, schedule, features)
-    return *gradients, delta
+    dq, dk, dv = (x.view(shape) for x, shape in zip(gradients, shapes, strict=True))
+    return dq, dk, dv, delta
+
+
+def in_order(x: Tensor) -> Tensor:
+    """x, or a copy, of which `packed` makes no other: tokens stand behind one another, a head's numbers side by side.
+
+    Shapes: (tokens, heads, head_dim) or (batch, seqlen, heads, head_dim).
+    """
+    if x.stride(-1) == 1 and (x.dim() == 3 or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)):
+        return x
+    return x.contiguous()
+
+
+def packed(x: Tensor) -> Tensor:
+    """(batch, seqlen, heads, head_dim), or packed already -> (tokens, heads, head_dim)."""
+    return x.flatten(0, 1) if x.dim() == 4 else x
 
 
 def _kind(tensors: Sequence[Tensor | None], schedule: Schedule, features: Features) -> tuple[Hashable, ...]:

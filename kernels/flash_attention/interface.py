@@ -74,7 +74,6 @@ def flash_attn_func(
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         raise ValueError(f"q, k and v must have one batch size; got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}")
     batch, seqlen_q, seqlen_k = *q.shape[:2], k.shape[1]
-    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     _require_consistent(q, k, v, sinks, dropout_p)
     alibi = []
     if alibi_slopes is not None:
@@ -91,10 +90,11 @@ def flash_attn_func(
         out_dtype,
         deterministic,
         (q_descale, k_descale, v_descale),
+        return_lse or return_attn_probs,
     )
-    if return_lse or return_attn_probs:
+    if lse is not None:
         lse = lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
-    return _outputs(o.view(batch, seqlen_q, *o.shape[1:]), lse, q, return_lse, return_attn_probs)
+    return _outputs(o, lse, q, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -183,8 +183,9 @@ def flash_attn_varlen_func(
         out_dtype,
         deterministic,
         (q_descale, k_descale, v_descale),
+        return_lse or return_attn_probs,
     )
-    return _outputs(o, lse, q, return_lse, return_attn_probs)
+    return _outputs(o, lse, q, return_attn_probs)
 
 
 def flash_attn_packed(
@@ -203,11 +204,13 @@ def flash_attn_packed(
     Shapes: q (total_q, n_heads, head_dim); k, v (total_k, n_kv_heads, head_dim); sinks (n_heads,) -> o like q.
     Units and errors as flash_attn_func.
     """
+    if not q.ndim == k.ndim == v.ndim == 3:
+        raise ValueError(f"q, k and v must be (tokens, heads, head_dim); got {_shapes(q, k, v)}")
     _require_consistent(q, k, v, sinks)
     return flash_attention_forward(
-        _rows_dense(q),
-        _rows_dense(k),
-        _rows_dense(v),
+        q,
+        k,
+        v,
         schedule,
         [],
         sinks,
@@ -216,6 +219,7 @@ def flash_attn_packed(
         max(float(softcap), 0.0),
         q.dtype,
         deterministic,
+        wants_lse=False,
     )[0]
 
 
@@ -248,14 +252,15 @@ def _attend(
     out_dtype: torch.dtype | None,
     deterministic: bool,
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
-) -> tuple[Tensor, Tensor]:
-    """Packed attention of what is consistent: o (total_q, n_heads, v's head_dim), lse (n_heads, total_q)."""
+    wants_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of what is consistent: o like q, of v's head_dim, and lse (n_heads, total_q), None if not wanted."""
     if out_dtype is not None and out_dtype not in OUT_DTYPES:
         raise ValueError(f"out_dtype must be float16, bfloat16, float32 or float64; got {_name(out_dtype)}")
     return flash_attention_forward(
-        _rows_dense(q),
-        _rows_dense(k),
-        _rows_dense(v),
+        q,
+        k,
+        v,
         schedule,
         alibi,
         sinks,
@@ -264,12 +269,13 @@ def _attend(
         max(float(softcap), 0.0),
         out_dtype or (torch.bfloat16 if q.dtype == FP8 else q.dtype),
         deterministic,
+        wants_lse,
     )
 
 
 def _alibi(alibi_slopes: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor) -> list[Tensor]:
     """What Features.alibi holds."""
-    n_docs, n_heads = cu_seqlens_q.numel() - 1, q.shape[1]
+    n_docs, n_heads = cu_seqlens_q.numel() - 1, q.shape[-2]
     shapes = (n_heads,), (n_docs, n_heads)
     if alibi_slopes.shape not in shapes or alibi_slopes.dtype != torch.float32 or alibi_slopes.device != q.device:
         raise ValueError(
@@ -277,7 +283,7 @@ def _alibi(alibi_slopes: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: 
             f"got {_described(alibi_slopes)}"
         )
     slopes = alibi_slopes.expand(1, -1) if alibi_slopes.dim() == 1 else alibi_slopes
-    return [slopes.contiguous(), *alignment(cu_seqlens_q, cu_seqlens_k, q.shape[0])]
+    return [slopes.contiguous(), *alignment(cu_seqlens_q, cu_seqlens_k, q.shape[:-2].numel())]
 
 
 def _from_pages(
@@ -313,14 +319,10 @@ def _from_pages(
     return k[page, row], v[page, row]
 
 
-def _outputs(o: Tensor, lse: Tensor, q: Tensor, return_lse: bool, return_attn_probs: bool) -> Outputs:
-    if return_attn_probs:
-        return o, lse, q.new_zeros(0)
-    return (o, lse) if return_lse else o
-
-
-def _rows_dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _outputs(o: Tensor, lse: Tensor | None, q: Tensor, return_attn_probs: bool) -> Outputs:
+    if lse is None:
+        return o
+    return (o, lse, q.new_zeros(0)) if return_attn_probs else (o, lse)
 
 
 def scale_of(q: Tensor, softmax_scale: float | None) -> float:
@@ -336,11 +338,9 @@ def _require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, d
         raise ValueError(f"dropout_p must be 0.0: attention dropout is not offered; got {dropout_p}")
     device, dtype = q.device, q.dtype
     require_backend(device)
-    if not q.ndim == k.ndim == v.ndim == 3:
-        raise ValueError(f"q, k and v must be (tokens, heads, head_dim); got {_shapes(q, k, v)}")
-    _, n_heads, head_dim = q.shape
-    k_tokens, n_kv_heads, k_head_dim = k.shape
-    v_tokens, n_v_heads, v_head_dim = v.shape
+    *_, n_heads, head_dim = q.shape
+    *k_tokens, n_kv_heads, k_head_dim = k.shape
+    *v_tokens, n_v_heads, v_head_dim = v.shape
     if k_tokens != v_tokens or n_kv_heads != n_v_heads:
         raise ValueError(f"k and v must have the same tokens and heads; got {_shapes(q, k, v)}")
     if n_kv_heads == 0 or n_heads % n_kv_heads:
@@ -374,9 +374,9 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Tensor, k: Tensor) -> Tensor | None:
     """(n_kv_heads,) each -> (2, n_heads) fp32, the factors of each head's scores and of its output; None is 1."""
-    n_heads, n_kv_heads = q.shape[1], k.shape[1]
-    if all(x is None for x in descales):
+    if descales[0] is descales[1] is descales[2] is None:
         return None
+    n_heads, n_kv_heads = q.shape[-2], k.shape[-2]
     if q.dtype != FP8:
         raise ValueError(f"q_descale, k_descale and v_descale are for float8_e4m3fn; q, k and v are {_name(q.dtype)}")
     factors = []

@@ -162,20 +162,20 @@ def _gradients_of_inputs(
     features: Features,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv and dsinks, of gradients as autograd hands them over."""
+    """dq, dk, dv and dsinks, of gradients as autograd hands them over; q, k, v and o are as backend.forward's."""
     if do is None:
         do = torch.zeros_like(o)
-    elif do.stride(-1) != 1:
-        do = do.contiguous()
+    do = backend.in_order(do)
     if dlse is not None:
         dlse = dlse.contiguous()
     # where gradients of gradients are wanted, the operator says that it has none
     if not torch.is_grad_enabled() and _nobody_looks(q, k, v, do, features.sinks):
         return _gradients(do, dlse, q, k, v, o, lse, schedule, features, deterministic)
     dq, dk, dv, dsinks = backward_operator(
-        do, dlse, q, k, v, o, lse, schedule.tensors(), features.alibi, features.sinks, features.softmax_scale,
-        features.softcap, deterministic, schedule.several_documents,
+        backend.packed(do), dlse, *map(backend.packed, (q, k, v, o)), lse, schedule.tensors(), features.alibi,
+        features.sinks, features.softmax_scale, features.softcap, deterministic, schedule.several_documents,
     )  # fmt: skip
+    dq, dk, dv = dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
     return dq, dk, dv, None if features.sinks is None else dsinks
 
 
@@ -193,8 +193,12 @@ class _Eager(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         others: tuple[Schedule, Features, torch.dtype, bool, bool],
-    ) -> tuple[Tensor, Tensor]:
-        """others are what _outputs takes beside q, k and v: each argument of a Function costs time."""
+        wants_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """o, and lse if it is wanted: each output of a Function costs time, as does each argument.
+
+        others are what _outputs takes beside q, k and v.
+        """
         o, lse = _outputs(q, k, v, *others)
         schedule, features, _, deterministic, _ = others
         ctx.save_for_backward(q, k, v, o, lse, sinks, *features.alibi)
@@ -202,14 +206,14 @@ class _Eager(torch.autograd.Function):
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         ctx.options = schedule, features.softmax_scale, features.softcap, deterministic
         ctx.set_materialize_grads(False)
-        return o, lse
+        return (o, lse) if wants_lse else o
 
     @staticmethod
-    def backward(ctx, do: Tensor | None, dlse: Tensor | None):
+    def backward(ctx, do: Tensor | None, dlse: Tensor | None = None):
         q, k, v, o, lse, sinks, *alibi = ctx.saved_tensors
         schedule, softmax_scale, softcap, deterministic = ctx.options
         features = Features(softmax_scale, softcap, sinks, alibi)
-        return *_gradients_of_inputs(do, dlse, q, k, v, o, lse, schedule, features, deterministic), None
+        return *_gradients_of_inputs(do, dlse, q, k, v, o, lse, schedule, features, deterministic), None, None
 
 
 # Function.apply without what is for functorch's transforms, of which there are none where nobody looks: 2.5 of 8 us
@@ -229,10 +233,12 @@ def _outputs(
     """o and lse, by the operator where someone may want to see it."""
     if unseen:
         return backend.forward(q, k, v, schedule, features, out_dtype)
-    return forward_operator(
-        q, k, v, schedule.tensors(), features.alibi, features.sinks, features.descale, features.softmax_scale,
-        features.softcap, out_dtype, deterministic, schedule.several_documents, schedule.documents,
+    o, lse = forward_operator(
+        *map(backend.packed, (q, k, v)), schedule.tensors(), features.alibi, features.sinks, features.descale,
+        features.softmax_scale, features.softcap, out_dtype, deterministic, schedule.several_documents,
+        schedule.documents,
     )  # fmt: skip
+    return o.view(*q.shape[:-1], o.shape[-1]), lse
 
 
 def _nobody_looks(q: Tensor, *others: Tensor | None) -> bool:
@@ -270,11 +276,18 @@ def flash_attention_forward(
     softcap: float,
     out_dtype: torch.dtype,
     deterministic: bool,
-) -> tuple[Tensor, Tensor]:
-    """forward_operator in less host time: its own autograd takes 100 us more of an eager call with gradients."""
+    wants_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """forward_operator in less host time: its own autograd takes 100 us more of an eager call with gradients.
+
+    Shapes: q (total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim), or each with (batch, seqlen) for
+    its total, as has o then. lse (n_heads, total_q) is None unless it is wanted.
+    """
     # where nothing requires gradients, the operator too would drop tangents in silence
     if forward_ad._current_level >= 0 and any(map(_has_tangent, (q, k, v, sinks))):
         raise NotImplementedError("attention has no forward-mode derivative; got tangents of its inputs")
+    if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
+        q, k, v = backend.in_order(q), backend.in_order(k), backend.in_order(v)
     features = Features(softmax_scale, softcap, sinks, alibi, descale)
     unseen = _nobody_looks(q, k, v, sinks)
     if (
@@ -283,11 +296,14 @@ def flash_attention_forward(
         and not torch.compiler.is_compiling()  # which knows operators, but not all that a Function may do
     ):
         others = schedule, features, out_dtype, deterministic, unseen
-        if not unseen:
-            return _Eager.apply(q, k, v, sinks, others)
-        # all that is left of a transform is what it may have wrapped before it ended
-        return _apply_unseen(*map(unwrap_if_dead, (q, k, v)), sinks, others)
-    return _outputs(q, k, v, schedule, features, out_dtype, deterministic, unseen)
+        if unseen:
+            # all that is left of a transform is what it may have wrapped before it ended
+            outputs = _apply_unseen(*map(unwrap_if_dead, (q, k, v)), sinks, others, wants_lse)
+        else:
+            outputs = _Eager.apply(q, k, v, sinks, others, wants_lse)
+        return outputs if wants_lse else (outputs, None)
+    o, lse = _outputs(q, k, v, schedule, features, out_dtype, deterministic, unseen)
+    return o, lse if wants_lse else None
 
 
 @register_flop_formula(torch.ops.flash_attention.forward)

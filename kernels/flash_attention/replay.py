@@ -43,6 +43,7 @@ from kernels.flash_attention.hopper.descriptors import Address
 KNOWN_TRITON = ("3.6.", "3.7.")
 KEPT = 512  # kinds of calls; then all are forgotten, so that lengths that never come again take no memory
 KEPT_MAPS = 8192  # encoded descriptors, of some 500 bytes: a training step has 23 or less for each layer
+KEPT_ARGUMENTS = 1024  # lists of arguments, of some 4 KB: a training step has two for each layer
 ALIGNMENT = 16  # bytes: Triton compiles other code for pointers that are no multiple of it
 
 
@@ -78,15 +79,13 @@ def replayed(
     device = driver.active.get_current_device()
     if device != first.get_device() or torch.cuda.is_current_stream_capturing() or _listened():
         return call()
-    addresses = [0 if x is None else x.data_ptr() for x in inputs]
-    if reduce(or_, addresses) % ALIGNMENT:
-        return call()
     stream = driver.active.get_current_stream(device)
     key = kind, stream
     known = _KINDS.get(key)
     if isinstance(known, _Recording):
+        addresses = [x.data_ptr() for x in known.read(inputs)]
         return known.play(addresses) if known.fits(addresses) else call()
-    if known is _Known.SEEN:
+    if known is _Known.SEEN and not any(x is not None and x.data_ptr() % ALIGNMENT for x in inputs):
         recorder = _Recorder(inputs)
         outputs = recorder.watch(call)
         _KINDS[key] = recorder.recording(outputs, stream)
@@ -116,6 +115,7 @@ def lasting(x: Tensor) -> Tensor:
 def forget() -> None:
     """Drops all recordings: for who changes what kinds do not name, as tests and tuning do with tables of tiles."""
     _KINDS.clear()
+    _arguments.cache_clear()
 
 
 @cache
@@ -162,30 +162,44 @@ def _encoded(described: _Map, address: int) -> Any:
     return make_tensordesc_arg(replace(described.descriptor, base=base), described.encoding)[0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Recording:
-    """What a call allocates and launches. Its values are constants, addresses, and then encoded descriptors.
+    """What a call allocates and launches. Addresses are of the inputs that it reads, then of what it allocates.
 
     It holds no tensor but those that are `lasting`.
     """
 
+    read: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]  # which of the inputs
     allocations: list[Callable[[], Tensor]]
     constants: list[Any]
     maps: list[_Map]
     launches: list[_Launch]
     outputs: list[int]  # of what is allocated
-    same: list[tuple[int, int]]  # inputs that had one address, so that either may have been meant
+    same: list[tuple[int, int]]  # addresses of inputs that were one, so that either may have been meant
 
     def fits(self, addresses: list[int]) -> bool:
-        return not self.same or all(addresses[one] == addresses[other] for one, other in self.same)
+        """Whether launches with these addresses of inputs are those that Triton would make."""
+        return not reduce(or_, addresses, 0) % ALIGNMENT and (
+            not self.same or all(addresses[one] == addresses[other] for one, other in self.same)
+        )
 
     def play(self, addresses: list[int]) -> tuple[Tensor, ...]:
         made = [allocate() for allocate in self.allocations]
         addresses += [x.data_ptr() for x in made]
-        values = self.constants + addresses + [_encoded(x, addresses[x.place]) for x in self.maps]
-        for run, arguments in self.launches:
-            run(*arguments(values))
+        for run, arguments in _arguments(self, tuple(addresses)):
+            run(*arguments)
         return tuple([made[i] for i in self.outputs])
+
+
+@lru_cache(maxsize=KEPT_ARGUMENTS)
+def _arguments(recording: _Recording, addresses: tuple[int, ...]) -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
+    """What launches each kernel, and its arguments, from constants, addresses and encoded descriptors.
+
+    A function of the addresses alone, which come again in each step of a training run: so they are kept.
+    """
+    encoded = [_encoded(x, addresses[x.place]) for x in recording.maps]
+    values = [*recording.constants, *addresses, *encoded]
+    return [(run, arguments(values)) for run, arguments in recording.launches]
 
 
 class _Unclear(Exception):
@@ -246,16 +260,31 @@ class _Recorder(TorchDispatchMode):
     def recording(self, outputs: tuple[Tensor, ...], stream: int) -> _Recording | _Known:
         """UNCLEAR where something was done that cannot be made again."""
         made = self.tensors[self.n_inputs :]
-        # not by identity: what torch.empty returns under a mode is a view of what the mode saw
-        chosen = [i for output in outputs for i, x in enumerate(made) if _is_one(x, output)]
+        # not by identity: an output may be a view, as is what torch.empty returns under a mode
+        chosen = [i for output in outputs for i, x in enumerate(made) if _holds(x, output)]
         if not self.clear or len(chosen) != len(outputs):
             return _Known.UNCLEAR
-        first = {"constant": 0, "address": len(self.constants), "map": len(self.constants) + len(self.tensors)}
+        allocations = [*self.allocations]
+        for i, output in zip(chosen, outputs, strict=True):
+            allocations[i] = _allocation(output)
+        in_launches = {i for _, _, places in self.launches for sort, i in places if sort == "address"}
+        used = in_launches | {x.place for x in self.maps} | {i for pair in self.same for i in pair}
+        read = sorted(i for i in used if i < self.n_inputs)
+        # from a place among all tensors to one among those whose addresses are asked for
+        places_of = {i: n for n, i in enumerate([*read, *range(self.n_inputs, len(self.tensors))])}
+        n_constants, n_addresses = len(self.constants), len(places_of)
+        of_sort: dict[str, Callable[[int], int]] = {
+            "constant": lambda i: i,
+            "address": lambda i: n_constants + places_of[i],
+            "map": lambda i: n_constants + n_addresses + i,
+        }
         launches = [
-            _Launch(_prepared(compiled, grid, stream), itemgetter(*(first[sort] + i for sort, i in places)))
+            _Launch(_prepared(compiled, grid, stream), _getter([of_sort[sort](i) for sort, i in places]))
             for compiled, grid, places in self.launches
         ]
-        return _Recording(self.allocations, self.constants, self.maps, launches, chosen, sorted(self.same))
+        maps = [replace(x, place=places_of[x.place]) for x in self.maps]
+        same = sorted((places_of[one], places_of[other]) for one, other in self.same)
+        return _Recording(_getter(read), allocations, self.constants, maps, launches, chosen, same)
 
     def _places(self, x: Any, encodings: Any) -> list[tuple[str, int]]:
         """Where to find, for an argument, what _launcher takes: constants, addresses or maps, and their indices."""
@@ -304,12 +333,18 @@ def _allocation(x: Tensor) -> Callable[[], Tensor]:
     return partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
-def _is_one(x: Tensor | None, y: Tensor) -> bool:
-    return x is not None and x.numel() > 0 and _extent(x) == _extent(y)
+def _getter(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """The values in these places; itemgetter makes no tuple of one, and none of no places."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: tuple(values[i] for i in places)
 
 
-def _extent(x: Tensor) -> tuple[Hashable, ...]:
-    return x.data_ptr(), x.dtype, x.shape, x.stride()
+def _holds(x: Tensor | None, y: Tensor) -> bool:
+    """Whether x is y, in y's shape or another; both are dense if so."""
+    if x is None or x.numel() == 0 or x.data_ptr() != y.data_ptr() or x.dtype != y.dtype:
+        return False
+    return x.numel() == y.numel() and x.is_contiguous() and y.is_contiguous()
 
 
 class _Source(NamedTuple):

@@ -164,7 +164,7 @@ def _named(launches: list[tuple[Any, ...]], inputs: list[Tensor]) -> list[Any]:
             if address == x.data_ptr():
                 return f"input {i}"
         for i, x in enumerate(inputs):  # the second part of columns
-            if x.dim() == 3 and 0 < address - x.data_ptr() < x.shape[2] * x.element_size():
+            if x.dim() >= 3 and 0 < address - x.data_ptr() < x.shape[-1] * x.element_size():
                 return f"input {i} + {address - x.data_ptr()}"
         return names.setdefault(address, f"new {len(names)}")
 
@@ -192,6 +192,7 @@ class Case(NamedTuple):
     deterministic: bool = False
     packed: bool = False  # q, k and v are views of one tensor
     total: int = TOTAL
+    batch: int = 0  # sequences, of flash_attn_func; 0 is flash_attn_packed
 
     def inputs(self) -> tuple[list[Tensor], Schedule]:
         heads = 4, self.n_kv_heads, self.n_kv_heads
@@ -212,9 +213,14 @@ class Case(NamedTuple):
         sinks = inputs[3] if self.sinks else None
         LAUNCHES.clear()
         ALLOCATED.clear()
-        o = interface.flash_attn_packed(
-            q, k, v, schedule, softcap=self.softcap, sinks=sinks, deterministic=self.deterministic
-        )
+        if self.batch:
+            q, k, v = (x.detach().unflatten(0, (self.batch, -1)).requires_grad_() for x in (q, k, v))
+            o = interface.flash_attn_func(q, k, v, causal=self.causal, softcap=self.softcap, sinks=sinks)
+            assert isinstance(o, Tensor) and o.shape == q.shape
+        else:
+            o = interface.flash_attn_packed(
+                q, k, v, schedule, softcap=self.softcap, sinks=sinks, deterministic=self.deterministic
+            )
         do = torch.zeros_like(o)
         torch.autograd.grad(o, (q, k, v), do)
         return _named([*LAUNCHES], [*inputs, do])
@@ -227,7 +233,9 @@ CASES = [
     Case(64, causal=False),  # where tensors of the schedule are one and the same
     Case(96, True, packed=True),
     Case(128, packed=True, n_kv_heads=1),
+    *(Case(96, packed=packed, n_kv_heads=2, batch=batch) for batch in (1, 2) for packed in (False, True)),
     Case(80, True),
+    Case(80, batch=2),
     Case(64, dtype=torch.float32),
 ]
 

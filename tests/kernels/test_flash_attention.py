@@ -239,6 +239,30 @@ def test_non_contiguous_inputs_and_gradient():
         assert torch.equal(strided, contiguous)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("alibi", [False, True])
+def test_a_batch_of_any_layout(batch, alibi):
+    """Tokens before heads or behind them, parts of one tensor, and a gradient that no view of tokens describes."""
+    q, k, v = torch.randn(3, batch, 4, 21, 16, device=DEVICE)
+    slopes = torch.rand(4, device=DEVICE) if alibi else None
+    do = torch.randn(batch, 4, 21, 16, device=DEVICE).transpose(1, 2)
+    results = []
+    for lay_out in (
+        lambda *x: [y.transpose(1, 2) for y in x],
+        lambda *x: [y.transpose(1, 2).contiguous() for y in x],
+        lambda *x: torch.stack(x).permute(1, 3, 0, 2, 4).contiguous().unbind(2),
+    ):
+        leaves = [x.detach().requires_grad_() for x in lay_out(q, k, v)]
+        o, lse = flash_attn_func(*leaves, causal=True, alibi_slopes=slopes, return_lse=True)
+        alone = flash_attn_func(*leaves, causal=True, alibi_slopes=slopes)
+        assert o.shape == do.shape and lse.shape == (batch, 4, 21)
+        for x in (o, alone):
+            results.append((x, *torch.autograd.grad(x, leaves, do)))
+    for result in results[1:]:
+        for one, other in zip(result, results[0], strict=True):
+            assert one.shape == other.shape and torch.equal(one, other)
+
+
 def test_schedule_is_shared_with_the_varlen_function():
     q, k, v, *_ = draw(49, 49, 2, 1, 16)
     cu = cumulative([35, 0, 14])

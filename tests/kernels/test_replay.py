@@ -195,6 +195,48 @@ def test_what_a_call_allocates_is_allocated_again():
         assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride()) and x.data_ptr() != y.data_ptr()
 
 
+def test_a_view_that_a_call_returns_is_allocated_as_it_is():
+    recorder = replay._Recorder([])
+    outputs = recorder.watch(lambda: (torch.empty(6, 4).view(2, 3, 4), torch.empty(4)))
+    recording = recorder.recording(outputs, 0)
+    assert isinstance(recording, replay._Recording)
+    assert [x.shape for x in recording.play([])] == [(2, 3, 4), (4,)]
+    part = replay._Recorder([])
+    outputs = part.watch(lambda: (torch.empty(6, 4)[:3],))
+    assert part.recording(outputs, 0) is replay._Known.UNCLEAR, "the rest of it would be left out"
+
+
+def test_inputs_that_no_launch_reads_are_not_asked():
+    tensors = [torch.zeros(4) for _ in range(3)]
+    recorder = replay._Recorder([tensors[0], None, *tensors[1:]])
+    recorder.launches = [(None, (1, 1, 1), [("address", 3), ("address", 4), ("address", 3)])]
+    recorder.add(torch.zeros(4), lambda: torch.zeros(4))
+    ran = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "_prepared", lambda *_: lambda *arguments: ran.append(arguments))
+        recording = recorder.recording((), 0)
+    assert isinstance(recording, replay._Recording)
+    assert recording.read([1, 2, 3, 4]) == (4,)
+    recording.play([16])
+    ((first, made, again),) = ran
+    assert first == again == 16 and made not in (0, 16)
+
+
+def test_arguments_of_known_addresses_are_kept():
+    """And of others made anew."""
+    replay.forget()
+    recorder = replay._Recorder([torch.zeros(4)])
+    recorder.launches = [(None, (1, 1, 1), [("address", 0)])]
+    ran = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "_prepared", lambda *_: ran.append)
+        recording = recorder.recording((), 0)
+    assert isinstance(recording, replay._Recording)
+    for address in (16, 32, 16):
+        recording.play([address])
+    assert ran == [16, 32, 16] and replay._arguments.cache_info()[:2] == (1, 2)
+
+
 @pytest.mark.parametrize(
     ("version", "scratch", "wanted"),
     [
