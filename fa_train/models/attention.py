@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from kernels.flash_attention.checks import require_backend as require_flash_backend
 from kernels.flash_attention.interface import flash_attn_packed
-from kernels.flash_attention.interface import require_backend as require_flash_backend
 from kernels.flash_attention.schedule import Schedule
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from triton.knobs import getenv
 
+from kernels.flash_attention.checks import require_consistent
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper import bwd as hopper_bwd
 from kernels.flash_attention.hopper import fwd as hopper_fwd
@@ -31,11 +32,12 @@ def forward(
     """q (total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o in out_dtype, lse fp32.
 
     Tokens may have two dimensions, (batch, seqlen), which o has then too. q, k and v are `in_order`.
+    Raises: ValueError as require_consistent.
     """
     tensors = q, k, v, features.sinks, features.descale, *features.alibi
     o, lse = replayed(
         ("forward", out_dtype, schedule.documents, *_kind(tensors, schedule, features)),
-        [*tensors, *schedule.tensors()],
+        (*tensors, *schedule[:7]),
         lambda: _forward(q, k, v, schedule, features, out_dtype),
     )
     return o, lse
@@ -44,6 +46,7 @@ def forward(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
+    require_consistent(q, k, v, features.sinks)
     tokens = q.shape[:-2]
     q, k, v = packed(q), packed(k), packed(v)
     supported = hopper_fwd.supports(q, k, v, features, out_dtype)
@@ -73,7 +76,7 @@ def backward(
     tensors = do, q, k, v, o, lse, dlse, *features.alibi
     dq, dk, dv, delta = replayed(
         ("backward", deterministic, *_kind(tensors, schedule, features)),
-        [*tensors, *schedule.tensors()],
+        (*tensors, *schedule[:7]),
         lambda: _backward(do, dlse, q, k, v, o, lse, schedule, features, deterministic),
     )
     return dq, dk, dv, delta

@@ -1,6 +1,5 @@
 """The public functions: validation, shapes and docstrings; flash-attn's names and meanings (version 2.8)."""
 
-import math
 import os
 from collections.abc import Sequence
 from itertools import pairwise
@@ -8,6 +7,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from kernels.flash_attention.checks import DTYPES, FP8, described, name_of, require_consistent, scale_of, shapes_of
+from kernels.flash_attention.features import Features
 from kernels.flash_attention.ops import flash_attention_forward
 from kernels.flash_attention.schedule import (
     LONG_DOCUMENT,
@@ -17,12 +18,8 @@ from kernels.flash_attention.schedule import (
     dense_cu_seqlens,
     dense_schedule,
 )
-from kernels.flash_attention.tiles import interpreted
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 OUT_DTYPES = (*DTYPES, torch.float64)
-FP8 = torch.float8_e4m3fn
-MAX_HEAD_DIM = 256
 UNBOUNDED = 2**30  # tokens: a window from here on is wider than any document, and token indices in int32 leave it room
 
 Outputs = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
@@ -68,13 +65,13 @@ def flash_attn_func(
     Raises: ValueError on a shape, dtype or head-count mismatch and on dropout, which is not offered.
     Source: FlashAttention-2, arXiv:2307.08691, Alg. 1 and 2.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} must be (batch, seqlen, heads, head_dim); got {tuple(x.shape)}")
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ValueError(f"q, k and v must have one batch size; got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}")
-    batch, seqlen_q, seqlen_k = *q.shape[:2], k.shape[1]
-    _require_consistent(q, k, v, sinks, dropout_p)
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ValueError(f"q, k and v must be (batch, seqlen, heads, head_dim); got {shapes_of(q, k, v)}")
+    (batch, seqlen_q), (batch_k, seqlen_k) = q.shape[:2], k.shape[:2]
+    if not batch == batch_k == v.shape[0]:
+        raise ValueError(f"q, k and v must have one batch size; got {batch}, {batch_k} and {v.shape[0]}")
+    _require_no_dropout(dropout_p)
+    require_consistent(q, k, v, sinks)
     alibi = []
     if alibi_slopes is not None:
         alibi = _alibi(alibi_slopes, *dense_cu_seqlens(batch, seqlen_q, seqlen_k, q.device), q)
@@ -146,7 +143,7 @@ def flash_attn_varlen_func(
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype != torch.int32:
             raise ValueError(
-                f"{name} must be (n_docs + 1,) int32; got {tuple(cu_seqlens.shape)} {_name(cu_seqlens.dtype)}"
+                f"{name} must be (n_docs + 1,) int32; got {tuple(cu_seqlens.shape)} {name_of(cu_seqlens.dtype)}"
             )
         if cu_seqlens.device != q.device:
             raise ValueError(f"{name} must be on q's device {q.device}; got {cu_seqlens.device}")
@@ -160,7 +157,8 @@ def flash_attn_varlen_func(
     if _may_read(cu_seqlens_q):
         _require_documents("q", cu_seqlens_q, q.shape[0], max_seqlen_q)
         _require_documents("k", cu_seqlens_k, k.shape[0], max_seqlen_k)
-    _require_consistent(q, k, v, sinks, dropout_p)
+    _require_no_dropout(dropout_p)
+    require_consistent(q, k, v, sinks)
     o, lse = _attend(
         q,
         k,
@@ -205,31 +203,9 @@ def flash_attn_packed(
     Units and errors as flash_attn_func.
     """
     if not q.ndim == k.ndim == v.ndim == 3:
-        raise ValueError(f"q, k and v must be (tokens, heads, head_dim); got {_shapes(q, k, v)}")
-    _require_consistent(q, k, v, sinks)
-    return flash_attention_forward(
-        q,
-        k,
-        v,
-        schedule,
-        [],
-        sinks,
-        None,
-        scale_of(q, softmax_scale),
-        max(float(softcap), 0.0),
-        q.dtype,
-        deterministic,
-        wants_lse=False,
-    )[0]
-
-
-def require_backend(device: torch.device) -> None:
-    """ValueError unless flash attention can run on `device`."""
-    if device.type != "cuda" and not interpreted():
-        raise ValueError(
-            f"attention=flash needs a CUDA GPU; this run is on {device.type}. "
-            "Use attention=sdpa, or set TRITON_INTERPRET=1 to run the kernels in Triton's (slow) CPU interpreter"
-        )
+        raise ValueError(f"q, k and v must be (tokens, heads, head_dim); got {shapes_of(q, k, v)}")
+    features = Features(scale_of(q, softmax_scale), max(float(softcap), 0.0), sinks, ())
+    return flash_attention_forward(q, k, v, schedule, features, q.dtype, deterministic, False)[0]
 
 
 def window_of(window_size: tuple[int, int]) -> tuple[int, int]:
@@ -238,6 +214,11 @@ def window_of(window_size: tuple[int, int]) -> tuple[int, int]:
         raise ValueError(f"window_size must be (left, right), -1 where unbounded; got {window_size}")
     left, right = window_size
     return int(left) if 0 <= left < UNBOUNDED else -1, int(right) if 0 <= right < UNBOUNDED else -1
+
+
+def _require_no_dropout(dropout_p: float) -> None:
+    if dropout_p != 0.0:
+        raise ValueError(f"dropout_p must be 0.0: attention dropout is not offered; got {dropout_p}")
 
 
 def _attend(
@@ -256,21 +237,11 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of what is consistent: o like q, of v's head_dim, and lse (n_heads, total_q), None if not wanted."""
     if out_dtype is not None and out_dtype not in OUT_DTYPES:
-        raise ValueError(f"out_dtype must be float16, bfloat16, float32 or float64; got {_name(out_dtype)}")
-    return flash_attention_forward(
-        q,
-        k,
-        v,
-        schedule,
-        alibi,
-        sinks,
-        _descale(descales, q, k),
-        scale_of(q, softmax_scale),
-        max(float(softcap), 0.0),
-        out_dtype or (torch.bfloat16 if q.dtype == FP8 else q.dtype),
-        deterministic,
-        wants_lse,
-    )
+        raise ValueError(f"out_dtype must be float16, bfloat16, float32 or float64; got {name_of(out_dtype)}")
+    features = Features(scale_of(q, softmax_scale), max(float(softcap), 0.0), sinks, alibi, _descale(descales, q, k))
+    if out_dtype is None:
+        out_dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
+    return flash_attention_forward(q, k, v, schedule, features, out_dtype, deterministic, wants_lse)
 
 
 def _alibi(alibi_slopes: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor) -> list[Tensor]:
@@ -280,7 +251,7 @@ def _alibi(alibi_slopes: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: 
     if alibi_slopes.shape not in shapes or alibi_slopes.dtype != torch.float32 or alibi_slopes.device != q.device:
         raise ValueError(
             f"alibi_slopes must be ({n_heads},) or ({n_docs}, {n_heads}) float32 on {q.device}; "
-            f"got {_described(alibi_slopes)}"
+            f"got {described(alibi_slopes)}"
         )
     slopes = alibi_slopes.expand(1, -1) if alibi_slopes.dim() == 1 else alibi_slopes
     return [slopes.contiguous(), *alignment(cu_seqlens_q, cu_seqlens_k, q.shape[:-2].numel())]
@@ -301,7 +272,7 @@ def _from_pages(
         or block_table.device != k.device
     ):
         raise ValueError(
-            f"block_table must be ({n_docs}, pages a document) int32 on {k.device}; got {_described(block_table)}"
+            f"block_table must be ({n_docs}, pages a document) int32 on {k.device}; got {described(block_table)}"
         )
     capacity = block_table.shape[1] * page_size
     if max_seqlen_k > capacity:
@@ -325,64 +296,17 @@ def _outputs(o: Tensor, lse: Tensor | None, q: Tensor, return_attn_probs: bool) 
     return (o, lse, q.new_zeros(0)) if return_attn_probs else (o, lse)
 
 
-def scale_of(q: Tensor, softmax_scale: float | None) -> float:
-    """What scores are multiplied by: head_dim**-0.5 by default. Raises: ValueError unless positive and finite."""
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    if not 0 < scale < math.inf:
-        raise ValueError(f"softmax_scale must be positive and finite; got {scale}")
-    return scale
-
-
-def _require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, dropout_p: float = 0.0) -> None:
-    if dropout_p != 0.0:
-        raise ValueError(f"dropout_p must be 0.0: attention dropout is not offered; got {dropout_p}")
-    device, dtype = q.device, q.dtype
-    require_backend(device)
-    *_, n_heads, head_dim = q.shape
-    *k_tokens, n_kv_heads, k_head_dim = k.shape
-    *v_tokens, n_v_heads, v_head_dim = v.shape
-    if k_tokens != v_tokens or n_kv_heads != n_v_heads:
-        raise ValueError(f"k and v must have the same tokens and heads; got {_shapes(q, k, v)}")
-    if n_kv_heads == 0 or n_heads % n_kv_heads:
-        raise ValueError(f"n_heads must be a multiple of n_kv_heads; got {n_heads} and {n_kv_heads}")
-    if head_dim != k_head_dim:
-        raise ValueError(f"q and k must have one head_dim; got {_shapes(q, k, v)}")
-    if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= v_head_dim <= MAX_HEAD_DIM):
-        raise ValueError(f"head_dim must be from 1 to {MAX_HEAD_DIM}; got {head_dim} and, of v, {v_head_dim}")
-    if not (dtype == k.dtype == v.dtype) or (dtype not in DTYPES and dtype != FP8):
-        raise ValueError(
-            "q, k and v must be of one dtype, float16, bfloat16, float32 or float8_e4m3fn; "
-            f"got {_name(dtype)}, {_name(k.dtype)} and {_name(v.dtype)}"
-        )
-    if dtype == FP8:
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-            raise ValueError("float8_e4m3fn q, k and v have no gradients; got some that require them")
-        if q.is_cuda and torch.cuda.get_device_capability(device) < (8, 9):
-            raise ValueError(
-                "float8_e4m3fn needs a GPU of compute capability 8.9 or newer; "
-                f"got {torch.cuda.get_device_name(device)}"
-            )
-    if not (device == k.device == v.device):
-        raise ValueError(f"q, k and v must be on one device; got {device}, {k.device} and {v.device}")
-    if sinks is not None and (sinks.shape != (n_heads,) or sinks.dtype != torch.float32 or sinks.device != device):
-        raise ValueError(f"sinks must be ({n_heads},) float32 on {device}; got {_described(sinks)}")
-
-
-def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
-    return f"q, k and v of {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-
-
 def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Tensor, k: Tensor) -> Tensor | None:
     """(n_kv_heads,) each -> (2, n_heads) fp32, the factors of each head's scores and of its output; None is 1."""
     if descales[0] is descales[1] is descales[2] is None:
         return None
     n_heads, n_kv_heads = q.shape[-2], k.shape[-2]
     if q.dtype != FP8:
-        raise ValueError(f"q_descale, k_descale and v_descale are for float8_e4m3fn; q, k and v are {_name(q.dtype)}")
+        raise ValueError(f"q_descale, k_descale and v_descale are for float8_e4m3fn; q, k and v are {name_of(q.dtype)}")
     factors = []
     for name, x in zip(("q_descale", "k_descale", "v_descale"), descales, strict=True):
         if x is not None and (x.shape != (n_kv_heads,) or x.dtype != torch.float32):
-            raise ValueError(f"{name} must be ({n_kv_heads},) float32; got {tuple(x.shape)} {_name(x.dtype)}")
+            raise ValueError(f"{name} must be ({n_kv_heads},) float32; got {tuple(x.shape)} {name_of(x.dtype)}")
         factors.append(torch.ones(n_kv_heads, device=q.device) if x is None else x)
     of_q, of_k, of_v = factors
     return torch.stack([of_q * of_k, of_v]).repeat_interleave(n_heads // n_kv_heads, dim=1)
@@ -408,11 +332,3 @@ def _require_documents(side: str, cu_seqlens: Tensor, total: int, max_seqlen: in
         raise ValueError(f"cu_seqlens_{side} must start at 0, not decrease and end at {total} or before; got {edges}")
     if max_seqlen < longest:
         raise ValueError(f"max_seqlen_{side} must be at least the longest document, {longest}; got {max_seqlen}")
-
-
-def _described(x: Tensor) -> str:
-    return f"{tuple(x.shape)} {_name(x.dtype)} on {x.device}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kernels.flash_attention.interface import DTYPES, MAX_HEAD_DIM, require_backend, scale_of, window_of
+from kernels.flash_attention.checks import DTYPES, MAX_HEAD_DIM, described, name_of, require_backend, scale_of
+from kernels.flash_attention.interface import window_of
 from kernels.flash_attention.portable.decode import MAX_SPLITS, Cache, Rotary, append_to_cache, decode_attention
 
 PAGE_UNIT = 16  # tokens: the least block of keys that a kernel reads
@@ -72,7 +73,7 @@ def flash_attn_with_kvcache(
     ):
         raise ValueError(
             f"alibi_slopes must be ({n_heads},) or ({batch}, {n_heads}) float32 on {q.device}; "
-            f"got {_described(alibi_slopes)}"
+            f"got {described(alibi_slopes)}"
         )
     if not 0 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits must be from 0 to {MAX_SPLITS}; got {num_splits}")
@@ -209,14 +210,6 @@ def _rows_dense(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
-def _described(x: Tensor) -> str:
-    return f"{tuple(x.shape)} {_name(x.dtype)} on {x.device}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _require_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None) -> None:
     """q, the cache and what is appended fit each other."""
     if (k is None) != (v is None):
@@ -229,7 +222,7 @@ def _require_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | Non
         if x.dtype != q.dtype or x.dtype not in DTYPES:
             raise ValueError(
                 f"q, the cache, k and v must be of one dtype, float16, bfloat16 or float32; "
-                f"got q of {_name(q.dtype)} and {name} of {_name(x.dtype)}"
+                f"got q of {name_of(q.dtype)} and {name} of {name_of(x.dtype)}"
             )
         if x.device != q.device:
             raise ValueError(f"q, the cache, k and v must be on one device; got q on {q.device}, {name} on {x.device}")
@@ -258,7 +251,7 @@ def _require_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | Non
 
 def _require_int32(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     if x.shape != shape or x.dtype != torch.int32 or x.device != device:
-        raise ValueError(f"{name} must be {shape} int32 on {device}; got {_described(x)}")
+        raise ValueError(f"{name} must be {shape} int32 on {device}; got {described(x)}")
 
 
 def _page_table(
@@ -345,4 +338,4 @@ def _require_rotary(cos: Tensor | None, sin: Tensor | None, appends: bool, q: Te
         )
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
         if x.dtype not in (q.dtype, torch.float32) or x.device != q.device:
-            raise ValueError(f"{name} must be {_name(q.dtype)} or float32 on {q.device}; got {_described(x)}")
+            raise ValueError(f"{name} must be {name_of(q.dtype)} or float32 on {q.device}; got {described(x)}")

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.utils.flop_counter import register_flop_formula
 
 from kernels.flash_attention import backend
+from kernels.flash_attention.checks import require_consistent, require_differentiable
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.portable.delta import sink_gradient
 from kernels.flash_attention.schedule import DocumentLength, Schedule
@@ -233,6 +234,7 @@ def _outputs(
     """o and lse, by the operator where someone may want to see it."""
     if unseen:
         return backend.forward(q, k, v, schedule, features, out_dtype)
+    require_consistent(q, k, v, features.sinks)
     o, lse = forward_operator(
         *map(backend.packed, (q, k, v)), schedule.tensors(), features.alibi, features.sinks, features.descale,
         features.softmax_scale, features.softcap, out_dtype, deterministic, schedule.several_documents,
@@ -269,11 +271,7 @@ def flash_attention_forward(
     k: Tensor,
     v: Tensor,
     schedule: Schedule,
-    alibi: Sequence[Tensor],
-    sinks: Tensor | None,
-    descale: Tensor | None,
-    softmax_scale: float,
-    softcap: float,
+    features: Features,
     out_dtype: torch.dtype,
     deterministic: bool,
     wants_lse: bool,
@@ -282,26 +280,27 @@ def flash_attention_forward(
 
     Shapes: q (total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim), or each with (batch, seqlen) for
     its total, as has o then. lse (n_heads, total_q) is None unless it is wanted.
+    Raises: ValueError as require_consistent and require_differentiable.
     """
+    sinks = features.sinks
     # where nothing requires gradients, the operator too would drop tangents in silence
     if forward_ad._current_level >= 0 and any(map(_has_tangent, (q, k, v, sinks))):
         raise NotImplementedError("attention has no forward-mode derivative; got tangents of its inputs")
     if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
         q, k, v = backend.in_order(q), backend.in_order(k), backend.in_order(v)
-    features = Features(softmax_scale, softcap, sinks, alibi, descale)
     unseen = _nobody_looks(q, k, v, sinks)
-    if (
-        torch.is_grad_enabled()
-        and (q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad))
-        and not torch.compiler.is_compiling()  # which knows operators, but not all that a Function may do
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
     ):
-        others = schedule, features, out_dtype, deterministic, unseen
-        if unseen:
-            # all that is left of a transform is what it may have wrapped before it ended
-            outputs = _apply_unseen(*map(unwrap_if_dead, (q, k, v)), sinks, others, wants_lse)
-        else:
-            outputs = _Eager.apply(q, k, v, sinks, others, wants_lse)
-        return outputs if wants_lse else (outputs, None)
+        require_differentiable(q)
+        if not torch.compiler.is_compiling():  # which knows operators, but not all that a Function may do
+            others = schedule, features, out_dtype, deterministic, unseen
+            if unseen:
+                # all that is left of a transform is what it may have wrapped before it ended
+                outputs = _apply_unseen(*map(unwrap_if_dead, (q, k, v)), sinks, others, wants_lse)
+            else:
+                outputs = _Eager.apply(q, k, v, sinks, others, wants_lse)
+            return outputs if wants_lse else (outputs, None)
     o, lse = _outputs(q, k, v, schedule, features, out_dtype, deterministic, unseen)
     return o, lse if wants_lse else None
 

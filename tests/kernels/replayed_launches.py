@@ -24,7 +24,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels.flash_attention import backend, interface, replay
+from kernels.flash_attention import backend, checks, interface, replay
 from kernels.flash_attention.hopper import queue
 from kernels.flash_attention.portable.delta import attention_delta
 from kernels.flash_attention.schedule import Schedule, build_schedule
@@ -124,7 +124,7 @@ def without_gpu() -> Iterator[None]:
         (torch.cuda, "get_device_capability", lambda _=None: (9, 0)),
         (torch.cuda, "get_device_properties", lambda _=None: properties),
         (queue, "_zero", lambda _: torch.zeros(1, dtype=torch.int32)),
-        (interface, "require_backend", lambda _: None),
+        (checks, "require_backend", lambda _: None),
         (nvidia, "PyKernelArg", lambda nested_tuple, type: (nested_tuple, type)),
         (nvidia, "ARG_CONSTEXPR", 0),
         (nvidia, "ARG_KERNEL", 1),

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import flash_attn_func
-from kernels.flash_attention import backend, interface, ops, replay
+from kernels.flash_attention import backend, checks, ops, replay
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.interface import flash_attn_packed
 from kernels.flash_attention.schedule import causal_schedule
@@ -103,7 +103,7 @@ def test_a_tangent_is_refused(device):
 
 
 def test_tensors_without_data_have_shapes(monkeypatch):
-    monkeypatch.setattr(interface, "require_backend", lambda _: None)
+    monkeypatch.setattr(checks, "require_backend", lambda _: None)
     q = torch.empty(1, 20, 2, 16, device="meta")
     assert flash_attn_func(q, q, q).shape == q.shape
 
@@ -171,6 +171,42 @@ def test_each_option_is_another_kind(monkeypatch):
     assert len(set(kinds)) == len(kinds) == 14
     backend.backward(x, None, x, x, x, x, lse, schedule, plain, False)
     assert len(set(kinds)) == 14, "the same call is of the same kind"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param({"k": torch.zeros(19, 1, 16)}, id="tokens"),
+        pytest.param({"v": torch.zeros(20, 2, 16)}, id="heads-of-v"),
+        pytest.param({"k": torch.zeros(20, 3, 16), "v": torch.zeros(20, 3, 16)}, id="heads"),
+        pytest.param({"k": torch.zeros(20, 1, 8)}, id="head-dim"),
+        pytest.param({"v": torch.zeros(20, 1, 300)}, id="too-wide"),
+        pytest.param({"k": torch.zeros(20, 1, 16).half()}, id="dtypes"),
+        pytest.param({name: torch.zeros(20, 1, 16).double() for name in "qkv"}, id="dtype"),
+        pytest.param({"v": torch.zeros(20, 1, 16, device="meta")}, id="device"),
+        pytest.param({"sinks": torch.zeros(3)}, id="sinks"),
+        pytest.param({"sinks": torch.zeros(2).half()}, id="dtype-of-sinks"),
+        pytest.param({"sinks": torch.zeros(2, device="meta")}, id="device-of-sinks"),
+    ],
+)
+def test_what_is_not_consistent_is_of_another_kind(wrong, monkeypatch):
+    """Calls of a kind that is replayed are not checked again."""
+
+    def forward(q, k, v, schedule, features, out_dtype):
+        checks.require_consistent(q, k, v, features.sinks)
+        return q, q
+
+    monkeypatch.setattr(checks, "require_backend", lambda _: None)
+    monkeypatch.setattr(backend, "_forward", forward)
+    kinds = []
+    monkeypatch.setattr(backend, "replayed", lambda kind, inputs, call: kinds.append(kind) or call())
+    one = torch.zeros(20, 1, 16)
+    right = {"q": torch.zeros(20, 2, 16), "k": one, "v": one, "sinks": torch.zeros(2)}
+    schedule = causal_schedule(None, 20, torch.device("cpu"))
+    flash_attn_packed(**right, schedule=schedule)
+    with pytest.raises(ValueError, match="must"):
+        flash_attn_packed(**right | wrong, schedule=schedule)
+    assert len(kinds) == 2 and kinds[0] != kinds[1]
 
 
 def test_an_address_of_two_tensors_is_not_guessed():

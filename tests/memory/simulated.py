@@ -32,7 +32,7 @@ from fa_train.memory.tiled_mlp import mlp_backward, mlp_forward
 from fa_train.models.gpt import GPT
 from fa_train.models.gpt import _nothing as nothing
 from fa_train.models.rope import rotary_table
-from kernels.flash_attention import interface as interface_module
+from kernels.flash_attention import checks
 from kernels.flash_attention.schedule import causal_schedule
 
 
@@ -166,7 +166,7 @@ def as_on_a_gpu() -> Iterator[None]:
             offload_module, "_is", lambda saved, x: saved.untyped_storage()._cdata == x.untyped_storage()._cdata
         )
         patch.setattr(offload_module, "available_host_bytes", lambda: 2**60)
-        patch.setattr(interface_module, "require_backend", lambda device: None)  # nothing is computed
+        patch.setattr(checks, "require_backend", lambda device: None)  # nothing is computed
         patch.setattr(F, "rms_norm", lambda x, shape, weight, eps: FusedRMSNorm.apply(x, weight, eps))
         patch.setattr(loss_module, "_torch_cross_entropy", cross_entropy)
         yield
@@ -226,7 +226,7 @@ def kept_by_compiled_block(build: Callable[[], GPT], tokens: int, precision: str
     )
     torch._dynamo.reset()
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interface_module, "require_backend", lambda device: None)  # nothing is computed
+        patch.setattr(checks, "require_backend", lambda device: None)  # nothing is computed
         torch.set_default_dtype(torch.bfloat16 if precision == "bf16-true" else torch.float32)
         try:
             model = build()
