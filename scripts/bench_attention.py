@@ -4,8 +4,8 @@
     python scripts/bench_attention.py --varlen --seqlens               # packed documents only
     python scripts/bench_attention.py --backends naive ours --head-dims 128 --seqlens 4096 16384
 
-Writes OUT.csv, OUT.md and OUT.png. Running out of memory is a result, not an error. FlashAttention-3 (`fa3-fwd`, which
-has no backward) and -4 (`flash-attn-4`) run if they are installed.
+Writes OUT.csv, OUT.md, OUT.png and OUT_rates.png. Running out of memory is a result, not an error. FlashAttention-3
+(`fa3-fwd`, which has no backward) and -4 (`flash-attn-4`) run if they are installed.
 
 Counted FLOPs: forward 4 * n_heads * head_dim * sum of squared lengths, halved if causal; backward 2.5 times that.
 Peak memory is what the pass allocates beside its inputs (q, k, v and the gradient of o); for the backward, the peak of
@@ -14,14 +14,13 @@ schedules are built before the clock starts, except for `ours`, the public funct
 """
 
 import argparse
-import csv
 import gc
 import math
 import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from importlib.util import find_spec
@@ -30,9 +29,6 @@ from typing import Literal
 
 import torch
 import torch._functorch.config
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -41,18 +37,26 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels import flash_attn_func, flash_attn_varlen_func
 from kernels.flash_attention.interface import flash_attn_packed
 from kernels.flash_attention.schedule import build_schedule
+from scripts.attention_report import (
+    DIRECTIONS,
+    LARGE_GIB,
+    MODEL_DIM,
+    Direction,
+    Row,
+    cell,
+    draw,
+    draw_rates,
+    markdown,
+    write_csv,
+)
 from scripts.gpu_timing import captured, median_ms, require_gpu
 from scripts.provenance import describe, results_prefix
 
-MODEL_DIM = 2048  # n_heads * head_dim where --model-dim does not say another, or just below
 BATCH_TOKENS = 16384  # that a batch of short sequences holds where --batch-tokens does not say another
 PACKED_TOKENS = 65536  # in the one row of the packed documents
-LARGE_GIB = 4.0
 DEVICE = torch.device("cuda")
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-Direction = Literal["forward", "backward"]
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -89,25 +93,6 @@ class Workload:
     def cu_seqlens(self) -> Tensor:
         ends = torch.tensor((0, *self.lengths)).cumsum(0)
         return ends.to(device=DEVICE, dtype=torch.int32)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One result; ms, tflops and peak_gib (of memory) are None where the outcome is not "ok"."""
-
-    section: str
-    workload: str
-    head_dim: int
-    group: int
-    batch: int
-    seqlen: int
-    causal: bool
-    backend: str
-    direction: Direction
-    outcome: str  # "ok", "oom" or the error's first line
-    ms: float | None
-    tflops: float | None
-    peak_gib: float | None
 
 
 @dataclass(frozen=True)
@@ -243,16 +228,6 @@ PACKED_BACKENDS = {
     "ours-packed": Backend("tokens heads", ours_packed),
 }
 PACKAGES = {"fa3": "fa3_fwd_interface", "fa4": "flash_attn.cute"}  # that only some machines have
-STYLES = {  # the palette of Okabe and Ito, a grey, and a marker each, so that no reader needs the colours
-    "naive": ("#000000", "o"),
-    "sdpa-flash2": ("#E69F00", "s"),
-    "sdpa-cudnn": ("#56B4E9", "^"),
-    "flex": ("#009E73", "D"),
-    "fa3": ("#CC79A7", "v"),
-    "fa4": ("#8C8C8C", "<"),
-    "ours": ("#D55E00", "P"),
-    "ours-packed": ("#0072B2", "X"),
-}
 
 
 def dense_workload(
@@ -362,99 +337,6 @@ def prepare_pass(backend: Backend, workload: Workload, direction: Direction) -> 
     return captured(prepare), peak_gib
 
 
-def write_csv(rows: list[Row], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-
-
-def markdown(rows: list[Row], head: dict[str, str], model_dim: int = MODEL_DIM) -> str:
-    """The head, then a table for each section and direction: a line a workload, a column a backend."""
-    lines = ["# Attention: time, TFLOP/s and peak memory", ""]
-    lines += [f"- {key}: `{value}`" for key, value in head.items()]
-    lines += [
-        "",
-        f"bf16, n_heads × head_dim = {model_dim}, or just below. Backends run in random order, but for those of more "
-        f"than {LARGE_GIB:g} GiB; each is replayed as a CUDA graph. A "
-        "cell is TFLOP/s · milliseconds (median) · GiB. FLOPs: forward 4 · n_heads · head_dim · Σ length², halved if "
-        "causal; backward 2.5 times that. GiB: the peak beside q, k, v and do, for the backward that of forward and "
-        "backward together. `ours` builds its schedule in every call, `ours-packed` is given it, as every layer of a "
-        "model is, and as `flex` is given its block mask.",
-    ]
-    for section, causal, direction in dict.fromkeys((row.section, row.causal, row.direction) for row in rows):
-        chosen = [row for row in rows if (row.section, row.causal, row.direction) == (section, causal, direction)]
-        backends = list(dict.fromkeys(row.backend for row in chosen))
-        cells = {(row.head_dim, row.group, row.workload, row.backend): _cell(row) for row in chosen}
-        lines += ["", f"## {section.capitalize()}, {'causal' if causal else 'not causal'}, {direction}", ""]
-        lines.append(f"| d | workload | {' | '.join(backends)} |")
-        lines.append("|--:|:--|" + "--:|" * len(backends))
-        for head_dim, group, workload in dict.fromkeys((row.head_dim, row.group, row.workload) for row in chosen):
-            results = [cells.get((head_dim, group, workload, backend), "–") for backend in backends]
-            heads = f", {group} query heads a KV head" if group > 1 else ""
-            lines.append(f"| {head_dim} | {workload}{heads} | {' | '.join(results)} |")
-    failures = [row for row in rows if row.outcome not in ("ok", "oom")]
-    if failures:
-        lines += ["", "## Failures", ""]
-        lines += [
-            f"- {row.backend}, d={row.head_dim}, {row.workload}, {row.direction}: {row.outcome}" for row in failures
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def _cell(row: Row) -> str:
-    if row.ms is None:
-        return "OOM" if row.outcome == "oom" else "failed"
-    return f"{row.tflops:.0f} · {row.ms:.3g} ms · {row.peak_gib:.3g}"
-
-
-def draw(rows: list[Row], title: str) -> Figure:
-    """Time of both passes and peak memory against sequence length, of the dense workloads; a column a head_dim."""
-    dense = [row for row in rows if row.section == "dense" and row.group == 1]
-    head_dims = sorted({row.head_dim for row in dense})
-    panels: list[tuple[Direction, str, str]] = [
-        ("forward", "ms", "forward time (ms)"),
-        ("backward", "ms", "backward time (ms)"),
-        ("backward", "peak_gib", "peak memory, both passes (GiB)"),
-    ]
-    figure = Figure(figsize=(1 + 5 * len(head_dims), 11), layout="constrained")
-    grid = figure.subplots(len(panels), len(head_dims), sharex=True, sharey="row", squeeze=False)
-    for (direction, quantity, label), line_of_axes in zip(panels, grid, strict=True):
-        for head_dim, axes in zip(head_dims, line_of_axes, strict=True):
-            _draw_panel(axes, [r for r in dense if (r.direction, r.head_dim) == (direction, head_dim)], quantity)
-        line_of_axes[0].set_ylabel(label)
-    for head_dim, top, bottom in zip(head_dims, grid[0], grid[-1], strict=True):
-        top.set_title(f"head_dim {head_dim}")
-        bottom.set_xlabel("sequence length")
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.suptitle(title)
-    return figure
-
-
-def _draw_panel(axes: Axes, rows: list[Row], quantity: str) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.margins(y=0.2)  # room for the marks of running out of memory
-    for backend in dict.fromkeys(row.backend for row in rows):
-        color, marker = STYLES[backend]
-        mine = [row for row in rows if row.backend == backend]
-        done = [row for row in mine if row.ms is not None]
-        values = [getattr(row, quantity) for row in done]
-        axes.plot([row.seqlen for row in done], values, color=color, marker=marker, label=backend)
-        for row in mine:
-            if row.outcome == "oom":
-                above = axes.get_xaxis_transform()  # x in tokens, y in shares of the panel's height
-                axes.plot([row.seqlen], [0.9], color=color, marker=marker, fillstyle="none", transform=above)
-                axes.text(row.seqlen, 0.93, "OOM", color=color, ha="center", va="bottom", transform=above)
-    seqlens = sorted({row.seqlen for row in rows})
-    axes.set_xticks(seqlens, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in seqlens])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.grid(True, color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-
-
 def installed(module: str) -> bool:
     """Whether it can be found; to look into a package imports the package, which may fail."""
     try:
@@ -516,16 +398,18 @@ def main() -> None:
         for row in measure({name: backends[name] for name in chosen if name in backends}, workload, rep=args.rep):
             rows.append(row)
             place = f"d={row.head_dim} group={row.group} {row.workload}"
-            print(f"{place} {row.backend} {row.direction}: {_cell(row)}", flush=True)
+            print(f"{place} {row.backend} {row.direction}: {cell(row)}", flush=True)
         write_csv(rows, Path(f"{out}.csv"))  # a sweep cut short leaves what it measured
 
     head = describe(shlex.join(["python", *sys.argv]), args.commit, today)
     Path(f"{out}.md").write_text(markdown(rows, head, args.model_dim), encoding="utf-8")
-    if args.seqlens and 1 in args.groups:  # the picture is of these
+    if 1 in args.groups:  # the pictures are of these
         mask = "causal" if args.causal else "not causal"
         size = f"n_heads × head_dim = {args.model_dim}, at least {args.batch_tokens} tokens a batch"
         title = f"{head['GPU']}, bf16, {mask}, {size}"
-        draw(rows, title).savefig(f"{out}.png", dpi=150)
+        draw_rates(rows, title).savefig(f"{out}_rates.png", dpi=150)
+        if args.seqlens:
+            draw(rows, title).savefig(f"{out}.png", dpi=150)
     print(f"results: {out}.*")
 
 

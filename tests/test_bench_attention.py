@@ -10,22 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
 from numpy.testing import assert_array_equal
 
 from kernels.flash_attention.reference import attention_reference
 from scripts import bench_attention
-from scripts.bench_attention import (
-    DEVICE,
-    Backend,
-    Row,
-    Workload,
-    dense_workload,
-    draw,
-    fill_row,
-    markdown,
-    packed_workloads,
-    write_csv,
-)
+from scripts.attention_report import STYLES, Row, draw, draw_rates, markdown, write_csv
+from scripts.bench_attention import DEVICE, Backend, Workload, dense_workload, fill_row, packed_workloads
 from scripts.gpu_timing import captured, median_ms
 from tests.tolerance import assert_as_accurate
 
@@ -189,10 +181,38 @@ def test_plot_draws_lines_and_marks_oom(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def bars(axes: Axes) -> list[Rectangle]:
+    return [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+
+
+def test_rates_have_a_group_of_bars_a_workload(tmp_path: Path) -> None:
+    packed = {"section": "packed documents", "workload": "3 documents, log-normal"}
+    rows = [
+        row("naive", 1024, tflops=10.0),
+        without_result("naive", 4096, "oom"),
+        row("ours", 1024, tflops=20.0),
+        row("ours", 4096, tflops=30.0),
+        row("ours", 65536, tflops=40.0, **packed),
+        row("ours", 1024, tflops=50.0, direction="backward"),
+        row("ours", 1024, tflops=60.0, group=4),  # has no place
+        row("ours", 2048, tflops=70.0, head_dim=128),
+    ]
+    figure = draw_rates(rows, "made up")
+    (forward, wide), (backward, nothing) = (figure.axes[i : i + 2] for i in (0, 2))
+    middle = 0.85 / 4  # of two backends' bars, beside the middle of a group
+    assert [bar.get_center()[0] for bar in bars(forward)] == pytest.approx([-middle, middle, 1 + middle, 2 + middle])
+    assert [bar.get_height() for bar in bars(forward)] == [10.0, 20.0, 30.0, 40.0]
+    assert [x.get_text() for x in backward.get_xticklabels()] == ["1 × 1024", "1 × 4096", "3 documents, log-normal"]
+    assert [bar.get_height() for bar in bars(backward)] == [50.0]
+    assert [bar.get_height() for bar in bars(wide)] == [70.0] and not bars(nothing)
+    figure.savefig(tmp_path / "rates.png")
+    assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_every_backend_has_a_style() -> None:
-    assert bench_attention.STYLES.keys() == bench_attention.DENSE_BACKENDS.keys()
+    assert STYLES.keys() == bench_attention.DENSE_BACKENDS.keys()
     assert bench_attention.PACKED_BACKENDS.keys() <= bench_attention.DENSE_BACKENDS.keys()
-    assert len(set(bench_attention.STYLES.values())) == len(bench_attention.STYLES)
+    assert len(set(STYLES.values())) == len(STYLES)
 
 
 @pytest.mark.parametrize(
