@@ -55,9 +55,9 @@ def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) ->
         raise ValueError(f"sinks must be ({n_heads},) float32 on {device}; got {described(sinks)}")
 
 
-def require_differentiable(q: Tensor) -> None:
-    """ValueError on a q whose dtype has no gradients, where some are required."""
-    if q.dtype == FP8:
+def require_differentiable(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """ValueError where one of them requires a gradient that its dtype does not have."""
+    if q.dtype == FP8 and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("float8_e4m3fn q, k and v have no gradients; got some that require them")
 
 

@@ -292,7 +292,7 @@ def flash_attention_forward(
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
     ):
-        require_differentiable(q)
+        require_differentiable(q, k, v)
         if not torch.compiler.is_compiling():  # which knows operators, but not all that a Function may do
             others = schedule, features, out_dtype, deterministic, unseen
             if unseen:

@@ -189,6 +189,17 @@ def test_partial_outputs_in_fp32_merge_to_the_whole():
         torch.testing.assert_close(ours, exact, rtol=5e-3, atol=5e-3)
 
 
+def test_fp8_may_stand_beside_sinks_that_require_a_gradient():
+    """As a model's do where it is evaluated without torch.no_grad."""
+    q, k, v, *_ = (x.detach().to(torch.float8_e4m3fn) for x in draw(20, 20, 2, 1, 16))
+    sinks = torch.zeros(2, device=DEVICE)
+    cu = cumulative([20])
+    with_gradient, without = (
+        flash_attn_varlen_func(q, k, v, cu, cu, 20, 20, sinks=x) for x in (sinks.clone().requires_grad_(), sinks)
+    )
+    assert with_gradient.requires_grad and torch.equal(with_gradient, without)
+
+
 @pytest.mark.parametrize("head_dim", [64, 96])
 def test_fp8_is_as_accurate_as_its_inputs(head_dim):
     """Values of e4m3 are exact in fp32: what is left is the rounding of p to 11 bits and of the output."""
