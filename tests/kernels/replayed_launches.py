@@ -290,6 +290,7 @@ def misplaced() -> list[str]:
     shifted = torch.zeros(o.numel() + 1)[1:].view_as(o)
     third = {
         "4 bytes past a multiple of 16": ((o, do), (o, shifted)),
+        "what was 4 bytes past one": ((o, shifted), (o, do)),  # for which Triton compiles other code
         "two tensors that were one": ((o, o), (o, do)),
     }
     return [f"replayed with {name}" for name, inputs in third.items() if replays(delta, *inputs)]

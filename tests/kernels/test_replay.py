@@ -108,6 +108,26 @@ def test_tensors_without_data_have_shapes(monkeypatch):
     assert flash_attn_func(q, q, q).shape == q.shape
 
 
+@pytest.mark.parametrize("device_type", ["meta", "cpu"])
+def test_what_is_not_consistent_is_named_with_and_without_data(device_type, monkeypatch):
+    monkeypatch.setattr(checks, "require_backend", lambda _: None)
+    q, k = torch.zeros(20, 4, 16, device=device_type), torch.zeros(20, 3, 16, device=device_type)
+    with pytest.raises(ValueError, match="n_heads must be a multiple of n_kv_heads; got 4 and 3"):
+        flash_attn_packed(q, k, k, causal_schedule(None, 20, q.device))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_batch_is_copied_only_where_no_view_packs_it(batch):
+    """A copy in a call that is watched would have it never be replayed."""
+    parts = torch.zeros(batch, 20, 3, 2, 16).unbind(2)
+    heads_first = torch.zeros(batch, 2, 20, 16).transpose(1, 2)
+    columns_last = torch.zeros(batch, 20, 16, 2).transpose(2, 3)
+    for x, copied in ((parts[1], False), (heads_first, batch > 1), (columns_last, True)):
+        y = backend.in_order(x)
+        assert (y is not x) == copied and torch.equal(x, y)
+        assert backend.packed(y).data_ptr() == y.data_ptr() and y.stride(-1) == 1
+
+
 def test_compiled_autograd_takes_the_operator(device):
     q, k, v = (torch.randn(1, 20, 2, 16, device=device, requires_grad=True) for _ in range(3))
     expected = torch.autograd.grad(flash_attn_func(q, k, v).sum(), q)
