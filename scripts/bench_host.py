@@ -43,12 +43,11 @@ DOCUMENTS = 4  # of one length, where there are several
 WARM_UP = 5  # calls: the first compiles, the second is recorded (kernels/flash_attention/replay.py)
 GPU_BOUND = 0.1  # of a sample's time
 MOST_CALLS = 500  # of a sample
-IN_A_ROW = 16  # calls in one graph of autograd's
 NOTHING = "a Function that does nothing"
 
 Call = Callable[[], object]
 Pass = Literal["forward", "forward, autograd", "backward", "backward, of 16"]
-PASSES: tuple[Pass, ...] = ("forward", "forward, autograd", "backward", "backward, of 16")
+CALLS: dict[Pass, int] = {"forward": 1, "forward, autograd": 1, "backward": 1, "backward, of 16": 16}  # of one run
 
 
 @dataclass(frozen=True)
@@ -80,9 +79,10 @@ class Candidate:
         if self.has_backward:
             leaves = [x.clone().requires_grad_() for x in (q, k, v)]
             calls["forward, autograd"] = partial(self.attend, *leaves)
-            calls["backward"] = self._backward(leaves[0], [leaves[1:]], do)
-            others = [[x.clone().requires_grad_() for x in (k, v)] for _ in range(IN_A_ROW)]
-            calls["backward, of 16"] = self._backward(leaves[0], others, do)
+            backwards: tuple[Pass, ...] = ("backward", "backward, of 16")
+            for direction in backwards:
+                of_each = [[x.clone().requires_grad_() for x in (k, v)] for _ in range(CALLS[direction])]
+                calls[direction] = self._backward(leaves[0], of_each, do)
         return calls
 
     def _backward(self, q: Tensor, keys_and_values: Sequence[Sequence[Tensor]], do: Tensor) -> Call:
@@ -185,14 +185,13 @@ def measure(chosen: Mapping[str, Candidate], shape: Shape, rounds: int, calls: i
             # one candidate's failure is a result too; the table reports it and the others go on
             traceback.print_exc()
             first_line, *_ = str(error).strip().splitlines() or [""]
-            failed.append(Row(name, PASSES[0], f"{type(error).__name__}: {first_line}"))
+            failed.append(Row(name, "forward", f"{type(error).__name__}: {first_line}"))
         else:
             runs |= {(name, direction): run for direction, run in prepared.items()}
     samples: dict[tuple[str, Pass], list[Sample]] = {place: [] for place in runs}
     for name, direction in order([*runs], rounds):
         with chosen[name].setting():
-            in_a_row = IN_A_ROW if direction == "backward, of 16" else 1
-            samples[name, direction].append(sample(runs[name, direction], calls, in_a_row))
+            samples[name, direction].append(sample(runs[name, direction], calls, CALLS[direction]))
     return [Row.of(*place, found) for place, found in samples.items()] + failed
 
 
@@ -230,12 +229,12 @@ def markdown(rows: Sequence[Row], shape: Shape, args: argparse.Namespace, head: 
         f"causal. A cell is the median of {args.rounds} means of {args.calls} calls, their lowest and highest, in "
         f"microseconds. GPU-bound: the GPU had more than {GPU_BOUND:.0%} of that left to do, so it is no host's time.",
         "",
-        f"| candidate | {' | '.join(PASSES)} |",
-        "|:--|" + "--:|" * len(PASSES),
+        f"| candidate | {' | '.join(CALLS)} |",
+        "|:--|" + "--:|" * len(CALLS),
     ]
     cells = {(row.candidate, row.direction): _cell(row) for row in rows}
     for name in dict.fromkeys(row.candidate for row in rows):
-        lines.append(f"| {name} | {' | '.join(cells.get((name, direction), '–') for direction in PASSES)} |")
+        lines.append(f"| {name} | {' | '.join(cells.get((name, direction), '–') for direction in CALLS)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -43,7 +43,7 @@ from kernels.flash_attention.hopper.descriptors import Address
 KNOWN_TRITON = ("3.6.", "3.7.")
 KEPT = 512  # kinds of calls; then all are forgotten, so that lengths that never come again take no memory
 KEPT_MAPS = 8192  # encoded descriptors, of some 500 bytes: a training step has 23 or less for each layer
-KEPT_ARGUMENTS = 1024  # lists of arguments, of some 4 KB: a training step has two for each layer
+KEPT_ARGUMENTS = 1024  # lists of arguments, of 1 to 7 KB: a training step has two for each layer
 ALIGNMENT = 16  # bytes: Triton compiles other code for pointers that are no multiple of it
 
 
