@@ -152,13 +152,10 @@ def _flash_forward(case: Case, arch: Arch) -> dict[str, int]:
     }
 
 
-def _delta(case: Case) -> dict[str, int]:
-    return {"delta: read O, dO": 2 * case.seqlen * case.head_dim * ITEM, "delta: write delta": case.seqlen * FP32}
-
-
 def _portable_backward(case: Case, arch: Arch) -> dict[str, int]:
+    delta = {"delta: read O, dO": 2 * case.seqlen * case.head_dim * ITEM, "delta: write delta": case.seqlen * FP32}
     key_blocks = {name: _blocks(case, arch, name)[1] for name in key_passes(arch, case.head_dim, ITEM)}
-    return {**_delta(case), **_recomputing_backward(case, key_blocks, _blocks(case, arch, "dq"))}
+    return {**delta, **_recomputing_backward(case, key_blocks, _blocks(case, arch, "dq"))}
 
 
 def _recomputing_backward(case: Case, key_blocks: dict[Pass, int], query_blocks: tuple[int, int]) -> dict[str, int]:
@@ -189,17 +186,20 @@ def _recomputing_backward(case: Case, key_blocks: dict[Pass, int], query_blocks:
 
 
 def _hopper_backward(case: Case) -> dict[str, int]:
-    copied = {"prepare: copy lse, delta": 2 * case.seqlen * 2 * FP32}
+    prepared = {
+        "prepare: read O, dO": 2 * case.seqlen * case.head_dim * ITEM,
+        "prepare: read lse": case.seqlen * FP32,
+        "prepare: write lse, delta": case.seqlen * 2 * FP32,
+    }
     if case.head_dim == bwd_wide.HEAD_DIM:
         passes = _recomputing_backward(case, {"dkdv": bwd_wide.BLOCK}, (WORK_TILE, bwd_wide.BLOCK))
-        return {**_delta(case), **copied, **passes}
+        return {**prepared, "prepare: write delta for dq": case.seqlen * FP32, **passes}
     rows = case.seqlen * case.head_dim * ITEM
     sums = case.seqlen * case.head_dim * FP32
     queries = queries_read(case.seqlen, bwd_steps.BLOCK_N, causal=case.causal)
     return {
-        **_delta(case),
+        **prepared,
         "prepare: write zeros of dQ": sums,
-        **copied,
         "read K, V": 2 * rows,
         "read Q, dO": queries * 2 * case.head_dim * ITEM,
         "read lse, delta": queries * 2 * FP32,

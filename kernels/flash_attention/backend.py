@@ -67,19 +67,20 @@ def backward(
     schedule: Schedule,
     features: Features,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """do like o, lse and dlse (n_heads, total_q) fp32 -> dq, dk, dv, dense, like q, k, v, and delta.
 
-    All but lse and dlse are as for forward; delta is attention_delta's. deterministic takes kernels where each output
-    has one owner, as those of the portable ones have in any case, or is summed in one order.
+    All but lse and dlse are as for forward; delta is attention_delta's, and None without sinks, which alone need it.
+    deterministic takes kernels where each output has one owner, as those of the portable ones have in any case, or is
+    summed in one order.
     """
     tensors = do, q, k, v, o, lse, dlse, *features.alibi
-    dq, dk, dv, delta = replayed(
-        ("backward", deterministic, *_kind(tensors, schedule, features)),
+    dq, dk, dv, *delta = replayed(
+        ("backward", deterministic, features.sinks is None, *_kind(tensors, schedule, features)),
         (*tensors, *schedule[:7]),
         lambda: _backward(do, dlse, q, k, v, o, lse, schedule, features, deterministic),
     )
-    return dq, dk, dv, delta
+    return dq, dk, dv, delta[0] if delta else None
 
 
 def _backward(
@@ -93,18 +94,18 @@ def _backward(
     schedule: Schedule,
     features: Features,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     shapes = q.shape, k.shape, v.shape
     do, q, k, v, o = packed(do), packed(q), packed(k), packed(v), packed(o)
-    delta = attention_delta(o, do, dlse)
-    do = do.to(q.dtype)
     supported = hopper_bwd.supports(q, k, v, features)
+    delta: Tensor | None
     if _takes_hopper(supported, "backward", hopper_bwd.HEAD_DIMS, q, v):
-        gradients = hopper_bwd.attention_backward(do, q, k, v, lse, delta, schedule, features, deterministic)
+        dq, dk, dv, delta = hopper_bwd.attention_backward(do, dlse, q, k, v, o, lse, schedule, features, deterministic)
     else:
-        gradients = portable_bwd.attention_backward(do, q, k, v, lse, delta, schedule, features)
-    dq, dk, dv = (x.view(shape) for x, shape in zip(gradients, shapes, strict=True))
-    return dq, dk, dv, delta
+        delta = attention_delta(o, do, dlse)
+        dq, dk, dv = portable_bwd.attention_backward(do.to(q.dtype), q, k, v, lse, delta, schedule, features)
+    gradients = tuple(x.view(shape) for x, shape in zip((dq, dk, dv), shapes, strict=True))
+    return gradients if features.sinks is None or delta is None else (*gradients, delta)
 
 
 def in_order(x: Tensor) -> Tensor:
@@ -131,8 +132,8 @@ def _kind(tensors: Sequence[Tensor | None], schedule: Schedule, features: Featur
     x = tensors[1]  # q or k, which are of one dtype
     assert x is not None
     return (
-        *[None if t is None else (t.dtype, t.device, t.shape, t.is_contiguous() or t.stride()) for t in tensors],
-        schedule.key_start.device,
+        *[None if t is None else (t.dtype, t.get_device(), t.shape, t.is_contiguous() or t.stride()) for t in tensors],
+        schedule.key_start.get_device(),
         schedule.query_tiles.numel(),
         schedule.key_tiles.numel(),
         schedule.wide_query_tiles.numel(),

@@ -17,6 +17,7 @@ from kernels.flash_attention.schedule import (
     build_schedule,
     dense_cu_seqlens,
     dense_schedule,
+    kept_schedule,
 )
 
 OUT_DTYPES = (*DTYPES, torch.float64)
@@ -67,19 +68,25 @@ def flash_attn_func(
     """
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(f"q, k and v must be (batch, seqlen, heads, head_dim); got {shapes_of(q, k, v)}")
-    (batch, seqlen_q), (batch_k, seqlen_k) = q.shape[:2], k.shape[:2]
-    if not batch == batch_k == v.shape[0]:
-        raise ValueError(f"q, k and v must have one batch size; got {batch}, {batch_k} and {v.shape[0]}")
-    _require_no_dropout(dropout_p)
-    require_consistent(q, k, v, sinks)
+    (batch, seqlen_q, _, _), (batch_k, seqlen_k, _, _), (batch_v, _, _, _) = q.shape, k.shape, v.shape
+    if not batch == batch_k == batch_v:
+        raise ValueError(f"q, k and v must have one batch size; got {batch}, {batch_k} and {batch_v}")
+    _require_offered(dropout_p, out_dtype)
+    window_size = window_of(window_size)
+    schedule = kept_schedule(batch, seqlen_q, seqlen_k, q.device, causal, window_size)
+    # where the GPU has nothing to do but attention, the backend's own check comes before that
+    if schedule is None or alibi_slopes is not None or q.dtype == FP8:
+        require_consistent(q, k, v, sinks)
     alibi = []
     if alibi_slopes is not None:
         alibi = _alibi(alibi_slopes, *dense_cu_seqlens(batch, seqlen_q, seqlen_k, q.device), q)
+    if schedule is None:
+        schedule = dense_schedule(batch, seqlen_q, seqlen_k, q.device, causal=causal, window_size=window_size)
     o, lse = _attend(
         q,
         k,
         v,
-        dense_schedule(batch, seqlen_q, seqlen_k, q.device, causal=causal, window_size=window_of(window_size)),
+        schedule,
         alibi,
         softmax_scale,
         softcap,
@@ -157,7 +164,7 @@ def flash_attn_varlen_func(
     if _may_read(cu_seqlens_q):
         _require_documents("q", cu_seqlens_q, q.shape[0], max_seqlen_q)
         _require_documents("k", cu_seqlens_k, k.shape[0], max_seqlen_k)
-    _require_no_dropout(dropout_p)
+    _require_offered(dropout_p, out_dtype)
     require_consistent(q, k, v, sinks)
     o, lse = _attend(
         q,
@@ -210,15 +217,17 @@ def flash_attn_packed(
 
 def window_of(window_size: tuple[int, int]) -> tuple[int, int]:
     """(left, right) in tokens, -1 where unbounded. Raises: ValueError on anything but two numbers."""
-    if not isinstance(window_size, Sequence) or len(window_size) != 2 or None in window_size:
+    if not isinstance(window_size, (tuple, Sequence)) or len(window_size) != 2 or None in window_size:
         raise ValueError(f"window_size must be (left, right), -1 where unbounded; got {window_size}")
     left, right = window_size
     return int(left) if 0 <= left < UNBOUNDED else -1, int(right) if 0 <= right < UNBOUNDED else -1
 
 
-def _require_no_dropout(dropout_p: float) -> None:
+def _require_offered(dropout_p: float, out_dtype: torch.dtype | None) -> None:
     if dropout_p != 0.0:
         raise ValueError(f"dropout_p must be 0.0: attention dropout is not offered; got {dropout_p}")
+    if out_dtype is not None and out_dtype not in OUT_DTYPES:
+        raise ValueError(f"out_dtype must be float16, bfloat16, float32 or float64; got {name_of(out_dtype)}")
 
 
 def _attend(
@@ -236,8 +245,6 @@ def _attend(
     wants_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of what is consistent: o like q, of v's head_dim, and lse (n_heads, total_q), None if not wanted."""
-    if out_dtype is not None and out_dtype not in OUT_DTYPES:
-        raise ValueError(f"out_dtype must be float16, bfloat16, float32 or float64; got {name_of(out_dtype)}")
     features = Features(scale_of(q, softmax_scale), max(float(softcap), 0.0), sinks, alibi, _descale(descales, q, k))
     if out_dtype is None:
         out_dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype

@@ -84,7 +84,9 @@ def _gradients(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     dq, dk, dv, delta = backend.backward(do, dlse, q, k, v, o, lse, schedule, features, deterministic)
-    return dq, dk, dv, None if features.sinks is None else sink_gradient(features.sinks, lse, delta)
+    if features.sinks is None or delta is None:
+        return dq, dk, dv, None
+    return dq, dk, dv, sink_gradient(features.sinks, lse, delta)
 
 
 @torch.library.custom_op("flash_attention::backward", mutates_args=())

@@ -26,8 +26,8 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cache, lru_cache, partial, reduce
-from operator import itemgetter, or_
+from functools import cache, lru_cache, partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -83,8 +83,8 @@ def replayed(
     key = kind, stream
     known = _KINDS.get(key)
     if isinstance(known, _Recording):
-        addresses = [x.data_ptr() for x in known.read(inputs)]
-        return known.play(addresses) if known.fits(addresses) else call()
+        outputs = known.play([x.data_ptr() for x in known.read(inputs)])
+        return call() if outputs is None else outputs
     if known is _Known.SEEN and not any(x is not None and x.data_ptr() % ALIGNMENT for x in inputs):
         recorder = _Recorder(inputs)
         outputs = recorder.watch(call)
@@ -177,26 +177,31 @@ class _Recording:
     outputs: list[int]  # of what is allocated
     same: list[tuple[int, int]]  # addresses of inputs that were one, so that either may have been meant
 
-    def fits(self, addresses: list[int]) -> bool:
-        """Whether launches with these addresses of inputs are those that Triton would make."""
-        return not reduce(or_, addresses, 0) % ALIGNMENT and (
-            not self.same or all(addresses[one] == addresses[other] for one, other in self.same)
-        )
-
-    def play(self, addresses: list[int]) -> tuple[Tensor, ...]:
+    def play(self, addresses: list[int]) -> tuple[Tensor, ...] | None:
+        """Launches with these addresses of inputs; None, and no launch, where Triton would make others."""
         made = [allocate() for allocate in self.allocations]
         addresses += [x.data_ptr() for x in made]
-        for run, arguments in _arguments(self, tuple(addresses)):
+        launches = _arguments(self, tuple(addresses))
+        if launches is None:
+            return None
+        for run, arguments in launches:
             run(*arguments)
         return tuple([made[i] for i in self.outputs])
 
 
 @lru_cache(maxsize=KEPT_ARGUMENTS)
-def _arguments(recording: _Recording, addresses: tuple[int, ...]) -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
+def _arguments(
+    recording: _Recording, addresses: tuple[int, ...]
+) -> list[tuple[Callable[..., None], tuple[Any, ...]]] | None:
     """What launches each kernel, and its arguments, from constants, addresses and encoded descriptors.
 
+    None where the launches would be none of these: an address is not aligned, or two were one when they were recorded.
     A function of the addresses alone, which come again in each step of a training run: so they are kept.
     """
+    if any(address % ALIGNMENT for address in addresses):
+        return None
+    if any(addresses[one] != addresses[other] for one, other in recording.same):
+        return None
     encoded = [_encoded(x, addresses[x.place]) for x in recording.maps]
     values = [*recording.constants, *addresses, *encoded]
     return [(run, arguments(values)) for run, arguments in recording.launches]

@@ -5,8 +5,7 @@ move backwards from one query to the next. So the whole mask of a batch is two i
 queries reads one contiguous range of keys, and only the blocks at the two ends of it need masking.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Hashable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ VERY_LONG_DOCUMENT = 2**16
 # Queries and keys of a dense call up to which its schedule is kept for the next one: 8 bytes each, so at most 8 times
 # 2 MiB. To build one takes an H200's host 485 us; a call of more tokens hides that behind its own work.
 KEPT_TOKENS = 2**18
-
+KEPT_SCHEDULES = 8
 
 DocumentLength = Literal["short", "medium", "long", "very_long"]
 
@@ -69,6 +68,9 @@ class Schedule(NamedTuple):
         ranges = key_start, key_end, query_start, query_end
         orders = query_tiles, key_tiles, wide_query_tiles
         return cls(*ranges, *orders, documents, several_documents, one_document=False)
+
+
+_KEPT: dict[Hashable, Schedule] = {}  # by `_key_of`
 
 
 def build_schedule(
@@ -141,38 +143,49 @@ def dense_schedule(
     window_size: tuple[int, int] = (-1, -1),
 ) -> Schedule:
     """build_schedule for `batch` documents of one length, which fill q and k; the last ones built are kept."""
-    window_size = (window_size[0], window_size[1])
-    arguments = batch, seqlen_q, seqlen_k, device, causal, window_size
+    arguments = batch, seqlen_q, seqlen_k, device, causal, (window_size[0], window_size[1])
+    key = _key_of(*arguments)
+    if key is None:
+        return _dense_schedule(*arguments)
+    schedule = _KEPT.get(key)
+    if schedule is None:
+        with torch.inference_mode(False):  # what is made in inference mode could not be saved for a backward pass
+            schedule = _dense_schedule(*arguments)
+        if len(_KEPT) >= KEPT_SCHEDULES:
+            oldest, *_ = _KEPT
+            _KEPT.pop(oldest, None)  # unless another thread has
+        _KEPT[key] = schedule
+    return schedule
+
+
+def kept_schedule(
+    batch: int, seqlen_q: int, seqlen_k: int, device: torch.device, causal: bool, window_size: tuple[int, int]
+) -> Schedule | None:
+    """dense_schedule's if it is at hand, so that nothing need be built."""
+    key = _key_of(batch, seqlen_q, seqlen_k, device, causal, window_size)
+    return None if key is None else _KEPT.get(key)
+
+
+def _key_of(
+    batch: int, seqlen_q: int, seqlen_k: int, device: torch.device, causal: bool, window_size: tuple[int, int]
+) -> Hashable:
+    """By which a dense schedule is kept; None where it may not be."""
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()  # tensors may be fake, or someone counts them
         or batch * (seqlen_q + seqlen_k) > KEPT_TOKENS
     ):
-        return _dense_schedule(*arguments)
-    if device.type != "cuda":
-        return _kept_schedule(*arguments, 0)
-    # what a graph captures lives in the graph's memory, and what it reads must live as long as the graph
-    if torch.cuda.is_current_stream_capturing():
-        return _dense_schedule(*arguments)
-    # on another stream they might be read before they are written. torch.cuda.current_stream makes an object of it
-    index = torch.cuda.current_device() if device.index is None else device.index
-    # `cuda` is of another device when that changes, and each device's default stream is 0
-    arguments = batch, seqlen_q, seqlen_k, torch.device(device.type, index), causal, window_size
-    return _kept_schedule(*arguments, torch._C._cuda_getCurrentRawStream(index))
-
-
-@lru_cache(maxsize=8)
-def _kept_schedule(
-    batch: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    device: torch.device,
-    causal: bool,
-    window_size: tuple[int, int],
-    stream: int,
-) -> Schedule:
-    with torch.inference_mode(False):  # what is made in inference mode could not be saved for a backward pass
-        return _dense_schedule(batch, seqlen_q, seqlen_k, device, causal, window_size)
+        return None
+    stream = 0
+    if device.type == "cuda":
+        # what a graph captures lives in the graph's memory, and what it reads must live as long as the graph
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        # `cuda` is of another device when that changes, and each device's default stream is 0
+        device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        # on another stream they might be read before they are written. torch.cuda.current_stream makes an object of it
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+    return batch, seqlen_q, seqlen_k, device, causal, window_size, stream
 
 
 def _dense_schedule(

@@ -8,7 +8,7 @@ import torch
 
 from kernels.flash_attention import backend
 from kernels.flash_attention.features import Features
-from kernels.flash_attention.hopper import bwd, bwd_dq, bwd_keys, bwd_steps, bwd_three_groups, bwd_wide
+from kernels.flash_attention.hopper import bwd, bwd_dq, bwd_keys, bwd_steps, bwd_three_groups, bwd_wide, turns
 from kernels.flash_attention.portable import bwd as portable_bwd
 from kernels.flash_attention.schedule import causal_schedule
 from tests.kernels.ahead_of_time import compile_all
@@ -76,16 +76,19 @@ def test_registers_of_three_groups():
     assert of_four_warps - sum(registers) == registers[0]
 
 
-@pytest.mark.parametrize(
-    "prepared",
-    [bwd_dq.prepare_rows, lambda lse, delta: bwd_dq.prepare(lse, delta, 8, ordered=False)[0]],
-    ids=["dkdv", "all"],
-)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("with_dlse", [False, True])
+@pytest.mark.parametrize("head_dim", [8, 96])
 @pytest.mark.parametrize("total", [pytest.param(128, id="whole"), pytest.param(70, id="padded")])
-def test_padded_rows_take_no_part(device, total, prepared):
-    lse, delta = torch.randn(2, 3, total, device=device)
+def test_what_is_prepared(device, total, head_dim, with_dlse, dtype):
+    """Rows that are none take no part; delta is attention_delta's; nothing else is written."""
+    o = torch.randn(total, 3, head_dim, device=device).to(dtype)
+    do = torch.randn(3, total, head_dim + 8, device=device).to(dtype)[..., :head_dim].transpose(0, 1)
+    lse, dlse = torch.randn(2, 3, total, device=device)
     lse[1, 5] = float("-inf")
-    rows = prepared(lse, delta)
+    expected = (o.double() * do.double()).sum(-1).T - (dlse if with_dlse else 0)
+    got = bwd_dq.prepare(o, do, dlse if with_dlse else None, lse, sums=True, ordered=True, keeps_delta=True)
+    rows, delta, dq_sum, semaphores = got
     tables = bwd_three_groups.TILES, bwd_three_groups.CAPPED_TILES
     of_one = [tiles.block_m for table in tables for tiles in table.values()]
     longest = max(bwd_wide.BLOCK, bwd_keys.BLOCK_M, *of_one)
@@ -95,6 +98,31 @@ def test_padded_rows_take_no_part(device, total, prepared):
     log2_lse[1, 5] = float("inf")  # sees no key: 2^(score - inf) is 0
     assert rows[0, :, :total].equal(log2_lse) and rows[1, :, :total].equal(delta)
     assert (rows[0, :, total:] == float("inf")).all() and not rows[1, :, total:].any()
+    torch.testing.assert_close(delta.double(), expected, atol=1e-4, rtol=1e-5)
+    assert dq_sum.shape == (3 * 2 * 64 * head_dim // 32, 1, 32) and not dq_sum.any()
+    assert semaphores.tolist() == [turns.NOBODY.value] * 6
+
+
+@pytest.mark.parametrize(("sums", "ordered"), [(False, False), (True, False), (False, True)])
+def test_what_is_not_asked_for_is_not_prepared(device, sums, ordered):
+    """And what is, has no word left unset, nor one set that is another's."""
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        empty = torch.empty
+
+        def guarded(*shape, **options):
+            n = torch.Size(shape).numel()
+            made.append(empty(n + 64, **options).fill_(7))
+            return made[-1][:n].view(shape)
+
+        patch.setattr(torch, "empty", guarded)
+        o, lse = torch.ones(70, 3, 96, device=device), torch.ones(3, 70, device=device)
+        prepared = bwd_dq.prepare(o, o, None, lse, sums=sums, ordered=ordered, keeps_delta=False)
+    rows, delta, dq_sum, semaphores = prepared
+    assert delta is None and semaphores is None and (dq_sum is not None) == sums
+    assert len(made) == 1 + sums
+    for x, guard in zip([rows, dq_sum], made, strict=False):
+        assert not (x == 7).any() and (guard[x.numel() :] == 7).all()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -106,8 +134,12 @@ def test_kernels_of_a_call(device, monkeypatch, dtype, head_dim, softcap, determ
     monkeypatch.delenv(backend.VARIABLE, raising=False)
     launched = []
     monkeypatch.setattr(bwd, "supports", lambda *_: True)
-    monkeypatch.setattr(bwd, "prepare", lambda lse, delta, width, ordered: (None, f"dq, {ordered=}", None))
-    monkeypatch.setattr(bwd, "prepare_rows", lambda *_: None)
+
+    def prepare(o, do, dlse, lse, *, sums, ordered, keeps_delta):
+        kept = torch.zeros(2, 3) if keeps_delta else None
+        return bwd_dq.Prepared(torch.zeros(2, 2, 256), kept, f"dq, {ordered=}" if sums else None, None)
+
+    monkeypatch.setattr(bwd, "prepare", prepare)
     do, q, k, v = torch.zeros(4, 3, 2, head_dim, device=device, dtype=dtype)
 
     def note(name, *outputs):

@@ -12,6 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from kernels.flash_attention import interface
+from kernels.flash_attention import schedule as schedules
+from kernels.flash_attention.checks import FP8
 from kernels.flash_attention.interface import flash_attn_packed, window_of
 from kernels.flash_attention.portable.launch import _has_tf32, precision_of
 from kernels.flash_attention.schedule import LONG_DOCUMENT, causal_schedule
@@ -176,11 +178,24 @@ def test_other_lengths_compile_nothing_anew():
         pytest.param(
             {"k": torch.ones(2, 11, 0, 40), "v": torch.ones(2, 11, 0, 40)}, "n_kv_heads; got 4 and 0", id="no-kv-heads"
         ),
+        pytest.param(
+            {"q": torch.ones(2, 9, 4, 40).to(FP8), "k": torch.ones(2, 11, 0, 40).to(FP8),
+             "v": torch.ones(2, 11, 0, 40).to(FP8), "q_descale": torch.ones(0)},
+            "n_kv_heads; got 4 and 0", id="no-kv-heads-in-fp8",
+        ),
     ],
 )  # fmt: skip
-def test_bad_input_is_named(arguments, message):
+@pytest.mark.parametrize("kept", [False, True])
+def test_bad_input_is_named(arguments, message, kept, monkeypatch):
+    """Before a schedule is built for it, and where a call like it has left one."""
+    monkeypatch.setattr(schedules, "_KEPT", {})
+    inputs = dict(zip("qkv", dense_inputs(), strict=True))
+    if kept:
+        flash_attn_func(**inputs)
+    n_kept = len(schedules._KEPT)
     with pytest.raises(ValueError, match=message):
-        flash_attn_func(**dict(zip("qkv", dense_inputs(), strict=True)) | arguments)
+        flash_attn_func(**inputs | arguments)
+    assert len(schedules._KEPT) == n_kept
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (1, 5, 2, 8)])

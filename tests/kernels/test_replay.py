@@ -136,7 +136,13 @@ def test_compiled_autograd_takes_the_operator(device):
     assert torch.equal(q.grad, expected[0])
 
 
-def test_another_device_is_another_kind():
+@pytest.fixture
+def on_gpu_0(monkeypatch):
+    """Tensors with data pass for one GPU's."""
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: -1 if x.is_meta else 0)
+
+
+def test_another_device_is_another_kind(on_gpu_0):
     """Addresses are not looked at when launches are made again: an error of Triton's must stay one."""
     x, schedule = torch.zeros(20, 2, 16), causal_schedule(None, 20, torch.device("cpu"))
     features = Features(1.0, 0.0, None, [])
@@ -188,9 +194,10 @@ def test_each_option_is_another_kind(monkeypatch):
     lse = torch.zeros(2, 20)
     for dlse, deterministic in ((None, False), (lse, False), (None, True)):
         backend.backward(x, dlse, x, x, x, x, lse, schedule, plain, deterministic)
-    assert len(set(kinds)) == len(kinds) == 14
+    backend.backward(x, None, x, x, x, x, lse, schedule, plain._replace(sinks=sinks), False)
+    assert len(set(kinds)) == len(kinds) == 15
     backend.backward(x, None, x, x, x, x, lse, schedule, plain, False)
-    assert len(set(kinds)) == 14, "the same call is of the same kind"
+    assert len(set(kinds)) == 15, "the same call is of the same kind"
 
 
 @pytest.mark.parametrize(
@@ -209,7 +216,7 @@ def test_each_option_is_another_kind(monkeypatch):
         pytest.param({"sinks": torch.zeros(2, device="meta")}, id="device-of-sinks"),
     ],
 )
-def test_what_is_not_consistent_is_of_another_kind(wrong, monkeypatch):
+def test_what_is_not_consistent_is_of_another_kind(wrong, on_gpu_0, monkeypatch):
     """Calls of a kind that is replayed are not checked again."""
 
     def forward(q, k, v, schedule, features, out_dtype):
@@ -330,7 +337,19 @@ def test_inputs_that_were_one_must_be_one_again():
     assert recorder._place(one.data_ptr()) == (0, 0)
     recording = recorder.recording((), 0)
     assert isinstance(recording, replay._Recording)
-    assert recording.fits([16, 16, 32]) and not recording.fits([16, 32, 48])
+    assert recording.play([16, 16, 32]) == () and recording.play([16, 32, 48]) is None
+
+
+def test_addresses_must_be_aligned():
+    """For others Triton compiles other code."""
+    recorder = replay._Recorder([torch.zeros(4)])
+    recorder.launches = [(None, (1, 1, 1), [("address", 0)])]
+    ran = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "_prepared", lambda *_: ran.append)
+        recording = recorder.recording((), 0)
+    assert isinstance(recording, replay._Recording)
+    assert recording.play([24]) is None and recording.play([32]) == () and ran == [32]
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from kernels.flash_attention.schedule import (
     build_schedule,
     causal_schedule,
     dense_schedule,
+    kept_schedule,
     longest_first,
 )
 
@@ -223,15 +224,35 @@ def test_schedules_made_in_inference_serve_training():
 
 def test_gpus_share_no_schedule(monkeypatch):
     """Nor where the device is `cuda`, which is another GPU after set_device, with the same default stream."""
-    asked = []
-    monkeypatch.setattr(schedules, "_kept_schedule", lambda *arguments: asked.append(arguments))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(schedules, "_KEPT", {})
+    monkeypatch.setattr(schedules, "_dense_schedule", lambda *_: object())
+    built = []
     for current in (0, 1):
         monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
-        dense_schedule(1, 8, 8, torch.device("cuda"), causal=True)
-    dense_schedule(1, 8, 8, torch.device("cuda:1"), causal=True)
-    assert asked[0] != asked[1] == asked[2]
+        built.append(dense_schedule(1, 8, 8, torch.device("cuda"), causal=True))
+    assert built[0] is not built[1] is dense_schedule(1, 8, 8, torch.device("cuda:1"), causal=True)
+
+
+def test_another_stream_has_its_own_schedule(monkeypatch):
+    """On it the other's might be read before it is written."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(schedules, "_KEPT", {})
+    monkeypatch.setattr(schedules, "_dense_schedule", lambda *_: object())
+    of_streams = []
+    for stream in (0, 7):
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index, s=stream: s, raising=False)
+        of_streams.append(dense_schedule(1, 8, 8, torch.device("cuda:0"), causal=True))
+    assert of_streams[0] is not of_streams[1]
+
+
+def test_no_more_than_a_few_schedules_are_kept(monkeypatch):
+    monkeypatch.setattr(schedules, "_KEPT", {})
+    calls = [(1, n, n, CPU, True, (-1, -1)) for n in range(1, schedules.KEPT_SCHEDULES + 2)]
+    for batch, m, n, device, causal, window_size in calls:
+        dense_schedule(batch, m, n, device, causal=causal, window_size=window_size)
+    assert [call for call in calls if kept_schedule(*call) is None] == calls[:1]
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper import bwd_keys, bwd_three_groups, bwd_wide
-from kernels.flash_attention.hopper.bwd_dq import finish, prepare, prepare_rows
+from kernels.flash_attention.hopper.bwd_dq import finish, prepare
 from kernels.flash_attention.hopper.bwd_queries import gradient_of_queries
 from kernels.flash_attention.hopper.descriptors import is_hopper, loadable
 from kernels.flash_attention.portable.bwd import repair_dk_dv, repair_dq
@@ -38,33 +38,37 @@ def supports(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
 
 
 def attention_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, schedule: Schedule, features: Features,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """do like o, lse and delta (n_heads, total_q) fp32 -> dq, dk, dv, dense, in the dtype of q, k, v.
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, schedule: Schedule,
+    features: Features, deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """do like o, lse and dlse (n_heads, total_q) fp32 -> dq, dk, dv, dense, in the dtype of q, k, v, and delta.
 
-    For calls that `supports` takes. Unless deterministic, the addends of dq may come in any order.
+    For calls that `supports` takes. Unless deterministic, the addends of dq may come in any order. delta, as
+    portable.delta has it, is None without sinks.
     """
+    head_dim = q.shape[-1]
+    wide = head_dim == bwd_wide.HEAD_DIM
+    sums = not wide and bwd_three_groups.tiles_of(head_dim, q.dtype, features.softcap) is not None
+    # for their gradient, for repairs, and for the kernel of dq alone, which needs no copy for TMA
+    keeps_delta = features.sinks is not None or schedule.several_documents or not sums
+    prepared = prepare(o, do, dlse, lse, sums=sums, ordered=deterministic, keeps_delta=keeps_delta)
+    rows, delta, dq_sum, _ = prepared
+    do = do.to(q.dtype)
     if not loadable(do):
         do = do.clone(memory_format=torch.contiguous_format)
     spoiled_q = spoiled_k = None
     if schedule.several_documents:
         spoiled_q, spoiled_k = (new_marks(x.shape[1], x.shape[0], x.device) for x in (q, k))
-    head_dim = q.shape[-1]
-    if head_dim == bwd_wide.HEAD_DIM:
-        dk, dv = bwd_wide.gradients_of_keys(do, q, k, v, lse, delta, spoiled_k, schedule, features)
-        dq = gradient_of_queries(do, q, k, v, lse, delta, spoiled_q, schedule, features)
-    elif bwd_three_groups.tiles_of(head_dim, q.dtype, features.softcap) is None:
-        rows = prepare_rows(lse, delta)
-        dk, dv = bwd_keys.gradients_of_keys(do, q, k, v, rows, spoiled_k, schedule, features)
-        dq = gradient_of_queries(do, q, k, v, lse, delta, spoiled_q, schedule, features)
-    else:
-        rows, dq_sum, semaphores = prepare(lse, delta, head_dim, deterministic)
-        dk, dv = bwd_three_groups.gradients_of_keys(
-            do, q, k, v, rows, dq_sum, semaphores, spoiled_k, schedule, features
-        )
+    if dq_sum is not None:
+        dk, dv = bwd_three_groups.gradients_of_keys(do, q, k, v, prepared, spoiled_k, schedule, features)
         dq = finish(dq_sum, features.softmax_scale, spoiled_q, q)
+    else:
+        assert delta is not None
+        of_keys = bwd_wide.gradients_of_keys if wide else bwd_keys.gradients_of_keys
+        dk, dv = of_keys(do, q, k, v, rows, spoiled_k, schedule, features)
+        dq = gradient_of_queries(do, q, k, v, lse, delta, spoiled_q, schedule, features)
     if spoiled_q is not None and spoiled_k is not None:
+        assert delta is not None
         repair_dk_dv(do, q, k, v, lse, delta, dk, dv, spoiled_k, schedule, features)
         repair_dq(do, q, k, v, lse, delta, dq, spoiled_q, schedule, features)
-    return dq, dk, dv
+    return dq, dk, dv, None if features.sinks is None else delta

@@ -1,9 +1,14 @@
-"""The passes before and after the backward kernels: the fp32 accumulator of dQ, and the rows' lse and delta for TMA.
+"""The passes before and after the backward kernels: the rows' lse and delta for TMA, and the fp32 accumulator of dQ.
+
+The pass before is one, of a program for 64 rows of a head: it reads o and do for delta, and clears as much of dQ's sum.
 
 The accumulator is (n, 1, 32): blocks of 64 queries after one another, in each of these all heads, and of a head each 64
 columns, or the 32 after the first 64, in the order of threads (threads.py). Those are 16 KiB in a row, or 8, so one TMA
 operation adds them, and shared memory takes them in half the cycles.
 """
+
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,6 +17,7 @@ from torch import Tensor
 
 from kernels.flash_attention.hopper.bwd_steps import SUM_BLOCK
 from kernels.flash_attention.hopper.turns import NOBODY
+from kernels.flash_attention.portable.delta import delta_of_rows
 from kernels.flash_attention.portable.launch import SPOILED_ROWS, ceil_div
 from kernels.flash_attention.replay import launch
 from kernels.flash_attention.schedule import WORK_TILE
@@ -19,71 +25,77 @@ from kernels.flash_attention.schedule import WORK_TILE
 ROW_ALIGNMENT = 4  # TMA takes fp32 vectors that begin at a multiple of 16 bytes
 
 
-@triton.jit(do_not_specialize=["total", "padded", "n_heads", "n_semaphores"])
+@triton.jit(do_not_specialize=["total", "padded", "n_heads"])
 def _prepare_kernel(
-    lse_ptr, delta_ptr, rows_ptr, dq_ptr, semaphore_ptr, total, padded, n_heads, n_words, n_semaphores,
-    BLOCK_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    o_ptr, do_ptr, dlse_ptr, lse_ptr, rows_ptr, delta_ptr, dq_ptr, semaphore_ptr, stride_dot, stride_doh,
+    total, padded, n_heads,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Program i zeroes block i of dq, and copies block i of lse and delta, of which there are far fewer."""
-    program = tl.program_id(0)
-    words = program.to(tl.int64) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
-    tl.store(dq_ptr + words, tl.zeros([BLOCK_WORDS], tl.float32), mask=words < n_words)
-    if semaphore_ptr is not None:  # far fewer
-        tl.store(semaphore_ptr + words, tl.full([BLOCK_WORDS], NOBODY, tl.int32), mask=words < n_semaphores)
-    row_blocks = tl.cdiv(padded, BLOCK_ROWS)
-    if program < row_blocks * n_heads:
-        head = (program // row_blocks).to(tl.int64)
-        rows = program % row_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        inside = rows < total
-        lse = tl.load(lse_ptr + head * total + rows, mask=inside, other=float("-inf"))
-        delta = tl.load(delta_ptr + head * total + rows, mask=inside, other=0.0)
-        # 2^(score - inf) is 0: a row that sees nothing, or is none, takes no part
-        lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
-        tl.store(rows_ptr + head * padded + rows, lse, mask=rows < padded)
-        tl.store(rows_ptr + (n_heads + head) * padded + rows, delta, mask=rows < padded)
-
-
-def prepare(lse: Tensor, delta: Tensor, head_dim: int, ordered: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(n_heads, total_q) fp32 twice -> rows (2, n_heads, padded), zeros for the sum of dQ, fp32, and semaphores.
-
-    rows[0] is lse in units of log2, +inf where a row sees no key; rows[1] is delta. A head's total_q are followed by
-    rows that take no part, as many as the longest block of queries of a kernel has, so that its last block reads no
-    other head's: P is 0 there, but times NaN in that head's delta it would be NaN in dS, and so in all of dK.
-    Semaphores of turns.py, int32, of each 64 queries all heads, if sums are ordered, else None.
+    """One program: lse and delta of BLOCK rows of a head. What else they have, unless it is None: the sum of dQ is set
+    to 0, WORDS at a time, the semaphore to NOBODY, and delta is kept once more, in attention_delta's order.
     """
-    n_heads, total = lse.shape
-    padded = _padded(total)
-    rows = torch.empty(2, n_heads, padded, dtype=torch.float32, device=lse.device)
+    unit, head = tl.program_id(0) // n_heads, (tl.program_id(0) % n_heads).to(tl.int64)
+    rows = unit * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < total
+    if unit * BLOCK < total:  # past the last row there is nothing but the rows that take no part
+        if dq_ptr is not None:
+            dq_ptr += tl.program_id(0).to(tl.int64) * (BLOCK * HEAD_DIM)
+            for word in tl.static_range(0, BLOCK * HEAD_DIM, WORDS):
+                tl.store(dq_ptr + word + tl.arange(0, WORDS), tl.zeros([WORDS], tl.float32))
+        if semaphore_ptr is not None:
+            tl.store(semaphore_ptr + tl.program_id(0), NOBODY)
+    lse = tl.load(lse_ptr + head * total + rows, mask=inside, other=float("-inf"))
+    # 2^(score - inf) is 0: a row that sees nothing, or is none, takes no part
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    tl.store(rows_ptr + head * padded + rows, lse, mask=rows < padded)
+    delta = delta_of_rows(
+        o_ptr, do_ptr, dlse_ptr, stride_dot, stride_doh, rows, head, total, n_heads, HEAD_DIM, BLOCK_D
+    )
+    tl.store(rows_ptr + (n_heads + head) * padded + rows, delta, mask=rows < padded)
+    if delta_ptr is not None:
+        tl.store(delta_ptr + head * total + rows, delta, mask=inside)
+
+
+class Prepared(NamedTuple):
+    """What the kernels take beside q, k, v and do; None is what is not asked for.
+
+    Shapes: rows (2, n_heads, padded) fp32: lse in units of log2, +inf where a row sees no key, and delta. A head's
+    total_q are followed by rows that take no part, as many as the longest block of queries of a kernel has, so that its
+    last block reads no other head's: P is 0 there, but times NaN in that head's delta it would be NaN in dS, and so in
+    all of dK. delta (n_heads, total_q) fp32, attention_delta's. dq_sum fp32, zeros for the sum of dQ. semaphores of
+    turns.py, int32, of each 64 queries all heads.
+    """
+
+    rows: Tensor
+    delta: Tensor | None
+    dq_sum: Tensor | None
+    semaphores: Tensor | None
+
+
+def prepare(
+    o: Tensor, do: Tensor, dlse: Tensor | None, lse: Tensor, *, sums: bool, ordered: bool, keeps_delta: bool
+) -> Prepared:
+    """One launch: o and do (total_q, n_heads, head_dim), in any dtype, lse and dlse (n_heads, total_q) fp32.
+
+    o is dense, do has a dense last dimension. sums: dq_sum is wanted, and, if they are `ordered`, semaphores.
+    """
+    total, n_heads, head_dim = o.shape
+    padded = ceil_div(total + WORK_TILE, ROW_ALIGNMENT) * ROW_ALIGNMENT
     n_units = ceil_div(total, SUM_BLOCK) * n_heads
-    n_sums = n_units * SUM_BLOCK * head_dim
-    semaphores = torch.empty(n_units, dtype=torch.int32, device=lse.device) if ordered else None
-    dq = torch.empty(n_sums // 32, 1, 32, dtype=torch.float32, device=lse.device)
-    block_rows, block_words = 1024, 4096
-    grid = max(ceil_div(dq.numel(), block_words), ceil_div(padded, block_rows) * n_heads)
+    n_words = SUM_BLOCK * head_dim
+    of_fp32 = partial(torch.empty, dtype=torch.float32, device=o.device)
+    prepared = Prepared(
+        of_fp32(2, n_heads, padded),
+        of_fp32(n_heads, total) if keeps_delta else None,
+        of_fp32(n_units * n_words // 32, 1, 32) if sums else None,
+        torch.empty(n_units, dtype=torch.int32, device=o.device) if sums and ordered else None,
+    )
     launch(
-        _prepare_kernel, (grid,),
-        lse, delta, rows, dq, semaphores, total, padded, n_heads, dq.numel(), n_units, BLOCK_ROWS=block_rows,
-        BLOCK_WORDS=block_words,
+        _prepare_kernel, (ceil_div(padded, SUM_BLOCK) * n_heads,),
+        o, do, dlse, lse, *prepared, do.stride(0), do.stride(1), total, padded, n_heads,
+        HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK=SUM_BLOCK, WORDS=n_words & -n_words,
     )  # fmt: skip
-    return rows, dq, semaphores
-
-
-def _padded(total: int) -> int:
-    return ceil_div(total + WORK_TILE, ROW_ALIGNMENT) * ROW_ALIGNMENT
-
-
-def prepare_rows(lse: Tensor, delta: Tensor) -> Tensor:
-    """(n_heads, total_q) fp32 twice -> `prepare`'s rows, where there is no dq to sum."""
-    n_heads, total = lse.shape
-    padded = _padded(total)
-    rows = torch.empty(2, n_heads, padded, dtype=torch.float32, device=lse.device)
-    block_rows = 1024
-    launch(
-        _prepare_kernel, (ceil_div(padded, block_rows) * n_heads,),
-        lse, delta, rows, rows, None, total, padded, n_heads, 0, 0,  # there is no sum of dQ to clear
-        BLOCK_ROWS=block_rows, BLOCK_WORDS=4096,
-    )  # fmt: skip
-    return rows
+    return prepared
 
 
 @triton.jit

@@ -149,7 +149,7 @@ def gradients_of_keys(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """-> dk, dv, dense.
 
-    rows as `prepare_rows` returns them; spoiled (portable.launch.new_marks) gets the marks of NaN in dk and dv.
+    rows as bwd_dq.Prepared has them; spoiled (portable.launch.new_marks) gets the marks of NaN in dk and dv.
     """
     n_heads = q.shape[1]
     total_k, n_kv_heads, _ = k.shape

@@ -112,6 +112,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper.barriers import WARPGROUP, hand_back, hand_over, meet
+from kernels.flash_attention.hopper.bwd_dq import Prepared
 from kernels.flash_attention.hopper.bwd_steps import (
     BLOCK_N,
     SIZES,
@@ -595,14 +596,16 @@ def _bwd_kernel(
 
 
 def gradients_of_keys(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, dq_sum: Tensor, semaphores: Tensor | None,
-    spoiled: Tensor | None, schedule: Schedule, features: Features,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, spoiled: Tensor | None, schedule: Schedule,
+    features: Features,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """-> dk, dv, dense; adds dS K to dq_sum, in one order where there are semaphores.
+    """-> dk, dv, dense; adds dS K to the prepared dq_sum, in one order where there are semaphores.
 
-    For a call that has `tiles_of`, and rows that descriptors.loadable takes. rows and dq_sum as `prepare`
-    returns them; spoiled (portable.launch.new_marks) gets the marks of NaN in dk and dv.
+    For a call that has `tiles_of`, and rows that descriptors.loadable takes. spoiled (portable.launch.new_marks) gets
+    the marks of NaN in dk and dv.
     """
+    rows, _, dq_sum, semaphores = prepared
+    assert dq_sum is not None
     n_heads, head_dim = q.shape[1:]
     total_k, n_kv_heads, _ = k.shape
     ordered = semaphores is not None

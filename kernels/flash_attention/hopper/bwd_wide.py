@@ -39,7 +39,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.flash_attention.features import Features
-from kernels.flash_attention.hopper.bwd_dq import prepare_rows
 from kernels.flash_attention.hopper.bwd_steps import SIZES, kv_heads_per_section, next_step
 from kernels.flash_attention.hopper.columns import keep_columns
 from kernels.flash_attention.hopper.descriptors import numbers, rows_of_heads
@@ -287,17 +286,16 @@ def _dkdv_kernel(
 
 
 def gradients_of_keys(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, spoiled: Tensor | None,
-    schedule: Schedule, features: Features,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, spoiled: Tensor | None, schedule: Schedule,
+    features: Features,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """do like o, lse and delta (n_heads, total_q) fp32 -> dk, dv, dense, in the dtype of k and v.
+    """do like o, rows as bwd_dq.Prepared has them -> dk, dv, dense, in the dtype of k and v.
 
     For head_dim 256, and rows that descriptors.loadable takes. spoiled (portable.launch.new_marks) gets the
     marks of NaN.
     """
     n_heads, (total_k, n_kv_heads, _) = q.shape[1], k.shape
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-    rows = prepare_rows(lse, delta)
     n_tiles = schedule.key_tiles.numel() * PARTS
     section = kv_heads_per_section(q, n_kv_heads, n_tiles, multiprocessors(q.device))
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc = (rows_of_heads(x, BLOCK) for x in (q, k, v, do, dk, dv))
