@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.flash_attention.features import Features
-from kernels.flash_attention.hopper import fwd
+from kernels.flash_attention.hopper import bwd, fwd
 from kernels.flash_attention.schedule import DocumentLength, build_schedule, causal_schedule
 
 NEEDS_SM_90 = [
@@ -36,7 +36,7 @@ def problem(lengths, head_dim):
 
 
 def backward_problem(lengths_q, lengths_k, head_dim, dtype=torch.bfloat16, softcap=0.0, deterministic=False):
-    """What attention_backward takes, of 16 query heads and 8 KV heads: several items a program."""
+    """What `gradients` takes, of 16 query heads and 8 KV heads: several items a program."""
     q, do, k, v = (
         torch.randn(sum(lengths), heads, head_dim, device="cuda", dtype=dtype)
         for lengths, heads in ((lengths_q, 16), (lengths_q, 16), (lengths_k, 8), (lengths_k, 8))
@@ -45,5 +45,9 @@ def backward_problem(lengths_q, lengths_k, head_dim, dtype=torch.bfloat16, softc
     schedule = build_schedule(*cu_seqlens, q.shape[0], k.shape[0], causal=True)
     features = Features(head_dim**-0.5, softcap, sinks=None, alibi=[])
     o, lse = fwd.attention_forward(q, k, v, schedule, features, dtype)
-    delta = (o.float() * do.float()).sum(-1).t().contiguous()
-    return do, q, k, v, lse, delta, schedule, features, deterministic
+    return do, None, q, k, v, o, lse, schedule, features, deterministic
+
+
+def gradients(*arguments):
+    """attention_backward's dq, dk and dv."""
+    return bwd.attention_backward(*arguments)[:3]

@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from kernels.flash_attention.hopper import (
-    bwd,
     bwd_keys,
     bwd_queries,
     bwd_steps,
@@ -30,7 +29,7 @@ from kernels.flash_attention.hopper.bwd_tma import named_barrier
 from kernels.flash_attention.hopper.marks import mark_rows
 from kernels.flash_attention.hopper.queue import post, read, take
 from kernels.flash_attention.hopper.turns import _raise, _wait_for, note_added
-from tests.kernels.hopper import backward_problem, problem
+from tests.kernels.hopper import backward_problem, gradients, problem
 
 MODULES = fwd, fwd_parts, bwd_keys, bwd_queries, bwd_steps, bwd_three_groups, bwd_wide, turns
 RUNS = 3
@@ -149,7 +148,7 @@ def let_warps_sleep():
 
 
 def calls():
-    """name, attention_forward or attention_backward, and what it takes: the same numbers in every process."""
+    """name, attention_forward or `gradients`, and what it takes: the same numbers in every process."""
     for documents, lengths in DOCUMENTS.items():
         for head_dim in (64, 96, 128, 256):
             torch.manual_seed(0)
@@ -158,7 +157,7 @@ def calls():
                 for softcap in (0.0, 30.0) if head_dim < 128 else (0.0,):
                     kind = "deterministic" if deterministic else "backward"
                     one = backward_problem(lengths, lengths, head_dim, softcap=softcap, deterministic=deterministic)
-                    yield f"{kind}-{head_dim}-{softcap:.0f}-{documents}", bwd.attention_backward, one
+                    yield f"{kind}-{head_dim}-{softcap:.0f}-{documents}", gradients, one
 
 
 def outcomes(run, arguments, name):

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.flash_attention.hopper import bwd, bwd_three_groups, fwd
-from tests.kernels.hopper import NEEDS_SM_90, backward_problem, problem, tiles_of
+from kernels.flash_attention.hopper import bwd_three_groups, fwd
+from tests.kernels.hopper import NEEDS_SM_90, backward_problem, gradients, problem, tiles_of
 
 pytestmark = NEEDS_SM_90
 
@@ -22,7 +22,7 @@ def run(one):
     """o and lse, or dq, dk and dv, without dq where it is added in memory: what is the same bits in every run."""
     if len(one) == 6:
         return fwd.attention_forward(*one)
-    dq, dk, dv = bwd.attention_backward(*one)
+    dq, dk, dv = gradients(*one)
     return (dq, dk, dv) if one[-1] else (dk, dv)
 
 
@@ -99,9 +99,9 @@ def test_plain_and_persistent_grids_of_the_backward_give_the_same(monkeypatch, t
     """dk and dv to the bit, dq but for the order in which it is summed in fp32."""
     softcap = 30.0 if table is bwd_three_groups.CAPPED_TILES else 0.0
     one = backward_problem(lengths_q, lengths_k, *key, softcap)
-    persistent = [bwd.attention_backward(*one) for _ in range(3)]
+    persistent = [gradients(*one) for _ in range(3)]
     monkeypatch.setitem(table, key, replace(table[key], dynamic=False))
-    plain_dq, *plain = bwd.attention_backward(*one)
+    plain_dq, *plain = gradients(*one)
     for dq, *others in persistent:
         assert_same([others], plain)
         torch.testing.assert_close(dq, plain_dq, rtol=torch.finfo(dq.dtype).eps, atol=1e-5)
