@@ -73,7 +73,7 @@ def flash_attn_func(
         raise ValueError(f"q, k and v must have one batch size; got {batch}, {batch_k} and {batch_v}")
     _require_offered(dropout_p, out_dtype)
     window_size = window_of(window_size)
-    schedule = kept_schedule(batch, seqlen_q, seqlen_k, q.device, causal, window_size)
+    schedule = kept_schedule(batch, seqlen_q, seqlen_k, q, causal, window_size)
     # where the GPU has nothing to do but attention, the backend's own check comes before that
     if schedule is None or alibi_slopes is not None or q.dtype == FP8:
         require_consistent(q, k, v, sinks)

@@ -299,7 +299,8 @@ def flash_attention_forward(
             others = schedule, features, out_dtype, deterministic, unseen
             if unseen:
                 # all that is left of a transform is what it may have wrapped before it ended
-                outputs = _apply_unseen(*map(unwrap_if_dead, (q, k, v)), sinks, others, wants_lse)
+                q, k, v = unwrap_if_dead(q), unwrap_if_dead(k), unwrap_if_dead(v)
+                outputs = _apply_unseen(q, k, v, sinks, others, wants_lse)
             else:
                 outputs = _Eager.apply(q, k, v, sinks, others, wants_lse)
             return outputs if wants_lse else (outputs, None)

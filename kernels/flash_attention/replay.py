@@ -174,7 +174,7 @@ class _Recording:
     constants: list[Any]
     maps: list[_Map]
     launches: list[_Launch]
-    outputs: list[int]  # of what is allocated
+    outputs: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # of what is allocated
     same: list[tuple[int, int]]  # addresses of inputs that were one, so that either may have been meant
 
     def play(self, addresses: list[int]) -> tuple[Tensor, ...] | None:
@@ -186,7 +186,7 @@ class _Recording:
             return None
         for run, arguments in launches:
             run(*arguments)
-        return tuple([made[i] for i in self.outputs])
+        return self.outputs(made)
 
 
 @lru_cache(maxsize=KEPT_ARGUMENTS)
@@ -289,7 +289,7 @@ class _Recorder(TorchDispatchMode):
         ]
         maps = [replace(x, place=places_of[x.place]) for x in self.maps]
         same = sorted((places_of[one], places_of[other]) for one, other in self.same)
-        return _Recording(_getter(read), allocations, self.constants, maps, launches, chosen, same)
+        return _Recording(_getter(read), allocations, self.constants, maps, launches, _getter(chosen), same)
 
     def _places(self, x: Any, encodings: Any) -> list[tuple[str, int]]:
         """Where to find, for an argument, what _launcher takes: constants, addresses or maps, and their indices."""

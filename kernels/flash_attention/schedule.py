@@ -143,8 +143,12 @@ def dense_schedule(
     window_size: tuple[int, int] = (-1, -1),
 ) -> Schedule:
     """build_schedule for `batch` documents of one length, which fill q and k; the last ones built are kept."""
-    arguments = batch, seqlen_q, seqlen_k, device, causal, (window_size[0], window_size[1])
-    key = _key_of(*arguments)
+    window_size = (window_size[0], window_size[1])
+    arguments = batch, seqlen_q, seqlen_k, device, causal, window_size
+    of_cuda = device.type == "cuda"
+    # `cuda` is of another device when that changes, and each device's default stream is 0
+    index = torch.cuda.current_device() if of_cuda and device.index is None else device.index
+    key = _key_of(batch, seqlen_q, seqlen_k, index if of_cuda else device, causal, window_size)
     if key is None:
         return _dense_schedule(*arguments)
     schedule = _KEPT.get(key)
@@ -159,17 +163,21 @@ def dense_schedule(
 
 
 def kept_schedule(
-    batch: int, seqlen_q: int, seqlen_k: int, device: torch.device, causal: bool, window_size: tuple[int, int]
+    batch: int, seqlen_q: int, seqlen_k: int, q: Tensor, causal: bool, window_size: tuple[int, int]
 ) -> Schedule | None:
-    """dense_schedule's if it is at hand, so that nothing need be built."""
+    """dense_schedule's on q's device if it is at hand, so that nothing need be built."""
+    device = q.get_device() if q.is_cuda else q.device  # in a tenth of the time that the name of a device takes
     key = _key_of(batch, seqlen_q, seqlen_k, device, causal, window_size)
     return None if key is None else _KEPT.get(key)
 
 
 def _key_of(
-    batch: int, seqlen_q: int, seqlen_k: int, device: torch.device, causal: bool, window_size: tuple[int, int]
+    batch: int, seqlen_q: int, seqlen_k: int, device: torch.device | int, causal: bool, window_size: tuple[int, int]
 ) -> Hashable:
-    """By which a dense schedule is kept; None where it may not be."""
+    """By which a dense schedule is kept; None where it may not be. device is the number of a CUDA device, or another.
+
+    Another stream has its own, as it might read what is not yet written.
+    """
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()  # tensors may be fake, or someone counts them
@@ -177,14 +185,11 @@ def _key_of(
     ):
         return None
     stream = 0
-    if device.type == "cuda":
+    if isinstance(device, int):
         # what a graph captures lives in the graph's memory, and what it reads must live as long as the graph
         if torch.cuda.is_current_stream_capturing():
             return None
-        # `cuda` is of another device when that changes, and each device's default stream is 0
-        device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
-        # on another stream they might be read before they are written. torch.cuda.current_stream makes an object of it
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        stream = torch._C._cuda_getCurrentRawStream(device)  # torch.cuda.current_stream makes an object of it
     return batch, seqlen_q, seqlen_k, device, causal, window_size, stream
 
 

@@ -120,6 +120,7 @@ def without_gpu() -> Iterator[None]:
         (torch.Tensor, "is_cuda", property(lambda _: True)),
         (torch.Tensor, "get_device", lambda _: 0),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch._C, "_cuda_getCurrentRawStream", lambda _: 7),
         (torch.cuda, "current_stream", lambda _=None: SimpleNamespace(cuda_stream=7)),
         (torch.cuda, "get_device_capability", lambda _=None: (9, 0)),
         (torch.cuda, "get_device_properties", lambda _=None: properties),
