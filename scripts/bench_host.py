@@ -1,11 +1,12 @@
 """The host's time of a call of attention, ours beside others': python -m scripts.bench_host
 
-A few tokens, so that the GPU waits for the host, bf16, causal, schedules built before. Four passes: the forward of
-tensors without gradients, the forward that autograd records, torch.autograd.grad of kept outputs, and a call's share
-of that of 16 calls, each the next one's queries, which is what a layer of a model adds: one call alone pays for the
-start of autograd's engine and for its thread. A sample is the mean of --calls calls, not waited for; all candidates
-have one in each of --rounds rounds, in random order. Where the GPU still has work for a tenth of a sample's time when
-it ends, the row says that it is GPU-bound, and no host's time. Writes OUT.csv and OUT.md.
+A few tokens, so that the GPU waits for the host, bf16, causal, schedules built before. Five passes: the forward of
+tensors without gradients, the forward that autograd records, torch.autograd.grad of kept outputs, a call's share of
+that of 16 calls, each the next one's queries, which is what a layer of a model adds, as one call alone pays for the
+start of autograd's engine and for its thread, and the backward's node by itself, which is what the engine calls. A
+sample is the mean of --calls calls, not waited for; all candidates have one in each of --rounds rounds, in random
+order. Where the GPU still has work for a tenth of a sample's time when it ends, the row says that it is GPU-bound, and
+no host's time. Writes OUT.csv and OUT.md.
 """
 
 import argparse
@@ -46,8 +47,11 @@ MOST_CALLS = 500  # of a sample
 NOTHING = "a Function that does nothing"
 
 Call = Callable[[], object]
-Pass = Literal["forward", "forward, autograd", "backward", "backward, of 16"]
-CALLS: dict[Pass, int] = {"forward": 1, "forward, autograd": 1, "backward": 1, "backward, of 16": 16}  # of one run
+Pass = Literal["forward", "forward, autograd", "backward", "backward, of 16", "backward's node"]
+NODE: Pass = "backward's node"
+CALLS: dict[Pass, int] = {  # of one run
+    "forward": 1, "forward, autograd": 1, "backward": 1, "backward, of 16": 16, NODE: 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class Candidate:
             for direction in backwards:
                 of_each = [[x.clone().requires_grad_() for x in (k, v)] for _ in range(CALLS[direction])]
                 calls[direction] = self._backward(leaves[0], of_each, do)
+            calls[NODE] = self._node(leaves, do)
         return calls
 
     def _backward(self, q: Tensor, keys_and_values: Sequence[Sequence[Tensor]], do: Tensor) -> Call:
@@ -94,6 +99,15 @@ class Candidate:
                 o = result[0] if isinstance(result, tuple) else result
         leaves = [q, *(x for both in keys_and_values for x in both)]
         return partial(torch.autograd.grad, o, leaves, do, retain_graph=True)
+
+    def _node(self, leaves: Sequence[Tensor], do: Tensor) -> Call:
+        """What autograd's engine calls for one call's backward, where no graph of gradients is wanted."""
+        with self.setting():
+            result = self.attend(*leaves)
+        outputs = result if isinstance(result, tuple) else (result,)
+        node = outputs[0].grad_fn
+        run = getattr(node, "apply", node)  # a node of torch's own is called, a Function's has this
+        return torch.no_grad()(partial(run, do, *[None] * (len(outputs) - 1)))
 
     def _shape(self, shape: Shape, heads: int) -> tuple[int, ...]:
         if self.layout == "batch heads tokens":

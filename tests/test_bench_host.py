@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from scripts import bench_host
 from scripts.bench_host import (
     CALLS,
+    NODE,
     NOTHING,
     Candidate,
     Row,
@@ -69,11 +70,16 @@ def test_passes_run_and_give_gradients_of_q_k_and_v(device):
             of_forward, recorded = (calls[direction]() for direction in ("forward", "forward, autograd"))
             gradients = [calls["backward"]() for _ in range(2)][-1]  # kept outputs serve again
             in_a_row = calls["backward, of 16"]()
+            of_node = calls[NODE]()
         first = [o[0] if isinstance(o, tuple) else o for o in (of_forward, recorded)]
         assert [o.requires_grad for o in first] == [False, True], name
         shapes = [candidate._shape(SHAPE, heads) for heads in (4, 2, 2)]
         assert [x.shape for x in gradients] == shapes, name
         assert [x.shape for x in in_a_row] == [shapes[0], *shapes[1:] * 16], name
+        if candidate.layout != "batch heads tokens" or device.type == "cuda":  # on a CPU SDPA is many nodes
+            assert [x.shape for x in of_node[:3]] == shapes, name
+        if name.startswith("ours"):
+            assert all(torch.equal(a, b) for a, b in zip(of_node, gradients, strict=False)), name
 
 
 def test_what_is_waited_for_is_not_in_the_time(monkeypatch):
@@ -132,10 +138,10 @@ def test_table_and_csv(tmp_path):
     lines = markdown(rows, SHAPE, parse_arguments([]), {"GPU": "made up"}).splitlines()
     assert "- GPU: `made up`" in lines
     assert lines[-4:] == [
-        "| candidate | forward | forward, autograd | backward | backward, of 16 |",
-        "|:--|--:|--:|--:|--:|",
-        "| ours | 31.0 (30.0 to 40.0) | – | GPU-bound: 145.0 (140.0 to 150.0) | – |",
-        "| SDPA | RuntimeError: no kernel | – | – | – |",
+        "| candidate | forward | forward, autograd | backward | backward, of 16 | backward's node |",
+        "|:--|--:|--:|--:|--:|--:|",
+        "| ours | 31.0 (30.0 to 40.0) | – | GPU-bound: 145.0 (140.0 to 150.0) | – | – |",
+        "| SDPA | RuntimeError: no kernel | – | – | – | – |",
     ]
     assert any(line.startswith("32 tokens, 4 heads for 2, head_dim 16") for line in lines)
     write_csv(rows, tmp_path / "host.csv")

@@ -6,7 +6,8 @@ options; only addresses differ. On an H200 that is most of the 141 us of a short
 
 How: the second call of a kind (`replayed`) runs as ever, and is watched: which tensors it allocates, and what it hands
 to `launch`. Each address among the arguments is traced back to the tensor that begins there. Later calls of the kind
-allocate, put the new addresses into their places, and hand the arguments to the compiled kernels' launchers.
+allocate, put the new addresses into their places, and hand the arguments to the compiled kernels' launchers. What the
+call drops at its end has one allocation then, unless it is large.
 
 A recording is of one kind, stream and device, and says nothing of any other. A call runs as ever, recorded or not,
 while an address is no multiple of 16 bytes, a CUDA graph is captured (which wants a counter of its own), a tool listens
@@ -27,6 +28,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache, lru_cache, partial
+from itertools import accumulate
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -45,6 +47,10 @@ KEPT = 512  # kinds of calls; then all are forgotten, so that lengths that never
 KEPT_MAPS = 8192  # encoded descriptors, of some 500 bytes: a training step has 23 or less for each layer
 KEPT_ARGUMENTS = 1024  # lists of arguments, of 1 to 7 KB: a training step has two for each layer
 ALIGNMENT = 16  # bytes: Triton compiles other code for pointers that are no multiple of it
+# Bytes of a tensor up to which it shares an allocation with others that a call drops at its end, as each takes the host
+# 1.4 us or more. Nobody waits for that where tensors are larger: those keep the sizes that the first calls had.
+SHARED_BYTES = 2**24
+PART_ALIGNMENT = 512  # bytes, as torch's allocator has it
 
 
 class _Known(Enum):
@@ -166,16 +172,17 @@ def _encoded(described: _Map, address: int) -> Any:
 class _Recording:
     """What a call allocates and launches. Addresses are of the inputs that it reads, then of what it allocates.
 
-    It holds no tensor but those that are `lasting`.
+    Behind them come those of parts of the last allocation. It holds no tensor but those that are `lasting`.
     """
 
     read: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]  # which of the inputs
-    allocations: list[Callable[[], Tensor]]
+    allocations: list[Callable[[], Tensor]]  # the last one, if there are parts, is of those
     constants: list[Any]
     maps: list[_Map]
     launches: list[_Launch]
     outputs: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # of what is allocated
     same: list[tuple[int, int]]  # addresses of inputs that were one, so that either may have been meant
+    parts: list[tuple[int, int]]  # places among the addresses, and bytes from there
 
     def play(self, addresses: list[int]) -> tuple[Tensor, ...] | None:
         """Launches with these addresses of inputs; None, and no launch, where Triton would make others."""
@@ -202,6 +209,7 @@ def _arguments(
         return None
     if any(addresses[one] != addresses[other] for one, other in recording.same):
         return None
+    addresses += tuple([addresses[place] + offset for place, offset in recording.parts])
     encoded = [_encoded(x, addresses[x.place]) for x in recording.maps]
     values = [*recording.constants, *addresses, *encoded]
     return [(run, arguments(values)) for run, arguments in recording.launches]
@@ -220,6 +228,7 @@ class _Recorder(TorchDispatchMode):
         self.n_inputs = len(inputs)
         self.clear = True
         self.allocations: list[Callable[[], Tensor]] = []
+        self.dropped: list[int] = []  # of these, what the call makes for itself, unless it returns it
         self.constants: list[Any] = []
         self.maps: list[_Map] = []
         self.launches: list[tuple[Any, tuple[int, ...], list[tuple[str, int]]]] = []
@@ -236,6 +245,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.empty.memory_format:
+            self.dropped.append(len(self.allocations))
             self.add(result, _allocation(result))
         elif not func.is_view:
             self.clear = False  # work of the GPU that is no launch
@@ -264,7 +274,7 @@ class _Recorder(TorchDispatchMode):
 
     def recording(self, outputs: tuple[Tensor, ...], stream: int) -> _Recording | _Known:
         """UNCLEAR where something was done that cannot be made again."""
-        made = self.tensors[self.n_inputs :]
+        made = [x for x in self.tensors[self.n_inputs :] if x is not None]  # all of them
         # not by identity: an output may be a view, as is what torch.empty returns under a mode
         chosen = [i for output in outputs for i, x in enumerate(made) if _holds(x, output)]
         if not self.clear or len(chosen) != len(outputs):
@@ -272,12 +282,20 @@ class _Recorder(TorchDispatchMode):
         allocations = [*self.allocations]
         for i, output in zip(chosen, outputs, strict=True):
             allocations[i] = _allocation(output)
+        shared = [i for i in self.dropped if i not in chosen and made[i].nbytes <= SHARED_BYTES]
+        alone = [i for i in range(len(made)) if i not in shared]
+        allocations = [allocations[i] for i in alone]
+        starts, end = _in_a_row([made[i].nbytes for i in shared])
+        if shared:
+            allocations.append(_allocation(torch.empty(end, dtype=torch.uint8, device=made[shared[0]].device)))
         in_launches = {i for _, _, places in self.launches for sort, i in places if sort == "address"}
         used = in_launches | {x.place for x in self.maps} | {i for pair in self.same for i in pair}
         read = sorted(i for i in used if i < self.n_inputs)
-        # from a place among all tensors to one among those whose addresses are asked for
-        places_of = {i: n for n, i in enumerate([*read, *range(self.n_inputs, len(self.tensors))])}
-        n_constants, n_addresses = len(self.constants), len(places_of)
+        # from a place among all tensors to one among addresses: of inputs, of allocations, of parts of the last one
+        n_asked = len(read) + len(allocations)
+        places_of = {i: n for n, i in enumerate([*read, *(self.n_inputs + i for i in alone)])}
+        places_of |= {self.n_inputs + i: n_asked + n for n, i in enumerate(shared)}
+        n_constants, n_addresses = len(self.constants), n_asked + len(shared)
         of_sort: dict[str, Callable[[int], int]] = {
             "constant": lambda i: i,
             "address": lambda i: n_constants + places_of[i],
@@ -289,7 +307,9 @@ class _Recorder(TorchDispatchMode):
         ]
         maps = [replace(x, place=places_of[x.place]) for x in self.maps]
         same = sorted((places_of[one], places_of[other]) for one, other in self.same)
-        return _Recording(_getter(read), allocations, self.constants, maps, launches, _getter(chosen), same)
+        parts = [(n_asked - 1, start) for start in starts]
+        returned = _getter([alone.index(i) for i in chosen])
+        return _Recording(_getter(read), allocations, self.constants, maps, launches, returned, same, parts)
 
     def _places(self, x: Any, encodings: Any) -> list[tuple[str, int]]:
         """Where to find, for an argument, what _launcher takes: constants, addresses or maps, and their indices."""
@@ -338,6 +358,12 @@ def _allocation(x: Tensor) -> Callable[[], Tensor]:
     return partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
+def _in_a_row(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where parts of these bytes begin, and the last one ends."""
+    *starts, end = accumulate((-(-size // PART_ALIGNMENT) * PART_ALIGNMENT for size in sizes), initial=0)
+    return starts, end
+
+
 def _getter(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """The values in these places; itemgetter makes no tuple of one, and none of no places."""
     if len(places) > 1:
@@ -345,9 +371,9 @@ def _getter(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     return lambda values: tuple(values[i] for i in places)
 
 
-def _holds(x: Tensor | None, y: Tensor) -> bool:
+def _holds(x: Tensor, y: Tensor) -> bool:
     """Whether x is y, in y's shape or another; both are dense if so."""
-    if x is None or x.numel() == 0 or x.data_ptr() != y.data_ptr() or x.dtype != y.dtype:
+    if x.numel() == 0 or x.data_ptr() != y.data_ptr() or x.dtype != y.dtype:
         return False
     return x.numel() == y.numel() and x.is_contiguous() and y.is_contiguous()
 

@@ -158,6 +158,7 @@ def _noting(source: str) -> SimpleNamespace:
 def _named(launches: list[tuple[Any, ...]], inputs: list[Tensor]) -> list[Any]:
     """Launches with names for addresses: of an input and an offset, or of new memory in the order of its use."""
     names: dict[int, str] = {}
+    blocks = [range(x.data_ptr(), x.data_ptr() + x.nbytes) for x in ALLOCATED if x.dtype == torch.uint8]
     ADDRESSES.update(x.data_ptr() for x in (*inputs, *ALLOCATED))
 
     def name(address: int) -> str:
@@ -175,7 +176,8 @@ def _named(launches: list[tuple[Any, ...]], inputs: list[Tensor]) -> list[Any]:
         if hasattr(x, "data_ptr"):
             ADDRESSES.add(x.data_ptr())
             return name(x.data_ptr())
-        return name(x) if isinstance(x, int) and x in ADDRESSES else x
+        is_address = isinstance(x, int) and (x in ADDRESSES or any(x in block for block in blocks))
+        return name(x) if is_address else x
 
     return [(*rest, [of(x) for x in of_kernel]) for *rest, of_kernel in launches]
 

@@ -269,6 +269,44 @@ def test_a_view_that_a_call_returns_is_allocated_as_it_is():
     assert part.recording(outputs, 0) is replay._Known.UNCLEAR, "the rest of it would be left out"
 
 
+def addresses_of(made):
+    """Of what a recorded call makes and drops, when it is played: sizes in bytes, each handed to one launch."""
+    recorder = replay._Recorder([])
+
+    def call():
+        return *(torch.empty(n, dtype=torch.uint8) for n in made), torch.empty(3)
+
+    *_, output = recorder.watch(call)
+    lasting = torch.zeros(4)
+    recorder.add(lasting, lambda: lasting)
+    recorder.launches = [(None, (1, 1, 1), [("address", i) for i in range(len(made) + 2)])]
+    ran = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "_prepared", lambda *_: lambda *arguments: ran.append(arguments))
+        recording = recorder.recording((output,), 0)
+    (again,) = recording.play([])
+    ((*found, of_output, of_lasting),) = ran
+    assert again.shape == output.shape and of_output == again.data_ptr() and of_lasting == lasting.data_ptr()
+    return found, len(recording.allocations)
+
+
+def test_what_a_call_drops_shares_an_allocation():
+    """In which nothing overlaps."""
+    sizes = 100, 4096, 1, 513
+    found, n_allocations = addresses_of(sizes)
+    assert n_allocations == 3, "the output, what is lasting, and one for all else"
+    starts, end = replay._in_a_row(sizes)
+    assert [address - found[0] for address in found] == starts
+    assert all(start % replay.PART_ALIGNMENT == 0 for start in starts)
+    assert all(after - start >= size for start, after, size in zip(starts, [*starts[1:], end], sizes, strict=True))
+
+
+def test_what_is_large_is_allocated_by_itself(monkeypatch):
+    monkeypatch.setattr(replay, "SHARED_BYTES", 1000)
+    assert addresses_of([100, 1001, 1000])[1] == 4
+    assert addresses_of([1001])[1] == 3
+
+
 def test_inputs_that_no_launch_reads_are_not_asked():
     tensors = [torch.zeros(4) for _ in range(3)]
     recorder = replay._Recorder([tensors[0], None, *tensors[1:]])
