@@ -74,7 +74,7 @@ def flash_attn_func(
     _require_offered(dropout_p, out_dtype)
     window_size = window_of(window_size)
     schedule = kept_schedule(batch, seqlen_q, seqlen_k, q, causal, window_size)
-    # where the GPU has nothing to do but attention, the backend's own check comes before that
+    # before the GPU is asked for anything: without what follows here that is attention, and the backend checks
     if schedule is None or alibi_slopes is not None or q.dtype == FP8:
         require_consistent(q, k, v, sinks)
     alibi = []

@@ -145,10 +145,7 @@ def dense_schedule(
     """build_schedule for `batch` documents of one length, which fill q and k; the last ones built are kept."""
     window_size = (window_size[0], window_size[1])
     arguments = batch, seqlen_q, seqlen_k, device, causal, window_size
-    of_cuda = device.type == "cuda"
-    # `cuda` is of another device when that changes, and each device's default stream is 0
-    index = torch.cuda.current_device() if of_cuda and device.index is None else device.index
-    key = _key_of(batch, seqlen_q, seqlen_k, index if of_cuda else device, causal, window_size)
+    key = _key_of(*arguments)
     if key is None:
         return _dense_schedule(*arguments)
     schedule = _KEPT.get(key)
@@ -174,22 +171,23 @@ def kept_schedule(
 def _key_of(
     batch: int, seqlen_q: int, seqlen_k: int, device: torch.device | int, causal: bool, window_size: tuple[int, int]
 ) -> Hashable:
-    """By which a dense schedule is kept; None where it may not be. device is the number of a CUDA device, or another.
-
-    Another stream has its own, as it might read what is not yet written.
-    """
+    """By which a dense schedule is kept; None where it may not be. device may be the number of a CUDA device."""
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()  # tensors may be fake, or someone counts them
         or batch * (seqlen_q + seqlen_k) > KEPT_TOKENS
     ):
         return None
+    if isinstance(device, torch.device) and device.type == "cuda":
+        # `cuda` is of another device when that changes, and each device's default stream is 0
+        device = torch.cuda.current_device() if device.index is None else device.index
     stream = 0
     if isinstance(device, int):
         # what a graph captures lives in the graph's memory, and what it reads must live as long as the graph
         if torch.cuda.is_current_stream_capturing():
             return None
-        stream = torch._C._cuda_getCurrentRawStream(device)  # torch.cuda.current_stream makes an object of it
+        # on another stream they might be read before they are written. torch.cuda.current_stream makes an object of it
+        stream = torch._C._cuda_getCurrentRawStream(device)
     return batch, seqlen_q, seqlen_k, device, causal, window_size, stream
 
 
