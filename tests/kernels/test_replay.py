@@ -269,8 +269,19 @@ def test_a_view_that_a_call_returns_is_allocated_as_it_is():
     assert part.recording(outputs, 0) is replay._Known.UNCLEAR, "the rest of it would be left out"
 
 
+def recorded(recorder, addresses, outputs=()):
+    """The recording of one launch with these of the recorder's tensors, and the arguments of each launch made again."""
+    ran = []
+    recorder.launches = [(None, (1, 1, 1), [("address", i) for i in addresses])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "_prepared", lambda *_: lambda *arguments: ran.append(arguments))
+        recording = recorder.recording(outputs, 0)
+    assert isinstance(recording, replay._Recording)
+    return recording, ran
+
+
 def addresses_of(made):
-    """Of what a recorded call makes and drops, when it is played: sizes in bytes, each handed to one launch."""
+    """Of what a recorded call makes and drops, of these bytes each, when it is played, and how much it allocates."""
     recorder = replay._Recorder([])
 
     def call():
@@ -279,11 +290,7 @@ def addresses_of(made):
     *_, output = recorder.watch(call)
     lasting = torch.zeros(4)
     recorder.add(lasting, lambda: lasting)
-    recorder.launches = [(None, (1, 1, 1), [("address", i) for i in range(len(made) + 2)])]
-    ran = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "_prepared", lambda *_: lambda *arguments: ran.append(arguments))
-        recording = recorder.recording((output,), 0)
+    recording, ran = recorded(recorder, range(len(made) + 2), (output,))
     (again,) = recording.play([])
     ((*found, of_output, of_lasting),) = ran
     assert again.shape == output.shape and of_output == again.data_ptr() and of_lasting == lasting.data_ptr()
@@ -310,13 +317,8 @@ def test_what_is_large_is_allocated_by_itself(monkeypatch):
 def test_inputs_that_no_launch_reads_are_not_asked():
     tensors = [torch.zeros(4) for _ in range(3)]
     recorder = replay._Recorder([tensors[0], None, *tensors[1:]])
-    recorder.launches = [(None, (1, 1, 1), [("address", 3), ("address", 4), ("address", 3)])]
     recorder.add(torch.zeros(4), lambda: torch.zeros(4))
-    ran = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "_prepared", lambda *_: lambda *arguments: ran.append(arguments))
-        recording = recorder.recording((), 0)
-    assert isinstance(recording, replay._Recording)
+    recording, ran = recorded(recorder, [3, 4, 3])
     assert recording.read([1, 2, 3, 4]) == (4,)
     recording.play([16])
     ((first, made, again),) = ran
@@ -326,16 +328,10 @@ def test_inputs_that_no_launch_reads_are_not_asked():
 def test_arguments_of_known_addresses_are_kept():
     """And of others made anew."""
     replay.forget()
-    recorder = replay._Recorder([torch.zeros(4)])
-    recorder.launches = [(None, (1, 1, 1), [("address", 0)])]
-    ran = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "_prepared", lambda *_: ran.append)
-        recording = recorder.recording((), 0)
-    assert isinstance(recording, replay._Recording)
+    recording, ran = recorded(replay._Recorder([torch.zeros(4)]), [0])
     for address in (16, 32, 16):
         recording.play([address])
-    assert ran == [16, 32, 16] and replay._arguments.cache_info()[:2] == (1, 2)
+    assert ran == [(16,), (32,), (16,)] and replay._arguments.cache_info()[:2] == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -380,14 +376,8 @@ def test_inputs_that_were_one_must_be_one_again():
 
 def test_addresses_must_be_aligned():
     """For others Triton compiles other code."""
-    recorder = replay._Recorder([torch.zeros(4)])
-    recorder.launches = [(None, (1, 1, 1), [("address", 0)])]
-    ran = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "_prepared", lambda *_: ran.append)
-        recording = recorder.recording((), 0)
-    assert isinstance(recording, replay._Recording)
-    assert recording.play([24]) is None and recording.play([32]) == () and ran == [32]
+    recording, ran = recorded(replay._Recorder([torch.zeros(4)]), [0])
+    assert recording.play([24]) is None and recording.play([32]) == () and ran == [(32,)]
 
 
 @pytest.mark.gpu
