@@ -105,7 +105,10 @@ def _backward(
         delta = attention_delta(o, do, dlse)
         dq, dk, dv = portable_bwd.attention_backward(do.to(q.dtype), q, k, v, lse, delta, schedule, features)
     gradients = tuple(x.view(shape) for x, shape in zip((dq, dk, dv), shapes, strict=True))
-    return gradients if features.sinks is None or delta is None else (*gradients, delta)
+    if features.sinks is None:
+        return gradients
+    assert delta is not None
+    return *gradients, delta
 
 
 def in_order(x: Tensor) -> Tensor:

@@ -84,8 +84,9 @@ def _gradients(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     dq, dk, dv, delta = backend.backward(do, dlse, q, k, v, o, lse, schedule, features, deterministic)
-    if features.sinks is None or delta is None:
+    if features.sinks is None:
         return dq, dk, dv, None
+    assert delta is not None
     return dq, dk, dv, sink_gradient(features.sinks, lse, delta)
 
 

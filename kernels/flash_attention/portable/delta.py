@@ -14,7 +14,7 @@ def delta_of_rows(
     o_ptr, do_ptr, dlse_ptr, stride_dot, stride_doh, rows, head, total, n_heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Of these rows of a head, 0 past the last one; o is dense, do has a dense last dimension. head is int64."""
+    """delta of these rows of a head, 0 past the last one; o is dense, do has a dense last dimension. head is int64."""
     cols = tl.arange(0, BLOCK_D)
     inside = rows < total
     mask = inside[:, None] & (cols[None, :] < HEAD_DIM)
