@@ -81,7 +81,7 @@ def test_registers_of_three_groups():
 @pytest.mark.parametrize("head_dim", [8, 96])
 @pytest.mark.parametrize("total", [pytest.param(128, id="whole"), pytest.param(70, id="padded")])
 def test_what_is_prepared(device, total, head_dim, with_dlse, dtype):
-    """Rows that are none take no part; delta is attention_delta's; nothing else is written."""
+    """Rows that are none take no part; delta is that of o and do in any dtype; the rest is as before any sum."""
     o = torch.randn(total, 3, head_dim, device=device).to(dtype)
     do = torch.randn(3, total, head_dim + 8, device=device).to(dtype)[..., :head_dim].transpose(0, 1)
     lse, dlse = torch.randn(2, 3, total, device=device)
