@@ -101,13 +101,14 @@ class Candidate:
         return partial(torch.autograd.grad, o, leaves, do, retain_graph=True)
 
     def _node(self, leaves: Sequence[Tensor], do: Tensor) -> Call:
-        """What autograd's engine calls for one call's backward, where no graph of gradients is wanted."""
+        """What autograd's engine calls for one call's backward; the engine does so without gradients (`grad_mode`)."""
         with self.setting():
             result = self.attend(*leaves)
         outputs = result if isinstance(result, tuple) else (result,)
-        node = outputs[0].grad_fn
-        run = getattr(node, "apply", node)  # a node of torch's own is called, a Function's has this
-        return torch.no_grad()(partial(run, do, *[None] * (len(outputs) - 1)))
+        gradients = do, *[None] * (len(outputs) - 1)
+        if hasattr(outputs[0].grad_fn, "apply"):  # a Function's, which lives no longer than what it gave
+            return lambda: outputs[0].grad_fn.apply(*gradients)
+        return partial(outputs[0].grad_fn, *gradients)
 
     def _shape(self, shape: Shape, heads: int) -> tuple[int, ...]:
         if self.layout == "batch heads tokens":
@@ -140,6 +141,11 @@ class Row:
         us = [sample.us for sample in samples]
         outcome = "GPU-bound" if statistics.median(sample.left for sample in samples) > GPU_BOUND else "ok"
         return cls(candidate, direction, outcome, statistics.median(us), min(us), max(us))
+
+
+def grad_mode(direction: Pass) -> AbstractContextManager[Any]:
+    """What a pass is called under."""
+    return torch.set_grad_enabled(direction != NODE)
 
 
 class _Nothing(torch.autograd.Function):
@@ -192,9 +198,10 @@ def measure(chosen: Mapping[str, Candidate], shape: Shape, rounds: int, calls: i
         try:
             prepared = candidate.calls(shape, torch.device("cuda"), torch.bfloat16)
             with candidate.setting():
-                for run in prepared.values():
-                    for _ in range(WARM_UP):
-                        run()
+                for direction, run in prepared.items():
+                    with grad_mode(direction):
+                        for _ in range(WARM_UP):
+                            run()
         except Exception as error:
             # one candidate's failure is a result too; the table reports it and the others go on
             traceback.print_exc()
@@ -204,7 +211,7 @@ def measure(chosen: Mapping[str, Candidate], shape: Shape, rounds: int, calls: i
             runs |= {(name, direction): run for direction, run in prepared.items()}
     samples: dict[tuple[str, Pass], list[Sample]] = {place: [] for place in runs}
     for name, direction in order([*runs], rounds):
-        with chosen[name].setting():
+        with chosen[name].setting(), grad_mode(direction):
             samples[name, direction].append(sample(runs[name, direction], calls, CALLS[direction]))
     return [Row.of(*place, found) for place, found in samples.items()] + failed
 

@@ -21,6 +21,7 @@ from scripts.bench_host import (
     Sample,
     Shape,
     candidates,
+    grad_mode,
     markdown,
     measure,
     order,
@@ -70,7 +71,8 @@ def test_passes_run_and_give_gradients_of_q_k_and_v(device):
             of_forward, recorded = (calls[direction]() for direction in ("forward", "forward, autograd"))
             gradients = [calls["backward"]() for _ in range(2)][-1]  # kept outputs serve again
             in_a_row = calls["backward, of 16"]()
-            of_node = calls[NODE]()
+            with grad_mode(NODE):
+                of_node = calls[NODE]()
         first = [o[0] if isinstance(o, tuple) else o for o in (of_forward, recorded)]
         assert [o.requires_grad for o in first] == [False, True], name
         shapes = [candidate._shape(SHAPE, heads) for heads in (4, 2, 2)]
