@@ -29,8 +29,8 @@ class TileConfig:
 # and dv take 3.250 + 2.022 ms at head_dim 256, dkdv at best 9.158; at 192 3.148 + 2.215, but dkdv 4.722. The others are
 # chosen, not measured: sm100 begins from sm90, with less for dK and dV where accumulators of 192 and 256 columns would
 # overflow its tensor memory, and sm80 fits the 99 KiB of the smallest GPUs that use it. Where there are dk and dv, dkdv
-# is for fp32 and for repairs of what Hopper's kernels left; (64, 64, 8, 2), its fastest in bf16 at 256, would leave a
-# multiprocessor room for one repairing program, not two. tests/kernels/test_aot.py holds every entry to limits.
+# is for fp32 and for repairs of what Hopper's kernels left; (64, 64, 8, 2), its fastest in bf16 at 256, would make the
+# kernel that repairs spill more. tests/kernels/test_aot.py holds every entry to limits.
 _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 3),
     ("sm90", 96, "fwd"): TileConfig(128, 64, 8, 3),

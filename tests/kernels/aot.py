@@ -22,7 +22,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.flash_attention.portable.bwd import _dkdv_kernel, _dq_kernel, _repair_dkdv_kernel, _repair_dq_kernel
+from kernels.flash_attention.portable.bwd import _dkdv_kernel, _dq_kernel, _repair_bwd_kernel
 from kernels.flash_attention.portable.fwd import _fwd_kernel, _repair_fwd_kernel
 from kernels.flash_attention.portable.launch import precision_of
 from kernels.flash_attention.portable.load import split_width
@@ -35,10 +35,13 @@ KERNELS = {
     "dv": _dkdv_kernel,
     "dq": _dq_kernel,
     "repair_fwd": _repair_fwd_kernel,
-    "repair_dkdv": _repair_dkdv_kernel,
-    "repair_dq": _repair_dq_kernel,
+    "repair_bwd": _repair_bwd_kernel,
 }
-INDEX_POINTERS = {"key_start_ptr", "key_end_ptr", "query_start_ptr", "query_end_ptr", "tiles_ptr", "spoiled_ptr"}
+PASS_OF_REPAIR = {"repair_fwd": "fwd", "repair_bwd": "dkdv"}  # whose warps it has
+INDEX_POINTERS = {
+    *("key_start_ptr", "key_end_ptr", "query_start_ptr", "query_end_ptr", "tiles_ptr"),
+    *("spoiled_ptr", "spoiled_q_ptr", "spoiled_k_ptr"),
+}
 FEATURE_POINTERS = ("sinks_ptr", "slopes_ptr", "beside_ptr", "document_ptr", "descale_ptr")
 ELEMENT = {1: "*fp8e4nv", 2: "*bf16", 4: "*fp32"}
 # in PTX, and what ptxas makes of it: Hopper's and Blackwell's work on shared memory, HMMA on registers. To read that in
@@ -50,12 +53,13 @@ def compile_case(arch, head_dim, v_head_dim, direction, itemsize):
     """The report on one entry of the table."""
     contain = direction.startswith("contain_")
     direction = direction.removeprefix("contain_")
-    kernel, direction = KERNELS[direction], direction.removeprefix("repair_")
+    kernel, direction = KERNELS[direction], PASS_OF_REPAIR.get(direction, direction)
     tiles = tile_config(arch, max(head_dim, v_head_dim), direction, itemsize)
+    of_queries = tile_config(arch, max(head_dim, v_head_dim), "dq", itemsize)
     if "LOOK" in kernel.arg_names:
         tiles = replace(tiles, num_stages=1)
     precision = precision_of(torch.empty(0, dtype=torch.float32 if itemsize == 4 else torch.bfloat16))
-    source = source_of(kernel, tiles, head_dim, v_head_dim, direction, itemsize, contain, precision)
+    source = source_of(kernel, tiles, of_queries, head_dim, v_head_dim, direction, itemsize, contain, precision)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     log = io.StringIO()
     # Triton's own run of ptxas, whose options differ between versions; a kernel from its cache would leave no log
@@ -72,15 +76,16 @@ def compile_case(arch, head_dim, v_head_dim, direction, itemsize):
     }
 
 
-def source_of(kernel, tiles, head_dim, v_head_dim, direction, itemsize, contain, precision):
-    """The kernel of one pass as a launch with no features would specialise it."""
+def source_of(kernel, tiles, of_queries, head_dim, v_head_dim, direction, itemsize, contain, precision):
+    """The kernel of one pass as a launch with no features would specialise it; of_queries are the tiles of dq."""
     rows = tiles.block_n if direction in ("dkdv", "dk", "dv") else tiles.block_m
     d_1, d_2 = split_width(head_dim)
     dv_1, dv_2 = split_width(v_head_dim)
     constants = dict(
         HAS_SINKS=False, HAS_SOFTCAP=False, HAS_ALIBI=False, GROUP=4,
         D=head_dim, D_1=d_1, D_2=d_2, DV=v_head_dim, DV_1=dv_1, DV_2=dv_2,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PARTS=128 // rows, LOOK=256, PRECISION=precision,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, DKDV_M=tiles.block_m, DKDV_N=tiles.block_n,
+        DQ_M=of_queries.block_m, DQ_N=of_queries.block_n, PARTS=128 // rows, LOOK=256, PRECISION=precision,
         CONTAIN=contain, HAS_DK="dk" in direction, HAS_DV="dv" in direction,
     )  # fmt: skip
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}

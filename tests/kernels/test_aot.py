@@ -75,19 +75,17 @@ CONTAINING = {
     (256, "contain_dv"): (255, 128, "HGMMA"),
     (256, "contain_dq"): (255, 0, "HGMMA"),
 }
-# head_dim, pass -> the same of the kernels that repair what Hopper's left; two programs fit on a multiprocessor
+# head_dim, pass -> the same of the kernels that repair what Hopper's left; two programs fit on a multiprocessor, of the
+# backward's at 256 one
 REPAIRS = {
     (64, "repair_fwd"): (144, 0, "HGMMA"),
-    (64, "repair_dkdv"): (255, 0, "HGMMA"),
-    (64, "repair_dq"): (168, 0, "HGMMA"),
+    (64, "repair_bwd"): (255, 0, "HGMMA"),
     (96, "repair_fwd"): (216, 0, "HGMMA"),
-    (96, "repair_dkdv"): (255, 64, "HGMMA"),
-    (96, "repair_dq"): (216, 0, "HGMMA"),
+    (96, "repair_bwd"): (255, 128, "HGMMA"),
     (128, "repair_fwd"): (255, 0, "HGMMA"),
-    (128, "repair_dkdv"): (255, 96, "HGMMA"),
-    (128, "repair_dq"): (216, 0, "HGMMA"),
+    (128, "repair_bwd"): (255, 160, "HGMMA"),
     (256, "repair_fwd"): (255, 96, "HGMMA"),
-    (256, "repair_dkdv"): (255, 352, "HGMMA"),
+    (256, "repair_bwd"): (255, 928, "HGMMA"),
 }
 # arch, head_dim, pass -> bytes of spill stores and tensor-core instruction of fp32's products, each three of TF32; the
 # registers are always spent. Of tiles with fewer than 64 rows, no architecture makes more than HMMA
@@ -206,7 +204,8 @@ def assert_repairs_within_limits(entries):
         assert report["warnings"] == [], report
         assert report["registers"] <= registers and report["spill_bytes"] <= spill_bytes, report
         assert report["tensor_core"] == tensor_core, report
-        assert report["shared"] <= SHARED_LIMIT["sm90"] // 2, report
+        programs = 1 if (head_dim, direction) == ("256", "repair_bwd") else 2
+        assert report["shared"] <= SHARED_LIMIT["sm90"] // programs, report
 
 
 @pytest.mark.timeout(600)

@@ -5,7 +5,7 @@ import torch
 
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.hopper.bwd_dq import finish
-from kernels.flash_attention.portable.bwd import attention_backward, repair_dk_dv, repair_dq
+from kernels.flash_attention.portable.bwd import attention_backward, repair_backward
 from kernels.flash_attention.portable.delta import attention_delta
 from kernels.flash_attention.portable.fwd import attention_forward, repair_forward
 from kernels.flash_attention.portable.launch import new_marks, repair_grid
@@ -70,8 +70,7 @@ def test_backward_of_marked_tiles(problem, device, units):
     tensors, masks, (_, _, *exact) = problem
     dq, dk, dv = (torch.full_like(x, UNTOUCHED) for x in exact)
     spoiled_q, spoiled_k = marks(HEADS, units, device), marks(KV_HEADS, units, device)
-    repair_dq(*tensors, dq, spoiled_q, *masks)
-    repair_dk_dv(*tensors, dk, dv, spoiled_k, *masks)
+    repair_backward(*tensors, dq, dk, dv, spoiled_q, spoiled_k, *masks)
     for ours, all_of_it, spoiled in zip((dq, dk, dv), exact, (spoiled_q, spoiled_k, spoiled_k), strict=True):
         assert_repaired(ours, all_of_it, spoiled)
 

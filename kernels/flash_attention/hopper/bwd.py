@@ -15,7 +15,7 @@ from kernels.flash_attention.hopper import bwd_keys, bwd_three_groups, bwd_wide
 from kernels.flash_attention.hopper.bwd_dq import finish, prepare
 from kernels.flash_attention.hopper.bwd_queries import gradient_of_queries
 from kernels.flash_attention.hopper.descriptors import is_hopper, loadable
-from kernels.flash_attention.portable.bwd import repair_dk_dv, repair_dq
+from kernels.flash_attention.portable.bwd import repair_backward
 from kernels.flash_attention.portable.launch import new_marks
 from kernels.flash_attention.schedule import Schedule
 
@@ -69,6 +69,5 @@ def attention_backward(
         dq = gradient_of_queries(do, q, k, v, lse, delta, spoiled_q, schedule, features)
     if spoiled_q is not None and spoiled_k is not None:
         assert delta is not None
-        repair_dk_dv(do, q, k, v, lse, delta, dk, dv, spoiled_k, schedule, features)
-        repair_dq(do, q, k, v, lse, delta, dq, spoiled_q, schedule, features)
+        repair_backward(do, q, k, v, lse, delta, dq, dk, dv, spoiled_q, spoiled_k, schedule, features)
     return dq, dk, dv, None if features.sinks is None else delta

@@ -28,7 +28,7 @@ from kernels.flash_attention.portable.load import load_part, split_width, store_
 from kernels.flash_attention.replay import launch
 from kernels.flash_attention.schedule import WORK_TILE, Schedule
 from kernels.flash_attention.scores import alibi_bias, cap, load_alibi
-from kernels.flash_attention.tiles import TileConfig, arch_of, key_passes, launch_tiles
+from kernels.flash_attention.tiles import arch_of, key_passes, launch_tiles
 
 
 @triton.jit
@@ -207,35 +207,6 @@ def _dkdv_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["total_q", "total_k", "n_kv_heads"])
-def _repair_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, query_end_ptr,
-    slopes_ptr, beside_ptr, document_ptr,
-    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
-    total_q, total_k, n_kv_heads, softmax_scale, softcap, spoiled_ptr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, LOOK: tl.constexpr,
-):  # fmt: skip
-    """Few programs: of all tiles of BLOCK_N keys of one KV head, the marked ones."""
-    n_tiles = tl.cdiv(total_k, BLOCK_N)
-    n_items, step = n_tiles * n_kv_heads, tl.num_programs(0)
-    for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
-        if any_is_spoiled(spoiled_ptr, base, n_items, n_tiles, total_k, BLOCK_N, LOOK):
-            for item in tl.range(base, tl.minimum(base + step * LOOK, n_items), step, disable_licm=True):
-                kv_head, first = item // n_tiles, item % n_tiles * BLOCK_N
-                if is_spoiled(spoiled_ptr, kv_head, first, total_k, BLOCK_N):
-                    _dkdv_tile(
-                        first, kv_head,
-                        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, query_end_ptr,
-                        slopes_ptr, beside_ptr, document_ptr,
-                        stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
-                        stride_slopes, total_q, total_k, n_kv_heads, softmax_scale, softcap,
-                        True, True, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N,
-                        PRECISION, True, 1,
-                    )  # fmt: skip
-
-
 @triton.jit
 def _accumulate_dq(
     dq, dq_2, q, q_2, do, do_2, lse, delta, k_ptr, v_ptr, start, end, key_start, key_end, total_k, stride_kt,
@@ -351,31 +322,49 @@ def _dq_kernel(
 
 
 @triton.jit(do_not_specialize=["total_q", "total_k", "n_heads"])
-def _repair_dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, key_start_ptr, key_end_ptr,
+def _repair_bwd_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
+    key_start_ptr, key_end_ptr, query_start_ptr, query_end_ptr,
     slopes_ptr, beside_ptr, document_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
-    total_q, total_k, n_heads, softmax_scale, softcap, spoiled_ptr,
+    total_q, total_k, n_heads, softmax_scale, softcap, spoiled_q_ptr, spoiled_k_ptr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, LOOK: tl.constexpr,
+    PRECISION: tl.constexpr, DKDV_M: tl.constexpr, DKDV_N: tl.constexpr, DQ_M: tl.constexpr, DQ_N: tl.constexpr,
+    LOOK: tl.constexpr,
 ):  # fmt: skip
-    """Few programs: of all tiles of BLOCK_M queries of one head, the marked ones."""
-    n_tiles = tl.cdiv(total_q, BLOCK_M)
-    n_items, step = n_tiles * n_heads, tl.num_programs(0)
+    """Few programs: the marked ones of all tiles of DKDV_N keys of one KV head, then of DQ_M queries of one head."""
+    n_kv_heads, step = n_heads // GROUP, tl.num_programs(0)
+    n_tiles = tl.cdiv(total_k, DKDV_N)
+    n_items = n_tiles * n_kv_heads
     for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
-        if any_is_spoiled(spoiled_ptr, base, n_items, n_tiles, total_q, BLOCK_M, LOOK):
+        if any_is_spoiled(spoiled_k_ptr, base, n_items, n_tiles, total_k, DKDV_N, LOOK):
             for item in tl.range(base, tl.minimum(base + step * LOOK, n_items), step, disable_licm=True):
-                head, first = item // n_tiles, item % n_tiles * BLOCK_M
-                if is_spoiled(spoiled_ptr, head, first, total_q, BLOCK_M):
+                kv_head, first = item // n_tiles, item % n_tiles * DKDV_N
+                if is_spoiled(spoiled_k_ptr, kv_head, first, total_k, DKDV_N):
+                    _dkdv_tile(
+                        first, kv_head,
+                        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, query_end_ptr,
+                        slopes_ptr, beside_ptr, document_ptr,
+                        stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
+                        stride_slopes, total_q, total_k, n_kv_heads, softmax_scale, softcap,
+                        True, True, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, DKDV_M, DKDV_N,
+                        PRECISION, True, 1,
+                    )  # fmt: skip
+    n_tiles = tl.cdiv(total_q, DQ_M)
+    n_items = n_tiles * n_heads
+    for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
+        if any_is_spoiled(spoiled_q_ptr, base, n_items, n_tiles, total_q, DQ_M, LOOK):
+            for item in tl.range(base, tl.minimum(base + step * LOOK, n_items), step, disable_licm=True):
+                head, first = item // n_tiles, item % n_tiles * DQ_M
+                if is_spoiled(spoiled_q_ptr, head, first, total_q, DQ_M):
                     _dq_tile(
                         first, head,
                         q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, key_start_ptr, key_end_ptr,
                         slopes_ptr, beside_ptr, document_ptr,
                         stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
                         stride_slopes, total_q, total_k, n_heads, softmax_scale, softcap,
-                        HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION,
-                        True, 1,
+                        HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, DQ_M, DQ_N, PRECISION, True, 1,
                     )  # fmt: skip
 
 
@@ -397,8 +386,9 @@ def attention_backward(
                 *scores, dk, dv, schedule.query_start, schedule.query_end, *_rest(q, k, v, do, n_kv_heads, features),
                 schedule.key_tiles, n_tiles, section // (n_heads // n_kv_heads),
                 HAS_DK=direction != "dv", HAS_DV=direction != "dk",
-                **_constants(q, v, features, tiles), CONTAIN=schedule.several_documents,
-                PARTS=WORK_TILE // tiles.block_n, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+                **_constants(q, v, features), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+                CONTAIN=schedule.several_documents, PARTS=WORK_TILE // tiles.block_n,
+                num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             )  # fmt: skip
     tiles = launch_tiles(q.device, head_dim, v_head_dim, "dq", q.element_size())
     grid, n_tiles = grid_of_tiles(schedule.query_tiles, n_heads, tiles.block_m)
@@ -407,48 +397,39 @@ def attention_backward(
             _dq_kernel, (grid,),
             *scores, dq, schedule.key_start, schedule.key_end, *_rest(q, k, v, do, n_heads, features),
             schedule.query_tiles, n_tiles, section,
-            **_constants(q, v, features, tiles), CONTAIN=schedule.several_documents,
-            PARTS=WORK_TILE // tiles.block_m, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            **_constants(q, v, features), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+            CONTAIN=schedule.several_documents, PARTS=WORK_TILE // tiles.block_m,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return dq, dk, dv
 
 
-def repair_dk_dv(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, spoiled: Tensor,
-    schedule: Schedule, features: Features,
+def repair_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    spoiled_q: Tensor, spoiled_k: Tensor, schedule: Schedule, features: Features,
 ) -> None:  # fmt: skip
-    """Computes dk and dv again where `spoiled` (launch.new_marks) marks one of them, in whole tiles; both are dense."""
-    total_k, n_kv_heads, v_head_dim = v.shape
-    tiles = launch_tiles(q.device, q.shape[2], v_head_dim, "dkdv", q.element_size())
-    programs, look = repair_grid(q.device, ceil_div(total_k, tiles.block_n) * n_kv_heads)
+    """Computes dq, dk and dv again where `spoiled_q`, and for both of the latter `spoiled_k`, marks them.
+
+    Marks are launch.new_marks'. In whole tiles; all three are dense.
+    """
+    (total_q, n_heads, head_dim), (total_k, n_kv_heads, v_head_dim) = q.shape, v.shape
+    of_keys = launch_tiles(q.device, head_dim, v_head_dim, "dkdv", q.element_size())
+    of_queries = launch_tiles(q.device, head_dim, v_head_dim, "dq", q.element_size())
+    n_items = max(ceil_div(total_k, of_keys.block_n) * n_kv_heads, ceil_div(total_q, of_queries.block_m) * n_heads)
+    programs, look = repair_grid(q.device, n_items)
     if programs:
         launch(
-            _repair_dkdv_kernel, (programs,),
-            q, k, v, do, lse, delta, dk, dv, schedule.query_start, schedule.query_end,
-            *_rest(q, k, v, do, n_kv_heads, features), spoiled,
-            **_constants(q, v, features, tiles), LOOK=look, num_warps=tiles.num_warps, num_stages=1,
-        )  # fmt: skip
-
-
-def repair_dq(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, spoiled: Tensor,
-    schedule: Schedule, features: Features,
-) -> None:  # fmt: skip
-    """As repair_dk_dv, for dq."""
-    total_q, n_heads, head_dim = q.shape
-    tiles = launch_tiles(q.device, head_dim, v.shape[2], "dq", q.element_size())
-    programs, look = repair_grid(q.device, ceil_div(total_q, tiles.block_m) * n_heads)
-    if programs:
-        launch(
-            _repair_dq_kernel, (programs,),
-            q, k, v, do, lse, delta, dq, schedule.key_start, schedule.key_end,
-            *_rest(q, k, v, do, n_heads, features), spoiled,
-            **_constants(q, v, features, tiles), LOOK=look, num_warps=tiles.num_warps, num_stages=1,
+            _repair_bwd_kernel, (programs,),
+            q, k, v, do, lse, delta, dq, dk, dv,
+            schedule.key_start, schedule.key_end, schedule.query_start, schedule.query_end,
+            *_rest(q, k, v, do, n_heads, features), spoiled_q, spoiled_k, **_constants(q, v, features),
+            DKDV_M=of_keys.block_m, DKDV_N=of_keys.block_n, DQ_M=of_queries.block_m, DQ_N=of_queries.block_n,
+            LOOK=look, num_warps=max(of_keys.num_warps, of_queries.num_warps), num_stages=1,
         )  # fmt: skip
 
 
 def _rest(q: Tensor, k: Tensor, v: Tensor, do: Tensor, heads: int, features: Features) -> tuple[Any, ...]:
-    """What all four kernels take after their tensors: ALiBi, strides, sizes, scales."""
+    """What all three kernels take after their tensors: ALiBi, strides, sizes, scales."""
     return (
         *features.pointers()[1:],
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2], features.stride_slopes(),
@@ -456,11 +437,10 @@ def _rest(q: Tensor, k: Tensor, v: Tensor, do: Tensor, heads: int, features: Fea
     )  # fmt: skip
 
 
-def _constants(q: Tensor, v: Tensor, features: Features, tiles: TileConfig) -> dict[str, Any]:
-    """What they are compiled with."""
+def _constants(q: Tensor, v: Tensor, features: Features) -> dict[str, Any]:
+    """What they are compiled with beside tiles."""
     (d_1, d_2), (dv_1, dv_2) = split_width(q.shape[2]), split_width(v.shape[2])
     return dict(
         HAS_SOFTCAP=features.softcap != 0.0, HAS_ALIBI=bool(features.alibi), GROUP=q.shape[1] // v.shape[1],
-        D=q.shape[2], D_1=d_1, D_2=d_2, DV=v.shape[2], DV_1=dv_1, DV_2=dv_2,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PRECISION=precision_of(q),
+        D=q.shape[2], D_1=d_1, D_2=d_2, DV=v.shape[2], DV_1=dv_1, DV_2=dv_2, PRECISION=precision_of(q),
     )  # fmt: skip
