@@ -408,9 +408,9 @@ def repair_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
     spoiled_q: Tensor, spoiled_k: Tensor, schedule: Schedule, features: Features,
 ) -> None:  # fmt: skip
-    """Computes dq, dk and dv again where `spoiled_q`, and for both of the latter `spoiled_k`, marks them.
+    """Computes dq again where `spoiled_q` marks it, dk and dv where `spoiled_k` marks one of them, in whole tiles.
 
-    Marks are launch.new_marks'. In whole tiles; all three are dense.
+    Marks are as launch.new_marks has them; dq, dk and dv are dense.
     """
     (total_q, n_heads, head_dim), (total_k, n_kv_heads, v_head_dim) = q.shape, v.shape
     of_keys = launch_tiles(q.device, head_dim, v_head_dim, "dkdv", q.element_size())
