@@ -1,0 +1,109 @@
+"""A run with a W&B key goes on offline, within seconds, where the server cannot be used."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.training import command_line, quiet_environment, tiny
+
+KEY = "0123456789" * 4
+NOBODY = "http://127.0.0.1:9"  # the discard port, which no machine listens on
+PROGRAM = "from fa_train.wandb_mode import wandb_mode; print(wandb_mode())"
+
+
+def mode_of(home: Path, **environment: str) -> tuple[str, list[str]]:
+    """wandb_mode() in a process of its own, which has its own home, and all that it printed before."""
+    own = quiet_environment() | {"HOME": str(home), "WANDB_CONFIG_DIR": str(home), "WANDB_SILENT": "true"}
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=own | environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - started < 30, "most of it is the import of wandb on a busy machine"
+    *lines, mode = done.stdout.splitlines()
+    return mode, lines
+
+
+@pytest.fixture
+def silent_host():
+    """The address of a server that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A W&B server that accepts every key, or none."""
+
+    status = 200
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        accepted = self.status == 200
+        answer = {"data": {"viewer": {"id": "1", "username": "somebody", "entity": "somebody", "flags": "{}"}}}
+        body = json.dumps(answer if accepted else {"errors": [{"message": "invalid key"}]}).encode()
+        self.send_response(self.status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as started:
+        threading.Thread(target=started.serve_forever, daemon=True).start()
+        yield started
+        started.shutdown()
+
+
+def test_a_key_in_the_environment_without_a_network(tmp_path):
+    mode, lines = mode_of(tmp_path, WANDB_API_KEY=KEY, WANDB_BASE_URL=NOBODY)
+    assert mode == "offline" and len(lines) == 1 and "no login within 5 seconds" in lines[0]
+
+
+def test_a_key_in_a_netrc_file_without_a_network(tmp_path):
+    netrc = tmp_path / "netrc"
+    netrc.write_text(f"machine 127.0.0.1:9\n  login user\n  password {KEY}\n")
+    netrc.chmod(0o600)
+    mode, lines = mode_of(tmp_path, NETRC=str(netrc), WANDB_BASE_URL=NOBODY)
+    assert mode == "offline" and len(lines) == 1 and "no login within 5 seconds" in lines[0], "the file was not read"
+
+
+def test_a_host_that_never_answers(tmp_path, silent_host):
+    mode, lines = mode_of(tmp_path, WANDB_API_KEY=KEY, WANDB_BASE_URL=silent_host)
+    assert mode == "offline" and len(lines) == 1 and "no login within 5 seconds" in lines[0]
+
+
+@pytest.mark.parametrize("key", [pytest.param("short", id="malformed"), pytest.param(KEY, id="refused")])
+def test_a_wrong_key_does_not_end_a_run(key, tmp_path, server, monkeypatch):
+    monkeypatch.setattr(Answers, "status", 401)
+    mode, lines = mode_of(tmp_path, WANDB_API_KEY=key, WANDB_BASE_URL=f"http://127.0.0.1:{server.server_port}")
+    assert mode == "offline" and len(lines) == 1
+    assert ("invalid key" if key == KEY else "WANDB_API_KEY invalid") in lines[0]
+
+
+def test_a_key_that_the_server_accepts(tmp_path, server):
+    mode, lines = mode_of(tmp_path, WANDB_API_KEY=KEY, WANDB_BASE_URL=f"http://127.0.0.1:{server.server_port}")
+    assert (mode, lines) == ("online", [])
+
+
+def test_the_environment_may_choose_the_mode(tmp_path):
+    assert mode_of(tmp_path, WANDB_MODE="disabled", WANDB_API_KEY=KEY, WANDB_BASE_URL=NOBODY) == ("disabled", [])
+
+
+def test_a_run_with_a_key_and_no_network_is_recorded_offline(tmp_path):
+    overrides = tiny(tmp_path, "logger=wandb", "max_steps=1")
+    environment = {"HOME": str(tmp_path), "WANDB_CONFIG_DIR": str(tmp_path), "WANDB_BASE_URL": NOBODY}
+    done = command_line(tmp_path, *overrides, **environment, WANDB_API_KEY=KEY)
+    assert done.returncode == 0, done.stderr
+    assert "so this run is logged offline" in done.stdout and list(tmp_path.rglob("*.wandb"))
