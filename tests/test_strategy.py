@@ -41,7 +41,7 @@ pytestmark = [
     pytest.mark.xdist_group("strategy"),
 ]
 SETTINGS = (
-    "data.val_rows=2", "max_steps=6", "trainer.val_check_interval=6", "callbacks.checkpoint.every_n_train_steps=3",
+    "data.val_rows=3", "max_steps=6", "trainer.val_check_interval=6", "callbacks.checkpoint.every_n_train_steps=3",
     "callbacks.checkpoint.save_top_k=-1",
 )  # fmt: skip
 RANKS = ("strategy=fsdp", "trainer.devices=2")
@@ -70,7 +70,7 @@ def train_in(folder: Path, corpus: Path, *overrides: str) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory) -> Path:
-    """Holds the corpus of all runs, of which each rank has a row to validate on."""
+    """Holds the corpus of all runs; two ranks cannot share its three rows to validate on evenly."""
     folder: Path = tmp_path_factory.mktemp("strategy")
     for number in range(100):
         (write_corpus(folder / "corpus") / f"more_{number}.txt").write_text(f"{number} more " * 20)

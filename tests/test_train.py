@@ -58,6 +58,17 @@ def test_micro_batches_change_nothing_but_memory(tmp_path):
     torch.testing.assert_close(losses[0], losses[2], rtol=1e-4, atol=0)
 
 
+def test_validation_does_not_depend_on_micro_batches(tmp_path):
+    """Three rows in micro-batches of 1, 2 and 8, whose other rows count for nothing."""
+    settings = ["max_steps=2", "batch_size=8", "data.val_rows=3", "trainer.val_check_interval=1"]
+    one, *others = (
+        column(run(tmp_path, *settings, f"data.micro_batch_size={size}")[1], "val/loss") for size in (1, 2, 8)
+    )
+    assert sorted(one) == [1, 2]
+    for other in others:
+        assert other == pytest.approx(one, rel=1e-5), "fp32 sums in another order"
+
+
 def test_labels_are_counted_exactly_with_bf16_weights(tmp_path):
     """Lightning turns every floating-point buffer into bf16, which would count 300 labels as 300 or 302."""
     with composed(tmp_path, *tiny(tmp_path, "trainer.precision=bf16-true")) as cfg:
@@ -234,14 +245,15 @@ def start_and_finish_ranks(folder, tmp_path, *overrides):
 def test_the_number_of_processes_may_change(tmp_path):
     """One process for three steps, two for two, one to the end: rows and losses of one process alone.
 
+    Three rows to validate on are no whole number of rows a process.
     Then a step has 4, 2 and again 4 micro-batches; those of five steps of two are no whole number of steps of one.
     """
     settings = [
         "max_steps=9", "data.packing=best_fit", "trainer.accelerator=cpu", "callbacks.checkpoint.every_n_train_steps=1",
-        "callbacks.checkpoint.save_top_k=-1",
+        "callbacks.checkpoint.save_top_k=-1", "data.val_rows=3", "trainer.val_check_interval=3",
     ]  # fmt: skip
     _, one = run(tmp_path, *settings, *RECORDED)
-    losses, rows = column(one, "train/loss"), recorded_rows(one)
+    losses, rows, validated = column(one, "train/loss"), recorded_rows(one), column(one, "val/loss")
     overrides = tiny(tmp_path, *settings, f"ckpt_path={one}/checkpoints/step_0000003.ckpt")
     two = start_and_finish_ranks(tmp_path / "two", tmp_path, *overrides, *RECORDED)
     _, again = run(tmp_path, *settings, f"ckpt_path={two}/checkpoints/step_0000005.ckpt", *RECORDED, name="again")
@@ -250,6 +262,7 @@ def test_the_number_of_processes_may_change(tmp_path):
         seen = column(part, "train/loss")
         assert sorted(seen) == list(range(first, 10))
         assert recorded_rows(part) == {step: rows[step] for step in range(first - 1, 9)}
+        assert column(part, "val/loss") == pytest.approx({6: validated[6], 9: validated[9]}, rel=1e-5)
         # fp32 sums in another order, of gradients too
         assert list(seen.values()) == pytest.approx([losses[step] for step in seen], rel=1e-5)
 

@@ -1,6 +1,7 @@
 """Packed micro-batches for Lightning, as a pure function of the seed and of how many came before."""
 
 import dataclasses
+import math
 import os
 import signal
 import threading
@@ -19,7 +20,7 @@ from fa_train.data.best_fit import BestFit, LongDocuments
 from fa_train.data.chats import ChatCorpus
 from fa_train.data.corpus import HFCorpus, StdlibCorpus, TextCorpus
 from fa_train.data.mixing import CYCLE, MixedRows, MixReport, Part, interleave, rows_a_cycle
-from fa_train.data.packing import Batch, Concatenation, PackableDocuments, collate
+from fa_train.data.packing import IGNORE_INDEX, Batch, Concatenation, PackableDocuments, Row, collate
 from fa_train.data.report import Histogram, PackingReport
 from fa_train.data.rows import Layout, ShuffledRows
 from fa_train.data.store import TokenizedCorpus
@@ -202,13 +203,12 @@ class PackedDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader | list[DataLoader]:
         rows = PackedRows(self, held_out=True, shuffle=False)
-        trainer = self._running_trainer()
-        # whole micro-batches on every rank, so that no rank waits for another
-        count = min(self.val_rows, rows.per_epoch) // (self.micro_batch_size * trainer.world_size)
-        if not count:
+        if not rows.counted:
             return []
+        trainer = self._running_trainer()
         dataset = MicroBatches(rows, self.micro_batch_size, trainer.global_rank, trainer.world_size)
-        return self._loader(dataset, From(0, count))
+        # every rank has as many whole micro-batches, so that no rank waits for another
+        return self._loader(dataset, From(0, math.ceil(rows.counted / (self.micro_batch_size * trainer.world_size))))
 
     def _running_trainer(self) -> L.Trainer:
         assert self.trainer is not None, "Lightning attaches the trainer before it asks for a loader"
@@ -247,6 +247,7 @@ def _end_with_parent(parent: int) -> None:
 class PackedRows:
     """Row i of an endless sequence: epoch after epoch, shuffled anew by (seed, epoch); of a mix, source by source.
 
+    Validation counts the labels of the first `counted` rows. Rows after those fill micro-batches and have no labels.
     Raises: ValueError where a source has documents to train on, but none has a token that is kept.
     """
 
@@ -270,6 +271,7 @@ class PackedRows:
             [layout] = self.layouts.values()
             self.rows = ShuffledRows(layout, (data.seed,) if shuffle else None)
         self.per_epoch = self.rows.per_epoch
+        self.counted = min(data.val_rows, self.per_epoch) if held_out else None  # None: all of them
         self.max_documents = self.rows.max_documents if data.document_mask else 1
         self.mean_seqlen = self._mean_seqlen(data.seq_len)
         self.deal = lru_cache(maxsize=2)(self._deal)  # once a step, not at each of its micro-batches
@@ -280,11 +282,17 @@ class PackedRows:
 
     def gather(self, indices: Sequence[int]) -> Batch:
         """These rows, end to end."""
-        packed = [self.rows.row(index) for index in indices]
+        packed = [self._row(index) for index in indices]
         return collate(
             packed, self.max_documents, self.mean_seqlen, document_mask=self.document_mask,
             reset_positions=self.reset_positions,
         )  # fmt: skip
+
+    def _row(self, index: int) -> Row:
+        row = self.rows.row(index)
+        if self.counted is None or index < self.counted:
+            return row
+        return dataclasses.replace(row, labels=np.full_like(row.labels, IGNORE_INDEX))
 
     def _mean_seqlen(self, seq_len: int) -> int:
         """Tokens of the document that a token is in, by the first rows: one number in all steps and on all ranks.

@@ -1,6 +1,7 @@
 """Micro-batches are a pure function of the seed and the place in the run, also through a killed and resumed fit."""
 
 import multiprocessing
+from types import SimpleNamespace
 
 import lightning as L
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fa_train.data.datamodule import MicroBatches, PackedRows, sft_data, synthetic_data
+from fa_train.data.packing import IGNORE_INDEX
 from tests.data.chats import many_chats, save_tokenizer, write_jsonl
 from tests.data.test_best_fit import make as make_best_fit
 
@@ -55,6 +57,32 @@ def test_a_step_has_the_same_rows_on_any_number_of_gpus():
         return rows_of([batch["tokens"] for batch in batches])
 
     assert step(1, 8) == step(2, 2) == step(4, 1) == rows_of([rows.batch(40, 8)["tokens"]])
+
+
+@pytest.mark.parametrize("val_rows", [1, 3, pytest.param(99, id="more-than-there-are")])
+@pytest.mark.parametrize(("world_size", "size"), [(1, 1), (1, 3), (1, 32), (2, 3), (3, 1), (8, 4)])
+def test_every_row_is_validated_once_by_any_number_of_gpus(world_size, size, val_rows, monkeypatch):
+    """Rows that fill micro-batches have no labels; all ranks have as many micro-batches."""
+    monkeypatch.setattr("fa_train.data.synthetic.N_TOKENS", 150)
+    ranks = []
+    for rank in range(world_size):
+        data = make(micro_batch_size=size, batch_size=size, val_rows=val_rows)
+        strategy = SimpleNamespace(root_device=torch.device("cpu"))
+        data.trainer = SimpleNamespace(world_size=world_size, global_rank=rank, strategy=strategy)
+        ranks.append(list(data.val_dataloader()))
+    assert len({len(batches) for batches in ranks}) == 1
+    batches = [batch for batches in ranks for batch in batches]
+    assert all(len(batch["tokens"]) == 16 * size for batch in batches)
+    labels = rows_of([batch["labels"] for batch in batches])
+    counted = [row for row in labels if set(row) != {IGNORE_INDEX}]
+    rows = PackedRows(make(val_rows=val_rows), held_out=True, shuffle=False)
+    assert 3 < rows.per_epoch < 99
+    assert counted == rows_of([rows.batch(0, min(val_rows, rows.per_epoch))["labels"]])
+
+
+def test_no_validation_without_rows_to_validate_on():
+    data = make(val_rows=0)
+    assert data.val_dataloader() == []
 
 
 def test_epochs_shuffle_anew_and_repeat_by_seed(monkeypatch):
