@@ -23,11 +23,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fa_train import preflight
 from fa_train.callbacks import export_last, is_out_of_memory, require_checkpoint, results
-from fa_train.memory.levers import with_levers
+from fa_train.memory.levers import Levers, with_levers
 from fa_train.memory.planner import predict
 from fa_train.models.attention import require_backend
 from fa_train.models.gpt import GPT
 from fa_train.parallel.checkpoint import CheckpointReader
+from fa_train.parallel.decisions import decided_by_rank_zero, fresh_folder
 from fa_train.parallel.drawing import DrawnOn
 from fa_train.parallel.fsdp import FullyShardedStrategy
 
@@ -37,6 +38,13 @@ SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 OmegaConf.register_new_resolver("auto_preset", lambda: "gpu" if torch.cuda.is_available() else "cpu", replace=True)
 OmegaConf.register_new_resolver(
     "sweep_group", lambda: HydraConfig.get().sweep.dir if in_sweep() else None, replace=True
+)
+# use_cache: a run makes one folder, however often its config is read
+OmegaConf.register_new_resolver(
+    "fresh_folder",
+    lambda wanted: decided_by_rank_zero("folder", partial(fresh_folder, wanted)),
+    use_cache=True,
+    replace=True,
 )
 
 
@@ -89,7 +97,8 @@ def plan_memory(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None:
     if sharded:
         preflight.require_shardable(shape, samples=cfg.callbacks.get("sample") is not None)
     if cfg.memory.get("auto"):
-        levers = preflight.fastest_levers(shape, device, processes, rows)
+        fastest = partial(preflight.fastest_levers, shape, device, processes, rows)
+        levers = Levers(**decided_by_rank_zero("memory", lambda: asdict(fastest())))
         cfg.memory.update(asdict(levers))
         shape = with_levers(shape, levers)
         trainer.print(f"memory=auto: {', '.join(f'{name}={value}' for name, value in asdict(levers).items())}")
@@ -109,7 +118,8 @@ def train(cfg: DictConfig) -> dict[str, float]:
     trainer, lit_gpt, data = build(cfg)
     if cfg.export:
         require_checkpoint(trainer)
-    ckpt_path = preflight.checkpoint_path(cfg.ckpt_path, Path("runs", cfg.run_name))
+    newest = partial(preflight.checkpoint_path, cfg.ckpt_path, Path("runs", cfg.run_name))
+    ckpt_path = decided_by_rank_zero("ckpt_path", newest)
     preset = HydraConfig.get().runtime.choices["preset"]
     trainer.print(f"preset={preset} on {preflight.machine()}, run in {trainer.default_root_dir}")
     settings = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))

@@ -4,11 +4,18 @@ import os
 
 import wandb
 
+from fa_train.parallel.decisions import decided_by_rank_zero
+
 TIMEOUT = 5  # seconds in which the server must accept the key
 
 
 def wandb_mode() -> str:
     """The `mode` of wandb.init: $WANDB_MODE if set, else online, or offline without a key or without a network."""
+    mode: str = decided_by_rank_zero("wandb_mode", _mode)
+    return mode
+
+
+def _mode() -> str:
     if mode := os.environ.get("WANDB_MODE"):
         return mode
     try:

@@ -44,11 +44,8 @@ def write_corpus(folder: Path) -> Path:
 def composed(folder: Path, *overrides: str) -> Iterator[DictConfig]:
     """The config as train.py's main sees it, with the run's folder in `folder`."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose(
-            "train",
-            [*overrides, f"hydra.runtime.output_dir={folder}", "hydra.mode=RUN", "hydra.job.num=0"],
-            return_hydra_config=True,
-        )
+        folders = [f"hydra.run.dir={folder}", f"hydra.runtime.output_dir={folder}"]
+        cfg = compose("train", [*overrides, *folders, "hydra.mode=RUN", "hydra.job.num=0"], return_hydra_config=True)
         HydraConfig.instance().set_config(cfg)
     yield cfg
 

@@ -42,7 +42,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(checkpoint_path)
-        if path.is_dir():
+        if self.broadcast(path.is_dir()):  # one answer, as each kind is read by all ranks together
             return super().load_checkpoint(path, weights_only)
         return self._load_whole(path)
 
