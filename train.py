@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fa_train import preflight
+from fa_train import preflight, settings
 from fa_train.callbacks import export_last, is_out_of_memory, require_checkpoint, results
 from fa_train.memory.levers import Levers, with_levers
 from fa_train.memory.planner import predict
@@ -36,6 +36,7 @@ from fa_train.parallel.fsdp import FullyShardedStrategy
 warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
 SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 OmegaConf.register_new_resolver("auto_preset", lambda: "gpu" if torch.cuda.is_available() else "cpu", replace=True)
+OmegaConf.register_new_resolver("run_folder", settings.run_folder, replace=True)  # before Hydra makes the folder
 OmegaConf.register_new_resolver(
     "sweep_group", lambda: HydraConfig.get().sweep.dir if in_sweep() else None, replace=True
 )
@@ -55,7 +56,7 @@ def in_sweep() -> bool:
 
 def build(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDataModule]:
     """All that a run is made of. Raises ValueError on what cannot train, before anything is computed."""
-    preflight.require_counts(seq_len=cfg.seq_len, max_steps=cfg.max_steps, batch_size=cfg.batch_size)
+    check(cfg)
     L.seed_everything(cfg.seed, verbose=False)
     callbacks = [callback for callback in instantiate(cfg.callbacks).values() if callback is not None]
     data = instantiate(cfg.data)
@@ -72,6 +73,21 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDat
     return trainer, instantiate(cfg.lit_gpt, model=model), data
 
 
+def check(cfg: DictConfig) -> None:
+    """Raises ValueError on the first key of `cfg` that is unknown or has a value it cannot take."""
+    chosen = HydraConfig.get().runtime.choices
+    for group in settings.ONE_OPTION:
+        if group in cfg and group not in chosen:  # Hydra lists no choice where it merged several options
+            raise ValueError(f"{group} must be one option of conf/{group}; got a list of them")
+    settings.require_given(to_container(cfg, resolve=False))
+    settings.check(to_container(cfg))
+
+
+def to_container(cfg: DictConfig, resolve: bool = True) -> dict[str, Any]:
+    """`cfg` as dicts and lists."""
+    return cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=resolve))
+
+
 def build_model(cfg: DictConfig, vocab_size: int) -> GPT:
     """The model with its adapter, on torch's default device."""
     model: GPT = instantiate(cfg.adapter)(instantiate(cfg.model, vocab_size=vocab_size))
@@ -84,7 +100,7 @@ def plan_memory(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None:
     sharded = isinstance(trainer.strategy, FullyShardedStrategy)
     with torch.device("meta"):  # sizes without the weights
         model = build_model(cfg, vocab_size)
-    model.require_seq_len(cfg.seq_len)
+    preflight.require_reach(model, cfg.seq_len, cfg.data.max_doc_len, cfg.data.reset_positions)
     shape = preflight.shape_of(
         model,
         precision=str(trainer.precision),
@@ -118,13 +134,13 @@ def train(cfg: DictConfig) -> dict[str, float]:
     trainer, lit_gpt, data = build(cfg)
     if cfg.export:
         require_checkpoint(trainer)
-    newest = partial(preflight.checkpoint_path, cfg.ckpt_path, Path("runs", cfg.run_name))
+    newest = partial(preflight.checkpoint_path, cfg.ckpt_path, Path("runs", settings.run_folder(cfg.run_name)))
     ckpt_path = decided_by_rank_zero("ckpt_path", newest)
     preset = HydraConfig.get().runtime.choices["preset"]
     trainer.print(f"preset={preset} on {preflight.machine()}, run in {trainer.default_root_dir}")
-    settings = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+    config = to_container(cfg)
     for logger in trainer.loggers:
-        logger.log_hyperparams(settings)
+        logger.log_hyperparams(config)
     try:
         trainer.fit(lit_gpt, datamodule=data, ckpt_path=ckpt_path)
     except SIGTERMException:  # a SystemExit with status 0
@@ -134,7 +150,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
             raise
     else:
         if cfg.export:
-            export_last(trainer, partial(build_model, cfg), settings)
+            export_last(trainer, partial(build_model, cfg), config)
     return results(trainer)
 
 
@@ -150,12 +166,19 @@ def errors_in_one_line() -> Iterator[None]:
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
-def main(cfg: DictConfig) -> dict[str, float]:
+def main(cfg: DictConfig) -> dict[str, float] | float:
     with nullcontext() if in_sweep() else errors_in_one_line():  # a sweep goes on and reports errors at its end
         result = instantiate(cfg.sweep_job)(train, cfg) if in_sweep() and "sweep_job" in cfg else train(cfg)
     if "oom" in result and not in_sweep():
         sys.exit(1)
-    return result
+    return result if cfg.optimized_metric is None else optimized(result, cfg.optimized_metric)
+
+
+def optimized(result: dict[str, float], metric: str) -> float:
+    """The metric that a sweeper optimizes; NaN where memory ran out first. Raises: ValueError on an unknown one."""
+    if metric not in result and "oom" not in result:
+        raise ValueError(f"optimized_metric must be one of {', '.join(sorted(result))}; got {metric}")
+    return result.get(metric, float("nan"))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.optim import Optimizer
 from wandb.plot import CustomChart
 
+from fa_train.bounds import PositiveInt
 from fa_train.data.datamodule import Report
 from fa_train.data.report import Histogram
 from fa_train.flops import peak_flops, train_flops
@@ -49,7 +50,7 @@ class Monitor(Callback):
     Units: losses in nats a label, tokens_per_s over all devices, step_ms in milliseconds, *_gib in GiB of rank 0.
     """
 
-    def __init__(self, seq_len: int, batch_size: int) -> None:
+    def __init__(self, seq_len: PositiveInt, batch_size: PositiveInt) -> None:
         self.tokens_per_step = seq_len * batch_size
         self.latest: dict[str, float] = {}
         self._rates: list[float] = []
@@ -379,7 +380,7 @@ class Agreement:
 class OutOfMemory(Callback):
     """Running out of memory is a result: oom=1 in every logger, and a line that says what to change."""
 
-    def __init__(self, seq_len: int, micro_batch_size: int, attention: str) -> None:
+    def __init__(self, seq_len: PositiveInt, micro_batch_size: PositiveInt, attention: str) -> None:
         self.seq_len, self.micro_batch_size, self.attention = seq_len, micro_batch_size, attention
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

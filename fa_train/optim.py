@@ -8,9 +8,17 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from fa_train.bounds import Betas, Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
+
 
 def adamw(
-    model: nn.Module, *, lr: float, weight_decay: float, betas: Sequence[float], eps: float, fused: bool
+    model: nn.Module,
+    *,
+    lr: NonNegativeFloat,
+    weight_decay: NonNegativeFloat,
+    betas: Betas,
+    eps: NonNegativeFloat,
+    fused: bool,
 ) -> AdamW:
     """AdamW (arXiv:1711.05101) that decays matrices and token embeddings, but not norms, biases or position embeddings.
 
@@ -20,7 +28,13 @@ def adamw(
 
 
 def adamw_8bit(
-    model: nn.Module, *, lr: float, weight_decay: float, betas: Sequence[float], eps: float, stochastic_rounding: bool
+    model: nn.Module,
+    *,
+    lr: NonNegativeFloat,
+    weight_decay: NonNegativeFloat,
+    betas: Betas,
+    eps: NonNegativeFloat,
+    stochastic_rounding: bool,
 ) -> Optimizer:
     """adamw with its moments in 8 bits. Parameters of fewer than 4096 numbers keep moments in their own dtype.
 
@@ -38,7 +52,9 @@ def adamw_8bit(
     )
 
 
-def adamw_bf16(model: nn.Module, *, lr: float, weight_decay: float, betas: Sequence[float], eps: float) -> Optimizer:
+def adamw_bf16(
+    model: nn.Module, *, lr: NonNegativeFloat, weight_decay: NonNegativeFloat, betas: Betas, eps: NonNegativeFloat
+) -> Optimizer:
     """adamw of weights in bf16, with moments in bf16 and stochastic rounding instead of a master copy in fp32.
 
     Raises: ValueError on weights that are not bf16, as those of adapters (fa_train.models.lora) never are.
@@ -58,7 +74,9 @@ def adamw_bf16(model: nn.Module, *, lr: float, weight_decay: float, betas: Seque
     )
 
 
-def adamw_offload(model: nn.Module, *, lr: float, weight_decay: float, betas: Sequence[float], eps: float) -> Optimizer:
+def adamw_offload(
+    model: nn.Module, *, lr: NonNegativeFloat, weight_decay: NonNegativeFloat, betas: Betas, eps: NonNegativeFloat
+) -> Optimizer:
     """adamw with weights, gradients and moments in host memory too, where the CPU updates them.
 
     Raises: ValueError on a model that is not on a GPU.
@@ -89,7 +107,9 @@ def _pair(betas: Sequence[float]) -> tuple[float, float]:
     return first, second
 
 
-def warmup_cosine(optimizer: Optimizer, *, warmup_steps: int, max_steps: int, min_lr_ratio: float) -> LambdaLR:
+def warmup_cosine(
+    optimizer: Optimizer, *, warmup_steps: NonNegativeInt, max_steps: PositiveInt, min_lr_ratio: Fraction
+) -> LambdaLR:
     """Linear warm-up to the optimizer's lr, then half a cosine down to min_lr_ratio of it at max_steps.
 
     Units: warmup_steps, max_steps in optimizer steps; the first step has lr / warmup_steps. A run that ends before

@@ -27,6 +27,8 @@ from fa_train.memory.planner import (
 )
 from fa_train.models.gpt import GPT, Block
 from fa_train.models.lora import adapted
+from fa_train.models.rope import DynamicNTKScaling
+from fa_train.settings import unknown_key
 
 CERTAIN = 1.1  # times what a device has: the prediction is less wrong than that
 OPTIMIZERS: dict[object, OptimizerKind] = {
@@ -41,17 +43,26 @@ class DoesNotFitError(ValueError):
     """The planner expects a step to run out of a GPU's memory."""
 
 
-def require_counts(**counts: object) -> None:
-    """Each must be a positive integer."""
-    for name, count in counts.items():
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ValueError(f"{name} must be a positive integer; got {count}")
-
-
 def require_vocabulary(vocab_size: int, tokens: int) -> None:
     """The model must have an embedding for each of the tokenizer's tokens."""
     if vocab_size < tokens:
         raise ValueError(f"model.vocab_size must be at least the {tokens} of the data's tokenizer; got {vocab_size}")
+
+
+def require_reach(model: GPT, seq_len: int, max_doc_len: int | None, reset_positions: bool) -> None:
+    """ValueError where documents have positions that the model has no embedding for, or its checkpoint never saw.
+
+    Units: seq_len and max_doc_len in tokens, as in fa_train.data.datamodule.PackedDataModule.
+    """
+    longest = min(seq_len, max_doc_len or seq_len) if reset_positions else seq_len
+    model.require_seq_len(longest)
+    is_dynamic = any(rope is not None and isinstance(rope.scaling, DynamicNTKScaling) for rope in model.ropes)
+    reach = None if model.origin is None or model.positions != "rope" or is_dynamic else model.max_seq_len
+    if reach is not None and longest > reach:
+        raise ValueError(
+            f"seq_len must be at most the {reach} tokens that the checkpoint reaches; got {seq_len}. "
+            f"Use experiment=extend_context, or data.packing=best_fit data.max_doc_len={reach}"
+        )
 
 
 def shape_of(
@@ -255,6 +266,10 @@ def explain(error: BaseException) -> str:
     chain = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
+    unknown = next((link for link in chain if getattr(link, "parent_node", None) and "in struct" in str(link)), None)
+    if unknown is not None:  # OmegaConf's error where an override names a key that the config does not have
+        key, known = vars(unknown)["full_key"], vars(unknown)["parent_node"]
+        return f"{unknown_key(key, known)} (+{key}=... adds a parameter that conf/ does not list)"
     said = next((link for link in chain if isinstance(link, ValueError)), error)
     text = str(said).partition("Config search path")[0].partition("full_key")[0]  # where Hydra looked
-    return " ".join(text.split())
+    return " ".join(text.removeprefix("ValueError raised while resolving interpolation: ").split())

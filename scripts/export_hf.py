@@ -28,6 +28,9 @@ def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | No
     Raises: ValueError on a checkpoint without its run's folder, and as load and write do.
     """
     run = _run_folder(checkpoint)
+    for override in overrides:
+        if "=" not in override:
+            raise ValueError(f"an override must be key=value; got {override}")
     cfg = OmegaConf.merge(OmegaConf.load(run / ".hydra" / "config.yaml"), OmegaConf.from_dotlist(overrides))
     assert isinstance(cfg, DictConfig)
     result = run / "result.json"

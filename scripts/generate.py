@@ -19,7 +19,7 @@ from fa_train.data.sft import ChatEncoder
 from fa_train.data.tokenizer import HFTokenizer
 from fa_train.evaluation.generation import chat_prompt, generate, stop_tokens
 from fa_train.models.attention import flash_attention, naive_attention
-from fa_train.models.hf import DTYPES, load_pretrained
+from fa_train.models.hf import DTYPES, Dtype, load_pretrained
 from scripts.export_hf import export
 
 
@@ -32,7 +32,7 @@ def answer(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
-    dtype: str | None = None,
+    dtype: Dtype | None = None,
     device: str | None = None,
 ) -> str:
     """What the model writes after `prompt`, or answers to `chat`, one of which is given.
@@ -49,6 +49,8 @@ def answer(
                 temperature=temperature, top_p=top_p, seed=seed, dtype=dtype, device=device,
             )  # fmt: skip
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"--device must be cpu on a machine without a CUDA GPU; got {device}")
     on_gpu = torch.device(device).type == "cuda"
     with torch.device(device):
         gpt = load_pretrained(

@@ -12,11 +12,13 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+if not __package__:  # started as a file: imports begin in the repository, not in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from fa_train.memory.levers import (
@@ -31,6 +33,7 @@ from fa_train.memory.levers import (
 from fa_train.memory.offload import available_host_bytes
 from fa_train.memory.planner import COMPONENTS, GIB, Prediction, Shape, parameter_sizes, predict
 from fa_train.preflight import device_bytes, explain, require_shardable, shape_of
+from scripts.composed import composed
 
 H200_GIB = 139.8
 
@@ -52,13 +55,6 @@ def main(arguments: list[str]) -> str:
         assumed = ["an H200's GPU"] * (gpu is None) + ["this machine's host memory"] * (host is None)
         lines += [f"assumed: {' and '.join(assumed)}; gpu_gib= and host_gib= name others"]
     return "\n".join(lines)
-
-
-def composed(overrides: list[str]) -> DictConfig:
-    """The config as train.py composes it on a machine with a GPU."""
-    OmegaConf.register_new_resolver("auto_preset", lambda: "gpu", replace=True)
-    with initialize_config_dir(str(Path(__file__).parents[1] / "conf"), version_base="1.3"):
-        return compose("train", overrides)
 
 
 def shape_of_run(cfg: DictConfig) -> Shape:
@@ -145,6 +141,9 @@ def _gpu_bytes() -> int:
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        sys.exit()
     try:
         print(main(sys.argv[1:]))
     except (ValueError, HydraException, OmegaConfBaseException) as error:

@@ -11,31 +11,24 @@ import os
 import sys
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
+if not __package__:  # started as a file: imports begin in the repository, not in scripts/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 from hydra.errors import HydraException
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fa_train.data.datamodule import PackedDataModule
 from fa_train.preflight import explain
+from scripts.composed import composed
 
 
 def main(arguments: list[str]) -> str:
     """The report of packing. Raises: ValueError, HydraException or OmegaConfBaseException on a mistake."""
     workers, overrides = _taken_workers(arguments)
-    data = composed_data(overrides)
+    data: PackedDataModule = instantiate(composed(overrides).data)
     data.prepare_data(workers)
     return data.packing_report().text()
-
-
-def composed_data(overrides: list[str]) -> PackedDataModule:
-    """The data of train.py with these overrides."""
-    # by default as on the machine that trains, whose seq_len packing needs
-    OmegaConf.register_new_resolver("auto_preset", lambda: "gpu", replace=True)
-    with initialize_config_dir(str(Path(__file__).resolve().parents[1] / "conf"), version_base="1.3"):
-        data: PackedDataModule = instantiate(compose("train", overrides).data)
-    return data
 
 
 def _taken_workers(arguments: list[str]) -> tuple[int, list[str]]:

@@ -107,15 +107,20 @@ def test_a_model_that_cannot_be_ends_the_program_at_once(tmp_path):
     assert not list(tmp_path.rglob("*.jsonl"))
 
 
+def with_hydra(cfg):
+    """The config as Hydra's callbacks get it."""
+    return OmegaConf.merge(HydraConfig.instance().cfg, cfg)
+
+
 def test_a_failed_job_is_in_the_table_and_ends_the_program_with_1(job, tmp_path, capsys):
     with composed(tmp_path, *ablation(tmp_path)) as cfg:
         with pytest.raises(SystemExit, match="1"):
-            Report().on_multirun_end(cfg)
+            Report().on_multirun_end(with_hydra(cfg))
         assert "IndexError" in capsys.readouterr().err, "there are no jobs"
     job(0, "naive", 64, "ok")
     job(1, "sdpa", 64, "failed: exit status 7")
     with composed(tmp_path, *ablation(tmp_path)) as cfg, pytest.raises(SystemExit, match=r"1 of 2 .*nano sdpa 64"):
-        Report().on_multirun_end(cfg)
+        Report().on_multirun_end(with_hydra(cfg))
     assert "failed: exit status 7" in (tmp_path / "sweep" / "ablation.csv").read_text()
 
 

@@ -11,7 +11,7 @@ import train
 from fa_train import preflight
 from fa_train.memory.levers import Levers, longest_of_all_levers, longest_seq_len
 from fa_train.memory.planner import GIB, Shape, predict
-from scripts.plan_memory import composed as composed_for_plan
+from scripts.composed import composed as composed_for_plan
 from scripts.plan_memory import main, shape_of_run
 from tests import processes
 from tests.memory.test_levers import HOST

@@ -14,7 +14,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.callbacks import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 from torch import Tensor
 
 from tests import processes
@@ -47,6 +47,8 @@ def composed(folder: Path, *overrides: str) -> Iterator[DictConfig]:
         folders = [f"hydra.run.dir={folder}", f"hydra.runtime.output_dir={folder}"]
         cfg = compose("train", [*overrides, *folders, "hydra.mode=RUN", "hydra.job.num=0"], return_hydra_config=True)
         HydraConfig.instance().set_config(cfg)
+        with open_dict(cfg):
+            del cfg.hydra
     yield cfg
 
 

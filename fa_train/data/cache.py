@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk, or a quota
+
 
 class DiskFullError(ValueError):
     """The disk of the cache, or a quota of it, is full."""
@@ -16,13 +18,25 @@ class DiskFullError(ValueError):
 def whole_file(path: Path) -> Iterator[Path]:
     """A path to write, which becomes `path` at the end; after an error nothing is left.
 
-    Raises: DiskFullError where the disk is full.
+    Raises: DiskFullError where the disk is full, ValueError where the folder cannot be made.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with room_on_disk(path.parent), tempfile.TemporaryDirectory(dir=path.parent, prefix="unfinished-") as folder:
         unfinished = Path(folder, path.name)
         yield unfinished
         os.replace(unfinished, path)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes the folder of the cache unless it is there. Raises: ValueError where that fails or it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        raise ValueError(f"data.cache_dir must be a folder that can be made; got {folder}: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"data.cache_dir must be a folder that can be written; got {folder}")
 
 
 @contextmanager
@@ -31,7 +45,7 @@ def room_on_disk(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in FULL:
             raise
         raise DiskFullError(
             f"the disk of the cache must have room; {folder} has none left ({error.strerror}). Make room, or set "

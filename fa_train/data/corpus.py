@@ -5,7 +5,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from fa_train.data.files import column_names, count_rows, find_files, hash_files, read_rows
 
@@ -14,6 +14,7 @@ SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 HELD_OUT_IN_1000 = 20  # of the documents, for validation
 
 
+@runtime_checkable  # so that a config's text or number is known to be none
 class Corpus(Protocol[Document]):
     """A source of documents, text or chats, the same at every reading."""
 

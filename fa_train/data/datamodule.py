@@ -15,6 +15,7 @@ import lightning as L
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from fa_train.bounds import NonNegativeInt, PositiveInt, Seed
 from fa_train.data.balance import deal
 from fa_train.data.best_fit import BestFit, LongDocuments
 from fa_train.data.chats import ChatCorpus
@@ -353,17 +354,17 @@ class From(Sampler[int]):
 class PackingOptions(TypedDict):
     """What every kind of data has: PackedDataModule's own arguments."""
 
-    seq_len: int
-    batch_size: int
-    micro_batch_size: int
-    max_steps: int
-    seed: int
+    seq_len: PositiveInt
+    batch_size: PositiveInt
+    micro_batch_size: PositiveInt
+    max_steps: PositiveInt
+    seed: Seed
     document_mask: bool
     reset_positions: bool
-    val_rows: int
-    num_workers: int
+    val_rows: NonNegativeInt
+    num_workers: NonNegativeInt
     packing: NotRequired[Literal["concat", "best_fit"]]
-    max_doc_len: NotRequired[int | None]
+    max_doc_len: NotRequired[PositiveInt | None]
     long_documents: NotRequired[LongDocuments]
 
 
@@ -420,6 +421,8 @@ def mix_data(
     return PackedDataModule(Mixture(corpora, weights), **packing)
 
 
-def synthetic_data(vocab_size: int, document_len: int, **packing: Unpack[PackingOptions]) -> PackedDataModule:
+def synthetic_data(
+    vocab_size: PositiveInt, document_len: PositiveInt, **packing: Unpack[PackingOptions]
+) -> PackedDataModule:
     """Random tokens, for benchmarks."""
     return PackedDataModule(SyntheticSource(vocab_size, document_len), **packing)

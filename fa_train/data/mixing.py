@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fa_train.bounds import PositiveFloat
 from fa_train.data.chats import ChatCorpus
 from fa_train.data.corpus import Corpus, HFCorpus, TextCorpus
 from fa_train.data.packing import Row
@@ -26,17 +27,17 @@ class Part:
     weight: float
 
 
-def text_part(path: str, text_column: str, weight: float) -> Part:
+def text_part(path: str, text_column: str, weight: PositiveFloat) -> Part:
     """Files of text."""
     return Part(TextCorpus(path, text_column), weight)
 
 
-def hf_part(name: str, config: str | None, split: str, text_column: str, weight: float) -> Part:
+def hf_part(name: str, config: str | None, split: str, text_column: str, weight: PositiveFloat) -> Part:
     """A Hugging Face dataset."""
     return Part(HFCorpus(name, config, split, text_column), weight)
 
 
-def sft_part(path: str, weight: float) -> Part:
+def sft_part(path: str, weight: PositiveFloat) -> Part:
     """Files of chats."""
     return Part(ChatCorpus(path), weight)
 

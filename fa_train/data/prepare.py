@@ -15,7 +15,7 @@ import pyarrow as pa
 from filelock import FileLock
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-from fa_train.data.cache import room_on_disk
+from fa_train.data.cache import make_folder, room_on_disk
 from fa_train.data.corpus import Corpus, is_held_out
 from fa_train.data.encoding import Encoded, Encoder
 
@@ -42,7 +42,7 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
     """
     unfinished = path.with_name(f"unfinished-{path.stem}")
     with room_on_disk(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with FileLock(path.with_suffix(".lock")):
             if path.exists():
                 return

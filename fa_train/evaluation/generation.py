@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_train.bounds import PositiveInt
 from fa_train.data.chats import ChatCorpus, Message
 from fa_train.data.corpus import is_held_out
 from fa_train.data.sft import ChatEncoder
@@ -122,7 +123,7 @@ class Sample:
     tokens are taken, at most max_new_tokens.
     """
 
-    def __init__(self, chats: str, tokenizer: str, chat_template: str | None, max_new_tokens: int) -> None:
+    def __init__(self, chats: str, tokenizer: str, chat_template: str | None, max_new_tokens: PositiveInt) -> None:
         self.chats, self.tokenizer, self.chat_template = chats, tokenizer, chat_template
         self.max_new_tokens = max_new_tokens
 

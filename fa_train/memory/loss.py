@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_train.bounds import FractionBelowOne, NonNegativeFloat, PositiveInt
+
 IGNORE_INDEX = -100  # the label of a token that has no loss, torch's own default
 
 
@@ -24,9 +26,9 @@ class LinearCrossEntropy:
     Raises: ValueError unless chunk_size is positive, z_loss is not negative and 0 <= label_smoothing <= 1.
     """
 
-    chunk_size: int
-    z_loss: float = 0.0
-    label_smoothing: float = 0.0
+    chunk_size: PositiveInt
+    z_loss: NonNegativeFloat = 0.0
+    label_smoothing: FractionBelowOne = 0.0
 
     def __post_init__(self) -> None:
         if self.chunk_size < 1:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from fa_train.bounds import PositiveInt
 from fa_train.memory.checkpointing import Checkpointing, require_checkpointing
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.memory.offload import Offloaded, require_offload
@@ -23,7 +24,7 @@ class Memory:
 
     checkpointing: Checkpointing
     offload: Offloaded
-    mlp_chunk: int | None
+    mlp_chunk: PositiveInt | None
     loss: LinearCrossEntropy
     auto: bool = False
 

@@ -6,18 +6,20 @@ whatever the dtype of q, k and v.
 """
 
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fa_train.bounds import PositiveInt
 from kernels.flash_attention.checks import require_backend as require_flash_backend
 from kernels.flash_attention.interface import flash_attn_packed
 from kernels.flash_attention.schedule import Schedule
 
 
+@runtime_checkable  # so that a config's text or number is known to be none
 class Attention(Protocol):
     """q (total, n_heads, head_dim); k, v (total, n_kv_heads, head_dim), all of one dtype -> o like q.
 
@@ -128,7 +130,7 @@ def chunked_attention(
     v: Tensor,
     schedule: Schedule,
     *,
-    chunk_size: int,
+    chunk_size: PositiveInt,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
 ) -> Tensor:

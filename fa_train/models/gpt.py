@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fa_train.bounds import NonNegativeFloat, PositiveFloat, PositiveInt
 from fa_train.memory.checkpointing import Checkpointing, run_block
 from fa_train.memory.loss import IGNORE_INDEX, LinearCrossEntropy
 from fa_train.memory.offload import Offload
@@ -67,13 +68,13 @@ class Family:
     qkv_bias: bool | None = None
     out_bias: bool | None = None
     ffn_bias: bool | None = None
-    windows: Sequence[int | None] | None = None
+    windows: Sequence[PositiveInt | None] | None = None
     rope_layers: Sequence[bool] | None = None
-    local_rope_theta: float | None = None
-    softmax_scale: float | None = None
-    softcap: float = 0.0
-    logit_softcap: float = 0.0
-    embedding_scale: float = 1.0
+    local_rope_theta: PositiveFloat | None = None
+    softmax_scale: PositiveFloat | None = None
+    softcap: NonNegativeFloat = 0.0
+    logit_softcap: NonNegativeFloat = 0.0
+    embedding_scale: PositiveFloat = 1.0
     post_norms: bool = False
 
     def __post_init__(self) -> None:
@@ -110,18 +111,18 @@ class GPT(nn.Module):
     def __init__(
         self,
         *,
-        vocab_size: int,
-        n_layers: int,
-        dim: int,
-        n_heads: int,
-        n_kv_heads: int | None,
-        head_dim: int | None,
-        ffn_dim: int,
+        vocab_size: PositiveInt,
+        n_layers: PositiveInt,
+        dim: PositiveInt,
+        n_heads: PositiveInt,
+        n_kv_heads: PositiveInt | None,
+        head_dim: PositiveInt | None,
+        ffn_dim: PositiveInt,
         norm: Norm,
-        norm_eps: float,
+        norm_eps: NonNegativeFloat,
         positions: Positions,
-        rope_theta: float,
-        max_seq_len: int | None,
+        rope_theta: PositiveFloat,
+        max_seq_len: PositiveInt | None,
         activation: Activation,
         bias: bool,
         qk_norm: bool,

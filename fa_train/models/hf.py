@@ -4,10 +4,11 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
+from fa_train.bounds import AtLeastOne, PositiveInt
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.memory.stack import Memory
 from fa_train.models.attention import Attention, flash_attention, naive_attention, sdpa_attention
@@ -26,6 +27,7 @@ from fa_train.models.rope import DynamicNTKScaling
 from fa_train.models.rope import rope_scaling as parse_rope_scaling
 
 ATTENTIONS: dict[str, Attention] = {"flash": flash_attention, "sdpa": sdpa_attention, "naive": naive_attention}
+Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOSS_CHUNK = 4096  # tokens, as conf/memory
 SHARD_BYTES = 5 * 10**9  # as large as transformers' own shards were for years
@@ -45,11 +47,11 @@ def load_pretrained(
     pretrained: str | Path,
     attention: str | Attention = "flash",
     *,
-    vocab_size: int | None = None,
-    dtype: str | None = None,
+    vocab_size: PositiveInt | None = None,
+    dtype: Dtype | None = None,
     rope_scaling: Mapping[str, Any] | None = None,
-    rope_theta: float | None = None,
-    max_seq_len: int | None = None,
+    rope_theta: AtLeastOne | None = None,
+    max_seq_len: PositiveInt | None = None,
     loss: LinearCrossEntropy | None = None,
     memory: Memory | None = None,
 ) -> GPT:

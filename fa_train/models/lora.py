@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from fa_train.bounds import FractionBelowOne, PositiveFloat, PositiveInt
 from fa_train.models.gpt import GPT, Block
 from fa_train.models.hf import tensor_places
 from fa_train.models.hf_weights import Place, read_json
@@ -52,12 +53,12 @@ class LoRA:
     Raises: ValueError on numbers out of range, on names that no layer has, and where torchao is needed and missing.
     """
 
-    r: int
-    lora_alpha: float
-    lora_dropout: float
+    r: PositiveInt
+    lora_alpha: PositiveFloat
+    lora_dropout: FractionBelowOne
     target_modules: str | Sequence[str]
     use_rslora: bool
-    quantization: str | None
+    quantization: Literal["nf4"] | None
     path: str | None
 
     def __post_init__(self) -> None:

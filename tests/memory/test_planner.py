@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -150,7 +150,7 @@ def test_saved_activations_are_exact_where_compiled(model, checkpointing):
     assert kept_by_compiled_block(lambda: build(shape), shape.tokens, shape.precision) == kept_per_layer(shape)
 
 
-def with_adapters(shape: Shape, quantization: str | None = None) -> tuple[Shape, Callable[[], GPT]]:
+def with_adapters(shape: Shape, quantization: Literal["nf4"] | None = None) -> tuple[Shape, Callable[[], GPT]]:
     """The shape of a run with adapter=lora, and its model."""
 
     def adapted() -> GPT:

@@ -1,0 +1,18 @@
+"""Numbers with bounds, for the type hints of what conf/ builds: fa_train.settings reads them there."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le, Len, Lt
+
+INFINITY = float("inf")
+
+PositiveInt = Annotated[int, Ge(1)]
+NonNegativeInt = Annotated[int, Ge(0)]
+Seed = Annotated[int, Ge(0), Lt(2**32)]  # what NumPy's generators take
+PositiveFloat = Annotated[float, Gt(0), Lt(INFINITY)]
+AtLeastOne = Annotated[float, Ge(1), Lt(INFINITY)]
+NonNegativeFloat = Annotated[float, Ge(0), Lt(INFINITY)]
+Fraction = Annotated[float, Ge(0), Le(1)]
+FractionBelowOne = Annotated[float, Ge(0), Lt(1)]
+Betas = Annotated[Sequence[FractionBelowOne], Len(2, 2)]

@@ -1,0 +1,332 @@
+"""The schema of conf/: which keys there are, and which values each key takes.
+
+A node with a `_target_` has the keys that its callable has as parameters, and the type hints say what they take.
+`Root` lists the keys at the root. `BOUNDS` narrows the hints of callables that other packages own.
+"""
+
+import difflib
+import inspect
+import json
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NotRequired,
+    Required,
+    TypedDict,
+    Union,
+    Unpack,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from annotated_types import Ge, Gt, Le, Len, Lt
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from pydantic_core import SchemaError
+
+from fa_train.bounds import INFINITY, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed
+from fa_train.memory.planner import Precision
+
+STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
+MISSING = "???"  # how YAML marks a value that the user must give
+
+
+class Node:
+    """A mapping with a `_target_`."""
+
+
+class Root(TypedDict):
+    """The keys at the root, in the order of the check: a node stands before those that hold a copy of it."""
+
+    seq_len: PositiveInt
+    max_steps: PositiveInt
+    batch_size: PositiveInt
+    seed: Seed
+    ckpt_path: str | None
+    export: bool
+    run_name: Any  # run_folder checks it
+    optimized_metric: NotRequired[str | None]
+    learning_rate: NotRequired[Mapping[str, Any]]  # of experiment=finetune, by adapter
+    commit: NotRequired[str]  # of scripts/profile_step.py
+    attention: Node
+    memory: Node
+    adapter: Node
+    optimizer: Node
+    scheduler: Node
+    strategy: Node
+    logger: Node | bool | None
+    data: Node
+    model: Node
+    sample: NotRequired[Node]  # of experiment=finetune
+    sweep_job: NotRequired[Node]  # of experiment=ablate_attention
+    callbacks: Mapping[str, Node | None]
+    trainer: Node
+    lit_gpt: Node
+
+
+# groups that are one node: Hydra would merge several of their options into one
+ONE_OPTION = (
+    "attention", "memory", "adapter", "optimizer", "scheduler", "strategy", "logger", "data", "model", "trainer",
+)  # fmt: skip
+# train.py gives these parameters when it builds the node, so the config may leave them out
+GIVEN_LATER = {"model.vocab_size", "lit_gpt.model"}
+# narrower than the type hints of other packages, by class
+BOUNDS: dict[str, dict[str, Any]] = {
+    "lightning.pytorch.trainer.trainer.Trainer": {
+        "accelerator": Literal["auto", "cpu", "gpu", "cuda", "mps"],
+        "devices": PositiveInt | Annotated[Sequence[NonNegativeInt], Len(1)] | Literal["auto", -1],
+        "num_nodes": PositiveInt,
+        "precision": Precision,
+        "max_steps": PositiveInt,
+        "num_sanity_val_steps": Annotated[int, Ge(-1)],
+        "log_every_n_steps": PositiveInt,
+        "val_check_interval": PositiveInt,
+        "gradient_clip_val": NonNegativeFloat | None,
+        "gradient_clip_algorithm": Literal["norm"] | None,
+    },
+    "lightning.pytorch.callbacks.model_checkpoint.ModelCheckpoint": {
+        "every_n_train_steps": PositiveInt | None,
+        "every_n_epochs": PositiveInt | None,
+        "save_top_k": Annotated[int, Ge(-1)],
+        "mode": Literal["min", "max"],
+    },
+    "lightning.pytorch.loggers.csv_logs.CSVLogger": {"flush_logs_every_n_steps": PositiveInt},
+    "lightning.pytorch.strategies.ddp.DDPStrategy": {"gradient_as_bucket_view": bool},
+    "wandb.sdk.wandb_settings.Settings": {"init_timeout": NonNegativeFloat},
+}
+# where a class hands the keyword arguments that it does not name itself
+PASSED_ON = {
+    "lightning.pytorch.strategies.ddp.DDPStrategy": "torch.nn.parallel.DistributedDataParallel",
+    "lightning.pytorch.loggers.wandb.WandbLogger": "wandb.init",
+}
+WORDS: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    NoneType: "null",
+    None: "null",
+    PositiveInt: "a positive integer",
+    PositiveFloat: "a positive number",
+}
+HYDRA_KEYS: dict[str, Any] = {
+    "_target_": str,
+    "_partial_": bool,
+    "_recursive_": bool,
+    "_convert_": Literal["none", "partial", "object", "all"],
+    "_args_": Sequence[Any],
+}
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What a node may hold: the type hint of each key, the keys it must hold, and whether it may hold others."""
+
+    hints: Mapping[str, Any]
+    required: frozenset[str]
+    others: bool = False
+
+
+def require_given(config: Mapping[str, Any]) -> None:
+    """ValueError that names all keys whose value is `???`. Interpolations in `config` are not resolved yet."""
+    missing = [key for key, value in leaves("", config) if value == MISSING]
+    if missing:
+        raise ValueError(f"{' and '.join(missing)} must be given; got nothing")
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """ValueError that names the first key of `config` that is unknown or has a value it cannot take.
+
+    `config` is a composed config as plain containers, with all interpolations resolved. Nothing is built.
+    """
+    for key, value, hint in entries(config):
+        if not fits(value, hint):
+            is_number = isinstance(value, int | float) and fits(str(value), hint)
+            quoting = f"""; quotes make it text: "{key}='{shown(value)}'\"""" if is_number else ""
+            raise ValueError(f"{key} must be {wanted(hint)}; got {shown(value)}{quoting}")
+    run_folder(config["run_name"])
+
+
+def entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Each key of a config with its value and the type hint of what it takes; a node counts by its own keys.
+
+    Raises: ValueError on a key that is unknown, or that must be there and is not.
+    """
+    return _entries_of_node("", config, _keys_of_typed_dict(Root))
+
+
+def run_folder(run_name: object) -> str:
+    """The run's folder below runs/. Raises: ValueError on a name that is empty or leaves runs/."""
+    name = str(run_name) if isinstance(run_name, int) and not isinstance(run_name, bool) else run_name
+    parts = PurePosixPath(name).parts if isinstance(name, str) else ()
+    if not "".join(parts).strip() or ".." in parts or parts[0].startswith("/") or "\0" in parts[-1]:
+        raise ValueError(f"run_name must be the name of a folder below runs/; got {shown(run_name)}")
+    return str(name)
+
+
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """Says that no such key exists, and names the nearest of the keys `known` that stand in the same node."""
+    node, _, name = key.rpartition(".")
+    near = difflib.get_close_matches(name, list(known), n=1)
+    suggestion = f"; did you mean {node}{'.' if node else ''}{near[0]}?" if near else ""
+    return f"unknown key {key}{suggestion}"
+
+
+def leaves(prefix: str, value: Any) -> Iterable[tuple[str, Any]]:
+    """The scalars of nested containers, each with its key."""
+    if not isinstance(value, dict | list):
+        yield prefix, value
+        return
+    for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from leaves(f"{prefix}.{name}" if prefix else str(name), item)
+
+
+def _entries_of_node(node: str, values: Mapping[str, Any], keys: Keys) -> Iterator[tuple[str, Any, Any]]:
+    """entries() of one node; `node` is its key, or empty for the root."""
+    prefix = f"{node}." if node else ""
+    for name in values:
+        if name not in keys.hints and not keys.others:
+            raise ValueError(unknown_key(prefix + name, keys.hints))
+    for name, hint in keys.hints.items():
+        key = prefix + name
+        if name in values:
+            yield from _entries_of_value(key, values[name], hint | None if key in GIVEN_LATER else hint)
+        elif name in keys.required and key not in GIVEN_LATER:
+            raise ValueError(f"{key} must be {wanted(hint)}; got nothing")
+
+
+def _entries_of_value(key: str, value: Any, hint: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(value, dict) and "_target_" in value:
+        yield from _entries_of_node(key, value, _keys_of_target(key, value["_target_"], value.get("_partial_") is True))
+    elif any(name.endswith("._target_") for name, _ in leaves("", value)):
+        item_hint = get_args(hint)[-1] if get_origin(hint) in (Mapping, dict, Sequence, list) else Any
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _entries_of_value(f"{key}.{name}", item, item_hint)
+    else:
+        yield key, value, hint
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a plain value, not a node, is what a type hint asks for."""
+    try:
+        TypeAdapter(list[hint], config=STRICT).validate_python([value])
+    except ValidationError:
+        return False
+    except (PydanticUserError, SchemaError):  # a hint whose types cannot be found or tested says nothing
+        return True
+    return True
+
+
+def _keys_of_typed_dict(definition: Any) -> Keys:
+    hints = get_type_hints(definition, include_extras=True)
+    plain = {name: get_args(h)[0] if get_origin(h) in (Required, NotRequired) else h for name, h in hints.items()}
+    return Keys(plain, definition.__required_keys__)
+
+
+def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
+    """The keys that the node called `node` has by its `_target_`.
+
+    What calls a partial one later gives its positional parameters, so only those by keyword must be there.
+    """
+    try:
+        function = pkgutil.resolve_name(target)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{node}._target_ must be a name that can be imported; got {shown(target)}: {error}"
+        ) from error
+    if not callable(function):
+        raise ValueError(f"{node}._target_ must name a function or a class; got {target}")
+    parameters = parameters_of(function)
+    if parameters is None:
+        return Keys(HYDRA_KEYS, frozenset(), others=True)
+    keys = _keys_of_parameters(parameters, partial)
+    if keys.others and (other := PASSED_ON.get(_name(function))):
+        passed_on = _keys_of_parameters(parameters_of(pkgutil.resolve_name(other)) or {}, partial)
+        keys = Keys({**passed_on.hints, **keys.hints}, keys.required)
+    bounds: dict[str, Any] = {}
+    for base in reversed(inspect.getmro(function) if inspect.isclass(function) else ()):
+        bounds |= BOUNDS.get(_name(base), {})
+    return Keys({**HYDRA_KEYS, **keys.hints, **bounds}, keys.required, keys.others)
+
+
+def _keys_of_parameters(parameters: Mapping[str, inspect.Parameter], partial: bool) -> Keys:
+    hints: dict[str, Any] = {}
+    required: set[str] = set()
+    others = False
+    for name, parameter in parameters.items():
+        if parameter.kind == parameter.VAR_KEYWORD:
+            if get_origin(parameter.annotation) is Unpack:
+                packed = _keys_of_typed_dict(get_args(parameter.annotation)[0])
+                hints |= packed.hints
+                required |= packed.required
+            else:
+                others = True
+        elif parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            hints[name] = parameter.annotation
+            if parameter.default is parameter.empty and not (partial and parameter.kind != parameter.KEYWORD_ONLY):
+                required.add(name)
+    return Keys({n: Any if h is inspect.Parameter.empty else h for n, h in hints.items()}, frozenset(required), others)
+
+
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """Of a callable, with type hints where they can be evaluated; None where Python does not tell them."""
+    try:
+        return inspect.signature(function, eval_str=True).parameters
+    except NameError:
+        return inspect.signature(function).parameters
+    except ValueError:  # of a type written in C, such as str
+        return None
+
+
+def _name(function: Any) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def shown(value: Any) -> str:
+    """A value as YAML writes it, in one line."""
+    return value if isinstance(value, str) and value.strip() else json.dumps(value, default=str)
+
+
+def wanted(hint: Any) -> str:
+    """What a type hint asks for, in words."""
+    if hint in WORDS:
+        return WORDS[hint]
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        noun, comma, items = wanted(arguments[0]).partition(", ")
+        if Lt(INFINITY) in arguments:
+            noun = noun.replace("a ", "a finite ")
+        bounds = [_bound_in_words(bound) for bound in arguments[1:] if bound != Lt(INFINITY)]
+        return f"{noun} of {' and '.join(bounds)}{comma}{items}"
+    if origin in (Union, UnionType):
+        *first, last = sorted(arguments, key=lambda argument: argument is NoneType)
+        return f"{', '.join(map(wanted, first))} or {wanted(last)}"
+    if origin is Literal:
+        values = ", ".join(map(shown, arguments))
+        return f"one of {values}" if len(arguments) > 1 else values
+    if inspect.isclass(origin) and issubclass(origin, Mapping):
+        return "a mapping"
+    if inspect.isclass(origin) and issubclass(origin, Sequence):
+        return f"a list, each {wanted(arguments[0])}"
+    return "a node with a _target_"
+
+
+def _bound_in_words(bound: Any) -> str:
+    match bound:
+        case Ge(ge=limit):
+            return f"at least {limit}"
+        case Gt(gt=limit):
+            return f"more than {limit}"
+        case Le(le=limit):
+            return f"at most {limit}"
+        case Lt(lt=limit):
+            return f"less than {limit}"
+        case Len(min_length=least, max_length=most):
+            return f"{least} items" if least == most else f"at least {least} item{'s' * (least > 1)}"
+    return str(bound)

@@ -1,0 +1,27 @@
+"""The config of train.py, for scripts that need parts of it."""
+
+from pathlib import Path
+from typing import Any, cast
+
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from fa_train import settings
+
+
+def composed(overrides: list[str]) -> DictConfig:
+    """The config as train.py composes and checks it on a machine with a GPU.
+
+    Raises: ValueError, HydraException or OmegaConfBaseException on a mistake in the overrides.
+    """
+    OmegaConf.register_new_resolver("auto_preset", lambda: "gpu", replace=True)
+    OmegaConf.register_new_resolver("sweep_group", lambda: None, replace=True)
+    with initialize_config_dir(str(Path(__file__).resolve().parents[1] / "conf"), version_base="1.3"):
+        cfg = compose("train", [*overrides, "hydra.runtime.output_dir=."], return_hydra_config=True)
+    HydraConfig.instance().set_config(cfg)  # where the settings find their group's choice
+    with open_dict(cfg):
+        del cfg.hydra
+    settings.require_given(cast(dict[str, Any], OmegaConf.to_container(cfg)))
+    settings.check(cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True)))
+    return cfg

@@ -1,0 +1,272 @@
+"""Every value of a config is checked before anything is built, and each mistake is one line that names it."""
+
+import math
+import pkgutil
+import re
+from copy import deepcopy
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import pytest
+from annotated_types import Ge, Gt, Le, Len, Lt
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+import train
+from fa_train import settings
+from fa_train.preflight import explain
+from tests.training import CONF, command_line, composed
+
+# each leaves other keys out; together they have every kind of node
+COMMANDS = {
+    "default": ["preset=cpu"],
+    "gpu": ["preset=gpu", "data=synthetic", "logger=csv", "optimizer=adamw_8bit", "strategy=ddp", "attention=chunked"],
+    "text": [
+        "preset=cpu",
+        "data=text",
+        "data.path=docs",
+        "logger=tensorboard",
+        "adapter=lora",
+        "optimizer=adamw_bf16",
+        "memory=auto",
+    ],
+    "finetune": [
+        "preset=cpu",
+        "experiment=finetune",
+        "data.path=chats.jsonl",
+        "model.pretrained=base",
+        "strategy=fsdp",
+    ],
+    "mix": [
+        "preset=cpu",
+        "data=mix",
+        "+data/source@data.sources.web=hf",
+        "data.sources.web.name=web",
+        "optimizer=adamw_offload",
+    ],
+}
+NOT_OVERRIDDEN = {"_target_", "_args_"}  # another node, not another value
+
+
+def is_own(raw: Any, key: str) -> bool:
+    """Whether a key is there to be overridden: not in a copy of a node, nor itself the copy of another key."""
+    for name in key.split("."):
+        if not isinstance(raw, dict) or name not in raw:
+            return False
+        raw = raw[name]
+    return not (isinstance(raw, str) and raw.startswith("${"))
+
+
+def wrong_values(hint: Any) -> list[str]:
+    """Overrides that a key with this type hint must refuse: another type, a value out of bounds, null."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return wrong_values(arguments[0]) + [value for bound in arguments[1:] for value in beyond(bound)]
+    if type(None) in arguments and len(arguments) == 2:
+        [other] = set(arguments) - {type(None)}
+        return [value for value in wrong_values(other) if value != "null"]
+    if origin is Literal:
+        return ["foo", "1.5", "[a]"]
+    by_type = {
+        int: ["foo", "1.5", "true", "null", "[1]"],
+        float: ["foo", "no", "true", "null", "[1]"],
+        bool: ["no", "off", "Yes", "0", "null"],
+        str: ["null", "7", "[a]"],
+        settings.Node: ["foo", "3", "{a: 1}"],
+    }
+    return by_type.get(hint, [])
+
+
+def beyond(bound: Any) -> list[str]:
+    """Overrides that break one bound."""
+    match bound:
+        case Ge(ge=int(limit)):
+            return [str(limit - 1), "-inf"]
+        case Gt(gt=int(limit)):
+            return [str(limit), str(limit - 1), "nan"]
+        case Le(le=int(limit)):
+            return [str(limit + 1)]
+        case Lt(lt=limit):
+            return [str(limit), "nan"]
+        case Len(min_length=least):
+            return [str([0.5] * (least - 1))]
+    raise AssertionError(f"{bound} is a bound that this test does not know")
+
+
+def overridden(cfg, key, value):
+    """A copy of the config after an override of the command line, and the value that came."""
+    copy = deepcopy(cfg)
+    parsed = OverridesParser.create().parse_override(f"{key}={value}").value()
+    OmegaConf.update(copy, key, parsed, merge=False, force_add=True)
+    came = OmegaConf.select(copy, key)
+    return copy, OmegaConf.to_container(came) if OmegaConf.is_config(came) else came
+
+
+def test_every_wrong_value_of_every_key_is_one_line_before_anything_is_built(monkeypatch):
+    monkeypatch.setattr(train, "instantiate", lambda *args, **kwargs: pytest.fail("something was built"))
+    tried = dict.fromkeys(NOT_OVERRIDDEN, 0)
+    for overrides in COMMANDS.values():
+        with composed("folder", *overrides) as cfg:
+            raw = OmegaConf.to_container(cfg)
+        for key, _, hint in settings.entries(OmegaConf.to_container(cfg, resolve=True)):
+            if key.rpartition(".")[2] in NOT_OVERRIDDEN or not is_own(raw, key) or (key, hint) in tried:
+                continue
+            values = wrong_values(hint)
+            for value in values:
+                wrong, came = overridden(cfg, key, value)
+                with pytest.raises(ValueError) as raised:
+                    train.build(wrong)
+                line = str(raised.value)
+                assert line.startswith(f"{key} must be ") and f"; got {settings.shown(came)}" in line, line
+                assert explain(raised.value) == line
+            tried[key, hint] = len(values)
+    assert sum(tried.values()) > 400 and len(tried) > 100, f"{sum(tried.values())} overrides of {len(tried)} keys"
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        pytest.param("optimizer.lr=foo", "optimizer.lr must be a finite number of at least 0; got foo", id="lr"),
+        pytest.param(
+            "optimizer.betas=0.9",
+            "optimizer.betas must be a list of 2 items, each a number of at least 0 and less than 1; got 0.9",
+            id="betas",
+        ),
+        pytest.param(
+            "optimizer.betas=[0.9]", "optimizer.betas must be a list of 2 items, .*; got \\[0.9\\]", id="one-beta"
+        ),
+        pytest.param("model.rope_theta=-5", "model.rope_theta must be a positive number; got -5", id="rope-theta"),
+        pytest.param("model.dim=foo", "model.dim must be a positive integer; got foo", id="dim"),
+        pytest.param("model.tied=No", "model.tied must be true or false; got No", id="tied"),
+        pytest.param("model.memory=foo", "model.memory must be a node with a _target_ or null; got foo", id="node"),
+        pytest.param("model.rope_scaling=yarn", "model.rope_scaling must be a mapping or null; got yarn", id="mapping"),
+        pytest.param("memory.offload=no", "memory.offload must be true or false or all; got no", id="union"),
+        pytest.param("data.val_rows=-1", "data.val_rows must be an integer of at least 0; got -1", id="val-rows"),
+        pytest.param(
+            "data.text_column=7",
+            "data.text_column must be text; got 7; quotes make it text: .data.text_column='7'.",
+            id="text",
+        ),
+        pytest.param(
+            "seed=null", "seed must be an integer of at least 0 and less than 4294967296; got null", id="seed"
+        ),
+        pytest.param(
+            "trainer.log_every_n_steps=0", "trainer.log_every_n_steps must be a positive integer; got 0", id="log"
+        ),
+        pytest.param(
+            "trainer.devices=[]",
+            "trainer.devices must be a positive integer, a list of at least 1 item, .*; got \\[\\]",
+            id="devices",
+        ),
+        pytest.param(
+            "trainer.gradient_clip_val=-1",
+            "trainer.gradient_clip_val must be a finite number of at least 0 or null; got -1",
+            id="clip",
+        ),
+        pytest.param(
+            "callbacks.checkpoint.every_n_train_steps=0",
+            "callbacks.checkpoint.every_n_train_steps must be .*; got 0",
+            id="checkpoint",
+        ),
+        pytest.param(
+            "callbacks.progress=3", "callbacks.progress must be a node with a _target_ or null; got 3", id="callback"
+        ),
+        pytest.param("+model.n_layer=3", "unknown key model.n_layer; did you mean model.n_layers\\?", id="parameter"),
+        pytest.param(
+            "+trainer.limit_val_batch=3",
+            "unknown key trainer.limit_val_batch; did you mean trainer.limit_val_batches\\?",
+            id="foreign-parameter",
+        ),
+        pytest.param("+logger.tagz=[a]", "unknown key logger.tagz; did you mean logger.tags\\?", id="passed-on"),
+        pytest.param("+maxsteps=3", "unknown key maxsteps; did you mean max_steps\\?", id="root"),
+        pytest.param("~optimizer.lr", "optimizer.lr must be a finite number of at least 0; got nothing", id="left-out"),
+        pytest.param(
+            "model._target_=fa_train.nowhere",
+            "model._target_ must be a name that can be imported; got fa_train.nowhere",
+            id="target",
+        ),
+        pytest.param(
+            "logger=[csv,wandb]", "logger must be one option of conf/logger; got a list of them", id="two-loggers"
+        ),
+        pytest.param("data=sft", "data.path and data.tokenizer must be given; got nothing", id="missing"),
+        pytest.param(
+            "run_name=a/../../b", "run_name must be the name of a folder below runs/; got a/../../b", id="run-name"
+        ),
+    ],
+)
+def test_a_mistake_is_said_in_the_users_words(override, line):
+    given = [] if override.startswith("data=") else ["data=text", "data.path=docs"]
+    with composed("folder", "preset=cpu", *given, override) as cfg, pytest.raises(ValueError, match=f"^{line}"):
+        train.build(cfg)
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        pytest.param("model.n_layer=3", "unknown key model.n_layer; did you mean model.n_layers?", id="parameter"),
+        pytest.param("modle=gpt2", "unknown key modle; did you mean model?", id="group"),
+        pytest.param("zzz=1", "unknown key zzz (+zzz=... adds a parameter that conf/ does not list)", id="none-near"),
+    ],
+)
+def test_an_override_of_no_key_names_the_nearest_one(override, line):
+    with pytest.raises(HydraException) as raised, composed("folder", "preset=cpu", override):
+        pass
+    assert explain(raised.value).startswith(line)
+
+
+def test_finetune_names_what_it_needs():
+    with composed("folder", "preset=cpu", "experiment=finetune") as cfg:
+        needed = re.escape("data.path and model.pretrained must be given; got nothing")
+        with pytest.raises(ValueError, match=f"^{needed}$"):
+            train.build(cfg)
+
+
+@pytest.mark.parametrize("name", ["a", "a/b", "7", "with space", "..."])
+def test_a_run_may_have_any_folder_below_runs(name):
+    assert settings.run_folder(int(name) if name == "7" else name) == name
+
+
+@pytest.mark.parametrize(
+    "name", ["", " ", ".", "..", "a/../../b", "../b", "/tmp/b", "//tmp/b", None, True, 1.5, float("nan")]
+)
+def test_no_run_has_a_folder_elsewhere(name):
+    with pytest.raises(ValueError, match="run_name must be the name of a folder below runs/; got "):
+        settings.run_folder(name)
+
+
+def test_a_name_that_leaves_runs_makes_no_folder(tmp_path):
+    (tmp_path / "work").mkdir()
+    done = command_line(tmp_path / "work", "run_name=../../escaped")
+    assert done.returncode == 1
+    assert done.stderr == "error: run_name must be the name of a folder below runs/; got ../../escaped\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["work"] and not list((tmp_path / "work").iterdir())
+
+
+def options():
+    for group in sorted(path for path in CONF.iterdir() if path.is_dir()):
+        for file in sorted(group.glob("*.yaml")):
+            yield pytest.param(group.name, file.stem, id=f"{group.name}={file.stem}")
+
+
+@pytest.mark.parametrize(("group", "option"), list(options()))
+def test_every_option_passes_the_check(group, option):
+    with composed("folder", "preset=cpu", f"{group}={option}") as cfg:
+        for key, value in settings.leaves("", train.to_container(cfg, resolve=False)):
+            if value == settings.MISSING:
+                OmegaConf.update(cfg, key, "given")
+        train.check(cfg)
+
+
+def test_every_bound_of_another_package_is_of_a_parameter():
+    for target, bounds in settings.BOUNDS.items():
+        parameters = settings.parameters_of(pkgutil.resolve_name(target))
+        assert parameters is not None
+        passed_on = settings.parameters_of(pkgutil.resolve_name(settings.PASSED_ON.get(target, target)))
+        assert bounds.keys() <= parameters.keys() | passed_on.keys(), target
+
+
+def test_a_sweeper_gets_the_metric_that_it_optimizes():
+    assert train.optimized({"val/loss": 2.5, "tokens": 8.0}, "val/loss") == 2.5
+    assert math.isnan(train.optimized({"oom": 1.0}, "val/loss"))
+    with pytest.raises(ValueError, match="optimized_metric must be one of tokens, val/loss; got loss"):
+        train.optimized({"val/loss": 2.5, "tokens": 8.0}, "loss")
