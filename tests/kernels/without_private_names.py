@@ -10,7 +10,6 @@ import os
 import sys
 import traceback
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.utils.flop_counter
@@ -30,9 +29,9 @@ NAMES = (
 )
 
 
-def check(path: str) -> None:
+def check(path):
     """Raises where attention cannot be imported or is not right without torch.`path`."""
-    owner: Any = torch
+    owner = torch
     *parents, name = path.split(".")
     for parent in parents:
         owner = getattr(owner, parent)
@@ -45,7 +44,7 @@ def check(path: str) -> None:
     if value is not None:
         setattr(owner, name, value)
     if name == "_current_level":  # read at each call
-        torch_private.forward_ad = SimpleNamespace()  # type: ignore[assignment]
+        torch_private.forward_ad = SimpleNamespace()
     inputs = [torch.randn(1, 20, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
     cu_seqlens = torch.tensor([0, 20])
     o = flash_attn_func(*inputs, causal=True)
