@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fa_train import preflight, settings
-from fa_train.callbacks import export_last, is_out_of_memory, require_checkpoint, results
+from fa_train.callbacks import DivergedError, export_last, is_out_of_memory, require_checkpoint, results
 from fa_train.memory.levers import Levers, with_levers
 from fa_train.memory.planner import predict
 from fa_train.models.attention import require_backend
@@ -145,6 +145,10 @@ def train(cfg: DictConfig) -> dict[str, float]:
         trainer.fit(lit_gpt, datamodule=data, ckpt_path=ckpt_path)
     except SIGTERMException:  # a SystemExit with status 0
         sys.exit(128 + 15)
+    except DivergedError:
+        if trainer.is_global_zero or in_sweep():
+            raise
+        sys.exit(1)  # rank 0 says why
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -156,10 +160,13 @@ def train(cfg: DictConfig) -> dict[str, float]:
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """A user's mistake ends the program with one line; HYDRA_FULL_ERROR=1 shows the traceback."""
+    """A user's mistake, and a run that diverges, end the program with one line.
+
+    HYDRA_FULL_ERROR=1 shows the traceback.
+    """
     try:
         yield
-    except (ValueError, HydraException, OmegaConfBaseException) as error:
+    except (ValueError, DivergedError, HydraException, OmegaConfBaseException) as error:
         if SHOW_TRACEBACK:
             raise
         sys.exit(f"error: {preflight.explain(error)}")

@@ -41,17 +41,23 @@ from fa_train.models.export import Build, export_run
 GIB = 2**30
 
 
+class DivergedError(RuntimeError):
+    """The gradients of too many optimizer steps in a row were not finite."""
+
+
 class Monitor(Callback):
     """Logs loss, gradient norm, learning rate, throughput, MFU and memory, every trainer.log_every_n_steps steps.
 
     Each log costs one device-to-host copy, the only ones of training. `tokens`, all that the run has seen, goes with
     every metric and is W&B's x-axis. perf/* is of the steps since the last log, validation excluded; perf/mfu is
     absent where the device's peak is not known. `latest` keeps the newest value of each metric.
+    max_skipped_steps: so many skipped optimizer steps in a row (see LitGPT) end the run at the next log; None never
+    does. train/skipped_steps counts them since the run began.
     Units: losses in nats a label, tokens_per_s over all devices, step_ms in milliseconds, *_gib in GiB of rank 0.
     """
 
-    def __init__(self, seq_len: PositiveInt, batch_size: PositiveInt) -> None:
-        self.tokens_per_step = seq_len * batch_size
+    def __init__(self, seq_len: PositiveInt, batch_size: PositiveInt, max_skipped_steps: PositiveInt | None) -> None:
+        self.tokens_per_step, self.max_skipped_steps = seq_len * batch_size, max_skipped_steps
         self.latest: dict[str, float] = {}
         self._rates: list[float] = []
         self._lr = 0.0
@@ -77,8 +83,10 @@ class Monitor(Callback):
         if not steps or not due:
             return
         assert isinstance(pl_module, LitGPT)
-        measured = [pl_module.step_loss, pl_module.step_grad_norm, pl_module.step_squared_lengths]
-        loss, grad_norm, squared_lengths = torch.stack([x.double() for x in measured]).tolist()  # waits for the device
+        steps_skipped = [pl_module.skipped_steps, pl_module.longest_skip]
+        measured = [pl_module.step_loss, pl_module.step_grad_norm, pl_module.step_squared_lengths, *steps_skipped]
+        # waits for the device
+        loss, grad_norm, squared_lengths, skipped, longest_skip = torch.stack([x.double() for x in measured]).tolist()
         seconds = (time.perf_counter() - self._window_start) / steps
         flops = train_flops(pl_module.model, self.tokens_per_step, squared_lengths)
         dtype = torch.bfloat16 if str(trainer.precision).startswith("bf16") else torch.float32
@@ -88,6 +96,7 @@ class Monitor(Callback):
             {
                 "train/loss": loss,
                 "train/grad_norm": grad_norm,
+                "train/skipped_steps": skipped,
                 "lr": self._lr,
                 "perf/tokens_per_s": self._rates[-1],
                 "perf/step_ms": 1e3 * seconds,
@@ -96,6 +105,12 @@ class Monitor(Callback):
             },
         )
         self._window_start, self._window_step = time.perf_counter(), trainer.global_step
+        if self.max_skipped_steps is not None and longest_skip >= self.max_skipped_steps:
+            raise DivergedError(
+                f"the gradients of {longest_skip:.0f} optimizer steps in a row were not finite, by step "
+                f"{trainer.global_step}; those steps changed nothing. Try a lower optimizer.lr, or allow more with "
+                "callbacks.monitor.max_skipped_steps"
+            )
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if pl_module.device.type == "cuda":
@@ -198,6 +213,8 @@ def describe(metrics: dict[str, float]) -> str:
         "perf/mfu": "mfu {:.1%}",
         "perf/peak_gib": "peak {:.2f} GiB",
     }
+    if metrics.get("train/skipped_steps"):
+        shown["train/skipped_steps"] = "skipped {:.0f}"
     return "  ".join(text.format(metrics[name]) for name, text in shown.items() if name in metrics)
 
 
@@ -263,17 +280,19 @@ class Checkpoint(ModelCheckpoint):
             logger.after_save_checkpoint(proxy(self))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # saving needs all ranks, and only GracefulInterrupt surely stops them all at one step
-        if trainer.world_size == 1 or isinstance(exception, SIGTERMException):
+        # saving needs all ranks, and only GracefulInterrupt surely stops them all at one step; what has diverged must
+        # not take the place of an older checkpoint
+        alone = trainer.world_size == 1 and not isinstance(exception, DivergedError)
+        if alone or isinstance(exception, SIGTERMException):
             super().on_exception(trainer, pl_module, exception)
         if self._last_checkpoint_saved:
             trainer.print(f"checkpoint: {self._last_checkpoint_saved}; ckpt_path=last goes on from it")
-        if isinstance(exception, SIGTERMException):
+        if isinstance(exception, SIGTERMException | DivergedError):
             wait_for_other_ranks(trainer)
 
 
 def wait_for_other_ranks(trainer: L.Trainer) -> None:
-    """Lets the ranks that this process started end before it does, each with the exit status of an interrupt.
+    """Lets the ranks that this process started end before it does, each with an exit status that is not 0.
 
     Lightning's observer would take that status for a failure and kill this process, perhaps before it is done. The wait
     is at this process's exit, after it has ended its connections: with NCCL, ranks do that together.

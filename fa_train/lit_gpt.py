@@ -62,6 +62,9 @@ class LitGPT(L.LightningModule):
         # no buffers: trainer.precision=bf16-true would turn those into bf16
         self._sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         self._val_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.skipped_steps = self.longest_skip = self._skipped_in_a_row = torch.zeros(
+            (), dtype=torch.int64, device=self.device
+        )
 
     def loss_sum(self, batch: Batch) -> Tensor:
         """The cross entropy summed over the labels of a batch, in nats."""
@@ -81,7 +84,10 @@ class LitGPT(L.LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Turns the mean over nominal tokens into the mean over labels, then clips; never waits for the device."""
+        """Turns the mean over nominal tokens into the mean over labels, and clips, or skips the step.
+
+        Lightning calls it between the backward and the update.
+        """
         loss, labels, self.step_squared_lengths = self.trainer.strategy.reduce(self._sums.clone(), reduce_op="sum")
         self._sums.zero_()
         labels = labels.clamp(min=1)
@@ -95,7 +101,14 @@ class LitGPT(L.LightningModule):
         self.step_grad_norm = whole(torch.linalg.vector_norm(torch.stack(norms))) * scale
         if gradient_clip_val:
             scale = scale * (gradient_clip_val / (self.step_grad_norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([local(gradient) for gradient in gradients], scale)
+        skipped = ~self.step_grad_norm.isfinite()  # the same on all ranks, as the norm is
+        self._count(skipped)
+        scale_or_skip(optimizer, [local(gradient) for gradient in gradients], scale, skipped)
+
+    def _count(self, skipped: Tensor) -> None:
+        self.skipped_steps = self.skipped_steps + skipped
+        self._skipped_in_a_row = (self._skipped_in_a_row + 1) * skipped
+        self.longest_skip = torch.maximum(self.longest_skip, self._skipped_in_a_row)
 
     def optimizer_step(
         self,
@@ -135,3 +148,18 @@ class LitGPT(L.LightningModule):
 def count_labels(labels: Tensor) -> Tensor:
     """() fp64: how many labels count."""
     return (labels != IGNORE_INDEX).sum().double()
+
+
+def scale_or_skip(optimizer: Optimizer, gradients: list[Tensor], scale: Tensor, skipped: Tensor) -> None:
+    """Multiplies the gradients by `scale`, or makes the optimizer's next step change nothing where `skipped` is true.
+
+    A fused optimizer does both in its own kernel. With any other one the host waits for `skipped`.
+    Shapes: scale () fp32, skipped () bool.
+    """
+    if optimizer.defaults.get("fused"):
+        # torch's kernels divide by the first and do nothing where the second is 1, as for torch.amp.GradScaler
+        optimizer.grad_scale, optimizer.found_inf = scale.reciprocal(), skipped.float()  # type: ignore[attr-defined]
+    elif skipped.item():
+        optimizer.zero_grad(set_to_none=True)  # optimizers leave parameters without a gradient alone
+    else:
+        torch._foreach_mul_(gradients, scale)

@@ -1,5 +1,6 @@
 """Which parameters decay, the optimizers of smaller states, and the learning rate over a run."""
 
+import copy
 import io
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import train
+from fa_train.lit_gpt import scale_or_skip
 from fa_train.optim import adamw, adamw_8bit, adamw_bf16, adamw_offload, warmup_cosine
 from tests.models.test_gpt import build
 from tests.training import column, composed, tiny
@@ -222,6 +224,28 @@ def test_offloaded_optimizer_steps_like_adamw():
 
     assert_like_adamw(make, small_model(), rounding=1e-5)
     assert not make(small_model()).state, "Lightning would move it to the GPU"
+
+
+@pytest.mark.usefixtures("one_device")
+def test_the_offloaded_optimizer_skips_a_step():
+    """The weights and moments on the host stay too, and the next step is that of a run without the skipped one."""
+    from fa_train.low_memory_adamw import OffloadedAdamW
+    from fa_train.optim import parameter_groups
+
+    models = []
+    for skips in (False, True):
+        model = small_model()
+        optimizer = OffloadedAdamW(parameter_groups(model, 0.1), lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+        train_steps(model, optimizer, 0, 2)
+        if skips:
+            before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            model[0].weight.grad = torch.full_like(model[0].weight, torch.inf)
+            scale_or_skip(optimizer, [model[0].weight.grad], torch.tensor(1.0), torch.tensor(True))
+            optimizer.step()
+            torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, rtol=0, atol=0)
+        train_steps(model, optimizer, 2, 4)
+        models.append(model)
+    torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.gpu
