@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from fa_train.bounds import Seed
 from fa_train.data.packing import Batch
 from fa_train.memory.loss import IGNORE_INDEX
 from fa_train.models.gpt import GPT
@@ -34,10 +36,11 @@ class LitGPT(L.LightningModule):
         optimizer: Callable[[nn.Module], Optimizer],
         scheduler: Callable[[Optimizer], LRScheduler],
         compile_model: bool,
+        seed: Seed,
     ) -> None:
         super().__init__()
         self.model = model
-        self.optimizer, self.scheduler = optimizer, scheduler
+        self.optimizer, self.scheduler, self.seed = optimizer, scheduler, seed
         self.micro_batch_tokens = 0
         self.step_loss = self.step_grad_norm = self.step_squared_lengths = torch.tensor(float("nan"))
         self._sums: Tensor  # loss, labels and squared document lengths of the step so far; fp64: counts stay exact
@@ -74,6 +77,7 @@ class LitGPT(L.LightningModule):
         return self.model(batch["tokens"], cu_seqlens, batch["position_ids"], batch["labels"], batch.get("mean_seqlen"))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        seed_generators(FOR_MICRO_BATCH, self.seed, self.trainer.global_step, batch.get("first_row", batch_idx))
         loss, labels = self.loss_sum(batch), batch["labels"]
         lengths = batch["cu_seqlens"].diff().double()
         self._sums += torch.stack([loss.detach().double(), count_labels(labels), lengths.square().sum()])
@@ -104,6 +108,7 @@ class LitGPT(L.LightningModule):
         skipped = ~self.step_grad_norm.isfinite()  # the same on all ranks, as the norm is
         self._count(skipped)
         scale_or_skip(optimizer, [local(gradient) for gradient in gradients], scale, skipped)
+        seed_generators(FOR_UPDATE, self.seed, self.trainer.global_step)
 
     def _count(self, skipped: Tensor) -> None:
         self.skipped_steps = self.skipped_steps + skipped
@@ -163,3 +168,11 @@ def scale_or_skip(optimizer: Optimizer, gradients: list[Tensor], scale: Tensor, 
         optimizer.zero_grad(set_to_none=True)  # optimizers leave parameters without a gradient alone
     else:
         torch._foreach_mul_(gradients, scale)
+
+
+FOR_MICRO_BATCH, FOR_UPDATE = 1, 2  # the first part of a key
+
+
+def seed_generators(*key: int) -> None:
+    """Seeds torch's default generators, of the CPU and all GPUs, by integers of at least 0."""
+    torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]))

@@ -66,6 +66,7 @@ def test_gradients_are_freed_after_each_step(accumulated, tmp_path):
         lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
         partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1.0),
         compile_model=False,
+        seed=0,
     )
     watched = Watched()
     trainer = L.Trainer(
@@ -90,6 +91,7 @@ def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16(tmp_path, monkeypatch
         lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
         partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1.0),
         compile_model=False,
+        seed=0,
     )
     watched = Watched()
     trainer = L.Trainer(
@@ -106,7 +108,7 @@ def test_a_batch_of_one_document_is_known_to_be_one(ends, one, monkeypatch):
     seen = []
     monkeypatch.setattr(gpt, "_schedule", lambda *x, f=gpt._schedule: seen.append(f(*x)) or seen[-1])
     model = small_gpt(levers(), torch.device("cpu"), n_layers=1)
-    lit = LitGPT(model, torch.optim.SGD, torch.optim.lr_scheduler.LambdaLR, compile_model=False)
+    lit = LitGPT(model, torch.optim.SGD, torch.optim.lr_scheduler.LambdaLR, compile_model=False, seed=0)
     [batch] = batches(1)
     loss = lit.loss_sum(batch)
     lit.loss_sum(batch | {"cu_seqlens": torch.tensor(ends, dtype=torch.int32)})
@@ -126,7 +128,7 @@ def test_the_length_of_documents_chooses_the_kernels(known, documents, monkeypat
     seen = []
     monkeypatch.setattr(gpt, "_schedule", lambda *x, f=gpt._schedule: seen.append(f(*x)) or seen[-1])
     model = small_gpt(levers(), torch.device("cpu"), n_layers=2, family=gpt.Family(windows=[10, None]))
-    lit = LitGPT(model, torch.optim.SGD, torch.optim.lr_scheduler.LambdaLR, compile_model=False)
+    lit = LitGPT(model, torch.optim.SGD, torch.optim.lr_scheduler.LambdaLR, compile_model=False, seed=0)
     [batch] = batches(1)
     lit.loss_sum(batch | {"cu_seqlens": torch.tensor([0, 16, TOTAL, TOTAL], dtype=torch.int32)} | known)
     assert [schedule.documents for schedule in seen] == documents

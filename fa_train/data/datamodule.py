@@ -334,7 +334,8 @@ class MicroBatches(Dataset[Batch]):
     def __getitem__(self, index: int) -> Batch:
         step, turn = divmod(index, self.step_rows // (self.size * self.world_size))
         dealt = self.rows.deal(step * self.step_rows, self.step_rows, self.size, self.world_size)
-        return self.rows.gather(dealt[turn, self.rank].tolist())
+        indices = dealt[turn, self.rank].tolist()
+        return {**self.rows.gather(indices), "first_row": indices[0]}
 
 
 class From(Sampler[int]):

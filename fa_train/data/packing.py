@@ -26,6 +26,7 @@ class Batch(TypedDict):
     position_ids: Tensor
     cu_seqlens: Tensor
     mean_seqlen: NotRequired[int]  # tokens of the document that a token is in, for attention's choice of kernels
+    first_row: NotRequired[int]  # the index of its first row among all rows of the run
 
 
 class LossMask(Protocol):
