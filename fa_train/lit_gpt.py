@@ -16,6 +16,7 @@ from fa_train.bounds import Seed
 from fa_train.data.packing import Batch
 from fa_train.memory.loss import IGNORE_INDEX
 from fa_train.models.gpt import GPT
+from fa_train.optim import require_same_kind
 from fa_train.parallel.fsdp import is_sharded, local, shard, whole
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")  # fp16 would need a loss scale beside the one by labels
@@ -140,6 +141,10 @@ class LitGPT(L.LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": self.scheduler(optimizer), "interval": "step"},
         }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        for saved in checkpoint.get("optimizer_states", []):  # FullyShardedStrategy has read its own before
+            require_same_kind(self.optimizer, saved)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A checkpoint taken between two steps, by a signal or an error, forgets the micro-batches since the last."""

@@ -92,14 +92,12 @@ class OffloadedAdamW(CPUOffloadOptimizer):
         super().step()
         return loss
 
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"groups": [_without_parameters(group) for group in self._groups]}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Reads moments, and the weights on the host from those on the GPU, which a checkpoint brought before."""
+        """Reads moments, and the weights on the host from those on the GPU, which a checkpoint brought before.
+
+        Settings such as lr stay the present ones, which `step` hands to the optimizers that work.
+        """
         super().load_state_dict(state_dict)
-        for group, saved in zip(self._groups, state_dict["groups"], strict=True):
-            group.update(saved)
         with torch.no_grad():
             for on_gpu, on_host in self.param_d2h_map.items():
                 on_host.copy_(on_gpu)

@@ -1,7 +1,7 @@
-"""The optimizer's parameter groups and the learning rate over time."""
+"""The optimizer's parameter groups, the learning rate over time, and what a resumed run takes from a checkpoint."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -24,7 +24,9 @@ def adamw(
 
     Parameters that do not require a gradient are left out.
     """
-    return AdamW(parameter_groups(model, weight_decay), lr=lr, betas=_pair(betas), eps=eps, fused=fused)
+    optimizer = AdamW(parameter_groups(model, weight_decay), lr=lr, betas=_pair(betas), eps=eps, fused=fused)
+    optimizer.register_load_state_dict_pre_hook(with_own_settings)
+    return optimizer
 
 
 def adamw_8bit(
@@ -42,7 +44,7 @@ def adamw_8bit(
     """
     from fa_train.low_memory_adamw import EightBitAdamW
 
-    return EightBitAdamW(
+    optimizer = EightBitAdamW(
         parameter_groups(model, weight_decay),
         lr=lr,
         betas=_pair(betas),
@@ -50,6 +52,8 @@ def adamw_8bit(
         weight_decay=weight_decay,
         bf16_stochastic_round=stochastic_rounding,
     )
+    optimizer.register_load_state_dict_pre_hook(with_own_settings)
+    return optimizer
 
 
 def adamw_bf16(
@@ -69,9 +73,11 @@ def adamw_bf16(
         raise ValueError(
             f"optimizer=adamw_bf16 needs bfloat16 weights, trainer.precision=bf16-true; got {', '.join(sorted(others))}"
         )
-    return RoundingAdamW(
+    optimizer = RoundingAdamW(
         groups, lr=lr, betas=_pair(betas), eps=eps, weight_decay=weight_decay, bf16_stochastic_round=True
     )
+    optimizer.register_load_state_dict_pre_hook(with_own_settings)
+    return optimizer
 
 
 def adamw_offload(
@@ -107,6 +113,57 @@ def _pair(betas: Sequence[float]) -> tuple[float, float]:
     return first, second
 
 
+def with_own_settings(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """A state_dict with the optimizer's present settings, such as lr and betas, in place of the saved ones.
+
+    Moments and step counts stay those saved.
+    """
+    own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    if len(own) != len(saved["param_groups"]):
+        return saved  # which torch refuses
+    groups = [group | settings for group, settings in zip(saved["param_groups"], own, strict=True)]
+    return saved | {"param_groups": groups}
+
+
+KINDS = ("adamw", "adamw_8bit", "adamw_bf16", "adamw_offload")  # the functions above and the files of conf/optimizer
+
+
+def require_same_kind(configured: Callable[..., Optimizer], saved: Mapping[str, Any]) -> None:
+    """ValueError where a state_dict is of another of the KINDS than `configured`, which may be a partial of it."""
+    own = getattr(configured, "func", configured).__name__
+    written_by = kinds_that_write(saved)
+    if own in KINDS and own not in written_by:
+        raise ValueError(
+            f"ckpt_path must be a checkpoint of optimizer={own}; got one of optimizer={' or '.join(written_by)}"
+        )
+
+
+def kinds_that_write(saved: Mapping[str, Any]) -> Sequence[str]:
+    """The KINDS whose state_dict can look like `saved`."""
+    if "offloaded" in saved:
+        return ["adamw_offload"]
+    if any("fused" in group for group in saved["param_groups"]):
+        return ["adamw"]
+    moments = [state["exp_avg"] for state in saved["state"].values()]
+    if any(isinstance(moment, dict) for moment in moments):
+        return ["adamw_8bit"]
+    if any(moment.numel() >= 4096 and moment.numel() % 256 == 0 for moment in moments):  # adamw_8bit quantises these
+        return ["adamw_bf16"]
+    return ["adamw_8bit", "adamw_bf16"]
+
+
+class Schedule(LambdaLR):
+    """LambdaLR that takes nothing but its position from a checkpoint; the peak and the curve are the present ones."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.last_epoch = state_dict["last_epoch"]
+        self._last_lr = [
+            lr * factor(self.last_epoch) for lr, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
+        ]
+        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = lr
+
+
 def warmup_cosine(
     optimizer: Optimizer, *, warmup_steps: NonNegativeInt, max_steps: PositiveInt, min_lr_ratio: Fraction
 ) -> LambdaLR:
@@ -129,4 +186,4 @@ def warmup_cosine(
         progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
         return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
-    return LambdaLR(optimizer, factor)
+    return Schedule(optimizer, factor)

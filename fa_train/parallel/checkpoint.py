@@ -62,3 +62,20 @@ def _by_place(states: dict[str, Any], groups: dict[int, Any]) -> dict[str, Any]:
             groups[place] | {"params": [places[name] for name in groups[place]["params"]]} for place in sorted(groups)
         ],
     }
+
+
+def saved_optimizer(folder: Path) -> dict[str, Any]:
+    """The optimizer's state_dict in a sharded checkpoint, without values: its tensors are on the meta device."""
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    states: dict[str, Any] = {}
+    settings: dict[str, None] = {}
+    for name, (part, *keys) in metadata.planner_data.items():
+        if part == "state_dict":
+            continue
+        kind, owner, field = keys
+        stored = metadata.state_dict_metadata[name]
+        if kind == "param_groups":
+            settings[field] = None
+        elif isinstance(stored, TensorStorageMetadata):
+            states.setdefault(owner, {})[field] = torch.empty(stored.size, device="meta")
+    return {"state": states, "param_groups": [settings]}

@@ -6,8 +6,9 @@ keeps its part. Embeddings, last norm and head are gathered once for a micro-bat
 reads the head's weight itself, which is the embedding's where the two are tied.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -22,6 +23,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fa_train.models.gpt import GPT
+from fa_train.optim import require_same_kind
+from fa_train.parallel.checkpoint import saved_optimizer
 
 SHARDED_MESH = "data_parallel"  # Lightning's name for the dimension of ranks with rows of their own
 
@@ -43,6 +46,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(checkpoint_path)
         if self.broadcast(path.is_dir()):  # one answer, as each kind is read by all ranks together
+            self._require_same_optimizer(saved_optimizer(path))
             return super().load_checkpoint(path, weights_only)
         return self._load_whole(path)
 
@@ -54,6 +58,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """
         assert self.model is not None
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        for saved in checkpoint["optimizer_states"]:
+            self._require_same_optimizer(saved)
         options = StateDictOptions(full_state_dict=True)
         set_model_state_dict(self.model, checkpoint.pop("state_dict"), options=options)
         names = {parameter: name for name, parameter in self.model.named_parameters()}
@@ -64,6 +70,9 @@ class FullyShardedStrategy(ModelParallelStrategy):
             by_name: dict[str, Any] = {"state": states, "param_groups": groups}
             set_optimizer_state_dict(self.model, optimizer, by_name, options=options)
         return checkpoint
+
+    def _require_same_optimizer(self, saved: Mapping[str, Any]) -> None:
+        require_same_kind(cast(Any, self.lightning_module).optimizer, saved)
 
 
 def shard(model: GPT, mesh: DeviceMesh, precision: str) -> None:

@@ -1,0 +1,226 @@
+"""A run that goes on from a checkpoint: its random numbers are those of a run never stopped, its settings its own."""
+
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+
+import train
+from tests.processes import start_server
+from tests.test_train import processes_can_talk, ranks_of_torchrun
+from tests.training import column, composed, tiny, write_corpus
+
+SMALL = (
+    "model.n_layers=1", "max_steps=6", "callbacks.checkpoint.every_n_train_steps=3",
+    "callbacks.checkpoint.save_top_k=-1", "data.micro_batch_size=1", "optimizer.lr=2e-2",
+)  # fmt: skip
+RANDOM = {
+    "dropout": ["adapter=lora", "adapter.lora_dropout=0.5"],
+    "adamw_8bit": ["optimizer=adamw_8bit", "trainer.precision=bf16-true"],
+    "adamw_bf16": ["optimizer=adamw_bf16", "trainer.precision=bf16-true"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _plain_arithmetic(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # its bf16 is not there on every machine
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles an update for each shape
+        yield
+
+
+def run(folder: Path, *overrides: str) -> Path:
+    """A run in this process; its folder."""
+    folder.mkdir()
+    with composed(folder, *tiny(folder.parent, *SMALL, *overrides)) as cfg:
+        train.train(cfg)
+    return folder
+
+
+def from_step_three(whole: Path) -> str:
+    return f"ckpt_path={whole}/checkpoints/step_0000003.ckpt"
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_numbers_are_those_of_a_run_never_stopped(name, tmp_path):
+    whole = run(tmp_path / "whole", *RANDOM[name])
+    losses = column(whole, "train/loss")
+    resumed = column(run(tmp_path / "resumed", *RANDOM[name], from_step_three(whole)), "train/loss")
+    assert resumed == {step: losses[step] for step in (4, 5, 6)}
+    other = column(run(tmp_path / "other", *RANDOM[name], from_step_three(whole), "lit_gpt.seed=1"), "train/loss")
+    assert other[6] != losses[6], "nothing random counts"
+
+
+class Seen(Callback):
+    """Keeps the optimizer's settings by step, of the last run in this process."""
+
+    groups: ClassVar[dict[int, list[dict[str, Any]]]] = {}
+
+    def on_fit_start(self, trainer, pl_module) -> None:
+        self.groups.clear()
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+        names = ("lr", "weight_decay", "betas", "eps", "fused")
+        settings = [{name: group.get(name) for name in names} for group in optimizer.param_groups]
+        self.groups[trainer.global_step + 1] = settings
+
+
+SEEN = "+callbacks.seen._target_=tests.test_resume.Seen"
+OPTIMIZERS = {
+    "adamw": ["optimizer=adamw"],
+    "adamw_8bit": ["optimizer=adamw_8bit"],
+    "adamw_bf16": ["optimizer=adamw_bf16", "trainer.precision=bf16-true"],
+    "adamw_offload": ["optimizer=adamw_offload", "trainer.accelerator=gpu"],
+}
+ON_GPU = pytest.param("adamw_offload", marks=pytest.mark.gpu)
+CHANGED = (
+    "optimizer.lr=1e-3", "optimizer.weight_decay=0.3", "optimizer.betas=[0.8,0.9]", "optimizer.eps=1e-6",
+    "scheduler.warmup_steps=8", "max_steps=10",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    """A run of each optimizer, made when it is first asked for."""
+    return {"": tmp_path_factory.mktemp("runs")}
+
+
+def run_of(name: str, runs: dict[str, Path]) -> Path:
+    if name not in runs:
+        runs[name] = run(runs[""] / name, *OPTIMIZERS[name])
+    return runs[name]
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adamw_bf16", ON_GPU])
+def test_changed_settings_count_from_the_first_step(name, runs, tmp_path):
+    whole = run_of(name, runs)
+    folder = run(tmp_path / "changed", *OPTIMIZERS[name], *CHANGED, from_step_three(whole), SEEN)
+    rates = column(folder, "lr")
+    # eight steps of warm-up to 1e-3, the peak for one, and half a cosine of two steps
+    assert rates == pytest.approx({step: 1e-3 * min(step, 8) / 8 for step in range(4, 10)} | {10: 0.55e-3})
+    for step, groups in Seen.groups.items():
+        assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+        for group in groups:
+            assert group["lr"] == pytest.approx(rates[step])
+            assert tuple(group["betas"]) == (0.8, 0.9) and group["eps"] == 1e-6
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adamw_bf16", ON_GPU])
+def test_a_learning_rate_of_zero_leaves_the_weights(name, runs, tmp_path):
+    """What `param_groups` show is what the update takes."""
+    whole = run_of(name, runs)
+    folder = run(tmp_path / "still", *OPTIMIZERS[name], "optimizer.lr=0", from_step_three(whole))
+    before, after = (
+        torch.load(path / "checkpoints" / f"step_000000{step}.ckpt", weights_only=True)["state_dict"]
+        for path, step in ((whole, 3), (folder, 6))
+    )
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_a_fused_optimizer_goes_on_from_one_that_was_not(runs, tmp_path):
+    whole = run(tmp_path / "whole", "optimizer.fused=false")
+    resumed = run(tmp_path / "resumed", "optimizer.fused=true", from_step_three(whole), SEEN)
+    assert all(group["fused"] for groups in Seen.groups.values() for group in groups)
+    expected = column(whole, "train/loss")
+    assert column(resumed, "train/loss") == pytest.approx({step: expected[step] for step in (4, 5, 6)}, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("saved", "given"),
+    [
+        ("adamw", "adamw_8bit"),
+        ("adamw", "adamw_bf16"),
+        ("adamw_8bit", "adamw"),
+        ("adamw_8bit", "adamw_bf16"),
+        ("adamw_bf16", "adamw"),
+        ("adamw_bf16", "adamw_8bit"),
+        ("adamw", "adamw_offload"),
+        pytest.param("adamw_offload", "adamw", marks=pytest.mark.gpu),
+    ],
+)
+def test_another_kind_of_optimizer_is_refused(saved, given, runs, tmp_path):
+    """Before anything is computed, and without a checkpoint of what was half loaded."""
+    whole = run_of(saved, runs)
+    on_cpu = "trainer.accelerator=cpu"
+    with pytest.raises(ValueError, match=rf"checkpoint of optimizer={given}; got one of optimizer={saved}$"):
+        run(tmp_path / "other", *OPTIMIZERS[given], from_step_three(whole), on_cpu)
+    assert not list((tmp_path / "other").rglob("*.ckpt*"))
+
+
+FSDP = ("strategy=fsdp", "trainer.devices=2", "trainer.precision=bf16-true")
+DDP = ("strategy=ddp", "trainer.devices=2")
+
+
+def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
+    """One of two ranks; the names of the runs' folders say what each does. Asserts what only the ranks see."""
+    torch.set_num_threads(1)
+    torch.backends.mkldnn.set_flags(False)
+    os.environ.update(environments[rank])
+    shared = Path(folder)
+
+    def train_in(name: str, *overrides: str) -> Path:
+        (shared / name).mkdir(exist_ok=True)
+        with composed(shared / name, *tiny(shared, *SMALL, *overrides)) as cfg:
+            trainer, lit_gpt, data = train.build(cfg)
+            trainer.fit(lit_gpt, datamodule=data, ckpt_path=cfg.ckpt_path)
+        if overrides[0] == DDP[0]:
+            weights = torch.cat([p.detach().flatten().float() for p in lit_gpt.parameters()])
+            gathered = [torch.empty_like(weights) for _ in range(2)]
+            dist.all_gather(gathered, weights)
+            assert torch.equal(*gathered), "ranks have drawn other numbers"
+        return shared / name
+
+    with torch.compiler.set_stance("force_eager"):
+        train_in("dropout", *DDP, *RANDOM["dropout"])
+        rounded = train_in("ddp", *DDP, *RANDOM["adamw_bf16"])
+        train_in("ddp-changed", *DDP, *RANDOM["adamw_bf16"], *CHANGED, from_step_three(rounded))
+        for name in ("adamw", "adamw_bf16"):
+            whole = train_in(f"fsdp-{name}", *FSDP, f"optimizer={name}")
+            train_in(f"fsdp-{name}-resumed", *FSDP, f"optimizer={name}", from_step_three(whole))
+            train_in(f"fsdp-{name}-changed", *FSDP, f"optimizer={name}", *CHANGED, from_step_three(whole))
+        train_in("fsdp-of-a-file", *FSDP, "optimizer=adamw_bf16", *CHANGED, from_step_three(rounded))
+        for saved, given in (("adamw", "adamw_bf16"), ("adamw_bf16", "adamw")):
+            for checkpoint in (shared / f"fsdp-{saved}", *([rounded] if saved == "adamw_bf16" else [])):
+                with pytest.raises(ValueError, match=rf"of optimizer={given}; got one of optimizer={saved}$"):
+                    train_in("refused", *FSDP, f"optimizer={given}", from_step_three(checkpoint))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("two_ranks")
+    write_corpus(folder / "corpus")
+    start_server()
+    arguments = (str(folder), ranks_of_torchrun(2))
+    torch.multiprocessing.start_processes(in_two_processes, args=arguments, nprocs=2, start_method="forkserver")
+    return folder
+
+
+def of_two_ranks(test):
+    """Marks a test of the fixture two_ranks."""
+    talking = pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
+    return talking(pytest.mark.xdist_group("resume-of-two-ranks")(test))
+
+
+@of_two_ranks
+def test_dropout_is_the_same_on_two_processes(two_ranks, tmp_path):
+    """Four micro-batches a step of one process are two of each of two, in another order."""
+    one = column(run(tmp_path / "one", *RANDOM["dropout"]), "train/loss")
+    assert column(two_ranks / "dropout", "train/loss") == pytest.approx(one, rel=1e-5), "fp32 sums in another order"
+
+
+@of_two_ranks
+@pytest.mark.parametrize("name", ["ddp-changed", "fsdp-adamw-changed", "fsdp-adamw_bf16-changed", "fsdp-of-a-file"])
+def test_changed_settings_count_on_two_ranks(name, two_ranks):
+    expected = {step: 1e-3 * min(step, 8) / 8 for step in range(4, 10)} | {10: 0.55e-3}
+    assert column(two_ranks / name, "lr") == pytest.approx(expected)
+
+
+@of_two_ranks
+@pytest.mark.parametrize("name", ["fsdp-adamw", "fsdp-adamw_bf16"])
+def test_sharded_runs_round_as_if_never_stopped(name, two_ranks):
+    losses = column(two_ranks / name, "train/loss")
+    assert column(two_ranks / f"{name}-resumed", "train/loss") == {step: losses[step] for step in (4, 5, 6)}
