@@ -146,6 +146,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
     except SIGTERMException:  # a SystemExit with status 0
         sys.exit(128 + 15)
     except DivergedError:
+        trainer.strategy.barrier()  # torchrun stops all ranks when the first one exits, and rank 0 closes the record
         if trainer.is_global_zero or in_sweep():
             raise
         sys.exit(1)  # rank 0 says why

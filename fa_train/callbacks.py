@@ -106,6 +106,7 @@ class Monitor(Callback):
         )
         self._window_start, self._window_step = time.perf_counter(), trainer.global_step
         if self.max_skipped_steps is not None and longest_skip >= self.max_skipped_steps:
+            wait_for_other_ranks(trainer)  # all ranks come here at the same step
             raise DivergedError(
                 f"the gradients of {longest_skip:.0f} optimizer steps in a row were not finite, by step "
                 f"{trainer.global_step}; those steps changed nothing. Try a lower optimizer.lr, or allow more with "
@@ -287,7 +288,7 @@ class Checkpoint(ModelCheckpoint):
             super().on_exception(trainer, pl_module, exception)
         if self._last_checkpoint_saved:
             trainer.print(f"checkpoint: {self._last_checkpoint_saved}; ckpt_path=last goes on from it")
-        if isinstance(exception, SIGTERMException | DivergedError):
+        if isinstance(exception, SIGTERMException):
             wait_for_other_ranks(trainer)
 
 

@@ -22,7 +22,16 @@ def kernels_are_compiled() -> bool:
 
 
 # whose tests take the longest, of minutes all; last, one would leave the other cores of pytest-xdist without work
-LONGEST = ("test_aot", "test_strategy", "test_train", "test_ablate_memory", "test_finetune", "test_export_hf")
+LONGEST = (
+    "test_aot",
+    "test_strategy",
+    "test_train",
+    "test_ablate_memory",
+    "test_finetune",
+    "test_export_hf",
+    "test_skipped_steps",
+    "test_resume",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
