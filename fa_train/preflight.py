@@ -268,8 +268,8 @@ def explain(error: BaseException) -> str:
         chain.append(chain[-1].__cause__)
     unknown = next((link for link in chain if getattr(link, "parent_node", None) and "in struct" in str(link)), None)
     if unknown is not None:  # OmegaConf's error where an override names a key that the config does not have
-        key, known = vars(unknown)["full_key"], vars(unknown)["parent_node"]
-        return f"{unknown_key(key, known)} (+{key}=... adds a parameter that conf/ does not list)"
+        text = unknown_key(vars(unknown)["full_key"], vars(unknown)["parent_node"])
+        return text if unknown is error else f"{text} (a + before it adds a parameter that conf/ does not list)"
     said = next((link for link in chain if isinstance(link, ValueError)), error)
     text = str(said).partition("Config search path")[0].partition("full_key")[0]  # where Hydra looked
     return " ".join(text.removeprefix("ValueError raised while resolving interpolation: ").split())

@@ -15,11 +15,13 @@ from typing import Any
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from fa_train.models.export import load as load_checkpoint
 from fa_train.models.export import write
 from fa_train.models.gpt import GPT
 from fa_train.models.hf import DTYPES
+from fa_train.preflight import explain
 
 
 def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | None, adapter: bool = False) -> None:
@@ -28,10 +30,12 @@ def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | No
     Raises: ValueError on a checkpoint without its run's folder, and as load and write do.
     """
     run = _run_folder(checkpoint)
-    for override in overrides:
-        if "=" not in override:
-            raise ValueError(f"an override must be key=value; got {override}")
-    cfg = OmegaConf.merge(OmegaConf.load(run / ".hydra" / "config.yaml"), OmegaConf.from_dotlist(overrides))
+    saved = OmegaConf.load(run / ".hydra" / "config.yaml")
+    OmegaConf.set_struct(saved, True)  # an override of a key that the run does not have is an error
+    try:
+        cfg = OmegaConf.merge(saved, OmegaConf.from_dotlist(overrides))
+    except OmegaConfBaseException as error:
+        raise ValueError(explain(error)) from error
     assert isinstance(cfg, DictConfig)
     result = run / "result.json"
     metrics = json.loads(result.read_text()) if result.exists() else {}

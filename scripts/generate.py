@@ -49,9 +49,7 @@ def answer(
                 temperature=temperature, top_p=top_p, seed=seed, dtype=dtype, device=device,
             )  # fmt: skip
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"--device must be cpu on a machine without a CUDA GPU; got {device}")
-    on_gpu = torch.device(device).type == "cuda"
+    on_gpu = _is_gpu(device)
     with torch.device(device):
         gpt = load_pretrained(
             model, flash_attention if on_gpu else naive_attention, dtype=dtype or (None if on_gpu else "float32")
@@ -71,6 +69,17 @@ def answer(
         stop=stop_tokens(gpt, tokenizer.eos_id),
     )
     return tokenizer.decode(ids)
+
+
+def _is_gpu(device: str) -> bool:
+    """Whether a device is a CUDA GPU. Raises: ValueError on a device that this machine does not have."""
+    try:
+        on_gpu = torch.device(device).type == "cuda"
+    except RuntimeError as error:
+        raise ValueError(f"--device must be cpu or cuda; got {device}") from error
+    if on_gpu and not torch.cuda.is_available():
+        raise ValueError(f"--device must be cpu on a machine without a CUDA GPU; got {device}")
+    return on_gpu
 
 
 def main() -> None:

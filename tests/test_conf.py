@@ -109,7 +109,7 @@ def test_flash_needs_cuda_or_the_interpreter(tmp_path, monkeypatch):
     [
         pytest.param("seq_len=-1", "error: seq_len must be a positive integer; got -1", id="value"),
         pytest.param("model.vocab_size=100", "error: model.vocab_size must be at least the 259", id="vocabulary"),
-        pytest.param("no_such_key=1", "error: unknown key no_such_key (+no_such_key=... adds", id="key"),
+        pytest.param("no_such_key=1", "error: unknown key no_such_key (a + before it adds", id="key"),
     ],
 )
 def test_a_mistake_ends_the_command_with_one_line(override, message, tmp_path):

@@ -144,6 +144,13 @@ def test_mistakes_are_named(scratch, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("override", ["foo", "modl.pretrained=moved"])
+def test_an_override_of_no_key_is_named(scratch, tmp_path, override):
+    with pytest.raises(ValueError, match=f"^unknown key {override.partition('=')[0].partition('.')[0]}"):
+        export_hf.export(scratch, tmp_path / "out", [override], None)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_tokenizer_larger_than_the_vocabulary_is_named(tmp_path):
     base = write_base(tmp_path / "base", vocab_size=100, bos_token_id=None, eos_token_id=None)
     done = command_line(tmp_path, *settings(tmp_path, base))

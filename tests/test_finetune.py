@@ -180,6 +180,25 @@ def extended(folder: Path, *overrides: str) -> list[str]:
     ]  # fmt: skip
 
 
+def test_rows_are_no_longer_than_the_checkpoint_reaches(tmp_path):
+    with composed(tmp_path, *settings(tmp_path), "seq_len=256") as cfg:
+        message = (
+            "seq_len must be at most the 64 tokens that the checkpoint reaches; got 256. Use experiment=extend_context"
+        )
+        with pytest.raises(ValueError, match=message):
+            train.build(cfg)
+    for apart in (["data.max_doc_len=64"], ["model.rope_scaling={rope_type: dynamic, factor: 4}"]):
+        with composed(tmp_path, *settings(tmp_path), "seq_len=256", *apart) as cfg:
+            train.build(cfg)
+    with (
+        composed(
+            tmp_path, *settings(tmp_path), "seq_len=256", "data.max_doc_len=64", "data.reset_positions=false"
+        ) as cfg,
+        pytest.raises(ValueError, match=message),
+    ):
+        train.build(cfg)
+
+
 @pytest.mark.parametrize(
     ("overrides", "parameters", "reach"),
     [

@@ -213,6 +213,19 @@ def test_the_command_and_its_errors(folder, monkeypatch, capsys):
         run("--chat", "hi", "--top-p", "2")
 
 
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        pytest.param("cuda", "must be cpu on a machine without a CUDA GPU; got cuda", id="no-gpu"),
+        pytest.param("foo", "must be cpu or cuda; got foo", id="unknown"),
+    ],
+)
+def test_a_device_that_is_not_there_is_named(device, message, folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=f"--device {message}"):
+        answer(str(folder), prompt="hi", max_new_tokens=1, device=device)
+
+
 def test_a_checkpoint_of_a_run_answers(tmp_path):
     done = command_line(tmp_path, *tiny(tmp_path), "max_steps=2", "trainer.val_check_interval=2")
     assert done.returncode == 0, done.stderr

@@ -157,6 +157,7 @@ def test_every_number_of_the_shape_is_read():
     ("arguments", "message"),
     [
         pytest.param(["gpu_gib=much"], "error: gpu_gib must be a positive number; got much", id="number"),
+        pytest.param(["seq_len=foo"], "error: seq_len must be a positive integer; got foo", id="type"),
         pytest.param(["memory=nothing"], "Could not find 'memory/nothing'", id="group"),
         pytest.param(["model.n_kv_heads=5"], "must be a multiple of model.n_kv_heads; got 12 and 5", id="model"),
     ],
@@ -165,6 +166,11 @@ def test_a_mistake_ends_the_script_with_one_line(arguments, message, tmp_path):
     done = processes.finish(REPOSITORY / "scripts" / "plan_memory.py", arguments, tmp_path, quiet_environment())
     assert done.returncode == 1
     assert len(done.stderr.strip().splitlines()) == 1 and message in done.stderr, done.stderr
+
+
+def test_help_is_what_the_script_says_of_itself(tmp_path):
+    done = processes.finish(REPOSITORY / "scripts" / "plan_memory.py", ["--help"], tmp_path, quiet_environment())
+    assert done.returncode == 0 and done.stdout.startswith("What a run will take") and not done.stderr
 
 
 @pytest.fixture

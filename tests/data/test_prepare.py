@@ -186,3 +186,13 @@ def test_tokens_outside_the_vocabulary_are_named(corpus, tmp_path):
     tokenizer.eos_id = 259
     with pytest.raises(ValueError, match=r"tokens must be 0 to 258, .* vocabulary; texts.jsonl:1 has 259"):
         prepare(corpus, TextEncoder(tokenizer), tmp_path / "cache")
+
+
+def test_a_folder_that_cannot_be_made_or_written_is_named(corpus, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    for cache in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ValueError, match=f"data.cache_dir must be a folder that can be made; got {cache}: "):
+            prepare(corpus, Counting(), cache)
+    monkeypatch.setattr("fa_train.data.cache.os.access", lambda folder, mode: False)
+    with pytest.raises(ValueError, match=f"data.cache_dir must be a folder that can be written; got {tmp_path}"):
+        prepare(corpus, Counting(), tmp_path)
