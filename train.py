@@ -183,9 +183,9 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
 
 
 def optimized(result: dict[str, float], metric: str) -> float:
-    """The metric that a sweeper optimizes; NaN where memory ran out first. Raises: ValueError on an unknown one."""
+    """The metric that a sweeper optimizes; NaN where memory ran out first. Raises: ValueError where it is missing."""
     if metric not in result and "oom" not in result:
-        raise ValueError(f"optimized_metric must be one of {', '.join(sorted(result))}; got {metric}")
+        raise ValueError(f"optimized_metric must be measured in this run: {', '.join(sorted(result))}; got {metric}")
     return result.get(metric, float("nan"))
 
 

@@ -37,6 +37,13 @@ STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 MISSING = "???"  # how YAML marks a value that the user must give
 
 
+# the metrics of fa_train.callbacks.Monitor that a sweeper may optimize
+Optimized = Literal[
+    "train/loss", "val/loss", "train/grad_norm", "perf/tokens_per_s", "perf/step_ms", "perf/mfu", "perf/peak_gib",
+    "perf/reserved_gib",
+]  # fmt: skip
+
+
 class Node:
     """A mapping with a `_target_`."""
 
@@ -51,7 +58,7 @@ class Root(TypedDict):
     ckpt_path: str | None
     export: bool
     run_name: Any  # run_folder checks it
-    optimized_metric: NotRequired[str | None]
+    optimized_metric: Optimized | None
     learning_rate: NotRequired[Mapping[str, Any]]  # of experiment=finetune, by adapter
     commit: NotRequired[str]  # of scripts/profile_step.py
     attention: Node

@@ -40,7 +40,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import nn
@@ -51,6 +50,7 @@ import train
 from fa_train.callbacks import GIB, is_out_of_memory
 from fa_train.models.gpt import GPT
 from scripts.bench_step import CONF, FEWEST_STEPS, REPOSITORY, VOCABULARY, WARMUP, Device, Loss, memory_gib, our_loss
+from scripts.composed import composed
 from scripts.provenance import describe
 
 SEQ_LENS = (32768, 131072)
@@ -200,8 +200,7 @@ def configuration(case: Case) -> DictConfig:
         f"memory.mlp_chunk={'null' if levers.mlp_chunk is None else levers.mlp_chunk}",
         f"memory.loss.chunk_size={case.seq_len if levers.loss_chunk is None else levers.loss_chunk}",
     ]
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("train", overrides=[*chosen, *case.overrides])
+    config = composed([*chosen, *case.overrides])
     if config.model.vocab_size is None:
         config.model.vocab_size = VOCABULARY
     return config

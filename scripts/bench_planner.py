@@ -18,16 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
 from fa_train.memory.offload import Offloaded
 from fa_train.memory.planner import GIB, Shape, predict
 from fa_train.models.gpt import GPT
 from fa_train.preflight import shape_of
+from scripts.composed import composed
 from scripts.provenance import describe, results_prefix
 
-CONF = str(Path(__file__).resolve().parents[1] / "conf")
 GPT2_VOCABULARY = 50257  # for models whose size leaves it to the tokenizer
 
 
@@ -92,8 +91,7 @@ def measure(run: Run) -> tuple[Shape, float, float]:
         f"memory.mlp_chunk={'null' if run.mlp_chunk is None else run.mlp_chunk}",
         f"optimizer={run.optimizer}",
     ]
-    with initialize_config_dir(CONF, version_base="1.3"):
-        cfg = compose("train", overrides)
+    cfg = composed(overrides)
     with torch.device("meta"):
         model: GPT = instantiate(cfg.model, vocab_size=cfg.model.vocab_size or GPT2_VOCABULARY)
     make_optimizer = instantiate(cfg.optimizer)

@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor, nn
@@ -48,6 +47,7 @@ from fa_train.data.packing import Batch
 from fa_train.flops import peak_flops, train_flops
 from fa_train.lit_gpt import LitGPT
 from fa_train.models.attention import require_backend
+from scripts.composed import composed
 from scripts.provenance import describe
 
 REPOSITORY = Path(__file__).parents[1]
@@ -141,8 +141,7 @@ def configuration(case: Case) -> DictConfig:
         f"seq_len={case.seq_len}",
         f"lit_gpt.compile_model={str(variant.compiled).lower()}",
     ]
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("train", overrides=[*chosen, *case.overrides])
+    config = composed([*chosen, *case.overrides])
     if config.model.vocab_size is None:
         config.model.vocab_size = VOCABULARY
     return config

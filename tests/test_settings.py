@@ -135,6 +135,11 @@ def test_every_wrong_value_of_every_key_is_one_line_before_anything_is_built(mon
         pytest.param(
             "optimizer.betas=[0.9]", "optimizer.betas must be a list of 2 items, .*; got \\[0.9\\]", id="one-beta"
         ),
+        pytest.param(
+            "optimized_metric=loss",
+            "optimized_metric must be one of train/loss, .* or null; got loss",
+            id="metric",
+        ),
         pytest.param("model.rope_theta=-5", "model.rope_theta must be a positive number; got -5", id="rope-theta"),
         pytest.param("model.dim=foo", "model.dim must be a positive integer; got foo", id="dim"),
         pytest.param("model.tied=No", "model.tied must be true or false; got No", id="tied"),
@@ -270,5 +275,6 @@ def test_every_bound_of_another_package_is_of_a_parameter():
 def test_a_sweeper_gets_the_metric_that_it_optimizes():
     assert train.optimized({"val/loss": 2.5, "tokens": 8.0}, "val/loss") == 2.5
     assert math.isnan(train.optimized({"oom": 1.0}, "val/loss"))
-    with pytest.raises(ValueError, match="optimized_metric must be one of tokens, val/loss; got loss"):
-        train.optimized({"val/loss": 2.5, "tokens": 8.0}, "loss")
+    message = "optimized_metric must be measured in this run: tokens, train/loss; got val/loss"
+    with pytest.raises(ValueError, match=message):
+        train.optimized({"train/loss": 2.5, "tokens": 8.0}, "val/loss")
