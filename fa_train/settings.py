@@ -285,7 +285,7 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
     """Of a callable, with type hints where they can be evaluated; None where Python does not tell them."""
     try:
         return inspect.signature(function, eval_str=True).parameters
-    except NameError:
+    except (NameError, AttributeError, TypeError):  # a hint in quotes that its module does not import
         return inspect.signature(function).parameters
     except ValueError:  # of a type written in C, such as str
         return None
@@ -318,7 +318,7 @@ def wanted(hint: Any) -> str:
         values = ", ".join(map(shown, arguments))
         return f"one of {values}" if len(arguments) > 1 else values
     if inspect.isclass(origin) and issubclass(origin, Mapping):
-        return "a mapping"
+        return "a mapping" if arguments[1] is Any else f"a mapping, each value {wanted(arguments[1])}"
     if inspect.isclass(origin) and issubclass(origin, Sequence):
         return f"a list, each {wanted(arguments[0])}"
     return "a node with a _target_"

@@ -3,6 +3,7 @@
 import math
 import pkgutil
 import re
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -14,6 +15,7 @@ from omegaconf import OmegaConf
 
 import train
 from fa_train import settings
+from fa_train.bounds import Betas, NonNegativeFloat
 from fa_train.preflight import explain
 from tests.training import CONF, command_line, composed
 
@@ -270,6 +272,40 @@ def test_every_bound_of_another_package_is_of_a_parameter():
         assert parameters is not None
         passed_on = settings.parameters_of(pkgutil.resolve_name(settings.PASSED_ON.get(target, target)))
         assert bounds.keys() <= parameters.keys() | passed_on.keys(), target
+
+
+class Quoted:
+    """A callback whose first type hint cannot be evaluated."""
+
+    def __init__(self, trainer: "nowhere.Trainer", every: int) -> None:  # type: ignore[name-defined]  # noqa: F821
+        pass
+
+
+def test_a_type_hint_that_cannot_be_evaluated_is_not_checked():
+    node = ["+callbacks.own._target_=tests.test_settings.Quoted", "+callbacks.own.trainer=3"]
+    with composed("folder", "preset=cpu", *node, "+callbacks.own.every=3") as cfg:
+        train.check(cfg)
+    with (
+        composed("folder", "preset=cpu", *node, "+callbacks.own.each=3") as cfg,
+        pytest.raises(ValueError, match=r"unknown key callbacks\.own\.each"),
+    ):
+        train.check(cfg)
+
+
+@pytest.mark.parametrize(
+    ("hint", "words"),
+    [
+        pytest.param(Mapping[str, Any], "a mapping", id="mapping"),
+        pytest.param(
+            Mapping[str, settings.Node | None], "a mapping, each value a node with a _target_ or null", id="of"
+        ),
+        pytest.param(NonNegativeFloat | None, "a finite number of at least 0 or null", id="bounds"),
+        pytest.param(Betas, "a list of 2 items, each a number of at least 0 and less than 1", id="list"),
+        pytest.param(bool | Literal["all"], "true or false or all", id="union"),
+    ],
+)
+def test_a_type_hint_is_said_in_words(hint, words):
+    assert settings.wanted(hint) == words
 
 
 def test_a_sweeper_gets_the_metric_that_it_optimizes():
