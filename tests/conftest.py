@@ -107,11 +107,13 @@ def _poison_uninitialised_memory() -> Iterator[None]:
     """
     with torch.device("meta"):
         torch.empty(0)  # torch remembers now which functions a device context changes: the real ones
+    from kernels import torch_private  # imports triton, which reads TRITON_INTERPRET
+
     with pytest.MonkeyPatch.context() as patch:
         for owner, names in (
             (torch, ("empty", "empty_like", "empty_strided")),
             (Tensor, ("new_empty", "new_empty_strided")),
-            (torch._C._dynamo.guards, ("_empty_strided_cuda",)),  # what recorded calls allocate with
+            (torch_private, ("empty_strided_cuda",)),  # what recorded calls allocate with
         ):
             for name in names:
                 patch.setattr(owner, name, _poisoned(getattr(owner, name)))

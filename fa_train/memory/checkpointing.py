@@ -17,15 +17,19 @@ import kernels.flash_attention.ops  # noqa: F401  registers torch.ops.flash_atte
 
 Checkpointing = Literal["none", "selective", "full"]
 
+# torch's own operators of scaled_dot_product_attention; the names are private, so one may be missing
+_SDPA = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
 # the operators whose work grows with the square of a document's length; their results are o and lse of each query
 ATTENTION_OPERATORS = frozenset(
     {
         torch.ops.flash_attention.forward.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
+        *(getattr(torch.ops.aten, name).default for name in _SDPA if hasattr(torch.ops.aten, name)),
     }
 )
 

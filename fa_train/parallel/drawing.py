@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels.torch_private import TorchDispatchMode
 
 
 class DrawnOn(TorchDispatchMode):
@@ -22,7 +23,7 @@ class DrawnOn(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        drawn_in_place = torch.Tag.nondeterministic_seeded in func.tags and func._schema.name.endswith("_")
+        drawn_in_place = torch.Tag.nondeterministic_seeded in func.tags and func.overloadpacket.__name__.endswith("_")
         if not drawn_in_place or args[0].is_meta:
             return func(*args, **(kwargs or {}))
         target: Tensor = args[0]

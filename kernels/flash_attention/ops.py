@@ -9,9 +9,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch._C import _get_tracing_state, _is_torch_function_mode_enabled, _len_torch_dispatch_stack
-from torch._C._functorch import maybe_current_level, unwrap_if_dead
-from torch.autograd import _profiler_enabled, forward_ad
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils.flop_counter import register_flop_formula
 
@@ -20,6 +18,12 @@ from kernels.flash_attention.checks import require_consistent, require_different
 from kernels.flash_attention.features import Features
 from kernels.flash_attention.portable.delta import sink_gradient
 from kernels.flash_attention.schedule import DocumentLength, Schedule
+from kernels.torch_private import (
+    apply_without_transforms,
+    may_be_watched,
+    may_have_tangents,
+    without_dead_wrapper,
+)
 
 _PLAIN = {Tensor, Parameter, type(None)}  # classes that mean nothing by an operator but its numbers
 
@@ -220,8 +224,7 @@ class _Eager(torch.autograd.Function):
         return *_gradients_of_inputs(do, dlse, q, k, v, o, lse, schedule, features, deterministic), None, None
 
 
-# Function.apply without what is for functorch's transforms, of which there are none where nobody looks: 2.5 of 8 us
-_apply_unseen = super(torch.autograd.Function, _Eager).apply
+_apply_unseen = apply_without_transforms(_Eager)  # no transform is active when nobody looks
 
 
 def _outputs(
@@ -257,11 +260,7 @@ def _nobody_looks(q: Tensor, *others: Tensor | None) -> bool:
         not torch.compiler.is_compiling()
         and _PLAIN.issuperset(map(type, (q, *others)))
         and not q.is_meta
-        and not _len_torch_dispatch_stack()
-        and not _is_torch_function_mode_enabled()
-        and maybe_current_level() is None
-        and _get_tracing_state() is None
-        and not _profiler_enabled()
+        and not may_be_watched()
     )
 
 
@@ -287,7 +286,7 @@ def flash_attention_forward(
     """
     sinks = features.sinks
     # where nothing requires gradients, the operator too would drop tangents in silence
-    if forward_ad._current_level >= 0 and any(map(_has_tangent, (q, k, v, sinks))):
+    if may_have_tangents() and any(map(_has_tangent, (q, k, v, sinks))):
         raise NotImplementedError("attention has no forward-mode derivative; got tangents of its inputs")
     if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
         q, k, v = backend.in_order(q), backend.in_order(k), backend.in_order(v)
@@ -300,7 +299,7 @@ def flash_attention_forward(
             others = schedule, features, out_dtype, deterministic, unseen
             if unseen:
                 # all that is left of a transform is what it may have wrapped before it ended
-                q, k, v = unwrap_if_dead(q), unwrap_if_dead(k), unwrap_if_dead(v)
+                q, k, v = without_dead_wrapper(q), without_dead_wrapper(k), without_dead_wrapper(v)
                 outputs = _apply_unseen(q, k, v, sinks, others, wants_lse)
             else:
                 outputs = _Eager.apply(q, k, v, sinks, others, wants_lse)

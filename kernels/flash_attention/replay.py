@@ -11,17 +11,20 @@ call drops at its end has one allocation then, unless it is large.
 
 A recording is of one kind, stream and device, and says nothing of any other. A call runs as ever, recorded or not,
 while an address is no multiple of 16 bytes, a CUDA graph is captured (which wants a counter of its own), a tool listens
-to launches, or Triton is none whose launchers are known here. A kind is given up where a call does what cannot be made
-again: an operator of torch on the way, an address that came from no tensor known here or from one of two. What a kind
-does not name must not change: tables of tiles and other module globals. Who changes them calls `forget`.
+to launches, the version of Triton is not one that was tested, or FA_TRAIN_REPLAY=0. A kind is given up where a call
+does what cannot be made again: an operator of torch on the way, an address that came from no tensor known here or from
+one of two. It is also given up after any error of the recorder; the caller gets a plain call and no exception. What a
+kind does not name must not change: tables of tiles and other module globals. Call `forget` after changing them.
 
 What is used of Triton: that a launch returns its CompiledKernel; that `driver.active.launcher_cls(source, metadata)`
 makes what CompiledKernel.run calls, with these first nine arguments; what that hands on to its `launch` (`_prepared`);
 and make_tensordesc_arg, which encodes a descriptor for TMA. Triton does so at each launch; here each is encoded once
 for each address, and the launcher is made for a signature that has, in a descriptor's place, what Triton expands it to.
-Of torch: `_empty_strided_cuda`, which torch.compile's code calls too.
+Of torch: TorchDispatchMode, and `_empty_strided_cuda`, which torch.compile's code calls too.
 """
 
+import logging
+import os
 import re
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -35,14 +38,15 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from kernels import torch_private
 from kernels.flash_attention.hopper.descriptors import Address
 
-KNOWN_TRITON = ("3.6.", "3.7.")
+VARIABLE = "FA_TRAIN_REPLAY"  # the environment variable that switches recording off with 0; read at the first call
+KNOWN_TRITON = ("3.6.0", "3.7.0", "3.7.1")  # tested; the launchers of others may take other arguments
 KEPT = 512  # kinds of calls; then all are forgotten, so that lengths that never come again take no memory
 KEPT_MAPS = 8192  # encoded descriptors, of some 500 bytes: a training step has 23 or less for each layer
 KEPT_ARGUMENTS = 1024  # lists of arguments, of 1 to 7 KB: a training step has two for each layer
@@ -68,6 +72,7 @@ class _Watched(threading.local):
 
 _WATCHED = _Watched()
 _KINDS: dict[Hashable, "_Recording | _Known"] = {}
+_SAID = False  # whether a failure has been logged
 
 
 def replayed(
@@ -80,7 +85,7 @@ def replayed(
     """
     first = inputs[0]
     assert first is not None
-    if not first.is_cuda or not _triton_is_known():
+    if not first.is_cuda or not _may_record():
         return call()
     device = driver.active.get_current_device()
     if device != first.get_device() or torch.cuda.is_current_stream_capturing() or _listened():
@@ -88,19 +93,28 @@ def replayed(
     stream = driver.active.get_current_stream(device)
     key = kind, stream
     known = _KINDS.get(key)
-    if isinstance(known, _Recording):
-        outputs = known.play([x.data_ptr() for x in known.read(inputs)])
-        return call() if outputs is None else outputs
-    if known is _Known.SEEN and not any(x is not None and x.data_ptr() % ALIGNMENT for x in inputs):
-        recorder = _Recorder(inputs)
-        outputs = recorder.watch(call)
-        _KINDS[key] = recorder.recording(outputs, stream)
-        return outputs
+    failure = None
+    try:
+        if isinstance(known, _Recording):
+            played = known.play([x.data_ptr() for x in known.read(inputs)])
+            if played is not None:
+                return played
+        elif known is _Known.SEEN and not any(x is not None and x.data_ptr() % ALIGNMENT for x in inputs):
+            recorder = _Recorder(inputs)
+            outputs = recorder.watch(call)
+            _KINDS[key] = recorder.recording(outputs, stream)
+            return outputs
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"  # the error itself would keep the recorder's tensors alive
     if known is None:
         if len(_KINDS) >= KEPT:
             forget()
         _KINDS[key] = _Known.SEEN
-    return call()
+    outputs = call()  # raises again if the error is its own
+    if failure is not None:
+        _KINDS[key] = _Known.UNCLEAR
+        _say_once(failure)
+    return outputs
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -125,9 +139,27 @@ def forget() -> None:
 
 
 @cache
-def _triton_is_known() -> bool:
-    """Whether Triton's launchers are those that this file knows."""
-    return torch.version.hip is None and triton.__version__.startswith(KNOWN_TRITON)
+def _may_record() -> bool:
+    """Whether Triton's launchers are those that this file knows, and FA_TRAIN_REPLAY does not say 0.
+
+    Raises: ValueError where FA_TRAIN_REPLAY is neither 0 nor 1.
+    """
+    wanted = os.environ.get(VARIABLE, "1")
+    if wanted not in ("0", "1"):
+        raise ValueError(f"{VARIABLE} must be 0 or 1; got {wanted}")
+    return wanted == "1" and torch.version.hip is None and triton.__version__ in KNOWN_TRITON
+
+
+def _say_once(failure: str) -> None:
+    """Logs that a call could not be recorded; warnings.warn may be set to raise."""
+    global _SAID
+    if not _SAID:
+        _SAID = True
+        logging.getLogger(__name__).warning(
+            "attention's launches could not be recorded, so that its calls take more host time; %s=0 does not try. %s",
+            VARIABLE,
+            failure,
+        )
 
 
 def _listened() -> bool:
@@ -219,7 +251,7 @@ class _Unclear(Exception):
     """What a call does cannot be made again for other addresses."""
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(torch_private.TorchDispatchMode):
     """Watches one call. Holds all tensors that it knows, so that no address is free to become another's."""
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
@@ -351,9 +383,8 @@ class _Recorder(TorchDispatchMode):
 
 def _allocation(x: Tensor) -> Callable[[], Tensor]:
     """What allocates another like x."""
-    if x.device.type == "cuda" and x.device.index == torch.cuda.current_device():
-        # with what torch.compile's code allocates on that device: half of the other's time
-        allocate = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+    allocate = torch_private.empty_strided_cuda
+    if allocate is not None and x.device.type == "cuda" and x.device.index == torch.cuda.current_device():
         return partial(allocate, tuple(x.shape), x.stride(), x.dtype)
     return partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
 

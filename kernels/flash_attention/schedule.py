@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.torch_private import current_stream_address, may_have_dispatch_mode
+
 WORK_TILE = 128  # tokens: the unit in which work is ordered; every kernel's block of rows divides it but the next one
 WIDE_TILE = 192  # tokens: a tile of Hopper's forward pass at head_dim 64 and 96
 # Keys that a query may see up to which Hopper's forward pass takes the kernels for short documents. Of fewer on average
@@ -174,7 +176,7 @@ def _key_of(
     """By which a dense schedule is kept; None where it may not be. device may be the number of a CUDA device."""
     if (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()  # tensors may be fake, or someone counts them
+        or may_have_dispatch_mode()  # tensors may be fake, or someone counts them
         or batch * (seqlen_q + seqlen_k) > KEPT_TOKENS
     ):
         return None
@@ -187,7 +189,7 @@ def _key_of(
         if torch.cuda.is_current_stream_capturing():
             return None
         # on another stream they might be read before they are written. torch.cuda.current_stream makes an object of it
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        stream = current_stream_address(device)
     return batch, seqlen_q, seqlen_k, device, causal, window_size, stream
 
 

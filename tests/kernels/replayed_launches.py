@@ -24,6 +24,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from kernels import torch_private
 from kernels.flash_attention import backend, checks, interface, replay
 from kernels.flash_attention.hopper import queue
 from kernels.flash_attention.portable.delta import attention_delta
@@ -120,7 +121,7 @@ def without_gpu() -> Iterator[None]:
         (torch.Tensor, "is_cuda", property(lambda _: True)),
         (torch.Tensor, "get_device", lambda _: 0),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
-        (torch._C, "_cuda_getCurrentRawStream", lambda _: 7),
+        (torch_private, "_raw_stream", lambda _: 7),
         (torch.cuda, "current_stream", lambda _=None: SimpleNamespace(cuda_stream=7)),
         (torch.cuda, "get_device_capability", lambda _=None: (9, 0)),
         (torch.cuda, "get_device_properties", lambda _=None: properties),
@@ -338,6 +339,15 @@ def untouched(change: Callable[[], Any]) -> bool:
     return not played.called
 
 
+@contextmanager
+def asked_again(change: Any) -> Iterator[None]:
+    """`change`, under which the recorder asks again whether it may record."""
+    replay._may_record.cache_clear()
+    with change:
+        yield
+    replay._may_record.cache_clear()
+
+
 def ordinary() -> list[str]:
     """What should have Triton launch as ever, and does not."""
     runtime = triton.knobs.runtime
@@ -349,7 +359,8 @@ def ordinary() -> list[str]:
         "another backend": lambda: mock.patch.dict(os.environ, {backend.VARIABLE: "portable"}),
         "another device": lambda: mock.patch.object(_Driver, "get_current_device", lambda _: 1),
         "another stream": lambda: mock.patch.object(_Driver, "get_current_stream", lambda *_: 8),
-        "another Triton": lambda: mock.patch.object(replay, "_triton_is_known", lambda: False),
+        "FA_TRAIN_REPLAY=0": lambda: asked_again(mock.patch.dict(os.environ, {replay.VARIABLE: "0"})),
+        "another Triton": lambda: asked_again(mock.patch.object(triton, "__version__", "3.7.1+git0")),
     }
     return [f"replayed in spite of {name}" for name, change in changes.items() if not untouched(change)]
 

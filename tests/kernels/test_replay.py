@@ -142,6 +142,102 @@ def on_gpu_0(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: -1 if x.is_meta else 0)
 
 
+@pytest.fixture
+def recording(monkeypatch):
+    """Tensors pass for those of a GPU, and calls are recorded as if there were one."""
+    device = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 7)
+    monkeypatch.setattr(replay, "driver", SimpleNamespace(active=device))
+    monkeypatch.setattr(replay, "_listened", lambda: False)
+    monkeypatch.setattr(replay, "_may_record", lambda: True)
+    monkeypatch.setattr(replay, "_SAID", False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
+    replay.forget()
+    yield
+    replay.forget()
+
+
+def copied(x):
+    """A new tensor with the elements of x, written by no operator of torch, as a kernel writes."""
+    y = torch.empty(x.shape)
+    y.numpy()[:] = x.numpy()
+    return y
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (replay._Recorder, "__init__"),
+        (replay._Recorder, "__enter__"),
+        (replay._Recorder, "add"),
+        (replay._Recorder, "recording"),
+        (replay._Recording, "play"),
+    ],
+)
+def test_an_error_of_the_recorder_is_a_plain_call(owner, name, recording, monkeypatch, caplog):
+    """Each of six calls of two kinds has its result; one line says what went wrong."""
+    failed = []
+
+    def fail(*arguments, **options):
+        failed.append(name)
+        raise RuntimeError("Triton is another one")
+
+    monkeypatch.setattr(owner, name, fail)
+    for kind in ("one", "other"):
+        for number in range(6):
+            x = torch.full((4,), float(number))
+            (result,) = replay.replayed((kind,), (x,), lambda x=x: (copied(x),))
+            assert torch.equal(result, x)
+    assert len(failed) == 2, "no kind is tried again"
+    [record] = caplog.records
+    assert "RuntimeError: Triton is another one" in record.getMessage() and "FA_TRAIN_REPLAY=0" in record.getMessage()
+
+
+def test_an_error_of_the_call_itself_is_raised(recording, caplog):
+    def call():
+        raise ValueError("k must be like q")
+
+    for _ in range(3):
+        with pytest.raises(ValueError, match="k must be like q") as raised:
+            replay.replayed(("kind",), (torch.zeros(4),), call)
+        assert raised.value.__context__ is None, "the traceback shows one error"
+    assert not caplog.records
+
+
+@pytest.fixture
+def asks_again():
+    replay._may_record.cache_clear()
+    yield
+    replay._may_record.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [
+        *((version, True) for version in ("3.6.0", "3.7.0", "3.7.1")),
+        *((version, False) for version in ("3.6.1", "3.7.2", "3.7.0+git1a2b3c4", "3.7.1.dev0", "3.8.0", "3.5.1")),
+    ],
+)
+def test_only_tested_versions_of_triton_are_recorded(version, known, asks_again, monkeypatch):
+    monkeypatch.delenv(replay.VARIABLE, raising=False)
+    monkeypatch.setattr(replay.triton, "__version__", version)
+    assert replay._may_record() == known
+
+
+@pytest.mark.parametrize(("value", "records"), [("0", False), ("1", True)])
+def test_an_environment_variable_switches_recording_off(value, records, asks_again, monkeypatch):
+    monkeypatch.setattr(replay.triton, "__version__", "3.7.1")
+    monkeypatch.setenv("FA_TRAIN_REPLAY", value)
+    assert replay._may_record() == records
+
+
+def test_the_environment_variable_must_be_0_or_1(asks_again, monkeypatch):
+    monkeypatch.setenv("FA_TRAIN_REPLAY", "off")
+    with pytest.raises(ValueError, match="FA_TRAIN_REPLAY must be 0 or 1; got off"):
+        replay._may_record()
+
+
 def test_another_device_is_another_kind(on_gpu_0):
     """Addresses are not looked at when launches are made again: an error of Triton's must stay one."""
     x, schedule = torch.zeros(20, 2, 16), causal_schedule(None, 20, torch.device("cpu"))

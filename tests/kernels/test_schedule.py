@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import kernels.flash_attention.schedule as schedules
-from kernels import flash_attn_func
+from kernels import flash_attn_func, torch_private
 from kernels.flash_attention.schedule import (
     KEPT_TOKENS,
     LONG_DOCUMENT,
@@ -225,7 +225,7 @@ def test_schedules_made_in_inference_serve_training():
 def test_gpus_share_no_schedule(monkeypatch):
     """Nor where the device is `cuda`, which is another GPU after set_device, with the same default stream."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch_private, "_raw_stream", lambda index: 0)
     monkeypatch.setattr(schedules, "_KEPT", {})
     monkeypatch.setattr(schedules, "_dense_schedule", lambda *_: object())
     built = []
@@ -242,7 +242,7 @@ def test_another_stream_has_its_own_schedule(monkeypatch):
     monkeypatch.setattr(schedules, "_dense_schedule", lambda *_: object())
     of_streams = []
     for stream in (0, 7):
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index, s=stream: s, raising=False)
+        monkeypatch.setattr(torch_private, "_raw_stream", lambda index, s=stream: s)
         of_streams.append(dense_schedule(1, 8, 8, torch.device("cuda:0"), causal=True))
     assert of_streams[0] is not of_streams[1]
 

@@ -1,0 +1,76 @@
+"""Attention under a torch that lacks one of the private names that kernels.torch_private uses.
+
+    TRITON_INTERPRET=1 python -m tests.kernels.without_private_names
+
+For each name a process is forked from one that has imported torch and triton. It removes the name, imports kernels and
+compares both passes with the reference. torch itself gets the name back before the call.
+"""
+
+import os
+import sys
+import traceback
+from types import SimpleNamespace
+
+import torch
+import torch.utils.flop_counter
+import triton.language  # noqa: F401
+
+NAMES = (
+    "_C._len_torch_dispatch_stack",
+    "_C._is_torch_function_mode_enabled",
+    "_C._get_tracing_state",
+    "_C._cuda_getCurrentRawStream",
+    "_C._functorch.maybe_current_level",
+    "_C._functorch.unwrap_if_dead",
+    "_C._dynamo.guards._empty_strided_cuda",
+    "autograd._profiler_enabled",
+    "autograd.forward_ad._current_level",
+    "utils._python_dispatch.TorchDispatchMode",
+)
+
+
+def check(path):
+    """Raises where attention cannot be imported or is not right without torch.`path`."""
+    owner = torch
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    value = getattr(owner, name, None)  # a torch without CUDA has less
+    if value is not None:
+        delattr(owner, name)
+    from kernels import flash_attn_func, torch_private
+    from kernels.flash_attention.reference import attention_reference
+
+    if value is not None:
+        setattr(owner, name, value)
+    if name == "_current_level":  # read at each call
+        torch_private.forward_ad = SimpleNamespace()
+    inputs = [torch.randn(1, 20, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+    cu_seqlens = torch.tensor([0, 20])
+    o = flash_attn_func(*inputs, causal=True)
+    expected, _ = attention_reference(*(x[0] for x in inputs), cu_seqlens, cu_seqlens, causal=True)
+    torch.testing.assert_close(o[0].double(), expected, rtol=1e-4, atol=1e-5)
+    do = torch.randn_like(o)
+    ours, theirs = torch.autograd.grad(o, inputs, do), torch.autograd.grad(expected, inputs, do[0].double())
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def passes(path: str) -> bool:
+    """Whether `check` passes in a process of its own."""
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1] == 0
+    try:
+        check(path)
+    except BaseException:
+        print(f"without torch.{path}:", flush=True)
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # threads do not survive a fork
+    failed = [path for path in NAMES if not passes(path)]
+    print(f"failed: {failed}" if failed else f"{len(NAMES)} names are not needed")
+    sys.exit(bool(failed))
