@@ -22,9 +22,9 @@ import lightning as L
 import torch
 import torch.distributed as dist
 import wandb
-from lightning.fabric.utilities.distributed import _destroy_dist_connection
+from lightning.fabric.utilities import distributed
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies import launchers
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -37,8 +37,11 @@ from fa_train.data.report import Histogram
 from fa_train.flops import peak_flops, train_flops
 from fa_train.lit_gpt import LitGPT
 from fa_train.models.export import Build, export_run
+from fa_train.private_names import private, replace_private
 
 GIB = 2**30
+_destroy_dist_connection = private("lightning", distributed, "_destroy_dist_connection")
+_SubprocessScriptLauncher = private("lightning", launchers, "_SubprocessScriptLauncher")
 
 
 class DivergedError(RuntimeError):
@@ -328,9 +331,10 @@ class GracefulInterrupt(Callback):
         self._agreement = Agreement() if trainer.world_size > 1 else None
         # Lightning's own handler broadcasts, in the midst of whatever collective the signal came into, and hangs. It
         # registers this one in place of that when this hook has run, and stops where received_sigterm is set.
-        trainer._signal_connector._sigterm_notifier_fn = self._on_signal  # type: ignore[assignment]
+        self._connector = private("lightning", trainer, "_signal_connector")
+        replace_private("lightning", self._connector, "_sigterm_notifier_fn", self._on_signal)
         # what all ranks agree on here, it would broadcast from rank 0 every micro-batch, and wait for the device
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        replace_private("lightning", trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         signal.signal(signal.SIGINT, self._on_signal)  # Lightning puts back the handlers that were there before fit
@@ -353,7 +357,7 @@ class GracefulInterrupt(Callback):
 
     def _agree(self) -> None:
         if self._agreement and not self._trainer.received_sigterm and self._agreement.any(self._asked_at is not None):
-            self._trainer._signal_connector.received_sigterm = True
+            replace_private("lightning", self._connector, "received_sigterm", True)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
@@ -363,7 +367,7 @@ class GracefulInterrupt(Callback):
             if self._trainer.is_global_zero:  # print() must not be interrupted by another one
                 os.write(1, b"\ninterrupted: saving after this step; once more (Ctrl-C or SIGTERM) stops at once\n")
             if not self._agreement:
-                self._trainer._signal_connector.received_sigterm = True
+                replace_private("lightning", self._connector, "received_sigterm", True)
         elif time.monotonic() - self._asked_at > 1:  # torchrun and others pass on what the terminal has sent already
             launcher = self._trainer.strategy.launcher
             if isinstance(launcher, _SubprocessScriptLauncher):

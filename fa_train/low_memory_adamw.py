@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchao.optim import AdamW8bit, CPUOffloadOptimizer, _AdamW
-from torchao.optim.subclass_8bit import OptimState8bit
+from torchao import optim
+from torchao.optim import AdamW8bit, CPUOffloadOptimizer, subclass_8bit
+
+from fa_train.private_names import private, require_names
 
 Groups = list[dict[str, Any]]
 Closure = Callable[[], Any]
+_AdamW: Any = private("torchao", optim, "_AdamW")
+OptimState8bit: Any = private("torchao", subclass_8bit, "OptimState8bit")
 
 
 class _PlainLearningRate:
@@ -70,6 +74,7 @@ class OffloadedAdamW(CPUOffloadOptimizer):
         self.state: dict[Tensor, Any] = {}  # Lightning would move what stands here to the GPU
         self.defaults = dict(arguments)
         super().__init__([dict(group) for group in groups], torch.optim.AdamW, fused=True, **arguments)
+        require_names("torchao", self, "param_d2h_map", "optim_dict", "d_opt", "queue", "stream")
         for parameter in self.param_d2h_map:
             assert parameter._post_accumulate_grad_hooks is not None
             parameter._post_accumulate_grad_hooks.clear()
@@ -125,6 +130,7 @@ def _with_states(saved: dict[str, Any], change: Callable[[Any], Any]) -> dict[st
 def _taken_apart(value: Any) -> Any:
     if not isinstance(value, OptimState8bit):
         return value
+    require_names("torchao", value, "codes", "scale", "qmap", "signed")
     return {"codes": value.codes, "scale": value.scale, "qmap": value.qmap, "signed": value.signed}
 
 

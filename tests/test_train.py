@@ -150,10 +150,10 @@ def test_the_second_signal_stops_at_once(monkeypatch, capfd):
     now, exits = [100.0], []
     monkeypatch.setattr("fa_train.callbacks.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr("fa_train.callbacks.os._exit", exits.append)
-    connector = SimpleNamespace(received_sigterm=False)
+    connector = SimpleNamespace(received_sigterm=False, _sigterm_notifier_fn=None)
     trainer = SimpleNamespace(
         world_size=1, is_global_zero=True, _signal_connector=connector, strategy=SimpleNamespace(launcher=None),
-        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace()),
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(_broadcast_sigterm_tensor=None)),
     )  # fmt: skip
     interrupt = GracefulInterrupt()
     interrupt.on_fit_start(trainer, None)

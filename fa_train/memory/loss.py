@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fa_train.bounds import FractionBelowOne, NonNegativeFloat, PositiveInt
+from fa_train.private_names import require_parameters
 
 IGNORE_INDEX = -100  # the label of a token that has no loss, torch's own default
 
@@ -129,7 +130,7 @@ def _liger_cross_entropy(
 
     n_tokens, vocab_size = logits.shape
     losses = torch.zeros_like(labels, dtype=torch.float32)  # the kernel does not write those of ignored labels
-    liger_cross_entropy_kernel[(n_tokens,)](
+    arguments: dict[str, Any] = dict(
         X_ptr=logits,
         X_stride=logits.stride(0),
         Y_ptr=labels,
@@ -158,8 +159,9 @@ def _liger_cross_entropy(
         HAS_SOFTCAPPING=False,
         HAS_GRADIENTS=True,
         BLOCK_SIZE=min(MAX_FUSED_SIZE, 1 << (vocab_size - 1).bit_length()),
-        num_warps=32,
     )
+    require_parameters("liger-kernel", "liger_cross_entropy_kernel", liger_cross_entropy_kernel.arg_names, arguments)
+    liger_cross_entropy_kernel[(n_tokens,)](**arguments, num_warps=32)
     return losses, logits
 
 

@@ -24,6 +24,7 @@ from fa_train.bounds import FractionBelowOne, PositiveFloat, PositiveInt
 from fa_train.models.gpt import GPT, Block
 from fa_train.models.hf import tensor_places
 from fa_train.models.hf_weights import Place, read_json
+from fa_train.private_names import TESTED
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every tensor in peft's files
@@ -292,10 +293,13 @@ def require_torchao() -> None:
     """ValueError unless torchao has the 4-bit tensors that QLoRA needs."""
     try:
         from torchao.quantization import to_nf4  # noqa: F401  seconds to import
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import (  # noqa: F401
+            NF4Tensor,
+            SubclassTensorArgs,
+        )
     except ImportError as error:
-        raise ValueError(
-            f"adapter.quantization=nf4 needs torchao 0.18 or newer (pip install 'torchao>=0.18'): {error}"
-        ) from error
+        wanted = f"torchao=={TESTED['torchao']}"
+        raise ValueError(f"adapter.quantization=nf4 must have {wanted} (pip install {wanted}); got {error}") from error
 
 
 def adapted(model: GPT) -> Iterator[tuple[str, LoRALinear]]:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from fa_train.models.gpt import GPT
 from fa_train.optim import require_same_kind
 from fa_train.parallel.checkpoint import saved_optimizer
+from fa_train.private_names import replace_private
 
 SHARDED_MESH = "data_parallel"  # Lightning's name for the dimension of ranks with rows of their own
 
@@ -40,7 +41,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=True)
 
     def setup_environment(self) -> None:
-        self._data_parallel_size = self.num_nodes * self.num_processes
+        replace_private("lightning", self, "_data_parallel_size", self.num_nodes * self.num_processes)
         super().setup_environment()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -1,0 +1,45 @@
+"""Private names of other packages. One that is gone ends a run with the version to install; nothing is ignored."""
+
+from collections.abc import Iterable
+from importlib.metadata import version
+from typing import Any, Literal
+
+Package = Literal["lightning", "torchao", "liger-kernel"]
+TESTED: dict[Package, str] = {"lightning": "2.6.6", "torchao": "0.18.0", "liger-kernel": "0.8.5"}
+
+
+def require_names(package: Package, owner: object, *names: str) -> None:
+    """Raises: ImportError unless `owner`, a part of `package`, has all these attributes."""
+    for name in names:
+        if not hasattr(owner, name):
+            what = getattr(owner, "__name__", type(owner).__name__)
+            raise ImportError(f"{_installed(package)} has no {what}.{name}. {_advice(package)}")
+
+
+def require_parameters(package: Package, function: str, found: Iterable[str], wanted: Iterable[str]) -> None:
+    """Raises: ImportError unless `function` of `package` has exactly the parameters that it is called with."""
+    different = sorted(set(found) ^ set(wanted))
+    if different:
+        raise ImportError(
+            f"{_installed(package)} has other parameters of {function}: {', '.join(different)}. {_advice(package)}"
+        )
+
+
+def private(package: Package, owner: object, name: str) -> Any:
+    """owner.name. Raises: ImportError as require_names."""
+    require_names(package, owner, name)
+    return getattr(owner, name)
+
+
+def replace_private(package: Package, owner: object, name: str, value: object) -> None:
+    """owner.name = value. Raises: ImportError as require_names, where an assignment would make a new attribute."""
+    require_names(package, owner, name)
+    setattr(owner, name, value)
+
+
+def _installed(package: Package) -> str:
+    return f"{package} {version(package)}"
+
+
+def _advice(package: Package) -> str:
+    return f"Install the version that was tested: {package}=={TESTED[package]}"
