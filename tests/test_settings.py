@@ -266,6 +266,23 @@ def test_every_option_passes_the_check(group, option):
         train.check(cfg)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(["+trainer.limit_val_batches=2", "+trainer.profiler=simple"], id="trainer"),
+        pytest.param(["strategy=ddp", "+strategy.find_unused_parameters=true"], id="passed-on-to-ddp"),
+        pytest.param(["+logger.notes=text", "+logger.resume=allow"], id="passed-on-to-wandb"),
+        pytest.param(
+            ["trainer.devices=[0,1]", "callbacks.progress=null", "trainer.gradient_clip_val=null"], id="union"
+        ),
+        pytest.param(["adapter=lora", "adapter.target_modules=[q_proj]", "optimizer.lr=1"], id="list-and-integer"),
+    ],
+)
+def test_parameters_that_conf_does_not_list_and_every_kind_of_value_pass(overrides):
+    with composed("folder", "preset=cpu", *overrides) as cfg:
+        train.check(cfg)
+
+
 def test_every_bound_of_another_package_is_of_a_parameter():
     for target, bounds in settings.BOUNDS.items():
         parameters = settings.parameters_of(pkgutil.resolve_name(target))
