@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any, Literal
 
-Package = Literal["lightning", "torchao", "liger-kernel"]
-TESTED: dict[Package, str] = {"lightning": "2.6.6", "torchao": "0.18.0", "liger-kernel": "0.8.5"}
+Package = Literal["datasets", "lightning", "liger-kernel", "torchao"]
+TESTED: dict[Package, str] = {"datasets": "5.2.0", "lightning": "2.6.6", "liger-kernel": "0.8.5", "torchao": "0.18.0"}
 
 
 def require_names(package: Package, owner: object, *names: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from fa_train.data.corpus import load_hf_dataset
 from fa_train.data.files import count_rows, find_files, hash_files, read_rows
+from fa_train.private_names import private
 
 HUB = "hf:"
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -96,7 +97,7 @@ class HubRows:
         return len(self.dataset)
 
     def fingerprint(self) -> str:
-        return f"{self.dataset._fingerprint}-chats"
+        return f"{private('datasets', self.dataset, '_fingerprint')}-chats"
 
 
 def parse_chat(row: Mapping[str, Any], where: str) -> Chat:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from fa_train.data.files import column_names, count_rows, find_files, hash_files, read_rows
+from fa_train.private_names import private
 
 Document = TypeVar("Document", covariant=True)
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
@@ -120,7 +121,7 @@ class HFCorpus:
 
     def fingerprint(self) -> str:
         # datasets' own hash: of the revision, or of a folder's files, and of every transform since
-        return f"{self.dataset._fingerprint}-{self.text_column}"
+        return f"{private('datasets', self.dataset, '_fingerprint')}-{self.text_column}"
 
 
 def load_hf_dataset(name: str, config: str | None, split: str, asked: str) -> Any:
