@@ -1,8 +1,10 @@
 """The public functions: validation, shapes and docstrings; flash-attn's names and meanings (version 2.8)."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from operator import index
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -33,7 +35,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Iterable[SupportsIndex] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -72,8 +74,8 @@ def flash_attn_func(
     if not batch == batch_k == batch_v:
         raise ValueError(f"q, k and v must have one batch size; got {batch}, {batch_k} and {batch_v}")
     _require_offered(dropout_p, out_dtype)
-    window_size = window_of(window_size)
-    schedule = kept_schedule(batch, seqlen_q, seqlen_k, q, causal, window_size)
+    window = window_of(window_size)
+    schedule = kept_schedule(batch, seqlen_q, seqlen_k, q, causal, window)
     # before the GPU is asked for anything: without what follows here that is attention, and the backend checks
     if schedule is None or alibi_slopes is not None or q.dtype == FP8:
         require_consistent(q, k, v, sinks)
@@ -81,7 +83,7 @@ def flash_attn_func(
     if alibi_slopes is not None:
         alibi = _alibi(alibi_slopes, *dense_cu_seqlens(batch, seqlen_q, seqlen_k, q.device), q)
     if schedule is None:
-        schedule = dense_schedule(batch, seqlen_q, seqlen_k, q.device, causal=causal, window_size=window_size)
+        schedule = dense_schedule(batch, seqlen_q, seqlen_k, q.device, causal=causal, window_size=window)
     o, lse = _attend(
         q,
         k,
@@ -112,7 +114,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Iterable[SupportsIndex] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -215,13 +217,19 @@ def flash_attn_packed(
     return flash_attention_forward(q, k, v, schedule, features, q.dtype, deterministic, False)[0]
 
 
-def window_of(window_size: tuple[int, int]) -> tuple[int, int]:
-    """(left, right) in tokens, -1 where unbounded. Raises: ValueError on anything but two numbers."""
-    # a tuple is a Sequence, but to ask that takes the host 0.3 us more
-    if not isinstance(window_size, (tuple, Sequence)) or len(window_size) != 2 or None in window_size:
-        raise ValueError(f"window_size must be (left, right), -1 where unbounded; got {window_size}")
-    left, right = window_size
-    return int(left) if 0 <= left < UNBOUNDED else -1, int(right) if 0 <= right < UNBOUNDED else -1
+def window_of(window_size: Iterable[SupportsIndex]) -> tuple[int, int]:
+    """(left, right) in tokens, -1 where unbounded.
+
+    The two integers may come as a tuple, a list, a tensor or a NumPy array, as flash-attn takes them.
+    Raises: ValueError on anything else.
+    """
+    try:
+        left, right = window_size
+        if type(left) is not int or type(right) is not int:
+            left, right = index(left), index(right)
+    except (TypeError, ValueError):
+        raise ValueError(f"window_size must be two integers, -1 where unbounded; got {window_size}") from None
+    return left if 0 <= left < UNBOUNDED else -1, right if 0 <= right < UNBOUNDED else -1
 
 
 def _require_offered(dropout_p: float, out_dtype: torch.dtype | None) -> None:

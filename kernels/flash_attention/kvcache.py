@@ -1,5 +1,8 @@
 """flash_attn_with_kvcache: attention over a cache of keys and values, for generation; flash-attn's meanings (2.8)."""
 
+from collections.abc import Iterable
+from typing import SupportsIndex
+
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
@@ -26,7 +29,7 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Iterable[SupportsIndex] = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,

@@ -3,6 +3,7 @@
 import inspect
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -82,7 +83,7 @@ def test_a_softcap_that_is_not_positive_is_none(softcap):
         ((10**12, 0), (-1, 0)),
         ((-7, 2**30), (-1, -1)),
         ([3, -1], (3, -1)),
-        ((12.0, 2**30 - 1), (12, 2**30 - 1)),
+        ((12, 2**30 - 1), (12, 2**30 - 1)),
     ],
     ids=str,
 )
@@ -168,8 +169,9 @@ def test_other_lengths_compile_nothing_anew():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        pytest.param({"window_size": 4}, r"window_size must be \(left, right\), .*; got 4", id="window-int"),
+        pytest.param({"window_size": 4}, r"window_size must be two integers, .*; got 4", id="window-int"),
         pytest.param({"window_size": (None, 0)}, r"got \(None, 0\)", id="window-none"),
+        pytest.param({"window_size": (1.5, 0)}, r"got \(1.5, 0\)", id="window-of-a-fraction"),
         pytest.param({"window_size": (1, 2, 3)}, r"got \(1, 2, 3\)", id="window-of-three"),
         pytest.param({"out_dtype": torch.int32}, "out_dtype must be float16, .*; got int32", id="out-dtype"),
         pytest.param({"sinks": torch.zeros(4, device="meta")}, "sinks must be .* on meta", id="sinks"),
@@ -205,9 +207,29 @@ def test_another_rank_in_a_packed_stream_is_named(shape):
         flash_attn_packed(x, x, x, causal_schedule(None, 5, torch.device("cpu")))
 
 
+@pytest.mark.parametrize(
+    "window_size",
+    [[5, 0], torch.tensor([5, 0]), np.array([5, 0]), (np.int64(5), np.int32(0)), torch.Size([5, 0])],
+    ids=["list", "tensor", "array", "numpy-integers", "size"],
+)
+def test_a_window_may_be_any_pair_of_integers(window_size):
+    """As in flash-attn 2.8."""
+    q, k, v = dense_inputs()
+    cu = cumulative([q.shape[1]]), cumulative([k.shape[1]])
+    wanted, found = (
+        (
+            flash_attn_func(q, k, v, window_size=window),
+            flash_attn_varlen_func(q[0], k[0], v[0], *cu, q.shape[1], k.shape[1], window_size=window),
+            flash_attn_with_kvcache(q, k, v, window_size=window),
+        )
+        for window in ((5, 0), window_size)
+    )
+    assert all_equal(found, wanted)
+
+
 def test_bad_window_of_a_cache_is_named():
     q, k, v = dense_inputs()
-    with pytest.raises(ValueError, match=r"window_size must be \(left, right\), .*; got None"):
+    with pytest.raises(ValueError, match=r"window_size must be two integers, .*; got None"):
         flash_attn_with_kvcache(q, k, v, window_size=None)
 
 
