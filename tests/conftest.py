@@ -2,15 +2,11 @@
 
 import gc
 import os
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
 from importlib.metadata import version
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 # Triton reads this when a kernel is defined, so it must stand before any test module imports kernels.
 if not torch.cuda.is_available():
@@ -82,39 +78,9 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def _poison(dtype: torch.dtype) -> float:
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
-
-
-def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def allocate_and_fill(*args: Any, **kwargs: Any) -> Tensor:
-        tensor = allocate(*args, **kwargs)
-        # kernels' calls are recorded as they are outside of tests: without this fill
-        recorded = type(_get_current_dispatch_mode()).__module__ == "kernels.flash_attention.replay"
-        with torch.no_grad(), _pop_mode_temporarily() if recorded else nullcontext():
-            return tensor.fill_(_poison(tensor.dtype))
-
-    return allocate_and_fill
-
-
 @pytest.fixture(autouse=True, scope="session")
 def _poison_uninitialised_memory() -> Iterator[None]:
-    """Fresh memory is often zero, which hides an output that a kernel forgot to write; NaN does not.
+    from tests.kernels.poison import poisoned_memory
 
-    torch.use_deterministic_algorithms fills memory too, but it also makes torch run other kernels than in production.
-    """
-    with torch.device("meta"):
-        torch.empty(0)  # torch remembers now which functions a device context changes: the real ones
-    from kernels import torch_private  # imports triton, which reads TRITON_INTERPRET
-
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, names in (
-            (torch, ("empty", "empty_like", "empty_strided")),
-            (Tensor, ("new_empty", "new_empty_strided")),
-            (torch_private, ("empty_strided_cuda",)),  # what recorded calls allocate with
-        ):
-            for name in names:
-                patch.setattr(owner, name, _poisoned(getattr(owner, name)))
+    with poisoned_memory():
         yield

@@ -15,11 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from kernels import flash_attn_varlen_func
-from kernels.flash_attention.reference import attention_reference
-from tests.tolerance import assert_as_accurate
+from tests.kernels.attention_check import compare, cumulative
 
 pytestmark = pytest.mark.gpu
 
@@ -71,42 +69,6 @@ def documents(pair, layout, generator) -> tuple[list[int], list[int]]:
     return [q for q, _ in lengths], [k for _, k in lengths]
 
 
-def cumulative(lengths) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
-
-
-def attend(function, inputs, features, sinks, do, dlse):
-    """Outputs and gradients; lse of a row that sees nothing is -inf for all, and its gradient counts for nothing."""
-    inputs = [x.detach().requires_grad_() for x in inputs]
-    if sinks is not None:
-        sinks = sinks.detach().requires_grad_()
-        inputs.append(sinks)
-        features = features | {"sinks": sinks}
-    o, lse = function(*inputs[:3], **features)
-    seen = torch.isfinite(lse)
-    gradients = torch.autograd.grad((o, lse), inputs, (do.to(o.dtype), torch.where(seen, dlse, 0.0).to(lse.dtype)))
-    return dict(
-        zip(("o", "lse", "dq", "dk", "dv", "dsinks"), (o, torch.where(seen, lse, -1e4), *gradients), strict=False)
-    )
-
-
-def left_by_rounding(inputs, features, sinks, do, dlse, exact, o_dtype, truth) -> dict[str, Tensor]:
-    """What is wrong in dq, dk and dv where all is exact but for o and lse, which the backward pass gets rounded.
-
-    It computes P from lse, so that a row's P and dS are off by one factor, and delta from o. Both are linear in the
-    gradients of o and lse, so that what they leave is itself a gradient. Torch has P in place of lse, and delta of
-    that P and its own dP; ours errs by more than twice as much where a row sees few keys, or lse is far from 0.
-    """
-    o, lse = exact["o"].detach(), exact["lse"].detach()
-    factor = torch.expm1(lse - lse.float().to(truth))
-    delta = ((o.to(o_dtype).to(truth) - o) * do.to(truth)).sum(-1).T
-    left = attend(
-        partial(attention_reference, dtype=truth), inputs, features, sinks,
-        do.to(truth) * factor.T[..., None], dlse.to(truth) * factor - delta,
-    )  # fmt: skip
-    return {name: left[name] for name in ("dq", "dk", "dv")}
-
-
 def check(dtype, width, pair, mask, heads, names, layout, generator) -> dict[str, tuple[float, float]]:
     """Raises where a result is less accurate than allowed; returns (our error, torch's) by result."""
     lens_q, lens_k = documents(pair, layout, generator)
@@ -136,28 +98,7 @@ def check(dtype, width, pair, mask, heads, names, layout, generator) -> dict[str
         flash_attn_varlen_func, max_seqlen_q=max(lens_q), max_seqlen_k=max(lens_k), return_lse=True,
         deterministic="deterministic" in layout, out_dtype=torch.float32 if layout == "fp32-out" else None,
     )  # fmt: skip
-    truth = torch.float64 if dtype == torch.float32 else torch.float32
-    results = attend(ours, inputs, features, sinks, do, dlse)
-    exact_inputs = [x.to(truth) for x in inputs]  # a gradient has the dtype of what it is of
-    exact = attend(partial(attention_reference, dtype=truth), exact_inputs, features, sinks, do, dlse)
-    baseline = attend(partial(attention_reference, dtype=dtype), inputs, features, sinks, do, dlse)
-    # what cancels in fp32 sums of head_dim products of the largest inputs
-    floor = torch.finfo(torch.float32).eps * v_head_dim * max(x.abs().max().item() for x in (*inputs, do))
-    floors = dict.fromkeys(results, floor)
-    for name, left in left_by_rounding(
-        exact_inputs, features, sinks, do, dlse, exact, results["o"].dtype, truth
-    ).items():
-        floors[name] += left.abs().max().item()
-    if sinks is not None:
-        # a sink's gradient is the sum over rows of its probability times do . o: one standard deviation of what the
-        # rounding of o leaves there, which torch's handful of numbers may beat by luck
-        products = exact["o"] * do * torch.exp(sinks - exact["lse"].T.float())[..., None]
-        floors["dsinks"] += torch.finfo(dtype).eps * products.detach().double().square().sum().sqrt().item()
-    errors = {}
-    for name, result in results.items():
-        assert_as_accurate(name, result, exact[name], baseline[name], floor=floors[name])
-        errors[name] = tuple((x[name].double() - exact[name].double()).abs().max().item() for x in (results, baseline))
-    return errors
+    return compare(ours, inputs, features, sinks, do, dlse)
 
 
 TESTS = [

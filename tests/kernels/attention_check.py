@@ -1,0 +1,120 @@
+"""Compares attention, forward and backward, with dense attention by its definition."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.flash_attention.reference import attention_reference
+from tests.tolerance import assert_as_accurate
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+Results = dict[str, Tensor]
+
+
+def cumulative(lengths: Sequence[int]) -> Tensor:
+    """(n_docs + 1,) int32: where documents of these lengths begin, and where the last one ends."""
+    return torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, torch.int32)
+
+
+def attend(
+    function: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    features: Mapping[str, Any],
+    sinks: Tensor | None,
+    do: Tensor,
+    dlse: Tensor,
+) -> Results:
+    """The outputs of `function` and the gradients of its inputs.
+
+    A row that sees no key has an lse of -inf; here it becomes -10000, and gets no gradient.
+    """
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    features = dict(features)
+    if sinks is not None:
+        sinks = sinks.detach().requires_grad_()
+        inputs.append(sinks)
+        features["sinks"] = sinks
+    o, lse = function(*inputs[:3], **features)
+    seen = torch.isfinite(lse)
+    gradients = torch.autograd.grad((o, lse), inputs, (do.to(o.dtype), torch.where(seen, dlse, 0.0).to(lse.dtype)))
+    names = ("o", "lse", "dq", "dk", "dv", "dsinks")
+    return dict(zip(names, (o, torch.where(seen, lse, -1e4), *gradients), strict=False))
+
+
+def _moved(values: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """The same on another device, for those values that are tensors."""
+    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in values.items()}
+
+
+def left_by_rounding(
+    inputs: Sequence[Tensor],
+    features: Mapping[str, Any],
+    sinks: Tensor | None,
+    do: Tensor,
+    dlse: Tensor,
+    exact: Results,
+    o_dtype: torch.dtype,
+    truth: torch.dtype,
+) -> Results:
+    """The errors that an exact backward pass makes in dq, dk and dv because it gets o and lse rounded.
+
+    The backward pass computes P from lse, so one factor scales a row's P and dS. It computes delta from o. Both errors
+    are linear in the gradients of o and lse, so what they leave is itself a gradient. Torch's own backward pass keeps
+    P instead of lse. Ours therefore errs by more than twice as much where a row sees few keys, or lse is far from 0.
+    """
+    o, lse = exact["o"].detach(), exact["lse"].detach()
+    factor = torch.expm1(lse - lse.float().to(truth))
+    delta = ((o.to(o_dtype).to(truth) - o) * do.to(truth)).sum(-1).T
+    reference = partial(attention_reference, dtype=truth)
+    d_lse = dlse.to(truth) * factor - delta
+    left = attend(reference, inputs, features, sinks, do.to(truth) * factor.T[..., None], d_lse)
+    return {name: left[name] for name in ("dq", "dk", "dv")}
+
+
+def compare(
+    ours: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    features: Mapping[str, Any],
+    sinks: Tensor | None,
+    do: Tensor,
+    dlse: Tensor,
+    reference_device: str = DEVICE,
+) -> dict[str, tuple[float, float]]:
+    """The largest error of each output and gradient of `ours`, and the largest error of torch in the same dtype.
+
+    Shapes: inputs are q, k and v as flash_attn_varlen_func takes them; do is like o; dlse (n_heads, total_q). The truth
+    is dense attention in fp32, or in fp64 if the inputs are fp32. reference_device: where torch computes.
+    Raises: AssertionError where our error is larger than arithmetic explains.
+    """
+    dtype = inputs[0].dtype
+    truth = torch.float64 if dtype == torch.float32 else torch.float32
+    results = attend(ours, inputs, features, sinks, do, dlse)
+    if reference_device != DEVICE:
+        results, features = (_moved(x, reference_device) for x in (results, features))
+        inputs = [x.to(reference_device) for x in inputs]
+        do, dlse = do.to(reference_device), dlse.to(reference_device)
+        sinks = sinks if sinks is None else sinks.to(reference_device)
+    exact_inputs = [x.to(truth) for x in inputs]  # a gradient has the dtype of its input
+    exact = attend(partial(attention_reference, dtype=truth), exact_inputs, features, sinks, do, dlse)
+    baseline = attend(partial(attention_reference, dtype=dtype), inputs, features, sinks, do, dlse)
+    # cancellation in fp32 sums of head_dim products of the largest inputs
+    floor = torch.finfo(torch.float32).eps * do.shape[-1] * max(x.abs().max().item() for x in (*inputs, do))
+    floors = dict.fromkeys(results, floor)
+    rounded = left_by_rounding(exact_inputs, features, sinks, do, dlse, exact, results["o"].dtype, truth)
+    for name, left in rounded.items():
+        floors[name] += left.abs().max().item()
+    if sinks is not None:
+        # A sink's gradient sums its probability times do . o over the rows. The floor is one standard deviation of the
+        # error that rounding o leaves in that sum; torch's few elements may beat it by luck.
+        products = exact["o"] * do * torch.exp(sinks - exact["lse"].T.float())[..., None]
+        floors["dsinks"] += torch.finfo(dtype).eps * products.detach().double().square().sum().sqrt().item()
+    errors = {}
+    for name, result in results.items():
+        assert_as_accurate(name, result, exact[name], baseline[name], floor=floors[name])
+        largest = [(x[name].double() - exact[name].double()).abs().max().item() for x in (results, baseline)]
+        errors[name] = (largest[0], largest[1])
+    return errors

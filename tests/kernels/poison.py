@@ -1,0 +1,56 @@
+"""Fills fresh memory with NaN, so that an output that a kernel forgot to write does not pass for a zero."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+
+from kernels import torch_private
+
+RECORDER = "kernels.flash_attention.replay"  # whose recordings must not hold the fill
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Within it, torch.empty and its relatives return NaN, True or the largest integer.
+
+    torch.use_deterministic_algorithms fills memory too, but makes torch run other kernels than in production.
+    """
+    with torch.device("meta"):
+        torch.empty(0)  # torch remembers now which functions a device context changes: the real ones
+    patches = [
+        patch.object(owner, name, _poisoned(getattr(owner, name)))
+        for owner, names in (
+            (torch, ("empty", "empty_like", "empty_strided")),
+            (Tensor, ("new_empty", "new_empty_strided")),
+            (torch_private, ("empty_strided_cuda",)),  # what recorded calls allocate with
+        )
+        for name in names
+    ]
+    for each in patches:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in patches:
+            each.stop()
+
+
+def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def allocate_and_fill(*args: Any, **kwargs: Any) -> Tensor:
+        tensor = allocate(*args, **kwargs)
+        recorded = type(_get_current_dispatch_mode()).__module__ == RECORDER
+        with torch.no_grad(), _pop_mode_temporarily() if recorded else nullcontext():
+            return tensor.fill_(_poison(tensor.dtype))
+
+    return allocate_and_fill
+
+
+def _poison(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
