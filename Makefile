@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 ARGS ?=
+PART ?= 1/1
 BIN := $(VENV)/bin
 
-.PHONY: train install-dev test test-oldest-triton test-gpu lint format clean
+.PHONY: train install-dev test test-oldest-triton test-gpu gpu-check lint format clean
 
 train: $(VENV)/.installed
 	$(BIN)/python train.py $(ARGS)
@@ -24,6 +25,10 @@ test-oldest-triton: $(VENV)/triton-3.6
 
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+# Every compiled form of every kernel, once, against dense attention; PART=i/n runs a part of the list.
+gpu-check: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.gpu_check --part $(PART) $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

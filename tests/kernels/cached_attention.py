@@ -134,7 +134,8 @@ def check(
     cos, sin = (x.to(DEVICE) for x in rotary) if rotary else (None, None)
     o, lse = flash_attn_with_kvcache(
         q.to(DEVICE),
-        *caches,
+        caches[0],
+        caches[1],
         k,
         v,
         cos,

@@ -1,0 +1,168 @@
+"""One case of attention on a GPU, forward and backward, with chosen tiles, against dense attention in fp32."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from kernels import flash_attn_func, flash_attn_varlen_func
+from kernels.flash_attention import backend, schedule
+from kernels.flash_attention.checks import FP8
+from kernels.flash_attention.portable import bwd, fwd
+from kernels.flash_attention.reference import attention_reference
+from kernels.flash_attention.schedule import DocumentLength
+from tests.gpu_check.variants import Tiles, Width
+from tests.kernels.attention_check import DEVICE, attend, compare, cumulative
+
+HEADS = (4, 4), (4, 2), (4, 1)  # of q, and of k and v
+# lengths with rows before, in and after whole blocks, empty documents, and tiles that several documents share
+SEVERAL, ONE = [300, 1, 0, 213, 64, 131], [417]
+LONGER_SEVERAL, LONGER_ONE = [1000, 1, 30, 400, 139], [1500]  # every ring of buffers is used more than once
+
+
+def check_portable(
+    dtype: torch.dtype, width: Width, tiles: Tiles, several: bool, features: Sequence[str], heads: tuple[int, int]
+) -> None:
+    """The portable kernels with these tiles."""
+    with portable_kernels(tiles):
+        if dtype == FP8:
+            _check_fp8(width, SEVERAL if several else ONE, several, heads)
+        else:
+            _check(dtype, width, SEVERAL if several else ONE, several, features, heads, {})
+
+
+def check_hopper(
+    dtype: torch.dtype,
+    head_dim: int,
+    documents: DocumentLength,
+    several: bool,
+    features: Sequence[str],
+    heads: tuple[int, int],
+    options: dict[str, Any],
+) -> None:
+    """Hopper's kernels for documents of one class of lengths; of several documents, NaN stays in its own."""
+    lengths = LONGER_SEVERAL if several else LONGER_ONE
+    with (
+        _backend("hopper"),
+        patch.object(schedule, "document_length", lambda _: documents),
+        patch.dict(schedule._KEPT, clear=True),  # by shapes alone, without the length of documents
+    ):
+        _check(dtype, (head_dim, head_dim), lengths, several, features, heads, options)
+
+
+@contextmanager
+def portable_kernels(tiles: Tiles) -> Iterator[None]:
+    """Calls take the portable kernels with these tiles."""
+    key_passes = tuple(direction for direction in tiles if direction in ("dkdv", "dk", "dv"))
+    with ExitStack() as stack:
+        stack.enter_context(_backend("portable"))
+        for module in (fwd, bwd):
+            stack.enter_context(patch.object(module, "launch_tiles", lambda *arguments: tiles[arguments[3]]))
+        stack.enter_context(patch.object(bwd, "key_passes", lambda *_: key_passes))
+        yield
+
+
+@contextmanager
+def _backend(name: str) -> Iterator[None]:
+    """Calls take one backend's kernels, and launch them anew each time."""
+    with (
+        patch.dict(os.environ, {backend.VARIABLE: name}),
+        patch.object(backend, "replayed", lambda kind, inputs, call: call()),
+    ):
+        yield
+
+
+def _check(
+    dtype: torch.dtype,
+    width: Width,
+    lengths: list[int],
+    several: bool,
+    names: Sequence[str],
+    heads: tuple[int, int],
+    options: dict[str, Any],
+) -> None:
+    n_heads, total = heads[0], sum(lengths)
+    q, k, v, do = (torch.randn(shape, device=DEVICE).to(dtype) for shape in _shapes(total, heads, width))
+    if "strided" in names:  # columns of wider heads
+        q, k, v = (torch.cat([x, x], dim=2)[..., : x.shape[2]] for x in (q, k, v))
+    features: dict[str, Any] = dict(causal="bidirectional" not in names)
+    features |= dict(cu_seqlens_q=cumulative(lengths), cu_seqlens_k=cumulative(lengths))
+    if "window" in names:
+        features["window_size"] = (100, 0)
+    if "softcap" in names:
+        features["softcap"] = 5.0
+    if "alibi" in names:
+        features["alibi_slopes"] = 0.3 * torch.rand(n_heads, device=DEVICE)
+    sinks = torch.randn(n_heads, device=DEVICE) if "sinks" in names else None
+    ours = _varlen(lengths, options) if several else _dense(options)
+    dlse = torch.randn(n_heads, total, device=DEVICE)
+    # short ones on the CPU, so that many processes can share the GPU
+    reference_device = "cpu" if total < 1000 else DEVICE
+    compare(ours, (q, k, v), features, sinks, do, dlse, reference_device)
+    if several:
+        _require_isolation(ours, (q, k, v), features, sinks, do, dlse, lengths)
+
+
+def _require_isolation(
+    ours: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    features: dict[str, Any],
+    sinks: Tensor | None,
+    do: Tensor,
+    dlse: Tensor,
+    lengths: list[int],
+) -> None:
+    """NaN in the fourth document changes the others by rounding alone: other kernels may have to repair their tiles."""
+    first, past = sum(lengths[:3]), sum(lengths[:4])
+    q, k, v = (x.clone() for x in inputs)
+    q[past - 1, 0, -1] = v[first, -1, 0] = torch.nan
+    spoiled, clean = (attend(ours, x, features, sinks, do, dlse) for x in ((q, k, v), inputs))
+    for name in ("o", "dq", "dk", "dv"):
+        others = [torch.cat([x[name][:first], x[name][past:]]).float() for x in (spoiled, clean)]
+        allowed = 16 * torch.finfo(q.dtype).eps * others[1].abs().max()
+        error = (others[0] - others[1]).abs().max()
+        assert error <= allowed, f"{name} beside a document with NaN: error {error:.2e}, allowed {allowed:.2e}"
+
+
+def _check_fp8(width: Width, lengths: list[int], several: bool, heads: tuple[int, int]) -> None:
+    """P has 11 bits, and Hopper's tensor cores keep 13 below the largest product of a sum."""
+    shapes = _shapes(sum(lengths), heads, width)[:3]
+    q, k, v = (torch.randn(shape, device=DEVICE).to(FP8) for shape in shapes)
+    cu_seqlens = cumulative(lengths)
+    ours = _varlen(lengths, {"out_dtype": torch.float32}) if several else _dense({"out_dtype": torch.float32})
+    o, lse = ours(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, causal=True)
+    exact, exact_lse = attention_reference(q, k, v, cu_seqlens, cu_seqlens, causal=True)
+    norms = [x.float().norm(dim=-1).max().item() for x in (q, k)]
+    score_error = 2**-13 * norms[0] * norms[1] * width[0] ** -0.5
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=score_error)
+    largest = v.float().abs().max().item()
+    torch.testing.assert_close(o.double(), exact, rtol=2**-10, atol=(2**-10 + score_error) * largest)
+
+
+def _shapes(total: int, heads: tuple[int, int], width: Width) -> list[tuple[int, int, int]]:
+    """Of q, k, v and do."""
+    (n_heads, n_kv_heads), (head_dim, v_head_dim) = heads, width
+    columns = (n_heads, head_dim), (n_kv_heads, head_dim), (n_kv_heads, v_head_dim), (n_heads, v_head_dim)
+    return [(total, *shape) for shape in columns]
+
+
+def _varlen(lengths: list[int], options: dict[str, Any]) -> Callable[..., Any]:
+    longest = max(lengths)
+    return partial(flash_attn_varlen_func, max_seqlen_q=longest, max_seqlen_k=longest, return_lse=True, **options)
+
+
+def _dense(options: dict[str, Any]) -> Callable[..., Any]:
+    """flash_attn_func of one document, with the arguments and shapes of flash_attn_varlen_func."""
+
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **features: Any
+    ) -> tuple[Tensor, Tensor]:
+        result: Any = flash_attn_func(q[None], k[None], v[None], return_lse=True, **options, **features)
+        return result[0][0], result[1][0]
+
+    return attention

@@ -1,0 +1,102 @@
+"""Every case of the check: a name, and what to call. The lists come from the tile tables of the kernels."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle, product
+from typing import Any, get_args
+
+import torch
+
+from kernels.flash_attention.checks import FP8
+from kernels.flash_attention.hopper.bwd import HEAD_DIMS as HOPPER_HEAD_DIMS
+from kernels.flash_attention.hopper.descriptors import is_hopper
+from kernels.flash_attention.hopper.fwd import forward_tiles
+from kernels.flash_attention.schedule import DocumentLength
+from tests.gpu_check.attention import HEADS, check_hopper, check_portable
+from tests.gpu_check.decode import check_decode
+from tests.gpu_check.fused import check_rmsnorm, check_rotary, check_swiglu
+from tests.gpu_check.variants import WIDTHS, other_decode_tiles, other_tiles, own_decode_tiles, own_tiles
+
+HALF = (torch.bfloat16, torch.float16)
+DTYPES = (*HALF, torch.float32)
+# in turns, so that each tile sees some of them; the attention matrix has their product for the GPU's own tiles
+FEATURES = (), ("softcap",), ("sinks", "strided"), ("alibi",), ("window", "sinks"), ("bidirectional",)
+PAGE_SIZES = 16, 64, 256
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    run: Callable[[], None]  # raises where a result is wrong
+
+
+def all_cases(device: torch.device) -> list[Case]:
+    """What `make gpu-check` runs on `device`."""
+    lists = [portable_cases(device), decode_cases(device), fused_cases()]
+    if is_hopper(device):
+        lists.insert(0, hopper_cases())
+    return [case for cases in lists for case in cases]
+
+
+def portable_cases(device: torch.device) -> Iterator[Case]:
+    """Each tile of each pass, dtype and width: the device's own for one document and for several, others for either."""
+    features, heads, either = cycle(FEATURES), cycle(HEADS), cycle((False, True))
+    dtypes = (*DTYPES, FP8) if torch.cuda.get_device_capability(device) >= (8, 9) else DTYPES
+    for dtype, width in product(dtypes, WIDTHS):
+        own = own_tiles(width, dtype.itemsize, device)
+        others = other_tiles(width, dtype.itemsize, device)
+        for tiles, several in [(own, False), (own, True), *zip(others, either, strict=False)]:
+            names = () if dtype == FP8 else next(features)
+            sizes = " ".join(f"{p}:{t.block_m}x{t.block_n}x{t.num_warps}x{t.num_stages}" for p, t in tiles.items())
+            name = f"portable {_name(dtype)} {width} {'several' if several else 'one'} {'+'.join(names)} {sizes}"
+            yield Case(name, partial(check_portable, dtype, width, tiles, several, names, next(heads)))
+
+
+def hopper_cases() -> Iterator[Case]:
+    """Each compiled form of Hopper's kernels, by length of documents, features, dtypes and order of dQ's sums."""
+    heads = cycle(HEADS)
+    for dtype, head_dim in product(HALF, HOPPER_HEAD_DIMS):
+        seen = set()
+        for documents, wide_o in product(get_args(DocumentLength), (False, True)):
+            tiles = forward_tiles(head_dim, documents, wide_o)
+            if tiles in seen or (wide_o and tiles.o_in_q):
+                continue
+            seen.add(tiles)
+            for several, softcap, sinks in product((False, True), repeat=3):
+                features = [name for name, on in (("softcap", softcap), ("sinks", sinks)) if on]
+                options: dict[str, Any] = {"deterministic": sinks != wide_o}
+                if wide_o:
+                    options["out_dtype"] = torch.float32
+                name = f"hopper {_name(dtype)} {head_dim} {documents} {'several' if several else 'one'}"
+                name += f" {'+'.join(features)} {'o in fp32' if wide_o else ''} {options['deterministic']=}"
+                run = partial(check_hopper, dtype, head_dim, documents, several, features, next(heads), options)
+                yield Case(name, run)
+
+
+def decode_cases(device: torch.device) -> Iterator[Case]:
+    """Each tile of the kernel that reads a cache, for each dtype and width, dense and in pages."""
+    page_sizes, options = cycle(PAGE_SIZES), cycle(range(4))
+    for dtype, width, paged in product(DTYPES, WIDTHS, (False, True)):
+        own = own_decode_tiles(width, dtype.itemsize, paged, device)
+        others = other_decode_tiles(width, dtype.itemsize, paged, device)
+        # two sets of options for the device's own tiles, of which one pads on the left; one for those of other GPUs
+        for rows, tiles in [case for case in own for _ in range(2)] + others:
+            page_size, option = next(page_sizes) if paged else None, next(options)
+            sizes = f"{tiles.block_m}x{tiles.block_n}x{tiles.num_warps}x{tiles.num_stages}"
+            name = f"decode {_name(dtype)} {width} {rows} rows, pages of {page_size}, options {option} {sizes}"
+            yield Case(name, partial(check_decode, dtype, width, rows, tiles, page_size, option))
+
+
+def fused_cases() -> Iterator[Case]:
+    """Each block of each fused operation: powers of two, whole and with columns to spare."""
+    for dtype, dim in product(DTYPES, (16, 100, 128, 256, 512, 768, 1024, 1600, 2048, 4096, 5120, 8192, 16384)):
+        yield Case(f"rmsnorm {_name(dtype)} {dim}", partial(check_rmsnorm, dtype, dim))
+    for dtype, head_dim in product(DTYPES, (2, 8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 256)):
+        yield Case(f"rotary {_name(dtype)} {head_dim}", partial(check_rotary, dtype, head_dim))
+    for dtype, ffn_dim in product(DTYPES, (8, 384, 1000, 1024, 3072, 8192, 14336)):
+        yield Case(f"swiglu {_name(dtype)} {ffn_dim}", partial(check_swiglu, dtype, ffn_dim))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,98 @@
+"""One case of a fused operation on a GPU, forward and backward, against torch in fp64."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.rmsnorm import add_rms_norm
+from kernels.rotary import rotate_heads, rotate_qkv
+from kernels.swiglu import swiglu, swiglu_gradient
+from tests.kernels.attention_check import DEVICE
+from tests.tolerance import assert_as_accurate
+
+ROWS = 130  # more than a program takes of any operation
+
+
+def check_rmsnorm(dtype: torch.dtype, dim: int) -> None:
+    """A stream in fp32 and in the dtype, with an addend in the dtype; the sum is kept or computed again."""
+    for stream, keep_sum in ((torch.float32, True), (dtype, False)):
+        x, added = _draw(ROWS, dim, dtype=stream), _draw(ROWS, dim, dtype=dtype)
+        weight = (1 + 0.1 * torch.randn(dim, device=DEVICE)).requires_grad_()
+        d_sum, dy = torch.randn(ROWS, dim, device=DEVICE), torch.randn(ROWS, dim, device=DEVICE)
+
+        def exact(x: Tensor, added: Tensor, weight: Tensor, stream: torch.dtype = stream) -> tuple[Tensor, Tensor]:
+            total = x + added
+            rounded = total + (total.to(stream).to(x.dtype) - total).detach()  # as the residual stream is stored
+            return rounded, F.rms_norm(rounded, weight.shape, weight, 1e-5)
+
+        ours = add_rms_norm(x, added, weight, 1e-5, dtype, keep_sum=keep_sum)
+        _compare(["sum", "y"], ours, exact, (x, added, weight), (d_sum, dy), dtype)
+
+
+def check_rotary(dtype: torch.dtype, head_dim: int) -> None:
+    """Heads of which one is not rotated, and q, k and v of one projection."""
+    angles = torch.randn(ROWS, head_dim // 2, device=DEVICE)
+    cos, sin = angles.cos(), angles.sin()
+
+    def rotated(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        wide_cos, wide_sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+        return torch.cat([first * wide_cos - second * wide_sin, second * wide_cos + first * wide_sin], dim=-1)
+
+    x = _draw(ROWS, 5, head_dim, dtype=dtype)
+    dy = torch.randn(ROWS, 5, head_dim, device=DEVICE)
+    exact = lambda x: (torch.cat([rotated(x[:, :4]), x[:, 4:]], dim=1),)  # noqa: E731
+    _compare(["y"], (rotate_heads(x, cos, sin, 4),), exact, (x,), (dy,), dtype)
+
+    def exact_qkv(qkv: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = qkv.split((3, 1, 1), dim=1)
+        return rotated(q), rotated(k), v
+
+    ours = rotate_qkv(x, (3, 1, 1), cos, sin)
+    _compare(["q", "k", "v"], ours, exact_qkv, (x,), dy.split((3, 1, 1), dim=1), dtype)
+
+
+def check_swiglu(dtype: torch.dtype, ffn_dim: int) -> None:
+    """The activations, and the gradient of what they are computed from."""
+    projected = _draw(ROWS, 2 * ffn_dim, dtype=dtype)
+    d_activated = torch.randn(ROWS, ffn_dim, device=DEVICE).to(dtype)
+
+    def exact(projected: Tensor) -> Tensor:
+        gate, value = projected.chunk(2, dim=1)
+        return F.silu(gate) * value
+
+    wide = projected.detach().double().requires_grad_()
+    activated = exact(wide)
+    (d_projected,) = torch.autograd.grad(activated, wide, d_activated.double())
+    overwritten = d_activated.clone()
+    gradient = swiglu_gradient(projected.detach(), overwritten)
+    for name, ours, truth in (
+        ("activated", swiglu(projected.detach()), activated),
+        ("activated again", overwritten, activated),
+        ("d_projected", gradient, d_projected),
+    ):
+        _require_close(name, ours, truth, dtype)
+
+
+def _compare(names, ours, exact, inputs, gradients, dtype) -> None:
+    """Outputs and gradients of `ours`, which were computed from `inputs`, and of exact(inputs in fp64)."""
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    truths = exact(*wide)
+    found = torch.autograd.grad(ours, inputs, [g.to(x.dtype) for g, x in zip(gradients, ours, strict=True)])
+    rounded = [g.to(x.dtype).double() for g, x in zip(gradients, ours, strict=True)]
+    wanted = torch.autograd.grad(truths, wide, rounded)
+    for name, x, truth in zip(names, ours, truths, strict=True):
+        _require_close(name, x, truth, dtype)
+    for i, (x, truth) in enumerate(zip(found, wanted, strict=True)):
+        _require_close(f"gradient {i}", x, truth, dtype)
+
+
+def _require_close(name: str, ours: Tensor, truth: Tensor, dtype: torch.dtype) -> None:
+    """Within a few roundings of the dtype in which operands came, relative to the largest element."""
+    truth = truth.detach()
+    floor = 4 * torch.finfo(dtype).eps * truth.abs().max().item()
+    assert_as_accurate(name, ours, truth, truth.to(ours.dtype), floor=floor)
+
+
+def _draw(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype).requires_grad_()

@@ -1,0 +1,126 @@
+"""The tiles that the tables, and less shared memory, give any GPU, as far as the GPU at hand can run them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kernels.flash_attention.portable.decode import decode_tiles
+from kernels.flash_attention.portable.load import split_width
+from kernels.flash_attention.tiles import (
+    SHARED_LIMIT,
+    Arch,
+    Pass,
+    TileConfig,
+    arch_of,
+    fit,
+    key_passes,
+    shared_bytes,
+    tile_config,
+)
+
+Width = tuple[int, int]  # head_dim of q and k, and of v
+Tiles = Mapping[Pass, TileConfig]
+
+# one head_dim for each way in which a head fills its tile: whole or with columns to spare, in one part or in two
+HEAD_DIMS = (8, 16, 24, 32, 40, 48, 64, 72, 80, 88, 96, 104, 128, 136, 144, 160, 176, 192, 200, 256)
+WIDTHS: list[Width] = [*((d, d) for d in HEAD_DIMS), (192, 128), (64, 128), (24, 80)]
+KEY_PASSES: tuple[tuple[Pass, ...], ...] = (("dkdv",), ("dk", "dv"))
+ARCHS: tuple[Arch, ...] = (*SHARED_LIMIT, "unknown")
+# shared memory of a program, in bytes: a GPU older than all in the tables, RTX 30 to 50, A100, H100 and B200
+SHARED_SIZES = tuple(kib * 1024 for kib in (64, 99, 163, 227))
+DECODE_ROWS = (1, 17, 64, 300)  # queries of a KV head, for each height of a tile
+
+
+def own_tiles(width: Width, itemsize: int, device: torch.device) -> Tiles:
+    """What the passes of one call take on `device`."""
+    keys = key_passes(arch_of(device), max(width), itemsize)
+    return {p: distinct_tiles(width, p, itemsize, device)[0] for p in _passes(keys, itemsize)}
+
+
+def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[Tiles]:
+    """Choices of tiles for the passes of one call; together they hold all tiles that other GPUs take.
+
+    Only for widths that fill their parts: the code for the others differs by a mask of columns.
+    """
+    if not _fills_its_parts(width, itemsize):
+        return
+    own = own_tiles(width, itemsize, device)
+    for keys in KEY_PASSES if itemsize > 1 else KEY_PASSES[:1]:
+        tiles = {p: distinct_tiles(width, p, itemsize, device) for p in _passes(keys, itemsize)}
+        others = {p: [t for t in found if t != own.get(p)] for p, found in tiles.items()}
+        # the other way of dK and dV only where a table has tiles for it that the device's own way leaves out
+        if all(tiles.values()) and (keys[0] not in tiles or keys[0] in own or any(others[p] for p in keys)):
+            for i in range(max(map(len, others.values()))):
+                yield {p: others[p][i % len(others[p])] if others[p] else tiles[p][0] for p in tiles}
+
+
+def _passes(keys: Sequence[Pass], itemsize: int) -> list[Pass]:
+    """Those of one call, in which the passes `keys` give dK and dV; fp8 has no gradients."""
+    return ["fwd"] if itemsize == 1 else ["fwd", *keys, "dq"]
+
+
+def distinct_tiles(width: Width, direction: Pass, itemsize: int, device: torch.device) -> list[TileConfig]:
+    """The tiles of one pass, those of `device` first."""
+    archs = [arch_of(device), *ARCHS]
+    found = [
+        smaller(arch, tile_config(arch, max(width), direction, itemsize), width, direction, itemsize, size)
+        for arch in archs
+        if direction not in ("dk", "dv") or direction in key_passes(arch, max(width), itemsize)
+        for size in reversed(SHARED_SIZES)
+    ]
+    runnable = [tiles for tiles in found if tiles is not None and _fits(tiles, width, direction, itemsize, device)]
+    return list(dict.fromkeys(runnable))
+
+
+def smaller(
+    arch: Arch, tiles: TileConfig, width: Width, direction: Pass, itemsize: int, size: int
+) -> TileConfig | None:
+    """What `fit` makes of tiles on a GPU with `size` bytes of shared memory a program; None where nothing fits."""
+    try:
+        return fit(arch, tiles, *width, direction, itemsize, size)
+    except ValueError:
+        return None
+
+
+def own_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
+    """Numbers of queries a KV head, and the tiles that `device` takes for them."""
+    return _decode_tiles(arch_of(device), width, itemsize, paged, _shared_memory(device))
+
+
+def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
+    """The same for the tiles of other GPUs; only for widths that fill their parts."""
+    if not _fills_its_parts(width, itemsize):
+        return []
+    found = [
+        case
+        for arch in ARCHS
+        for size in SHARED_SIZES
+        for case in _decode_tiles(arch, width, itemsize, paged, size)
+        if _fits(case[1], width, "fwd", itemsize, device)
+    ]
+    own = own_decode_tiles(width, itemsize, paged, device)
+    return [case for case in dict.fromkeys(found) if case not in own]
+
+
+def _decode_tiles(arch: Arch, width: Width, itemsize: int, paged: bool, size: int) -> list[tuple[int, TileConfig]]:
+    """Those of a GPU with `size` bytes of shared memory a program; none where nothing fits."""
+    try:
+        return [(rows, decode_tiles(arch, *width, itemsize, rows, paged, size)) for rows in DECODE_ROWS]
+    except ValueError:
+        return []
+
+
+def _fills_its_parts(width: Width, itemsize: int) -> bool:
+    return all(sum(split_width(columns, itemsize)) == columns for columns in width)
+
+
+def _fits(tiles: TileConfig, width: Width, direction: Pass, itemsize: int, device: torch.device) -> bool:
+    needed = shared_bytes(arch_of(device), tiles, *width, direction, itemsize)
+    return needed <= _shared_memory(device)
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program may take."""
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the attribute
+    return properties.shared_memory_per_block_optin
