@@ -213,8 +213,11 @@ def fit(
 ) -> TileConfig:
     """`tiles`, or the largest that come from halving them and from fewer stages, within `limit` bytes.
 
+    A warpgroup of four warps computes 64 rows on Hopper. Where halving leaves it fewer, half the warps are taken: with
+    all of them ptxas 12.8 runs out of uniform registers, and may overwrite one that a later loop still reads.
     Raises: ValueError if not even 16 by 16 fits.
     """
+    of_keys = direction in ("dkdv", "dk", "dv")
     while True:
         for num_stages in range(tiles.num_stages, 0, -1):
             staged = replace(tiles, num_stages=num_stages)
@@ -230,6 +233,9 @@ def fit(
             tiles = replace(tiles, block_m=tiles.block_m // 2)
         else:
             tiles = replace(tiles, block_n=tiles.block_n // 2)
+        rows = tiles.block_n if of_keys else tiles.block_m
+        if rows == 64:
+            tiles = replace(tiles, num_warps=min(tiles.num_warps, 4))
 
 
 def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> int:
@@ -273,7 +279,7 @@ def _shared_of_one_product(
     """What the program keeps (Q; Q and dO; K and V; K for dV), the blocks in flight of what it reads beside that, and
     room for what changes its layout on the way to the tensor cores.
     """
-    qk_width, v_width = sum(split_width(head_dim)), sum(split_width(v_head_dim))
+    qk_width, v_width = (sum(split_width(width, itemsize)) for width in (head_dim, v_head_dim))
     of_keys = direction in ("dkdv", "dk", "dv")
     kept_rows, read_rows = (tiles.block_n, tiles.block_m) if of_keys else (tiles.block_m, tiles.block_n)
     kept = kept_rows * (qk_width + (0 if direction in ("fwd", "dv") else v_width)) * itemsize

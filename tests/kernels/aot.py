@@ -79,8 +79,8 @@ def compile_case(arch, head_dim, v_head_dim, direction, itemsize):
 def source_of(kernel, tiles, of_queries, head_dim, v_head_dim, direction, itemsize, contain, precision):
     """The kernel of one pass as a launch with no features would specialise it; of_queries are the tiles of dq."""
     rows = tiles.block_n if direction in ("dkdv", "dk", "dv") else tiles.block_m
-    d_1, d_2 = split_width(head_dim)
-    dv_1, dv_2 = split_width(v_head_dim)
+    d_1, d_2 = split_width(head_dim, itemsize)
+    dv_1, dv_2 = split_width(v_head_dim, itemsize)
     constants = dict(
         HAS_SINKS=False, HAS_SOFTCAP=False, HAS_ALIBI=False, GROUP=4,
         D=head_dim, D_1=d_1, D_2=d_2, DV=v_head_dim, DV_1=dv_1, DV_2=dv_2,

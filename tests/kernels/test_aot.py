@@ -243,6 +243,13 @@ def test_entries_that_compile_slowly_are_within_limits():
 def test_shared_bytes_of_other_dtypes_and_of_unequal_head_dims():
     for case, report in compile_all(
         MODULE,
-        ["sm90-256-192-dk-2", "sm90-192-128-dkdv-2", "sm80-128-128-dkdv-4", "sm90-128-128-fwd-1"],
+        [
+            "sm90-256-192-dk-2",
+            "sm90-192-128-dkdv-2",
+            "sm80-128-128-dkdv-4",
+            "sm90-128-128-fwd-1",
+            "sm90-80-80-fwd-1",
+            "sm90-16-16-fwd-1",
+        ],
     ).items():
         assert report["shared"] <= report["shared_computed"] <= 1.25 * report["shared"], (case, report)

@@ -184,3 +184,16 @@ def test_fit_gives_up_stages_before_tokens_and_refuses_what_cannot_fit():
     assert fit("sm90", tiles, 128, 128, "fwd", 2, 64 * 1024).block_m < 128
     with pytest.raises(ValueError, match=r"head_dim 256 and 256 wants \d+ bytes .* the device has 1024"):
         fit("sm90", tiles, 256, 256, "fwd", 2, 1024)
+
+
+@pytest.mark.parametrize("direction", PASSES)
+def test_halving_leaves_a_warpgroup_its_64_rows(direction):
+    """Two warpgroups that share 64 rows take uniform registers that Hopper does not have: see `fit`."""
+    for arch in SHARED_LIMIT:
+        for head_dim in HEAD_DIMS:
+            tiles = tile_config(arch, head_dim, direction, 2)
+            for limit in (64, 99, 163):
+                smaller = fit(arch, tiles, head_dim, head_dim, direction, 2, limit * 1024)
+                rows = smaller.block_n if direction == "dkdv" else smaller.block_m
+                halved = (smaller.block_m, smaller.block_n) != (tiles.block_m, tiles.block_n)
+                assert not (halved and rows == 64 and smaller.num_warps > 4), (arch, head_dim, limit, smaller)

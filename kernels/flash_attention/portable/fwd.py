@@ -240,7 +240,7 @@ def _arguments(
 
 def _constants(q: Tensor, v: Tensor, features: Features, tiles: TileConfig) -> dict[str, Any]:
     """What both are compiled with."""
-    (d_1, d_2), (dv_1, dv_2) = split_width(q.shape[2]), split_width(v.shape[2])
+    (d_1, d_2), (dv_1, dv_2) = (split_width(x.shape[2], x.element_size()) for x in (q, v))
     return dict(
         **features.switches(), GROUP=q.shape[1] // v.shape[1],
         D=q.shape[2], D_1=d_1, D_2=d_2, DV=v.shape[2], DV_1=dv_1, DV_2=dv_2,
