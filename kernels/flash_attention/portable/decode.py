@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.flash_attention.masks import is_visible
 from kernels.flash_attention.portable.launch import precision_of
-from kernels.flash_attention.portable.load import load_part, split_width
+from kernels.flash_attention.portable.load import split_width
 from kernels.flash_attention.scores import alibi_bias, cap
 from kernels.flash_attention.softmax import online_softmax_step
 from kernels.flash_attention.tiles import Arch, TileConfig, arch_of, fit, interpreted, tile_config
@@ -161,52 +161,69 @@ def append_to_cache(k: Tensor, v: Tensor, cache: Cache, rotary: Rotary | None) -
 
 @triton.jit
 def _attend(
-    acc, acc_2, row_max, row_sum, q, q_2, k_ptr, v_ptr, table_ptr, page, start, end, key_start, key_end,
+    acc, acc_2, row_max, row_sum, q, q_2, k_ptr, v_ptr, table_ptr, page, n_64, key_start, key_end,
     first_key, n_keys, n_pages, page_size, stride_kp, stride_kt, stride_vp, stride_vt, softmax_scale, softcap,
     slope, beside,
-    MASKED: tl.constexpr, PAGED: tl.constexpr, HAS_LEFTPAD: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr,
-    DV_1: tl.constexpr, DV_2: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, PAGED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Takes the keys start to end, from a multiple of BLOCK_N on, into the running softmax of one tile of queries."""
-    for n_64 in range(start, end, BLOCK_N):
-        n = tl.cast(n_64, tl.int32)
-        if PAGED:  # BLOCK_N divides a page, so that a block lies in one
-            # a wrong entry reads another page, but never outside the cache
-            page = tl.minimum(tl.maximum(tl.load(table_ptr + n // page_size), 0), n_pages - 1).to(tl.int64)
-            within = (n % page_size).to(tl.int64)
-        else:
-            within = n_64
-        k_block = k_ptr + (page * stride_kp + within * stride_kt)
-        v_block = v_ptr + (page * stride_vp + within * stride_vt)
-        n_left = n_keys - n
-        k = load_part(k_block, 0, stride_kt, n_left, 0, D_1, D, BLOCK_N, MASKED)  # [N, D_1]
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
-        if D_2:
-            k_2 = load_part(k_block, 0, stride_kt, n_left, D_1, D_2, D, BLOCK_N, MASKED)
-            scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision=PRECISION)
-        keys = n + tl.arange(0, BLOCK_N)
-        to_log2 = softmax_scale * 1.4426950408889634
-        if HAS_SOFTCAP:
-            scores, _ = cap(scores, softmax_scale, softcap, k.dtype)
-            to_log2 = 1.0
-        if HAS_ALIBI:
-            scores = scores * to_log2 + alibi_bias(slope[:, None], beside[:, None], keys[None, :])
-            to_log2 = 1.0
-        if MASKED:
-            scores = tl.where(is_visible(keys, key_start, key_end), scores, float("-inf"))
-        p, rescale, row_max, row_sum = online_softmax_step(scores, row_max, row_sum, to_log2, MASKED)
-        v = load_part(v_block, 0, stride_vt, n_left, 0, DV_1, DV, BLOCK_N, MASKED)  # [N, DV_1]
-        if MASKED and HAS_LEFTPAD:  # padding may hold NaN, and 0 * NaN is NaN
-            v = tl.where((keys >= first_key)[:, None], v, 0.0)
-        p = p.to(v.dtype)
-        acc = tl.dot(p, v, acc * rescale[:, None], input_precision=PRECISION)
-        if DV_2:
-            v_2 = load_part(v_block, 0, stride_vt, n_left, DV_1, DV_2, DV, BLOCK_N, MASKED)
-            if MASKED and HAS_LEFTPAD:
-                v_2 = tl.where((keys >= first_key)[:, None], v_2, 0.0)
-            acc_2 = tl.dot(p, v_2, acc_2 * rescale[:, None], input_precision=PRECISION)
+    """Takes BLOCK_N keys from n_64 on, a multiple of BLOCK_N, into the running softmax of one tile of queries."""
+    n = tl.cast(n_64, tl.int32)
+    if PAGED:  # BLOCK_N divides a page, so that a block lies in one
+        # a wrong entry reads another page, but never outside the cache
+        page = tl.minimum(tl.maximum(tl.load(table_ptr + n // page_size), 0), n_pages - 1).to(tl.int64)
+        within = (n % page_size).to(tl.int64)
+    else:
+        within = n_64
+    k_block = k_ptr + (page * stride_kp + within * stride_kt)
+    v_block = v_ptr + (page * stride_vp + within * stride_vt)
+    # padding may hold NaN, and 0 * NaN is NaN: its rows are loaded as zeros
+    from_row, to_row = first_key - n, n_keys - n
+    k = _load_keys(k_block, stride_kt, from_row, to_row, 0, D_1, D, BLOCK_N, MASKED)  # [N, D_1]
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
+    if D_2:
+        k_2 = _load_keys(k_block, stride_kt, from_row, to_row, D_1, D_2, D, BLOCK_N, MASKED)
+        scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision=PRECISION)
+    keys = n + tl.arange(0, BLOCK_N)
+    to_log2 = softmax_scale * 1.4426950408889634
+    if HAS_SOFTCAP:
+        scores, _ = cap(scores, softmax_scale, softcap, k.dtype)
+        to_log2 = 1.0
+    if HAS_ALIBI:
+        scores = scores * to_log2 + alibi_bias(slope[:, None], beside[:, None], keys[None, :])
+        to_log2 = 1.0
+    if MASKED:
+        scores = tl.where(is_visible(keys, key_start, key_end), scores, float("-inf"))
+    p, rescale, row_max, row_sum = online_softmax_step(scores, row_max, row_sum, to_log2, MASKED)
+    v = _load_keys(v_block, stride_vt, from_row, to_row, 0, DV_1, DV, BLOCK_N, MASKED)  # [N, DV_1]
+    p = p.to(v.dtype)
+    acc = tl.dot(p, v, acc * rescale[:, None], input_precision=PRECISION)
+    if DV_2:
+        v_2 = _load_keys(v_block, stride_vt, from_row, to_row, DV_1, DV_2, DV, BLOCK_N, MASKED)
+        acc_2 = tl.dot(p, v_2, acc_2 * rescale[:, None], input_precision=PRECISION)
     return acc, acc_2, row_max, row_sum
+
+
+@triton.jit
+def _load_keys(ptr, stride, from_row, to_row, FROM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+               ROWS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """[ROWS, SIZE]: columns FROM to FROM + SIZE of the rows at ptr; zeros past WIDTH.
+
+    Under MASKED, rows outside of from_row to to_row are zeros too.
+    """
+    rows, cols = tl.arange(0, ROWS), FROM + tl.arange(0, SIZE)
+    ptrs = ptr + (rows[:, None] * stride + cols[None, :])
+    in_rows = ((rows >= from_row) & (rows < to_row))[:, None]
+    if MASKED and FROM + SIZE > WIDTH:
+        tile = tl.load(ptrs, mask=in_rows & (cols[None, :] < WIDTH), other=0.0)
+    elif MASKED:
+        tile = tl.load(ptrs, mask=in_rows, other=0.0)
+    elif FROM + SIZE > WIDTH:
+        tile = tl.load(ptrs, mask=cols[None, :] < WIDTH, other=0.0)
+    else:
+        tile = tl.load(ptrs)
+    return tile
 
 
 @triton.jit(
@@ -294,16 +311,21 @@ def _decode_kernel(
     acc_2 = tl.zeros([BLOCK_M, DV_2 if DV_2 else 1], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    # blocks that some row sees in part, then those that every row sees whole, then again in part
-    for phase in tl.static_range(3):
+    # One loop takes the blocks that some row sees in part, on either side of the whole ones: with two, ptxas 12.8 runs
+    # out of uniform registers, and may overwrite one that a later loop still reads.
+    n_before = tl.cdiv(whole_start - start, BLOCK_N)
+    for i in range(0, n_before + tl.cdiv(end - whole_end, BLOCK_N)):
+        n = tl.where(i < n_before, start + i * BLOCK_N, whole_end + (i - n_before) * BLOCK_N)
         acc, acc_2, row_max, row_sum = _attend(
-            acc, acc_2, row_max, row_sum, q, q_2, k_ptr, v_ptr, table_ptr, page,
-            start if phase == 0 else whole_start if phase == 1 else whole_end,
-            whole_start if phase == 0 else whole_end if phase == 1 else end,
-            key_start, key_end, first_key, n_keys, n_pages, page_size, stride_kp, stride_kt, stride_vp, stride_vt,
-            softmax_scale, softcap, slope, beside,
-            phase != 1, PAGED, leftpad_ptr is not None, HAS_SOFTCAP, slopes_ptr is not None,
-            D, D_1, D_2, DV, DV_1, DV_2, BLOCK_N, PRECISION,
+            acc, acc_2, row_max, row_sum, q, q_2, k_ptr, v_ptr, table_ptr, page, n, key_start, key_end, first_key,
+            n_keys, n_pages, page_size, stride_kp, stride_kt, stride_vp, stride_vt, softmax_scale, softcap, slope,
+            beside, True, PAGED, HAS_SOFTCAP, slopes_ptr is not None, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    for n in range(whole_start, whole_end, BLOCK_N):
+        acc, acc_2, row_max, row_sum = _attend(
+            acc, acc_2, row_max, row_sum, q, q_2, k_ptr, v_ptr, table_ptr, page, n, key_start, key_end, first_key,
+            n_keys, n_pages, page_size, stride_kp, stride_kt, stride_vp, stride_vt, softmax_scale, softcap, slope,
+            beside, False, PAGED, HAS_SOFTCAP, slopes_ptr is not None, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_N, PRECISION,
         )  # fmt: skip
 
     sees = row_sum > 0  # a row that sees no key gives 0 and -inf
