@@ -1,0 +1,146 @@
+"""Trains for some minutes and says whether memory and speed stay as they are: python -m scripts.soak [override ...]
+
+    python -m scripts.soak --minutes 9                        # the preset of this machine, on Python's own source
+    python -m scripts.soak --minutes 9 model=llama_1b seq_len=32768 batch_size=1
+
+The run validates and writes a checkpoint every 50 steps, and packs new documents in each step. The first third of it
+warms up. The second and the last third must then agree: step times within 3%, host memory within 2%, and on a GPU
+reserved memory exactly. Host memory is that of all processes of the run, where shared pages count once.
+Writes OUT.md and exits with 1 if they do not agree.
+"""
+
+import argparse
+import csv
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from scripts.provenance import describe
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+EVERY = 50  # steps between validations, and between checkpoints
+SAMPLE = 5.0  # seconds between looks at the host's memory
+GIB = 2**30
+LIMITS = {"step_ms": 0.03, "host_gib": 0.02, "reserved_gib": 0.0}  # change between the second and the last third
+
+
+@dataclass(frozen=True)
+class Change:
+    """Medians of the second and of the last third of a run."""
+
+    name: str
+    before: float
+    after: float
+
+    @property
+    def ratio(self) -> float:
+        return self.after / self.before
+
+    @property
+    def is_small(self) -> bool:
+        return abs(self.ratio - 1) <= LIMITS[self.name]
+
+
+def soak(overrides: list[str], minutes: float, folder: Path) -> list[Change]:
+    """Runs train.py in `folder` for so long, then interrupts it. Raises: RuntimeError if it ends by itself."""
+    command = [
+        sys.executable, str(REPOSITORY / "train.py"), "logger=csv", "max_steps=1000000", "trainer.log_every_n_steps=10",
+        f"trainer.val_check_interval={EVERY}", f"callbacks.checkpoint.every_n_train_steps={EVERY}", *overrides,
+        f"hydra.run.dir={folder}",
+    ]  # fmt: skip
+    host: list[float] = []
+    process = subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True)
+    end = time.monotonic() + 60 * minutes
+    try:
+        while time.monotonic() < end:
+            time.sleep(SAMPLE)
+            if process.poll() is not None:
+                raise RuntimeError(f"train.py must train until it is interrupted; it ended with {process.returncode}")
+            host.append(memory_of_session(process.pid) / GIB)
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=120)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return changes(folder / "metrics.csv", host)
+
+
+def memory_of_session(leader: int) -> float:
+    """Bytes that the processes of a session hold in memory; a page that n of them share counts as 1/n in each."""
+    total = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            session = int(stat.read_text().rpartition(")")[2].split()[3])
+            if session == leader:
+                rollup = (stat.parent / "smaps_rollup").read_text()
+                total += 1024 * int(rollup.partition("\nPss:")[2].split()[0])
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended since
+    return total
+
+
+def changes(metrics: Path, host: list[float]) -> list[Change]:
+    """What the thirds say, of a run's metrics.csv and of samples of its host memory."""
+    with metrics.open() as file:
+        rows = list(csv.DictReader(file))
+    series = {
+        "step_ms": column(rows, "perf/step_ms"),
+        "host_gib": host,
+        "reserved_gib": column(rows, "perf/reserved_gib"),
+    }
+    return [Change(name, *thirds(values)) for name, values in series.items() if values]
+
+
+def column(rows: list[dict[str, str]], name: str) -> list[float]:
+    """Of the rows that have it."""
+    return [float(row[name]) for row in rows if row.get(name)]
+
+
+def thirds(values: list[float]) -> tuple[float, float]:
+    """Medians of the second and of the last third. Raises: RuntimeError on fewer than nine values."""
+    if len(values) < 9:
+        raise RuntimeError(f"a soak needs nine samples or more; got {len(values)}: give it more --minutes")
+    n = len(values) // 3
+    return statistics.median(values[n : 2 * n]), statistics.median(values[-n:])
+
+
+def markdown(head: dict[str, str], found: list[Change], metrics: Path) -> str:
+    with metrics.open() as file:
+        steps = max(int(row["step"]) for row in csv.DictReader(file))
+    lines = ["# Soak", "", *(f"- {key}: `{value}`" for key, value in head.items()), "", f"{steps} steps.", ""]
+    lines += ["| | second third | last third | ratio | allowed |", "|:--|--:|--:|--:|--:|"]
+    for x in found:
+        lines.append(f"| {x.name} | {x.before:.3f} | {x.after:.3f} | {x.ratio:.4f} | ±{LIMITS[x.name]:.0%} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", help="of train.py")
+    parser.add_argument("--minutes", type=float, default=9, help="how long to train, starting up included")
+    parser.add_argument("--commit", help="for the head of the page, where the files are a copy without git")
+    parser.add_argument("--out", type=Path, default=Path("soak"), help="prefix of the page")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary, "run")
+        try:
+            found = soak(arguments.overrides, arguments.minutes, folder)
+        except RuntimeError as error:
+            sys.exit(f"error: {error}")
+        head = describe(shlex.join(["python", "-m", "scripts.soak", *sys.argv[1:]]), arguments.commit, date.today())
+        page = markdown(head, found, folder / "metrics.csv")
+    Path(f"{arguments.out}.md").write_text(page, encoding="utf-8")
+    print(page)
+    sys.exit(0 if all(change.is_small for change in found) else 1)
+
+
+if __name__ == "__main__":
+    main()
