@@ -22,18 +22,23 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fa_train import preflight, settings
-from fa_train.callbacks import DivergedError, export_last, is_out_of_memory, require_checkpoint, results
+from fa_train.callbacks import DivergedError, is_out_of_memory, results
+from fa_train.checkpoints.callback import export_last, require_checkpoint
 from fa_train.memory.levers import Levers, with_levers
 from fa_train.memory.planner import predict
 from fa_train.models.attention import require_backend
 from fa_train.models.gpt import GPT
-from fa_train.parallel.checkpoint import CheckpointReader
+from fa_train.parallel.checkpoint import CheckpointFiles
 from fa_train.parallel.decisions import decided_by_rank_zero, fresh_folder
 from fa_train.parallel.drawing import DrawnOn
 from fa_train.parallel.fsdp import FullyShardedStrategy
 
 # Lightning 2.6 asks torch in an old way at every run
 warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+# resuming is exact here: the data module starts at the checkpoint's row
+warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
+# the CSV logger has a new folder for each run, where no log is older
+warnings.filterwarnings("ignore", message=".*Previous log files in this directory will be deleted when the new ones")
 SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 OmegaConf.register_new_resolver("auto_preset", lambda: "gpu" if torch.cuda.is_available() else "cpu", replace=True)
 OmegaConf.register_new_resolver("run_folder", settings.run_folder, replace=True)  # before Hydra makes the folder
@@ -60,7 +65,7 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDat
     L.seed_everything(cfg.seed, verbose=False)
     callbacks = [callback for callback in instantiate(cfg.callbacks).values() if callback is not None]
     data = instantiate(cfg.data)
-    trainer = instantiate(cfg.trainer, callbacks=callbacks, plugins=[CheckpointReader()])
+    trainer = instantiate(cfg.trainer, callbacks=callbacks, plugins=[CheckpointFiles()])
     trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
     trainer.val_check_interval *= trainer.accumulate_grad_batches  # given in steps; Lightning counts micro-batches
     require_backend(instantiate(cfg.attention), trainer.strategy.root_device)
@@ -92,6 +97,12 @@ def build_model(cfg: DictConfig, vocab_size: int) -> GPT:
     """The model with its adapter, on torch's default device."""
     model: GPT = instantiate(cfg.adapter)(instantiate(cfg.model, vocab_size=vocab_size))
     return model
+
+
+def rebuild_model(cfg: DictConfig, vocab_size: int) -> GPT:
+    """The model as it was before training."""
+    L.seed_everything(cfg.seed, verbose=False)
+    return build_model(cfg, vocab_size)
 
 
 def plan_memory(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None:
@@ -136,6 +147,9 @@ def train(cfg: DictConfig) -> dict[str, float]:
         require_checkpoint(trainer)
     newest = partial(preflight.checkpoint_path, cfg.ckpt_path, Path("runs", settings.run_folder(cfg.run_name)))
     ckpt_path = decided_by_rank_zero("ckpt_path", newest)
+    if nothing_to_do := decided_by_rank_zero("steps", partial(preflight.finished, ckpt_path, cfg.max_steps)):
+        trainer.print(nothing_to_do)
+        return results(trainer)
     preset = HydraConfig.get().runtime.choices["preset"]
     trainer.print(f"preset={preset} on {preflight.machine()}, run in {trainer.default_root_dir}")
     config = to_container(cfg)
@@ -155,7 +169,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
             raise
     else:
         if cfg.export:
-            export_last(trainer, partial(build_model, cfg), config)
+            export_last(trainer, partial(rebuild_model, cfg), config)
     return results(trainer)
 
 

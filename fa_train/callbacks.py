@@ -1,42 +1,38 @@
-"""What watches a run: measurements, progress, its record, checkpoints, interrupts and running out of memory."""
+"""What watches a run: measurements, progress, its record, interrupts and running out of memory."""
 
 import atexit
 import gc
 import json
 import os
 import resource
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from weakref import proxy
 
 import lightning as L
 import torch
 import torch.distributed as dist
 import wandb
 from lightning.fabric.utilities import distributed
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.strategies import launchers
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.optim import Optimizer
 from wandb.plot import CustomChart
 
 from fa_train.bounds import PositiveInt
+from fa_train.checkpoints.files import CheckpointError
 from fa_train.data.datamodule import Report
 from fa_train.data.report import Histogram
 from fa_train.flops import peak_flops, train_flops
 from fa_train.lit_gpt import LitGPT
-from fa_train.models.export import Build, export_run
 from fa_train.private_names import private, replace_private
 
 GIB = 2**30
@@ -240,12 +236,13 @@ class Record(Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._write(trainer)
-        checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "")
+        checkpoint = getattr(trainer.checkpoint_callback, "last_model_path", "")
         trainer.print(f"done: {describe(results(trainer))}" + (f"\ncheckpoint: {checkpoint}" if checkpoint else ""))
         wandb.finish()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, ValueError) and trainer.global_step > self._first_step:
+        explained = not isinstance(exception, ValueError) or isinstance(exception, CheckpointError)
+        if not explained and trainer.global_step > self._first_step:
             traceback.print_exception(exception)  # no mistake in the settings: those would have come before
         self._write(trainer)
         wandb.finish(exit_code=1)
@@ -259,40 +256,6 @@ def length_chart(histogram: Histogram) -> CustomChart:
     """Bars for W&B: how many documents have at most so many tokens, and more than half of that."""
     table = wandb.Table(columns=["tokens", "documents"], data=[[f"≤ {longest:,}", n] for longest, n in histogram])
     return wandb.plot.bar(table, "tokens", "documents", title="Document lengths")
-
-
-class Checkpoint(ModelCheckpoint):
-    """ModelCheckpoint that also saves the last step of a run, wherever it falls, and whose files are whole.
-
-    A process may be killed at any time and ckpt_path=last takes the newest *.ckpt, so it has another name until then.
-    """
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._last_global_step_saved != trainer.global_step:
-            names = {"step": torch.tensor(trainer.global_step), "epoch": torch.tensor(trainer.current_epoch)}
-            self._save_topk_checkpoint(trainer, names)
-
-    def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
-        unfinished = f"{filepath}.partial"  # Lightning writes into /tmp and copies that, which takes a while
-        trainer.save_checkpoint(unfinished, self.save_weights_only)
-        if trainer.is_global_zero:
-            if Path(filepath).is_dir():  # a sharded one of the same step, which no name can take the place of
-                shutil.rmtree(filepath)
-            os.replace(unfinished, filepath)
-        self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, filepath
-        for logger in trainer.loggers if trainer.is_global_zero else []:
-            logger.after_save_checkpoint(proxy(self))
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # saving needs all ranks, and only GracefulInterrupt surely stops them all at one step; what has diverged must
-        # not take the place of an older checkpoint
-        alone = trainer.world_size == 1 and not isinstance(exception, DivergedError)
-        if alone or isinstance(exception, SIGTERMException):
-            super().on_exception(trainer, pl_module, exception)
-        if self._last_checkpoint_saved:
-            trainer.print(f"checkpoint: {self._last_checkpoint_saved}; ckpt_path=last goes on from it")
-        if isinstance(exception, SIGTERMException):
-            wait_for_other_ranks(trainer)
 
 
 def wait_for_other_ranks(trainer: L.Trainer) -> None:
@@ -424,24 +387,6 @@ class OutOfMemory(Callback):
             f"seq_len={self.seq_len} with attention={self.attention} and data.micro_batch_size={self.micro_batch_size}"
             f" needs more than the device has (peak {peak_gib:.1f} GiB). Try {', '.join(changes)}"
         )
-
-
-def require_checkpoint(trainer: L.Trainer) -> None:
-    """What is exported is the last checkpoint, so there must be one of the last step."""
-    if not isinstance(trainer.checkpoint_callback, Checkpoint):  # Lightning puts one of its own in its place
-        raise ValueError("export=true must have checkpoints to write from; got callbacks.checkpoint=null")
-
-
-def export_last(trainer: L.Trainer, build: Build, config: Mapping[str, Any]) -> None:
-    """Rank 0 exports a finished run from its last checkpoint, which a sharded run has whole nowhere else.
-
-    Raises: ValueError as fa_train.models.export.export_run does.
-    """
-    assert isinstance(trainer.checkpoint_callback, Checkpoint)
-    if trainer.is_global_zero:
-        checkpoint = Path(trainer.checkpoint_callback.best_model_path)
-        folders = export_run(checkpoint, Path(trainer.default_root_dir), build, config, results(trainer))
-        trainer.print("".join(f"exported: {folder}\n" for folder in folders), end="")
 
 
 def results(trainer: L.Trainer) -> dict[str, float]:

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fa_train.bounds import Seed
 from fa_train.data.packing import Batch
 from fa_train.memory.loss import IGNORE_INDEX
+from fa_train.models.base import drop_base, restore_base
 from fa_train.models.gpt import GPT
 from fa_train.optim import require_same_kind
 from fa_train.parallel.fsdp import is_sharded, local, shard, whole
@@ -155,11 +156,14 @@ class LitGPT(L.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raises: CheckpointError on a checkpoint of another model or base."""
+        restore_base(self.model, checkpoint)
         for saved in checkpoint.get("optimizer_states", []):  # FullyShardedStrategy has read its own before
             require_same_kind(self.optimizer, saved)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A checkpoint taken between two steps, by a signal or an error, forgets the micro-batches since the last."""
+        drop_base(self.model, checkpoint, self.trainer.strategy.root_device)
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         completed = self.trainer.global_step * self.trainer.accumulate_grad_batches
         if progress["current"]["processed"] != completed:

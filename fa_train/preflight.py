@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fa_train import optim
+from fa_train.checkpoints.files import SUFFIX, CheckpointError, newest
 from fa_train.memory.levers import Levers, fastest_that_fits, longest_of_all_levers, longest_seq_len, next_lever
 from fa_train.memory.offload import available_host_bytes, require_host_memory
 from fa_train.memory.planner import (
@@ -28,6 +29,7 @@ from fa_train.memory.planner import (
 from fa_train.models.gpt import GPT, Block
 from fa_train.models.lora import adapted
 from fa_train.models.rope import DynamicNTKScaling
+from fa_train.parallel.checkpoint import global_step, require_whole
 from fa_train.settings import unknown_key
 
 CERTAIN = 1.1  # times what a device has: the prediction is less wrong than that
@@ -242,18 +244,38 @@ def plan(
     )
 
 
-def checkpoint_path(ckpt_path: str | None, runs: Path) -> str | None:
-    """`ckpt_path` itself, or for `last` the newest checkpoint below the folder `runs`."""
+def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], object] = print) -> str | None:
+    """`ckpt_path` itself, or for `last` the newest checkpoint below the folder `runs` that is whole.
+
+    say: gets a line for each newer checkpoint that `last` skips.
+    Raises: ValueError on a checkpoint that does not exist, is damaged or is none.
+    """
     if ckpt_path is None:
         return None
-    if ckpt_path == "last":
-        found = sorted(runs.glob("**/*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
-        if not found:
-            raise ValueError(f"ckpt_path=last found no checkpoint below {runs}; run_name chooses the folder")
-        return str(found[-1])
-    if not Path(ckpt_path).exists():
-        raise ValueError(f"ckpt_path must be a checkpoint or `last`; {ckpt_path} does not exist")
-    return ckpt_path
+    if ckpt_path != "last":
+        if not Path(ckpt_path).exists():
+            raise ValueError(f"ckpt_path must be a checkpoint or `last`; {ckpt_path} does not exist")
+        require_whole(Path(ckpt_path))
+        return ckpt_path
+    found = newest(runs.glob(f"**/*{SUFFIX}"))
+    for path in found:
+        try:
+            require_whole(path)
+        except CheckpointError as error:
+            say(f"ckpt_path=last skips a checkpoint: {error}")
+        else:
+            return str(path)
+    if found:
+        raise ValueError(f"ckpt_path=last found no whole checkpoint among {len(found)} below {runs}")
+    raise ValueError(f"ckpt_path=last found no checkpoint below {runs}; run_name chooses the folder")
+
+
+def finished(ckpt_path: str | None, max_steps: int) -> str | None:
+    """None if a run from this checkpoint has steps to do, otherwise the line that says why it has none."""
+    done = global_step(Path(ckpt_path)) if ckpt_path else 0
+    if done < max_steps:
+        return None
+    return f"nothing to do: {ckpt_path} has done {done} of max_steps={max_steps} steps. A larger max_steps goes on"
 
 
 def machine() -> str:

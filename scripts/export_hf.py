@@ -13,15 +13,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from fa_train.models.export import load as load_checkpoint
 from fa_train.models.export import write
 from fa_train.models.gpt import GPT
 from fa_train.models.hf import DTYPES
+from fa_train.models.saved_config import require_own_targets
 from fa_train.preflight import explain
+
+PARTS = ("model", "adapter")  # of a run's config, which an export builds
 
 
 def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | None, adapter: bool = False) -> None:
@@ -30,26 +36,47 @@ def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | No
     Raises: ValueError on a checkpoint without its run's folder, and as load and write do.
     """
     run = _run_folder(checkpoint)
-    saved = OmegaConf.load(run / ".hydra" / "config.yaml")
-    OmegaConf.set_struct(saved, True)  # an override of a key that the run does not have is an error
-    try:
-        cfg = OmegaConf.merge(saved, OmegaConf.from_dotlist(overrides))
-    except OmegaConfBaseException as error:
-        raise ValueError(explain(error)) from error
-    assert isinstance(cfg, DictConfig)
+    cfg = saved_config(run, overrides)
     result = run / "result.json"
     metrics = json.loads(result.read_text()) if result.exists() else {}
     model, step = load(checkpoint, cfg)
     write(model, step, folder, run.parent.name, cfg, metrics, dtype=dtype, adapter=adapter)
 
 
+def saved_config(run: Path, overrides: list[str]) -> DictConfig:
+    """The config in a run's folder. Raises: ValueError on one that is no config."""
+    path = run / ".hydra" / "config.yaml"
+    try:
+        saved = OmegaConf.load(path)
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} must be a run's config: {' '.join(str(error).split())}") from error
+    if not isinstance(saved, DictConfig) or "model" not in saved:
+        raise ValueError(f"{path} must be a run's config; it has no model")
+    OmegaConf.set_struct(saved, True)  # an override of a key that the run does not have is an error
+    try:
+        cfg = OmegaConf.merge(saved, OmegaConf.from_dotlist(overrides))
+    except OmegaConfBaseException as error:
+        raise ValueError(explain(error)) from error
+    assert isinstance(cfg, DictConfig)
+    return cfg
+
+
 def load(checkpoint: Path, cfg: DictConfig) -> tuple[GPT, int]:
-    """The trained model on the CPU, and its optimizer steps."""
+    """The trained model on the CPU, and its optimizer steps.
+
+    Raises: ValueError if the config names anything to build that is not this project's, and as fa_train's `load` does.
+    """
+    adapter = {"_target_": "fa_train.models.lora.whole_model", "_partial_": True}  # older configs have no such key
+    # what is checked is what is built: a second resolving could give something else
+    parts = [OmegaConf.to_container(cfg[name], resolve=True) if name in cfg else adapter for name in PARTS]
+    for name, part in zip(PARTS, parts, strict=True):
+        require_own_targets(part, f"{name} in the run's .hydra/config.yaml")
 
     def build(vocab_size: int) -> GPT:
-        model: GPT = instantiate(cfg.model, vocab_size=vocab_size)
-        # a run from before there were adapters has no such key
-        return model if cfg.get("adapter") is None else instantiate(cfg.adapter)(model)
+        torch.manual_seed(cfg.seed)
+        model, adapter = parts
+        gpt: GPT = instantiate(adapter)(instantiate(model, vocab_size=vocab_size))
+        return gpt
 
     return load_checkpoint(checkpoint, build)
 
@@ -75,8 +102,8 @@ def main() -> None:
     arguments: dict[str, Any] = vars(parser.parse_args())
     try:
         export(**arguments)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    except (ValueError, HydraException, OmegaConfBaseException) as error:
+        sys.exit(f"error: {explain(error)}")
     print(f"exported to {arguments['folder']}")
 
 

@@ -14,12 +14,15 @@ import tempfile
 from pathlib import Path
 
 import torch
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 
 from fa_train.data.sft import ChatEncoder
 from fa_train.data.tokenizer import HFTokenizer
 from fa_train.evaluation.generation import chat_prompt, generate, stop_tokens
 from fa_train.models.attention import flash_attention, naive_attention
 from fa_train.models.hf import DTYPES, Dtype, load_pretrained
+from fa_train.preflight import explain
 from scripts.export_hf import export
 
 
@@ -96,8 +99,8 @@ def main() -> None:
     parser.add_argument("--device", help="cuda where there is one, else cpu")
     try:
         print(answer(**vars(parser.parse_args())))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    except (ValueError, HydraException, OmegaConfBaseException) as error:
+        sys.exit(f"error: {explain(error)}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Several ranks: two processes on the CPU train, save, resume and export what one does, and stop when told to."""
 
 import os
+import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
@@ -22,7 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import train
-from fa_train.callbacks import Agreement, Checkpoint
+from fa_train.callbacks import Agreement
+from fa_train.checkpoints.callback import Checkpoint
+from fa_train.checkpoints.files import CheckpointError
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.memory.planner import Shape, predict
 from fa_train.memory.stack import Memory
@@ -32,9 +36,10 @@ from fa_train.parallel.checkpoint import load_sharded
 from fa_train.parallel.drawing import DrawnOn
 from fa_train.parallel.fsdp import local, shard, whole
 from scripts import export_hf
+from tests.checkpoints.test_files import Evil
 from tests.processes import start_server
 from tests.test_train import processes_can_talk, ranks_of_torchrun, start_and_stop
-from tests.training import column, composed, tiny, write_corpus
+from tests.training import column, command_line, composed, tiny, write_corpus
 
 pytestmark = [
     pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
@@ -45,6 +50,7 @@ SETTINGS = (
     "callbacks.checkpoint.save_top_k=-1",
 )  # fmt: skip
 RANKS = ("strategy=fsdp", "trainer.devices=2")
+ADAPTER = ("adapter=lora", "optimizer.lr=0.01")
 CUT = ("+callbacks.cut._target_=tests.test_strategy.SignalToRankOne",)
 
 
@@ -54,6 +60,14 @@ class SignalToRankOne(Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         if trainer.global_step == 3 and trainer.global_rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+class SpoilRankOne(Callback):
+    """NaN in the part of the last of the weights that rank 1 has, after the last step."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if trainer.global_step == 6 and trainer.global_rank == 1:
+            local(next(pl_module.parameters()).detach()).fill_(float("nan"))
 
 
 def train_in(folder: Path, corpus: Path, *overrides: str) -> Path:
@@ -83,7 +97,27 @@ def whole_run(shared) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(shared, whole_run) -> Path:
+def adapter_run(shared) -> Path:
+    return train_in(shared / "adapter", shared, *ADAPTER)
+
+
+def write_evil(folder: Path, in_metadata: bool) -> None:
+    """Makes a program of a sharded checkpoint's metadata, or of one of its values that is no tensor."""
+    program = Evil(folder.parent / "ran")
+    if in_metadata:
+        (folder / ".metadata").write_bytes(pickle.dumps(program))
+        return
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    stored = next(stored for index, stored in metadata.storage_data.items() if index.fqn.endswith(".lr"))
+    with (folder / stored.relative_path).open("ab") as file:
+        stored.offset = file.tell()
+        torch.save(program, file)
+        stored.length = file.tell() - stored.offset
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(shared, whole_run, adapter_run) -> Path:
     """What two processes did together: see in_two_processes."""
     start_server()
     arguments = (str(shared), ranks_of_torchrun(2))
@@ -110,9 +144,46 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
     dist.barrier()  # rank 0 still gives the checkpoint its name
     newest = max((shared / "cut" / "checkpoints").iterdir())
     train_in(shared / "two_from_cut", shared, *RANKS, f"ckpt_path={newest}")
+    train_in(shared / "sharded_adapter", shared, *RANKS, *ADAPTER)
+    for run, start in (("two_from_two_adapters", "sharded_adapter"), ("two_from_one_adapter", "adapter")):
+        train_in(shared / run, shared, *RANKS, *ADAPTER, f"ckpt_path={shared}/{start}/{step_three}")
+    for case in ("evil_item", "evil_metadata"):
+        if rank == 0:
+            shutil.copytree(shared / "sharded" / step_three, shared / f"{case}.ckpt")
+            write_evil(shared / f"{case}.ckpt", in_metadata=case == "evil_metadata")
+        dist.barrier()
+        refuse(shared, case)
+    for strategy in ("fsdp", "ddp"):
+        fill_the_disk(shared, strategy)
+    spoil_one_rank(shared)
     agree(rank)
     compare_gradients(rank)
     dist.destroy_process_group()
+
+
+def refuse(shared: Path, case: str) -> None:
+    """No rank runs the code in a sharded checkpoint, and all say why, even if nobody has looked at it before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.preflight, "checkpoint_path", lambda path, *_: path)
+        with pytest.raises(CheckpointError, match="is damaged or is not a checkpoint of"):
+            train_in(shared / f"from_{case}", shared, *RANKS, f"ckpt_path={shared}/{case}.ckpt")
+    assert not (shared / "ran").exists()
+
+
+def fill_the_disk(shared: Path, strategy: str) -> None:
+    """All ranks raise the same, and the older checkpoint is left."""
+    run = shared / f"full_{strategy}"
+    full = ("+callbacks.full._target_=tests.checkpoints.test_runs.FullDisk", "+callbacks.full.step=6")
+    with pytest.raises(CheckpointError, match=r"step_0000006.ckpt could not be written: File too large"):
+        train_in(run, shared, *RANKS, f"strategy={strategy}", *full)
+    dist.barrier()
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_0000003.ckpt"]
+
+
+def spoil_one_rank(shared: Path) -> None:
+    """NaN in one rank's part of the weights: no rank saves."""
+    train_in(shared / "spoilt", shared, *RANKS, "+callbacks.spoil._target_=tests.test_strategy.SpoilRankOne")
+    assert [path.name for path in (shared / "spoilt" / "checkpoints").iterdir()] == ["step_0000003.ckpt"]
 
 
 def agree(rank: int) -> None:
@@ -170,6 +241,33 @@ def test_two_ranks_go_on(run, whole_run, two_ranks):
     assert_goes_on(two_ranks / run, whole_run)
 
 
+@pytest.mark.parametrize("run", ["two_from_two_adapters", "two_from_one_adapter"])
+def test_two_ranks_go_on_with_an_adapter(run, adapter_run, two_ranks):
+    assert_goes_on(two_ranks / run, adapter_run)
+
+
+def test_a_sharded_checkpoint_of_an_adapter_holds_no_base(shared, adapter_run, two_ranks, tmp_path):
+    folder = two_ranks / "sharded_adapter" / "checkpoints" / "step_0000003.ckpt"
+    content = load_sharded(folder)
+    assert content["state_dict"] and all("lora_" in name for name in content["state_dict"])
+    assert_goes_on(train_in(shared / "one_from_two_adapters", shared, *ADAPTER, f"ckpt_path={folder}"), adapter_run)
+    for name in ("adapter", "sharded_adapter"):
+        export_hf.export(shared / name / "checkpoints/step_0000006.ckpt", tmp_path / name, [], None)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("adapter", "sharded_adapter"))
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("in_metadata", [True, False], ids=["metadata", "item"])
+def test_one_process_runs_no_code_of_a_sharded_checkpoint(in_metadata, shared, sharded_run, tmp_path):
+    folder = shutil.copytree(sharded_run / "checkpoints/step_0000003.ckpt", tmp_path / "x.ckpt")
+    write_evil(tmp_path / "x.ckpt", in_metadata)
+    done = command_line(tmp_path, *tiny(shared, *SETTINGS, f"ckpt_path={folder}"))
+    assert done.returncode == 1 and not (tmp_path / "ran").exists()
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith(f"error: {folder} is damaged or is not a checkpoint")
+
+
 def test_a_signal_to_one_rank_saves_at_one_step_of_both(whole_run, two_ranks):
     """SIGTERM in step 4 of rank 1; both ranks leave in it or in the next, with a checkpoint that goes on."""
     cut, rest = (column(two_ranks / run, "train/loss") for run in ("cut", "two_from_cut"))
@@ -185,11 +283,6 @@ def test_one_rank_goes_on_from_two(shared, whole_run, sharded_run):
 def test_last_is_the_newest_folder(sharded_run):
     found = train.preflight.checkpoint_path("last", sharded_run)
     assert found == str(sharded_run / "checkpoints/step_0000006.ckpt")
-
-
-def test_a_folder_of_something_else_is_no_checkpoint(tmp_path):
-    with pytest.raises(ValueError, match=r"a sharded run's folder with meta.pt; .* has none"):
-        load_sharded(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -224,9 +317,9 @@ def test_what_cannot_be_sharded_is_named_before_anything_is_computed(overrides, 
 )
 def test_an_error_of_one_rank_waits_for_no_other(world_size, exception, saves, tmp_path, monkeypatch):
     saved = []
-    monkeypatch.setattr(ModelCheckpoint, "on_exception", lambda self, trainer, module, error: saved.append(error))
+    monkeypatch.setattr(Checkpoint, "_save", lambda self, trainer, module: saved.append(module))
     trainer = SimpleNamespace(world_size=world_size, strategy=SimpleNamespace(launcher=None), print=print)
-    Checkpoint(dirpath=tmp_path).on_exception(trainer, None, exception)
+    Checkpoint(str(tmp_path), 1, 2, keep_best=False, save_on_exception=True).on_exception(trainer, None, exception)
     assert bool(saved) == saves
 
 

@@ -3,22 +3,24 @@
 A checkpoint is a file, or the folder that a sharded run writes; either is read into host memory, without a GPU.
 """
 
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from fa_train.checkpoints.files import CheckpointError, Shapes, all_finite, read_file, shapes
+from fa_train.models.base import PREFIX, REFERENCE, require_fit
 from fa_train.models.gpt import GPT
 from fa_train.models.hf import SavesTokenizer, save_pretrained
 from fa_train.models.lora import adapted, merge, save_adapter
+from fa_train.parallel.checkpoint import FolderReader, load_into, read_meta, require_whole, stored_weights
+from fa_train.parallel.drawing import DrawnOn
 
-PREFIX = "model."  # of the GPT's weights in LitGPT's
-Build = Callable[[int], GPT]  # of a vocabulary's size, the run's model with its adapter, on torch's default device
+# from a vocabulary's size, the run's model with its adapter, on torch's default device, drawn from the run's seed
+Build = Callable[[int], GPT]
 CARD = """---
 {header}
 ---
@@ -105,42 +107,41 @@ def write(
 
 
 def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
-    """The trained model on the CPU, and its optimizer steps.
+    """The trained model on the CPU, and its optimizer steps. The base below an adapter is read or drawn again.
 
-    Raises: ValueError on a checkpoint whose weights are not those of what `build` makes.
+    Raises: CheckpointError on a checkpoint that is damaged, is not of what `build` makes, or is not finite.
     """
-    weights: dict[str, Tensor]
+    require_whole(checkpoint)
     if checkpoint.is_dir():
-        reader = dcp.FileSystemReader(checkpoint)
-        metadata = reader.read_metadata()
-        model = _empty(build, _stored(checkpoint, metadata, "token_embedding.weight").size[0])
-        weights = {
-            name: torch.empty(stored.size, dtype=stored.properties.dtype)
-            for name, stored in ((name, _stored(checkpoint, metadata, name)) for name, _ in model.named_parameters())
-        }
-        dcp.load({"state_dict": {PREFIX + name: x for name, x in weights.items()}}, storage_reader=reader, no_dist=True)
-        step = torch.load(checkpoint / "meta.pt", map_location="cpu", weights_only=True)["global_step"]
+        content = read_meta(checkpoint)
+        weights = stored_weights(FolderReader(checkpoint).read_metadata())
     else:
-        content = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
-        step = content["global_step"]
-        weights = {name.removeprefix(PREFIX): x for name, x in content["state_dict"].items()}
-        model = _empty(build, weights["token_embedding.weight"].shape[0])
-    if model.tied:
-        weights["head.weight"] = weights["token_embedding.weight"]  # of which a sharded run has one
-    try:
-        model.load_state_dict(weights, assign=True)
-    except RuntimeError as error:
-        raise ValueError(f"{checkpoint} does not hold the weights of its run's config: {error}") from error
+        content = read_file(checkpoint, mmap=True)
+        weights = content["state_dict"]
+    stored = shapes(weights)
+    reference = content.get(REFERENCE)
+    model = _empty(build, checkpoint, stored) if reference is None else _base(build, checkpoint, reference)
+    require_fit(model, stored, reference, str(checkpoint))
+    if checkpoint.is_dir():
+        weights = {name: torch.empty_like(weight, device="cpu") for name, weight in weights.items()}
+        load_into({"state_dict": weights}, checkpoint, alone=True)
+    weights = {name.removeprefix(PREFIX): weight for name, weight in weights.items()}
+    if not all_finite(weights.values()):
+        raise CheckpointError(f"{checkpoint} must have finite weights; got NaN or infinity. Choose an earlier one")
+    if model.tied and reference is None:
+        weights["head.weight"] = weights["token_embedding.weight"]  # a sharded run stores one of the two
+    model.load_state_dict(weights, assign=True, strict=reference is None)
     if model.tied:
         model.head.weight = model.token_embedding.weight
-    return model, step
+    return model, content["global_step"]
 
 
 def model_card(
     name: str, config: Mapping[str, Any], step: int, metrics: Mapping[str, float], parameters: int, adapter: bool
 ) -> str:
     """What the model was trained on, for how long and how well, in Markdown."""
-    base = config["model"].get("pretrained")
+    pretrained = config["model"].get("pretrained")
+    base = _without_folder(str(pretrained)) if pretrained else None
     title = f"{Path(base).name}, fine-tuned" if base else name
     rows = {
         "Base model": base or "none: trained from scratch",
@@ -158,7 +159,9 @@ def model_card(
     }
     rows |= {label: form.format(metrics[key]) for key, (label, form) in measured.items() if key in metrics}
     library = "peft" if adapter else "transformers"  # transformers loads an adapter's folder too, with peft installed
-    header = [f"library_name: {library}", "pipeline_tag: text-generation", *([f"base_model: {base}"] if base else [])]
+    header = [f"library_name: {library}", "pipeline_tag: text-generation"]
+    if base is not None and is_hub_name(str(pretrained)):
+        header.append(f"base_model: {base}")
     table = [f"| {label} | {value} |" for label, value in rows.items()]
     return CARD.format(title=title, header="\n".join(header), table="\n".join(table))
 
@@ -194,21 +197,41 @@ def byte_tokenizer() -> SavesTokenizer:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
-def _empty(build: Build, vocab_size: int) -> GPT:
+def _empty(build: Build, checkpoint: Path, stored: Shapes) -> GPT:
     """The model without weights."""
+    embedding = stored.get(f"{PREFIX}token_embedding.weight")
+    if embedding is None:
+        raise CheckpointError(f"{checkpoint} must hold the weights of a GPT; it has no token_embedding.weight")
     with torch.device("meta"):
-        return build(vocab_size)
+        return build(embedding[0])
 
 
-def _stored(checkpoint: Path, metadata: Metadata, name: str) -> TensorStorageMetadata:
-    """The shape and dtype of a parameter in a sharded checkpoint."""
-    stored = metadata.state_dict_metadata.get(f"state_dict.{PREFIX}{name}")
-    if not isinstance(stored, TensorStorageMetadata):
-        raise ValueError(f"{checkpoint} does not hold the weights of its run's config: {name} is missing")
-    return stored
+def _base(build: Build, checkpoint: Path, reference: Mapping[str, Any]) -> GPT:
+    """The model with the weights that its adapter was trained on."""
+    drawn_on = reference["drawn_on"] or "cpu"
+    if drawn_on == "cuda" and not torch.cuda.is_available():
+        raise CheckpointError(f"{checkpoint} holds an adapter of weights that a GPU drew from a seed; it needs a GPU")
+    with torch.device("cpu") if drawn_on == "cpu" else DrawnOn(torch.device(drawn_on)):
+        return build(reference["vocab_size"])
 
 
 def _data(data: Mapping[str, Any]) -> str:
+    """What a run was trained on, without the folders of the machine."""
     kind = data["_target_"].rpartition(".")[2].removesuffix("_data")
-    where = data.get("path") or data.get("name")
+    path, name = str(data.get("path") or ""), str(data.get("name") or "")
+    if path.startswith("hf:"):
+        dataset, *parts = path.removeprefix("hf:").split(":")
+        where = ":".join(["hf", _without_folder(dataset), *parts])
+    else:
+        where = Path(path).name or _without_folder(name)
     return f"{kind}: {where}" if where else kind
+
+
+def _without_folder(name: str) -> str:
+    """A name on the hub itself; of a path its last part."""
+    return name if is_hub_name(name) else Path(name).name
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether it is the name of a model or dataset on the Hugging Face hub, and no path on this machine."""
+    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None and not Path(name).exists()

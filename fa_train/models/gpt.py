@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -92,6 +93,8 @@ class Origin:
 
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any] | None
+    pretrained: str | None = None  # the folder or hub name that the user gave
+    folder: Path | None = None  # where its files are
 
 
 class GPT(nn.Module):
@@ -107,6 +110,7 @@ class GPT(nn.Module):
     """
 
     origin: Origin | None = None  # set where weights come from a checkpoint
+    drawn_hash: str | None = None  # of weights without an origin that LoRA froze
 
     def __init__(
         self,

@@ -79,7 +79,9 @@ def load_pretrained(
             f"Choose data.tokenizer={pretrained}"
         )
     generation_config = folder / "generation_config.json"
-    model.origin = Origin(config, read_json(generation_config) if generation_config.exists() else None)
+    model.origin = Origin(
+        config, read_json(generation_config) if generation_config.exists() else None, str(pretrained), folder
+    )
     if not on_meta:
         read_weights(model, folder, FAMILIES[config["model_type"]].layout, None if dtype is None else _dtype(dtype))
     return model

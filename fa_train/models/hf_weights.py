@@ -111,6 +111,11 @@ def _shape(shape: Sequence[int], place: Place) -> tuple[int, ...]:
     return tuple(reversed(shape)) if place.transposed else tuple(shape)
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files that a checkpoint's weights are read from."""
+    return [path for path, _ in _shards(folder)]
+
+
 def _shards(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
     """The files of weights and the tensors to read from each, None for all."""
     if (folder / WEIGHTS).exists():

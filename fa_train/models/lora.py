@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fa_train.bounds import FractionBelowOne, PositiveFloat, PositiveInt
+from fa_train.models.base import drawn_hash
 from fa_train.models.gpt import GPT, Block
 from fa_train.models.hf import tensor_places
 from fa_train.models.hf_weights import Place, read_json
@@ -93,6 +94,8 @@ class LoRA:
         linears = _linears(model)
         names = [name for parts in linears.values() for name in parts]
         settings._require_names(names)
+        if model.origin is None and not model.token_embedding.weight.is_meta:
+            model.drawn_hash = drawn_hash(model)
         model.requires_grad_(False)
         for path, parts in linears.items():
             wanted = {name: place for name, place in parts.items() if settings.targets(name)}

@@ -1,42 +1,160 @@
-"""The folder that a sharded run writes as its checkpoint, read by one process that holds the whole model."""
+"""The folder that a sharded run writes as its checkpoint. Reading it never runs code from it.
 
+Torch's own reader unpickles `.metadata` and the values that are no tensors without restrictions.
+"""
+
+import io
+import pickle
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins import TorchCheckpointIO
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 
-META = "meta.pt"  # Lightning's name for what is no tensor of the model or the optimizer
+from fa_train.checkpoints.files import (
+    META,
+    UNREADABLE,
+    CheckpointError,
+    damaged,
+    read_file,
+    require_intact,
+    require_intact_slice,
+    write_file,
+)
+
+DTYPES = {str(x).removeprefix("torch.") for x in vars(torch).values() if isinstance(x, torch.dtype)}
+DCP = "torch.distributed.checkpoint"
+METADATA_GLOBALS = {
+    *(("torch", dtype) for dtype in DTYPES),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    *((f"{DCP}.metadata", name) for name in (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    )),
+    (f"{DCP}.filesystem", "_StorageInfo"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # where Python 3.13 keeps it
+    ("collections", "OrderedDict"),
+}  # fmt: skip
 
 
-class CheckpointReader(TorchCheckpointIO):
-    """Lightning's own files, and sharded folders too; strategies that shard read those by themselves."""
+class CheckpointFiles(TorchCheckpointIO):
+    """How Lightning reads and writes a checkpoint: straight to its file, and from sharded folders too."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        write_file(checkpoint, Path(path))
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
-        if not Path(path).is_dir():
-            checkpoint: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
-            return checkpoint
-        return load_sharded(Path(path))
+        return load_sharded(Path(path)) if Path(path).is_dir() else read_file(Path(path))
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Admits only what torch's distributed checkpoints need."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in METADATA_GLOBALS:
+            raise pickle.UnpicklingError(f"its .metadata names {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)
+
+
+class FolderReader(dcp.FileSystemReader):
+    """Torch's reader of a sharded folder, with an allow-list for `.metadata`."""
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        """Raises: CheckpointError on anything but the metadata of a checkpoint in this folder."""
+        folder = Path(self.path)
+        try:
+            with (folder / ".metadata").open("rb") as file:
+                metadata = _MetadataUnpickler(file).load()
+            _require_metadata(metadata)
+        except UNREADABLE as error:
+            raise damaged(folder, error) from error
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class FolderPlanner(DefaultLoadPlanner):
+    """Torch's planner, which unpickles values that are no tensors as plain values only."""
+
+    def load_bytes(self, read_item: ReadItem, value: IO[bytes]) -> None:
+        plain = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), plain)  # the method below would run code from `value`
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+def load_into(values: dict[str, Any], folder: Path, *, alone: bool) -> None:
+    """Fills tensors and replaces plain values by those of a sharded folder; alone: without the other ranks.
+
+    Raises: CheckpointError on damage, and on values that the folder does not have.
+    """
+    reader = FolderReader(folder)
+    reader.read_metadata()  # torch would log an error here, with a traceback, before it raises one of its own
+    try:
+        dcp.load(values, storage_reader=reader, planner=FolderPlanner(), no_dist=alone)
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        raise first if isinstance(first, CheckpointError) else damaged(folder, first) from error
+    except UNREADABLE as error:
+        raise damaged(folder, error) from error
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """Everything but weights and optimizer state. Raises: CheckpointError on a folder that is no sharded checkpoint."""
+    if not (folder / META).is_file():
+        raise CheckpointError(f"a checkpoint must be a file, or a sharded run's folder with {META}; {folder} has none")
+    return read_file(folder / META)
+
+
+def stored_weights(metadata: Metadata) -> dict[str, torch.Tensor]:
+    """The model's weights by their names in the LightningModule, as tensors on meta."""
+    prefix = "state_dict."
+    return {
+        name.removeprefix(prefix): torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+        for name, stored in metadata.state_dict_metadata.items()
+        if name.startswith(prefix) and isinstance(stored, TensorStorageMetadata)
+    }
+
+
+def require_whole(checkpoint: Path) -> None:
+    """Checks every stored byte of a checkpoint, a file or a folder. Raises: CheckpointError on damage."""
+    if not checkpoint.is_dir():
+        require_intact(checkpoint)
+        read_file(checkpoint, mmap=True)
+        return
+    read_meta(checkpoint)
+    require_intact(checkpoint / META)
+    for stored in FolderReader(checkpoint).read_metadata().storage_data.values():
+        require_intact_slice(checkpoint / stored.relative_path, stored.offset, stored.length)
+
+
+def global_step(checkpoint: Path) -> int:
+    """The optimizer steps that a checkpoint has done."""
+    content = read_meta(checkpoint) if checkpoint.is_dir() else read_file(checkpoint, mmap=True)
+    return int(content["global_step"])
 
 
 def load_sharded(folder: Path) -> dict[str, Any]:
     """What a run on one device would have written, in host memory.
 
-    Raises: ValueError on a folder that is no sharded checkpoint.
+    Raises: CheckpointError on a folder that is no sharded checkpoint.
     """
-    if not (folder / META).is_file():
-        raise ValueError(f"a checkpoint must be a file, or a sharded run's folder with {META}; {folder} has none")
-    reader = dcp.FileSystemReader(folder)
-    metadata = reader.read_metadata()
+    checkpoint = read_meta(folder)
+    metadata = FolderReader(folder).read_metadata()
     values = {
         name: torch.empty(stored.size, dtype=stored.properties.dtype)
         if isinstance(stored, TensorStorageMetadata)
         else None
         for name, stored in metadata.state_dict_metadata.items()
     }
-    dcp.load(values, storage_reader=reader, no_dist=True)
+    load_into(values, folder, alone=True)
     weights: dict[str, Any] = {}
     optimizers: dict[str, tuple[dict[str, Any], dict[int, Any]]] = {}  # states by parameter's name, groups by place
     for name, (part, *keys) in metadata.planner_data.items():
@@ -47,9 +165,17 @@ def load_sharded(folder: Path) -> dict[str, Any]:
         kind, owner, field = keys
         states, groups = optimizers.setdefault(part, ({}, {}))
         (states if kind == "state" else groups).setdefault(owner, {})[field] = values[name]
-    checkpoint: dict[str, Any] = torch.load(folder / META, map_location="cpu", weights_only=True)
     states_in_order = [_by_place(*optimizers[part]) for part in sorted(optimizers)]
     return checkpoint | {"state_dict": weights, "optimizer_states": states_in_order}
+
+
+def _require_metadata(metadata: object) -> None:
+    """Raises ValueError unless it describes files of its own folder."""
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise ValueError("its .metadata is not that of a sharded checkpoint")
+    for stored in metadata.storage_data.values():
+        if Path(stored.relative_path).name != stored.relative_path:
+            raise ValueError(f"its .metadata names the file {stored.relative_path}, outside of the folder")
 
 
 def _by_place(states: dict[str, Any], groups: dict[int, Any]) -> dict[str, Any]:
@@ -66,7 +192,7 @@ def _by_place(states: dict[str, Any], groups: dict[int, Any]) -> dict[str, Any]:
 
 def saved_optimizer(folder: Path) -> dict[str, Any]:
     """The optimizer's state_dict in a sharded checkpoint, without values: its tensors are on the meta device."""
-    metadata = dcp.FileSystemReader(folder).read_metadata()
+    metadata = FolderReader(folder).read_metadata()
     states: dict[str, Any] = {}
     settings: dict[str, None] = {}
     for name, (part, *keys) in metadata.planner_data.items():

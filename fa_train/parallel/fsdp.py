@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed.checkpoint as dcp
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -22,9 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from fa_train.checkpoints.files import META, CheckpointError, not_written, read_file, remove, shapes, write_file
+from fa_train.models.base import REFERENCE, require_fit
 from fa_train.models.gpt import GPT
 from fa_train.optim import require_same_kind
-from fa_train.parallel.checkpoint import saved_optimizer
+from fa_train.parallel.checkpoint import FolderReader, load_into, read_meta, saved_optimizer, stored_weights
 from fa_train.private_names import replace_private
 
 SHARDED_MESH = "data_parallel"  # Lightning's name for the dimension of ranks with rows of their own
@@ -44,12 +50,47 @@ class FullyShardedStrategy(ModelParallelStrategy):
         replace_private("lightning", self, "_data_parallel_size", self.num_nodes * self.num_processes)
         super().setup_environment()
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Each rank writes its part into the folder. Raises: CheckpointError on all ranks if any of them cannot."""
+        folder = Path(self.broadcast(filepath))
+        state = {"state_dict": checkpoint.pop("state_dict")}
+        state |= {f"optimizer_{i}": values for i, values in enumerate(checkpoint.pop("optimizer_states", []))}
+        failure: CheckpointError | None = None
+        try:
+            dcp.save(state, checkpoint_id=folder)
+            if self.global_rank == 0:
+                write_file(checkpoint, folder / META)
+        except CheckpointException as error:  # torch has shared it among all ranks
+            failure = not_written(folder, next(iter(error.failures.values()))[0])
+        except CheckpointError as error:
+            failure = error
+        failure = self.broadcast(failure)
+        if failure is not None:
+            if self.global_rank == 0:
+                remove(folder)
+            raise failure
+
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(checkpoint_path)
-        if self.broadcast(path.is_dir()):  # one answer, as each kind is read by all ranks together
-            self._require_same_optimizer(saved_optimizer(path))
-            return super().load_checkpoint(path, weights_only)
-        return self._load_whole(path)
+        is_folder = self.broadcast(path.is_dir())  # one answer, as each kind is read by all ranks together
+        return self._load_folder(path) if is_folder else self._load_whole(path)
+
+    def _load_folder(self, folder: Path) -> dict[str, Any]:
+        """Each rank reads its part. Raises: CheckpointError on damage and on another model's checkpoint."""
+        assert self.model is not None
+        checkpoint = read_meta(folder)
+        stored = shapes(stored_weights(FolderReader(folder).read_metadata()))
+        require_fit(self._gpt, stored, checkpoint.get(REFERENCE), str(folder))
+        self._require_same_optimizer(saved_optimizer(folder))
+        own = get_model_state_dict(self.model)
+        values: dict[str, Any] = {"state_dict": {name: own[name] for name in own.keys() & stored.keys()}}
+        load_into(values, folder, alone=False)
+        set_model_state_dict(self.model, values["state_dict"], options=StateDictOptions(strict=False))
+        for i, optimizer in enumerate(self.optimizers):
+            values = {f"optimizer_{i}": get_optimizer_state_dict(self.model, optimizer)}
+            load_into(values, folder, alone=False)
+            set_optimizer_state_dict(self.model, optimizer, values[f"optimizer_{i}"])
+        return checkpoint
 
     def _load_whole(self, path: Path) -> dict[str, Any]:
         """The file of a run whose ranks had the whole model: each rank takes its part, tensor by tensor.
@@ -58,11 +99,13 @@ class FullyShardedStrategy(ModelParallelStrategy):
         in the optimizer's groups.
         """
         assert self.model is not None
-        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        checkpoint = read_file(path, mmap=True)
+        weights = checkpoint.pop("state_dict")
+        require_fit(self._gpt, shapes(weights), checkpoint.get(REFERENCE), str(path))
         for saved in checkpoint["optimizer_states"]:
             self._require_same_optimizer(saved)
-        options = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(self.model, checkpoint.pop("state_dict"), options=options)
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        set_model_state_dict(self.model, weights, options=options)
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         for optimizer, saved in zip(self.optimizers, checkpoint.pop("optimizer_states"), strict=True):
             own = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
@@ -74,6 +117,12 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     def _require_same_optimizer(self, saved: Mapping[str, Any]) -> None:
         require_same_kind(cast(Any, self.lightning_module).optimizer, saved)
+
+    @property
+    def _gpt(self) -> GPT:
+        model = self.lightning_module.model if self.lightning_module is not None else None
+        assert isinstance(model, GPT)
+        return model
 
 
 def shard(model: GPT, mesh: DeviceMesh, precision: str) -> None:

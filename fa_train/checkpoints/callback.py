@@ -1,0 +1,172 @@
+"""The callback that saves and prunes a run's checkpoints, and the export of the newest one."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+from weakref import proxy
+
+import lightning as L
+from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from fa_train.bounds import PositiveInt
+from fa_train.callbacks import DivergedError, results, wait_for_other_ranks
+from fa_train.checkpoints.files import (
+    PARTIAL,
+    SUFFIX,
+    CheckpointError,
+    all_finite,
+    remove,
+    remove_partial,
+    rename_into_place,
+)
+from fa_train.models.export import Build, export_run
+from fa_train.parallel.fsdp import FullyShardedStrategy, local
+
+
+class Checkpoint(CheckpointCallback):
+    """Saves every every_n_train_steps steps and at the end of a run, and keeps the newest save_top_k checkpoints.
+
+    save_top_k=-1 keeps all. keep_best: each validation with a new lowest val/loss saves too, and that checkpoint is
+    kept in addition to the newest ones. save_on_exception saves on SIGTERM and Ctrl-C, and on errors in a run of one
+    process.
+    A checkpoint gets its name only when it is whole and on the disk. Older ones are removed after that. Weights that
+    are not finite are never saved.
+    """
+
+    def __init__(
+        self,
+        dirpath: str,
+        every_n_train_steps: PositiveInt,
+        save_top_k: PositiveInt | Literal[-1],
+        keep_best: bool,
+        save_on_exception: bool,
+    ) -> None:
+        self.folder = Path(dirpath)
+        self.every_n_train_steps, self.save_top_k, self.keep_best = every_n_train_steps, save_top_k, keep_best
+        self.save_on_exception = save_on_exception
+        self.saved: list[Path] = []  # by this process, the newest last
+        self.best_model_path, self.best_model_score = "", float("inf")
+        self._saved_step: int | None = None  # None until training starts: before that there is nothing to save
+        self._warned = False
+
+    @property
+    def last_model_path(self) -> str:
+        """The newest checkpoint of this run, or an empty string."""
+        return str(self.saved[-1]) if self.saved else ""
+
+    def has_saved(self, step: int) -> bool:
+        """Whether the newest checkpoint is of this step."""
+        return bool(self.saved) and self._saved_step == step
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
+            remove_partial(self.folder)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._saved_step = trainer.global_step  # where it starts from is saved already
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step % self.every_n_train_steps == 0:
+            self._save(trainer, pl_module)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not self.keep_best or trainer.sanity_checking:
+            return
+        loss = trainer.callback_metrics["val/loss"].item()  # the same on all ranks
+        if loss < self.best_model_score and self._save(trainer, pl_module):
+            self.best_model_path, self.best_model_score = str(self.saved[-1]), loss
+            self._prune(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._save(trainer, pl_module)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        # saving needs all ranks, and only GracefulInterrupt surely stops them all at one step; what has diverged must
+        # not take the place of an older checkpoint
+        alone = trainer.world_size == 1 and not isinstance(exception, CheckpointError | DivergedError)
+        if self.save_on_exception and (alone or isinstance(exception, SIGTERMException)):
+            try:
+                self._save(trainer, pl_module)
+            except CheckpointError as error:  # the exception that ended the run is the one to raise
+                trainer.print(f"error: {error}")
+        if self.saved:
+            trainer.print(f"checkpoint: {self.saved[-1]}; ckpt_path=last goes on from it")
+        if isinstance(exception, SIGTERMException):
+            wait_for_other_ranks(trainer)
+
+    def _save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
+        """Whether this step is saved, now or before. All ranks decide alike."""
+        if self._saved_step is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return False
+        if trainer.global_step == self._saved_step:
+            return self.has_saved(trainer.global_step)
+        finite = all_finite(local(p) for p in pl_module.parameters() if p.requires_grad)
+        if not trainer.strategy.reduce_boolean_decision(finite, all=True):
+            if not self._warned:
+                trainer.print(f"warning: step {trainer.global_step} is not saved: its weights are not finite")
+            self._warned = True
+            return False
+        if trainer.is_global_zero:
+            remove_partial(self.folder)
+        path = trainer.strategy.broadcast(self._free_path(trainer.global_step))
+        self._write(trainer, path)
+        self.saved.append(path)
+        self._saved_step = trainer.global_step
+        self._prune(trainer)
+        for logger in trainer.loggers if trainer.is_global_zero else []:
+            logger.after_save_checkpoint(proxy(self))
+        return True
+
+    def _write(self, trainer: L.Trainer, path: Path) -> None:
+        """Raises: CheckpointError on all ranks if any of them could not write."""
+        partial = path.with_name(path.name + PARTIAL)
+        failure: CheckpointError | None = None
+        try:
+            trainer.save_checkpoint(partial)
+        except CheckpointError as error:
+            failure = error
+            if not isinstance(trainer.strategy, FullyShardedStrategy):
+                trainer.strategy.barrier()  # the other ranks wait in the one that ends save_checkpoint
+        failure = trainer.strategy.broadcast(failure)
+        if failure is not None:
+            raise failure
+        if trainer.is_global_zero:
+            rename_into_place(partial, path)
+
+    def _prune(self, trainer: L.Trainer) -> None:
+        """Removes the oldest checkpoints of this process."""
+        old = [] if self.save_top_k == -1 else self.saved[: -self.save_top_k]
+        for path in old:
+            if str(path) != self.best_model_path:
+                self.saved.remove(path)
+                if trainer.is_global_zero:
+                    remove(path)
+
+    def _free_path(self, step: int) -> Path:
+        """Never the name of an older checkpoint, which an earlier run in the same folder may have left."""
+        names = [f"step_{step:07d}", *(f"step_{step:07d}-v{i}" for i in range(1, 100))]
+        return next(path for path in (self.folder / (name + SUFFIX) for name in names) if not path.exists())
+
+
+def require_checkpoint(trainer: L.Trainer) -> None:
+    """What is exported is the last checkpoint, so there must be one of the last step."""
+    if not isinstance(trainer.checkpoint_callback, Checkpoint):  # Lightning puts one of its own in its place
+        raise ValueError("export=true must have checkpoints to write from; got callbacks.checkpoint=null")
+
+
+def export_last(trainer: L.Trainer, build: Build, config: Mapping[str, Any]) -> None:
+    """Rank 0 exports a finished run from its last checkpoint, which a sharded run has whole nowhere else.
+
+    Raises: ValueError if the last step could not be saved, and as fa_train.models.export.export_run does.
+    """
+    checkpoint = trainer.checkpoint_callback
+    assert isinstance(checkpoint, Checkpoint)
+    if not checkpoint.has_saved(trainer.global_step):
+        newest = f"the newest checkpoint is {checkpoint.saved[-1]}" if checkpoint.saved else "there is no checkpoint"
+        raise ValueError(f"export=true must have finite weights at the last step; got others, and {newest}")
+    if trainer.is_global_zero:
+        folders = export_run(checkpoint.saved[-1], Path(trainer.default_root_dir), build, config, results(trainer))
+        trainer.print("".join(f"exported: {folder}\n" for folder in folders), end="")

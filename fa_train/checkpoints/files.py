@@ -1,0 +1,186 @@
+"""Checkpoint files and folders on disk: each is written as `.partial`, flushed to the disk and then renamed."""
+
+import io
+import math
+import os
+import pickle
+import shutil
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+SUFFIX, PARTIAL = ".ckpt", ".partial"
+Shapes = Mapping[str, tuple[int, ...]]
+META = "meta.pt"  # Lightning's name for the part of a sharded folder that is neither weights nor optimizer state
+# what torch.load and zipfile raise on damaged bytes
+UNREADABLE = (
+    OSError, RuntimeError, ValueError, EOFError, KeyError, IndexError, TypeError, AttributeError, NotImplementedError,
+    pickle.UnpicklingError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written, or cannot be used. The message is one line for the user."""
+
+
+def write_file(content: Mapping[str, Any], path: Path) -> None:
+    """Writes a file of torch.save and flushes it to the disk, without a copy in memory.
+
+    Raises: CheckpointError if the disk refuses; the unfinished file is then removed.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            torch.save(dict(content), file)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:
+        remove(path)
+        raise not_written(path, error) from error
+
+
+def not_written(path: Path, error: BaseException) -> CheckpointError:
+    """The one line for a failed save. Re-raises an error that the operating system did not cause."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):  # torch hides it behind an error about its own file
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        raise error
+    where = path.with_name(path.name.removesuffix(PARTIAL))
+    return CheckpointError(f"the checkpoint {where} could not be written: {cause.strerror or cause}")
+
+
+def rename_into_place(partial: Path, path: Path) -> None:
+    """Gives a finished checkpoint its name, and flushes the rename to the disk."""
+    flush_folder(partial)
+    os.rename(partial, path)
+    flush_folder(path.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """Flushes the names in a folder to the disk; does nothing for a file."""
+    if folder.is_dir():
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Removes a file or folder, if it exists. A process that is killed meanwhile leaves no half of a checkpoint."""
+    if path.is_dir():
+        if not path.name.endswith(PARTIAL):
+            path = path.rename(path.with_name(path.name + PARTIAL))
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_partial(folder: Path) -> None:
+    """Removes the unfinished checkpoints that a killed process left in a run's checkpoint folder."""
+    for path in folder.glob(f"*{SUFFIX}{PARTIAL}"):
+        remove(path)
+
+
+def read_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
+    """Reads a file that `write_file` wrote, to the CPU. It unpickles tensors and plain values only.
+
+    Raises: CheckpointError on any other file.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
+    except UNREADABLE as error:
+        raise damaged(path, error) from error
+    if not isinstance(content, dict) or "global_step" not in content:
+        raise CheckpointError(f"{path} must be a checkpoint of train.py; it holds no global_step")
+    return content
+
+
+def damaged(path: Path, error: BaseException) -> CheckpointError:
+    """The one line for bytes that are no checkpoint."""
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". This file can still")[0]
+    return CheckpointError(f"{path} is damaged or is not a checkpoint of train.py: {reason}")
+
+
+def require_intact(path: Path) -> None:
+    """Checks the CRC32 of each record of a file of torch.save, which torch.load does not check.
+
+    This reads the file once more than torch.load does: about 1 second a gigabyte, and the load that follows finds the
+    file in the page cache where memory suffices.
+    Raises: CheckpointError on a damaged or foreign file.
+    """
+    try:
+        with path.open("rb") as file:
+            require_intact_records(file)
+    except UNREADABLE as error:
+        raise damaged(path, error) from error
+
+
+def require_intact_records(file: IO[bytes]) -> None:
+    """The same for an open file or slice. Raises what zipfile raises."""
+    with zipfile.ZipFile(file) as archive:
+        record = archive.testzip()
+    if record is not None:
+        raise zipfile.BadZipFile(f"the CRC32 of its record {record} is wrong")
+
+
+def require_intact_slice(path: Path, offset: int, length: int) -> None:
+    """Checks one tensor of a sharded folder. Raises: CheckpointError as `require_intact` does."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            require_intact_records(io.BytesIO(file.read(length)))
+    except UNREADABLE as error:
+        raise damaged(path, error) from error
+
+
+def newest(paths: Iterable[Path]) -> list[Path]:
+    """Checkpoints by age, the newest first; names decide between equal times. Skips those that vanish meanwhile."""
+    ages = []
+    for path in paths:
+        with suppress(FileNotFoundError):
+            # the time of a folder itself changes with its content
+            written = path / META if (path / META).exists() else path
+            ages.append((written.stat().st_mtime_ns, path.name, path))
+    return [path for *_, path in sorted(ages, reverse=True)]
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether no element is NaN or infinite: one fused norm per dtype and device, and one transfer to the host."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.is_floating_point() and tensor.numel():
+            groups.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    # the largest absolute element; squares could overflow
+    norms = [norm.float() for group in groups.values() for norm in torch._foreach_norm(group, math.inf)]
+    return not norms or bool(torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all())
+
+
+def shapes(weights: Mapping[str, Tensor]) -> Shapes:
+    """The shape of each weight by name."""
+    return {name: tuple(weight.shape) for name, weight in weights.items()}
+
+
+def require_same_shapes(ours: Shapes, theirs: Shapes, checkpoint: str) -> None:
+    """The weights of a checkpoint must be those of the model, by name and shape.
+
+    checkpoint: what the message calls it.
+    Raises: CheckpointError that names the first difference.
+    """
+    for name in sorted(ours.keys() | theirs.keys()):
+        if name not in theirs:
+            difference = f"it has no {name}"
+        elif name not in ours:
+            difference = f"the model has no {name}"
+        elif ours[name] != theirs[name]:
+            difference = f"{name} must be {ours[name]}; got {theirs[name]}"
+        else:
+            continue
+        raise CheckpointError(f"{checkpoint} does not fit the model: {difference}. Use its run's model and adapter")

@@ -1,0 +1,108 @@
+"""The frozen model below an adapter: a checkpoint names it and holds its hash, but not its weights."""
+
+import hashlib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fa_train.checkpoints.files import CheckpointError, Shapes, require_same_shapes, shapes
+from fa_train.models.gpt import GPT
+from fa_train.models.hf_weights import weight_files
+
+REFERENCE = "base_model"  # its key in a checkpoint
+PREFIX = "model."  # of the GPT's weights in LitGPT's
+
+
+def drop_base(model: GPT, checkpoint: dict[str, Any], device: torch.device) -> None:
+    """Replaces the frozen weights in a checkpoint of LitGPT by a reference to the base; without any it does nothing.
+
+    device: where the run draws weights from its seed. Another kind of device draws others.
+    """
+    frozen = [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
+    if not frozen:
+        return
+    for name in frozen:
+        checkpoint["state_dict"].pop(PREFIX + name, None)
+    checkpoint[REFERENCE] = {
+        "name": name_of(model),
+        "sha256": base_hash(model),
+        "drawn_on": None if _has_files(model) else device.type,
+        "vocab_size": model.vocab_size,
+    }
+
+
+def restore_base(model: GPT, checkpoint: dict[str, Any]) -> None:
+    """Completes the weights of a checkpoint of LitGPT with the model's own frozen ones.
+
+    Raises: CheckpointError if the weights are not those of this model, or if the adapter was trained on another base.
+    """
+    weights = checkpoint.get("state_dict")
+    if weights is None:  # FullyShardedStrategy has loaded and checked them
+        return
+    require_fit(model, shapes(weights), checkpoint.get(REFERENCE), "the checkpoint")
+    if REFERENCE in checkpoint:
+        own = {PREFIX + name: weight for name, weight in model.state_dict().items()}
+        checkpoint["state_dict"] = own | weights
+
+
+def require_fit(model: GPT, stored: Shapes, reference: Mapping[str, Any] | None, checkpoint: str) -> None:
+    """A checkpoint must hold all weights of the model, or its adapters and a reference to the model's base.
+
+    stored: the weights' shapes, by their names in LitGPT. checkpoint: what messages call it.
+    Raises: CheckpointError that names the first difference.
+    """
+    # a tied head appears under both names, or under the first alone
+    stored = {name: shape for name, shape in stored.items() if not (model.tied and name == f"{PREFIX}head.weight")}
+    own = {name: p for name, p in model.named_parameters() if p.requires_grad or reference is None}
+    require_same_shapes({PREFIX + name: shape for name, shape in shapes(own).items()}, stored, checkpoint)
+    if reference is not None and base_hash(model) != reference["sha256"]:
+        raise CheckpointError(
+            f"{checkpoint} holds an adapter that was trained on {reference['name']} with the SHA-256 "
+            f"{reference['sha256'][:12]}…; this run's base is {name_of(model)} with {base_hash(model)[:12]}…"
+        )
+
+
+def base_hash(model: GPT) -> str:
+    """SHA-256 of what the base was read from: config.json and weight files. Of a drawn base, its weights as drawn.
+
+    Precision, 4-bit codes and sharding therefore do not change it. Each process reads each file once for it, at about
+    1 GB/s.
+    """
+    if not _has_files(model):
+        assert model.drawn_hash is not None, "LoRA sets it"
+        return model.drawn_hash
+    assert model.origin is not None and model.origin.folder is not None
+    digest = hashlib.sha256()
+    for path in (model.origin.folder / "config.json", *weight_files(model.origin.folder)):
+        state = path.stat()
+        digest.update(f"{path.name} {_file_hash(path, state.st_size, state.st_mtime_ns)}\n".encode())
+    return digest.hexdigest()
+
+
+def drawn_hash(model: nn.Module) -> str:
+    """SHA-256 of the names, shapes, dtypes and elements of a model's weights."""
+    digest = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
+        digest.update(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def name_of(model: GPT) -> str:
+    """What messages call a base."""
+    return str(model.origin.pretrained) if _has_files(model) and model.origin else "weights drawn from a seed"
+
+
+def _has_files(model: GPT) -> bool:
+    return model.origin is not None and model.origin.folder is not None
+
+
+@cache
+def _file_hash(path: Path, size: int, modified: int) -> str:
+    """size and modified: a changed file is hashed again."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

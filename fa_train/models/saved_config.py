@@ -1,0 +1,36 @@
+"""A run's saved config is somebody's file: what it may name before Hydra builds it."""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from types import FunctionType
+
+PACKAGE = "fa_train"
+
+
+def require_own_targets(config: object, where: str) -> None:
+    """Every `_target_` in a resolved config, however deep, must be a class or function that fa_train defines.
+
+    A prefix is not enough: fa_train.models.export.shutil.rmtree begins with it.
+    Raises: ValueError that names the first other target. where: names the config in the message.
+    """
+    if isinstance(config, Mapping):
+        if "_target_" in config and not _is_own(config["_target_"]):
+            raise ValueError(f"{where} must name targets of {PACKAGE} only; got _target_: {config['_target_']}")
+        for value in config.values():
+            require_own_targets(value, where)
+    elif isinstance(config, Sequence) and not isinstance(config, str | bytes):
+        for value in config:
+            require_own_targets(value, where)
+
+
+def _is_own(target: object) -> bool:
+    if not isinstance(target, str) or not target.startswith(f"{PACKAGE}."):
+        return False
+    module_name, _, name = target.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError:
+        return False
+    found = getattr(module, name, None)
+    defined_in = getattr(found, "__module__", "")
+    return isinstance(found, type | FunctionType) and defined_in.partition(".")[0] == PACKAGE

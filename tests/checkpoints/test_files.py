@@ -1,0 +1,226 @@
+"""Checkpoint files and folders: what is written, what is refused, and which is the newest."""
+
+import os
+import pickle
+import resource
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from fa_train import preflight
+from fa_train.checkpoints.files import (
+    CheckpointError,
+    all_finite,
+    newest,
+    read_file,
+    remove_partial,
+    require_same_shapes,
+    write_file,
+)
+from fa_train.parallel.checkpoint import load_into, load_sharded, require_whole
+
+
+class Evil:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def content() -> dict:
+    return {"global_step": 3, "state_dict": {"model.weight": torch.randn(64, 64)}}
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    path = tmp_path / "step_0000003.ckpt"
+    write_file(content(), path)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    path = tmp_path / "folder.ckpt"
+    own = content()
+    optimizer = {"state": {}, "param_groups": {0: {"params": ["model.weight"], "lr": 0.1}}}
+    dcp.save({"state_dict": own.pop("state_dict"), "optimizer_0": optimizer}, checkpoint_id=path, no_dist=True)
+    write_file(own, path / "meta.pt")
+    return path
+
+
+def test_what_is_written_is_read(file):
+    require_whole(file)
+    assert torch.equal(read_file(file)["state_dict"]["model.weight"], torch.load(file)["state_dict"]["model.weight"])
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "one-bit": flip_a_bit,
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "empty": lambda path: os.truncate(path, 0),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "text": lambda path: path.write_text("# A readme\n"),
+    "pickle": lambda path: path.write_bytes(pickle.dumps({"global_step": 3})),
+    "another-zip": lambda path: zipfile.ZipFile(path, "w").writestr("a.txt", "text"),
+    "other-content": lambda path: torch.save({"weights": torch.zeros(3)}, path),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_or_foreign_file_is_one_line(damage, file):
+    damage(file)
+    with pytest.raises(
+        CheckpointError, match=r"step_0000003.ckpt (is damaged or is not a|must be a) checkpoint of train.py"
+    ) as caught:
+        require_whole(file)
+    assert "\n" not in str(caught.value) and "weights_only" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *((name, damage) for name in ("__0_0.distcp", "meta.pt") for damage in ("one-bit", "cut", "empty", "text")),
+        *((".metadata", damage) for damage in ("cut", "empty", "text")),  # a pickle has no checksum of its bits
+    ],
+)
+def test_a_damaged_folder_is_one_line(name, damage, folder):
+    require_whole(folder)
+    DAMAGE[damage](folder / name)
+    with pytest.raises(CheckpointError, match=r"folder.ckpt\S* is damaged or is not a checkpoint") as caught:
+        require_whole(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_its_weights_is_one_line(folder):
+    (folder / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match="is damaged or is not a checkpoint"):
+        require_whole(folder)
+
+
+def test_a_folder_of_something_else_is_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match=r"a sharded run's folder with meta.pt; .* has none"):
+        load_sharded(tmp_path)
+
+
+@pytest.mark.parametrize("read", [require_whole, load_sharded, lambda path: load_into({}, path, alone=True)])
+def test_metadata_runs_no_code(read, folder, tmp_path):
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+    with pytest.raises(CheckpointError, match=r"its .metadata names posix.system, which no checkpoint needs"):
+        read(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_value_that_is_no_tensor_runs_no_code(folder, tmp_path):
+    shutil.rmtree(folder)
+    values = {
+        "state_dict": content()["state_dict"],
+        "optimizer_0": {"param_groups": {0: {"lr": Evil(tmp_path / "ran")}}},
+    }
+    dcp.save(values, checkpoint_id=folder, no_dist=True)
+    write_file({"global_step": 3}, folder / "meta.pt")
+    with pytest.raises(CheckpointError, match="is damaged or is not a checkpoint"):
+        load_sharded(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_metadata_names_files_of_its_folder_only(folder, tmp_path):
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for stored in metadata.storage_data.values():
+        stored.relative_path = "../secret"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"names the file ../secret, outside of the folder"):
+        require_whole(folder)
+
+
+@pytest.fixture
+def full_disk():
+    """Files of this process may have 64 kB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, full_disk):
+    with pytest.raises(CheckpointError, match=r"^the checkpoint \S*big.ckpt could not be written: File too large$"):
+        write_file({"global_step": 1, "weights": torch.zeros(2**16)}, tmp_path / "big.ckpt.partial")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_of_the_program_is_not_taken_for_a_full_disk(tmp_path):
+    with pytest.raises(Exception, match="pickle") as caught:
+        write_file({"global_step": 1, "function": lambda: None}, tmp_path / "x.ckpt.partial")
+    assert not isinstance(caught.value, CheckpointError)
+
+
+def test_no_copy_is_made_in_memory_or_elsewhere(tmp_path, monkeypatch):
+    """A copy of 64 MB, in memory or in $TMPDIR, would not go unseen."""
+    monkeypatch.setenv("TMPDIR", "/nonexistent")
+    weights = torch.zeros(2**24)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    write_file({"global_step": 1, "weights": weights}, tmp_path / "x.ckpt.partial")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**15, "kB"
+
+
+def test_unfinished_checkpoints_are_removed(file, folder):
+    file.rename(f"{file}.partial")
+    shutil.copytree(folder, f"{folder}.partial")
+    remove_partial(file.parent)
+    assert list(file.parent.iterdir()) == [folder]
+
+
+def test_the_newest_is_by_time_then_by_name(tmp_path):
+    times = {"step_0000002.ckpt": 5, "step_0000009.ckpt": 4, "step_0000001.ckpt": 5}
+    for name, seconds in times.items():
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (seconds, seconds))
+    (tmp_path / "gone.ckpt").symlink_to(tmp_path / "removed meanwhile")
+    names = [path.name for path in newest(tmp_path.glob("*.ckpt"))]
+    assert names == ["step_0000002.ckpt", "step_0000001.ckpt", "step_0000009.ckpt"]
+
+
+def test_last_falls_back_to_the_newest_whole_checkpoint(file, tmp_path):
+    said: list[str] = []
+    for step, damage in ((4, "cut"), (5, "text")):
+        path = shutil.copy(file, tmp_path / f"step_000000{step}.ckpt")
+        DAMAGE[damage](Path(path))
+        os.utime(path, (2**31 + step, 2**31 + step))
+    assert preflight.checkpoint_path("last", tmp_path, said.append) == str(file)
+    assert [line.split(" is damaged")[0][-17:] for line in said] == ["step_0000005.ckpt", "step_0000004.ckpt"]
+    file.unlink()
+    with pytest.raises(ValueError, match="found no whole checkpoint among 2 below"):
+        preflight.checkpoint_path("last", tmp_path, said.append)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_one_element_that_is_not_finite_is_seen(dtype, value):
+    weights = [torch.randn(5, dtype=dtype), torch.full((3,), 1e30, dtype=dtype), torch.zeros(0), torch.ones(2)]
+    assert all_finite(weights)
+    weights[1][2] = value
+    assert not all_finite(weights)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "difference"),
+    [
+        ({"a": (2,)}, "it has no b"),
+        ({"a": (2,), "b": (3,), "c": (1,)}, "the model has no c"),
+        ({"a": (2,), "b": (4,)}, r"b must be \(3,\); got \(4,\)"),
+    ],
+)
+def test_the_first_difference_of_two_models_is_named(theirs, difference):
+    with pytest.raises(CheckpointError, match=rf"^x.ckpt does not fit the model: {difference}\. Use its run's"):
+        require_same_shapes({"a": (2,), "b": (3,)}, theirs, "x.ckpt")

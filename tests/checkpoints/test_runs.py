@@ -1,0 +1,250 @@
+"""What runs of train.py keep, resume from and refuse."""
+
+import os
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+import train
+from fa_train.parallel.checkpoint import require_whole
+from tests.test_train import start_and_finish
+from tests.training import column, command_line, composed, tiny
+
+pytestmark = pytest.mark.xdist_group("checkpoints")
+TWO_STEPS = ("callbacks.checkpoint.every_n_train_steps=1", "max_steps=2", "trainer.val_check_interval=2")
+EACH_STEP = ("callbacks.checkpoint.every_n_train_steps=1", "max_steps=5", "trainer.val_check_interval=5")
+
+
+def run(folder: Path, tmp_path: Path, *overrides: str) -> list[str]:
+    """The names of the checkpoints that a run in this process leaves."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with composed(folder, *tiny(tmp_path, *overrides)) as cfg:
+        train.train(cfg)
+    return checkpoints(folder)
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def one_line(done) -> str:
+    """The only line of an error that a command ended with."""
+    assert done.returncode == 1, done.stderr
+    lines = [line for line in done.stderr.strip().splitlines() if "UserWarning" not in line]
+    [error] = [line for line in lines if line.startswith("error: ")]
+    assert "Traceback" not in done.stderr and lines[-1] == error and len(lines) <= 2, done.stderr
+    return error
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [
+        pytest.param([], ["step_0000004.ckpt", "step_0000005.ckpt"], id="two-by-default"),
+        pytest.param(["callbacks.checkpoint.save_top_k=1"], ["step_0000005.ckpt"], id="one"),
+        pytest.param(["callbacks.checkpoint.save_top_k=-1"], [f"step_000000{i}.ckpt" for i in range(1, 6)], id="all"),
+    ],
+)
+def test_the_newest_are_kept(overrides, kept, tmp_path):
+    assert run(tmp_path / "run", tmp_path, *EACH_STEP, *overrides) == kept
+
+
+class Losses(Callback):
+    """Gives validations these losses, one after the other."""
+
+    def __init__(self, losses: list[float]) -> None:
+        self.losses = list(losses)
+
+    def on_validation_epoch_end(self, trainer, pl_module) -> None:
+        pl_module.on_validation_epoch_end = lambda: pl_module.log("val/loss", self.losses.pop(0), logger=False)
+
+
+@pytest.mark.parametrize(
+    ("losses", "kept"), [("[3,2,4,5,6]", "2"), ("[3,2,1,5,6]", "3"), ("[nan,7,8,9,10]", "2")], ids=str
+)
+def test_the_best_is_kept_too_if_asked(losses, kept, tmp_path):
+    best = [
+        "callbacks.checkpoint.keep_best=true", "trainer.val_check_interval=1", "max_steps=5",
+        "callbacks.checkpoint.every_n_train_steps=2", "+callbacks.losses._target_=tests.checkpoints.test_runs.Losses",
+        f"+callbacks.losses.losses={losses}",
+    ]  # fmt: skip
+    newest = ["4", "5"]
+    names = run(tmp_path / "run", tmp_path, *best)
+    assert [name.strip("step_.ck0") for name in names] == [kept, *newest]
+
+
+def test_a_run_goes_on_from_its_best_checkpoint(tmp_path):
+    settings = ("trainer.val_check_interval=3", "max_steps=8", "callbacks.checkpoint.keep_best=true")
+    run(tmp_path / "whole", tmp_path, *settings, "callbacks.checkpoint.save_top_k=-1")
+    run(tmp_path / "rest", tmp_path, *settings, f"ckpt_path={tmp_path}/whole/checkpoints/step_0000003.ckpt")
+    losses, rest = (column(tmp_path / name, "train/loss") for name in ("whole", "rest"))
+    assert rest == {step: loss for step, loss in losses.items() if step > 3}
+
+
+def test_the_older_checkpoint_is_removed_when_the_new_one_is_in_place(tmp_path, monkeypatch):
+    seen = []
+
+    def spy(path: Path) -> None:
+        if not path.name.endswith(".partial"):
+            seen.append((path.name, checkpoints(tmp_path / "run")))
+
+    monkeypatch.setattr("fa_train.checkpoints.callback.remove", spy)
+    run(tmp_path / "run", tmp_path, *EACH_STEP, "max_steps=3", "trainer.val_check_interval=3")
+    assert seen == [("step_0000001.ckpt", [f"step_000000{i}.ckpt" for i in (1, 2, 3)])]
+
+
+class KilledWhileSaving(Callback):
+    """The process is killed in the middle of writing the checkpoint of step 3."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if trainer.global_step == 3:
+            torch.save = self.die  # type: ignore[assignment]
+
+    def die(self, content, file) -> None:
+        file.write(b"PK half of a checkpoint")
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_kill_while_saving_leaves_the_older_checkpoints_whole(tmp_path):
+    overrides = tiny(tmp_path, *EACH_STEP, "run_name=killed")
+    killed = "+callbacks.killed._target_=tests.checkpoints.test_runs.KilledWhileSaving"
+    done = command_line(tmp_path, *overrides, killed, "hydra.run.dir=runs/killed/run")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    folder = tmp_path / "runs/killed/run"
+    assert checkpoints(folder) == ["step_0000001.ckpt", "step_0000002.ckpt", "step_0000003.ckpt.partial"]
+    for name in checkpoints(folder)[:2]:
+        require_whole(folder / "checkpoints" / name)
+    rest = start_and_finish(tmp_path, *overrides, "ckpt_path=last")
+    assert sorted(column(rest, "train/loss")) == [3, 4, 5]
+    # started again in the folder of the killed run
+    done = command_line(tmp_path, *overrides, "ckpt_path=last", "max_steps=6", "hydra.run.dir=runs/killed/run")
+    assert done.returncode == 0 and not list(folder.rglob("*.partial")), done.stderr
+
+
+class FullDisk(Callback):
+    """Checkpoints of `step` and later ones may have 16 kB."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        save = trainer.save_checkpoint
+
+        def save_on_a_full_disk(path) -> None:
+            soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if trainer.global_step >= self.step:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, hard))
+            try:
+                save(path)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+        trainer.save_checkpoint = save_on_a_full_disk
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_older_checkpoints(tmp_path):
+    full = ("+callbacks.full._target_=tests.checkpoints.test_runs.FullDisk", "+callbacks.full.step=3")
+    done = command_line(tmp_path, *tiny(tmp_path, *EACH_STEP, "run_name=full"), *full)
+    assert one_line(done).endswith("step_0000003.ckpt could not be written: File too large")
+    [folder] = tmp_path.rglob("checkpoints")
+    assert checkpoints(folder.parent) == ["step_0000001.ckpt", "step_0000002.ckpt"]
+    for name in checkpoints(folder.parent):
+        require_whole(folder / name)
+    assert "ckpt_path=last goes on from it" in done.stdout
+
+
+class Spoil(Callback):
+    """A weight becomes NaN after step 2."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if trainer.global_step == 2:
+            with torch.no_grad():
+                next(pl_module.parameters())[0, 0] = float("nan")
+
+
+def test_weights_that_are_not_finite_are_neither_saved_nor_exported(tmp_path, capsys):
+    spoil = "+callbacks.spoil._target_=tests.checkpoints.test_runs.Spoil"
+    with pytest.raises(ValueError, match=r"export=true must have finite weights at the last step; .*step_0000002.ckpt"):
+        run(tmp_path / "run", tmp_path, *EACH_STEP, "export=true", spoil)
+    assert checkpoints(tmp_path / "run") == ["step_0000001.ckpt", "step_0000002.ckpt"]
+    assert not (tmp_path / "run" / "exported").exists()
+    assert capsys.readouterr().out.count("is not saved: its weights are not finite") == 1
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A run of two steps; its checkpoints and its corpus are below this folder."""
+    folder = tmp_path_factory.mktemp("trained")
+    run(folder / "runs" / "first", folder, *TWO_STEPS)
+    return folder
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "readme"])
+def test_a_damaged_checkpoint_is_one_line(damage, trained, tmp_path):
+    path = tmp_path / "damaged.ckpt"
+    data = bytearray((trained / "runs/first/checkpoints/step_0000002.ckpt").read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes({"cut": data[: len(data) // 2], "flipped": data, "readme": b"# A readme\n"}[damage])
+    done = command_line(tmp_path, *tiny(tmp_path, *TWO_STEPS, "max_steps=3", f"ckpt_path={path}"))
+    assert one_line(done).startswith(f"error: {path} is damaged or is not a checkpoint of train.py: ")
+
+
+@pytest.mark.parametrize(
+    ("override", "difference"),
+    [
+        ("model.dim=64", r"attention.out.weight must be \(64, 64\); got \(32, 32\)"),
+        ("model.n_layers=3", "it has no model.blocks.2"),
+        ("model.n_layers=1", "the model has no model.blocks.1"),
+        ("adapter=lora", r"it has no model.blocks.0.\S*lora_A"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_one_line(override, difference, trained, tmp_path):
+    start = f"ckpt_path={trained}/runs/first/checkpoints/step_0000002.ckpt"
+    with pytest.raises(ValueError, match=rf"^the checkpoint does not fit the model: .*{difference}") as caught:
+        run(tmp_path / "run", trained, *TWO_STEPS, "max_steps=3", start, override)
+    assert "\n" not in str(caught.value) and not list(tmp_path.rglob("*.ckpt*")), "no half-restored state is saved"
+
+
+def test_last_skips_a_damaged_checkpoint_and_says_so(trained, tmp_path):
+    folder = tmp_path / "runs/cut/earlier/checkpoints"
+    shutil.copytree(trained / "runs/first/checkpoints", folder)
+    os.truncate(folder / "step_0000002.ckpt", 1000)
+    done = command_line(tmp_path, *tiny(tmp_path, *TWO_STEPS, "max_steps=3", "run_name=cut", "ckpt_path=last"))
+    assert done.returncode == 0, done.stderr
+    assert "ckpt_path=last skips a checkpoint: " in done.stdout and "step_0000002.ckpt is damaged" in done.stdout
+    [metrics] = tmp_path.rglob("metrics.csv")
+    assert sorted(column(metrics.parent, "train/loss")) == [2, 3]
+    for misleading in ("You're resuming from a checkpoint", "Previous log files"):
+        assert misleading not in done.stderr
+    assert not done.stderr.strip(), "a resume warns of nothing"
+
+
+def test_a_finished_run_says_so_and_changes_nothing(trained, tmp_path):
+    start = trained / "runs/first/checkpoints/step_0000002.ckpt"
+    before = {path: path.stat().st_mtime_ns for path in (trained / "runs").rglob("*")}
+    done = command_line(tmp_path, *tiny(trained, *TWO_STEPS, f"ckpt_path={start}"))
+    assert done.returncode == 0, done.stderr
+    assert f"nothing to do: {start} has done 2 of max_steps=2 steps" in done.stdout.splitlines()[-1]
+    assert before == {path: path.stat().st_mtime_ns for path in (trained / "runs").rglob("*")}
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("save_top_k=0", "save_top_k must be an integer of at least 1 or -1; got 0"),
+        ("every_n_train_steps=0", "every_n_train_steps must be a positive integer; got 0"),
+        ("keep_best=val/loss", "keep_best must be true or false; got val/loss"),
+    ],
+)
+def test_impossible_settings_are_named(override, message, tmp_path):
+    with (
+        composed(tmp_path, *tiny(tmp_path, f"callbacks.checkpoint.{override}")) as cfg,
+        pytest.raises(Exception, match=message),
+    ):
+        train.build(cfg)
