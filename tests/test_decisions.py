@@ -91,6 +91,7 @@ def in_two_processes(rank: int, tmp_path: Path, environments: list[dict[str, str
         composed(tmp_path / str(rank), *settings) as cfg,
         patch("fa_train.preflight.fastest_levers", lambda *arguments: levers[rank]),
         patch("fa_train.preflight.checkpoint_path", lambda *arguments: checkpoints[rank]),
+        patch("fa_train.preflight.finished", lambda *arguments: None),
         patch("lightning.Trainer.fit", lambda *arguments, ckpt_path, **options: started.append(ckpt_path)),
     ):
         train.train(cfg)

@@ -237,7 +237,7 @@ def test_a_finished_run_says_so_and_changes_nothing(trained, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("save_top_k=0", "save_top_k must be an integer of at least 1 or -1; got 0"),
+        ("save_top_k=0", "save_top_k must be a positive integer or -1; got 0"),
         ("every_n_train_steps=0", "every_n_train_steps must be a positive integer; got 0"),
         ("keep_best=val/loss", "keep_best must be true or false; got val/loss"),
     ],
