@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kernels.flash_attention.portable.decode import decode_tiles
+from kernels.flash_attention.portable.decode import decode_tiles, padded_width
 from kernels.flash_attention.portable.load import split_width
 from kernels.flash_attention.tiles import (
     SHARED_LIMIT,
@@ -89,15 +89,16 @@ def own_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.dev
 
 
 def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
-    """The same for the tiles of other GPUs; only for widths that fill their parts."""
-    if not _fills_its_parts(width, itemsize):
+    """The same for the tiles of other GPUs; only for the narrowest of the widths that are padded to one tile."""
+    padded = padded_width(width[0]), padded_width(width[1])
+    if width != next(w for w in WIDTHS if (padded_width(w[0]), padded_width(w[1])) == padded):
         return []
     found = [
         case
         for arch in ARCHS
         for size in SHARED_SIZES
         for case in _decode_tiles(arch, width, itemsize, paged, size)
-        if _fits(case[1], width, "fwd", itemsize, device)
+        if _fits(case[1], padded, "fwd", itemsize, device)
     ]
     own = own_decode_tiles(width, itemsize, paged, device)
     return [case for case in dict.fromkeys(found) if case not in own]

@@ -9,8 +9,7 @@ import sys
 
 from triton.compiler import ASTSource
 
-from kernels.flash_attention.portable.decode import _decode_kernel, decode_tiles
-from kernels.flash_attention.portable.load import split_width
+from kernels.flash_attention.portable.decode import _decode_kernel, decode_tiles, padded_width
 from kernels.flash_attention.tiles import SHARED_LIMIT
 from tests.kernels.aot import compile_to_ptx, ptxas
 
@@ -22,10 +21,10 @@ FEATURE_POINTERS = ("cos_ptr", "sin_ptr", "leftpad_ptr", "slopes_ptr", "table_pt
 def compile_case(arch, head_dim, n_rows, *, paged):
     """The report on the kernel that reads the cache."""
     tiles = decode_tiles(arch, head_dim, head_dim, 2, n_rows, paged, SHARED_LIMIT[arch])
-    d_1, d_2 = split_width(head_dim)
+    block_d = padded_width(head_dim)
     constants = dict(
         PAGED=paged, HAS_SOFTCAP=paged, ROTARY=head_dim if paged else 0, INTERLEAVED=False, ROTARY_BY_TOKEN=True,
-        GROUP=4, D=head_dim, D_1=d_1, D_2=d_2, DV=head_dim, DV_1=d_1, DV_2=d_2,
+        GROUP=4, D=head_dim, BLOCK_D=block_d, DV=head_dim, BLOCK_DV=block_d,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, PRECISION="ieee",
     )  # fmt: skip
     constants |= {} if paged else {name: None for name in FEATURE_POINTERS}

@@ -8,16 +8,16 @@ from tests.kernels.ahead_of_time import compile_all
 # registers a thread, bytes of spill stores, tensor-core instruction: the most that triton 3.6 and 3.7 need, with a
 # little room. One query takes 16 rows, too few for Hopper's wgmma. "paged" has every feature, rotation among them.
 LIMITS = {
-    "sm80-64-1-dense": (120, 0, "HMMA"),
+    "sm80-64-1-dense": (104, 0, "HMMA"),
     "sm80-128-1-dense": (248, 0, "HMMA"),
-    "sm80-128-64-paged": (255, 16, "HMMA"),
-    "sm80-256-4096-dense": (255, 128, "HMMA"),
+    "sm80-128-64-paged": (255, 176, "HMMA"),
+    "sm80-256-4096-dense": (255, 80, "HMMA"),
     "sm90-64-1-dense": (168, 0, "HMMA"),
     "sm90-128-1-dense": (248, 0, "HMMA"),
     "sm90-64-64-paged": (216, 0, "HGMMA"),
+    "sm90-96-64-paged": (255, 0, "HGMMA"),
     "sm90-128-64-paged": (255, 0, "HGMMA"),
-    "sm90-160-64-paged": (255, 0, "HGMMA"),
-    "sm90-256-4096-dense": (255, 16, "HGMMA"),
+    "sm90-256-4096-dense": (255, 0, "HGMMA"),
 }
 
 

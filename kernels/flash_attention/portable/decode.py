@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.flash_attention.masks import is_visible
 from kernels.flash_attention.portable.launch import precision_of
-from kernels.flash_attention.portable.load import split_width
+from kernels.flash_attention.portable.load import load_part
 from kernels.flash_attention.scores import alibi_bias, cap
 from kernels.flash_attention.softmax import online_softmax_step
 from kernels.flash_attention.tiles import Arch, TileConfig, arch_of, fit, interpreted, tile_config
@@ -70,16 +70,16 @@ class Rotary:
 @triton.jit
 def _load_rotated(
     row_ptrs, inside, positions, cos_ptr, sin_ptr, stride_cos, seqlen_rotary,
-    FROM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """[M, SIZE]: columns FROM to FROM + SIZE of the rows at row_ptrs [M], turned by the angles of positions [M].
+    """[M, BLOCK_D]: the D columns of the rows at row_ptrs [M], rotated by the angles of positions [M].
 
-    ROTARY is the number of columns that are turned, 0 for none. Rows not inside, and columns past WIDTH, are 0.
-    A position past the table of angles is not turned.
+    The first ROTARY columns are rotated, or none if it is 0. Rows that are not inside, and columns past D, are 0.
+    A row whose position is past the end of the table of angles is not rotated.
     """
-    cols = FROM + tl.arange(0, SIZE)
-    tile = tl.load(row_ptrs[:, None] + cols[None, :], mask=inside[:, None] & (cols[None, :] < WIDTH), other=0.0)
-    if FROM < ROTARY:
+    cols = tl.arange(0, BLOCK_D)
+    tile = tl.load(row_ptrs[:, None] + cols[None, :], mask=inside[:, None] & (cols[None, :] < D), other=0.0)
+    if ROTARY:
         HALF: tl.constexpr = ROTARY // 2
         if INTERLEAVED:
             pair = cols // 2
@@ -125,8 +125,9 @@ def _append_kernel(
     within = (positions % page_size).to(tl.int64)
 
     k_ptrs = k_ptr + sequence * stride_kb + head * stride_kh + rows_64 * stride_kt  # [T]
-    k = _load_rotated(k_ptrs, inside, positions, cos_ptr, sin_ptr, stride_cos, seqlen_rotary, 0, BLOCK_D, D,
-                      ROTARY, INTERLEAVED)  # fmt: skip
+    k = _load_rotated(
+        k_ptrs, inside, positions, cos_ptr, sin_ptr, stride_cos, seqlen_rotary, D, BLOCK_D, ROTARY, INTERLEAVED
+    )
     cols = tl.arange(0, BLOCK_D)
     to = k_cache_ptr + head * stride_kch + pages * stride_kcp + within * stride_kct  # [T]
     tl.store(to[:, None] + cols[None, :], k, mask=writable & (cols[None, :] < D))
@@ -161,69 +162,43 @@ def append_to_cache(k: Tensor, v: Tensor, cache: Cache, rotary: Rotary | None) -
 
 @triton.jit
 def _attend(
-    acc, acc_2, row_max, row_sum, q, q_2, k_ptr, v_ptr, table_ptr, page, n_64, key_start, key_end,
+    acc, row_max, row_sum, q, k_ptr, v_ptr, table_ptr, page, start, end, key_start, key_end,
     first_key, n_keys, n_pages, page_size, stride_kp, stride_kt, stride_vp, stride_vt, softmax_scale, softcap,
     slope, beside,
-    MASKED: tl.constexpr, PAGED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    MASKED: tl.constexpr, PAGED: tl.constexpr, HAS_LEFTPAD: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Takes BLOCK_N keys from n_64 on, a multiple of BLOCK_N, into the running softmax of one tile of queries."""
-    n = tl.cast(n_64, tl.int32)
-    if PAGED:  # BLOCK_N divides a page, so that a block lies in one
-        # a wrong entry reads another page, but never outside the cache
-        page = tl.minimum(tl.maximum(tl.load(table_ptr + n // page_size), 0), n_pages - 1).to(tl.int64)
-        within = (n % page_size).to(tl.int64)
-    else:
-        within = n_64
-    k_block = k_ptr + (page * stride_kp + within * stride_kt)
-    v_block = v_ptr + (page * stride_vp + within * stride_vt)
-    # padding may hold NaN, and 0 * NaN is NaN: its rows are loaded as zeros
-    from_row, to_row = first_key - n, n_keys - n
-    k = _load_keys(k_block, stride_kt, from_row, to_row, 0, D_1, D, BLOCK_N, MASKED)  # [N, D_1]
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
-    if D_2:
-        k_2 = _load_keys(k_block, stride_kt, from_row, to_row, D_1, D_2, D, BLOCK_N, MASKED)
-        scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision=PRECISION)
-    keys = n + tl.arange(0, BLOCK_N)
-    to_log2 = softmax_scale * 1.4426950408889634
-    if HAS_SOFTCAP:
-        scores, _ = cap(scores, softmax_scale, softcap, k.dtype)
-        to_log2 = 1.0
-    if HAS_ALIBI:
-        scores = scores * to_log2 + alibi_bias(slope[:, None], beside[:, None], keys[None, :])
-        to_log2 = 1.0
-    if MASKED:
-        scores = tl.where(is_visible(keys, key_start, key_end), scores, float("-inf"))
-    p, rescale, row_max, row_sum = online_softmax_step(scores, row_max, row_sum, to_log2, MASKED)
-    v = _load_keys(v_block, stride_vt, from_row, to_row, 0, DV_1, DV, BLOCK_N, MASKED)  # [N, DV_1]
-    p = p.to(v.dtype)
-    acc = tl.dot(p, v, acc * rescale[:, None], input_precision=PRECISION)
-    if DV_2:
-        v_2 = _load_keys(v_block, stride_vt, from_row, to_row, DV_1, DV_2, DV, BLOCK_N, MASKED)
-        acc_2 = tl.dot(p, v_2, acc_2 * rescale[:, None], input_precision=PRECISION)
-    return acc, acc_2, row_max, row_sum
-
-
-@triton.jit
-def _load_keys(ptr, stride, from_row, to_row, FROM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
-               ROWS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """[ROWS, SIZE]: columns FROM to FROM + SIZE of the rows at ptr; zeros past WIDTH.
-
-    Under MASKED, rows outside of from_row to to_row are zeros too.
-    """
-    rows, cols = tl.arange(0, ROWS), FROM + tl.arange(0, SIZE)
-    ptrs = ptr + (rows[:, None] * stride + cols[None, :])
-    in_rows = ((rows >= from_row) & (rows < to_row))[:, None]
-    if MASKED and FROM + SIZE > WIDTH:
-        tile = tl.load(ptrs, mask=in_rows & (cols[None, :] < WIDTH), other=0.0)
-    elif MASKED:
-        tile = tl.load(ptrs, mask=in_rows, other=0.0)
-    elif FROM + SIZE > WIDTH:
-        tile = tl.load(ptrs, mask=cols[None, :] < WIDTH, other=0.0)
-    else:
-        tile = tl.load(ptrs)
-    return tile
+    """Takes the keys start to end, from a multiple of BLOCK_N on, into the running softmax of one tile of queries."""
+    for n_64 in range(start, end, BLOCK_N):
+        n = tl.cast(n_64, tl.int32)
+        if PAGED:  # BLOCK_N divides a page, so that a block lies in one
+            # a wrong entry reads another page, but never outside the cache
+            page = tl.minimum(tl.maximum(tl.load(table_ptr + n // page_size), 0), n_pages - 1).to(tl.int64)
+            within = (n % page_size).to(tl.int64)
+        else:
+            within = n_64
+        k_block = k_ptr + (page * stride_kp + within * stride_kt)
+        v_block = v_ptr + (page * stride_vp + within * stride_vt)
+        n_left = n_keys - n
+        k = load_part(k_block, 0, stride_kt, n_left, 0, BLOCK_D, D, BLOCK_N, MASKED)  # [N, BLOCK_D]
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
+        keys = n + tl.arange(0, BLOCK_N)
+        to_log2 = softmax_scale * 1.4426950408889634
+        if HAS_SOFTCAP:
+            scores, _ = cap(scores, softmax_scale, softcap, k.dtype)
+            to_log2 = 1.0
+        if HAS_ALIBI:
+            scores = scores * to_log2 + alibi_bias(slope[:, None], beside[:, None], keys[None, :])
+            to_log2 = 1.0
+        if MASKED:
+            scores = tl.where(is_visible(keys, key_start, key_end), scores, float("-inf"))
+        p, rescale, row_max, row_sum = online_softmax_step(scores, row_max, row_sum, to_log2, MASKED)
+        v = load_part(v_block, 0, stride_vt, n_left, 0, BLOCK_DV, DV, BLOCK_N, MASKED)  # [N, BLOCK_DV]
+        if MASKED and HAS_LEFTPAD:  # padding may hold NaN, and 0 * NaN is NaN
+            v = tl.where((keys >= first_key)[:, None], v, 0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+    return acc, row_max, row_sum
 
 
 @triton.jit(
@@ -240,14 +215,16 @@ def _decode_kernel(
     seqlen_rotary, softmax_scale, softcap,
     PAGED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
     ROTARY_BY_TOKEN: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M rows of one sequence and kv head over one of n_splits parts of the keys that they see.
 
     A row is a query of one head: row r is token r // GROUP, and head r % GROUP of the group. o (n_splits, batch,
     seqlen_q, n_heads, DV) and lse (n_splits, batch, n_heads, seqlen_q) are dense; with one split they are the result.
-    A head of D columns is held as parts of D_1 and D_2 columns, and one of DV as DV_1 and DV_2; the second may be 0.
+    A head of D columns fills a tile of BLOCK_D, a power of two, whose last columns are 0; DV and BLOCK_DV likewise.
+    Heads in two parts, as in the forward pass, gave wrong results on Hopper where K or V passes through registers on
+    its way to shared memory: with columns past D, with padding on the left, and with one stage.
     """
     program = tl.program_id(0)
     tile = program % n_tiles
@@ -290,12 +267,9 @@ def _decode_kernel(
 
     q_ptrs = q_ptr + sequence_64 * stride_qb + token.to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh  # [M]
     positions = cached + token if ROTARY_BY_TOKEN else cached + token * 0
-    q = _load_rotated(q_ptrs, inside, positions, cos_ptr, sin_ptr, stride_cos, seqlen_rotary, 0, D_1, D,
-                      ROTARY, INTERLEAVED)  # fmt: skip
-    q_2 = q
-    if D_2:
-        q_2 = _load_rotated(q_ptrs, inside, positions, cos_ptr, sin_ptr, stride_cos, seqlen_rotary, D_1, D_2, D,
-                            ROTARY, INTERLEAVED)  # fmt: skip
+    q = _load_rotated(
+        q_ptrs, inside, positions, cos_ptr, sin_ptr, stride_cos, seqlen_rotary, D, BLOCK_D, ROTARY, INTERLEAVED
+    )
     slope = beside
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + sequence_64 * stride_slopes + head, mask=inside, other=0.0)
@@ -307,25 +281,19 @@ def _decode_kernel(
 
     k_ptr += kv_head_64 * stride_kh
     v_ptr += kv_head_64 * stride_vh
-    acc = tl.zeros([BLOCK_M, DV_1], tl.float32)
-    acc_2 = tl.zeros([BLOCK_M, DV_2 if DV_2 else 1], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    # One loop takes the blocks that some row sees in part, on either side of the whole ones: with two, ptxas 12.8 runs
-    # out of uniform registers, and may overwrite one that a later loop still reads.
-    n_before = tl.cdiv(whole_start - start, BLOCK_N)
-    for i in range(0, n_before + tl.cdiv(end - whole_end, BLOCK_N)):
-        n = tl.where(i < n_before, start + i * BLOCK_N, whole_end + (i - n_before) * BLOCK_N)
-        acc, acc_2, row_max, row_sum = _attend(
-            acc, acc_2, row_max, row_sum, q, q_2, k_ptr, v_ptr, table_ptr, page, n, key_start, key_end, first_key,
-            n_keys, n_pages, page_size, stride_kp, stride_kt, stride_vp, stride_vt, softmax_scale, softcap, slope,
-            beside, True, PAGED, HAS_SOFTCAP, slopes_ptr is not None, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_N, PRECISION,
-        )  # fmt: skip
-    for n in range(whole_start, whole_end, BLOCK_N):
-        acc, acc_2, row_max, row_sum = _attend(
-            acc, acc_2, row_max, row_sum, q, q_2, k_ptr, v_ptr, table_ptr, page, n, key_start, key_end, first_key,
-            n_keys, n_pages, page_size, stride_kp, stride_kt, stride_vp, stride_vt, softmax_scale, softcap, slope,
-            beside, False, PAGED, HAS_SOFTCAP, slopes_ptr is not None, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_N, PRECISION,
+    # blocks that some row sees in part, then those that every row sees whole, then again in part
+    for phase in tl.static_range(3):
+        acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum, q, k_ptr, v_ptr, table_ptr, page,
+            start if phase == 0 else whole_start if phase == 1 else whole_end,
+            whole_start if phase == 0 else whole_end if phase == 1 else end,
+            key_start, key_end, first_key, n_keys, n_pages, page_size, stride_kp, stride_kt, stride_vp, stride_vt,
+            softmax_scale, softcap, slope, beside,
+            phase != 1, PAGED, leftpad_ptr is not None, HAS_SOFTCAP, slopes_ptr is not None,
+            D, BLOCK_D, DV, BLOCK_DV, BLOCK_N, PRECISION,
         )  # fmt: skip
 
     sees = row_sum > 0  # a row that sees no key gives 0 and -inf
@@ -334,13 +302,9 @@ def _decode_kernel(
     n_heads = n_kv_heads * GROUP
     first_row = (split * batch + sequence).to(tl.int64) * seqlen_q * n_heads  # of this split and sequence
     o_ptrs = o_ptr + (first_row + token.to(tl.int64) * n_heads + head) * DV  # [M]
-    cols = tl.arange(0, DV_1)
+    cols = tl.arange(0, BLOCK_DV)
     mask = inside[:, None] & (cols[None, :] < DV)
     tl.store(o_ptrs[:, None] + cols[None, :], (acc / divisor).to(o_ptr.dtype.element_ty), mask=mask)
-    if DV_2:
-        cols = DV_1 + tl.arange(0, DV_2)
-        mask = inside[:, None] & (cols[None, :] < DV)
-        tl.store(o_ptrs[:, None] + cols[None, :], (acc_2 / divisor).to(o_ptr.dtype.element_ty), mask=mask)
     tl.store(lse_ptr + first_row + head.to(tl.int64) * seqlen_q + token, lse, mask=inside)
 
 
@@ -423,8 +387,6 @@ def decode_attention(
         partial_lse = torch.empty(n_splits, *lse.shape, dtype=torch.float32, device=q.device)
     else:
         partial, partial_lse = o, lse
-    d_1, d_2 = split_width(head_dim)
-    dv_1, dv_2 = split_width(v_head_dim)
     _decode_kernel[(n_programs * n_splits,)](
         q, cache.k, cache.v, partial, partial_lse, cache.seqlens, cache.leftpad, cache.table, slopes,
         *_angles(rotary), *q.stride()[:3], *cache.k.stride()[:3], *cache.v.stride()[:3],
@@ -433,7 +395,8 @@ def decode_attention(
         batch, seqlen_q, seqlen_new, n_kv_heads, n_pages, page_size, cache.capacity, n_tiles, n_splits, left, right,
         _positions(rotary), softmax_scale, softcap,
         PAGED=cache.paged, HAS_SOFTCAP=softcap != 0.0, **_rotary_switches(rotary), ROTARY_BY_TOKEN=rotary_by_token,
-        GROUP=group, D=head_dim, D_1=d_1, D_2=d_2, DV=v_head_dim, DV_1=dv_1, DV_2=dv_2,
+        GROUP=group,
+        D=head_dim, BLOCK_D=padded_width(head_dim), DV=v_head_dim, BLOCK_DV=padded_width(v_head_dim),
         BLOCK_M=tiles.block_m, BLOCK_N=block_n, PRECISION=precision_of(q),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
@@ -446,6 +409,11 @@ def decode_attention(
     return o, lse
 
 
+def padded_width(width: int) -> int:
+    """Columns of the tile that holds `width` of them: a power of two, and at least the 16 that tl.dot asks for."""
+    return max(16, triton.next_power_of_2(width))
+
+
 def decode_tiles(
     arch: Arch, head_dim: int, v_head_dim: int, itemsize: int, n_rows: int, paged: bool, limit: int
 ) -> TileConfig:
@@ -456,6 +424,7 @@ def decode_tiles(
     if arch == "interpreter":
         return TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)  # small, so that short inputs have edges
     block_m = max(16, triton.next_power_of_2(n_rows))
+    head_dim, v_head_dim = padded_width(head_dim), padded_width(v_head_dim)
     widest = max(head_dim, v_head_dim)
     if block_m > 64 or block_m * widest * itemsize > 64 * 128 * 2:
         tiles = tile_config(arch, widest, "fwd", itemsize)
