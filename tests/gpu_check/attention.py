@@ -90,6 +90,8 @@ def _check(
     q, k, v, do = (torch.randn(shape, device=DEVICE).to(dtype) for shape in _shapes(total, heads, width))
     if "strided" in names:  # columns of wider heads
         q, k, v = (torch.cat([x, x], dim=2)[..., : x.shape[2]] for x in (q, k, v))
+    if "odd-strides" in names:  # rows at no multiple of 16 bytes pass through registers on their way to shared memory
+        q, k, v = (torch.cat([x, x[..., :1]], dim=2)[..., :-1] for x in (q, k, v))
     features: dict[str, Any] = dict(causal="bidirectional" not in names)
     features |= dict(cu_seqlens_q=cumulative(lengths), cu_seqlens_k=cumulative(lengths))
     if "window" in names:

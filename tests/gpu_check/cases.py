@@ -16,7 +16,7 @@ from kernels.flash_attention.schedule import DocumentLength
 from tests.gpu_check.attention import HEADS, check_hopper, check_portable
 from tests.gpu_check.decode import check_decode
 from tests.gpu_check.fused import check_rmsnorm, check_rotary, check_swiglu
-from tests.gpu_check.variants import WIDTHS, other_decode_tiles, other_tiles, own_decode_tiles, own_tiles
+from tests.gpu_check.variants import WIDTHS, Tiles, Width, other_decode_tiles, other_tiles, own_decode_tiles, own_tiles
 
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = (*HALF, torch.float32)
@@ -40,7 +40,10 @@ def all_cases(device: torch.device) -> list[Case]:
 
 
 def portable_cases(device: torch.device) -> Iterator[Case]:
-    """Each tile of each pass, dtype and width: the device's own for one document and for several, others for either."""
+    """Each tile of each pass, dtype and width: the device's own for one document and for several, others for either.
+
+    The device's own also run once with rows that are not aligned, which are loaded by other instructions.
+    """
     features, heads, either = cycle(FEATURES), cycle(HEADS), cycle((False, True))
     dtypes = (*DTYPES, FP8) if torch.cuda.get_device_capability(device) >= (8, 9) else DTYPES
     for dtype, width in product(dtypes, WIDTHS):
@@ -48,9 +51,17 @@ def portable_cases(device: torch.device) -> Iterator[Case]:
         others = other_tiles(width, dtype.itemsize, device)
         for tiles, several in [(own, False), (own, True), *zip(others, either, strict=False)]:
             names = () if dtype == FP8 else next(features)
-            sizes = " ".join(f"{p}:{t.block_m}x{t.block_n}x{t.num_warps}x{t.num_stages}" for p, t in tiles.items())
-            name = f"portable {_name(dtype)} {width} {'several' if several else 'one'} {'+'.join(names)} {sizes}"
-            yield Case(name, partial(check_portable, dtype, width, tiles, several, names, next(heads)))
+            yield _portable_case(dtype, width, tiles, several, names, next(heads))
+        if dtype != FP8:
+            yield _portable_case(dtype, width, own, next(either), ("odd-strides",), next(heads))
+
+
+def _portable_case(
+    dtype: torch.dtype, width: Width, tiles: Tiles, several: bool, features: tuple[str, ...], heads: tuple[int, int]
+) -> Case:
+    sizes = " ".join(f"{p}:{t.block_m}x{t.block_n}x{t.num_warps}x{t.num_stages}" for p, t in tiles.items())
+    name = f"portable {_name(dtype)} {width} {'several' if several else 'one'} {'+'.join(features)} {sizes}"
+    return Case(name, partial(check_portable, dtype, width, tiles, several, features, heads))
 
 
 def hopper_cases() -> Iterator[Case]:

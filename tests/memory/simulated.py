@@ -29,6 +29,7 @@ from fa_train.memory import offload as offload_module
 from fa_train.memory import tiled_mlp as tiled_mlp_module
 from fa_train.memory.loss import linear_cross_entropy
 from fa_train.memory.tiled_mlp import mlp_backward, mlp_forward
+from fa_train.models import lora as lora_module
 from fa_train.models.gpt import GPT
 from fa_train.models.gpt import _nothing as nothing
 from fa_train.models.rope import rotary_table
@@ -167,6 +168,7 @@ def as_on_a_gpu() -> Iterator[None]:
         )
         patch.setattr(offload_module, "available_host_bytes", lambda: 2**60)
         patch.setattr(checks, "require_backend", lambda device: None)  # nothing is computed
+        patch.setattr(lora_module, "drawn_hash", lambda model: "")  # nor drawn
         patch.setattr(F, "rms_norm", lambda x, shape, weight, eps: FusedRMSNorm.apply(x, weight, eps))
         patch.setattr(loss_module, "_torch_cross_entropy", cross_entropy)
         yield
@@ -227,6 +229,7 @@ def kept_by_compiled_block(build: Callable[[], GPT], tokens: int, precision: str
     torch._dynamo.reset()
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(checks, "require_backend", lambda device: None)  # nothing is computed
+        patch.setattr(lora_module, "drawn_hash", lambda model: "")  # nor drawn
         torch.set_default_dtype(torch.bfloat16 if precision == "bf16-true" else torch.float32)
         try:
             model = build()
