@@ -27,6 +27,7 @@ from kernels.flash_attention.portable.fwd import _fwd_kernel, _repair_fwd_kernel
 from kernels.flash_attention.portable.launch import precision_of
 from kernels.flash_attention.portable.load import split_width
 from kernels.flash_attention.tiles import shared_bytes, tile_config
+from tests.kernels.descriptors import misplaced_descriptors
 
 KERNELS = {
     "fwd": _fwd_kernel,
@@ -73,6 +74,7 @@ def compile_case(arch, head_dim, v_head_dim, direction, itemsize):
         "shared": compiled.metadata.shared,
         "shared_computed": shared_bytes(arch, tiles, head_dim, v_head_dim, direction, itemsize),
         "tensor_memory": compiled.metadata.tmem_size,
+        "misplaced_descriptors": misplaced_descriptors_of(compiled.asm["cubin"]) if arch == "sm90" else [],
     }
 
 
@@ -103,10 +105,19 @@ def source_of(kernel, tiles, of_queries, head_dim, v_head_dim, direction, itemsi
             signature[name] = "*bf16" if itemsize == 1 and name == "o_ptr" else ELEMENT[itemsize]
         else:
             signature[name] = "fp32" if name in ("softmax_scale", "softcap") else "i32"
-        if name not in constants and (name.endswith("_ptr") or name.startswith("stride")):
+        of_rows = name.startswith("stride") and head_dim % 16 == 0  # of contiguous rows of one head
+        if name not in constants and (name.endswith("_ptr") or of_rows):
             attributes[(index,)] = [["tt.divisibility", 16]]
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     return ASTSource(kernel, signature, constexprs=places, attrs=attributes)
+
+
+def misplaced_descriptors_of(cubin):
+    """misplaced_descriptors of the bytes of a cubin."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(cubin)
+        file.flush()
+        return misplaced_descriptors(Path(file.name))
 
 
 def compile_to_ptx(source, capability, options):
@@ -132,7 +143,8 @@ def ptxas(ptx, capability):
         command = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name=sm_{capability}{suffix}", source, "-o", cubin]
         run = subprocess.run([*map(str, command)], capture_output=True, text=True)
         assert run.returncode == 0, f"{command} ended with {run.returncode}: {run.stdout}{run.stderr}"
-        return {**resources(run.stderr), "tensor_core": tensor_core(ptx)}
+        misplaced = misplaced_descriptors(cubin) if capability == 90 else []
+        return {**resources(run.stderr), "tensor_core": tensor_core(ptx), "misplaced_descriptors": misplaced}
 
 
 def resources(log):

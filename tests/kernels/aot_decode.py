@@ -39,7 +39,8 @@ def compile_case(arch, head_dim, n_rows, *, paged):
             signature[name] = "*fp32" if name in FP32_POINTERS else "*bf16"
         else:
             signature[name] = "fp32" if name in ("softmax_scale", "softcap") else "i32"
-        if name not in constants and (name.endswith("_ptr") or name.startswith("stride")):
+        of_rows = name.startswith("stride") and head_dim % 16 == 0  # of contiguous rows of one head
+        if name not in constants and (name.endswith("_ptr") or of_rows):
             attributes[(index,)] = [["tt.divisibility", 16]]
     places = {(names.index(name),): value for name, value in constants.items()}
     capability = int(arch.removeprefix("sm"))

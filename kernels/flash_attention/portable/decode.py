@@ -223,8 +223,8 @@ def _decode_kernel(
     A row is a query of one head: row r is token r // GROUP, and head r % GROUP of the group. o (n_splits, batch,
     seqlen_q, n_heads, DV) and lse (n_splits, batch, n_heads, seqlen_q) are dense; with one split they are the result.
     A head of D columns fills a tile of BLOCK_D, a power of two, whose last columns are 0; DV and BLOCK_DV likewise.
-    Heads in two parts, as in the forward pass, gave wrong results on Hopper where K or V passes through registers on
-    its way to shared memory: with columns past D, with padding on the left, and with one stage.
+    Heads are not held in two parts, as in the forward pass. ptxas 12.8 computes some matrix descriptors of such kernels
+    from the wrong uniform register, where K or V passes through registers on its way to shared memory.
     """
     program = tl.program_id(0)
     tile = program % n_tiles

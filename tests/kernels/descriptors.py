@@ -1,0 +1,50 @@
+"""Finds where ptxas 12.8 computes a matrix descriptor from the wrong uniform register.
+
+A descriptor of Hopper's wgmma has 64 bits. Its high half is a constant: swizzle and stride. Its low half is an address
+in shared memory. PTX adds the constant to an address of 64 bits, so ptxas must add the constant's high half to zero.
+ptxas 12.8 sometimes adds it to a register that holds something else by then: an address, or the descriptor of another
+operand. The kernel then reads other shared memory, or ends with an illegal access.
+
+Seen on an H100 and in the machine code: attention with heads in two parts whose rows are loaded through registers.
+The same PTX by ptxas 12.9 is right.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+
+from triton import knobs
+
+INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\d+ )?(.*?)\s*;")
+WRITES_UNIFORM = re.compile(r"(?:U\S+|R2UR\S*|S2UR) +UR(\d+),")
+ADDS_CONSTANT = re.compile(r"UIADD3\.X UR\d+, (UR\d+), (-?0x[0-9a-f]+), URZ")
+STRIDES = [2**i for i in range(4, 10)]  # of a descriptor, in units of 16 bytes
+HIGH_HALVES = {swizzle << 30 | stride for swizzle in (1, 2, 3) for stride in STRIDES}
+
+
+def misplaced_descriptors(cubin: Path) -> list[str]:
+    """The instructions of a kernel for sm_90 that add a descriptor's constant to a register that is not zero."""
+    command = [knobs.nvidia.nvdisasm.path, str(cubin)]
+    return misplaced_in(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def misplaced_in(sass: str) -> list[str]:
+    """The same of nvdisasm's text. What a register holds is what was last written to it, in the order of the text."""
+    writers: dict[str, str] = {}
+    found = []
+    for line in sass.splitlines():
+        match = INSTRUCTION.match(line)
+        if match is None:
+            continue
+        instruction = match[1]
+        added = ADDS_CONSTANT.match(instruction)
+        if added and int(added[2], 16) & 0xFFFFFFFF in HIGH_HALVES:
+            writer = writers.get(added[1], "")
+            if not re.match(r"UMOV UR\d+, URZ", writer):
+                found.append(f"{instruction} after {writer or 'nothing'}")
+        written = WRITES_UNIFORM.match(instruction)
+        if written:
+            n_registers = 2 if ".64" in instruction.split()[0] else 1
+            for register in range(int(written[1]), int(written[1]) + n_registers):
+                writers[f"UR{register}"] = instruction
+    return found
