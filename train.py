@@ -37,11 +37,11 @@ from fa_train.parallel.fsdp import FullyShardedStrategy
 warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
 # resuming is exact here: the data module starts at the checkpoint's row
 warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
-# the CSV logger has a new folder for each run, where no log is older
+# each run has a new folder, so the CSV logger deletes nothing
 warnings.filterwarnings("ignore", message=".*Previous log files in this directory will be deleted when the new ones")
 SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 OmegaConf.register_new_resolver("auto_preset", lambda: "gpu" if torch.cuda.is_available() else "cpu", replace=True)
-OmegaConf.register_new_resolver("run_folder", settings.run_folder, replace=True)  # before Hydra makes the folder
+OmegaConf.register_new_resolver("run_folder", settings.run_folder, replace=True)  # before the folder is made
 OmegaConf.register_new_resolver(
     "sweep_group", lambda: HydraConfig.get().sweep.dir if in_sweep() else None, replace=True
 )
@@ -82,7 +82,7 @@ def check(cfg: DictConfig) -> None:
     """Raises ValueError on the first key of `cfg` that is unknown or has a value it cannot take."""
     chosen = HydraConfig.get().runtime.choices
     for group in settings.ONE_OPTION:
-        if group in cfg and group not in chosen:  # Hydra lists no choice where it merged several options
+        if group in cfg and group not in chosen:  # Hydra lists no choice if it merged several options
             raise ValueError(f"{group} must be one option of conf/{group}; got a list of them")
     settings.require_given(to_container(cfg, resolve=False))
     settings.check(to_container(cfg))
@@ -160,7 +160,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
     except SIGTERMException:  # a SystemExit with status 0
         sys.exit(128 + 15)
     except DivergedError:
-        trainer.strategy.barrier()  # torchrun stops all ranks when the first one exits, and rank 0 closes the record
+        trainer.strategy.barrier()  # torchrun stops all ranks when one exits, and rank 0 must close the record first
         if trainer.is_global_zero or in_sweep():
             raise
         sys.exit(1)  # rank 0 says why
@@ -175,7 +175,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """A user's mistake, and a run that diverges, end the program with one line.
+    """A user's mistake or a diverging run ends the program with one line.
 
     HYDRA_FULL_ERROR=1 shows the traceback.
     """
@@ -197,9 +197,9 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
 
 
 def optimized(result: dict[str, float], metric: str) -> float:
-    """The metric that a sweeper optimizes; NaN where memory ran out first. Raises: ValueError where it is missing."""
+    """The metric that a sweeper optimizes; NaN if memory ran out first. Raises: ValueError if it is missing."""
     if metric not in result and "oom" not in result:
-        raise ValueError(f"optimized_metric must be measured in this run: {', '.join(sorted(result))}; got {metric}")
+        raise ValueError(f"optimized_metric must be a metric of this run: {', '.join(sorted(result))}; got {metric}")
     return result.get(metric, float("nan"))
 
 

@@ -1,4 +1,4 @@
-"""Numbers with bounds, for the type hints of what conf/ builds: fa_train.settings reads them there."""
+"""Number types with bounds, for type hints. fa_train.settings checks the values in conf/ against these hints."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -9,7 +9,7 @@ INFINITY = float("inf")
 
 PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
-Seed = Annotated[int, Ge(0), Lt(2**32)]  # what NumPy's generators take
+Seed = Annotated[int, Ge(0), Lt(2**32)]  # the range of NumPy's seeds
 PositiveFloat = Annotated[float, Gt(0), Lt(INFINITY)]
 AtLeastOne = Annotated[float, Ge(1), Lt(INFINITY)]
 NonNegativeFloat = Annotated[float, Ge(0), Lt(INFINITY)]

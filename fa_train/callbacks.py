@@ -1,4 +1,4 @@
-"""What watches a run: measurements, progress, its record, interrupts and running out of memory."""
+"""Callbacks that watch a run: measurements, progress, its record, interrupts and running out of memory."""
 
 import atexit
 import gc
@@ -50,8 +50,8 @@ class Monitor(Callback):
     Each log costs one device-to-host copy, the only ones of training. `tokens`, all that the run has seen, goes with
     every metric and is W&B's x-axis. perf/* is of the steps since the last log, validation excluded; perf/mfu is
     absent where the device's peak is not known. `latest` keeps the newest value of each metric.
-    max_skipped_steps: so many skipped optimizer steps in a row (see LitGPT) end the run at the next log; None never
-    does. train/skipped_steps counts them since the run began.
+    max_skipped_steps: this many skipped optimizer steps in a row (see LitGPT) end the run at the next log; None sets no
+    limit. train/skipped_steps counts all skipped steps since the run began.
     Units: losses in nats a label, tokens_per_s over all devices, step_ms in milliseconds, *_gib in GiB of rank 0.
     """
 
@@ -84,7 +84,7 @@ class Monitor(Callback):
         assert isinstance(pl_module, LitGPT)
         steps_skipped = [pl_module.skipped_steps, pl_module.longest_skip]
         measured = [pl_module.step_loss, pl_module.step_grad_norm, pl_module.step_squared_lengths, *steps_skipped]
-        # waits for the device
+        # tolist waits for the device
         loss, grad_norm, squared_lengths, skipped, longest_skip = torch.stack([x.double() for x in measured]).tolist()
         seconds = (time.perf_counter() - self._window_start) / steps
         flops = train_flops(pl_module.model, self.tokens_per_step, squared_lengths)
@@ -259,7 +259,7 @@ def length_chart(histogram: Histogram) -> CustomChart:
 
 
 def wait_for_other_ranks(trainer: L.Trainer) -> None:
-    """Lets the ranks that this process started end before it does, each with an exit status that is not 0.
+    """Waits until the ranks that this process started have ended, each with a nonzero exit status.
 
     Lightning's observer would take that status for a failure and kill this process, perhaps before it is done. The wait
     is at this process's exit, after it has ended its connections: with NCCL, ranks do that together.

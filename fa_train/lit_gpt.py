@@ -21,7 +21,7 @@ from fa_train.optim import require_same_kind
 from fa_train.parallel.fsdp import is_sharded, local, shard, whole
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")  # fp16 would need a loss scale beside the one by labels
-FOR_MICRO_BATCH, FOR_UPDATE = 1, 2  # what random numbers are for, the first part of their seed
+FOR_MICRO_BATCH, FOR_UPDATE = 1, 2  # the purpose of random numbers, the first part of their seed
 
 
 class LitGPT(L.LightningModule):
@@ -91,9 +91,9 @@ class LitGPT(L.LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Turns the mean over nominal tokens into the mean over labels, and clips, or skips the step.
+        """Rescales gradients from a mean over nominal tokens to a mean over labels and clips them, or skips the step.
 
-        Lightning calls it between the backward and the update.
+        Lightning calls it between the backward pass and the optimizer's update.
         """
         loss, labels, self.step_squared_lengths = self.trainer.strategy.reduce(self._sums.clone(), reduce_op="sum")
         self._sums.zero_()
@@ -116,7 +116,7 @@ class LitGPT(L.LightningModule):
     def _seed_generators(self, *purpose: int) -> None:
         """Seeds the default generators of the CPU and the GPU from (purpose, seed, step).
 
-        torch.manual_seed would try every kind of device that torch knows, in 0.2 ms of the host's time.
+        torch.manual_seed takes 0.2 ms of host time, because it visits every kind of device that torch knows.
         """
         key = [*purpose, self.seed, self.trainer.global_step]
         seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
@@ -158,7 +158,7 @@ class LitGPT(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raises: CheckpointError on a checkpoint of another model or base."""
         restore_base(self.model, checkpoint)
-        for saved in checkpoint.get("optimizer_states", []):  # FullyShardedStrategy has read its own before
+        for saved in checkpoint.get("optimizer_states", []):  # absent with FullyShardedStrategy, which checks itself
             require_same_kind(self.optimizer, saved)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -177,15 +177,15 @@ def count_labels(labels: Tensor) -> Tensor:
 
 
 def scale_or_skip(optimizer: Optimizer, gradients: list[Tensor], scale: Tensor, skipped: Tensor) -> None:
-    """Multiplies the gradients by `scale`, or makes the optimizer's next step change nothing where `skipped` is true.
+    """Multiplies the gradients by `scale`. If `skipped` is true, the optimizer's next step changes nothing instead.
 
-    A fused optimizer does both in its own kernel. With any other one the host waits for `skipped`.
+    A fused optimizer does both in its own kernel. With any other optimizer the host waits for `skipped`.
     Shapes: scale () fp32, skipped () bool.
     """
     if optimizer.defaults.get("fused"):
-        # torch's kernels divide by the first and do nothing where the second is 1, as for torch.amp.GradScaler
+        # torch's kernels divide by grad_scale and do nothing if found_inf is 1, as with torch.amp.GradScaler
         optimizer.grad_scale, optimizer.found_inf = scale.reciprocal(), skipped.float()  # type: ignore[attr-defined]
     elif skipped.item():
-        optimizer.zero_grad(set_to_none=True)  # optimizers leave parameters without a gradient alone
+        optimizer.zero_grad(set_to_none=True)  # optimizers skip parameters without a gradient
     else:
         torch._foreach_mul_(gradients, scale)

@@ -98,9 +98,9 @@ class OffloadedAdamW(CPUOffloadOptimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Reads moments, and the weights on the host from those on the GPU, which a checkpoint brought before.
+        """Loads the moments, and copies the weights from the GPU, where the checkpoint's are already, to the host.
 
-        Settings such as lr stay the present ones, which `step` hands to the optimizers that work.
+        Settings such as lr are not loaded: `step` passes the current ones to the inner optimizers.
         """
         super().load_state_dict(state_dict)
         with torch.no_grad():

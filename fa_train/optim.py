@@ -114,13 +114,13 @@ def _pair(betas: Sequence[float]) -> tuple[float, float]:
 
 
 def with_own_settings(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """A state_dict with the optimizer's present settings, such as lr and betas, in place of the saved ones.
+    """The state_dict `saved`, but with the optimizer's current settings, such as lr and betas.
 
-    Moments and step counts stay those saved.
+    Moments and step counts stay as saved.
     """
     own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     if len(own) != len(saved["param_groups"]):
-        return saved  # which torch refuses
+        return saved  # torch raises an error on it
     groups = [group | settings for group, settings in zip(saved["param_groups"], own, strict=True)]
     return saved | {"param_groups": groups}
 
@@ -129,7 +129,7 @@ KINDS = ("adamw", "adamw_8bit", "adamw_bf16", "adamw_offload")  # the functions 
 
 
 def require_same_kind(configured: Callable[..., Optimizer], saved: Mapping[str, Any]) -> None:
-    """ValueError where a state_dict is of another of the KINDS than `configured`, which may be a partial of it."""
+    """Raises: ValueError if another of the KINDS than `configured` wrote `saved`. configured: may be a partial."""
     own = getattr(configured, "func", configured).__name__
     written_by = kinds_that_write(saved)
     if own in KINDS and own not in written_by:
@@ -153,7 +153,7 @@ def kinds_that_write(saved: Mapping[str, Any]) -> Sequence[str]:
 
 
 class Schedule(LambdaLR):
-    """LambdaLR that takes nothing but its position from a checkpoint; the peak and the curve are the present ones."""
+    """LambdaLR that loads only its position from a checkpoint. The peak and the curve come from the current config."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.last_epoch = state_dict["last_epoch"]

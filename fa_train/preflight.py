@@ -52,7 +52,7 @@ def require_vocabulary(vocab_size: int, tokens: int) -> None:
 
 
 def require_reach(model: GPT, seq_len: int, max_doc_len: int | None, reset_positions: bool) -> None:
-    """ValueError where documents have positions that the model has no embedding for, or its checkpoint never saw.
+    """Raises: ValueError if documents may exceed the model's position embeddings or its checkpoint's context.
 
     Units: seq_len and max_doc_len in tokens, as in fa_train.data.datamodule.PackedDataModule.
     """
@@ -245,10 +245,10 @@ def plan(
 
 
 def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], object] = print) -> str | None:
-    """`ckpt_path` itself, or for `last` the newest checkpoint below the folder `runs` that is whole.
+    """`ckpt_path` itself, or for `last` the newest intact checkpoint below the folder `runs`.
 
-    say: gets a line for each newer checkpoint that `last` skips.
-    Raises: ValueError on a checkpoint that does not exist, is damaged or is none.
+    say: called with a line for each damaged checkpoint that `last` skips.
+    Raises: ValueError if the checkpoint does not exist, is damaged or is not a checkpoint.
     """
     if ckpt_path is None:
         return None
@@ -271,11 +271,11 @@ def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], obje
 
 
 def finished(ckpt_path: str | None, max_steps: int) -> str | None:
-    """None if a run from this checkpoint has steps to do, otherwise the line that says why it has none."""
+    """None if a run from this checkpoint has steps left to do, otherwise a line that says why it has none."""
     done = global_step(Path(ckpt_path)) if ckpt_path else 0
     if done < max_steps:
         return None
-    return f"nothing to do: {ckpt_path} has done {done} of max_steps={max_steps} steps. A larger max_steps goes on"
+    return f"nothing to do: {ckpt_path} has done {done} of max_steps={max_steps} steps. Increase max_steps to go on"
 
 
 def machine() -> str:
@@ -289,7 +289,7 @@ def explain(error: BaseException) -> str:
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
     unknown = next((link for link in chain if getattr(link, "parent_node", None) and "in struct" in str(link)), None)
-    if unknown is not None:  # OmegaConf's error where an override names a key that the config does not have
+    if unknown is not None:  # OmegaConf's error if an override names a key that the config does not have
         text = unknown_key(vars(unknown)["full_key"], vars(unknown)["parent_node"])
         return text if unknown is error else f"{text} (a + before it adds a parameter that conf/ does not list)"
     said = next((link for link in chain if isinstance(link, ValueError)), error)

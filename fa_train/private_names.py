@@ -1,4 +1,4 @@
-"""Private names of other packages. One that is gone ends a run with the version to install; nothing is ignored."""
+"""Access to private names of other packages. A missing name ends the run and names the version to install."""
 
 from collections.abc import Iterable
 from importlib.metadata import version
@@ -26,13 +26,13 @@ def require_parameters(package: Package, function: str, found: Iterable[str], wa
 
 
 def private(package: Package, owner: object, name: str) -> Any:
-    """owner.name. Raises: ImportError as require_names."""
+    """owner.name. Raises: ImportError as require_names does."""
     require_names(package, owner, name)
     return getattr(owner, name)
 
 
 def replace_private(package: Package, owner: object, name: str, value: object) -> None:
-    """owner.name = value. Raises: ImportError as require_names, where an assignment would make a new attribute."""
+    """owner.name = value. Raises: ImportError if owner has no such attribute yet, as require_names does."""
     require_names(package, owner, name)
     setattr(owner, name, value)
 

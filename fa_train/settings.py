@@ -1,6 +1,6 @@
 """The schema of conf/: which keys there are, and which values each key takes.
 
-A node with a `_target_` has the keys that its callable has as parameters, and the type hints say what they take.
+The keys of a node with a `_target_` are the parameters of that callable. Their type hints say which values they take.
 `Root` lists the keys at the root. `BOUNDS` narrows the hints of callables that other packages own.
 """
 
@@ -49,7 +49,7 @@ class Node:
 
 
 class Root(TypedDict):
-    """The keys at the root, in the order of the check: a node stands before those that hold a copy of it."""
+    """The keys at the root, in the order of the check. A node comes before the nodes that hold a copy of it."""
 
     seq_len: PositiveInt
     max_steps: PositiveInt
@@ -77,13 +77,13 @@ class Root(TypedDict):
     lit_gpt: Node
 
 
-# groups that are one node: Hydra would merge several of their options into one
+# groups that take one option: Hydra would merge several options into one node
 ONE_OPTION = (
     "attention", "memory", "adapter", "optimizer", "scheduler", "strategy", "logger", "data", "model", "trainer",
 )  # fmt: skip
 # train.py gives these parameters when it builds the node, so the config may leave them out
 GIVEN_LATER = {"model.vocab_size", "lit_gpt.model"}
-# narrower than the type hints of other packages, by class
+# bounds that the type hints of other packages lack, by class
 BOUNDS: dict[str, dict[str, Any]] = {
     "lightning.pytorch.trainer.trainer.Trainer": {
         "accelerator": Literal["auto", "cpu", "gpu", "cuda", "mps"],
@@ -107,7 +107,7 @@ BOUNDS: dict[str, dict[str, Any]] = {
     "lightning.pytorch.strategies.ddp.DDPStrategy": {"gradient_as_bucket_view": bool},
     "wandb.sdk.wandb_settings.Settings": {"init_timeout": NonNegativeFloat},
 }
-# where a class hands the keyword arguments that it does not name itself
+# the callable that gets the **kwargs of a class
 PASSED_ON = {
     "lightning.pytorch.strategies.ddp.DDPStrategy": "torch.nn.parallel.DistributedDataParallel",
     "lightning.pytorch.loggers.wandb.WandbLogger": "wandb.init",
@@ -141,16 +141,16 @@ class Keys:
 
 
 def require_given(config: Mapping[str, Any]) -> None:
-    """ValueError that names all keys whose value is `???`. Interpolations in `config` are not resolved yet."""
+    """Raises: ValueError that names all keys whose value is `???`. config: with interpolations not yet resolved."""
     missing = [key for key, value in leaves("", config) if value == MISSING]
     if missing:
         raise ValueError(f"{' and '.join(missing)} must be given; got nothing")
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """ValueError that names the first key of `config` that is unknown or has a value it cannot take.
+    """Raises: ValueError that names the first key of `config` that is unknown or has a value it cannot take.
 
-    `config` is a composed config as plain containers, with all interpolations resolved. Nothing is built.
+    config: a composed config as plain containers, with all interpolations resolved. Nothing is built.
     """
     for key, value, hint in entries(config):
         if not fits(value, hint):
@@ -161,7 +161,7 @@ def check(config: Mapping[str, Any]) -> None:
 
 
 def entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Each key of a config with its value and the type hint of what it takes; a node counts by its own keys.
+    """Yields each key of a config with its value and its type hint. For a node it yields the node's keys instead.
 
     Raises: ValueError on a key that is unknown, or that must be there and is not.
     """
@@ -178,7 +178,7 @@ def run_folder(run_name: object) -> str:
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    """Says that no such key exists, and names the nearest of the keys `known` that stand in the same node."""
+    """The message for an unknown key. It suggests the closest of the keys `known` in the same node."""
     node, _, name = key.rpartition(".")
     near = difflib.get_close_matches(name, list(known), n=1)
     suggestion = f"; did you mean {node}{'.' if node else ''}{near[0]}?" if near else ""
@@ -220,12 +220,12 @@ def _entries_of_value(key: str, value: Any, hint: Any) -> Iterator[tuple[str, An
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a plain value, not a node, is what a type hint asks for."""
+    """Whether a plain value (not a node) matches a type hint."""
     try:
         TypeAdapter(list[hint], config=STRICT).validate_python([value])
     except ValidationError:
         return False
-    except (PydanticUserError, SchemaError):  # a hint whose types cannot be found or tested says nothing
+    except (PydanticUserError, SchemaError):  # a hint that pydantic cannot evaluate or test allows any value
         return True
     return True
 
@@ -237,9 +237,9 @@ def _keys_of_typed_dict(definition: Any) -> Keys:
 
 
 def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
-    """The keys that the node called `node` has by its `_target_`.
+    """The keys of the node called `node`, given by its `_target_`.
 
-    What calls a partial one later gives its positional parameters, so only those by keyword must be there.
+    A partial gets its positional parameters when it is called, so only its keyword-only parameters are required.
     """
     try:
         function = pkgutil.resolve_name(target)
@@ -282,7 +282,7 @@ def _keys_of_parameters(parameters: Mapping[str, inspect.Parameter], partial: bo
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    """Of a callable, with type hints where they can be evaluated; None where Python does not tell them."""
+    """A callable's parameters, with evaluated type hints if possible; None if Python cannot inspect it."""
     try:
         return inspect.signature(function, eval_str=True).parameters
     except (NameError, AttributeError, TypeError):  # a hint in quotes that its module does not import

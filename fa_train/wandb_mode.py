@@ -1,4 +1,4 @@
-"""Whether Weights & Biases can be reached: a run never waits for a key or for a network."""
+"""Whether Weights & Biases can be reached. A run never waits for a key, and at most TIMEOUT for the network."""
 
 import os
 

@@ -1,6 +1,6 @@
-"""torch's private names that save attention host time, each with a slower public way for a torch that lacks it.
+"""torch's private names that save attention host time, each with a slower fallback that uses public names only.
 
-No other module of this package uses a private name of torch. A torch that moves one makes calls slower and breaks none.
+No other module of this package uses a private name of torch. If a torch lacks one, calls are slower but still right.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch.autograd import Function, forward_ad
 
 
 def _find(path: str) -> Any:
-    """What torch.`path` is, or None."""
+    """The object torch.`path`, or None if there is none."""
     found: Any = torch
     for name in path.split("."):
         found = getattr(found, name, None)
@@ -33,12 +33,12 @@ empty_strided_cuda: Callable[..., Tensor] | None = _find("_C._dynamo.guards._emp
 
 
 def may_have_dispatch_mode() -> bool:
-    """Whether a TorchDispatchMode is active; True also if this torch does not say."""
+    """Whether a TorchDispatchMode is active; also True if this torch cannot tell."""
     return _dispatch_modes is None or bool(_dispatch_modes())
 
 
 def may_be_watched() -> bool:
-    """Whether a mode, a functorch transform, a trace or a profiler is active; True also if this torch does not say."""
+    """Whether a mode, a functorch transform, a trace or a profiler is active; also True if this torch cannot tell."""
     return not _KNOWS_WATCHERS or bool(
         _dispatch_modes()
         or _has_function_mode()
@@ -49,7 +49,7 @@ def may_be_watched() -> bool:
 
 
 def may_have_tangents() -> bool:
-    """Whether forward-mode differentiation is active; True also if this torch does not say."""
+    """Whether forward-mode differentiation is active; also True if this torch cannot tell."""
     return getattr(forward_ad, "_current_level", 0) >= 0
 
 
@@ -71,7 +71,7 @@ def apply_without_transforms(function: type[Function]) -> Callable[..., Any]:
 
 
 def without_dead_wrapper(x: Tensor) -> Tensor:
-    """x, taken out of the wrapper of a transform that has ended."""
+    """x without the wrapper that a functorch transform may have left on it after it ended."""
     if _unwrap_if_dead is None:
         return x  # function.apply does it
     unwrapped: Tensor = _unwrap_if_dead(x)

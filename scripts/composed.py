@@ -16,11 +16,11 @@ def composed(overrides: list[str]) -> DictConfig:
     Raises: ValueError, HydraException or OmegaConfBaseException on a mistake in the overrides.
     """
     OmegaConf.register_new_resolver("auto_preset", lambda: "gpu", replace=True)
-    if not OmegaConf.has_resolver("sweep_group"):  # train.py has one, where a script imports it
+    if not OmegaConf.has_resolver("sweep_group"):  # a script that imports train.py has one already
         OmegaConf.register_new_resolver("sweep_group", lambda: None)
     with initialize_config_dir(str(Path(__file__).resolve().parents[1] / "conf"), version_base="1.3"):
         cfg = compose("train", [*overrides, "hydra.runtime.output_dir=."], return_hydra_config=True)
-    HydraConfig.instance().set_config(cfg)  # where the settings find their group's choice
+    HydraConfig.instance().set_config(cfg)  # for interpolations such as ${hydra:runtime.choices.model}
     with open_dict(cfg):
         del cfg.hydra
     settings.require_given(cast(dict[str, Any], OmegaConf.to_container(cfg)))

@@ -27,7 +27,7 @@ from fa_train.models.hf import DTYPES
 from fa_train.models.saved_config import require_own_targets
 from fa_train.preflight import explain
 
-PARTS = ("model", "adapter")  # of a run's config, which an export builds
+PARTS = ("model", "adapter")  # the nodes of a run's config that an export builds
 
 
 def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | None, adapter: bool = False) -> None:
@@ -44,7 +44,7 @@ def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | No
 
 
 def saved_config(run: Path, overrides: list[str]) -> DictConfig:
-    """The config in a run's folder. Raises: ValueError on one that is no config."""
+    """The config in a run's folder, with overrides. Raises: ValueError if the file is not a run's config."""
     path = run / ".hydra" / "config.yaml"
     try:
         saved = OmegaConf.load(path)
@@ -64,10 +64,10 @@ def saved_config(run: Path, overrides: list[str]) -> DictConfig:
 def load(checkpoint: Path, cfg: DictConfig) -> tuple[GPT, int]:
     """The trained model on the CPU, and its optimizer steps.
 
-    Raises: ValueError if the config names anything to build that is not this project's, and as fa_train's `load` does.
+    Raises: ValueError if fa_train does not define a `_target_` in the config, and as fa_train.models.export.load does.
     """
     adapter = {"_target_": "fa_train.models.lora.whole_model", "_partial_": True}  # older configs have no such key
-    # what is checked is what is built: a second resolving could give something else
+    # resolved once, so that the targets that are checked are those that are built
     parts = [OmegaConf.to_container(cfg[name], resolve=True) if name in cfg else adapter for name in PARTS]
     for name, part in zip(PARTS, parts, strict=True):
         require_own_targets(part, f"{name} in the run's .hydra/config.yaml")

@@ -12,7 +12,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-if not __package__:  # started as a file: imports begin in the repository, not in scripts/
+if not __package__:  # run as a file: import from the repository, not from scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch

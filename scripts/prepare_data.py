@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-if not __package__:  # started as a file: imports begin in the repository, not in scripts/
+if not __package__:  # run as a file: import from the repository, not from scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from hydra.errors import HydraException

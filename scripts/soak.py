@@ -1,12 +1,12 @@
-"""Trains for some minutes and says whether memory and speed stay as they are: python -m scripts.soak [override ...]
+"""Trains for some minutes and checks that memory and speed stay constant: python -m scripts.soak [override ...]
 
     python -m scripts.soak --minutes 9                        # the preset of this machine, on Python's own source
     python -m scripts.soak --minutes 9 model=llama_1b seq_len=32768 batch_size=1
 
-The run validates and writes a checkpoint every 50 steps, and packs new documents in each step. The first third of it
-warms up. The second and the last third must then agree: step times within 3%, host memory within 2%, and on a GPU
-reserved memory exactly. Host memory is that of all processes of the run, where shared pages count once.
-Writes OUT.md and exits with 1 if they do not agree.
+The run validates and writes a checkpoint every 50 steps, and packs new documents in each step. Its first third is
+warm-up. The medians of the second and the last third must agree: step times within 3%, host memory within 2%, and on
+a GPU reserved memory exactly. Host memory is summed over all processes of the run; shared pages count once.
+The script writes OUT.md, and exits with 1 if the two thirds do not agree.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from scripts.provenance import describe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 EVERY = 50  # steps between validations, and between checkpoints
-SAMPLE = 5.0  # seconds between looks at the host's memory
+SAMPLE = 5.0  # seconds between samples of host memory
 GIB = 2**30
 LIMITS = {"step_ms": 0.03, "host_gib": 0.02, "reserved_gib": 0.0}  # change between the second and the last third
 
@@ -50,7 +50,7 @@ class Change:
 
 
 def soak(overrides: list[str], minutes: float, folder: Path) -> list[Change]:
-    """Runs train.py in `folder` for so long, then interrupts it. Raises: RuntimeError if it ends by itself."""
+    """Runs train.py in `folder` for `minutes`, then interrupts it. Raises: RuntimeError if it ends before that."""
     command = [
         sys.executable, str(REPOSITORY / "train.py"), "logger=csv", "max_steps=1000000", "trainer.log_every_n_steps=10",
         f"trainer.val_check_interval={EVERY}", f"callbacks.checkpoint.every_n_train_steps={EVERY}", *overrides,
@@ -74,7 +74,7 @@ def soak(overrides: list[str], minutes: float, folder: Path) -> list[Change]:
 
 
 def memory_of_session(leader: int) -> float:
-    """Bytes that the processes of a session hold in memory; a page that n of them share counts as 1/n in each."""
+    """Bytes that the processes of a session hold in memory; a page that n processes share counts 1/n in each."""
     total = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -83,12 +83,12 @@ def memory_of_session(leader: int) -> float:
                 rollup = (stat.parent / "smaps_rollup").read_text()
                 total += 1024 * int(rollup.partition("\nPss:")[2].split()[0])
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended since
+            continue  # the process has ended
     return total
 
 
 def changes(metrics: Path, host: list[float]) -> list[Change]:
-    """What the thirds say, of a run's metrics.csv and of samples of its host memory."""
+    """Compares the thirds of a run, by its metrics.csv and samples of its host memory."""
     with metrics.open() as file:
         rows = list(csv.DictReader(file))
     series = {
@@ -100,7 +100,7 @@ def changes(metrics: Path, host: list[float]) -> list[Change]:
 
 
 def column(rows: list[dict[str, str]], name: str) -> list[float]:
-    """Of the rows that have it."""
+    """The values of a column, from the rows that have one."""
     return [float(row[name]) for row in rows if row.get(name)]
 
 

@@ -56,7 +56,7 @@ class Checkpoint(CheckpointCallback):
         return str(self.saved[-1]) if self.saved else ""
 
     def has_saved(self, step: int) -> bool:
-        """Whether the newest checkpoint is of this step."""
+        """Whether the newest checkpoint was saved at this step."""
         return bool(self.saved) and self._saved_step == step
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -64,7 +64,7 @@ class Checkpoint(CheckpointCallback):
             remove_partial(self.folder)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._saved_step = trainer.global_step  # where it starts from is saved already
+        self._saved_step = trainer.global_step  # the state at the start needs no checkpoint
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -84,8 +84,8 @@ class Checkpoint(CheckpointCallback):
         self._save(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # saving needs all ranks, and only GracefulInterrupt surely stops them all at one step; what has diverged must
-        # not take the place of an older checkpoint
+        # Saving needs all ranks at the same step, which only GracefulInterrupt guarantees. Diverged weights must not
+        # replace an older checkpoint.
         alone = trainer.world_size == 1 and not isinstance(exception, CheckpointError | DivergedError)
         if self.save_on_exception and (alone or isinstance(exception, SIGTERMException)):
             try:
@@ -98,7 +98,7 @@ class Checkpoint(CheckpointCallback):
             wait_for_other_ranks(trainer)
 
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
-        """Whether this step is saved, now or before. All ranks decide alike."""
+        """Saves this step unless it is saved already. Returns whether it is saved, the same on all ranks."""
         if self._saved_step is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return False
         if trainer.global_step == self._saved_step:
@@ -129,7 +129,7 @@ class Checkpoint(CheckpointCallback):
         except CheckpointError as error:
             failure = error
             if not isinstance(trainer.strategy, FullyShardedStrategy):
-                trainer.strategy.barrier()  # the other ranks wait in the one that ends save_checkpoint
+                trainer.strategy.barrier()  # the others wait at the end of save_checkpoint
         failure = trainer.strategy.broadcast(failure)
         if failure is not None:
             raise failure
@@ -137,7 +137,7 @@ class Checkpoint(CheckpointCallback):
             rename_into_place(partial, path)
 
     def _prune(self, trainer: L.Trainer) -> None:
-        """Removes the oldest checkpoints of this process."""
+        """Removes this process's checkpoints, except the newest save_top_k and the best one."""
         old = [] if self.save_top_k == -1 else self.saved[: -self.save_top_k]
         for path in old:
             if str(path) != self.best_model_path:
@@ -146,19 +146,19 @@ class Checkpoint(CheckpointCallback):
                     remove(path)
 
     def _free_path(self, step: int) -> Path:
-        """Never the name of an older checkpoint, which an earlier run in the same folder may have left."""
+        """A path that does not exist yet: an earlier run may have left checkpoints in the same folder."""
         names = [f"step_{step:07d}", *(f"step_{step:07d}-v{i}" for i in range(1, 100))]
         return next(path for path in (self.folder / (name + SUFFIX) for name in names) if not path.exists())
 
 
 def require_checkpoint(trainer: L.Trainer) -> None:
-    """What is exported is the last checkpoint, so there must be one of the last step."""
-    if not isinstance(trainer.checkpoint_callback, Checkpoint):  # Lightning puts one of its own in its place
+    """Raises: ValueError if the run saves no checkpoints, because an export is written from the last one."""
+    if not isinstance(trainer.checkpoint_callback, Checkpoint):  # Lightning adds its own callback if there is none
         raise ValueError("export=true must have checkpoints to write from; got callbacks.checkpoint=null")
 
 
 def export_last(trainer: L.Trainer, build: Build, config: Mapping[str, Any]) -> None:
-    """Rank 0 exports a finished run from its last checkpoint, which a sharded run has whole nowhere else.
+    """Rank 0 exports a finished run from its last checkpoint: a sharded run has no other copy of the whole model.
 
     Raises: ValueError if the last step could not be saved, and as fa_train.models.export.export_run does.
     """
@@ -166,7 +166,7 @@ def export_last(trainer: L.Trainer, build: Build, config: Mapping[str, Any]) -> 
     assert isinstance(checkpoint, Checkpoint)
     if not checkpoint.has_saved(trainer.global_step):
         newest = f"the newest checkpoint is {checkpoint.saved[-1]}" if checkpoint.saved else "there is no checkpoint"
-        raise ValueError(f"export=true must have finite weights at the last step; got others, and {newest}")
+        raise ValueError(f"export=true must have finite weights at the last step; got NaN or infinity, and {newest}")
     if trainer.is_global_zero:
         folders = export_run(checkpoint.saved[-1], Path(trainer.default_root_dir), build, config, results(trainer))
         trainer.print("".join(f"exported: {folder}\n" for folder in folders), end="")

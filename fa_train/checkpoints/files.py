@@ -30,7 +30,7 @@ class CheckpointError(ValueError):
 
 
 def write_file(content: Mapping[str, Any], path: Path) -> None:
-    """Writes a file of torch.save and flushes it to the disk, without a copy in memory.
+    """Writes `content` with torch.save and flushes the file to the disk, without a copy in memory.
 
     Raises: CheckpointError if the disk refuses; the unfinished file is then removed.
     """
@@ -46,9 +46,9 @@ def write_file(content: Mapping[str, Any], path: Path) -> None:
 
 
 def not_written(path: Path, error: BaseException) -> CheckpointError:
-    """The one line for a failed save. Re-raises an error that the operating system did not cause."""
+    """The one-line error for a failed save. Re-raises `error` if the operating system did not cause it."""
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):  # torch hides it behind an error about its own file
+    while cause is not None and not isinstance(cause, OSError):  # torch chains its own error to it
         cause = cause.__cause__ or cause.__context__
     if cause is None:
         raise error
@@ -74,7 +74,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file or folder, if it exists. A process that is killed meanwhile leaves no half of a checkpoint."""
+    """Removes a file or folder, if it exists. If the process is killed meanwhile, what is left is named `.partial`."""
     if path.is_dir():
         if not path.name.endswith(PARTIAL):
             path = path.rename(path.with_name(path.name + PARTIAL))
@@ -90,7 +90,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def read_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
-    """Reads a file that `write_file` wrote, to the CPU. It unpickles tensors and plain values only.
+    """Reads a file that `write_file` wrote, with tensors on the CPU. Unpickles tensors and plain values only.
 
     Raises: CheckpointError on any other file.
     """
@@ -104,16 +104,16 @@ def read_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
 
 
 def damaged(path: Path, error: BaseException) -> CheckpointError:
-    """The one line for bytes that are no checkpoint."""
+    """The one-line error for a file or folder that cannot be read as a checkpoint."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". This file can still")[0]
     return CheckpointError(f"{path} is damaged or is not a checkpoint of train.py: {reason}")
 
 
 def require_intact(path: Path) -> None:
-    """Checks the CRC32 of each record of a file of torch.save, which torch.load does not check.
+    """Checks the CRC32 of each record in a file that torch.save wrote. torch.load does not check them.
 
-    This reads the file once more than torch.load does: about 1 second a gigabyte, and the load that follows finds the
-    file in the page cache where memory suffices.
+    This reads the whole file, in about 1 second per GB. A load right after it reads from the page cache if memory
+    suffices.
     Raises: CheckpointError on a damaged or foreign file.
     """
     try:
@@ -124,7 +124,7 @@ def require_intact(path: Path) -> None:
 
 
 def require_intact_records(file: IO[bytes]) -> None:
-    """The same for an open file or slice. Raises what zipfile raises."""
+    """Does what `require_intact` does, for an open file or slice. Raises: what zipfile raises."""
     with zipfile.ZipFile(file) as archive:
         record = archive.testzip()
     if record is not None:
@@ -142,11 +142,11 @@ def require_intact_slice(path: Path, offset: int, length: int) -> None:
 
 
 def newest(paths: Iterable[Path]) -> list[Path]:
-    """Checkpoints by age, the newest first; names decide between equal times. Skips those that vanish meanwhile."""
+    """Sorts checkpoints by time, newest first; ties go by name, last first. Skips those that are removed meanwhile."""
     ages = []
     for path in paths:
         with suppress(FileNotFoundError):
-            # the time of a folder itself changes with its content
+            # a folder's own time changes whenever a file is added or removed
             written = path / META if (path / META).exists() else path
             ages.append((written.stat().st_mtime_ns, path.name, path))
     return [path for *_, path in sorted(ages, reverse=True)]
@@ -158,7 +158,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.numel():
             groups.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    # the largest absolute element; squares could overflow
+    # the norm is the largest absolute element, because squares could overflow
     norms = [norm.float() for group in groups.values() for norm in torch._foreach_norm(group, math.inf)]
     return not norms or bool(torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all())
 
@@ -169,9 +169,9 @@ def shapes(weights: Mapping[str, Tensor]) -> Shapes:
 
 
 def require_same_shapes(ours: Shapes, theirs: Shapes, checkpoint: str) -> None:
-    """The weights of a checkpoint must be those of the model, by name and shape.
+    """Checks that a checkpoint holds the model's weights, by name and shape.
 
-    checkpoint: what the message calls it.
+    checkpoint: its name in the message.
     Raises: CheckpointError that names the first difference.
     """
     for name in sorted(ours.keys() | theirs.keys()):

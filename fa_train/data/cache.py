@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk, or a quota
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or a quota is reached
 
 
 class DiskFullError(ValueError):
@@ -28,7 +28,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes the folder of the cache unless it is there. Raises: ValueError where that fails or it cannot be written."""
+    """Makes the cache folder unless it exists. Raises: ValueError if that fails or the folder is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

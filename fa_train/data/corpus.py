@@ -15,7 +15,7 @@ SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 HELD_OUT_IN_1000 = 20  # of the documents, for validation
 
 
-@runtime_checkable  # so that a config's text or number is known to be none
+@runtime_checkable  # fa_train.settings tells a corpus from a text or number in a config
 class Corpus(Protocol[Document]):
     """A source of documents, text or chats, the same at every reading."""
 

@@ -208,7 +208,7 @@ class PackedDataModule(L.LightningDataModule):
             return []
         trainer = self._running_trainer()
         dataset = MicroBatches(rows, self.micro_batch_size, trainer.global_rank, trainer.world_size)
-        # every rank has as many whole micro-batches, so that no rank waits for another
+        # every rank has the same number of whole micro-batches, so that no rank waits for another
         return self._loader(dataset, From(0, math.ceil(rows.counted / (self.micro_batch_size * trainer.world_size))))
 
     def _running_trainer(self) -> L.Trainer:
@@ -248,7 +248,7 @@ def _end_with_parent(parent: int) -> None:
 class PackedRows:
     """Row i of an endless sequence: epoch after epoch, shuffled anew by (seed, epoch); of a mix, source by source.
 
-    Validation counts the labels of the first `counted` rows. Rows after those fill micro-batches and have no labels.
+    In validation, only the first `counted` rows have labels. Later rows only fill up micro-batches.
     Raises: ValueError where a source has documents to train on, but none has a token that is kept.
     """
 

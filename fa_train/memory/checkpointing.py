@@ -17,7 +17,7 @@ import kernels.flash_attention.ops  # noqa: F401  registers torch.ops.flash_atte
 
 Checkpointing = Literal["none", "selective", "full"]
 
-# torch's own operators of scaled_dot_product_attention; the names are private, so one may be missing
+# torch's operators behind scaled_dot_product_attention; their names are private, so some may be missing
 _SDPA = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",

@@ -19,7 +19,7 @@ from kernels.flash_attention.interface import flash_attn_packed
 from kernels.flash_attention.schedule import Schedule
 
 
-@runtime_checkable  # so that a config's text or number is known to be none
+@runtime_checkable  # fa_train.settings tells an attention from a text or number in a config
 class Attention(Protocol):
     """q (total, n_heads, head_dim); k, v (total, n_kv_heads, head_dim), all of one dtype -> o like q.
 

@@ -1,4 +1,4 @@
-"""The frozen model below an adapter: a checkpoint names it and holds its hash, but not its weights."""
+"""The frozen base model of an adapter. A checkpoint holds its name and hash, but not its weights."""
 
 import hashlib
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ from fa_train.checkpoints.files import CheckpointError, Shapes, require_same_sha
 from fa_train.models.gpt import GPT
 from fa_train.models.hf_weights import weight_files
 
-REFERENCE = "base_model"  # its key in a checkpoint
-PREFIX = "model."  # of the GPT's weights in LitGPT's
+REFERENCE = "base_model"  # the key in a checkpoint
+PREFIX = "model."  # before the names of the GPT's weights in LitGPT's state_dict
 
 
 def drop_base(model: GPT, checkpoint: dict[str, Any], device: torch.device) -> None:
-    """Replaces the frozen weights in a checkpoint of LitGPT by a reference to the base; without any it does nothing.
+    """Replaces the frozen weights in LitGPT's checkpoint by a reference to the base. Does nothing if none is frozen.
 
-    device: where the run draws weights from its seed. Another kind of device draws others.
+    device: where the run draws weights from its seed. Another kind of device draws other weights.
     """
     frozen = [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
     if not frozen:
@@ -36,7 +36,7 @@ def drop_base(model: GPT, checkpoint: dict[str, Any], device: torch.device) -> N
 
 
 def restore_base(model: GPT, checkpoint: dict[str, Any]) -> None:
-    """Completes the weights of a checkpoint of LitGPT with the model's own frozen ones.
+    """Adds the model's own frozen weights to LitGPT's checkpoint.
 
     Raises: CheckpointError if the weights are not those of this model, or if the adapter was trained on another base.
     """
@@ -50,9 +50,9 @@ def restore_base(model: GPT, checkpoint: dict[str, Any]) -> None:
 
 
 def require_fit(model: GPT, stored: Shapes, reference: Mapping[str, Any] | None, checkpoint: str) -> None:
-    """A checkpoint must hold all weights of the model, or its adapters and a reference to the model's base.
+    """Checks that a checkpoint holds all weights of the model, or its adapters and a reference to the same base.
 
-    stored: the weights' shapes, by their names in LitGPT. checkpoint: what messages call it.
+    stored: the weights' shapes, by their names in LitGPT. checkpoint: its name in messages.
     Raises: CheckpointError that names the first difference.
     """
     # a tied head appears under both names, or under the first alone
@@ -67,10 +67,9 @@ def require_fit(model: GPT, stored: Shapes, reference: Mapping[str, Any] | None,
 
 
 def base_hash(model: GPT) -> str:
-    """SHA-256 of what the base was read from: config.json and weight files. Of a drawn base, its weights as drawn.
+    """SHA-256 of the base's config.json and weight files, or of its initial weights if a seed drew them.
 
-    Precision, 4-bit codes and sharding therefore do not change it. Each process reads each file once for it, at about
-    1 GB/s.
+    It does not depend on precision, 4-bit quantization or sharding. Each process reads each file once, at about 1 GB/s.
     """
     if not _has_files(model):
         assert model.drawn_hash is not None, "LoRA sets it"
@@ -93,7 +92,7 @@ def drawn_hash(model: nn.Module) -> str:
 
 
 def name_of(model: GPT) -> str:
-    """What messages call a base."""
+    """The name of the base in messages."""
     return str(model.origin.pretrained) if _has_files(model) and model.origin else "weights drawn from a seed"
 
 
@@ -103,6 +102,6 @@ def _has_files(model: GPT) -> bool:
 
 @cache
 def _file_hash(path: Path, size: int, modified: int) -> str:
-    """size and modified: a changed file is hashed again."""
+    """SHA-256 of a file. size and modified belong to the cache's key, so that a changed file is hashed again."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

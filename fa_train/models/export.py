@@ -19,7 +19,7 @@ from fa_train.models.lora import adapted, merge, save_adapter
 from fa_train.parallel.checkpoint import FolderReader, load_into, read_meta, require_whole, stored_weights
 from fa_train.parallel.drawing import DrawnOn
 
-# from a vocabulary's size, the run's model with its adapter, on torch's default device, drawn from the run's seed
+# takes a vocabulary size; builds the run's model with its adapter from the run's seed, on torch's default device
 Build = Callable[[int], GPT]
 CARD = """---
 {header}
@@ -107,9 +107,9 @@ def write(
 
 
 def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
-    """The trained model on the CPU, and its optimizer steps. The base below an adapter is read or drawn again.
+    """The trained model on the CPU, and the number of its optimizer steps. An adapter's base is read or drawn again.
 
-    Raises: CheckpointError on a checkpoint that is damaged, is not of what `build` makes, or is not finite.
+    Raises: CheckpointError if the checkpoint is damaged, does not fit the model of `build`, or is not finite.
     """
     require_whole(checkpoint)
     if checkpoint.is_dir():
@@ -216,7 +216,7 @@ def _base(build: Build, checkpoint: Path, reference: Mapping[str, Any]) -> GPT:
 
 
 def _data(data: Mapping[str, Any]) -> str:
-    """What a run was trained on, without the folders of the machine."""
+    """The data that a run was trained on, without the folders of this machine."""
     kind = data["_target_"].rpartition(".")[2].removesuffix("_data")
     path, name = str(data.get("path") or ""), str(data.get("name") or "")
     if path.startswith("hf:"):
@@ -228,10 +228,10 @@ def _data(data: Mapping[str, Any]) -> str:
 
 
 def _without_folder(name: str) -> str:
-    """A name on the hub itself; of a path its last part."""
+    """A Hub name as it is; for a path, its last part."""
     return name if is_hub_name(name) else Path(name).name
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether it is the name of a model or dataset on the Hugging Face hub, and no path on this machine."""
+    """Whether `name` has the form of a name on the Hugging Face Hub, and is no path on this machine."""
     return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None and not Path(name).exists()

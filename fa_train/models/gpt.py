@@ -110,7 +110,7 @@ class GPT(nn.Module):
     """
 
     origin: Origin | None = None  # set where weights come from a checkpoint
-    drawn_hash: str | None = None  # of weights without an origin that LoRA froze
+    drawn_hash: str | None = None  # of the frozen initial weights, if LoRA froze them and there is no origin
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A run's saved config is somebody's file: what it may name before Hydra builds it."""
+"""Checks a run's saved config before Hydra builds it, because the file may come from somebody else."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -8,10 +8,11 @@ PACKAGE = "fa_train"
 
 
 def require_own_targets(config: object, where: str) -> None:
-    """Every `_target_` in a resolved config, however deep, must be a class or function that fa_train defines.
+    """Checks that every `_target_` in a resolved config, at any depth, is a class or function that fa_train defines.
 
-    A prefix is not enough: fa_train.models.export.shutil.rmtree begins with it.
-    Raises: ValueError that names the first other target. where: names the config in the message.
+    Comparing prefixes is not enough: fa_train.models.export.shutil.rmtree begins with fa_train too.
+    where: the config's name in the message.
+    Raises: ValueError that names the first other target.
     """
     if isinstance(config, Mapping):
         if "_target_" in config and not _is_own(config["_target_"]):

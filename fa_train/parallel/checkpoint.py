@@ -1,6 +1,6 @@
 """The folder that a sharded run writes as its checkpoint. Reading it never runs code from it.
 
-Torch's own reader unpickles `.metadata` and the values that are no tensors without restrictions.
+Torch's own reader unpickles `.metadata`, and values that are not tensors, without restrictions.
 """
 
 import io
@@ -45,7 +45,7 @@ METADATA_GLOBALS = {
 
 
 class CheckpointFiles(TorchCheckpointIO):
-    """How Lightning reads and writes a checkpoint: straight to its file, and from sharded folders too."""
+    """Lightning's checkpoint I/O. It writes directly to the file, and reads files and sharded folders."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         write_file(checkpoint, Path(path))
@@ -55,7 +55,7 @@ class CheckpointFiles(TorchCheckpointIO):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Admits only what torch's distributed checkpoints need."""
+    """Loads only the classes and functions that torch's distributed checkpoints need."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in METADATA_GLOBALS:
@@ -81,22 +81,23 @@ class FolderReader(dcp.FileSystemReader):
 
 
 class FolderPlanner(DefaultLoadPlanner):
-    """Torch's planner, which unpickles values that are no tensors as plain values only."""
+    """Torch's load planner, except that values that are not tensors must be plain values."""
 
     def load_bytes(self, read_item: ReadItem, value: IO[bytes]) -> None:
         plain = io.BytesIO()
-        torch.save(torch.load(value, weights_only=True), plain)  # the method below would run code from `value`
+        torch.save(torch.load(value, weights_only=True), plain)  # super().load_bytes would run code from `value`
         plain.seek(0)
         super().load_bytes(read_item, plain)
 
 
 def load_into(values: dict[str, Any], folder: Path, *, alone: bool) -> None:
-    """Fills tensors and replaces plain values by those of a sharded folder; alone: without the other ranks.
+    """Fills the tensors in `values`, and replaces its plain values, from a sharded folder.
 
+    alone: this process reads without the other ranks.
     Raises: CheckpointError on damage, and on values that the folder does not have.
     """
     reader = FolderReader(folder)
-    reader.read_metadata()  # torch would log an error here, with a traceback, before it raises one of its own
+    reader.read_metadata()  # raises first if it is damaged: torch would also log a traceback
     try:
         dcp.load(values, storage_reader=reader, planner=FolderPlanner(), no_dist=alone)
     except CheckpointException as error:
@@ -114,7 +115,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def stored_weights(metadata: Metadata) -> dict[str, torch.Tensor]:
-    """The model's weights by their names in the LightningModule, as tensors on meta."""
+    """The model's weights by their names in the LightningModule, as tensors on the meta device."""
     prefix = "state_dict."
     return {
         name.removeprefix(prefix): torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
@@ -136,7 +137,7 @@ def require_whole(checkpoint: Path) -> None:
 
 
 def global_step(checkpoint: Path) -> int:
-    """The optimizer steps that a checkpoint has done."""
+    """The number of optimizer steps before a checkpoint was saved."""
     content = read_meta(checkpoint) if checkpoint.is_dir() else read_file(checkpoint, mmap=True)
     return int(content["global_step"])
 
@@ -170,7 +171,7 @@ def load_sharded(folder: Path) -> dict[str, Any]:
 
 
 def _require_metadata(metadata: object) -> None:
-    """Raises ValueError unless it describes files of its own folder."""
+    """Raises: ValueError unless it is a checkpoint's metadata and names only files in its own folder."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise ValueError("its .metadata is not that of a sharded checkpoint")
     for stored in metadata.storage_data.values():

@@ -1,7 +1,8 @@
 """Decisions that must be the same on all ranks, such as the run's folder: rank 0 makes them and tells the others.
 
-They are needed before the process group exists. Ranks that torchrun or srun started talk through torch's TCPStore at
-the address where the group will be made. Ranks that Lightning started are children of rank 0 and inherit its answers.
+The decisions are needed before the process group exists. Ranks that torchrun or srun started exchange them through
+torch's TCPStore, at the address that the group will use. Ranks that Lightning started are children of rank 0 and
+inherit its answers.
 """
 
 import json
@@ -17,16 +18,16 @@ from typing import Any
 from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from torch.distributed import DistStoreError, TCPStore
 
-INHERITED = "FA_TRAIN_DECISIONS"  # the environment variable with the answers of a rank 0 that starts the other ranks
-PATIENCE = timedelta(minutes=10)  # for rank 0, which may start later than others
-GOODBYE = timedelta(seconds=10)  # in which the other ranks read rank 0's error
-_ASKED: Counter[str] = Counter()  # how often this process has asked each question; all ranks ask the same
+INHERITED = "FA_TRAIN_DECISIONS"  # environment variable: rank 0's answers, for the ranks that Lightning starts
+PATIENCE = timedelta(minutes=10)  # how long to wait for rank 0, which may start later than the others
+GOODBYE = timedelta(seconds=10)  # how long rank 0 waits for the others to read its error
+_ASKED: Counter[str] = Counter()  # how often this process has asked each question; equal on all ranks
 
 
 def decided_by_rank_zero(question: str, decide: Callable[[], Any]) -> Any:
-    """decide() of rank 0, which must be a value that JSON can hold, on all ranks.
+    """Calls decide() on rank 0 and returns its result on all ranks. JSON must be able to hold the result.
 
-    Raises: the ValueError of rank 0's decide(), on all ranks.
+    Raises: on all ranks, the ValueError that decide() raised on rank 0.
     """
     ranks = _ranks()
     if ranks is not None:
@@ -39,11 +40,11 @@ def decided_by_rank_zero(question: str, decide: Callable[[], Any]) -> Any:
 
 
 def fresh_folder(wanted: str) -> str:
-    """Makes the folder `wanted`, or the first of `wanted`-1, `wanted`-2, … that did not exist; its path."""
+    """Makes the folder `wanted` and returns its path. If it exists, tries `wanted`-1, `wanted`-2, … instead."""
     folder, number = Path(wanted), 0
     while True:
         try:
-            folder.mkdir(parents=True)  # of two processes, one fails
+            folder.mkdir(parents=True)  # if two processes try, one of them fails
         except FileExistsError:
             number += 1
             folder = Path(f"{wanted}-{number}")
@@ -52,7 +53,7 @@ def fresh_folder(wanted: str) -> str:
 
 
 def _ranks() -> ClusterEnvironment | None:
-    """What started several ranks, as Lightning sees it; None if it was not torchrun or srun."""
+    """Lightning's description of several ranks that torchrun or srun started; otherwise None."""
     for environment in (TorchElasticEnvironment, SLURMEnvironment):
         if environment.detect():
             found = environment()
@@ -62,7 +63,7 @@ def _ranks() -> ClusterEnvironment | None:
 
 @cache
 def _store() -> TCPStore:
-    """Lives as long as this process: other ranks may read late. torchrun's agent has one, else rank 0 starts it."""
+    """The store of torchrun's agent, or one that rank 0 starts. It lives as long as the process: others may be late."""
     ranks = _ranks()
     assert ranks is not None
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -85,7 +86,7 @@ def _through_store(store: TCPStore, ranks: ClusterEnvironment, question: str, de
             answer = decide()
         except ValueError as error:
             store.set(key, json.dumps({"error": str(error)}))
-            with suppress(DistStoreError):  # this process may hold the store, so it ends after the others have read
+            with suppress(DistStoreError):  # this process may host the store, so it waits for the readers
                 store.wait([f"{key}/{rank}" for rank in range(1, ranks.world_size())], GOODBYE)
             raise
         store.set(key, json.dumps({"answer": answer}))

@@ -60,7 +60,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             dcp.save(state, checkpoint_id=folder)
             if self.global_rank == 0:
                 write_file(checkpoint, folder / META)
-        except CheckpointException as error:  # torch has shared it among all ranks
+        except CheckpointException as error:  # torch raises it on all ranks
             failure = not_written(folder, next(iter(error.failures.values()))[0])
         except CheckpointError as error:
             failure = error
@@ -72,7 +72,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(checkpoint_path)
-        is_folder = self.broadcast(path.is_dir())  # one answer, as each kind is read by all ranks together
+        is_folder = self.broadcast(path.is_dir())  # rank 0's answer: ranks read together
         return self._load_folder(path) if is_folder else self._load_whole(path)
 
     def _load_folder(self, folder: Path) -> dict[str, Any]:

@@ -224,7 +224,7 @@ class _Eager(torch.autograd.Function):
         return *_gradients_of_inputs(do, dlse, q, k, v, o, lse, schedule, features, deterministic), None, None
 
 
-_apply_unseen = apply_without_transforms(_Eager)  # no transform is active when nobody looks
+_apply_unseen = apply_without_transforms(_Eager)  # called only if `_nobody_looks`: no transform is active
 
 
 def _outputs(

@@ -9,18 +9,18 @@ to `launch`. Each address among the arguments is traced back to the tensor that 
 allocate, put the new addresses into their places, and hand the arguments to the compiled kernels' launchers. What the
 call drops at its end has one allocation then, unless it is large.
 
-A recording is of one kind, stream and device, and says nothing of any other. A call runs as ever, recorded or not,
-while an address is no multiple of 16 bytes, a CUDA graph is captured (which wants a counter of its own), a tool listens
-to launches, the version of Triton is not one that was tested, or FA_TRAIN_REPLAY=0. A kind is given up where a call
-does what cannot be made again: an operator of torch on the way, an address that came from no tensor known here or from
-one of two. It is also given up after any error of the recorder; the caller gets a plain call and no exception. What a
-kind does not name must not change: tables of tiles and other module globals. Call `forget` after changing them.
+A recording is of one kind, stream and device, and says nothing of any other. A call is launched anew, whether or not
+its kind is recorded, in these cases: an address is not a multiple of 16 bytes; a CUDA graph is being captured, which
+needs its own counter; a tool listens to launches; the version of Triton was not tested; or FA_TRAIN_REPLAY=0. A kind is
+never recorded again if its call cannot be replayed: it ran an operator of torch, or used an address that belongs to no
+known tensor or to one of two. The same holds after any error in the recorder; the caller then gets the result of a
+plain call. Tile tables and other module globals are not part of a kind. Call `forget` after changing them.
 
 What is used of Triton: that a launch returns its CompiledKernel; that `driver.active.launcher_cls(source, metadata)`
 makes what CompiledKernel.run calls, with these first nine arguments; what that hands on to its `launch` (`_prepared`);
 and make_tensordesc_arg, which encodes a descriptor for TMA. Triton does so at each launch; here each is encoded once
 for each address, and the launcher is made for a signature that has, in a descriptor's place, what Triton expands it to.
-Of torch: TorchDispatchMode, and `_empty_strided_cuda`, which torch.compile's code calls too.
+What is used of torch: TorchDispatchMode, and `_empty_strided_cuda`, which torch.compile's code calls too.
 """
 
 import logging
@@ -45,8 +45,8 @@ from triton.runtime.jit import JITFunction
 from kernels import torch_private
 from kernels.flash_attention.hopper.descriptors import Address
 
-VARIABLE = "FA_TRAIN_REPLAY"  # the environment variable that switches recording off with 0; read at the first call
-KNOWN_TRITON = ("3.6.0", "3.7.0", "3.7.1")  # tested; the launchers of others may take other arguments
+VARIABLE = "FA_TRAIN_REPLAY"  # environment variable: 0 switches recording off; read at the first call
+KNOWN_TRITON = ("3.6.0", "3.7.0", "3.7.1")  # the tested versions; launchers of others may take other arguments
 KEPT = 512  # kinds of calls; then all are forgotten, so that lengths that never come again take no memory
 KEPT_MAPS = 8192  # encoded descriptors, of some 500 bytes: a training step has 23 or less for each layer
 KEPT_ARGUMENTS = 1024  # lists of arguments, of 1 to 7 KB: a training step has two for each layer
@@ -110,7 +110,7 @@ def replayed(
         if len(_KINDS) >= KEPT:
             forget()
         _KINDS[key] = _Known.SEEN
-    outputs = call()  # raises again if the error is its own
+    outputs = call()  # raises again if the call itself caused the error
     if failure is not None:
         _KINDS[key] = _Known.UNCLEAR
         _say_once(failure)
@@ -140,9 +140,9 @@ def forget() -> None:
 
 @cache
 def _may_record() -> bool:
-    """Whether Triton's launchers are those that this file knows, and FA_TRAIN_REPLAY does not say 0.
+    """Whether this version of Triton was tested and FA_TRAIN_REPLAY is not 0.
 
-    Raises: ValueError where FA_TRAIN_REPLAY is neither 0 nor 1.
+    Raises: ValueError if FA_TRAIN_REPLAY is neither 0 nor 1.
     """
     wanted = os.environ.get(VARIABLE, "1")
     if wanted not in ("0", "1"):
@@ -151,12 +151,12 @@ def _may_record() -> bool:
 
 
 def _say_once(failure: str) -> None:
-    """Logs that a call could not be recorded; warnings.warn may be set to raise."""
+    """Logs once that a call could not be recorded. warnings.warn is not used: a user may have set it to raise."""
     global _SAID
     if not _SAID:
         _SAID = True
         logging.getLogger(__name__).warning(
-            "attention's launches could not be recorded, so that its calls take more host time; %s=0 does not try. %s",
+            "attention could not record its launches, so calls take more host time. %s=0 switches recording off. %s",
             VARIABLE,
             failure,
         )

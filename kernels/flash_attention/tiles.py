@@ -213,8 +213,8 @@ def fit(
 ) -> TileConfig:
     """`tiles`, or the largest that come from halving them and from fewer stages, within `limit` bytes.
 
-    A warpgroup of four warps computes 64 rows on Hopper, so tiles halved to 64 rows get no more than four. With eight
-    and heads in two parts, ptxas 12.8 computes matrix descriptors from the wrong uniform register.
+    On Hopper a warpgroup of four warps computes 64 rows, so tiles halved to 64 rows get at most four warps. With eight
+    warps and heads in two parts, ptxas 12.8 computes matrix descriptors from the wrong uniform register.
     Raises: ValueError if not even 16 by 16 fits.
     """
     of_keys = direction in ("dkdv", "dk", "dv")

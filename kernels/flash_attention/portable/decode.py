@@ -222,9 +222,9 @@ def _decode_kernel(
 
     A row is a query of one head: row r is token r // GROUP, and head r % GROUP of the group. o (n_splits, batch,
     seqlen_q, n_heads, DV) and lse (n_splits, batch, n_heads, seqlen_q) are dense; with one split they are the result.
-    A head of D columns fills a tile of BLOCK_D, a power of two, whose last columns are 0; DV and BLOCK_DV likewise.
-    Heads are not held in two parts, as in the forward pass. ptxas 12.8 computes some matrix descriptors of such kernels
-    from the wrong uniform register, where K or V passes through registers on its way to shared memory.
+    A head of D columns is held in a tile of BLOCK_D columns, a power of two; the columns past D are 0. DV and BLOCK_DV
+    are alike. Heads must not be held in two parts, as the forward pass holds them: if K or V passes through registers
+    on its way to shared memory, ptxas 12.8 computes some matrix descriptors from the wrong uniform register.
     """
     program = tl.program_id(0)
     tile = program % n_tiles
@@ -410,7 +410,7 @@ def decode_attention(
 
 
 def padded_width(width: int) -> int:
-    """Columns of the tile that holds `width` of them: a power of two, and at least the 16 that tl.dot asks for."""
+    """Columns of the tile that holds a head of `width` columns: a power of two, at least the 16 that tl.dot needs."""
     return max(16, triton.next_power_of_2(width))
 
 

@@ -40,7 +40,7 @@ def store_part(ptr, values, first, stride, total, FROM: tl.constexpr, SIZE: tl.c
 def split_width(width: int, itemsize: int = 2) -> tuple[int, int]:
     """The two powers of two, the second perhaps 0, that hold `width` columns with the least padding.
 
-    Each has at least 16 columns, or 32 of fp8 (an itemsize of 1 byte): tl.dot takes no fewer.
+    Each part has at least 16 columns, or 32 in fp8 (itemsize 1), because tl.dot takes no fewer.
 
     >>> [split_width(d) for d in (8, 64, 80, 96, 104, 192)]
     [(16, 0), (64, 0), (64, 16), (64, 32), (128, 0), (128, 64)]
