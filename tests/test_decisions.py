@@ -79,7 +79,7 @@ def test_two_ranks_take_the_decisions_of_rank_zero(ranks, tmp_path):
 
 
 def in_two_processes(rank: int, tmp_path: Path, environments: list[dict[str, str]]) -> None:
-    """One of two ranks, each of which would decide otherwise."""
+    """One of two ranks. Left alone, each would decide differently."""
     os.environ.update(environments[rank])
     torch.set_num_threads(1)
     assert [decided_by_rank_zero("question", partial(list, (rank, number))) for number in (5, 6)] == [[0, 5], [0, 6]]
@@ -107,7 +107,7 @@ def mistake() -> None:
 
 
 def test_ranks_agree_on_what_kind_of_checkpoint_they_read(tmp_path, monkeypatch):
-    """This rank sees a folder, which rank 0 does not see, as on a network's file system."""
+    """This rank sees a folder that rank 0 does not see yet, as can happen on a network file system."""
     read = []
     strategy = FullyShardedStrategy()
     monkeypatch.setattr(strategy, "broadcast", lambda answer: not answer)

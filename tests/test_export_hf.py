@@ -281,7 +281,7 @@ def test_weights_that_are_not_finite_are_not_exported(scratch, tmp_path):
 
 
 def script(name: str, *arguments: object):
-    """A script of this repository by the command line, to its end."""
+    """Runs a script of this repository from the command line, to its end."""
     return processes.finish(f"scripts.{name}", [*map(str, arguments)], processes.REPOSITORY, quiet_environment())
 
 

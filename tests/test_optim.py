@@ -228,7 +228,7 @@ def test_offloaded_optimizer_steps_like_adamw():
 
 @pytest.mark.usefixtures("one_device")
 def test_the_offloaded_optimizer_skips_a_step():
-    """The weights and moments on the host stay too, and the next step is that of a run without the skipped one."""
+    """Weights and moments on the host do not change. The next step is that of a run without the skipped step."""
     from fa_train.low_memory_adamw import OffloadedAdamW
     from fa_train.optim import parameter_groups
 

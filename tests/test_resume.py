@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint: its random numbers are those of a run never stopped, its settings its own."""
+"""A resumed run draws the same random numbers as a run that never stopped, and uses its own settings."""
 
 import os
 from pathlib import Path
@@ -27,13 +27,13 @@ RANDOM = {
 
 @pytest.fixture(autouse=True)
 def _plain_arithmetic(monkeypatch):
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # its bf16 is not there on every machine
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # not every CPU has its bf16
     with torch.compiler.set_stance("force_eager"):  # torchao compiles an update for each shape
         yield
 
 
 def run(folder: Path, *overrides: str) -> Path:
-    """A run in this process; its folder."""
+    """Trains in this process and returns the run's folder."""
     folder.mkdir()
     with composed(folder, *tiny(folder.parent, *SMALL, *overrides)) as cfg:
         train.train(cfg)
@@ -55,7 +55,7 @@ def test_random_numbers_are_those_of_a_run_never_stopped(name, tmp_path):
 
 
 class Seen(Callback):
-    """Keeps the optimizer's settings by step, of the last run in this process."""
+    """Keeps the optimizer's settings at each step of the last run in this process."""
 
     groups: ClassVar[dict[int, list[dict[str, Any]]]] = {}
 
@@ -99,7 +99,7 @@ def test_changed_settings_count_from_the_first_step(name, runs, tmp_path):
     whole = run_of(name, runs)
     folder = run(tmp_path / "changed", *OPTIMIZERS[name], *CHANGED, from_step_three(whole), SEEN)
     rates = column(folder, "lr")
-    # eight steps of warm-up to 1e-3, the peak for one, and half a cosine of two steps
+    # eight steps of warm-up to 1e-3, one step at the peak, then half a cosine of two steps
     assert rates == pytest.approx({step: 1e-3 * min(step, 8) / 8 for step in range(4, 10)} | {10: 0.55e-3})
     for step, groups in Seen.groups.items():
         assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
@@ -110,7 +110,7 @@ def test_changed_settings_count_from_the_first_step(name, runs, tmp_path):
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adamw_bf16", ON_GPU])
 def test_a_learning_rate_of_zero_leaves_the_weights(name, runs, tmp_path):
-    """What `param_groups` show is what the update takes."""
+    """The update uses the settings that `param_groups` show."""
     whole = run_of(name, runs)
     folder = run(tmp_path / "still", *OPTIMIZERS[name], "optimizer.lr=0", from_step_three(whole))
     before, after = (
@@ -142,7 +142,7 @@ def test_a_fused_optimizer_goes_on_from_one_that_was_not(runs, tmp_path):
     ],
 )
 def test_another_kind_of_optimizer_is_refused(saved, given, runs, tmp_path):
-    """Before anything is computed, and without a checkpoint of what was half loaded."""
+    """It is refused before anything is computed, and no half-loaded state is saved."""
     whole = run_of(saved, runs)
     on_cpu = "trainer.accelerator=cpu"
     with pytest.raises(ValueError, match=rf"checkpoint of optimizer={given}; got one of optimizer={saved}$"):
@@ -155,7 +155,7 @@ DDP = ("strategy=ddp", "trainer.devices=2")
 
 
 def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
-    """One of two ranks; the names of the runs' folders say what each does. Asserts what only the ranks see."""
+    """One of two ranks. Each run's folder name says what the run does. Asserts what only the ranks can see."""
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)
     os.environ.update(environments[rank])
@@ -207,7 +207,7 @@ def of_two_ranks(test):
 
 @of_two_ranks
 def test_dropout_is_the_same_on_two_processes(two_ranks, tmp_path):
-    """Four micro-batches a step of one process are two of each of two, in another order."""
+    """One process takes four micro-batches per step; two processes take two each, in another order."""
     one = column(run(tmp_path / "one", *RANDOM["dropout"]), "train/loss")
     assert column(two_ranks / "dropout", "train/loss") == pytest.approx(one, rel=1e-5), "fp32 sums in another order"
 

@@ -19,7 +19,7 @@ from fa_train.bounds import Betas, NonNegativeFloat
 from fa_train.preflight import explain
 from tests.training import CONF, command_line, composed
 
-# each leaves other keys out; together they have every kind of node
+# each command lacks some keys; together they have every kind of node
 COMMANDS = {
     "default": ["preset=cpu"],
     "gpu": ["preset=gpu", "data=synthetic", "logger=csv", "optimizer=adamw_8bit", "strategy=ddp", "attention=chunked"],
@@ -47,11 +47,11 @@ COMMANDS = {
         "optimizer=adamw_offload",
     ],
 }
-NOT_OVERRIDDEN = {"_target_", "_args_"}  # another node, not another value
+NOT_OVERRIDDEN = {"_target_", "_args_"}  # overriding these gives another node, not another value
 
 
 def is_own(raw: Any, key: str) -> bool:
-    """Whether a key is there to be overridden: not in a copy of a node, nor itself the copy of another key."""
+    """Whether users override this key itself: it is not in a copy of a node, and not a copy of another key."""
     for name in key.split("."):
         if not isinstance(raw, dict) or name not in raw:
             return False
@@ -96,7 +96,7 @@ def beyond(bound: Any) -> list[str]:
 
 
 def overridden(cfg, key, value):
-    """A copy of the config after an override of the command line, and the value that came."""
+    """A copy of the config after a command-line override, and the value that it set."""
     copy = deepcopy(cfg)
     parsed = OverridesParser.create().parse_override(f"{key}={value}").value()
     OmegaConf.update(copy, key, parsed, merge=False, force_add=True)

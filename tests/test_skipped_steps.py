@@ -1,4 +1,4 @@
-"""Optimizer steps whose gradients are not finite: they change nothing, are counted, and end a run when they go on."""
+"""Optimizer steps without finite gradients change nothing and are counted. Too many in a row end the run."""
 
 import copy
 import math
@@ -32,7 +32,7 @@ OPTIMIZERS = {
 
 
 class InfiniteLoss(Callback):
-    """The last rank's loss is infinite at these steps, and so every gradient of that rank."""
+    """Makes the last rank's loss infinite at these steps, and with it every gradient of that rank."""
 
     def __init__(self, steps: list[int]) -> None:
         self.steps = steps
@@ -46,7 +46,7 @@ class InfiniteLoss(Callback):
 
 
 class Undo(Callback):
-    """Puts weights and the optimizer's state back to what they were before one step."""
+    """Restores the weights and the optimizer's state from before one step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -64,7 +64,7 @@ class Undo(Callback):
             for parameter, weight in zip(pl_module.parameters(), weights, strict=True):
                 parameter.copy_(weight)
             [optimizer] = trainer.optimizers
-            rates = [group["lr"] for group in optimizer.param_groups]  # of the next step already
+            rates = [group["lr"] for group in optimizer.param_groups]  # already those of the next step
             optimizer.load_state_dict(state)
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
@@ -79,7 +79,7 @@ UNDONE = ["+callbacks.undo._target_=tests.test_skipped_steps.Undo", f"+callbacks
 
 
 def run(folder: Path, corpus: Path, *overrides: str) -> Path:
-    """A run in this process; its folder."""
+    """Trains in this process and returns the run's folder."""
     folder.mkdir()
     with composed(folder, *tiny(corpus, *SMALL, *overrides)) as cfg:
         train.train(cfg)
@@ -87,7 +87,7 @@ def run(folder: Path, corpus: Path, *overrides: str) -> Path:
 
 
 def assert_only_the_bad_step_differs(skipping: Path, undone: Path) -> None:
-    """Every other loss is that of a run that did not make the bad step's update, to the bit."""
+    """Every other loss equals, to the bit, that of a run whose bad step was undone."""
     losses, expected = column(skipping, "train/loss"), column(undone, "train/loss")
     assert sorted(losses) == list(range(1, STEPS + 1))
     assert not math.isfinite(losses.pop(BAD + 1)) and math.isfinite(expected.pop(BAD + 1))
@@ -99,8 +99,8 @@ def assert_only_the_bad_step_differs(skipping: Path, undone: Path) -> None:
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, pytest.param("adamw_offload", marks=pytest.mark.gpu)])
 def test_a_step_without_finite_gradients_changes_nothing(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # its bf16 is not there on every machine
-    offloaded = ["optimizer=adamw_offload", "trainer.accelerator=gpu", "attention=naive"]  # in one order of sums
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # not every CPU has its bf16
+    offloaded = ["optimizer=adamw_offload", "trainer.accelerator=gpu", "attention=naive"]  # sums in one order
     overrides = [f"max_steps={STEPS}", "data.micro_batch_size=1", *OPTIMIZERS.get(name, offloaded)]
     with torch.compiler.set_stance("force_eager"):  # torchao compiles an update for each shape
         skipping = run(tmp_path / "skipping", tmp_path, *overrides, *bad_steps(BAD))
@@ -109,7 +109,7 @@ def test_a_step_without_finite_gradients_changes_nothing(name, tmp_path, monkeyp
 
 
 def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
-    """One of two ranks: for ddp and fsdp a run that skips and one that is undone, in folders of their names."""
+    """One of two ranks. For ddp and for fsdp, one run skips the bad step and one undoes it."""
     torch.set_num_threads(1)
     os.environ.update(environments[rank])
     for strategy in ("ddp", "fsdp"):
@@ -157,7 +157,7 @@ DIVERGING = [
     ],
 )
 def test_five_skipped_steps_in_a_row_end_a_run(ranks, tmp_path):
-    """Steps 6 to 10, across validations at 6 and 9, with two micro-batches a step; the next log is at 12."""
+    """Steps 6 to 10 are bad. Validations at 6 and 9 do not end the row, and the next log is at step 12."""
     settings = [override for override in SMALL if override != "callbacks.checkpoint=null"]
     overrides = tiny(tmp_path, *settings, *DIVERGING, "batch_size=4", *ranks)
     done = command_line(tmp_path, *overrides, *bad_steps(*range(5, 10)))
@@ -173,7 +173,7 @@ def test_five_skipped_steps_in_a_row_end_a_run(ranks, tmp_path):
 
 
 def test_a_finite_step_ends_a_row(tmp_path, capsys):
-    """Twice four skipped steps, and one of finite gradients between them."""
+    """Four skipped steps, one step with finite gradients, and four skipped steps."""
     bad = [2, 3, 4, 5, 7, 8, 9, 10]
     folder = run(tmp_path / "run", tmp_path, "max_steps=12", *bad_steps(*bad))
     assert column(folder, "train/skipped_steps")[12] == 8

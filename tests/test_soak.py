@@ -1,4 +1,4 @@
-"""scripts/soak.py tells a run that stays as it is from one that grows or slows down."""
+"""scripts/soak.py tells a steady run from one whose memory grows or that slows down."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ MIB = 2**20
 
 
 def metrics(tmp_path, step_ms, reserved_gib=None):
-    """A metrics.csv with a row of a validation after each of training, which has none of these columns."""
+    """Writes a metrics.csv. After each training row comes a validation row without the training columns."""
     lines = ["step,perf/step_ms,perf/reserved_gib,val/loss"]
     for step, ms in enumerate(step_ms):
         lines += [f"{step},{ms},{'' if reserved_gib is None else reserved_gib[step]},", f"{step},,,2.5"]

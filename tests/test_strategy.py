@@ -63,7 +63,7 @@ class SignalToRankOne(Callback):
 
 
 class SpoilRankOne(Callback):
-    """NaN in the part of the last of the weights that rank 1 has, after the last step."""
+    """Fills rank 1's part of the first weight with NaN after the last step."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         if trainer.global_step == 6 and trainer.global_rank == 1:
@@ -102,7 +102,7 @@ def adapter_run(shared) -> Path:
 
 
 def write_evil(folder: Path, in_metadata: bool) -> None:
-    """Makes a program of a sharded checkpoint's metadata, or of one of its values that is no tensor."""
+    """Puts a program into a sharded checkpoint, as its metadata or as a value that is not a tensor."""
     program = Evil(folder.parent / "ran")
     if in_metadata:
         (folder / ".metadata").write_bytes(pickle.dumps(program))
@@ -162,7 +162,7 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
 
 
 def refuse(shared: Path, case: str) -> None:
-    """No rank runs the code in a sharded checkpoint, and all say why, even if nobody has looked at it before."""
+    """No rank runs the code in a sharded checkpoint, even without the check of ckpt_path; all raise the error."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train.preflight, "checkpoint_path", lambda path, *_: path)
         with pytest.raises(CheckpointError, match="is damaged or is not a checkpoint of"):
@@ -171,7 +171,7 @@ def refuse(shared: Path, case: str) -> None:
 
 
 def fill_the_disk(shared: Path, strategy: str) -> None:
-    """All ranks raise the same, and the older checkpoint is left."""
+    """All ranks raise the same error, and the older checkpoint stays."""
     run = shared / f"full_{strategy}"
     full = ("+callbacks.full._target_=tests.checkpoints.test_runs.FullDisk", "+callbacks.full.step=6")
     with pytest.raises(CheckpointError, match=r"step_0000006.ckpt could not be written: File too large"):
@@ -181,7 +181,7 @@ def fill_the_disk(shared: Path, strategy: str) -> None:
 
 
 def spoil_one_rank(shared: Path) -> None:
-    """NaN in one rank's part of the weights: no rank saves."""
+    """If one rank's part of the weights has NaN, no rank saves."""
     train_in(shared / "spoilt", shared, *RANKS, "+callbacks.spoil._target_=tests.test_strategy.SpoilRankOne")
     assert [path.name for path in (shared / "spoilt" / "checkpoints").iterdir()] == ["step_0000003.ckpt"]
 

@@ -59,7 +59,7 @@ def test_micro_batches_change_nothing_but_memory(tmp_path):
 
 
 def test_validation_does_not_depend_on_micro_batches(tmp_path):
-    """Three rows in micro-batches of 1, 2 and 8, whose other rows count for nothing."""
+    """Validates three rows in micro-batches of 1, 2 and 8. Rows that only fill them up do not count."""
     settings = ["max_steps=2", "batch_size=8", "data.val_rows=3", "trainer.val_check_interval=1"]
     one, *others = (
         column(run(tmp_path, *settings, f"data.micro_batch_size={size}")[1], "val/loss") for size in (1, 2, 8)

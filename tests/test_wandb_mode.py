@@ -1,4 +1,4 @@
-"""A run with a W&B key goes on offline, within seconds, where the server cannot be used."""
+"""A run with a W&B key goes on offline within seconds if the server cannot be used."""
 
 import json
 import socket
@@ -19,7 +19,7 @@ PROGRAM = "from fa_train.wandb_mode import wandb_mode; print(wandb_mode())"
 
 
 def mode_of(home: Path, **environment: str) -> tuple[str, list[str]]:
-    """wandb_mode() in a process of its own, which has its own home, and all that it printed before."""
+    """The result of wandb_mode() in a new process with its own home, and the lines that it printed."""
     own = quiet_environment() | {"HOME": str(home), "WANDB_CONFIG_DIR": str(home), "WANDB_SILENT": "true"}
     started = time.monotonic()
     done = subprocess.run(
@@ -39,7 +39,7 @@ def silent_host():
 
 
 class Answers(BaseHTTPRequestHandler):
-    """A W&B server that accepts every key, or none."""
+    """A W&B server that accepts every key, or no key if status is not 200."""
 
     status = 200
 

@@ -146,7 +146,7 @@ def test_metadata_names_files_of_its_folder_only(folder, tmp_path):
 
 @pytest.fixture
 def full_disk():
-    """Files of this process may have 64 kB."""
+    """Limits the files of this process to 64 kB."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
     yield
@@ -166,7 +166,7 @@ def test_an_error_of_the_program_is_not_taken_for_a_full_disk(tmp_path):
 
 
 def test_no_copy_is_made_in_memory_or_elsewhere(tmp_path, monkeypatch):
-    """A copy of 64 MB, in memory or in $TMPDIR, would not go unseen."""
+    """A copy of the 64 MB, in memory or in $TMPDIR, would fail the test."""
     monkeypatch.setenv("TMPDIR", "/nonexistent")
     weights = torch.zeros(2**24)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

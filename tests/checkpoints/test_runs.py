@@ -54,7 +54,7 @@ def test_the_newest_are_kept(overrides, kept, tmp_path):
 
 
 class Losses(Callback):
-    """Gives validations these losses, one after the other."""
+    """Replaces the loss of each validation by the next of these."""
 
     def __init__(self, losses: list[float]) -> None:
         self.losses = list(losses)
@@ -121,13 +121,13 @@ def test_a_kill_while_saving_leaves_the_older_checkpoints_whole(tmp_path):
         require_whole(folder / "checkpoints" / name)
     rest = start_and_finish(tmp_path, *overrides, "ckpt_path=last")
     assert sorted(column(rest, "train/loss")) == [3, 4, 5]
-    # started again in the folder of the killed run
+    # resume in the folder of the killed run itself
     done = command_line(tmp_path, *overrides, "ckpt_path=last", "max_steps=6", "hydra.run.dir=runs/killed/run")
     assert done.returncode == 0 and not list(folder.rglob("*.partial")), done.stderr
 
 
 class FullDisk(Callback):
-    """Checkpoints of `step` and later ones may have 16 kB."""
+    """Limits checkpoints to 16 kB from `step` on."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -178,7 +178,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_exported(tmp_path, ca
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """A run of two steps; its checkpoints and its corpus are below this folder."""
+    """The folder with a run of two steps, its checkpoints and its corpus."""
     folder = tmp_path_factory.mktemp("trained")
     run(folder / "runs" / "first", folder, *TWO_STEPS)
     return folder

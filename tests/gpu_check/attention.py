@@ -1,4 +1,4 @@
-"""One case of attention on a GPU, forward and backward, with chosen tiles, against dense attention in fp32."""
+"""Compares one case of attention on a GPU, forward and backward, with dense attention. The case chooses the tiles."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +19,8 @@ from kernels.flash_attention.schedule import DocumentLength
 from tests.gpu_check.variants import Tiles, Width
 from tests.kernels.attention_check import DEVICE, attend, compare, cumulative
 
-HEADS = (4, 4), (4, 2), (4, 1)  # of q, and of k and v
-# lengths with rows before, in and after whole blocks, empty documents, and tiles that several documents share
+HEADS = (4, 4), (4, 2), (4, 1)  # query heads, KV heads
+# the lengths give rows before, in and after whole blocks, empty documents, and tiles that several documents share
 SEVERAL, ONE = [300, 1, 0, 213, 64, 131], [417]
 LONGER_SEVERAL, LONGER_ONE = [1000, 1, 30, 400, 139], [1500]  # every ring of buffers is used more than once
 
@@ -28,7 +28,7 @@ LONGER_SEVERAL, LONGER_ONE = [1000, 1, 30, 400, 139], [1500]  # every ring of bu
 def check_portable(
     dtype: torch.dtype, width: Width, tiles: Tiles, several: bool, features: Sequence[str], heads: tuple[int, int]
 ) -> None:
-    """The portable kernels with these tiles."""
+    """Checks the portable kernels with these tiles."""
     with portable_kernels(tiles):
         if dtype == FP8:
             _check_fp8(width, SEVERAL if several else ONE, several, heads)
@@ -45,19 +45,19 @@ def check_hopper(
     heads: tuple[int, int],
     options: dict[str, Any],
 ) -> None:
-    """Hopper's kernels for documents of one class of lengths; of several documents, NaN stays in its own."""
+    """Checks Hopper's kernels for one class of document lengths. With several documents, NaN stays in its own one."""
     lengths = LONGER_SEVERAL if several else LONGER_ONE
     with (
         _backend("hopper"),
         patch.object(schedule, "document_length", lambda _: documents),
-        patch.dict(schedule._KEPT, clear=True),  # by shapes alone, without the length of documents
+        patch.dict(schedule._KEPT, clear=True),  # keyed by shapes, not by the class of lengths
     ):
         _check(dtype, (head_dim, head_dim), lengths, several, features, heads, options)
 
 
 @contextmanager
 def portable_kernels(tiles: Tiles) -> Iterator[None]:
-    """Calls take the portable kernels with these tiles."""
+    """Within it, calls use the portable kernels with these tiles."""
     key_passes = tuple(direction for direction in tiles if direction in ("dkdv", "dk", "dv"))
     with ExitStack() as stack:
         stack.enter_context(_backend("portable"))
@@ -69,7 +69,7 @@ def portable_kernels(tiles: Tiles) -> Iterator[None]:
 
 @contextmanager
 def _backend(name: str) -> Iterator[None]:
-    """Calls take one backend's kernels, and launch them anew each time."""
+    """Within it, calls use one backend's kernels, and replay no recorded launches."""
     with (
         patch.dict(os.environ, {backend.VARIABLE: name}),
         patch.object(backend, "replayed", lambda kind, inputs, call: call()),
@@ -90,7 +90,7 @@ def _check(
     q, k, v, do = (torch.randn(shape, device=DEVICE).to(dtype) for shape in _shapes(total, heads, width))
     if "strided" in names:  # columns of wider heads
         q, k, v = (torch.cat([x, x], dim=2)[..., : x.shape[2]] for x in (q, k, v))
-    if "odd-strides" in names:  # rows at no multiple of 16 bytes pass through registers on their way to shared memory
+    if "odd-strides" in names:  # rows not aligned to 16 bytes pass through registers on their way to shared memory
         q, k, v = (torch.cat([x, x[..., :1]], dim=2)[..., :-1] for x in (q, k, v))
     features: dict[str, Any] = dict(causal="bidirectional" not in names)
     features |= dict(cu_seqlens_q=cumulative(lengths), cu_seqlens_k=cumulative(lengths))
@@ -103,7 +103,7 @@ def _check(
     sinks = torch.randn(n_heads, device=DEVICE) if "sinks" in names else None
     ours = _varlen(lengths, options) if several else _dense(options)
     dlse = torch.randn(n_heads, total, device=DEVICE)
-    # short ones on the CPU, so that many processes can share the GPU
+    # short references run on the CPU, so that many processes can share the GPU
     reference_device = "cpu" if total < 1000 else DEVICE
     compare(ours, (q, k, v), features, sinks, do, dlse, reference_device)
     if several:
@@ -119,7 +119,7 @@ def _require_isolation(
     dlse: Tensor,
     lengths: list[int],
 ) -> None:
-    """NaN in the fourth document changes the others by rounding alone: other kernels may have to repair their tiles."""
+    """NaN in the fourth document may change the others by rounding only, since other kernels may repair their tiles."""
     first, past = sum(lengths[:3]), sum(lengths[:4])
     q, k, v = (x.clone() for x in inputs)
     q[past - 1, 0, -1] = v[first, -1, 0] = torch.nan
@@ -132,7 +132,7 @@ def _require_isolation(
 
 
 def _check_fp8(width: Width, lengths: list[int], several: bool, heads: tuple[int, int]) -> None:
-    """P has 11 bits, and Hopper's tensor cores keep 13 below the largest product of a sum."""
+    """Bounds: P has 11 bits, and Hopper's tensor cores keep 13 bits below the largest product of a sum."""
     shapes = _shapes(sum(lengths), heads, width)[:3]
     q, k, v = (torch.randn(shape, device=DEVICE).to(FP8) for shape in shapes)
     cu_seqlens = cumulative(lengths)
@@ -147,7 +147,7 @@ def _check_fp8(width: Width, lengths: list[int], several: bool, heads: tuple[int
 
 
 def _shapes(total: int, heads: tuple[int, int], width: Width) -> list[tuple[int, int, int]]:
-    """Of q, k, v and do."""
+    """The shapes of q, k, v and do."""
     (n_heads, n_kv_heads), (head_dim, v_head_dim) = heads, width
     columns = (n_heads, head_dim), (n_kv_heads, head_dim), (n_kv_heads, v_head_dim), (n_heads, v_head_dim)
     return [(total, *shape) for shape in columns]

@@ -1,4 +1,4 @@
-"""One case of flash_attn_with_kvcache on a GPU, with chosen tiles."""
+"""Checks one case of flash_attn_with_kvcache on a GPU. The case chooses the tiles."""
 
 from typing import Any
 from unittest.mock import patch
@@ -11,13 +11,13 @@ from tests.gpu_check.variants import Width
 from tests.kernels.attention_check import DEVICE
 from tests.kernels.cached_attention import check
 
-CAPACITY = 768  # tokens of a sequence: several whole blocks of every tile
+CAPACITY = 768  # tokens per sequence: several whole blocks of every tile
 
 
 def check_decode(
     dtype: torch.dtype, width: Width, rows: int, tiles: TileConfig, page_size: int | None, option: int
 ) -> None:
-    """rows: queries of a KV head, over all heads that share it; option: which of four sets of features."""
+    """rows: queries of all heads that share a KV head. option: which of four sets of features."""
     group = 1 + option % 2 if rows > 1 else 1
     head_dim, v_head_dim = width
     rotary_dim = head_dim // 16 * 16

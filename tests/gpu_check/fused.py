@@ -1,4 +1,4 @@
-"""One case of a fused operation on a GPU, forward and backward, against torch in fp64."""
+"""Compares one case of a fused operation on a GPU, forward and backward, with torch in fp64."""
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +10,11 @@ from kernels.swiglu import swiglu, swiglu_gradient
 from tests.kernels.attention_check import DEVICE
 from tests.tolerance import assert_as_accurate
 
-ROWS = 130  # more than a program takes of any operation
+ROWS = 130  # more rows than one program of any operation processes
 
 
 def check_rmsnorm(dtype: torch.dtype, dim: int) -> None:
-    """A stream in fp32 and in the dtype, with an addend in the dtype; the sum is kept or computed again."""
+    """The residual stream is in fp32 or in the dtype. The addend is in the dtype. The sum is kept or computed again."""
     for stream, keep_sum in ((torch.float32, True), (dtype, False)):
         x, added = _draw(ROWS, dim, dtype=stream), _draw(ROWS, dim, dtype=dtype)
         weight = (1 + 0.1 * torch.randn(dim, device=DEVICE)).requires_grad_()
@@ -30,7 +30,7 @@ def check_rmsnorm(dtype: torch.dtype, dim: int) -> None:
 
 
 def check_rotary(dtype: torch.dtype, head_dim: int) -> None:
-    """Heads of which one is not rotated, and q, k and v of one projection."""
+    """Five heads, the last of them not rotated; then q, k and v of one projection."""
     angles = torch.randn(ROWS, head_dim // 2, device=DEVICE)
     cos, sin = angles.cos(), angles.sin()
 
@@ -53,7 +53,7 @@ def check_rotary(dtype: torch.dtype, head_dim: int) -> None:
 
 
 def check_swiglu(dtype: torch.dtype, ffn_dim: int) -> None:
-    """The activations, and the gradient of what they are computed from."""
+    """The activations, and the gradient of their input."""
     projected = _draw(ROWS, 2 * ffn_dim, dtype=dtype)
     d_activated = torch.randn(ROWS, ffn_dim, device=DEVICE).to(dtype)
 
@@ -75,7 +75,7 @@ def check_swiglu(dtype: torch.dtype, ffn_dim: int) -> None:
 
 
 def _compare(names, ours, exact, inputs, gradients, dtype) -> None:
-    """Outputs and gradients of `ours`, which were computed from `inputs`, and of exact(inputs in fp64)."""
+    """Compares the outputs `ours`, computed from `inputs`, and their gradients with those of `exact` in fp64."""
     wide = [x.detach().double().requires_grad_() for x in inputs]
     truths = exact(*wide)
     found = torch.autograd.grad(ours, inputs, [g.to(x.dtype) for g, x in zip(gradients, ours, strict=True)])
@@ -88,7 +88,7 @@ def _compare(names, ours, exact, inputs, gradients, dtype) -> None:
 
 
 def _require_close(name: str, ours: Tensor, truth: Tensor, dtype: torch.dtype) -> None:
-    """Within a few roundings of the dtype in which operands came, relative to the largest element."""
+    """Allows a few roundings of the operands' dtype, relative to the largest element."""
     truth = truth.detach()
     floor = 4 * torch.finfo(dtype).eps * truth.abs().max().item()
     assert_as_accurate(name, ours, truth, truth.to(ours.dtype), floor=floor)

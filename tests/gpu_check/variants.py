@@ -1,4 +1,4 @@
-"""The tiles that the tables, and less shared memory, give any GPU, as far as the GPU at hand can run them."""
+"""All tiles that any GPU may use, by the tables or with less shared memory, if the present GPU can run them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,26 +22,26 @@ from kernels.flash_attention.tiles import (
 Width = tuple[int, int]  # head_dim of q and k, and of v
 Tiles = Mapping[Pass, TileConfig]
 
-# one head_dim for each way in which a head fills its tile: whole or with columns to spare, in one part or in two
+# head dimensions that fill their tile or leave columns unused, in one part or in two
 HEAD_DIMS = (8, 16, 24, 32, 40, 48, 64, 72, 80, 88, 96, 104, 128, 136, 144, 160, 176, 192, 200, 256)
 WIDTHS: list[Width] = [*((d, d) for d in HEAD_DIMS), (192, 128), (64, 128), (24, 80)]
 KEY_PASSES: tuple[tuple[Pass, ...], ...] = (("dkdv",), ("dk", "dv"))
 ARCHS: tuple[Arch, ...] = (*SHARED_LIMIT, "unknown")
-# shared memory of a program, in bytes: a GPU older than all in the tables, RTX 30 to 50, A100, H100 and B200
+# bytes of shared memory per program: GPUs older than those in the tables; RTX 30 to 50; A100; H100 and B200
 SHARED_SIZES = tuple(kib * 1024 for kib in (64, 99, 163, 227))
-DECODE_ROWS = (1, 17, 64, 300)  # queries of a KV head, for each height of a tile
+DECODE_ROWS = (1, 17, 64, 300)  # queries per KV head, one number for each tile height
 
 
 def own_tiles(width: Width, itemsize: int, device: torch.device) -> Tiles:
-    """What the passes of one call take on `device`."""
+    """The tiles that the passes of one call use on `device`."""
     keys = key_passes(arch_of(device), max(width), itemsize)
     return {p: distinct_tiles(width, p, itemsize, device)[0] for p in _passes(keys, itemsize)}
 
 
 def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[Tiles]:
-    """Choices of tiles for the passes of one call; together they hold all tiles that other GPUs take.
+    """Choices of tiles for the passes of one call. Together they hold all tiles that other GPUs use.
 
-    Only for widths that fill their parts: the code for the others differs by a mask of columns.
+    None for widths that leave columns unused, because their code differs only by a mask of columns.
     """
     if not _fills_its_parts(width, itemsize):
         return
@@ -49,14 +49,14 @@ def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[T
     for keys in KEY_PASSES if itemsize > 1 else KEY_PASSES[:1]:
         tiles = {p: distinct_tiles(width, p, itemsize, device) for p in _passes(keys, itemsize)}
         others = {p: [t for t in found if t != own.get(p)] for p, found in tiles.items()}
-        # the other way of dK and dV only where a table has tiles for it that the device's own way leaves out
+        # try the other way to compute dK and dV only if it uses tiles that the device's own way does not
         if all(tiles.values()) and (keys[0] not in tiles or keys[0] in own or any(others[p] for p in keys)):
             for i in range(max(map(len, others.values()))):
                 yield {p: others[p][i % len(others[p])] if others[p] else tiles[p][0] for p in tiles}
 
 
 def _passes(keys: Sequence[Pass], itemsize: int) -> list[Pass]:
-    """Those of one call, in which the passes `keys` give dK and dV; fp8 has no gradients."""
+    """The passes of one call, if `keys` compute dK and dV. fp8 has no gradients."""
     return ["fwd"] if itemsize == 1 else ["fwd", *keys, "dq"]
 
 
@@ -76,7 +76,7 @@ def distinct_tiles(width: Width, direction: Pass, itemsize: int, device: torch.d
 def smaller(
     arch: Arch, tiles: TileConfig, width: Width, direction: Pass, itemsize: int, size: int
 ) -> TileConfig | None:
-    """What `fit` makes of tiles on a GPU with `size` bytes of shared memory a program; None where nothing fits."""
+    """The tiles that `fit` returns for `size` bytes of shared memory per program; None if nothing fits."""
     try:
         return fit(arch, tiles, *width, direction, itemsize, size)
     except ValueError:
@@ -84,12 +84,12 @@ def smaller(
 
 
 def own_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
-    """Numbers of queries a KV head, and the tiles that `device` takes for them."""
+    """Pairs of a number of queries per KV head and the tiles that `device` uses for it."""
     return _decode_tiles(arch_of(device), width, itemsize, paged, _shared_memory(device))
 
 
 def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
-    """The same for the tiles of other GPUs; only for the narrowest of the widths that are padded to one tile."""
+    """The same pairs for other GPUs. Only for the first of the widths that are padded to the same tile."""
     padded = padded_width(width[0]), padded_width(width[1])
     if width != next(w for w in WIDTHS if (padded_width(w[0]), padded_width(w[1])) == padded):
         return []
@@ -105,7 +105,7 @@ def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.d
 
 
 def _decode_tiles(arch: Arch, width: Width, itemsize: int, paged: bool, size: int) -> list[tuple[int, TileConfig]]:
-    """Those of a GPU with `size` bytes of shared memory a program; none where nothing fits."""
+    """The pairs for a GPU with `size` bytes of shared memory per program; none if nothing fits."""
     try:
         return [(rows, decode_tiles(arch, *width, itemsize, rows, paged, size)) for rows in DECODE_ROWS]
     except ValueError:
@@ -122,6 +122,6 @@ def _fits(tiles: TileConfig, width: Width, direction: Pass, itemsize: int, devic
 
 
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program may take."""
+    """Bytes of shared memory that a program may use."""
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the attribute
     return properties.shared_memory_per_block_optin

@@ -1,4 +1,4 @@
-"""Processes that run cases; one whose GPU context an illegal access has destroyed is replaced by a new one."""
+"""Processes that run cases. If an illegal access destroys the GPU context of a process, a new one replaces it."""
 
 import multiprocessing
 import time
@@ -24,7 +24,7 @@ class Result:
 
 
 def run_all(cases: Sequence[Case], jobs: int) -> Iterator[Result]:
-    """The results as they come."""
+    """Yields each result as soon as its case has ended."""
     waiting = list(reversed(cases))
     workers = [_Worker() for _ in range(min(jobs, len(cases)))]
     busy: dict[Connection, _Worker] = {}

@@ -113,7 +113,7 @@ def source_of(kernel, tiles, of_queries, head_dim, v_head_dim, direction, itemsi
 
 
 def misplaced_descriptors_of(cubin):
-    """misplaced_descriptors of the bytes of a cubin."""
+    """`misplaced_descriptors` for a cubin in memory."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(cubin)
         file.flush()

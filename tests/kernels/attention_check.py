@@ -30,7 +30,7 @@ def attend(
 ) -> Results:
     """The outputs of `function` and the gradients of its inputs.
 
-    A row that sees no key has an lse of -inf; here it becomes -10000, and gets no gradient.
+    The lse of a row that sees no key is -inf. Here it becomes -10000 and gets no gradient.
     """
     inputs = [x.detach().requires_grad_() for x in inputs]
     features = dict(features)
@@ -46,7 +46,7 @@ def attend(
 
 
 def _moved(values: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """The same on another device, for those values that are tensors."""
+    """The values, with tensors moved to another device."""
     return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in values.items()}
 
 
@@ -88,7 +88,7 @@ def compare(
 
     Shapes: inputs are q, k and v as flash_attn_varlen_func takes them; do is like o; dlse (n_heads, total_q). The truth
     is dense attention in fp32, or in fp64 if the inputs are fp32. reference_device: where torch computes.
-    Raises: AssertionError where our error is larger than arithmetic explains.
+    Raises: AssertionError if our error is larger than rounding explains.
     """
     dtype = inputs[0].dtype
     truth = torch.float64 if dtype == torch.float32 else torch.float32
@@ -101,7 +101,7 @@ def compare(
     exact_inputs = [x.to(truth) for x in inputs]  # a gradient has the dtype of its input
     exact = attend(partial(attention_reference, dtype=truth), exact_inputs, features, sinks, do, dlse)
     baseline = attend(partial(attention_reference, dtype=dtype), inputs, features, sinks, do, dlse)
-    # cancellation in fp32 sums of head_dim products of the largest inputs
+    # the error of an fp32 sum of head_dim products of the largest inputs, if they cancel
     floor = torch.finfo(torch.float32).eps * do.shape[-1] * max(x.abs().max().item() for x in (*inputs, do))
     floors = dict.fromkeys(results, floor)
     rounded = left_by_rounding(exact_inputs, features, sinks, do, dlse, exact, results["o"].dtype, truth)

@@ -1,12 +1,12 @@
 """Finds where ptxas 12.8 computes a matrix descriptor from the wrong uniform register.
 
 A descriptor of Hopper's wgmma has 64 bits. Its high half is a constant: swizzle and stride. Its low half is an address
-in shared memory. PTX adds the constant to an address of 64 bits, so ptxas must add the constant's high half to zero.
-ptxas 12.8 sometimes adds it to a register that holds something else by then: an address, or the descriptor of another
-operand. The kernel then reads other shared memory, or ends with an illegal access.
+in shared memory. PTX adds the constant to a 64-bit address, so ptxas must add the constant's high half to zero.
+ptxas 12.8 sometimes adds it to a register that has been overwritten with an address or another operand's descriptor.
+The kernel then reads the wrong shared memory, or ends with an illegal access.
 
-Seen on an H100 and in the machine code: attention with heads in two parts whose rows are loaded through registers.
-The same PTX by ptxas 12.9 is right.
+This happened on an H100 in attention kernels that hold heads in two parts and load rows through registers. ptxas 12.9
+compiles the same PTX correctly.
 """
 
 import re
@@ -29,7 +29,7 @@ def misplaced_descriptors(cubin: Path) -> list[str]:
 
 
 def misplaced_in(sass: str) -> list[str]:
-    """The same of nvdisasm's text. What a register holds is what was last written to it, in the order of the text."""
+    """`misplaced_descriptors` for nvdisasm's text. Assumes that instructions run in the order of the text."""
     writers: dict[str, str] = {}
     found = []
     for line in sass.splitlines():

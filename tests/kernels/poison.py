@@ -1,4 +1,4 @@
-"""Fills fresh memory with NaN, so that an output that a kernel forgot to write does not pass for a zero."""
+"""Fills fresh memory with NaN, so that an output that a kernel does not write cannot pass as zero."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,17 +11,17 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 
 from kernels import torch_private
 
-RECORDER = "kernels.flash_attention.replay"  # whose recordings must not hold the fill
+RECORDER = "kernels.flash_attention.replay"  # its recordings must not contain the fill
 
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Within it, torch.empty and its relatives return NaN, True or the largest integer.
 
-    torch.use_deterministic_algorithms fills memory too, but makes torch run other kernels than in production.
+    torch.use_deterministic_algorithms fills memory too, but then torch runs other kernels than in production.
     """
     with torch.device("meta"):
-        torch.empty(0)  # torch remembers now which functions a device context changes: the real ones
+        torch.empty(0)  # torch now caches the unpatched functions that a device context changes
     patches = [
         patch.object(owner, name, _poisoned(getattr(owner, name)))
         for owner, names in (

@@ -341,7 +341,7 @@ def untouched(change: Callable[[], Any]) -> bool:
 
 @contextmanager
 def asked_again(change: Any) -> Iterator[None]:
-    """`change`, under which the recorder asks again whether it may record."""
+    """Within it, `change` holds, and the recorder checks again whether it may record."""
     replay._may_record.cache_clear()
     with change:
         yield

@@ -1,13 +1,13 @@
-"""No kernel that a GPU of the tables runs has a matrix descriptor from the wrong uniform register."""
+"""No kernel in the tile tables computes a matrix descriptor from the wrong uniform register."""
 
 import pytest
 
 from tests.kernels.ahead_of_time import compile_all
 from tests.kernels.descriptors import misplaced_in
 
-# two parts and columns to spare: contiguous rows of one KV head are at no multiple of 16 bytes
+# heads in two parts with padding columns: contiguous rows of one KV head are not aligned to 16 bytes
 UNALIGNED = [f"sm90-{d}-{d}-{direction}-2" for d in (72, 136) for direction in ("fwd", "dkdv", "dq", "contain_fwd")]
-# what ptxas 12.8 made of two kernels that gave wrong results on an H100
+# from the machine code of two kernels that gave wrong results on an H100, by ptxas 12.8
 WRONG = """
         /*1a00*/                   ULEA UR7, UR4, UR7, 0x18 ;                  /* 0x00 */
         /*56d0*/                   UIADD3 UR4, UP0, UR7, 0x20, URZ ;           /* 0x00 */

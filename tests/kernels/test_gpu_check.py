@@ -1,4 +1,4 @@
-"""`make gpu-check` lists every tile, tells right kernels from wrong ones, and outlives a process that dies."""
+"""`make gpu-check` lists every tile, tells right kernels from wrong ones, and goes on after a process dies."""
 
 import os
 from functools import partial
@@ -29,7 +29,7 @@ def h100(monkeypatch):
 
 @pytest.fixture
 def short(monkeypatch):
-    """Documents and caches that the interpreter works through in seconds."""
+    """Makes documents and caches so short that the interpreter needs only seconds."""
     monkeypatch.setattr(attention, "SEVERAL", [40, 1, 0, 33, 10, 20])
     monkeypatch.setattr(attention, "ONE", [70])
     monkeypatch.setattr(decode, "CAPACITY", 384)
@@ -37,13 +37,13 @@ def short(monkeypatch):
 
 
 def choices(width, itemsize):
-    """Of tiles for a call."""
+    """All choices of tiles for a call."""
     return [variants.own_tiles(width, itemsize, DEVICE), *variants.other_tiles(width, itemsize, DEVICE)]
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_every_entry_of_the_tables_is_run(h100, itemsize):
-    """Those that fit into an H100; of the tables' widths and passes."""
+    """Only the entries that fit into an H100."""
     table = _TILES if itemsize == 2 else _TILES_OF_4_BYTES
     for (arch, head_dim, direction), tiles in table.items():
         width = (head_dim, head_dim)
@@ -87,7 +87,7 @@ def cached(h100):
 
 
 def slightly_wrong(function):
-    """As a kernel is that leaves a tile out."""
+    """`function` with wrong last rows, like a kernel that leaves out a tile."""
 
     def wrong(*arguments, **options):
         o, *rest = function(*arguments, **options)

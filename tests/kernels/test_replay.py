@@ -144,7 +144,7 @@ def on_gpu_0(monkeypatch):
 
 @pytest.fixture
 def recording(monkeypatch):
-    """Tensors pass for those of a GPU, and calls are recorded as if there were one."""
+    """Tensors look like those of a GPU, and calls are recorded as if there were one."""
     device = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 7)
     monkeypatch.setattr(replay, "driver", SimpleNamespace(active=device))
     monkeypatch.setattr(replay, "_listened", lambda: False)
@@ -159,7 +159,7 @@ def recording(monkeypatch):
 
 
 def copied(x):
-    """A new tensor with the elements of x, written by no operator of torch, as a kernel writes."""
+    """A copy of x that no operator of torch writes, just as a kernel writes its output."""
     y = torch.empty(x.shape)
     y.numpy()[:] = x.numpy()
     return y
@@ -176,7 +176,7 @@ def copied(x):
     ],
 )
 def test_an_error_of_the_recorder_is_a_plain_call(owner, name, recording, monkeypatch, caplog):
-    """Each of six calls of two kinds has its result; one line says what went wrong."""
+    """All six calls of each of two kinds return their results. One line says what went wrong."""
     failed = []
 
     def fail(*arguments, **options):

@@ -188,7 +188,7 @@ def test_fit_gives_up_stages_before_tokens_and_refuses_what_cannot_fit():
 
 @pytest.mark.parametrize("direction", PASSES)
 def test_halving_leaves_a_warpgroup_its_64_rows(direction):
-    """Two warpgroups that share 64 rows take uniform registers that Hopper does not have: see `fit`."""
+    """Two warpgroups must not share 64 rows: see `fit`."""
     for arch in SHARED_LIMIT:
         for head_dim in HEAD_DIMS:
             tiles = tile_config(arch, head_dim, direction, 2)

@@ -1,4 +1,4 @@
-"""A torch without the private names that attention uses is slower, and nothing else."""
+"""Attention also works, only slower, with a torch that lacks the private names it uses."""
 
 import os
 import re
@@ -51,7 +51,7 @@ def test_a_torch_that_cannot_say_who_watches_is_taken_to_be_watched(device, monk
 
 @pytest.mark.parametrize("missing", ["apply", "_unwrap_if_dead"])
 def test_a_function_is_applied_with_its_layer_for_transforms(missing, device, monkeypatch):
-    """The direct call is left out if either of what it needs is missing; a wrapper that is dead is still taken off."""
+    """`Function.apply` is used if a name for the direct call is missing. A dead wrapper is still removed."""
     if missing == "apply":
         monkeypatch.setattr(torch_private, "Function", torch._C._FunctionBase)  # its own bases have no `apply`
     else:

@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=1 python -m tests.kernels.without_private_names
 
-For each name a process is forked from one that has imported torch and triton. It removes the name, imports kernels and
-compares both passes with the reference. torch itself gets the name back before the call.
+The script imports torch and triton, and forks a process for each name. That process removes the name, imports kernels,
+restores the name for torch itself, and compares both passes with the reference.
 """
 
 import os
@@ -30,12 +30,12 @@ NAMES = (
 
 
 def check(path):
-    """Raises where attention cannot be imported or is not right without torch.`path`."""
+    """Raises if attention cannot be imported or is wrong without torch.`path`."""
     owner = torch
     *parents, name = path.split(".")
     for parent in parents:
         owner = getattr(owner, parent)
-    value = getattr(owner, name, None)  # a torch without CUDA has less
+    value = getattr(owner, name, None)  # a torch without CUDA lacks some
     if value is not None:
         delattr(owner, name)
     from kernels import flash_attn_func, torch_private
@@ -56,7 +56,7 @@ def check(path):
 
 
 def passes(path: str) -> bool:
-    """Whether `check` passes in a process of its own."""
+    """Whether `check` passes in a new process."""
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1] == 0
