@@ -84,7 +84,7 @@ def train_in(folder: Path, corpus: Path, *overrides: str) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory) -> Path:
-    """Holds the corpus of all runs; two ranks cannot share its three rows to validate on evenly."""
+    """Holds the corpus of all runs; two ranks cannot share its three validation rows evenly."""
     folder: Path = tmp_path_factory.mktemp("strategy")
     for number in range(100):
         (write_corpus(folder / "corpus") / f"more_{number}.txt").write_text(f"{number} more " * 20)

@@ -245,7 +245,7 @@ def start_and_finish_ranks(folder, tmp_path, *overrides):
 def test_the_number_of_processes_may_change(tmp_path):
     """One process for three steps, two for two, one to the end: rows and losses of one process alone.
 
-    Three rows to validate on are no whole number of rows a process.
+    Three validation rows do not divide evenly among the processes.
     Then a step has 4, 2 and again 4 micro-batches; those of five steps of two are no whole number of steps of one.
     """
     settings = [
