@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -95,7 +96,7 @@ class LitGPT(L.LightningModule):
 
         Lightning calls it between the backward pass and the optimizer's update.
         """
-        loss, labels, self.step_squared_lengths = self.trainer.strategy.reduce(self._sums.clone(), reduce_op="sum")
+        loss, labels, self.step_squared_lengths = self._of_all_ranks(self._sums)
         self._sums.zero_()
         labels = labels.clamp(min=1)
         self.step_loss = loss / labels
@@ -110,8 +111,15 @@ class LitGPT(L.LightningModule):
             scale = scale * (gradient_clip_val / (self.step_grad_norm + 1e-6)).clamp(max=1.0)
         skipped = ~self.step_grad_norm.isfinite()  # the same on all ranks, as the norm is
         self._count(skipped)
-        scale_or_skip(optimizer, [local(gradient) for gradient in gradients], scale, skipped)
+        scale_or_skip(optimizer, gradients, scale, skipped)
         self._seed_generators(FOR_UPDATE)
+
+    def _of_all_ranks(self, sums: Tensor) -> Tensor:
+        """The sums of all ranks added up. Lightning's reduce has a barrier, in which the host waits for the GPU."""
+        total = sums.clone()
+        if self.trainer.world_size > 1:
+            dist.all_reduce(total)
+        return total
 
     def _seed_generators(self, *purpose: int) -> None:
         """Seeds the default generators of the CPU and the GPU from (purpose, seed, step).
@@ -144,7 +152,7 @@ class LitGPT(L.LightningModule):
         self._val_sums += torch.stack([self.loss_sum(batch).double(), count_labels(batch["labels"])])
 
     def on_validation_epoch_end(self) -> None:
-        loss, labels = self.trainer.strategy.reduce(self._val_sums.clone(), reduce_op="sum")
+        loss, labels = self._of_all_ranks(self._val_sums)
         self._val_sums.zero_()
         self.log("val/loss", loss / labels.clamp(min=1), logger=False)  # Monitor logs it, beside the tokens seen
 
@@ -188,4 +196,4 @@ def scale_or_skip(optimizer: Optimizer, gradients: list[Tensor], scale: Tensor, 
     elif skipped.item():
         optimizer.zero_grad(set_to_none=True)  # optimizers skip parameters without a gradient
     else:
-        torch._foreach_mul_(gradients, scale)
+        torch._foreach_mul_([local(gradient) for gradient in gradients], scale)
