@@ -150,6 +150,19 @@ def test_another_kind_of_optimizer_is_refused(saved, given, runs, tmp_path):
     assert not list((tmp_path / "other").rglob("*.ckpt*"))
 
 
+def rmsprop(model: torch.nn.Module, *, lr: float, **others: Any) -> torch.optim.Optimizer:
+    """A user's own optimizer, whose states have other names."""
+    return torch.optim.RMSprop(model.parameters(), lr=lr)
+
+
+def test_a_run_with_a_users_own_optimizer_goes_on(tmp_path):
+    own = "optimizer._target_=tests.test_resume.rmsprop"
+    whole = run(tmp_path / "whole", own)
+    losses = column(whole, "train/loss")
+    resumed = run(tmp_path / "resumed", own, from_step_three(whole))
+    assert column(resumed, "train/loss") == {step: losses[step] for step in (4, 5, 6)}
+
+
 FSDP = ("strategy=fsdp", "trainer.devices=2", "trainer.precision=bf16-true")
 DDP = ("strategy=ddp", "trainer.devices=2")
 
