@@ -34,6 +34,8 @@ class Checkpoint(CheckpointCallback):
     are not finite are never saved.
     """
 
+    current_score = None  # Lightning's loggers upload last_model_path only from a callback that has this
+
     def __init__(
         self,
         dirpath: str,

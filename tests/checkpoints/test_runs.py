@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.utilities import _scan_checkpoints
 
 import train
 from fa_train.parallel.checkpoint import require_whole
@@ -75,6 +77,17 @@ def test_the_best_is_kept_too_if_asked(losses, kept, tmp_path):
     newest = ["4", "5"]
     names = run(tmp_path / "run", tmp_path, *best)
     assert [name.strip("step_.ck0") for name in names] == [kept, *newest]
+
+
+def test_a_logger_that_uploads_models_finds_each_checkpoint(tmp_path, monkeypatch):
+    seen = []
+
+    def upload(logger, callback) -> None:  # as WandbLogger(log_model="all") does
+        seen.extend(Path(path).name for _, path, *_ in _scan_checkpoints(callback, {}))
+
+    monkeypatch.setattr(CSVLogger, "after_save_checkpoint", upload)
+    run(tmp_path / "run", tmp_path, *TWO_STEPS)
+    assert seen == ["step_0000001.ckpt", "step_0000002.ckpt"]
 
 
 def test_a_run_goes_on_from_its_best_checkpoint(tmp_path):
