@@ -97,12 +97,6 @@ BOUNDS: dict[str, dict[str, Any]] = {
         "gradient_clip_val": NonNegativeFloat | None,
         "gradient_clip_algorithm": Literal["norm"] | None,
     },
-    "lightning.pytorch.callbacks.model_checkpoint.ModelCheckpoint": {
-        "every_n_train_steps": PositiveInt | None,
-        "every_n_epochs": PositiveInt | None,
-        "save_top_k": Annotated[int, Ge(-1)],
-        "mode": Literal["min", "max"],
-    },
     "lightning.pytorch.loggers.csv_logs.CSVLogger": {"flush_logs_every_n_steps": PositiveInt},
     "lightning.pytorch.strategies.ddp.DDPStrategy": {"gradient_as_bucket_view": bool},
     "wandb.sdk.wandb_settings.Settings": {"init_timeout": NonNegativeFloat},

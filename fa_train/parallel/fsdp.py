@@ -83,7 +83,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         require_fit(self._gpt, stored, checkpoint.get(REFERENCE), str(folder))
         self._require_same_optimizer(saved_optimizer(folder))
         own = get_model_state_dict(self.model)
-        values: dict[str, Any] = {"state_dict": {name: own[name] for name in own.keys() & stored.keys()}}
+        values: dict[str, Any] = {"state_dict": {name: weight for name, weight in own.items() if name in stored}}
         load_into(values, folder, alone=False)
         set_model_state_dict(self.model, values["state_dict"], options=StateDictOptions(strict=False))
         for i, optimizer in enumerate(self.optimizers):
