@@ -6,7 +6,7 @@ from tests.kernels.ahead_of_time import compile_all
 from tests.kernels.descriptors import misplaced_in
 
 # heads in two parts with padding columns: contiguous rows of one KV head are not aligned to 16 bytes
-UNALIGNED = [f"sm90-{d}-{d}-{direction}-2" for d in (72, 136) for direction in ("fwd", "dkdv", "dq", "contain_fwd")]
+UNALIGNED = [*(f"sm90-72-72-{direction}-2" for direction in ("fwd", "dkdv", "dq")), "sm90-136-136-fwd-2"]
 # from the machine code of two kernels that gave wrong results on an H100, by ptxas 12.8
 WRONG = """
         /*1a00*/                   ULEA UR7, UR4, UR7, 0x18 ;                  /* 0x00 */
@@ -34,6 +34,6 @@ def test_wrong_registers_are_found():
 @pytest.mark.timeout(600)
 def test_kernels_for_rows_that_are_not_aligned():
     reports = compile_all("tests.kernels.aot", UNALIGNED)
-    reports |= compile_all("tests.kernels.aot_decode", ["sm90-72-64-dense", "sm90-136-300-paged"])
+    reports |= compile_all("tests.kernels.aot_decode", ["sm90-72-64-dense"])
     wrong = {case: report for case, report in reports.items() if report["misplaced_descriptors"]}
     assert not wrong
