@@ -9,7 +9,7 @@ to `launch`. Each address among the arguments is traced back to the tensor that 
 allocate, put the new addresses into their places, and hand the arguments to the compiled kernels' launchers. What the
 call drops at its end has one allocation then, unless it is large.
 
-A recording is of one kind, stream and device, and says nothing of any other. A call is launched anew, whether or not
+A recording holds for one kind of call, one stream and one device. A call is launched anew, whether or not
 its kind is recorded, in these cases: an address is not a multiple of 16 bytes; a CUDA graph is being captured, which
 needs its own counter; a tool listens to launches; the version of Triton was not tested; or FA_TRAIN_REPLAY=0. A kind is
 never recorded again if its call cannot be replayed: it ran an operator of torch, or used an address that belongs to no

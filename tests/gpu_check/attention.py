@@ -128,7 +128,7 @@ def _require_isolation(
         others = [torch.cat([x[name][:first], x[name][past:]]).float() for x in (spoiled, clean)]
         allowed = 16 * torch.finfo(q.dtype).eps * others[1].abs().max()
         error = (others[0] - others[1]).abs().max()
-        assert error <= allowed, f"{name} beside a document with NaN: error {error:.2e}, allowed {allowed:.2e}"
+        assert error <= allowed, f"{name} next to a document with NaN: error {error:.2e}, allowed {allowed:.2e}"
 
 
 def _check_fp8(width: Width, lengths: list[int], several: bool, heads: tuple[int, int]) -> None:
