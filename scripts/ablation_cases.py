@@ -21,11 +21,11 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_train.callbacks import is_out_of_memory
 from fa_train.flops import peak_flops, train_flops
 from fa_train.models.attention import Attention, require_backend
 from fa_train.models.gpt import GPT
-from kernels.flash_attention.schedule import causal_schedule
 
 CONF = Path(__file__).parents[1] / "conf"
 GIB = 2**30

@@ -34,9 +34,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels import flash_attn_func, flash_attn_varlen_func
-from kernels.flash_attention.interface import flash_attn_packed
-from kernels.flash_attention.schedule import build_schedule
+from fa_kernels import flash_attn_func, flash_attn_varlen_func
+from fa_kernels.flash_attention.interface import flash_attn_packed
+from fa_kernels.flash_attention.schedule import build_schedule
 from scripts.attention_report import (
     DIRECTIONS,
     LARGE_GIB,

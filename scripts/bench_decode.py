@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels import flash_attn_with_kvcache
+from fa_kernels import flash_attn_with_kvcache
 from scripts.gpu_timing import captured, median_ms, require_gpu
 from scripts.provenance import describe, results_prefix
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import flash_attn_varlen_func
+from fa_kernels import flash_attn_varlen_func
 from scripts.bench_decode import in_pages
 from scripts.gpu_timing import captured, median_ms, require_gpu
 from scripts.provenance import describe, results_prefix

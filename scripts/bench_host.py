@@ -34,14 +34,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels import flash_attn_func
-from kernels.flash_attention.interface import flash_attn_packed
-from kernels.flash_attention.schedule import causal_schedule
+from fa_kernels import flash_attn_func
+from fa_kernels.flash_attention.interface import flash_attn_packed
+from fa_kernels.flash_attention.schedule import causal_schedule
 from scripts.gpu_timing import require_gpu
 from scripts.provenance import describe, results_prefix
 
 DOCUMENTS = 4  # of one length, where there are several
-WARM_UP = 5  # calls: the first compiles, the second is recorded (kernels/flash_attention/replay.py)
+WARM_UP = 5  # calls: the first compiles, the second is recorded (kernels/fa_kernels/flash_attention/replay.py)
 GPU_BOUND = 0.1  # of a sample's time
 MOST_CALLS = 500  # of a sample
 NOTHING = "a Function that does nothing"

@@ -35,13 +35,13 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels import flash_attn_func
-from kernels.flash_attention import backend
-from kernels.flash_attention.hopper import bwd as hopper_bwd
-from kernels.flash_attention.hopper import bwd_steps, bwd_wide
-from kernels.flash_attention.hopper import fwd as hopper_fwd
-from kernels.flash_attention.schedule import WORK_TILE, document_length
-from kernels.flash_attention.tiles import SHARED_LIMIT, Arch, Pass, arch_of, interpreted, key_passes, tile_config
+from fa_kernels import flash_attn_func
+from fa_kernels.flash_attention import backend
+from fa_kernels.flash_attention.hopper import bwd as hopper_bwd
+from fa_kernels.flash_attention.hopper import bwd_steps, bwd_wide
+from fa_kernels.flash_attention.hopper import fwd as hopper_fwd
+from fa_kernels.flash_attention.schedule import WORK_TILE, document_length
+from fa_kernels.flash_attention.tiles import SHARED_LIMIT, Arch, Pass, arch_of, interpreted, key_passes, tile_config
 from scripts.bench_attention import MODEL_DIM
 from scripts.provenance import describe
 

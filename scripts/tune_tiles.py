@@ -33,11 +33,11 @@ from unittest.mock import patch
 import torch
 from triton.testing import do_bench
 
-from kernels.flash_attention.features import Features
-from kernels.flash_attention.portable import bwd, fwd
-from kernels.flash_attention.portable.delta import attention_delta
-from kernels.flash_attention.schedule import causal_schedule
-from kernels.flash_attention.tiles import (
+from fa_kernels.flash_attention.features import Features
+from fa_kernels.flash_attention.portable import bwd, fwd
+from fa_kernels.flash_attention.portable.delta import attention_delta
+from fa_kernels.flash_attention.schedule import causal_schedule
+from fa_kernels.flash_attention.tiles import (
     HEAD_DIMS,
     Arch,
     Pass,
@@ -258,7 +258,7 @@ def markdown(results: list[Result], head: dict[str, str], arch: Arch, name: str,
         "",
         f"One causal document of {seqlen} tokens, {products}, n_heads × head_dim = {MODEL_DIM} or a little less, as "
         "many KV heads. Medians. TFLOP/s counts each kernel's own products (forward 2, dkdv 4, dk 3, dv 2, dq 3), "
-        "halved for causality. **Bold**: what `kernels/flash_attention/tiles.py` had.",
+        "halved for causality. **Bold**: what `kernels/fa_kernels/flash_attention/tiles.py` had.",
     ]
     for key in dict.fromkeys((result.candidate.direction, result.candidate.head_dim) for result in results):
         direction, head_dim = key

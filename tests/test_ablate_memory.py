@@ -14,8 +14,8 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
+from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_train.models.attention import naive_attention
-from kernels.flash_attention.schedule import causal_schedule
 from scripts.ablate_memory import attention_cases, explanations, parse_arguments
 from scripts.ablation_cases import AttentionCase, Result, StepCase, configuration, measure, timed
 from scripts.ablation_formula import Formula, attention_formula, step_formula

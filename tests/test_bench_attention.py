@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from numpy.testing import assert_array_equal
 
-from kernels.flash_attention.reference import attention_reference
+from fa_kernels.flash_attention.reference import attention_reference
 from scripts import bench_attention
 from scripts.attention_report import STYLES, Row, draw, draw_rates, markdown, write_csv
 from scripts.bench_attention import DEVICE, Backend, Workload, dense_workload, fill_row, packed_workloads

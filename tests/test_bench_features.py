@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.flash_attention.schedule import build_schedule
+from fa_kernels.flash_attention.schedule import build_schedule
 from scripts.bench_features import (
     Feature,
     Inputs,

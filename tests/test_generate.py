@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from fa_kernels import flash_attn_with_kvcache
 from fa_train.data.chats import ChatCorpus
 from fa_train.data.corpus import is_held_out
 from fa_train.evaluation import generation
@@ -15,7 +16,6 @@ from fa_train.evaluation.generation import generate, sampled_chat, stop_tokens
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.models.attention import chunked_attention, flash_attention, naive_attention, sdpa_attention
 from fa_train.models.gpt import GPT, Family, Origin
-from kernels import flash_attn_with_kvcache
 from scripts.generate import answer, main
 from tests.data.chats import chat_tokenizer, write_jsonl
 from tests.training import command_line, tiny

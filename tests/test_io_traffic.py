@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 import torch
 
-from kernels.flash_attention.schedule import causal_schedule
-from kernels.flash_attention.tiles import tile_config
+from fa_kernels.flash_attention.schedule import causal_schedule
+from fa_kernels.flash_attention.tiles import tile_config
 from scripts import io_traffic
 from scripts.io_traffic import (
     METRICS,

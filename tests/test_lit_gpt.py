@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from fa_kernels.flash_attention import schedule as schedules
 from fa_train.lit_gpt import LitGPT
 from fa_train.models import gpt
-from kernels.flash_attention import schedule as schedules
 from tests.memory.small import levers, small_gpt
 
 TOTAL, STEPS = 24, 3

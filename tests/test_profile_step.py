@@ -140,7 +140,7 @@ def test_parts_by_name(name, part):
 
 def test_the_names_of_our_kernels():
     """Each kernel that a launcher starts is attention's, a backward one where its file is."""
-    folder = REPOSITORY / "kernels" / "flash_attention"
+    folder = REPOSITORY / "kernels" / "fa_kernels" / "flash_attention"
     for path in [*(folder / "portable").glob("*.py"), *(folder / "hopper").glob("*.py")]:
         for name in re.findall(r"^def (_\w+_kernel)\(", path.read_text(), re.MULTILINE):
             backward = path.stem.startswith(("bwd", "delta"))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kernels.flash_attention.portable.launch import precision_of
-from kernels.flash_attention.tiles import (
+from fa_kernels.flash_attention.portable.launch import precision_of
+from fa_kernels.flash_attention.tiles import (
     HEAD_DIMS,
     SHARED_LIMIT,
     TileConfig,

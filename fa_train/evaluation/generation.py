@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_kernels import flash_attn_with_kvcache
+from fa_kernels.flash_attention.schedule import Schedule, build_schedule
 from fa_train.bounds import PositiveInt
 from fa_train.data.chats import ChatCorpus, Message
 from fa_train.data.corpus import is_held_out
@@ -20,8 +22,6 @@ from fa_train.data.tokenizer import HFTokenizer, load_tokenizer
 from fa_train.models.attention import Attention, flash_attention, naive_attention
 from fa_train.models.gpt import GPT, Block
 from fa_train.models.rope import DynamicNTKScaling
-from kernels import flash_attn_with_kvcache
-from kernels.flash_attention.schedule import Schedule, build_schedule
 
 
 @torch.no_grad()

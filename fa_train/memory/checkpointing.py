@@ -13,7 +13,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-import kernels.flash_attention.ops  # noqa: F401  registers torch.ops.flash_attention
+import fa_kernels.flash_attention.ops  # noqa: F401  registers torch.ops.flash_attention
 
 Checkpointing = Literal["none", "selective", "full"]
 

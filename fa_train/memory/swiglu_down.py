@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fa_kernels.swiglu import swiglu_gradient
 from fa_train.memory.tiled_mlp import activate
-from kernels.swiglu import swiglu_gradient
 
 
 def trains_plainly(linear: nn.Linear) -> bool:

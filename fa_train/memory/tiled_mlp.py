@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fa_kernels.swiglu import swiglu, swiglu_backward, swiglu_gradient
 from fa_train.memory.loss import add_product
-from kernels.swiglu import swiglu, swiglu_backward, swiglu_gradient
 
 Activation = Literal["swiglu", "gelu"]
 

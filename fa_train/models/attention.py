@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fa_kernels.flash_attention.checks import require_backend as require_flash_backend
+from fa_kernels.flash_attention.interface import flash_attn_packed
+from fa_kernels.flash_attention.schedule import Schedule
 from fa_train.bounds import PositiveInt
-from kernels.flash_attention.checks import require_backend as require_flash_backend
-from kernels.flash_attention.interface import flash_attn_packed
-from kernels.flash_attention.schedule import Schedule
 
 
 @runtime_checkable  # fa_train.settings tells an attention from a text or number in a config

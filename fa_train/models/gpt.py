@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fa_kernels.flash_attention.schedule import Schedule, build_schedule, causal_schedule
+from fa_kernels.rmsnorm import add_rms_norm
+from fa_kernels.rotary import rotate_heads, rotate_qkv
 from fa_train.bounds import NonNegativeFloat, PositiveFloat, PositiveInt
 from fa_train.memory.checkpointing import Checkpointing, run_block
 from fa_train.memory.loss import IGNORE_INDEX, LinearCrossEntropy
@@ -21,9 +24,6 @@ from fa_train.memory.swiglu_down import swiglu_down, trains_plainly
 from fa_train.memory.tiled_mlp import activate, tiled_mlp
 from fa_train.models.attention import Attention, require_softcap, soft_capped
 from fa_train.models.rope import RopeScaling, RotaryTable, document_positions, rope_scaling, rotary_table
-from kernels.flash_attention.schedule import Schedule, build_schedule, causal_schedule
-from kernels.rmsnorm import add_rms_norm
-from kernels.rotary import rotate_heads, rotate_qkv
 
 Norm = Literal["rmsnorm", "layernorm", "offset_rmsnorm"]
 Positions = Literal["rope", "learned", "none"]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.torch_private import TorchDispatchMode
+from fa_kernels.torch_private import TorchDispatchMode
 
 
 class DrawnOn(TorchDispatchMode):

@@ -10,12 +10,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from kernels import flash_attn_func, flash_attn_varlen_func
-from kernels.flash_attention import backend, schedule
-from kernels.flash_attention.checks import FP8
-from kernels.flash_attention.portable import bwd, fwd
-from kernels.flash_attention.reference import attention_reference
-from kernels.flash_attention.schedule import DocumentLength
+from fa_kernels import flash_attn_func, flash_attn_varlen_func
+from fa_kernels.flash_attention import backend, schedule
+from fa_kernels.flash_attention.checks import FP8
+from fa_kernels.flash_attention.portable import bwd, fwd
+from fa_kernels.flash_attention.reference import attention_reference
+from fa_kernels.flash_attention.schedule import DocumentLength
 from tests.gpu_check.variants import Tiles, Width
 from tests.kernels.attention_check import DEVICE, attend, compare, cumulative
 

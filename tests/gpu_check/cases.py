@@ -8,11 +8,11 @@ from typing import Any, get_args
 
 import torch
 
-from kernels.flash_attention.checks import FP8
-from kernels.flash_attention.hopper.bwd import HEAD_DIMS as HOPPER_HEAD_DIMS
-from kernels.flash_attention.hopper.descriptors import is_hopper
-from kernels.flash_attention.hopper.fwd import forward_tiles
-from kernels.flash_attention.schedule import DocumentLength
+from fa_kernels.flash_attention.checks import FP8
+from fa_kernels.flash_attention.hopper.bwd import HEAD_DIMS as HOPPER_HEAD_DIMS
+from fa_kernels.flash_attention.hopper.descriptors import is_hopper
+from fa_kernels.flash_attention.hopper.fwd import forward_tiles
+from fa_kernels.flash_attention.schedule import DocumentLength
 from tests.gpu_check.attention import HEADS, check_hopper, check_portable
 from tests.gpu_check.decode import check_decode
 from tests.gpu_check.fused import check_rmsnorm, check_rotary, check_swiglu

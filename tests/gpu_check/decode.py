@@ -5,8 +5,8 @@ from unittest.mock import patch
 
 import torch
 
-from kernels.flash_attention.portable import decode
-from kernels.flash_attention.tiles import TileConfig
+from fa_kernels.flash_attention.portable import decode
+from fa_kernels.flash_attention.tiles import TileConfig
 from tests.gpu_check.variants import Width
 from tests.kernels.attention_check import DEVICE
 from tests.kernels.cached_attention import check

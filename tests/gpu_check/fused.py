@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.rmsnorm import add_rms_norm
-from kernels.rotary import rotate_heads, rotate_qkv
-from kernels.swiglu import swiglu, swiglu_gradient
+from fa_kernels.rmsnorm import add_rms_norm
+from fa_kernels.rotary import rotate_heads, rotate_qkv
+from fa_kernels.swiglu import swiglu, swiglu_gradient
 from tests.kernels.attention_check import DEVICE
 from tests.tolerance import assert_as_accurate
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from kernels.flash_attention.portable.decode import decode_tiles, padded_width
-from kernels.flash_attention.portable.load import split_width
-from kernels.flash_attention.tiles import (
+from fa_kernels.flash_attention.portable.decode import decode_tiles, padded_width
+from fa_kernels.flash_attention.portable.load import split_width
+from fa_kernels.flash_attention.tiles import (
     SHARED_LIMIT,
     Arch,
     Pass,

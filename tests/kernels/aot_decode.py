@@ -9,8 +9,8 @@ import sys
 
 from triton.compiler import ASTSource
 
-from kernels.flash_attention.portable.decode import _decode_kernel, decode_tiles, padded_width
-from kernels.flash_attention.tiles import SHARED_LIMIT
+from fa_kernels.flash_attention.portable.decode import _decode_kernel, decode_tiles, padded_width
+from fa_kernels.flash_attention.tiles import SHARED_LIMIT
 from tests.kernels.aot import compile_to_ptx, ptxas
 
 INDEX_POINTERS = ("seqlens_ptr", "leftpad_ptr", "table_ptr")

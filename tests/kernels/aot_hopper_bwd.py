@@ -12,9 +12,9 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kernels.flash_attention.hopper import bwd_keys, bwd_queries, bwd_three_groups, bwd_wide
-from kernels.flash_attention.hopper.bwd_dq import ROW_ALIGNMENT
-from kernels.flash_attention.portable.load import split_width
+from fa_kernels.flash_attention.hopper import bwd_keys, bwd_queries, bwd_three_groups, bwd_wide
+from fa_kernels.flash_attention.hopper.bwd_dq import ROW_ALIGNMENT
+from fa_kernels.flash_attention.portable.load import split_width
 from tests.kernels.aot import compile_to_ptx, idle_barriers, ptxas
 
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.flash_attention.reference import attention_reference
+from fa_kernels.flash_attention.reference import attention_reference
 from tests.tolerance import assert_as_accurate
 
 GPU = torch.cuda.is_available()

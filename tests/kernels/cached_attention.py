@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels import flash_attn_with_kvcache
+from fa_kernels import flash_attn_with_kvcache
 from tests.kernels.attention_check import DEVICE
 from tests.tolerance import assert_as_accurate
 

@@ -5,9 +5,9 @@ from typing import get_args
 import pytest
 import torch
 
-from kernels.flash_attention.features import Features
-from kernels.flash_attention.hopper import bwd, fwd
-from kernels.flash_attention.schedule import DocumentLength, build_schedule, causal_schedule
+from fa_kernels.flash_attention.features import Features
+from fa_kernels.flash_attention.hopper import bwd, fwd
+from fa_kernels.flash_attention.schedule import DocumentLength, build_schedule, causal_schedule
 
 NEEDS_SM_90 = [
     pytest.mark.gpu,

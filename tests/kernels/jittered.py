@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from kernels.flash_attention.hopper import (
+from fa_kernels.flash_attention.hopper import (
     bwd_keys,
     bwd_queries,
     bwd_steps,
@@ -24,11 +24,11 @@ from kernels.flash_attention.hopper import (
     fwd_parts,
     turns,
 )
-from kernels.flash_attention.hopper.barriers import hand_back, hand_over
-from kernels.flash_attention.hopper.bwd_tma import named_barrier
-from kernels.flash_attention.hopper.marks import mark_rows
-from kernels.flash_attention.hopper.queue import post, read, take
-from kernels.flash_attention.hopper.turns import _raise, _wait_for, note_added
+from fa_kernels.flash_attention.hopper.barriers import hand_back, hand_over
+from fa_kernels.flash_attention.hopper.bwd_tma import named_barrier
+from fa_kernels.flash_attention.hopper.marks import mark_rows
+from fa_kernels.flash_attention.hopper.queue import post, read, take
+from fa_kernels.flash_attention.hopper.turns import _raise, _wait_for, note_added
 from tests.kernels.hopper import backward_problem, gradients, problem
 
 MODULES = fwd, fwd_parts, bwd_keys, bwd_queries, bwd_steps, bwd_three_groups, bwd_wide, turns

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
-from kernels import torch_private
+from fa_kernels import torch_private
 
-RECORDER = "kernels.flash_attention.replay"  # its recordings must not contain the fill
+RECORDER = "fa_kernels.flash_attention.replay"  # its recordings must not contain the fill
 
 
 @contextmanager

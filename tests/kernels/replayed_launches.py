@@ -24,11 +24,11 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels import torch_private
-from kernels.flash_attention import backend, checks, interface, replay
-from kernels.flash_attention.hopper import queue
-from kernels.flash_attention.portable.delta import attention_delta
-from kernels.flash_attention.schedule import Schedule, build_schedule
+from fa_kernels import torch_private
+from fa_kernels.flash_attention import backend, checks, interface, replay
+from fa_kernels.flash_attention.hopper import queue
+from fa_kernels.flash_attention.portable.delta import attention_delta
+from fa_kernels.flash_attention.schedule import Schedule, build_schedule
 
 LAUNCHES: list[tuple[Any, ...]] = []
 ALLOCATED: list[Tensor] = []  # by a case: kept, so that none has the address of another

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kernels.flash_attention.tiles import SHARED_LIMIT
+from fa_kernels.flash_attention.tiles import SHARED_LIMIT
 from tests.kernels.ahead_of_time import compile_all
 
 # registers a thread, bytes of spill stores, tensor-core instruction: the most that triton 3.6 and 3.7 need, with a

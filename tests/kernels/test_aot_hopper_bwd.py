@@ -6,11 +6,11 @@ And what the kernels of dK and dV read beside Q and dO, and which kernels take a
 import pytest
 import torch
 
-from kernels.flash_attention import backend
-from kernels.flash_attention.features import Features
-from kernels.flash_attention.hopper import bwd, bwd_dq, bwd_keys, bwd_steps, bwd_three_groups, bwd_wide, turns
-from kernels.flash_attention.portable import bwd as portable_bwd
-from kernels.flash_attention.schedule import causal_schedule
+from fa_kernels.flash_attention import backend
+from fa_kernels.flash_attention.features import Features
+from fa_kernels.flash_attention.hopper import bwd, bwd_dq, bwd_keys, bwd_steps, bwd_three_groups, bwd_wide, turns
+from fa_kernels.flash_attention.portable import bwd as portable_bwd
+from fa_kernels.flash_attention.schedule import causal_schedule
 from tests.kernels.ahead_of_time import compile_all
 from tests.kernels.aot_hopper_bwd import TORCH_DTYPES
 

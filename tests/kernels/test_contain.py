@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from kernels.flash_attention.features import Features
-from kernels.flash_attention.portable import bwd, fwd
-from kernels.flash_attention.portable.delta import attention_delta
-from kernels.flash_attention.schedule import causal_schedule
-from kernels.flash_attention.tiles import arch_of, key_passes
+from fa_kernels.flash_attention.features import Features
+from fa_kernels.flash_attention.portable import bwd, fwd
+from fa_kernels.flash_attention.portable.delta import attention_delta
+from fa_kernels.flash_attention.schedule import causal_schedule
+from fa_kernels.flash_attention.tiles import arch_of, key_passes
 
 LENGTHS, SPOILED = [20, 17, 13], slice(20, 37)  # all in the same tiles, of which the second document is spoiled
 TOTAL = sum(LENGTHS)

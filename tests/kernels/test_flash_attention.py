@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import flash_attn_func, flash_attn_varlen_func
-from kernels.flash_attention import backend
-from kernels.flash_attention.interface import flash_attn_packed
-from kernels.flash_attention.reference import attention_reference
-from kernels.flash_attention.schedule import Schedule, alignment, build_schedule, causal_schedule
+from fa_kernels import flash_attn_func, flash_attn_varlen_func
+from fa_kernels.flash_attention import backend
+from fa_kernels.flash_attention.interface import flash_attn_packed
+from fa_kernels.flash_attention.reference import attention_reference
+from fa_kernels.flash_attention.schedule import Schedule, alignment, build_schedule, causal_schedule
 from tests.tolerance import assert_as_accurate
 
 GPU = torch.cuda.is_available()

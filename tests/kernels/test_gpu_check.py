@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.flash_attention.tiles import _TILES, _TILES_OF_4_BYTES, Pass, shared_bytes
+from fa_kernels.flash_attention.tiles import _TILES, _TILES_OF_4_BYTES, Pass, shared_bytes
 from tests.gpu_check import attention, decode, fused, variants
 from tests.gpu_check.__main__ import part_of
 from tests.gpu_check.cases import Case, all_cases

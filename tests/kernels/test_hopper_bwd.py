@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import flash_attn_func, flash_attn_varlen_func
+from fa_kernels import flash_attn_func, flash_attn_varlen_func
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.flash_attention import backend
+from fa_kernels.flash_attention import backend
 from tests.kernels import jittered
 from tests.kernels.hopper import NEEDS_SM_90
 

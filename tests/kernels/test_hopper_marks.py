@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kernels.flash_attention.features import Features
-from kernels.flash_attention.hopper import bwd, fwd
-from kernels.flash_attention.portable.launch import new_marks
-from kernels.flash_attention.schedule import build_schedule
+from fa_kernels.flash_attention.features import Features
+from fa_kernels.flash_attention.hopper import bwd, fwd
+from fa_kernels.flash_attention.portable.launch import new_marks
+from fa_kernels.flash_attention.schedule import build_schedule
 from tests.kernels.hopper import NEEDS_SM_90, tiles_of
 
 pytestmark = NEEDS_SM_90

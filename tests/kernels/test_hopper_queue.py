@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.flash_attention.hopper import bwd_three_groups, fwd
+from fa_kernels.flash_attention.hopper import bwd_three_groups, fwd
 from tests.kernels.hopper import NEEDS_SM_90, backward_problem, gradients, problem, tiles_of
 
 pytestmark = NEEDS_SM_90

@@ -8,10 +8,10 @@ import itertools
 import pytest
 import torch
 
-from kernels.flash_attention.features import Features
-from kernels.flash_attention.hopper import fwd
-from kernels.flash_attention.reference import attention_reference
-from kernels.flash_attention.schedule import build_schedule
+from fa_kernels.flash_attention.features import Features
+from fa_kernels.flash_attention.hopper import fwd
+from fa_kernels.flash_attention.reference import attention_reference
+from fa_kernels.flash_attention.schedule import build_schedule
 from tests.kernels.hopper import NEEDS_SM_90, tiles_of
 from tests.kernels.test_flash_attention import cumulative
 from tests.kernels.test_matrix import MASKS

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from kernels import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from kernels.flash_attention import interface
-from kernels.flash_attention import schedule as schedules
-from kernels.flash_attention.checks import FP8
-from kernels.flash_attention.interface import flash_attn_packed, window_of
-from kernels.flash_attention.portable.launch import _has_tf32, precision_of
-from kernels.flash_attention.schedule import LONG_DOCUMENT, causal_schedule
+from fa_kernels import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from fa_kernels.flash_attention import interface
+from fa_kernels.flash_attention import schedule as schedules
+from fa_kernels.flash_attention.checks import FP8
+from fa_kernels.flash_attention.interface import flash_attn_packed, window_of
+from fa_kernels.flash_attention.portable.launch import _has_tf32, precision_of
+from fa_kernels.flash_attention.schedule import LONG_DOCUMENT, causal_schedule
 from tests.kernels.test_flash_attention import DEVICE, GPU, check, cumulative, draw
 
 
@@ -369,7 +369,7 @@ def test_any_wrong_documents_stay_in_bounds(edges, causal):
     cu = torch.tensor(edges, dtype=torch.int32, device=DEVICE)
     slopes = torch.zeros(len(edges) - 1, 1, device=DEVICE) if len(edges) > 1 else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kernels.flash_attention.interface._may_read", lambda _: False)
+        patch.setattr("fa_kernels.flash_attention.interface._may_read", lambda _: False)
         o = flash_attn_varlen_func(*memory[:, 50:100], cu, cu, 50, 50, causal=causal, alibi_slopes=slopes)
     assert torch.isfinite(o).all()
 

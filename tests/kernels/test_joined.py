@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels
-from kernels import (
+import fa_kernels
+from fa_kernels import (
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -16,8 +16,8 @@ from kernels import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from kernels.flash_attention import interface
-from kernels.flash_attention.reference import attention_reference
+from fa_kernels.flash_attention import interface
+from fa_kernels.flash_attention.reference import attention_reference
 from tests.tolerance import assert_as_accurate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -141,7 +141,7 @@ COMMON = {
     ],
 )
 def test_signatures_are_flash_attns(name, required):
-    parameters = inspect.signature(getattr(kernels, name)).parameters.values()
+    parameters = inspect.signature(getattr(fa_kernels, name)).parameters.values()
     positional = {p.name: p.default for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD}
     assert list(positional) == [*required, *COMMON]
     assert [positional[n] for n in required] == [inspect.Parameter.empty] * len(required)

@@ -5,9 +5,9 @@ import inspect
 import pytest
 import torch
 
-from kernels import flash_attn_with_kvcache
-from kernels.flash_attention.portable.decode import MAX_SPLITS, choose_splits, decode_tiles
-from kernels.flash_attention.tiles import SHARED_LIMIT, shared_bytes
+from fa_kernels import flash_attn_with_kvcache
+from fa_kernels.flash_attention.portable.decode import MAX_SPLITS, choose_splits, decode_tiles
+from fa_kernels.flash_attention.tiles import SHARED_LIMIT, shared_bytes
 from tests.kernels.attention_check import DEVICE, GPU
 from tests.kernels.cached_attention import check, dense, draw, int32
 

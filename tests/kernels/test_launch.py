@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kernels.flash_attention.hopper import bwd_steps
-from kernels.flash_attention.portable import launch
+from fa_kernels.flash_attention.hopper import bwd_steps
+from fa_kernels.flash_attention.portable import launch
 
 
 def meta(total, heads, head_dim, dtype=torch.bfloat16):

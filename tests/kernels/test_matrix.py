@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import flash_attn_varlen_func
+from fa_kernels import flash_attn_varlen_func
 from tests.kernels.attention_check import compare, cumulative
 
 pytestmark = pytest.mark.gpu

@@ -6,13 +6,13 @@ import os
 import pytest
 import torch
 
-from kernels import flash_attn_func, flash_attn_varlen_func
-from kernels.flash_attention import replay
-from kernels.flash_attention.hopper import bwd
-from kernels.flash_attention.hopper.descriptors import is_hopper
-from kernels.flash_attention.interface import flash_attn_packed
-from kernels.flash_attention.reference import attention_reference
-from kernels.flash_attention.schedule import causal_schedule
+from fa_kernels import flash_attn_func, flash_attn_varlen_func
+from fa_kernels.flash_attention import replay
+from fa_kernels.flash_attention.hopper import bwd
+from fa_kernels.flash_attention.hopper.descriptors import is_hopper
+from fa_kernels.flash_attention.interface import flash_attn_packed
+from fa_kernels.flash_attention.reference import attention_reference
+from fa_kernels.flash_attention.schedule import causal_schedule
 
 pytestmark = pytest.mark.gpu
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from kernels.flash_attention.features import Features
-from kernels.flash_attention.hopper.bwd_dq import finish
-from kernels.flash_attention.portable.bwd import attention_backward, repair_backward
-from kernels.flash_attention.portable.delta import attention_delta
-from kernels.flash_attention.portable.fwd import attention_forward, repair_forward
-from kernels.flash_attention.portable.launch import new_marks, repair_grid
-from kernels.flash_attention.schedule import causal_schedule
+from fa_kernels.flash_attention.features import Features
+from fa_kernels.flash_attention.hopper.bwd_dq import finish
+from fa_kernels.flash_attention.portable.bwd import attention_backward, repair_backward
+from fa_kernels.flash_attention.portable.delta import attention_delta
+from fa_kernels.flash_attention.portable.fwd import attention_forward, repair_forward
+from fa_kernels.flash_attention.portable.launch import new_marks, repair_grid
+from fa_kernels.flash_attention.schedule import causal_schedule
 
 pytestmark = pytest.mark.xdist_group("repair")
 LENGTHS = [50, 0, 100, 61]

@@ -12,11 +12,11 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from kernels import flash_attn_func
-from kernels.flash_attention import backend, checks, ops, replay
-from kernels.flash_attention.features import Features
-from kernels.flash_attention.interface import flash_attn_packed
-from kernels.flash_attention.schedule import causal_schedule
+from fa_kernels import flash_attn_func
+from fa_kernels.flash_attention import backend, checks, ops, replay
+from fa_kernels.flash_attention.features import Features
+from fa_kernels.flash_attention.interface import flash_attn_packed
+from fa_kernels.flash_attention.schedule import causal_schedule
 
 
 def test_replayed_launches_are_those_of_triton():

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import rmsnorm as module
-from kernels.rmsnorm import add_rms_norm
+from fa_kernels import rmsnorm as module
+from fa_kernels.rmsnorm import add_rms_norm
 
 EPS = 1e-5
 SHAPES = pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.utils.checkpoint import checkpoint
 
+from fa_kernels import rotary
+from fa_kernels.rotary import rotate_heads, rotate_qkv
 from fa_train.models.gpt import SelfAttention
 from fa_train.models.rope import RotaryTable
-from kernels import rotary
-from kernels.rotary import rotate_heads, rotate_qkv
 
 HEADS = [4, 2, 2]  # of q, k and v
 DIM = 16  # channels of a head

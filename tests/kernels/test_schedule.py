@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-import kernels.flash_attention.schedule as schedules
-from kernels import flash_attn_func, torch_private
-from kernels.flash_attention.schedule import (
+import fa_kernels.flash_attention.schedule as schedules
+from fa_kernels import flash_attn_func, torch_private
+from fa_kernels.flash_attention.schedule import (
     KEPT_TOKENS,
     LONG_DOCUMENT,
     SHORT_DOCUMENT,

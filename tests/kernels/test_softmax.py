@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.flash_attention.softmax import online_softmax_step
+from fa_kernels.flash_attention.softmax import online_softmax_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

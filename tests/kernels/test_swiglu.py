@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import swiglu as module
-from kernels.swiglu import swiglu, swiglu_backward, swiglu_gradient
+from fa_kernels import swiglu as module
+from fa_kernels.swiglu import swiglu, swiglu_backward, swiglu_gradient
 
 SHAPES = pytest.mark.parametrize(
     ("rows", "ffn_dim"),

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.flash_attention import tiles as module
-from kernels.flash_attention.tiles import (
+from fa_kernels.flash_attention import tiles as module
+from fa_kernels.flash_attention.tiles import (
     HEAD_DIMS,
     SHARED_LIMIT,
     TileConfig,

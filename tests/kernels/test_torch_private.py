@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from kernels import flash_attn_func, torch_private
-from kernels.flash_attention import ops
+from fa_kernels import flash_attn_func, torch_private
+from fa_kernels.flash_attention import ops
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ from collections import Counter
 
 import torch
 
-from kernels.flash_attention.hopper import fwd
+from fa_kernels.flash_attention.hopper import fwd
 from tests.kernels.hopper import backward_problem, gradients
 
 SECONDS = 10

@@ -1,4 +1,4 @@
-"""Attention under a torch that lacks one of the private names that kernels.torch_private uses.
+"""Attention under a torch that lacks one of the private names that fa_kernels.torch_private uses.
 
     TRITON_INTERPRET=1 python -m tests.kernels.without_private_names
 
@@ -38,8 +38,8 @@ def check(path):
     value = getattr(owner, name, None)  # a torch without CUDA lacks some
     if value is not None:
         delattr(owner, name)
-    from kernels import flash_attn_func, torch_private
-    from kernels.flash_attention.reference import attention_reference
+    from fa_kernels import flash_attn_func, torch_private
+    from fa_kernels.flash_attention.reference import attention_reference
 
     if value is not None:
         setattr(owner, name, value)

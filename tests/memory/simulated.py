@@ -24,6 +24,8 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fa_kernels.flash_attention import checks
+from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_train.memory import loss as loss_module
 from fa_train.memory import offload as offload_module
 from fa_train.memory import tiled_mlp as tiled_mlp_module
@@ -33,8 +35,6 @@ from fa_train.models import lora as lora_module
 from fa_train.models.gpt import GPT
 from fa_train.models.gpt import _nothing as nothing
 from fa_train.models.rope import rotary_table
-from kernels.flash_attention import checks
-from kernels.flash_attention.schedule import causal_schedule
 
 
 @torch.library.custom_op("simulated::rms_norm", mutates_args=())

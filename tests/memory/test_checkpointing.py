@@ -7,9 +7,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fa_kernels.flash_attention import backend
+from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_train.memory.checkpointing import ATTENTION_OPERATORS
-from kernels.flash_attention import backend
-from kernels.flash_attention.schedule import causal_schedule
 from tests.memory.small import (
     ATTENTIONS,
     assert_equal,

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 
+from fa_kernels import swiglu as kernel
 from fa_train.memory.swiglu_down import trains_plainly
 from fa_train.models import gpt
 from fa_train.models.gpt import FeedForward
 from fa_train.models.lora import LoRA
-from kernels import swiglu as kernel
 from tests.memory import simulated
 from tests.memory.simulated import kept_by_compiled_block
 from tests.memory.small import assert_equal, compile_blocks, levers, small_gpt, step, stream

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fa_kernels.flash_attention.reference import attention_reference
+from fa_kernels.flash_attention.schedule import build_schedule, causal_schedule
 from fa_train.models.attention import (
     chunked_attention,
     flash_attention,
@@ -16,8 +18,6 @@ from fa_train.models.attention import (
     require_softcap,
     sdpa_attention,
 )
-from kernels.flash_attention.reference import attention_reference
-from kernels.flash_attention.schedule import build_schedule, causal_schedule
 from tests.tolerance import assert_as_accurate
 
 ATTENTIONS = [

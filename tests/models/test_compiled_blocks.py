@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import rmsnorm
+from fa_kernels import rmsnorm
 from tests.memory.small import assert_equal, compile_blocks, levers, small_gpt, step, stream
 
 LAYERS = 3

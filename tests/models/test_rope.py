@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from fa_kernels.rotary import rotate_heads
 from fa_train.models.rope import RotaryTable, document_positions, last_positions, rope_scaling, rotary_table
-from kernels.rotary import rotate_heads
 
 CPU = torch.device("cpu")
 

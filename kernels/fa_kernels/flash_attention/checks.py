@@ -1,0 +1,81 @@
+"""What a call of attention may be: errors that say what was wanted and what came."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from fa_kernels.flash_attention.tiles import interpreted
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+FP8 = torch.float8_e4m3fn
+MAX_HEAD_DIM = 256
+
+
+def require_backend(device: torch.device) -> None:
+    """ValueError unless flash attention can run on `device`."""
+    if device.type != "cuda" and not interpreted():
+        raise ValueError(
+            f"attention=flash needs a CUDA GPU; this run is on {device.type}. "
+            "Use attention=sdpa, or set TRITON_INTERPRET=1 to run the kernels in Triton's (slow) CPU interpreter"
+        )
+
+
+def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    """ValueError unless q, k, v and sinks fit together, and may be what they are, on a device that has kernels.
+
+    Shapes: q (..., n_heads, head_dim), k and v (..., n_kv_heads, head_dim), with tokens before, or (batch, seqlen).
+    All that is asked for is named by the kind of a call (backend.py): calls of a kind that has passed are not checked.
+    """
+    device, dtype = q.device, q.dtype
+    require_backend(device)
+    *_, n_heads, head_dim = q.shape
+    *k_tokens, n_kv_heads, k_head_dim = k.shape
+    *v_tokens, n_v_heads, v_head_dim = v.shape
+    if k_tokens != v_tokens or n_kv_heads != n_v_heads:
+        raise ValueError(f"k and v must have the same tokens and heads; got {shapes_of(q, k, v)}")
+    if n_kv_heads == 0 or n_heads % n_kv_heads:
+        raise ValueError(f"n_heads must be a multiple of n_kv_heads; got {n_heads} and {n_kv_heads}")
+    if head_dim != k_head_dim:
+        raise ValueError(f"q and k must have one head_dim; got {shapes_of(q, k, v)}")
+    if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= v_head_dim <= MAX_HEAD_DIM):
+        raise ValueError(f"head_dim must be from 1 to {MAX_HEAD_DIM}; got {head_dim} and, of v, {v_head_dim}")
+    if not (dtype == k.dtype == v.dtype) or (dtype not in DTYPES and dtype != FP8):
+        raise ValueError(
+            "q, k and v must be of one dtype, float16, bfloat16, float32 or float8_e4m3fn; "
+            f"got {name_of(dtype)}, {name_of(k.dtype)} and {name_of(v.dtype)}"
+        )
+    if dtype == FP8 and q.is_cuda and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ValueError(
+            f"float8_e4m3fn needs a GPU of compute capability 8.9 or newer; got {torch.cuda.get_device_name(device)}"
+        )
+    if not (device == k.device == v.device):
+        raise ValueError(f"q, k and v must be on one device; got {device}, {k.device} and {v.device}")
+    if sinks is not None and (sinks.shape != (n_heads,) or sinks.dtype != torch.float32 or sinks.device != device):
+        raise ValueError(f"sinks must be ({n_heads},) float32 on {device}; got {described(sinks)}")
+
+
+def require_differentiable(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """ValueError where one of them requires a gradient that its dtype does not have."""
+    if q.dtype == FP8 and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise ValueError("float8_e4m3fn q, k and v have no gradients; got some that require them")
+
+
+def scale_of(q: Tensor, softmax_scale: float | None) -> float:
+    """What scores are multiplied by: head_dim**-0.5 by default. Raises: ValueError unless positive and finite."""
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    if not 0 < scale < math.inf:
+        raise ValueError(f"softmax_scale must be positive and finite; got {scale}")
+    return scale
+
+
+def shapes_of(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q, k and v of {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+
+
+def described(x: Tensor) -> str:
+    return f"{tuple(x.shape)} {name_of(x.dtype)} on {x.device}"
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,148 @@
+"""The passes before and after the backward kernels: the rows' lse and delta for TMA, and the fp32 accumulator of dQ.
+
+The pass before is one, of a program for 64 rows of a head: it reads o and do for delta, and clears as much of dQ's sum.
+
+The accumulator is (n, 1, 32): blocks of 64 queries after one another, in each of these all heads, and of a head each 64
+columns, or the 32 after the first 64, in the order of threads (threads.py). Those are 16 KiB in a row, or 8, so one TMA
+operation adds them, and shared memory takes them in half the cycles.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fa_kernels.flash_attention.hopper.bwd_steps import SUM_BLOCK
+from fa_kernels.flash_attention.hopper.turns import NOBODY
+from fa_kernels.flash_attention.portable.delta import delta_of_rows
+from fa_kernels.flash_attention.portable.launch import SPOILED_ROWS, ceil_div
+from fa_kernels.flash_attention.replay import launch
+from fa_kernels.flash_attention.schedule import WORK_TILE
+
+ROW_ALIGNMENT = 4  # TMA takes fp32 vectors that begin at a multiple of 16 bytes
+
+
+@triton.jit(do_not_specialize=["total", "padded", "n_heads"])
+def _prepare_kernel(
+    o_ptr, do_ptr, dlse_ptr, lse_ptr, rows_ptr, delta_ptr, dq_ptr, semaphore_ptr, stride_dot, stride_doh,
+    total, padded, n_heads,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """One program: lse and delta of BLOCK rows of a head. What else they have, unless it is None: the sum of dQ is set
+    to 0, WORDS at a time, the semaphore to NOBODY, and delta is kept once more, in attention_delta's order.
+    """
+    unit, head = tl.program_id(0) // n_heads, (tl.program_id(0) % n_heads).to(tl.int64)
+    rows = unit * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < total
+    if unit * BLOCK < total:  # past the last row there is nothing but the rows that take no part
+        if dq_ptr is not None:
+            dq_ptr += tl.program_id(0).to(tl.int64) * (BLOCK * HEAD_DIM)
+            for word in tl.static_range(0, BLOCK * HEAD_DIM, WORDS):
+                tl.store(dq_ptr + word + tl.arange(0, WORDS), tl.zeros([WORDS], tl.float32))
+        if semaphore_ptr is not None:
+            tl.store(semaphore_ptr + tl.program_id(0), NOBODY)
+    lse = tl.load(lse_ptr + head * total + rows, mask=inside, other=float("-inf"))
+    # 2^(score - inf) is 0: a row that sees nothing, or is none, takes no part
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    tl.store(rows_ptr + head * padded + rows, lse, mask=rows < padded)
+    delta = delta_of_rows(
+        o_ptr, do_ptr, dlse_ptr, stride_dot, stride_doh, rows, head, total, n_heads, HEAD_DIM, BLOCK_D
+    )
+    tl.store(rows_ptr + (n_heads + head) * padded + rows, delta, mask=rows < padded)
+    if delta_ptr is not None:
+        tl.store(delta_ptr + head * total + rows, delta, mask=inside)
+
+
+class Prepared(NamedTuple):
+    """What the kernels take beside q, k, v and do; None is what is not asked for.
+
+    Shapes: rows (2, n_heads, padded) fp32: lse in units of log2, +inf where a row sees no key, and delta. A head's
+    total_q are followed by rows that take no part, as many as the longest block of queries of a kernel has, so that its
+    last block reads no other head's: P is 0 there, but times NaN in that head's delta it would be NaN in dS, and so in
+    all of dK. delta (n_heads, total_q) fp32, attention_delta's. dq_sum fp32, zeros for the sum of dQ. semaphores of
+    turns.py, int32, of each 64 queries all heads.
+    """
+
+    rows: Tensor
+    delta: Tensor | None
+    dq_sum: Tensor | None
+    semaphores: Tensor | None
+
+
+def prepare(
+    o: Tensor, do: Tensor, dlse: Tensor | None, lse: Tensor, *, sums: bool, ordered: bool, keeps_delta: bool
+) -> Prepared:
+    """One launch: o and do (total_q, n_heads, head_dim), in any dtype, lse and dlse (n_heads, total_q) fp32.
+
+    o is dense, do has a dense last dimension. sums: dq_sum is wanted, and, if they are `ordered`, semaphores.
+    """
+    total, n_heads, head_dim = o.shape
+    padded = ceil_div(total + WORK_TILE, ROW_ALIGNMENT) * ROW_ALIGNMENT
+    n_units = ceil_div(total, SUM_BLOCK) * n_heads
+    n_words = SUM_BLOCK * head_dim
+    of_fp32 = partial(torch.empty, dtype=torch.float32, device=o.device)
+    prepared = Prepared(
+        of_fp32(2, n_heads, padded),
+        of_fp32(n_heads, total) if keeps_delta else None,
+        of_fp32(n_units * n_words // 32, 1, 32) if sums else None,
+        torch.empty(n_units, dtype=torch.int32, device=o.device) if sums and ordered else None,
+    )
+    launch(
+        _prepare_kernel, (ceil_div(padded, SUM_BLOCK) * n_heads,),
+        o, do, dlse, lse, *prepared, do.stride(0), do.stride(1), total, padded, n_heads,
+        HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK=SUM_BLOCK, WORDS=n_words & -n_words,
+    )  # fmt: skip
+    return prepared
+
+
+@triton.jit
+def _finish_columns(
+    sum_ptr, dq_ptr, rows, column, total, row_stride, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Scales and rounds COLUMNS columns of `rows`; NaN where one of them is not finite, else 0."""
+    sums = tl.load(sum_ptr + tl.arange(0, ROWS * COLUMNS))
+    # back from the order of threads.in_order_of_threads
+    sums = tl.permute(tl.reshape(sums, [COLUMNS // 8, ROWS // 16, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
+    inside = (rows < total)[:, None]
+    sums = tl.where(inside, tl.reshape(sums, [ROWS, COLUMNS]), 0.0)
+    columns = column + tl.arange(0, COLUMNS)
+    dq_ptr += rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
+    tl.store(dq_ptr, (sums * scale).to(dq_ptr.dtype.element_ty), mask=inside)
+    return tl.sum(tl.sum(sums * 0.0, axis=1), axis=0)
+
+
+@triton.jit(do_not_specialize=["total", "n_heads"])
+def _finish_kernel(
+    sum_ptr, dq_ptr, spoiled_ptr, scale, total, n_heads, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program scales and rounds BLOCK rows of a head, and sets their mark of NaN unless spoiled is None."""
+    unit, head = tl.program_id(0) // n_heads, tl.program_id(0) % n_heads
+    rows = unit * BLOCK + tl.arange(0, BLOCK)
+    sum_ptr += tl.program_id(0).to(tl.int64) * (BLOCK * HEAD_DIM)
+    zero = tl.zeros([], tl.float32)
+    for column in tl.static_range(0, HEAD_DIM, BLOCK):
+        zero += _finish_columns(
+            sum_ptr + BLOCK * column, dq_ptr, rows, head * HEAD_DIM + column, total, n_heads * HEAD_DIM, scale, BLOCK,
+            min(BLOCK, HEAD_DIM - column),
+        )  # fmt: skip
+    if spoiled_ptr is not None:
+        tl.static_assert(BLOCK == SPOILED_ROWS)
+        mark = spoiled_ptr + head.to(tl.int64) * tl.cdiv(total, BLOCK) + unit
+        tl.store(mark, (zero != 0.0).to(tl.int32))
+
+
+def finish(dq_sum: Tensor, softmax_scale: float, spoiled: Tensor | None, like: Tensor) -> Tensor:
+    """`prepare`'s sum of dS K -> dq, dense, in the shape (total_q, n_heads, head_dim) and dtype of `like`.
+
+    spoiled (portable.launch.new_marks) gets the marks of NaN in dq.
+    """
+    total, n_heads, head_dim = like.shape
+    dq = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    launch(
+        _finish_kernel, (ceil_div(total, SUM_BLOCK) * n_heads,),
+        dq_sum, dq, spoiled, softmax_scale, total, n_heads, HEAD_DIM=head_dim, BLOCK=SUM_BLOCK, num_warps=8,
+    )  # fmt: skip
+    return dq

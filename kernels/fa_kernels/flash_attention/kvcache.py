@@ -1,0 +1,344 @@
+"""flash_attn_with_kvcache: attention over a cache of keys and values, for generation; flash-attn's meanings (2.8)."""
+
+from collections.abc import Iterable
+from typing import SupportsIndex
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from fa_kernels.flash_attention.checks import DTYPES, MAX_HEAD_DIM, described, name_of, require_backend, scale_of
+from fa_kernels.flash_attention.interface import window_of
+from fa_kernels.flash_attention.portable.decode import MAX_SPLITS, Cache, Rotary, append_to_cache, decode_attention
+
+PAGE_UNIT = 16  # tokens: the least block of keys that a kernel reads
+
+
+@torch.no_grad()
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Iterable[SupportsIndex] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of new queries over a cache, to which new k and v are first appended in place; without gradient.
+
+    Shapes: q (batch, seqlen_q, n_heads, head_dim); k_cache (batch_cache, seqlen_cache, n_kv_heads, head_dim), or
+    with a block_table (n_pages, page_size, n_kv_heads, head_dim), page_size a multiple of 16; v_cache likewise, whose
+    head_dim may differ, rows of both dense; k and v (batch, seqlen_new, n_kv_heads, head_dim); rotary_cos and
+    rotary_sin (positions, rotary_dim / 2), positions no fewer than a sequence can hold, rotary_dim a multiple of 16;
+    cache_seqlens an int or (batch,) int32, the tokens held before k is appended, the whole cache by default;
+    cache_batch_idx (batch,) int32, the row of the cache that is each sequence's; cache_leftpad (batch,) int32, the
+    first position that counts; block_table (batch, pages a sequence) int32, whose entries past a sequence's length
+    are never looked at; alibi_slopes (n_heads,) or (batch, n_heads) float32 -> o (batch, seqlen_q, n_heads, v's
+    head_dim) in q's dtype; with return_softmax_lse also lse (batch, n_heads, seqlen_q).
+    Units: as flash_attn_func; num_splits is in how many parts a sequence's keys are worked at once, 0 chooses by the
+    GPU and the cache's shape.
+    Key j of k is rotated by the angles of position cache_seqlens + j. With causal or a window so is query i by those
+    of cache_seqlens + i; otherwise all queries stand at cache_seqlens. causal aligns the last query with the last
+    key, appended ones included. A query that sees no key gives 0 and lse -inf.
+    cache_seqlens beyond the cache and wrong entries of cache_batch_idx or block_table are errors where they are on
+    the CPU; on a GPU, where looking would make it wait, they never touch memory outside the cache.
+    Raises: ValueError on a shape, dtype, device or head-count mismatch, on k without cache_seqlens, on rotary angles
+    without k, and on a block_table beside cache_batch_idx.
+    Source: Flash-Decoding, pytorch.org/blog/flash-decoding; FlashAttention-2, arXiv:2307.08691.
+    """
+    require_backend(q.device)
+    _require_shapes(q, k_cache, v_cache, k, v)
+    batch, n_heads = q.shape[0], q.shape[2]
+    seqlen_new = 0 if k is None else k.shape[1]
+    table = _page_table(k_cache, batch, cache_batch_idx, block_table)
+    capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
+    seqlens = _seqlens(cache_seqlens, batch, capacity, seqlen_new, k is not None, q.device)
+    if cache_leftpad is not None:
+        _require_int32("cache_leftpad", cache_leftpad, (batch,), q.device)
+    _require_pages_in_range(k_cache, table, seqlens, seqlen_new, block_table is not None)
+    _require_rotary(rotary_cos, rotary_sin, k is not None, q, capacity)
+    if alibi_slopes is not None and (
+        alibi_slopes.shape not in ((n_heads,), (batch, n_heads))
+        or alibi_slopes.dtype != torch.float32
+        or alibi_slopes.device != q.device
+    ):
+        raise ValueError(
+            f"alibi_slopes must be ({n_heads},) or ({batch}, {n_heads}) float32 on {q.device}; "
+            f"got {described(alibi_slopes)}"
+        )
+    if not 0 <= num_splits <= MAX_SPLITS:
+        raise ValueError(f"num_splits must be from 0 to {MAX_SPLITS}; got {num_splits}")
+    scale = scale_of(q, softmax_scale)
+    left, right = window_of(window_size)
+    if causal:
+        right = 0
+
+    angles = [] if rotary_cos is None or rotary_sin is None else [rotary_cos.contiguous(), rotary_sin.contiguous()]
+    if k is not None and v is not None:
+        append(*_rows_dense(k, v), k_cache, v_cache, seqlens, table, angles, rotary_interleaved)
+    o, lse = decode(
+        *_rows_dense(q),
+        k_cache,
+        v_cache,
+        seqlens,
+        seqlen_new,
+        table,
+        None if cache_leftpad is None else cache_leftpad.contiguous(),
+        angles,
+        rotary_interleaved,
+        left >= 0 or right >= 0,
+        None if alibi_slopes is None else alibi_slopes.contiguous(),
+        scale,
+        max(float(softcap), 0.0),
+        left,
+        right,
+        num_splits,
+    )
+    return (o, lse) if return_softmax_lse else o
+
+
+@torch.library.custom_op("flash_attention::append", mutates_args=("k_cache", "v_cache"))
+def append(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seqlens: Tensor,
+    table: Tensor | None,
+    angles: list[Tensor],
+    interleaved: bool,
+) -> None:
+    """Writes k and v behind the seqlens tokens of each sequence; angles: none, or rotary's cos and sin."""
+    append_to_cache(k, v, Cache(k_cache, v_cache, seqlens, table, None), _rotary(angles, interleaved))
+
+
+@append.register_fake
+def _append_fake(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seqlens: Tensor,
+    table: Tensor | None,
+    angles: list[Tensor],
+    interleaved: bool,
+) -> None:
+    return None
+
+
+@torch.library.custom_op("flash_attention::decode", mutates_args=())
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seqlens: Tensor,
+    seqlen_new: int,
+    table: Tensor | None,
+    leftpad: Tensor | None,
+    angles: list[Tensor],
+    interleaved: bool,
+    rotary_by_token: bool,
+    slopes: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    left: int,
+    right: int,
+    n_splits: int,
+) -> tuple[Tensor, Tensor]:
+    """q (batch, seqlen_q, n_heads, head_dim) -> o of v's head_dim, lse (batch, n_heads, seqlen_q) fp32."""
+    return decode_attention(
+        q,
+        Cache(k_cache, v_cache, seqlens, table, leftpad),
+        seqlen_new,
+        rotary=_rotary(angles, interleaved),
+        rotary_by_token=rotary_by_token,
+        slopes=slopes,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        left=left,
+        right=right,
+        n_splits=n_splits,
+    )
+
+
+@decode.register_fake
+def _decode_fake(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seqlens: Tensor,
+    seqlen_new: int,
+    table: Tensor | None,
+    leftpad: Tensor | None,
+    angles: list[Tensor],
+    interleaved: bool,
+    rotary_by_token: bool,
+    slopes: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    left: int,
+    right: int,
+    n_splits: int,
+) -> tuple[Tensor, Tensor]:
+    batch, seqlen_q, n_heads, _ = q.shape
+    o = q.new_empty(batch, seqlen_q, n_heads, v_cache.shape[-1])
+    return o, q.new_empty(batch, n_heads, seqlen_q, dtype=torch.float32)
+
+
+@register_flop_formula(torch.ops.flash_attention.decode)
+def _decode_flops(q_shape, k_shape, v_shape, seqlens_shape, seqlen_new, table_shape, *args, **kwargs) -> int:
+    """Every query with every place of its sequence's cache: how full it is, only the GPU knows."""
+    batch, seqlen_q, n_heads, head_dim = q_shape
+    capacity = k_shape[1] * (1 if table_shape is None else table_shape[1])
+    return 2 * batch * seqlen_q * capacity * n_heads * (head_dim + v_shape[-1])
+
+
+def _rotary(angles: list[Tensor], interleaved: bool) -> Rotary | None:
+    return Rotary(angles[0], angles[1], interleaved) if angles else None
+
+
+def _rows_dense(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+
+
+def _require_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None) -> None:
+    """q, the cache and what is appended fit each other."""
+    if (k is None) != (v is None):
+        raise ValueError(f"k and v must be given together; got only {'v' if k is None else 'k'}")
+    new = {} if k is None or v is None else {"k": k, "v": v}
+    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache} | new
+    for name, x in tensors.items():
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be (batch, seqlen, heads, head_dim); got {tuple(x.shape)}")
+        if x.dtype != q.dtype or x.dtype not in DTYPES:
+            raise ValueError(
+                f"q, the cache, k and v must be of one dtype, float16, bfloat16 or float32; "
+                f"got q of {name_of(q.dtype)} and {name} of {name_of(x.dtype)}"
+            )
+        if x.device != q.device:
+            raise ValueError(f"q, the cache, k and v must be on one device; got q on {q.device}, {name} on {x.device}")
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.stride(-1) != 1:
+            raise ValueError(f"{name} must have a dense last dimension; got strides {x.stride()}")
+    n_heads, n_kv_heads = q.shape[2], k_cache.shape[2]
+    if k_cache.shape[:3] != v_cache.shape[:3]:
+        raise ValueError(
+            "k_cache and v_cache must have the same sequences, tokens and heads; "
+            f"got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        )
+    if n_kv_heads == 0 or n_heads % n_kv_heads:
+        raise ValueError(f"n_heads must be a multiple of n_kv_heads; got {n_heads} and {n_kv_heads}")
+    if q.shape[3] != k_cache.shape[3]:
+        raise ValueError(f"q and k_cache must have one head_dim; got {q.shape[3]} and {k_cache.shape[3]}")
+    if not (1 <= q.shape[3] <= MAX_HEAD_DIM and 1 <= v_cache.shape[3] <= MAX_HEAD_DIM):
+        raise ValueError(
+            f"head_dim must be from 1 to {MAX_HEAD_DIM}; got {q.shape[3]} and, of v_cache, {v_cache.shape[3]}"
+        )
+    for name, x in new.items():
+        wanted = (q.shape[0], new["k"].shape[1], n_kv_heads, tensors[f"{name}_cache"].shape[3])
+        if x.shape != wanted:
+            raise ValueError(f"{name} must be {wanted}, as q, k and {name}_cache say; got {tuple(x.shape)}")
+
+
+def _require_int32(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    if x.shape != shape or x.dtype != torch.int32 or x.device != device:
+        raise ValueError(f"{name} must be {shape} int32 on {device}; got {described(x)}")
+
+
+def _page_table(
+    k_cache: Tensor, batch: int, cache_batch_idx: Tensor | None, block_table: Tensor | None
+) -> Tensor | None:
+    """(batch, pages a sequence) int32, rows dense: which page of k_cache is whose. None where sequence i is page i."""
+    if block_table is not None and cache_batch_idx is not None:
+        raise ValueError("cache_batch_idx must be None beside a block_table, which says where each sequence lies")
+    if block_table is None and k_cache.shape[0] < (batch if cache_batch_idx is None else 1):
+        raise ValueError(f"k_cache must hold a row for each of {batch} sequences; got {k_cache.shape[0]}")
+    if cache_batch_idx is not None:
+        _require_int32("cache_batch_idx", cache_batch_idx, (batch,), k_cache.device)
+        return cache_batch_idx[:, None]
+    if block_table is None:
+        return None
+    if block_table.dim() != 2 or block_table.shape[1] == 0:
+        raise ValueError(f"block_table must be (batch, pages a sequence); got {tuple(block_table.shape)}")
+    _require_int32("block_table", block_table, (batch, block_table.shape[1]), k_cache.device)
+    n_pages, page_size = k_cache.shape[:2]
+    if n_pages == 0 or page_size == 0 or page_size % PAGE_UNIT:
+        raise ValueError(
+            f"k_cache must be pages of a multiple of {PAGE_UNIT} tokens beside a block_table; "
+            f"got {n_pages} of {page_size}"
+        )
+    return _rows_dense(block_table)[0]
+
+
+def _seqlens(
+    cache_seqlens: int | Tensor | None, batch: int, capacity: int, seqlen_new: int, appends: bool, device: torch.device
+) -> Tensor:
+    """(batch,) int32, checked against the cache where that needs no look at the GPU."""
+    if cache_seqlens is None:
+        if appends:
+            raise ValueError("cache_seqlens must say where k and v are to be appended; got None")
+        cache_seqlens = capacity
+    if isinstance(cache_seqlens, int):
+        seqlens, known = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device), [cache_seqlens]
+    else:
+        _require_int32("cache_seqlens", cache_seqlens, (batch,), device)
+        seqlens, known = cache_seqlens.contiguous(), _values(cache_seqlens) or [0]
+    if not 0 <= min(known) <= max(known) + seqlen_new <= capacity:
+        raise ValueError(
+            f"cache_seqlens and {seqlen_new} new tokens must fit the {capacity} that a sequence can hold; "
+            f"got {min(known)} to {max(known)}"
+        )
+    return seqlens
+
+
+def _require_pages_in_range(
+    k_cache: Tensor, table: Tensor | None, seqlens: Tensor, seqlen_new: int, paged: bool
+) -> None:
+    """ValueError if a page in use is not in the cache; looked at on the CPU alone."""
+    if table is None or not _values(seqlens):
+        return
+    n_pages, page_size = k_cache.shape[:2]
+    used = (torch.arange(table.shape[1]) * page_size)[None, :] < seqlens[:, None] + seqlen_new
+    wrong = table[used & ((table < 0) | (table >= n_pages))]
+    if wrong.numel():
+        name = "block_table" if paged else "cache_batch_idx"
+        raise ValueError(f"{name} must be from 0 to {n_pages - 1}, as k_cache has {n_pages} rows; got {wrong.tolist()}")
+
+
+def _values(x: Tensor) -> list[int]:
+    """What stands in a tensor on the CPU; nothing of one on a GPU, or of one that is being traced."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return []
+    return x.tolist()
+
+
+def _require_rotary(cos: Tensor | None, sin: Tensor | None, appends: bool, q: Tensor, capacity: int) -> None:
+    if cos is None and sin is None:
+        return
+    if cos is None or sin is None:
+        raise ValueError(
+            f"rotary_cos and rotary_sin must be given together; got only {'sin' if cos is None else 'cos'}"
+        )
+    if not appends:
+        raise ValueError("rotary_cos and rotary_sin need k and v to be appended; got none")
+    fits = cos.dim() == 2 and cos.shape[0] >= capacity and cos.shape[1] % 8 == 0 and 2 * cos.shape[1] <= q.shape[3]
+    if not fits or cos.shape != sin.shape:
+        raise ValueError(
+            f"rotary_cos and rotary_sin must be (positions, rotary_dim / 2), {capacity} positions or more, rotary_dim "
+            f"a multiple of 16 and at most {q.shape[3]}; got {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if x.dtype not in (q.dtype, torch.float32) or x.device != q.device:
+            raise ValueError(f"{name} must be {name_of(q.dtype)} or float32 on {q.device}; got {described(x)}")

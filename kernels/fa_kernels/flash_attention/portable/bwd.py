@@ -1,0 +1,446 @@
+"""The backward pass by recomputation: dK and dV a tile of keys at a time, then dQ a tile of queries at a time.
+
+Two kernels recompute the scores twice (seven matmuls where one fused pass needs five), but each output has one owner:
+no atomics, and gradients are bitwise repeatable (arXiv:2307.08691, Alg. 2, with its loops taken apart). For heads so
+wide that dK and dV of one tile overflow the registers, the first kernel is launched for each of them: eight matmuls.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fa_kernels.flash_attention.features import Features
+from fa_kernels.flash_attention.masks import contain, is_visible, tile_range
+from fa_kernels.flash_attention.portable.launch import (
+    any_is_spoiled,
+    ceil_div,
+    grid_of_tiles,
+    heads_per_section,
+    is_spoiled,
+    precision_of,
+    repair_grid,
+    tile_and_head,
+)
+from fa_kernels.flash_attention.portable.load import load_part, split_width, store_part
+from fa_kernels.flash_attention.replay import launch
+from fa_kernels.flash_attention.schedule import WORK_TILE, Schedule
+from fa_kernels.flash_attention.scores import alibi_bias, cap, load_alibi
+from fa_kernels.flash_attention.tiles import arch_of, key_passes, launch_tiles
+
+
+@triton.jit
+def _probabilities(
+    scores, lse, bias, softmax_scale, softcap, dtype: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+):  # fmt: skip
+    """2^(logits - lse) again from q . k, and how the logits grow with it (over softmax_scale). lse is in log2."""
+    growth = 1.0
+    if HAS_SOFTCAP:
+        scores, t = cap(scores, softmax_scale, softcap, dtype)
+        growth = 1.0 - t * t
+    else:
+        scores = scores * (softmax_scale * 1.4426950408889634)
+    if HAS_ALIBI:
+        scores += bias
+    return tl.math.exp2(scores - lse), growth
+
+
+@triton.jit
+def _accumulate_dk_dv(
+    dk, dk_2, dv, dv_2, k, k_2, v, v_2, q_ptr, do_ptr, lse_ptr, delta_ptr, start, end, query_start, query_end,
+    total_q, stride_qt, stride_dot, softmax_scale, softcap, slopes_ptr, beside_ptr, document_ptr, stride_slopes,
+    head, keys,
+    MASKED: tl.constexpr, CONTAIN: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
+    DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Takes the queries start to end of one head into dK and dV of one tile of keys. Scores are held transposed."""
+    for m in range(start, end, BLOCK_M):
+        queries = m + tl.arange(0, BLOCK_M)
+        inside = queries < total_q
+        q = load_part(q_ptr, m, stride_qt, total_q, 0, D_1, D, BLOCK_M, MASKED)  # [M, D_1]
+        do = load_part(do_ptr, m, stride_dot, total_q, 0, DV_1, DV, BLOCK_M, MASKED)  # [M, DV_1]
+        q_2 = load_part(q_ptr, m, stride_qt, total_q, D_1, D_2, D, BLOCK_M, MASKED) if D_2 else q
+        do_2 = load_part(do_ptr, m, stride_dot, total_q, DV_1, DV_2, DV, BLOCK_M, MASKED) if DV_2 else do
+        if CONTAIN and HAS_DK:
+            q, _ = contain(q)  # where it is visible, its lse is NaN too
+            if D_2:
+                q_2, _ = contain(q_2)
+        if CONTAIN and HAS_DV:
+            do, taint = contain(do)
+            if DV_2:
+                do_2, taint_2 = contain(do_2)
+                taint += taint_2
+        if MASKED:
+            lse = tl.load(lse_ptr + queries, mask=inside, other=0.0)
+            delta = tl.load(delta_ptr + queries, mask=inside, other=0.0)
+        else:
+            lse = tl.load(lse_ptr + queries)
+            delta = tl.load(delta_ptr + queries)
+        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [N, M]
+        if D_2:
+            scores = tl.dot(k_2, tl.trans(q_2), scores, input_precision=PRECISION)
+        bias = scores
+        if HAS_ALIBI:
+            slope, beside = load_alibi(
+                slopes_ptr, beside_ptr, document_ptr, stride_slopes, queries, head, inside, HAS_ALIBI
+            )
+            bias = alibi_bias(slope[None, :], beside[None, :], keys[:, None])
+        lse = (lse * 1.4426950408889634)[None, :]
+        p, growth = _probabilities(scores, lse, bias, softmax_scale, softcap, k.dtype, HAS_SOFTCAP, HAS_ALIBI)
+        if MASKED:
+            # selected after the exponential: a row that sees nothing has lse = -inf
+            visible = is_visible(queries, query_start, query_end)
+            if CONTAIN and HAS_DV:
+                p += taint[None, :]
+            p = tl.where(visible, p, 0.0)
+        if HAS_DV:
+            p_low = p.to(do.dtype)
+            dv = tl.dot(p_low, do, dv, input_precision=PRECISION)
+            if DV_2:
+                dv_2 = tl.dot(p_low, do_2, dv_2, input_precision=PRECISION)
+        if HAS_DK:
+            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [N, M]
+            if DV_2:
+                dp = tl.dot(v_2, tl.trans(do_2), dp, input_precision=PRECISION)
+            ds = p * (dp - delta[None, :]) * growth
+            if MASKED:
+                ds = tl.where(visible, ds, 0.0)  # delta may be NaN
+            ds = ds.to(q.dtype)
+            dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+            if D_2:
+                dk_2 = tl.dot(ds, q_2, dk_2, input_precision=PRECISION)
+    return dk, dk_2, dv, dv_2
+
+
+@triton.jit
+def _dkdv_tile(
+    first, kv_head,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, query_end_ptr,
+    slopes_ptr, beside_ptr, document_ptr,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
+    total_q, total_k, n_kv_heads, softmax_scale, softcap,
+    HAS_DK: tl.constexpr, HAS_DV: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CONTAIN: tl.constexpr,
+    PHASES: tl.constexpr,
+):  # fmt: skip
+    """dK (HAS_DK) and dV (HAS_DV) of BLOCK_N keys of one KV head, from `first` on, over all query heads that share it.
+
+    In 3 phases, blocks that every key is seen in whole need no mask; in 1, all are masked: the least code.
+    CONTAIN keeps NaN in its document; without, it may reach all keys of the tile.
+    """
+    keys = first + tl.arange(0, BLOCK_N)  # [N]
+    inside = keys < total_k
+    query_start = tl.load(query_start_ptr + keys, mask=inside, other=0)
+    query_end = tl.load(query_end_ptr + keys, mask=inside, other=0)
+    last = tl.minimum(first + BLOCK_N, total_k) - 1
+    start, whole_start, whole_end, end = tile_range(query_start_ptr, query_end_ptr, first, last, BLOCK_M)
+    if PHASES == 1:
+        whole_start = end
+
+    kv_head_64 = kv_head.to(tl.int64)
+    k_ptr += kv_head_64 * stride_kh
+    v_ptr += kv_head_64 * stride_vh
+    k = load_part(k_ptr, first, stride_kt, total_k, 0, D_1, D, BLOCK_N, True)  # [N, D_1]
+    v = load_part(v_ptr, first, stride_vt, total_k, 0, DV_1, DV, BLOCK_N, True) if HAS_DK else k  # [N, DV_1]
+    k_2 = load_part(k_ptr, first, stride_kt, total_k, D_1, D_2, D, BLOCK_N, True) if D_2 else k
+    v_2 = load_part(v_ptr, first, stride_vt, total_k, DV_1, DV_2, DV, BLOCK_N, True) if HAS_DK and DV_2 else v
+    dk = tl.zeros([BLOCK_N, D_1 if HAS_DK else 1], tl.float32)
+    dv = tl.zeros([BLOCK_N, DV_1 if HAS_DV else 1], tl.float32)
+    dk_2 = tl.zeros([BLOCK_N, D_2 if HAS_DK and D_2 else 1], tl.float32)
+    dv_2 = tl.zeros([BLOCK_N, DV_2 if HAS_DV and DV_2 else 1], tl.float32)
+    # what the three phases have in common, hoisted out of this loop, is more than the registers hold
+    for member in tl.range(GROUP, disable_licm=True):
+        head = kv_head * GROUP + member
+        head_64 = head.to(tl.int64)
+        for phase in tl.static_range(PHASES):
+            dk, dk_2, dv, dv_2 = _accumulate_dk_dv(
+                dk, dk_2, dv, dv_2, k, k_2, v, v_2, q_ptr + head_64 * stride_qh, do_ptr + head_64 * stride_doh,
+                lse_ptr + head_64 * total_q, delta_ptr + head_64 * total_q,
+                start if phase == 0 else whole_start if phase == 1 else whole_end,
+                whole_start if phase == 0 else whole_end if phase == 1 else end,
+                query_start, query_end, total_q, stride_qt, stride_dot, softmax_scale, softcap,
+                slopes_ptr, beside_ptr, document_ptr, stride_slopes, head, keys,
+                phase != 1, phase != 1 and CONTAIN, HAS_DK, HAS_DV, HAS_SOFTCAP, HAS_ALIBI, D, D_1, D_2, DV, DV_1,
+                DV_2, BLOCK_M, PRECISION,
+            )  # fmt: skip
+    dk_ptr += kv_head_64 * D
+    dv_ptr += kv_head_64 * DV
+    if HAS_DK:
+        store_part(dk_ptr, dk * softmax_scale, first, n_kv_heads * D, total_k, 0, D_1, D, BLOCK_N)
+    if HAS_DV:
+        store_part(dv_ptr, dv, first, n_kv_heads * DV, total_k, 0, DV_1, DV, BLOCK_N)
+    if HAS_DK and D_2:
+        store_part(dk_ptr, dk_2 * softmax_scale, first, n_kv_heads * D, total_k, D_1, D_2, D, BLOCK_N)
+    if HAS_DV and DV_2:
+        store_part(dv_ptr, dv_2, first, n_kv_heads * DV, total_k, DV_1, DV_2, DV, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["total_q", "total_k", "n_kv_heads", "n_tiles", "section"])
+def _dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, query_end_ptr,
+    slopes_ptr, beside_ptr, document_ptr,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
+    total_q, total_k, n_kv_heads, softmax_scale, softcap, tiles_ptr, n_tiles, section,
+    HAS_DK: tl.constexpr, HAS_DV: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CONTAIN: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_N keys of one KV head. dk and dv are dense."""
+    tile, kv_head = tile_and_head(tl.program_id(0), tiles_ptr, n_tiles, n_kv_heads, section, PARTS)
+    first = tile * BLOCK_N
+    if first >= total_k:
+        return
+    _dkdv_tile(
+        first, kv_head,
+        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, query_end_ptr,
+        slopes_ptr, beside_ptr, document_ptr,
+        stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
+        total_q, total_k, n_kv_heads, softmax_scale, softcap,
+        HAS_DK, HAS_DV, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION,
+        CONTAIN, 3,
+    )  # fmt: skip
+
+
+@triton.jit
+def _accumulate_dq(
+    dq, dq_2, q, q_2, do, do_2, lse, delta, k_ptr, v_ptr, start, end, key_start, key_end, total_k, stride_kt,
+    stride_vt, softmax_scale, softcap, slope, beside,
+    MASKED: tl.constexpr, CONTAIN: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, D: tl.constexpr,
+    D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Takes the keys start to end into dQ of one tile of queries."""
+    for n in range(start, end, BLOCK_N):
+        k = load_part(k_ptr, n, stride_kt, total_k, 0, D_1, D, BLOCK_N, MASKED)  # [N, D_1]
+        v = load_part(v_ptr, n, stride_vt, total_k, 0, DV_1, DV, BLOCK_N, MASKED)  # [N, DV_1]
+        k_2 = load_part(k_ptr, n, stride_kt, total_k, D_1, D_2, D, BLOCK_N, MASKED) if D_2 else k
+        if CONTAIN:
+            k, _ = contain(k)  # where it is visible, lse is NaN too
+            if D_2:
+                k_2, _ = contain(k_2)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
+        if D_2:
+            scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision=PRECISION)
+        keys = n + tl.arange(0, BLOCK_N)
+        bias = alibi_bias(slope[:, None], beside[:, None], keys[None, :]) if HAS_ALIBI else scores
+        p, growth = _probabilities(scores, lse[:, None], bias, softmax_scale, softcap, k.dtype, HAS_SOFTCAP, HAS_ALIBI)
+        if MASKED:
+            p = tl.where(is_visible(keys, key_start, key_end), p, 0.0)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [M, N]
+        if DV_2:
+            v_2 = load_part(v_ptr, n, stride_vt, total_k, DV_1, DV_2, DV, BLOCK_N, MASKED)
+            dp = tl.dot(do_2, tl.trans(v_2), dp, input_precision=PRECISION)
+        ds = p * (dp - delta[:, None]) * growth
+        if MASKED:
+            ds = tl.where(is_visible(keys, key_start, key_end), ds, 0.0)
+        ds = ds.to(k.dtype)
+        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+        if D_2:
+            dq_2 = tl.dot(ds, k_2, dq_2, input_precision=PRECISION)
+    return dq, dq_2
+
+
+@triton.jit
+def _dq_tile(
+    first, head,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, key_start_ptr, key_end_ptr,
+    slopes_ptr, beside_ptr, document_ptr,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
+    total_q, total_k, n_heads, softmax_scale, softcap,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CONTAIN: tl.constexpr,
+    PHASES: tl.constexpr,
+):  # fmt: skip
+    """dQ of BLOCK_M queries of one head, from `first` on. PHASES and CONTAIN are as in _dkdv_tile."""
+    rows = first + tl.arange(0, BLOCK_M)  # [M]
+    inside = rows < total_q
+    key_start = tl.load(key_start_ptr + rows, mask=inside, other=0)
+    key_end = tl.load(key_end_ptr + rows, mask=inside, other=0)
+    last = tl.minimum(first + BLOCK_M, total_q) - 1
+    start, whole_start, whole_end, end = tile_range(key_start_ptr, key_end_ptr, first, last, BLOCK_N)
+    if PHASES == 1:
+        whole_start = end
+
+    head_64 = head.to(tl.int64)
+    q_ptr += head_64 * stride_qh
+    do_ptr += head_64 * stride_doh
+    k_ptr += head_64 // GROUP * stride_kh
+    v_ptr += head_64 // GROUP * stride_vh
+    q = load_part(q_ptr, first, stride_qt, total_q, 0, D_1, D, BLOCK_M, True)  # [M, D_1]
+    do = load_part(do_ptr, first, stride_dot, total_q, 0, DV_1, DV, BLOCK_M, True)  # [M, DV_1]
+    q_2 = load_part(q_ptr, first, stride_qt, total_q, D_1, D_2, D, BLOCK_M, True) if D_2 else q
+    do_2 = load_part(do_ptr, first, stride_dot, total_q, DV_1, DV_2, DV, BLOCK_M, True) if DV_2 else do
+    lse = tl.load(lse_ptr + head_64 * total_q + rows, mask=inside, other=0.0) * 1.4426950408889634
+    delta = tl.load(delta_ptr + head_64 * total_q + rows, mask=inside, other=0.0)
+    slope, beside = load_alibi(slopes_ptr, beside_ptr, document_ptr, stride_slopes, rows, head, inside, HAS_ALIBI)
+    dq = tl.zeros([BLOCK_M, D_1], tl.float32)
+    dq_2 = tl.zeros([BLOCK_M, D_2 if D_2 else 1], tl.float32)
+    for phase in tl.static_range(PHASES):
+        dq, dq_2 = _accumulate_dq(
+            dq, dq_2, q, q_2, do, do_2, lse, delta, k_ptr, v_ptr,
+            start if phase == 0 else whole_start if phase == 1 else whole_end,
+            whole_start if phase == 0 else whole_end if phase == 1 else end,
+            key_start, key_end, total_k, stride_kt, stride_vt, softmax_scale, softcap, slope, beside,
+            phase != 1, phase != 1 and CONTAIN, HAS_SOFTCAP, HAS_ALIBI, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    dq_ptr += head_64 * D
+    store_part(dq_ptr, dq * softmax_scale, first, n_heads * D, total_q, 0, D_1, D, BLOCK_M)
+    if D_2:
+        store_part(dq_ptr, dq_2 * softmax_scale, first, n_heads * D, total_q, D_1, D_2, D, BLOCK_M)
+
+
+@triton.jit(do_not_specialize=["total_q", "total_k", "n_heads", "n_tiles", "section"])
+def _dq_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, key_start_ptr, key_end_ptr,
+    slopes_ptr, beside_ptr, document_ptr,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
+    total_q, total_k, n_heads, softmax_scale, softcap, tiles_ptr, n_tiles, section,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CONTAIN: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M queries of one head. dq is (total_q, n_heads, D), dense."""
+    tile, head = tile_and_head(tl.program_id(0), tiles_ptr, n_tiles, n_heads, section, PARTS)
+    first = tile * BLOCK_M
+    if first >= total_q:
+        return
+    _dq_tile(
+        first, head,
+        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, key_start_ptr, key_end_ptr,
+        slopes_ptr, beside_ptr, document_ptr,
+        stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
+        total_q, total_k, n_heads, softmax_scale, softcap,
+        HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION, CONTAIN, 3,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["total_q", "total_k", "n_heads"])
+def _repair_bwd_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
+    key_start_ptr, key_end_ptr, query_start_ptr, query_end_ptr,
+    slopes_ptr, beside_ptr, document_ptr,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
+    total_q, total_k, n_heads, softmax_scale, softcap, spoiled_q_ptr, spoiled_k_ptr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    PRECISION: tl.constexpr, DKDV_M: tl.constexpr, DKDV_N: tl.constexpr, DQ_M: tl.constexpr, DQ_N: tl.constexpr,
+    LOOK: tl.constexpr,
+):  # fmt: skip
+    """Few programs: the marked ones of all tiles of DKDV_N keys of one KV head, then of DQ_M queries of one head."""
+    n_kv_heads, step = n_heads // GROUP, tl.num_programs(0)
+    n_tiles = tl.cdiv(total_k, DKDV_N)
+    n_items = n_tiles * n_kv_heads
+    for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
+        if any_is_spoiled(spoiled_k_ptr, base, n_items, n_tiles, total_k, DKDV_N, LOOK):
+            for item in tl.range(base, tl.minimum(base + step * LOOK, n_items), step, disable_licm=True):
+                kv_head, first = item // n_tiles, item % n_tiles * DKDV_N
+                if is_spoiled(spoiled_k_ptr, kv_head, first, total_k, DKDV_N):
+                    _dkdv_tile(
+                        first, kv_head,
+                        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, query_end_ptr,
+                        slopes_ptr, beside_ptr, document_ptr,
+                        stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
+                        stride_slopes, total_q, total_k, n_kv_heads, softmax_scale, softcap,
+                        True, True, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, DKDV_M, DKDV_N,
+                        PRECISION, True, 1,
+                    )  # fmt: skip
+    n_tiles = tl.cdiv(total_q, DQ_M)
+    n_items = n_tiles * n_heads
+    for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
+        if any_is_spoiled(spoiled_q_ptr, base, n_items, n_tiles, total_q, DQ_M, LOOK):
+            for item in tl.range(base, tl.minimum(base + step * LOOK, n_items), step, disable_licm=True):
+                head, first = item // n_tiles, item % n_tiles * DQ_M
+                if is_spoiled(spoiled_q_ptr, head, first, total_q, DQ_M):
+                    _dq_tile(
+                        first, head,
+                        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, key_start_ptr, key_end_ptr,
+                        slopes_ptr, beside_ptr, document_ptr,
+                        stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
+                        stride_slopes, total_q, total_k, n_heads, softmax_scale, softcap,
+                        HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, DQ_M, DQ_N, PRECISION, True, 1,
+                    )  # fmt: skip
+
+
+def attention_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, schedule: Schedule, features: Features
+) -> tuple[Tensor, Tensor, Tensor]:
+    """do like o, lse and delta (n_heads, total_q) fp32 -> dq, dk, dv, dense, in the dtype of q, k, v."""
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    (n_heads, head_dim), (n_kv_heads, v_head_dim) = q.shape[1:], v.shape[1:]
+    section = heads_per_section(k, v, n_heads)
+    scores = q, k, v, do, lse, delta
+
+    for direction in key_passes(arch_of(q.device), max(head_dim, v_head_dim), q.element_size()):
+        tiles = launch_tiles(q.device, head_dim, v_head_dim, direction, q.element_size())
+        grid, n_tiles = grid_of_tiles(schedule.key_tiles, n_kv_heads, tiles.block_n)
+        if grid:
+            launch(
+                _dkdv_kernel, (grid,),
+                *scores, dk, dv, schedule.query_start, schedule.query_end, *_rest(q, k, v, do, n_kv_heads, features),
+                schedule.key_tiles, n_tiles, section // (n_heads // n_kv_heads),
+                HAS_DK=direction != "dv", HAS_DV=direction != "dk",
+                **_constants(q, v, features), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+                CONTAIN=schedule.several_documents, PARTS=WORK_TILE // tiles.block_n,
+                num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            )  # fmt: skip
+    tiles = launch_tiles(q.device, head_dim, v_head_dim, "dq", q.element_size())
+    grid, n_tiles = grid_of_tiles(schedule.query_tiles, n_heads, tiles.block_m)
+    if grid:
+        launch(
+            _dq_kernel, (grid,),
+            *scores, dq, schedule.key_start, schedule.key_end, *_rest(q, k, v, do, n_heads, features),
+            schedule.query_tiles, n_tiles, section,
+            **_constants(q, v, features), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+            CONTAIN=schedule.several_documents, PARTS=WORK_TILE // tiles.block_m,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+    return dq, dk, dv
+
+
+def repair_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    spoiled_q: Tensor, spoiled_k: Tensor, schedule: Schedule, features: Features,
+) -> None:  # fmt: skip
+    """Computes dq again where `spoiled_q` marks it, dk and dv where `spoiled_k` marks one of them, in whole tiles.
+
+    Marks are as launch.new_marks has them; dq, dk and dv are dense.
+    """
+    (total_q, n_heads, head_dim), (total_k, n_kv_heads, v_head_dim) = q.shape, v.shape
+    of_keys = launch_tiles(q.device, head_dim, v_head_dim, "dkdv", q.element_size())
+    of_queries = launch_tiles(q.device, head_dim, v_head_dim, "dq", q.element_size())
+    n_items = max(ceil_div(total_k, of_keys.block_n) * n_kv_heads, ceil_div(total_q, of_queries.block_m) * n_heads)
+    programs, look = repair_grid(q.device, n_items)
+    if programs:
+        launch(
+            _repair_bwd_kernel, (programs,),
+            q, k, v, do, lse, delta, dq, dk, dv,
+            schedule.key_start, schedule.key_end, schedule.query_start, schedule.query_end,
+            *_rest(q, k, v, do, n_heads, features), spoiled_q, spoiled_k, **_constants(q, v, features),
+            DKDV_M=of_keys.block_m, DKDV_N=of_keys.block_n, DQ_M=of_queries.block_m, DQ_N=of_queries.block_n,
+            LOOK=look, num_warps=max(of_keys.num_warps, of_queries.num_warps), num_stages=1,
+        )  # fmt: skip
+
+
+def _rest(q: Tensor, k: Tensor, v: Tensor, do: Tensor, heads: int, features: Features) -> tuple[Any, ...]:
+    """What all three kernels take after their tensors: ALiBi, strides, sizes, scales."""
+    return (
+        *features.pointers()[1:],
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2], features.stride_slopes(),
+        q.shape[0], k.shape[0], heads, features.softmax_scale, features.softcap,
+    )  # fmt: skip
+
+
+def _constants(q: Tensor, v: Tensor, features: Features) -> dict[str, Any]:
+    """What they are compiled with beside tiles."""
+    (d_1, d_2), (dv_1, dv_2) = split_width(q.shape[2]), split_width(v.shape[2])
+    return dict(
+        HAS_SOFTCAP=features.softcap != 0.0, HAS_ALIBI=bool(features.alibi), GROUP=q.shape[1] // v.shape[1],
+        D=q.shape[2], D_1=d_1, D_2=d_2, DV=v.shape[2], DV_1=dv_1, DV_2=dv_2, PRECISION=precision_of(q),
+    )  # fmt: skip

@@ -1,0 +1,474 @@
+"""Few queries over a long cache of keys and values: append, attention in splits of the keys, merge by lse.
+
+With one query a sequence there are too few tiles of queries to fill a GPU, so the keys of a sequence are split over
+programs, and their fp32 partial outputs are merged by lse (Flash-Decoding, pytorch.org/blog/flash-decoding; the merge
+is arXiv:2307.08691, section 3.1). All query heads of a group stand in one tile, so that a key is read once for all.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fa_kernels.flash_attention.masks import is_visible
+from fa_kernels.flash_attention.portable.launch import precision_of
+from fa_kernels.flash_attention.portable.load import load_part
+from fa_kernels.flash_attention.scores import alibi_bias, cap
+from fa_kernels.flash_attention.softmax import online_softmax_step
+from fa_kernels.flash_attention.tiles import Arch, TileConfig, arch_of, fit, interpreted, tile_config
+
+MAX_SPLITS = 128
+MIN_SPLIT = 256  # keys: below this a split costs more in its merge than it saves
+APPEND_ROWS = 16  # new tokens that one program appends
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values of a batch, in pages that are found through a table.
+
+    A cache without a block table is one with a page a sequence. Positions are counted from the start of a sequence's
+    first page, padding on the left included.
+
+    Shapes: k (n_pages, page_size, n_kv_heads, head_dim) and v, of another width perhaps; seqlens (batch,) int32,
+    tokens held before this call's are appended; table (batch, pages a sequence) int32, or None where sequence i is
+    page i; leftpad (batch,) int32, the first position that counts, or None for 0.
+    """
+
+    k: Tensor
+    v: Tensor
+    seqlens: Tensor
+    table: Tensor | None
+    leftpad: Tensor | None
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens a sequence can hold."""
+        return self.k.shape[1] * (1 if self.table is None else self.table.shape[1])
+
+    @property
+    def paged(self) -> bool:
+        """Whether a sequence may have more than one page."""
+        return self.table is not None and self.table.shape[1] > 1
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary embedding (arXiv:2104.09864): cos and sin (positions, rotary_dim / 2), rows dense.
+
+    interleaved pairs columns 0 and 1, 2 and 3; otherwise 0 and rotary_dim / 2, and so on. Columns past rotary_dim
+    stay as they are.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+
+@triton.jit
+def _load_rotated(
+    row_ptrs, inside, positions, cos_ptr, sin_ptr, stride_cos, seqlen_rotary,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """[M, BLOCK_D]: the D columns of the rows at row_ptrs [M], rotated by the angles of positions [M].
+
+    The first ROTARY columns are rotated, or none if it is 0. Rows that are not inside, and columns past D, are 0.
+    A row whose position is past the end of the table of angles is not rotated.
+    """
+    cols = tl.arange(0, BLOCK_D)
+    tile = tl.load(row_ptrs[:, None] + cols[None, :], mask=inside[:, None] & (cols[None, :] < D), other=0.0)
+    if ROTARY:
+        HALF: tl.constexpr = ROTARY // 2
+        if INTERLEAVED:
+            pair = cols // 2
+            is_first = cols % 2 == 0
+            partner_cols = tl.where(is_first, cols + 1, cols - 1)
+        else:
+            pair = cols % HALF
+            is_first = cols < HALF
+            partner_cols = tl.where(is_first, cols + HALF, cols - HALF)
+        turned = (inside & (positions < seqlen_rotary))[:, None] & (cols < ROTARY)[None, :]
+        partner = tl.load(row_ptrs[:, None] + partner_cols[None, :], mask=turned, other=0.0).to(tl.float32)
+        angles = positions[:, None].to(tl.int64) * stride_cos + pair[None, :]
+        cos = tl.load(cos_ptr + angles, mask=turned, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + angles, mask=turned, other=0.0).to(tl.float32)
+        rotated = tile.to(tl.float32) * cos + partner * tl.where(is_first[None, :], -sin, sin)
+        tile = rotated.to(tile.dtype)
+    return tile
+
+
+@triton.jit(do_not_specialize=["seqlen_new", "n_blocks", "n_pages", "page_size", "capacity", "seqlen_rotary"])
+def _append_kernel(
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, seqlens_ptr, table_ptr, cos_ptr, sin_ptr,
+    stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+    stride_kcp, stride_kct, stride_kch, stride_vcp, stride_vct, stride_vch, stride_table, stride_cos,
+    seqlen_new, n_blocks, n_pages, page_size, capacity, seqlen_rotary,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr,
+    ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_T new tokens of one sequence and head, at the end of what the cache holds."""
+    sequence = (tl.program_id(0) // n_blocks).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0) % n_blocks * BLOCK_T + tl.arange(0, BLOCK_T)  # [T]
+    rows_64 = rows.to(tl.int64)
+    positions = tl.load(seqlens_ptr + sequence) + rows
+    inside = (rows < seqlen_new) & (positions >= 0) & (positions < capacity)
+    if table_ptr is None:
+        pages = sequence + tl.zeros([BLOCK_T], tl.int64)
+    else:
+        pages = tl.load(table_ptr + sequence * stride_table + positions // page_size, mask=inside, other=0)
+        pages = pages.to(tl.int64)
+    # a wrong entry of the table writes nothing
+    writable = (inside & (pages >= 0) & (pages < n_pages))[:, None]
+    within = (positions % page_size).to(tl.int64)
+
+    k_ptrs = k_ptr + sequence * stride_kb + head * stride_kh + rows_64 * stride_kt  # [T]
+    k = _load_rotated(
+        k_ptrs, inside, positions, cos_ptr, sin_ptr, stride_cos, seqlen_rotary, D, BLOCK_D, ROTARY, INTERLEAVED
+    )
+    cols = tl.arange(0, BLOCK_D)
+    to = k_cache_ptr + head * stride_kch + pages * stride_kcp + within * stride_kct  # [T]
+    tl.store(to[:, None] + cols[None, :], k, mask=writable & (cols[None, :] < D))
+
+    cols = tl.arange(0, BLOCK_DV)
+    in_v = cols[None, :] < DV
+    v_ptrs = v_ptr + sequence * stride_vb + head * stride_vh + rows_64 * stride_vt
+    v = tl.load(v_ptrs[:, None] + cols[None, :], mask=inside[:, None] & in_v, other=0.0)
+    to = v_cache_ptr + head * stride_vch + pages * stride_vcp + within * stride_vct
+    tl.store(to[:, None] + cols[None, :], v, mask=writable & in_v)
+
+
+def append_to_cache(k: Tensor, v: Tensor, cache: Cache, rotary: Rotary | None) -> None:
+    """k (batch, seqlen_new, n_kv_heads, head_dim), v likewise -> written behind the tokens that the cache holds.
+
+    k is turned by the angles of the positions where it lands. What does not fit is dropped.
+    """
+    batch, seqlen_new, n_kv_heads, head_dim = k.shape
+    v_head_dim = v.shape[-1]
+    n_blocks = triton.cdiv(seqlen_new, APPEND_ROWS)
+    if k.numel() == 0:
+        return
+    _append_kernel[(batch * n_blocks, n_kv_heads)](
+        k, v, cache.k, cache.v, cache.seqlens, cache.table, *_angles(rotary),
+        *k.stride()[:3], *v.stride()[:3], *cache.k.stride()[:3], *cache.v.stride()[:3],
+        _stride(cache.table), _stride(rotary.cos if rotary else None),
+        seqlen_new, n_blocks, cache.k.shape[0], cache.k.shape[1], cache.capacity, _positions(rotary),
+        D=head_dim, DV=v_head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_T=APPEND_ROWS, **_rotary_switches(rotary),
+    )  # fmt: skip
+
+
+@triton.jit
+def _attend(
+    acc, row_max, row_sum, q, k_ptr, v_ptr, table_ptr, page, start, end, key_start, key_end,
+    first_key, n_keys, n_pages, page_size, stride_kp, stride_kt, stride_vp, stride_vt, softmax_scale, softcap,
+    slope, beside,
+    MASKED: tl.constexpr, PAGED: tl.constexpr, HAS_LEFTPAD: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Takes the keys start to end, from a multiple of BLOCK_N on, into the running softmax of one tile of queries."""
+    for n_64 in range(start, end, BLOCK_N):
+        n = tl.cast(n_64, tl.int32)
+        if PAGED:  # BLOCK_N divides a page, so that a block lies in one
+            # a wrong entry reads another page, but never outside the cache
+            page = tl.minimum(tl.maximum(tl.load(table_ptr + n // page_size), 0), n_pages - 1).to(tl.int64)
+            within = (n % page_size).to(tl.int64)
+        else:
+            within = n_64
+        k_block = k_ptr + (page * stride_kp + within * stride_kt)
+        v_block = v_ptr + (page * stride_vp + within * stride_vt)
+        n_left = n_keys - n
+        k = load_part(k_block, 0, stride_kt, n_left, 0, BLOCK_D, D, BLOCK_N, MASKED)  # [N, BLOCK_D]
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
+        keys = n + tl.arange(0, BLOCK_N)
+        to_log2 = softmax_scale * 1.4426950408889634
+        if HAS_SOFTCAP:
+            scores, _ = cap(scores, softmax_scale, softcap, k.dtype)
+            to_log2 = 1.0
+        if HAS_ALIBI:
+            scores = scores * to_log2 + alibi_bias(slope[:, None], beside[:, None], keys[None, :])
+            to_log2 = 1.0
+        if MASKED:
+            scores = tl.where(is_visible(keys, key_start, key_end), scores, float("-inf"))
+        p, rescale, row_max, row_sum = online_softmax_step(scores, row_max, row_sum, to_log2, MASKED)
+        v = load_part(v_block, 0, stride_vt, n_left, 0, BLOCK_DV, DV, BLOCK_N, MASKED)  # [N, BLOCK_DV]
+        if MASKED and HAS_LEFTPAD:  # padding may hold NaN, and 0 * NaN is NaN
+            v = tl.where((keys >= first_key)[:, None], v, 0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+    return acc, row_max, row_sum
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch", "seqlen_q", "seqlen_new", "n_kv_heads", "n_pages", "page_size", "capacity", "n_tiles", "n_splits",
+        "left", "right", "seqlen_rotary",
+    ]
+)  # fmt: skip
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, seqlens_ptr, leftpad_ptr, table_ptr, slopes_ptr, cos_ptr, sin_ptr,
+    stride_qb, stride_qt, stride_qh, stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh,
+    stride_table, stride_slopes, stride_cos,
+    batch, seqlen_q, seqlen_new, n_kv_heads, n_pages, page_size, capacity, n_tiles, n_splits, left, right,
+    seqlen_rotary, softmax_scale, softcap,
+    PAGED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ROTARY_BY_TOKEN: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M rows of one sequence and kv head over one of n_splits parts of the keys that they see.
+
+    A row is a query of one head: row r is token r // GROUP, and head r % GROUP of the group. o (n_splits, batch,
+    seqlen_q, n_heads, DV) and lse (n_splits, batch, n_heads, seqlen_q) are dense; with one split they are the result.
+    A head of D columns is held in a tile of BLOCK_D columns, a power of two; the columns past D are 0. DV and BLOCK_DV
+    are alike. Heads must not be held in two parts, as the forward pass holds them: if K or V passes through registers
+    on its way to shared memory, ptxas 12.8 computes some matrix descriptors from the wrong uniform register.
+    """
+    program = tl.program_id(0)
+    tile = program % n_tiles
+    split = program // n_tiles % n_splits
+    kv_head = program // (n_tiles * n_splits) % n_kv_heads
+    sequence = program // (n_tiles * n_splits * n_kv_heads)
+    sequence_64, kv_head_64 = sequence.to(tl.int64), kv_head.to(tl.int64)
+
+    # positions of keys that count: first_key to n_keys
+    cached = tl.load(seqlens_ptr + sequence)
+    n_keys = tl.minimum(tl.maximum(cached, 0) + seqlen_new, capacity)
+    first_key = 0
+    if leftpad_ptr is not None:
+        first_key = tl.maximum(tl.load(leftpad_ptr + sequence), 0)
+    n_rows = seqlen_q * GROUP
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
+    inside = rows < n_rows
+    token, head = rows // GROUP, kv_head * GROUP + rows % GROUP
+    beside = n_keys - seqlen_q + token  # bottom right: the last query stands beside the last key
+    key_start = tl.maximum(beside - left, first_key)
+    key_end = tl.minimum(beside + right + 1, n_keys)
+
+    # the tile's first token and its last see all that others of it see
+    first_beside = n_keys - seqlen_q + tile * BLOCK_M // GROUP
+    last_beside = n_keys - seqlen_q + (tl.minimum((tile + 1) * BLOCK_M, n_rows) - 1) // GROUP
+    start = tl.maximum(first_beside - left, first_key) // BLOCK_N * BLOCK_N
+    end = tl.minimum(last_beside + right + 1, n_keys)
+    split_size = tl.cdiv(tl.maximum(end - start, 0), BLOCK_N * n_splits) * BLOCK_N
+    start += split * split_size
+    end = tl.minimum(start + split_size, end)
+    whole_start = tl.cdiv(tl.maximum(last_beside - left, first_key), BLOCK_N) * BLOCK_N
+    whole_start = tl.minimum(tl.maximum(whole_start, start), tl.maximum(start, end))
+    whole_end = tl.minimum(first_beside + right + 1, n_keys) // BLOCK_N * BLOCK_N
+    whole_end = tl.maximum(tl.minimum(whole_end, end), whole_start)
+
+    # int64 already outside of the loops: the compiler widens their counters for the addresses anyway, and where it does
+    # so itself it splits their entries, whereupon ptxas serialises wgmma (C7515)
+    start, whole_start = start.to(tl.int64), whole_start.to(tl.int64)
+    whole_end, end = whole_end.to(tl.int64), end.to(tl.int64)
+
+    q_ptrs = q_ptr + sequence_64 * stride_qb + token.to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh  # [M]
+    positions = cached + token if ROTARY_BY_TOKEN else cached + token * 0
+    q = _load_rotated(
+        q_ptrs, inside, positions, cos_ptr, sin_ptr, stride_cos, seqlen_rotary, D, BLOCK_D, ROTARY, INTERLEAVED
+    )
+    slope = beside
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + sequence_64 * stride_slopes + head, mask=inside, other=0.0)
+    page = sequence_64
+    if table_ptr is not None:
+        table_ptr += sequence_64 * stride_table
+        if not PAGED:
+            page = tl.minimum(tl.maximum(tl.load(table_ptr), 0), n_pages - 1).to(tl.int64)
+
+    k_ptr += kv_head_64 * stride_kh
+    v_ptr += kv_head_64 * stride_vh
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    # blocks that some row sees in part, then those that every row sees whole, then again in part
+    for phase in tl.static_range(3):
+        acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum, q, k_ptr, v_ptr, table_ptr, page,
+            start if phase == 0 else whole_start if phase == 1 else whole_end,
+            whole_start if phase == 0 else whole_end if phase == 1 else end,
+            key_start, key_end, first_key, n_keys, n_pages, page_size, stride_kp, stride_kt, stride_vp, stride_vt,
+            softmax_scale, softcap, slope, beside,
+            phase != 1, PAGED, leftpad_ptr is not None, HAS_SOFTCAP, slopes_ptr is not None,
+            D, BLOCK_D, DV, BLOCK_DV, BLOCK_N, PRECISION,
+        )  # fmt: skip
+
+    sees = row_sum > 0  # a row that sees no key gives 0 and -inf
+    divisor = tl.where(sees, row_sum, 1.0)[:, None]
+    lse = tl.where(sees, (row_max + tl.log2(row_sum)) * 0.6931471805599453, float("-inf"))
+    n_heads = n_kv_heads * GROUP
+    first_row = (split * batch + sequence).to(tl.int64) * seqlen_q * n_heads  # of this split and sequence
+    o_ptrs = o_ptr + (first_row + token.to(tl.int64) * n_heads + head) * DV  # [M]
+    cols = tl.arange(0, BLOCK_DV)
+    mask = inside[:, None] & (cols[None, :] < DV)
+    tl.store(o_ptrs[:, None] + cols[None, :], (acc / divisor).to(o_ptr.dtype.element_ty), mask=mask)
+    tl.store(lse_ptr + first_row + head.to(tl.int64) * seqlen_q + token, lse, mask=inside)
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "n_heads", "n_rows", "n_splits"])
+def _merge_kernel(
+    partial_ptr, partial_lse_ptr, o_ptr, lse_ptr, seqlen_q, n_heads, n_rows, n_splits,
+    DV: tl.constexpr, BLOCK_D: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """One program: the outputs of all splits for one query of one head, weighted by their share of the softmax."""
+    row = tl.program_id(0).to(tl.int64)  # of (batch, seqlen_q, n_heads)
+    head, token, sequence = row % n_heads, row // n_heads % seqlen_q, row // n_heads // seqlen_q
+    lse_row = (sequence * n_heads + head) * seqlen_q + token
+    splits = tl.arange(0, MAX_SPLITS).to(tl.int64)
+    lse = tl.load(partial_lse_ptr + splits * n_rows + lse_row, mask=splits < n_splits, other=float("-inf"))
+    largest = tl.max(lse, axis=0)
+    finite = tl.where(largest == float("-inf"), 0.0, largest)  # -inf - -inf is NaN
+    total = tl.sum(tl.math.exp2((lse - finite) * 1.4426950408889634), axis=0)
+    cols = tl.arange(0, BLOCK_D)
+    o = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(0, n_splits, BLOCK_S):
+        part = first + tl.arange(0, BLOCK_S).to(tl.int64)  # [S]
+        inside = part < n_splits
+        part_lse = tl.load(partial_lse_ptr + part * n_rows + lse_row, mask=inside, other=float("-inf"))
+        weight = tl.math.exp2((part_lse - finite) * 1.4426950408889634)
+        ptrs = partial_ptr + (part[:, None] * n_rows + row) * DV + cols[None, :]  # [S, D]
+        partial = tl.load(ptrs, mask=inside[:, None] & (cols[None, :] < DV), other=0.0)
+        o += tl.sum(weight[:, None] * partial, axis=0)
+    o = o / tl.where(total > 0, total, 1.0)
+    tl.store(o_ptr + row * DV + cols, o.to(o_ptr.dtype.element_ty), mask=cols < DV)
+    tl.store(lse_ptr + lse_row, tl.where(total > 0, finite + tl.log2(total) * 0.6931471805599453, float("-inf")))
+
+
+def decode_attention(
+    q: Tensor,
+    cache: Cache,
+    seqlen_new: int,
+    *,
+    rotary: Rotary | None,
+    rotary_by_token: bool,
+    slopes: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    left: int,
+    right: int,
+    n_splits: int,
+) -> tuple[Tensor, Tensor]:
+    """(batch, seqlen_q, n_heads, head_dim) -> o of v's head_dim in q's dtype, lse (batch, n_heads, seqlen_q) fp32.
+
+    The cache holds seqlen_new tokens more than its seqlens say. With rotary, query i stands at position seqlens + i
+    if rotary_by_token, else all at seqlens. slopes (n_heads,) or (batch, n_heads) fp32, rows dense. left and right:
+    tokens beside the query itself, -1 unbounded. n_splits 0 chooses.
+    """
+    batch, seqlen_q, n_heads, head_dim = q.shape
+    n_pages, page_size, n_kv_heads, v_head_dim = cache.v.shape
+    o = torch.empty(batch, seqlen_q, n_heads, v_head_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, n_heads, seqlen_q, dtype=torch.float32, device=q.device)
+    if lse.numel() == 0:
+        return o, lse
+    group = n_heads // n_kv_heads
+    tiles = decode_tiles(
+        arch_of(q.device),
+        head_dim,
+        v_head_dim,
+        q.element_size(),
+        seqlen_q * group,
+        cache.paged,
+        _shared_limit(q.device),
+    )
+    # a block of keys may not cross from one page into another
+    block_n = min(tiles.block_n, page_size & -page_size) if cache.paged else tiles.block_n
+    n_tiles = triton.cdiv(seqlen_q * group, tiles.block_m)
+    unbounded = cache.capacity + seqlen_q
+    left, right = (unbounded if side < 0 else min(side, unbounded) for side in (left, right))
+    n_programs = batch * n_kv_heads * n_tiles
+    if n_splits == 0:
+        longest = min(cache.capacity, left + right + triton.cdiv(tiles.block_m, group))
+        n_splits = choose_splits(n_programs, longest, _multiprocessors(q.device))
+    if n_splits > 1:
+        partial = torch.empty(n_splits, *o.shape, dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty(n_splits, *lse.shape, dtype=torch.float32, device=q.device)
+    else:
+        partial, partial_lse = o, lse
+    _decode_kernel[(n_programs * n_splits,)](
+        q, cache.k, cache.v, partial, partial_lse, cache.seqlens, cache.leftpad, cache.table, slopes,
+        *_angles(rotary), *q.stride()[:3], *cache.k.stride()[:3], *cache.v.stride()[:3],
+        _stride(cache.table), slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
+        _stride(rotary.cos if rotary else None),
+        batch, seqlen_q, seqlen_new, n_kv_heads, n_pages, page_size, cache.capacity, n_tiles, n_splits, left, right,
+        _positions(rotary), softmax_scale, softcap,
+        PAGED=cache.paged, HAS_SOFTCAP=softcap != 0.0, **_rotary_switches(rotary), ROTARY_BY_TOKEN=rotary_by_token,
+        GROUP=group,
+        D=head_dim, BLOCK_D=padded_width(head_dim), DV=v_head_dim, BLOCK_DV=padded_width(v_head_dim),
+        BLOCK_M=tiles.block_m, BLOCK_N=block_n, PRECISION=precision_of(q),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    if n_splits > 1:
+        n_rows = lse.numel()
+        _merge_kernel[(n_rows,)](
+            partial, partial_lse, o, lse, seqlen_q, n_heads, n_rows, n_splits,
+            DV=v_head_dim, BLOCK_D=triton.next_power_of_2(v_head_dim), MAX_SPLITS=MAX_SPLITS, BLOCK_S=16,
+        )  # fmt: skip
+    return o, lse
+
+
+def padded_width(width: int) -> int:
+    """Columns of the tile that holds a head of `width` columns: a power of two, at least the 16 that tl.dot needs."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def decode_tiles(
+    arch: Arch, head_dim: int, v_head_dim: int, itemsize: int, n_rows: int, paged: bool, limit: int
+) -> TileConfig:
+    """The tiles for n_rows queries of a kv head: those of the forward pass where they fill one, else flat ones.
+
+    limit: bytes of shared memory that a program may take.
+    """
+    if arch == "interpreter":
+        return TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)  # small, so that short inputs have edges
+    block_m = max(16, triton.next_power_of_2(n_rows))
+    head_dim, v_head_dim = padded_width(head_dim), padded_width(v_head_dim)
+    widest = max(head_dim, v_head_dim)
+    if block_m > 64 or block_m * widest * itemsize > 64 * 128 * 2:
+        tiles = tile_config(arch, widest, "fwd", itemsize)
+    else:
+        # 16-bit: 32 KiB of K and V a stage at most, so that two programs or more fit on an SM with what they fetch
+        block_n = 16 if itemsize == 4 else 64 if widest <= 128 else 32
+        tiles = TileConfig(block_m, block_n, num_warps=4, num_stages=3 if block_m < 64 else 2)
+    tiles = fit(arch, tiles, head_dim, v_head_dim, "fwd", itemsize, limit)
+    # the look-up of a page and the load that waits for it share the stages of the pipeline
+    return replace(tiles, num_stages=2 * tiles.num_stages - 1) if paged else tiles
+
+
+def choose_splits(n_programs: int, n_keys: int, n_multiprocessors: int) -> int:
+    """Into how many parts to cut n_keys keys so that the programs fill the GPU: two on each of its multiprocessors.
+
+    n_keys is the most that a tile of queries can see; how many it does see is known to the GPU alone.
+    """
+    return max(1, min(2 * n_multiprocessors // n_programs, n_keys // MIN_SPLIT, MAX_SPLITS))
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return 1 if interpreted() else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _shared_limit(device: torch.device) -> int:
+    """Bytes that a program may take; the interpreter has no use for it."""
+    properties: Any = None if interpreted() else torch.cuda.get_device_properties(device)  # torch's stub lacks it
+    return 0 if properties is None else properties.shared_memory_per_block_optin
+
+
+def _angles(rotary: Rotary | None) -> tuple[Tensor | None, Tensor | None]:
+    return (rotary.cos, rotary.sin) if rotary else (None, None)
+
+
+def _positions(rotary: Rotary | None) -> int:
+    return rotary.cos.shape[0] if rotary else 0
+
+
+def _rotary_switches(rotary: Rotary | None) -> dict[str, int | bool]:
+    return {
+        "ROTARY": 2 * rotary.cos.shape[1] if rotary else 0,
+        "INTERLEAVED": rotary.interleaved if rotary else True,
+    }
+
+
+def _stride(rows: Tensor | None) -> int:
+    return 0 if rows is None else rows.stride(0)

@@ -1,0 +1,61 @@
+"""delta = rowsum(do * o) - dlse, the row term of softmax's backward (arXiv:2307.08691, Alg. 2), and what sinks get."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fa_kernels.flash_attention.portable.launch import ceil_div
+from fa_kernels.flash_attention.replay import launch
+
+
+@triton.jit
+def delta_of_rows(
+    o_ptr, do_ptr, dlse_ptr, stride_dot, stride_doh, rows, head, total, n_heads,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """delta of these rows of a head, 0 past the last one; o is dense, do has a dense last dimension. head is int64."""
+    cols = tl.arange(0, BLOCK_D)
+    inside = rows < total
+    mask = inside[:, None] & (cols[None, :] < HEAD_DIM)
+    # int64: 1M tokens x 32 heads x 128 is past 2**31
+    rows_64 = rows.to(tl.int64)
+    o = tl.load(o_ptr + (rows_64[:, None] * n_heads + head) * HEAD_DIM + cols[None, :], mask=mask, other=0.0)
+    do = tl.load(do_ptr + rows_64[:, None] * stride_dot + head * stride_doh + cols[None, :], mask=mask, other=0.0)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1)
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + head * total + rows, mask=inside, other=0.0)
+    return delta
+
+
+@triton.jit(do_not_specialize=["total", "n_heads"])
+def _delta_kernel(
+    o_ptr, do_ptr, dlse_ptr, delta_ptr, stride_dot, stride_doh, total, n_heads,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One program reduces BLOCK_M rows of one head."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
+    head = tl.program_id(1).to(tl.int64)
+    delta = delta_of_rows(
+        o_ptr, do_ptr, dlse_ptr, stride_dot, stride_doh, rows, head, total, n_heads, HEAD_DIM, BLOCK_D
+    )
+    tl.store(delta_ptr + head * total + rows, delta, mask=rows < total)
+
+
+def attention_delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
+    """o and do (total, n_heads, head_dim), dlse (n_heads, total) fp32 or None -> delta (n_heads, total) fp32."""
+    total, n_heads, head_dim = o.shape
+    delta = torch.empty(n_heads, total, dtype=torch.float32, device=o.device)
+    block_m = 64
+    if total:
+        launch(
+            _delta_kernel, (ceil_div(total, block_m), n_heads),
+            o, do, dlse, delta, do.stride(0), do.stride(1), total, n_heads,
+            HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_M=block_m,
+        )  # fmt: skip
+    return delta
+
+
+def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """(n_heads,), (n_heads, total) twice -> (n_heads,): a sink's probability times -delta, summed over the rows."""
+    return -(torch.exp(sinks[:, None] - lse) * delta).sum(dim=1)

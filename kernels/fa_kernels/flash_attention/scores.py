@@ -1,0 +1,61 @@
+"""What happens to q . k before the softmax: the scale, a soft cap, ALiBi's bias."""
+
+import triton
+import triton.language as tl
+
+from fa_kernels.flash_attention.tiles import interpreted
+
+_INTERPRETED = tl.constexpr(interpreted())  # as of import, when triton.jit asks too
+
+
+@triton.jit
+def tanh(x, dtype: tl.constexpr):
+    """tanh of fp32 x = score / cap, of q and k in `dtype`; forward and backward take the same, for P to fit its lse.
+
+    bf16, and what is narrower: one instruction, off by 2^-11 of the result at most, hence by 2^-11 of a capped score
+    and by 2^-10 in 1 - tanh^2, where torch's own scores are rounded to bf16, by up to 2^-9, once for each operation
+    on them. fp16 rounds them by 2^-12, and where dK is a sum of 1 - tanh^2 of saturated scores an error of that size
+    could exceed twice torch's: with fp32 it takes 1 - 2 / (e^2x + 1), correct to fp32 rounding in absolute terms.
+    """
+    if _INTERPRETED:  # which knows no PTX
+        t = 1.0 - 2.0 / (tl.math.exp2(x * 2.8853900817779268) + 1.0)
+    elif dtype == tl.float32 or dtype == tl.float16:
+        t = 1.0 - 2.0 * _reciprocal(tl.math.exp2(x * 2.8853900817779268) + 1.0)
+    else:
+        t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return t
+
+
+@triton.jit
+def _reciprocal(x):
+    """Of 1 and more, up to infinity, within one unit in the last place, which / reaches with four times the code."""
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def cap(scores, softmax_scale, softcap, dtype: tl.constexpr):
+    """softcap * tanh(scale * scores / softcap), in units of log2 (Gemma 2, arXiv:2408.00118), and the tanh."""
+    t = tanh(scores * (softmax_scale / softcap), dtype)
+    return t * (softcap * 1.4426950408889634), t
+
+
+@triton.jit
+def alibi_bias(slope, beside, keys):
+    """-slope * distance from the key beside the query, in units of log2 (arXiv:2108.12409).
+
+    slope and beside are of queries and broadcast against keys: [M, 1] with [1, N], or [1, M] with [N, 1].
+    A document's last query stands beside its last key.
+    """
+    return slope * -1.4426950408889634 * tl.abs(beside - keys).to(tl.float32)
+
+
+@triton.jit
+def load_alibi(slopes_ptr, beside_ptr, document_ptr, stride_slopes, rows, head, inside, HAS_ALIBI: tl.constexpr):
+    """The slope of each row's document and the key beside it; without ALiBi, two values that nobody reads."""
+    if HAS_ALIBI:
+        document = tl.load(document_ptr + rows, mask=inside, other=0)
+        slope = tl.load(slopes_ptr + document * stride_slopes + head)
+        beside = tl.load(beside_ptr + rows, mask=inside, other=0)
+    else:
+        slope, beside = rows, rows
+    return slope, beside
