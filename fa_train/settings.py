@@ -60,7 +60,7 @@ class Root(TypedDict):
     run_name: Any  # run_folder checks it
     optimized_metric: Optimized | None
     learning_rate: NotRequired[Mapping[str, Any]]  # of experiment=finetune, by adapter
-    commit: NotRequired[str]  # of scripts/profile_step.py
+    commit: NotRequired[str]  # of scripts/bench/profile_step.py
     attention: Node
     memory: Node
     adapter: Node

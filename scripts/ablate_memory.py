@@ -1,16 +1,16 @@
 """What attention costs: peak memory, tokens/s and MFU of a model's training step, and of attention alone.
 
-    python scripts/ablate_memory.py                                        # gpt2 on a GPU, nano on a CPU
-    python scripts/ablate_memory.py --model llama_1b --seq-lens 1024 4096 16384 --out runs/ablate_memory/llama
-    python scripts/ablate_memory.py --only step --attentions naive flash memory=full model.n_layers=6 --no-wandb
-    python scripts/ablate_memory.py --only attention --n-heads 16 32 --head-dims 64 128 --dtypes bf16 fp32
+    python -m scripts.ablate_memory                                        # gpt2 on a GPU, nano on a CPU
+    python -m scripts.ablate_memory --model llama_1b --seq-lens 1024 4096 16384 --out runs/ablate_memory/llama
+    python -m scripts.ablate_memory --only step --attentions naive flash memory=full model.n_layers=6 --no-wandb
+    python -m scripts.ablate_memory --only attention --n-heads 16 32 --head-dims 64 128 --dtypes bf16 fp32
 
 Two sweeps over attention x seq_len: forward, backward and optimizer step of one model on one synthetic document; and
 attention alone, forward and forward + backward, for the first of --n-heads, --head-dims and --dtypes and for each other
 value with the first of the others. Each case runs in a process of its own: one that runs out of memory or crashes is a
 result. A case is skipped where a shorter one of its line ran out of memory, and not run where a step would take longer
 than --max-step-seconds or --budget is over. What naive attention must take, and the length at which it must fail, is
-said before anything runs (scripts/ablation_formula.py derives it).
+said before anything runs (scripts/ablation/formula.py derives it).
 
 OUT/results.jsonl holds what is finished; the same command continues after Ctrl-C and tries failed cases again. Writes
 OUT/ablation.csv, attention.csv, the formula beside them in *_formula.csv, a PNG for each sweep, ablation.md and one
@@ -33,11 +33,11 @@ import torch
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from scripts.ablation_cases import CONF, DTYPES, AttentionCase, Case, Device, StepCase, capacity
-from scripts.ablation_formula import Formula, attention_formula, step_formula
-from scripts.ablation_report import Records, attention_part, step_part, write_files
-from scripts.ablation_sweep import ProcessError, call_apart, run_apart, sweep
-from scripts.provenance import describe
+from scripts.ablation.cases import CONF, DTYPES, AttentionCase, Case, Device, StepCase, capacity
+from scripts.ablation.formula import Formula, attention_formula, step_formula
+from scripts.ablation.report import Records, attention_part, step_part, write_files
+from scripts.ablation.sweep import ProcessError, call_apart, run_apart, sweep
+from scripts.bench.provenance import describe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -136,7 +136,7 @@ def main() -> None:
     except KeyboardInterrupt:
         print(f"stopped; {path} has what is finished, and the same command continues", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
-    head = describe(shlex.join(["python", "scripts/ablate_memory.py", *sys.argv[1:]]), args.commit, date.today())
+    head = describe(shlex.join(["python", "-m", "scripts.ablate_memory", *sys.argv[1:]]), args.commit, date.today())
     parts = []
     if steps := [(case, result) for case, result in rows if isinstance(case, StepCase)]:
         parts.append(step_part(steps, device_bytes, head["GPU"]))

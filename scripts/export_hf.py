@@ -1,6 +1,6 @@
 """From a checkpoint of train.py to a folder that transformers loads: weights, config, tokenizer and a model card.
 
-    python scripts/export_hf.py runs/nano/2026-11-21_07-32-06/checkpoints/step_0000300.ckpt exported
+    python -m scripts.export_hf runs/nano/2026-11-21_07-32-06/checkpoints/step_0000300.ckpt exported
 
 A run with export=true has done so at its end. A run with adapter=lora or qlora is exported merged, or with --adapter as
 the adapter alone, which peft loads. A checkpoint is a file, or the folder that a sharded run writes; either is read

@@ -1,6 +1,6 @@
 """Tokenises and packs before a run, in many processes; train.py with the same overrides then finds it done.
 
-    python scripts/prepare_data.py data=sft data.path=chats.jsonl data.tokenizer=path/or/hub-name workers=8
+    python -m scripts.prepare_data data=sft data.path=chats.jsonl data.tokenizer=path/or/hub-name workers=8
 
 Takes train.py's overrides, of which only data's own and seq_len matter; and workers, how many processes tokenise: by
 default one a core. The files are the same for any number of workers, and the same that train.py would write. Killed or

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from scripts.provenance import describe
+from scripts.bench.provenance import describe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 EVERY = 50  # steps between validations, and between checkpoints

@@ -17,10 +17,10 @@ import torch
 from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_train.models.attention import naive_attention
 from scripts.ablate_memory import attention_cases, explanations, parse_arguments
-from scripts.ablation_cases import AttentionCase, Result, StepCase, configuration, measure, timed
-from scripts.ablation_formula import Formula, attention_formula, step_formula
-from scripts.ablation_report import attention_part, markdown, page, step_part, write_files
-from scripts.ablation_sweep import ProcessError, call_apart, case_of, expected_seconds, load, run_apart, sweep
+from scripts.ablation.cases import AttentionCase, Result, StepCase, configuration, measure, timed
+from scripts.ablation.formula import Formula, attention_formula, step_formula
+from scripts.ablation.report import attention_part, markdown, page, step_part, write_files
+from scripts.ablation.sweep import ProcessError, call_apart, case_of, expected_seconds, load, run_apart, sweep
 from tests import processes
 from tests.training import REPOSITORY, quiet_environment
 
@@ -303,12 +303,12 @@ def test_a_case_that_dies_costs_itself_alone(tmp_path):
 
 
 def test_a_process_killed_by_linux_ran_out_of_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("scripts.ablation_sweep.measure", lambda case: None)
+    monkeypatch.setattr("scripts.ablation.sweep.measure", lambda case: None)
 
     def killed(*_):
         raise ProcessError("exit status -9", -signal.SIGKILL)
 
-    monkeypatch.setattr("scripts.ablation_sweep.call_apart", killed)
+    monkeypatch.setattr("scripts.ablation.sweep.call_apart", killed)
     assert run_apart(case(), 1.0, tmp_path / "log") == Result("oom")
 
 
@@ -319,7 +319,7 @@ import torch
 def refuse(*_): raise AssertionError("CUDA was asked")
 for name in ("is_available", "device_count", "get_device_properties", "get_device_capability", "current_device"):
     setattr(torch.cuda, name, refuse)
-import scripts.ablation_sweep
+import scripts.ablation.sweep
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -8,10 +8,10 @@ import pytest
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from scripts import ablation_multirun
-from scripts.ablation_cases import Result, measure
-from scripts.ablation_formula import step_formula
-from scripts.ablation_multirun import Report, case_of, run_job
+from scripts.ablation import multirun
+from scripts.ablation.cases import Result, measure
+from scripts.ablation.formula import step_formula
+from scripts.ablation.multirun import Report, case_of, run_job
 from tests.test_ablate_memory import assert_self_contained, inspect
 from tests.training import command_line, composed, tiny
 
@@ -73,8 +73,8 @@ def job(tmp_path, monkeypatch):
             ran.append(arguments[-1])
             return Result(outcome, peak_gib=1.0)
 
-        monkeypatch.setattr(ablation_multirun, "apart", apart)
-        monkeypatch.setattr(ablation_multirun, "call_apart", lambda *arguments: 80 * GIB)
+        monkeypatch.setattr(multirun, "apart", apart)
+        monkeypatch.setattr(multirun, "call_apart", lambda *arguments: 80 * GIB)
         names = [f"attention={attention}", f"seq_len={seq_len}", *overrides]
         with composed(tmp_path, *ablation(tmp_path, *names)) as cfg:
             hydra = HydraConfig.instance().cfg.hydra
@@ -128,7 +128,7 @@ def test_a_case_has_what_the_formula_needs(tmp_path):
     own = ["memory=full", "optimizer=adamw_8bit", "model.n_layers=3", "attention=naive"]
     with composed(tmp_path, *ablation(tmp_path, *own)) as cfg:
         formula = step_formula(case_of(cfg))
-        parameters = sum(x.numel() for x in ablation_multirun.instantiate(cfg.model, vocab_size=300).parameters())
+        parameters = sum(x.numel() for x in multirun.instantiate(cfg.model, vocab_size=300).parameters())
     assert formula.fixed == 10 * parameters
     assert formula.per_pair == 12 * 4 + 1, "one layer's scores at a time"
 

@@ -1,4 +1,4 @@
-"""The arithmetic and the reports of scripts/bench_attention.py, on made-up rows; the timing itself needs a GPU."""
+"""The arithmetic and the reports of scripts/bench/attention.py, on made-up rows; the timing itself needs a GPU."""
 
 import csv
 import time
@@ -15,10 +15,10 @@ from matplotlib.patches import Rectangle
 from numpy.testing import assert_array_equal
 
 from fa_kernels.flash_attention.reference import attention_reference
-from scripts import bench_attention
-from scripts.attention_report import STYLES, Row, draw, draw_rates, markdown, write_csv
-from scripts.bench_attention import DEVICE, Backend, Workload, dense_workload, fill_row, packed_workloads
-from scripts.gpu_timing import captured, median_ms
+from scripts.bench import attention
+from scripts.bench.attention import DEVICE, Backend, Workload, dense_workload, fill_row, packed_workloads
+from scripts.bench.attention_report import STYLES, Row, draw, draw_rates, markdown, write_csv
+from scripts.bench.timing import captured, median_ms
 from tests.tolerance import assert_as_accurate
 
 
@@ -87,15 +87,15 @@ def test_a_failure_is_a_row_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> 
     def fail(*_: object, **__: object) -> tuple[float, float]:
         raise error
 
-    monkeypatch.setattr(bench_attention, "prepare_pass", fail)
-    monkeypatch.setattr(bench_attention, "median_ms", lambda runs, rep: dict.fromkeys(runs, 1.0))
+    monkeypatch.setattr(attention, "prepare_pass", fail)
+    monkeypatch.setattr(attention, "median_ms", lambda runs, rep: dict.fromkeys(runs, 1.0))
     workload = dense_workload(1024, 64, causal=True)
-    backends = {"naive": bench_attention.DENSE_BACKENDS["naive"]}
+    backends = {"naive": attention.DENSE_BACKENDS["naive"]}
     error: Exception = torch.OutOfMemoryError("CUDA out of memory")
-    rows = bench_attention.measure(backends, workload, rep=1)
+    rows = attention.measure(backends, workload, rep=1)
     assert [(r.direction, r.outcome, r.ms) for r in rows] == [("forward", "oom", None), ("backward", "oom", None)]
     error = RuntimeError("no kernel\nlong story")
-    rows = bench_attention.measure(backends, workload, rep=1)
+    rows = attention.measure(backends, workload, rep=1)
     assert [r.outcome for r in rows] == ["RuntimeError: no kernel"] * 2
 
 
@@ -103,16 +103,16 @@ def test_all_take_turns_but_those_that_fill_the_card(monkeypatch: pytest.MonkeyP
     turns: list[list[str]] = []
 
     def prepare(backend: Backend, *_: object) -> tuple[str, float]:
-        return "", 100.0 if backend is bench_attention.DENSE_BACKENDS["naive"] else 1.0
+        return "", 100.0 if backend is attention.DENSE_BACKENDS["naive"] else 1.0
 
     def times(runs: dict[str, object], rep: float) -> dict[str, float]:
         turns.append([*runs])
         return dict.fromkeys(runs, 2.0)
 
-    monkeypatch.setattr(bench_attention, "prepare_pass", prepare)
-    monkeypatch.setattr(bench_attention, "median_ms", times)
-    backends = {name: bench_attention.DENSE_BACKENDS[name] for name in ("naive", "fa3", "ours")}
-    rows = bench_attention.measure(backends, dense_workload(1024, 64, causal=True), rep=1)
+    monkeypatch.setattr(attention, "prepare_pass", prepare)
+    monkeypatch.setattr(attention, "median_ms", times)
+    backends = {name: attention.DENSE_BACKENDS[name] for name in ("naive", "fa3", "ours")}
+    rows = attention.measure(backends, dense_workload(1024, 64, causal=True), rep=1)
     assert turns == [["naive"], ["fa3", "ours"], ["naive"], ["ours"]]
     assert [(r.backend, r.direction) for r in rows] == [
         ("naive", "forward"), ("naive", "backward"), ("fa3", "forward"), ("ours", "forward"), ("ours", "backward")
@@ -210,8 +210,8 @@ def test_rates_have_a_group_of_bars_a_workload(tmp_path: Path) -> None:
 
 
 def test_every_backend_has_a_style() -> None:
-    assert STYLES.keys() == bench_attention.DENSE_BACKENDS.keys()
-    assert bench_attention.PACKED_BACKENDS.keys() <= bench_attention.DENSE_BACKENDS.keys()
+    assert STYLES.keys() == attention.DENSE_BACKENDS.keys()
+    assert attention.PACKED_BACKENDS.keys() <= attention.DENSE_BACKENDS.keys()
     assert len(set(STYLES.values())) == len(STYLES)
 
 
@@ -228,7 +228,7 @@ def test_every_backend_has_a_style() -> None:
 )
 def test_wrong_arguments_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        bench_attention.parse_arguments(arguments)
+        attention.parse_arguments(arguments)
     assert message in capsys.readouterr().err
 
 
@@ -236,7 +236,7 @@ def test_wrong_arguments_are_named(arguments: list[str], message: str, capsys: p
 def test_without_cuda_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["bench_attention.py"])
     with pytest.raises(SystemExit, match="needs a CUDA GPU"):
-        bench_attention.main()
+        attention.main()
 
 
 SMALL_WORKLOADS = [
@@ -249,9 +249,9 @@ SMALL_WORKLOADS = [
 
 
 def installed_backends(workload: Workload) -> dict[str, Backend]:
-    backends = bench_attention.PACKED_BACKENDS if workload.documents else bench_attention.DENSE_BACKENDS
-    packages = bench_attention.PACKAGES
-    return {name: backends[name] for name in backends if bench_attention.installed(packages.get(name, "torch"))}
+    backends = attention.PACKED_BACKENDS if workload.documents else attention.DENSE_BACKENDS
+    packages = attention.PACKAGES
+    return {name: backends[name] for name in backends if attention.installed(packages.get(name, "torch"))}
 
 
 @pytest.mark.gpu
@@ -282,7 +282,7 @@ def test_backends_compute_the_same(workload: Workload) -> None:
 @pytest.mark.parametrize("workload", SMALL_WORKLOADS)
 def test_every_backend_is_measured(workload: Workload) -> None:
     backends = installed_backends(workload)
-    results = bench_attention.measure(backends, workload, rep=1)
+    results = attention.measure(backends, workload, rep=1)
     assert {result.backend for result in results} == backends.keys()
     for result in results:
         assert result.outcome == "ok"
@@ -322,7 +322,7 @@ def test_candidates_run_in_random_order(monkeypatch) -> None:
         ran.append(name)
 
     driver = SimpleNamespace(get_empty_cache_for_benchmark=lambda: None, clear_cache=lambda _: None)
-    monkeypatch.setattr("scripts.gpu_timing.triton.runtime.driver", SimpleNamespace(active=driver))
+    monkeypatch.setattr("scripts.bench.timing.triton.runtime.driver", SimpleNamespace(active=driver))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     times = {"slow": 8.0, "one": 1.0, "other": 1.0}

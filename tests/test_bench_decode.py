@@ -1,9 +1,9 @@
-"""scripts/bench_decode.py: its candidates compute the same, and its arguments and report; timing needs a GPU."""
+"""scripts/bench/decode.py: its candidates compute the same, and its arguments and report; timing needs a GPU."""
 
 import pytest
 import torch
 
-from scripts.bench_decode import CASES, PAGES, Case, candidates, in_pages, markdown, parse_arguments
+from scripts.bench.decode import CASES, PAGES, Case, candidates, in_pages, markdown, parse_arguments
 
 
 def test_all_candidates_compute_the_same(device):

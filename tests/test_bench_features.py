@@ -1,10 +1,10 @@
-"""scripts/bench_features.py: work as the schedule counts it, what its features compute, its table and arguments."""
+"""scripts/bench/features.py: work as the schedule counts it, what its features compute, its table and arguments."""
 
 import pytest
 import torch
 
 from fa_kernels.flash_attention.schedule import build_schedule
-from scripts.bench_features import (
+from scripts.bench.features import (
     Feature,
     Inputs,
     attention,

@@ -1,4 +1,4 @@
-"""scripts/bench_host.py: its candidates compute the same; its samples, table and arguments. Times need a GPU."""
+"""scripts/bench/host.py: its candidates compute the same; its samples, table and arguments. Times need a GPU."""
 
 import os
 import subprocess
@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from scripts import bench_host
-from scripts.bench_host import (
+from scripts.bench import host
+from scripts.bench.host import (
     CALLS,
     NODE,
     NOTHING,
@@ -90,7 +90,7 @@ def test_what_is_waited_for_is_not_in_the_time(monkeypatch):
     def passes(seconds):
         now[0] += seconds
 
-    monkeypatch.setattr(bench_host.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(host.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: passes(0.5))
     assert sample(lambda: passes(0.25), calls=4, in_a_row=1) == Sample(us=0.25e6, left=0.5)
     assert sample(lambda: passes(0.5), calls=3, in_a_row=2) == Sample(us=0.25e6, left=0.5)
@@ -157,7 +157,7 @@ def test_table_and_csv(tmp_path):
 
 def test_without_a_gpu_it_ends_with_one_line():
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.bench_host"],
+        [sys.executable, "-m", "scripts.bench.host"],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         cwd=Path(__file__).parents[1],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""scripts/bench_memory.py: names of combinations, what is compared with what, traces, and a run on a CPU."""
+"""scripts/bench/memory.py: names of combinations, what is compared with what, traces, and a run on a CPU."""
 
 import json
 import math
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fa_train.models.gpt import GPT
-from scripts import bench_memory
-from scripts.bench_memory import (
+from scripts.bench import memory
+from scripts.bench.memory import (
     COMBINATIONS,
     Case,
     Levers,
@@ -57,12 +57,12 @@ def run_main(monkeypatch, folder, *arguments):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     command = ["bench_memory", "--model", "nano", "--steps", "2", "--attention", "sdpa", "--commit", "abc"]
     monkeypatch.setattr(sys, "argv", [*command, "--out", str(folder), *arguments, "--overrides", *TINY])
-    bench_memory.main()
+    memory.main()
     return json.loads((folder / "memory.json").read_text()), (folder / "memory.md").read_text()
 
 
 def test_a_run_from_its_command_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_memory, "run_apart", in_this_process)
+    monkeypatch.setattr(memory, "run_apart", in_this_process)
     names = ["selective", "selective+offload+mlp_chunk=16", "selective+loss_chunk=all"]
     found, text = run_main(
         monkeypatch, tmp_path, "--seq-lens", "64", "96", "--combinations", *names, "--rounds", "2", "--profile"
@@ -92,7 +92,7 @@ def test_going_on_after_a_budget(tmp_path, monkeypatch):
             raise subprocess.TimeoutExpired("", timeout)
         return Row(case.seq_len, case.combination, "ok", [10.0], [1.0], 1.0, 0.0, 5.5)
 
-    monkeypatch.setattr(bench_memory, "run_apart", slow)
+    monkeypatch.setattr(memory, "run_apart", slow)
     common_arguments = ["--seq-lens", "64", "--combinations", "none", "full", "--timeout", "2000"]
     found, text = run_main(monkeypatch, tmp_path, *common_arguments, "--seconds-budget", "500")
     assert found["rows"] == [] and "Not measured within the budget: none at 64, full at 64." in text
@@ -117,7 +117,7 @@ def test_running_out_of_memory_is_a_row(monkeypatch):
     def fail(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(bench_memory, "our_loss", fail)
+    monkeypatch.setattr(memory, "our_loss", fail)
     row = measure(CASE)
     assert row.outcome == "out of memory" and row.step_ms == [] and row.peak_gib is not None
 
@@ -188,7 +188,7 @@ def test_levers_are_in_the_configuration():
 def test_every_lever_is_compared_with_something_that_is_measured():
     all_of_them = [levers_of(name) for name in COMBINATIONS]
     assert [levers.name for levers in all_of_them] == list(COMBINATIONS)
-    for lever in bench_memory.OFF:
+    for lever in memory.OFF:
         assert any(levers.without(lever) in all_of_them for levers in all_of_them), lever
 
 

@@ -1,18 +1,18 @@
-"""scripts/bench_packing.py packs what it says; its times are for a person to read."""
+"""scripts/bench/packing.py packs what it says; its times are for a person to read."""
 
 import sys
 
 import pytest
 
-from scripts import bench_packing
+from scripts.bench import packing
 
 
 def test_a_small_run_prints_its_table(monkeypatch, capsys):
     given = "--documents 5000 --seq-lens 2048 4096 --runs 1"
     monkeypatch.setattr(sys, "argv", ["bench_packing", *given.split()])
-    bench_packing.main()
+    packing.main()
     lines = capsys.readouterr().out.splitlines()
-    lengths = bench_packing.lengths_of(5000, 0)
+    lengths = packing.lengths_of(5000, 0)
     assert 380 < sorted(lengths)[2500] < 420 and f"5,000 documents, {lengths.sum():,} tokens" in lines[1]
     for seq_len, line in zip((2048, 4096), lines[4:], strict=True):
         _, shown, rows, filled, *_ = (cell.strip() for cell in line.split("|"))
@@ -24,5 +24,5 @@ def test_a_small_run_prints_its_table(monkeypatch, capsys):
 def test_impossible_numbers_are_named(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench_packing", "--runs", "0"])
     with pytest.raises(SystemExit):
-        bench_packing.main()
+        packing.main()
     assert "--documents, --runs and --seq-lens must be positive" in capsys.readouterr().err

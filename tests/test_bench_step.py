@@ -1,4 +1,4 @@
-"""scripts/bench_step.py: a run from its command line, the same model on both sides, and what becomes of bad cases."""
+"""scripts/bench/step.py: a run from its command line, the same model on both sides, and what becomes of bad cases."""
 
 import csv
 import math
@@ -9,8 +9,8 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from scripts import bench_step
-from scripts.bench_step import (
+from scripts.bench import step
+from scripts.bench.step import (
     FEWEST_STEPS,
     Case,
     Row,
@@ -50,11 +50,11 @@ def peer_in_this_process(case, timeout):
 def test_a_run_from_its_command_line(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of the cases' processes
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(bench_step, "run_apart", peer_in_this_process)
+    monkeypatch.setattr(step, "run_apart", peer_in_this_process)
     arguments = ["--model", "nano", "--seq-lens", "64", "--variants", "ours-none", "hf", "--steps", "2"]
     arguments += ["--attention", "sdpa", "--commit", "abc", "--out", str(tmp_path / "step"), *TINY]
     monkeypatch.setattr(sys, "argv", ["bench_step", *arguments])
-    bench_step.main()
+    step.main()
     with (tmp_path / "step.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["variant"], row["outcome"], row["steps"]) for row in rows] == [
@@ -107,7 +107,7 @@ def test_running_out_of_memory_is_a_row(monkeypatch):
     def fail(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(bench_step, "time_steps", fail)
+    monkeypatch.setattr(step, "time_steps", fail)
     row = measure(CASE)
     assert row.outcome == "oom" and row.tokens_per_s is None and row.peak_gib is not None
 

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import train
 from fa_train.models.hf import load_pretrained, save_pretrained
-from scripts import compare_finetune, export_hf
+from scripts import export_hf
+from scripts.bench import compare_finetune
 from tests.data.chats import PLAIN, many_chats, save_tokenizer, write_jsonl
 from tests.training import column, command_line, composed, write_corpus
 

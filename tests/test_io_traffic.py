@@ -1,4 +1,4 @@
-"""The formulas of scripts/io_traffic.py against blocks counted one by one, and its reading of ncu's table."""
+"""The formulas of scripts/bench/io_traffic.py against blocks counted one by one, and its reading of ncu's table."""
 
 from itertools import product
 
@@ -7,8 +7,8 @@ import torch
 
 from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_kernels.flash_attention.tiles import tile_config
-from scripts import io_traffic
-from scripts.io_traffic import (
+from scripts.bench import io_traffic
+from scripts.bench.io_traffic import (
     METRICS,
     Case,
     Measured,

@@ -1,4 +1,4 @@
-"""scripts/profile_step.py: a profiled step of a tiny model, names of kernels, and the arithmetic on a made-up trace."""
+"""scripts/bench/profile_step.py: a step of a tiny model, names of kernels, and the arithmetic on a made-up trace."""
 
 import csv
 import gzip
@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from scripts.profile_step import (
+from scripts.bench.profile_step import (
     ATTENTION,
     ATTENTION_BACKWARD,
     ATTENTION_FORWARD,
@@ -50,7 +50,7 @@ TINY = (
 def profile_step(folder, *overrides):
     arguments = [*TINY, *overrides, f"hydra.run.dir={folder}"]
     environment = quiet_environment() | {"CUDA_VISIBLE_DEVICES": ""}
-    return processes.finish("scripts.profile_step", arguments, REPOSITORY, environment)
+    return processes.finish("scripts.bench.profile_step", arguments, REPOSITORY, environment)
 
 
 def test_a_step_from_its_command_line(tmp_path):

@@ -1,4 +1,4 @@
-"""The candidates, arguments and reports of scripts/tune_tiles.py; the timing itself needs a GPU."""
+"""The candidates, arguments and reports of scripts/bench/tune_tiles.py; the timing itself needs a GPU."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from fa_kernels.flash_attention.tiles import (
     shared_bytes,
     tile_config,
 )
-from scripts.tune_tiles import (
+from scripts.bench.tune_tiles import (
     APART,
     ITEMSIZE,
     PASSES,

@@ -64,7 +64,7 @@ def export_run(
         shutil.rmtree(unfinished, ignore_errors=True)
         raise ValueError(
             f"the run is finished, but {folder} could not be written: {error}. "
-            f"`python scripts/export_hf.py {checkpoint} <folder>` writes it from the checkpoint"
+            f"`python -m scripts.export_hf {checkpoint} <folder>` writes it from the checkpoint"
         ) from error
     return written
 

@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from scripts.gpu_timing import require_gpu
+from scripts.bench.timing import require_gpu
 from tests.gpu_check.cases import Case, all_cases
 from tests.gpu_check.workers import run_all
 

@@ -60,7 +60,7 @@ LLAMA_1B = replace(
     GPT2, n_layers=16, dim=2048, n_heads=32, n_kv_heads=8, ffn_dim=8192, vocab_size=128256, activation="swiglu"
 )
 SMALL = replace(GPT2, dim=64, n_heads=4, n_kv_heads=1, head_dim=16, ffn_dim=96, vocab_size=40, tokens=128)
-# by scripts/bench_planner.py (scripts/results/planner_h200_202611.md tells of them), or by what `run` names;
+# by scripts/bench/planner.py (scripts/results/planner_h200_202611.md tells of them), or by what `run` names;
 # a `first` step is one before the optimizer has states
 MEASURED = json.loads((Path(__file__).parent / "peaks_h200.json").read_text())
 

@@ -25,12 +25,12 @@ class TileConfig:
 
 
 # (arch, head_dim of at most this, pass), for 2-byte dtypes. sm90: the best of those tried for each entry on an H200
-# (scripts/tune_tiles.py; scripts/results/portable_tiles_h200_202611.md), one document of 16k tokens, causal. There dk
-# and dv take 3.250 + 2.022 ms at head_dim 256, dkdv at best 9.158; at 192 3.148 + 2.215, but dkdv 4.722. The others are
-# chosen, not measured: sm100 begins from sm90, with less for dK and dV where accumulators of 192 and 256 columns would
-# overflow its tensor memory, and sm80 fits the 99 KiB of the smallest GPUs that use it. Where there are dk and dv, dkdv
-# is for fp32 and for repairs of what Hopper's kernels left; (64, 64, 8, 2), its fastest in bf16 at 256, would make the
-# kernel that repairs spill more. tests/kernels/test_aot.py holds every entry to limits.
+# (scripts/bench/tune_tiles.py; scripts/results/portable_tiles_h200_202611.md), one document of 16k tokens, causal.
+# There dk and dv take 3.250 + 2.022 ms at head_dim 256, dkdv at best 9.158; at 192 3.148 + 2.215, but dkdv 4.722. The
+# others are chosen, not measured: sm100 begins from sm90, with less for dK and dV where accumulators of 192 and 256
+# columns would overflow its tensor memory, and sm80 fits the 99 KiB of the smallest GPUs that use it. Where there are
+# dk and dv, dkdv is for fp32 and for repairs of what Hopper's kernels left; (64, 64, 8, 2), its fastest in bf16 at 256,
+# would make the kernel that repairs spill more. tests/kernels/test_aot.py holds every entry to limits.
 _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 3),
     ("sm90", 96, "fwd"): TileConfig(128, 64, 8, 3),
@@ -203,7 +203,7 @@ def _warn_of_guesses(device: torch.device, limit: int) -> None:
     warnings.warn(
         f"kernels/fa_kernels/flash_attention/tiles.py has no measured tiles for {torch.cuda.get_device_name(device)} "
         f"(sm_{major}{minor}, {limit} bytes of shared memory a program); it uses some that fit and may be slow. "
-        "scripts/tune_tiles.py measures better ones.",
+        "scripts/bench/tune_tiles.py measures better ones.",
         stacklevel=2,
     )
 

@@ -1,7 +1,7 @@
 """Bytes that naive and flash attention move to and from device memory: by formula, and measured with ncu.
 
-    python -m scripts.io_traffic                        # formulas; measured too where there are a GPU and ncu
-    python -m scripts.io_traffic --no-ncu --arch sm90   # formulas alone, on any machine
+    python -m scripts.bench.io_traffic                        # formulas; measured too where there are a GPU and ncu
+    python -m scripts.bench.io_traffic --no-ncu --arch sm90   # formulas alone, on any machine
 
 Writes OUT.md. One sequence of N tokens, bf16, n_heads * head_dim = 2048, as many KV heads. Elements a head:
 
@@ -42,8 +42,8 @@ from fa_kernels.flash_attention.hopper import bwd_steps, bwd_wide
 from fa_kernels.flash_attention.hopper import fwd as hopper_fwd
 from fa_kernels.flash_attention.schedule import WORK_TILE, document_length
 from fa_kernels.flash_attention.tiles import SHARED_LIMIT, Arch, Pass, arch_of, interpreted, key_passes, tile_config
-from scripts.bench_attention import MODEL_DIM
-from scripts.provenance import describe
+from scripts.bench.attention import MODEL_DIM
+from scripts.bench.provenance import describe
 
 ITEM = 2  # bytes of bf16
 FP32 = 4
@@ -319,9 +319,9 @@ def measure(ncu: str, cases: list[Case], arguments: list[str]) -> list[Measured]
             ncu, "--target-processes", "application-only", "--profile-from-start", "off", "--clock-control", "none",
             "--cache-control", "none", "--metrics", ",".join(METRICS), "--csv", "--page", "raw", "--print-units",
             "base", "--log-file", str(log),
-            sys.executable, "-m", "scripts.io_traffic", *arguments, "--under-ncu",
+            sys.executable, "-m", "scripts.bench.io_traffic", *arguments, "--under-ncu",
         ]  # fmt: skip
-        result = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+        result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
         text = log.read_text() if log.exists() else ""
     if result.returncode:
         said = [
@@ -372,7 +372,7 @@ def markdown(
         "",
         f"bf16, one sequence of N tokens, {causal}, n_heads × head_dim = {MODEL_DIM}; tiles of {arch}. Bytes in GB "
         "(10⁹). **Θ**: N² + Nd elements for naive, N²d²/M for flash, with a constant of 1. **formula**: what the "
-        "kernels read and write, as `scripts/io_traffic.py` says; for flash that is what enters and leaves the "
+        "kernels read and write, as `scripts/bench/io_traffic.py` says; for flash that is what enters and leaves the "
         "multiprocessors, most of which L2 serves. **least**: every tensor once. **× least**: formula over least; for "
         "naive forward without a mask N/d + 1, less the share of lse. **L2**: measured between L2 and the "
         "multiprocessors; **read**, **written**: measured from and to device memory, with the schedule that flash "
@@ -439,7 +439,7 @@ def main() -> None:
         run_under_ncu(cases)
         return
     today = date.today()
-    command = shlex.join(["python", "-m", "scripts.io_traffic", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "scripts.bench.io_traffic", *sys.argv[1:]])
     if on_gpu:
         head = describe(command, args.commit, today)
         gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
@@ -459,7 +459,7 @@ def main() -> None:
             reason = str(error)
     head["measured"] = f"with {ncu}, {', '.join(METRICS)}" if measured else f"no, formulas only: {reason}"
     print(f"measured: {head['measured']}")
-    out: Path = args.out or Path(__file__).parent / "results" / f"io_traffic_{gpu}_{today:%Y%m}"
+    out: Path = args.out or Path(__file__).parents[1] / "results" / f"io_traffic_{gpu}_{today:%Y%m}"
     out.parent.mkdir(parents=True, exist_ok=True)
     text = markdown(cases, measured, head, arch, args.peak_tflops, args.bandwidth_tbs)
     Path(f"{out}.md").write_text(text, encoding="utf-8")

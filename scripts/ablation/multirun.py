@@ -26,11 +26,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from fa_train.callbacks import is_out_of_memory
 from fa_train.flops import train_flops
-from scripts.ablation_cases import Device, Precision, Result, StepCase, capacity, configuration, finished, memory_gib
-from scripts.ablation_formula import step_formula
-from scripts.ablation_report import Records, Row, step_part, write_files
-from scripts.ablation_sweep import ProcessError, apart, call_apart, load, save, skipped
-from scripts.provenance import describe
+from scripts.ablation.cases import Device, Precision, Result, StepCase, capacity, configuration, finished, memory_gib
+from scripts.ablation.formula import step_formula
+from scripts.ablation.report import Records, Row, step_part, write_files
+from scripts.ablation.sweep import ProcessError, apart, call_apart, load, save, skipped
+from scripts.bench.provenance import describe
 
 Train = Callable[[DictConfig], dict[str, float]]
 OF_THE_MODEL = ("model.", "attention.", "memory.", "optimizer.")  # what a StepCase's configuration has

@@ -1,4 +1,4 @@
-"""How far the planner is from the truth: python -m scripts.bench_planner [--only llama_1b] [--seconds 200]
+"""How far the planner is from the truth: python -m scripts.bench.planner [--only llama_1b] [--seconds 200]
 
 Each configuration takes two training steps on one document as LitGPT takes them (forward, backward, clipping, the
 optimizer, gradients freed); its peak is torch.cuda.max_memory_allocated. Writes OUT.md, and OUT.json, which
@@ -24,8 +24,8 @@ from fa_train.memory.offload import Offloaded
 from fa_train.memory.planner import GIB, Shape, predict
 from fa_train.models.gpt import GPT
 from fa_train.preflight import shape_of
+from scripts.bench.provenance import describe, results_prefix
 from scripts.composed import composed
-from scripts.provenance import describe, results_prefix
 
 GPT2_VOCABULARY = 50257  # for models whose size leaves it to the tokenizer
 
@@ -171,7 +171,7 @@ def main() -> None:
     today, begin, rows = date.today(), time.monotonic(), list[dict[str, Any]]()
     out: Path = args.out or results_prefix("planner", today)
     out.parent.mkdir(parents=True, exist_ok=True)
-    head = describe(shlex.join(["python", "-m", "scripts.bench_planner", *sys.argv[1:]]), args.commit, today)
+    head = describe(shlex.join(["python", "-m", "scripts.bench.planner", *sys.argv[1:]]), args.commit, today)
     for run in RUNS:
         if args.only not in repr(run) or time.monotonic() - begin > args.seconds:
             continue

@@ -1,8 +1,8 @@
 """What each memory lever costs: time a step, GPU and host memory, alone and together.
 
-    python -m scripts.bench_memory                                           # llama_1b at 32k and 131k, one GPU
-    python -m scripts.bench_memory --seq-lens 32768 --combinations selective selective+offload --profile
-    python -m scripts.bench_memory --seconds-budget 560 --resume             # what a call before left out
+    python -m scripts.bench.memory                                           # llama_1b at 32k and 131k, one GPU
+    python -m scripts.bench.memory --seq-lens 32768 --combinations selective selective+offload --profile
+    python -m scripts.bench.memory --seconds-budget 560 --resume             # what a call before left out
 
 A step is forward, backward, the optimizer and zero_grad on one document of seq_len random tokens, without clipping, as
 conf/train.yaml composes them. Each measurement runs in a process of its own, so running out of memory is a result. Time
@@ -49,9 +49,9 @@ from torch.profiler import profile, record_function, schedule
 import train
 from fa_train.callbacks import GIB, is_out_of_memory
 from fa_train.models.gpt import GPT
-from scripts.bench_step import CONF, FEWEST_STEPS, REPOSITORY, VOCABULARY, WARMUP, Device, Loss, memory_gib, our_loss
+from scripts.bench.provenance import describe
+from scripts.bench.step import CONF, FEWEST_STEPS, REPOSITORY, VOCABULARY, WARMUP, Device, Loss, memory_gib, our_loss
 from scripts.composed import composed
-from scripts.provenance import describe
 
 SEQ_LENS = (32768, 131072)
 MLP_CHUNK = 16384  # tokens, as in conf/memory/offload.yaml
@@ -369,7 +369,7 @@ def overlap_of(events: Sequence[dict[str, Any]]) -> Overlap | None:
 def run_apart(case: Case, timeout: float) -> Row:
     """The case in a process of its own, to its end. Raises: subprocess.TimeoutExpired after `timeout` seconds."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "scripts.bench_memory", "--case", json.dumps(asdict(case))],
+        [sys.executable, "-m", "scripts.bench.memory", "--case", json.dumps(asdict(case))],
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -601,7 +601,7 @@ def main() -> None:
             print(json.dumps(asdict(measure(case_of(args.case)))))
         return
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
-    head = describe(shlex.join(["python", "-m", "scripts.bench_memory", *sys.argv[1:]]), args.commit, date.today())
+    head = describe(shlex.join(["python", "-m", "scripts.bench.memory", *sys.argv[1:]]), args.commit, date.today())
     precision = "bf16-mixed (fp32 weights, bf16 autocast)" if device == "cuda" else "fp32"
     compiled = "compiled" if args.compile else "not compiled"
     head["settings"] = ", ".join([args.model, precision, f"attention={args.attention}", compiled, *args.overrides])

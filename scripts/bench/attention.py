@@ -1,8 +1,8 @@
 """Time, TFLOP/s and peak memory of attention: naive, SDPA, FlexAttention, FlashAttention-3 and -4, and ours.
 
-    python scripts/bench_attention.py                                  # 1k to 64k tokens, d = 64 and 128, causal
-    python scripts/bench_attention.py --varlen --seqlens               # packed documents only
-    python scripts/bench_attention.py --backends naive ours --head-dims 128 --seqlens 4096 16384
+    python -m scripts.bench.attention                                  # 1k to 64k tokens, d = 64 and 128, causal
+    python -m scripts.bench.attention --varlen --seqlens               # packed documents only
+    python -m scripts.bench.attention --backends naive ours --head-dims 128 --seqlens 4096 16384
 
 Writes OUT.csv, OUT.md, OUT.png and OUT_rates.png. Running out of memory is a result, not an error. FlashAttention-3
 (`fa3-fwd`, which has no backward) and -4 (`flash-attn-4`) run if they are installed.
@@ -37,7 +37,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from fa_kernels import flash_attn_func, flash_attn_varlen_func
 from fa_kernels.flash_attention.interface import flash_attn_packed
 from fa_kernels.flash_attention.schedule import build_schedule
-from scripts.attention_report import (
+from scripts.bench.attention_report import (
     DIRECTIONS,
     LARGE_GIB,
     MODEL_DIM,
@@ -49,8 +49,8 @@ from scripts.attention_report import (
     markdown,
     write_csv,
 )
-from scripts.gpu_timing import captured, median_ms, require_gpu
-from scripts.provenance import describe, results_prefix
+from scripts.bench.provenance import describe, results_prefix
+from scripts.bench.timing import captured, median_ms, require_gpu
 
 BATCH_TOKENS = 16384  # that a batch of short sequences holds where --batch-tokens does not say another
 PACKED_TOKENS = 65536  # in the one row of the packed documents

@@ -1,7 +1,7 @@
 """Time and padding of best-fit packing on documents of random lengths, on one core.
 
-    python -m scripts.bench_packing                        # 1,000,000 documents, rows of 2048, 8192 and 32768 tokens
-    python -m scripts.bench_packing --documents 10000000 --seq-lens 8192
+    python -m scripts.bench.packing                        # 1,000,000 documents, rows of 2048, 8192 and 32768 tokens
+    python -m scripts.bench.packing --documents 10000000 --seq-lens 8192
 
 Lengths are drawn from a log-normal distribution: median 400 tokens, mean about 1,000, 1% over 9,600, as of web pages.
 Those longer than a row are split. Nothing is tokenised or read: a plan needs lengths alone.

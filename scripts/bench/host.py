@@ -1,4 +1,4 @@
-"""The host's time of a call of attention, ours beside others': python -m scripts.bench_host
+"""The host's time of a call of attention, ours beside others': python -m scripts.bench.host
 
 A few tokens, so that the GPU waits for the host, bf16, causal, schedules built before. Five passes: the forward of
 tensors without gradients, the forward that autograd records, torch.autograd.grad of kept outputs, a call's share of
@@ -37,8 +37,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from fa_kernels import flash_attn_func
 from fa_kernels.flash_attention.interface import flash_attn_packed
 from fa_kernels.flash_attention.schedule import causal_schedule
-from scripts.gpu_timing import require_gpu
-from scripts.provenance import describe, results_prefix
+from scripts.bench.provenance import describe, results_prefix
+from scripts.bench.timing import require_gpu
 
 DOCUMENTS = 4  # of one length, where there are several
 WARM_UP = 5  # calls: the first compiles, the second is recorded (kernels/fa_kernels/flash_attention/replay.py)
@@ -304,7 +304,7 @@ def main() -> None:
     today = date.today()
     out: Path = args.out or results_prefix("host", today)
     out.parent.mkdir(parents=True, exist_ok=True)
-    head = describe(shlex.join(["python", "-m", "scripts.bench_host", *sys.argv[1:]]), args.commit, today)
+    head = describe(shlex.join(["python", "-m", "scripts.bench.host", *sys.argv[1:]]), args.commit, today)
     head["host"] = host()
     shape = Shape(args.tokens, args.heads, args.kv_heads, args.head_dim)
     rows = measure(candidates(shape, torch.device("cuda")), shape, args.rounds, args.calls)

@@ -28,4 +28,4 @@ def describe(command: str, commit: str | None, today: date) -> dict[str, str]:
 def results_prefix(what: str, today: date) -> Path:
     """scripts/results/<what>_<gpu>_<yyyymm>, of the GPU at hand."""
     gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
-    return Path(__file__).parent / "results" / f"{what}_{gpu}_{today:%Y%m}"
+    return Path(__file__).parents[1] / "results" / f"{what}_{gpu}_{today:%Y%m}"

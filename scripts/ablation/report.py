@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from scripts.ablation_cases import GIB, AttentionCase, Case, Result, StepCase
-from scripts.ablation_formula import Formula, attention_formula, step_formula
+from scripts.ablation.cases import GIB, AttentionCase, Case, Result, StepCase
+from scripts.ablation.formula import Formula, attention_formula, step_formula
 
 STYLES = {  # the palette of Okabe and Ito, and a marker each, so that no reader needs the colours
     "naive": ("#000000", "o"),

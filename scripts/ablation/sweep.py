@@ -22,9 +22,9 @@ from unittest.mock import patch
 from hydra.errors import InstantiationException
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from scripts.ablation_cases import KINDS, Case, Result, measure
+from scripts.ablation.cases import KINDS, Case, Result, measure
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 Value = TypeVar("Value")
 Finished = dict[Case, Result]
 

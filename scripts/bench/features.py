@@ -1,4 +1,4 @@
-"""What each feature of our attention costs beside plain causal attention: python -m scripts.bench_features
+"""What each feature of our attention costs beside plain causal attention: python -m scripts.bench.features
 
 One long row (64k tokens by default), bf16, both passes through flash_attn_varlen_func with the schedule built inside.
 `work` is the share of plain causal's visible pairs that a feature leaves; `cost` is the share of its time. A window or
@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from fa_kernels import flash_attn_varlen_func
-from scripts.bench_decode import in_pages
-from scripts.gpu_timing import captured, median_ms, require_gpu
-from scripts.provenance import describe, results_prefix
+from scripts.bench.decode import in_pages
+from scripts.bench.provenance import describe, results_prefix
+from scripts.bench.timing import captured, median_ms, require_gpu
 
 Run = Callable[[], object]
 LOG_NORMAL = (6.93, 1.3)  # of document lengths: a median of 1k tokens
@@ -266,7 +266,7 @@ def main() -> None:
     today = date.today()
     out: Path = args.out or results_prefix("features", today)
     out.parent.mkdir(parents=True, exist_ok=True)
-    head = describe(shlex.join(["python", "-m", "scripts.bench_features", *sys.argv[1:]]), args.commit, today)
+    head = describe(shlex.join(["python", "-m", "scripts.bench.features", *sys.argv[1:]]), args.commit, today)
     lines = ["# What each feature costs beside plain causal attention", "", *(f"- {k}: `{v}`" for k, v in head.items())]
     lines += ["", f"{args.seqlen} tokens, {args.heads} heads, bf16; work and cost are shares of plain causal's.", ""]
     lines += ["| d | feature | work | forward ms | cost | backward ms | cost |", "|--:|:--|--:|--:|--:|--:|--:|"]

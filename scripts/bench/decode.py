@@ -1,11 +1,11 @@
-"""flash_attn_with_kvcache decoding one token for each sequence of a batch: python -m scripts.bench_decode
+"""flash_attn_with_kvcache decoding one token for each sequence of a batch: python -m scripts.bench.decode
 
 Reading K and V is all the work there is, so a cell gives microseconds and GB/s of the cache's K and V. One split and
 the automatic number of them, a cache in one piece and in pages anywhere, beside SDPA, which reads a cache in one piece.
-bf16, full caches. All of a line run in random order (scripts/gpu_timing.py), each as a CUDA graph, L2
+bf16, full caches. All of a line run in random order (scripts/bench/timing.py), each as a CUDA graph, L2
 cold. Writes OUT.md.
 
-    python -m scripts.bench_decode --cases 1,32,8,128,8192 64,32,8,128,4096     # batch,heads,KV heads,head_dim,cache
+    python -m scripts.bench.decode --cases 1,32,8,128,8192 64,32,8,128,4096     # batch,heads,KV heads,head_dim,cache
 """
 
 import argparse
@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fa_kernels import flash_attn_with_kvcache
-from scripts.gpu_timing import captured, median_ms, require_gpu
-from scripts.provenance import describe, results_prefix
+from scripts.bench.provenance import describe, results_prefix
+from scripts.bench.timing import captured, median_ms, require_gpu
 
 Run = Callable[[], object]
 PAGES = (256, 16)  # tokens a page
@@ -165,7 +165,7 @@ def main() -> None:
     today = date.today()
     out: Path = args.out or results_prefix("decode", today)
     out.parent.mkdir(parents=True, exist_ok=True)
-    head = describe(shlex.join(["python", "-m", "scripts.bench_decode", *sys.argv[1:]]), args.commit, today)
+    head = describe(shlex.join(["python", "-m", "scripts.bench.decode", *sys.argv[1:]]), args.commit, today)
     with multiprocessing.get_context("spawn").Pool(min(args.jobs, len(args.cases))) as pool:
         pool.map(compile_one, args.cases, chunksize=1)
     results: dict[Case, dict[str, float]] = {}

@@ -1,4 +1,4 @@
-"""What scripts/bench_attention.py reports: rows, a table for each section and pass, pictures of times and of rates."""
+"""What scripts/bench/attention.py reports: rows, a table for each section and pass, pictures of times and of rates."""
 
 import csv
 from dataclasses import asdict, dataclass, fields

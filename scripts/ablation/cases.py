@@ -27,7 +27,7 @@ from fa_train.flops import peak_flops, train_flops
 from fa_train.models.attention import Attention, require_backend
 from fa_train.models.gpt import GPT
 
-CONF = Path(__file__).parents[1] / "conf"
+CONF = Path(__file__).parents[2] / "conf"
 GIB = 2**30
 WARMUP = 2  # runs that are not timed, where there are more
 SHORT = 256  # tokens of the first step: it compiles kernels and allocates the optimizer's state at little cost

@@ -1,7 +1,7 @@
 """One training step under torch.profiler: time by part, a trace for Perfetto, and memory by component.
 
-    python -m scripts.profile_step model=llama_1b seq_len=32768
-    python -m scripts.profile_step model=gpt2 memory=offload hydra.run.dir=runs/profile_offload
+    python -m scripts.bench.profile_step model=llama_1b seq_len=32768
+    python -m scripts.bench.profile_step model=gpt2 memory=offload hydra.run.dir=runs/profile_offload
 
 Overrides are train.py's, and so are the model, the optimizer and the loop: conf/train.yaml is composed as it does.
 Only data=synthetic, logger=csv and batch_size=1 (one micro-batch a step) are chosen here where the command does not,
@@ -47,8 +47,8 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 import train
 from fa_train.callbacks import GIB
 from fa_train.lit_gpt import LitGPT
-from scripts.bench_step import CONF
-from scripts.provenance import describe
+from scripts.bench.provenance import describe
+from scripts.bench.step import CONF
 
 DEFAULTS = {"data": "synthetic", "logger": "csv", "batch_size": "1"}
 WARMUP = 4  # steps without the profiler: the first two compile and allocate, the others say what profiling costs
@@ -508,7 +508,7 @@ def profile_step(cfg: DictConfig, folder: Path) -> None:
     step = step_of(events)
     tokens = cfg.seq_len * cfg.batch_size
     seconds = statistics.median(profiler.milliseconds[2:]) / 1e3
-    command = shlex.join(["python", "-m", "scripts.profile_step", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "scripts.bench.profile_step", *sys.argv[1:]])
     head = describe(command, cfg.get("commit"), date.today())
     head["step"] = (
         f"{tokens} tokens in {trainer.accumulate_grad_batches} micro-batches; {(step.end - step.start) / 1e3:.1f} ms "

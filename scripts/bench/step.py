@@ -1,8 +1,8 @@
 """Tokens/s, memory and MFU of a whole training step: ours beside Hugging Face transformers with Liger's kernels.
 
-    python -m scripts.bench_step                                            # llama_1b at 8k, 32k and 128k, one GPU
-    python -m scripts.bench_step --seq-lens 8192 --variants ours-none-compiled hf
-    python -m scripts.bench_step --cases 8192:ours-none 131072:hf-checkpointing model.n_layers=8
+    python -m scripts.bench.step                                            # llama_1b at 8k, 32k and 128k, one GPU
+    python -m scripts.bench.step --seq-lens 8192 --variants ours-none-compiled hf
+    python -m scripts.bench.step --cases 8192:ours-none 131072:hf-checkpointing model.n_layers=8
 
 A step is forward, backward, AdamW and zero_grad on one document of seq_len random tokens, the same for everybody: fp32
 weights, bf16 autocast, this repository's optimizer over conf/optimizer, no clipping of gradients. Each case runs in a
@@ -47,10 +47,10 @@ from fa_train.data.packing import Batch
 from fa_train.flops import peak_flops, train_flops
 from fa_train.lit_gpt import LitGPT
 from fa_train.models.attention import require_backend
+from scripts.bench.provenance import describe
 from scripts.composed import composed
-from scripts.provenance import describe
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 CONF = REPOSITORY / "conf"
 WARMUP = 2  # steps: the first allocates the optimizer's state and compiles kernels
 FEWEST_STEPS = 2  # timed ones of a case whose steps are slow
@@ -294,7 +294,7 @@ def memory_gib(device: torch.device) -> tuple[float, float | None]:
 
 def run_apart(case: Case, timeout: float) -> Row:
     """The case in a process of its own, to its end, for at most `timeout` seconds."""
-    command = [sys.executable, "-m", "scripts.bench_step", "--case", json.dumps(asdict(case))]
+    command = [sys.executable, "-m", "scripts.bench.step", "--case", json.dumps(asdict(case))]
     backend = "portable" if variant_of(case.variant).portable else "auto"
     process = subprocess.Popen(
         command,
@@ -426,7 +426,7 @@ def main() -> None:
     cases = [Case(args.model, seq_len, name, device, *settings) for seq_len, name in dict.fromkeys(chosen)]
     with train.errors_in_one_line():
         configuration(cases[0])
-    head = describe(shlex.join(["python", "-m", "scripts.bench_step", *sys.argv[1:]]), args.commit, date.today())
+    head = describe(shlex.join(["python", "-m", "scripts.bench.step", *sys.argv[1:]]), args.commit, date.today())
     precision = "fp32 weights, bf16 autocast" if device == "cuda" else "fp32"
     head["model"] = ", ".join([args.model, precision, f"attention={args.attention}", *args.overrides])
     out: Path = args.out.resolve()

@@ -15,7 +15,7 @@ parameter: weight, gradient and two moments. All else (hidden states, logits, li
 fail where this exceeds the device.
 
 Traffic: naive reads and writes 4 N^2 + 4 N d numbers a head in the forward pass where 4 N d have to move, N/d + 1 times
-as many (scripts/io_traffic.py counts every transfer).
+as many (scripts/bench/io_traffic.py counts every transfer).
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ import torch
 from hydra.utils import instantiate
 
 from fa_train.models.gpt import GPT
-from scripts.ablation_cases import DTYPES, GIB, AttentionCase, StepCase, configuration
+from scripts.ablation.cases import DTYPES, GIB, AttentionCase, StepCase, configuration
 
 SCORE = 4  # bytes in fp32
 MASK = 1

@@ -1,9 +1,9 @@
 """A finished run of experiment=finetune once more, by transformers' model and loss and a plain loop, to compare losses.
 
-    python -m scripts.compare_finetune chats chats.jsonl          # writes chats about an invented island
+    python -m scripts.bench.compare_finetune chats chats.jsonl          # writes chats about an invented island
     python train.py experiment=finetune data.path=chats.jsonl model.pretrained=path \\
         logger=csv trainer.log_every_n_steps=1
-    python -m scripts.compare_finetune run runs/finetune/<time>   # a table: step, ours, transformers', difference
+    python -m scripts.bench.compare_finetune run runs/finetune/<time>   # a table: step, ours, transformers', difference
 
 from the folder in which the run was started, as its paths may be relative to that.
 

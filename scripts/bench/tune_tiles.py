@@ -1,10 +1,10 @@
 """Measures tiles for the portable kernels on the GPU at hand and prints the best in the form of tiles.py's table.
 
-    python -m scripts.tune_tiles                                         # every head_dim and pass of the table
-    python -m scripts.tune_tiles --near                                  # the same, a quarter of the candidates
-    python -m scripts.tune_tiles --head-dims 192 --passes dkdv dq
-    python -m scripts.tune_tiles --head-dims 128 --passes fwd --tiles 128,64,8,3 128,128,8,2
-    python -m scripts.tune_tiles --dtype float32 --head-dims 64 128       # fp32; or tf32
+    python -m scripts.bench.tune_tiles                                         # every head_dim and pass of the table
+    python -m scripts.bench.tune_tiles --near                                  # the same, a quarter of the candidates
+    python -m scripts.bench.tune_tiles --head-dims 192 --passes dkdv dq
+    python -m scripts.bench.tune_tiles --head-dims 128 --passes fwd --tiles 128,64,8,3 128,128,8,2
+    python -m scripts.bench.tune_tiles --dtype float32 --head-dims 64 128       # fp32; or tf32
 
 Candidates are powers of two of block_m and block_n, warps and stages, of which the shared memory fits
 (tiles.shared_bytes) and the fp32 tiles leave registers for the rest; --near takes of them those one step from the
@@ -47,9 +47,9 @@ from fa_kernels.flash_attention.tiles import (
     shared_bytes,
     tile_config,
 )
-from scripts.bench_attention import MODEL_DIM
-from scripts.gpu_timing import require_gpu
-from scripts.provenance import describe, results_prefix
+from scripts.bench.attention import MODEL_DIM
+from scripts.bench.provenance import describe, results_prefix
+from scripts.bench.timing import require_gpu
 
 Products = Literal["bfloat16", "float32", "tf32"]
 # tl.dot's input_precision, as portable.launch.precision_of has it
@@ -344,7 +344,7 @@ def main() -> None:
         print(f"{candidate.direction} d={candidate.head_dim} {astuple(candidate.tiles)}: {found}", flush=True)
     out: Path = args.out or results_prefix("portable_tiles", today)
     out.parent.mkdir(parents=True, exist_ok=True)
-    head = describe(shlex.join(["python", "-m", "scripts.tune_tiles", *sys.argv[1:]]), args.commit, today)
+    head = describe(shlex.join(["python", "-m", "scripts.bench.tune_tiles", *sys.argv[1:]]), args.commit, today)
     Path(f"{out}.md").write_text(markdown(results, head, arch, name, args.seqlen), encoding="utf-8")
     print(f"{entries(results, name)}\nresults: {out}.md")
 
