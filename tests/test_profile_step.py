@@ -139,11 +139,11 @@ def test_parts_by_name(name, part):
 
 
 def test_the_names_of_our_kernels():
-    """Each kernel that a launcher starts is attention's, a backward one where its file is."""
-    folder = REPOSITORY / "kernels" / "fa_kernels" / "flash_attention"
-    for path in [*(folder / "portable").glob("*.py"), *(folder / "hopper").glob("*.py")]:
+    """Each kernel that a launcher starts is attention's; all but a few belong to the backward pass."""
+    forward = {"_fwd_kernel", "_repair_fwd_kernel", "_append_kernel", "_decode_kernel", "_merge_kernel"}
+    for path in (REPOSITORY / "kernels" / "fa_kernels" / "flash_attention").rglob("*.py"):
         for name in re.findall(r"^def (_\w+_kernel)\(", path.read_text(), re.MULTILINE):
-            backward = path.stem.startswith(("bwd", "delta"))
+            backward = name not in forward
             assert part_of(name) == (ATTENTION_BACKWARD if backward else ATTENTION_FORWARD), f"{path.name} {name}"
 
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from fa_kernels.flash_attention.portable.launch import precision_of
 from fa_kernels.flash_attention.tiles import (
     HEAD_DIMS,
     SHARED_LIMIT,
     TileConfig,
     key_passes,
+    precision_of,
     shared_bytes,
     tile_config,
 )

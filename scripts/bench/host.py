@@ -41,7 +41,7 @@ from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
 DOCUMENTS = 4  # of one length, where there are several
-WARM_UP = 5  # calls: the first compiles, the second is recorded (kernels/fa_kernels/flash_attention/replay.py)
+WARM_UP = 5  # calls: the first compiles, the second is recorded (kernels/fa_kernels/launch/record.py)
 GPU_BOUND = 0.1  # of a sample's time
 MOST_CALLS = 500  # of a sample
 NOTHING = "a Function that does nothing"

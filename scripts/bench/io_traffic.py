@@ -36,12 +36,13 @@ import triton
 from torch import Tensor
 
 from fa_kernels import flash_attn_func
+from fa_kernels.device import Arch, arch_of, interpreted
 from fa_kernels.flash_attention import backend
-from fa_kernels.flash_attention.hopper import bwd as hopper_bwd
-from fa_kernels.flash_attention.hopper import bwd_steps, bwd_wide
-from fa_kernels.flash_attention.hopper import fwd as hopper_fwd
+from fa_kernels.flash_attention.hopper.backward import choose as hopper_bwd
+from fa_kernels.flash_attention.hopper.backward import items, wide
+from fa_kernels.flash_attention.hopper.forward import kernel as hopper_fwd
 from fa_kernels.flash_attention.schedule import WORK_TILE, document_length
-from fa_kernels.flash_attention.tiles import SHARED_LIMIT, Arch, Pass, arch_of, interpreted, key_passes, tile_config
+from fa_kernels.flash_attention.tiles import SHARED_LIMIT, Pass, key_passes, tile_config
 from scripts.bench.attention import MODEL_DIM
 from scripts.bench.provenance import describe
 
@@ -191,12 +192,12 @@ def _hopper_backward(case: Case) -> dict[str, int]:
         "prepare: read lse": case.seqlen * FP32,
         "prepare: write lse, delta": case.seqlen * 2 * FP32,
     }
-    if case.head_dim == bwd_wide.HEAD_DIM:
-        passes = _recomputing_backward(case, {"dkdv": bwd_wide.BLOCK}, (WORK_TILE, bwd_wide.BLOCK))
+    if case.head_dim == wide.HEAD_DIM:
+        passes = _recomputing_backward(case, {"dkdv": wide.BLOCK}, (WORK_TILE, wide.BLOCK))
         return {**prepared, "prepare: write delta for dq": case.seqlen * FP32, **passes}
     rows = case.seqlen * case.head_dim * ITEM
     sums = case.seqlen * case.head_dim * FP32
-    queries = queries_read(case.seqlen, bwd_steps.BLOCK_N, causal=case.causal)
+    queries = queries_read(case.seqlen, items.BLOCK_N, causal=case.causal)
     return {
         **prepared,
         "prepare: write zeros of dQ": sums,

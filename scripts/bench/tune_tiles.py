@@ -33,26 +33,18 @@ from unittest.mock import patch
 import torch
 from triton.testing import do_bench
 
+from fa_kernels.device import Arch, arch_of
+from fa_kernels.flash_attention.delta import attention_delta
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.portable import bwd, fwd
-from fa_kernels.flash_attention.portable.delta import attention_delta
+from fa_kernels.flash_attention.portable import backward, forward
 from fa_kernels.flash_attention.schedule import causal_schedule
-from fa_kernels.flash_attention.tiles import (
-    HEAD_DIMS,
-    Arch,
-    Pass,
-    TileConfig,
-    arch_of,
-    key_passes,
-    shared_bytes,
-    tile_config,
-)
+from fa_kernels.flash_attention.tiles import HEAD_DIMS, Pass, TileConfig, key_passes, shared_bytes, tile_config
 from scripts.bench.attention import MODEL_DIM
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
 Products = Literal["bfloat16", "float32", "tf32"]
-# tl.dot's input_precision, as portable.launch.precision_of has it
+# tl.dot's input_precision, as tiles.precision_of has it
 PRECISION: dict[Products, str] = {"bfloat16": "ieee", "float32": "tf32x3", "tf32": "tf32"}
 ITEMSIZE: dict[Products, int] = {"bfloat16": 2, "float32": 4, "tf32": 4}
 PASSES: tuple[Pass, ...] = get_args(Pass)
@@ -177,27 +169,27 @@ def launcher(candidate: Candidate, seqlen: int) -> Callable[[], object]:
     def precision(*_: object) -> str:
         return PRECISION[candidate.products]
 
-    def forward() -> object:
-        with patch.object(fwd, "launch_tiles", chosen), patch.object(fwd, "precision_of", precision):
-            return fwd.attention_forward(q, k, v, schedule, features, q.dtype)
+    def run_forward() -> object:
+        with patch.object(forward, "launch_tiles", chosen), patch.object(forward, "precision_of", precision):
+            return forward.attention_forward(q, k, v, schedule, features, q.dtype)
 
     if direction == "fwd":
-        return forward
-    o, lse = fwd.attention_forward(q, k, v, schedule, features, q.dtype)
+        return run_forward
+    o, lse = forward.attention_forward(q, k, v, schedule, features, q.dtype)
     delta = attention_delta(o, do, None)
     # the other kernel of the backward pass gets no tiles to work
     none = schedule.key_tiles[:0]
     half = schedule._replace(key_tiles=none) if direction == "dq" else schedule._replace(query_tiles=none)
 
-    def backward() -> object:
+    def run_backward() -> object:
         with (
-            patch.object(bwd, "launch_tiles", chosen),
-            patch.object(bwd, "precision_of", precision),
-            patch.object(bwd, "key_passes", lambda *_: (direction,)),
+            patch.object(backward, "launch_tiles", chosen),
+            patch.object(backward, "precision_of", precision),
+            patch.object(backward, "key_passes", lambda *_: (direction,)),
         ):
-            return bwd.attention_backward(do, q, k, v, lse, delta, half, features)
+            return backward.attention_backward(do, q, k, v, lse, delta, half, features)
 
-    return backward
+    return run_backward
 
 
 def compile_one(candidate: Candidate) -> tuple[Candidate, str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fa_kernels import flash_attn_func, flash_attn_varlen_func
 from fa_kernels.flash_attention import backend, schedule
 from fa_kernels.flash_attention.checks import FP8
-from fa_kernels.flash_attention.portable import bwd, fwd
+from fa_kernels.flash_attention.portable import backward, forward
 from fa_kernels.flash_attention.reference import attention_reference
 from fa_kernels.flash_attention.schedule import DocumentLength
 from tests.gpu_check.variants import Tiles, Width
@@ -61,9 +61,9 @@ def portable_kernels(tiles: Tiles) -> Iterator[None]:
     key_passes = tuple(direction for direction in tiles if direction in ("dkdv", "dk", "dv"))
     with ExitStack() as stack:
         stack.enter_context(_backend("portable"))
-        for module in (fwd, bwd):
+        for module in (forward, backward):
             stack.enter_context(patch.object(module, "launch_tiles", lambda *arguments: tiles[arguments[3]]))
-        stack.enter_context(patch.object(bwd, "key_passes", lambda *_: key_passes))
+        stack.enter_context(patch.object(backward, "key_passes", lambda *_: key_passes))
         yield
 
 

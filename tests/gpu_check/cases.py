@@ -8,10 +8,10 @@ from typing import Any, get_args
 
 import torch
 
+from fa_kernels.device import is_hopper
 from fa_kernels.flash_attention.checks import FP8
-from fa_kernels.flash_attention.hopper.bwd import HEAD_DIMS as HOPPER_HEAD_DIMS
-from fa_kernels.flash_attention.hopper.descriptors import is_hopper
-from fa_kernels.flash_attention.hopper.fwd import forward_tiles
+from fa_kernels.flash_attention.hopper.backward.choose import HEAD_DIMS as HOPPER_HEAD_DIMS
+from fa_kernels.flash_attention.hopper.forward.kernel import forward_tiles
 from fa_kernels.flash_attention.schedule import DocumentLength
 from tests.gpu_check.attention import HEADS, check_hopper, check_portable
 from tests.gpu_check.decode import check_decode

@@ -5,19 +5,10 @@ from typing import Any
 
 import torch
 
+from fa_kernels.columns_of_head import split_width
+from fa_kernels.device import Arch, arch_of
 from fa_kernels.flash_attention.portable.decode import decode_tiles, padded_width
-from fa_kernels.flash_attention.portable.load import split_width
-from fa_kernels.flash_attention.tiles import (
-    SHARED_LIMIT,
-    Arch,
-    Pass,
-    TileConfig,
-    arch_of,
-    fit,
-    key_passes,
-    shared_bytes,
-    tile_config,
-)
+from fa_kernels.flash_attention.tiles import SHARED_LIMIT, Pass, TileConfig, fit, key_passes, shared_bytes, tile_config
 
 Width = tuple[int, int]  # head_dim of q and k, and of v
 Tiles = Mapping[Pass, TileConfig]

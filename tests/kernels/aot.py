@@ -22,11 +22,11 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fa_kernels.flash_attention.portable.bwd import _dkdv_kernel, _dq_kernel, _repair_bwd_kernel
-from fa_kernels.flash_attention.portable.fwd import _fwd_kernel, _repair_fwd_kernel
-from fa_kernels.flash_attention.portable.launch import precision_of
-from fa_kernels.flash_attention.portable.load import split_width
-from fa_kernels.flash_attention.tiles import shared_bytes, tile_config
+from fa_kernels.columns_of_head import split_width
+from fa_kernels.flash_attention.portable.backward import _dkdv_kernel, _dq_kernel
+from fa_kernels.flash_attention.portable.forward import _fwd_kernel
+from fa_kernels.flash_attention.portable.repair import _repair_bwd_kernel, _repair_fwd_kernel
+from fa_kernels.flash_attention.tiles import precision_of, shared_bytes, tile_config
 from tests.kernels.descriptors import misplaced_descriptors
 
 KERNELS = {

@@ -10,8 +10,8 @@ import sys
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from fa_kernels.flash_attention.hopper.fwd import ROWS, _fwd_kernel, forward_tiles
-from fa_kernels.flash_attention.portable.load import split_width
+from fa_kernels.columns_of_head import split_width
+from fa_kernels.flash_attention.hopper.forward.kernel import ROWS, _fwd_kernel, forward_tiles
 from tests.kernels.aot import compile_to_ptx, idle_barriers, ptxas
 
 ELEMENT = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}

@@ -12,9 +12,9 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from fa_kernels.flash_attention.hopper import bwd_keys, bwd_queries, bwd_three_groups, bwd_wide
-from fa_kernels.flash_attention.hopper.bwd_dq import ROW_ALIGNMENT
-from fa_kernels.flash_attention.portable.load import split_width
+from fa_kernels.columns_of_head import split_width
+from fa_kernels.flash_attention.hopper.backward import fused, keys, queries, wide
+from fa_kernels.flash_attention.hopper.backward.dq_sum import ROW_ALIGNMENT
 from tests.kernels.aot import compile_to_ptx, idle_barriers, ptxas
 
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
@@ -30,25 +30,23 @@ def descriptor(dtype, block):
 def compile_keys(dtype, group, softcap, marks):
     """The compiled kernel of dK and dV alone at head_dim 128, which has a soft cap."""
     assert softcap == "1"
-    signature = {"rows_desc": descriptor("fp32", [bwd_keys.BLOCK_M])} | dict.fromkeys(
-        ("softmax_scale", "softcap"), "fp32"
-    )
+    signature = {"rows_desc": descriptor("fp32", [keys.BLOCK_M])} | dict.fromkeys(("softmax_scale", "softcap"), "fp32")
     signature |= dict.fromkeys(("tiles_ptr", "query_start_ptr", "query_end_ptr", "spoiled_ptr"), "*i32")
     for name in ("q", "do", "k", "v", "dk", "dv"):
-        rows = bwd_keys.BLOCK_M if name in ("q", "do") else bwd_keys.BLOCK_N
+        rows = keys.BLOCK_M if name in ("q", "do") else keys.BLOCK_N
         signature[f"{name}_desc"] = descriptor(dtype, [rows, 128])
     constants = dict(
-        GROUP=int(group), STAGES=bwd_keys.STAGES, ALIGNMENT=ROW_ALIGNMENT,
-        CONSUMER_REGISTERS=bwd_keys.CONSUMER_REGISTERS, PRODUCER_REGISTERS=bwd_keys.PRODUCER_REGISTERS,
+        GROUP=int(group), STAGES=keys.STAGES, ALIGNMENT=ROW_ALIGNMENT,
+        CONSUMER_REGISTERS=keys.CONSUMER_REGISTERS, PRODUCER_REGISTERS=keys.PRODUCER_REGISTERS,
     )  # fmt: skip
-    return compile_source(bwd_keys._dkdv_kernel, signature, constants | without(marks), bwd_keys.REGISTERS)
+    return compile_source(keys._dkdv_kernel, signature, constants | without(marks), keys.REGISTERS)
 
 
 def compile_three_groups(dtype, head_dim, group, softcap, marks, ordered=False):
     """The compiled kernel of all three gradients."""
     head_dim = int(head_dim)
-    tiles = bwd_three_groups.tiles_of(head_dim, TORCH_DTYPES[dtype], float(softcap), ordered)
-    kernel = bwd_three_groups._bwd_kernel
+    tiles = fused.tiles_of(head_dim, TORCH_DTYPES[dtype], float(softcap), ordered)
+    kernel = fused._bwd_kernel
     d_1, d_2 = split_width(head_dim)
     signature = dict(rows_desc=descriptor("fp32", [tiles.block_m]), softmax_scale="fp32", softcap="fp32")
     signature |= dict.fromkeys(("counter_ptr", "tiles_ptr", "query_start_ptr", "query_end_ptr"), "*i32")
@@ -56,32 +54,32 @@ def compile_three_groups(dtype, head_dim, group, softcap, marks, ordered=False):
     rest = {}
     for part, width in (("", d_1), ("_2", d_2)):
         for name in ("q", "do", "k", "v", "dk", "dv", "sum"):
-            rows = tiles.block_m if name in ("q", "do") else bwd_three_groups.BLOCK_N
+            rows = tiles.block_m if name in ("q", "do") else fused.BLOCK_N
             block, kind = [rows, width], dtype
             if name == "sum":
-                block, kind = [2 * min(width, bwd_three_groups.SUM_BLOCK), 32], "fp32"
+                block, kind = [2 * min(width, fused.SUM_BLOCK), 32], "fp32"
             (signature if width else rest)[f"{name}{part}_desc"] = descriptor(kind, block) if width else None
     constants = dict(
-        HAS_SOFTCAP=softcap == "1", GROUP=int(group), D_2=d_2, ALIGNMENT=bwd_three_groups.SUM_BLOCK,
+        HAS_SOFTCAP=softcap == "1", GROUP=int(group), D_2=d_2, ALIGNMENT=fused.SUM_BLOCK,
         STAGES=tiles.stages, DS_STAGES=tiles.ds_stages, HALVES=tiles.halves, AHEAD=tiles.ahead,
-        REGISTERS=bwd_three_groups.GROUP_REGISTERS, **rest,
+        REGISTERS=fused.GROUP_REGISTERS, **rest,
     )  # fmt: skip
     constants |= without(marks, tiles.dynamic)
     if ordered:
-        constants |= {"tiles_ptr": None, "REGISTERS": bwd_three_groups.ORDERED_REGISTERS}
+        constants |= {"tiles_ptr": None, "REGISTERS": fused.ORDERED_REGISTERS}
         signature["semaphore_ptr"] = "*i32"
     else:
         constants["semaphore_ptr"] = None
-    return compile_source(kernel, signature, constants, bwd_three_groups.REGISTERS)
+    return compile_source(kernel, signature, constants, fused.REGISTERS)
 
 
 def compile_wide(dtype, group, softcap, marks):
     """The compiled kernel of dK and dV at head_dim 256."""
-    blocks = [bwd_wide.BLOCK, bwd_wide.HEAD_DIM]
-    kernel = bwd_wide._dkdv_kernel
+    blocks = [wide.BLOCK, wide.HEAD_DIM]
+    kernel = wide._dkdv_kernel
     constants = dict(
-        HAS_SOFTCAP=softcap == "1", GROUP=int(group), STAGES=bwd_wide.STAGES, PARTS=bwd_wide.PARTS,
-        REGISTERS=bwd_wide.REGISTERS,
+        HAS_SOFTCAP=softcap == "1", GROUP=int(group), STAGES=wide.STAGES, PARTS=wide.PARTS,
+        REGISTERS=wide.REGISTERS,
     )  # fmt: skip
     if marks == "0":
         constants["spoiled_ptr"] = None
@@ -89,22 +87,22 @@ def compile_wide(dtype, group, softcap, marks):
     signature |= {name: descriptor(dtype, blocks) for name in kernel.arg_names if name.endswith("_desc")}
     pointers = ("tiles_ptr", "query_start_ptr", "query_end_ptr", "spoiled_ptr")
     signature |= dict.fromkeys(pointers, "*i32") | dict(rows_desc=descriptor("fp32", blocks[:1]))
-    return compile_source(kernel, signature, constants, bwd_wide.THREAD_REGISTERS)
+    return compile_source(kernel, signature, constants, wide.THREAD_REGISTERS)
 
 
 def compile_queries(dtype, head_dim, group, softcap, marks):
     """The compiled kernel of dQ where that is one of its own."""
-    tiles = bwd_queries.TILES[int(head_dim)]
+    tiles = queries.TILES[int(head_dim)]
     constants = dict(
-        HAS_SOFTCAP=softcap == "1", GROUP=int(group), K_STAGES=bwd_queries.K_STAGES, V_STAGES=tiles.v_stages,
-        ARRIVALS=tiles.arrivals, REGISTERS=bwd_queries.REGISTERS,
+        HAS_SOFTCAP=softcap == "1", GROUP=int(group), K_STAGES=queries.K_STAGES, V_STAGES=tiles.v_stages,
+        ARRIVALS=tiles.arrivals, REGISTERS=queries.REGISTERS,
     )  # fmt: skip
     signature = dict(softmax_scale="fp32", softcap="fp32", lse_ptr="*fp32", delta_ptr="*fp32")
     signature |= dict.fromkeys(("tiles_ptr", "key_start_ptr", "key_end_ptr", "spoiled_ptr"), "*i32")
     for name in ("q", "k", "v", "do", "dq"):
-        rows = tiles.block_n if name in "kv" else bwd_queries.BLOCK_M
+        rows = tiles.block_n if name in "kv" else queries.BLOCK_M
         signature[f"{name}_desc"] = descriptor(dtype, [rows, int(head_dim)])
-    return compile_source(bwd_queries._dq_kernel, signature, constants | without(marks), bwd_queries.THREAD_REGISTERS)
+    return compile_source(queries._dq_kernel, signature, constants | without(marks), queries.THREAD_REGISTERS)
 
 
 def without(marks, dynamic=True):
@@ -127,7 +125,7 @@ def compile_case(dtype, kernel, *features):
     """The compiled kernel of one case."""
     if kernel.endswith("dq"):
         return compile_queries(dtype, kernel.removesuffix("dq"), *features)
-    if kernel == f"{bwd_wide.HEAD_DIM}dkdv":
+    if kernel == f"{wide.HEAD_DIM}dkdv":
         return compile_wide(dtype, *features)
     if kernel.endswith("dkdv"):
         return compile_keys(dtype, *features)

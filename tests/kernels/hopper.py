@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.hopper import bwd, fwd
+from fa_kernels.flash_attention.hopper.backward import choose as bwd
+from fa_kernels.flash_attention.hopper.forward import kernel as fwd
 from fa_kernels.flash_attention.schedule import DocumentLength, build_schedule, causal_schedule
 
 NEEDS_SM_90 = [

@@ -14,24 +14,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from fa_kernels.flash_attention.hopper import (
-    bwd_keys,
-    bwd_queries,
-    bwd_steps,
-    bwd_three_groups,
-    bwd_wide,
-    fwd,
-    fwd_parts,
-    turns,
-)
-from fa_kernels.flash_attention.hopper.barriers import hand_back, hand_over
-from fa_kernels.flash_attention.hopper.bwd_tma import named_barrier
-from fa_kernels.flash_attention.hopper.marks import mark_rows
-from fa_kernels.flash_attention.hopper.queue import post, read, take
-from fa_kernels.flash_attention.hopper.turns import _raise, _wait_for, note_added
+from fa_kernels.flash_attention.hopper.backward import fused, items, keys, order, queries, wide
+from fa_kernels.flash_attention.hopper.backward.order import _raise, _wait_for, note_added
+from fa_kernels.flash_attention.hopper.forward import columns
+from fa_kernels.flash_attention.hopper.forward import kernel as fwd
+from fa_kernels.flash_attention.hopper.primitives.barriers import hand_back, hand_over, named_barrier
+from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
+from fa_kernels.flash_attention.hopper.primitives.queue import post, read, take
 from tests.kernels.hopper import backward_problem, gradients, problem
 
-MODULES = fwd, fwd_parts, bwd_keys, bwd_queries, bwd_steps, bwd_three_groups, bwd_wide, turns
+MODULES = fwd, columns, keys, queries, items, fused, wide, order
 RUNS = 3
 DOCUMENTS = {"short": [64] * 150, "ragged": [700, 1, 300, 3000, 2000]}
 
@@ -68,9 +60,9 @@ def _fence():
 
 
 @gluon.jit
-def _named_barrier(INDEX: gl.constexpr, THREADS: gl.constexpr):
+def _named_barrier(BARRIER: gl.constexpr, THREADS: gl.constexpr):
     _sleep()
-    named_barrier(INDEX, THREADS)
+    named_barrier(BARRIER, THREADS)
     _sleep()
 
 

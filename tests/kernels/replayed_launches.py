@@ -25,10 +25,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from fa_kernels import torch_private
-from fa_kernels.flash_attention import backend, checks, interface, replay
-from fa_kernels.flash_attention.hopper import queue
-from fa_kernels.flash_attention.portable.delta import attention_delta
+from fa_kernels.flash_attention import backend, checks, interface
+from fa_kernels.flash_attention.delta import attention_delta
+from fa_kernels.flash_attention.hopper.primitives import queue
 from fa_kernels.flash_attention.schedule import Schedule, build_schedule
+from fa_kernels.launch import record
 
 LAUNCHES: list[tuple[Any, ...]] = []
 ALLOCATED: list[Tensor] = []  # by a case: kept, so that none has the address of another
@@ -248,10 +249,10 @@ def differences() -> list[str]:
     """Of the cases whose third and fourth call are not replayed, or launch other things than Triton would."""
     found = []
     for case in CASES:
-        replay.forget()
+        record.forget()
         with mock.patch.object(backend, "replayed", lambda kind, inputs, call: call()):
             wanted = case.call()
-        with mock.patch.object(replay._Recording, "play", autospec=True, side_effect=replay._Recording.play) as played:
+        with mock.patch.object(record._Recording, "play", autospec=True, side_effect=record._Recording.play) as played:
             for turn in range(4):
                 if case.call() != wanted:
                     found.append(f"{case}: call {turn} launches other things")
@@ -266,10 +267,10 @@ def delta(o: Tensor, do: Tensor) -> tuple[Tensor, ...]:
 
 def replays(call: Callable[..., tuple[Tensor, ...]], first: tuple[Tensor, ...], third: tuple[Tensor, ...]) -> bool:
     """Whether the third call of a kind is replayed: it then is not made."""
-    replay.forget()
+    record.forget()
     made = mock.Mock(side_effect=call)
     for inputs in (first, first, third):
-        replay.replayed(("kind",), inputs, partial(made, *inputs))
+        record.replayed(("kind",), inputs, partial(made, *inputs))
     return made.call_count == 2
 
 
@@ -313,7 +314,7 @@ def launchers() -> list[str]:
 
 def held() -> list[str]:
     """Recordings and encoded descriptors must not keep what a call was handed."""
-    replay.forget()
+    record.forget()
     left: list[StorageWeakRef] = []
     for _ in range(3):
         inputs, schedule = Case(64).inputs()
@@ -330,10 +331,10 @@ def held() -> list[str]:
 def untouched(change: Callable[[], Any]) -> bool:
     """Whether nothing is replayed under `change`, a context."""
     case = Case(64)
-    replay.forget()
+    record.forget()
     for _ in range(2):
         case.call()
-    spy = mock.patch.object(replay._Recording, "play", autospec=True, side_effect=replay._Recording.play)
+    spy = mock.patch.object(record._Recording, "play", autospec=True, side_effect=record._Recording.play)
     with change(), spy as played:
         case.call()
     return not played.called
@@ -342,10 +343,10 @@ def untouched(change: Callable[[], Any]) -> bool:
 @contextmanager
 def asked_again(change: Any) -> Iterator[None]:
     """Within it, `change` holds, and the recorder checks again whether it may record."""
-    replay._may_record.cache_clear()
+    record._may_record.cache_clear()
     with change:
         yield
-    replay._may_record.cache_clear()
+    record._may_record.cache_clear()
 
 
 def ordinary() -> list[str]:
@@ -359,7 +360,7 @@ def ordinary() -> list[str]:
         "another backend": lambda: mock.patch.dict(os.environ, {backend.VARIABLE: "portable"}),
         "another device": lambda: mock.patch.object(_Driver, "get_current_device", lambda _: 1),
         "another stream": lambda: mock.patch.object(_Driver, "get_current_stream", lambda *_: 8),
-        "FA_TRAIN_REPLAY=0": lambda: asked_again(mock.patch.dict(os.environ, {replay.VARIABLE: "0"})),
+        "FA_TRAIN_REPLAY=0": lambda: asked_again(mock.patch.dict(os.environ, {record.VARIABLE: "0"})),
         "another Triton": lambda: asked_again(mock.patch.object(triton, "__version__", "3.7.1+git0")),
     }
     return [f"replayed in spite of {name}" for name, change in changes.items() if not untouched(change)]

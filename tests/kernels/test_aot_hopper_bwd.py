@@ -8,8 +8,9 @@ import torch
 
 from fa_kernels.flash_attention import backend
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.hopper import bwd, bwd_dq, bwd_keys, bwd_steps, bwd_three_groups, bwd_wide, turns
-from fa_kernels.flash_attention.portable import bwd as portable_bwd
+from fa_kernels.flash_attention.hopper.backward import choose as bwd
+from fa_kernels.flash_attention.hopper.backward import dq_sum, fused, items, keys, order, wide
+from fa_kernels.flash_attention.portable import backward as portable_bwd
 from fa_kernels.flash_attention.schedule import causal_schedule
 from tests.kernels.ahead_of_time import compile_all
 from tests.kernels.aot_hopper_bwd import TORCH_DTYPES
@@ -53,7 +54,7 @@ def stores_of_sums(dtype, kernel, group, softcap, marks):
     if not head_dim.isdigit():
         return 0
     ordered = kernel != head_dim
-    tiles = bwd_three_groups.tiles_of(int(head_dim), TORCH_DTYPES[dtype], float(softcap), ordered)
+    tiles = fused.tiles_of(int(head_dim), TORCH_DTYPES[dtype], float(softcap), ordered)
     return tiles.block_m * int(head_dim) // (4 * 128)
 
 
@@ -62,17 +63,17 @@ def stores_of_sums(dtype, kernel, group, softcap, marks):
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_tiles_that_take_turns(head_dim, dtype, softcap):
     """A step has one semaphore, and no program waits for an item that nobody has begun."""
-    tiles = bwd_three_groups.tiles_of(head_dim, dtype, softcap, ordered=True)
+    tiles = fused.tiles_of(head_dim, dtype, softcap, ordered=True)
     if tiles is None:
-        assert bwd_three_groups.tiles_of(head_dim, dtype, softcap) is None
+        assert fused.tiles_of(head_dim, dtype, softcap) is None
     else:
-        assert tiles.block_m == bwd_steps.SUM_BLOCK and not tiles.dynamic
+        assert tiles.block_m == items.SUM_BLOCK and not tiles.dynamic
 
 
 def test_registers_of_three_groups():
     """The first group of warps gets what the others leave, which must be as many as the second's: a consumer too."""
-    registers = bwd_three_groups.GROUP_REGISTERS
-    of_four_warps = bwd_three_groups.REGISTERS * (1 + len(registers))
+    registers = fused.GROUP_REGISTERS
+    of_four_warps = fused.REGISTERS * (1 + len(registers))
     assert of_four_warps <= 64 * 1024 // 128
     assert of_four_warps - sum(registers) == registers[0]
 
@@ -88,11 +89,11 @@ def test_what_is_prepared(device, total, head_dim, with_dlse, dtype):
     lse, dlse = torch.randn(2, 3, total, device=device)
     lse[1, 5] = float("-inf")
     expected = (o.double() * do.double()).sum(-1).T - (dlse if with_dlse else 0)
-    got = bwd_dq.prepare(o, do, dlse if with_dlse else None, lse, sums=True, ordered=True, keeps_delta=True)
-    rows, delta, dq_sum, semaphores = got
-    tables = bwd_three_groups.TILES, bwd_three_groups.CAPPED_TILES
+    got = dq_sum.prepare(o, do, dlse if with_dlse else None, lse, sums=True, ordered=True, keeps_delta=True)
+    rows, delta, sums_of_dq, semaphores = got
+    tables = fused.TILES, fused.CAPPED_TILES
     of_one = [tiles.block_m for table in tables for tiles in table.values()]
-    longest = max(bwd_wide.BLOCK, bwd_keys.BLOCK_M, *of_one)
+    longest = max(wide.BLOCK, keys.BLOCK_M, *of_one)
     assert rows.shape[:2] == (2, 3) and rows.shape[2] % 4 == 0  # in whole fours, as TMA reads them
     assert rows.shape[2] >= total - 1 + longest, "the last block of queries reads the next head's lse and delta"
     log2_lse = lse * 1.4426950408889634
@@ -100,8 +101,8 @@ def test_what_is_prepared(device, total, head_dim, with_dlse, dtype):
     assert rows[0, :, :total].equal(log2_lse) and rows[1, :, :total].equal(delta)
     assert (rows[0, :, total:] == float("inf")).all() and not rows[1, :, total:].any()
     torch.testing.assert_close(delta.double(), expected, atol=1e-4, rtol=1e-5)
-    assert dq_sum.shape == (3 * 2 * 64 * head_dim // 32, 1, 32) and not dq_sum.any()
-    assert semaphores.tolist() == [turns.NOBODY.value] * 6
+    assert sums_of_dq.shape == (3 * 2 * 64 * head_dim // 32, 1, 32) and not sums_of_dq.any()
+    assert semaphores.tolist() == [order.NOBODY.value] * 6
 
 
 @pytest.mark.parametrize(("sums", "ordered"), [(False, False), (True, False), (False, True)])
@@ -118,11 +119,11 @@ def test_what_is_not_asked_for_is_not_prepared(device, sums, ordered):
 
         patch.setattr(torch, "empty", guarded)
         o, lse = torch.ones(70, 3, 96, device=device), torch.ones(3, 70, device=device)
-        prepared = bwd_dq.prepare(o, o, None, lse, sums=sums, ordered=ordered, keeps_delta=False)
-    rows, delta, dq_sum, semaphores = prepared
-    assert delta is None and semaphores is None and (dq_sum is not None) == sums
+        prepared = dq_sum.prepare(o, o, None, lse, sums=sums, ordered=ordered, keeps_delta=False)
+    rows, delta, sums_of_dq, semaphores = prepared
+    assert delta is None and semaphores is None and (sums_of_dq is not None) == sums
     assert len(made) == 1 + sums
-    for x, guard in zip([rows, dq_sum], made, strict=False):
+    for x, guard in zip([rows, sums_of_dq], made, strict=False):
         assert not (x == 7).any() and (guard[x.numel() :] == 7).all()
 
 
@@ -138,7 +139,7 @@ def test_kernels_of_a_call(device, monkeypatch, dtype, head_dim, softcap, determ
 
     def prepare(o, do, dlse, lse, *, sums, ordered, keeps_delta):
         kept = torch.zeros(2, 3) if keeps_delta else None
-        return bwd_dq.Prepared(torch.zeros(2, 2, 256), kept, f"dq, {ordered=}" if sums else None, None)
+        return dq_sum.Prepared(torch.zeros(2, 2, 256), kept, f"dq, {ordered=}" if sums else None, None)
 
     monkeypatch.setattr(bwd, "prepare", prepare)
     do, q, k, v = torch.zeros(4, 3, 2, head_dim, device=device, dtype=dtype)
@@ -148,7 +149,7 @@ def test_kernels_of_a_call(device, monkeypatch, dtype, head_dim, softcap, determ
         return outputs[0] if len(outputs) == 1 else outputs
 
     monkeypatch.setattr(bwd, "finish", lambda sums, *_: note(sums, q))
-    for module in (bwd_keys, bwd_three_groups, bwd_wide):
+    for module in (keys, fused, wide):
         name = module.__name__.split(".")[-1]
         monkeypatch.setattr(module, "gradients_of_keys", lambda *_, name=name: note(name, k, v))
     monkeypatch.setattr(bwd, "gradient_of_queries", lambda *_: note("dq", q))
@@ -159,11 +160,11 @@ def test_kernels_of_a_call(device, monkeypatch, dtype, head_dim, softcap, determ
     backend.backward(*arguments)
     spills = head_dim == 128 and softcap and dtype == torch.float16
     if head_dim == 256:
-        assert launched == ["bwd_wide", "dq"]
+        assert launched == ["wide", "dq"]
     elif spills:
-        assert launched == ["bwd_keys", "dq"]
+        assert launched == ["keys", "dq"]
     else:
-        assert launched == ["bwd_three_groups", f"dq, ordered={deterministic}"]
+        assert launched == ["fused", f"dq, ordered={deterministic}"]
     launched.clear()
     monkeypatch.setenv(backend.VARIABLE, "portable")
     backend.backward(*arguments)

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from fa_kernels.device import arch_of
+from fa_kernels.flash_attention.delta import attention_delta
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.portable import bwd, fwd
-from fa_kernels.flash_attention.portable.delta import attention_delta
+from fa_kernels.flash_attention.portable import backward, forward
 from fa_kernels.flash_attention.schedule import causal_schedule
-from fa_kernels.flash_attention.tiles import arch_of, key_passes
+from fa_kernels.flash_attention.tiles import key_passes
 
 LENGTHS, SPOILED = [20, 17, 13], slice(20, 37)  # all in the same tiles, of which the second document is spoiled
 TOTAL = sum(LENGTHS)
@@ -18,8 +19,8 @@ AT_ONCE, APART = 24, 200  # head_dim
 def run(tensors, schedule):
     """o, then dq, dk and dv."""
     q, k, v, do = tensors
-    o, lse = fwd.attention_forward(q, k, v, schedule, FEATURES, q.dtype)
-    return o, *bwd.attention_backward(do, q, k, v, lse, attention_delta(o, do, None), schedule, FEATURES)
+    o, lse = forward.attention_forward(q, k, v, schedule, FEATURES, q.dtype)
+    return o, *backward.attention_backward(do, q, k, v, lse, attention_delta(o, do, None), schedule, FEATURES)
 
 
 def inputs(head_dim, device):
@@ -66,7 +67,7 @@ def test_one_document_pays_nothing_for_it(head_dim, several, device, monkeypatch
 
             return launch
 
-    for module, name in ((fwd, "_fwd_kernel"), (bwd, "_dkdv_kernel"), (bwd, "_dq_kernel")):
+    for module, name in ((forward, "_fwd_kernel"), (backward, "_dkdv_kernel"), (backward, "_dq_kernel")):
         monkeypatch.setattr(module, name, Recorder(getattr(module, name)))
     tensors = inputs(head_dim, device)
     run(tensors, causal_schedule(documents(device) if several else None, TOTAL, device))

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.hopper import bwd, fwd
-from fa_kernels.flash_attention.portable.launch import new_marks
+from fa_kernels.flash_attention.hopper.backward import choose as bwd
+from fa_kernels.flash_attention.hopper.forward import kernel as fwd
+from fa_kernels.flash_attention.nan_isolation import new_marks
 from fa_kernels.flash_attention.schedule import build_schedule
 from tests.kernels.hopper import NEEDS_SM_90, tiles_of
 

@@ -5,14 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fa_kernels.flash_attention.hopper import bwd_three_groups, fwd
+from fa_kernels.flash_attention.hopper.backward import fused
+from fa_kernels.flash_attention.hopper.forward import kernel as fwd
 from tests.kernels.hopper import NEEDS_SM_90, backward_problem, gradients, problem, tiles_of
 
 pytestmark = NEEDS_SM_90
 
 DYNAMIC = [
     pytest.param(table, key, id=f"{key[1]}-{key[0]}-{name}".removeprefix("torch."))
-    for name, table in (("plain", bwd_three_groups.TILES), ("capped", bwd_three_groups.CAPPED_TILES))
+    for name, table in (("plain", fused.TILES), ("capped", fused.CAPPED_TILES))
     for key, tiles in table.items()
     if tiles.dynamic
 ]
@@ -30,7 +31,7 @@ def problems(head_dim):
     """Two calls of the forward pass or, where it sums dQ, of the backward pass, whose programs may wait for others."""
     lengths = [2048, 2048], [700, 300, 3000]
     yield [problem(x, head_dim) for x in lengths]
-    if bwd_three_groups.tiles_of(head_dim, torch.bfloat16, softcap=0.0) is not None:
+    if fused.tiles_of(head_dim, torch.bfloat16, softcap=0.0) is not None:
         for deterministic in (False, True):
             yield [backward_problem(x, x, head_dim, deterministic=deterministic) for x in lengths]
 
@@ -97,7 +98,7 @@ def test_plain_and_persistent_grids_give_the_same_bits(head_dim, lengths):
 @pytest.mark.parametrize(("table", "key"), DYNAMIC)
 def test_plain_and_persistent_grids_of_the_backward_give_the_same(monkeypatch, table, key, lengths_q, lengths_k):
     """dk and dv to the bit, dq but for the order in which it is summed in fp32."""
-    softcap = 30.0 if table is bwd_three_groups.CAPPED_TILES else 0.0
+    softcap = 30.0 if table is fused.CAPPED_TILES else 0.0
     one = backward_problem(lengths_q, lengths_k, *key, softcap)
     persistent = [gradients(*one) for _ in range(3)]
     monkeypatch.setitem(table, key, replace(table[key], dynamic=False))

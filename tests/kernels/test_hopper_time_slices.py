@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fa_kernels.flash_attention.hopper import bwd
+from fa_kernels.flash_attention.hopper.backward import choose as bwd
 from tests.kernels.hopper import NEEDS_SM_90
 
 pytestmark = NEEDS_SM_90

@@ -16,8 +16,8 @@ from fa_kernels.flash_attention import interface
 from fa_kernels.flash_attention import schedule as schedules
 from fa_kernels.flash_attention.checks import FP8
 from fa_kernels.flash_attention.interface import flash_attn_packed, window_of
-from fa_kernels.flash_attention.portable.launch import _has_tf32, precision_of
 from fa_kernels.flash_attention.schedule import LONG_DOCUMENT, causal_schedule
+from fa_kernels.flash_attention.tiles import _has_tf32, precision_of
 from tests.kernels.test_flash_attention import DEVICE, GPU, check, cumulative, draw
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from fa_kernels import flash_attn_func, flash_attn_varlen_func
-from fa_kernels.flash_attention import replay
-from fa_kernels.flash_attention.hopper import bwd
-from fa_kernels.flash_attention.hopper.descriptors import is_hopper
+from fa_kernels.device import is_hopper
+from fa_kernels.flash_attention.hopper.backward import choose as bwd
 from fa_kernels.flash_attention.interface import flash_attn_packed
 from fa_kernels.flash_attention.reference import attention_reference
 from fa_kernels.flash_attention.schedule import causal_schedule
+from fa_kernels.launch import record
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +41,7 @@ def test_deterministic_gradients_are_bitwise_equal_in_twenty_runs(head_dim, dtyp
     cu = cumulative([1000, 3, 0, 2500, 593])
     do = torch.randn_like(inputs[0])
     launches = []
-    replay.forget()
+    record.forget()
     backward = bwd.attention_backward
     monkeypatch.setattr(bwd, "attention_backward", lambda *x: launches.append(x) or backward(*x))
 

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from fa_kernels.flash_attention.delta import attention_delta
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.hopper.bwd_dq import finish
-from fa_kernels.flash_attention.portable.bwd import attention_backward, repair_backward
-from fa_kernels.flash_attention.portable.delta import attention_delta
-from fa_kernels.flash_attention.portable.fwd import attention_forward, repair_forward
-from fa_kernels.flash_attention.portable.launch import new_marks, repair_grid
+from fa_kernels.flash_attention.hopper.backward.dq_sum import finish
+from fa_kernels.flash_attention.nan_isolation import new_marks
+from fa_kernels.flash_attention.portable.backward import attention_backward
+from fa_kernels.flash_attention.portable.forward import attention_forward
+from fa_kernels.flash_attention.portable.repair import repair_backward, repair_forward, repair_grid
 from fa_kernels.flash_attention.schedule import causal_schedule
 
 pytestmark = pytest.mark.xdist_group("repair")

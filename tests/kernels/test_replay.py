@@ -1,4 +1,4 @@
-"""Launches that are made again (replay.py) are those that Triton makes, on a driver without a GPU and on one with."""
+"""Launches that are made again (record.py) are those that Triton makes, on a driver without a GPU and on one with."""
 
 import os
 import re
@@ -13,10 +13,11 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from fa_kernels import flash_attn_func
-from fa_kernels.flash_attention import backend, checks, ops, replay
+from fa_kernels.flash_attention import backend, checks, ops
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.interface import flash_attn_packed
 from fa_kernels.flash_attention.schedule import causal_schedule
+from fa_kernels.launch import record, triton_launcher
 
 
 def test_replayed_launches_are_those_of_triton():
@@ -34,8 +35,7 @@ def test_replayed_launches_are_those_of_triton():
 
 def test_every_kernel_is_launched_where_it_can_be_noted():
     """A launch that passes `launch` by would be left out of a replayed call."""
-    package = Path(replay.__file__).parent
-    files = [*package.glob("hopper/*.py"), *package.glob("portable/*.py")]
+    files = Path(backend.__file__).parent.rglob("*.py")
     past = [x.name for x in files if re.search(r"_kernel\[", x.read_text())]
     assert past == ["decode.py"]  # of a KV cache, which is not replayed
 
@@ -145,17 +145,17 @@ def on_gpu_0(monkeypatch):
 @pytest.fixture
 def recording(monkeypatch):
     """Tensors look like those of a GPU, and calls are recorded as if there were one."""
-    device = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 7)
-    monkeypatch.setattr(replay, "driver", SimpleNamespace(active=device))
-    monkeypatch.setattr(replay, "_listened", lambda: False)
-    monkeypatch.setattr(replay, "_may_record", lambda: True)
-    monkeypatch.setattr(replay, "_SAID", False)
+    monkeypatch.setattr(record, "current_device", lambda: 0)
+    monkeypatch.setattr(record, "current_stream", lambda _: 7)
+    monkeypatch.setattr(record, "is_observed", lambda: False)
+    monkeypatch.setattr(record, "_may_record", lambda: True)
+    monkeypatch.setattr(record, "_SAID", False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
-    replay.forget()
+    record.forget()
     yield
-    replay.forget()
+    record.forget()
 
 
 def copied(x):
@@ -168,11 +168,11 @@ def copied(x):
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (replay._Recorder, "__init__"),
-        (replay._Recorder, "__enter__"),
-        (replay._Recorder, "add"),
-        (replay._Recorder, "recording"),
-        (replay._Recording, "play"),
+        (record._Recorder, "__init__"),
+        (record._Recorder, "__enter__"),
+        (record._Recorder, "add"),
+        (record._Recorder, "recording"),
+        (record._Recording, "play"),
     ],
 )
 def test_an_error_of_the_recorder_is_a_plain_call(owner, name, recording, monkeypatch, caplog):
@@ -187,11 +187,11 @@ def test_an_error_of_the_recorder_is_a_plain_call(owner, name, recording, monkey
     for kind in ("one", "other"):
         for number in range(6):
             x = torch.full((4,), float(number))
-            (result,) = replay.replayed((kind,), (x,), lambda x=x: (copied(x),))
+            (result,) = record.replayed((kind,), (x,), lambda x=x: (copied(x),))
             assert torch.equal(result, x)
     assert len(failed) == 2, "no kind is tried again"
-    [record] = caplog.records
-    assert "RuntimeError: Triton is another one" in record.getMessage() and "FA_TRAIN_REPLAY=0" in record.getMessage()
+    [logged] = caplog.records
+    assert "RuntimeError: Triton is another one" in logged.getMessage() and "FA_TRAIN_REPLAY=0" in logged.getMessage()
 
 
 def test_an_error_of_the_call_itself_is_raised(recording, caplog):
@@ -200,16 +200,16 @@ def test_an_error_of_the_call_itself_is_raised(recording, caplog):
 
     for _ in range(3):
         with pytest.raises(ValueError, match="k must be like q") as raised:
-            replay.replayed(("kind",), (torch.zeros(4),), call)
+            record.replayed(("kind",), (torch.zeros(4),), call)
         assert raised.value.__context__ is None, "the traceback shows one error"
     assert not caplog.records
 
 
 @pytest.fixture
 def asks_again():
-    replay._may_record.cache_clear()
+    record._may_record.cache_clear()
     yield
-    replay._may_record.cache_clear()
+    record._may_record.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -220,22 +220,22 @@ def asks_again():
     ],
 )
 def test_only_tested_versions_of_triton_are_recorded(version, known, asks_again, monkeypatch):
-    monkeypatch.delenv(replay.VARIABLE, raising=False)
-    monkeypatch.setattr(replay.triton, "__version__", version)
-    assert replay._may_record() == known
+    monkeypatch.delenv(record.VARIABLE, raising=False)
+    monkeypatch.setattr(triton_launcher.triton, "__version__", version)
+    assert record._may_record() == known
 
 
 @pytest.mark.parametrize(("value", "records"), [("0", False), ("1", True)])
 def test_an_environment_variable_switches_recording_off(value, records, asks_again, monkeypatch):
-    monkeypatch.setattr(replay.triton, "__version__", "3.7.1")
+    monkeypatch.setattr(triton_launcher.triton, "__version__", "3.7.1")
     monkeypatch.setenv("FA_TRAIN_REPLAY", value)
-    assert replay._may_record() == records
+    assert record._may_record() == records
 
 
 def test_the_environment_variable_must_be_0_or_1(asks_again, monkeypatch):
     monkeypatch.setenv("FA_TRAIN_REPLAY", "off")
     with pytest.raises(ValueError, match="FA_TRAIN_REPLAY must be 0 or 1; got off"):
-        replay._may_record()
+        record._may_record()
 
 
 def test_another_device_is_another_kind(on_gpu_0):
@@ -336,33 +336,33 @@ def test_an_address_of_two_tensors_is_not_guessed():
     """Views that overlap by half a row: an address in both may be of either."""
     both = torch.zeros(8, 2, 96)
     one, other = both[..., :64], both[..., 32:]
-    recorder = replay._Recorder([one, other])
+    recorder = record._Recorder([one, other])
     assert recorder._place(one.data_ptr()) == (0, 0)
-    with pytest.raises(replay._Unclear):
+    with pytest.raises(record._Unclear):
         recorder._place(other.data_ptr())
-    with pytest.raises(replay._Unclear):
+    with pytest.raises(record._Unclear):
         recorder._place(torch.zeros(3).data_ptr())
 
 
 def test_what_a_call_allocates_is_allocated_again():
-    recorder = replay._Recorder([])
+    recorder = record._Recorder([])
     outputs = recorder.watch(lambda: (torch.empty(2, 3, dtype=torch.float16), torch.empty(4, dtype=torch.int32)))
     recording = recorder.recording(outputs, 0)
-    assert isinstance(recording, replay._Recording)
+    assert isinstance(recording, record._Recording)
     again = recording.play([])
     for x, y in zip(outputs, again, strict=True):
         assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride()) and x.data_ptr() != y.data_ptr()
 
 
 def test_a_view_that_a_call_returns_is_allocated_as_it_is():
-    recorder = replay._Recorder([])
+    recorder = record._Recorder([])
     outputs = recorder.watch(lambda: (torch.empty(6, 4).view(2, 3, 4), torch.empty(4)))
     recording = recorder.recording(outputs, 0)
-    assert isinstance(recording, replay._Recording)
+    assert isinstance(recording, record._Recording)
     assert [x.shape for x in recording.play([])] == [(2, 3, 4), (4,)]
-    part = replay._Recorder([])
+    part = record._Recorder([])
     outputs = part.watch(lambda: (torch.empty(6, 4)[:3],))
-    assert part.recording(outputs, 0) is replay._Known.UNCLEAR, "the rest of it would be left out"
+    assert part.recording(outputs, 0) is record._Known.UNCLEAR, "the rest of it would be left out"
 
 
 def recorded(recorder, addresses, outputs=()):
@@ -370,15 +370,15 @@ def recorded(recorder, addresses, outputs=()):
     ran = []
     recorder.launches = [(None, (1, 1, 1), [("address", i) for i in addresses])]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "_prepared", lambda *_: lambda *arguments: ran.append(arguments))
+        patch.setattr(record, "prepared", lambda *_: lambda *arguments: ran.append(arguments))
         recording = recorder.recording(outputs, 0)
-    assert isinstance(recording, replay._Recording)
+    assert isinstance(recording, record._Recording)
     return recording, ran
 
 
 def addresses_of(made):
     """Of what a recorded call makes and drops, of these bytes each, when it is played, and how much it allocates."""
-    recorder = replay._Recorder([])
+    recorder = record._Recorder([])
 
     def call():
         return *(torch.empty(n, dtype=torch.uint8) for n in made), torch.empty(3)
@@ -398,21 +398,21 @@ def test_what_a_call_drops_shares_an_allocation():
     sizes = 100, 4096, 1, 513
     found, n_allocations = addresses_of(sizes)
     assert n_allocations == 3, "the output, what is lasting, and one for all else"
-    starts, end = replay._in_a_row(sizes)
+    starts, end = record._in_a_row(sizes)
     assert [address - found[0] for address in found] == starts
-    assert all(start % replay.PART_ALIGNMENT == 0 for start in starts)
+    assert all(start % record.PART_ALIGNMENT == 0 for start in starts)
     assert all(after - start >= size for start, after, size in zip(starts, [*starts[1:], end], sizes, strict=True))
 
 
 def test_what_is_large_is_allocated_by_itself(monkeypatch):
-    monkeypatch.setattr(replay, "SHARED_BYTES", 1000)
+    monkeypatch.setattr(record, "SHARED_BYTES", 1000)
     assert addresses_of([100, 1001, 1000])[1] == 4
     assert addresses_of([1001])[1] == 3
 
 
 def test_inputs_that_no_launch_reads_are_not_asked():
     tensors = [torch.zeros(4) for _ in range(3)]
-    recorder = replay._Recorder([tensors[0], None, *tensors[1:]])
+    recorder = record._Recorder([tensors[0], None, *tensors[1:]])
     recorder.add(torch.zeros(4), lambda: torch.zeros(4))
     recording, ran = recorded(recorder, [3, 4, 3])
     assert recording.read([1, 2, 3, 4]) == (4,)
@@ -423,11 +423,11 @@ def test_inputs_that_no_launch_reads_are_not_asked():
 
 def test_arguments_of_known_addresses_are_kept():
     """And of others made anew."""
-    replay.forget()
-    recording, ran = recorded(replay._Recorder([torch.zeros(4)]), [0])
+    record.forget()
+    recording, ran = recorded(record._Recorder([torch.zeros(4)]), [0])
     for address in (16, 32, 16):
         recording.play([address])
-    assert ran == [(16,), (32,), (16,)] and replay._arguments.cache_info()[:2] == (1, 2)
+    assert ran == [(16,), (32,), (16,)] and record._arguments.cache_info()[:2] == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -455,24 +455,24 @@ def test_the_launcher_is_left_out_unless_it_allocates(version, scratch, wanted, 
         def __call__(self, *arguments):
             found.append(("CudaLauncher", *arguments))
 
-    monkeypatch.setattr(replay, "_launcher", lambda _: Launcher())
-    monkeypatch.setattr(replay.triton, "__version__", version)
-    replay._prepared(SimpleNamespace(function="f", packed_metadata="packed"), tuple("xyz"), "s")(5, 6)
+    monkeypatch.setattr(triton_launcher, "_launcher", lambda _: Launcher())
+    monkeypatch.setattr(triton_launcher.triton, "__version__", version)
+    triton_launcher.prepared(SimpleNamespace(function="f", packed_metadata="packed"), tuple("xyz"), "s")(5, 6)
     assert found == [wanted]
 
 
 def test_inputs_that_were_one_must_be_one_again():
     one, other = torch.zeros(4), torch.zeros(4)
-    recorder = replay._Recorder([one, one.view(2, 2), other])
+    recorder = record._Recorder([one, one.view(2, 2), other])
     assert recorder._place(one.data_ptr()) == (0, 0)
     recording = recorder.recording((), 0)
-    assert isinstance(recording, replay._Recording)
+    assert isinstance(recording, record._Recording)
     assert recording.play([16, 16, 32]) == () and recording.play([16, 32, 48]) is None
 
 
 def test_addresses_must_be_aligned():
     """For others Triton compiles other code."""
-    recording, ran = recorded(replay._Recorder([torch.zeros(4)]), [0])
+    recording, ran = recorded(record._Recorder([torch.zeros(4)]), [0])
     assert recording.play([24]) is None and recording.play([32]) == () and ran == [(32,)]
 
 
@@ -482,12 +482,12 @@ def test_addresses_must_be_aligned():
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_replayed_calls_give_the_same_bits(device, head_dim, deterministic, several, monkeypatch):
     """New tensors in each call, and a recording that is played. dq may be summed in any order: but for one rounding."""
-    replay.forget()
+    record.forget()
     cu_seqlens = torch.tensor([0, 50, 300], device=device, dtype=torch.int32) if several else None
     schedule = causal_schedule(cu_seqlens, 300, device)
     played = []
-    play = replay._Recording.play
-    monkeypatch.setattr(replay._Recording, "play", lambda *x: played.append(1) or play(*x))
+    play = record._Recording.play
+    monkeypatch.setattr(record._Recording, "play", lambda *x: played.append(1) or play(*x))
     for call in range(4):
         leaves = [torch.randn(300, n, head_dim, device=device, dtype=torch.bfloat16) for n in (4, 2, 2)]
         do = torch.randn_like(leaves[0])

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fa_kernels.device import arch_of
 from fa_kernels.flash_attention import tiles as module
 from fa_kernels.flash_attention.tiles import (
     HEAD_DIMS,
     SHARED_LIMIT,
     TileConfig,
-    arch_of,
     fit,
     key_passes,
     launch_tiles,

@@ -12,15 +12,15 @@ from torch import Tensor
 from triton.knobs import getenv
 
 from fa_kernels.flash_attention.checks import require_consistent
+from fa_kernels.flash_attention.delta import attention_delta
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.hopper import bwd as hopper_bwd
-from fa_kernels.flash_attention.hopper import fwd as hopper_fwd
-from fa_kernels.flash_attention.portable import bwd as portable_bwd
-from fa_kernels.flash_attention.portable import fwd as portable_fwd
-from fa_kernels.flash_attention.portable.delta import attention_delta
-from fa_kernels.flash_attention.portable.launch import precision_of
-from fa_kernels.flash_attention.replay import replayed
+from fa_kernels.flash_attention.hopper.backward import choose as hopper_bwd
+from fa_kernels.flash_attention.hopper.forward import kernel as hopper_fwd
+from fa_kernels.flash_attention.portable import backward as portable_bwd
+from fa_kernels.flash_attention.portable import forward as portable_fwd
 from fa_kernels.flash_attention.schedule import Schedule
+from fa_kernels.flash_attention.tiles import precision_of
+from fa_kernels.launch.record import replayed
 
 VARIABLE = "FLASH_ATTENTION_BACKEND"
 CHOICES = ("auto", "portable", "hopper")

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from fa_kernels.flash_attention.tiles import interpreted
+from fa_kernels.device import interpreted
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8 = torch.float8_e4m3fn

@@ -22,15 +22,3 @@ def tile_range(start_ptr, end_ptr, first, last, BLOCK: tl.constexpr):
 def is_visible(cols, row_start, row_end):
     """[rows, cols]: which columns lie in the range of each row."""
     return (cols[None, :] >= row_start[:, None]) & (cols[None, :] < row_end[:, None])
-
-
-@triton.jit
-def contain(x):
-    """Rows [N, D] that not every row of the program sees -> the same with 0 for what is not finite, and [N] 0 or NaN.
-
-    An invisible row has a weight of 0, but 0 times NaN is NaN: it would leave its document through the product. The
-    second result, added to the weights of the visible, keeps NaN where it belongs. Of one document nobody asks for
-    that, and kernels compile without: it doubles a masked loop's instructions.
-    """
-    zeros = x * 0.0  # NaN where x is not finite
-    return tl.where(zeros == 0.0, x, 0.0), tl.sum(zeros.to(tl.float32), axis=1)

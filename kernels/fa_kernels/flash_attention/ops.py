@@ -15,8 +15,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fa_kernels.flash_attention import backend
 from fa_kernels.flash_attention.checks import require_consistent, require_differentiable
+from fa_kernels.flash_attention.delta import sink_gradient
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.portable.delta import sink_gradient
 from fa_kernels.flash_attention.schedule import DocumentLength, Schedule
 from fa_kernels.torch_private import (
     apply_without_transforms,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fa_kernels.flash_attention.tiles import interpreted
+from fa_kernels.device import interpreted
 
 _INTERPRETED = tl.constexpr(interpreted())  # as of import, when triton.jit asks too
 

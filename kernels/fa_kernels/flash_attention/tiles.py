@@ -1,17 +1,17 @@
 """The sizes of the tiles: one frozen table by architecture, head dimension and pass, and what they take."""
 
-import os
 import warnings
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from fa_kernels.flash_attention.portable.load import split_width
+from fa_kernels.columns_of_head import split_width
+from fa_kernels.device import Arch, arch_of, interpreted
 
 Pass = Literal["fwd", "dkdv", "dk", "dv", "dq"]  # dkdv is dk and dv by one kernel, from the same scores
-Arch = Literal["interpreter", "sm80", "sm90", "sm100", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -122,32 +122,8 @@ _TILES_OF_4_BYTES: dict[tuple[Arch, int, Pass], TileConfig] = {
 }
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-# whose entries a GPU of this compute capability uses; 12 is consumer Blackwell, with sm_89's instructions and memory
-_ENTRIES: dict[tuple[int, int], Arch] = {
-    (8, 0): "sm80",
-    (8, 6): "sm80",
-    (8, 7): "sm80",
-    (8, 9): "sm80",
-    (9, 0): "sm90",
-    (10, 0): "sm100",
-    (10, 3): "sm100",
-    (12, 0): "sm80",
-    (12, 1): "sm80",
-}
 # bytes of shared memory that a program may take on the smallest GPU that uses these entries
 SHARED_LIMIT: dict[Arch, int] = {"sm80": 99 * 1024, "sm90": 227 * 1024, "sm100": 227 * 1024}
-
-
-def interpreted() -> bool:
-    """Whether kernels run in Triton's CPU interpreter."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-def arch_of(device: torch.device) -> Arch:
-    """Whose entries to use on `device`."""
-    if interpreted():
-        return "interpreter"
-    return _ENTRIES.get(torch.cuda.get_device_capability(device), "unknown")
 
 
 def tile_config(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
@@ -313,3 +289,24 @@ def _rewritten_for_tcgen05(scores: int, block: int, rows: int, head_dim: int, di
     if direction == "dq":
         return scores + rows * (first + second) * itemsize + 3072
     return block + 2 * max(scores, rows * first * itemsize) if second else max(2 * scores, block) + 512
+
+
+def precision_of(x: Tensor) -> str:
+    """tl.dot's input_precision: how products of x's dtype are made; of 2-byte inputs it says nothing.
+
+    In fp32 by three TF32 products of the inputs' upper and lower halves, as torch's own attention has them: three times
+    as fast as FMA instructions, which "ieee" means, and as accurate (scripts/results/fp32_tiles_h200_202611.md). Where
+    the user allowed tf32 for torch's own products, by one. Infinities and NaN pass as they do through FMA, for Triton
+    takes 0 for the products with a lower half where their sum is NaN; but what rounds to infinity, a part in 4096 below
+    the largest fp32 number, counts as infinite.
+    """
+    if x.dtype != torch.float32 or (x.is_cuda and not _has_tf32(x.device)):
+        return "ieee"
+    # allow_tf32, the older name, may not be read where fp32_precision was set; this one knows of both
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
+
+
+@cache  # each launch asks
+def _has_tf32(device: torch.device) -> bool:
+    """Whether a CUDA device's tensor cores multiply TF32: from Ampere on."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)

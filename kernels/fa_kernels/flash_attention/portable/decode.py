@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fa_kernels.device import Arch, arch_of, interpreted
 from fa_kernels.flash_attention.masks import is_visible
-from fa_kernels.flash_attention.portable.launch import precision_of
 from fa_kernels.flash_attention.portable.load import load_part
 from fa_kernels.flash_attention.scores import alibi_bias, cap
 from fa_kernels.flash_attention.softmax import online_softmax_step
-from fa_kernels.flash_attention.tiles import Arch, TileConfig, arch_of, fit, interpreted, tile_config
+from fa_kernels.flash_attention.tiles import TileConfig, fit, precision_of, tile_config
 
 MAX_SPLITS = 128
 MIN_SPLIT = 256  # keys: below this a split costs more in its merge than it saves

@@ -3,7 +3,7 @@
 An item of work is a tile of queries of one head. One warp, the producer, takes items, tells the consumers what it
 found (queue.py), and loads Q, K and V through TMA into rings of shared memory. Each consumer warpgroup holds 64 queries
 of the tile. It begins Q K^T of one block and P V of the block before together, and takes the softmax of the one
-(fwd_softmax.py) while the tensor cores may still be at the other. P never leaves its registers.
+(softmax.py) while the tensor cores may still be at the other. P never leaves its registers.
 
 What differs between head dimensions and documents, the best on balance of what was tried on an H200 (runs 21 to 23 and
 25 of scripts/results/hopper_kernels_h200_202611.md; bf16, causal, TFLOP/s; 16k: one document of 16k tokens, and so on):
@@ -20,16 +20,16 @@ What differs between head dimensions and documents, the best on balance of what 
   at best. At 96, with blocks of 64 keys, 608, two 580; at 128k 637 and 599; with six stages of them, in another run,
   613 for four's 606, log-normal documents 547 for 522. But tiles of 192 queries waste many blocks on shorter documents:
   at 2k 345 and 392, at 96 405 and 462.
-- What the registers hold during the softmax: scores and probabilities (fwd_softmax.py), and as a rule P of the block
+- What the registers hold during the softmax: scores and probabilities (softmax.py), and as a rule P of the block
   before, which P V reads. Three consumers have no room for it with 128 keys at 64, and little with 64 at 96, and wait
   for P V before the softmax (`pv_first`): 565 at 64 and 16k, where `max_first`, which has no need of the scores beside
   the probabilities, gives 527; 608 at 96 for 574. For short documents `max_first` is a little better at 64 (154 for
   149), and at head_dim 256 for those of 1k and 2k (2k 538 for 533).
 - Where o leaves. At head_dim 256 there is no room but that of q (`o_in_q`).
 
-What is of a head's columns is a tuple of parts, one or, at head_dim 96, two (fwd_parts.py).
+What is of a head's columns is a tuple of parts, one or, at head_dim 96, two (columns.py).
 
-Where there are several documents, NaN of one that came into another through a tile of both is repaired (marks.py).
+Where there are several documents, NaN of one that came into another through a tile of both is repaired (nan_marks.py).
 """
 
 from dataclasses import dataclass, replace
@@ -45,18 +45,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from fa_kernels.device import interpreted, is_hopper
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.hopper import fwd_parts as parts
-from fa_kernels.flash_attention.hopper import fwd_softmax as softmax
-from fa_kernels.flash_attention.hopper.barriers import WARPGROUP, hand_back, pass_turn, wait_turn
-from fa_kernels.flash_attention.hopper.descriptors import is_hopper, loadable, parts_of_heads
-from fa_kernels.flash_attention.hopper.fwd_softmax import HIDDEN, LN_2, LOG2_E
-from fa_kernels.flash_attention.hopper.queue import field, item_of, new_queue, post, programs_of, read, take
-from fa_kernels.flash_attention.portable.fwd import repair_forward
-from fa_kernels.flash_attention.portable.launch import heads_per_section, new_marks, tile_and_head
-from fa_kernels.flash_attention.replay import launch
+from fa_kernels.flash_attention.hopper.forward import columns as parts
+from fa_kernels.flash_attention.hopper.forward import softmax
+from fa_kernels.flash_attention.hopper.forward.softmax import HIDDEN, LN_2, LOG2_E
+from fa_kernels.flash_attention.hopper.primitives.barriers import WARPGROUP, hand_back, pass_turn, wait_turn
+from fa_kernels.flash_attention.hopper.primitives.queue import field, item_of, new_queue, post, programs_of, read, take
+from fa_kernels.flash_attention.nan_isolation import new_marks
+from fa_kernels.flash_attention.portable.repair import repair_forward
 from fa_kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE, DocumentLength, Schedule
-from fa_kernels.flash_attention.tiles import interpreted
+from fa_kernels.flash_attention.tile_order import heads_per_section, tile_and_head
+from fa_kernels.launch.descriptors import loadable, parts_of_heads
+from fa_kernels.launch.record import launch
 
 # nothing that a batch may change is compiled in
 _SIZES = ("n_items", "n_tiles", "n_heads", "group", "section", "total_q", "stride_qh", "stride_kh", "stride_vh")
@@ -416,7 +417,7 @@ def _fwd_kernel(q_desc, k_desc, v_desc, o_desc, q_2_desc, k_2_desc, v_2_desc, o_
     """Program i works item i, and then others if there is a counter of them.
 
     Shapes: o (total_q, n_heads, head_dim), lse (n_heads, total_q). Descriptors are of a head's first columns, and with
-    a 2 of those after them, None where there are none. spoiled is None, or where to mark NaN (marks.py).
+    a 2 of those after them, None where there are none. spoiled is None, or where to mark NaN (nan_marks.py).
     """
     q_descs, k_descs = parts.one_or_two(q_desc, q_2_desc), parts.one_or_two(k_desc, k_2_desc)
     v_descs, o_descs = parts.one_or_two(v_desc, v_2_desc), parts.one_or_two(o_desc, o_2_desc)

@@ -1,4 +1,4 @@
-"""dK and dV alone at head_dim 128, for Hopper: fp16 under a soft cap, which leaves bwd_three_groups.py no registers.
+"""dK and dV alone at head_dim 128, for Hopper: fp16 under a soft cap, which leaves fused.py no registers.
 
 One producer warp loads Q, dO, lse and delta through TMA; two warpgroups hold half of a tile of keys each. S and dP are
 computed transposed, [keys, queries], so that P^T and dS^T feed dV and dK from registers. A program works one item, 128
@@ -18,28 +18,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from fa_kernels.device import ceil_div, multiprocessors
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.hopper.barriers import hand_back, meet
-from fa_kernels.flash_attention.hopper.bwd_dq import ROW_ALIGNMENT
-from fa_kernels.flash_attention.hopper.bwd_steps import (
+from fa_kernels.flash_attention.hopper.backward.dq_sum import ROW_ALIGNMENT
+from fa_kernels.flash_attention.hopper.backward.items import (
     BLOCK_N,
     SIZES,
     decode,
-    kv_heads_per_section,
     new_barriers,
     new_buffers,
     next_step,
     produce,
     seen_by,
 )
-from fa_kernels.flash_attention.hopper.bwd_tma import named_barrier
-from fa_kernels.flash_attention.hopper.columns import keep_columns
-from fa_kernels.flash_attention.hopper.descriptors import numbers, rows_of_heads
-from fa_kernels.flash_attention.hopper.marks import mark_rows
-from fa_kernels.flash_attention.portable.launch import ceil_div, multiprocessors
-from fa_kernels.flash_attention.replay import launch
+from fa_kernels.flash_attention.hopper.primitives.barriers import HALVES_BARRIER, hand_back, meet, named_barrier
+from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
+from fa_kernels.flash_attention.hopper.primitives.registers import keep_columns
 from fa_kernels.flash_attention.schedule import Schedule
 from fa_kernels.flash_attention.scores import cap
+from fa_kernels.flash_attention.tile_order import kv_heads_per_section
+from fa_kernels.launch.descriptors import numbers, rows_of_heads
+from fa_kernels.launch.record import launch
 
 BLOCK_M = 64  # queries a step
 STAGES = 4  # of Q and of dO in flight; 194 KiB of shared memory
@@ -109,7 +108,7 @@ def _consume(
     k_half.store((dk * softmax_scale).to(dtype))
     v_half.store(dv.to(dtype))
     fence_async_shared()
-    named_barrier(10, 256)
+    named_barrier(HALVES_BARRIER, 256)
     tma.async_copy_shared_to_global(out_desc, [first, kv_head * D], k_buf if HALF == 0 else v_buf)
     tma.store_wait(0)
 
@@ -124,7 +123,7 @@ def _dkdv_kernel(
 ):  # fmt: skip
     """An item: 128 keys of one KV head, over all query heads that share it. Program i works item i.
 
-    spoiled_ptr is None, or where to mark NaN in dK and dV (marks.py).
+    spoiled_ptr is None, or where to mark NaN in dK and dV (nan_marks.py).
     """
     buffers = new_buffers(q_desc, k_desc, v_desc, do_desc, rows_desc, STAGES, 1)
     barriers = new_barriers(STAGES, 1)
@@ -149,7 +148,7 @@ def gradients_of_keys(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """-> dk, dv, dense.
 
-    rows as bwd_dq.Prepared has them; spoiled (portable.launch.new_marks) gets the marks of NaN in dk and dv.
+    rows as dq_sum.Prepared has them; spoiled (nan_isolation.new_marks) gets the marks of NaN in dk and dv.
     """
     n_heads = q.shape[1]
     total_k, n_kv_heads, _ = k.shape

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_kernels.flash_attention.portable.launch import ceil_div
-from fa_kernels.flash_attention.replay import launch
+from fa_kernels.device import ceil_div
+from fa_kernels.launch.record import launch
 
 
 @triton.jit

@@ -18,15 +18,20 @@ for 1024 keys and scores of standard deviation 6 in exponents of two, 2.27e-3 of
 Until the sum is known, scores and probabilities are both in registers. MAX_FIRST looks at the scores first instead. It
 needs no room for both, but the comparisons; shuffles, too, only where a maximum rises.
 
-The maximum and the sum of a row are kept as threads.PER_ROW has it, the sum in eight parts, so that no step waits for
+The maximum and the sum of a row are kept as registers.PER_ROW has it, the sum in eight parts, so that no step waits for
 the other threads of a row.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa_kernels.flash_attention.hopper.columns import keep_columns
-from fa_kernels.flash_attention.hopper.threads import PER_ROW, along_rows, first_columns, map_threads
+from fa_kernels.flash_attention.hopper.primitives.registers import (
+    PER_ROW,
+    along_rows,
+    first_columns,
+    keep_columns,
+    map_threads,
+)
 from fa_kernels.flash_attention.scores import cap
 
 # Stands for an invisible score and for the maximum of nothing. A power of two: its product with the scale is exact,

@@ -16,8 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from fa_kernels.flash_attention.portable.launch import multiprocessors
-from fa_kernels.flash_attention.replay import lasting
+from fa_kernels.device import multiprocessors
+from fa_kernels.launch.record import lasting
 
 _FIELDS = gl.constexpr(32)
 # the backward kernels draw the next item when so many steps of this one are left to load: early enough to have the

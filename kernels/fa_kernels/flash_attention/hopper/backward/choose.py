@@ -1,25 +1,26 @@
 """The backward pass on Hopper, by one kernel or by two.
 
-At head_dim 64, 96 and 128 one kernel of five matmuls gives dK and dV and adds dQ up in memory (bwd_three_groups.py), in
-whatever order its programs run, or, where gradients must be repeatable, in one order (turns.py). Two kernels of seven
-matmuls give dK and dV (bwd_keys.py) and dQ (bwd_queries.py), which have one owner each, for fp16 at 128 with a soft
-cap, for which the one lacks registers, and for head_dim 256, where bwd_wide.py takes the place of bwd_keys.py.
-Where there are several documents, NaN of one that came into another through a tile of both is repaired (marks.py).
+At head_dim 64, 96 and 128 one kernel of five matmuls gives dK and dV and adds dQ up in memory (fused.py), in
+whatever order its programs run, or, where gradients must be repeatable, in one order (order.py). Two kernels of seven
+matmuls give dK and dV (keys.py) and dQ (queries.py), which have one owner each, for fp16 at 128 with a soft
+cap, for which the one lacks registers, and for head_dim 256, where wide.py takes the place of keys.py.
+Where there are several documents, NaN of one that came into another through a tile of both is repaired (nan_marks.py).
 """
 
 import torch
 from torch import Tensor
 
+from fa_kernels.device import is_hopper
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.hopper import bwd_keys, bwd_three_groups, bwd_wide
-from fa_kernels.flash_attention.hopper.bwd_dq import finish, prepare
-from fa_kernels.flash_attention.hopper.bwd_queries import gradient_of_queries
-from fa_kernels.flash_attention.hopper.descriptors import is_hopper, loadable
-from fa_kernels.flash_attention.portable.bwd import repair_backward
-from fa_kernels.flash_attention.portable.launch import new_marks
+from fa_kernels.flash_attention.hopper.backward import fused, keys, wide
+from fa_kernels.flash_attention.hopper.backward.dq_sum import finish, prepare
+from fa_kernels.flash_attention.hopper.backward.queries import gradient_of_queries
+from fa_kernels.flash_attention.nan_isolation import new_marks
+from fa_kernels.flash_attention.portable.repair import repair_backward
 from fa_kernels.flash_attention.schedule import Schedule
+from fa_kernels.launch.descriptors import loadable
 
-HEAD_DIMS = (64, 96, 128, bwd_wide.HEAD_DIM)
+HEAD_DIMS = (64, 96, 128, wide.HEAD_DIM)
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
@@ -43,12 +44,12 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """do like o, lse and dlse (n_heads, total_q) fp32 -> dq, dk, dv, dense, in the dtype of q, k, v, and delta.
 
-    For calls that `supports` takes. Unless deterministic, the addends of dq may come in any order. delta, as
-    portable.delta has it, is None without sinks.
+    For calls that `supports` takes. Unless deterministic, the addends of dq may come in any order. delta,
+    which attention_delta would give, is None without sinks.
     """
     head_dim = q.shape[-1]
-    wide = head_dim == bwd_wide.HEAD_DIM
-    sums = not wide and bwd_three_groups.tiles_of(head_dim, q.dtype, features.softcap) is not None
+    is_wide = head_dim == wide.HEAD_DIM
+    sums = not is_wide and fused.tiles_of(head_dim, q.dtype, features.softcap) is not None
     # for their gradient, for repairs, and for the kernel of dq alone, which needs no copy for TMA
     keeps_delta = features.sinks is not None or schedule.several_documents or not sums
     prepared = prepare(o, do, dlse, lse, sums=sums, ordered=deterministic, keeps_delta=keeps_delta)
@@ -60,11 +61,11 @@ def attention_backward(
     if schedule.several_documents:
         spoiled_q, spoiled_k = (new_marks(x.shape[1], x.shape[0], x.device) for x in (q, k))
     if dq_sum is not None:
-        dk, dv = bwd_three_groups.gradients_of_keys(do, q, k, v, prepared, spoiled_k, schedule, features)
+        dk, dv = fused.gradients_of_keys(do, q, k, v, prepared, spoiled_k, schedule, features)
         dq = finish(dq_sum, features.softmax_scale, spoiled_q, q)
     else:
         assert delta is not None
-        of_keys = bwd_wide.gradients_of_keys if wide else bwd_keys.gradients_of_keys
+        of_keys = wide.gradients_of_keys if is_wide else keys.gradients_of_keys
         dk, dv = of_keys(do, q, k, v, rows, spoiled_k, schedule, features)
         dq = gradient_of_queries(do, q, k, v, lse, delta, spoiled_q, schedule, features)
     if spoiled_q is not None and spoiled_k is not None:

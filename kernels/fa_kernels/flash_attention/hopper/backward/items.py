@@ -1,27 +1,22 @@
 """What the backward kernels of 128 keys an item share: an item's steps, their buffers, and how they are loaded.
 
 An item is 128 keys of one KV head, and a step a block of queries of one head. An item visits those that see its keys,
-head by head of a KV head's group, or from the last to the first, each for all heads (BACKWARDS, for turns.py). A
-program works one item, or takes items from a queue (queue.py). bwd_three_groups.py has all of it, bwd_keys.py what one
-item a program needs, bwd_wide.py the order of the steps.
+head by head of a KV head's group, or from the last to the first, each for all heads (BACKWARDS, for order.py). A
+program works one item, or takes items from a queue (queue.py). fused.py has all of it, keys.py what one
+item a program needs, wide.py the order of the steps.
 """
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from fa_kernels.flash_attention.hopper.barriers import WARPGROUP
-from fa_kernels.flash_attention.hopper.queue import DRAWN_BEFORE, item_of, post, take
-from fa_kernels.flash_attention.portable.launch import ceil_div, tile_and_head
+from fa_kernels.flash_attention.hopper.primitives.barriers import WARPGROUP
+from fa_kernels.flash_attention.hopper.primitives.queue import DRAWN_BEFORE, item_of, post, take
 from fa_kernels.flash_attention.schedule import WORK_TILE
+from fa_kernels.flash_attention.tile_order import tile_and_head
 
 BLOCK_N = WORK_TILE  # keys of an item, 64 for each of two warpgroups
 SUM_BLOCK = 64  # rows of dQ, and at most columns, that one warpgroup adds at a time
-# bytes of Q, dO and fp32 dQ that heads worked at one time may span: of 16, 32, 64 MiB and no bound the fastest on an
-# H200 (568, 502, 538, 528 TFLOP/s at 16k, d=128). At d=256, 16k, 8 heads, no bound was found better: by the time that
-# dK and dV took of the whole's FLOPs, 817 and 933 TFLOP/s in two runs of one head at a time, 873 of two, 819 of all
-L2_BUDGET = 16 * 2**20
 # arguments that differ from call to call, for which nothing is compiled anew
 SIZES = (
     "n_items", "n_tiles", "n_kv_heads", "section", "total_k", "padded_q",
@@ -262,20 +257,3 @@ def produce(
             turn += 1
             item = item_of(ticket, counter_ptr, n_items)
         post(queue, turn, (-1,))
-
-
-def kv_heads_per_section(q: Tensor, n_kv_heads: int, n_tiles: int, programs: int) -> int:
-    """How many KV heads to work at once so that Q, dO and dQ of their query heads fit in L2.
-
-    But so many that there are two tiles, of the n_tiles of each head, for each of the `programs` that run at one time:
-    with fewer the longest tiles of the last section begin late, and most programs wait for them in the end. With four
-    heads a KV head one fits from 8k tokens on; of 8 KV heads four at once take 2.16 ms for 2.65 (head_dim 128, 8k). All
-    at once would take up to 29% of the speed of several short documents, which L2 then does not hold (run 37 of
-    scripts/results/hopper_kernels_h200_202611.md).
-    """
-    total, n_heads, head_dim = q.shape
-    bytes_per_kv_head = total * head_dim * (2 * q.element_size() + 4) * (n_heads // n_kv_heads)
-    fit, fewest = max(1, L2_BUDGET // bytes_per_kv_head), 2 * programs // max(1, n_tiles)
-    if fit >= fewest:
-        return min(fit, n_kv_heads)
-    return ceil_div(n_kv_heads, max(1, n_kv_heads // fewest))  # or a few more, so that no section is much smaller

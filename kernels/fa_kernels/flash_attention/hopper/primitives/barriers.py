@@ -1,8 +1,7 @@
 """Turns between the consumer warpgroups, and how they hand buffers to others.
 
 While one holds the tensor cores, the others do their softmax: the ping-pong of FlashAttention-3 (arXiv:2407.08608,
-section 3.1). Triton itself uses the hardware's named barriers 0 and 1 and one more for each worker partition; from 8 on
-they are free.
+section 3.1).
 
 A kernel must have no mbarrier that it does not use. Triton gives the place of one that is only initialised to another
 buffer, and PTX forbids to use such memory otherwise before mbarrier.inval. As long as a GPU has one process nothing
@@ -10,34 +9,45 @@ comes of it. Where processes have it in turns, and one ends in the middle of a k
 the mbarrier again (run 34 of scripts/results/hopper_kernels_h200_202611.md: they were dS, and dQ had NaN).
 """
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+# Numbers of the hardware's named barriers. Triton uses 0, 1 and one for each worker partition; 8 to 15 are free.
+TURN_BARRIER = gl.constexpr(8)  # forward: 8, 9 and 10, one for each consumer
+HALVES_BARRIER = gl.constexpr(10)  # backward: the two warpgroups of an item
+MARKS_BARRIER = gl.constexpr(11)  # 11 to 15, one for each group of nan_marks.mark_rows
 WARPGROUP = gl.constexpr(128)  # threads, each of which hands back
 # blocks a warpgroup until all its threads are there; Triton 3.7 has another name for it
 meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
 @gluon.jit
-def _named_barrier(OPERATION: gl.constexpr, ID: gl.constexpr, THREADS: gl.constexpr):
+def _run(INSTRUCTION: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr):
     # volatile and scalar, so that every thread of the partition runs it once; the result is only there to have one
     gl.inline_asm_elementwise(
-        f"barrier.cta.{OPERATION}.aligned {ID}, {THREADS}; mov.u32 $0, 0;", "=r,~{memory}", [], gl.int32, False, 1
+        f"{INSTRUCTION} {BARRIER}, {THREADS}; mov.u32 $0, 0;", "=r,~{memory}", [], gl.int32, False, 1
     )
+
+
+@gluon.jit
+def named_barrier(BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """Blocks until THREADS threads have reached the named barrier."""
+    _run("bar.sync", BARRIER, THREADS)
 
 
 @gluon.jit
 def wait_turn(CONSUMER: gl.constexpr):
     """Blocks this consumer's four warps until the one before it has passed the turn on."""
-    _named_barrier("sync", 8 + CONSUMER, 256)
+    _run("barrier.cta.sync.aligned", TURN_BARRIER + CONSUMER, 256)
 
 
 @gluon.jit
 def pass_turn(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
     """Lets the next consumer go on; does not block."""
-    _named_barrier("arrive", 8 + (CONSUMER + 1) % CONSUMERS, 256)
+    _run("barrier.cta.arrive.aligned", TURN_BARRIER + (CONSUMER + 1) % CONSUMERS, 256)
 
 
 @gluon.jit
@@ -62,3 +72,14 @@ def hand_over(full):
     fence_async_shared()
     gl.inline_asm_elementwise("fence.acq_rel.cta; mov.u32 $0, 0;", "=r,~{memory}", [], gl.int32, False, 1)
     hand_back(full)
+
+
+@gl._core.builtin
+def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
+    """Adds a tile of shared memory to global memory: cp.reduce.async.bulk.tensor, waited for by tma.store_wait.
+
+    Triton 3.6 and 3.7 build the operation but do not export it. Rows past the tensor's end are left out.
+    """
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, source.handle)

@@ -12,23 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fa_kernels.columns_of_head import split_width
+from fa_kernels.device import arch_of
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.masks import contain, is_visible, tile_range
-from fa_kernels.flash_attention.portable.launch import (
-    any_is_spoiled,
-    ceil_div,
-    grid_of_tiles,
-    heads_per_section,
-    is_spoiled,
-    precision_of,
-    repair_grid,
-    tile_and_head,
-)
-from fa_kernels.flash_attention.portable.load import load_part, split_width, store_part
-from fa_kernels.flash_attention.replay import launch
+from fa_kernels.flash_attention.masks import is_visible, tile_range
+from fa_kernels.flash_attention.nan_isolation import contain
+from fa_kernels.flash_attention.portable.load import load_part, store_part
 from fa_kernels.flash_attention.schedule import WORK_TILE, Schedule
 from fa_kernels.flash_attention.scores import alibi_bias, cap, load_alibi
-from fa_kernels.flash_attention.tiles import arch_of, key_passes, launch_tiles
+from fa_kernels.flash_attention.tile_order import grid_of_tiles, heads_per_section, tile_and_head
+from fa_kernels.flash_attention.tiles import key_passes, launch_tiles, precision_of
+from fa_kernels.launch.record import launch
 
 
 @triton.jit
@@ -116,7 +110,7 @@ def _accumulate_dk_dv(
 
 
 @triton.jit
-def _dkdv_tile(
+def dkdv_tile(
     first, kv_head,
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, query_end_ptr,
     slopes_ptr, beside_ptr, document_ptr,
@@ -196,7 +190,7 @@ def _dkdv_kernel(
     first = tile * BLOCK_N
     if first >= total_k:
         return
-    _dkdv_tile(
+    dkdv_tile(
         first, kv_head,
         q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, query_end_ptr,
         slopes_ptr, beside_ptr, document_ptr,
@@ -247,7 +241,7 @@ def _accumulate_dq(
 
 
 @triton.jit
-def _dq_tile(
+def dq_tile(
     first, head,
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, key_start_ptr, key_end_ptr,
     slopes_ptr, beside_ptr, document_ptr,
@@ -258,7 +252,7 @@ def _dq_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CONTAIN: tl.constexpr,
     PHASES: tl.constexpr,
 ):  # fmt: skip
-    """dQ of BLOCK_M queries of one head, from `first` on. PHASES and CONTAIN are as in _dkdv_tile."""
+    """dQ of BLOCK_M queries of one head, from `first` on. PHASES and CONTAIN are as in dkdv_tile."""
     rows = first + tl.arange(0, BLOCK_M)  # [M]
     inside = rows < total_q
     key_start = tl.load(key_start_ptr + rows, mask=inside, other=0)
@@ -311,7 +305,7 @@ def _dq_kernel(
     first = tile * BLOCK_M
     if first >= total_q:
         return
-    _dq_tile(
+    dq_tile(
         first, head,
         q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, key_start_ptr, key_end_ptr,
         slopes_ptr, beside_ptr, document_ptr,
@@ -319,53 +313,6 @@ def _dq_kernel(
         total_q, total_k, n_heads, softmax_scale, softcap,
         HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION, CONTAIN, 3,
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["total_q", "total_k", "n_heads"])
-def _repair_bwd_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
-    key_start_ptr, key_end_ptr, query_start_ptr, query_end_ptr,
-    slopes_ptr, beside_ptr, document_ptr,
-    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
-    total_q, total_k, n_heads, softmax_scale, softcap, spoiled_q_ptr, spoiled_k_ptr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
-    PRECISION: tl.constexpr, DKDV_M: tl.constexpr, DKDV_N: tl.constexpr, DQ_M: tl.constexpr, DQ_N: tl.constexpr,
-    LOOK: tl.constexpr,
-):  # fmt: skip
-    """Few programs: the marked ones of all tiles of DKDV_N keys of one KV head, then of DQ_M queries of one head."""
-    n_kv_heads, step = n_heads // GROUP, tl.num_programs(0)
-    n_tiles = tl.cdiv(total_k, DKDV_N)
-    n_items = n_tiles * n_kv_heads
-    for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
-        if any_is_spoiled(spoiled_k_ptr, base, n_items, n_tiles, total_k, DKDV_N, LOOK):
-            for item in tl.range(base, tl.minimum(base + step * LOOK, n_items), step, disable_licm=True):
-                kv_head, first = item // n_tiles, item % n_tiles * DKDV_N
-                if is_spoiled(spoiled_k_ptr, kv_head, first, total_k, DKDV_N):
-                    _dkdv_tile(
-                        first, kv_head,
-                        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, query_end_ptr,
-                        slopes_ptr, beside_ptr, document_ptr,
-                        stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
-                        stride_slopes, total_q, total_k, n_kv_heads, softmax_scale, softcap,
-                        True, True, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, DKDV_M, DKDV_N,
-                        PRECISION, True, 1,
-                    )  # fmt: skip
-    n_tiles = tl.cdiv(total_q, DQ_M)
-    n_items = n_tiles * n_heads
-    for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
-        if any_is_spoiled(spoiled_q_ptr, base, n_items, n_tiles, total_q, DQ_M, LOOK):
-            for item in tl.range(base, tl.minimum(base + step * LOOK, n_items), step, disable_licm=True):
-                head, first = item // n_tiles, item % n_tiles * DQ_M
-                if is_spoiled(spoiled_q_ptr, head, first, total_q, DQ_M):
-                    _dq_tile(
-                        first, head,
-                        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, key_start_ptr, key_end_ptr,
-                        slopes_ptr, beside_ptr, document_ptr,
-                        stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
-                        stride_slopes, total_q, total_k, n_heads, softmax_scale, softcap,
-                        HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, DQ_M, DQ_N, PRECISION, True, 1,
-                    )  # fmt: skip
 
 
 def attention_backward(
@@ -383,10 +330,11 @@ def attention_backward(
         if grid:
             launch(
                 _dkdv_kernel, (grid,),
-                *scores, dk, dv, schedule.query_start, schedule.query_end, *_rest(q, k, v, do, n_kv_heads, features),
+                *scores, dk, dv, schedule.query_start, schedule.query_end,
+                *backward_arguments(q, k, v, do, n_kv_heads, features),
                 schedule.key_tiles, n_tiles, section // (n_heads // n_kv_heads),
                 HAS_DK=direction != "dv", HAS_DV=direction != "dk",
-                **_constants(q, v, features), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+                **backward_constants(q, v, features), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
                 CONTAIN=schedule.several_documents, PARTS=WORK_TILE // tiles.block_n,
                 num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             )  # fmt: skip
@@ -395,40 +343,16 @@ def attention_backward(
     if grid:
         launch(
             _dq_kernel, (grid,),
-            *scores, dq, schedule.key_start, schedule.key_end, *_rest(q, k, v, do, n_heads, features),
+            *scores, dq, schedule.key_start, schedule.key_end, *backward_arguments(q, k, v, do, n_heads, features),
             schedule.query_tiles, n_tiles, section,
-            **_constants(q, v, features), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+            **backward_constants(q, v, features), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             CONTAIN=schedule.several_documents, PARTS=WORK_TILE // tiles.block_m,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return dq, dk, dv
 
 
-def repair_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    spoiled_q: Tensor, spoiled_k: Tensor, schedule: Schedule, features: Features,
-) -> None:  # fmt: skip
-    """Computes dq again where `spoiled_q` marks it, dk and dv where `spoiled_k` marks one of them, in whole tiles.
-
-    Marks are as launch.new_marks has them; dq, dk and dv are dense.
-    """
-    (total_q, n_heads, head_dim), (total_k, n_kv_heads, v_head_dim) = q.shape, v.shape
-    of_keys = launch_tiles(q.device, head_dim, v_head_dim, "dkdv", q.element_size())
-    of_queries = launch_tiles(q.device, head_dim, v_head_dim, "dq", q.element_size())
-    n_items = max(ceil_div(total_k, of_keys.block_n) * n_kv_heads, ceil_div(total_q, of_queries.block_m) * n_heads)
-    programs, look = repair_grid(q.device, n_items)
-    if programs:
-        launch(
-            _repair_bwd_kernel, (programs,),
-            q, k, v, do, lse, delta, dq, dk, dv,
-            schedule.key_start, schedule.key_end, schedule.query_start, schedule.query_end,
-            *_rest(q, k, v, do, n_heads, features), spoiled_q, spoiled_k, **_constants(q, v, features),
-            DKDV_M=of_keys.block_m, DKDV_N=of_keys.block_n, DQ_M=of_queries.block_m, DQ_N=of_queries.block_n,
-            LOOK=look, num_warps=max(of_keys.num_warps, of_queries.num_warps), num_stages=1,
-        )  # fmt: skip
-
-
-def _rest(q: Tensor, k: Tensor, v: Tensor, do: Tensor, heads: int, features: Features) -> tuple[Any, ...]:
+def backward_arguments(q: Tensor, k: Tensor, v: Tensor, do: Tensor, heads: int, features: Features) -> tuple[Any, ...]:
     """What all three kernels take after their tensors: ALiBi, strides, sizes, scales."""
     return (
         *features.pointers()[1:],
@@ -437,7 +361,7 @@ def _rest(q: Tensor, k: Tensor, v: Tensor, do: Tensor, heads: int, features: Fea
     )  # fmt: skip
 
 
-def _constants(q: Tensor, v: Tensor, features: Features) -> dict[str, Any]:
+def backward_constants(q: Tensor, v: Tensor, features: Features) -> dict[str, Any]:
     """What they are compiled with beside tiles."""
     (d_1, d_2), (dv_1, dv_2) = split_width(q.shape[2]), split_width(v.shape[2])
     return dict(

@@ -32,7 +32,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from fa_kernels.flash_attention.hopper.bwd_steps import decode, first_step, next_step
+from fa_kernels.flash_attention.hopper.backward.items import decode, first_step, next_step
 
 NOBODY = gl.constexpr(-1)  # in a semaphore when a launch begins
 _PLACES = gl.constexpr(2)  # steps whose sums are in memory and whose semaphores are not set

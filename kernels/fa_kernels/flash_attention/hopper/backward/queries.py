@@ -1,10 +1,10 @@
 """dQ alone at head_dim 128 and 256, for Hopper: one owner of each output, nothing added in memory, so repeatable.
 
 One producer warp loads Q and dO once, then blocks of K and V, through TMA; two warpgroups hold 64 queries each, with
-scores of their own, and feed dS to dQ = dS K from registers. It follows a kernel of dK and dV (bwd_keys.py,
-bwd_wide.py), which computes the scores too. A program works one item, 128 queries of a head.
+scores of their own, and feed dS to dQ = dS K from registers. It follows a kernel of dK and dV (keys.py,
+wide.py), which computes the scores too. A program works one item, 128 queries of a head.
 
-What binds, for 128 queries x 128 keys (cycles of one SM, as bwd_wide.py counts them; at 256, for 128 x 64; a soft cap
+What binds, for 128 queries x 128 keys (cycles of one SM, as wide.py counts them; at 256, for 128 x 64; a soft cap
 doubles the exponentials):
 
 | head_dim | tensor cores | shared memory | exponentials |
@@ -30,14 +30,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.hopper.barriers import WARPGROUP, hand_back, meet
-from fa_kernels.flash_attention.hopper.columns import keep_columns
-from fa_kernels.flash_attention.hopper.descriptors import rows_of_heads
-from fa_kernels.flash_attention.hopper.marks import mark_rows
-from fa_kernels.flash_attention.portable.launch import heads_per_section, tile_and_head
-from fa_kernels.flash_attention.replay import launch
+from fa_kernels.flash_attention.hopper.primitives.barriers import WARPGROUP, hand_back, meet
+from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
+from fa_kernels.flash_attention.hopper.primitives.registers import keep_columns
 from fa_kernels.flash_attention.schedule import WORK_TILE, Schedule
 from fa_kernels.flash_attention.scores import cap
+from fa_kernels.flash_attention.tile_order import heads_per_section, tile_and_head
+from fa_kernels.launch.descriptors import rows_of_heads
+from fa_kernels.launch.record import launch
 
 BLOCK_M = WORK_TILE // 2  # queries of a warpgroup
 # of a thread when a kernel starts; then of one in the second consumer and of one in the producer's warps, which leave
@@ -197,7 +197,7 @@ def _dq_kernel(
 ):  # fmt: skip
     """An item: dQ of 128 queries of one head. Program i works item i.
 
-    spoiled_ptr is None, or where to mark NaN in dQ (marks.py).
+    spoiled_ptr is None, or where to mark NaN in dQ (nan_marks.py).
     """
     dtype: gl.constexpr = q_desc.dtype
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[0]
@@ -240,7 +240,7 @@ def gradient_of_queries(
 ) -> Tensor:  # fmt: skip
     """do like o, lse and delta (n_heads, total_q) fp32 -> dq, dense, in the dtype of q; the same bits in every run.
 
-    For a head_dim in TILES, and rows that descriptors.loadable takes. spoiled (portable.launch.new_marks) gets the
+    For a head_dim in TILES, and rows that descriptors.loadable takes. spoiled (nan_isolation.new_marks) gets the
     marks of NaN in dq.
     """
     total_q, n_heads, head_dim = q.shape

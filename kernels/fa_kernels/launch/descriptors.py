@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fa_kernels.flash_attention.portable.load import split_width
+from fa_kernels.columns_of_head import split_width
 
 _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
@@ -46,12 +46,6 @@ def parts_of_heads(
 def numbers(x: Tensor, block: int) -> TensorDescriptor:
     """Reads `block` numbers at an index into x, dense and taken as one vector; outside of x reads zero."""
     return _descriptor(x.data_ptr(), x.dtype, (x.numel(),), (1,), (block,))
-
-
-@cache  # each call asks two times
-def is_hopper(device: torch.device) -> bool:
-    """Whether a CUDA device is an sm_90."""
-    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def loadable(x: Tensor) -> bool:

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from fa_kernels.flash_attention.hopper import bwd_steps
-from fa_kernels.flash_attention.portable import launch
+from fa_kernels.flash_attention.tile_order import heads_per_section, kv_heads_per_section
 
 
 def meta(total, heads, head_dim, dtype=torch.bfloat16):
@@ -24,19 +23,19 @@ def meta(total, heads, head_dim, dtype=torch.bfloat16):
 def test_keys_and_values_of_a_section_fit(total, n_heads, n_kv_heads, expected):
     """At 64 columns, a KV head of 2^17 tokens takes all of the budget."""
     k = meta(total, n_kv_heads, 64)
-    assert launch.heads_per_section(k, k, n_heads) == expected
+    assert heads_per_section(k, k, n_heads) == expected
 
 
 def test_wider_values_and_wider_numbers_count():
     k, v = meta(2**16, 4, 64), meta(2**16, 4, 192)
-    assert launch.heads_per_section(k, v, 4) == 1
-    assert launch.heads_per_section(k.float(), k.float(), 4) == 1
+    assert heads_per_section(k, v, 4) == 1
+    assert heads_per_section(k.float(), k.float(), 4) == 1
 
 
 @pytest.mark.parametrize(("total", "expected"), [(1024, 8), (2**14, 4), (2**15, 2), (2**20, 1)])
 def test_queries_of_a_section_fit(total, expected):
     """Q and dO of two bytes and dQ of four, of the query heads that share a KV head: two here."""
-    assert bwd_steps.kv_heads_per_section(meta(total, 16, 16), 8, n_tiles=total // 128, programs=4) == expected
+    assert kv_heads_per_section(meta(total, 16, 16), 8, n_tiles=total // 128, programs=4) == expected
 
 
 @pytest.mark.parametrize(
@@ -51,4 +50,4 @@ def test_queries_of_a_section_fit(total, expected):
 def test_a_section_has_two_tiles_for_each_program(n_kv_heads, expected):
     """Of one head's 64 tiles and 128 programs: four heads, though one takes all of L2."""
     q = meta(2**13, 4 * n_kv_heads, 128)
-    assert bwd_steps.kv_heads_per_section(q, n_kv_heads, n_tiles=64, programs=128) == expected
+    assert kv_heads_per_section(q, n_kv_heads, n_tiles=64, programs=128) == expected

@@ -3,8 +3,8 @@
 The pass before is one, of a program for 64 rows of a head: it reads o and do for delta, and clears as much of dQ's sum.
 
 The accumulator is (n, 1, 32): blocks of 64 queries after one another, in each of these all heads, and of a head each 64
-columns, or the 32 after the first 64, in the order of threads (threads.py). Those are 16 KiB in a row, or 8, so one TMA
-operation adds them, and shared memory takes them in half the cycles.
+columns, or the 32 after the first 64, in the order of threads (registers.py). Those are 16 KiB in a row, or 8, so one
+TMA operation adds them, and shared memory takes them in half the cycles.
 """
 
 from functools import partial
@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_kernels.flash_attention.hopper.bwd_steps import SUM_BLOCK
-from fa_kernels.flash_attention.hopper.turns import NOBODY
-from fa_kernels.flash_attention.portable.delta import delta_of_rows
-from fa_kernels.flash_attention.portable.launch import SPOILED_ROWS, ceil_div
-from fa_kernels.flash_attention.replay import launch
+from fa_kernels.device import ceil_div
+from fa_kernels.flash_attention.delta import delta_of_rows
+from fa_kernels.flash_attention.hopper.backward.items import SUM_BLOCK
+from fa_kernels.flash_attention.hopper.backward.order import NOBODY
+from fa_kernels.flash_attention.nan_isolation import SPOILED_ROWS
 from fa_kernels.flash_attention.schedule import WORK_TILE
+from fa_kernels.launch.record import launch
 
 ROW_ALIGNMENT = 4  # TMA takes fp32 vectors that begin at a multiple of 16 bytes
 
@@ -63,7 +64,7 @@ class Prepared(NamedTuple):
     total_q are followed by rows that take no part, as many as the longest block of queries of a kernel has, so that its
     last block reads no other head's: P is 0 there, but times NaN in that head's delta it would be NaN in dS, and so in
     all of dK. delta (n_heads, total_q) fp32, attention_delta's. dq_sum fp32, zeros for the sum of dQ. semaphores of
-    turns.py, int32, of each 64 queries all heads.
+    order.py, int32, of each 64 queries all heads.
     """
 
     rows: Tensor
@@ -137,7 +138,7 @@ def _finish_kernel(
 def finish(dq_sum: Tensor, softmax_scale: float, spoiled: Tensor | None, like: Tensor) -> Tensor:
     """`prepare`'s sum of dS K -> dq, dense, in the shape (total_q, n_heads, head_dim) and dtype of `like`.
 
-    spoiled (portable.launch.new_marks) gets the marks of NaN in dq.
+    spoiled (nan_isolation.new_marks) gets the marks of NaN in dq.
     """
     total, n_heads, head_dim = like.shape
     dq = torch.empty(like.shape, dtype=like.dtype, device=like.device)

@@ -16,16 +16,12 @@ never recorded again if its call cannot be replayed: it ran an operator of torch
 known tensor or to one of two. The same holds after any error in the recorder; the caller then gets the result of a
 plain call. Tile tables and other module globals are not part of a kind. Call `forget` after changing them.
 
-What is used of Triton: that a launch returns its CompiledKernel; that `driver.active.launcher_cls(source, metadata)`
-makes what CompiledKernel.run calls, with these first nine arguments; what that hands on to its `launch` (`_prepared`);
-and make_tensordesc_arg, which encodes a descriptor for TMA. Triton does so at each launch; here each is encoded once
-for each address, and the launcher is made for a signature that has, in a descriptor's place, what Triton expands it to.
-What is used of torch: TorchDispatchMode, and `_empty_strided_cuda`, which torch.compile's code calls too.
+triton_launcher.py holds what is used of Triton. What is used of torch: TorchDispatchMode, and `_empty_strided_cuda`,
+which torch.compile's code calls too.
 """
 
 import logging
 import os
-import re
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -36,17 +32,23 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from fa_kernels import torch_private
-from fa_kernels.flash_attention.hopper.descriptors import Address
+from fa_kernels.launch.descriptors import Address
+from fa_kernels.launch.triton_launcher import (
+    current_device,
+    current_stream,
+    encoded,
+    encodings_of,
+    is_known,
+    is_observed,
+    launches_plainly,
+    prepared,
+)
 
 VARIABLE = "FA_TRAIN_REPLAY"  # environment variable: 0 switches recording off; read at the first call
-KNOWN_TRITON = ("3.6.0", "3.7.0", "3.7.1")  # the tested versions; launchers of others may take other arguments
 KEPT = 512  # kinds of calls; then all are forgotten, so that lengths that never come again take no memory
 KEPT_MAPS = 8192  # encoded descriptors, of some 500 bytes: a training step has 23 or less for each layer
 KEPT_ARGUMENTS = 1024  # lists of arguments, of 1 to 7 KB: a training step has two for each layer
@@ -87,10 +89,10 @@ def replayed(
     assert first is not None
     if not first.is_cuda or not _may_record():
         return call()
-    device = driver.active.get_current_device()
-    if device != first.get_device() or torch.cuda.is_current_stream_capturing() or _listened():
+    device = current_device()
+    if device != first.get_device() or torch.cuda.is_current_stream_capturing() or is_observed():
         return call()
-    stream = driver.active.get_current_stream(device)
+    stream = current_stream(device)
     key = kind, stream
     known = _KINDS.get(key)
     failure = None
@@ -147,7 +149,7 @@ def _may_record() -> bool:
     wanted = os.environ.get(VARIABLE, "1")
     if wanted not in ("0", "1"):
         raise ValueError(f"{VARIABLE} must be 0 or 1; got {wanted}")
-    return wanted == "1" and torch.version.hip is None and triton.__version__ in KNOWN_TRITON
+    return wanted == "1" and torch.version.hip is None and is_known()
 
 
 def _say_once(failure: str) -> None:
@@ -160,18 +162,6 @@ def _say_once(failure: str) -> None:
             VARIABLE,
             failure,
         )
-
-
-def _listened() -> bool:
-    """Whether someone wants to be told of each launch, or changes how kernels are compiled."""
-    runtime = triton.knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(
-        (enter is not None and getattr(enter, "calls", True))  # a chain of hooks may be empty
-        or (leave is not None and getattr(leave, "calls", True))
-        or runtime.add_stages_inspection_hook is not None
-        or runtime.debug
-    )
 
 
 class _Launch(NamedTuple):
@@ -194,10 +184,8 @@ class _Map:
 @lru_cache(maxsize=KEPT_MAPS)
 def _encoded(described: _Map, address: int) -> Any:
     """What TMA takes for a descriptor of the memory at `address`: a function of these two alone."""
-    from triton.backends.nvidia.driver import make_tensordesc_arg  # only where there is a driver
-
     base = Address(address + described.offset, described.descriptor.base.dtype)
-    return make_tensordesc_arg(replace(described.descriptor, base=base), described.encoding)[0]
+    return encoded(replace(described.descriptor, base=base), described.encoding)
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,8 +230,8 @@ def _arguments(
     if any(addresses[one] != addresses[other] for one, other in recording.same):
         return None
     addresses += tuple([addresses[place] + offset for place, offset in recording.parts])
-    encoded = [_encoded(x, addresses[x.place]) for x in recording.maps]
-    values = [*recording.constants, *addresses, *encoded]
+    maps = [_encoded(x, addresses[x.place]) for x in recording.maps]
+    values = [*recording.constants, *addresses, *maps]
     return [(run, arguments(values)) for run, arguments in recording.launches]
 
 
@@ -292,10 +280,10 @@ class _Recorder(torch_private.TorchDispatchMode):
         self, kernel: Any, grid: tuple[int, ...], compiled: Any, arguments: tuple[Any, ...], constants: dict[str, Any]
     ) -> None:
         """At the launch, when all that it was handed is alive: later, an address may be another tensor's."""
-        if not isinstance(kernel, JITFunction) or kernel.pre_run_hooks:
+        if not launches_plainly(kernel):
             self.clear = False
             return
-        encodings = iter(getattr(compiled.metadata, "tensordesc_meta", None) or [])
+        encodings = iter(encodings_of(compiled))
         values = [*arguments, *(constants[name] for name in kernel.arg_names[len(arguments) :])]
         try:
             places = [place for x in values for place in self._places(x, encodings)]
@@ -334,7 +322,7 @@ class _Recorder(torch_private.TorchDispatchMode):
             "map": lambda i: n_constants + n_addresses + i,
         }
         launches = [
-            _Launch(_prepared(compiled, grid, stream), _getter([of_sort[sort](i) for sort, i in places]))
+            _Launch(prepared(compiled, grid, stream), _getter([of_sort[sort](i) for sort, i in places]))
             for compiled, grid, places in self.launches
         ]
         maps = [replace(x, place=places_of[x.place]) for x in self.maps]
@@ -344,7 +332,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         return _Recording(_getter(read), allocations, self.constants, maps, launches, returned, same, parts)
 
     def _places(self, x: Any, encodings: Any) -> list[tuple[str, int]]:
-        """Where to find, for an argument, what _launcher takes: constants, addresses or maps, and their indices."""
+        """Where to find, for an argument, what a launcher takes: constants, addresses or maps, and their indices."""
         if isinstance(x, Tensor):
             place, offset = self._place(x.data_ptr())
             if offset:
@@ -407,44 +395,3 @@ def _holds(x: Tensor, y: Tensor) -> bool:
     if x.numel() == 0 or x.data_ptr() != y.data_ptr() or x.dtype != y.dtype:
         return False
     return x.numel() == y.numel() and x.is_contiguous() and y.is_contiguous()
-
-
-class _Source(NamedTuple):
-    """What a launcher is made for: the types of a kernel's arguments, by index."""
-
-    signature: dict[int, Any]
-    constants: dict[Any, Any]
-
-
-def _prepared(compiled: Any, grid: tuple[int, ...], stream: int) -> Callable[..., None]:
-    """What launches the kernel with no more than its arguments. No hooks: `_listened`."""
-    launcher = _launcher(compiled)
-    where, how = (*grid, stream, compiled.function), (compiled.packed_metadata, None, None, None)
-    if launcher.global_scratch_size or launcher.profile_scratch_size:
-        return partial(launcher, *where, *how)
-    # without such memory the launcher adds constants, in 1 us
-    where += launcher.launch_cooperative_grid, launcher.launch_pdl
-    launch, no_scratch = launcher.launch, (None, None)
-    if triton.__version__.startswith("3.6."):
-        return partial(launch, *where, *no_scratch, *how)
-    constants = *where, *how, *no_scratch, launcher.arg_annotations, launcher.kernel_signature
-    return lambda *arguments: launch(*constants, arguments)
-
-
-@cache  # one kernel is of many kinds, and Triton 3.6 loads a library for each launcher
-def _launcher(compiled: Any) -> Any:
-    """compiled.run, but for kernels whose descriptors are already what Triton makes of them at each launch."""
-    types: list[Any] = []
-    for kind in compiled.src.signature.values():
-        rank = _rank(kind)
-        types += ["nvTmaDesc", *["i32"] * rank, *["i64"] * rank] if rank else [kind]
-    if len(types) == len(compiled.src.signature):
-        return compiled.run
-    source = _Source(dict(enumerate(types)), {})
-    return driver.active.launcher_cls(source, compiled.metadata._replace(tensordesc_meta=None))
-
-
-def _rank(kind: Any) -> int:
-    """Of a descriptor, by its type; 0 is none. A type is `tensordesc<bf16[64, 128], layout>`."""
-    match = re.match(r"tensordesc<[^[>]*\[([^]]*)\]", kind) if isinstance(kind, str) else None
-    return match[1].count(",") + 1 if match else 0

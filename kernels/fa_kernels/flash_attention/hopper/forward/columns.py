@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fa_kernels.flash_attention.hopper import fwd_softmax as softmax
-from fa_kernels.flash_attention.hopper.marks import mark_rows
+from fa_kernels.flash_attention.hopper.forward import softmax
+from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""dK and dV of 64 keys at head_dim 256, for Hopper; dQ is a kernel of its own (bwd_queries.py).
+"""dK and dV of 64 keys at head_dim 256, for Hopper; dQ is a kernel of its own (queries.py).
 
 A [64, 256] fp32 accumulator takes 128 registers of each thread of a warpgroup, so each warpgroup holds one. For dK and
 dV, one has S^T = K Q^T, P^T and dV, the other dP^T = V dO^T, dS^T and dK; P goes from the first to the second through
@@ -11,7 +11,7 @@ shared memory gives 128 bytes a cycle, of which S and dP take 512 each, dV, dK a
 registers, P 128, and TMA's writes 512 for Q and dO, 256 for K and V, which two warpgroups share):
 
 - dK and dV: tensor cores 2048, shared memory 2176, 64 KiB from L2;
-- dQ (bwd_queries.py): tensor cores 1536, shared memory 1536, 32 KiB from L2.
+- dQ (queries.py): tensor cores 1536, shared memory 1536, 32 KiB from L2.
 
 One pass, whose third warpgroup computes dQ = dS K, would take 2560 and 2624, or 3776 with its sums through shared
 memory, and add 64 KiB of fp32 in L2. It was written both ways, adding from registers and by TMA, and lost. TFLOP/s of
@@ -38,15 +38,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from fa_kernels.device import multiprocessors
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.hopper.bwd_steps import SIZES, kv_heads_per_section, next_step
-from fa_kernels.flash_attention.hopper.columns import keep_columns
-from fa_kernels.flash_attention.hopper.descriptors import numbers, rows_of_heads
-from fa_kernels.flash_attention.hopper.marks import mark_rows
-from fa_kernels.flash_attention.portable.launch import multiprocessors, tile_and_head
-from fa_kernels.flash_attention.replay import launch
+from fa_kernels.flash_attention.hopper.backward.items import SIZES, next_step
+from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
+from fa_kernels.flash_attention.hopper.primitives.registers import keep_columns
 from fa_kernels.flash_attention.schedule import WORK_TILE, Schedule
 from fa_kernels.flash_attention.scores import cap
+from fa_kernels.flash_attention.tile_order import kv_heads_per_section, tile_and_head
+from fa_kernels.launch.descriptors import numbers, rows_of_heads
+from fa_kernels.launch.record import launch
 
 HEAD_DIM = 256
 BLOCK = 64  # queries and keys of a step; a program has one such block of keys
@@ -289,9 +290,9 @@ def gradients_of_keys(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, spoiled: Tensor | None, schedule: Schedule,
     features: Features,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """do like o, rows as bwd_dq.Prepared has them -> dk, dv, dense, in the dtype of k and v.
+    """do like o, rows as dq_sum.Prepared has them -> dk, dv, dense, in the dtype of k and v.
 
-    For head_dim 256, and rows that descriptors.loadable takes. spoiled (portable.launch.new_marks) gets the
+    For head_dim 256, and rows that descriptors.loadable takes. spoiled (nan_isolation.new_marks) gets the
     marks of NaN.
     """
     n_heads, (total_k, n_kv_heads, _) = q.shape[1], k.shape

@@ -7,24 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fa_kernels.columns_of_head import split_width
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.masks import contain, is_visible, tile_range
-from fa_kernels.flash_attention.portable.launch import (
-    any_is_spoiled,
-    ceil_div,
-    grid_of_tiles,
-    heads_per_section,
-    is_spoiled,
-    precision_of,
-    repair_grid,
-    tile_and_head,
-)
-from fa_kernels.flash_attention.portable.load import load_part, split_width, store_part
-from fa_kernels.flash_attention.replay import launch
+from fa_kernels.flash_attention.masks import is_visible, tile_range
+from fa_kernels.flash_attention.nan_isolation import contain
+from fa_kernels.flash_attention.portable.load import load_part, store_part
 from fa_kernels.flash_attention.schedule import WORK_TILE, Schedule
 from fa_kernels.flash_attention.scores import alibi_bias, cap, load_alibi
 from fa_kernels.flash_attention.softmax import online_softmax_step
-from fa_kernels.flash_attention.tiles import TileConfig, launch_tiles
+from fa_kernels.flash_attention.tile_order import grid_of_tiles, heads_per_section, tile_and_head
+from fa_kernels.flash_attention.tiles import TileConfig, launch_tiles, precision_of
+from fa_kernels.launch.record import launch
 
 
 @triton.jit
@@ -71,7 +64,7 @@ def _attend(
 
 
 @triton.jit
-def _forward_tile(
+def forward_tile(
     first, head,
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, key_start_ptr, key_end_ptr,
     sinks_ptr, slopes_ptr, beside_ptr, document_ptr, descale_ptr,
@@ -153,7 +146,7 @@ def _fwd_kernel(
     first = tile * BLOCK_M
     if first >= total_q:
         return
-    _forward_tile(
+    forward_tile(
         first, head,
         q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, key_start_ptr, key_end_ptr,
         sinks_ptr, slopes_ptr, beside_ptr, document_ptr, descale_ptr,
@@ -161,35 +154,6 @@ def _fwd_kernel(
         total_q, total_k, n_heads, softmax_scale, softcap,
         HAS_SINKS, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION, CONTAIN, 3,
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["total_q", "total_k", "n_heads"])
-def _repair_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, key_start_ptr, key_end_ptr,
-    sinks_ptr, slopes_ptr, beside_ptr, document_ptr, descale_ptr,
-    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_slopes,
-    total_q, total_k, n_heads, softmax_scale, softcap, spoiled_ptr,
-    HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, LOOK: tl.constexpr,
-):  # fmt: skip
-    """Few programs: of all tiles of BLOCK_M queries of one head, the marked ones."""
-    n_tiles = tl.cdiv(total_q, BLOCK_M)
-    n_items, step = n_tiles * n_heads, tl.num_programs(0)
-    for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
-        if any_is_spoiled(spoiled_ptr, base, n_items, n_tiles, total_q, BLOCK_M, LOOK):
-            for item in tl.range(base, tl.minimum(base + step * LOOK, n_items), step, disable_licm=True):
-                head, first = item // n_tiles, item % n_tiles * BLOCK_M
-                if is_spoiled(spoiled_ptr, head, first, total_q, BLOCK_M):
-                    _forward_tile(
-                        first, head,
-                        q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, key_start_ptr, key_end_ptr,
-                        sinks_ptr, slopes_ptr, beside_ptr, document_ptr, descale_ptr,
-                        stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_slopes,
-                        total_q, total_k, n_heads, softmax_scale, softcap,
-                        HAS_SINKS, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N,
-                        PRECISION, True, 1,
-                    )  # fmt: skip
 
 
 def attention_forward(
@@ -204,30 +168,15 @@ def attention_forward(
     if grid:
         launch(
             _fwd_kernel, (grid,),
-            *_arguments(q, k, v, o, lse, schedule, features),
+            *forward_arguments(q, k, v, o, lse, schedule, features),
             schedule.query_tiles, n_tiles, heads_per_section(k, v, n_heads),
-            **_constants(q, v, features, tiles), CONTAIN=schedule.several_documents,
+            **forward_constants(q, v, features, tiles), CONTAIN=schedule.several_documents,
             PARTS=WORK_TILE // tiles.block_m, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return o, lse
 
 
-def repair_forward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spoiled: Tensor, schedule: Schedule, features: Features
-) -> None:
-    """Computes o and lse again where `spoiled` (launch.new_marks) marks them, in whole tiles; both are dense."""
-    total_q, n_heads, head_dim = q.shape
-    tiles = launch_tiles(q.device, head_dim, v.shape[2], "fwd", q.element_size())
-    programs, look = repair_grid(q.device, ceil_div(total_q, tiles.block_m) * n_heads)
-    if programs:
-        launch(
-            _repair_fwd_kernel, (programs,),
-            *_arguments(q, k, v, o, lse, schedule, features), spoiled,
-            **_constants(q, v, features, tiles), LOOK=look, num_warps=tiles.num_warps, num_stages=1,
-        )  # fmt: skip
-
-
-def _arguments(
+def forward_arguments(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, schedule: Schedule, features: Features
 ) -> tuple[Any, ...]:
     """What both kernels begin with."""
@@ -238,7 +187,7 @@ def _arguments(
     )  # fmt: skip
 
 
-def _constants(q: Tensor, v: Tensor, features: Features, tiles: TileConfig) -> dict[str, Any]:
+def forward_constants(q: Tensor, v: Tensor, features: Features, tiles: TileConfig) -> dict[str, Any]:
     """What both are compiled with."""
     (d_1, d_2), (dv_1, dv_2) = (split_width(x.shape[2], x.element_size()) for x in (q, v))
     return dict(

@@ -5,8 +5,8 @@ An item of work is 128 keys of a KV head. In each step, a block of queries of on
 - two warpgroups, 64 keys each: S^T = K Q^T, P^T, dP^T = V dO^T, dS^T, then dV and dK with P^T and dS^T as operands in
   registers. They put dS^T into a ring of shared tiles [keys, queries], rounded once, and wait for each other nowhere;
 - the third: dQ = dS K of all 128 keys, 64 rows by 64 columns at a time, each added to fp32 in global memory by TMA. The
-  order of those additions varies from run to run, unless tiles take turns (turns.py), for which this group alone waits;
-  dK and dV have one owner and are repeatable. What is added lies in memory as threads hold it (threads.py), as
+  order of those additions varies from run to run, unless tiles take turns (order.py), for which this group alone waits;
+  dK and dV have one owner and are repeatable. What is added lies in memory as threads hold it (registers.py), as
   FlashAttention-4 has it, so blocks of queries begin at multiples of 64.
 
 Where two warpgroups shared dQ, as they first did, they met in every step, and neither had products in flight while it
@@ -110,16 +110,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from fa_kernels.columns_of_head import split_width
+from fa_kernels.device import ceil_div, multiprocessors
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.hopper.barriers import WARPGROUP, hand_back, hand_over, meet
-from fa_kernels.flash_attention.hopper.bwd_dq import Prepared
-from fa_kernels.flash_attention.hopper.bwd_steps import (
+from fa_kernels.flash_attention.hopper.backward.dq_sum import Prepared
+from fa_kernels.flash_attention.hopper.backward.items import (
     BLOCK_N,
     SIZES,
     SUM_BLOCK,
     decode,
     first_step,
-    kv_heads_per_section,
     new_barriers,
     new_buffers,
     new_rest_buffers,
@@ -128,23 +128,29 @@ from fa_kernels.flash_attention.hopper.bwd_steps import (
     product,
     seen_by,
 )
-from fa_kernels.flash_attention.hopper.bwd_tma import named_barrier, tma_reduce_add
-from fa_kernels.flash_attention.hopper.columns import keep_columns
-from fa_kernels.flash_attention.hopper.descriptors import numbers, parts_of_heads, rows_of_heads
-from fa_kernels.flash_attention.hopper.marks import mark_rows
-from fa_kernels.flash_attention.hopper.queue import field, five_fields, new_queue, programs_of, read
-from fa_kernels.flash_attention.hopper.threads import in_order_of_threads
-from fa_kernels.flash_attention.hopper.turns import await_turns, new_turns, note_added, pass_turns
-from fa_kernels.flash_attention.portable.launch import ceil_div, multiprocessors
-from fa_kernels.flash_attention.portable.load import split_width
-from fa_kernels.flash_attention.replay import launch
+from fa_kernels.flash_attention.hopper.backward.order import await_turns, new_turns, note_added, pass_turns
+from fa_kernels.flash_attention.hopper.primitives.barriers import (
+    HALVES_BARRIER,
+    WARPGROUP,
+    hand_back,
+    hand_over,
+    meet,
+    named_barrier,
+    tma_reduce_add,
+)
+from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
+from fa_kernels.flash_attention.hopper.primitives.queue import field, five_fields, new_queue, programs_of, read
+from fa_kernels.flash_attention.hopper.primitives.registers import in_order_of_threads, keep_columns
 from fa_kernels.flash_attention.schedule import Schedule
 from fa_kernels.flash_attention.scores import cap
+from fa_kernels.flash_attention.tile_order import kv_heads_per_section
+from fa_kernels.launch.descriptors import numbers, parts_of_heads, rows_of_heads
+from fa_kernels.launch.record import launch
 
 SUMS = gl.constexpr(2)  # pieces of dQ on their way to memory
 REGISTERS = 128  # of a thread when the kernel starts
 GROUP_REGISTERS = (208, 72, 24)  # then, of the second consumer, dQ's group and the producer; the first gets the rest
-ORDERED_REGISTERS = (*GROUP_REGISTERS, 24, 24)  # and of the two warps of turns.py
+ORDERED_REGISTERS = (*GROUP_REGISTERS, 24, 24)  # and of the two warps of order.py
 
 
 @dataclass(frozen=True)
@@ -193,7 +199,7 @@ def tiles_of(head_dim: int, dtype: torch.dtype, softcap: float, ordered: bool = 
 
 @cache
 def _in_turns(tiles):
-    """The same for turns.py, where a program has one item: in a queue it would wait for a program that is not there."""
+    """The same for order.py, where a program has one item: in a queue it would wait for a program that is not there."""
     return replace(tiles, dynamic=False)
 
 
@@ -395,7 +401,7 @@ def _consume_item(
     if D_2:
         k_half_2.store((dk_2 * softmax_scale).to(dtype))
     fence_async_shared()
-    named_barrier(10, 256)  # both halves are there
+    named_barrier(HALVES_BARRIER, 256)  # both halves are there
     tma.async_copy_shared_to_global(out_desc, [first, kv_head * (D + D_2)], k_buf if HALF == 0 else v_buf)
     if D_2:
         tma.async_copy_shared_to_global(out_2_desc, [first, kv_head * (D + D_2)], k_2_buf if HALF == 0 else v_2_buf)
@@ -432,7 +438,7 @@ def _sum_item(found, turn, done, sums, ring, n_heads, turns, GROUP: gl.constexpr
     """One warpgroup: dQ of each step of an item, added to what sum_desc describes; `rest` is the same of D_2 columns.
 
     found, turn, done and what is returned are as of `_consume_item`, sums as `_bwd_kernel` has it. turns is None, or
-    barriers of turns.py, and then this is the program's only item.
+    barriers of order.py, and then this is the program's only item.
     """
     sum_desc, sum_bufs, k_bufs, rest, kv_full = sums
     ds_bufs, ds_full, ds_empty = ring
@@ -535,7 +541,8 @@ def _bwd_kernel(
     Program i works item i, and then others if there is a counter of them. Without tiles_ptr items are tiles in the
     order of the stream, and with semaphores, which it then needs, they add to dQ in that order, queries backwards.
     Descriptors of the first columns of each head, and with a 2 of the D_2 after them (None where D_2 is 0).
-    padded_q is the length of a head's lse and delta; spoiled_ptr None, or where to mark NaN in dK and dV (marks.py).
+    padded_q is the length of a head's lse and delta. spoiled_ptr is None, or where to mark NaN in dK and dV
+    (nan_marks.py).
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
@@ -601,7 +608,7 @@ def gradients_of_keys(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """-> dk, dv, dense; adds dS K to the prepared dq_sum, in one order where there are semaphores.
 
-    For a call that has `tiles_of`, and rows that descriptors.loadable takes. spoiled (portable.launch.new_marks) gets
+    For a call that has `tiles_of`, and rows that descriptors.loadable takes. spoiled (nan_isolation.new_marks) gets
     the marks of NaN in dk and dv.
     """
     rows, _, dq_sum, semaphores = prepared

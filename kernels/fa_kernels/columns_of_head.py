@@ -1,0 +1,22 @@
+"""How the columns of a head are held: its width need not be a power of two."""
+
+import triton
+
+
+def split_width(width: int, itemsize: int = 2) -> tuple[int, int]:
+    """The two powers of two, the second perhaps 0, that hold `width` columns with the least padding.
+
+    Each part has at least 16 columns, or 32 in fp8 (itemsize 1), because tl.dot takes no fewer.
+
+    >>> [split_width(d) for d in (8, 64, 80, 96, 104, 192)]
+    [(16, 0), (64, 0), (64, 16), (64, 32), (128, 0), (128, 64)]
+    >>> [split_width(d, itemsize=1) for d in (8, 40, 80)]
+    [(32, 0), (64, 0), (64, 32)]
+    """
+    least = 32 if itemsize == 1 else 16
+    first = max(least, 1 << (width.bit_length() - 1))
+    rest = width - first
+    if rest <= 0:
+        return first, 0
+    second = max(least, triton.next_power_of_2(rest))
+    return (2 * first, 0) if second >= first else (first, second)

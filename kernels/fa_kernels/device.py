@@ -1,0 +1,53 @@
+"""Facts about the device that kernels run on, and constants and helpers that all kernels share."""
+
+import os
+from functools import cache
+from typing import Literal
+
+import torch
+import triton.language as tl
+
+Arch = Literal["interpreter", "sm80", "sm90", "sm100", "unknown"]
+
+LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) is exp2(x * LOG2_E)
+# by compute capability; 12 is consumer Blackwell, which has sm_89's instructions and memory
+_ENTRIES: dict[tuple[int, int], Arch] = {
+    (8, 0): "sm80",
+    (8, 6): "sm80",
+    (8, 7): "sm80",
+    (8, 9): "sm80",
+    (9, 0): "sm90",
+    (10, 0): "sm100",
+    (10, 3): "sm100",
+    (12, 0): "sm80",
+    (12, 1): "sm80",
+}
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's CPU interpreter."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def arch_of(device: torch.device) -> Arch:
+    """The architecture whose tiles a device uses."""
+    if interpreted():
+        return "interpreter"
+    return _ENTRIES.get(torch.cuda.get_device_capability(device), "unknown")
+
+
+@cache  # each call asks two times
+def is_hopper(device: torch.device) -> bool:
+    """Whether a CUDA device is an sm_90."""
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache  # each call asks, up to three times
+def multiprocessors(device: torch.device) -> int:
+    """The number of streaming multiprocessors of a CUDA device."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up. triton.cdiv is a constexpr function, which takes the host 2 us."""
+    return -(-a // b)

@@ -1,0 +1,141 @@
+"""Computes tiles again where other kernels left NaN of one document in another, as their marks say."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fa_kernels.device import ceil_div, interpreted, multiprocessors
+from fa_kernels.flash_attention.features import Features
+from fa_kernels.flash_attention.nan_isolation import any_is_spoiled, is_spoiled
+from fa_kernels.flash_attention.portable.backward import backward_arguments, backward_constants, dkdv_tile, dq_tile
+from fa_kernels.flash_attention.portable.forward import forward_arguments, forward_constants, forward_tile
+from fa_kernels.flash_attention.schedule import Schedule
+from fa_kernels.flash_attention.tiles import launch_tiles
+from fa_kernels.launch.record import launch
+
+
+@triton.jit(do_not_specialize=["total_q", "total_k", "n_heads"])
+def _repair_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, key_start_ptr, key_end_ptr,
+    sinks_ptr, slopes_ptr, beside_ptr, document_ptr, descale_ptr,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_slopes,
+    total_q, total_k, n_heads, softmax_scale, softcap, spoiled_ptr,
+    HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, LOOK: tl.constexpr,
+):  # fmt: skip
+    """Few programs: of all tiles of BLOCK_M queries of one head, the marked ones."""
+    n_tiles = tl.cdiv(total_q, BLOCK_M)
+    n_items, step = n_tiles * n_heads, tl.num_programs(0)
+    for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
+        if any_is_spoiled(spoiled_ptr, base, n_items, n_tiles, total_q, BLOCK_M, LOOK):
+            for item in tl.range(base, tl.minimum(base + step * LOOK, n_items), step, disable_licm=True):
+                head, first = item // n_tiles, item % n_tiles * BLOCK_M
+                if is_spoiled(spoiled_ptr, head, first, total_q, BLOCK_M):
+                    forward_tile(
+                        first, head,
+                        q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, key_start_ptr, key_end_ptr,
+                        sinks_ptr, slopes_ptr, beside_ptr, document_ptr, descale_ptr,
+                        stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_slopes,
+                        total_q, total_k, n_heads, softmax_scale, softcap,
+                        HAS_SINKS, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N,
+                        PRECISION, True, 1,
+                    )  # fmt: skip
+
+
+def repair_forward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spoiled: Tensor, schedule: Schedule, features: Features
+) -> None:
+    """Computes o and lse again where `spoiled` (nan_isolation.new_marks) marks them, in whole tiles; both are dense."""
+    total_q, n_heads, head_dim = q.shape
+    tiles = launch_tiles(q.device, head_dim, v.shape[2], "fwd", q.element_size())
+    programs, look = repair_grid(q.device, ceil_div(total_q, tiles.block_m) * n_heads)
+    if programs:
+        launch(
+            _repair_fwd_kernel, (programs,),
+            *forward_arguments(q, k, v, o, lse, schedule, features), spoiled,
+            **forward_constants(q, v, features, tiles), LOOK=look, num_warps=tiles.num_warps, num_stages=1,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["total_q", "total_k", "n_heads"])
+def _repair_bwd_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
+    key_start_ptr, key_end_ptr, query_start_ptr, query_end_ptr,
+    slopes_ptr, beside_ptr, document_ptr,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
+    total_q, total_k, n_heads, softmax_scale, softcap, spoiled_q_ptr, spoiled_k_ptr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    PRECISION: tl.constexpr, DKDV_M: tl.constexpr, DKDV_N: tl.constexpr, DQ_M: tl.constexpr, DQ_N: tl.constexpr,
+    LOOK: tl.constexpr,
+):  # fmt: skip
+    """Few programs: the marked ones of all tiles of DKDV_N keys of one KV head, then of DQ_M queries of one head."""
+    n_kv_heads, step = n_heads // GROUP, tl.num_programs(0)
+    n_tiles = tl.cdiv(total_k, DKDV_N)
+    n_items = n_tiles * n_kv_heads
+    for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
+        if any_is_spoiled(spoiled_k_ptr, base, n_items, n_tiles, total_k, DKDV_N, LOOK):
+            for item in tl.range(base, tl.minimum(base + step * LOOK, n_items), step, disable_licm=True):
+                kv_head, first = item // n_tiles, item % n_tiles * DKDV_N
+                if is_spoiled(spoiled_k_ptr, kv_head, first, total_k, DKDV_N):
+                    dkdv_tile(
+                        first, kv_head,
+                        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, query_end_ptr,
+                        slopes_ptr, beside_ptr, document_ptr,
+                        stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
+                        stride_slopes, total_q, total_k, n_kv_heads, softmax_scale, softcap,
+                        True, True, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, DKDV_M, DKDV_N,
+                        PRECISION, True, 1,
+                    )  # fmt: skip
+    n_tiles = tl.cdiv(total_q, DQ_M)
+    n_items = n_tiles * n_heads
+    for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
+        if any_is_spoiled(spoiled_q_ptr, base, n_items, n_tiles, total_q, DQ_M, LOOK):
+            for item in tl.range(base, tl.minimum(base + step * LOOK, n_items), step, disable_licm=True):
+                head, first = item // n_tiles, item % n_tiles * DQ_M
+                if is_spoiled(spoiled_q_ptr, head, first, total_q, DQ_M):
+                    dq_tile(
+                        first, head,
+                        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, key_start_ptr, key_end_ptr,
+                        slopes_ptr, beside_ptr, document_ptr,
+                        stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
+                        stride_slopes, total_q, total_k, n_heads, softmax_scale, softcap,
+                        HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, DQ_M, DQ_N, PRECISION, True, 1,
+                    )  # fmt: skip
+
+
+def repair_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    spoiled_q: Tensor, spoiled_k: Tensor, schedule: Schedule, features: Features,
+) -> None:  # fmt: skip
+    """Computes dq again where `spoiled_q` marks it, dk and dv where `spoiled_k` marks one of them, in whole tiles.
+
+    Marks are as nan_isolation.new_marks has them; dq, dk and dv are dense.
+    """
+    (total_q, n_heads, head_dim), (total_k, n_kv_heads, v_head_dim) = q.shape, v.shape
+    of_keys = launch_tiles(q.device, head_dim, v_head_dim, "dkdv", q.element_size())
+    of_queries = launch_tiles(q.device, head_dim, v_head_dim, "dq", q.element_size())
+    n_items = max(ceil_div(total_k, of_keys.block_n) * n_kv_heads, ceil_div(total_q, of_queries.block_m) * n_heads)
+    programs, look = repair_grid(q.device, n_items)
+    if programs:
+        launch(
+            _repair_bwd_kernel, (programs,),
+            q, k, v, do, lse, delta, dq, dk, dv,
+            schedule.key_start, schedule.key_end, schedule.query_start, schedule.query_end,
+            *backward_arguments(q, k, v, do, n_heads, features), spoiled_q, spoiled_k,
+            **backward_constants(q, v, features),
+            DKDV_M=of_keys.block_m, DKDV_N=of_keys.block_n, DQ_M=of_queries.block_m, DQ_N=of_queries.block_n,
+            LOOK=look, num_warps=max(of_keys.num_warps, of_queries.num_warps), num_stages=1,
+        )  # fmt: skip
+
+
+def repair_grid(device: torch.device, n_items: int) -> tuple[int, int]:
+    """Programs that repair n_items tiles, one a multiprocessor, and at how many marks each of them looks at a time.
+
+    Marks are rare: what counts is that a launch that finds none is short.
+    """
+    if interpreted():
+        return min(n_items, 3), 4  # few, so that short inputs have more tiles than that
+    return min(n_items, multiprocessors(device)), 256
