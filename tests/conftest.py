@@ -20,7 +20,7 @@ def kernels_are_compiled() -> bool:
 # whose tests take the longest, of minutes all; last, one would leave the other cores of pytest-xdist without work
 LONGEST = (
     "test_aot",
-    "test_strategy",
+    "test_fsdp",
     "test_train",
     "test_ablate_memory",
     "test_finetune",
@@ -67,7 +67,7 @@ def _interpreter_at_its_best() -> Iterator[None]:
     if kernels_are_compiled():
         yield
         return
-    from tests.interpreter import patched_once_a_launch  # imports triton, which reads what stands above
+    from tests.support.interpreter import patched_once_a_launch  # imports triton, which reads what stands above
 
     with patched_once_a_launch():
         yield

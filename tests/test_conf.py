@@ -6,9 +6,9 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 
 import train
-from tests.data.chats import many_chats, save_tokenizer, write_jsonl
+from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
+from tests.support.training import CONF, command_line, composed, tiny
 from tests.test_finetune import write_base
-from tests.training import CONF, command_line, composed, tiny
 
 NEEDED = {
     "hf": ["data.name=some/name"],

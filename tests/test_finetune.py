@@ -14,8 +14,8 @@ import train
 from fa_train.models.hf import load_pretrained, save_pretrained
 from scripts import export_hf
 from scripts.bench import compare_finetune
-from tests.data.chats import PLAIN, many_chats, save_tokenizer, write_jsonl
-from tests.training import column, command_line, composed, write_corpus
+from tests.data.support.chats import PLAIN, many_chats, save_tokenizer, write_jsonl
+from tests.support.training import column, command_line, composed, write_corpus
 
 pytestmark = pytest.mark.xdist_group("finetune")
 STEPS = 12

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from fa_kernels.flash_attention import schedule as schedules
 from fa_train.lit_gpt import LitGPT
 from fa_train.models import gpt
-from tests.memory.small import levers, small_gpt
+from tests.memory.support.small import levers, small_gpt
 
 TOTAL, STEPS = 24, 3
 

@@ -13,7 +13,7 @@ from fa_train.callbacks import GracefulInterrupt
 from fa_train.memory.loss import _liger_cross_entropy
 from fa_train.parallel.fsdp import FullyShardedStrategy
 from fa_train.private_names import TESTED, private, replace_private, require_parameters
-from tests.training import REPOSITORY
+from tests.support.training import REPOSITORY
 
 PROJECT = tomllib.loads(Path(REPOSITORY, "pyproject.toml").read_text())["project"]
 BOUNDS = {r.name: r.specifier for r in map(Requirement, PROJECT["dependencies"])}

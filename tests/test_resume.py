@@ -10,9 +10,9 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 import train
-from tests.processes import start_server
+from tests.support.processes import start_server
+from tests.support.training import column, composed, tiny, write_corpus
 from tests.test_train import processes_can_talk, ranks_of_torchrun
-from tests.training import column, composed, tiny, write_corpus
 
 SMALL = (
     "model.n_layers=1", "max_steps=6", "callbacks.checkpoint.every_n_train_steps=3",

@@ -17,7 +17,7 @@ import train
 from fa_train import settings
 from fa_train.bounds import Betas, NonNegativeFloat
 from fa_train.preflight import explain
-from tests.training import CONF, command_line, composed
+from tests.support.training import CONF, command_line, composed
 
 # each command lacks some keys; together they have every kind of node
 COMMANDS = {

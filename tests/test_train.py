@@ -15,8 +15,8 @@ import torch
 
 import train
 from fa_train.callbacks import GracefulInterrupt
-from tests import processes
-from tests.training import (
+from tests.support import processes
+from tests.support.training import (
     RECORDED,
     REPOSITORY,
     column,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training import command_line, quiet_environment, tiny
+from tests.support.training import command_line, quiet_environment, tiny
 
 KEY = "0123456789" * 4
 NOBODY = "http://127.0.0.1:9"  # the discard port, which no machine listens on

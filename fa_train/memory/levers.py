@@ -2,7 +2,7 @@
 
 There are few enough combinations of levers to ask fa_train.memory.planner about each. `memory=auto` is the one that
 costs the least time of those that fit. Times are arithmetic too, of what the levers add and of nothing else;
-tests/memory/test_levers.py holds them against steps measured on an H200.
+tests/memory/planner/test_levers.py holds them against steps measured on an H200.
 """
 
 from dataclasses import dataclass, replace

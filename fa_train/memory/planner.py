@@ -2,8 +2,8 @@
 
 What autograd keeps of each block is read off the code, tensor by tensor. A step's peak is the largest of a few moments:
 the loss; within a block, whichever of its forward (again, if checkpointed), its FFN's or its attention's backward holds
-most; the end of the backward, when all gradients exist; the optimizer. tests/memory/test_planner.py runs the real model
-on fake tensors and compares, and holds the formula against peaks measured on GPUs.
+most; the end of the backward, when all gradients exist; the optimizer. tests/memory/planner/test_planner.py runs the
+real model on fake tensors and compares, and holds the formula against peaks measured on GPUs.
 
 Attention is counted as flash attention; the other kinds keep at least as much. What to change where a step does not fit
 is fa_train.memory.levers' to say.

@@ -2,7 +2,7 @@
 
 Each configuration takes two training steps on one document as LitGPT takes them (forward, backward, clipping, the
 optimizer, gradients freed); its peak is torch.cuda.max_memory_allocated. Writes OUT.md, and OUT.json, which
-tests/memory/test_planner.py holds the formula to when it stands there as peaks_<gpu>.json.
+tests/memory/planner/test_planner.py holds the formula to when it stands there as peaks_<gpu>.json.
 """
 
 import argparse

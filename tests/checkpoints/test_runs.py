@@ -14,8 +14,8 @@ from lightning.pytorch.loggers.utilities import _scan_checkpoints
 
 import train
 from fa_train.parallel.checkpoint import require_whole
+from tests.support.training import column, command_line, composed, tiny
 from tests.test_train import start_and_finish
-from tests.training import column, command_line, composed, tiny
 
 pytestmark = pytest.mark.xdist_group("checkpoints")
 TWO_STEPS = ("callbacks.checkpoint.every_n_train_steps=1", "max_steps=2", "trainer.val_check_interval=2")

@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fa_train.data.datamodule import MicroBatches, PackedRows, sft_data, synthetic_data
 from fa_train.data.packing import IGNORE_INDEX
-from tests.data.chats import many_chats, save_tokenizer, write_jsonl
-from tests.data.test_best_fit import make as make_best_fit
+from tests.data.packing.test_best_fit import make as make_best_fit
+from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
 
 OPTIONS = dict(
     seq_len=16, batch_size=8, micro_batch_size=2, max_steps=6, seed=1, document_mask=True, reset_positions=True,

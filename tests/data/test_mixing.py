@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from fa_train.data.datamodule import MicroBatches, Mixture, PackedDataModule, PackedRows
 from fa_train.data.mixing import CYCLE, MixedRows, interleave, rows_a_cycle
-from tests.data.test_best_fit import OPTIONS, NumberedSource
+from tests.data.packing.test_best_fit import OPTIONS, NumberedSource
+from tests.data.packing.test_concat import PAD, Numbered
 from tests.data.test_datamodule import Killed, Recorder, fit
-from tests.data.test_packing import PAD, Numbered
 
 BASE = 10**6  # the tokens of source i are from i * BASE on
 

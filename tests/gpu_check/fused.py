@@ -8,7 +8,7 @@ from fa_kernels.rmsnorm import add_rms_norm
 from fa_kernels.rotary import rotate_heads, rotate_qkv
 from fa_kernels.swiglu import swiglu, swiglu_gradient
 from tests.kernels.attention_check import DEVICE
-from tests.tolerance import assert_as_accurate
+from tests.support.tolerance import assert_as_accurate
 
 ROWS = 130  # more rows than one program of any operation processes
 

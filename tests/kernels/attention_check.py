@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fa_kernels.flash_attention.reference import attention_reference
-from tests.tolerance import assert_as_accurate
+from tests.support.tolerance import assert_as_accurate
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fa_kernels import flash_attn_with_kvcache
 from tests.kernels.attention_check import DEVICE
-from tests.tolerance import assert_as_accurate
+from tests.support.tolerance import assert_as_accurate
 
 NAN = float("nan")
 

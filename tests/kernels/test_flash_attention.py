@@ -12,7 +12,7 @@ from fa_kernels.flash_attention import backend
 from fa_kernels.flash_attention.interface import flash_attn_packed
 from fa_kernels.flash_attention.reference import attention_reference
 from fa_kernels.flash_attention.schedule import Schedule, alignment, build_schedule, causal_schedule
-from tests.tolerance import assert_as_accurate
+from tests.support.tolerance import assert_as_accurate
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -15,7 +15,7 @@ from fa_kernels.flash_attention.schedule import build_schedule
 from tests.kernels.hopper import NEEDS_SM_90, tiles_of
 from tests.kernels.test_flash_attention import cumulative
 from tests.kernels.test_matrix import MASKS
-from tests.tolerance import assert_as_accurate
+from tests.support.tolerance import assert_as_accurate
 
 pytestmark = NEEDS_SM_90
 

@@ -1,4 +1,4 @@
-"""The tests' own way to run kernels without a GPU: tests.interpreter changes no result and leaves nothing behind."""
+"""The tests run kernels without a GPU by tests.support.interpreter; it changes no result and leaves nothing behind."""
 
 import pytest
 import torch

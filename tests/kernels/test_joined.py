@@ -18,7 +18,7 @@ from fa_kernels import (
 )
 from fa_kernels.flash_attention import interface
 from fa_kernels.flash_attention.reference import attention_reference
-from tests.tolerance import assert_as_accurate
+from tests.support.tolerance import assert_as_accurate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CU = torch.tensor([0, 11, 11, 18], dtype=torch.int32, device=DEVICE)

@@ -1,9 +1,9 @@
 """The compiled kernels over thousands of combinations of shape, mask and feature; a test is 55 of one dtype and width.
 
-Each combination is compared with dense attention in fp32 or fp64 as tests.tolerance says, forward and backward. The
-combinations are the full product of lengths and masks, in which features, heads and layouts take turns: all of them at
-the widths that Hopper's kernels know, fewer at the others, since each is compiled anew. Worst errors beside torch's go
-to $MATRIX_REPORT, a folder, where it is set.
+Each combination is compared with dense attention in fp32 or fp64 as tests.support.tolerance says, forward and backward.
+The combinations are the full product of lengths and masks, in which features, heads and layouts take turns: all of them
+at the widths that Hopper's kernels know, fewer at the others, since each is compiled anew. Worst errors beside torch's
+go to $MATRIX_REPORT, a folder, where it is set.
 """
 
 import itertools

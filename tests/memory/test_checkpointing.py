@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fa_kernels.flash_attention import backend
 from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_train.memory.checkpointing import ATTENTION_OPERATORS
-from tests.memory.small import (
+from tests.memory.support.small import (
     ATTENTIONS,
     assert_equal,
     compile_blocks,

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa_train.memory import loss as loss_module
 from fa_train.memory.loss import LinearCrossEntropy, _liger_cross_entropy, _torch_cross_entropy, linear_cross_entropy
-from tests.memory.small import LargestTensor
-from tests.tolerance import assert_as_accurate
+from tests.memory.support.small import LargestTensor
+from tests.support.tolerance import assert_as_accurate
 
 TOTAL, DIM, VOCAB = 50, 16, 37
 

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fa_train.memory import offload
 from fa_train.memory.offload import available_host_bytes, require_host_memory
-from tests.memory.small import assert_equal, compile_blocks, levers, small_gpt, step, stream
+from tests.memory.support.small import assert_equal, compile_blocks, levers, small_gpt, step, stream
 
 STATE = 24 * 32 * 4  # bytes: tokens x dim in fp32
 EVERYTHING = levers(offload="all", mlp_chunk=5)

@@ -15,11 +15,11 @@ from fa_train.memory.swiglu_down import trains_plainly
 from fa_train.models import gpt
 from fa_train.models.gpt import FeedForward
 from fa_train.models.lora import LoRA
-from tests.memory import simulated
-from tests.memory.simulated import kept_by_compiled_block
-from tests.memory.small import assert_equal, compile_blocks, levers, small_gpt, step, stream
-from tests.memory.test_planner import LLAMA_1B, build
-from tests.tolerance import assert_as_accurate
+from tests.memory.planner.test_planner import LLAMA_1B, build
+from tests.memory.support import simulated
+from tests.memory.support.simulated import kept_by_compiled_block
+from tests.memory.support.small import assert_equal, compile_blocks, levers, small_gpt, step, stream
+from tests.support.tolerance import assert_as_accurate
 
 DIM, FFN_DIM = 16, 24
 BIAS = pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])

@@ -18,7 +18,7 @@ from fa_train.models.attention import (
     require_softcap,
     sdpa_attention,
 )
-from tests.tolerance import assert_as_accurate
+from tests.support.tolerance import assert_as_accurate
 
 ATTENTIONS = [
     pytest.param(naive_attention, id="naive"),

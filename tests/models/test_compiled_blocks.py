@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fa_kernels import rmsnorm
-from tests.memory.small import assert_equal, compile_blocks, levers, small_gpt, step, stream
+from tests.memory.support.small import assert_equal, compile_blocks, levers, small_gpt, step, stream
 
 LAYERS = 3
 ADDS_LATER = [levers(), levers(offload="all"), levers(mlp_chunk=8)]

@@ -16,9 +16,9 @@ from fa_train.models.gpt import GPT
 from fa_train.models.hf import load_pretrained, save_pretrained
 from fa_train.models.lora import LoRA, LoRALinear, adapted, adapter_tensors, load_adapter, merge, save_adapter
 from fa_train.optim import adamw, adamw_bf16
-from tests.memory.small import compile_blocks, levers, small_gpt, step, stream
-from tests.models.test_hf import ARCHITECTURES, CHECKPOINTS, VOCAB
-from tests.training import column, composed, tiny
+from tests.memory.support.small import compile_blocks, levers, small_gpt, step, stream
+from tests.models.hf.test_import import ARCHITECTURES, CHECKPOINTS, VOCAB
+from tests.support.training import column, composed, tiny
 
 CPU = torch.device("cpu")
 # the parts of a joined matrix, the whole of one, and none of the FFN's

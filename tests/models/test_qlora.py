@@ -10,9 +10,9 @@ import train
 from fa_train import preflight
 from fa_train.models.gpt import GPT
 from fa_train.models.lora import LoRALinear, adapted, adapter_tensors, merge, quantised
-from tests.memory.small import compile_blocks, levers, small_gpt, step, stream
+from tests.memory.support.small import compile_blocks, levers, small_gpt, step, stream
 from tests.models.test_lora import ALL, MEMORIES, SELECTIVE, lora, small
-from tests.training import column, composed, tiny
+from tests.support.training import column, composed, tiny
 
 pytest.importorskip("torchao")
 CPU = torch.device("cpu")

@@ -1,0 +1,204 @@
+"""Optimizer steps without finite gradients change nothing and are counted. Too many in a row end the run."""
+
+import copy
+import math
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+
+import train
+from fa_train.callbacks import DivergedError
+from tests.support.processes import start_server
+from tests.support.training import column, command_line, composed, tiny, write_corpus
+from tests.test_train import processes_can_talk, ranks_of_torchrun
+
+STEPS, FEW, BAD = 300, 60, 40  # lengths of runs, and the index of their step with an infinite loss
+SMALL = (
+    "model.n_layers=1", "seq_len=16", "batch_size=2", "trainer.val_check_interval=50", "data.val_rows=2",
+    "data.micro_batch_size=2", "callbacks.checkpoint=null",
+)  # fmt: skip
+RUNS = {
+    "adamw": (STEPS, []),
+    "adamw-not-fused": (FEW, ["optimizer.fused=false"]),
+    "adamw-of-two-micro-batches": (FEW, ["data.micro_batch_size=1"]),
+    "adamw_8bit": (STEPS, ["optimizer=adamw_8bit"]),
+    "adamw_bf16": (STEPS, ["optimizer=adamw_bf16", "trainer.precision=bf16-true"]),
+    # naive attention sums in one order
+    "adamw_offload": (STEPS, ["optimizer=adamw_offload", "trainer.accelerator=gpu", "attention=naive"]),
+}
+ON_TWO_RANKS = {"ddp": STEPS, "fsdp": FEW}
+
+
+class InfiniteLoss(Callback):
+    """Makes the last rank's loss infinite at these steps, and with it every gradient of that rank."""
+
+    def __init__(self, steps: list[int]) -> None:
+        self.steps = steps
+
+    def on_fit_start(self, trainer, pl_module) -> None:
+        def times_infinity(model, inputs, loss):
+            bad = model.training and trainer.global_step in self.steps
+            return loss * math.inf if bad and trainer.global_rank == trainer.world_size - 1 else loss
+
+        pl_module.model.register_forward_hook(times_infinity)
+
+
+class Undo(Callback):
+    """Restores the weights and the optimizer's state from before one step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.before: tuple[list[torch.Tensor], dict[str, Any]] | None = None
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+        if trainer.global_step == self.step:
+            weights = [p.detach().clone() for p in pl_module.parameters()]
+            self.before = weights, copy.deepcopy(optimizer.state_dict())
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if self.before is not None:
+            weights, state = self.before
+            for parameter, weight in zip(pl_module.parameters(), weights, strict=True):
+                parameter.copy_(weight)
+            [optimizer] = trainer.optimizers
+            rates = [group["lr"] for group in optimizer.param_groups]  # already those of the next step
+            optimizer.load_state_dict(state)
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            self.before = None
+
+
+def bad_steps(*steps: int) -> list[str]:
+    return [
+        "+callbacks.bad._target_=tests.callbacks.test_skipped_steps.InfiniteLoss",
+        f"+callbacks.bad.steps={list(steps)}",
+    ]
+
+
+UNDONE = ["+callbacks.undo._target_=tests.callbacks.test_skipped_steps.Undo", f"+callbacks.undo.step={BAD}"]
+
+
+def run(folder: Path, corpus: Path, *overrides: str) -> Path:
+    """Trains in this process and returns the run's folder."""
+    folder.mkdir()
+    with composed(folder, *tiny(corpus, *SMALL, *overrides)) as cfg:
+        train.train(cfg)
+    return folder
+
+
+def assert_only_the_bad_step_differs(skipping: Path, undone: Path, steps: int) -> None:
+    """Every other loss equals, to the bit, that of a run whose bad step was undone."""
+    losses, expected = column(skipping, "train/loss"), column(undone, "train/loss")
+    assert sorted(losses) == list(range(1, steps + 1))
+    assert not math.isfinite(losses.pop(BAD + 1)) and math.isfinite(expected.pop(BAD + 1))
+    assert losses == expected
+    assert column(skipping, "val/loss") == column(undone, "val/loss")
+    counts = column(skipping, "train/skipped_steps")
+    assert counts == {step: float(step > BAD) for step in range(1, steps + 1)}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.gpu] if name == "adamw_offload" else []) for name in RUNS]
+)
+def test_a_step_without_finite_gradients_changes_nothing(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # not every CPU has its bf16
+    steps, overrides = RUNS[name]
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles an update for each shape
+        skipping = run(tmp_path / "skipping", tmp_path, f"max_steps={steps}", *overrides, *bad_steps(BAD))
+        undone = run(tmp_path / "undone", tmp_path, f"max_steps={steps}", *overrides, *UNDONE)
+    assert_only_the_bad_step_differs(skipping, undone, steps)
+
+
+def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
+    """One of two ranks. For ddp and for fsdp, one run skips the bad step and one undoes it.
+
+    Asserts what only the ranks see.
+    """
+    torch.set_num_threads(1)
+    os.environ.update(environments[rank])
+    for strategy, steps in ON_TWO_RANKS.items():
+        overrides = [f"max_steps={steps}", "data.micro_batch_size=1", f"strategy={strategy}", "trainer.devices=2"]
+        for name, how in (("skipping", bad_steps(BAD)), ("undone", UNDONE)):
+            path = Path(folder, f"{strategy}-{name}")
+            path.mkdir(exist_ok=True)
+            with (
+                composed(path, *tiny(Path(folder), *SMALL, *overrides, *how)) as cfg,
+                patch.object(dist, "barrier", wraps=dist.barrier) as barrier,
+            ):
+                train.train(cfg)
+            assert barrier.call_count < steps // 2, "NCCL's barrier waits for the GPU, so no step may have one"
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("two_ranks")
+    write_corpus(folder / "corpus")
+    start_server()
+    arguments = (str(folder), ranks_of_torchrun(2))
+    torch.multiprocessing.start_processes(in_two_processes, args=arguments, nprocs=2, start_method="forkserver")
+    return folder
+
+
+@pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
+@pytest.mark.xdist_group("skipped-steps-of-two-ranks")
+@pytest.mark.parametrize("strategy", ON_TWO_RANKS)
+def test_all_ranks_skip_what_one_finds(strategy, two_ranks):
+    skipping, undone = two_ranks / f"{strategy}-skipping", two_ranks / f"{strategy}-undone"
+    assert_only_the_bad_step_differs(skipping, undone, ON_TWO_RANKS[strategy])
+
+
+DIVERGING = [
+    "max_steps=20", "trainer.log_every_n_steps=4", "trainer.val_check_interval=3", "data.micro_batch_size=1",
+    "callbacks.checkpoint.every_n_train_steps=4", "export=true",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param([], id="one"),
+        pytest.param(
+            ["strategy=ddp", "trainer.devices=2"],
+            marks=pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
+            id="two",
+        ),
+    ],
+)
+def test_five_skipped_steps_in_a_row_end_a_run(ranks, tmp_path):
+    """Steps 6 to 10 are bad. Validations at 6 and 9 do not end the row, and the next log is at step 12."""
+    settings = [override for override in SMALL if override != "callbacks.checkpoint=null"]
+    overrides = tiny(tmp_path, *settings, *DIVERGING, "batch_size=4", *ranks)
+    done = command_line(tmp_path, *overrides, *bad_steps(*range(5, 10)))
+    assert done.returncode == 1, done.stderr
+    errors = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+    assert len(errors) == 1 and "Traceback" not in done.stderr, done.stderr
+    assert errors[0].startswith("error: the gradients of 5 optimizer steps in a row were not finite, by step 12")
+    assert not list(tmp_path.rglob("exported*"))
+    names = sorted(path.name for path in tmp_path.rglob("*.ckpt"))
+    assert names == ["step_0000004.ckpt", "step_0000008.ckpt"], "what has diverged replaces no older checkpoint"
+    [metrics] = tmp_path.rglob("metrics.csv")
+    assert column(metrics.parent, "train/skipped_steps") == {4: 0, 8: 3, 12: 5}
+
+
+def test_a_finite_step_ends_a_row(tmp_path, capsys):
+    """Four skipped steps, one step with finite gradients, and four skipped steps."""
+    bad = [2, 3, 4, 5, 7, 8, 9, 10]
+    folder = run(tmp_path / "run", tmp_path, "max_steps=12", *bad_steps(*bad))
+    assert column(folder, "train/skipped_steps")[12] == 8
+    assert "skipped 8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("limit", "ends"), [("2", True), ("null", False)])
+def test_the_limit_is_a_setting(limit, ends, tmp_path):
+    limited = [f"callbacks.monitor.max_skipped_steps={limit}", "max_steps=8", *bad_steps(*range(1, 7))]
+    with pytest.raises(DivergedError, match=r"of 2 optimizer steps in a row .* by step 3") if ends else nullcontext():
+        run(tmp_path / "run", tmp_path, *limited)

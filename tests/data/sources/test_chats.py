@@ -1,0 +1,143 @@
+"""Chats in every form that files hold them, and each mistake named with its file and line."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from fa_train.data.chats import ChatCorpus, parse_chat
+from tests.data.support.chats import CALL, MULTI_TURN, PAIR, TOOL, many_chats, turn, write_jsonl
+
+QUESTION, ANSWER = turn("user", "2 + 2?"), turn("assistant", "is 4.")
+
+
+def chats(path):
+    return [chat for _, chat in ChatCorpus(str(path)).documents()]
+
+
+def test_every_form_is_one():
+    sharegpt = {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "is 4."}]}
+    messages_pair = {"prompt": [QUESTION], "completion": [ANSWER]}
+    for row in ({"messages": [QUESTION, ANSWER]}, sharegpt, PAIR, messages_pair, PAIR | {"tools": None, "id": 3}):
+        chat = parse_chat(row, "")
+        assert (chat.messages, chat.tools) == ([QUESTION, ANSWER], None)
+    assert parse_chat(PAIR, "").learn_from == 1 and parse_chat(sharegpt, "").learn_from == 0
+
+
+def test_tools_and_their_arguments_are_objects():
+    chat = parse_chat(MULTI_TURN, "")
+    assert chat.messages[4]["content"] == ""
+    assert chat.messages[4]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
+    assert chat.tools == parse_chat(MULTI_TURN | {"tools": json.dumps([TOOL])}, "").tools == [TOOL]
+    bare = {"name": "weather", "arguments": {"city": "Rome"}}
+    row = {"messages": [QUESTION, turn("assistant", "", tool_calls=[bare])]}
+    assert parse_chat(row, "").messages[1]["tool_calls"] == [bare]
+
+
+def test_files_hold_the_same_chats(tmp_path):
+    rows = [{"messages": [QUESTION, ANSWER]}, {"messages": [turn("system", "be brief."), QUESTION, ANSWER]}]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    (tmp_path / "b.json").write_text(json.dumps(rows, indent=1))
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "c.parquet")
+    expected = [parse_chat(row, "").messages for row in rows]
+    assert [chat.messages for chat in chats(tmp_path)] == expected * 3
+    keys = [key for key, _ in ChatCorpus(str(tmp_path)).documents()]
+    assert keys == ["a.jsonl:1", "a.jsonl:2", "b.json:1", "b.json:2", "c.parquet:1", "c.parquet:2"]
+    assert ChatCorpus(str(tmp_path / "c.parquet")).count() == 2 and ChatCorpus(str(tmp_path)).count() is None
+
+
+def with_message(**changes):
+    return {"messages": [QUESTION, ANSWER | changes]}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "2"}, "must have messages, conversations, or prompt and completion; .*line 2 has text"),
+        ({"prompt": "2", "completion": None}, "or prompt and completion; .*line 2 has prompt"),
+        ({"messages": []}, "messages must not be empty; .*line 2 has none"),
+        ({"messages": "hello"}, "messages must be a list; .*line 2 has a str"),
+        ({"messages": ["hello"]}, "a message must be an object; .*line 2, message 0 is a str"),
+        ({"messages": [QUESTION]}, "must have an assistant's turn to learn; .*line 2 has none"),
+        ({"prompt": [QUESTION, ANSWER], "completion": [QUESTION]}, "an assistant's turn to learn; .*line 2 has none"),
+        ({"messages": [QUESTION, {"content": "4"}]}, "must have a role; .*line 2, message 1 has content"),
+        (with_message(role="bot"), "a role must be one of .*; .*line 2, message 1 has 'bot'"),
+        (with_message(weight=0), "weight must be 1 or left out; .*line 2, message 1 has 0"),
+        (with_message(content=" "), "must not be empty; .*line 2, message 1, of role assistant, is"),
+        (with_message(content=None), "must have text as its content; .*line 2, message 1 has none"),
+        (with_message(content=[{"type": "text"}]), "must have text as its content; .*line 2, message 1 has a list"),
+        (
+            with_message(role="user", tool_calls=[CALL]),
+            "must be an assistant's; .*message 1 is of role user",
+        ),
+        (with_message(tool_calls=[{"id": 1}]), "must have a function's name and arguments; .*line 2, message 1 has"),
+        (with_message(tool_calls=[{"name": "f", "arguments": "{"}]), "arguments must be JSON; .*line 2, message 1 has"),
+        (PAIR | {"tools": ["f"]}, "tools must be a list of JSON schemas; .*line 2 has"),
+        ({"conversations": [{"from": "human"}]}, "must have from and value; .*line 2, turn 0 is"),
+        ({"conversations": [{"from": "alien", "value": "x"}]}, "a role must be one of .*message 0 has 'alien'"),
+    ],
+)
+def test_a_bad_chat_is_named(tmp_path, row, message):
+    path = write_jsonl(tmp_path / "chats.jsonl", [PAIR, row])
+    with pytest.raises(ValueError, match=message) as error:
+        chats(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("cut.jsonl", '{"messages": [', "every line must be a JSON object; .*cut.jsonl, line 1 is not: "),
+        ("cut.json", '[{"prompt": "2",\n', "must be a list of objects; .*cut.json, line 2 is not: "),
+        ("object.json", "{}", "must be a list of objects; .*object.json is a dict"),
+        ("texts.json", '["2"]', "must be a list of objects; .*texts.json, row 1 is a str"),
+        ("cut.parquet", "PAR1", "cut.parquet must be a Parquet file; it cannot be read: "),
+        ("chats.txt", "hello", r"data.path must be a file, folder or glob of .jsonl, .json, .parquet; got .*chats.txt"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        chats(tmp_path / name)
+
+
+def test_a_damaged_page_of_parquet_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    rows = pa.Table.from_pylist([{"prompt": str(i) * 50, "completion": "x"} for i in range(2000)])
+    pyarrow.parquet.write_table(rows, path, compression="zstd", use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    content[200:600] = bytes(400)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"a.parquet must be a Parquet file; it cannot be read: "):
+        chats(path)
+
+
+@pytest.fixture
+def dataset_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "chats").mkdir()
+    return tmp_path / "chats"
+
+
+def test_a_dataset_is_read_as_files_are(dataset_folder):
+    path = write_jsonl(dataset_folder / "train.jsonl", many_chats(5))
+    files, dataset = ChatCorpus(str(path)), ChatCorpus(f"hf:{dataset_folder}:train")
+    assert [chat.messages for _, chat in dataset.documents()] == [chat.messages for _, chat in files.documents()]
+    assert [key for key, _ in dataset.documents()] == list("01234") and dataset.count() == 5
+    named = ChatCorpus(f"hf:{dataset_folder}:default:train")
+    assert named.fingerprint() == dataset.fingerprint()
+    assert [ChatCorpus(f"hf:{dataset_folder}:{part}").count() for part in ("train[1:3]", "default:train[:4]")] == [2, 4]
+    write_jsonl(path, many_chats(6))
+    assert ChatCorpus(f"hf:{dataset_folder}:train").fingerprint() != dataset.fingerprint()
+
+
+def test_what_a_dataset_lacks_is_named(dataset_folder):
+    for path in ("hf:", "hf:name", "hf::train", "hf:a:b:c:d"):
+        with pytest.raises(ValueError, match=rf"data.path must be hf:<name>:<split> or .*; got {path}$"):
+            ChatCorpus(path)
+    with pytest.raises(ValueError, match=r"data.path=hf:.*:train must be a dataset that `datasets` can load"):
+        ChatCorpus(f"hf:{dataset_folder / 'nowhere'}:train").count()
+    write_jsonl(dataset_folder / "train.jsonl", [{"text": "no chat"}])
+    with pytest.raises(ValueError, match=r"hf:.*:train, row 0 has text"):
+        list(ChatCorpus(f"hf:{dataset_folder}:train").documents())

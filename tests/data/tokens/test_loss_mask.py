@@ -1,0 +1,100 @@
+"""Masks are cut where tokens are, through the cache and both ways of packing, and every lost label is counted."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fa_train.data.best_fit import BestFit
+from fa_train.data.corpus import TextCorpus
+from fa_train.data.datamodule import PackedRows, sft_data
+from fa_train.data.packing import IGNORE_INDEX, Concatenation
+from fa_train.data.store import StoredMask, TokenizedCorpus
+from fa_train.data.tokenizer import ByteTokenizer
+from tests.data.packing.test_best_fit import OPTIONS
+from tests.data.packing.test_concat import PAD, Numbered
+from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
+
+
+class Masked(Numbered):
+    """Numbered documents with masks from the cache's own class, in two chunks."""
+
+    def __init__(self, masks):
+        super().__init__([len(mask) for mask in masks])
+        half = len(masks) // 2
+        chunks = [np.concatenate([[], *part]).astype(bool) for part in (masks[:half], masks[half:])]
+        halves = self.lengths[:half], self.lengths[half:]
+        start = np.concatenate([np.cumsum([0, *lengths])[:-1] for lengths in halves])
+        chunk = np.arange(len(masks)) >= half
+        self.loss_mask = StoredMask(chunks, chunk.astype(int), start.astype(int), self.lengths)
+
+
+masks_of_documents = st.lists(st.lists(st.booleans(), max_size=20), min_size=1, max_size=12).filter(
+    lambda masks: sum(map(len, masks)) > 0
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(masks_of_documents, st.integers(1, 12), st.sampled_from(["concat", "split", "truncate", "drop"]))
+def test_exactly_the_learnt_tokens_are_labels(masks, seq_len, how):
+    documents = Masked(masks)
+    if how == "concat":
+        layout = Concatenation(documents, seq_len, PAD)
+    else:
+        layout = BestFit(documents, seq_len, PAD, max_doc_len=None, long_documents=how, cache_dir=None)
+    epoch = layout.epoch(np.random.default_rng(0))
+    rows = [epoch.row(i) for i in range(layout.n_rows)]
+    labels = [label for row in rows for label in row.labels.tolist() if label != IGNORE_INDEX]
+    kept = {"concat": masks, "split": masks, "truncate": [mask[:seq_len] for mask in masks],
+            "drop": [mask if len(mask) <= seq_len else [] for mask in masks]}[how]  # fmt: skip
+    expected = [1000 * i + k for i, mask in enumerate(kept) for k, learned in enumerate(mask) if learned and k]
+    assert sorted(labels) == expected
+    for row in rows:
+        learnt = row.labels != IGNORE_INDEX
+        assert np.array_equal(row.labels[learnt], row.tokens[learnt] + 1)
+    counts = layout.report.labels
+    assert (counts.labels_in, counts.labels_packed) == (sum(sum(mask[1:]) for mask in masks), len(labels))
+
+
+def test_documents_and_pieces_without_a_label_are_counted():
+    masks = [[0] * 6 + [1] * 2, [0] * 3, [0, 1], [1, 0], []]
+    expected = {"split": (3, 3), "truncate": (3, 1), "drop": (2, 1)}  # pieces without a label, labels packed
+    for policy, (unlearned, packed) in expected.items():
+        layout = BestFit(Masked(masks), 4, PAD, max_doc_len=None, long_documents=policy, cache_dir=None)
+        counts = layout.report.labels
+        assert (counts.pieces_unlearned, counts.labels_in, counts.labels_packed) == (unlearned, 3, packed)
+    assert "labels 3: 1 packed, 2 lost; 2 documents or pieces without any" in layout.report.text()
+    assert layout.report.metrics()["packing/pieces_unlearned"] == 2
+    counts = Concatenation(Masked(masks), 4, PAD).report.labels
+    assert (counts.pieces_unlearned, counts.labels_packed) == (2, 3)
+
+
+def answers(hf, learnt):
+    return sorted(hf.decode(learnt).split("<|im_end|>")[:-1])
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+@pytest.mark.parametrize("n", [7, 200])
+def test_chats_from_a_file_to_labels(tmp_path, packing, n):
+    path = write_jsonl(tmp_path / "chats.jsonl", many_chats(n))
+    options = OPTIONS | dict(seq_len=128, packing=packing)
+    data = sft_data(str(path), save_tokenizer(tmp_path / "tokenizer"), None, str(tmp_path / "cache"), **options)
+    hf, every = data.source.encoder.tokenizer.hf, [chat["messages"][1]["content"] for chat in many_chats(n)]
+    held_out = data.source.documents(held_out=True)
+    kept_back = answers(hf, np.concatenate([held_out[i][held_out.loss_mask[i]] for i in range(len(held_out))]))
+    assert 0 < len(kept_back) < 20 and set(kept_back) < set(every)
+    # concatenation lays answers across the ends of rows, which a shuffle would part
+    rows = PackedRows(data, held_out=False, shuffle=packing == "best_fit")
+    batches = [rows.batch(index, 1) for index in range(rows.per_epoch)]
+    learnt = [label for batch in batches for label in batch["labels"].tolist() if label != IGNORE_INDEX]
+    assert answers(hf, learnt) == sorted(answer for answer in every if answer not in kept_back)
+    assert data.packing_report().labels.pieces_unlearned == 0
+
+
+def test_text_has_no_mask_on_disk(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    source = TokenizedCorpus(TextCorpus(str(tmp_path / "a.txt"), "text"), ByteTokenizer(), str(tmp_path / "cache"))
+    assert source.documents(held_out=False).loss_mask is None
+    [shard] = source.path.glob("*.arrow")
+    assert pa.ipc.open_file(shard).schema.names == ["tokens", "held_out"]

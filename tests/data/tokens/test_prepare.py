@@ -1,0 +1,198 @@
+"""Shards are the same bytes by any number of processes, a restart goes on, and half a cache is never taken for one."""
+
+import errno
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from fa_train.data import prepare as module
+from fa_train.data.best_fit import load_plan
+from fa_train.data.chats import ChatCorpus
+from fa_train.data.corpus import TextCorpus
+from fa_train.data.encoding import TextEncoder
+from fa_train.data.sft import ChatEncoder
+from fa_train.data.store import Documents, prepare
+from fa_train.data.tokenizer import ByteTokenizer, HFTokenizer
+from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch):
+    """Twenty documents, in shards of three."""
+    monkeypatch.setattr(module, "SHARD", 3)
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(20)))
+    return TextCorpus(str(tmp_path / "texts.jsonl"), "text")
+
+
+def read(path, *, held_out):
+    return Documents(path, held_out=held_out, vocab_size=ByteTokenizer.vocab_size)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_any_number_of_processes_writes_the_same_bytes(corpus, tmp_path):
+    chats = ChatCorpus(str(write_jsonl(tmp_path / "chats.jsonl", many_chats(8))))
+    for documents, encoder in (
+        (corpus, TextEncoder(ByteTokenizer())),
+        (chats, ChatEncoder(HFTokenizer(save_tokenizer(tmp_path / "tokenizer")))),
+    ):
+        one, two = (prepare(documents, encoder, tmp_path / f"cache-{n}", workers=n) for n in (1, 2))
+        assert one.name == two.name and contents(one) == contents(two)
+        names = [f"{i:06}.arrow" for i in range(7 if documents is corpus else 3)]
+        assert list(contents(one)) == [*names, "shards.json"]
+        assert {path.suffix for path in (tmp_path / "cache-2").iterdir()} == {".arrow", ".lock"}
+
+
+class Killed(BaseException):
+    """The end of the process, as far as a test may go."""
+
+
+class Counting(TextEncoder):
+    """Dies at a document, and remembers those it has encoded."""
+
+    def __init__(self, die_at=None):
+        super().__init__(ByteTokenizer())
+        self.seen, self.die_at = [], die_at
+
+    def encode_batch(self, documents):
+        if self.die_at in documents:
+            raise Killed
+        self.seen += documents
+        return super().encode_batch(documents)
+
+
+def test_a_killed_process_loses_at_most_a_shard(corpus, tmp_path):
+    cache = tmp_path / "cache"
+    with pytest.raises(Killed):
+        prepare(corpus, Counting(die_at="line 13"), cache)
+    assert not list(cache.glob("*.arrow")), "not yet a cache"
+    second = Counting()
+    path = prepare(corpus, second, cache)
+    assert second.seen == [f"line {i}" for i in range(12, 20)]
+    assert contents(path) == contents(prepare(corpus, Counting(), tmp_path / "whole"))
+    assert not list(cache.glob("unfinished-*"))
+
+
+def test_a_full_disk_is_named_and_half_a_cache_never_taken_for_one(corpus, tmp_path, monkeypatch):
+    cache, encoder = tmp_path / "cache", Counting()
+    real, opened = pa.OSFile, []
+
+    def sink(path, mode):
+        opened.append(path)
+        return real("/dev/full", mode) if len(opened) == 3 else real(path, mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pa, "OSFile", sink)
+        with pytest.raises(ValueError, match=rf"the disk of the cache must have room; {cache} has none left"):
+            prepare(corpus, encoder, cache)
+    assert not list(cache.glob("*.arrow"))
+    assert encoder.seen[-1] == "line 8", "it stopped at the third shard"
+    path = prepare(corpus, Counting(), cache)
+    assert len(read(path, held_out=False)) + len(read(path, held_out=True)) >= 20
+    assert contents(path) == contents(prepare(corpus, Counting(), tmp_path / "whole"))
+
+
+def test_a_full_disk_is_named_by_the_plan_too(tmp_path, monkeypatch):
+    def full(path, plan):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(ValueError, match="the disk of the cache must have room"):
+        load_plan(np.array([3, 9]), 8, 8, "split", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_long_documents_end_a_shard_early(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SHARD_CHARACTERS", 13)  # "line 0" is 6 characters, "line 10" 7
+    path = prepare(corpus, Counting(), tmp_path / "cache")
+    sizes = [len(pa.ipc.open_file(file).read_all()) for file in sorted(path.glob("*.arrow"))]
+    assert sizes == [3, 3, 3, 2, 2, 2, 2, 2, 1]
+
+
+def cut(shard):
+    shard.write_bytes(shard.read_bytes()[:-20])
+
+
+def garble_offsets(shard):
+    table = pa.ipc.open_file(shard).read_all()
+    overwrite(shard, table["tokens"].chunks[0].offsets.to_numpy())
+
+
+def garble_tokens(shard):
+    table = pa.ipc.open_file(shard).read_all()
+    overwrite(shard, table["tokens"].chunks[0].values.to_numpy())
+
+
+def overwrite(shard, values):
+    """The bytes of an array in a file become 0xff, which keeps its size."""
+    content, part = shard.read_bytes(), values.tobytes()
+    assert content.count(part) == 1
+    shard.write_bytes(content.replace(part, b"\xff" * len(part)))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut, r"of \d+ bytes it has \d+"),
+        (Path.unlink, r"of \d+ bytes it has 0"),
+        (garble_offsets, "it cannot be read"),
+        (garble_tokens, "it has token -1, where the vocabulary is 0 to 258"),
+    ],
+)
+def test_a_damaged_shard_is_named(corpus, tmp_path, damage, message):
+    path = prepare(corpus, Counting(), tmp_path / "cache")
+    damage(path / "000003.arrow")
+    with pytest.raises(
+        ValueError, match=f"{path / '000003.arrow'} must be whole; {message}.* Delete {path} to have it made anew"
+    ):
+        for held_out in (False, True):
+            list(read(path, held_out=held_out))
+
+
+def test_shards_without_their_list_are_no_cache(corpus, tmp_path):
+    path = prepare(corpus, Counting(), tmp_path / "cache")
+    (path / "shards.json").unlink()
+    with pytest.raises(ValueError, match=f"{path / 'shards.json'} must be whole; .* Delete {path} to have it made"):
+        read(path, held_out=False)
+
+
+def test_a_damaged_plan_is_named(tmp_path):
+    load_plan(np.array([3, 9]), 8, 8, "split", tmp_path)
+    [plan] = tmp_path.iterdir()
+    plan.write_bytes(plan.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=f"{plan} must be whole; .* Delete it to have it made anew"):
+        load_plan(np.array([3, 9]), 8, 8, "split", tmp_path)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_bad_document_leaves_nothing_behind(tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(module, "SHARD", 3)
+    bad = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant"}]}
+    corpus = ChatCorpus(str(write_jsonl(tmp_path / "chats.jsonl", [*many_chats(10), bad])))
+    encoder = ChatEncoder(HFTokenizer(save_tokenizer(tmp_path / "tokenizer")))
+    with pytest.raises(ValueError, match=r"chats.jsonl, line 11, message 1 has none"):
+        prepare(corpus, encoder, tmp_path / "cache", workers)
+    assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".lock"}
+
+
+def test_tokens_outside_the_vocabulary_are_named(corpus, tmp_path):
+    tokenizer = ByteTokenizer()
+    tokenizer.eos_id = 259
+    with pytest.raises(ValueError, match=r"tokens must be 0 to 258, .* vocabulary; texts.jsonl:1 has 259"):
+        prepare(corpus, TextEncoder(tokenizer), tmp_path / "cache")
+
+
+def test_a_folder_that_cannot_be_made_or_written_is_named(corpus, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    for cache in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ValueError, match=f"data.cache_dir must be a folder that can be made; got {cache}: "):
+            prepare(corpus, Counting(), cache)
+    monkeypatch.setattr("fa_train.data.cache.os.access", lambda folder, mode: False)
+    with pytest.raises(ValueError, match=f"data.cache_dir must be a folder that can be written; got {tmp_path}"):
+        prepare(corpus, Counting(), tmp_path)

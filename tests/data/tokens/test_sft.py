@@ -1,0 +1,168 @@
+"""Of a chat, exactly the assistant's turns are learnt, and the template's own text is what is tokenised."""
+
+import numpy as np
+import pytest
+
+from fa_train.data.chats import parse_chat
+from fa_train.data.sft import ChatEncoder, learned_tokens
+from fa_train.data.tokenizer import ByteTokenizer, HFTokenizer
+from tests.data.support.chats import (  # fmt: skip
+    CALL,
+    CHATML,
+    FORGETFUL,
+    MULTI_TURN,
+    PAIR,
+    PLAIN,
+    TOOL,
+    TOOLS,
+    WITH_BLOCKS,
+    save_tokenizer,
+    turn,
+)
+
+PROMPT_OF_MESSAGES = {
+    "prompt": [turn("user", "2 + 2?"), turn("assistant", "5."), turn("user", "really?")],
+    "completion": [turn("assistant", "4.")],
+}
+ROWS = [
+    pytest.param(MULTI_TURN, ["4.<|im_end|>", CALL, "sunny in Rome\n\n<|im_end|>"], id="multi-turn-and-tools"),
+    pytest.param(PAIR, ["is 4.<|im_end|>"], id="pair"),
+    pytest.param(PROMPT_OF_MESSAGES, ["4.<|im_end|>"], id="pair-of-messages"),
+]
+
+
+def encoder(folder, template=CHATML, **options):
+    return ChatEncoder(HFTokenizer(save_tokenizer(folder, template, **options)))
+
+
+def encode(chat_encoder, row):
+    [encoded] = chat_encoder.encode_batch([parse_chat(row, "chats.jsonl, line 1")])
+    return encoded
+
+
+def runs(chat_encoder, encoded):
+    """The text of each run of learnt tokens."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], encoded.learned.astype(int), [0]]))).reshape(-1, 2)
+    return [chat_encoder.tokenizer.hf.decode(encoded.tokens[start:stop]) for start, stop in edges]
+
+
+@pytest.mark.parametrize("template", [CHATML, WITH_BLOCKS], ids=["by-prefixes", "by-generation-blocks"])
+@pytest.mark.parametrize(("row", "learned"), ROWS)
+def test_the_assistants_turns_are_learnt_with_the_token_that_ends_them(tmp_path, template, row, learned):
+    chat_encoder = encoder(tmp_path, template)
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call><|im_end|>'
+    assert runs(chat_encoder, encode(chat_encoder, row)) == [call if text is CALL else text for text in learned]
+
+
+@pytest.mark.parametrize("template", [CHATML, WITH_BLOCKS], ids=["by-prefixes", "by-generation-blocks"])
+def test_tokens_and_mask_are_those_of_apply_chat_template(tmp_path, template):
+    chat_encoder = encoder(tmp_path, template)
+    chat = parse_chat(MULTI_TURN, "")
+    ids, learned = encode(chat_encoder, MULTI_TURN)
+    hf = chat_encoder.tokenizer.hf
+    assert hf.apply_chat_template(chat.messages, tools=[TOOL], return_dict=True)["input_ids"] == ids.tolist()
+    hf.chat_template = WITH_BLOCKS
+    masked = hf.apply_chat_template(chat.messages, tools=[TOOL], return_dict=True, return_assistant_tokens_mask=True)
+    assert masked["assistant_masks"] == learned.astype(int).tolist()
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+@pytest.mark.parametrize("template", [CHATML, WITH_BLOCKS, PLAIN])
+@pytest.mark.parametrize("answer", ["4.", " 4.", "\n4.\n", "ü∑🙂 ", "Rome is sunny"])
+def test_the_mask_is_that_of_a_token_by_token_rendering(tmp_path, template, trim_offsets, answer):
+    """Each token's own characters, by decoding the tokens before it: learnt if the first of them is the assistant's."""
+    messages = [turn("user", "the weather \n"), turn("assistant", answer), turn("user", "2"), turn("assistant", "so")]
+    chat_encoder = encoder(tmp_path, template, trim_offsets=trim_offsets)
+    ids, learned = encode(chat_encoder, {"messages": messages})
+    whose = b""  # by byte of the rendered text, whether it is an answer's
+    for message in messages:
+        is_answer = message["role"] == "assistant"
+        if template == PLAIN:
+            parts = [(message["role"] + ": ", 0), (message["content"] + "\n", is_answer)]
+        else:
+            head, body = "<|im_start|>" + message["role"] + "\n", message["content"] + "<|im_end|>"
+            parts = [(head, 0), (body, is_answer), ("\n", 0)]
+        whose += b"".join(bytes([mark]) * len(text.encode()) for text, mark in parts)
+    places, begin = [], 0
+    for token in chat_encoder.tokenizer.hf.convert_ids_to_tokens(
+        ids
+    ):  # byte-level: one character a byte, but for special tokens
+        places.append(begin)
+        begin += len(token)
+    assert begin == len(whose)
+    assert [whose[place] for place in places] == learned.astype(int).tolist()
+
+
+def test_a_token_across_the_start_of_an_answer_is_not_learnt():
+    # "a: " + " b": the tokens are "a:", "  b"; what follows the prompt "a: " can not be the token "  b"
+    assert learned_tokens(np.array([[0, 2], [2, 5]]), [(3, 5)]).tolist() == [False, False]
+    # offsets that leave spaces out
+    assert learned_tokens(np.array([[0, 2], [4, 5]]), [(3, 5)]).tolist() == [False, False]
+    assert learned_tokens(np.array([[0, 3], [4, 5]]), [(3, 5)]).tolist() == [False, True]
+    # across the end, it is what an answer ends with
+    assert learned_tokens(np.array([[0, 3], [3, 6], [6, 7]]), [(3, 5)]).tolist() == [False, True, False]
+    # two tokens of one character
+    assert learned_tokens(np.array([[0, 1], [0, 1], [1, 2]]), [(1, 2)]).tolist() == [False, False, True]
+
+
+def test_a_template_that_forgets_is_named_unless_it_marks_answers(tmp_path):
+    two = {"messages": [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]}
+    chat_encoder = encoder(tmp_path / "forgetful", FORGETFUL)
+    with pytest.raises(
+        ValueError, match=r"render a turn the same whatever follows.*chats.jsonl, line 1, message 1.*data.chat_template"
+    ):
+        encode(chat_encoder, two)
+    as_rows = [{"prompt": two["messages"][:last], "completion": two["messages"][last : last + 1]} for last in (1, 3)]
+    learnt = [runs(chat_encoder, encode(chat_encoder, row)) for row in as_rows]
+    assert learnt == [["<think>b<|im_end|>"], ["<think>d<|im_end|>"]], "what the error advises"
+    assert runs(chat_encoder, encode(chat_encoder, PAIR)) == ["<think>is 4.<|im_end|>"], "one answer is stable"
+    blocks = FORGETFUL.replace("{{ message.content", "{% generation %}{{ message.content").replace(
+        "'<|im_end|>' }}", "'<|im_end|>' }}{% endgeneration %}"
+    )
+    assert "endgeneration" in blocks
+    encode(encoder(tmp_path / "blocks", blocks), two)
+
+
+def test_what_the_template_refuses_is_named(tmp_path):
+    refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('users begin') }}{% endif %}" + CHATML
+    with pytest.raises(ValueError, match=r"chat template must take chats.jsonl, line 1; it says: users begin"):
+        encode(encoder(tmp_path, refusing), MULTI_TURN)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        pytest.param(
+            CHATML.replace(TOOLS, ""), "must render tools; .* leaves out those of chats.jsonl, line 1", id="tools"
+        ),
+        pytest.param(TOOLS + PLAIN, "must render tool_calls; .* leaves out those of chats.jsonl, line 1", id="calls"),
+    ],
+)
+def test_a_template_that_leaves_tools_out_is_named(tmp_path, template, message):
+    chat_encoder = encoder(tmp_path, template)
+    with pytest.raises(ValueError, match=message):
+        encode(chat_encoder, MULTI_TURN)
+    encode(chat_encoder, PAIR)
+
+
+def test_a_template_that_wants_tools_renders_them(tmp_path):
+    strict = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}" + CHATML
+    encode(encoder(tmp_path, strict), MULTI_TURN)
+
+
+def test_a_tokenizer_without_a_template_is_named_and_may_be_given_one(tmp_path):
+    folder = save_tokenizer(tmp_path, None)
+    with pytest.raises(ValueError, match=f"data.tokenizer must have a chat template; {folder} has none"):
+        ChatEncoder(HFTokenizer(folder))
+    with pytest.raises(ValueError, match="must be a tokenizer with a chat template; got null, which is bytes"):
+        ChatEncoder(ByteTokenizer())
+    (tmp_path / "chatml.jinja").write_text(CHATML)
+    given = ChatEncoder(HFTokenizer(folder), str(tmp_path / "chatml.jinja"))
+    assert runs(given, encode(given, PAIR)) == ["is 4.<|im_end|>"]
+    with pytest.raises(ValueError, match=r"data.chat_template must be null or a file of Jinja; nowhere.jinja"):
+        ChatEncoder(HFTokenizer(folder), "nowhere.jinja")
+
+
+def test_another_template_is_another_cache_entry(tmp_path):
+    identities = {encoder(tmp_path / name, template).identity for name, template in [("a", CHATML), ("b", PLAIN)]}
+    assert len(identities) == 2 and encoder(tmp_path / "c").identity in identities

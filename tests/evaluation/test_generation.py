@@ -1,0 +1,236 @@
+"""Generation with caches is what the whole forward says, and transformers; scripts.generate by its command."""
+
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from fa_kernels import flash_attn_with_kvcache
+from fa_train.data.chats import ChatCorpus
+from fa_train.data.corpus import is_held_out
+from fa_train.evaluation import generation
+from fa_train.evaluation.generation import generate, sampled_chat, stop_tokens
+from fa_train.memory.loss import LinearCrossEntropy
+from fa_train.models.attention import chunked_attention, flash_attention, naive_attention, sdpa_attention
+from fa_train.models.gpt import GPT, Family, Origin
+from scripts.generate import answer, main
+from tests.data.support.chats import chat_tokenizer, write_jsonl
+from tests.support.training import command_line, tiny
+
+VOCAB = 50
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def small(attention=naive_attention, **options) -> GPT:
+    """Two layers of random weights, large enough that the next token depends on all before it."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"n_layers": 2, "dim": 32, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "ffn_dim": 48}
+    kinds = {"norm": "rmsnorm", "norm_eps": 1e-5, "positions": "rope", "activation": "swiglu", "init": "llama"}
+    rest = {"rope_theta": 100.0, "max_seq_len": 16, "bias": False, "qk_norm": False, "tied": False}
+    model = GPT(vocab_size=VOCAB, attention=attention, loss=LinearCrossEntropy(64), **(sizes | kinds | rest | options))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return model
+
+
+def continuation(model: GPT, n: int) -> list[int]:
+    """The most likely tokens, by the whole stream's logits for each."""
+    stream = list(PROMPT)
+    for _ in range(n):
+        stream.append(int(model(torch.tensor(stream, device=model.head.weight.device))[-1].argmax()))
+    return stream[len(PROMPT) :]
+
+
+MODELS = [
+    pytest.param({}, id="plain"),
+    pytest.param({"family": Family(windows=(5, None))}, id="window"),
+    pytest.param({"family": Family(softcap=2.0, softmax_scale=0.5, logit_softcap=5.0)}, id="soft-caps"),
+    pytest.param({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, id="yarn"),
+    pytest.param({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, id="dynamic"),
+    pytest.param({"positions": "learned", "max_seq_len": 40, "norm": "layernorm"}, id="learned-positions"),
+]
+
+
+@pytest.mark.parametrize("options", MODELS)
+def test_each_token_is_the_whole_streams_most_likely(options):
+    expected = continuation(small(**options), 12)
+    assert len(set(expected)) > 3, "a text that repeats itself tells nothing"
+    assert generate(small(**options), PROMPT, max_new_tokens=12) == expected
+    assert generate(small(**options), PROMPT, max_new_tokens=12, cached=False) == expected
+
+
+@pytest.mark.parametrize("options", [{"windows": (5, None)}, {"softcap": 2.0, "softmax_scale": 0.5}], ids=str)
+def test_flash_reads_the_cache(options, device, monkeypatch):
+    read = []
+
+    def counted(*arguments, **settings):
+        read.append(settings["cache_seqlens"])
+        return flash_attn_with_kvcache(*arguments, **settings)
+
+    monkeypatch.setattr(generation, "flash_attn_with_kvcache", counted)
+    model = small(flash_attention, family=Family(**options), n_layers=2).to(device)
+    expected = continuation(small(family=Family(**options)).to(device), 3)
+    assert generate(model, PROMPT, max_new_tokens=3) == expected
+    assert read == [8, 8, 9, 9], "two layers, and two tokens after the prompt's own"
+
+
+@pytest.mark.parametrize("attention", [sdpa_attention, chunked_attention], ids=["sdpa", "chunked"])
+def test_every_attention_generates(attention):
+    bound = {"chunk_size": 4} if attention is chunked_attention else {}
+    assert generate(small(partial(attention, **bound)), PROMPT, max_new_tokens=6) == continuation(small(), 6)
+
+
+def test_the_model_and_torchs_random_numbers_stay_as_they_were():
+    model = small().train()
+    before, state = model(torch.tensor(PROMPT)), torch.get_rng_state()
+    generate(model, PROMPT, max_new_tokens=3, temperature=1.0)
+    assert model.training and torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(model(torch.tensor(PROMPT)), before, rtol=0, atol=0)
+    assert all(block.attention.attention is naive_attention for block in model.blocks)
+
+
+def test_a_compiled_model_is_not_compiled_for_each_length():
+    def refuses(graph, inputs):
+        raise AssertionError("compiled")
+
+    model = small()
+    for block in model.blocks:
+        block.compile(backend=refuses)
+    assert generate(model, PROMPT, max_new_tokens=3) == continuation(small(), 3)
+
+
+def ask(question: str) -> dict[str, str]:
+    return {"role": "user", "content": question}
+
+
+def test_the_sampled_chat_is_held_out_and_has_a_question(tmp_path):
+    answer = {"role": "assistant", "content": "yes"}
+    without_question = [{"messages": [answer]}]
+    chats = without_question + [{"messages": [ask(str(i)), answer, ask("more"), answer]} for i in range(200)]
+    path = write_jsonl(tmp_path / "chats.jsonl", chats)
+    messages, tools = sampled_chat(str(path))
+    held_out = next(i for i, (key, _) in enumerate(ChatCorpus(str(path)).documents()) if i and is_held_out(key))
+    assert messages == chats[held_out]["messages"][:1] and held_out > 1 and tools is None
+    few = write_jsonl(tmp_path / "few.jsonl", [*without_question, {"prompt": "a", "completion": "b"}])
+    assert sampled_chat(str(few)) == ([ask("a")], None)
+    assert sampled_chat(str(write_jsonl(tmp_path / "none.jsonl", without_question))) is None
+
+
+def test_a_seed_gives_one_text():
+    model = small()
+    draws = [generate(model, PROMPT, max_new_tokens=20, temperature=2.0, seed=seed) for seed in (1, 1, 2)]
+    assert draws[0] == draws[1] != draws[2]
+    uncached = generate(model, PROMPT, max_new_tokens=20, temperature=2.0, seed=1, cached=False)
+    assert uncached == draws[0]
+
+
+def test_top_p_leaves_the_most_likely():
+    model = small()
+    probabilities = (model(torch.tensor(PROMPT))[-1] / 1.5).softmax(-1)
+    order = probabilities.argsort(descending=True)
+    enough = int((probabilities[order].cumsum(0) < 0.5).sum()) + 1
+    settings = {"max_new_tokens": 1, "temperature": 1.5}
+    drawn = {generate(model, PROMPT, seed=seed, top_p=0.5, **settings)[0] for seed in range(200)}
+    free = {generate(model, PROMPT, seed=seed, **settings)[0] for seed in range(200)}
+    assert drawn <= set(order[:enough].tolist()) and len(drawn) > 1
+    assert len(free) > enough
+    assert generate(model, PROMPT, max_new_tokens=5, temperature=1.0, top_p=1e-6) == continuation(model, 5)
+
+
+def test_stop_tokens_end_the_text_and_are_in_it():
+    model = small()
+    whole = continuation(model, 12)
+    ended = generate(model, PROMPT, max_new_tokens=12, stop={whole[3]})
+    assert ended == whole[: whole.index(whole[3]) + 1]
+    assert stop_tokens(model, 7) == {7} and stop_tokens(model, None) == set()
+    model.origin = Origin({}, {"eos_token_id": [8, 9]})
+    assert stop_tokens(model, 7) == {7, 8, 9}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param({"prompt": []}, "at least 1 token", id="empty"),
+        pytest.param({"prompt": [VOCAB]}, "of the model's 50; got 50", id="vocabulary"),
+        pytest.param({"max_new_tokens": 0}, "max_new_tokens must be at least 1; got 0", id="tokens"),
+        pytest.param({"temperature": -1.0}, "temperature must be at least 0; got -1.0", id="temperature"),
+        pytest.param({"top_p": 0.0}, "top_p must be more than 0 and at most 1; got 0.0", id="top-p"),
+    ],
+)
+def test_impossible_settings_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        generate(small(), **({"prompt": PROMPT, "max_new_tokens": 3} | options))
+
+
+def test_learned_positions_end():
+    with pytest.raises(ValueError, match=r"at most model.max_seq_len=16 tokens; got 17"):
+        generate(small(positions="learned"), PROMPT, max_new_tokens=9)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny Llama with a tokenizer that knows chats."""
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = chat_tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.5, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("question", [{"prompt": "the weather"}, {"chat": "2 + 2?"}], ids=["prompt", "chat"])
+def test_the_text_is_transformers(folder, question):
+    tokenizer, theirs = chat_tokenizer(), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if "chat" in question:
+        messages = [{"role": "user", "content": question["chat"]}]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt").input_ids
+    else:
+        ids = tokenizer(question["prompt"], return_tensors="pt").input_ids
+    mask = torch.ones_like(ids)
+    exact = theirs.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :]
+    expected = tokenizer.decode(exact, skip_special_tokens=True)
+    assert answer(str(folder), max_new_tokens=16, device="cpu", **question) == expected != ""
+
+
+def test_the_command_and_its_errors(folder, monkeypatch, capsys):
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["generate", str(folder), "--device", "cpu", *arguments])
+        main()
+
+    run("--prompt", "2 + 2", "--max-new-tokens", "8", "--temperature", "0.9", "--seed", "5")
+    expected = answer(str(folder), prompt="2 + 2", max_new_tokens=8, temperature=0.9, seed=5, device="cpu")
+    assert capsys.readouterr().out == expected + "\n"
+    with pytest.raises(SystemExit, match=r"error: top_p must be more than 0 and at most 1; got 2.0"):
+        run("--chat", "hi", "--top-p", "2")
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        pytest.param("cuda", "must be cpu on a machine without a CUDA GPU; got cuda", id="no-gpu"),
+        pytest.param("foo", "must be cpu or cuda; got foo", id="unknown"),
+    ],
+)
+def test_a_device_that_is_not_there_is_named(device, message, folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=f"--device {message}"):
+        answer(str(folder), prompt="hi", max_new_tokens=1, device=device)
+
+
+def test_a_checkpoint_of_a_run_answers(tmp_path):
+    done = command_line(tmp_path, *tiny(tmp_path), "max_steps=2", "trainer.val_check_interval=2")
+    assert done.returncode == 0, done.stderr
+    [checkpoint] = tmp_path.rglob("*.ckpt")
+    first = answer(str(checkpoint), prompt="the cat", max_new_tokens=8, device="cpu", temperature=1.0)
+    assert first == answer(str(checkpoint), prompt="the cat", max_new_tokens=8, device="cpu", temperature=1.0)
+    with pytest.raises(ValueError, match="must have a chat template"):
+        answer(str(checkpoint), chat="hi", max_new_tokens=8, device="cpu")

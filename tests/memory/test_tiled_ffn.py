@@ -1,0 +1,217 @@
+"""The FFN by chunks against the FFN at once."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fa_train.memory import tiled_mlp
+from fa_train.memory.tiled_mlp import _activation_backward, activate, mlp_backward, mlp_forward
+from tests.memory.support.small import LargestTensor, compile_blocks, levers, small_gpt, step, stream
+from tests.support.tolerance import assert_as_accurate
+
+TOTAL, DIM, FFN_DIM = 50, 16, 24
+NAMES = ("y", "dx", "d_up", "d_up_bias", "d_down", "d_down_bias")
+KINDS = pytest.mark.parametrize(
+    ("activation", "bias"),
+    [
+        pytest.param("swiglu", False, id="swiglu"),
+        pytest.param("swiglu", True, id="swiglu-bias"),
+        pytest.param("gelu", False, id="gelu"),
+        pytest.param("gelu", True, id="gelu-bias"),
+    ],
+)
+Arguments = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, str]
+
+
+def draw(activation: str, bias: bool, device: torch.device) -> tuple[Arguments, Tensor]:
+    """All but the chunk size, and the gradient of the output."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device).requires_grad_()
+
+    rows = 2 * FFN_DIM if activation == "swiglu" else FFN_DIM
+    x, up, down = normal(TOTAL, DIM), normal(rows, DIM), normal(DIM, FFN_DIM)
+    biases = (normal(rows), normal(DIM)) if bias else (None, None)
+    return (x, up, biases[0], down, biases[1], activation), torch.randn(TOTAL, DIM, device=device)
+
+
+def at_once(x, up, up_bias, down, down_bias, activation) -> Tensor:
+    return F.linear(activate(F.linear(x, up, up_bias), activation), down, down_bias)
+
+
+def run(function, arguments: tuple, dy: Tensor, *chunks: int | bool) -> dict[str, Tensor]:
+    """chunks: tiled_mlp's chunk_size and keep."""
+    y = function(*arguments, *chunks)
+    wanted = {name: x for name, x in zip(NAMES[1:], arguments, strict=False) if isinstance(x, Tensor)}
+    return {"y": y.detach()} | dict(zip(wanted, torch.autograd.grad(y, list(wanted.values()), dy), strict=True))
+
+
+@KINDS
+@pytest.mark.parametrize("keep", [False, True], ids=["", "keep"])
+@pytest.mark.parametrize("chunk_size", [1, 7, 25, 50, 4096])
+def test_equals_at_once(chunk_size, keep, activation, bias, device):
+    arguments, dy = draw(activation, bias, device)
+    ours, expected = run(tiled_mlp.tiled_mlp, arguments, dy, chunk_size, keep), run(at_once, arguments, dy)
+    assert ours.keys() == expected.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@KINDS
+def test_one_chunk_is_the_same_to_the_bit(activation, bias, device):
+    """But for a bias: its gradient is a sum in another order. A GPU's kernel for SwiGLU has a sigmoid of its own."""
+    arguments, dy = draw(activation, bias, device)
+    ours, expected = run(tiled_mlp.tiled_mlp, arguments, dy, TOTAL), run(at_once, arguments, dy)
+    tolerance = 1e-5 if device.type == "cuda" and activation == "swiglu" else 0.0
+    for name in ("y", "dx", "d_up", "d_down"):
+        torch.testing.assert_close(ours[name], expected[name], rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.usefixtures("bf16_matmul")
+@KINDS
+@pytest.mark.parametrize("keep", [False, True], ids=["", "keep"])
+@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "bf16-weights"])
+def test_bf16_is_as_accurate_as_at_once(autocast, keep, activation, bias, device):
+    drawn, dy = draw(activation, bias, device)
+
+    def result(function, dtype, *chunks) -> dict[str, Tensor]:
+        arguments = tuple(x.detach().to(dtype).requires_grad_() if isinstance(x, Tensor) else x for x in drawn)
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast and dtype == torch.float32):
+            gradient = dy.to(torch.float64 if dtype == torch.float64 else torch.bfloat16)
+            return run(function, arguments, gradient, *chunks)
+
+    dtype = torch.float32 if autocast else torch.bfloat16
+    ours, baseline = result(tiled_mlp.tiled_mlp, dtype, 16, keep), result(at_once, dtype)
+    exact = result(at_once, torch.float64)
+    for name in ours:
+        assert ours[name].dtype == baseline[name].dtype, name
+        assert_as_accurate(name, ours[name], exact[name], baseline[name])
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_activations_never_exist_at_once(activation, device):
+    rows = 128 if activation == "swiglu" else 64
+    x, dy = torch.randn(512, 4, device=device), torch.randn(512, 4, device=device)
+    up, down = torch.randn(rows, 4, device=device), torch.randn(4, 64, device=device)
+    with LargestTensor() as largest:
+        # the bodies of the operators: a dispatch mode does not look into operators
+        mlp_forward._init_fn(x, up, None, down, None, activation, 16, False)
+        mlp_backward._init_fn(dy, x, up, None, down, None, None, activation, 16, True)
+    assert largest.elements == 512 * 4  # of 512 x 64 or more
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(s.shape) or s, lambda s: s):
+        tiled_mlp.tiled_mlp(x.requires_grad_(), up.requires_grad_(), None, down, None, activation, 16)
+    assert saved == [(512, 4), (rows, 4), (4, 64)]
+
+
+def test_nothing_is_kept_without_gradients(device):
+    arguments, _ = draw("swiglu", False, device)
+    with torch.no_grad(), LargestTensor() as largest:
+        tiled_mlp.tiled_mlp(*arguments, 5, True)
+    assert largest.elements < TOTAL * 2 * FFN_DIM
+
+
+@pytest.mark.parametrize("layout", ["expanded", "transposed"])
+def test_gradients_of_any_layout(layout, device):
+    arguments, dy = draw("swiglu", False, device)
+    dy = torch.ones(1, 1, device=device).expand(TOTAL, DIM) if layout == "expanded" else dy.T.contiguous().T
+    ours, expected = run(tiled_mlp.tiled_mlp, arguments, dy, 7), run(at_once, arguments, dy)
+    for name in ours:
+        torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_passes_overwrite_what_they_read(activation, device, monkeypatch):
+    """The backward makes two tensors of a chunk's size, `projected` and a gradient; the rest takes their places."""
+    places = []
+
+    def spy(projected: Tensor, d_activated: Tensor, activation: str, *, in_place: bool) -> tuple[Tensor, Tensor]:
+        before = {projected.data_ptr(), d_activated.data_ptr()}
+        results = _activation_backward(projected, d_activated, activation, in_place=in_place)
+        places.append(before == {x.data_ptr() for x in results})
+        return results
+
+    monkeypatch.setattr(tiled_mlp, "_activation_backward", spy)
+    arguments, dy = draw(activation, False, device)
+    run(tiled_mlp.tiled_mlp, arguments, dy, 25)
+    assert places == [True, True]
+
+
+def test_frozen_weights_cost_no_products(device, monkeypatch):
+    arguments, dy = draw("swiglu", True, device)
+    expected = run(tiled_mlp.tiled_mlp, arguments, dy, 16)
+    for x in arguments[1:5]:
+        x.requires_grad_(False)
+    monkeypatch.setattr(tiled_mlp, "add_product", None)
+    tiled_mlp.tiled_mlp(*arguments, 16).backward(dy)
+    assert torch.equal(arguments[0].grad, expected["dx"])
+    assert all(x.grad is None for x in arguments[1:5])
+
+
+def test_one_weight_frozen(device):
+    arguments, dy = draw("gelu", False, device)
+    expected = run(tiled_mlp.tiled_mlp, arguments, dy, 16)
+    arguments[1].requires_grad_(False)
+    tiled_mlp.tiled_mlp(*arguments, 16).backward(dy)
+    assert arguments[1].grad is None and torch.equal(arguments[3].grad, expected["d_down"])
+
+
+def test_frozen_input(device):
+    arguments, dy = draw("gelu", False, device)
+    expected = run(tiled_mlp.tiled_mlp, arguments, dy, 16)
+    arguments[0].requires_grad_(False)
+    tiled_mlp.tiled_mlp(*arguments, 16).backward(dy)
+    assert torch.equal(arguments[1].grad, expected["d_up"])
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_checkpointing_does_not_repeat_the_forward(checkpointing, compiled, device, monkeypatch):
+    """The backward recomputes each chunk once; the recomputation of the block stops before the FFN."""
+    calls = []
+    for name in ("_activated", "_activation_backward"):
+        function = getattr(tiled_mlp, name)
+        monkeypatch.setattr(tiled_mlp, name, lambda *args, f=function, n=name, **kw: calls.append(n) or f(*args, **kw))
+    model = small_gpt(levers(checkpointing, mlp_chunk=8), device, n_layers=2)
+    if compiled:
+        compile_blocks(model)
+    step(model, stream(device))
+    chunks = 2 * 24 // 8  # of both layers
+    assert calls == ["_activated"] * chunks + ["_activation_backward"] * chunks
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_in_the_model(activation, bias, device):
+    model = {}
+    for chunk in (None, 24, 5):
+        memory = levers(mlp_chunk=chunk)
+        model[chunk] = step(small_gpt(memory, device, activation=activation, bias=bias), stream(device))
+    for chunk in (24, 5):
+        for ours, theirs in zip(model[chunk], model[None], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@KINDS
+def test_operators_keep_torchs_rules(activation, bias, device):
+    arguments, dy = draw(activation, bias, device)
+    arguments = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
+    checks = ("test_schema", "test_faketensor")
+    for keep in (True, False):
+        torch.library.opcheck(mlp_forward, (*arguments, 16, keep), test_utils=checks)
+        projected = mlp_forward(*arguments, 16, True)[1] if keep else None
+        for with_weights in (True, False):
+            backward = (dy, *arguments[:5], projected, arguments[5], 16, with_weights)
+            torch.library.opcheck(mlp_backward, backward, test_utils=checks)
+
+
+def test_errors(device):
+    arguments, _ = draw("swiglu", False, device)
+    x, up, _, down, *_ = arguments
+    with pytest.raises(ValueError, match=r"for gelu; got \(50, 16\), \(48, 16\) and \(16, 24\)"):
+        tiled_mlp.tiled_mlp(x, up, None, down, None, "gelu", 16)
+    with pytest.raises(ValueError, match=r"for swiglu; got \(50, 15\), \(48, 16\) and \(16, 24\)"):
+        tiled_mlp.tiled_mlp(x[:, 1:], up, None, down, None, "swiglu", 16)
+    with pytest.raises(ValueError, match=r"memory.mlp_chunk must be at least 1 token or null; got 0"):
+        levers(mlp_chunk=0)

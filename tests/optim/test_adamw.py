@@ -1,0 +1,315 @@
+"""Which parameters decay, the optimizers of smaller states, and the learning rate over a run."""
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import train
+from fa_train.lit_gpt import scale_or_skip
+from fa_train.optim import adamw, adamw_8bit, adamw_bf16, adamw_offload, warmup_cosine
+from tests.models.test_gpt import build
+from tests.support.training import column, composed, tiny
+
+CONF = Path(__file__).parents[2] / "conf"
+
+
+SETTINGS: Any = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+LOW_MEMORY: dict[str, tuple[Callable[[nn.Module], Optimizer], torch.dtype]] = {
+    "8bit": (lambda model: adamw_8bit(model, stochastic_rounding=True, **SETTINGS), torch.float32),
+    "8bit-bf16": (lambda model: adamw_8bit(model, stochastic_rounding=True, **SETTINGS), torch.bfloat16),
+    "bf16": (lambda model: adamw_bf16(model, **SETTINGS), torch.bfloat16),
+}
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
+    return adamw(model, lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, fused=False)
+
+
+def test_norms_biases_and_position_embeddings_do_not_decay():
+    model = build(positions="learned", bias=True, qk_norm=True, norm="layernorm")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed, kept = (
+        {names[id(parameter)] for parameter in group["params"]} for group in optimizer_of(model).param_groups
+    )
+    assert decayed | kept == set(names.values()) and not decayed & kept
+    assert {name for name in decayed if not name.startswith("blocks.1")} == {
+        "token_embedding.weight",
+        "blocks.0.attention.qkv.weight",
+        "blocks.0.attention.out.weight",
+        "blocks.0.ffn.up.weight",
+        "blocks.0.ffn.down.weight",
+    }
+    assert [group["weight_decay"] for group in optimizer_of(model).param_groups] == [0.1, 0.0]
+
+
+def test_frozen_parameters_are_left_out():
+    model = build()
+    model.token_embedding.weight.requires_grad_(False)
+    held = {id(parameter) for group in optimizer_of(model).param_groups for parameter in group["params"]}
+    assert id(model.token_embedding.weight) not in held
+
+
+@pytest.mark.parametrize(
+    ("step", "factor"),
+    [
+        pytest.param(0, 0.1, id="first"),
+        pytest.param(4, 0.5, id="warming"),
+        pytest.param(9, 1.0, id="warm"),
+        pytest.param(10, 1.0, id="peak"),
+        pytest.param(60, 0.55, id="half-way"),
+        pytest.param(110, 0.1, id="last"),
+        pytest.param(200, 0.1, id="past-the-end"),
+    ],
+)
+def test_warmup_and_cosine(step, factor):
+    scheduler = warmup_cosine(optimizer_of(nn.Linear(2, 2)), warmup_steps=10, max_steps=110, min_lr_ratio=0.1)
+    assert scheduler.lr_lambdas[0](step) == pytest.approx(factor)
+
+
+def test_without_warmup_and_with_nothing_but_warmup():
+    optimizer = optimizer_of(nn.Linear(2, 2))
+    assert warmup_cosine(optimizer, warmup_steps=0, max_steps=10, min_lr_ratio=0.0).lr_lambdas[0](0) == 1.0
+    factor = warmup_cosine(optimizer, warmup_steps=100, max_steps=20, min_lr_ratio=0.0).lr_lambdas[0]
+    assert [factor(step) for step in (0, 19)] == [0.01, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param((-1, 10, 0.1), "warmup_steps must be at least 0; got -1", id="warmup"),
+        pytest.param((1, 0, 0.1), "max_steps must be at least 1; got 0", id="max-steps"),
+        pytest.param((1, 10, 1.5), "min_lr_ratio must be from 0 to 1; got 1.5", id="ratio"),
+    ],
+)
+def test_errors(arguments, message):
+    warmup_steps, max_steps, min_lr_ratio = arguments
+    with pytest.raises(ValueError, match=message):
+        warmup_cosine(
+            optimizer_of(nn.Linear(2, 2)), warmup_steps=warmup_steps, max_steps=max_steps, min_lr_ratio=min_lr_ratio
+        )
+
+
+def small_model(dtype: torch.dtype = torch.float32, device: str = "cpu") -> nn.Module:
+    """The same weights each time; matrices that are quantised and offloaded, and vectors that are too small for it."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 64)).to(device, dtype)
+
+
+def train_steps(model: nn.Module, optimizer: Optimizer, first: int, last: int) -> None:
+    """Steps `first` to `last` as LitGPT takes them: the gradients of a backward are scaled before they count."""
+    scheduler = warmup_cosine(optimizer, warmup_steps=2, max_steps=10, min_lr_ratio=0.1)
+    for group, factor in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
+        group["lr"] = group["initial_lr"] * factor(first)
+    scheduler.last_epoch = first
+    parameters = list(model.parameters())
+    for step in range(first, last):
+        noise = torch.Generator().manual_seed(step)
+
+        def backward(noise: torch.Generator = noise) -> Any:
+            optimizer.zero_grad()
+            loss = torch.stack([(p * torch.randn(p.shape, generator=noise).to(p)).sum() for p in parameters]).sum()
+            loss.backward()
+            shown = [p for group in optimizer.param_groups for p in group["params"]]
+            assert {id(p) for p in shown} == {id(p) for p in parameters}
+            assert all(type(group["lr"]) is float for group in optimizer.param_groups), "callbacks record it"
+            torch._foreach_mul_([p.grad for p in shown], 0.1)
+            return loss.detach()
+
+        assert isinstance(optimizer.step(backward), Tensor)
+        scheduler.step()
+
+
+def moved(model: nn.Module) -> Tensor:
+    """By how much training changed each weight."""
+    pairs = zip(model.parameters(), small_model().parameters(), strict=True)
+    return torch.cat([(p.detach().float().cpu() - q).flatten() for p, q in pairs])
+
+
+def assert_like_adamw(make: Callable[[nn.Module], Optimizer], model: nn.Module, rounding: float) -> None:
+    """Over five steps, the last two by an optimizer that read the first's state."""
+    exact = small_model()
+    train_steps(exact, adamw(exact, fused=False, **SETTINGS), 0, 5)
+    optimizer = make(model)
+    train_steps(model, optimizer, 0, 3)
+    saved = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
+    saved.seek(0)
+    read = torch.load(saved, weights_only=True)
+    resumed = small_model(next(model.parameters()).dtype, next(model.parameters()).device.type)
+    optimizer = make(resumed)
+    resumed.load_state_dict(read["model"])
+    optimizer.load_state_dict(read["optimizer"])
+    train_steps(resumed, optimizer, 3, 5)
+    assert (moved(resumed) - moved(exact)).norm() < rounding * moved(exact).norm()
+
+
+@pytest.fixture
+def without_compiler() -> Iterator[None]:
+    """torchao compiles an update for each shape; the arithmetic is the same without."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.mark.usefixtures("without_compiler")
+@pytest.mark.parametrize("name", LOW_MEMORY)
+def test_low_memory_optimizers_step_like_adamw(name):
+    make, dtype = LOW_MEMORY[name]
+    # moments of 8 bits and weights of bf16 each err by some hundredths of what five steps do
+    assert_like_adamw(make, small_model(dtype), rounding=0.05)
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_states_are_as_small_as_promised():
+    model = small_model()
+    optimizer = LOW_MEMORY["8bit"][0](model)
+    train_steps(model, optimizer, 0, 1)
+    matrix, vector = model[0].weight, model[0].bias
+    assert optimizer.state[matrix]["exp_avg"].codes.dtype == torch.uint8
+    assert optimizer.state[matrix]["exp_avg_sq"].scale.numel() == matrix.numel() // 256
+    assert optimizer.state[vector]["exp_avg"].dtype == torch.float32
+    model = small_model(torch.bfloat16)
+    optimizer = LOW_MEMORY["bf16"][0](model)
+    train_steps(model, optimizer, 0, 1)
+    assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("without_compiler")
+@pytest.mark.parametrize("name", ["8bit-bf16", "bf16"])
+def test_stochastic_rounding_lets_small_updates_count(name):
+    """64 steps of a 1024th of the distance between two bf16 numbers move about every 16th of them."""
+    model = nn.Linear(64, 64, bias=False).to(torch.bfloat16)
+    nn.init.ones_(model.weight)
+    optimizer = LOW_MEMORY[name][0](model)
+    for group in optimizer.param_groups:
+        group.update(lr=2**-17, weight_decay=0.0)  # the distance above 1 is 2**-7, and AdamW's step is lr
+    for _ in range(64):
+        model.weight.grad = -torch.ones_like(model.weight)
+        optimizer.step()
+    assert model.weight.float().mean().item() - 1 == pytest.approx(64 * 2**-17, rel=0.3)
+
+
+@pytest.fixture
+def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU in the part of the GPU: streams that do nothing, memory that is not pinned."""
+    from torchao.optim import cpu_offload
+
+    stream, event = SimpleNamespace(), SimpleNamespace(synchronize=lambda: None)
+    stream.wait_stream, stream.synchronize, stream.record_event = lambda other: None, lambda: None, lambda: event
+    empty_like = torch.empty_like
+    monkeypatch.setattr(cpu_offload, "get_available_devices", lambda: ["cpu", "cuda"])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch, "empty_like", lambda x, device=None, pin_memory=False: empty_like(x, device=device))
+
+
+@pytest.mark.usefixtures("one_device")
+def test_offloaded_optimizer_steps_like_adamw():
+    from fa_train.low_memory_adamw import OffloadedAdamW
+    from fa_train.optim import parameter_groups
+
+    def make(model: nn.Module) -> Optimizer:
+        return OffloadedAdamW(parameter_groups(model, 0.1), lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+
+    assert_like_adamw(make, small_model(), rounding=1e-5)
+    assert not make(small_model()).state, "Lightning would move it to the GPU"
+
+
+@pytest.mark.usefixtures("one_device")
+def test_the_offloaded_optimizer_skips_a_step():
+    """Weights and moments on the host do not change. The next step is that of a run without the skipped step."""
+    from fa_train.low_memory_adamw import OffloadedAdamW
+    from fa_train.optim import parameter_groups
+
+    models = []
+    for skips in (False, True):
+        model = small_model()
+        optimizer = OffloadedAdamW(parameter_groups(model, 0.1), lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+        train_steps(model, optimizer, 0, 2)
+        if skips:
+            before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            model[0].weight.grad = torch.full_like(model[0].weight, torch.inf)
+            scale_or_skip(optimizer, [model[0].weight.grad], torch.tensor(1.0), torch.tensor(True))
+            optimizer.step()
+            torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, rtol=0, atol=0)
+        train_steps(model, optimizer, 2, 4)
+        models.append(model)
+    torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["offload", *LOW_MEMORY])
+def test_low_memory_optimizers_on_a_gpu(name):
+    make, dtype = LOW_MEMORY.get(name, (lambda model: adamw_offload(model, **SETTINGS), torch.float32))
+    assert_like_adamw(make, small_model(dtype, "cuda"), rounding=1e-4 if name == "offload" else 0.05)
+
+
+def test_low_memory_optimizers_say_what_they_need():
+    with pytest.raises(ValueError, match="optimizer=adamw_offload needs a model on a CUDA GPU; got cpu"):
+        adamw_offload(small_model(), **SETTINGS)
+    with pytest.raises(ValueError, match=r"adamw_bf16 needs bfloat16 weights, .*bf16-true; got float32"):
+        adamw_bf16(small_model(), **SETTINGS)
+
+
+@pytest.mark.usefixtures("without_compiler")
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adamw_bf16", "adamw_offload"])
+def test_every_config_decays_the_same_parameters(name, request):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose(overrides=[f"+optimizer={name}"])
+    model = build()
+    if name == "adamw_offload":
+        with pytest.raises(ValueError, match="CUDA GPU"):
+            instantiate(config.optimizer)(model)
+        return
+    if name == "adamw_bf16":
+        model.bfloat16()
+    optimizer, expected = instantiate(config.optimizer)(model), optimizer_of(model)
+    for ours, theirs in zip(optimizer.param_groups, expected.param_groups, strict=True):
+        assert [id(p) for p in ours["params"]] == [id(p) for p in theirs["params"]]
+        assert ours["weight_decay"] == theirs["weight_decay"] and ours["betas"] == theirs["betas"]
+
+
+def test_configs_instantiate_and_their_state_is_plain():
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose(overrides=["+optimizer=adamw", "+scheduler=warmup_cosine", "+max_steps=1000"])
+    optimizer = instantiate(config.optimizer)(build())
+    scheduler = instantiate(config.scheduler)(optimizer)
+    assert scheduler.get_last_lr() == [6e-4 / 100] * 2
+    saved = io.BytesIO()
+    torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, saved)
+    saved.seek(0)
+    torch.load(saved, weights_only=True)
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_a_run_goes_on_from_states_of_8_bits(tmp_path):
+    """Four steps, and two more by another run's checkpoint, log the losses of six."""
+    losses = []
+    for name, steps in (("whole", [6]), ("parts", [4, 6])):
+        for max_steps in steps:
+            folder = tmp_path / f"{name}_{max_steps}"
+            checkpoint = sorted(tmp_path.glob(f"{name}*/checkpoints/*.ckpt"))[-1:]
+            overrides = tiny(
+                tmp_path,
+                "optimizer=adamw_8bit",
+                f"max_steps={max_steps}",
+                "scheduler.max_steps=6",
+                f"ckpt_path={checkpoint[0] if checkpoint else 'null'}",
+            )
+            with composed(folder, *overrides) as cfg:
+                train.train(cfg)
+        losses.append(column(folder, "train/loss"))
+    assert list(losses[1]) == [5, 6]
+    for step, loss in losses[1].items():
+        assert loss == pytest.approx(losses[0][step], rel=1e-5)

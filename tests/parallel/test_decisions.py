@@ -1,0 +1,128 @@
+"""All ranks of a run take rank 0's decisions; two runs never share a folder."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+import train
+from fa_train.memory.levers import Levers
+from fa_train.parallel.decisions import INHERITED, decided_by_rank_zero, fresh_folder
+from fa_train.parallel.fsdp import FullyShardedStrategy
+from tests.support.processes import start_server
+from tests.support.training import CONF, REPOSITORY, composed, quiet_environment, tiny
+from tests.test_train import processes_can_talk, ranks_of_torchrun
+
+needs_ports = pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
+
+
+def test_processes_that_want_one_folder_get_different_ones(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(fresh_folder, [f"{tmp_path}/runs/nano/now"] * 8))
+    assert sorted(folders) == [f"{tmp_path}/runs/nano/now{suffix}" for suffix in ("", *(f"-{i}" for i in range(1, 8)))]
+    assert all(Path(folder).is_dir() for folder in folders)
+
+
+@pytest.mark.parametrize("node", ["run", "sweep"])
+def test_runs_that_start_in_the_same_second_have_folders_of_their_own(node, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folders = []
+    for _ in range(3):
+        with initialize_config_dir(str(CONF), version_base="1.3"), patch("hydra.core.utils.datetime") as clock:
+            clock.now.return_value.strftime.return_value = "now"
+            cfg = compose("train", ["run_name=own"], return_hydra_config=True)
+            HydraConfig.instance().set_config(cfg)
+            folders.append(OmegaConf.select(cfg, f"hydra.{node}.dir"))
+            assert OmegaConf.select(cfg, f"hydra.{node}.dir") == folders[-1], "a run has one folder"
+    first = "runs/own/now" if node == "run" else "runs/multirun/now"
+    assert folders == [first, f"{first}-1", f"{first}-2"] and all((tmp_path / folder).is_dir() for folder in folders)
+
+
+def test_ranks_that_lightning_starts_inherit_decisions(monkeypatch):
+    monkeypatch.delenv(INHERITED, raising=False)
+    assert decided_by_rank_zero("folder", lambda: "a") == "a"
+    assert decided_by_rank_zero("memory", lambda: {"offload": True}) == {"offload": True}
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert decided_by_rank_zero("folder", lambda: "b") == "a"
+    assert decided_by_rank_zero("memory", lambda: {"offload": False}) == {"offload": True}
+
+
+def ranks_of_srun() -> list[dict[str, str]]:
+    """What srun tells each of two tasks on one node."""
+    [port] = {environment["MASTER_PORT"] for environment in ranks_of_torchrun(2)}
+    shared = {
+        "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": port,
+    }  # fmt: skip
+    return [shared | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(lambda: ranks_of_torchrun(2), id="torchrun"), pytest.param(ranks_of_srun, id="srun")]
+)
+@needs_ports
+def test_two_ranks_take_the_decisions_of_rank_zero(ranks, tmp_path):
+    start_server()
+    torch.multiprocessing.start_processes(
+        in_two_processes, args=(tmp_path, ranks()), nprocs=2, start_method="forkserver"
+    )
+
+
+def in_two_processes(rank: int, tmp_path: Path, environments: list[dict[str, str]]) -> None:
+    """One of two ranks. Left alone, each would decide differently."""
+    os.environ.update(environments[rank])
+    torch.set_num_threads(1)
+    assert [decided_by_rank_zero("question", partial(list, (rank, number))) for number in (5, 6)] == [[0, 5], [0, 6]]
+
+    levers = [Levers("selective", False, 16), Levers("full", True, None)]
+    checkpoints, started = ["of_rank_zero.ckpt", "of_rank_one.ckpt"], []
+    settings = tiny(tmp_path / str(rank), "data=synthetic", "memory=auto", "strategy=ddp", "trainer.devices=2")
+    with (
+        composed(tmp_path / str(rank), *settings) as cfg,
+        patch("fa_train.preflight.fastest_levers", lambda *arguments: levers[rank]),
+        patch("fa_train.preflight.checkpoint_path", lambda *arguments: checkpoints[rank]),
+        patch("fa_train.preflight.finished", lambda *arguments: None),
+        patch("lightning.Trainer.fit", lambda *arguments, ckpt_path, **options: started.append(ckpt_path)),
+    ):
+        train.train(cfg)
+        assert {name: cfg.memory[name] for name in asdict(levers[0])} == asdict(levers[0])
+    assert started == ["of_rank_zero.ckpt"]
+
+    with pytest.raises(ValueError, match="a mistake of rank 0"):
+        decided_by_rank_zero("mistake", mistake)
+
+
+def mistake() -> None:
+    raise ValueError(f"a mistake of rank {os.environ.get('RANK', os.environ.get('SLURM_PROCID'))}")
+
+
+def test_ranks_agree_on_what_kind_of_checkpoint_they_read(tmp_path, monkeypatch):
+    """This rank sees a folder that rank 0 does not see yet, as can happen on a network file system."""
+    read = []
+    strategy = FullyShardedStrategy()
+    monkeypatch.setattr(strategy, "broadcast", lambda answer: not answer)
+    monkeypatch.setattr(strategy, "_load_whole", lambda path: read.append(path))
+    strategy.load_checkpoint(tmp_path)
+    assert read == [tmp_path]
+
+
+@needs_ports
+def test_torchrun_leaves_one_folder(tmp_path):
+    overrides = tiny(tmp_path, "strategy=ddp", "trainer.devices=2", "max_steps=1", "data=synthetic", "run_name=two")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(REPOSITORY / "train.py")]
+    done = subprocess.run(
+        [*command, *overrides], cwd=tmp_path, env=quiet_environment(), capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    [folder] = (tmp_path / "runs" / "two").iterdir()
+    assert {"result.json", "metrics.csv", "checkpoints", ".hydra"} <= {path.name for path in folder.iterdir()}

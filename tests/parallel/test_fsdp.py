@@ -1,0 +1,474 @@
+"""Several ranks: two processes on the CPU train, save, resume and export what one does, and stop when told to."""
+
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import train
+from fa_train.callbacks import Agreement
+from fa_train.checkpoints.callback import Checkpoint
+from fa_train.checkpoints.files import CheckpointError
+from fa_train.memory.loss import LinearCrossEntropy
+from fa_train.memory.planner import Shape, predict
+from fa_train.memory.stack import Memory
+from fa_train.models.attention import sdpa_attention
+from fa_train.models.gpt import GPT
+from fa_train.parallel.checkpoint import load_sharded
+from fa_train.parallel.drawing import DrawnOn
+from fa_train.parallel.fsdp import local, shard, whole
+from scripts import export_hf
+from tests.checkpoints.test_files import Evil
+from tests.support.processes import start_server
+from tests.support.training import column, command_line, composed, tiny, write_corpus
+from tests.test_train import processes_can_talk, ranks_of_torchrun, start_and_stop
+
+pytestmark = [
+    pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
+    pytest.mark.xdist_group("strategy"),
+]
+SETTINGS = (
+    "data.val_rows=3", "max_steps=6", "trainer.val_check_interval=6", "callbacks.checkpoint.every_n_train_steps=3",
+    "callbacks.checkpoint.save_top_k=-1",
+)  # fmt: skip
+RANKS = ("strategy=fsdp", "trainer.devices=2")
+ADAPTER = ("adapter=lora", "optimizer.lr=0.01")
+CUT = ("+callbacks.cut._target_=tests.parallel.test_fsdp.SignalToRankOne",)
+
+
+class SignalToRankOne(Callback):
+    """SIGTERM to the second of two ranks, after step 3."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if trainer.global_step == 3 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class SpoilRankOne(Callback):
+    """Fills rank 1's part of the first weight with NaN after the last step."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if trainer.global_step == 6 and trainer.global_rank == 1:
+            local(next(pl_module.parameters()).detach()).fill_(float("nan"))
+
+
+def train_in(folder: Path, corpus: Path, *overrides: str) -> Path:
+    """A run in this process; its folder, with the config as the command line leaves it."""
+    folder.mkdir(exist_ok=True)
+    with composed(folder, *tiny(corpus, *SETTINGS, *overrides)) as cfg:
+        if os.environ.get("RANK", "0") == "0":
+            (folder / ".hydra").mkdir()
+            settings = OmegaConf.masked_copy(cfg, [str(name) for name in cfg if name != "hydra"])
+            OmegaConf.save(settings, folder / ".hydra" / "config.yaml")
+        train.train(cfg)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Path:
+    """Holds the corpus of all runs; two ranks cannot share its three validation rows evenly."""
+    folder: Path = tmp_path_factory.mktemp("strategy")
+    for number in range(100):
+        (write_corpus(folder / "corpus") / f"more_{number}.txt").write_text(f"{number} more " * 20)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole_run(shared) -> Path:
+    return train_in(shared / "whole", shared)
+
+
+@pytest.fixture(scope="module")
+def adapter_run(shared) -> Path:
+    return train_in(shared / "adapter", shared, *ADAPTER)
+
+
+def write_evil(folder: Path, in_metadata: bool) -> None:
+    """Puts a program into a sharded checkpoint, as its metadata or as a value that is not a tensor."""
+    program = Evil(folder.parent / "ran")
+    if in_metadata:
+        (folder / ".metadata").write_bytes(pickle.dumps(program))
+        return
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    stored = next(stored for index, stored in metadata.storage_data.items() if index.fqn.endswith(".lr"))
+    with (folder / stored.relative_path).open("ab") as file:
+        stored.offset = file.tell()
+        torch.save(program, file)
+        stored.length = file.tell() - stored.offset
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(shared, whole_run, adapter_run) -> Path:
+    """What two processes did together: see in_two_processes."""
+    start_server()
+    arguments = (str(shared), ranks_of_torchrun(2))
+    torch.multiprocessing.start_processes(in_two_processes, args=arguments, nprocs=2, start_method="forkserver")
+    return shared
+
+
+def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
+    """One of two ranks, for everything that needs two, as a process takes seconds to start.
+
+    Runs in `folder`: sharded; two_from_two and two_from_one, which go on from step 3 of sharded and of whole; cut,
+    which rank 1 was told to stop, and two_from_cut. Asserts what only the ranks themselves see.
+    """
+    torch.set_num_threads(1)
+    os.environ.update(environments[rank])
+    shared = Path(folder)
+    step_three = "checkpoints/step_0000003.ckpt"
+    train_in(shared / "sharded", shared, *RANKS, "export=true")
+    train_in(shared / "two_from_two", shared, *RANKS, f"ckpt_path={shared}/sharded/{step_three}")
+    train_in(shared / "two_from_one", shared, *RANKS, f"ckpt_path={shared}/whole/{step_three}")
+    with pytest.raises(SystemExit) as ended:
+        train_in(shared / "cut", shared, *RANKS, *CUT)
+    assert ended.value.code == 128 + signal.SIGTERM
+    dist.barrier()  # rank 0 still gives the checkpoint its name
+    newest = max((shared / "cut" / "checkpoints").iterdir())
+    train_in(shared / "two_from_cut", shared, *RANKS, f"ckpt_path={newest}")
+    train_in(shared / "sharded_adapter", shared, *RANKS, *ADAPTER)
+    for run, start in (("two_from_two_adapters", "sharded_adapter"), ("two_from_one_adapter", "adapter")):
+        train_in(shared / run, shared, *RANKS, *ADAPTER, f"ckpt_path={shared}/{start}/{step_three}")
+    for case in ("evil_item", "evil_metadata"):
+        if rank == 0:
+            shutil.copytree(shared / "sharded" / step_three, shared / f"{case}.ckpt")
+            write_evil(shared / f"{case}.ckpt", in_metadata=case == "evil_metadata")
+        dist.barrier()
+        refuse(shared, case)
+    for strategy in ("fsdp", "ddp"):
+        fill_the_disk(shared, strategy)
+    spoil_one_rank(shared)
+    agree(rank)
+    compare_gradients(rank)
+    dist.destroy_process_group()
+
+
+def refuse(shared: Path, case: str) -> None:
+    """No rank runs the code in a sharded checkpoint, even without the check of ckpt_path; all raise the error."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.preflight, "checkpoint_path", lambda path, *_: path)
+        with pytest.raises(CheckpointError, match="is damaged or is not a checkpoint of"):
+            train_in(shared / f"from_{case}", shared, *RANKS, f"ckpt_path={shared}/{case}.ckpt")
+    assert not (shared / "ran").exists()
+
+
+def fill_the_disk(shared: Path, strategy: str) -> None:
+    """All ranks raise the same error, and the older checkpoint stays."""
+    run = shared / f"full_{strategy}"
+    full = ("+callbacks.full._target_=tests.checkpoints.test_runs.FullDisk", "+callbacks.full.step=6")
+    with pytest.raises(CheckpointError, match=r"step_0000006.ckpt could not be written: File too large"):
+        train_in(run, shared, *RANKS, f"strategy={strategy}", *full)
+    dist.barrier()
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_0000003.ckpt"]
+
+
+def spoil_one_rank(shared: Path) -> None:
+    """If one rank's part of the weights has NaN, no rank saves."""
+    train_in(shared / "spoilt", shared, *RANKS, "+callbacks.spoil._target_=tests.parallel.test_fsdp.SpoilRankOne")
+    assert [path.name for path in (shared / "spoilt" / "checkpoints").iterdir()] == ["step_0000003.ckpt"]
+
+
+def agree(rank: int) -> None:
+    """All ranks learn of rank 1's yes at the same question, the one after; asked by ranks of unlike speed."""
+    agreement = Agreement()
+    answers = []
+    for question in range(5):
+        time.sleep(0.05 * (rank == question % 2))
+        answers.append(agreement.any(rank == 1 and question == 2))
+    assert answers == [False, False, False, True, True]
+
+
+@pytest.fixture(scope="module")
+def sharded_run(two_ranks) -> Path:
+    return two_ranks / "sharded"
+
+
+def assert_goes_on(run: Path, whole_run: Path) -> None:
+    """Steps 4 to 6 with the losses of the run that was never stopped."""
+    losses, expected = (column(folder, "train/loss") for folder in (run, whole_run))
+    assert sorted(losses) == [4, 5, 6]
+    assert losses == pytest.approx({step: expected[step] for step in (4, 5, 6)}, rel=1e-5)
+
+
+def test_two_ranks_have_the_losses_of_one(whole_run, sharded_run):
+    for name in ("train/loss", "train/grad_norm", "val/loss"):
+        one, two = column(whole_run, name), column(sharded_run, name)
+        assert len(one) and two == pytest.approx(one, rel=1e-5), "fp32 sums in another order"  # labels differ by rank
+
+
+def test_a_sharded_checkpoint_is_a_folder_with_a_part_a_rank(sharded_run):
+    checkpoints = sorted((sharded_run / "checkpoints").iterdir())
+    assert [path.name for path in checkpoints] == ["step_0000003.ckpt", "step_0000006.ckpt"], "none is .partial"
+    sizes = [[(path / f"__{rank}_0.distcp").stat().st_size for rank in range(2)] for path in checkpoints]
+    for first, second in sizes:
+        assert 0.4 < first / (first + second) < 0.6, "no rank has the whole model"
+
+
+def test_a_sharded_run_exports_what_one_process_does(whole_run, sharded_run, tmp_path):
+    for run in (whole_run, sharded_run):
+        export_hf.export(run / "checkpoints/step_0000006.ckpt", tmp_path / run.parent.name / run.name, [], None)
+    whole, exported = (tmp_path / run.parent.name / run.name for run in (whole_run, sharded_run))
+    theirs, ours = (load_file(folder / "model.safetensors") for folder in (whole, exported))
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+    for name in ("config.json", "tokenizer.json"):
+        assert (exported / name).read_text() == (whole / name).read_text()
+    at_its_end = sharded_run / "exported" / "model.safetensors"
+    assert at_its_end.read_bytes() == (exported / "model.safetensors").read_bytes(), "export=true writes the same"
+
+
+@pytest.mark.parametrize("run", ["two_from_two", "two_from_one"])
+def test_two_ranks_go_on(run, whole_run, two_ranks):
+    assert_goes_on(two_ranks / run, whole_run)
+
+
+@pytest.mark.parametrize("run", ["two_from_two_adapters", "two_from_one_adapter"])
+def test_two_ranks_go_on_with_an_adapter(run, adapter_run, two_ranks):
+    assert_goes_on(two_ranks / run, adapter_run)
+
+
+def test_a_sharded_checkpoint_of_an_adapter_holds_no_base(shared, adapter_run, two_ranks, tmp_path):
+    folder = two_ranks / "sharded_adapter" / "checkpoints" / "step_0000003.ckpt"
+    content = load_sharded(folder)
+    assert content["state_dict"] and all("lora_" in name for name in content["state_dict"])
+    assert_goes_on(train_in(shared / "one_from_two_adapters", shared, *ADAPTER, f"ckpt_path={folder}"), adapter_run)
+    for name in ("adapter", "sharded_adapter"):
+        export_hf.export(shared / name / "checkpoints/step_0000006.ckpt", tmp_path / name, [], None)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("adapter", "sharded_adapter"))
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("in_metadata", [True, False], ids=["metadata", "item"])
+def test_one_process_runs_no_code_of_a_sharded_checkpoint(in_metadata, shared, sharded_run, tmp_path):
+    folder = shutil.copytree(sharded_run / "checkpoints/step_0000003.ckpt", tmp_path / "x.ckpt")
+    write_evil(tmp_path / "x.ckpt", in_metadata)
+    done = command_line(tmp_path, *tiny(shared, *SETTINGS, f"ckpt_path={folder}"))
+    assert done.returncode == 1 and not (tmp_path / "ran").exists()
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith(f"error: {folder} is damaged or is not a checkpoint")
+
+
+def test_a_signal_to_one_rank_saves_at_one_step_of_both(whole_run, two_ranks):
+    """SIGTERM in step 4 of rank 1; both ranks leave in it or in the next, with a checkpoint that goes on."""
+    cut, rest = (column(two_ranks / run, "train/loss") for run in ("cut", "two_from_cut"))
+    assert max(cut) in (4, 5) and sorted(cut | rest) == [1, 2, 3, 4, 5, 6] and min(rest) == max(cut) + 1
+    assert cut | rest == pytest.approx(column(whole_run, "train/loss"), rel=1e-5)
+
+
+def test_one_rank_goes_on_from_two(shared, whole_run, sharded_run):
+    start = f"ckpt_path={sharded_run}/checkpoints/step_0000003.ckpt"
+    assert_goes_on(train_in(shared / "one_from_two", shared, start), whole_run)
+
+
+def test_last_is_the_newest_folder(sharded_run):
+    found = train.preflight.checkpoint_path("last", sharded_run)
+    assert found == str(sharded_run / "checkpoints/step_0000006.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        pytest.param(["trainer.devices=1"], "at least 2 devices; got 1", id="one-device"),
+        pytest.param(["adapter=qlora"], "4 bits; got adapter=qlora", id="qlora"),
+        pytest.param(["optimizer=adamw_8bit"], "must have optimizer=adamw.* got adamw_8bit", id="8-bit"),
+        pytest.param(["optimizer=adamw_offload"], "must have optimizer=adamw.* got adamw_offload", id="offload"),
+        pytest.param(
+            ["+callbacks.sample._target_=lightning.pytorch.callbacks.LambdaCallback"], "callbacks.sample=null",
+            id="sample",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_sharded_is_named_before_anything_is_computed(overrides, message, tmp_path):
+    settings = dict(override.split("=", 1) for override in (*RANKS, *overrides))
+    with (
+        composed(tmp_path, *tiny(tmp_path, *(f"{name}={value}" for name, value in settings.items()))) as cfg,
+        pytest.raises(ValueError, match=message),
+    ):
+        train.build(cfg)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "exception", "saves"),
+    [
+        (2, SIGTERMException(), True),
+        (2, RuntimeError("of one rank"), False),
+        (1, RuntimeError("of the only one"), True),
+    ],
+)
+def test_an_error_of_one_rank_waits_for_no_other(world_size, exception, saves, tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr(Checkpoint, "_save", lambda self, trainer, module: saved.append(module))
+    trainer = SimpleNamespace(world_size=world_size, strategy=SimpleNamespace(launcher=None), print=print)
+    Checkpoint(str(tmp_path), 1, 2, keep_best=False, save_on_exception=True).on_exception(trainer, None, exception)
+    assert bool(saved) == saves
+
+
+ENDING = """
+import atexit
+from types import SimpleNamespace
+from lightning.fabric.utilities import distributed
+
+def destroy():
+    print("connections ended")
+
+distributed._destroy_dist_connection = destroy
+atexit.register(destroy)  # as Lightning does for NCCL
+from fa_train import callbacks
+
+launcher = object.__new__(callbacks._SubprocessScriptLauncher)
+launcher.procs = [SimpleNamespace(wait=lambda timeout: print("rank 1 ended"))]
+callbacks.wait_for_other_ranks(SimpleNamespace(strategy=SimpleNamespace(launcher=launcher)))
+assert not launcher.procs, "Lightning's observer would kill this process"
+print("this rank ends")
+"""
+
+
+def test_ranks_end_their_connections_together():
+    """With NCCL none can alone: a rank that waited for the others before would wait for ever."""
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.stdout.splitlines() == ["this rank ends", "connections ended", "rank 1 ended"], done.stderr
+
+
+LONG = ("data.val_rows=2", "max_steps=40", "trainer.val_check_interval=40")
+DDP = (*LONG, "strategy=ddp", "trainer.devices=2", "data.num_workers=1", "run_name=stopped")
+
+
+@pytest.fixture(scope="module")
+def stopped_run(shared) -> Path:
+    """SIGTERM to all processes of a run, as a terminal's Ctrl-C and SLURM do it."""
+    return start_and_stop(shared, tiny(shared, *DDP), 7, signal.SIGTERM, to_all=True)
+
+
+def test_a_signal_to_all_processes_saves_and_stops(stopped_run):
+    steps = sorted(column(stopped_run, "train/loss"))
+    assert 7 <= len(steps) < 40, "it ended before the signal came"
+    assert [path.name for path in (stopped_run / "checkpoints").iterdir()] == [f"step_{steps[-1]:07d}.ckpt"]
+
+
+def test_a_stopped_run_goes_on_and_stops_by_its_main_process_too(stopped_run, shared):
+    """Its parts, the last by one process, have the losses of a run that nobody stopped."""
+    again = start_and_stop(shared, tiny(shared, *DDP, "ckpt_path=last"), 20, signal.SIGTERM)
+    [newest] = (again / "checkpoints").iterdir()
+    rest = train_in(shared / "rest", shared, *LONG, f"ckpt_path={newest}")
+    parts = [column(folder, "train/loss") for folder in (stopped_run, again, rest)]
+    assert sum(len(part) for part in parts) == 40, "no step is done twice"
+    whole = column(train_in(shared / "unstopped", shared, *LONG), "train/loss")
+    assert parts[0] | parts[1] | parts[2] == pytest.approx(whole, rel=1e-4), "fp32 sums in another order"
+
+
+@pytest.mark.parametrize("drawing", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_weights_in_host_memory_have_the_numbers_of_a_device(drawing, tmp_path):
+    """All of the model's and of its adapter's, and what is drawn after them."""
+    models, after = [], []
+    with composed(tmp_path, *tiny(tmp_path, "adapter=lora")) as cfg:
+        for context in (torch.device(drawing), DrawnOn(torch.device(drawing))):
+            torch.manual_seed(0)
+            with context:
+                models.append(train.build_model(cfg, 259))
+            after.append(torch.rand(3, device=drawing))
+    there, here = (dict(model.named_parameters()) for model in models)
+    assert all(parameter.device.type == "cpu" for parameter in here.values())
+    torch.testing.assert_close(here, there, rtol=0, atol=0, check_device=False)
+    assert torch.equal(*after)
+
+
+def test_only_what_is_drawn_is_drawn_elsewhere():
+    with DrawnOn(torch.device("meta")):  # which has no numbers to copy
+        assert torch.ones(3).mul_(2).sum() == 6
+        torch.empty(3, device="meta").normal_()
+        with pytest.raises(NotImplementedError, match="no data"):
+            torch.empty(3).normal_()
+
+
+def test_a_sharded_run_draws_on_its_device(tmp_path, monkeypatch):
+    devices = []
+    monkeypatch.setattr(train, "DrawnOn", lambda device: devices.append(device) or nullcontext())
+    with composed(tmp_path, *tiny(tmp_path, *RANKS)) as cfg:
+        trainer, lit_gpt, _ = train.build(cfg)
+    assert devices == [trainer.strategy.root_device] and lit_gpt.device.type == "cpu"
+
+
+def small_gpt(tied: bool, memory: Memory) -> GPT:
+    """The same weights on every rank."""
+    torch.manual_seed(0)
+    return GPT(
+        vocab_size=67, n_layers=3, dim=16, n_heads=2, n_kv_heads=1, head_dim=None, ffn_dim=24, norm="rmsnorm",
+        norm_eps=1e-5, positions="rope", rope_theta=1e4, max_seq_len=None, activation="swiglu", bias=True,
+        qk_norm=True, tied=tied, init="gpt2", attention=sdpa_attention, loss=memory.loss, memory=memory,
+    )  # fmt: skip
+
+
+LOSS = LinearCrossEntropy(chunk_size=5)
+CASES = {
+    "tied": (True, Memory("none", False, None, LOSS), "32-true"),
+    "untied": (False, Memory("none", False, None, LOSS), "32-true"),
+    "all-levers": (True, Memory("full", True, 4, LOSS), "32-true"),
+    "selective-mixed": (False, Memory("selective", False, 4, LOSS), "bf16-mixed"),
+    "tied-mixed": (True, Memory("none", False, None, LOSS), "bf16-mixed"),
+}
+
+
+def gradients(model: GPT, tokens: Tensor, precision: str) -> tuple[Tensor, dict[str, Tensor]]:
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+        loss = model(tokens[:-1], labels=tokens[1:])
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def compare_gradients(rank: int) -> None:
+    """One of two processes: its losses, and the mean of both ranks' gradients, are those of whole models."""
+    torch.backends.mkldnn.set_flags(False)  # its bf16 is not there on every machine
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    streams = torch.randint(67, (2, 18), generator=torch.Generator().manual_seed(1))
+    for name, (tied, memory, precision) in CASES.items():
+        expected = [gradients(small_gpt(tied, memory), stream, precision) for stream in streams]
+        model = small_gpt(tied, memory)
+        elements = sum(p.numel() for p in model.parameters())
+        shard(model, mesh, precision)
+        parameters = list(model.parameters())
+        assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in parameters)
+        assert sum(local(p).numel() for p in parameters) < 0.6 * elements
+        loss, ours = gradients(model, streams[rank], precision)
+        mixed = precision == "bf16-mixed"
+        torch.testing.assert_close(loss, expected[rank][0], rtol=1e-3 if mixed else 1e-5, atol=0)
+        assert ours.keys() == expected[0][1].keys()
+        for parameter, gradient in ours.items():
+            mean = (expected[0][1][parameter] + expected[1][1][parameter]) / 2
+            # bf16 rounds norms' weights too, and each rank's gradient once more
+            atol = 2**-6 * float(mean.abs().max()) if mixed else 1e-5
+            error = float((whole(gradient) - mean).abs().max())
+            assert error <= atol, (name, parameter, error)
+
+
+def test_the_planner_counts_a_part_a_rank():
+    shape = Shape(
+        n_layers=32, dim=4096, n_heads=32, n_kv_heads=8, head_dim=128, ffn_dim=14336, vocab_size=128256,
+        activation="swiglu", tied=False, norm="rmsnorm", qk_norm=False, bias=False, rope=True, learned_positions=0,
+        precision="bf16-mixed", tokens=8192, checkpointing="full", offload=False, mlp_chunk=None, loss_chunk=4096,
+        optimizer="adamw", accumulates=True, compiled=True,
+    )  # fmt: skip
+    one, four, eight = (predict(replace(shape, ranks=ranks)) for ranks in (1, 4, 8))
+    assert one.optimizer == 4 * four.optimizer == 8 * eight.optimizer
+    assert one.gpu_bytes > 120 * 2**30 > four.gpu_bytes > eight.gpu_bytes > one.gpu_bytes / 8
+    outer = 2 * 128256 * 4096 * 4
+    assert eight.weights > one.weights / 8 + outer, "embeddings and head are gathered whole"

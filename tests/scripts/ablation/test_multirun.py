@@ -1,0 +1,151 @@
+"""The ablation as a multirun of train.py: its runs, files and summary, what it skips and continues, and its errors."""
+
+import csv
+import json
+import re
+
+import pytest
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from scripts.ablation import multirun
+from scripts.ablation.cases import Result, measure
+from scripts.ablation.formula import step_formula
+from scripts.ablation.multirun import Report, case_of, run_job
+from tests.scripts.test_ablate_memory import assert_self_contained, inspect
+from tests.support.training import command_line, composed, tiny
+
+GIB = 2**30
+
+
+def ablation(tmp_path, *overrides):
+    """train.TINY's model on rows that are one document each."""
+    own = ["data=synthetic", "data.vocab_size=300", "max_steps=3", "batch_size=1", "data.val_rows=1"]
+    return ["experiment=ablate_attention", f"hydra.sweep.dir={tmp_path}/sweep", *tiny(tmp_path, *own, *overrides)]
+
+
+def test_a_multirun_with_jobs_that_run_out_of_memory(tmp_path):
+    """274 GB of scores at 131072 tokens. Files, and the offline runs read back: two of train.py's and the summary."""
+    sweep = ["attention=naive", "seq_len=32,131072,262144", "logger=wandb"]
+    arguments = ["-m", *ablation(tmp_path, *sweep)]
+    environment = {"WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}
+    done = command_line(tmp_path, *arguments, limit_memory=True, **environment)
+    assert done.returncode == 0, done.stderr
+    assert "a training step of nano" in done.stdout and "must fail from N = " in done.stdout
+    folder = tmp_path / "sweep"
+    with (folder / "ablation.csv").open() as file:
+        first, second, third = csv.DictReader(file)
+    assert [first["outcome"], second["outcome"]] == ["ok", "oom"] and second["oom"] == "1"
+    assert third["outcome"] == "skipped: 131072 ran out of memory" and not (folder / "cases" / "0002.log").exists()
+    assert first["timed_steps"] == "3" and float(second["peak_gib"]) > 0
+    assert float(first["tokens_per_s"]) == pytest.approx(32 / float(first["step_ms"]) * 1e3)
+    # 6 N T + 6 layers n_heads head_dim T^2, as in test_ablate_memory, with a head of 300 x 32
+    flops = 6 * (2 * (32 * 64 + 32 * 32 + 32 * 128 + 64 * 32) + 300 * 32) * 32 + 6 * 2 * 32 * 32**2
+    assert float(first["tflops"]) * 1e12 * float(first["step_ms"]) / 1e3 == pytest.approx(flops)
+    assert "step 3/3" in (folder / "cases" / "0000.log").read_text() and "step 3/3" not in done.stdout, "not apart"
+    assert (folder / "ablation.png").read_bytes().startswith(b"\x89PNG")
+    assert "must fail" in (folder / "ablation_formula.csv").read_text()
+    assert_self_contained((folder / "ablation.html").read_text())
+
+    runs = [inspect(path) for path in sorted(folder.rglob("*.wandb"))]
+    assert len(runs) == 3
+    assert {group for text in runs for group in re.findall(r'"run_group":"(.*?)"', text)} == {str(folder)}
+    [summary] = [text for text in runs if '"job_type":"summary"' in text]
+    for name in ("table/ablation", "chart/peak_gib", "chart/tokens_per_s", "picture/ablation", "page"):
+        assert name in summary, name
+    trained = [text for text in runs if '"job_type":"train"' in text]
+    assert ["seq_len=32" in text and "perf/tokens_per_s" in text for text in trained].count(True) == 1
+    assert ["seq_len=131072" in text and '"oom"' in text for text in trained].count(True) == 1
+    [table] = (json.loads(path.read_text()) for path in folder.glob("wandb/offline-*/**/table/ablation_[0-9]*.json"))
+    assert table["columns"] == list(first) and [row[2] for row in table["data"]] == [
+        "ok", "oom", "skipped: 131072 ran out of memory"
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """Runs a job of made-up outcome, which says whether it was run."""
+
+    def run(number, attention, seq_len, outcome, *overrides):
+        ran = []
+
+        def apart(function, arguments, timeout, log):
+            ran.append(arguments[-1])
+            return Result(outcome, peak_gib=1.0)
+
+        monkeypatch.setattr(multirun, "apart", apart)
+        monkeypatch.setattr(multirun, "call_apart", lambda *arguments: 80 * GIB)
+        names = [f"attention={attention}", f"seq_len={seq_len}", *overrides]
+        with composed(tmp_path, *ablation(tmp_path, *names)) as cfg:
+            hydra = HydraConfig.instance().cfg.hydra
+            OmegaConf.set_readonly(hydra, False)
+            hydra.job.num = number
+            return run_job(measure, cfg, timeout=1), len(ran)
+
+    return run
+
+
+def test_jobs_are_skipped_continued_and_tried_again(job):
+    assert job(0, "naive", 64, "ok") == ({"peak_gib": 1.0}, 1)
+    assert job(1, "naive", 128, "oom") == ({"peak_gib": 1.0, "oom": 1.0}, 1)
+    assert job(2, "naive", 256, "ok") == ({}, 0), "a shorter one ran out of memory"
+    assert job(3, "naive", 32, "ok")[1] == 1
+    assert job(4, "sdpa", 256, "failed: crash")[1] == 1, "another attention did"
+    assert [job(0, "naive", 64, "ok")[1], job(1, "naive", 128, "ok")[1], job(4, "sdpa", 256, "ok")[1]] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("other", ["memory=full", "model.n_layers=3", "max_steps=4", "lit_gpt.compile_model=true"])
+def test_jobs_differ_in_attention_and_length_alone(job, other):
+    job(0, "naive", 64, "ok")
+    with pytest.raises(SystemExit, match="must differ in attention and seq_len alone"):
+        job(1, "naive", 64, "ok", other)
+
+
+def test_a_model_that_cannot_be_ends_the_program_at_once(tmp_path):
+    done = command_line(tmp_path, "-m", *ablation(tmp_path, "model.n_kv_heads=3", "attention=naive,sdpa"))
+    assert done.returncode == 1 and "n_heads must be a multiple of" in done.stderr.splitlines()[-1], done.stderr
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
+def with_hydra(cfg):
+    """The config as Hydra's callbacks get it."""
+    return OmegaConf.merge(HydraConfig.instance().cfg, cfg)
+
+
+def test_a_failed_job_is_in_the_table_and_ends_the_program_with_1(job, tmp_path, capsys):
+    with composed(tmp_path, *ablation(tmp_path)) as cfg:
+        with pytest.raises(SystemExit, match="1"):
+            Report().on_multirun_end(with_hydra(cfg))
+        assert "IndexError" in capsys.readouterr().err, "there are no jobs"
+    job(0, "naive", 64, "ok")
+    job(1, "sdpa", 64, "failed: exit status 7")
+    with composed(tmp_path, *ablation(tmp_path)) as cfg, pytest.raises(SystemExit, match=r"1 of 2 .*nano sdpa 64"):
+        Report().on_multirun_end(with_hydra(cfg))
+    assert "failed: exit status 7" in (tmp_path / "sweep" / "ablation.csv").read_text()
+
+
+def test_a_case_has_what_the_formula_needs(tmp_path):
+    own = ["memory=full", "optimizer=adamw_8bit", "model.n_layers=3", "attention=naive"]
+    with composed(tmp_path, *ablation(tmp_path, *own)) as cfg:
+        formula = step_formula(case_of(cfg))
+        parameters = sum(x.numel() for x in multirun.instantiate(cfg.model, vocab_size=300).parameters())
+    assert formula.fixed == 10 * parameters
+    assert formula.per_pair == 12 * 4 + 1, "one layer's scores at a time"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.micro_batch_size=2",
+        "data.document_len=32",
+        "trainer.devices=2",
+        "trainer.precision=bf16-true",
+        "adapter=lora",
+    ],
+)
+def test_a_job_is_a_step_on_one_document(override, tmp_path):
+    with (
+        composed(tmp_path, *ablation(tmp_path, override)) as cfg,
+        pytest.raises(ValueError, match=f"{override.split('=')[0]}.* got {override.split('=')[1]}"),
+    ):
+        case_of(cfg)

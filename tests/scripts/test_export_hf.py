@@ -1,0 +1,347 @@
+"""From a run of train.py to a folder that transformers loads: trained from scratch, and fine-tuned."""
+
+import json
+import pickle
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from fa_train.data.tokenizer import ByteTokenizer
+from fa_train.models.export import byte_tokenizer, model_card
+from fa_train.models.hf import load_pretrained
+from fa_train.models.lora import LoRA
+from scripts import export_hf
+from tests.checkpoints.test_files import Evil
+from tests.support import processes
+from tests.support.training import column, command_line, quiet_environment, tiny
+
+pytestmark = pytest.mark.xdist_group("export_hf")
+TOKENS = torch.arange(40) % 11 + 97
+
+
+def write_base(folder: Path, **fields: int | None) -> Path:
+    """A tiny Llama in bfloat16 with the tokenizer of bytes."""
+    own: dict[str, Any] = {
+        "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 256, "eos_token_id": 257,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**own | fields)).bfloat16().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(str(folder))
+    return folder
+
+
+def train(folder: Path, *overrides: str) -> Path:
+    """The checkpoint of a run of three steps, by the command line, as that writes .hydra too."""
+    done = command_line(folder, *overrides, "max_steps=3", "trainer.val_check_interval=3")
+    assert done.returncode == 0, done.stderr
+    [checkpoint] = folder.rglob("*.ckpt")
+    return checkpoint
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("scratch")
+    return train(folder, *tiny(folder))
+
+
+@pytest.fixture(scope="module")
+def finetuned(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("finetuned")
+    base = write_base(folder / "base")
+    return train(folder, *settings(folder, base), f"data.tokenizer={base}", "optimizer.lr=0.01")
+
+
+def settings(folder: Path, base: Path) -> list[str]:
+    """A tiny run's, from the checkpoint instead of a model of its own."""
+    own = [setting for setting in tiny(folder) if not setting.startswith("model.")]
+    return [*own, "model=pretrained", f"model.pretrained={base}"]
+
+
+@torch.no_grad()
+def logits(folder: Path) -> torch.Tensor:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(TOKENS[None]).logits[0]
+
+
+@torch.no_grad()
+def trained(checkpoint: Path) -> torch.Tensor:
+    """The logits of what is in the checkpoint."""
+    cfg = OmegaConf.load(export_hf._run_folder(checkpoint) / ".hydra" / "config.yaml")
+    assert isinstance(cfg, DictConfig)
+    return export_hf.load(checkpoint, cfg)[0](TOKENS)
+
+
+def test_a_run_from_scratch_is_exported(scratch, tmp_path):
+    export_hf.export(scratch, tmp_path / "out", [], None)
+    torch.testing.assert_close(logits(tmp_path / "out"), trained(scratch), rtol=1e-4, atol=1e-4)
+    tokenizer, text = AutoTokenizer.from_pretrained(tmp_path / "out"), "naïve\t text  \n"
+    ids = tokenizer(text).input_ids
+    assert ids == ByteTokenizer().encode_batch([text])[0].tolist() and tokenizer.decode(ids) == text
+    special = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert special == (ByteTokenizer.bos_id, ByteTokenizer.eos_id, ByteTokenizer.pad_id)
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == ByteTokenizer.eos_id
+    assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 64
+
+
+def test_a_fine_tuned_checkpoint_is_exported(finetuned, tmp_path):
+    base = finetuned.parents[4] / "base"
+    export_hf.export(finetuned, tmp_path / "out", [], "float32")
+    expected = trained(finetuned)
+    torch.testing.assert_close(logits(tmp_path / "out"), expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(logits(base), expected, atol=1e-2), "training changes the base model"
+    export_hf.export(finetuned, tmp_path / "as-base", [], None)
+    weights = load_pretrained(tmp_path / "as-base").token_embedding.weight
+    assert weights.dtype == torch.bfloat16, "as the base model is stored"
+    config, own = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "as-base", base))
+    assert config == own
+
+
+def test_the_card_says_what_was_trained(scratch, finetuned, tmp_path):
+    for checkpoint in (scratch, finetuned):
+        out = tmp_path / checkpoint.parents[4].name
+        export_hf.export(checkpoint, out, [], None)
+        card, result = (out / "README.md").read_text(), json.loads((checkpoint.parents[1] / "result.json").read_text())
+        rows = [
+            "| Optimizer steps | 3 |",
+            "| Sequence length | 64 tokens |",
+            f"| Tokens | {3 * 4 * 64} |",
+            f"| Training loss, nats a token | {result['train/loss']:.4f} |",
+            f"| Validation loss, nats a token | {result['val/loss']:.4f} |",
+        ]
+        for row in rows:
+            assert row in card, card
+        assert "| Data | text: corpus |" in card and str(checkpoint.parents[4]) not in card, "no path of this machine"
+    assert "| Base model | base |" in card and "base_model:" not in card and "# base, fine-tuned\n" in card
+
+
+def test_the_card_links_to_a_base_on_the_hub():
+    config = {
+        "model": {"pretrained": "HuggingFaceTB/SmolLM2-135M"}, "seq_len": 64, "batch_size": 4, "seed": 0,
+        "data": {"_target_": "fa_train.data.datamodule.sft_data", "path": "hf:/data/owner/chats:train"},
+    }  # fmt: skip
+    card = model_card("run", config, 3, {}, 10, adapter=False)
+    assert "\nbase_model: HuggingFaceTB/SmolLM2-135M\n" in card and "| Data | sft: hf:chats:train |" in card
+
+
+def test_a_sharded_checkpoint_is_exported(scratch, tmp_path):
+    """As Lightning's ModelParallelStrategy writes it: weights in torch's distributed form, the rest in meta.pt."""
+    run = tmp_path / "run"
+    shutil.copytree(scratch.parents[1] / ".hydra", run / ".hydra")
+    content = torch.load(scratch, weights_only=True)
+    sharded = run / "checkpoints" / "step_3.ckpt"
+    dcp.save({"state_dict": content.pop("state_dict")}, checkpoint_id=sharded, no_dist=True)
+    torch.save(content, sharded / "meta.pt")
+    export_hf.export(sharded, tmp_path / "sharded", [], None)
+    export_hf.export(scratch, tmp_path / "whole", [], None)
+    ours, whole = (tmp_path / name / "model.safetensors" for name in ("sharded", "whole"))
+    assert ours.read_bytes() == whole.read_bytes()
+
+
+def test_mistakes_are_named(scratch, tmp_path):
+    with pytest.raises(ValueError, match=r"nowhere.ckpt does not exist"):
+        export_hf.export(tmp_path / "nowhere.ckpt", tmp_path / "out", [], None)
+    alone = tmp_path / "alone.ckpt"
+    shutil.copy(scratch, alone)
+    with pytest.raises(ValueError, match=r"alone.ckpt must lie in its run's folder"):
+        export_hf.export(alone, tmp_path / "out", [], None)
+    with pytest.raises(ValueError, match=r"step_0000003.ckpt does not fit the model: it has no model.blocks.2"):
+        export_hf.export(scratch, tmp_path / "out", ["model.n_layers=3"], None)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("override", ["foo", "modl.pretrained=moved"])
+def test_an_override_of_no_key_is_named(scratch, tmp_path, override):
+    with pytest.raises(ValueError, match=f"^unknown key {override.partition('=')[0].partition('.')[0]}"):
+        export_hf.export(scratch, tmp_path / "out", [override], None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_named(tmp_path):
+    base = write_base(tmp_path / "base", vocab_size=100, bos_token_id=None, eos_token_id=None)
+    done = command_line(tmp_path, *settings(tmp_path, base))
+    assert done.returncode == 1
+    *warned, error = done.stderr.strip().splitlines()  # Lightning's warning on a machine whose GPU is not used
+    assert "the data's tokenizer has 259 tokens" in error and not any("Traceback" in line for line in warned)
+
+
+@pytest.fixture(scope="module", params=["lora", "qlora"])
+def adapter_run(request, tmp_path_factory) -> tuple[str, Path, Path]:
+    """The kind of a run with an adapter, its base and its checkpoint."""
+    folder = tmp_path_factory.mktemp(request.param)
+    base = write_base(folder / "base")
+    own = (f"adapter={request.param}", "optimizer.lr=0.05", "adapter.r=4", "run_name=adapter")
+    return request.param, base, train(folder, *settings(folder, base), *own)
+
+
+def test_a_run_with_an_adapter_is_exported(adapter_run, tmp_path):
+    kind, base, checkpoint = adapter_run
+    expected = trained(checkpoint)
+    assert not torch.allclose(logits(base), expected, atol=1e-2), "training changes what it computes"
+    export_hf.export(checkpoint, tmp_path / "merged", [], "float32")
+    torch.testing.assert_close(logits(tmp_path / "merged"), expected, rtol=1e-4, atol=1e-4)
+
+    out = tmp_path / "adapter"
+    export_hf.export(checkpoint, out, [], None, adapter=True)
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    tensors = load_file(out / "adapter_model.safetensors")
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in tensors
+    card = (out / "README.md").read_text()
+    assert "library_name: peft" in card and "| Base model | base |" in card
+    with pytest.raises(ValueError, match="an adapter is written in float32"):
+        export_hf.export(checkpoint, tmp_path / "half", [], "bfloat16", adapter=True)
+    if kind == "lora":  # what trained, on what it was trained on
+        model = LoRA(1, 1.0, 0.0, "all-linear", False, None, str(out))(load_pretrained(base, "sdpa", dtype="float32"))
+        torch.testing.assert_close(model(TOKENS), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_checkpoint_of_an_adapter_holds_no_base(adapter_run):
+    _, base, checkpoint = adapter_run
+    content = torch.load(checkpoint, weights_only=True)
+    assert content["state_dict"] and all("lora_" in name for name in content["state_dict"])
+    reference = content["base_model"]
+    assert reference["name"] == str(base) and len(reference["sha256"]) == 64
+
+
+def test_an_adapter_goes_on_from_its_base_and_from_no_other(adapter_run, tmp_path):
+    kind, base, checkpoint = adapter_run
+    own = [
+        *settings(checkpoint.parents[4], base), f"adapter={kind}", "optimizer.lr=0.05", "adapter.r=4", "max_steps=5",
+        "trainer.val_check_interval=5", "callbacks.checkpoint.every_n_train_steps=3",
+    ]  # fmt: skip
+    whole = command_line(tmp_path, *own, "hydra.run.dir=whole")
+    assert whole.returncode == 0, whole.stderr
+    start = "ckpt_path=whole/checkpoints/step_0000003.ckpt"
+    rest = command_line(tmp_path, *own, start, "hydra.run.dir=rest")
+    assert rest.returncode == 0, rest.stderr
+    losses = column(tmp_path / "whole", "train/loss")
+    assert column(tmp_path / "rest", "train/loss") == {step: losses[step] for step in (4, 5)}
+
+    changed = shutil.copytree(base, tmp_path / "changed")
+    weights = load_file(changed / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, changed / "model.safetensors", metadata={"format": "pt"})
+    own = [f"model.pretrained={changed}" if x.startswith("model.pretrained=") else x for x in own]
+    refused = command_line(tmp_path, *own, start)
+    assert refused.returncode == 1 and "Traceback" not in refused.stderr
+    message = rf"holds an adapter that was trained on {base} with the SHA-256 \w+…; this run's base is {changed} with"
+    assert re.search(message, refused.stderr.strip().splitlines()[-1])
+    with pytest.raises(ValueError, match=message):
+        export_hf.export(checkpoint, tmp_path / "out", [f"model.pretrained={changed}"], None)
+    assert not (tmp_path / "out").exists()
+    moved = shutil.copytree(base, tmp_path / "moved")
+    export_hf.export(checkpoint, tmp_path / "out", [f"model.pretrained={moved}"], None)
+
+
+def test_an_older_checkpoint_that_holds_its_base_is_exported(adapter_run, tmp_path):
+    _, _, checkpoint = adapter_run
+    run = Path(shutil.copytree(checkpoint.parents[1], tmp_path / "older"))
+    content = torch.load(checkpoint, weights_only=True)
+    del content["base_model"]
+    model, _ = export_hf.load(checkpoint, export_hf.saved_config(run, []))
+    content["state_dict"] = {f"model.{name}": weight for name, weight in model.state_dict().items()}
+    torch.save(content, run / "checkpoints" / checkpoint.name)
+    export_hf.export(run / "checkpoints" / checkpoint.name, tmp_path / "from-older", [], None)
+    export_hf.export(checkpoint, tmp_path / "from-newer", [], None)
+    older, newer = (tmp_path / name / "model.safetensors" for name in ("from-older", "from-newer"))
+    assert older.read_bytes() == newer.read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+def test_a_base_that_a_seed_drew_is_drawn_again(kind, tmp_path):
+    own = (f"adapter={kind}", "optimizer.lr=0.05", "trainer.precision=bf16-true")
+    checkpoint = train(tmp_path, *tiny(tmp_path, *own))
+    assert all("lora_" in name for name in torch.load(checkpoint, weights_only=True)["state_dict"])
+    export_hf.export(checkpoint, tmp_path / "out", [], "float32")
+    with pytest.raises(ValueError, match="trained on weights drawn from a seed with the SHA-256"):
+        export_hf.export(checkpoint, tmp_path / "other", ["seed=1"], None)
+
+
+def test_only_a_run_with_an_adapter_has_one(scratch, tmp_path):
+    with pytest.raises(ValueError, match="only be saved of a model trained with adapter=lora"):
+        export_hf.export(scratch, tmp_path / "out", [], None, adapter=True)
+
+
+def test_weights_that_are_not_finite_are_not_exported(scratch, tmp_path):
+    run = Path(shutil.copytree(scratch.parents[1], tmp_path / "run"))
+    content = torch.load(scratch, weights_only=True)
+    content["state_dict"]["model.norm.weight"][0] = float("nan")
+    torch.save(content, run / "checkpoints" / scratch.name)
+    done = script("export_hf", run / "checkpoints" / scratch.name, tmp_path / "out")
+    assert done.returncode == 1 and not (tmp_path / "out").exists()
+    [line] = done.stderr.strip().splitlines()
+    assert re.search(r"^error: \S*step_0000003.ckpt must have finite weights; got NaN or infinity", line)
+
+
+def script(name: str, *arguments: object):
+    """Runs a script of this repository from the command line, to its end."""
+    return processes.finish(f"scripts.{name}", [*map(str, arguments)], processes.REPOSITORY, quiet_environment())
+
+
+SCRIPTS = {
+    "export_hf": lambda checkpoint: script("export_hf", checkpoint, checkpoint.parents[2] / "out"),
+    "generate": lambda checkpoint: script("generate", checkpoint, "--prompt", "x"),
+}
+
+
+@pytest.mark.parametrize("run_script", SCRIPTS.values(), ids=SCRIPTS.keys())
+@pytest.mark.parametrize("damage", ["cut", "evil-file", "evil-folder"])
+def test_a_checkpoint_that_is_none_is_one_line(run_script, damage, scratch, tmp_path):
+    run = Path(shutil.copytree(scratch.parents[1], tmp_path / "run"))
+    checkpoint = run / "checkpoints" / "x.ckpt"
+    if damage == "evil-folder":
+        checkpoint.mkdir()
+        torch.save({"global_step": 1}, checkpoint / "meta.pt")
+        (checkpoint / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+    elif damage == "evil-file":
+        torch.save({"global_step": 1, "state_dict": Evil(tmp_path / "ran")}, checkpoint)
+    else:
+        checkpoint.write_bytes(scratch.read_bytes()[:1000])
+    done = run_script(checkpoint)
+    assert done.returncode == 1 and not (tmp_path / "ran").exists()
+    [line] = done.stderr.strip().splitlines()
+    assert line.startswith(f"error: {checkpoint} is damaged or is not a checkpoint of train.py: ")
+
+
+TARGETS = {
+    "torch.load": {"attention": {"_target_": "torch.load", "f": "t.pkl", "weights_only": False}},
+    "os.system": {"family": {"windows": [{"deeper": {"_target_": "os.system", "command": "touch ran"}}]}},
+    "through-a-module": {"loss": {"_target_": "fa_train.models.export.shutil.rmtree", "path": "x"}},
+    "interpolated": {"loss": {"_target_": "${evil}", "command": "touch ran"}},
+    "an-import-of-ours": {"loss": {"_target_": "fa_train.models.export.Path", "_args_": ["x"]}},
+    "the-model": {"_target_": "subprocess.run", "args": ["touch", "ran"]},
+}
+
+
+@pytest.mark.parametrize("model", TARGETS.values(), ids=TARGETS.keys())
+@pytest.mark.parametrize("part", ["model", "adapter"])
+def test_a_saved_config_names_no_other_code(part, model, scratch, tmp_path, monkeypatch):
+    monkeypatch.setattr(export_hf, "instantiate", lambda *args, **kwargs: pytest.fail("something was built"))
+    run = Path(shutil.copytree(scratch.parents[1], tmp_path / "run"))
+    path = run / ".hydra" / "config.yaml"
+    OmegaConf.save(OmegaConf.merge(OmegaConf.load(path), {"evil": "os.system", part: model}), path)
+    with pytest.raises(
+        ValueError, match=rf"^{part} in the run's .hydra/config.yaml must name targets of fa_train only; got"
+    ):
+        export_hf.export(run / "checkpoints" / scratch.name, tmp_path / "out", [], None)
+
+
+@pytest.mark.parametrize("run_script", SCRIPTS.values(), ids=SCRIPTS.keys())
+def test_a_saved_config_runs_no_code(run_script, scratch, tmp_path):
+    run = Path(shutil.copytree(scratch.parents[1], tmp_path / "run"))
+    path = run / ".hydra" / "config.yaml"
+    pickled = tmp_path / "t.pkl"
+    pickled.write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+    evil = {"model": {"attention": {"_target_": "torch.load", "f": str(pickled), "weights_only": False}}}
+    OmegaConf.save(OmegaConf.merge(OmegaConf.load(path), evil), path)
+    done = run_script(run / "checkpoints" / scratch.name)
+    assert done.returncode == 1 and not (tmp_path / "ran").exists()
+    [line] = done.stderr.strip().splitlines()
+    assert line.endswith("must name targets of fa_train only; got _target_: torch.load")

@@ -1,0 +1,282 @@
+"""The planner before a run: scripts/plan_memory.py, what train.py prints and refuses, and memory=auto."""
+
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hydra.utils import instantiate
+
+import train
+from fa_train import preflight
+from fa_train.memory.levers import Levers, longest_of_all_levers, longest_seq_len
+from fa_train.memory.planner import GIB, Shape, predict
+from scripts.composed import composed as composed_for_plan
+from scripts.plan_memory import main, shape_of_run
+from tests.memory.planner.test_levers import HOST
+from tests.memory.planner.test_planner import GPT2, LLAMA_1B
+from tests.support import processes
+from tests.support.training import REPOSITORY, composed, quiet_environment, tiny
+
+CUDA = torch.device("cuda")
+
+
+def numbers(table: str) -> dict[str, float]:
+    """The components of a table, in GiB."""
+    lines = [line.split() for line in table.splitlines() if " GiB" in line and not line.startswith("fits")]
+    return {" ".join(words[: words.index("GiB") - 1]): float(words[words.index("GiB") - 1]) for words in lines}
+
+
+def test_the_table():
+    table = main(["model=llama_1b", "seq_len=131072", "memory=selective", "gpu_gib=139", "host_gib=125"])
+    found = numbers(table)
+    parts = {name: gib for name, gib in found.items() if name not in ("GPU", "host")}
+    assert found["weights"] == 4.60 and found["optimizer"] == 9.21
+    assert sum(parts.values()) == pytest.approx(found["GPU"], abs=0.06)
+    shape = replace(LLAMA_1B, tokens=131072, checkpointing="selective", accumulates=True, compiled=True)
+    assert found["GPU"] == pytest.approx(predict(shape).gpu_bytes / GIB, abs=0.006)
+    assert "fits: yes" in table and "next lever" not in table
+    assert "of 139.0, most at" in table and "of 125.0" in table
+
+
+def test_what_does_not_fit_gets_advice():
+    table = main(["model=llama_1b", "seq_len=131072", "gpu_gib=64", "host_gib=125"])
+    assert "fits: no, " in table and "GiB too much for the GPU" in table
+    assert "next lever: memory.checkpointing=selective" in table
+    table = main(["model=llama_1b", "seq_len=262144", "memory=offload", "gpu_gib=139", "host_gib=10"])
+    assert "fits: no, 20.0 GiB too much for the host" in table
+    table = main(["model=llama_1b", "seq_len=32768", "data.micro_batch_size=8", "gpu_gib=139", "host_gib=10"])
+    assert "next lever: data.micro_batch_size=2" in table
+
+
+def test_the_longest_is_of_a_row():
+    def longest(*overrides: str) -> int:
+        table = main(["model=gpt2", "gpu_gib=139", "host_gib=100", *overrides])
+        return int(table.partition("longest seq_len that fits: ")[2].splitlines()[0].replace(",", ""))
+
+    assert longest("data.micro_batch_size=4", "batch_size=8") == longest() // 4
+    assert longest("memory=offload") > longest("memory=selective") > longest() > 100_000
+
+
+def test_auto_is_planned_too():
+    few, many = (
+        main(["model=llama_1b", "seq_len=131072", "memory=auto", f"gpu_gib={gib}", "host_gib=125"]) for gib in (40, 300)
+    )
+    assert "checkpointing=none, offload=False, mlp_chunk=None" in many and "fits: yes" in many
+    assert "checkpointing=none" not in few and "fits: yes" in few
+
+
+def test_the_longest_of_auto_is_not_of_what_it_chose():
+    table = main(["model=llama_1b", "memory=auto", "seq_len=8192", "gpu_gib=139.8", "host_gib=120"])
+    longest = longest_of_all_levers(replace(LLAMA_1B, compiled=True, accumulates=True), int(139.8 * GIB), HOST)
+    assert "checkpointing=none" in table and f"longest seq_len that fits: {longest:,}" in table
+
+
+def test_sharded_weights_are_planned_as_train_does():
+    overrides = ["model=llama_1b", "strategy=fsdp", "seq_len=4096", "batch_size=16", "data.micro_batch_size=1"]
+    shape = shape_of_run(composed_for_plan([*overrides, "trainer.devices=8"]))
+    assert shape.ranks == 8 and shape.accumulates
+    two_machines = shape_of_run(composed_for_plan([*overrides, "trainer.devices=8", "trainer.num_nodes=2"]))
+    assert two_machines.ranks == 16 and not two_machines.accumulates
+    with pytest.raises(ValueError, match="strategy=fsdp must have at least 2 devices; got 1"):
+        shape_of_run(composed_for_plan(overrides))
+    assert shape_of_run(composed_for_plan(["model=llama_1b", "trainer.devices=8"])).ranks == 1
+
+
+@pytest.mark.parametrize(("devices", "gib"), [("1", 120.0), ("4", 30.0), ("[0,1]", 60.0)])
+def test_processes_of_a_machine_share_its_host_memory(devices, gib, monkeypatch):
+    monkeypatch.setattr("scripts.plan_memory.available_host_bytes", lambda: 120 * GIB)
+    table = main(["model=gpt2", f"trainer.devices={devices}", "batch_size=4", "gpu_gib=80"])
+    assert f"host                0.00 GiB of {gib}" in table
+
+
+def test_what_the_plan_rests_on_is_said(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assumed = main(["model=gpt2"]).splitlines()[-1]
+    assert assumed.startswith("assumed: an H200's GPU and this machine's host memory; ")
+    told = main(["model=gpt2", "gpu_gib=80", "host_gib=100"])
+    assert "assumed" not in told and "attention=" not in told
+    for attention in ("naive", "sdpa", "chunked"):
+        other = main(["model=gpt2", f"attention={attention}", "gpu_gib=80", "host_gib=100"])
+        assert "all this is of attention=flash; another may take more" in other
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "adamw_bf16", "adamw_offload"])
+def test_every_optimizer_is_known(optimizer):
+    cfg = composed_for_plan([f"optimizer={optimizer}", "lit_gpt.compile_model=false", "batch_size=1"])
+    shape = shape_of_run(cfg)
+    assert shape == replace(GPT2, vocab_size=259, optimizer=optimizer)
+
+
+def test_every_number_of_the_shape_is_read():
+    overrides = [
+        "model=nano",
+        "model.vocab_size=1000",
+        "model.tied=false",
+        "model.norm=layernorm",
+        "model.bias=true",
+        "model.qk_norm=true",
+        "model.positions=learned",
+        "model.max_seq_len=2048",
+        "trainer.precision=32-true",
+        "seq_len=2048",
+        "batch_size=4",
+        "data.micro_batch_size=2",
+        "memory=offload",
+        "memory.loss.chunk_size=100",
+        "lit_gpt.compile_model=true",
+    ]
+    assert shape_of_run(composed_for_plan(overrides)) == Shape(
+        n_layers=4,
+        dim=128,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=32,
+        ffn_dim=384,
+        vocab_size=1000,
+        activation="swiglu",
+        tied=False,
+        norm="layernorm",
+        qk_norm=True,
+        bias=True,
+        rope=False,
+        learned_positions=2048,
+        precision="32-true",
+        tokens=4096,
+        checkpointing="selective",
+        offload=True,
+        mlp_chunk=16384,
+        loss_chunk=100,
+        optimizer="adamw",
+        accumulates=True,
+        compiled=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(["gpu_gib=much"], "error: gpu_gib must be a positive number; got much", id="number"),
+        pytest.param(["seq_len=foo"], "error: seq_len must be a positive integer; got foo", id="type"),
+        pytest.param(["memory=nothing"], "Could not find 'memory/nothing'", id="group"),
+        pytest.param(["model.n_kv_heads=5"], "must be a multiple of model.n_kv_heads; got 12 and 5", id="model"),
+    ],
+)
+def test_a_mistake_ends_the_script_with_one_line(arguments, message, tmp_path):
+    done = processes.finish(REPOSITORY / "scripts" / "plan_memory.py", arguments, tmp_path, quiet_environment())
+    assert done.returncode == 1
+    assert len(done.stderr.strip().splitlines()) == 1 and message in done.stderr, done.stderr
+
+
+def test_help_is_what_the_script_says_of_itself(tmp_path):
+    done = processes.finish(REPOSITORY / "scripts" / "plan_memory.py", ["--help"], tmp_path, quiet_environment())
+    assert done.returncode == 0 and done.stdout.startswith("What a run will take") and not done.stderr
+
+
+@pytest.fixture
+def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "device_bytes", lambda device: int(139.8 * GIB))
+    monkeypatch.setattr(preflight, "available_host_bytes", lambda: HOST)
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_a_run_that_cannot_fit_is_refused():
+    fitting = replace(LLAMA_1B, tokens=2**15)
+    assert preflight.require_memory(fitting, CUDA, 1, 1) == predict(fitting)
+    with pytest.raises(ValueError, match=r"needs about \d+.\d GiB of GPU memory; cuda has 139.8 GiB. Try memory\."):
+        preflight.require_memory(replace(LLAMA_1B, tokens=2**17), CUDA, 1, 1)
+    with pytest.raises(ValueError, match=r"parameters need .* GiB .* cuda has 139.8 GiB. Choose a smaller model"):
+        preflight.require_memory(replace(LLAMA_1B, n_layers=256), CUDA, 1, 1)
+    offloaded = replace(LLAMA_1B, tokens=2**17, checkpointing="selective", offload=True, mlp_chunk=16384)
+    preflight.require_memory(offloaded, CUDA, 8, 1)
+    with pytest.raises(ValueError, match=r"memory.offload=true needs 15.0 GiB of host memory in each of 9 processes"):
+        preflight.require_memory(offloaded, CUDA, 9, 1)
+    with pytest.raises(ValueError, match=r"adamw_offload needs .* GiB of host memory in each of 8 processes"):
+        preflight.require_memory(replace(fitting, optimizer="adamw_offload"), CUDA, 8, 1)
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_what_is_a_little_too_much_may_still_try():
+    longest = longest_seq_len(LLAMA_1B, int(139.8 * GIB), HOST)
+    tight = replace(LLAMA_1B, tokens=longest + 4096)
+    assert 1.0 < preflight.require_memory(tight, CUDA, 1, 1).gpu_bytes / (139.8 * GIB) < 1.1
+    printed = preflight.plan(predict(tight), CUDA, processes=1, rows=1, attention="flash")
+    assert "this one may not. Try memory." in printed
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_what_a_run_prints():
+    printed = preflight.plan(predict(GPT2), CUDA, processes=1, rows=1, attention="flash")
+    planned, parts, longest = printed.splitlines()
+    assert planned == "planned: 5.0 of 139.8 GiB, most at the loss"
+    assert "GiB: weights 0.5, optimizer 0.9, rounded weights 0.2, " in parts and parts.endswith("host 0.0 of 120.0")
+    assert longest == f"  the longest seq_len that fits is {longest_seq_len(GPT2, int(139.8 * GIB), HOST):,}"
+    farthest = longest_of_all_levers(GPT2, int(139.8 * GIB), HOST)
+    printed = preflight.plan(predict(GPT2), CUDA, processes=1, rows=2, attention="flash", auto=True)
+    assert printed.splitlines()[-1] == f"  the longest seq_len that fits is {farthest // 2:,}"
+    assert farthest > longest_seq_len(GPT2, int(139.8 * GIB), HOST), "memory=auto changes levers for a longer one"
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_auto_chooses_or_says_why_not():
+    assert preflight.fastest_levers(replace(LLAMA_1B, tokens=2**17), torch.device("cpu"), 1, 1) == Levers(
+        "none", False, None
+    )
+    assert preflight.fastest_levers(replace(LLAMA_1B, tokens=2**13), CUDA, 1, 1) == Levers("none", False, None)
+    chosen = preflight.fastest_levers(replace(LLAMA_1B, tokens=900_000), CUDA, 1, 1)
+    assert chosen.offload
+    with pytest.raises(ValueError, match=r"memory=auto found no levers .* 139.8 GiB of cuda .* Try seq_len=\d+ "):
+        preflight.fastest_levers(replace(LLAMA_1B, tokens=2**23), CUDA, 1, 1)
+
+
+def test_train_fills_in_what_auto_chose(tmp_path, monkeypatch):
+    chosen = Levers("selective", True, 32)
+    monkeypatch.setattr(preflight, "fastest_levers", lambda shape, device, processes, rows: chosen)
+    with composed(tmp_path, *tiny(tmp_path, "memory=auto")) as cfg:
+        _, lit_gpt, _ = train.build(cfg)
+        assert {name: cfg.memory[name] for name in asdict(chosen)} == asdict(chosen), "what loggers record"
+    model = lit_gpt.model
+    assert model.offload is not None
+    assert all(block.checkpointing == "selective" and block.ffn.chunk_size == 32 for block in model.blocks)
+    with composed(tmp_path, *tiny(tmp_path)) as cfg:
+        assert not instantiate(cfg.memory).auto
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_train_prints_how_far_auto_reaches(tmp_path):
+    printed: list[str] = []
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(root_device=CUDA),
+        num_devices=1,
+        world_size=1,
+        precision="bf16-mixed",
+        accumulate_grad_batches=1,
+        print=printed.append,
+    )
+    lengths = []
+    for memory in ("auto", "none"):
+        with composed(tmp_path, *tiny(tmp_path, f"memory={memory}", "attention=flash")) as cfg:
+            train.plan_memory(cfg, trainer, vocab_size=257)
+        lengths.append(int(printed[-1].rpartition(" ")[2].replace(",", "")))
+    assert lengths[0] > lengths[1] > 0
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_another_attention_is_not_promised_what_flash_needs():
+    printed = preflight.plan(predict(GPT2), CUDA, processes=1, rows=1, attention="naive")
+    assert "attention=naive takes more, which is not planned" in printed and "that fits is" not in printed
+
+
+@pytest.mark.parametrize("in_sweep", [False, True], ids=["run", "sweep"])
+def test_a_sweep_lets_a_run_find_out_that_it_does_not_fit(in_sweep, tmp_path, monkeypatch):
+    def refuse(*args: object) -> None:
+        raise preflight.DoesNotFitError("too large")
+
+    monkeypatch.setattr(preflight, "require_memory", refuse)
+    monkeypatch.setattr(train, "in_sweep", lambda: in_sweep)
+    with composed(tmp_path, *tiny(tmp_path)) as cfg:
+        if in_sweep:
+            train.build(cfg)
+        else:
+            with pytest.raises(preflight.DoesNotFitError):
+                train.build(cfg)

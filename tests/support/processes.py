@@ -1,0 +1,110 @@
+"""Programs in processes of their own, which start from one that has imported train.py: that takes each many seconds."""
+
+import multiprocessing
+import os
+import resource
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from unittest.mock import patch
+
+REPOSITORY = Path(__file__).parents[2]
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
+@cache
+def start_server() -> None:
+    """Starts what processes are forked from. It looks for modules where PYTHONPATH says, not where sys.path does."""
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(paths)}):
+        forkserver.set_forkserver_preload(["train"])
+        forkserver.ensure_running()
+
+
+def start(
+    program: Path | str,
+    arguments: Sequence[str],
+    cwd: Path,
+    environment: Mapping[str, str],
+    out: Path,
+    errors: Path,
+    limit_memory: bool = False,
+) -> BaseProcess:
+    """`python program arguments`, or -m for a module's name, in a session of its own.
+
+    What is imported already does not see `environment`. out and errors are files or pipes that exist.
+    limit_memory refuses 200 GiB, even where the system overcommits.
+    """
+    start_server()
+    process = CONTEXT.Process(target=_main, args=(program, arguments, cwd, environment, out, errors, limit_memory))
+    process.start()
+    return process
+
+
+def finish(
+    program: Path | str,
+    arguments: Sequence[str],
+    cwd: Path,
+    environment: Mapping[str, str],
+    limit_memory: bool = False,
+    timeout: float = 240.0,
+) -> subprocess.CompletedProcess[str]:
+    """`start` to the program's end, with what it printed. Raises: subprocess.TimeoutExpired after `timeout` seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, errors = Path(folder, "out"), Path(folder, "errors")
+        out.touch()
+        errors.touch()
+        command = [str(program), *arguments]
+        process = start(program, arguments, cwd, environment, out, errors, limit_memory)
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            assert process.pid is not None
+            with suppress(ProcessLookupError):  # where it has not come to a session of its own
+                os.killpg(process.pid, signal.SIGKILL)
+            raise subprocess.TimeoutExpired(command, timeout, out.read_text(), errors.read_text())
+        return subprocess.CompletedProcess(command, process.exitcode, out.read_text(), errors.read_text())
+
+
+def _main(
+    program: Path | str,
+    arguments: Sequence[str],
+    cwd: Path,
+    environment: Mapping[str, str],
+    out: Path,
+    errors: Path,
+    limit_memory: bool,
+) -> None:
+    """What the interpreter does with a program. The process ends without what is registered with atexit.
+
+    That would remove temporary folders of modules, which other processes share.
+    """
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and what they start
+    os.chdir(cwd)
+    for path, stream in ((out, sys.stdout), (errors, sys.stderr)):
+        opened = os.open(path, os.O_WRONLY | os.O_APPEND)
+        os.dup2(opened, stream.fileno())
+        os.close(opened)
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.environ.clear()
+    os.environ.update(environment)
+    if limit_memory:
+        resource.setrlimit(resource.RLIMIT_AS, (200 * 2**30, 200 * 2**30))
+    multiprocessing.set_start_method(None, force=True)  # the default
+    # as python has it, which does not know the folder that the tests were started in
+    first = program.parent if isinstance(program, Path) else cwd
+    sys.path[:] = [str(first), *(path for path in sys.path if path not in ("", str(REPOSITORY)))]
+    sys.argv = [str(program), *arguments]
+    if isinstance(program, Path):
+        runpy.run_path(str(program), run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)

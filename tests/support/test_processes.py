@@ -1,0 +1,31 @@
+"""The tests' own way to run programs: what a program leaves behind when its time is over."""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import finish
+
+
+def test_a_program_over_its_time_ends_with_its_children(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import pathlib, subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "pathlib.Path('child').write_text(str(child.pid))\n"
+        "time.sleep(600)\n"
+    )
+    environment = dict(os.environ)
+    assert finish("this", [], tmp_path, environment).returncode == 0  # the server has imported what it imports
+    with pytest.raises(subprocess.TimeoutExpired):
+        finish(program, [], tmp_path, environment, timeout=4)
+    child = int((tmp_path / "child").read_text())
+    for _ in range(100):  # whoever takes over an orphan reaps it
+        stat = Path(f"/proc/{child}/stat")
+        if not stat.exists() or stat.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.05)
+    pytest.fail(f"process {child} lives")

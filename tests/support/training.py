@@ -1,0 +1,112 @@
+"""Runs of train.py for tests: in this process on tiny models, or as a user starts it."""
+
+import csv
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import lightning as L
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch.callbacks import Callback
+from omegaconf import DictConfig, open_dict
+from torch import Tensor
+
+from tests.support import processes
+from tests.support.processes import REPOSITORY
+
+CONF = REPOSITORY / "conf"
+# 20 thousand parameters on rows of 64 bytes: a step takes some milliseconds
+TINY = (
+    "preset=cpu", "seq_len=64", "max_steps=20", "batch_size=4", "logger=csv", "model.n_layers=2", "model.dim=32",
+    "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=64", "data=text", "data.val_rows=4", "data.num_workers=0",
+    "trainer.accelerator=cpu", "trainer.log_every_n_steps=1", "trainer.val_check_interval=10",
+    "scheduler.warmup_steps=2",
+)  # fmt: skip
+
+
+def write_corpus(folder: Path) -> Path:
+    """Forty short documents of English-like lines, the same every time."""
+    folder.mkdir(exist_ok=True)
+    words = ["the", "cat", "sat", "on", "a", "mat", "while", "rain", "fell", "over", "old", "walls"]
+    for number in range(40):
+        text = " ".join(words[(number * i + i // 3) % len(words)] for i in range(10 + number * 3 % 50))
+        (folder / f"{number}.txt").write_text(text)
+    return folder
+
+
+@contextmanager
+def composed(folder: Path, *overrides: str) -> Iterator[DictConfig]:
+    """The config as train.py's main sees it, with the run's folder in `folder`."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        folders = [f"hydra.run.dir={folder}", f"hydra.runtime.output_dir={folder}"]
+        cfg = compose("train", [*overrides, *folders, "hydra.mode=RUN", "hydra.job.num=0"], return_hydra_config=True)
+        HydraConfig.instance().set_config(cfg)
+        with open_dict(cfg):
+            del cfg.hydra
+    yield cfg
+
+
+def tiny(tmp_path: Path, *overrides: str) -> list[str]:
+    """Overrides of a tiny run on a corpus and a cache below tmp_path; those given replace TINY's."""
+    settings = dict(override.split("=", 1) for override in (*TINY, *overrides))
+    if settings["data"] == "text":
+        settings["data.path"] = str(write_corpus(tmp_path / "corpus"))
+    if settings["data"] != "synthetic":
+        settings["data.cache_dir"] = str(tmp_path / "cache")
+    return [f"{name}={value}" for name, value in settings.items()]
+
+
+def command_line(
+    cwd: Path, *overrides: str, limit_memory: bool = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """python train.py with overrides, to its end; see tests.support.processes."""
+    return processes.finish(REPOSITORY / "train.py", overrides, cwd, quiet_environment() | environment, limit_memory)
+
+
+class RowRecorder(Callback):
+    """Writes to rows_<rank>.jsonl in the run's folder: [step, a hash of each row's tokens, labels and positions].
+
+    It is a run's by recorded_rows(), also in processes that a test kills.
+    """
+
+    def __init__(self, seq_len: int) -> None:
+        self.seq_len = seq_len
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: dict[str, Tensor], batch_idx: int
+    ) -> None:
+        parts = [batch[name].reshape(-1, self.seq_len) for name in ("tokens", "labels", "position_ids")]
+        hashes = [hashlib.md5(row.numpy().tobytes()).hexdigest() for row in torch.cat(parts, dim=1).cpu()]
+        with Path(trainer.default_root_dir, f"rows_{trainer.global_rank}.jsonl").open("a") as file:
+            file.write(json.dumps([trainer.global_step, hashes]) + "\n")
+
+
+RECORDED = ("+callbacks.rows._target_=tests.support.training.RowRecorder", "+callbacks.rows.seq_len=${seq_len}")
+
+
+def recorded_rows(folder: Path) -> dict[int, list[str]]:
+    """The hashes of all ranks' rows by step, from 0; sorted, as ranks and micro-batches share them in several ways."""
+    rows: dict[int, list[str]] = {}
+    for path in folder.glob("rows_*.jsonl"):
+        for line in path.read_text().splitlines():
+            step, hashes = json.loads(line)
+            rows.setdefault(step, []).extend(hashes)
+    return {step: sorted(hashes) for step, hashes in rows.items()}
+
+
+def quiet_environment() -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    return inherited | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def column(folder: Path, name: str) -> dict[int, float]:
+    """One metric of a run's metrics.csv by step."""
+    [path] = folder.rglob("metrics.csv")
+    with path.open() as file:
+        return {int(row["step"]): float(row[name]) for row in csv.DictReader(file) if row.get(name)}
