@@ -52,22 +52,14 @@ TENSOR_CORES = {"tcgen05.mma.": "UTCHMMA", "wgmma.mma_async.": "HGMMA", "mma.syn
 
 def compile_case(arch, head_dim, v_head_dim, direction, itemsize):
     """The report on one entry of the table."""
-    contain = direction.startswith("contain_")
-    direction = direction.removeprefix("contain_")
-    kernel, direction = KERNELS[direction], PASS_OF_REPAIR.get(direction, direction)
-    tiles = tile_config(arch, max(head_dim, v_head_dim), direction, itemsize)
-    of_queries = tile_config(arch, max(head_dim, v_head_dim), "dq", itemsize)
-    if "LOOK" in kernel.arg_names:
-        tiles = replace(tiles, num_stages=1)
-    precision = precision_of(torch.empty(0, dtype=torch.float32 if itemsize == 4 else torch.bfloat16))
-    source = source_of(kernel, tiles, of_queries, head_dim, v_head_dim, direction, itemsize, contain, precision)
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    source, options, tiles = case_source(arch, head_dim, v_head_dim, direction, itemsize)
     log = io.StringIO()
     # Triton's own run of ptxas, whose options differ between versions; a kernel from its cache would leave no log
     with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
         knobs.compilation.always_compile = True
         knobs.nvidia.dump_ptxas_log = True
-        compiled = triton.compile(source, target=GPUTarget("cuda", int(arch.removeprefix("sm")), 32), options=options)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability_of(arch), 32), options=options)
+    direction = pass_of(direction)
     return {
         **resources(log.getvalue()),
         "tensor_core": tensor_core(compiled.asm["ptx"]),
@@ -76,6 +68,36 @@ def compile_case(arch, head_dim, v_head_dim, direction, itemsize):
         "tensor_memory": compiled.metadata.tmem_size,
         "misplaced_descriptors": misplaced_descriptors_of(compiled.asm["cubin"]) if arch == "sm90" else [],
     }
+
+
+def capability_of(arch):
+    """90 for sm90."""
+    return int(arch.removeprefix("sm"))
+
+
+def pass_of(direction):
+    """The pass whose tiles a kernel has: dkdv for contain_dkdv and repair_bwd."""
+    direction = direction.removeprefix("contain_")
+    return PASS_OF_REPAIR.get(direction, direction)
+
+
+def case_source(arch, head_dim, v_head_dim, direction, itemsize):
+    """The kernel of one case, the options to compile it with and its tiles."""
+    kernel, contain = KERNELS[direction.removeprefix("contain_")], direction.startswith("contain_")
+    direction = pass_of(direction)
+    tiles = tile_config(arch, max(head_dim, v_head_dim), direction, itemsize)
+    of_queries = tile_config(arch, max(head_dim, v_head_dim), "dq", itemsize)
+    if "LOOK" in kernel.arg_names:
+        tiles = replace(tiles, num_stages=1)
+    precision = precision_of(torch.empty(0, dtype=torch.float32 if itemsize == 4 else torch.bfloat16))
+    source = source_of(kernel, tiles, of_queries, head_dim, v_head_dim, direction, itemsize, contain, precision)
+    return source, {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}, tiles
+
+
+def compile_case_to_ptx(arch, head_dim, v_head_dim, direction, itemsize):
+    """The compiled kernel of one case, without a cubin."""
+    source, options, _ = case_source(arch, int(head_dim), int(v_head_dim), direction, int(itemsize))
+    return compile_to_ptx(source, capability_of(arch), options)
 
 
 def source_of(kernel, tiles, of_queries, head_dim, v_head_dim, direction, itemsize, contain, precision):

@@ -11,15 +11,16 @@ from triton.compiler import ASTSource
 
 from fa_kernels.flash_attention.portable.decode import _decode_kernel, decode_tiles, padded_width
 from fa_kernels.flash_attention.tiles import SHARED_LIMIT
-from tests.kernels.aot import compile_to_ptx, ptxas
+from tests.kernels.aot import capability_of, compile_to_ptx, ptxas
 
 INDEX_POINTERS = ("seqlens_ptr", "leftpad_ptr", "table_ptr")
 FP32_POINTERS = ("o_ptr", "lse_ptr", "slopes_ptr")
 FEATURE_POINTERS = ("cos_ptr", "sin_ptr", "leftpad_ptr", "slopes_ptr", "table_ptr")
 
 
-def compile_case(arch, head_dim, n_rows, *, paged):
-    """The report on the kernel that reads the cache."""
+def compile_case(arch, head_dim, n_rows, cache):
+    """The compiled kernel that reads the cache."""
+    head_dim, n_rows, paged = int(head_dim), int(n_rows), cache == "paged"
     tiles = decode_tiles(arch, head_dim, head_dim, 2, n_rows, paged, SHARED_LIMIT[arch])
     block_d = padded_width(head_dim)
     constants = dict(
@@ -43,15 +44,18 @@ def compile_case(arch, head_dim, n_rows, *, paged):
         if name not in constants and (name.endswith("_ptr") or of_rows):
             attributes[(index,)] = [["tt.divisibility", 16]]
     places = {(names.index(name),): value for name, value in constants.items()}
-    capability = int(arch.removeprefix("sm"))
     source = ASTSource(_decode_kernel, signature, constexprs=places, attrs=attributes)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    compiled = compile_to_ptx(source, capability, options)
-    return {"shared": compiled.metadata.shared, **ptxas(compiled.asm["ptx"], capability)}
+    return compile_to_ptx(source, capability_of(arch), options)
+
+
+def report(case):
+    """What ptxas says of one case."""
+    compiled = compile_case(*case.split("-"))
+    limits = ptxas(compiled.asm["ptx"], capability_of(case.partition("-")[0]))
+    return {"case": case, "shared": compiled.metadata.shared, **limits}
 
 
 if __name__ == "__main__":
     for case in sys.argv[1:]:
-        arch, head_dim, n_rows, cache = case.split("-")
-        report = compile_case(arch, int(head_dim), int(n_rows), paged=cache == "paged")
-        print(json.dumps({"case": case, **report}), flush=True)
+        print(json.dumps(report(case)), flush=True)

@@ -60,11 +60,15 @@ def compile_forward(tiles, head_dim, dtype, out_dtype, features):
     return compile_to_ptx(source, 90, options)
 
 
+def compile_case(head_dim, documents, dtype, out_dtype, features):
+    """The compiled kernel of one case."""
+    tiles = forward_tiles(int(head_dim), documents, out_dtype == "fp32")
+    return compile_forward(tiles, int(head_dim), dtype, out_dtype, features)
+
+
 def report(case):
     """What ptxas says of one case."""
-    head_dim, documents, dtype, out_dtype, features = case.split("-")
-    tiles = forward_tiles(int(head_dim), documents, out_dtype == "fp32")
-    compiled = compile_forward(tiles, int(head_dim), dtype, out_dtype, features)
+    compiled = compile_case(*case.split("-"))
     idle = idle_barriers(compiled.asm["ttgir"])
     return {"case": case, "shared": compiled.metadata.shared, "idle_barriers": idle, **ptxas(compiled.asm["ptx"], 90)}
 

@@ -143,6 +143,11 @@ TENSOR_MEMORY = 512  # columns, on sm100
 # what shared_bytes may give beyond what Triton reports: it counts the worst of the layouts that the compiler chooses
 # among, of which sm90 needs none
 SURPLUS = {"sm80": 1.25, "sm90": 1.1, "sm100": 1.25}
+# other dtypes and unequal head_dims
+UNUSUAL = (
+    *("sm90-256-192-dk-2", "sm90-192-128-dkdv-2", "sm80-128-128-dkdv-4"),
+    *("sm90-128-128-fwd-1", "sm90-80-80-fwd-1", "sm90-16-16-fwd-1"),
+)
 MODULE = "tests.kernels.aot"
 # left to a machine with a GPU, which has the cores: of sm80 and sm100 all but one head_dim, of sm100's backward all, of
 # sm90 one of the two kernels of a head_dim, that for one document or that for several, and the repairs of narrow heads
@@ -243,15 +248,5 @@ def test_entries_that_compile_slowly_are_within_limits():
 
 
 def test_shared_bytes_of_other_dtypes_and_of_unequal_head_dims():
-    for case, report in compile_all(
-        MODULE,
-        [
-            "sm90-256-192-dk-2",
-            "sm90-192-128-dkdv-2",
-            "sm80-128-128-dkdv-4",
-            "sm90-128-128-fwd-1",
-            "sm90-80-80-fwd-1",
-            "sm90-16-16-fwd-1",
-        ],
-    ).items():
+    for case, report in compile_all(MODULE, UNUSUAL).items():
         assert report["shared"] <= report["shared_computed"] <= 1.25 * report["shared"], (case, report)

@@ -1,0 +1,186 @@
+"""Hashes the PTX of every kernel, so that a change of the source can be shown to leave the compiled code as it was.
+
+    python -m tests.kernels.ptx_digest --out before.json
+    python -m tests.kernels.ptx_digest --compare before.json
+
+A case is a kernel that a test compiles ahead of time, or a call with every kernel that it launches. The PTX of a case
+is hashed without comments, source lines and the names of its functions. It needs no GPU and no ptxas.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.compiler import ASTSource, CompiledKernel
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from tests.kernels import (
+    aot,
+    aot_decode,
+    aot_hopper,
+    aot_hopper_bwd,
+    launched_kernels,
+    test_aot,
+    test_aot_decode,
+    test_aot_descriptors,
+    test_aot_hopper,
+    test_aot_hopper_bwd,
+)
+
+COMMENT = re.compile(r"//.*")
+# a function with a body; the name of one that is only declared, such as __assertfail, says what is called
+DEFINED = re.compile(r"^\s*(?:\.visible\s+|\.weak\s+)?\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)", re.MULTILINE)
+SYMBOL = re.compile(r'@"[^"]*"|@[\w$.]+')
+COMPILE: dict[str, Callable[..., CompiledKernel]] = {
+    "portable": aot.compile_case_to_ptx,
+    "decode": aot_decode.compile_case,
+    "hopper_forward": aot_hopper.compile_case,
+    "hopper_backward": aot_hopper_bwd.compile_case,
+}
+CODE: dict[str, str] = {}  # hash of a source, its target and its options -> hash of the code
+SOURCES: list[str] = []  # the hash of each source in the order of compiles
+
+
+def all_cases() -> list[str]:
+    """Every case, named by its group and its values, such as `hopper_backward bf16-128-4-0-1`."""
+    containing = [(arch, head_dim, f"contain_{of}") for arch, head_dim, of in test_aot.LIMITS if arch != "sm90"]
+    containing += [("sm90", *entry) for entry in [*test_aot.CONTAINING, *test_aot.REPAIRS]]
+    portable = [test_aot.case_of(*entry) for entry in [*test_aot.LIMITS, *containing]]
+    portable += [test_aot.case_of(*entry, itemsize=4) for entry in test_aot.OF_4_BYTES]
+    groups = {
+        "portable": [*portable, *test_aot.UNUSUAL, *test_aot_descriptors.UNALIGNED],
+        "decode": [*test_aot_decode.LIMITS, test_aot_descriptors.UNALIGNED_DECODE],
+        "hopper_forward": test_aot_hopper.SPILLS,
+        "hopper_backward": test_aot_hopper_bwd.SPILLS,
+        "call": launched_kernels.CALLS,
+    }
+    return list(dict.fromkeys(f"{group} {case}" for group, cases in groups.items() for case in cases))
+
+
+class Known(Exception):
+    """Ends a compile whose result is known."""
+
+
+def digest(case: str) -> tuple[str, dict[str, str]]:
+    """The hash of one case, and {hash of the source: hash of the code} of its kernels."""
+    group, _, name = case.partition(" ")
+    if group == "call":
+        launches = launched_kernels.compile_call(name, code_of)
+        return hash_of(*(f"{grid} {code}" for grid, (_, code) in launches)), dict(kernel for _, kernel in launches)
+    source, code = code_of(partial(COMPILE[group], *name.split("-")))
+    return code, {source: code}
+
+
+def code_of(compile: Callable[[], CompiledKernel]) -> tuple[str, str]:
+    """The hashes of the source and of the code that a compile gives; only the first is made if CODE has the second."""
+    with contextlib.suppress(Known):
+        compiled = compile()
+        # PTX does not contain how much shared memory a launch takes
+        CODE[SOURCES[-1]] = hash_of(str(compiled.metadata.shared), normalised(compiled.asm["ptx"]))
+    return SOURCES[-1], CODE[SOURCES[-1]]
+
+
+def start(known: dict[str, str]) -> None:
+    """Prepares a process for `code_of`."""
+    CODE.update(known)
+    knobs.compilation.disable_line_info = knobs.compilation.always_compile = True
+    for kind in (ASTSource, GluonASTSource):
+        kind.make_ir = ending_if_known(kind.make_ir)
+
+
+def ending_if_known(make_ir: Callable[..., Any]) -> Callable[..., Any]:
+    """`make_ir` of a source, which notes the source's hash in SOURCES and raises Known if its code is known."""
+
+    def make_and_note(source: Any, target: Any, options: Any, *rest: Any) -> Any:
+        module = make_ir(source, target, options, *rest)
+        SOURCES.append(hash_of(str(target), str(options), with_numbered_functions(module.str_nodebug())))
+        if SOURCES[-1] in CODE:
+            raise Known
+        return module
+
+    return make_and_note
+
+
+def hash_of(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+
+
+def normalised(ptx: str) -> str:
+    """PTX without comments and indentation; its functions are named in the order in which they appear."""
+    lines = (line.strip() for line in COMMENT.sub("", ptx).splitlines())
+    text = "\n".join(line for line in lines if line)
+    for number, name in enumerate(DEFINED.findall(text)):
+        text = re.sub(rf"(?<![\w$]){re.escape(name)}(?=_param_\d|_retval\d|(?![\w$]))", f"function_{number}", text)
+    return text
+
+
+def with_numbered_functions(ir: str) -> str:
+    """Triton's first form of a kernel, in which functions are named in the order in which they appear."""
+    names: dict[str, str] = {}
+    return SYMBOL.sub(lambda match: names.setdefault(match[0], f"@{len(names)}"), ir)
+
+
+def record_of(cases: Sequence[str], known: dict[str, str]) -> dict[str, Any]:
+    """The hash of each case, and of the code of each source that Triton compiles. Takes every core.
+
+    known: what an earlier record has for sources. Equal sources and options give equal code, so these are not compiled.
+    """
+    os.environ.pop("TRITON_INTERPRET", None)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        # new processes import the kernels again, in the environment set here
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(os.cpu_count(), context, start, (known,)) as pool:
+            results = dict(zip(cases, pool.map(digest, cases), strict=True))
+    sources = {source: code for _, codes in results.values() for source, code in codes.items()}
+    return {
+        "triton": triton.__version__,
+        "cases": {case: code for case, (code, _) in results.items()},
+        "sources": sources,
+    }
+
+
+def differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    """A line for each case that is not the same in both."""
+    return [
+        f"{'vanished' if case not in after else 'appeared' if case not in before else 'differs'}: {case}"
+        for case in {**before, **after}
+        if before.get(case) != after.get(case)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the hashes to this file")
+    parser.add_argument("--compare", type=Path, help="exit with 1 unless the hashes are those of this file")
+    parser.add_argument("--only", default="", metavar="TEXT", help="take only the cases whose name contains TEXT")
+    arguments = parser.parse_args()
+    before = json.loads(arguments.compare.read_text()) if arguments.compare else None
+    if before and before["triton"] != triton.__version__:
+        sys.exit(f"{arguments.compare} must be of Triton {triton.__version__}; got {before['triton']}")
+    record = record_of([case for case in all_cases() if arguments.only in case], before["sources"] if before else {})
+    print(f"{len(record['cases'])} cases, Triton {triton.__version__}")
+    if arguments.out:
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    if before:
+        expected = {case: code for case, code in before["cases"].items() if arguments.only in case}
+        found = differences(expected, record["cases"])
+        print("\n".join(found) or "all as before")
+        sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()
