@@ -10,13 +10,13 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from kernels import flash_attn_with_kvcache
-from kernels.flash_attention import kvcache
-from kernels.flash_attention.interface import flash_attn_packed
-from kernels.flash_attention.schedule import build_schedule
-from kernels.rmsnorm import add_rms_norm
-from kernels.rotary import rotate_heads, rotate_qkv
-from kernels.swiglu import swiglu, swiglu_backward, swiglu_gradient
+from fa_kernels import flash_attn_with_kvcache
+from fa_kernels.flash_attention import kvcache
+from fa_kernels.flash_attention.interface import flash_attn_packed
+from fa_kernels.flash_attention.schedule import build_schedule
+from fa_kernels.rmsnorm import add_rms_norm
+from fa_kernels.rotary import rotate_heads, rotate_qkv
+from fa_kernels.swiglu import swiglu, swiglu_backward, swiglu_gradient
 from tests.kernels import replayed_launches
 from tests.kernels.aot import compile_to_ptx
 
