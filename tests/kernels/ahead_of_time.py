@@ -1,39 +1,111 @@
-"""Runs the modules that compile kernels for a GPU which is not there, in processes of their own."""
+"""Runs the modules that compile kernels without a GPU, in processes of their own, and keeps their reports."""
 
+import functools
+import hashlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import triton
+from triton import knobs
+from triton._C.libtriton import get_cache_invalidating_env_vars
 
-def compile_all(module: str, cases: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What `module` reports, a line of JSON for each case in order.
+ROOT = Path(__file__).parents[2]
+CACHE = ROOT / ".pytest_cache" / "ahead_of_time"
 
-    As many processes share the cases as each worker of pytest-xdist has cores, so that one test compiles each kernel
-    once; and not the tests' own: what was imported for the interpreter stays so.
+Reports = dict[str, dict[str, Any]]
+
+
+def compile_all(module: str, cases: Sequence[str]) -> Reports:
+    """Reports of `module`, in the order of the cases. A report is kept, and used again while its key stays the same."""
+    files = {case: CACHE / triton.__version__ / module / f"{case}.json" for case in cases}
+    kept = {case: read(file) for case, file in files.items()}
+    new = compile_in_processes(module, [case for case, report in kept.items() if report is None])
+    for case, report in new.items():
+        write(files[case], report)
+    return {case: new.get(case) or kept[case] for case in cases}
+
+
+def compile_in_processes(module: str, cases: Sequence[str]) -> Reports:
+    """Compiles the cases in new processes, which do not interpret kernels.
+
+    pytest-xdist's workers share the cores. Each worker starts as many processes as it has cores.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    folder = Path(__file__).parents[2]
+    if not cases:
+        return {}
     cores = (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     n_parts = min(max(cores, 1), len(cases))
     parts = [cases[first::n_parts] for first in range(n_parts)]
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", module, *part],
-            env=environment,
-            cwd=folder,
+            env=environment(),
+            cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for part in parts
     ]
-    reports: dict[str, dict[str, Any]] = {}
+    reports: Reports = {}
     for process, part in zip(processes, parts, strict=True):
         out, errors = process.communicate()
         assert process.returncode == 0, errors
         reports |= dict(zip(part, map(json.loads, out.splitlines()), strict=True))
     return reports
+
+
+def environment() -> dict[str, str]:
+    """The variables for a process that compiles the kernels of this folder, and not those of an installed copy."""
+    path = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return variables | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+def read(file: Path) -> dict[str, Any] | None:
+    """The report in a file, or None if there is none or it has another key."""
+    if not file.exists():
+        return None
+    kept = json.loads(file.read_text())
+    return kept["report"] if kept["key"] == key() else None
+
+
+def write(file: Path, report: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}")  # so that another worker never reads half a report
+    partial.write_text(json.dumps({"key": key(), "report": report}))
+    partial.replace(file)
+
+
+@functools.cache
+def key() -> str:
+    """A hash of all that decides a report, apart from its case."""
+    variables = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(("TRITON_", "PTXAS_"))}
+    variables.pop("TRITON_INTERPRET", None)
+    settings = [variables, sorted(get_cache_invalidating_env_vars().items()), torch.__version__, sys.version]
+    return hash_of(ROOT, installed_files(), settings)
+
+
+def hash_of(root: Path, installed: Iterable[Path], settings: Any) -> str:
+    """Sources count by their content, installed files by size and time of change, settings by what repr prints."""
+    contents = [(str(path.relative_to(root)), path.read_text()) for path in sources(root)]
+    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in installed]
+    return hashlib.sha256(repr((contents, stats, settings)).encode()).hexdigest()
+
+
+def sources(root: Path) -> list[Path]:
+    """The kernels, and the modules of tests/kernels that contain no tests."""
+    helpers = [path for path in root.glob("tests/kernels/**/*.py") if not path.name.startswith("test_")]
+    return sorted([*root.glob("kernels/**/*.py"), *root.glob("tests/*.py"), *helpers])
+
+
+def installed_files() -> list[Path]:
+    """Triton's own files, and the tools of CUDA that it or a report runs."""
+    tools = [Path(tool.path) for tool in (knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell, knobs.nvidia.nvdisasm)]
+    package = [path for path in Path(triton.__file__).parent.rglob("*.*") if path.suffix != ".pyc"]
+    return sorted({*tools, *package})

@@ -1,0 +1,95 @@
+"""A kept report of a compile is used again, and only where a new compile would give the same."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kernels import ahead_of_time
+
+MODULES = [f"tests.kernels.{name}" for name in ("aot", "aot_decode", "aot_hopper", "aot_hopper_bwd")]
+# run in a new process, which does not interpret kernels
+IMPORTED = """
+import importlib, sys
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+print(*(module.__file__ for module in [*sys.modules.values()] if getattr(module, "__file__", None)), sep="\\n")
+"""
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """The cases that were compiled, by a stand-in for the compilers."""
+    cases = []
+
+    def compile_in_processes(module, part):
+        cases.extend(part)
+        return {case: {"case": case, "registers": len(cases)} for case in part}
+
+    monkeypatch.setattr(ahead_of_time, "CACHE", tmp_path)
+    monkeypatch.setattr(ahead_of_time, "compile_in_processes", compile_in_processes)
+    monkeypatch.setattr(ahead_of_time, "key", lambda: "first")
+    return cases
+
+
+def test_a_second_run_compiles_nothing(compiled):
+    first = ahead_of_time.compile_all("module", ["a", "b"])
+    assert ahead_of_time.compile_all("module", ["b", "a"]) == first
+    assert list(ahead_of_time.compile_all("module", ["b", "c", "a"])) == ["b", "c", "a"]
+    assert compiled == ["a", "b", "c"]
+
+
+def test_a_report_of_another_key_or_module_is_not_used(compiled, monkeypatch):
+    ahead_of_time.compile_all("module", ["a"])
+    ahead_of_time.compile_all("another", ["a"])
+    monkeypatch.setattr(ahead_of_time, "key", lambda: "second")
+    assert ahead_of_time.compile_all("module", ["a"])["a"]["registers"] == 3
+    assert compiled == ["a", "a", "a"]
+
+
+@pytest.mark.parametrize("path", ["kernels/fa_kernels/a.py", "kernels/b/__init__.py", "tests/kernels/support/aot.py"])
+def test_the_key_depends_on_every_source(tmp_path, path):
+    sources = [tmp_path / name for name in ("kernels/fa_kernels/other.py", "tests/kernels/aot.py")]
+    for file in (*sources, tmp_path / path):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("x = 1\n")
+    keys = [ahead_of_time.hash_of(tmp_path, [], [])]
+    (tmp_path / path).write_text("x = 2\n")
+    keys.append(ahead_of_time.hash_of(tmp_path, [], []))
+    (tmp_path / path).rename((tmp_path / path).with_name("renamed.py"))
+    keys.append(ahead_of_time.hash_of(tmp_path, [], []))
+    (tmp_path / path).with_name("renamed.py").unlink()
+    keys.append(ahead_of_time.hash_of(tmp_path, [], []))
+    assert len({*keys}) == 4
+
+
+def test_the_key_depends_on_the_compilers(tmp_path, monkeypatch):
+    tool = tmp_path / "ptxas"
+    tool.write_text("12.8")
+    before = ahead_of_time.hash_of(tmp_path, [tool], [])
+    assert ahead_of_time.hash_of(tmp_path, [tool], ["PTXAS_OPTIONS"]) != before
+    os.utime(tool, (1, 1))
+    assert ahead_of_time.hash_of(tmp_path, [tool], []) != before
+    names = {path.name for path in ahead_of_time.installed_files()}
+    assert names >= {"libtriton.so", "ptxas", "ptxas-blackwell", "nvdisasm", "semantic.py"}
+
+
+def test_every_file_that_a_compile_imports_is_a_source():
+    root, environment = ahead_of_time.ROOT, ahead_of_time.environment()
+    command = [sys.executable, "-c", IMPORTED, *MODULES]
+    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
+    ours = {path for path in map(Path, run.stdout.split()) if path.is_relative_to(root) and ".venv" not in path.parts}
+    assert root / "kernels" / "fa_kernels" / "__init__.py" in ours
+    assert ours <= {*ahead_of_time.sources(root)}
+
+
+def test_half_a_report_is_never_read(tmp_path):
+    """A file takes its name when it is whole."""
+    file = tmp_path / "module" / "a.json"
+    ahead_of_time.write(file, {"case": "a"})
+    assert ahead_of_time.read(file) == {"case": "a"} and os.listdir(file.parent) == ["a.json"]
+    file.write_text(json.dumps({"key": "another", "report": {}}))
+    assert ahead_of_time.read(file) is None
