@@ -24,11 +24,11 @@ Reports = dict[str, dict[str, Any]]
 def compile_all(module: str, cases: Sequence[str]) -> Reports:
     """Reports of `module`, in the order of the cases. A report is kept, and used again while its key stays the same."""
     files = {case: CACHE / triton.__version__ / module / f"{case}.json" for case in cases}
-    kept = {case: read(file) for case, file in files.items()}
-    new = compile_in_processes(module, [case for case, report in kept.items() if report is None])
+    kept = {case: report for case, file in files.items() if (report := read(file)) is not None}
+    new = compile_in_processes(module, [case for case in cases if case not in kept])
     for case, report in new.items():
         write(files[case], report)
-    return {case: new.get(case) or kept[case] for case in cases}
+    return {case: (kept | new)[case] for case in cases}
 
 
 def compile_in_processes(module: str, cases: Sequence[str]) -> Reports:
