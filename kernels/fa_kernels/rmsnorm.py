@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fa_kernels.device import multiprocessors
+
 # of one row, 32 a thread; and programs of the backward, where each sums the weight's gradient over many rows. With 512
 # and 8 the backward's 32768 rows of 2048 take 393 and 420 us (of the sum, and of its terms) on an H200, so 364 and 381
 NUMBERS_OF_WARP, PROGRAMS_OF_SM = 1024, 12
@@ -161,7 +163,7 @@ def _backward_by_kernel(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx, d_added, d_weight = _backward_fake(d_sum, dy, x, added, weight, rstd, added_dtype)
     rows, dim = x.shape
-    programs = min(rows, PROGRAMS_OF_SM * _multiprocessors(x.device))
+    programs = min(rows, PROGRAMS_OF_SM * multiprocessors(x.device))
     parts = weight.new_empty(programs, dim, dtype=torch.float32)
     if rows:
         _add_norm_backward_kernel[(programs,)](
@@ -192,10 +194,6 @@ def _backward_plainly(
     dx = (d_sum.float() + d_normed * rstd + d_mean * (2 * total)).to(x.dtype)
     d_added = dx.new_empty(0, dtype=added_dtype) if added_dtype == x.dtype else dx.to(added_dtype)
     return dx, d_added, (dy * normed).sum(0).to(weight.dtype)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _block(dim: int) -> dict[str, int]:

@@ -32,7 +32,7 @@ KEEP_SUM = pytest.mark.parametrize("keep_sum", [True, False], ids=["sum", "terms
 @pytest.fixture(params=["torch", "kernel"])
 def implementation(request, device, monkeypatch):
     """On the CPU the functions take torch; the kernels are then run by the interpreter."""
-    monkeypatch.setattr(module, "_multiprocessors", lambda device: 1)  # so that a program takes several rows
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 1)  # so that a program takes several rows
     if request.param == "kernel" and device.type == "cpu":
         monkeypatch.setattr(module, "_forward_plainly", module._forward_by_kernel)
         monkeypatch.setattr(module, "_backward_plainly", module._backward_by_kernel)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fa_kernels.device import interpreted
+from fa_kernels.device import LOG2_E, interpreted
 
 _INTERPRETED = tl.constexpr(interpreted())  # as of import, when triton.jit asks too
 
@@ -36,7 +36,7 @@ def _reciprocal(x):
 def cap(scores, softmax_scale, softcap, dtype: tl.constexpr):
     """softcap * tanh(scale * scores / softcap), in units of log2 (Gemma 2, arXiv:2408.00118), and the tanh."""
     t = tanh(scores * (softmax_scale / softcap), dtype)
-    return t * (softcap * 1.4426950408889634), t
+    return t * (softcap * LOG2_E), t
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def alibi_bias(slope, beside, keys):
     slope and beside are of queries and broadcast against keys: [M, 1] with [1, N], or [1, M] with [N, 1].
     A document's last query stands beside its last key.
     """
-    return slope * -1.4426950408889634 * tl.abs(beside - keys).to(tl.float32)
+    return slope * -LOG2_E * tl.abs(beside - keys).to(tl.float32)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_kernels.columns_of_head import split_width
-from fa_kernels.device import arch_of
+from fa_kernels.device import LOG2_E, arch_of
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.masks import is_visible, tile_range
 from fa_kernels.flash_attention.nan_isolation import contain
@@ -35,7 +35,7 @@ def _probabilities(
         scores, t = cap(scores, softmax_scale, softcap, dtype)
         growth = 1.0 - t * t
     else:
-        scores = scores * (softmax_scale * 1.4426950408889634)
+        scores = scores * (softmax_scale * LOG2_E)
     if HAS_ALIBI:
         scores += bias
     return tl.math.exp2(scores - lse), growth
@@ -82,7 +82,7 @@ def _accumulate_dk_dv(
                 slopes_ptr, beside_ptr, document_ptr, stride_slopes, queries, head, inside, HAS_ALIBI
             )
             bias = alibi_bias(slope[None, :], beside[None, :], keys[:, None])
-        lse = (lse * 1.4426950408889634)[None, :]
+        lse = (lse * LOG2_E)[None, :]
         p, growth = _probabilities(scores, lse, bias, softmax_scale, softcap, k.dtype, HAS_SOFTCAP, HAS_ALIBI)
         if MASKED:
             # selected after the exponential: a row that sees nothing has lse = -inf
@@ -271,7 +271,7 @@ def dq_tile(
     do = load_part(do_ptr, first, stride_dot, total_q, 0, DV_1, DV, BLOCK_M, True)  # [M, DV_1]
     q_2 = load_part(q_ptr, first, stride_qt, total_q, D_1, D_2, D, BLOCK_M, True) if D_2 else q
     do_2 = load_part(do_ptr, first, stride_dot, total_q, DV_1, DV_2, DV, BLOCK_M, True) if DV_2 else do
-    lse = tl.load(lse_ptr + head_64 * total_q + rows, mask=inside, other=0.0) * 1.4426950408889634
+    lse = tl.load(lse_ptr + head_64 * total_q + rows, mask=inside, other=0.0) * LOG2_E
     delta = tl.load(delta_ptr + head_64 * total_q + rows, mask=inside, other=0.0)
     slope, beside = load_alibi(slopes_ptr, beside_ptr, document_ptr, stride_slopes, rows, head, inside, HAS_ALIBI)
     dq = tl.zeros([BLOCK_M, D_1], tl.float32)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_kernels.device import Arch, arch_of, interpreted
+from fa_kernels.device import LOG2_E, Arch, arch_of, interpreted, multiprocessors
 from fa_kernels.flash_attention.masks import is_visible
 from fa_kernels.flash_attention.portable.load import load_part
 from fa_kernels.flash_attention.scores import alibi_bias, cap
@@ -184,7 +184,7 @@ def _attend(
         k = load_part(k_block, 0, stride_kt, n_left, 0, BLOCK_D, D, BLOCK_N, MASKED)  # [N, BLOCK_D]
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
         keys = n + tl.arange(0, BLOCK_N)
-        to_log2 = softmax_scale * 1.4426950408889634
+        to_log2 = softmax_scale * LOG2_E
         if HAS_SOFTCAP:
             scores, _ = cap(scores, softmax_scale, softcap, k.dtype)
             to_log2 = 1.0
@@ -321,14 +321,14 @@ def _merge_kernel(
     lse = tl.load(partial_lse_ptr + splits * n_rows + lse_row, mask=splits < n_splits, other=float("-inf"))
     largest = tl.max(lse, axis=0)
     finite = tl.where(largest == float("-inf"), 0.0, largest)  # -inf - -inf is NaN
-    total = tl.sum(tl.math.exp2((lse - finite) * 1.4426950408889634), axis=0)
+    total = tl.sum(tl.math.exp2((lse - finite) * LOG2_E), axis=0)
     cols = tl.arange(0, BLOCK_D)
     o = tl.zeros([BLOCK_D], tl.float32)
     for first in range(0, n_splits, BLOCK_S):
         part = first + tl.arange(0, BLOCK_S).to(tl.int64)  # [S]
         inside = part < n_splits
         part_lse = tl.load(partial_lse_ptr + part * n_rows + lse_row, mask=inside, other=float("-inf"))
-        weight = tl.math.exp2((part_lse - finite) * 1.4426950408889634)
+        weight = tl.math.exp2((part_lse - finite) * LOG2_E)
         ptrs = partial_ptr + (part[:, None] * n_rows + row) * DV + cols[None, :]  # [S, D]
         partial = tl.load(ptrs, mask=inside[:, None] & (cols[None, :] < DV), other=0.0)
         o += tl.sum(weight[:, None] * partial, axis=0)
@@ -381,7 +381,7 @@ def decode_attention(
     n_programs = batch * n_kv_heads * n_tiles
     if n_splits == 0:
         longest = min(cache.capacity, left + right + triton.cdiv(tiles.block_m, group))
-        n_splits = choose_splits(n_programs, longest, _multiprocessors(q.device))
+        n_splits = choose_splits(n_programs, longest, 1 if interpreted() else multiprocessors(q.device))
     if n_splits > 1:
         partial = torch.empty(n_splits, *o.shape, dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(n_splits, *lse.shape, dtype=torch.float32, device=q.device)
@@ -443,10 +443,6 @@ def choose_splits(n_programs: int, n_keys: int, n_multiprocessors: int) -> int:
     n_keys is the most that a tile of queries can see; how many it does see is known to the GPU alone.
     """
     return max(1, min(2 * n_multiprocessors // n_programs, n_keys // MIN_SPLIT, MAX_SPLITS))
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return 1 if interpreted() else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _shared_limit(device: torch.device) -> int:

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_kernels.columns_of_head import split_width
+from fa_kernels.device import LOG2_E
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.masks import is_visible, tile_range
 from fa_kernels.flash_attention.nan_isolation import contain
@@ -36,7 +37,7 @@ def _attend(
             k_2 = load_part(k_ptr, n, stride_kt, total_k, D_1, D_2, D, BLOCK_N, MASKED)
             scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision=PRECISION)
         keys = n + tl.arange(0, BLOCK_N)
-        to_log2 = softmax_scale * 1.4426950408889634
+        to_log2 = softmax_scale * LOG2_E
         if HAS_SOFTCAP:
             scores, _ = cap(scores, softmax_scale, softcap, k.dtype)
             to_log2 = 1.0
@@ -103,7 +104,7 @@ def forward_tile(
     acc = tl.zeros([BLOCK_M, DV_1], tl.float32)
     acc_2 = tl.zeros([BLOCK_M, DV_2 if DV_2 else 1], tl.float32)
     if HAS_SINKS:  # a logit that every row sees and that has no value
-        row_max = tl.full([BLOCK_M], 1.4426950408889634, tl.float32) * tl.load(sinks_ptr + head)
+        row_max = tl.full([BLOCK_M], LOG2_E, tl.float32) * tl.load(sinks_ptr + head)
         row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
     else:
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)

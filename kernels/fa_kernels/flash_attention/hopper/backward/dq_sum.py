@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_kernels.device import ceil_div
+from fa_kernels.device import LOG2_E, ceil_div
 from fa_kernels.flash_attention.delta import delta_of_rows
 from fa_kernels.flash_attention.hopper.backward.items import SUM_BLOCK
 from fa_kernels.flash_attention.hopper.backward.order import NOBODY
@@ -47,7 +47,7 @@ def _prepare_kernel(
             tl.store(semaphore_ptr + tl.program_id(0), NOBODY)
     lse = tl.load(lse_ptr + head * total + rows, mask=inside, other=float("-inf"))
     # 2^(score - inf) is 0: a row that sees nothing, or is none, takes no part
-    lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
     tl.store(rows_ptr + head * padded + rows, lse, mask=rows < padded)
     delta = delta_of_rows(
         o_ptr, do_ptr, dlse_ptr, stride_dot, stride_doh, rows, head, total, n_heads, HEAD_DIM, BLOCK_D

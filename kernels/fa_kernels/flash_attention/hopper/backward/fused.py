@@ -111,7 +111,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fa_kernels.columns_of_head import split_width
-from fa_kernels.device import ceil_div, multiprocessors
+from fa_kernels.device import LOG2_E, ceil_div, multiprocessors
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.hopper.backward.dq_sum import Prepared
 from fa_kernels.flash_attention.hopper.backward.items import (
@@ -315,7 +315,7 @@ def _consume_item(
             scores, t = cap(scores, softmax_scale, softcap, dtype)
             p = gl.exp2(scores - lse)
         else:
-            p = gl.exp2(scores * (softmax_scale * 1.4426950408889634) - lse)
+            p = gl.exp2(scores * (softmax_scale * LOG2_E) - lse)
         if (m < whole_start) | (m + BLOCK_M > whole_end):
             p = keep_columns(p, query_start - m, query_end - m, 0.0)
         p_low = p.to(dtype)

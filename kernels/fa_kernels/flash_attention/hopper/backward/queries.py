@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from fa_kernels.device import LOG2_E
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.hopper.primitives.barriers import WARPGROUP, hand_back, meet
 from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
@@ -142,7 +143,7 @@ def _consume(CONSUMER: gl.constexpr, dq_desc, lse_ptr, delta_ptr, spoiled_ptr, s
     # 2^(score - inf) is 0: a row that sees nothing, or is none, takes no part
     row_offset = head.to(gl.int64) * total_q
     lse = gl.load(lse_ptr + row_offset + rows, mask=inside, other=float("-inf"))
-    lse = gl.expand_dims(gl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634), 1)
+    lse = gl.expand_dims(gl.where(lse == float("-inf"), float("inf"), lse * LOG2_E), 1)
     delta = gl.expand_dims(gl.load(delta_ptr + row_offset + rows, mask=inside, other=0.0), 1)
     # a block between these needs no mask: ranges only move forwards from query to query
     last = gl.minimum(first + BLOCK_M, total_q) - 1
@@ -165,7 +166,7 @@ def _consume(CONSUMER: gl.constexpr, dq_desc, lse_ptr, delta_ptr, spoiled_ptr, s
             p = gl.exp2(scores - lse)
             p = p * (1.0 - t * t)
         else:
-            p = gl.exp2(scores * (softmax_scale * 1.4426950408889634) - lse)
+            p = gl.exp2(scores * (softmax_scale * LOG2_E) - lse)
         if (key < whole_start) | (key + BLOCK_N > whole_end):
             p = keep_columns(p, key_start - key, key_end - key, 0.0)
         dp = warpgroup_mma_wait(0, deps=[dp])

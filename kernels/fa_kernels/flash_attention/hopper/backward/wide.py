@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fa_kernels.device import multiprocessors
+from fa_kernels.device import LOG2_E, multiprocessors
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.hopper.backward.items import SIZES, next_step
 from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
@@ -151,7 +151,7 @@ def _consume_dv(dv_desc, spoiled_ptr, scale, buffers, exchange, order, ranges, H
             scores, t = cap(scores, softmax_scale, softcap, dtype)
             p = gl.exp2(scores - lse)
         else:
-            p = gl.exp2(scores * (softmax_scale * 1.4426950408889634) - lse)
+            p = gl.exp2(scores * (softmax_scale * LOG2_E) - lse)
         if (m < whole_start) | (m + BLOCK > whole_end):
             p = keep_columns(p, query_start - m, query_end - m, 0.0)
         p_low = p.to(dtype)

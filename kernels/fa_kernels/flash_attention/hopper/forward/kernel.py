@@ -45,11 +45,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fa_kernels.device import interpreted, is_hopper
+from fa_kernels.device import LOG2_E, interpreted, is_hopper
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.hopper.forward import columns as parts
 from fa_kernels.flash_attention.hopper.forward import softmax
-from fa_kernels.flash_attention.hopper.forward.softmax import HIDDEN, LN_2, LOG2_E
+from fa_kernels.flash_attention.hopper.forward.softmax import HIDDEN, LN_2
 from fa_kernels.flash_attention.hopper.primitives.barriers import WARPGROUP, hand_back, pass_turn, wait_turn
 from fa_kernels.flash_attention.hopper.primitives.queue import field, item_of, new_queue, post, programs_of, read, take
 from fa_kernels.flash_attention.nan_isolation import new_marks

@@ -25,6 +25,7 @@ the other threads of a row.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from fa_kernels.device import LOG2_E
 from fa_kernels.flash_attention.hopper.primitives.registers import (
     PER_ROW,
     along_rows,
@@ -37,7 +38,6 @@ from fa_kernels.flash_attention.scores import cap
 # Stands for an invisible score and for the maximum of nothing. A power of two: its product with the scale is exact,
 # so that fma(s, c, -m * c) is 0 for a row that has seen nothing else, and never infinite.
 HIDDEN = gl.constexpr(-(2.0**99))
-LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 _LARGEST_SUM = gl.constexpr(2.0**15)  # of a thread's probabilities of a row and a block
 _LARGEST_RISE = gl.constexpr(8.0)  # of an exponent of two over the maximum's, where maxima are looked at first
