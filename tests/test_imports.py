@@ -3,12 +3,17 @@
 import os
 import subprocess
 import sys
+import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
 pytestmark = pytest.mark.xdist_group("imports")
 REPOSITORY = Path(__file__).parents[1]
+CHECKOUT = REPOSITORY, REPOSITORY / "kernels"  # what PYTHONPATH=.:kernels adds
+FOUND = find_spec("kernels")  # a folder has no origin
 TRAINING_LIBRARIES = {"fa_train", "lightning", "hydra", "transformers", "datasets", "wandb"}
 
 
@@ -39,20 +44,33 @@ print(fa_train.__file__)
     assert [Path(file).parent for file in files] == [REPOSITORY / "kernels" / "fa_kernels", REPOSITORY / "fa_train"]
 
 
-def test_the_folder_kernels_is_no_package() -> None:
-    """A folder without __init__.py gives way to any package of its name, wherever that stands on sys.path."""
-    assert not (REPOSITORY / "kernels" / "__init__.py").exists()
+def test_wheels_carry_no_package_named_kernels() -> None:
+    find = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+    found = [
+        name for where in find["where"] for name in find_packages(str(REPOSITORY / where), include=find["include"])
+    ]
+    assert {name.partition(".")[0] for name in found} == {"fa_kernels", "fa_train"}
+    assert not (REPOSITORY / "kernels" / "__init__.py").exists(), "it would hide other packages of its name"
+
+
+@pytest.mark.skipif(FOUND is not None and FOUND.origin is not None, reason="a package named kernels is installed")
+def test_transformers_does_not_take_the_folder_for_hugging_faces_package(tmp_path: Path) -> None:
+    code = """
+from transformers import LlamaForCausalLM
+from transformers.utils import is_kernels_available
+import fa_kernels, kernels
+print(is_kernels_available(), kernels.__file__)
+"""
+    assert run_python(code, tmp_path, *CHECKOUT) == ["False", "None"]
 
 
 @pytest.mark.parametrize("ours_first", [True, False], ids=["checkout-first", "stub-first"])
-@pytest.mark.parametrize("imports", ["fa_kernels, transformers, kernels", "kernels, transformers, fa_kernels"])
-def test_a_package_named_kernels_imports_next_to_ours(ours_first: bool, imports: str, tmp_path: Path) -> None:
+def test_a_package_named_kernels_imports_next_to_ours(ours_first: bool, tmp_path: Path) -> None:
     stub = tmp_path / "site" / "kernels"
     stub.mkdir(parents=True)
     (stub / "__init__.py").write_text("")
-    checkout = [REPOSITORY, REPOSITORY / "kernels"]
-    path = [*checkout, stub.parent] if ours_first else [stub.parent, *checkout]
-    code = f"import {imports}; print(kernels.__file__, fa_kernels.flash_attn_func.__module__)"
+    path = [*CHECKOUT, stub.parent] if ours_first else [stub.parent, *CHECKOUT]
+    code = "import fa_kernels, transformers, kernels; print(kernels.__file__, fa_kernels.flash_attn_func.__module__)"
     file, module = run_python(code, tmp_path, *path)
     assert Path(file) == stub / "__init__.py"
     assert module == "fa_kernels.flash_attention.interface"
