@@ -22,16 +22,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fa_train import preflight, settings
-from fa_train.callbacks import DivergedError, is_out_of_memory, results
-from fa_train.checkpoints.callback import export_last, require_checkpoint
-from fa_train.memory.levers import Levers, with_levers
-from fa_train.memory.planner import predict
+from fa_train.callbacks.checkpoint import export_last, require_checkpoint
+from fa_train.callbacks.monitor import DivergedError, is_out_of_memory, results
+from fa_train.memory.planner.levers import Levers, with_levers
+from fa_train.memory.planner.plan import predict
 from fa_train.models.attention import require_backend
 from fa_train.models.gpt import GPT
-from fa_train.parallel.checkpoint import CheckpointFiles
 from fa_train.parallel.decisions import decided_by_rank_zero, fresh_folder
-from fa_train.parallel.drawing import DrawnOn
 from fa_train.parallel.fsdp import FullyShardedStrategy
+from fa_train.parallel.init_on_device import DrawnOn
+from fa_train.parallel.sharded_checkpoint import CheckpointFiles
 
 # Lightning 2.6 asks torch in an old way at every run
 warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fa_train import optim
 from fa_train.checkpoints.files import SUFFIX, CheckpointError, newest
-from fa_train.memory.levers import Levers, fastest_that_fits, longest_of_all_levers, longest_seq_len, next_lever
 from fa_train.memory.offload import available_host_bytes, require_host_memory
-from fa_train.memory.planner import (
+from fa_train.memory.planner.levers import Levers, fastest_that_fits, longest_of_all_levers, longest_seq_len, next_lever
+from fa_train.memory.planner.plan import (
     COMPONENTS,
     GIB,
     Adapters,
@@ -29,15 +28,16 @@ from fa_train.memory.planner import (
 from fa_train.models.gpt import GPT, Block
 from fa_train.models.lora import adapted
 from fa_train.models.rope import DynamicNTKScaling
-from fa_train.parallel.checkpoint import global_step, require_whole
+from fa_train.optim import adamw
+from fa_train.parallel.sharded_checkpoint import global_step, require_whole
 from fa_train.settings import unknown_key
 
 CERTAIN = 1.1  # times what a device has: the prediction is less wrong than that
 OPTIMIZERS: dict[object, OptimizerKind] = {
-    optim.adamw: "adamw",
-    optim.adamw_8bit: "adamw_8bit",
-    optim.adamw_bf16: "adamw_bf16",
-    optim.adamw_offload: "adamw_offload",
+    adamw.adamw: "adamw",
+    adamw.adamw_8bit: "adamw_8bit",
+    adamw.adamw_bf16: "adamw_bf16",
+    adamw.adamw_offload: "adamw_offload",
 }
 
 

@@ -31,13 +31,13 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic_core import SchemaError
 
 from fa_train.bounds import INFINITY, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed
-from fa_train.memory.planner import Precision
+from fa_train.memory.planner.plan import Precision
 
 STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 MISSING = "???"  # how YAML marks a value that the user must give
 
 
-# the metrics of fa_train.callbacks.Monitor that a sweeper may optimize
+# the metrics of fa_train.callbacks.monitor.Monitor that a sweeper may optimize
 Optimized = Literal[
     "train/loss", "val/loss", "train/grad_norm", "perf/tokens_per_s", "perf/step_ms", "perf/mfu", "perf/peak_gib",
     "perf/reserved_gib",

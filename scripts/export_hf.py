@@ -20,18 +20,18 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from fa_train.models.export import load as load_checkpoint
-from fa_train.models.export import write
+from fa_train.checkpoints.saved_config import require_own_targets
 from fa_train.models.gpt import GPT
-from fa_train.models.hf import DTYPES
-from fa_train.models.saved_config import require_own_targets
+from fa_train.models.hf.export import load as load_checkpoint
+from fa_train.models.hf.export import write
+from fa_train.models.hf.import_ import DTYPES
 from fa_train.preflight import explain
 
 PARTS = ("model", "adapter")  # the nodes of a run's config that an export builds
 
 
 def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | None, adapter: bool = False) -> None:
-    """Writes the folder; dtype and adapter as of fa_train.models.export.write.
+    """Writes the folder; dtype and adapter as of fa_train.models.hf.export.write.
 
     Raises: ValueError on a checkpoint without its run's folder, and as load and write do.
     """
@@ -64,7 +64,8 @@ def saved_config(run: Path, overrides: list[str]) -> DictConfig:
 def load(checkpoint: Path, cfg: DictConfig) -> tuple[GPT, int]:
     """The trained model on the CPU, and its optimizer steps.
 
-    Raises: ValueError if fa_train does not define a `_target_` in the config, and as fa_train.models.export.load does.
+    Raises: ValueError if fa_train does not define a `_target_` in the config; and what fa_train.models.hf.export.load
+    raises.
     """
     adapter = {"_target_": "fa_train.models.lora.whole_model", "_partial_": True}  # older configs have no such key
     # resolved once, so that the targets that are checked are those that are built

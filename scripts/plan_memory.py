@@ -21,7 +21,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from fa_train.memory.levers import (
+from fa_train.memory.offload import available_host_bytes
+from fa_train.memory.planner.levers import (
     fastest_that_fits,
     fits,
     levers_of,
@@ -30,8 +31,7 @@ from fa_train.memory.levers import (
     next_lever,
     with_levers,
 )
-from fa_train.memory.offload import available_host_bytes
-from fa_train.memory.planner import COMPONENTS, GIB, Prediction, Shape, parameter_sizes, predict
+from fa_train.memory.planner.plan import COMPONENTS, GIB, Prediction, Shape, parameter_sizes, predict
 from fa_train.preflight import device_bytes, explain, require_shardable, shape_of
 from scripts.composed import composed
 

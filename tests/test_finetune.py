@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import train
-from fa_train.models.hf import load_pretrained, save_pretrained
+from fa_train.models.hf.import_ import load_pretrained, save_pretrained
 from scripts import export_hf
 from scripts.bench import compare_finetune
 from tests.data.support.chats import PLAIN, many_chats, save_tokenizer, write_jsonl
@@ -103,7 +103,7 @@ def test_an_export_that_fails_leaves_the_checkpoint_and_nothing_half(tmp_path, m
     def full(*args, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fa_train.models.hf.write_json", full)  # the weights are written by then
+    monkeypatch.setattr("fa_train.models.hf.import_.write_json", full)  # the weights are written by then
     overrides = ["max_steps=2", "trainer.val_check_interval=2", "adapter=lora"]
     with (
         composed(tmp_path / "run", *settings(tmp_path), *overrides) as cfg,
@@ -125,7 +125,7 @@ def test_a_run_that_does_not_finish_exports_nothing(error, tmp_path, monkeypatch
         if trainer.global_step == 2:
             raise error
 
-    monkeypatch.setattr("fa_train.callbacks.StepProgress.on_train_batch_end", fail_at_step_2)
+    monkeypatch.setattr("fa_train.callbacks.monitor.StepProgress.on_train_batch_end", fail_at_step_2)
     with composed(tmp_path / "run", *settings(tmp_path)) as cfg:
         if isinstance(error, SIGTERMException):
             with pytest.raises(SystemExit, match="143"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from fa_train.callbacks import GracefulInterrupt
+from fa_train.callbacks.monitor import GracefulInterrupt
 from fa_train.memory.loss import _liger_cross_entropy
 from fa_train.parallel.fsdp import FullyShardedStrategy
 from fa_train.private_names import TESTED, private, replace_private, require_parameters
@@ -72,7 +72,7 @@ def test_a_liger_kernel_with_other_parameters_is_refused(monkeypatch):
 
 
 def test_torchaos_states_are_known():
-    from fa_train.low_memory_adamw import OptimState8bit, _taken_apart
+    from fa_train.optim.low_memory import OptimState8bit, _taken_apart
 
     state = OptimState8bit.zeros((256,))
     assert _taken_apart(state).keys() == {"codes", "scale", "qmap", "signed"}

@@ -16,17 +16,17 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fa_train.bounds import NonNegativeInt, PositiveInt, Seed
-from fa_train.data.balance import deal
-from fa_train.data.best_fit import BestFit, LongDocuments
-from fa_train.data.chats import ChatCorpus
-from fa_train.data.corpus import HFCorpus, StdlibCorpus, TextCorpus
 from fa_train.data.mixing import CYCLE, MixedRows, MixReport, Part, interleave, rows_a_cycle
-from fa_train.data.packing import IGNORE_INDEX, Batch, Concatenation, PackableDocuments, Row, collate
-from fa_train.data.report import Histogram, PackingReport
-from fa_train.data.rows import Layout, ShuffledRows
-from fa_train.data.store import TokenizedCorpus
-from fa_train.data.synthetic import SyntheticSource
-from fa_train.data.tokenizer import ByteTokenizer, load_tokenizer
+from fa_train.data.packing.balance import deal
+from fa_train.data.packing.best_fit import BestFit, LongDocuments
+from fa_train.data.packing.concat import IGNORE_INDEX, Batch, Concatenation, PackableDocuments, Row, collate
+from fa_train.data.packing.report import Histogram, PackingReport
+from fa_train.data.packing.rows import Layout, ShuffledRows
+from fa_train.data.sources.chats import ChatCorpus
+from fa_train.data.sources.corpus import HFCorpus, StdlibCorpus, TextCorpus
+from fa_train.data.sources.synthetic import SyntheticSource
+from fa_train.data.tokens.store import TokenizedCorpus
+from fa_train.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
 
 SAMPLED_ROWS = 256  # of which the mean length of a token's document is taken
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from fa_train.bounds import PositiveFloat
-from fa_train.data.chats import ChatCorpus
-from fa_train.data.corpus import Corpus, HFCorpus, TextCorpus
-from fa_train.data.packing import Row
-from fa_train.data.report import Histogram, PackingReport
-from fa_train.data.rows import ShuffledRows
+from fa_train.data.packing.concat import Row
+from fa_train.data.packing.report import Histogram, PackingReport
+from fa_train.data.packing.rows import ShuffledRows
+from fa_train.data.sources.chats import ChatCorpus
+from fa_train.data.sources.corpus import Corpus, HFCorpus, TextCorpus
 
 CYCLE = 10_000  # rows after which the order of the sources repeats; shares are rounded to 1 / CYCLE
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from fa_kernels import flash_attn_with_kvcache
 from fa_kernels.flash_attention.schedule import Schedule, build_schedule
 from fa_train.bounds import PositiveInt
-from fa_train.data.chats import ChatCorpus, Message
-from fa_train.data.corpus import is_held_out
-from fa_train.data.sft import ChatEncoder
-from fa_train.data.tokenizer import HFTokenizer, load_tokenizer
+from fa_train.data.sources.chats import ChatCorpus, Message
+from fa_train.data.sources.corpus import is_held_out
+from fa_train.data.tokens.sft import ChatEncoder
+from fa_train.data.tokens.tokenizer import HFTokenizer, load_tokenizer
 from fa_train.models.attention import Attention, flash_attention, naive_attention
 from fa_train.models.gpt import GPT, Block
 from fa_train.models.rope import DynamicNTKScaling

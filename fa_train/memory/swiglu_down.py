@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fa_kernels.swiglu import swiglu_gradient
-from fa_train.memory.tiled_mlp import activate
+from fa_train.memory.tiled_ffn import activate
 
 
 def trains_plainly(linear: nn.Linear) -> bool:

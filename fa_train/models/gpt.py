@@ -18,10 +18,10 @@ from fa_kernels.rotary import rotate_heads, rotate_qkv
 from fa_train.bounds import NonNegativeFloat, PositiveFloat, PositiveInt
 from fa_train.memory.checkpointing import Checkpointing, run_block
 from fa_train.memory.loss import IGNORE_INDEX, LinearCrossEntropy
+from fa_train.memory.memory import Memory
 from fa_train.memory.offload import Offload
-from fa_train.memory.stack import Memory
 from fa_train.memory.swiglu_down import swiglu_down, trains_plainly
-from fa_train.memory.tiled_mlp import activate, tiled_mlp
+from fa_train.memory.tiled_ffn import activate, tiled_mlp
 from fa_train.models.attention import Attention, require_softcap, soft_capped
 from fa_train.models.rope import RopeScaling, RotaryTable, document_positions, rope_scaling, rotary_table
 

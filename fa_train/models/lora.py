@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fa_train.bounds import FractionBelowOne, PositiveFloat, PositiveInt
-from fa_train.models.base import drawn_hash
+from fa_train.checkpoints.base import drawn_hash
 from fa_train.models.gpt import GPT, Block
-from fa_train.models.hf import tensor_places
-from fa_train.models.hf_weights import Place, read_json
+from fa_train.models.hf.import_ import tensor_places
+from fa_train.models.hf.weights import Place, read_json
 from fa_train.private_names import TESTED
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -26,11 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from fa_train.checkpoints.base import REFERENCE, require_fit
 from fa_train.checkpoints.files import META, CheckpointError, not_written, read_file, remove, shapes, write_file
-from fa_train.models.base import REFERENCE, require_fit
 from fa_train.models.gpt import GPT
-from fa_train.optim import require_same_kind
-from fa_train.parallel.checkpoint import FolderReader, load_into, read_meta, saved_optimizer, stored_weights
+from fa_train.optim.adamw import require_same_kind
+from fa_train.parallel.sharded_checkpoint import FolderReader, load_into, read_meta, saved_optimizer, stored_weights
 from fa_train.private_names import replace_private
 
 SHARDED_MESH = "data_parallel"  # Lightning's name for the dimension of ranks with rows of their own

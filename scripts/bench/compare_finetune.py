@@ -28,8 +28,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from fa_train.data.datamodule import MicroBatches, PackedRows
-from fa_train.data.packing import IGNORE_INDEX, Batch
-from fa_train.optim import parameter_groups, warmup_cosine
+from fa_train.data.packing.concat import IGNORE_INDEX, Batch
+from fa_train.optim.adamw import parameter_groups, warmup_cosine
 from fa_train.preflight import explain
 
 FACTS = {  # of an island that does not exist: what is asked, in several ways, and answered

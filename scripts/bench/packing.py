@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from fa_train.data.best_fit import make_plan, report_plan
+from fa_train.data.packing.best_fit import make_plan, report_plan
 
 MEDIAN, SIGMA, LONGEST = 400, 1.366, 200_000  # tokens; SIGMA is of the natural logarithm
 

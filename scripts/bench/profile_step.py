@@ -45,7 +45,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 import train
-from fa_train.callbacks import GIB
+from fa_train.callbacks.monitor import GIB
 from fa_train.lit_gpt import LitGPT
 from scripts.bench.provenance import describe
 from scripts.bench.step import CONF

@@ -21,7 +21,7 @@ from fa_train.checkpoints.files import (
     require_same_shapes,
     write_file,
 )
-from fa_train.parallel.checkpoint import load_into, load_sharded, require_whole
+from fa_train.parallel.sharded_checkpoint import load_into, load_sharded, require_whole
 
 
 class Evil:

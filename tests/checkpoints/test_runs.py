@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.utilities import _scan_checkpoints
 
 import train
-from fa_train.parallel.checkpoint import require_whole
+from fa_train.parallel.sharded_checkpoint import require_whole
 from tests.support.training import column, command_line, composed, tiny
 from tests.test_train import start_and_finish
 
@@ -105,7 +105,7 @@ def test_the_older_checkpoint_is_removed_when_the_new_one_is_in_place(tmp_path, 
         if not path.name.endswith(".partial"):
             seen.append((path.name, checkpoints(tmp_path / "run")))
 
-    monkeypatch.setattr("fa_train.checkpoints.callback.remove", spy)
+    monkeypatch.setattr("fa_train.callbacks.checkpoint.remove", spy)
     run(tmp_path / "run", tmp_path, *EACH_STEP, "max_steps=3", "trainer.val_check_interval=3")
     assert seen == [("step_0000001.ckpt", [f"step_000000{i}.ckpt" for i in (1, 2, 3)])]
 

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fa_train.data.datamodule import MicroBatches, PackedRows, sft_data, synthetic_data
-from fa_train.data.packing import IGNORE_INDEX
+from fa_train.data.packing.concat import IGNORE_INDEX
 from tests.data.packing.test_best_fit import make as make_best_fit
 from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
 
@@ -23,7 +23,7 @@ OPTIONS = dict(
 @pytest.fixture(autouse=True)
 def _short_epochs(monkeypatch):
     """Not of 2**26 tokens, in millions of documents that every run shuffles."""
-    monkeypatch.setattr("fa_train.data.synthetic.N_TOKENS", 2**14)
+    monkeypatch.setattr("fa_train.data.sources.synthetic.N_TOKENS", 2**14)
 
 
 def make(**changes):
@@ -63,7 +63,7 @@ def test_a_step_has_the_same_rows_on_any_number_of_gpus():
 @pytest.mark.parametrize(("world_size", "size"), [(1, 1), (1, 3), (1, 32), (2, 3), (3, 1), (8, 4)])
 def test_every_row_is_validated_once_by_any_number_of_gpus(world_size, size, val_rows, monkeypatch):
     """Rows that only fill up micro-batches have no labels. All ranks have the same number of micro-batches."""
-    monkeypatch.setattr("fa_train.data.synthetic.N_TOKENS", 150)
+    monkeypatch.setattr("fa_train.data.sources.synthetic.N_TOKENS", 150)
     ranks = []
     for rank in range(world_size):
         data = make(micro_batch_size=size, batch_size=size, val_rows=val_rows)
@@ -86,7 +86,7 @@ def test_no_validation_without_rows_to_validate_on():
 
 
 def test_epochs_shuffle_anew_and_repeat_by_seed(monkeypatch):
-    monkeypatch.setattr("fa_train.data.synthetic.N_TOKENS", 400)
+    monkeypatch.setattr("fa_train.data.sources.synthetic.N_TOKENS", 400)
     rows = PackedRows(make(), held_out=False, shuffle=True)
     first, second = (rows.batch(start, rows.per_epoch)["tokens"] for start in (0, rows.per_epoch))
     assert not torch.equal(first, second)

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from fa_kernels import flash_attn_with_kvcache
-from fa_train.data.chats import ChatCorpus
-from fa_train.data.corpus import is_held_out
+from fa_train.data.sources.chats import ChatCorpus
+from fa_train.data.sources.corpus import is_held_out
 from fa_train.evaluation import generation
 from fa_train.evaluation.generation import generate, sampled_chat, stop_tokens
 from fa_train.memory.loss import LinearCrossEntropy

@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from torch import Tensor
 
 from fa_train.memory.loss import LinearCrossEntropy
-from fa_train.memory.stack import Memory
+from fa_train.memory.memory import Memory
 from fa_train.models.gpt import GPT
 from tests.memory.support.small import (
     assert_equal,

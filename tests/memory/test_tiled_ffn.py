@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fa_train.memory import tiled_mlp
-from fa_train.memory.tiled_mlp import _activation_backward, activate, mlp_backward, mlp_forward
+from fa_train.memory import tiled_ffn
+from fa_train.memory.tiled_ffn import _activation_backward, activate, mlp_backward, mlp_forward
 from tests.memory.support.small import LargestTensor, compile_blocks, levers, small_gpt, step, stream
 from tests.support.tolerance import assert_as_accurate
 
@@ -52,7 +52,7 @@ def run(function, arguments: tuple, dy: Tensor, *chunks: int | bool) -> dict[str
 @pytest.mark.parametrize("chunk_size", [1, 7, 25, 50, 4096])
 def test_equals_at_once(chunk_size, keep, activation, bias, device):
     arguments, dy = draw(activation, bias, device)
-    ours, expected = run(tiled_mlp.tiled_mlp, arguments, dy, chunk_size, keep), run(at_once, arguments, dy)
+    ours, expected = run(tiled_ffn.tiled_mlp, arguments, dy, chunk_size, keep), run(at_once, arguments, dy)
     assert ours.keys() == expected.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
@@ -62,7 +62,7 @@ def test_equals_at_once(chunk_size, keep, activation, bias, device):
 def test_one_chunk_is_the_same_to_the_bit(activation, bias, device):
     """But for a bias: its gradient is a sum in another order. A GPU's kernel for SwiGLU has a sigmoid of its own."""
     arguments, dy = draw(activation, bias, device)
-    ours, expected = run(tiled_mlp.tiled_mlp, arguments, dy, TOTAL), run(at_once, arguments, dy)
+    ours, expected = run(tiled_ffn.tiled_mlp, arguments, dy, TOTAL), run(at_once, arguments, dy)
     tolerance = 1e-5 if device.type == "cuda" and activation == "swiglu" else 0.0
     for name in ("y", "dx", "d_up", "d_down"):
         torch.testing.assert_close(ours[name], expected[name], rtol=tolerance, atol=10 * tolerance)
@@ -82,7 +82,7 @@ def test_bf16_is_as_accurate_as_at_once(autocast, keep, activation, bias, device
             return run(function, arguments, gradient, *chunks)
 
     dtype = torch.float32 if autocast else torch.bfloat16
-    ours, baseline = result(tiled_mlp.tiled_mlp, dtype, 16, keep), result(at_once, dtype)
+    ours, baseline = result(tiled_ffn.tiled_mlp, dtype, 16, keep), result(at_once, dtype)
     exact = result(at_once, torch.float64)
     for name in ours:
         assert ours[name].dtype == baseline[name].dtype, name
@@ -101,14 +101,14 @@ def test_activations_never_exist_at_once(activation, device):
     assert largest.elements == 512 * 4  # of 512 x 64 or more
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(s.shape) or s, lambda s: s):
-        tiled_mlp.tiled_mlp(x.requires_grad_(), up.requires_grad_(), None, down, None, activation, 16)
+        tiled_ffn.tiled_mlp(x.requires_grad_(), up.requires_grad_(), None, down, None, activation, 16)
     assert saved == [(512, 4), (rows, 4), (4, 64)]
 
 
 def test_nothing_is_kept_without_gradients(device):
     arguments, _ = draw("swiglu", False, device)
     with torch.no_grad(), LargestTensor() as largest:
-        tiled_mlp.tiled_mlp(*arguments, 5, True)
+        tiled_ffn.tiled_mlp(*arguments, 5, True)
     assert largest.elements < TOTAL * 2 * FFN_DIM
 
 
@@ -116,7 +116,7 @@ def test_nothing_is_kept_without_gradients(device):
 def test_gradients_of_any_layout(layout, device):
     arguments, dy = draw("swiglu", False, device)
     dy = torch.ones(1, 1, device=device).expand(TOTAL, DIM) if layout == "expanded" else dy.T.contiguous().T
-    ours, expected = run(tiled_mlp.tiled_mlp, arguments, dy, 7), run(at_once, arguments, dy)
+    ours, expected = run(tiled_ffn.tiled_mlp, arguments, dy, 7), run(at_once, arguments, dy)
     for name in ours:
         torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-4)
 
@@ -132,36 +132,36 @@ def test_passes_overwrite_what_they_read(activation, device, monkeypatch):
         places.append(before == {x.data_ptr() for x in results})
         return results
 
-    monkeypatch.setattr(tiled_mlp, "_activation_backward", spy)
+    monkeypatch.setattr(tiled_ffn, "_activation_backward", spy)
     arguments, dy = draw(activation, False, device)
-    run(tiled_mlp.tiled_mlp, arguments, dy, 25)
+    run(tiled_ffn.tiled_mlp, arguments, dy, 25)
     assert places == [True, True]
 
 
 def test_frozen_weights_cost_no_products(device, monkeypatch):
     arguments, dy = draw("swiglu", True, device)
-    expected = run(tiled_mlp.tiled_mlp, arguments, dy, 16)
+    expected = run(tiled_ffn.tiled_mlp, arguments, dy, 16)
     for x in arguments[1:5]:
         x.requires_grad_(False)
-    monkeypatch.setattr(tiled_mlp, "add_product", None)
-    tiled_mlp.tiled_mlp(*arguments, 16).backward(dy)
+    monkeypatch.setattr(tiled_ffn, "add_product", None)
+    tiled_ffn.tiled_mlp(*arguments, 16).backward(dy)
     assert torch.equal(arguments[0].grad, expected["dx"])
     assert all(x.grad is None for x in arguments[1:5])
 
 
 def test_one_weight_frozen(device):
     arguments, dy = draw("gelu", False, device)
-    expected = run(tiled_mlp.tiled_mlp, arguments, dy, 16)
+    expected = run(tiled_ffn.tiled_mlp, arguments, dy, 16)
     arguments[1].requires_grad_(False)
-    tiled_mlp.tiled_mlp(*arguments, 16).backward(dy)
+    tiled_ffn.tiled_mlp(*arguments, 16).backward(dy)
     assert arguments[1].grad is None and torch.equal(arguments[3].grad, expected["d_down"])
 
 
 def test_frozen_input(device):
     arguments, dy = draw("gelu", False, device)
-    expected = run(tiled_mlp.tiled_mlp, arguments, dy, 16)
+    expected = run(tiled_ffn.tiled_mlp, arguments, dy, 16)
     arguments[0].requires_grad_(False)
-    tiled_mlp.tiled_mlp(*arguments, 16).backward(dy)
+    tiled_ffn.tiled_mlp(*arguments, 16).backward(dy)
     assert torch.equal(arguments[1].grad, expected["d_up"])
 
 
@@ -171,8 +171,8 @@ def test_checkpointing_does_not_repeat_the_forward(checkpointing, compiled, devi
     """The backward recomputes each chunk once; the recomputation of the block stops before the FFN."""
     calls = []
     for name in ("_activated", "_activation_backward"):
-        function = getattr(tiled_mlp, name)
-        monkeypatch.setattr(tiled_mlp, name, lambda *args, f=function, n=name, **kw: calls.append(n) or f(*args, **kw))
+        function = getattr(tiled_ffn, name)
+        monkeypatch.setattr(tiled_ffn, name, lambda *args, f=function, n=name, **kw: calls.append(n) or f(*args, **kw))
     model = small_gpt(levers(checkpointing, mlp_chunk=8), device, n_layers=2)
     if compiled:
         compile_blocks(model)
@@ -210,8 +210,8 @@ def test_errors(device):
     arguments, _ = draw("swiglu", False, device)
     x, up, _, down, *_ = arguments
     with pytest.raises(ValueError, match=r"for gelu; got \(50, 16\), \(48, 16\) and \(16, 24\)"):
-        tiled_mlp.tiled_mlp(x, up, None, down, None, "gelu", 16)
+        tiled_ffn.tiled_mlp(x, up, None, down, None, "gelu", 16)
     with pytest.raises(ValueError, match=r"for swiglu; got \(50, 15\), \(48, 16\) and \(16, 24\)"):
-        tiled_mlp.tiled_mlp(x[:, 1:], up, None, down, None, "swiglu", 16)
+        tiled_ffn.tiled_mlp(x[:, 1:], up, None, down, None, "swiglu", 16)
     with pytest.raises(ValueError, match=r"memory.mlp_chunk must be at least 1 token or null; got 0"):
         levers(mlp_chunk=0)

@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
 from fa_train.models.gpt import GPT, Rope
-from fa_train.models.hf import save_pretrained
+from fa_train.models.hf.import_ import save_pretrained
 from fa_train.models.rope import YarnScaling
 
 CONF = Path(__file__).parents[2] / "conf"

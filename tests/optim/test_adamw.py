@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 import train
 from fa_train.lit_gpt import scale_or_skip
-from fa_train.optim import adamw, adamw_8bit, adamw_bf16, adamw_offload, warmup_cosine
+from fa_train.optim.adamw import adamw, adamw_8bit, adamw_bf16, adamw_offload, warmup_cosine
 from tests.models.test_gpt import build
 from tests.support.training import column, composed, tiny
 
@@ -216,8 +216,8 @@ def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("one_device")
 def test_offloaded_optimizer_steps_like_adamw():
-    from fa_train.low_memory_adamw import OffloadedAdamW
-    from fa_train.optim import parameter_groups
+    from fa_train.optim.adamw import parameter_groups
+    from fa_train.optim.low_memory import OffloadedAdamW
 
     def make(model: nn.Module) -> Optimizer:
         return OffloadedAdamW(parameter_groups(model, 0.1), lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
@@ -229,8 +229,8 @@ def test_offloaded_optimizer_steps_like_adamw():
 @pytest.mark.usefixtures("one_device")
 def test_the_offloaded_optimizer_skips_a_step():
     """Weights and moments on the host do not change. The next step is that of a run without the skipped step."""
-    from fa_train.low_memory_adamw import OffloadedAdamW
-    from fa_train.optim import parameter_groups
+    from fa_train.optim.adamw import parameter_groups
+    from fa_train.optim.low_memory import OffloadedAdamW
 
     models = []
     for skips in (False, True):

@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 import train
-from fa_train.memory.levers import Levers
+from fa_train.memory.planner.levers import Levers
 from fa_train.parallel.decisions import INHERITED, decided_by_rank_zero, fresh_folder
 from fa_train.parallel.fsdp import FullyShardedStrategy
 from tests.support.processes import start_server

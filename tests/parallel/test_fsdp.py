@@ -24,17 +24,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import train
-from fa_train.callbacks import Agreement
-from fa_train.checkpoints.callback import Checkpoint
+from fa_train.callbacks.checkpoint import Checkpoint
+from fa_train.callbacks.monitor import Agreement
 from fa_train.checkpoints.files import CheckpointError
 from fa_train.memory.loss import LinearCrossEntropy
-from fa_train.memory.planner import Shape, predict
-from fa_train.memory.stack import Memory
+from fa_train.memory.memory import Memory
+from fa_train.memory.planner.plan import Shape, predict
 from fa_train.models.attention import sdpa_attention
 from fa_train.models.gpt import GPT
-from fa_train.parallel.checkpoint import load_sharded
-from fa_train.parallel.drawing import DrawnOn
 from fa_train.parallel.fsdp import local, shard, whole
+from fa_train.parallel.init_on_device import DrawnOn
+from fa_train.parallel.sharded_checkpoint import load_sharded
 from scripts import export_hf
 from tests.checkpoints.test_files import Evil
 from tests.support.processes import start_server

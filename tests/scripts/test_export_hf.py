@@ -14,9 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from fa_train.data.tokenizer import ByteTokenizer
-from fa_train.models.export import byte_tokenizer, model_card
-from fa_train.models.hf import load_pretrained
+from fa_train.data.tokens.tokenizer import ByteTokenizer
+from fa_train.models.hf.export import byte_tokenizer, model_card
+from fa_train.models.hf.import_ import load_pretrained
 from fa_train.models.lora import LoRA
 from scripts import export_hf
 from tests.checkpoints.test_files import Evil
@@ -313,9 +313,9 @@ def test_a_checkpoint_that_is_none_is_one_line(run_script, damage, scratch, tmp_
 TARGETS = {
     "torch.load": {"attention": {"_target_": "torch.load", "f": "t.pkl", "weights_only": False}},
     "os.system": {"family": {"windows": [{"deeper": {"_target_": "os.system", "command": "touch ran"}}]}},
-    "through-a-module": {"loss": {"_target_": "fa_train.models.export.shutil.rmtree", "path": "x"}},
+    "through-a-module": {"loss": {"_target_": "fa_train.models.hf.export.shutil.rmtree", "path": "x"}},
     "interpolated": {"loss": {"_target_": "${evil}", "command": "touch ran"}},
-    "an-import-of-ours": {"loss": {"_target_": "fa_train.models.export.Path", "_args_": ["x"]}},
+    "an-import-of-ours": {"loss": {"_target_": "fa_train.models.hf.export.Path", "_args_": ["x"]}},
     "the-model": {"_target_": "subprocess.run", "args": ["touch", "ran"]},
 }
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from hydra.utils import instantiate
 
-from fa_train.data import store
+from fa_train.data.tokens import store
 from scripts.prepare_data import main
 from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
 from tests.support import processes

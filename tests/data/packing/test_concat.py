@@ -6,7 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa_train.data.packing import IGNORE_INDEX, ConcatenatedEpoch, collate, max_documents_in_row, n_rows, pack_row
+from fa_train.data.packing.concat import (
+    IGNORE_INDEX,
+    ConcatenatedEpoch,
+    collate,
+    max_documents_in_row,
+    n_rows,
+    pack_row,
+)
 
 PAD = 10**9
 

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from fa_train.data.chats import ChatCorpus, parse_chat
+from fa_train.data.sources.chats import ChatCorpus, parse_chat
 from tests.data.support.chats import CALL, MULTI_TURN, PAIR, TOOL, many_chats, turn, write_jsonl
 
 QUESTION, ANSWER = turn("user", "2 + 2?"), turn("assistant", "is 4.")

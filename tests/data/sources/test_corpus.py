@@ -7,10 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from fa_train.data.corpus import StdlibCorpus, TextCorpus, is_held_out
-from fa_train.data.encoding import TextEncoder
-from fa_train.data.store import Documents, TokenizedCorpus, prepare
-from fa_train.data.tokenizer import ByteTokenizer
+from fa_train.data.sources.corpus import StdlibCorpus, TextCorpus, is_held_out
+from fa_train.data.tokens.encoding import TextEncoder
+from fa_train.data.tokens.store import Documents, TokenizedCorpus, prepare
+from fa_train.data.tokens.tokenizer import ByteTokenizer
 
 
 @pytest.fixture

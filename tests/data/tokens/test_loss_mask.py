@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa_train.data.best_fit import BestFit
-from fa_train.data.corpus import TextCorpus
 from fa_train.data.datamodule import PackedRows, sft_data
-from fa_train.data.packing import IGNORE_INDEX, Concatenation
-from fa_train.data.store import StoredMask, TokenizedCorpus
-from fa_train.data.tokenizer import ByteTokenizer
+from fa_train.data.packing.best_fit import BestFit
+from fa_train.data.packing.concat import IGNORE_INDEX, Concatenation
+from fa_train.data.sources.corpus import TextCorpus
+from fa_train.data.tokens.store import StoredMask, TokenizedCorpus
+from fa_train.data.tokens.tokenizer import ByteTokenizer
 from tests.data.packing.test_best_fit import OPTIONS
 from tests.data.packing.test_concat import PAD, Numbered
 from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl

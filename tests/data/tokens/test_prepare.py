@@ -8,14 +8,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from fa_train.data import prepare as module
-from fa_train.data.best_fit import load_plan
-from fa_train.data.chats import ChatCorpus
-from fa_train.data.corpus import TextCorpus
-from fa_train.data.encoding import TextEncoder
-from fa_train.data.sft import ChatEncoder
-from fa_train.data.store import Documents, prepare
-from fa_train.data.tokenizer import ByteTokenizer, HFTokenizer
+from fa_train.data.packing.best_fit import load_plan
+from fa_train.data.sources.chats import ChatCorpus
+from fa_train.data.sources.corpus import TextCorpus
+from fa_train.data.tokens import prepare as module
+from fa_train.data.tokens.encoding import TextEncoder
+from fa_train.data.tokens.sft import ChatEncoder
+from fa_train.data.tokens.store import Documents, prepare
+from fa_train.data.tokens.tokenizer import ByteTokenizer, HFTokenizer
 from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
 
 
@@ -193,6 +193,6 @@ def test_a_folder_that_cannot_be_made_or_written_is_named(corpus, tmp_path, monk
     for cache in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ValueError, match=f"data.cache_dir must be a folder that can be made; got {cache}: "):
             prepare(corpus, Counting(), cache)
-    monkeypatch.setattr("fa_train.data.cache.os.access", lambda folder, mode: False)
+    monkeypatch.setattr("fa_train.data.tokens.cache.os.access", lambda folder, mode: False)
     with pytest.raises(ValueError, match=f"data.cache_dir must be a folder that can be written; got {tmp_path}"):
         prepare(corpus, Counting(), tmp_path)

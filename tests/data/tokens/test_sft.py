@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from fa_train.data.chats import parse_chat
-from fa_train.data.sft import ChatEncoder, learned_tokens
-from fa_train.data.tokenizer import ByteTokenizer, HFTokenizer
+from fa_train.data.sources.chats import parse_chat
+from fa_train.data.tokens.sft import ChatEncoder, learned_tokens
+from fa_train.data.tokens.tokenizer import ByteTokenizer, HFTokenizer
 from tests.data.support.chats import (  # fmt: skip
     CALL,
     CHATML,

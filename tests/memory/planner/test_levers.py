@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fa_train.memory.levers import (
+from fa_train.memory.planner.levers import (
     COMBINATIONS,
     Levers,
     extra_seconds,
@@ -17,7 +17,7 @@ from fa_train.memory.levers import (
     next_lever,
     with_levers,
 )
-from fa_train.memory.planner import GIB, predict
+from fa_train.memory.planner.plan import GIB, predict
 from tests.memory.planner.test_planner import GPT2, LLAMA_1B, with_adapters
 
 H200, HOST = int(139.8 * GIB), 120 * GIB

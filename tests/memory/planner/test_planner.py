@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from fa_train.memory import offload
-from fa_train.memory.levers import COMBINATIONS, Levers, with_levers
 from fa_train.memory.loss import LinearCrossEntropy
-from fa_train.memory.planner import (
+from fa_train.memory.memory import Memory
+from fa_train.memory.planner.levers import COMBINATIONS, Levers, with_levers
+from fa_train.memory.planner.plan import (
     COMPONENTS,
     GIB,
     Shape,
@@ -24,7 +25,6 @@ from fa_train.memory.planner import (
     predict,
     trained_sizes,
 )
-from fa_train.memory.stack import Memory
 from fa_train.models.attention import Attention, flash_attention, sdpa_attention
 from fa_train.models.gpt import GPT
 from fa_train.models.lora import LoRA

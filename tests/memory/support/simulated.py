@@ -28,9 +28,9 @@ from fa_kernels.flash_attention import checks
 from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_train.memory import loss as loss_module
 from fa_train.memory import offload as offload_module
-from fa_train.memory import tiled_mlp as tiled_mlp_module
+from fa_train.memory import tiled_ffn as tiled_mlp_module
 from fa_train.memory.loss import linear_cross_entropy
-from fa_train.memory.tiled_mlp import mlp_backward, mlp_forward
+from fa_train.memory.tiled_ffn import mlp_backward, mlp_forward
 from fa_train.models import lora as lora_module
 from fa_train.models.gpt import GPT
 from fa_train.models.gpt import _nothing as nothing

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa_train.memory.checkpointing import Checkpointing
 from fa_train.memory.loss import LinearCrossEntropy
-from fa_train.memory.stack import Memory
+from fa_train.memory.memory import Memory
 from fa_train.models.attention import Attention, chunked_attention, flash_attention, naive_attention, sdpa_attention
 from fa_train.models.gpt import GPT
 

@@ -16,11 +16,11 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 
 from fa_train.memory.loss import LinearCrossEntropy
-from fa_train.memory.stack import Memory
-from fa_train.models import hf_families, hf_weights
+from fa_train.memory.memory import Memory
 from fa_train.models.attention import chunked_attention, flash_attention, naive_attention
 from fa_train.models.gpt import Family
-from fa_train.models.hf import load_pretrained, save_pretrained
+from fa_train.models.hf import families, weights
+from fa_train.models.hf.import_ import load_pretrained, save_pretrained
 from tests.models.test_gpt import build
 
 VOCAB = 61
@@ -228,14 +228,14 @@ def assert_same_weights(ours, expected) -> None:
 def test_weights_are_read_one_at_a_time(checkpoint, monkeypatch):
     """When a tensor is read, the one before it is gone."""
     living: list[weakref.ref[Tensor]] = []
-    read = hf_weights._put
+    read = weights._put
 
     def put(model, place, tensor, dtype, what):
         assert sum(reference() is not None for reference in living) <= 1, "a second tensor is held"
         living.append(weakref.ref(tensor))
         read(model, place, tensor, dtype, what)
 
-    monkeypatch.setattr(hf_weights, "_put", put)
+    monkeypatch.setattr(weights, "_put", put)
     load_pretrained(checkpoint("llama"))
     assert len(living) == 3 * 9 + 3
 
@@ -601,7 +601,7 @@ def test_losses_and_gradients_are_transformers(name, attention, checkpoint, devi
     exact = exact + 0.1 * logits.logsumexp(-1).square().sum()
     exact.backward()
     torch.testing.assert_close(ours, exact)
-    for name, place in hf_weights.places_of(model, hf_families.GEMMA_LAYOUT).items():
+    for name, place in weights.places_of(model, families.GEMMA_LAYOUT).items():
         gradient = model.get_parameter(place.parameter).grad[place.rows]
         torch.testing.assert_close(gradient, exact_model.get_parameter(name).grad, rtol=1e-3, atol=1e-3)
 

@@ -134,7 +134,7 @@ def test_a_case_that_takes_too_long():
 
 def test_the_optimizers_host_memory_counts():
     class Offloaded:
-        """What fa_train.low_memory_adamw.OffloadedAdamW shows, which needs a GPU."""
+        """What fa_train.optim.low_memory.OffloadedAdamW shows, which needs a GPU."""
 
         def __init__(self):
             on_host = torch.nn.Parameter(torch.ones(10))

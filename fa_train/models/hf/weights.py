@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fa_train.models.gpt import GPT, Block
-from fa_train.models.hf_families import Layout
+from fa_train.models.hf.families import Layout
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -30,7 +30,7 @@ from wandb.plot import CustomChart
 from fa_train.bounds import PositiveInt
 from fa_train.checkpoints.files import CheckpointError
 from fa_train.data.datamodule import Report
-from fa_train.data.report import Histogram
+from fa_train.data.packing.report import Histogram
 from fa_train.flops import peak_flops, train_flops
 from fa_train.lit_gpt import LitGPT
 from fa_train.private_names import private, replace_private

@@ -10,7 +10,7 @@ PACKAGE = "fa_train"
 def require_own_targets(config: object, where: str) -> None:
     """Checks that every `_target_` in a resolved config, at any depth, is a class or function that fa_train defines.
 
-    Comparing prefixes is not enough: fa_train.models.export.shutil.rmtree begins with fa_train too.
+    Comparing prefixes is not enough: fa_train.models.hf.export.shutil.rmtree begins with fa_train too.
     where: the config's name in the message.
     Raises: ValueError that names the first other target.
     """

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from fa_train.data.chats import ChatCorpus
-from fa_train.data.corpus import Corpus
-from fa_train.data.encoding import Encoder, TextEncoder
-from fa_train.data.packing import LossMask
-from fa_train.data.prepare import FORMAT, SHARDS, write_shards
-from fa_train.data.sft import ChatEncoder
-from fa_train.data.tokenizer import Tokenizer
+from fa_train.data.packing.concat import LossMask
+from fa_train.data.sources.chats import ChatCorpus
+from fa_train.data.sources.corpus import Corpus
+from fa_train.data.tokens.encoding import Encoder, TextEncoder
+from fa_train.data.tokens.prepare import FORMAT, SHARDS, write_shards
+from fa_train.data.tokens.sft import ChatEncoder
+from fa_train.data.tokens.tokenizer import Tokenizer
 
 HELD_OUT_TAIL = 50  # 1 / 50 of a document is held out where no whole one can be
 

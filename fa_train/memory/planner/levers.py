@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from fa_train.memory.checkpointing import Checkpointing
 from fa_train.memory.offload import Offloaded
-from fa_train.memory.planner import (
+from fa_train.memory.planner.plan import (
     MATRICES,
     OptimizerKind,
     Prediction,

@@ -42,7 +42,7 @@ def adamw_8bit(
 
     stochastic_rounding: of weights in bf16 (trainer.precision=bf16-true); those in fp32 are their own masters.
     """
-    from fa_train.low_memory_adamw import EightBitAdamW
+    from fa_train.optim.low_memory import EightBitAdamW
 
     optimizer = EightBitAdamW(
         parameter_groups(model, weight_decay),
@@ -63,7 +63,7 @@ def adamw_bf16(
 
     Raises: ValueError on weights that are not bf16, as those of adapters (fa_train.models.lora) never are.
     """
-    from fa_train.low_memory_adamw import RoundingAdamW
+    from fa_train.optim.low_memory import RoundingAdamW
 
     groups = parameter_groups(model, weight_decay)
     others = {str(p.dtype).removeprefix("torch.") for group in groups for p in group["params"]} - {"bfloat16"}
@@ -91,7 +91,7 @@ def adamw_offload(
     devices = {p.device.type for group in groups for p in group["params"]}
     if devices != {"cuda"}:
         raise ValueError(f"optimizer=adamw_offload needs a model on a CUDA GPU; got {', '.join(sorted(devices))}")
-    from fa_train.low_memory_adamw import OffloadedAdamW
+    from fa_train.optim.low_memory import OffloadedAdamW
 
     return OffloadedAdamW(groups, lr=lr, betas=_pair(betas), eps=eps)
 

@@ -17,9 +17,9 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from fa_train.data.cache import whole_file
-from fa_train.data.packing import IGNORE_INDEX, LossMask, PackableDocuments, Row
-from fa_train.data.report import LabelCounts, PackingReport, length_histogram
+from fa_train.data.packing.concat import IGNORE_INDEX, LossMask, PackableDocuments, Row
+from fa_train.data.packing.report import LabelCounts, PackingReport, length_histogram
+from fa_train.data.tokens.cache import whole_file
 
 FORMAT = "1"  # of a plan, and of how it is made; another one is another cache entry
 LongDocuments = Literal["split", "truncate", "drop"]

@@ -5,8 +5,8 @@ from typing import Protocol
 
 import numpy as np
 
-from fa_train.data.packing import Row
-from fa_train.data.report import PackingReport
+from fa_train.data.packing.concat import Row
+from fa_train.data.packing.report import PackingReport
 
 
 class Epoch(Protocol):

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from fa_train.data.files import column_names, count_rows, find_files, hash_files, read_rows
+from fa_train.data.sources.files import column_names, count_rows, find_files, hash_files, read_rows
 from fa_train.private_names import private
 
 Document = TypeVar("Document", covariant=True)

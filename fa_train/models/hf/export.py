@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from fa_train.checkpoints.base import PREFIX, REFERENCE, require_fit
 from fa_train.checkpoints.files import CheckpointError, Shapes, all_finite, read_file, shapes
-from fa_train.models.base import PREFIX, REFERENCE, require_fit
 from fa_train.models.gpt import GPT
-from fa_train.models.hf import SavesTokenizer, save_pretrained
+from fa_train.models.hf.import_ import SavesTokenizer, save_pretrained
 from fa_train.models.lora import adapted, merge, save_adapter
-from fa_train.parallel.checkpoint import FolderReader, load_into, read_meta, require_whole, stored_weights
-from fa_train.parallel.drawing import DrawnOn
+from fa_train.parallel.init_on_device import DrawnOn
+from fa_train.parallel.sharded_checkpoint import FolderReader, load_into, read_meta, require_whole, stored_weights
 
 # takes a vocabulary size; builds the run's model with its adapter from the run's seed, on torch's default device
 Build = Callable[[int], GPT]
@@ -185,7 +185,7 @@ def tokenizer_of(data: Mapping[str, Any]) -> SavesTokenizer | None:
 
 
 def byte_tokenizer() -> SavesTokenizer:
-    """fa_train.data.tokenizer.ByteTokenizer as a tokenizer of transformers: the same ids."""
+    """fa_train.data.tokens.tokenizer.ByteTokenizer as a tokenizer of transformers: the same ids."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 

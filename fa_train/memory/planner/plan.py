@@ -6,7 +6,7 @@ most; the end of the backward, when all gradients exist; the optimizer. tests/me
 real model on fake tensors and compares, and holds the formula against peaks measured on GPUs.
 
 Attention is counted as flash attention; the other kinds keep at least as much. What to change where a step does not fit
-is fa_train.memory.levers' to say.
+is fa_train.memory.planner.levers' to say.
 """
 
 from dataclasses import dataclass

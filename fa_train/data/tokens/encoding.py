@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from fa_train.data.tokenizer import Tokenizer
+from fa_train.data.tokens.tokenizer import Tokenizer
 
 Document = TypeVar("Document", contravariant=True)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from fa_train.checkpoints.files import CheckpointError, Shapes, require_same_shapes, shapes
 from fa_train.models.gpt import GPT
-from fa_train.models.hf_weights import weight_files
+from fa_train.models.hf.weights import weight_files
 
 REFERENCE = "base_model"  # the key in a checkpoint
 PREFIX = "model."  # before the names of the GPT's weights in LitGPT's state_dict

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fa_train.data.report import LabelCounts, PackingReport, length_histogram
+from fa_train.data.packing.report import LabelCounts, PackingReport, length_histogram
 
 IGNORE_INDEX = -100
 

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from fa_train.bounds import PositiveInt
-from fa_train.callbacks import DivergedError, results, wait_for_other_ranks
+from fa_train.callbacks.monitor import DivergedError, results, wait_for_other_ranks
 from fa_train.checkpoints.files import (
     PARTIAL,
     SUFFIX,
@@ -20,7 +20,7 @@ from fa_train.checkpoints.files import (
     remove_partial,
     rename_into_place,
 )
-from fa_train.models.export import Build, export_run
+from fa_train.models.hf.export import Build, export_run
 from fa_train.parallel.fsdp import FullyShardedStrategy, local
 
 
@@ -162,7 +162,7 @@ def require_checkpoint(trainer: L.Trainer) -> None:
 def export_last(trainer: L.Trainer, build: Build, config: Mapping[str, Any]) -> None:
     """Rank 0 exports a finished run from its last checkpoint: a sharded run has no other copy of the whole model.
 
-    Raises: ValueError if the last step could not be saved, and as fa_train.models.export.export_run does.
+    Raises: ValueError if the last step could not be saved, and as fa_train.models.hf.export.export_run does.
     """
     checkpoint = trainer.checkpoint_callback
     assert isinstance(checkpoint, Checkpoint)

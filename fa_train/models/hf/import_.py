@@ -10,19 +10,11 @@ import torch
 
 from fa_train.bounds import AtLeastOne, PositiveInt
 from fa_train.memory.loss import LinearCrossEntropy
-from fa_train.memory.stack import Memory
+from fa_train.memory.memory import Memory
 from fa_train.models.attention import Attention, flash_attention, naive_attention, sdpa_attention
 from fa_train.models.gpt import GPT, Block, Origin
-from fa_train.models.hf_families import FAMILIES, scaling_fields, text_part, understood
-from fa_train.models.hf_weights import (
-    INDEX,
-    Place,
-    places_of,
-    read_json,
-    read_weights,
-    write_json,
-    write_weights,
-)
+from fa_train.models.hf.families import FAMILIES, scaling_fields, text_part, understood
+from fa_train.models.hf.weights import INDEX, Place, places_of, read_json, read_weights, write_json, write_weights
 from fa_train.models.rope import DynamicNTKScaling
 from fa_train.models.rope import rope_scaling as parse_rope_scaling
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from fa_train.data.corpus import load_hf_dataset
-from fa_train.data.files import count_rows, find_files, hash_files, read_rows
+from fa_train.data.sources.corpus import load_hf_dataset
+from fa_train.data.sources.files import count_rows, find_files, hash_files, read_rows
 from fa_train.private_names import private
 
 HUB = "hf:"

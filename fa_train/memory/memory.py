@@ -15,9 +15,9 @@ class Memory:
     checkpointing: what each block keeps for its backward (fa_train.memory.checkpointing).
     offload: whether the hidden states between blocks wait in host memory, or "all" that blocks keep, for which they
     must compute nothing again (fa_train.memory.offload).
-    mlp_chunk: tokens that pass through the FFN at a time (fa_train.memory.tiled_mlp), None for all.
+    mlp_chunk: tokens that pass through the FFN at a time (fa_train.memory.tiled_ffn), None for all.
     loss: the last linear layer and its cross entropy (fa_train.memory.loss).
-    auto: whether train.py puts the fastest levers that fit in place of these (fa_train.memory.levers).
+    auto: whether train.py puts the fastest levers that fit in place of these (fa_train.memory.planner.levers).
     Raises: ValueError on an unknown checkpointing or offload, on "all" with checkpointing, and on a chunk that is not
     positive.
     """

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from fa_train.data.chats import Chat, Message
-from fa_train.data.encoding import Encoded
-from fa_train.data.tokenizer import HFTokenizer, Tokenizer
+from fa_train.data.sources.chats import Chat, Message
+from fa_train.data.tokens.encoding import Encoded
+from fa_train.data.tokens.tokenizer import HFTokenizer, Tokenizer
 
 FORMAT = "2"  # of how a chat becomes tokens and mask; another one is another cache entry
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")

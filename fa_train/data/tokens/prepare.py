@@ -15,9 +15,9 @@ import pyarrow as pa
 from filelock import FileLock
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-from fa_train.data.cache import make_folder, room_on_disk
-from fa_train.data.corpus import Corpus, is_held_out
-from fa_train.data.encoding import Encoded, Encoder
+from fa_train.data.sources.corpus import Corpus, is_held_out
+from fa_train.data.tokens.cache import make_folder, room_on_disk
+from fa_train.data.tokens.encoding import Encoded, Encoder
 
 FORMAT = "3"  # of the files, and of how text becomes documents; another one is another cache entry
 SHARDS = "shards.json"  # of a finished folder: the bytes of each file by its name

@@ -1,0 +1,1 @@
+"""Lightning callbacks: each watches or guards one side of a run."""

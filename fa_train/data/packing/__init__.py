@@ -1,0 +1,1 @@
+"""Tokens as rows of one length."""

@@ -1,0 +1,1 @@
+"""Documents and chats: files, Hugging Face datasets, synthetic tokens."""

@@ -1,0 +1,1 @@
+"""Documents as tokens, made once and kept on disk."""

@@ -1,0 +1,1 @@
+"""How much memory a training step takes, and which settings make it fit."""

@@ -1,0 +1,1 @@
+"""Optimizers, the learning-rate schedule, and what a resumed run takes from a checkpoint."""
