@@ -23,7 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fa_train import preflight, settings
 from fa_train.callbacks.checkpoint import export_last, require_checkpoint
-from fa_train.callbacks.monitor import DivergedError, is_out_of_memory, results
+from fa_train.callbacks.monitor import DivergedError, results
+from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.memory.planner.levers import Levers, with_levers
 from fa_train.memory.planner.plan import predict
 from fa_train.models.attention import require_backend

@@ -15,10 +15,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fa_train.bounds import Seed
 from fa_train.checkpoints.base import drop_base, restore_base
-from fa_train.data.packing.concat import Batch
+from fa_train.data.packing.collate import Batch
 from fa_train.memory.loss import IGNORE_INDEX
 from fa_train.models.gpt import GPT
-from fa_train.optim.adamw import require_same_kind
+from fa_train.optim.resume import require_same_kind
 from fa_train.parallel.fsdp import is_sharded, local, shard, whole
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")  # fp16 would need a loss scale beside the one by labels

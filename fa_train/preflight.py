@@ -13,18 +13,9 @@ from torch.optim import Optimizer
 from fa_train.checkpoints.files import SUFFIX, CheckpointError, newest
 from fa_train.memory.offload import available_host_bytes, require_host_memory
 from fa_train.memory.planner.levers import Levers, fastest_that_fits, longest_of_all_levers, longest_seq_len, next_lever
-from fa_train.memory.planner.plan import (
-    COMPONENTS,
-    GIB,
-    Adapters,
-    OptimizerKind,
-    Precision,
-    Prediction,
-    Shape,
-    parameter_sizes,
-    predict,
-    trained_sizes,
-)
+from fa_train.memory.planner.plan import COMPONENTS, GIB, Prediction, predict
+from fa_train.memory.planner.shape import Adapters, OptimizerKind, Precision, Shape
+from fa_train.memory.planner.weights import parameter_sizes, trained_sizes
 from fa_train.models.gpt import GPT, Block
 from fa_train.models.lora import adapted
 from fa_train.models.rope import DynamicNTKScaling

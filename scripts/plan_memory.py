@@ -31,7 +31,9 @@ from fa_train.memory.planner.levers import (
     next_lever,
     with_levers,
 )
-from fa_train.memory.planner.plan import COMPONENTS, GIB, Prediction, Shape, parameter_sizes, predict
+from fa_train.memory.planner.plan import COMPONENTS, GIB, Prediction, predict
+from fa_train.memory.planner.shape import Shape
+from fa_train.memory.planner.weights import parameter_sizes
 from fa_train.preflight import device_bytes, explain, require_shardable, shape_of
 from scripts.composed import composed
 

@@ -125,7 +125,7 @@ def test_a_run_that_does_not_finish_exports_nothing(error, tmp_path, monkeypatch
         if trainer.global_step == 2:
             raise error
 
-    monkeypatch.setattr("fa_train.callbacks.monitor.StepProgress.on_train_batch_end", fail_at_step_2)
+    monkeypatch.setattr("fa_train.callbacks.progress.StepProgress.on_train_batch_end", fail_at_step_2)
     with composed(tmp_path / "run", *settings(tmp_path)) as cfg:
         if isinstance(error, SIGTERMException):
             with pytest.raises(SystemExit, match="143"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from fa_train.callbacks.monitor import GracefulInterrupt
+from fa_train.callbacks.interrupt import GracefulInterrupt
 from fa_train.memory.loss import _liger_cross_entropy
 from fa_train.parallel.fsdp import FullyShardedStrategy
 from fa_train.private_names import TESTED, private, replace_private, require_parameters

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import train
-from fa_train.callbacks.monitor import GracefulInterrupt
+from fa_train.callbacks.interrupt import GracefulInterrupt
 from tests.support import processes
 from tests.support.training import (
     RECORDED,
@@ -148,8 +148,8 @@ def test_a_terminated_run_resumes_with_the_same_losses(tmp_path):
 def test_the_second_signal_stops_at_once(monkeypatch, capfd):
     """Unless it comes with the first, as torchrun passes on what all had from a terminal. A data worker ignores it."""
     now, exits = [100.0], []
-    monkeypatch.setattr("fa_train.callbacks.monitor.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr("fa_train.callbacks.monitor.os._exit", exits.append)
+    monkeypatch.setattr("fa_train.callbacks.interrupt.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("fa_train.callbacks.interrupt.os._exit", exits.append)
     connector = SimpleNamespace(received_sigterm=False, _sigterm_notifier_fn=None)
     trainer = SimpleNamespace(
         world_size=1, is_global_zero=True, _signal_connector=connector, strategy=SimpleNamespace(launcher=None),
@@ -158,7 +158,7 @@ def test_the_second_signal_stops_at_once(monkeypatch, capfd):
     interrupt = GracefulInterrupt()
     interrupt.on_fit_start(trainer, None)
     with monkeypatch.context() as in_worker:
-        in_worker.setattr("fa_train.callbacks.monitor.os.getpid", lambda: -1)
+        in_worker.setattr("fa_train.callbacks.interrupt.os.getpid", lambda: -1)
         connector._sigterm_notifier_fn(signal.SIGTERM, None)
     assert not connector.received_sigterm and not capfd.readouterr().out
     for seconds in (0, 0.5):

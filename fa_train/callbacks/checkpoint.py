@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from fa_train.bounds import PositiveInt
-from fa_train.callbacks.monitor import DivergedError, results, wait_for_other_ranks
+from fa_train.callbacks.monitor import DivergedError, results
 from fa_train.checkpoints.files import (
     PARTIAL,
     SUFFIX,
@@ -22,6 +22,7 @@ from fa_train.checkpoints.files import (
 )
 from fa_train.models.hf.export import Build, export_run
 from fa_train.parallel.fsdp import FullyShardedStrategy, local
+from fa_train.parallel.launched_ranks import wait_for_other_ranks
 
 
 class Checkpoint(CheckpointCallback):

@@ -6,13 +6,14 @@ source goes through all its rows, shuffled, before it starts over, whatever the 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from fa_train.bounds import PositiveFloat
-from fa_train.data.packing.concat import Row
 from fa_train.data.packing.report import Histogram, PackingReport
-from fa_train.data.packing.rows import ShuffledRows
+from fa_train.data.packing.rows import PackableDocuments, Row, ShuffledRows
 from fa_train.data.sources.chats import ChatCorpus
 from fa_train.data.sources.corpus import Corpus, HFCorpus, TextCorpus
 
@@ -142,3 +143,30 @@ class MixReport:
             f"{self.epochs(name):.2f} epochs in this run\n{report.text()}"
             for name, report in self.reports.items()
         )
+
+
+class Source(Protocol):
+    """Where a data module's documents come from."""
+
+    vocab_size: int
+    pad_id: int
+
+    @property
+    def cache_dir(self) -> Path | None:
+        """Where packing's plans are kept; None keeps none."""
+
+    def prepare(self, workers: int = 1) -> object:
+        """Does in so many processes what need be done once before documents are there."""
+
+    def documents(self, *, held_out: bool) -> PackableDocuments:
+        """Those for training, or those for validation."""
+
+
+class Mixture:
+    """Several sources with one vocabulary, and their weights. Raises: ValueError on weights that give no row."""
+
+    def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float]) -> None:
+        self.sources = sources
+        self.rows_a_cycle = rows_a_cycle(weights)
+        first = next(iter(sources.values()))
+        self.vocab_size, self.pad_id = first.vocab_size, first.pad_id

@@ -1,14 +1,13 @@
-"""The optimizer's parameter groups, the learning rate over time, and what a resumed run takes from a checkpoint."""
+"""AdamW and its variants with smaller states, and which parameters they decay."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
-from fa_train.bounds import Betas, Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
+from fa_train.bounds import Betas, NonNegativeFloat
+from fa_train.optim.resume import with_own_settings
 
 
 def adamw(
@@ -111,81 +110,3 @@ def _pair(betas: Sequence[float]) -> tuple[float, float]:
     """Plain floats: the optimizer's state must load without the configuration's list class."""
     first, second = (float(beta) for beta in betas)
     return first, second
-
-
-def with_own_settings(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """The state_dict `saved`, but with the optimizer's current settings, such as lr and betas.
-
-    Moments and step counts stay as saved.
-    """
-    own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    if len(own) != len(saved["param_groups"]):
-        return saved  # torch raises an error on it
-    groups = [group | settings for group, settings in zip(saved["param_groups"], own, strict=True)]
-    return saved | {"param_groups": groups}
-
-
-KINDS = ("adamw", "adamw_8bit", "adamw_bf16", "adamw_offload")  # the functions above and the files of conf/optimizer
-
-
-def require_same_kind(configured: Callable[..., Optimizer], saved: Mapping[str, Any]) -> None:
-    """Raises: ValueError if another of the KINDS than `configured` wrote `saved`. configured: may be a partial."""
-    own = getattr(configured, "func", configured).__name__
-    if own not in KINDS:
-        return  # of somebody else, whose states may look like anything
-    written_by = kinds_that_write(saved)
-    if own not in written_by:
-        raise ValueError(
-            f"ckpt_path must be a checkpoint of optimizer={own}; got one of optimizer={' or '.join(written_by)}"
-        )
-
-
-def kinds_that_write(saved: Mapping[str, Any]) -> Sequence[str]:
-    """The KINDS whose state_dict can look like `saved`."""
-    if "offloaded" in saved:
-        return ["adamw_offload"]
-    if any("fused" in group for group in saved["param_groups"]):
-        return ["adamw"]
-    moments = [state["exp_avg"] for state in saved["state"].values()]
-    if any(isinstance(moment, dict) for moment in moments):
-        return ["adamw_8bit"]
-    if any(moment.numel() >= 4096 and moment.numel() % 256 == 0 for moment in moments):  # adamw_8bit quantises these
-        return ["adamw_bf16"]
-    return ["adamw_8bit", "adamw_bf16"]
-
-
-class Schedule(LambdaLR):
-    """LambdaLR that loads only its position from a checkpoint. The peak and the curve come from the current config."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.last_epoch = state_dict["last_epoch"]
-        self._last_lr = [
-            lr * factor(self.last_epoch) for lr, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
-        ]
-        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            group["lr"] = lr
-
-
-def warmup_cosine(
-    optimizer: Optimizer, *, warmup_steps: NonNegativeInt, max_steps: PositiveInt, min_lr_ratio: Fraction
-) -> LambdaLR:
-    """Linear warm-up to the optimizer's lr, then half a cosine down to min_lr_ratio of it at max_steps.
-
-    Units: warmup_steps, max_steps in optimizer steps; the first step has lr / warmup_steps. A run that ends before
-    its warm-up does never reaches lr.
-    Raises: ValueError on warmup_steps below 0, max_steps below 1 or min_lr_ratio outside 0 to 1.
-    """
-    if warmup_steps < 0:
-        raise ValueError(f"scheduler.warmup_steps must be at least 0; got {warmup_steps}")
-    if max_steps < 1:
-        raise ValueError(f"scheduler.max_steps must be at least 1; got {max_steps}")
-    if not 0 <= min_lr_ratio <= 1:
-        raise ValueError(f"scheduler.min_lr_ratio must be from 0 to 1; got {min_lr_ratio}")
-
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            return (step + 1) / warmup_steps
-        progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
-        return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
-
-    return Schedule(optimizer, factor)

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from fa_train.checkpoints.base import REFERENCE, require_fit
 from fa_train.checkpoints.files import META, CheckpointError, not_written, read_file, remove, shapes, write_file
 from fa_train.models.gpt import GPT
-from fa_train.optim.adamw import require_same_kind
+from fa_train.optim.resume import require_same_kind
 from fa_train.parallel.sharded_checkpoint import FolderReader, load_into, read_meta, saved_optimizer, stored_weights
 from fa_train.private_names import replace_private
 

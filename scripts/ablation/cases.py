@@ -22,7 +22,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from fa_kernels.flash_attention.schedule import causal_schedule
-from fa_train.callbacks.monitor import is_out_of_memory
+from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.flops import peak_flops, train_flops
 from fa_train.models.attention import Attention, require_backend
 from fa_train.models.gpt import GPT

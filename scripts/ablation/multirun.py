@@ -24,7 +24,7 @@ from hydra.experimental.callback import Callback
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from fa_train.callbacks.monitor import is_out_of_memory
+from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.flops import train_flops
 from scripts.ablation.cases import Device, Precision, Result, StepCase, capacity, configuration, finished, memory_gib
 from scripts.ablation.formula import step_formula

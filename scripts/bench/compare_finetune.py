@@ -27,9 +27,11 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from fa_train.data.datamodule import MicroBatches, PackedRows
-from fa_train.data.packing.concat import IGNORE_INDEX, Batch
-from fa_train.optim.adamw import parameter_groups, warmup_cosine
+from fa_train.data.batches import MicroBatches, PackedRows
+from fa_train.data.packing.collate import Batch
+from fa_train.data.packing.rows import IGNORE_INDEX
+from fa_train.optim.adamw import parameter_groups
+from fa_train.optim.schedule import warmup_cosine
 from fa_train.preflight import explain
 
 FACTS = {  # of an island that does not exist: what is asked, in several ways, and answered

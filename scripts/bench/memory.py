@@ -47,7 +47,8 @@ from torch.optim import Optimizer
 from torch.profiler import profile, record_function, schedule
 
 import train
-from fa_train.callbacks.monitor import GIB, is_out_of_memory
+from fa_train.callbacks.monitor import GIB
+from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.models.gpt import GPT
 from scripts.bench.provenance import describe
 from scripts.bench.step import CONF, FEWEST_STEPS, REPOSITORY, VOCABULARY, WARMUP, Device, Loss, memory_gib, our_loss

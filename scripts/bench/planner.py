@@ -21,7 +21,8 @@ import torch
 from hydra.utils import instantiate
 
 from fa_train.memory.offload import Offloaded
-from fa_train.memory.planner.plan import GIB, Shape, predict
+from fa_train.memory.planner.plan import GIB, predict
+from fa_train.memory.planner.shape import Shape
 from fa_train.models.gpt import GPT
 from fa_train.preflight import shape_of
 from scripts.bench.provenance import describe, results_prefix

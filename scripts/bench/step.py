@@ -42,8 +42,9 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 import train  # registers the resolvers that conf/train.yaml needs
-from fa_train.callbacks.monitor import is_out_of_memory, memory
-from fa_train.data.packing.concat import Batch
+from fa_train.callbacks.monitor import memory
+from fa_train.callbacks.out_of_memory import is_out_of_memory
+from fa_train.data.packing.collate import Batch
 from fa_train.flops import peak_flops, train_flops
 from fa_train.lit_gpt import LitGPT
 from fa_train.models.attention import require_backend

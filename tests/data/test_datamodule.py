@@ -9,8 +9,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from fa_train.data.datamodule import MicroBatches, PackedRows, sft_data, synthetic_data
-from fa_train.data.packing.concat import IGNORE_INDEX
+from fa_train.data.batches import MicroBatches, PackedRows
+from fa_train.data.datamodule import sft_data, synthetic_data
+from fa_train.data.packing.rows import IGNORE_INDEX
 from tests.data.packing.test_best_fit import make as make_best_fit
 from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
 

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa_train.data.datamodule import MicroBatches, Mixture, PackedDataModule, PackedRows
-from fa_train.data.mixing import CYCLE, MixedRows, interleave, rows_a_cycle
+from fa_train.data.batches import MicroBatches, PackedRows
+from fa_train.data.datamodule import PackedDataModule
+from fa_train.data.mixing import CYCLE, MixedRows, Mixture, interleave, rows_a_cycle
 from tests.data.packing.test_best_fit import OPTIONS, NumberedSource
 from tests.data.packing.test_concat import PAD, Numbered
 from tests.data.test_datamodule import Killed, Recorder, fit

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 import train
 from fa_train.lit_gpt import scale_or_skip
-from fa_train.optim.adamw import adamw, adamw_8bit, adamw_bf16, adamw_offload, warmup_cosine
+from fa_train.optim.adamw import adamw, adamw_8bit, adamw_bf16, adamw_offload
+from fa_train.optim.schedule import warmup_cosine
 from tests.models.test_gpt import build
 from tests.support.training import column, composed, tiny
 

@@ -25,13 +25,14 @@ from torch.distributed.tensor import DTensor
 
 import train
 from fa_train.callbacks.checkpoint import Checkpoint
-from fa_train.callbacks.monitor import Agreement
 from fa_train.checkpoints.files import CheckpointError
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.memory.memory import Memory
-from fa_train.memory.planner.plan import Shape, predict
+from fa_train.memory.planner.plan import predict
+from fa_train.memory.planner.shape import Shape
 from fa_train.models.attention import sdpa_attention
 from fa_train.models.gpt import GPT
+from fa_train.parallel.agreement import Agreement
 from fa_train.parallel.fsdp import local, shard, whole
 from fa_train.parallel.init_on_device import DrawnOn
 from fa_train.parallel.sharded_checkpoint import load_sharded
@@ -333,11 +334,11 @@ def destroy():
 
 distributed._destroy_dist_connection = destroy
 atexit.register(destroy)  # as Lightning does for NCCL
-from fa_train import callbacks
+from fa_train.parallel import launched_ranks
 
-launcher = object.__new__(callbacks._SubprocessScriptLauncher)
+launcher = object.__new__(launched_ranks.SubprocessScriptLauncher)
 launcher.procs = [SimpleNamespace(wait=lambda timeout: print("rank 1 ended"))]
-callbacks.wait_for_other_ranks(SimpleNamespace(strategy=SimpleNamespace(launcher=launcher)))
+launched_ranks.wait_for_other_ranks(SimpleNamespace(strategy=SimpleNamespace(launcher=launcher)))
 assert not launcher.procs, "Lightning's observer would kill this process"
 print("this rank ends")
 """

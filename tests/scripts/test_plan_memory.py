@@ -10,7 +10,8 @@ from hydra.utils import instantiate
 import train
 from fa_train import preflight
 from fa_train.memory.planner.levers import Levers, longest_of_all_levers, longest_seq_len
-from fa_train.memory.planner.plan import GIB, Shape, predict
+from fa_train.memory.planner.plan import GIB, predict
+from fa_train.memory.planner.shape import Shape
 from scripts.composed import composed as composed_for_plan
 from scripts.plan_memory import main, shape_of_run
 from tests.memory.planner.test_levers import HOST

@@ -17,8 +17,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from fa_train.data.packing.concat import IGNORE_INDEX, LossMask, PackableDocuments, Row
 from fa_train.data.packing.report import LabelCounts, PackingReport, length_histogram
+from fa_train.data.packing.rows import IGNORE_INDEX, LossMask, PackableDocuments, Row
 from fa_train.data.tokens.cache import whole_file
 
 FORMAT = "1"  # of a plan, and of how it is made; another one is another cache entry

@@ -5,58 +5,12 @@ seq_len of them and labels the last, so neighbouring rows share one token and ev
 once. A document cut by the end of a row goes on in another row as a document of its own. The last row is padded.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NotRequired, Protocol, TypedDict
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from fa_train.data.packing.report import LabelCounts, PackingReport, length_histogram
-
-IGNORE_INDEX = -100
-
-
-class Batch(TypedDict):
-    """A packed stream: tokens, labels and position_ids (total,) int64, cu_seqlens (n_docs + 1,) int32."""
-
-    tokens: Tensor
-    labels: Tensor
-    position_ids: Tensor
-    cu_seqlens: Tensor
-    mean_seqlen: NotRequired[int]  # tokens of the document that a token is in, for attention's choice of kernels
-    first_row: NotRequired[int]  # the index of its first row among all rows of the run
-
-
-class LossMask(Protocol):
-    """Which tokens of each document are learnt; item i is (lengths[i],) bool."""
-
-    def __getitem__(self, index: int) -> np.ndarray: ...
-
-    def count(self, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """How many tokens start to stop of a document are learnt, (n,) int64 each."""
-
-
-class PackableDocuments(Protocol):
-    """Documents by index; item i is its tokens, (lengths[i],). loss_mask None: every token is learnt."""
-
-    lengths: np.ndarray
-    loss_mask: LossMask | None
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> np.ndarray: ...
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row: tokens, labels and positions (seq_len,), and where its documents start, with seq_len at the end."""
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    position_ids: np.ndarray
-    boundaries: np.ndarray
+from fa_train.data.packing.rows import IGNORE_INDEX, LossMask, PackableDocuments, Row
 
 
 def n_rows(total_tokens: int, seq_len: int) -> int:
@@ -182,27 +136,3 @@ def _count_labels(loss_mask: LossMask, lengths: np.ndarray) -> LabelCounts:
     return LabelCounts(
         labels_in=n_labels, labels_packed=n_labels, pieces_unlearned=int(((counts == 0) & (lengths > 0)).sum())
     )
-
-
-def collate(
-    rows: Sequence[Row], max_documents: int, mean_seqlen: int, *, document_mask: bool, reset_positions: bool
-) -> Batch:
-    """Rows end to end as one stream.
-
-    cu_seqlens has max_documents + 1 entries for each row of the batch less the shared ends, padded by its last entry,
-    so that shapes never change. Without document_mask it holds the rows instead of their documents; without
-    reset_positions, positions run from 0 through each row.
-    """
-    seq_len = len(rows[0].tokens)
-    edges = [row.boundaries if document_mask else np.array([0, seq_len]) for row in rows]
-    ends = np.concatenate([[0], *(edge[1:] + index * seq_len for index, edge in enumerate(edges))])
-    cu_seqlens = np.full(len(rows) * max_documents + 1, len(rows) * seq_len, dtype=np.int32)
-    cu_seqlens[: len(ends)] = ends
-    positions = [row.position_ids if reset_positions else np.arange(seq_len) for row in rows]
-    return {
-        "tokens": torch.from_numpy(np.concatenate([row.tokens for row in rows])),
-        "labels": torch.from_numpy(np.concatenate([row.labels for row in rows])),
-        "position_ids": torch.from_numpy(np.concatenate(positions)),
-        "cu_seqlens": torch.from_numpy(cu_seqlens),
-        "mean_seqlen": mean_seqlen,
-    }

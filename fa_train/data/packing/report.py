@@ -1,6 +1,7 @@
 """What packing did to a corpus: every document and token is in one of these counts."""
 
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -114,3 +115,13 @@ def length_histogram(lengths: np.ndarray) -> Histogram:
     exponents = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
     counts = np.bincount(exponents)
     return tuple((2**i, int(counts[i])) for i in range(int(exponents.min()), len(counts)))
+
+
+class Report(Protocol):
+    """What packing did, of one source or of several."""
+
+    def text(self) -> str: ...
+
+    def metrics(self) -> dict[str, float]: ...
+
+    def charts(self) -> dict[str, Histogram]: ...

@@ -1,12 +1,47 @@
-"""A layout's rows as an endless sequence, shuffled anew each epoch: row i is a function of the seed and i alone."""
+"""Rows of documents, and a layout's rows as an endless sequence.
 
+Each epoch shuffles them anew: row i is a function of the seed and i alone.
+"""
+
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 
-from fa_train.data.packing.concat import Row
 from fa_train.data.packing.report import PackingReport
+
+IGNORE_INDEX = -100
+
+
+class LossMask(Protocol):
+    """Which tokens of each document are learnt; item i is (lengths[i],) bool."""
+
+    def __getitem__(self, index: int) -> np.ndarray: ...
+
+    def count(self, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        """How many tokens start to stop of a document are learnt, (n,) int64 each."""
+
+
+class PackableDocuments(Protocol):
+    """Documents by index; item i is its tokens, (lengths[i],). loss_mask None: every token is learnt."""
+
+    lengths: np.ndarray
+    loss_mask: LossMask | None
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: tokens, labels and positions (seq_len,), and where its documents start, with seq_len at the end."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    position_ids: np.ndarray
+    boundaries: np.ndarray
 
 
 class Epoch(Protocol):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fa_train.data.packing.concat import LossMask
+from fa_train.data.packing.rows import LossMask
 
 N_TOKENS = 2**26  # in an epoch, at least
 

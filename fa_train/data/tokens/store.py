@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from fa_train.data.packing.concat import LossMask
+from fa_train.data.packing.rows import LossMask
 from fa_train.data.sources.chats import ChatCorpus
 from fa_train.data.sources.corpus import Corpus
 from fa_train.data.tokens.encoding import Encoder, TextEncoder

@@ -10,16 +10,10 @@ from typing import Any, get_args
 
 from fa_train.memory.checkpointing import Checkpointing
 from fa_train.memory.offload import Offloaded
-from fa_train.memory.planner.plan import (
-    MATRICES,
-    OptimizerKind,
-    Prediction,
-    Shape,
-    block_sizes,
-    keeps_up,
-    predict,
-    sent_per_layer,
-)
+from fa_train.memory.planner.block import keeps_up
+from fa_train.memory.planner.plan import Prediction, predict, sent_per_layer
+from fa_train.memory.planner.shape import OptimizerKind, Shape
+from fa_train.memory.planner.weights import MATRICES, block_sizes
 
 MLP_CHUNK = 16384  # tokens: large enough to fill a GPU
 LINK = 5e10  # bytes a second to and from the host; about an H200's

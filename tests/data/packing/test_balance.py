@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa_train.data.datamodule import MicroBatches, PackedRows
+from fa_train.data.batches import MicroBatches, PackedRows
 from fa_train.data.packing.balance import deal
 from tests.data.packing.test_best_fit import lay, make
 

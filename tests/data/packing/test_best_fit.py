@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa_train.data.datamodule import PackedDataModule, PackedRows, stdlib_data
+from fa_train.data.batches import PackedRows
+from fa_train.data.datamodule import PackedDataModule, stdlib_data
 from fa_train.data.packing import best_fit
 from fa_train.data.packing.best_fit import BestFit, best_fit_decreasing, load_plan, make_plan
-from fa_train.data.packing.concat import IGNORE_INDEX
+from fa_train.data.packing.rows import IGNORE_INDEX
 from fa_train.data.sources.corpus import StdlibCorpus
 from tests.data.packing.test_concat import PAD, Numbered
 

@@ -6,14 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa_train.data.packing.concat import (
-    IGNORE_INDEX,
-    ConcatenatedEpoch,
-    collate,
-    max_documents_in_row,
-    n_rows,
-    pack_row,
-)
+from fa_train.data.packing.collate import collate
+from fa_train.data.packing.concat import ConcatenatedEpoch, max_documents_in_row, n_rows, pack_row
+from fa_train.data.packing.rows import IGNORE_INDEX
 
 PAD = 10**9
 

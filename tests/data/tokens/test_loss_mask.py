@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa_train.data.datamodule import PackedRows, sft_data
+from fa_train.data.batches import PackedRows
+from fa_train.data.datamodule import sft_data
 from fa_train.data.packing.best_fit import BestFit
-from fa_train.data.packing.concat import IGNORE_INDEX, Concatenation
+from fa_train.data.packing.concat import Concatenation
+from fa_train.data.packing.rows import IGNORE_INDEX
 from fa_train.data.sources.corpus import TextCorpus
 from fa_train.data.tokens.store import StoredMask, TokenizedCorpus
 from fa_train.data.tokens.tokenizer import ByteTokenizer

@@ -15,16 +15,10 @@ from fa_train.memory import offload
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.memory.memory import Memory
 from fa_train.memory.planner.levers import COMBINATIONS, Levers, with_levers
-from fa_train.memory.planner.plan import (
-    COMPONENTS,
-    GIB,
-    Shape,
-    kept_per_layer,
-    optimizer_bytes,
-    parameter_sizes,
-    predict,
-    trained_sizes,
-)
+from fa_train.memory.planner.optimizer import optimizer_bytes
+from fa_train.memory.planner.plan import COMPONENTS, GIB, kept_per_layer, predict
+from fa_train.memory.planner.shape import Shape
+from fa_train.memory.planner.weights import parameter_sizes, trained_sizes
 from fa_train.models.attention import Attention, flash_attention, sdpa_attention
 from fa_train.models.gpt import GPT
 from fa_train.models.lora import LoRA

@@ -1,0 +1,40 @@
+"""Running out of memory, as a result of a run."""
+
+import sys
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from fa_train.bounds import PositiveInt
+from fa_train.callbacks.monitor import memory, monitor_of
+
+
+class OutOfMemory(Callback):
+    """Running out of memory is a result: oom=1 in every logger, and a line that says what to change."""
+
+    def __init__(self, seq_len: PositiveInt, micro_batch_size: PositiveInt, attention: str) -> None:
+        self.seq_len, self.micro_batch_size, self.attention = seq_len, micro_batch_size, attention
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if not is_out_of_memory(exception):
+            return
+        monitor_of(trainer).latest |= memory(pl_module.device) | {"oom": 1}
+        for logger in trainer.loggers:
+            logger.log_metrics({"oom": 1}, step=trainer.global_step)
+        print(f"error: out of memory: {self.advice(memory(pl_module.device)['perf/peak_gib'])}", file=sys.stderr)
+
+    def advice(self, peak_gib: float) -> str:
+        """What did not fit, and what to change."""
+        changes = [] if self.attention == "flash" else ["attention=flash"]
+        changes += [f"data.micro_batch_size={self.micro_batch_size // 2}"] if self.micro_batch_size > 1 else []
+        changes += ["a smaller seq_len or model"]
+        return (
+            f"seq_len={self.seq_len} with attention={self.attention} and data.micro_batch_size={self.micro_batch_size}"
+            f" needs more than the device has (peak {peak_gib:.1f} GiB). Try {', '.join(changes)}"
+        )
+
+
+def is_out_of_memory(exception: BaseException) -> bool:
+    """Of a GPU, or of the host, which torch reports as a RuntimeError of its CPU allocator."""
+    return isinstance(exception, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(exception)

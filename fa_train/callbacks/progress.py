@@ -1,0 +1,75 @@
+"""A progress bar over optimizer steps, or a line at each log."""
+
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ProgressBar
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fa_train.callbacks.monitor import monitor_of
+
+
+class StepProgress(ProgressBar):
+    """A bar over optimizer steps with what Monitor measured last; where nobody watches a terminal, a line a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        console = Console()
+        self._bar = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._lines = not console.is_terminal
+        self._task = self._bar.add_task("")
+        self._shown = ""
+
+    def enable(self) -> None:
+        self._bar.disable, self._lines = not self._bar.console.is_terminal, not self._bar.console.is_terminal
+
+    def disable(self) -> None:
+        self._bar.disable, self._lines = True, False
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._bar.update(self._task, total=trainer.max_steps, completed=trainer.global_step)
+        self._bar.start()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._show(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._show(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._bar.stop()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._bar.stop()
+
+    def _show(self, trainer: L.Trainer) -> None:
+        measured = describe(monitor_of(trainer).latest)
+        self._bar.update(self._task, completed=trainer.global_step, description=measured)
+        if self._lines and measured != self._shown:
+            print(f"step {trainer.global_step}/{trainer.max_steps}  {measured}", flush=True)
+        self._shown = measured
+
+
+def describe(metrics: dict[str, float]) -> str:
+    """The metrics that a person watches, in one line; those not yet measured are left out."""
+    shown = {
+        "train/loss": "loss {:.4f}",
+        "val/loss": "val {:.4f}",
+        "perf/tokens_per_s": "{:,.0f} tokens/s",
+        "perf/mfu": "mfu {:.1%}",
+        "perf/peak_gib": "peak {:.2f} GiB",
+    }
+    if metrics.get("train/skipped_steps"):
+        shown["train/skipped_steps"] = "skipped {:.0f}"
+    return "  ".join(text.format(metrics[name]) for name, text in shown.items() if name in metrics)

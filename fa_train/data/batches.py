@@ -1,0 +1,127 @@
+"""The rows of a run, and the micro-batches that each rank takes of them."""
+
+import dataclasses
+import zlib
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch.utils.data import Dataset, Sampler
+
+from fa_train.data.mixing import MixedRows, Mixture, interleave
+from fa_train.data.packing.balance import deal
+from fa_train.data.packing.collate import Batch, collate
+from fa_train.data.packing.rows import IGNORE_INDEX, Row, ShuffledRows
+
+if TYPE_CHECKING:
+    from fa_train.data.datamodule import PackedDataModule  # which imports this file
+
+SAMPLED_ROWS = 256  # of which the mean length of a token's document is taken
+
+
+class PackedRows:
+    """Row i of an endless sequence: epoch after epoch, shuffled anew by (seed, epoch); of a mix, source by source.
+
+    In validation, only the first `counted` rows have labels. Later rows only fill up micro-batches.
+    Raises: ValueError where a source has documents to train on, but none has a token that is kept.
+    """
+
+    def __init__(self, data: "PackedDataModule", *, held_out: bool, shuffle: bool) -> None:
+        self.layouts = data.layouts(held_out=held_out)
+        self.document_mask, self.reset_positions = data.document_mask, data.reset_positions
+        for name, layout in self.layouts.items():
+            if not (held_out or layout.n_rows):
+                where = f" of data.sources.{name}" if name else ""
+                raise ValueError(f"packing must keep a document{where}; it keeps none:\n{layout.report.text()}")
+        self.rows: ShuffledRows | MixedRows
+        if isinstance(data.source, Mixture):
+            # a source's seed is of its name, so that it is shuffled alike whatever it is mixed with
+            seeds = [(data.seed, zlib.crc32(name.encode())) if shuffle else None for name in self.layouts]
+            parts = [ShuffledRows(layout, seed) for layout, seed in zip(self.layouts.values(), seeds, strict=True)]
+            shares = data.source.rows_a_cycle
+            # to validate, each row once; where one source has no more, the others go on
+            counts = np.array([part.per_epoch for part in parts]) if held_out else shares
+            self.rows = MixedRows(parts, interleave(counts, shares))
+        else:
+            [layout] = self.layouts.values()
+            self.rows = ShuffledRows(layout, (data.seed,) if shuffle else None)
+        self.per_epoch = self.rows.per_epoch
+        self.counted = min(data.val_rows, self.per_epoch) if held_out else None  # None: all of them
+        self.max_documents = self.rows.max_documents if data.document_mask else 1
+        self.mean_seqlen = self._mean_seqlen(data.seq_len)
+        self.deal = lru_cache(maxsize=2)(self._deal)  # once a step, not at each of its micro-batches
+
+    def batch(self, first: int, count: int) -> Batch:
+        """Rows first to first + count, end to end."""
+        return self.gather(range(first, first + count))
+
+    def gather(self, indices: Sequence[int]) -> Batch:
+        """These rows, end to end."""
+        packed = [self._row(index) for index in indices]
+        return collate(
+            packed, self.max_documents, self.mean_seqlen, document_mask=self.document_mask,
+            reset_positions=self.reset_positions,
+        )  # fmt: skip
+
+    def _row(self, index: int) -> Row:
+        row = self.rows.row(index)
+        if self.counted is None or index < self.counted:
+            return row
+        return dataclasses.replace(row, labels=np.full_like(row.labels, IGNORE_INDEX))
+
+    def _mean_seqlen(self, seq_len: int) -> int:
+        """Tokens of the document that a token is in, by the first rows: one number in all steps and on all ranks.
+
+        Attention chooses kernels by it, and a compiled model is compiled for one choice.
+        """
+        rows = range(min(self.per_epoch, SAMPLED_ROWS))
+        if not self.document_mask or not rows:
+            return seq_len
+        return round(sum(self.rows.cost(index) for index in rows) / len(rows) / seq_len)
+
+    def _deal(self, first: int, count: int, size: int, world_size: int) -> np.ndarray:
+        """Rows first to first + count as (accumulation, world_size, size): which each rank takes when.
+
+        Balanced by their costs; in their own order, ranks taking turns, where all cost the same, as they do without
+        the document mask.
+        """
+        indices = np.arange(first, first + count)
+        if self.document_mask:
+            costs = np.array([self.rows.cost(index) for index in indices.tolist()])
+            if costs.min() != costs.max():
+                return indices[deal(costs, size, world_size)]
+        return indices.reshape(-1, world_size, size)
+
+
+class MicroBatches(Dataset[Batch]):
+    """Micro-batch i of one rank. Its rows come from the step_rows of its step, whatever the number of ranks.
+
+    step_rows None deals every round of the ranks by itself, as validation does.
+    """
+
+    def __init__(
+        self, rows: PackedRows, size: int, rank: int, world_size: int, *, step_rows: int | None = None
+    ) -> None:
+        self.rows, self.size, self.rank, self.world_size = rows, size, rank, world_size
+        self.step_rows = size * world_size if step_rows is None else step_rows
+
+    def __getitem__(self, index: int) -> Batch:
+        step, turn = divmod(index, self.step_rows // (self.size * self.world_size))
+        dealt = self.rows.deal(step * self.step_rows, self.step_rows, self.size, self.world_size)
+        indices = dealt[turn, self.rank].tolist()
+        return {**self.rows.gather(indices), "first_row": indices[0]}
+
+
+class From(Sampler[int]):
+    """The indices start to stop. Its length counts those before start too: Lightning compares it with all batches
+    of the run, and on resuming those are behind it."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.stop))
+
+    def __len__(self) -> int:
+        return self.stop

@@ -1,0 +1,129 @@
+"""The moments of a training step that may hold the most memory."""
+
+from dataclasses import dataclass
+
+from fa_train.memory.offload import IN_FLIGHT
+from fa_train.memory.planner.block import Block
+from fa_train.memory.planner.optimizer import optimizer_working
+from fa_train.memory.planner.shape import Shape
+from fa_train.memory.planner.weights import block_sizes, outer_sizes, trained_sizes
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is held at one moment beside weights and the optimizer's states, in bytes."""
+
+    name: str
+    gradients: int = 0
+    rounded_weights: int = 0
+    activations: int = 0
+    outside: int = 0
+    loss: int = 0
+    working: int = 0
+
+    def total(self) -> int:
+        return self.gradients + self.rounded_weights + self.activations + self.outside + self.loss + self.working
+
+
+def moments_of(s: Shape) -> list[Moment]:
+    """Those that may be the largest of a step."""
+    block, again = Block(s), s.checkpointing != "none"
+    vocabulary = s.vocab_size * s.dim * s.weight_bytes
+    gradients = sum(trained_sizes(s)) * s.gradient_bytes // s.ranks
+    rounded = block.rounded_weights()
+    cached = s.eager and s.adapters is None  # autocast forgets its copies of frozen weights
+    rounded_in_forward = s.n_layers * (rounded + block.rounded_down() * cached) if cached or not again else 0
+    boundaries = s.n_layers * block.boundary() - (s.n_layers - 1) * block.sent()
+    # the states of blocks before, until their copies have ended
+    underway = min(IN_FLIGHT if s.everything else 1, s.n_layers - 1) * block.sent()
+    lagging = underway if s.everything else 0  # also when the last block has ended
+    data = s.tokens * (3 * 8 + 4 * 4)  # tokens, labels, positions; the four ends of visible ranges
+    data += s.tokens * s.head_dim * 4 if s.rope else 0  # cosines and sines
+    last_norm = block.x + block.statistics + 2 * block.x  # its input, and its result with a gradient or both gradients
+    # the gradient that the loss has left: a tied one waits for the embedding's, another is the parameter's own
+    of_head = vocabulary if s.tied or not s.accumulates or s.ranks > 1 else 0
+    of_block = sum(block_sizes(s)) * s.weight_bytes // s.ranks
+    embeddings = vocabulary
+    # gradients that are averaged over ranks at the end, and their copy in fp32
+    outer = sum(outer_sizes(s)) * (s.weight_bytes + 4) if s.ranks > 1 and s.adapters is None else 0
+    if s.adapters:  # nothing waits for frozen weights
+        of_head = embeddings = 0
+        of_block = gradients // s.n_layers
+    before = gradients if s.accumulates else 0  # those of the step's other micro-batches; the last step's are gone
+    forward, in_forward = max(block.forward().items(), key=_nbytes)
+    moments = [
+        Moment(
+            f"{forward} of the last block",
+            gradients=before,
+            rounded_weights=rounded_in_forward or rounded + block.rounded_down(),
+            activations=boundaries,
+            outside=data,
+            working=underway + in_forward - block.boundary(),
+        ),
+        Moment(
+            "the loss",
+            gradients=before,
+            rounded_weights=rounded_in_forward,
+            activations=boundaries,
+            outside=data + last_norm,
+            loss=loss_bytes(s),
+            working=lagging,
+        ),
+        Moment(
+            "the last norm's backward",
+            gradients=before,
+            rounded_weights=0 if again else s.n_layers * rounded,
+            activations=boundaries,
+            outside=data + last_norm,
+            loss=of_head,
+            working=lagging,
+        ),
+        Moment(
+            "the embedding's backward",
+            gradients=gradients - (0 if s.accumulates else embeddings // s.ranks),
+            outside=data,
+            # a tied one's is added to the head's in place
+            working=(block.x + 2 * embeddings if s.tied else block.x + embeddings) + outer,
+        ),
+        Moment("the optimizer", gradients=gradients, outside=data, working=optimizer_working(s)),
+    ]
+    # activations become fewer from block to block, gradients more, unless they are there from other micro-batches
+    backward, in_backward = max(block.backward().items(), key=_nbytes)
+    for left, which in {s.n_layers: "last", 2: "second", 1: "first"}.items():
+        if left > s.n_layers:
+            continue
+        fetched = block.sent() if (again or s.everything) and left > 1 else 0  # of the block below, ahead of its turn
+        moments.append(
+            Moment(
+                f"{backward} of the {which} block",
+                gradients=before or (s.n_layers - left) * of_block,
+                rounded_weights=rounded if again else left * rounded,
+                activations=left * block.boundary() - (left - 1) * block.sent(),
+                outside=data,
+                loss=of_head,
+                working=fetched + in_backward - block.boundary(),
+            )
+        )
+    return moments
+
+
+def _nbytes(item: tuple[str, int]) -> int:
+    return item[1]
+
+
+def loss_bytes(s: Shape) -> int:
+    """The most that linear_cross_entropy holds beside hidden states: a chunk's logits and the weight's gradient."""
+    chunk = min(s.loss_chunk, s.tokens)
+    logits, hidden = chunk * s.vocab_size * s.compute_bytes, chunk * s.dim * s.compute_bytes
+    rounded_hidden = hidden if s.mixed else 0
+    weight = s.vocab_size * s.dim
+    rounded_weight = weight * s.compute_bytes if s.mixed else 0
+    of_weight, product, result = weight * 4, weight * 4, weight * s.weight_bytes
+    if s.adapters:  # the head is frozen
+        of_weight = product = result = 0
+    if s.compute_bytes != 4:  # added up by one call
+        product = 0
+    if s.weight_bytes == 4:  # the sum itself
+        result = 0
+    in_loop = rounded_hidden + logits + max(hidden, product)
+    return of_weight + rounded_weight + max(in_loop, result) + s.tokens * 4

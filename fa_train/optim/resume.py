@@ -1,0 +1,52 @@
+"""What a resumed run's optimizer takes from a checkpoint."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+
+def with_own_settings(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """The state_dict `saved`, but with the optimizer's current settings, such as lr and betas.
+
+    Moments and step counts stay as saved.
+    """
+    own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    if len(own) != len(saved["param_groups"]):
+        return saved  # torch raises an error on it
+    groups = [group | settings for group, settings in zip(saved["param_groups"], own, strict=True)]
+    return saved | {"param_groups": groups}
+
+
+KINDS = (
+    "adamw",
+    "adamw_8bit",
+    "adamw_bf16",
+    "adamw_offload",
+)  # the functions of adamw.py, and conf/optimizer
+
+
+def require_same_kind(configured: Callable[..., Optimizer], saved: Mapping[str, Any]) -> None:
+    """Raises: ValueError if another of the KINDS than `configured` wrote `saved`. configured: may be a partial."""
+    own = getattr(configured, "func", configured).__name__
+    if own not in KINDS:
+        return  # of somebody else, whose states may look like anything
+    written_by = kinds_that_write(saved)
+    if own not in written_by:
+        raise ValueError(
+            f"ckpt_path must be a checkpoint of optimizer={own}; got one of optimizer={' or '.join(written_by)}"
+        )
+
+
+def kinds_that_write(saved: Mapping[str, Any]) -> Sequence[str]:
+    """The KINDS whose state_dict can look like `saved`."""
+    if "offloaded" in saved:
+        return ["adamw_offload"]
+    if any("fused" in group for group in saved["param_groups"]):
+        return ["adamw"]
+    moments = [state["exp_avg"] for state in saved["state"].values()]
+    if any(isinstance(moment, dict) for moment in moments):
+        return ["adamw_8bit"]
+    if any(moment.numel() >= 4096 and moment.numel() % 256 == 0 for moment in moments):  # adamw_8bit quantises these
+        return ["adamw_bf16"]
+    return ["adamw_8bit", "adamw_bf16"]

@@ -1,0 +1,46 @@
+"""The learning rate over a run."""
+
+import math
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from fa_train.bounds import Fraction, NonNegativeInt, PositiveInt
+
+
+class Schedule(LambdaLR):
+    """LambdaLR that loads only its position from a checkpoint. The peak and the curve come from the current config."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.last_epoch = state_dict["last_epoch"]
+        self._last_lr = [
+            lr * factor(self.last_epoch) for lr, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
+        ]
+        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = lr
+
+
+def warmup_cosine(
+    optimizer: Optimizer, *, warmup_steps: NonNegativeInt, max_steps: PositiveInt, min_lr_ratio: Fraction
+) -> LambdaLR:
+    """Linear warm-up to the optimizer's lr, then half a cosine down to min_lr_ratio of it at max_steps.
+
+    Units: warmup_steps, max_steps in optimizer steps; the first step has lr / warmup_steps. A run that ends before
+    its warm-up does never reaches lr.
+    Raises: ValueError on warmup_steps below 0, max_steps below 1 or min_lr_ratio outside 0 to 1.
+    """
+    if warmup_steps < 0:
+        raise ValueError(f"scheduler.warmup_steps must be at least 0; got {warmup_steps}")
+    if max_steps < 1:
+        raise ValueError(f"scheduler.max_steps must be at least 1; got {max_steps}")
+    if not 0 <= min_lr_ratio <= 1:
+        raise ValueError(f"scheduler.min_lr_ratio must be from 0 to 1; got {min_lr_ratio}")
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
+        return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    return Schedule(optimizer, factor)

@@ -1,0 +1,37 @@
+"""The ranks that Lightning started as children of this process."""
+
+import atexit
+import subprocess
+
+import lightning as L
+from lightning.fabric.utilities import distributed
+from lightning.pytorch.strategies import launchers
+
+from fa_train.private_names import private
+
+_destroy_dist_connection = private("lightning", distributed, "_destroy_dist_connection")
+SubprocessScriptLauncher = private("lightning", launchers, "_SubprocessScriptLauncher")
+
+
+def wait_for_other_ranks(trainer: L.Trainer) -> None:
+    """Waits until the ranks that this process started have ended, each with a nonzero exit status.
+
+    Lightning's observer would take that status for a failure and kill this process, perhaps before it is done. The wait
+    is at this process's exit, after it has ended its connections: with NCCL, ranks do that together.
+    """
+    launcher = trainer.strategy.launcher
+    if isinstance(launcher, SubprocessScriptLauncher):
+        ranks = launcher.procs.copy()
+        launcher.procs.clear()  # the observer's list, too
+        atexit.register(_end, ranks)
+        atexit.unregister(_destroy_dist_connection)  # what was registered last runs first
+        atexit.register(_destroy_dist_connection)
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    for rank in ranks:
+        try:
+            rank.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
