@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fa_train import preflight, settings
+from fa_train import compat, preflight, settings
 from fa_train.callbacks.checkpoint import export_last, require_checkpoint
 from fa_train.callbacks.monitor import DivergedError, results
 from fa_train.callbacks.out_of_memory import is_out_of_memory
@@ -80,7 +80,12 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDat
 
 
 def check(cfg: DictConfig) -> None:
-    """Raises ValueError on the first key of `cfg` that is unknown or has a value it cannot take."""
+    """Raises ValueError on the first key of `cfg` that is unknown or has a value it cannot take.
+
+    A `_target_` of an earlier version is replaced by where it is now.
+    """
+    for key, target in compat.moved_targets(to_container(cfg, resolve=False)).items():
+        OmegaConf.update(cfg, key, target)
     chosen = HydraConfig.get().runtime.choices
     for group in settings.ONE_OPTION:
         if group in cfg and group not in chosen:  # Hydra lists no choice if it merged several options

@@ -7,7 +7,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from fa_train import settings
+from fa_train import compat, settings
 
 
 def composed(overrides: list[str]) -> DictConfig:
@@ -23,6 +23,8 @@ def composed(overrides: list[str]) -> DictConfig:
     HydraConfig.instance().set_config(cfg)  # for interpolations such as ${hydra:runtime.choices.model}
     with open_dict(cfg):
         del cfg.hydra
+    for key, target in compat.moved_targets(cast(dict[str, Any], OmegaConf.to_container(cfg))).items():
+        OmegaConf.update(cfg, key, target)
     settings.require_given(cast(dict[str, Any], OmegaConf.to_container(cfg)))
     settings.check(cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True)))
     return cfg

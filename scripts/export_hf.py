@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from hydra.errors import HydraException
@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from fa_train import compat
 from fa_train.checkpoints.saved_config import require_own_targets
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.export import load as load_checkpoint
@@ -44,7 +45,10 @@ def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | No
 
 
 def saved_config(run: Path, overrides: list[str]) -> DictConfig:
-    """The config in a run's folder, with overrides. Raises: ValueError if the file is not a run's config."""
+    """The config in a run's folder, with overrides and with the present names of targets that have moved.
+
+    Raises: ValueError if the file is not a run's config.
+    """
     path = run / ".hydra" / "config.yaml"
     try:
         saved = OmegaConf.load(path)
@@ -58,6 +62,8 @@ def saved_config(run: Path, overrides: list[str]) -> DictConfig:
     except OmegaConfBaseException as error:
         raise ValueError(explain(error)) from error
     assert isinstance(cfg, DictConfig)
+    for key, target in compat.moved_targets(cast(dict[str, Any], OmegaConf.to_container(cfg))).items():
+        OmegaConf.update(cfg, key, target)
     return cfg
 
 

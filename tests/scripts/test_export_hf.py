@@ -91,6 +91,19 @@ def test_a_run_from_scratch_is_exported(scratch, tmp_path):
     assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 64
 
 
+def test_a_run_of_an_earlier_version_is_exported(scratch, tmp_path):
+    """Its config names targets where they were then."""
+    run = Path(shutil.copytree(scratch.parents[1], tmp_path / "run"))
+    recorded = Path(__file__).parent / "support" / "config_6f94392.yaml"
+    assert "fa_train.memory.stack.Memory" in recorded.read_text()
+    shutil.copy(recorded, run / ".hydra" / "config.yaml")
+    for checkpoint, out in ((scratch, tmp_path / "now"), (run / "checkpoints" / scratch.name, tmp_path / "earlier")):
+        export_hf.export(checkpoint, out, [], None)
+    assert (tmp_path / "earlier/config.json").read_text() == (tmp_path / "now/config.json").read_text()
+    weights, expected = (load_file(tmp_path / out / "model.safetensors") for out in ("earlier", "now"))
+    assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)
+
+
 def test_a_fine_tuned_checkpoint_is_exported(finetuned, tmp_path):
     base = finetuned.parents[4] / "base"
     export_hf.export(finetuned, tmp_path / "out", [], "float32")
