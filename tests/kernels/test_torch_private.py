@@ -76,7 +76,7 @@ def test_a_missing_dispatch_mode_is_named():
     code = """
 import torch.utils._python_dispatch as dispatch, torch.utils.flop_counter
 del dispatch.TorchDispatchMode
-from fa_train.parallel.drawing import DrawnOn
+from fa_train.parallel.init_on_device import DrawnOn
 with DrawnOn("cpu"):
     pass
 """
