@@ -20,8 +20,8 @@ test: $(VENV)/.installed-dev
 # The oldest Triton that pyproject.toml admits compiles and launches kernels otherwise than the newest, which `test` has.
 # Its interpreter does not work with NumPy 2.4.
 test-oldest-triton: $(VENV)/triton-3.6
-	PYTHONPATH=$(abspath $<) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/kernels/test_aot*.py \
-		tests/kernels/test_replay.py::test_replayed_launches_are_those_of_triton
+	PYTHONPATH=$(abspath $<) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/kernels/aot \
+		tests/kernels/launch/test_record.py::test_replayed_launches_are_those_of_triton
 
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu $(ARGS)

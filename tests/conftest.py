@@ -19,7 +19,6 @@ def kernels_are_compiled() -> bool:
 
 # whose tests take the longest, of minutes all; last, one would leave the other cores of pytest-xdist without work
 LONGEST = (
-    "test_aot",
     "test_fsdp",
     "test_train",
     "test_ablate_memory",
@@ -47,7 +46,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.path.stem.startswith(LONGEST))
+    items.sort(key=lambda item: item.path.parent.name != "aot" and not item.path.stem.startswith(LONGEST))
     if kernels_are_compiled():
         return
     skip = pytest.mark.skip(reason="needs CUDA and TRITON_INTERPRET unset")
@@ -80,7 +79,7 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _poison_uninitialised_memory() -> Iterator[None]:
-    from tests.kernels.poison import poisoned_memory
+    from tests.kernels.support.poison import poisoned_memory
 
     with poisoned_memory():
         yield

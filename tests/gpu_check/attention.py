@@ -17,7 +17,7 @@ from fa_kernels.flash_attention.portable import backward, forward
 from fa_kernels.flash_attention.reference import attention_reference
 from fa_kernels.flash_attention.schedule import DocumentLength
 from tests.gpu_check.variants import Tiles, Width
-from tests.kernels.attention_check import DEVICE, attend, compare, cumulative
+from tests.kernels.support.attention_check import DEVICE, attend, compare, cumulative
 
 HEADS = (4, 4), (4, 2), (4, 1)  # query heads, KV heads
 # the lengths give rows before, in and after whole blocks, empty documents, and tiles that several documents share

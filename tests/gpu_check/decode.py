@@ -8,8 +8,8 @@ import torch
 from fa_kernels.flash_attention.portable import decode
 from fa_kernels.flash_attention.tiles import TileConfig
 from tests.gpu_check.variants import Width
-from tests.kernels.attention_check import DEVICE
-from tests.kernels.cached_attention import check
+from tests.kernels.support.attention_check import DEVICE
+from tests.kernels.support.cached_attention import check
 
 CAPACITY = 768  # tokens per sequence: several whole blocks of every tile
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from fa_kernels.rmsnorm import add_rms_norm
 from fa_kernels.rotary import rotate_heads, rotate_qkv
 from fa_kernels.swiglu import swiglu, swiglu_gradient
-from tests.kernels.attention_check import DEVICE
+from tests.kernels.support.attention_check import DEVICE
 from tests.support.tolerance import assert_as_accurate
 
 ROWS = 130  # more rows than one program of any operation processes

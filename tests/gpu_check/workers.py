@@ -10,7 +10,7 @@ from multiprocessing.context import SpawnProcess
 import torch
 
 from tests.gpu_check.cases import Case
-from tests.kernels.attention_check import GPU
+from tests.kernels.support.attention_check import GPU
 
 LIMIT = 300  # seconds a case may take, compilation included
 
@@ -83,7 +83,7 @@ def _serve(pipe: Connection) -> None:
     """Runs the cases that come through the pipe until None comes, or until the GPU context is lost."""
     from triton import knobs
 
-    from tests.kernels.poison import poisoned_memory
+    from tests.kernels.support.poison import poisoned_memory
 
     torch.set_num_threads(1)  # the processes share the cores
     kernels: set[str] = set()

@@ -27,28 +27,28 @@ from triton import knobs
 from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tests.kernels import (
-    aot,
-    aot_decode,
-    aot_hopper,
-    aot_hopper_bwd,
-    launched_kernels,
-    test_aot,
-    test_aot_decode,
-    test_aot_descriptors,
-    test_aot_hopper,
-    test_aot_hopper_bwd,
+from tests.kernels.aot import (
+    decode,
+    hopper_backward,
+    hopper_forward,
+    portable,
+    test_decode,
+    test_descriptors,
+    test_hopper_backward,
+    test_hopper_forward,
+    test_portable,
 )
+from tests.kernels.support import launched_kernels
 
 COMMENT = re.compile(r"//.*")
 # a function with a body; the name of one that is only declared, such as __assertfail, says what is called
 DEFINED = re.compile(r"^\s*(?:\.visible\s+|\.weak\s+)?\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)", re.MULTILINE)
 SYMBOL = re.compile(r'@"[^"]*"|@[\w$.]+')
 COMPILE: dict[str, Callable[..., CompiledKernel]] = {
-    "portable": aot.compile_case_to_ptx,
-    "decode": aot_decode.compile_case,
-    "hopper_forward": aot_hopper.compile_case,
-    "hopper_backward": aot_hopper_bwd.compile_case,
+    "portable": portable.compile_case_to_ptx,
+    "decode": decode.compile_case,
+    "hopper_forward": hopper_forward.compile_case,
+    "hopper_backward": hopper_backward.compile_case,
 }
 CODE: dict[str, str] = {}  # hash of a source, its target and its options -> hash of the code
 SOURCES: list[str] = []  # the hash of each source in the order of compiles
@@ -56,15 +56,15 @@ SOURCES: list[str] = []  # the hash of each source in the order of compiles
 
 def all_cases() -> list[str]:
     """Every case, named by its group and its values, such as `hopper_backward bf16-128-4-0-1`."""
-    containing = [(arch, head_dim, f"contain_{of}") for arch, head_dim, of in test_aot.LIMITS if arch != "sm90"]
-    containing += [("sm90", *entry) for entry in [*test_aot.CONTAINING, *test_aot.REPAIRS]]
-    portable = [test_aot.case_of(*entry) for entry in [*test_aot.LIMITS, *containing]]
-    portable += [test_aot.case_of(*entry, itemsize=4) for entry in test_aot.OF_4_BYTES]
+    containing = [(arch, head_dim, f"contain_{of}") for arch, head_dim, of in test_portable.LIMITS if arch != "sm90"]
+    containing += [("sm90", *entry) for entry in [*test_portable.CONTAINING, *test_portable.REPAIRS]]
+    cases = [test_portable.case_of(*entry) for entry in [*test_portable.LIMITS, *containing]]
+    cases += [test_portable.case_of(*entry, itemsize=4) for entry in test_portable.OF_4_BYTES]
     groups = {
-        "portable": [*portable, *test_aot.UNUSUAL, *test_aot_descriptors.UNALIGNED],
-        "decode": [*test_aot_decode.LIMITS, test_aot_descriptors.UNALIGNED_DECODE],
-        "hopper_forward": test_aot_hopper.SPILLS,
-        "hopper_backward": test_aot_hopper_bwd.SPILLS,
+        "portable": [*cases, *test_portable.UNUSUAL, *test_descriptors.UNALIGNED],
+        "decode": [*test_decode.LIMITS, test_descriptors.UNALIGNED_DECODE],
+        "hopper_forward": test_hopper_forward.SPILLS,
+        "hopper_backward": test_hopper_backward.SPILLS,
         "call": launched_kernels.CALLS,
     }
     return list(dict.fromkeys(f"{group} {case}" for group, cases in groups.items() for case in cases))

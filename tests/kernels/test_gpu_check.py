@@ -12,7 +12,7 @@ from tests.gpu_check import attention, decode, fused, variants
 from tests.gpu_check.__main__ import part_of
 from tests.gpu_check.cases import Case, all_cases
 from tests.gpu_check.workers import run_all
-from tests.kernels import cached_attention
+from tests.kernels.support import cached_attention
 
 DEVICE = torch.device("cuda", 0)
 H100_BYTES = 227 * 1024  # of shared memory

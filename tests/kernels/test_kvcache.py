@@ -8,8 +8,8 @@ import torch
 from fa_kernels import flash_attn_with_kvcache
 from fa_kernels.flash_attention.portable.decode import MAX_SPLITS, choose_splits, decode_tiles
 from fa_kernels.flash_attention.tiles import SHARED_LIMIT, shared_bytes
-from tests.kernels.attention_check import DEVICE, GPU
-from tests.kernels.cached_attention import check, dense, draw, int32
+from tests.kernels.support.attention_check import DEVICE, GPU
+from tests.kernels.support.cached_attention import check, dense, draw, int32
 
 DTYPES = [torch.float16, torch.bfloat16] if GPU else [torch.float16]  # the interpreter's bf16 is wrong
 DTYPES += [torch.float32]

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fa_kernels import flash_attn_varlen_func
-from tests.kernels.attention_check import compare, cumulative
+from tests.kernels.support.attention_check import compare, cumulative
 
 pytestmark = pytest.mark.gpu
 

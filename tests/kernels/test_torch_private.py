@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 def test_attention_is_right_without_any_of_the_names():
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.without_private_names"],
+        [sys.executable, "-m", "tests.kernels.support.without_private_names"],
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         cwd=REPOSITORY,
         capture_output=True,

@@ -30,7 +30,7 @@ class TileConfig:
 # others are chosen, not measured: sm100 begins from sm90, with less for dK and dV where accumulators of 192 and 256
 # columns would overflow its tensor memory, and sm80 fits the 99 KiB of the smallest GPUs that use it. Where there are
 # dk and dv, dkdv is for fp32 and for repairs of what Hopper's kernels left; (64, 64, 8, 2), its fastest in bf16 at 256,
-# would make the kernel that repairs spill more. tests/kernels/test_aot.py holds every entry to limits.
+# would make the kernel that repairs spill more. tests/kernels/aot/test_portable.py holds every entry to limits.
 _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 3),
     ("sm90", 96, "fwd"): TileConfig(128, 64, 8, 3),
@@ -217,7 +217,7 @@ def fit(
 def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> int:
     """Bytes of shared memory that a program takes: at least what Triton reports for its code, and not much more.
 
-    tests/kernels/test_aot.py compares.
+    tests/kernels/aot/test_portable.py compares.
     """
     if arch == "unknown":  # Triton may compile for it as for any of the known ones
         return max(shared_bytes(known, tiles, head_dim, v_head_dim, direction, itemsize) for known in SHARED_LIMIT)

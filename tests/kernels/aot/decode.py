@@ -11,7 +11,7 @@ from triton.compiler import ASTSource
 
 from fa_kernels.flash_attention.portable.decode import _decode_kernel, decode_tiles, padded_width
 from fa_kernels.flash_attention.tiles import SHARED_LIMIT
-from tests.kernels.aot import capability_of, compile_to_ptx, ptxas
+from tests.kernels.aot.portable import capability_of, compile_to_ptx, ptxas
 
 INDEX_POINTERS = ("seqlens_ptr", "leftpad_ptr", "table_ptr")
 FP32_POINTERS = ("o_ptr", "lse_ptr", "slopes_ptr")

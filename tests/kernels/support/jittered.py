@@ -1,6 +1,6 @@
 """Runs the Hopper kernels with warps that sleep at random around what they hand to others, and saves what they give.
 
-    python -m tests.kernels.jittered FILE
+    python -m tests.kernels.support.jittered FILE
 
 In a process of its own, because a kernel is compiled once with the functions that it calls. A warp in 8 sleeps up to
 4 us at each place, so that an order of events that is only likely does not hold.
@@ -21,7 +21,7 @@ from fa_kernels.flash_attention.hopper.forward import kernel as fwd
 from fa_kernels.flash_attention.hopper.primitives.barriers import hand_back, hand_over, named_barrier
 from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
 from fa_kernels.flash_attention.hopper.primitives.queue import post, read, take
-from tests.kernels.hopper import backward_problem, gradients, problem
+from tests.kernels.support.hopper import backward_problem, gradients, problem
 
 MODULES = fwd, columns, keys, queries, items, fused, wide, order
 RUNS = 3

@@ -1,9 +1,9 @@
-"""The kernels of decoding compile within limits, as tests.kernels.aot_decode reports them."""
+"""The kernels of decoding compile within limits, as tests.kernels.aot.decode reports them."""
 
 import pytest
 
 from fa_kernels.flash_attention.tiles import SHARED_LIMIT
-from tests.kernels.ahead_of_time import compile_all
+from tests.kernels.aot.reports import compile_all
 
 # registers a thread, bytes of spill stores, tensor-core instruction: the most that triton 3.6 and 3.7 need, with a
 # little room. One query takes 16 rows, too few for Hopper's wgmma. "paged" has every feature, rotation among them.
@@ -23,7 +23,7 @@ LIMITS = {
 
 @pytest.mark.timeout(600)
 def test_compiles_within_limits():
-    for case, report in compile_all("tests.kernels.aot_decode", [*LIMITS]).items():
+    for case, report in compile_all("tests.kernels.aot.decode", [*LIMITS]).items():
         registers, spill_bytes, tensor_core = LIMITS[case]
         assert report["warnings"] == report["misplaced_descriptors"] == [], report
         assert report["registers"] <= registers, report

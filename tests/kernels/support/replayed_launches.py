@@ -1,4 +1,4 @@
-"""For test_replay, in a process where kernels are not interpreted: launches as Triton makes them, and as replayed.
+"""For launch/test_record.py: launches as Triton makes them, and as replayed, where kernels are not interpreted.
 
 A driver without a GPU stands below Triton's own launcher: it compiles nothing, and notes what a launch would be called
 with. `cases()` returns a line for each case that differs.

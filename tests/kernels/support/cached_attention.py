@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fa_kernels import flash_attn_with_kvcache
-from tests.kernels.attention_check import DEVICE
+from tests.kernels.support.attention_check import DEVICE
 from tests.support.tolerance import assert_as_accurate
 
 NAN = float("nan")

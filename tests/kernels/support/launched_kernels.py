@@ -17,8 +17,8 @@ from fa_kernels.flash_attention.schedule import build_schedule
 from fa_kernels.rmsnorm import add_rms_norm
 from fa_kernels.rotary import rotate_heads, rotate_qkv
 from fa_kernels.swiglu import swiglu, swiglu_backward, swiglu_gradient
-from tests.kernels import replayed_launches
-from tests.kernels.aot import compile_to_ptx
+from tests.kernels.aot.portable import compile_to_ptx
+from tests.kernels.support import replayed_launches
 
 BF16 = torch.bfloat16
 COMPILED: dict[int, Any] = {}  # by the handle that a launch names

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.kernels.ahead_of_time import compile_all
-from tests.kernels.descriptors import misplaced_in
+from tests.kernels.aot.descriptors import misplaced_in
+from tests.kernels.aot.reports import compile_all
 
 # heads in two parts with padding columns: contiguous rows of one KV head are not aligned to 16 bytes
 UNALIGNED = [*(f"sm90-72-72-{direction}-2" for direction in ("fwd", "dkdv", "dq")), "sm90-136-136-fwd-2"]
@@ -34,7 +34,7 @@ def test_wrong_registers_are_found():
 
 @pytest.mark.timeout(600)
 def test_kernels_for_rows_that_are_not_aligned():
-    reports = compile_all("tests.kernels.aot", UNALIGNED)
-    reports |= compile_all("tests.kernels.aot_decode", [UNALIGNED_DECODE])
+    reports = compile_all("tests.kernels.aot.portable", UNALIGNED)
+    reports |= compile_all("tests.kernels.aot.decode", [UNALIGNED_DECODE])
     wrong = {case: report for case, report in reports.items() if report["misplaced_descriptors"]}
     assert not wrong

@@ -1,6 +1,6 @@
 """Attention under a torch that lacks one of the private names that fa_kernels.torch_private uses.
 
-    TRITON_INTERPRET=1 python -m tests.kernels.without_private_names
+    TRITON_INTERPRET=1 python -m tests.kernels.support.without_private_names
 
 The script imports torch and triton, and forks a process for each name. That process removes the name, imports kernels,
 restores the name for torch itself, and compares both passes with the reference.

@@ -7,7 +7,7 @@ import torch
 
 from fa_kernels.flash_attention.hopper.backward import fused
 from fa_kernels.flash_attention.hopper.forward import kernel as fwd
-from tests.kernels.hopper import NEEDS_SM_90, backward_problem, gradients, problem, tiles_of
+from tests.kernels.support.hopper import NEEDS_SM_90, backward_problem, gradients, problem, tiles_of
 
 pytestmark = NEEDS_SM_90
 

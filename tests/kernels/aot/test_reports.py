@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels import ahead_of_time
+from tests.kernels.aot import reports
 
-MODULES = [f"tests.kernels.{name}" for name in ("aot", "aot_decode", "aot_hopper", "aot_hopper_bwd")]
+MODULES = [f"tests.kernels.aot.{name}" for name in ("portable", "decode", "hopper_forward", "hopper_backward")]
 # run in a new process, which does not interpret kernels
 IMPORTED = """
 import importlib, sys
@@ -29,67 +29,67 @@ def compiled(monkeypatch, tmp_path):
         cases.extend(part)
         return {case: {"case": case, "registers": len(cases)} for case in part}
 
-    monkeypatch.setattr(ahead_of_time, "CACHE", tmp_path)
-    monkeypatch.setattr(ahead_of_time, "compile_in_processes", compile_in_processes)
-    monkeypatch.setattr(ahead_of_time, "key", lambda: "first")
+    monkeypatch.setattr(reports, "CACHE", tmp_path)
+    monkeypatch.setattr(reports, "compile_in_processes", compile_in_processes)
+    monkeypatch.setattr(reports, "key", lambda: "first")
     return cases
 
 
 def test_a_second_run_compiles_nothing(compiled):
-    first = ahead_of_time.compile_all("module", ["a", "b"])
-    assert ahead_of_time.compile_all("module", ["b", "a"]) == first
-    assert list(ahead_of_time.compile_all("module", ["b", "c", "a"])) == ["b", "c", "a"]
+    first = reports.compile_all("module", ["a", "b"])
+    assert reports.compile_all("module", ["b", "a"]) == first
+    assert list(reports.compile_all("module", ["b", "c", "a"])) == ["b", "c", "a"]
     assert compiled == ["a", "b", "c"]
 
 
 def test_a_report_of_another_key_or_module_is_not_used(compiled, monkeypatch):
-    ahead_of_time.compile_all("module", ["a"])
-    ahead_of_time.compile_all("another", ["a"])
-    monkeypatch.setattr(ahead_of_time, "key", lambda: "second")
-    assert ahead_of_time.compile_all("module", ["a"])["a"]["registers"] == 3
+    reports.compile_all("module", ["a"])
+    reports.compile_all("another", ["a"])
+    monkeypatch.setattr(reports, "key", lambda: "second")
+    assert reports.compile_all("module", ["a"])["a"]["registers"] == 3
     assert compiled == ["a", "a", "a"]
 
 
 @pytest.mark.parametrize("path", ["kernels/fa_kernels/a.py", "kernels/b/__init__.py", "tests/kernels/support/aot.py"])
 def test_the_key_depends_on_every_source(tmp_path, path):
-    sources = [tmp_path / name for name in ("kernels/fa_kernels/other.py", "tests/kernels/aot.py")]
+    sources = [tmp_path / name for name in ("kernels/fa_kernels/other.py", "tests/kernels/aot/portable.py")]
     for file in (*sources, tmp_path / path):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("x = 1\n")
-    keys = [ahead_of_time.hash_of(tmp_path, [], [])]
+    keys = [reports.hash_of(tmp_path, [], [])]
     (tmp_path / path).write_text("x = 2\n")
-    keys.append(ahead_of_time.hash_of(tmp_path, [], []))
+    keys.append(reports.hash_of(tmp_path, [], []))
     (tmp_path / path).rename((tmp_path / path).with_name("renamed.py"))
-    keys.append(ahead_of_time.hash_of(tmp_path, [], []))
+    keys.append(reports.hash_of(tmp_path, [], []))
     (tmp_path / path).with_name("renamed.py").unlink()
-    keys.append(ahead_of_time.hash_of(tmp_path, [], []))
+    keys.append(reports.hash_of(tmp_path, [], []))
     assert len({*keys}) == 4
 
 
 def test_the_key_depends_on_the_compilers(tmp_path, monkeypatch):
     tool = tmp_path / "ptxas"
     tool.write_text("12.8")
-    before = ahead_of_time.hash_of(tmp_path, [tool], [])
-    assert ahead_of_time.hash_of(tmp_path, [tool], ["PTXAS_OPTIONS"]) != before
+    before = reports.hash_of(tmp_path, [tool], [])
+    assert reports.hash_of(tmp_path, [tool], ["PTXAS_OPTIONS"]) != before
     os.utime(tool, (1, 1))
-    assert ahead_of_time.hash_of(tmp_path, [tool], []) != before
-    names = {path.name for path in ahead_of_time.installed_files()}
+    assert reports.hash_of(tmp_path, [tool], []) != before
+    names = {path.name for path in reports.installed_files()}
     assert names >= {"libtriton.so", "ptxas", "ptxas-blackwell", "nvdisasm", "semantic.py"}
 
 
 def test_every_file_that_a_compile_imports_is_a_source():
-    root, environment = ahead_of_time.ROOT, ahead_of_time.environment()
+    root, environment = reports.ROOT, reports.environment()
     command = [sys.executable, "-c", IMPORTED, *MODULES]
     run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
     ours = {path for path in map(Path, run.stdout.split()) if path.is_relative_to(root) and ".venv" not in path.parts}
     assert root / "kernels" / "fa_kernels" / "__init__.py" in ours
-    assert ours <= {*ahead_of_time.sources(root)}
+    assert ours <= {*reports.sources(root)}
 
 
 def test_half_a_report_is_never_read(tmp_path):
     """A file takes its name when it is whole."""
     file = tmp_path / "module" / "a.json"
-    ahead_of_time.write(file, {"case": "a"})
-    assert ahead_of_time.read(file) == {"case": "a"} and os.listdir(file.parent) == ["a.json"]
+    reports.write(file, {"case": "a"})
+    assert reports.read(file) == {"case": "a"} and os.listdir(file.parent) == ["a.json"]
     file.write_text(json.dumps({"key": "another", "report": {}}))
-    assert ahead_of_time.read(file) is None
+    assert reports.read(file) is None

@@ -15,7 +15,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from fa_kernels.columns_of_head import split_width
 from fa_kernels.flash_attention.hopper.backward import fused, keys, queries, wide
 from fa_kernels.flash_attention.hopper.backward.dq_sum import ROW_ALIGNMENT
-from tests.kernels.aot import compile_to_ptx, idle_barriers, ptxas
+from tests.kernels.aot.portable import compile_to_ptx, idle_barriers, ptxas
 
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,4 +1,6 @@
-"""One of the processes that have a GPU in time slices: `python -m tests.kernels.time_sliced HEAD_DIM DTYPE SOFTCAP`.
+"""One of the processes that have a GPU in time slices.
+
+    python -m tests.kernels.support.time_sliced HEAD_DIM DTYPE SOFTCAP
 
 Says "ready" when its kernels are compiled, waits for a line, works for SECONDS, and prints as JSON how often each pass
 gave what it should and how often not.
@@ -12,7 +14,7 @@ from collections import Counter
 import torch
 
 from fa_kernels.flash_attention.hopper.forward import kernel as fwd
-from tests.kernels.hopper import backward_problem, gradients
+from tests.kernels.support.hopper import backward_problem, gradients
 
 SECONDS = 10
 

@@ -9,7 +9,7 @@ from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.hopper.forward import kernel as fwd
 from fa_kernels.flash_attention.reference import attention_reference
 from fa_kernels.flash_attention.schedule import build_schedule
-from tests.kernels.hopper import NEEDS_SM_90, tiles_of
+from tests.kernels.support.hopper import NEEDS_SM_90, tiles_of
 from tests.kernels.test_flash_attention import cumulative
 
 pytestmark = NEEDS_SM_90

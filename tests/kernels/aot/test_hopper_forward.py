@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.kernels.ahead_of_time import compile_all
+from tests.kernels.aot.reports import compile_all
 
 # head_dim-documents-dtype-outdtype-features -> bytes of spill stores allowed: what ptxas of triton 3.6 and 3.7 gives,
 # with a little room. In the ten looked at (3.6), a loop over whole blocks stores none and reloads one register at most,
@@ -41,7 +41,7 @@ SLOW = [case for case in SPILLS if "sinks" in case and not case.startswith(("128
 
 
 def assert_within_limits(cases):
-    for case, report in compile_all("tests.kernels.aot_hopper", cases).items():
+    for case, report in compile_all("tests.kernels.aot.hopper_forward", cases).items():
         assert report["warnings"] == report["misplaced_descriptors"] == [], report
         assert report["idle_barriers"] == [], report
         assert report["tensor_core"] == "HGMMA", report

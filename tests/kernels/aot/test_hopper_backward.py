@@ -12,8 +12,8 @@ from fa_kernels.flash_attention.hopper.backward import choose as bwd
 from fa_kernels.flash_attention.hopper.backward import dq_sum, fused, items, keys, order, wide
 from fa_kernels.flash_attention.portable import backward as portable_bwd
 from fa_kernels.flash_attention.schedule import causal_schedule
-from tests.kernels.ahead_of_time import compile_all
-from tests.kernels.aot_hopper_bwd import TORCH_DTYPES
+from tests.kernels.aot.hopper_backward import TORCH_DTYPES
+from tests.kernels.aot.reports import compile_all
 
 # dtype-head_dim-group-softcap-marks -> bytes of spill stores allowed: what ptxas of triton 3.6 and 3.7 gives, and room.
 # Of 128 in bf16 delta, loaded early, has its part (3.6 gives 84 bytes with it, 36 without): it is faster with it. At 96
@@ -38,7 +38,7 @@ SHARED = 227 * 1024  # bytes that a program may take on an H100
 
 @pytest.mark.timeout(600)
 def test_compiles_within_limits():
-    for case, report in compile_all("tests.kernels.aot_hopper_bwd", [*SPILLS]).items():
+    for case, report in compile_all("tests.kernels.aot.hopper_backward", [*SPILLS]).items():
         assert report["warnings"] == [], (case, report)  # C7512 and the like say that ptxas has serialised the matmuls
         assert report["misplaced_descriptors"] == [], (case, report)
         assert report["tensor_core"] == "HGMMA", (case, report)

@@ -15,7 +15,7 @@ import triton
 from triton import knobs
 from triton._C.libtriton import get_cache_invalidating_env_vars
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CACHE = ROOT / ".pytest_cache" / "ahead_of_time"
 
 Reports = dict[str, dict[str, Any]]

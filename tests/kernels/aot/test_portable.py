@@ -3,7 +3,7 @@
 import pytest
 
 from fa_kernels.flash_attention.tiles import _TILES, _TILES_OF_4_BYTES, SHARED_LIMIT
-from tests.kernels.ahead_of_time import compile_all
+from tests.kernels.aot.reports import compile_all
 
 # arch, head_dim, pass -> registers a thread, bytes of spill stores, tensor-core instruction: the most that triton 3.6
 # and 3.7 need, with a little room, where there is one document. HGMMA is Hopper's wgmma, UTCHMMA Blackwell's tcgen05.
@@ -148,7 +148,7 @@ UNUSUAL = (
     *("sm90-256-192-dk-2", "sm90-192-128-dkdv-2", "sm80-128-128-dkdv-4"),
     *("sm90-128-128-fwd-1", "sm90-80-80-fwd-1", "sm90-16-16-fwd-1"),
 )
-MODULE = "tests.kernels.aot"
+MODULE = "tests.kernels.aot.portable"
 # left to a machine with a GPU, which has the cores: of sm80 and sm100 all but one head_dim, of sm100's backward all, of
 # sm90 one of the two kernels of a head_dim, that for one document or that for several, and the repairs of narrow heads
 SLOW_CONTAINING = [entry for entry in CONTAINING if entry[0] in (96, 192)]

@@ -8,7 +8,7 @@ from fa_kernels.flash_attention.hopper.backward import choose as bwd
 from fa_kernels.flash_attention.hopper.forward import kernel as fwd
 from fa_kernels.flash_attention.nan_isolation import new_marks
 from fa_kernels.flash_attention.schedule import build_schedule
-from tests.kernels.hopper import NEEDS_SM_90, tiles_of
+from tests.kernels.support.hopper import NEEDS_SM_90, tiles_of
 
 pytestmark = NEEDS_SM_90
 LENGTHS = [1000, 1, 30, 400, 139]  # 34 more than multiples of 128 and of 192: of a last tile 64 rows are

@@ -12,7 +12,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from fa_kernels.columns_of_head import split_width
 from fa_kernels.flash_attention.hopper.forward.kernel import ROWS, _fwd_kernel, forward_tiles
-from tests.kernels.aot import compile_to_ptx, idle_barriers, ptxas
+from tests.kernels.aot.portable import compile_to_ptx, idle_barriers, ptxas
 
 ELEMENT = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 

@@ -27,7 +27,7 @@ from fa_kernels.flash_attention.portable.backward import _dkdv_kernel, _dq_kerne
 from fa_kernels.flash_attention.portable.forward import _fwd_kernel
 from fa_kernels.flash_attention.portable.repair import _repair_bwd_kernel, _repair_fwd_kernel
 from fa_kernels.flash_attention.tiles import precision_of, shared_bytes, tile_config
-from tests.kernels.descriptors import misplaced_descriptors
+from tests.kernels.aot.descriptors import misplaced_descriptors
 
 KERNELS = {
     "fwd": _fwd_kernel,

@@ -23,10 +23,10 @@ from fa_kernels.launch import record, triton_launcher
 def test_replayed_launches_are_those_of_triton():
     """In a process of its own: what was imported for the interpreter stays so."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.replayed_launches"],
+        [sys.executable, "-m", "tests.kernels.support.replayed_launches"],
         env={name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", backend.VARIABLE)}
         | {"CUDA_VISIBLE_DEVICES": ""},  # one GPU is pretended
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
     )
