@@ -27,17 +27,14 @@ import math
 import os
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from hydra.utils import instantiate
@@ -50,140 +47,12 @@ import train
 from fa_train.callbacks.monitor import GIB
 from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.models.gpt import GPT
+from scripts.bench.memory_cases import COMBINATIONS, PROFILED, SEQ_LENS, Case, Row, levers_of
+from scripts.bench.memory_report import cells, markdown, profile_text
+from scripts.bench.overlap import Overlap, overlap_of
 from scripts.bench.provenance import describe
 from scripts.bench.step import CONF, FEWEST_STEPS, REPOSITORY, VOCABULARY, WARMUP, Device, Loss, memory_gib, our_loss
 from scripts.composed import composed
-
-SEQ_LENS = (32768, 131072)
-MLP_CHUNK = 16384  # tokens, as in conf/memory/offload.yaml
-LOSS_CHUNK = 4096  # tokens, as in conf/memory/default.yaml
-# each beside what it is compared with, the most wanted first: a budget may end the run
-COMBINATIONS = (
-    "selective",
-    "selective+offload",
-    "selective+mlp_chunk",
-    "selective+offload+mlp_chunk",
-    "full",
-    "full+offload",
-    "full+offload+mlp_chunk",
-    "none",
-    "selective+loss_chunk=all",
-    "selective+loss_chunk=16384",
-    "selective+adamw_8bit",
-    "selective+adamw_offload",
-    "selective+bf16-true",
-    "selective+bf16-true+adamw_bf16",
-)
-PROFILED = ("selective", "selective+offload")
-Span = tuple[float, float]  # start and end, in the microseconds of a trace
-Lever = Literal["checkpointing", "offload", "mlp_chunk", "loss_chunk", "optimizer"]
-OFF: dict[Lever, Any] = {
-    "checkpointing": "none",
-    "offload": False,
-    "mlp_chunk": None,
-    "loss_chunk": None,
-    "optimizer": "adamw",
-}
-
-
-@dataclass(frozen=True)
-class Levers:
-    """One combination; mlp_chunk and loss_chunk in tokens, None for all at once."""
-
-    checkpointing: str = "none"
-    offload: bool = False
-    mlp_chunk: int | None = None
-    loss_chunk: int | None = LOSS_CHUNK
-    optimizer: str = "adamw"
-    precision: str = "bf16-mixed"
-
-    @property
-    def name(self) -> str:
-        """As levers_of reads it."""
-        parts = [self.checkpointing]
-        parts += ["offload"] if self.offload else []
-        if self.mlp_chunk is not None:
-            parts.append("mlp_chunk" if self.mlp_chunk == MLP_CHUNK else f"mlp_chunk={self.mlp_chunk}")
-        if self.loss_chunk != LOSS_CHUNK:
-            parts.append(f"loss_chunk={'all' if self.loss_chunk is None else self.loss_chunk}")
-        parts += ["bf16-true"] if self.precision == "bf16-true" else []
-        parts += [self.optimizer] if self.optimizer != "adamw" else []
-        return "+".join(parts)
-
-    def without(self, lever: Lever) -> "Levers | None":
-        """The same with `lever` off; None where it is off already."""
-        return replace(self, **{lever: OFF[lever]}) if getattr(self, lever) != OFF[lever] else None
-
-
-@dataclass(frozen=True)
-class Case:
-    model: str
-    seq_len: int  # tokens, one document
-    combination: str
-    device: Device
-    attention: str
-    compiled: bool
-    steps: int  # timed ones
-    slow_step: float  # seconds, from which a case times FEWEST_STEPS
-    overrides: tuple[str, ...] = ()
-    trace: str = ""  # where the trace of one more step goes
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """One step with copies beside its kernels, in milliseconds."""
-
-    step: float
-    to_host: float
-    to_device: float
-    hidden: float  # of both, beside kernels of the compute stream
-    idle: float  # of the compute stream
-    waiting: float  # of that, while a copy ran: what offload can be to blame for
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measurement; numbers are None and lists are empty unless outcome is "ok"."""
-
-    seq_len: int
-    combination: str
-    outcome: str  # "ok", "out of memory" or "failed: REASON"
-    step_ms: list[float] = field(default_factory=list)  # of each timed step
-    optimizer_ms: list[float] = field(default_factory=list)  # of that, in the optimizer
-    peak_gib: float | None = None
-    host_gib: float | None = None
-    loss: float | None = None  # nats a label, of the last step
-    overlap: dict[str, float] | None = None  # fields of Overlap, where the case wanted a trace of a GPU
-
-
-def levers_of(name: str) -> Levers:
-    """From a combination's name. Raises: ValueError on a name that is none."""
-    checkpointing, *parts = name.split("+")
-    optimizers = sorted(path.stem for path in (CONF / "optimizer").glob("*.yaml"))
-    found: dict[str, Any] = {"checkpointing": checkpointing}
-    known = checkpointing in ("none", "selective", "full")
-    for part in parts:
-        key, _, value = part.partition("=")
-        if part == "offload":
-            found["offload"] = True
-        elif part == "mlp_chunk":
-            found["mlp_chunk"] = MLP_CHUNK
-        elif part == "loss_chunk=all":
-            found["loss_chunk"] = None
-        elif key in ("mlp_chunk", "loss_chunk") and value.isdecimal() and int(value) > 0:
-            found[key] = int(value)
-        elif part in optimizers:
-            found["optimizer"] = part
-        elif part == "bf16-true":
-            found["precision"] = part
-        else:
-            known = False
-    if not known:
-        raise ValueError(
-            f"a combination is none, selective or full, then of +offload, +mlp_chunk[=TOKENS], +loss_chunk=TOKENS|all, "
-            f"+bf16-true, +{', +'.join(optimizers)}; got {name}"
-        )
-    return Levers(**found)
 
 
 def configuration(case: Case) -> DictConfig:
@@ -303,70 +172,6 @@ def host_bytes(model: nn.Module, optimizer: Optimizer) -> int:
     return found
 
 
-def merged(spans: Iterable[Span]) -> list[Span]:
-    """The same moments as disjoint spans in order."""
-    disjoint: list[Span] = []
-    for start, end in sorted(spans):
-        if disjoint and start <= disjoint[-1][1]:
-            disjoint[-1] = disjoint[-1][0], max(disjoint[-1][1], end)
-        else:
-            disjoint.append((start, end))
-    return disjoint
-
-
-def common(some: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """The moments that two lists of disjoint, ordered spans share."""
-    shared: list[Span] = []
-    i = j = 0
-    while i < len(some) and j < len(others):
-        start, end = max(some[i][0], others[j][0]), min(some[i][1], others[j][1])
-        if start < end:
-            shared.append((start, end))
-        if some[i][1] < others[j][1]:
-            i += 1
-        else:
-            j += 1
-    return shared
-
-
-def length(spans: Iterable[Span]) -> float:
-    return sum(end - start for start, end in spans)
-
-
-def overlap(step: Span, compute: Iterable[Span], to_host: Iterable[Span], to_device: Iterable[Span]) -> Overlap:
-    """From what ran on the compute stream and what was copied, in microseconds; outside of `step` nothing counts.
-
-    Both directions may be copied at once: to_host and to_device each count in full, and so does what is hidden of each.
-    """
-    computing, out, back = (common(merged(spans), [step]) for spans in (compute, to_host, to_device))
-    edges = [step[0], *(moment for span in computing for moment in span), step[1]]
-    standing = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
-    return Overlap(
-        step=length([step]) / 1e3,
-        to_host=length(out) / 1e3,
-        to_device=length(back) / 1e3,
-        hidden=(length(common(out, computing)) + length(common(back, computing))) / 1e3,
-        idle=length(standing) / 1e3,
-        waiting=length(common(standing, merged([*out, *back]))) / 1e3,
-    )
-
-
-def overlap_of(events: Sequence[dict[str, Any]]) -> Overlap | None:
-    """Of a chrome trace with one range `step`; None without kernels. The busiest stream is the one that computes."""
-    ranges = [event for event in events if event.get("cat") == "user_annotation" and event["name"] == "step"]
-    streams: dict[int, list[Span]] = defaultdict(list)
-    copies: dict[str, list[Span]] = {"DtoH": [], "HtoD": []}
-    for event in events:
-        if event.get("cat") in ("kernel", "gpu_memset", "gpu_memcpy"):
-            span = event["ts"], event["ts"] + event["dur"]
-            direction = next((name for name in copies if f"Memcpy {name}" in event["name"]), None)
-            (copies[direction] if direction else streams[event["args"]["stream"]]).append(span)
-    if not streams:
-        return None
-    step = ranges[-1]["ts"], ranges[-1]["ts"] + ranges[-1]["dur"]
-    return overlap(step, max(streams.values(), key=length), copies["DtoH"], copies["HtoD"])
-
-
 def run_apart(case: Case, timeout: float) -> Row:
     """The case in a process of its own, to its end. Raises: subprocess.TimeoutExpired after `timeout` seconds."""
     process = subprocess.Popen(
@@ -390,100 +195,6 @@ def run_apart(case: Case, timeout: float) -> Row:
         print(errors, file=sys.stderr)
         return Row(case.seq_len, case.combination, f"failed: {reason.removeprefix('error: ')}")
     return Row(**json.loads(out.splitlines()[-1]))
-
-
-def pooled(rows: Iterable[Row]) -> list[Row]:
-    """One row a length and combination, with the times of all its rounds; the first failure stands for all."""
-    by_case: dict[tuple[int, str], Row] = {}
-    for row in rows:
-        key = row.seq_len, row.combination
-        before = by_case.get(key)
-        if before is None or (before.outcome == "ok" and row.outcome != "ok"):
-            by_case[key] = row
-        elif row.outcome == "ok" and before.outcome == "ok":
-            by_case[key] = replace(
-                before,
-                step_ms=before.step_ms + row.step_ms,
-                optimizer_ms=before.optimizer_ms + row.optimizer_ms,
-                peak_gib=max(before.peak_gib or 0.0, row.peak_gib or 0.0),
-            )
-    return list(by_case.values())
-
-
-def slowdown(row: Row, lever: Lever, rows: Sequence[Row]) -> float | None:
-    """Time of the row over that of the same combination without `lever`, less 1; None where either is missing."""
-    other = levers_of(row.combination).without(lever)
-    without = next((r for r in rows if other and r.combination == other.name and r.seq_len == row.seq_len), None)
-    if without is None or not row.step_ms or not without.step_ms:
-        return None
-    return statistics.median(row.step_ms) / statistics.median(without.step_ms) - 1
-
-
-def markdown(rows: Sequence[Row], profiles: Sequence[Row], left: Sequence[str], head: dict[str, str]) -> str:
-    """The head, each lever's slowdown by length, then all measurements."""
-    rows = pooled(rows)
-    seq_lens = list(dict.fromkeys(row.seq_len for row in rows))
-    lines = ["# What each memory lever costs", "", *(f"- {key}: `{value}`" for key, value in head.items()), ""]
-    lines += ["Slowdown: the median step's time over that of the same combination without the lever, less 1.", ""]
-    lines += [f"| lever | combination | {' | '.join(f'{n:,} tokens' for n in seq_lens)} |"]
-    lines += ["|:--|:--|" + "--:|" * len(seq_lens)]
-    for lever in OFF:
-        for name in dict.fromkeys(row.combination for row in rows):
-            of_name = {row.seq_len: row for row in rows if row.combination == name}
-            found = [slowdown(of_name[n], lever, rows) if n in of_name else None for n in seq_lens]
-            if any(value is not None for value in found):
-                lines.append(f"| {lever} | {name} | {' | '.join(_shown(value, '+.1%') for value in found)} |")
-    lines += [
-        "",
-        "ms: median of the timed steps, in brackets fastest to slowest. optimizer: that part of the step.",
-        "",
-    ]
-    lines += ["| seq_len | combination | ms | optimizer ms | peak GiB | host GiB | loss | note |"]
-    lines += ["|--:|:--|--:|--:|--:|--:|--:|:--|"]
-    lines += [f"| {' | '.join(cells(row))} |" for row in rows]
-    for row in profiles:
-        lines += ["", profile_text(row)]
-    if left:
-        lines += ["", f"Not measured within the budget: {', '.join(left)}."]
-    return "\n".join(lines) + "\n"
-
-
-def cells(row: Row) -> list[str]:
-    """A line of the table of all measurements."""
-    times = "–"
-    if row.step_ms:
-        spread = f"{min(row.step_ms):,.1f} to {max(row.step_ms):,.1f}, {len(row.step_ms)} steps"
-        times = f"{statistics.median(row.step_ms):,.1f} ({spread})"
-    return [
-        f"{row.seq_len:,}",
-        row.combination,
-        times,
-        _shown(statistics.median(row.optimizer_ms) if row.optimizer_ms else None, ",.1f"),
-        _shown(row.peak_gib, ".2f"),
-        _shown(row.host_gib, ".2f"),
-        _shown(row.loss, ".4f"),
-        "" if row.outcome == "ok" else row.outcome.replace("|", "/"),
-    ]
-
-
-def profile_text(row: Row) -> str:
-    """What the trace of one step says."""
-    about = f"Profile of one step, {row.combination}, {row.seq_len:,} tokens"
-    if row.overlap is None:
-        return f"{about}: {'no kernels, so nothing to overlap' if row.outcome == 'ok' else row.outcome}."
-    found = Overlap(**row.overlap)
-    copies = found.to_host + found.to_device
-    share = f" ({found.hidden / copies:.1%})" if copies else ""
-    return (
-        f"{about}, {found.step:,.1f} ms: copies {found.to_host:,.1f} ms to the host and {found.to_device:,.1f} ms to "
-        f"the device, of which {found.hidden:,.1f} ms{share} beside kernels of the compute stream; that stream idle "
-        f"{found.idle:,.1f} ms ({found.idle / found.step:.2%} of the step), of which {found.waiting:,.1f} ms "
-        f"({found.waiting / found.step:.2%}) while a copy ran."
-    )
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
 
 
 def cases_of(args: argparse.Namespace, device: Device) -> list[Case]:

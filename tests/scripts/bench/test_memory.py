@@ -12,28 +12,18 @@ import torch
 from fa_train.models.gpt import GPT
 from scripts.bench import memory
 from scripts.bench.memory import (
-    COMBINATIONS,
-    Case,
-    Levers,
-    Overlap,
-    Row,
     case_of,
     cases_of,
-    common,
     configuration,
     host_bytes,
-    levers_of,
-    markdown,
     measure,
-    merged,
-    overlap,
-    overlap_of,
     parse_arguments,
-    pooled,
     read_results,
     run_apart,
-    slowdown,
 )
+from scripts.bench.memory_cases import COMBINATIONS, OFF, Case, Levers, Row, levers_of
+from scripts.bench.memory_report import markdown, pooled, slowdown
+from scripts.bench.overlap import Overlap, common, merged, overlap, overlap_of
 
 TINY = ("model.n_layers=3", "model.dim=32", "model.ffn_dim=64", "model.vocab_size=259")
 CASE = Case("nano", 64, "selective", "cpu", "sdpa", compiled=False, steps=2, slow_step=60, overrides=TINY)
@@ -188,7 +178,7 @@ def test_levers_are_in_the_configuration():
 def test_every_lever_is_compared_with_something_that_is_measured():
     all_of_them = [levers_of(name) for name in COMBINATIONS]
     assert [levers.name for levers in all_of_them] == list(COMBINATIONS)
-    for lever in memory.OFF:
+    for lever in OFF:
         assert any(levers.without(lever) in all_of_them for levers in all_of_them), lever
 
 

@@ -8,35 +8,36 @@ import re
 import pytest
 import torch
 
-from scripts.bench.profile_step import (
+from scripts.bench.profile_step import report, table
+from scripts.bench.step_memory import (
     ATTENTION,
+    GRADIENTS,
+    KEPT,
+    OTHER,
+    TEMPORARY,
+    WEIGHTS,
+    draw_memory,
+    memory_over_time,
+)
+from scripts.bench.step_trace import (
     ATTENTION_BACKWARD,
     ATTENTION_FORWARD,
     COMMUNICATION,
     COPIES,
     ELEMENTWISE,
-    GRADIENTS,
     IDLE,
-    KEPT,
     LOSS,
     MATMULS,
     NORMS,
     OPTIMIZER,
-    OTHER,
     PARTS,
-    TEMPORARY,
-    WEIGHTS,
     Interval,
     Step,
-    draw_memory,
     exclusive,
     hidden,
     idle,
-    memory_over_time,
     part_of,
-    report,
     step_of,
-    table,
 )
 from tests.support import processes
 from tests.support.training import REPOSITORY, quiet_environment

@@ -1,0 +1,102 @@
+"""The tables of scripts/bench/memory.py."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from scripts.bench.memory_cases import OFF, Lever, Row, levers_of
+from scripts.bench.overlap import Overlap
+
+
+def pooled(rows: Iterable[Row]) -> list[Row]:
+    """One row a length and combination, with the times of all its rounds; the first failure stands for all."""
+    by_case: dict[tuple[int, str], Row] = {}
+    for row in rows:
+        key = row.seq_len, row.combination
+        before = by_case.get(key)
+        if before is None or (before.outcome == "ok" and row.outcome != "ok"):
+            by_case[key] = row
+        elif row.outcome == "ok" and before.outcome == "ok":
+            by_case[key] = replace(
+                before,
+                step_ms=before.step_ms + row.step_ms,
+                optimizer_ms=before.optimizer_ms + row.optimizer_ms,
+                peak_gib=max(before.peak_gib or 0.0, row.peak_gib or 0.0),
+            )
+    return list(by_case.values())
+
+
+def slowdown(row: Row, lever: Lever, rows: Sequence[Row]) -> float | None:
+    """Time of the row over that of the same combination without `lever`, less 1; None where either is missing."""
+    other = levers_of(row.combination).without(lever)
+    without = next((r for r in rows if other and r.combination == other.name and r.seq_len == row.seq_len), None)
+    if without is None or not row.step_ms or not without.step_ms:
+        return None
+    return statistics.median(row.step_ms) / statistics.median(without.step_ms) - 1
+
+
+def markdown(rows: Sequence[Row], profiles: Sequence[Row], left: Sequence[str], head: dict[str, str]) -> str:
+    """The head, each lever's slowdown by length, then all measurements."""
+    rows = pooled(rows)
+    seq_lens = list(dict.fromkeys(row.seq_len for row in rows))
+    lines = ["# What each memory lever costs", "", *(f"- {key}: `{value}`" for key, value in head.items()), ""]
+    lines += ["Slowdown: the median step's time over that of the same combination without the lever, less 1.", ""]
+    lines += [f"| lever | combination | {' | '.join(f'{n:,} tokens' for n in seq_lens)} |"]
+    lines += ["|:--|:--|" + "--:|" * len(seq_lens)]
+    for lever in OFF:
+        for name in dict.fromkeys(row.combination for row in rows):
+            of_name = {row.seq_len: row for row in rows if row.combination == name}
+            found = [slowdown(of_name[n], lever, rows) if n in of_name else None for n in seq_lens]
+            if any(value is not None for value in found):
+                lines.append(f"| {lever} | {name} | {' | '.join(_shown(value, '+.1%') for value in found)} |")
+    lines += [
+        "",
+        "ms: median of the timed steps, in brackets fastest to slowest. optimizer: that part of the step.",
+        "",
+    ]
+    lines += ["| seq_len | combination | ms | optimizer ms | peak GiB | host GiB | loss | note |"]
+    lines += ["|--:|:--|--:|--:|--:|--:|--:|:--|"]
+    lines += [f"| {' | '.join(cells(row))} |" for row in rows]
+    for row in profiles:
+        lines += ["", profile_text(row)]
+    if left:
+        lines += ["", f"Not measured within the budget: {', '.join(left)}."]
+    return "\n".join(lines) + "\n"
+
+
+def cells(row: Row) -> list[str]:
+    """A line of the table of all measurements."""
+    times = "–"
+    if row.step_ms:
+        spread = f"{min(row.step_ms):,.1f} to {max(row.step_ms):,.1f}, {len(row.step_ms)} steps"
+        times = f"{statistics.median(row.step_ms):,.1f} ({spread})"
+    return [
+        f"{row.seq_len:,}",
+        row.combination,
+        times,
+        _shown(statistics.median(row.optimizer_ms) if row.optimizer_ms else None, ",.1f"),
+        _shown(row.peak_gib, ".2f"),
+        _shown(row.host_gib, ".2f"),
+        _shown(row.loss, ".4f"),
+        "" if row.outcome == "ok" else row.outcome.replace("|", "/"),
+    ]
+
+
+def profile_text(row: Row) -> str:
+    """What the trace of one step says."""
+    about = f"Profile of one step, {row.combination}, {row.seq_len:,} tokens"
+    if row.overlap is None:
+        return f"{about}: {'no kernels, so nothing to overlap' if row.outcome == 'ok' else row.outcome}."
+    found = Overlap(**row.overlap)
+    copies = found.to_host + found.to_device
+    share = f" ({found.hidden / copies:.1%})" if copies else ""
+    return (
+        f"{about}, {found.step:,.1f} ms: copies {found.to_host:,.1f} ms to the host and {found.to_device:,.1f} ms to "
+        f"the device, of which {found.hidden:,.1f} ms{share} beside kernels of the compute stream; that stream idle "
+        f"{found.idle:,.1f} ms ({found.idle / found.step:.2%} of the step), of which {found.waiting:,.1f} ms "
+        f"({found.waiting / found.step:.2%}) while a copy ran."
+    )
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

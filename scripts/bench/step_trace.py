@@ -1,0 +1,188 @@
+"""The parts of a training step in a trace of torch.profiler, and the time of each."""
+
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ATTENTION_FORWARD, ATTENTION_BACKWARD = "attention forward", "attention backward"
+MATMULS, NORMS, ELEMENTWISE = "matmuls", "norms", "RoPE and other elementwise"
+LOSS, OPTIMIZER, COPIES, COMMUNICATION, IDLE = "loss", "optimizer", "copies", "communication", "idle"
+PARTS = (
+    ATTENTION_FORWARD,
+    ATTENTION_BACKWARD,
+    MATMULS,
+    NORMS,
+    ELEMENTWISE,
+    LOSS,
+    OPTIMIZER,
+    COPIES,
+    COMMUNICATION,
+    IDLE,
+)
+ASIDE = (COPIES, COMMUNICATION)  # engines of their own: hidden behind whatever computes meanwhile
+# kernels of this repository, torch, cuDNN, cuBLAS, NCCL, Liger and inductor, and torch's operators; the first counts
+NAMES = tuple(
+    (part, re.compile(pattern, re.IGNORECASE))
+    for part, pattern in (
+        (COMMUNICATION, r"nccl|^c10d::|gloo:"),
+        (COPIES, r"^Memcpy (HtoD|DtoH|PtoP|HtoH)"),
+        (
+            ATTENTION_BACKWARD,
+            r"^_(repair_)?(bwd|dkdv|dq|delta|prepare|finish)_kernel|^flash_attention::backward|flash_bwd|fmha_cutlassB|bprop"
+            r"|(scaled_dot_product|flash|efficient|cudnn)_attention.*backward",
+        ),
+        (
+            ATTENTION_FORWARD,
+            r"^_(repair_)?(fwd|append|decode|merge)_kernel|^flash_attention::forward|flash_fwd|fmha_cutlassF|fprop"
+            r"|scaled_dot_product|_(flash|efficient|cudnn)_attention",
+        ),
+        (OPTIMIZER, r"adam|multi_tensor|^aten::_foreach"),
+        (LOSS, r"cross_entropy|nll_loss|log_?softmax"),
+        (
+            MATMULS,
+            r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitK|triton_tem|^aten::(addmm|mm|bmm|baddbmm|_int_mm|mv|dot)$",
+        ),
+        (NORMS, r"norm|rsqrt|GammaBeta"),
+    )
+)
+# what these ranges of the host launch is theirs, whatever its name
+OPERATORS = {
+    "flash_attention::forward": ATTENTION_FORWARD,
+    "flash_attention::backward": ATTENTION_BACKWARD,
+    "fa_train::linear_cross_entropy": LOSS,
+    "step: optimizer": OPTIMIZER,
+}
+Event = dict[str, Any]  # of a chrome trace: name, cat, ts and dur in microseconds, tid, args
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Something that ran, in microseconds."""
+
+    start: float
+    end: float
+    part: str
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Ranges of host threads that do not nest, by thread, each with what it stands for."""
+
+    by_thread: dict[int, list[Interval]]
+
+    @classmethod
+    def of(cls, events: Iterable[Event], names: dict[str, str]) -> "Ranges":
+        by_thread: dict[int, list[Interval]] = defaultdict(list)
+        for event in sorted(events, key=lambda event: event["ts"]):
+            ranges = by_thread[event["tid"]]
+            name = event["name"]
+            inside_another = ranges and event["ts"] < ranges[-1].end
+            if name in names and not inside_another:
+                ranges.append(Interval(event["ts"], event["ts"] + event["dur"], names[name], name))
+        return cls(dict(by_thread))
+
+    def at(self, thread: int, moment: float) -> Interval | None:
+        """The range that the thread was in."""
+        ranges = self.by_thread.get(thread, [])
+        before = bisect_right(ranges, moment, key=lambda interval: interval.start)
+        return ranges[before - 1] if before and moment < ranges[before - 1].end else None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a trace: what ran from start to end (microseconds), on the GPU or, without one, on the host."""
+
+    start: float
+    end: float
+    intervals: list[Interval]
+    on_gpu: bool
+
+
+def part_of(kernel_name: str) -> str:
+    """The part of a step that a kernel, or an operator of torch, belongs to by its name."""
+    return next((part for part, pattern in NAMES if pattern.search(kernel_name)), ELEMENTWISE)
+
+
+def idle(intervals: Iterable[Interval], start: float, end: float) -> float:
+    """How much of start to end no interval covers."""
+    uncovered, reached = 0.0, start
+    for interval in sorted(intervals, key=lambda interval: interval.start):
+        uncovered += max(0.0, min(interval.start, end) - reached)
+        reached = max(reached, min(interval.end, end))
+    return uncovered + max(0.0, end - reached)
+
+
+def exclusive(step: Step) -> dict[str, float]:
+    """Microseconds of each part, idle too; they sum to the step's.
+
+    Each moment counts once: on a GPU for what computes, and of several kernels for the one that began first; on the
+    host for the innermost operator, the one that began last.
+    """
+
+    def rank(interval: Interval) -> tuple[bool, float]:
+        return (interval.part not in ASIDE, -interval.start) if step.on_gpu else (True, interval.start)
+
+    parts = dict.fromkeys(PARTS, 0.0)
+    clipped = [(max(i.start, step.start), min(i.end, step.end), i) for i in step.intervals]
+    clipped = [(start, end, interval) for start, end, interval in clipped if start < end]
+    # at one moment, ends come before starts
+    changes = sorted(
+        [(start, 1, number) for number, (start, _, _) in enumerate(clipped)]
+        + [(end, 0, number) for number, (_, end, _) in enumerate(clipped)]
+    )
+    active: dict[int, Interval] = {}
+    reached = step.start
+    for moment, starts, number in changes:
+        if moment > reached:
+            part = max(active.values(), key=rank).part if active else IDLE
+            parts[part] += moment - reached
+            reached = moment
+        if starts:
+            active[number] = clipped[number][2]
+        else:
+            del active[number]
+    parts[IDLE] += step.end - reached
+    return parts
+
+
+def hidden(intervals: Sequence[Interval], part: str) -> float:
+    """Microseconds in which `part` ran while something else than copies and communication did."""
+    computing = [interval for interval in intervals if interval.part not in ASIDE]
+    return sum(
+        (interval.end - interval.start) - idle(_near(computing, interval), interval.start, interval.end)
+        for interval in intervals
+        if interval.part == part
+    )
+
+
+def _near(intervals: Sequence[Interval], other: Interval) -> list[Interval]:
+    return [interval for interval in intervals if interval.start < other.end and interval.end > other.start]
+
+
+def step_of(events: Sequence[Event]) -> Step:
+    """What a trace with the range `step` has of it."""
+    whole = next(event for event in events if event.get("cat") == "user_annotation" and event["name"] == "step")
+    start, end = whole["ts"], whole["ts"] + whole["dur"]
+    inside = [event for event in events if event.get("ph") == "X" and start <= event["ts"] < end]
+    of_host = [event for event in inside if event.get("cat") in ("cpu_op", "user_annotation")]
+    owners = Ranges.of(of_host, OPERATORS)
+    device = [event for event in inside if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    # a kernel knows its launch by a number, and the launch knows the thread that was in an operator
+    launches = {
+        event["args"]["correlation"]: event
+        for event in inside
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event["args"]
+    }
+    intervals = []
+    for event in device or [event for event in of_host if event["cat"] == "cpu_op"]:
+        launch = launches.get(event["args"].get("correlation")) if device else event
+        owner = owners.at(launch["tid"], launch["ts"]) if launch else None
+        part = part_of(event["name"])
+        if owner is not None and part not in ASIDE:
+            part = owner.part
+        intervals.append(Interval(event["ts"], event["ts"] + event["dur"], part, event["name"]))
+    return Step(start, end, intervals, bool(device))
