@@ -8,13 +8,11 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train
-from fa_train.callbacks.interrupt import GracefulInterrupt
 from tests.support import processes
 from tests.support.training import (
     RECORDED,
@@ -143,32 +141,6 @@ def test_a_terminated_run_resumes_with_the_same_losses(tmp_path):
     rest = column(start_and_finish(tmp_path, *overrides, "ckpt_path=last"), "train/loss")
     assert min(rest) == max(cut) + 1 and max(rest) == 20
     assert cut | rest == whole
-
-
-def test_the_second_signal_stops_at_once(monkeypatch, capfd):
-    """Unless it comes with the first, as torchrun passes on what all had from a terminal. A data worker ignores it."""
-    now, exits = [100.0], []
-    monkeypatch.setattr("fa_train.callbacks.interrupt.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr("fa_train.callbacks.interrupt.os._exit", exits.append)
-    connector = SimpleNamespace(received_sigterm=False, _sigterm_notifier_fn=None)
-    trainer = SimpleNamespace(
-        world_size=1, is_global_zero=True, _signal_connector=connector, strategy=SimpleNamespace(launcher=None),
-        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(_broadcast_sigterm_tensor=None)),
-    )  # fmt: skip
-    interrupt = GracefulInterrupt()
-    interrupt.on_fit_start(trainer, None)
-    with monkeypatch.context() as in_worker:
-        in_worker.setattr("fa_train.callbacks.interrupt.os.getpid", lambda: -1)
-        connector._sigterm_notifier_fn(signal.SIGTERM, None)
-    assert not connector.received_sigterm and not capfd.readouterr().out
-    for seconds in (0, 0.5):
-        now[0] = 100 + seconds
-        connector._sigterm_notifier_fn(signal.SIGINT, None)
-        assert connector.received_sigterm and not exits
-    assert capfd.readouterr().out.count("interrupted: saving after this step") == 1
-    now[0] = 102
-    connector._sigterm_notifier_fn(signal.SIGINT, None)
-    assert exits == [128 + signal.SIGINT]
 
 
 def test_a_run_killed_twice_has_the_rows_and_losses_of_one(tmp_path):

@@ -17,7 +17,7 @@ from fa_train.models.hf.import_ import load_pretrained, save_pretrained
 from fa_train.models.lora import LoRA, LoRALinear, adapted, adapter_tensors, load_adapter, merge, save_adapter
 from fa_train.optim.adamw import adamw, adamw_bf16
 from tests.memory.support.small import compile_blocks, levers, small_gpt, step, stream
-from tests.models.hf.test_import import ARCHITECTURES, CHECKPOINTS, VOCAB
+from tests.models.hf.support.checkpoints import ARCHITECTURES, CHECKPOINTS, VOCAB
 from tests.support.training import column, composed, tiny
 
 CPU = torch.device("cpu")

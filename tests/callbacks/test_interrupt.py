@@ -1,0 +1,32 @@
+"""Ctrl-C and SIGTERM, by calls of the handler; tests/test_train.py sends them to runs."""
+
+import signal
+from types import SimpleNamespace
+
+from fa_train.callbacks.interrupt import GracefulInterrupt
+
+
+def test_the_second_signal_stops_at_once(monkeypatch, capfd):
+    """Unless it comes with the first, as torchrun passes on what all had from a terminal. A data worker ignores it."""
+    now, exits = [100.0], []
+    monkeypatch.setattr("fa_train.callbacks.interrupt.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("fa_train.callbacks.interrupt.os._exit", exits.append)
+    connector = SimpleNamespace(received_sigterm=False, _sigterm_notifier_fn=None)
+    trainer = SimpleNamespace(
+        world_size=1, is_global_zero=True, _signal_connector=connector, strategy=SimpleNamespace(launcher=None),
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(_broadcast_sigterm_tensor=None)),
+    )  # fmt: skip
+    interrupt = GracefulInterrupt()
+    interrupt.on_fit_start(trainer, None)
+    with monkeypatch.context() as in_worker:
+        in_worker.setattr("fa_train.callbacks.interrupt.os.getpid", lambda: -1)
+        connector._sigterm_notifier_fn(signal.SIGTERM, None)
+    assert not connector.received_sigterm and not capfd.readouterr().out
+    for seconds in (0, 0.5):
+        now[0] = 100 + seconds
+        connector._sigterm_notifier_fn(signal.SIGINT, None)
+        assert connector.received_sigterm and not exits
+    assert capfd.readouterr().out.count("interrupted: saving after this step") == 1
+    now[0] = 102
+    connector._sigterm_notifier_fn(signal.SIGINT, None)
+    assert exits == [128 + signal.SIGINT]

@@ -1,0 +1,111 @@
+"""Export of checkpoints that transformers loads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from fa_train.models.attention import naive_attention
+from fa_train.models.gpt import Family
+from fa_train.models.hf.import_ import load_pretrained, save_pretrained
+from tests.models.hf.support.checkpoints import (
+    FAMILIES,
+    assert_relatively_close,
+    assert_same_weights,
+    cu_seqlens,
+    theirs,
+    tokens,
+)
+from tests.models.test_gpt import build
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_import_and_export_is_bit_identical(name, checkpoint, tmp_path):
+    folder, exported = checkpoint(name, dtype=torch.bfloat16), tmp_path / "exported"
+    save_pretrained(load_pretrained(folder, attention="naive"), exported)
+    for file in ("model.safetensors", "config.json", "generation_config.json"):
+        assert json_or_bytes(exported / file) == json_or_bytes(folder / file), file
+    stream = tokens()
+    assert torch.equal(theirs(exported, stream), theirs(folder, stream))
+
+
+def json_or_bytes(path: Path) -> object:
+    return json.loads(path.read_text()) if path.suffix == ".json" else path.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3"])
+def test_trained_weights_are_exported(name, checkpoint, tmp_path):
+    model = load_pretrained(checkpoint(name), attention="naive")
+    stream = tokens()
+    model(stream, cu_seqlens(), labels=stream.roll(-1)).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(parameter.grad, alpha=1e-3)
+        save_pretrained(model, tmp_path / "exported")
+        assert_relatively_close(model(stream), theirs(tmp_path / "exported", stream))
+
+
+def test_an_export_does_not_mix_with_another(checkpoint):
+    folder = checkpoint("llama")
+    with pytest.raises(ValueError, match="folder must be new or without a model"):
+        save_pretrained(load_pretrained(folder), folder)
+
+
+NATIVE: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-biased-tied": {"bias": True, "tied": True, "n_kv_heads": None},
+    "qwen3": {"qk_norm": True, "head_dim": 32},
+    "arcee": {"activation": "gelu"},
+    "llama-yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "max_seq_len": 32},
+    "gpt2": {"norm": "layernorm", "positions": "learned", "activation": "gelu", "bias": True, "n_kv_heads": None},
+}
+
+
+@pytest.mark.parametrize("name", NATIVE)
+@torch.no_grad()
+def test_own_models_are_exported(name, tmp_path):
+    model = build(**{"attention": naive_attention, "tied": False} | NATIVE[name])
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    save_pretrained(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == name.partition("-")[0]
+    stream = tokens() % 40
+    assert_relatively_close(model(stream), theirs(tmp_path, stream))
+    again = load_pretrained(tmp_path, attention="naive")
+    assert_same_weights(again, model)
+    assert torch.equal(again(stream, cu_seqlens()), model(stream, cu_seqlens()))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param({"norm": "layernorm"}, id="layernorm-and-rope"),
+        pytest.param({"positions": "none"}, id="no-positions"),
+        pytest.param({"qk_norm": True, "activation": "gelu"}, id="qk-norm-and-gelu"),
+        pytest.param({"family": Family(windows=(4, None))}, id="windows"),
+        pytest.param({"family": Family(softmax_scale=0.5)}, id="scale"),
+    ],
+)
+def test_a_model_of_no_family_is_not_exported(arguments, tmp_path):
+    with pytest.raises(ValueError, match="no family of Hugging Face checkpoints is such a model"):
+        save_pretrained(build(**arguments), tmp_path)
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_the_tokenizer_is_exported(tmp_path):
+    words = {"<s>": 0, "</s>": 1, "<unk>": 2, "one": 3, "two": 4}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")), bos_token="<s>", eos_token="</s>"
+    )
+    save_pretrained(build(), tmp_path, tokenizer)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path)("two").input_ids == [4]
+    for file in ("config.json", "generation_config.json"):
+        content = json.loads((tmp_path / file).read_text())
+        assert (content["bos_token_id"], content["eos_token_id"]) == (0, 1), file
+    assert transformers.GenerationConfig.from_pretrained(tmp_path).eos_token_id == 1

@@ -1,0 +1,137 @@
+"""Checkpoints and choices that are refused, each with a message that names the reason."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fa_train.models.hf.import_ import load_pretrained
+from tests.models.hf.support.checkpoints import YARN, edit_config
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        pytest.param("llama", {"num_experts": 8}, r"not supported for model_type=llama: num_experts=8", id="unknown"),
+        pytest.param("llama", {"quantization_config": {"bits": 4}}, "quantization_config=", id="quantized"),
+        pytest.param("mistral", {"layer_types": ["full_attention"] * 3}, "model_type=mistral: layer_types", id="other"),
+        pytest.param("llama", {"model_type": "mixtral"}, "model_type must be one of gpt2, .*; got mixtral", id="model"),
+        pytest.param("llama", {"architectures": ["LlamaModel"]}, "architectures must name LlamaFor", id="head"),
+        pytest.param("llama", {"hidden_act": "relu"}, 'hidden_act must be "silu"; got "relu"', id="activation"),
+        pytest.param("gpt2", {"activation_function": "gelu"}, 'must be "gelu_pytorch_tanh" or .* got "gelu"', id="erf"),
+        pytest.param("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx must be false", id="scale"),
+        pytest.param("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping must be null", id="soft-cap"),
+        pytest.param("gemma3", {"sliding_window": None}, "sliding_window must be a number of tokens", id="no-window"),
+        pytest.param("gemma2", {"sliding_window_size": 9}, "sliding_window_size must be sliding_window=.*; got 9",
+            id="two-windows"),
+        pytest.param("qwen2", {"use_mrope": True}, "use_mrope must be false or null; got true", id="mrope"),
+        pytest.param("gpt2", {"n_special": 3}, "n_special must be 0; got 3", id="more-tokens"),
+        pytest.param("gemma2", {"use_bidirectional_attention": True}, "bidirectional_attention must be", id="two-way"),
+        pytest.param("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0, "short_factor": [1.0],
+            "long_factor": [1.0], "factor": 1.0, "original_max_position_embeddings": 8}},
+            "rope_type must be one of default, linear, dynamic, yarn, llama3; got longrope", id="rope-type"),
+        pytest.param("llama", {"rope_parameters": YARN | {"beta_medium": 3}}, "unknown: beta_medium", id="rope-field"),
+        pytest.param("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0; got 0.5", id="part"),
+        pytest.param("llama", {"num_hidden_layers": "three"}, "num_hidden_layers", id="type"),
+        pytest.param("llama", {"num_attention_heads": 5}, "multiple of the number of attention heads", id="heads"),
+        pytest.param("llama", {"intermediate_size": 40},
+            r"layers.0.mlp.down_proj.weight must be \(32, 40\) by config.json; got \(32, 48\)", id="shape"),
+        pytest.param("llama", {"attention_bias": True}, r"tensors are missing, .*proj.bias", id="missing-tensor"),
+        pytest.param("llama", {"num_hidden_layers": 2}, r"layers\.2\.\S+ has no place in this", id="extra-tensor"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_named(name, fields, message, checkpoint):
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(edit_config(checkpoint(name), **fields))
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def garbled(path: Path) -> None:
+    path.write_bytes(b"\xff" * 64)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        pytest.param(truncated, "model-00002-of-.*safetensors is not a whole safetensors file", id="truncated"),
+        pytest.param(garbled, "model-00002-of-.*safetensors is not a whole safetensors file", id="garbled"),
+        pytest.param(
+            Path.unlink, "model-00002-of-.*safetensors is missing; model.safetensors.index.json", id="missing"
+        ),
+        pytest.param(
+            lambda path: save_file({"x": torch.ones(1)}, path),
+            "model-00002-of-.* must hold .*index.json says",
+            id="wrong",
+        ),
+    ],
+)
+def test_a_corrupt_shard_is_named(damage, message, checkpoint):
+    folder = checkpoint("llama", max_shard_size="20kB")
+    damage(next(folder.glob("model-00002-of-*.safetensors")))
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(folder)
+
+
+def test_integer_weights_are_named(checkpoint):
+    path = checkpoint("llama") / "model.safetensors"
+    save_file(load_file(path) | {"model.norm.weight": torch.ones(32, dtype=torch.int8)}, path)
+    with pytest.raises(ValueError, match=r"model.norm.weight must be of float32, .*int8: it is quantized"):
+        load_pretrained(path.parent)
+
+
+def test_a_transposed_tensor_of_another_shape_is_named(checkpoint):
+    path = checkpoint("gpt2") / "model.safetensors"
+    save_file(load_file(path) | {"transformer.h.1.mlp.c_fc.weight": torch.ones(32, 96)}, path)
+    with pytest.raises(ValueError, match=r"h.1.mlp.c_fc.weight must be \(32, 128\) by config.json; got \(32, 96\)"):
+        load_pretrained(path.parent)
+
+
+def test_parts_of_one_matrix_must_be_of_one_dtype(checkpoint):
+    path = checkpoint("llama") / "model.safetensors"
+    name = "model.layers.1.self_attn.v_proj.weight"
+    tensors = load_file(path)
+    save_file(tensors | {name: tensors[name].bfloat16()}, path)
+    with pytest.raises(ValueError, match=r"v_proj.weight must be torch.float32, .* choose a dtype; got torch.bfloat16"):
+        load_pretrained(path.parent)
+    load_pretrained(path.parent, dtype="float32")
+
+
+def test_folders_without_a_checkpoint(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match=r"must hold config\.json"):
+        load_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json is not JSON"):
+        load_pretrained(tmp_path)
+    folder = checkpoint("llama")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"found only pytorch_model.bin, which is not read"):
+        load_pretrained(folder)
+    with pytest.raises(
+        ValueError, match="must be a folder with a checkpoint or a name on the Hugging Face hub; got a/b/c"
+    ):
+        load_pretrained("a/b/c")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param({"vocab_size": 62}, "tokenizer has 62 tokens, .* only 61. Choose data.tok", id="vocabulary"),
+        pytest.param({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16; got int8", id="dtype"),
+        pytest.param({"attention": "fast"}, "attention must be one of flash, sdpa, naive .* got fast", id="attention"),
+        pytest.param({"rope_scaling": {"rope_type": "yarn"}}, "missing: factor", id="scaling"),
+    ],
+)  # fmt: skip
+def test_impossible_choices(options, message, checkpoint):
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(checkpoint("llama"), **options)
+
+
+def test_choices_that_a_family_cannot_do(checkpoint):
+    with pytest.raises(ValueError, match=r"attention=sdpa cannot cap scores, and this model caps them at 0.4"):
+        load_pretrained(checkpoint("gemma2"), attention="sdpa")
+    with pytest.raises(ValueError, match=r"rope_scaling needs a checkpoint with RoPE; got model_type=gpt2"):
+        load_pretrained(checkpoint("gpt2"), rope_scaling={"rope_type": "linear", "factor": 2.0})
