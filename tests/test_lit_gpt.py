@@ -112,16 +112,18 @@ def test_a_batch_of_one_document_is_known_to_be_one(ends, one, monkeypatch):
     [batch] = batches(1)
     loss = lit.loss_sum(batch)
     lit.loss_sum(batch | {"cu_seqlens": torch.tensor(ends, dtype=torch.int32)})
-    assert [schedule.one_document for schedule in seen] == [True, one]
+    assert [schedule.is_one_causal_document for schedule in seen] == [True, one]
     torch.testing.assert_close(
         loss, model(*(batch[name] for name in ("tokens", "cu_seqlens", "position_ids", "labels")))
     )
 
 
 @pytest.mark.parametrize(
-    ("known", "documents"), [({"mean_seqlen": 16}, ["medium", "long"]), ({}, ["short", "short"])], ids=["known", "not"]
+    ("known", "length_classes"),
+    [({"mean_seqlen": 16}, ["medium", "long"]), ({}, ["short", "short"])],
+    ids=["known", "not"],
 )
-def test_the_length_of_documents_chooses_the_kernels(known, documents, monkeypatch):
+def test_the_length_of_documents_chooses_the_kernels(known, length_classes, monkeypatch):
     """cu_seqlens are padded, so that they say little; a window of 10 tokens sees no more of any document."""
     monkeypatch.setattr(schedules, "SHORT_DOCUMENT", 8)
     monkeypatch.setattr(schedules, "LONG_DOCUMENT", 12)
@@ -131,4 +133,4 @@ def test_the_length_of_documents_chooses_the_kernels(known, documents, monkeypat
     lit = LitGPT(model, torch.optim.SGD, torch.optim.lr_scheduler.LambdaLR, compile_model=False, seed=0)
     [batch] = batches(1)
     lit.loss_sum(batch | {"cu_seqlens": torch.tensor([0, 16, TOTAL, TOTAL], dtype=torch.int32)} | known)
-    assert [schedule.documents for schedule in seen] == documents
+    assert [schedule.length_class for schedule in seen] == length_classes

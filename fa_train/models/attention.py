@@ -103,7 +103,7 @@ def sdpa_attention(
     """
     require_softcap(sdpa_attention, softcap)
     n_heads, n_kv_heads = q.shape[1], k.shape[1]
-    if schedule.one_document:
+    if schedule.is_one_causal_document:
         o = F.scaled_dot_product_attention(
             _heads_first(q),
             _heads_first(k),

@@ -41,7 +41,7 @@ from fa_kernels.flash_attention import backend
 from fa_kernels.flash_attention.hopper.backward import choose as hopper_bwd
 from fa_kernels.flash_attention.hopper.backward import items, wide
 from fa_kernels.flash_attention.hopper.forward import kernel as hopper_fwd
-from fa_kernels.flash_attention.schedule import WORK_TILE, document_length
+from fa_kernels.flash_attention.schedule import WORK_TILE, length_class_of
 from fa_kernels.flash_attention.tiles import SHARED_LIMIT, Pass, key_passes, tile_config
 from scripts.bench.attention import MODEL_DIM
 from scripts.bench.provenance import describe
@@ -214,7 +214,7 @@ def _hopper_backward(case: Case) -> dict[str, int]:
 def _blocks(case: Case, arch: Arch, direction: Pass) -> tuple[int, int]:
     """Queries and keys of a block."""
     if case.method == "hopper":
-        tiles = hopper_fwd.forward_tiles(case.head_dim, document_length(case.seqlen))
+        tiles = hopper_fwd.forward_tiles(case.head_dim, length_class_of(case.seqlen))
         return tiles.consumers * hopper_fwd.ROWS, tiles.block_n
     config = tile_config(arch, case.head_dim, direction, ITEM)
     return config.block_m, config.block_n

@@ -15,7 +15,7 @@ from fa_kernels.flash_attention import backend, schedule
 from fa_kernels.flash_attention.checks import FP8
 from fa_kernels.flash_attention.portable import backward, forward
 from fa_kernels.flash_attention.reference import attention_reference
-from fa_kernels.flash_attention.schedule import DocumentLength
+from fa_kernels.flash_attention.schedule import LengthClass
 from tests.gpu_check.variants import Tiles, Width
 from tests.kernels.support.attention_check import DEVICE, attend, compare, cumulative
 
@@ -39,7 +39,7 @@ def check_portable(
 def check_hopper(
     dtype: torch.dtype,
     head_dim: int,
-    documents: DocumentLength,
+    length_class: LengthClass,
     several: bool,
     features: Sequence[str],
     heads: tuple[int, int],
@@ -49,7 +49,7 @@ def check_hopper(
     lengths = LONGER_SEVERAL if several else LONGER_ONE
     with (
         _backend("hopper"),
-        patch.object(schedule, "document_length", lambda _: documents),
+        patch.object(schedule, "length_class_of", lambda _: length_class),
         patch.dict(schedule._KEPT, clear=True),  # keyed by shapes, not by the class of lengths
     ):
         _check(dtype, (head_dim, head_dim), lengths, several, features, heads, options)

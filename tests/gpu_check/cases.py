@@ -12,7 +12,7 @@ from fa_kernels.device import is_hopper
 from fa_kernels.flash_attention.checks import FP8
 from fa_kernels.flash_attention.hopper.backward.choose import HEAD_DIMS as HOPPER_HEAD_DIMS
 from fa_kernels.flash_attention.hopper.forward.kernel import forward_tiles
-from fa_kernels.flash_attention.schedule import DocumentLength
+from fa_kernels.flash_attention.schedule import LengthClass
 from tests.gpu_check.attention import HEADS, check_hopper, check_portable
 from tests.gpu_check.decode import check_decode
 from tests.gpu_check.fused import check_rmsnorm, check_rotary, check_swiglu
@@ -70,8 +70,8 @@ def hopper_cases() -> Iterator[Case]:
     heads = cycle(HEADS)
     for dtype, head_dim in product(HALF, HOPPER_HEAD_DIMS):
         seen = set()
-        for documents, wide_o in product(get_args(DocumentLength), (False, True)):
-            tiles = forward_tiles(head_dim, documents, wide_o)
+        for length_class, wide_o in product(get_args(LengthClass), (False, True)):
+            tiles = forward_tiles(head_dim, length_class, wide_o)
             if tiles in seen or (wide_o and tiles.o_in_q):
                 continue
             seen.add(tiles)
@@ -80,9 +80,9 @@ def hopper_cases() -> Iterator[Case]:
                 options: dict[str, Any] = {"deterministic": sinks != wide_o}
                 if wide_o:
                     options["out_dtype"] = torch.float32
-                name = f"hopper {_name(dtype)} {head_dim} {documents} {'several' if several else 'one'}"
+                name = f"hopper {_name(dtype)} {head_dim} {length_class} {'several' if several else 'one'}"
                 name += f" {'+'.join(features)} {'o in fp32' if wide_o else ''} {options['deterministic']=}"
-                run = partial(check_hopper, dtype, head_dim, documents, several, features, next(heads), options)
+                run = partial(check_hopper, dtype, head_dim, length_class, several, features, next(heads), options)
                 yield Case(name, run)
 
 

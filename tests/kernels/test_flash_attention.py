@@ -324,7 +324,7 @@ def test_both_passes_know_whether_there_are_several_documents(lengths, several, 
         original = getattr(backend, name)
 
         def spy(*arguments, original=original):
-            known.extend(x.several_documents for x in arguments if isinstance(x, Schedule))
+            known.extend(x.crosses_documents for x in arguments if isinstance(x, Schedule))
             return original(*arguments)
 
         monkeypatch.setattr(backend, name, spy)

@@ -120,7 +120,7 @@ def test_keys_of_short_documents_stay_in_the_order_of_the_stream():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "arguments", "documents"),
+    ("lengths", "arguments", "length_class"),
     [
         ([LONG_DOCUMENT], {"causal": True}, "long"),
         ([LONG_DOCUMENT] * 2, {"causal": False}, "long"),
@@ -138,34 +138,34 @@ def test_keys_of_short_documents_stay_in_the_order_of_the_stream():
         ([SHORT_DOCUMENT, SHORT_DOCUMENT + 1], {"causal": True}, "short"),
     ],
 )
-def test_the_host_knows_the_length_of_documents(lengths, arguments, documents):
+def test_the_host_knows_the_length_of_documents(lengths, arguments, length_class):
     total = sum(lengths)
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     schedule = build_schedule(cu, cu, total, total, **arguments)
-    assert schedule.documents == documents
-    again = Schedule.from_tensors(schedule.tensors(), schedule.several_documents, schedule.documents)
+    assert schedule.length_class == length_class
+    again = Schedule.from_tensors(schedule.tensors(), schedule.crosses_documents, schedule.length_class)
     assert all(a is b for a, b in zip(again[:9], schedule[:9], strict=True))
 
 
 @pytest.mark.parametrize(("cu", "expected"), [(None, True), ([0, 5], False)])
 def test_one_document_is_known_from_the_call_alone(cu, expected):
     cu = None if cu is None else torch.tensor(cu, dtype=torch.int32)
-    assert causal_schedule(cu, 5, torch.device("cpu")).one_document is expected
+    assert causal_schedule(cu, 5, torch.device("cpu")).is_one_causal_document is expected
 
 
 @pytest.mark.parametrize("cu", [[0, 5], [0, 3], [0, 2, 5]], ids=str)
 def test_given_documents_may_end_before_the_tokens_do(cu):
     """NaN behind the last document must stay there, and only the GPU knows where that is."""
     cu = torch.tensor(cu, dtype=torch.int32)
-    assert causal_schedule(cu, 5, CPU).several_documents
-    assert build_schedule(cu, cu, 5, 5, causal=False).several_documents
-    assert build_schedule(cu, cu, 5, 5, causal=False, padded=False).several_documents is (cu.numel() > 2)
+    assert causal_schedule(cu, 5, CPU).crosses_documents
+    assert build_schedule(cu, cu, 5, 5, causal=False).crosses_documents
+    assert build_schedule(cu, cu, 5, 5, causal=False, padded=False).crosses_documents is (cu.numel() > 2)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_dense_documents_fill_the_tokens(batch):
-    assert causal_schedule(None, 5, CPU).several_documents is False
-    assert dense_schedule(batch, 5, 7, CPU, causal=True).several_documents is (batch > 1)
+    assert causal_schedule(None, 5, CPU).crosses_documents is False
+    assert dense_schedule(batch, 5, 7, CPU, causal=True).crosses_documents is (batch > 1)
 
 
 CALLS = st.tuples(st.integers(1, 3), st.integers(1, 200), st.integers(1, 200), st.booleans(), st.integers(-1, 4))

@@ -36,7 +36,7 @@ def forward(
     """
     tensors = q, k, v, features.sinks, features.descale, *features.alibi
     o, lse = replayed(
-        ("forward", out_dtype, schedule.documents, *_kind(tensors, schedule, features)),
+        ("forward", out_dtype, schedule.length_class, *_kind(tensors, schedule, features)),
         (*tensors, *schedule[:7]),
         lambda: _forward(q, k, v, schedule, features, out_dtype),
     )
@@ -140,7 +140,7 @@ def _kind(tensors: Sequence[Tensor | None], schedule: Schedule, features: Featur
         schedule.query_tiles.numel(),
         schedule.key_tiles.numel(),
         schedule.wide_query_tiles.numel(),
-        schedule.several_documents,
+        schedule.crosses_documents,
         features.softmax_scale,
         features.softcap,
         getenv(VARIABLE),  # in a tenth of os.environ's time

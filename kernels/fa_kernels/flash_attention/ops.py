@@ -17,7 +17,7 @@ from fa_kernels.flash_attention import backend
 from fa_kernels.flash_attention.checks import require_consistent, require_differentiable
 from fa_kernels.flash_attention.delta import sink_gradient
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.schedule import DocumentLength, Schedule
+from fa_kernels.flash_attention.schedule import LengthClass, Schedule
 from fa_kernels.torch_private import (
     apply_without_transforms,
     may_be_watched,
@@ -41,16 +41,16 @@ def forward_operator(
     softcap: float,
     out_dtype: torch.dtype,
     deterministic: bool,
-    several_documents: bool,
-    documents: str,
+    crosses_documents: bool,
+    length_class: str,
 ) -> tuple[Tensor, Tensor]:
     """(total_q, n_heads, head_dim), k, v (total_k, n_kv_heads, head_dim) -> o in out_dtype, lse (n_heads, total_q).
 
-    deterministic is for the gradients: those outputs are repeatable in any case. several_documents and documents are
+    deterministic is for the gradients: those outputs are repeatable in any case. crosses_documents and length_class are
     the schedule's.
     """
     features = Features(softmax_scale, softcap, sinks, alibi, descale)
-    full_schedule = Schedule.from_tensors(schedule, several_documents, cast(DocumentLength, documents))
+    full_schedule = Schedule.from_tensors(schedule, crosses_documents, cast(LengthClass, length_class))
     return backend.forward(q, k, v, full_schedule, features, out_dtype)
 
 
@@ -67,8 +67,8 @@ def _forward_fake(
     softcap: float,
     out_dtype: torch.dtype,
     deterministic: bool,
-    several_documents: bool,
-    documents: str,
+    crosses_documents: bool,
+    length_class: str,
 ) -> tuple[Tensor, Tensor]:
     total, n_heads, _ = q.shape
     o = q.new_empty(total, n_heads, v.shape[-1], dtype=out_dtype)
@@ -109,10 +109,10 @@ def backward_operator(
     softmax_scale: float,
     softcap: float,
     deterministic: bool,
-    several_documents: bool,
+    crosses_documents: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of both outputs -> dq, dk, dv, dense, and dsinks (n_heads,), of no elements without sinks."""
-    full_schedule = Schedule.from_tensors(schedule, several_documents)
+    full_schedule = Schedule.from_tensors(schedule, crosses_documents)
     features = Features(softmax_scale, softcap, sinks, alibi)
     dq, dk, dv, dsinks = _gradients(do, dlse, q, k, v, o, lse, full_schedule, features, deterministic)
     return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
@@ -133,7 +133,7 @@ def _backward_fake(
     softmax_scale: float,
     softcap: float,
     deterministic: bool,
-    several_documents: bool,
+    crosses_documents: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = lse.new_empty(0 if sinks is None else sinks.shape[0])
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
@@ -141,7 +141,7 @@ def _backward_fake(
 
 def _save(ctx, inputs, output) -> None:
     q, k, v, schedule, alibi, sinks, _, *options = inputs
-    ctx.softmax_scale, ctx.softcap, _, deterministic, ctx.several_documents, _ = options
+    ctx.softmax_scale, ctx.softcap, _, deterministic, ctx.crosses_documents, _ = options
     ctx.deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     ctx.save_for_backward(q, k, v, *output, sinks, *schedule, *alibi)
     ctx.n_schedule = len(schedule)
@@ -152,7 +152,7 @@ def _backward(ctx, do: Tensor | None, dlse: Tensor | None):
     q, k, v, o, lse, sinks, *rest = ctx.saved_tensors
     tensors, alibi = rest[: ctx.n_schedule], rest[ctx.n_schedule :]
     dq, dk, dv, dsinks = _gradients_of_inputs(
-        do, dlse, q, k, v, o, lse, Schedule.from_tensors(tensors, ctx.several_documents),
+        do, dlse, q, k, v, o, lse, Schedule.from_tensors(tensors, ctx.crosses_documents),
         Features(ctx.softmax_scale, ctx.softcap, sinks, alibi), ctx.deterministic,
     )  # fmt: skip
     return dq, dk, dv, [None] * len(tensors), [None] * len(alibi), dsinks, *[None] * 7
@@ -181,7 +181,7 @@ def _gradients_of_inputs(
         return _gradients(do, dlse, q, k, v, o, lse, schedule, features, deterministic)
     dq, dk, dv, dsinks = backward_operator(
         backend.packed(do), dlse, *map(backend.packed, (q, k, v, o)), lse, schedule.tensors(), features.alibi,
-        features.sinks, features.softmax_scale, features.softcap, deterministic, schedule.several_documents,
+        features.sinks, features.softmax_scale, features.softcap, deterministic, schedule.crosses_documents,
     )  # fmt: skip
     dq, dk, dv = dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
     return dq, dk, dv, None if features.sinks is None else dsinks
@@ -243,8 +243,8 @@ def _outputs(
     require_consistent(q, k, v, features.sinks)
     o, lse = forward_operator(
         *map(backend.packed, (q, k, v)), schedule.tensors(), features.alibi, features.sinks, features.descale,
-        features.softmax_scale, features.softcap, out_dtype, deterministic, schedule.several_documents,
-        schedule.documents,
+        features.softmax_scale, features.softcap, out_dtype, deterministic, schedule.crosses_documents,
+        schedule.length_class,
     )  # fmt: skip
     return o.view(*q.shape[:-1], o.shape[-1]), lse
 

@@ -31,7 +31,7 @@ VERY_LONG_DOCUMENT = 2**16
 KEPT_TOKENS = 2**18
 KEPT_SCHEDULES = 8
 
-DocumentLength = Literal["short", "medium", "long", "very_long"]
+LengthClass = Literal["short", "medium", "long", "very_long"]
 
 
 class Schedule(NamedTuple):
@@ -51,11 +51,11 @@ class Schedule(NamedTuple):
     query_tiles: Tensor
     key_tiles: Tensor
     wide_query_tiles: Tensor
-    documents: DocumentLength  # as far as the host knows, for a choice of kernels that waits for nothing
+    length_class: LengthClass  # as far as the host knows, for a choice of kernels that waits for nothing
     # whether tokens may not see each other for another reason than their order, as far as shapes tell: of several
     # documents, or behind the last. Hopper's kernels then keep NaN from leaving one within a tile
-    several_documents: bool
-    one_document: bool  # known without looking at the GPU to be one causal document: scaled_dot_product's is_causal
+    crosses_documents: bool
+    is_one_causal_document: bool  # known on the host: scaled_dot_product_attention may take is_causal
 
     def tensors(self) -> list[Tensor]:
         """What an operator can take: the seven tensors, in order."""
@@ -63,13 +63,13 @@ class Schedule(NamedTuple):
 
     @classmethod
     def from_tensors(
-        cls, tensors: Sequence[Tensor], several_documents: bool, documents: DocumentLength = "medium"
+        cls, tensors: Sequence[Tensor], crosses_documents: bool, length_class: LengthClass = "medium"
     ) -> "Schedule":
-        """The inverse of `tensors`; nothing but the forward pass asks for `documents`."""
+        """The inverse of `tensors`; nothing but the forward pass asks for `length_class`."""
         key_start, key_end, query_start, query_end, query_tiles, key_tiles, wide_query_tiles = tensors
         ranges = key_start, key_end, query_start, query_end
         orders = query_tiles, key_tiles, wide_query_tiles
-        return cls(*ranges, *orders, documents, several_documents, one_document=False)
+        return cls(*ranges, *orders, length_class, crosses_documents, is_one_causal_document=False)
 
 
 _KEPT: dict[Hashable, Schedule] = {}  # by `_key_of`
@@ -97,7 +97,7 @@ def build_schedule(
     left, right = window_size
     if causal:
         right = 0
-    several_documents = padded or cu_seqlens_k.numel() > 2
+    crosses_documents = padded or cu_seqlens_k.numel() > 2
     mean = total_k // max(1, cu_seqlens_k.numel() - 1)  # padded cu_seqlens count as shorter documents
     # wrong ones may give wrong results, but never ranges outside of q, k and v
     queries = _Side.of(cu_seqlens_q.clamp(0, total_q), total_q)
@@ -122,16 +122,16 @@ def build_schedule(
         query_tiles=document_by_document(length, WORK_TILE),
         key_tiles=key_tiles,
         wide_query_tiles=document_by_document(length, WIDE_TILE),
-        documents=document_length(_in_sight(mean if seqlen is None else seqlen, left, right)),
-        several_documents=several_documents,
-        one_document=False,
+        length_class=length_class_of(_in_sight(mean if seqlen is None else seqlen, left, right)),
+        crosses_documents=crosses_documents,
+        is_one_causal_document=False,
     )
 
 
 def causal_schedule(cu_seqlens: Tensor | None, total: int, device: torch.device, seqlen: int | None = None) -> Schedule:
     """The schedule of causal self-attention over a packed stream of `total` tokens; None is one document."""
     if cu_seqlens is None:
-        return dense_schedule(1, total, total, device, causal=True)._replace(one_document=True)
+        return dense_schedule(1, total, total, device, causal=True)._replace(is_one_causal_document=True)
     return build_schedule(cu_seqlens, cu_seqlens, total, total, causal=True, seqlen=seqlen)
 
 
@@ -255,7 +255,7 @@ def _in_sight(length: int, left: int, right: int) -> int:
     return length if left < 0 or right < 0 else min(length, left + right + 1)
 
 
-def document_length(in_sight: int) -> DocumentLength:
+def length_class_of(in_sight: int) -> LengthClass:
     """By the keys that a query may see."""
     if in_sight <= SHORT_DOCUMENT:
         return "short"

@@ -273,8 +273,8 @@ def test_each_option_is_another_kind(monkeypatch):
     forwards = [
         (x, schedule, plain, torch.float32),
         (x, schedule, plain, torch.bfloat16),
-        (x, schedule._replace(documents="long"), plain, torch.float32),
-        (x, schedule._replace(several_documents=True), plain, torch.float32),
+        (x, schedule._replace(length_class="long"), plain, torch.float32),
+        (x, schedule._replace(crosses_documents=True), plain, torch.float32),
         (x, schedule, plain._replace(softmax_scale=2.0), torch.float32),
         (x, schedule, plain._replace(softcap=2.0), torch.float32),
         (x, schedule, plain._replace(sinks=sinks), torch.float32),

@@ -8,7 +8,7 @@ import torch
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.hopper.backward import choose as bwd
 from fa_kernels.flash_attention.hopper.forward import kernel as fwd
-from fa_kernels.flash_attention.schedule import DocumentLength, build_schedule, causal_schedule
+from fa_kernels.flash_attention.schedule import LengthClass, build_schedule, causal_schedule
 
 NEEDS_SM_90 = [
     pytest.mark.gpu,
@@ -21,8 +21,8 @@ NEEDS_SM_90 = [
 def tiles_of(head_dim: int) -> set[fwd.ForwardTiles]:
     """Those of the forward pass, for documents of any length and any o."""
     return {
-        fwd.forward_tiles(head_dim, documents, wide_o)
-        for documents in get_args(DocumentLength)
+        fwd.forward_tiles(head_dim, length_class, wide_o)
+        for length_class in get_args(LengthClass)
         for wide_o in (False, True)
     }
 

@@ -35,7 +35,7 @@ def main(head_dim, dtype, softcap):
         [16384], [16384], int(head_dim), getattr(torch, dtype), float(softcap)
     )
     q, k, v = tensors[2:5]
-    schedule = schedule._replace(several_documents=False)  # of several NaN is repaired (nan_marks.py), this fault's too
+    schedule = schedule._replace(crosses_documents=False)  # of several NaN is repaired (nan_marks.py), this fault's too
 
     def forward():
         return fwd.attention_forward(q, k, v, schedule, features, q.dtype)

@@ -335,7 +335,7 @@ def attention_backward(
                 schedule.key_tiles, n_tiles, section // (n_heads // n_kv_heads),
                 HAS_DK=direction != "dv", HAS_DV=direction != "dk",
                 **backward_constants(q, v, features), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-                CONTAIN=schedule.several_documents, PARTS=WORK_TILE // tiles.block_n,
+                CONTAIN=schedule.crosses_documents, PARTS=WORK_TILE // tiles.block_n,
                 num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             )  # fmt: skip
     tiles = launch_tiles(q.device, head_dim, v_head_dim, "dq", q.element_size())
@@ -346,7 +346,7 @@ def attention_backward(
             *scores, dq, schedule.key_start, schedule.key_end, *backward_arguments(q, k, v, do, n_heads, features),
             schedule.query_tiles, n_tiles, section,
             **backward_constants(q, v, features), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            CONTAIN=schedule.several_documents, PARTS=WORK_TILE // tiles.block_m,
+            CONTAIN=schedule.crosses_documents, PARTS=WORK_TILE // tiles.block_m,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return dq, dk, dv

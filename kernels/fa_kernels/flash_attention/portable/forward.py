@@ -171,7 +171,7 @@ def attention_forward(
             _fwd_kernel, (grid,),
             *forward_arguments(q, k, v, o, lse, schedule, features),
             schedule.query_tiles, n_tiles, heads_per_section(k, v, n_heads),
-            **forward_constants(q, v, features, tiles), CONTAIN=schedule.several_documents,
+            **forward_constants(q, v, features, tiles), CONTAIN=schedule.crosses_documents,
             PARTS=WORK_TILE // tiles.block_m, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return o, lse

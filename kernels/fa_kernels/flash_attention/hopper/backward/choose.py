@@ -51,14 +51,14 @@ def attention_backward(
     is_wide = head_dim == wide.HEAD_DIM
     sums = not is_wide and fused.tiles_of(head_dim, q.dtype, features.softcap) is not None
     # for their gradient, for repairs, and for the kernel of dq alone, which needs no copy for TMA
-    keeps_delta = features.sinks is not None or schedule.several_documents or not sums
+    keeps_delta = features.sinks is not None or schedule.crosses_documents or not sums
     prepared = prepare(o, do, dlse, lse, sums=sums, ordered=deterministic, keeps_delta=keeps_delta)
     rows, delta, dq_sum, _ = prepared
     do = do.to(q.dtype)
     if not loadable(do):
         do = do.clone(memory_format=torch.contiguous_format)
     spoiled_q = spoiled_k = None
-    if schedule.several_documents:
+    if schedule.crosses_documents:
         spoiled_q, spoiled_k = (new_marks(x.shape[1], x.shape[0], x.device) for x in (q, k))
     if dq_sum is not None:
         dk, dv = fused.gradients_of_keys(do, q, k, v, prepared, spoiled_k, schedule, features)

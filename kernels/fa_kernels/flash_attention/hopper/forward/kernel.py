@@ -54,7 +54,7 @@ from fa_kernels.flash_attention.hopper.primitives.barriers import WARPGROUP, han
 from fa_kernels.flash_attention.hopper.primitives.queue import field, item_of, new_queue, post, programs_of, read, take
 from fa_kernels.flash_attention.nan_isolation import new_marks
 from fa_kernels.flash_attention.portable.repair import repair_forward
-from fa_kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE, DocumentLength, Schedule
+from fa_kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE, LengthClass, Schedule
 from fa_kernels.flash_attention.tile_order import heads_per_section, tile_and_head
 from fa_kernels.launch.descriptors import loadable, parts_of_heads
 from fa_kernels.launch.record import launch
@@ -115,8 +115,8 @@ _LONG = {
     96: ForwardTiles(64, 3, 6, "wide_query_tiles", turns=True, pv_first=True),
 }
 WIDE_O_STAGES = 4  # at most, where o is of fp32 and takes the room of more
-# where documents are not of medium length (schedule.document_length) and these are faster
-OTHER_TILES: dict[DocumentLength, dict[int, ForwardTiles]] = {
+# where documents are not of medium length (schedule.length_class_of) and these are faster
+OTHER_TILES: dict[LengthClass, dict[int, ForwardTiles]] = {
     "short": {
         64: ForwardTiles(64, 3, 4, "wide_query_tiles", ranged=True, max_first=True),
         96: ForwardTiles(64, 2, 4, "query_tiles", ranged=True),
@@ -131,9 +131,9 @@ OTHER_TILES: dict[DocumentLength, dict[int, ForwardTiles]] = {
 }
 
 
-def forward_tiles(head_dim: int, documents: DocumentLength, wide_o: bool = False) -> ForwardTiles:
+def forward_tiles(head_dim: int, length_class: LengthClass, wide_o: bool = False) -> ForwardTiles:
     """What attention_forward takes; wide_o: whether o is of fp32."""
-    tiles = OTHER_TILES[documents].get(head_dim, FORWARD_TILES[head_dim])
+    tiles = OTHER_TILES[length_class].get(head_dim, FORWARD_TILES[head_dim])
     return replace(tiles, stages=min(tiles.stages, WIDE_O_STAGES)) if wide_o else tiles
 
 
@@ -495,7 +495,7 @@ def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """(total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o in out_dtype, lse fp32."""
-    tiles = forward_tiles(q.shape[2], schedule.documents, out_dtype == torch.float32)
+    tiles = forward_tiles(q.shape[2], schedule.length_class, out_dtype == torch.float32)
     return run_forward(q, k, v, schedule, features, out_dtype, tiles)
 
 
@@ -516,10 +516,10 @@ def run_forward(
     assert tiles.consumers * ROWS == (WIDE_TILE if tiles.order == "wide_query_tiles" else WORK_TILE), tiles
     n_tiles = order.numel()
     # heads of a tile run together, and tiles of a document: what they share of K and V stays in L2
-    section = heads_per_section(k, v, n_heads) if schedule.documents == "very_long" else n_heads
+    section = heads_per_section(k, v, n_heads) if schedule.length_class == "very_long" else n_heads
     n_items = n_tiles * n_heads
     programs, counter = programs_of(n_items, q.device, tiles.dynamic)
-    spoiled = new_marks(n_heads, total_q, q.device) if schedule.several_documents else None
+    spoiled = new_marks(n_heads, total_q, q.device) if schedule.crosses_documents else None
     descs, rest = parts_of_heads((q, ROWS), (k, tiles.block_n), (v, tiles.block_n), (o, ROWS))
     launch(
         _fwd_kernel, (programs,),
