@@ -3,14 +3,14 @@
 import triton
 
 
-def split_width(width: int, itemsize: int = 2) -> tuple[int, int]:
+def split_columns(width: int, itemsize: int = 2) -> tuple[int, int]:
     """The two powers of two, the second perhaps 0, that hold `width` columns with the least padding.
 
     Each part has at least 16 columns, or 32 in fp8 (itemsize 1), because tl.dot takes no fewer.
 
-    >>> [split_width(d) for d in (8, 64, 80, 96, 104, 192)]
+    >>> [split_columns(d) for d in (8, 64, 80, 96, 104, 192)]
     [(16, 0), (64, 0), (64, 16), (64, 32), (128, 0), (128, 64)]
-    >>> [split_width(d, itemsize=1) for d in (8, 40, 80)]
+    >>> [split_columns(d, itemsize=1) for d in (8, 40, 80)]
     [(32, 0), (64, 0), (64, 32)]
     """
     least = 32 if itemsize == 1 else 16

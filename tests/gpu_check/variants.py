@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fa_kernels.columns_of_head import split_width
+from fa_kernels.columns_of_head import split_columns
 from fa_kernels.device import Arch, arch_of
 from fa_kernels.flash_attention.portable.decode import decode_tiles, padded_width
 from fa_kernels.flash_attention.tiles import SHARED_LIMIT, Pass, TileConfig, fit, key_passes, shared_bytes, tile_config
@@ -104,7 +104,7 @@ def _decode_tiles(arch: Arch, width: Width, itemsize: int, paged: bool, size: in
 
 
 def _fills_its_parts(width: Width, itemsize: int) -> bool:
-    return all(sum(split_width(columns, itemsize)) == columns for columns in width)
+    return all(sum(split_columns(columns, itemsize)) == columns for columns in width)
 
 
 def _fits(tiles: TileConfig, width: Width, direction: Pass, itemsize: int, device: torch.device) -> bool:

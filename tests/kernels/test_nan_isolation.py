@@ -1,4 +1,4 @@
-"""The portable kernels contain NaN among several documents, whether dK and dV are taken at once or apart."""
+"""The portable kernels isolate NaN among several documents, whether dK and dV are taken at once or apart."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from fa_kernels.flash_attention.portable import backward, forward
 from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_kernels.flash_attention.tiles import key_passes
 
-LENGTHS, SPOILED = [20, 17, 13], slice(20, 37)  # all in the same tiles, of which the second document is spoiled
+LENGTHS, WITH_NAN = [20, 17, 13], slice(20, 37)  # all in the same tiles; the second document has NaN
 TOTAL = sum(LENGTHS)
 FEATURES = Features(0.2, 0.0, None, ())
 AT_ONCE, APART = 24, 200  # head_dim
@@ -41,12 +41,12 @@ def test_nan_stays_in_its_document_and_shows_there(head_dim, index, value, devic
     tensors, schedule = inputs(head_dim, device), causal_schedule(documents(device), TOTAL, device)
     exact = run(tensors, schedule)
     tensors[index][25, 0, 3] = value
-    spoiled = run(tensors, schedule)
-    for ours, clean in zip(spoiled, exact, strict=True):
+    outputs = run(tensors, schedule)
+    for ours, clean in zip(outputs, exact, strict=True):
         for others in (slice(0, 20), slice(37, TOTAL)):
             torch.testing.assert_close(ours[others], clean[others], rtol=0.0, atol=0.0)
     if value != value:
-        _, dq, dk, dv = (torch.isnan(x[SPOILED, 0]).any(1) for x in spoiled)
+        _, dq, dk, dv = (torch.isnan(x[WITH_NAN, 0]).any(1) for x in outputs)
         assert dq[5] and dk[:6].all()
         assert dv[:6].all() or index == 2, "dV depends on all but V"
 
@@ -54,16 +54,16 @@ def test_nan_stays_in_its_document_and_shows_there(head_dim, index, value, devic
 @pytest.mark.parametrize("several", [True, False], ids=["several-documents", "one-document"])
 @pytest.mark.parametrize("head_dim", [AT_ONCE, APART])
 def test_one_document_pays_nothing_for_it(head_dim, several, device, monkeypatch):
-    contain = []
+    isolated = []
 
     class Recorder:
         def __init__(self, kernel):
             self.kernel = kernel
 
         def __getitem__(self, grid):
-            def launch(*arguments, CONTAIN, **constants):
-                contain.append(CONTAIN)
-                return self.kernel[grid](*arguments, CONTAIN=CONTAIN, **constants)
+            def launch(*arguments, ISOLATE_NAN, **constants):
+                isolated.append(ISOLATE_NAN)
+                return self.kernel[grid](*arguments, ISOLATE_NAN=ISOLATE_NAN, **constants)
 
             return launch
 
@@ -72,4 +72,4 @@ def test_one_document_pays_nothing_for_it(head_dim, several, device, monkeypatch
     tensors = inputs(head_dim, device)
     run(tensors, causal_schedule(documents(device) if several else None, TOTAL, device))
     passes = key_passes(arch_of(tensors[0].device), head_dim, tensors[0].element_size())
-    assert contain == [several] * (2 + len(passes))
+    assert isolated == [several] * (2 + len(passes))

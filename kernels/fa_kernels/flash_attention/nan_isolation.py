@@ -7,11 +7,11 @@ from torch import Tensor
 
 from fa_kernels.device import ceil_div
 
-SPOILED_ROWS = tl.constexpr(64)  # at least half a tile of any kernel here
+ROWS_PER_MARK = tl.constexpr(64)  # at least half a tile of any kernel here
 
 
 @triton.jit
-def contain(x):
+def isolate_nan(x):
     """Rows [N, D] that not every row of the program sees -> the same with 0 for what is not finite, and [N] 0 or NaN.
 
     An invisible row has a weight of 0, but 0 times NaN is NaN: it would leave its document through the product. The
@@ -23,24 +23,24 @@ def contain(x):
 
 
 @triton.jit
-def is_spoiled(spoiled_ptr, head, first, total, ROWS: tl.constexpr):
+def is_marked(marks_ptr, head, first, total, ROWS: tl.constexpr):
     """Whether other kernels, which do not contain NaN, left NaN in the ROWS rows of a head from `first` on.
 
-    spoiled is as `new_marks` makes it; head and first may be of many tiles.
+    marks is as `new_marks` makes it; head and first may be of many tiles.
     """
-    spoiled_ptr += head.to(tl.int64) * tl.cdiv(total, SPOILED_ROWS)
+    marks_ptr += head.to(tl.int64) * tl.cdiv(total, ROWS_PER_MARK)
     last = tl.minimum(first + ROWS, total) - 1
-    return (tl.load(spoiled_ptr + first // SPOILED_ROWS) | tl.load(spoiled_ptr + last // SPOILED_ROWS)) != 0
+    return (tl.load(marks_ptr + first // ROWS_PER_MARK) | tl.load(marks_ptr + last // ROWS_PER_MARK)) != 0
 
 
 @triton.jit
-def any_is_spoiled(spoiled_ptr, item, n_items, n_tiles, total, ROWS: tl.constexpr, LOOK: tl.constexpr):
+def any_is_marked(marks_ptr, item, n_items, n_tiles, total, ROWS: tl.constexpr, LOOK: tl.constexpr):
     """Whether one of this program's next LOOK items, from `item` on, is; item i is tile i % n_tiles of a head."""
     items = tl.minimum(item + tl.arange(0, LOOK) * tl.num_programs(0), n_items - 1)
-    marked = is_spoiled(spoiled_ptr, items // n_tiles, items % n_tiles * ROWS, total, ROWS)
+    marked = is_marked(marks_ptr, items // n_tiles, items % n_tiles * ROWS, total, ROWS)
     return tl.sum(marked.to(tl.int32), axis=0) > 0
 
 
 def new_marks(n_heads: int, total: int, device: torch.device) -> Tensor:
     """(n_heads, ceil(total / 64)) int32, to be set: 1 where one of 64 rows of a head has NaN in some column, else 0."""
-    return torch.empty(n_heads, ceil_div(total, SPOILED_ROWS.value), dtype=torch.int32, device=device)
+    return torch.empty(n_heads, ceil_div(total, ROWS_PER_MARK.value), dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""What happens to q . k before the softmax: the scale, a soft cap, ALiBi's bias."""
+"""What is done to q . k before the softmax: the scale, a soft cap, ALiBi's bias."""
 
 import triton
 import triton.language as tl
@@ -40,22 +40,22 @@ def cap(scores, softmax_scale, softcap, dtype: tl.constexpr):
 
 
 @triton.jit
-def alibi_bias(slope, beside, keys):
-    """-slope * distance from the key beside the query, in units of log2 (arXiv:2108.12409).
+def alibi_bias(slope, aligned, keys):
+    """-slope * distance from the key that the query is aligned with, in units of log2 (arXiv:2108.12409).
 
-    slope and beside are of queries and broadcast against keys: [M, 1] with [1, N], or [1, M] with [N, 1].
-    A document's last query stands beside its last key.
+    slope and aligned belong to queries and broadcast against keys: [M, 1] with [1, N], or [1, M] with [N, 1].
+    A document's last query is aligned with its last key.
     """
-    return slope * -LOG2_E * tl.abs(beside - keys).to(tl.float32)
+    return slope * -LOG2_E * tl.abs(aligned - keys).to(tl.float32)
 
 
 @triton.jit
-def load_alibi(slopes_ptr, beside_ptr, document_ptr, stride_slopes, rows, head, inside, HAS_ALIBI: tl.constexpr):
-    """The slope of each row's document and the key beside it; without ALiBi, two values that nobody reads."""
+def load_alibi(slopes_ptr, aligned_ptr, document_ptr, stride_slopes, rows, head, inside, HAS_ALIBI: tl.constexpr):
+    """The slope of each row's document and the key that the row is aligned with; unused values without ALiBi."""
     if HAS_ALIBI:
         document = tl.load(document_ptr + rows, mask=inside, other=0)
         slope = tl.load(slopes_ptr + document * stride_slopes + head)
-        beside = tl.load(beside_ptr + rows, mask=inside, other=0)
+        aligned = tl.load(aligned_ptr + rows, mask=inside, other=0)
     else:
-        slope, beside = rows, rows
-    return slope, beside
+        slope, aligned = rows, rows
+    return slope, aligned

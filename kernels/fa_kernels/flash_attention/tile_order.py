@@ -15,10 +15,10 @@ QUERIES_IN_L2 = 16 * 2**20
 
 
 @triton.jit
-def tile_and_head(program, tiles_ptr, n_tiles, n_heads, section, PARTS: tl.constexpr):
+def tile_and_head(program, tiles_ptr, n_tiles, n_heads, section, TILES_PER_WORK_TILE: tl.constexpr):
     """Heads are taken in sections; within one, tiles in the schedule's order, and for each tile all heads together.
 
-    PARTS is the number of the kernel's tiles in one of the schedule's. Without tiles_ptr the first tile comes first.
+    TILES_PER_WORK_TILE: how many of the kernel's tiles one tile of the schedule holds. Without tiles_ptr, tiles ascend.
     """
     section_index = program // (n_tiles * section)
     within = program % (n_tiles * section)
@@ -28,7 +28,9 @@ def tile_and_head(program, tiles_ptr, n_tiles, n_heads, section, PARTS: tl.const
     if tiles_ptr is None:
         tile = item
     else:
-        tile = tl.load(tiles_ptr + item // PARTS) * PARTS + (PARTS - 1 - item % PARTS)
+        tile = tl.load(tiles_ptr + item // TILES_PER_WORK_TILE) * TILES_PER_WORK_TILE + (
+            TILES_PER_WORK_TILE - 1 - item % TILES_PER_WORK_TILE
+        )
     return tile, head
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fa_kernels.columns_of_head import split_width
+from fa_kernels.columns_of_head import split_columns
 from fa_kernels.device import Arch, arch_of, interpreted
 
 Pass = Literal["fwd", "dkdv", "dk", "dv", "dq"]  # dkdv is dk and dv by one kernel, from the same scores
@@ -234,7 +234,7 @@ def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_he
     halves from registers, so that a block comes once, for dK and dV twice, the second time transposed. The kernel of
     decoding, which takes the forward pass's tiles, may have K and V there at one time, and scores twice.
     """
-    (d_1, d_2), (dv_1, dv_2) = split_width(head_dim), split_width(v_head_dim)
+    (d_1, d_2), (dv_1, dv_2) = split_columns(head_dim), split_columns(v_head_dim)
     of_keys = direction in ("dkdv", "dk", "dv")
     kept_rows, read_rows = (tiles.block_n, tiles.block_m) if of_keys else (tiles.block_m, tiles.block_n)
     kept = kept_rows * (d_1 + d_2 + (0 if direction in ("fwd", "dv") else dv_1 + dv_2)) * 8
@@ -255,7 +255,7 @@ def _shared_of_one_product(
     """What the program keeps (Q; Q and dO; K and V; K for dV), the blocks in flight of what it reads beside that, and
     room for what changes its layout on the way to the tensor cores.
     """
-    qk_width, v_width = (sum(split_width(width, itemsize)) for width in (head_dim, v_head_dim))
+    qk_width, v_width = (sum(split_columns(width, itemsize)) for width in (head_dim, v_head_dim))
     of_keys = direction in ("dkdv", "dk", "dv")
     kept_rows, read_rows = (tiles.block_n, tiles.block_m) if of_keys else (tiles.block_m, tiles.block_n)
     kept = kept_rows * (qk_width + (0 if direction in ("fwd", "dv") else v_width)) * itemsize
@@ -283,7 +283,7 @@ def _shared_of_one_product(
 
 def _rewritten_for_tcgen05(scores: int, block: int, rows: int, head_dim: int, direction: Pass, itemsize: int) -> int:
     """Its operands come from shared memory: P and dS, and the masked blocks' K, or Q and dO, made finite, once more."""
-    first, second = split_width(head_dim)
+    first, second = split_columns(head_dim)
     if direction in ("fwd", "dv"):  # P stays in tensor memory
         return 0
     if direction == "dq":

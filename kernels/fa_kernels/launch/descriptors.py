@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fa_kernels.columns_of_head import split_width
+from fa_kernels.columns_of_head import split_columns
 
 _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
@@ -31,11 +31,11 @@ def rows_of_heads(x: Tensor, block: int) -> TensorDescriptor:
     return _rows_of_heads(x.data_ptr(), x.dtype, x.shape, x.stride(), block)
 
 
-def parts_of_heads(
+def columns_of_heads(
     *operands: tuple[Tensor, int],
 ) -> tuple[list[TensorDescriptor], list[TensorDescriptor] | list[None]]:
     """rows_of_heads of each (x, block): of a head's first columns, and of the rest, None where it is worked as one."""
-    first, rest = split_width(operands[0][0].shape[-1])
+    first, rest = split_columns(operands[0][0].shape[-1])
     if not rest:  # views of columns cost the host time
         return [rows_of_heads(x, block) for x, block in operands], [None] * len(operands)
     head, tail = slice(None, first), slice(first, None)
@@ -43,8 +43,8 @@ def parts_of_heads(
     return whole, others
 
 
-def numbers(x: Tensor, block: int) -> TensorDescriptor:
-    """Reads `block` numbers at an index into x, dense and taken as one vector; outside of x reads zero."""
+def elements(x: Tensor, block: int) -> TensorDescriptor:
+    """Reads `block` elements from an index into x, which is dense and read as a vector; outside of x reads zero."""
     return _descriptor(x.data_ptr(), x.dtype, (x.numel(),), (1,), (block,))
 
 

@@ -12,7 +12,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from fa_kernels.columns_of_head import split_width
+from fa_kernels.columns_of_head import split_columns
 from fa_kernels.flash_attention.hopper.backward import fused, keys, queries, wide
 from fa_kernels.flash_attention.hopper.backward.dq_sum import ROW_ALIGNMENT
 from tests.kernels.aot.portable import compile_to_ptx, idle_barriers, ptxas
@@ -47,7 +47,7 @@ def compile_three_groups(dtype, head_dim, group, softcap, marks, ordered=False):
     head_dim = int(head_dim)
     tiles = fused.tiles_of(head_dim, TORCH_DTYPES[dtype], float(softcap), ordered)
     kernel = fused._bwd_kernel
-    d_1, d_2 = split_width(head_dim)
+    d_1, d_2 = split_columns(head_dim)
     signature = dict(rows_desc=descriptor("fp32", [tiles.block_m]), softmax_scale="fp32", softcap="fp32")
     signature |= dict.fromkeys(("counter_ptr", "tiles_ptr", "query_start_ptr", "query_end_ptr"), "*i32")
     signature["spoiled_ptr"] = "*i32"

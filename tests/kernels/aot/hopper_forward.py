@@ -10,7 +10,7 @@ import sys
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from fa_kernels.columns_of_head import split_width
+from fa_kernels.columns_of_head import split_columns
 from fa_kernels.flash_attention.hopper.forward.kernel import ROWS, _fwd_kernel, forward_tiles
 from tests.kernels.aot.portable import compile_to_ptx, idle_barriers, ptxas
 
@@ -33,7 +33,7 @@ def compile_forward(tiles, head_dim, dtype, out_dtype, features):
     if not tiles.dynamic:
         constants["counter_ptr"] = None
     names, descriptors = _fwd_kernel.arg_names, {}
-    for part, columns in zip(("", "_2"), split_width(head_dim), strict=True):
+    for part, columns in zip(("", "_2"), split_columns(head_dim), strict=True):
         for operand, rows in (("q", ROWS), ("k", tiles.block_n), ("v", tiles.block_n), ("o", ROWS)):
             kind = descriptor(out_dtype if operand == "o" else dtype, rows, columns) if columns else None
             (descriptors if columns else constants)[f"{operand}{part}_desc"] = kind

@@ -22,7 +22,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fa_kernels.columns_of_head import split_width
+from fa_kernels.columns_of_head import split_columns
 from fa_kernels.flash_attention.portable.backward import _dkdv_kernel, _dq_kernel
 from fa_kernels.flash_attention.portable.forward import _fwd_kernel
 from fa_kernels.flash_attention.portable.repair import _repair_bwd_kernel, _repair_fwd_kernel
@@ -41,9 +41,9 @@ KERNELS = {
 PASS_OF_REPAIR = {"repair_fwd": "fwd", "repair_bwd": "dkdv"}  # whose warps it has
 INDEX_POINTERS = {
     *("key_start_ptr", "key_end_ptr", "query_start_ptr", "query_end_ptr", "tiles_ptr"),
-    *("spoiled_ptr", "spoiled_q_ptr", "spoiled_k_ptr"),
+    *("marks_ptr", "marks_q_ptr", "marks_k_ptr"),
 }
-FEATURE_POINTERS = ("sinks_ptr", "slopes_ptr", "beside_ptr", "document_ptr", "descale_ptr")
+FEATURE_POINTERS = ("sinks_ptr", "slopes_ptr", "aligned_ptr", "document_ptr", "descale_ptr")
 ELEMENT = {1: "*fp8e4nv", 2: "*bf16", 4: "*fp32"}
 # in PTX, and what ptxas makes of it: Hopper's and Blackwell's work on shared memory, HMMA on registers. To read that in
 # the machine code would take cuobjdump 0.6 s a kernel, a fifth of all
@@ -103,14 +103,15 @@ def compile_case_to_ptx(arch, head_dim, v_head_dim, direction, itemsize):
 def source_of(kernel, tiles, of_queries, head_dim, v_head_dim, direction, itemsize, contain, precision):
     """The kernel of one pass as a launch with no features would specialise it; of_queries are the tiles of dq."""
     rows = tiles.block_n if direction in ("dkdv", "dk", "dv") else tiles.block_m
-    d_1, d_2 = split_width(head_dim, itemsize)
-    dv_1, dv_2 = split_width(v_head_dim, itemsize)
+    d_1, d_2 = split_columns(head_dim, itemsize)
+    dv_1, dv_2 = split_columns(v_head_dim, itemsize)
     constants = dict(
         HAS_SINKS=False, HAS_SOFTCAP=False, HAS_ALIBI=False, GROUP=4,
         D=head_dim, D_1=d_1, D_2=d_2, DV=v_head_dim, DV_1=dv_1, DV_2=dv_2,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, DKDV_M=tiles.block_m, DKDV_N=tiles.block_n,
-        DQ_M=of_queries.block_m, DQ_N=of_queries.block_n, PARTS=128 // rows, LOOK=256, PRECISION=precision,
-        CONTAIN=contain, HAS_DK="dk" in direction, HAS_DV="dv" in direction,
+        DQ_M=of_queries.block_m, DQ_N=of_queries.block_n, TILES_PER_WORK_TILE=128 // rows, LOOK=256,
+        PRECISION=precision,
+        ISOLATE_NAN=contain, HAS_DK="dk" in direction, HAS_DV="dv" in direction,
     )  # fmt: skip
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     # pointers of features that are off are None, as they are at a launch

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_kernels.columns_of_head import split_width
+from fa_kernels.columns_of_head import split_columns
 from fa_kernels.device import LOG2_E, arch_of
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.masks import is_visible, tile_range
-from fa_kernels.flash_attention.nan_isolation import contain
+from fa_kernels.flash_attention.nan_isolation import isolate_nan
 from fa_kernels.flash_attention.portable.load import load_part, store_part
 from fa_kernels.flash_attention.schedule import WORK_TILE, Schedule
 from fa_kernels.flash_attention.scores import alibi_bias, cap, load_alibi
@@ -44,9 +44,9 @@ def _probabilities(
 @triton.jit
 def _accumulate_dk_dv(
     dk, dk_2, dv, dv_2, k, k_2, v, v_2, q_ptr, do_ptr, lse_ptr, delta_ptr, start, end, query_start, query_end,
-    total_q, stride_qt, stride_dot, softmax_scale, softcap, slopes_ptr, beside_ptr, document_ptr, stride_slopes,
+    total_q, stride_qt, stride_dot, softmax_scale, softcap, slopes_ptr, aligned_ptr, document_ptr, stride_slopes,
     head, keys,
-    MASKED: tl.constexpr, CONTAIN: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
+    MASKED: tl.constexpr, ISOLATE_NAN: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
     DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -58,15 +58,15 @@ def _accumulate_dk_dv(
         do = load_part(do_ptr, m, stride_dot, total_q, 0, DV_1, DV, BLOCK_M, MASKED)  # [M, DV_1]
         q_2 = load_part(q_ptr, m, stride_qt, total_q, D_1, D_2, D, BLOCK_M, MASKED) if D_2 else q
         do_2 = load_part(do_ptr, m, stride_dot, total_q, DV_1, DV_2, DV, BLOCK_M, MASKED) if DV_2 else do
-        if CONTAIN and HAS_DK:
-            q, _ = contain(q)  # where it is visible, its lse is NaN too
+        if ISOLATE_NAN and HAS_DK:
+            q, _ = isolate_nan(q)  # where it is visible, its lse is NaN too
             if D_2:
-                q_2, _ = contain(q_2)
-        if CONTAIN and HAS_DV:
-            do, taint = contain(do)
+                q_2, _ = isolate_nan(q_2)
+        if ISOLATE_NAN and HAS_DV:
+            do, nan_rows = isolate_nan(do)
             if DV_2:
-                do_2, taint_2 = contain(do_2)
-                taint += taint_2
+                do_2, nan_rows_2 = isolate_nan(do_2)
+                nan_rows += nan_rows_2
         if MASKED:
             lse = tl.load(lse_ptr + queries, mask=inside, other=0.0)
             delta = tl.load(delta_ptr + queries, mask=inside, other=0.0)
@@ -78,17 +78,17 @@ def _accumulate_dk_dv(
             scores = tl.dot(k_2, tl.trans(q_2), scores, input_precision=PRECISION)
         bias = scores
         if HAS_ALIBI:
-            slope, beside = load_alibi(
-                slopes_ptr, beside_ptr, document_ptr, stride_slopes, queries, head, inside, HAS_ALIBI
+            slope, aligned = load_alibi(
+                slopes_ptr, aligned_ptr, document_ptr, stride_slopes, queries, head, inside, HAS_ALIBI
             )
-            bias = alibi_bias(slope[None, :], beside[None, :], keys[:, None])
+            bias = alibi_bias(slope[None, :], aligned[None, :], keys[:, None])
         lse = (lse * LOG2_E)[None, :]
         p, growth = _probabilities(scores, lse, bias, softmax_scale, softcap, k.dtype, HAS_SOFTCAP, HAS_ALIBI)
         if MASKED:
             # selected after the exponential: a row that sees nothing has lse = -inf
             visible = is_visible(queries, query_start, query_end)
-            if CONTAIN and HAS_DV:
-                p += taint[None, :]
+            if ISOLATE_NAN and HAS_DV:
+                p += nan_rows[None, :]
             p = tl.where(visible, p, 0.0)
         if HAS_DV:
             p_low = p.to(do.dtype)
@@ -113,19 +113,19 @@ def _accumulate_dk_dv(
 def dkdv_tile(
     first, kv_head,
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, query_end_ptr,
-    slopes_ptr, beside_ptr, document_ptr,
+    slopes_ptr, aligned_ptr, document_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
     total_q, total_k, n_kv_heads, softmax_scale, softcap,
     HAS_DK: tl.constexpr, HAS_DV: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CONTAIN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ISOLATE_NAN: tl.constexpr,
     PHASES: tl.constexpr,
 ):  # fmt: skip
     """dK (HAS_DK) and dV (HAS_DV) of BLOCK_N keys of one KV head, from `first` on, over all query heads that share it.
 
     In 3 phases, blocks that every key is seen in whole need no mask; in 1, all are masked: the least code.
-    CONTAIN keeps NaN in its document; without, it may reach all keys of the tile.
+    ISOLATE_NAN keeps NaN in its document; without, it may reach all keys of the tile.
     """
     keys = first + tl.arange(0, BLOCK_N)  # [N]
     inside = keys < total_k
@@ -158,8 +158,8 @@ def dkdv_tile(
                 start if phase == 0 else whole_start if phase == 1 else whole_end,
                 whole_start if phase == 0 else whole_end if phase == 1 else end,
                 query_start, query_end, total_q, stride_qt, stride_dot, softmax_scale, softcap,
-                slopes_ptr, beside_ptr, document_ptr, stride_slopes, head, keys,
-                phase != 1, phase != 1 and CONTAIN, HAS_DK, HAS_DV, HAS_SOFTCAP, HAS_ALIBI, D, D_1, D_2, DV, DV_1,
+                slopes_ptr, aligned_ptr, document_ptr, stride_slopes, head, keys,
+                phase != 1, phase != 1 and ISOLATE_NAN, HAS_DK, HAS_DV, HAS_SOFTCAP, HAS_ALIBI, D, D_1, D_2, DV, DV_1,
                 DV_2, BLOCK_M, PRECISION,
             )  # fmt: skip
     dk_ptr += kv_head_64 * D
@@ -177,35 +177,37 @@ def dkdv_tile(
 @triton.jit(do_not_specialize=["total_q", "total_k", "n_kv_heads", "n_tiles", "section"])
 def _dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, query_end_ptr,
-    slopes_ptr, beside_ptr, document_ptr,
+    slopes_ptr, aligned_ptr, document_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
     total_q, total_k, n_kv_heads, softmax_scale, softcap, tiles_ptr, n_tiles, section,
     HAS_DK: tl.constexpr, HAS_DV: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CONTAIN: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ISOLATE_NAN: tl.constexpr,
+    TILES_PER_WORK_TILE: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one KV head. dk and dv are dense."""
-    tile, kv_head = tile_and_head(tl.program_id(0), tiles_ptr, n_tiles, n_kv_heads, section, PARTS)
+    tile, kv_head = tile_and_head(tl.program_id(0), tiles_ptr, n_tiles, n_kv_heads, section, TILES_PER_WORK_TILE)
     first = tile * BLOCK_N
     if first >= total_k:
         return
     dkdv_tile(
         first, kv_head,
         q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, query_end_ptr,
-        slopes_ptr, beside_ptr, document_ptr,
+        slopes_ptr, aligned_ptr, document_ptr,
         stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
         total_q, total_k, n_kv_heads, softmax_scale, softcap,
         HAS_DK, HAS_DV, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION,
-        CONTAIN, 3,
+        ISOLATE_NAN, 3,
     )  # fmt: skip
 
 
 @triton.jit
 def _accumulate_dq(
     dq, dq_2, q, q_2, do, do_2, lse, delta, k_ptr, v_ptr, start, end, key_start, key_end, total_k, stride_kt,
-    stride_vt, softmax_scale, softcap, slope, beside,
-    MASKED: tl.constexpr, CONTAIN: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, D: tl.constexpr,
+    stride_vt, softmax_scale, softcap, slope, aligned,
+    MASKED: tl.constexpr, ISOLATE_NAN: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    D: tl.constexpr,
     D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -214,15 +216,15 @@ def _accumulate_dq(
         k = load_part(k_ptr, n, stride_kt, total_k, 0, D_1, D, BLOCK_N, MASKED)  # [N, D_1]
         v = load_part(v_ptr, n, stride_vt, total_k, 0, DV_1, DV, BLOCK_N, MASKED)  # [N, DV_1]
         k_2 = load_part(k_ptr, n, stride_kt, total_k, D_1, D_2, D, BLOCK_N, MASKED) if D_2 else k
-        if CONTAIN:
-            k, _ = contain(k)  # where it is visible, lse is NaN too
+        if ISOLATE_NAN:
+            k, _ = isolate_nan(k)  # where it is visible, lse is NaN too
             if D_2:
-                k_2, _ = contain(k_2)
+                k_2, _ = isolate_nan(k_2)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
         if D_2:
             scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision=PRECISION)
         keys = n + tl.arange(0, BLOCK_N)
-        bias = alibi_bias(slope[:, None], beside[:, None], keys[None, :]) if HAS_ALIBI else scores
+        bias = alibi_bias(slope[:, None], aligned[:, None], keys[None, :]) if HAS_ALIBI else scores
         p, growth = _probabilities(scores, lse[:, None], bias, softmax_scale, softcap, k.dtype, HAS_SOFTCAP, HAS_ALIBI)
         if MASKED:
             p = tl.where(is_visible(keys, key_start, key_end), p, 0.0)
@@ -244,15 +246,15 @@ def _accumulate_dq(
 def dq_tile(
     first, head,
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, key_start_ptr, key_end_ptr,
-    slopes_ptr, beside_ptr, document_ptr,
+    slopes_ptr, aligned_ptr, document_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
     total_q, total_k, n_heads, softmax_scale, softcap,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CONTAIN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ISOLATE_NAN: tl.constexpr,
     PHASES: tl.constexpr,
 ):  # fmt: skip
-    """dQ of BLOCK_M queries of one head, from `first` on. PHASES and CONTAIN are as in dkdv_tile."""
+    """dQ of BLOCK_M queries of one head, from `first` on. PHASES and ISOLATE_NAN are as in dkdv_tile."""
     rows = first + tl.arange(0, BLOCK_M)  # [M]
     inside = rows < total_q
     key_start = tl.load(key_start_ptr + rows, mask=inside, other=0)
@@ -273,7 +275,7 @@ def dq_tile(
     do_2 = load_part(do_ptr, first, stride_dot, total_q, DV_1, DV_2, DV, BLOCK_M, True) if DV_2 else do
     lse = tl.load(lse_ptr + head_64 * total_q + rows, mask=inside, other=0.0) * LOG2_E
     delta = tl.load(delta_ptr + head_64 * total_q + rows, mask=inside, other=0.0)
-    slope, beside = load_alibi(slopes_ptr, beside_ptr, document_ptr, stride_slopes, rows, head, inside, HAS_ALIBI)
+    slope, aligned = load_alibi(slopes_ptr, aligned_ptr, document_ptr, stride_slopes, rows, head, inside, HAS_ALIBI)
     dq = tl.zeros([BLOCK_M, D_1], tl.float32)
     dq_2 = tl.zeros([BLOCK_M, D_2 if D_2 else 1], tl.float32)
     for phase in tl.static_range(PHASES):
@@ -281,8 +283,9 @@ def dq_tile(
             dq, dq_2, q, q_2, do, do_2, lse, delta, k_ptr, v_ptr,
             start if phase == 0 else whole_start if phase == 1 else whole_end,
             whole_start if phase == 0 else whole_end if phase == 1 else end,
-            key_start, key_end, total_k, stride_kt, stride_vt, softmax_scale, softcap, slope, beside,
-            phase != 1, phase != 1 and CONTAIN, HAS_SOFTCAP, HAS_ALIBI, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_N, PRECISION,
+            key_start, key_end, total_k, stride_kt, stride_vt, softmax_scale, softcap, slope, aligned,
+            phase != 1, phase != 1 and ISOLATE_NAN, HAS_SOFTCAP, HAS_ALIBI, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_N,
+            PRECISION,
         )  # fmt: skip
     dq_ptr += head_64 * D
     store_part(dq_ptr, dq * softmax_scale, first, n_heads * D, total_q, 0, D_1, D, BLOCK_M)
@@ -293,25 +296,26 @@ def dq_tile(
 @triton.jit(do_not_specialize=["total_q", "total_k", "n_heads", "n_tiles", "section"])
 def _dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, key_start_ptr, key_end_ptr,
-    slopes_ptr, beside_ptr, document_ptr,
+    slopes_ptr, aligned_ptr, document_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
     total_q, total_k, n_heads, softmax_scale, softcap, tiles_ptr, n_tiles, section,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CONTAIN: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ISOLATE_NAN: tl.constexpr,
+    TILES_PER_WORK_TILE: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head. dq is (total_q, n_heads, D), dense."""
-    tile, head = tile_and_head(tl.program_id(0), tiles_ptr, n_tiles, n_heads, section, PARTS)
+    tile, head = tile_and_head(tl.program_id(0), tiles_ptr, n_tiles, n_heads, section, TILES_PER_WORK_TILE)
     first = tile * BLOCK_M
     if first >= total_q:
         return
     dq_tile(
         first, head,
         q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, key_start_ptr, key_end_ptr,
-        slopes_ptr, beside_ptr, document_ptr,
+        slopes_ptr, aligned_ptr, document_ptr,
         stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
         total_q, total_k, n_heads, softmax_scale, softcap,
-        HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION, CONTAIN, 3,
+        HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION, ISOLATE_NAN, 3,
     )  # fmt: skip
 
 
@@ -335,7 +339,7 @@ def attention_backward(
                 schedule.key_tiles, n_tiles, section // (n_heads // n_kv_heads),
                 HAS_DK=direction != "dv", HAS_DV=direction != "dk",
                 **backward_constants(q, v, features), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-                CONTAIN=schedule.crosses_documents, PARTS=WORK_TILE // tiles.block_n,
+                ISOLATE_NAN=schedule.crosses_documents, TILES_PER_WORK_TILE=WORK_TILE // tiles.block_n,
                 num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             )  # fmt: skip
     tiles = launch_tiles(q.device, head_dim, v_head_dim, "dq", q.element_size())
@@ -346,7 +350,7 @@ def attention_backward(
             *scores, dq, schedule.key_start, schedule.key_end, *backward_arguments(q, k, v, do, n_heads, features),
             schedule.query_tiles, n_tiles, section,
             **backward_constants(q, v, features), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            CONTAIN=schedule.crosses_documents, PARTS=WORK_TILE // tiles.block_m,
+            ISOLATE_NAN=schedule.crosses_documents, TILES_PER_WORK_TILE=WORK_TILE // tiles.block_m,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return dq, dk, dv
@@ -362,8 +366,8 @@ def backward_arguments(q: Tensor, k: Tensor, v: Tensor, do: Tensor, heads: int, 
 
 
 def backward_constants(q: Tensor, v: Tensor, features: Features) -> dict[str, Any]:
-    """What they are compiled with beside tiles."""
-    (d_1, d_2), (dv_1, dv_2) = split_width(q.shape[2]), split_width(v.shape[2])
+    """The constants of all three kernels, except tiles."""
+    (d_1, d_2), (dv_1, dv_2) = split_columns(q.shape[2]), split_columns(v.shape[2])
     return dict(
         HAS_SOFTCAP=features.softcap != 0.0, HAS_ALIBI=bool(features.alibi), GROUP=q.shape[1] // v.shape[1],
         D=q.shape[2], D_1=d_1, D_2=d_2, DV=v.shape[2], DV_1=dv_1, DV_2=dv_2, PRECISION=precision_of(q),

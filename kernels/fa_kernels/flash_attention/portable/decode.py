@@ -164,7 +164,7 @@ def append_to_cache(k: Tensor, v: Tensor, cache: Cache, rotary: Rotary | None) -
 def _attend(
     acc, row_max, row_sum, q, k_ptr, v_ptr, table_ptr, page, start, end, key_start, key_end,
     first_key, n_keys, n_pages, page_size, stride_kp, stride_kt, stride_vp, stride_vt, softmax_scale, softcap,
-    slope, beside,
+    slope, aligned,
     MASKED: tl.constexpr, PAGED: tl.constexpr, HAS_LEFTPAD: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
@@ -189,7 +189,7 @@ def _attend(
             scores, _ = cap(scores, softmax_scale, softcap, k.dtype)
             to_log2 = 1.0
         if HAS_ALIBI:
-            scores = scores * to_log2 + alibi_bias(slope[:, None], beside[:, None], keys[None, :])
+            scores = scores * to_log2 + alibi_bias(slope[:, None], aligned[:, None], keys[None, :])
             to_log2 = 1.0
         if MASKED:
             scores = tl.where(is_visible(keys, key_start, key_end), scores, float("-inf"))
@@ -243,21 +243,21 @@ def _decode_kernel(
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
     inside = rows < n_rows
     token, head = rows // GROUP, kv_head * GROUP + rows % GROUP
-    beside = n_keys - seqlen_q + token  # bottom right: the last query stands beside the last key
-    key_start = tl.maximum(beside - left, first_key)
-    key_end = tl.minimum(beside + right + 1, n_keys)
+    aligned = n_keys - seqlen_q + token  # bottom right: the last query is aligned with the last key
+    key_start = tl.maximum(aligned - left, first_key)
+    key_end = tl.minimum(aligned + right + 1, n_keys)
 
     # the tile's first token and its last see all that others of it see
-    first_beside = n_keys - seqlen_q + tile * BLOCK_M // GROUP
-    last_beside = n_keys - seqlen_q + (tl.minimum((tile + 1) * BLOCK_M, n_rows) - 1) // GROUP
-    start = tl.maximum(first_beside - left, first_key) // BLOCK_N * BLOCK_N
-    end = tl.minimum(last_beside + right + 1, n_keys)
+    first_aligned = n_keys - seqlen_q + tile * BLOCK_M // GROUP
+    last_aligned = n_keys - seqlen_q + (tl.minimum((tile + 1) * BLOCK_M, n_rows) - 1) // GROUP
+    start = tl.maximum(first_aligned - left, first_key) // BLOCK_N * BLOCK_N
+    end = tl.minimum(last_aligned + right + 1, n_keys)
     split_size = tl.cdiv(tl.maximum(end - start, 0), BLOCK_N * n_splits) * BLOCK_N
     start += split * split_size
     end = tl.minimum(start + split_size, end)
-    whole_start = tl.cdiv(tl.maximum(last_beside - left, first_key), BLOCK_N) * BLOCK_N
+    whole_start = tl.cdiv(tl.maximum(last_aligned - left, first_key), BLOCK_N) * BLOCK_N
     whole_start = tl.minimum(tl.maximum(whole_start, start), tl.maximum(start, end))
-    whole_end = tl.minimum(first_beside + right + 1, n_keys) // BLOCK_N * BLOCK_N
+    whole_end = tl.minimum(first_aligned + right + 1, n_keys) // BLOCK_N * BLOCK_N
     whole_end = tl.maximum(tl.minimum(whole_end, end), whole_start)
 
     # int64 already outside of the loops: the compiler widens their counters for the addresses anyway, and where it does
@@ -270,7 +270,7 @@ def _decode_kernel(
     q = _load_rotated(
         q_ptrs, inside, positions, cos_ptr, sin_ptr, stride_cos, seqlen_rotary, D, BLOCK_D, ROTARY, INTERLEAVED
     )
-    slope = beside
+    slope = aligned
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + sequence_64 * stride_slopes + head, mask=inside, other=0.0)
     page = sequence_64
@@ -291,7 +291,7 @@ def _decode_kernel(
             start if phase == 0 else whole_start if phase == 1 else whole_end,
             whole_start if phase == 0 else whole_end if phase == 1 else end,
             key_start, key_end, first_key, n_keys, n_pages, page_size, stride_kp, stride_kt, stride_vp, stride_vt,
-            softmax_scale, softcap, slope, beside,
+            softmax_scale, softcap, slope, aligned,
             phase != 1, PAGED, leftpad_ptr is not None, HAS_SOFTCAP, slopes_ptr is not None,
             D, BLOCK_D, DV, BLOCK_DV, BLOCK_N, PRECISION,
         )  # fmt: skip
@@ -355,7 +355,7 @@ def decode_attention(
 
     The cache holds seqlen_new tokens more than its seqlens say. With rotary, query i stands at position seqlens + i
     if rotary_by_token, else all at seqlens. slopes (n_heads,) or (batch, n_heads) fp32, rows dense. left and right:
-    tokens beside the query itself, -1 unbounded. n_splits 0 chooses.
+    tokens before and after the query, -1 unbounded. n_splits 0 chooses.
     """
     batch, seqlen_q, n_heads, head_dim = q.shape
     n_pages, page_size, n_kv_heads, v_head_dim = cache.v.shape

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_kernels.columns_of_head import split_width
+from fa_kernels.columns_of_head import split_columns
 from fa_kernels.device import LOG2_E
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.masks import is_visible, tile_range
-from fa_kernels.flash_attention.nan_isolation import contain
+from fa_kernels.flash_attention.nan_isolation import isolate_nan
 from fa_kernels.flash_attention.portable.load import load_part, store_part
 from fa_kernels.flash_attention.schedule import WORK_TILE, Schedule
 from fa_kernels.flash_attention.scores import alibi_bias, cap, load_alibi
@@ -24,8 +24,9 @@ from fa_kernels.launch.record import launch
 @triton.jit
 def _attend(
     acc, acc_2, row_max, row_sum, q, q_2, k_ptr, v_ptr, start, end, key_start, key_end, total_k, stride_kt, stride_vt,
-    softmax_scale, softcap, slope, beside,
-    MASKED: tl.constexpr, CONTAIN: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, D: tl.constexpr,
+    softmax_scale, softcap, slope, aligned,
+    MASKED: tl.constexpr, ISOLATE_NAN: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    D: tl.constexpr,
     D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -42,7 +43,7 @@ def _attend(
             scores, _ = cap(scores, softmax_scale, softcap, k.dtype)
             to_log2 = 1.0
         if HAS_ALIBI:
-            scores = scores * to_log2 + alibi_bias(slope[:, None], beside[:, None], keys[None, :])
+            scores = scores * to_log2 + alibi_bias(slope[:, None], aligned[:, None], keys[None, :])
             to_log2 = 1.0
         if MASKED:
             scores = tl.where(is_visible(keys, key_start, key_end), scores, float("-inf"))
@@ -51,12 +52,12 @@ def _attend(
         v_2 = load_part(v_ptr, n, stride_vt, total_k, DV_1, DV_2, DV, BLOCK_N, MASKED) if DV_2 else v
         if v_ptr.dtype.element_ty == tl.float8e4nv:  # exact in fp16, in which p keeps 11 bits instead of 4
             v, v_2 = v.to(tl.float16), v_2.to(tl.float16)
-        if CONTAIN:
-            v, taint = contain(v)
+        if ISOLATE_NAN:
+            v, nan_rows = isolate_nan(v)
             if DV_2:
-                v_2, taint_2 = contain(v_2)
-                taint += taint_2
-            p = tl.where(p > 0, p + taint[None, :], p)
+                v_2, nan_rows_2 = isolate_nan(v_2)
+                nan_rows += nan_rows_2
+            p = tl.where(p > 0, p + nan_rows[None, :], p)
         p = p.to(v.dtype)
         acc = tl.dot(p, v, acc * rescale[:, None], input_precision=PRECISION)
         if DV_2:
@@ -68,19 +69,19 @@ def _attend(
 def forward_tile(
     first, head,
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, key_start_ptr, key_end_ptr,
-    sinks_ptr, slopes_ptr, beside_ptr, document_ptr, descale_ptr,
+    sinks_ptr, slopes_ptr, aligned_ptr, document_ptr, descale_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_slopes,
     total_q, total_k, n_heads, softmax_scale, softcap,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CONTAIN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ISOLATE_NAN: tl.constexpr,
     PHASES: tl.constexpr,
 ):  # fmt: skip
     """The attention of BLOCK_M queries of one head, from `first` on, which is one of them.
 
     A head of D columns is held as parts of D_1 and D_2 columns, and one of DV as DV_1 and DV_2; the second may be 0.
     In 3 phases, blocks that every row sees whole need no mask; in 1, all are masked, which takes the least code.
-    CONTAIN keeps NaN in its document; without, it may reach all rows of the tile.
+    ISOLATE_NAN keeps NaN in its document; without, it may reach all rows of the tile.
     """
     rows = first + tl.arange(0, BLOCK_M)  # [M]
     inside = rows < total_q
@@ -99,7 +100,7 @@ def forward_tile(
     v_ptr += head_64 // GROUP * stride_vh
     q = load_part(q_ptr, first, stride_qt, total_q, 0, D_1, D, BLOCK_M, True)  # [M, D_1]
     q_2 = load_part(q_ptr, first, stride_qt, total_q, D_1, D_2, D, BLOCK_M, True) if D_2 else q
-    slope, beside = load_alibi(slopes_ptr, beside_ptr, document_ptr, stride_slopes, rows, head, inside, HAS_ALIBI)
+    slope, aligned = load_alibi(slopes_ptr, aligned_ptr, document_ptr, stride_slopes, rows, head, inside, HAS_ALIBI)
 
     acc = tl.zeros([BLOCK_M, DV_1], tl.float32)
     acc_2 = tl.zeros([BLOCK_M, DV_2 if DV_2 else 1], tl.float32)
@@ -115,8 +116,9 @@ def forward_tile(
             acc, acc_2, row_max, row_sum, q, q_2, k_ptr, v_ptr,
             start if phase == 0 else whole_start if phase == 1 else whole_end,
             whole_start if phase == 0 else whole_end if phase == 1 else end,
-            key_start, key_end, total_k, stride_kt, stride_vt, softmax_scale, softcap, slope, beside,
-            phase != 1, phase != 1 and CONTAIN, HAS_SOFTCAP, HAS_ALIBI, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_N, PRECISION,
+            key_start, key_end, total_k, stride_kt, stride_vt, softmax_scale, softcap, slope, aligned,
+            phase != 1, phase != 1 and ISOLATE_NAN, HAS_SOFTCAP, HAS_ALIBI, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_N,
+            PRECISION,
         )  # fmt: skip
 
     sees = row_sum != 0  # NaN too; a row that sees no key gives 0 and -inf
@@ -135,25 +137,27 @@ def forward_tile(
 @triton.jit(do_not_specialize=["total_q", "total_k", "n_heads", "n_tiles", "section"])
 def _fwd_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, key_start_ptr, key_end_ptr,
-    sinks_ptr, slopes_ptr, beside_ptr, document_ptr, descale_ptr,
+    sinks_ptr, slopes_ptr, aligned_ptr, document_ptr, descale_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_slopes,
     total_q, total_k, n_heads, softmax_scale, softcap, tiles_ptr, n_tiles, section,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, CONTAIN: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ISOLATE_NAN: tl.constexpr,
+    TILES_PER_WORK_TILE: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one head. o (total_q, n_heads, DV) and lse (n_heads, total_q) are dense."""
-    tile, head = tile_and_head(tl.program_id(0), tiles_ptr, n_tiles, n_heads, section, PARTS)
+    tile, head = tile_and_head(tl.program_id(0), tiles_ptr, n_tiles, n_heads, section, TILES_PER_WORK_TILE)
     first = tile * BLOCK_M
     if first >= total_q:
         return
     forward_tile(
         first, head,
         q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, key_start_ptr, key_end_ptr,
-        sinks_ptr, slopes_ptr, beside_ptr, document_ptr, descale_ptr,
+        sinks_ptr, slopes_ptr, aligned_ptr, document_ptr, descale_ptr,
         stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_slopes,
         total_q, total_k, n_heads, softmax_scale, softcap,
-        HAS_SINKS, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION, CONTAIN, 3,
+        HAS_SINKS, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION,
+        ISOLATE_NAN, 3,
     )  # fmt: skip
 
 
@@ -171,8 +175,8 @@ def attention_forward(
             _fwd_kernel, (grid,),
             *forward_arguments(q, k, v, o, lse, schedule, features),
             schedule.query_tiles, n_tiles, heads_per_section(k, v, n_heads),
-            **forward_constants(q, v, features, tiles), CONTAIN=schedule.crosses_documents,
-            PARTS=WORK_TILE // tiles.block_m, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            **forward_constants(q, v, features, tiles), ISOLATE_NAN=schedule.crosses_documents,
+            TILES_PER_WORK_TILE=WORK_TILE // tiles.block_m, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return o, lse
 
@@ -190,7 +194,7 @@ def forward_arguments(
 
 def forward_constants(q: Tensor, v: Tensor, features: Features, tiles: TileConfig) -> dict[str, Any]:
     """What both are compiled with."""
-    (d_1, d_2), (dv_1, dv_2) = (split_width(x.shape[2], x.element_size()) for x in (q, v))
+    (d_1, d_2), (dv_1, dv_2) = (split_columns(x.shape[2], x.element_size()) for x in (q, v))
     return dict(
         **features.switches(), GROUP=q.shape[1] // v.shape[1],
         D=q.shape[2], D_1=d_1, D_2=d_2, DV=v.shape[2], DV_1=dv_1, DV_2=dv_2,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fa_kernels.device import ceil_div, interpreted, multiprocessors
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.nan_isolation import any_is_spoiled, is_spoiled
+from fa_kernels.flash_attention.nan_isolation import any_is_marked, is_marked
 from fa_kernels.flash_attention.portable.backward import backward_arguments, backward_constants, dkdv_tile, dq_tile
 from fa_kernels.flash_attention.portable.forward import forward_arguments, forward_constants, forward_tile
 from fa_kernels.flash_attention.schedule import Schedule
@@ -18,9 +18,9 @@ from fa_kernels.launch.record import launch
 @triton.jit(do_not_specialize=["total_q", "total_k", "n_heads"])
 def _repair_fwd_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, key_start_ptr, key_end_ptr,
-    sinks_ptr, slopes_ptr, beside_ptr, document_ptr, descale_ptr,
+    sinks_ptr, slopes_ptr, aligned_ptr, document_ptr, descale_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_slopes,
-    total_q, total_k, n_heads, softmax_scale, softcap, spoiled_ptr,
+    total_q, total_k, n_heads, softmax_scale, softcap, marks_ptr,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, LOOK: tl.constexpr,
@@ -29,14 +29,14 @@ def _repair_fwd_kernel(
     n_tiles = tl.cdiv(total_q, BLOCK_M)
     n_items, step = n_tiles * n_heads, tl.num_programs(0)
     for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
-        if any_is_spoiled(spoiled_ptr, base, n_items, n_tiles, total_q, BLOCK_M, LOOK):
+        if any_is_marked(marks_ptr, base, n_items, n_tiles, total_q, BLOCK_M, LOOK):
             for item in tl.range(base, tl.minimum(base + step * LOOK, n_items), step, disable_licm=True):
                 head, first = item // n_tiles, item % n_tiles * BLOCK_M
-                if is_spoiled(spoiled_ptr, head, first, total_q, BLOCK_M):
+                if is_marked(marks_ptr, head, first, total_q, BLOCK_M):
                     forward_tile(
                         first, head,
                         q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, key_start_ptr, key_end_ptr,
-                        sinks_ptr, slopes_ptr, beside_ptr, document_ptr, descale_ptr,
+                        sinks_ptr, slopes_ptr, aligned_ptr, document_ptr, descale_ptr,
                         stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_slopes,
                         total_q, total_k, n_heads, softmax_scale, softcap,
                         HAS_SINKS, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N,
@@ -45,16 +45,16 @@ def _repair_fwd_kernel(
 
 
 def repair_forward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spoiled: Tensor, schedule: Schedule, features: Features
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, marks: Tensor, schedule: Schedule, features: Features
 ) -> None:
-    """Computes o and lse again where `spoiled` (nan_isolation.new_marks) marks them, in whole tiles; both are dense."""
+    """Computes o and lse again where `marks` (nan_isolation.new_marks) marks them, in whole tiles; both are dense."""
     total_q, n_heads, head_dim = q.shape
     tiles = launch_tiles(q.device, head_dim, v.shape[2], "fwd", q.element_size())
     programs, look = repair_grid(q.device, ceil_div(total_q, tiles.block_m) * n_heads)
     if programs:
         launch(
             _repair_fwd_kernel, (programs,),
-            *forward_arguments(q, k, v, o, lse, schedule, features), spoiled,
+            *forward_arguments(q, k, v, o, lse, schedule, features), marks,
             **forward_constants(q, v, features, tiles), LOOK=look, num_warps=tiles.num_warps, num_stages=1,
         )  # fmt: skip
 
@@ -63,9 +63,9 @@ def repair_forward(
 def _repair_bwd_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
     key_start_ptr, key_end_ptr, query_start_ptr, query_end_ptr,
-    slopes_ptr, beside_ptr, document_ptr,
+    slopes_ptr, aligned_ptr, document_ptr,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
-    total_q, total_k, n_heads, softmax_scale, softcap, spoiled_q_ptr, spoiled_k_ptr,
+    total_q, total_k, n_heads, softmax_scale, softcap, marks_q_ptr, marks_k_ptr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
     PRECISION: tl.constexpr, DKDV_M: tl.constexpr, DKDV_N: tl.constexpr, DQ_M: tl.constexpr, DQ_N: tl.constexpr,
@@ -76,14 +76,14 @@ def _repair_bwd_kernel(
     n_tiles = tl.cdiv(total_k, DKDV_N)
     n_items = n_tiles * n_kv_heads
     for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
-        if any_is_spoiled(spoiled_k_ptr, base, n_items, n_tiles, total_k, DKDV_N, LOOK):
+        if any_is_marked(marks_k_ptr, base, n_items, n_tiles, total_k, DKDV_N, LOOK):
             for item in tl.range(base, tl.minimum(base + step * LOOK, n_items), step, disable_licm=True):
                 kv_head, first = item // n_tiles, item % n_tiles * DKDV_N
-                if is_spoiled(spoiled_k_ptr, kv_head, first, total_k, DKDV_N):
+                if is_marked(marks_k_ptr, kv_head, first, total_k, DKDV_N):
                     dkdv_tile(
                         first, kv_head,
                         q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, query_end_ptr,
-                        slopes_ptr, beside_ptr, document_ptr,
+                        slopes_ptr, aligned_ptr, document_ptr,
                         stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
                         stride_slopes, total_q, total_k, n_kv_heads, softmax_scale, softcap,
                         True, True, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, DKDV_M, DKDV_N,
@@ -92,14 +92,14 @@ def _repair_bwd_kernel(
     n_tiles = tl.cdiv(total_q, DQ_M)
     n_items = n_tiles * n_heads
     for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
-        if any_is_spoiled(spoiled_q_ptr, base, n_items, n_tiles, total_q, DQ_M, LOOK):
+        if any_is_marked(marks_q_ptr, base, n_items, n_tiles, total_q, DQ_M, LOOK):
             for item in tl.range(base, tl.minimum(base + step * LOOK, n_items), step, disable_licm=True):
                 head, first = item // n_tiles, item % n_tiles * DQ_M
-                if is_spoiled(spoiled_q_ptr, head, first, total_q, DQ_M):
+                if is_marked(marks_q_ptr, head, first, total_q, DQ_M):
                     dq_tile(
                         first, head,
                         q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, key_start_ptr, key_end_ptr,
-                        slopes_ptr, beside_ptr, document_ptr,
+                        slopes_ptr, aligned_ptr, document_ptr,
                         stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
                         stride_slopes, total_q, total_k, n_heads, softmax_scale, softcap,
                         HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, DQ_M, DQ_N, PRECISION, True, 1,
@@ -108,9 +108,9 @@ def _repair_bwd_kernel(
 
 def repair_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    spoiled_q: Tensor, spoiled_k: Tensor, schedule: Schedule, features: Features,
+    marks_q: Tensor, marks_k: Tensor, schedule: Schedule, features: Features,
 ) -> None:  # fmt: skip
-    """Computes dq again where `spoiled_q` marks it, dk and dv where `spoiled_k` marks one of them, in whole tiles.
+    """Computes dq again where `marks_q` marks it, dk and dv where `marks_k` marks one of them, in whole tiles.
 
     Marks are as nan_isolation.new_marks has them; dq, dk and dv are dense.
     """
@@ -124,7 +124,7 @@ def repair_backward(
             _repair_bwd_kernel, (programs,),
             q, k, v, do, lse, delta, dq, dk, dv,
             schedule.key_start, schedule.key_end, schedule.query_start, schedule.query_end,
-            *backward_arguments(q, k, v, do, n_heads, features), spoiled_q, spoiled_k,
+            *backward_arguments(q, k, v, do, n_heads, features), marks_q, marks_k,
             **backward_constants(q, v, features),
             DKDV_M=of_keys.block_m, DKDV_N=of_keys.block_n, DQ_M=of_queries.block_m, DQ_N=of_queries.block_n,
             LOOK=look, num_warps=max(of_keys.num_warps, of_queries.num_warps), num_stages=1,

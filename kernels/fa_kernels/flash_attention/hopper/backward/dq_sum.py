@@ -19,7 +19,7 @@ from fa_kernels.device import LOG2_E, ceil_div
 from fa_kernels.flash_attention.delta import delta_of_rows
 from fa_kernels.flash_attention.hopper.backward.items import SUM_BLOCK
 from fa_kernels.flash_attention.hopper.backward.order import NOBODY
-from fa_kernels.flash_attention.nan_isolation import SPOILED_ROWS
+from fa_kernels.flash_attention.nan_isolation import ROWS_PER_MARK
 from fa_kernels.flash_attention.schedule import WORK_TILE
 from fa_kernels.launch.record import launch
 
@@ -130,7 +130,7 @@ def _finish_kernel(
             min(BLOCK, HEAD_DIM - column),
         )  # fmt: skip
     if spoiled_ptr is not None:
-        tl.static_assert(BLOCK == SPOILED_ROWS)
+        tl.static_assert(BLOCK == ROWS_PER_MARK)
         mark = spoiled_ptr + head.to(tl.int64) * tl.cdiv(total, BLOCK) + unit
         tl.store(mark, (zero != 0.0).to(tl.int32))
 

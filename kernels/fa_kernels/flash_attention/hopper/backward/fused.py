@@ -110,7 +110,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fa_kernels.columns_of_head import split_width
+from fa_kernels.columns_of_head import split_columns
 from fa_kernels.device import LOG2_E, ceil_div, multiprocessors
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.hopper.backward.dq_sum import Prepared
@@ -144,7 +144,7 @@ from fa_kernels.flash_attention.hopper.primitives.registers import in_order_of_t
 from fa_kernels.flash_attention.schedule import Schedule
 from fa_kernels.flash_attention.scores import cap
 from fa_kernels.flash_attention.tile_order import kv_heads_per_section
-from fa_kernels.launch.descriptors import numbers, parts_of_heads, rows_of_heads
+from fa_kernels.launch.descriptors import columns_of_heads, elements, rows_of_heads
 from fa_kernels.launch.record import launch
 
 SUMS = gl.constexpr(2)  # pieces of dQ on their way to memory
@@ -620,8 +620,8 @@ def gradients_of_keys(
     assert tiles is not None
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     n_tiles = ceil_div(total_k, BLOCK_N)
-    d_2 = split_width(head_dim)[1]
-    descs, rest = parts_of_heads(
+    d_2 = split_columns(head_dim)[1]
+    descs, rest = columns_of_heads(
         (q, tiles.block_m), (k, BLOCK_N), (v, BLOCK_N), (do, tiles.block_m), (dk, BLOCK_N), (dv, BLOCK_N)
     )
     sums, sums_2 = rows_of_heads(dq_sum, 2 * SUM_BLOCK), rows_of_heads(dq_sum, 2 * d_2) if d_2 else None
@@ -633,7 +633,7 @@ def gradients_of_keys(
         section = kv_heads_per_section(q, n_kv_heads, n_tiles, multiprocessors(q.device))
     launch(
         _bwd_kernel, (programs,),
-        *descs[:4], numbers(rows, tiles.block_m), *descs[4:], sums, *rest, sums_2,
+        *descs[:4], elements(rows, tiles.block_m), *descs[4:], sums, *rest, sums_2,
         counter, key_tiles, semaphores, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale,
         features.softcap, n_items, n_tiles, n_kv_heads, section, total_k, rows.shape[-1],
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),

@@ -37,7 +37,7 @@ from fa_kernels.flash_attention.hopper.primitives.registers import keep_columns
 from fa_kernels.flash_attention.schedule import Schedule
 from fa_kernels.flash_attention.scores import cap
 from fa_kernels.flash_attention.tile_order import kv_heads_per_section
-from fa_kernels.launch.descriptors import numbers, rows_of_heads
+from fa_kernels.launch.descriptors import elements, rows_of_heads
 from fa_kernels.launch.record import launch
 
 BLOCK_M = 64  # queries a step
@@ -162,7 +162,7 @@ def gradients_of_keys(
     section = kv_heads_per_section(q, n_kv_heads, n_tiles, multiprocessors(q.device))
     launch(
         _dkdv_kernel, (n_items,),
-        *descs[:4], numbers(rows, BLOCK_M), *descs[4:],
+        *descs[:4], elements(rows, BLOCK_M), *descs[4:],
         schedule.key_tiles, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale, features.softcap,
         n_items, n_tiles, n_kv_heads, section, total_k, rows.shape[-1],
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),

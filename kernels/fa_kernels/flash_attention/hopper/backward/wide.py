@@ -46,7 +46,7 @@ from fa_kernels.flash_attention.hopper.primitives.registers import keep_columns
 from fa_kernels.flash_attention.schedule import WORK_TILE, Schedule
 from fa_kernels.flash_attention.scores import cap
 from fa_kernels.flash_attention.tile_order import kv_heads_per_section, tile_and_head
-from fa_kernels.launch.descriptors import numbers, rows_of_heads
+from fa_kernels.launch.descriptors import elements, rows_of_heads
 from fa_kernels.launch.record import launch
 
 HEAD_DIM = 256
@@ -302,7 +302,7 @@ def gradients_of_keys(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc = (rows_of_heads(x, BLOCK) for x in (q, k, v, do, dk, dv))
     launch(
         _dkdv_kernel, (n_tiles * n_kv_heads,),
-        q_desc, k_desc, v_desc, do_desc, numbers(rows, BLOCK), dk_desc, dv_desc, schedule.key_tiles,
+        q_desc, k_desc, v_desc, do_desc, elements(rows, BLOCK), dk_desc, dv_desc, schedule.key_tiles,
         schedule.query_start, schedule.query_end, spoiled, features.softmax_scale, features.softcap,
         n_tiles, n_kv_heads, section, total_k, rows.shape[-1], q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         HAS_SOFTCAP=features.softcap != 0.0, GROUP=n_heads // n_kv_heads, STAGES=STAGES, PARTS=PARTS,

@@ -56,7 +56,7 @@ from fa_kernels.flash_attention.nan_isolation import new_marks
 from fa_kernels.flash_attention.portable.repair import repair_forward
 from fa_kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE, LengthClass, Schedule
 from fa_kernels.flash_attention.tile_order import heads_per_section, tile_and_head
-from fa_kernels.launch.descriptors import loadable, parts_of_heads
+from fa_kernels.launch.descriptors import columns_of_heads, loadable
 from fa_kernels.launch.record import launch
 
 # nothing that a batch may change is compiled in
@@ -520,7 +520,7 @@ def run_forward(
     n_items = n_tiles * n_heads
     programs, counter = programs_of(n_items, q.device, tiles.dynamic)
     spoiled = new_marks(n_heads, total_q, q.device) if schedule.crosses_documents else None
-    descs, rest = parts_of_heads((q, ROWS), (k, tiles.block_n), (v, tiles.block_n), (o, ROWS))
+    descs, rest = columns_of_heads((q, ROWS), (k, tiles.block_n), (v, tiles.block_n), (o, ROWS))
     launch(
         _fwd_kernel, (programs,),
         *descs, *rest, lse,

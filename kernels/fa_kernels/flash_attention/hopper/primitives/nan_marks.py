@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa_kernels.flash_attention.hopper.primitives.barriers import MARKS_BARRIER
-from fa_kernels.flash_attention.nan_isolation import SPOILED_ROWS
+from fa_kernels.flash_attention.nan_isolation import ROWS_PER_MARK
 
 
 @gluon.jit
@@ -26,7 +26,7 @@ def mark_rows(x, rest, first, head, total, spoiled_ptr, GROUP: gl.constexpr, THR
         zeros = gl.sum(x * 0.0, 1)  # NaN where a row is not finite
         if rest is not None:
             zeros += gl.convert_layout(gl.sum(rest * 0.0, 1), zeros.type.layout, assert_trivial=True)
-        spoiled_ptr += head.to(gl.int64) * gl.cdiv(total, SPOILED_ROWS) + first // SPOILED_ROWS
+        spoiled_ptr += head.to(gl.int64) * gl.cdiv(total, ROWS_PER_MARK) + first // ROWS_PER_MARK
         # a thread has two rows; the barrier tells every one whether any has NaN, and all store that
         asm: gl.constexpr = f"""{{ .reg .pred p; .reg .b32 mark; setp.nan.f32 p, $2, $3;
             barrier.cta.red.or.aligned.pred p, {MARKS_BARRIER + GROUP}, {THREADS}, p;
