@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fa_kernels import flash_attn_func, flash_attn_varlen_func
-from fa_kernels.flash_attention import backend, schedule
+from fa_kernels.flash_attention import backend, schedule, schedule_cache
 from fa_kernels.flash_attention.checks import FP8
 from fa_kernels.flash_attention.portable import backward, forward
 from fa_kernels.flash_attention.reference import attention_reference
@@ -50,7 +50,7 @@ def check_hopper(
     with (
         _backend("hopper"),
         patch.object(schedule, "length_class_of", lambda _: length_class),
-        patch.dict(schedule._KEPT, clear=True),  # keyed by shapes, not by the class of lengths
+        patch.dict(schedule_cache._KEPT, clear=True),  # its keys do not contain the length class
     ):
         _check(dtype, (head_dim, head_dim), lengths, several, features, heads, options)
 

@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fa_kernels import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from fa_kernels.flash_attention import interface
-from fa_kernels.flash_attention import schedule as schedules
+from fa_kernels.flash_attention import interface, schedule_cache
 from fa_kernels.flash_attention.checks import FP8
 from fa_kernels.flash_attention.interface import flash_attn_packed, window_of
 from fa_kernels.flash_attention.schedule import LONG_DOCUMENT, causal_schedule
@@ -190,14 +189,14 @@ def test_other_lengths_compile_nothing_anew():
 @pytest.mark.parametrize("kept", [False, True])
 def test_bad_input_is_named(arguments, message, kept, monkeypatch):
     """Before a schedule is built for it, and where a call like it has left one."""
-    monkeypatch.setattr(schedules, "_KEPT", {})
+    monkeypatch.setattr(schedule_cache, "_KEPT", {})
     inputs = dict(zip("qkv", dense_inputs(), strict=True))
     if kept:
         flash_attn_func(**inputs)
-    n_kept = len(schedules._KEPT)
+    n_kept = len(schedule_cache._KEPT)
     with pytest.raises(ValueError, match=message):
         flash_attn_func(**inputs | arguments)
-    assert len(schedules._KEPT) == n_kept
+    assert len(schedule_cache._KEPT) == n_kept
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (1, 5, 2, 8)])

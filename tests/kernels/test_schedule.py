@@ -8,8 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fa_kernels.flash_attention.schedule as schedules
 from fa_kernels import flash_attn_func, torch_private
+from fa_kernels.flash_attention import schedule_cache
 from fa_kernels.flash_attention.schedule import (
-    KEPT_TOKENS,
     LONG_DOCUMENT,
     SHORT_DOCUMENT,
     VERY_LONG_DOCUMENT,
@@ -31,8 +31,8 @@ def dense_mask(lengths_q, lengths_k, total_q, total_k, causal, window):
     for m, n in zip(lengths_q, lengths_k, strict=True):
         for i in range(m):
             for j in range(n):
-                beside = i + n - m
-                mask[q0 + i, k0 + j] = (left < 0 or j >= beside - left) and (right < 0 or j <= beside + right)
+                aligned = i + n - m
+                mask[q0 + i, k0 + j] = (left < 0 or j >= aligned - left) and (right < 0 or j <= aligned + right)
         q0, k0 = q0 + m, k0 + n
     return mask
 
@@ -191,8 +191,8 @@ def is_kept(total):
 
 def test_dense_schedules_are_kept_where_they_are_small():
     assert is_kept(300)
-    assert is_kept(KEPT_TOKENS // 2)
-    assert not is_kept(KEPT_TOKENS // 2 + 1)
+    assert is_kept(schedule_cache.MAX_TOKENS // 2)
+    assert not is_kept(schedule_cache.MAX_TOKENS // 2 + 1)
 
 
 def test_dense_calls_build_one_schedule(device, monkeypatch):
@@ -226,8 +226,8 @@ def test_gpus_share_no_schedule(monkeypatch):
     """Nor where the device is `cuda`, which is another GPU after set_device, with the same default stream."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch_private, "_raw_stream", lambda index: 0)
-    monkeypatch.setattr(schedules, "_KEPT", {})
-    monkeypatch.setattr(schedules, "_dense_schedule", lambda *_: object())
+    monkeypatch.setattr(schedule_cache, "_KEPT", {})
+    monkeypatch.setattr(schedules, "_build_dense_schedule", lambda *_: object())
     built = []
     for current in (0, 1):
         monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
@@ -238,8 +238,8 @@ def test_gpus_share_no_schedule(monkeypatch):
 def test_another_stream_has_its_own_schedule(monkeypatch):
     """On it the other's might be read before it is written."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(schedules, "_KEPT", {})
-    monkeypatch.setattr(schedules, "_dense_schedule", lambda *_: object())
+    monkeypatch.setattr(schedule_cache, "_KEPT", {})
+    monkeypatch.setattr(schedules, "_build_dense_schedule", lambda *_: object())
     of_streams = []
     for stream in (0, 7):
         monkeypatch.setattr(torch_private, "_raw_stream", lambda index, s=stream: s)
@@ -248,8 +248,8 @@ def test_another_stream_has_its_own_schedule(monkeypatch):
 
 
 def test_no_more_than_a_few_schedules_are_kept(monkeypatch):
-    monkeypatch.setattr(schedules, "_KEPT", {})
-    lengths = range(1, schedules.KEPT_SCHEDULES + 2)
+    monkeypatch.setattr(schedule_cache, "_KEPT", {})
+    lengths = range(1, schedule_cache.MAX_SCHEDULES + 2)
     built = [dense_schedule(1, n, n, CPU, causal=True) for n in lengths]
     kept = [kept_schedule(1, n, n, torch.zeros(0), True, (-1, -1)) for n in lengths]
     assert kept[0] is None and all(a is b for a, b in zip(kept[1:], built[1:], strict=True))
