@@ -1,11 +1,21 @@
-"""Every fragment of Python in docs/ runs, in order, in one namespace a page."""
+"""Pages run as they stand: fragments of Python are executed, commands are parsed, links lead somewhere."""
 
+import argparse
+import importlib
 import re
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
-PAGES = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+from scripts.composed import composed
+
+REPOSITORY = Path(__file__).parents[1]
+PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
+RESULTS = sorted((REPOSITORY / "scripts" / "results").glob("*.md"))
+GUIDES = [*PAGES, REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
+OWN_KEYS = re.compile(r"(workers|gpu_gib|host_gib)=")  # of scripts that otherwise take train.py's overrides
 
 
 def fragments(page: Path) -> list[str]:
@@ -15,17 +25,87 @@ def fragments(page: Path) -> list[str]:
     return ["\n" * text[: match.start(1)].count("\n") + match[1] for match in found]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def commands(page: Path) -> list[list[str]]:
+    """The words of each command in a code block or in backticks; … stands for the command before."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    text = re.sub(r"^```python\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^(?:    )?((?:python3?|make|…) .+)$|`((?:python|make) [^`\n]+)`", text, re.MULTILINE)
+    lines: list[list[str]] = []
+    for block, inline in found:
+        words = shlex.split(block or inline, comments=True)
+        lines.append([*lines[-1], *words[1:]] if words[0] == "…" else words)
+    return lines
+
+
+def pages_with(read) -> list[Path]:
+    return [page for page in GUIDES if read(page)]
+
+
+@pytest.mark.parametrize("page", pages_with(fragments), ids=lambda page: page.stem)
 def test_every_fragment_runs(page):
     namespace: dict[str, object] = {}
-    assert len(fragments(page)) > 0
     for fragment in fragments(page):
         exec(compile(fragment, str(page), "exec"), namespace)
 
 
-@pytest.mark.parametrize("page", [*PAGES, Path(__file__).parents[1] / "README.md"], ids=lambda page: page.stem)
+class Parsed(Exception):
+    """The arguments of a script are right."""
+
+
+def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a command names a script, a target, an option or a setting that does not exist."""
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+        assert words[1] in targets, f"make {words[1]}"
+        return
+    script, arguments = (words[2], words[3:]) if words[1] == "-m" else (words[1], words[2:])
+    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    if script.endswith(("train.py", "plan_memory", "prepare_data", "profile_step")):
+        one = [word.split(",")[0] if "-m" in arguments else word for word in arguments]
+        composed([word for word in one if word != "-m" and not OWN_KEYS.match(word)])
+        return
+
+    original = argparse.ArgumentParser.parse_args
+
+    def parse_args(parser, args=None, namespace=None):
+        original(parser, args, namespace)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    with pytest.raises(Parsed):
+        module.main()
+
+
+@pytest.mark.parametrize("page", pages_with(commands), ids=lambda page: page.stem)
+def test_every_command_names_what_exists(page, monkeypatch):
+    for words in commands(page):
+        try:
+            parse(words, monkeypatch)
+        except (Exception, SystemExit) as error:
+            raise AssertionError(f"{page.name}: {shlex.join(words)}") from error
+
+
+def anchors(page: Path) -> set[str]:
+    """The names by which GitHub links to a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*GUIDES, *RESULTS], ids=lambda page: page.stem)
 def test_every_link_within_the_repository_leads_somewhere(page):
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8"))
-    assert links
-    for link in links:
-        assert (page.parent / link).exists(), link
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8")):
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
+
+
+def test_the_index_of_results_names_every_page():
+    index = (REPOSITORY / "scripts" / "results" / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\]\(([a-z0-9_]+\.md)\)", index)) == {page.name for page in RESULTS} - {"README.md"}
+
+
+def test_every_file_of_results_is_shown_by_a_page():
+    shown = "".join(page.read_text(encoding="utf-8") for page in [*RESULTS, REPOSITORY / "README.md"])
+    files = [path.name for path in RESULTS[0].parent.iterdir() if path.suffix != ".md"]
+    assert [name for name in files if name not in shown] == []
