@@ -26,22 +26,19 @@ def fragments(page: Path) -> list[str]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The words of each command in a code block or in backticks; … stands for the command before."""
+    """The words of each command in a code block or in backticks; … first stands for the command before."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     text = re.sub(r"^```python\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     found = re.findall(r"^(?:    )?((?:python3?|make|…) .+)$|`((?:python|make) [^`\n]+)`", text, re.MULTILINE)
     lines: list[list[str]] = []
     for block, inline in found:
         words = shlex.split(block or inline, comments=True)
-        lines.append([*lines[-1], *words[1:]] if words[0] == "…" else words)
+        before = lines[-1] if words[0] == "…" else []
+        lines.append(before + [word for word in words if word != "…"])
     return lines
 
 
-def pages_with(read) -> list[Path]:
-    return [page for page in GUIDES if read(page)]
-
-
-@pytest.mark.parametrize("page", pages_with(fragments), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in PAGES if fragments(page)], ids=lambda page: page.stem)
 def test_every_fragment_runs(page):
     namespace: dict[str, object] = {}
     for fragment in fragments(page):
@@ -77,7 +74,7 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         module.main()
 
 
-@pytest.mark.parametrize("page", pages_with(commands), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in GUIDES if commands(page)], ids=lambda page: page.stem)
 def test_every_command_names_what_exists(page, monkeypatch):
     for words in commands(page):
         try:
