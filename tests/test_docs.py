@@ -97,6 +97,13 @@ def test_every_link_within_the_repository_leads_somewhere(page):
         assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
 
 
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_every_file_in_backticks_exists(page):
+    paths = re.findall(r"`((?:conf|docs|fa_train|kernels|scripts|tests)/[\w/.-]+)`", page.read_text(encoding="utf-8"))
+    for path in paths:
+        assert (REPOSITORY / path).exists(), path
+
+
 def test_the_index_of_results_names_every_page():
     index = (REPOSITORY / "scripts" / "results" / "README.md").read_text(encoding="utf-8")
     assert set(re.findall(r"\]\(([a-z0-9_]+\.md)\)", index)) == {page.name for page in RESULTS} - {"README.md"}
