@@ -11,7 +11,7 @@ Arch = Literal["interpreter", "sm80", "sm90", "sm100", "unknown"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) is exp2(x * LOG2_E)
 # by compute capability; 12 is consumer Blackwell, which has sm_89's instructions and memory
-_ENTRIES: dict[tuple[int, int], Arch] = {
+_ARCHITECTURES: dict[tuple[int, int], Arch] = {
     (8, 0): "sm80",
     (8, 6): "sm80",
     (8, 7): "sm80",
@@ -33,7 +33,7 @@ def arch_of(device: torch.device) -> Arch:
     """The architecture whose tiles a device uses."""
     if interpreted():
         return "interpreter"
-    return _ENTRIES.get(torch.cuda.get_device_capability(device), "unknown")
+    return _ARCHITECTURES.get(torch.cuda.get_device_capability(device), "unknown")
 
 
 @cache  # each call asks two times
