@@ -24,9 +24,9 @@ def isolate_nan(x):
 
 @triton.jit
 def is_marked(marks_ptr, head, first, total, ROWS: tl.constexpr):
-    """Whether other kernels, which do not contain NaN, left NaN in the ROWS rows of a head from `first` on.
+    """Whether the ROWS rows of a head from `first` on are marked.
 
-    marks is as `new_marks` makes it; head and first may be of many tiles.
+    marks_ptr points to the marks of `new_marks`. head and first may be tensors, for many tiles.
     """
     marks_ptr += head.to(tl.int64) * tl.cdiv(total, ROWS_PER_MARK)
     last = tl.minimum(first + ROWS, total) - 1
@@ -35,12 +35,12 @@ def is_marked(marks_ptr, head, first, total, ROWS: tl.constexpr):
 
 @triton.jit
 def any_is_marked(marks_ptr, item, n_items, n_tiles, total, ROWS: tl.constexpr, LOOK: tl.constexpr):
-    """Whether one of this program's next LOOK items, from `item` on, is; item i is tile i % n_tiles of a head."""
+    """Whether one of this program's next LOOK items, from `item` on, is marked. Item i is tile i % n_tiles of a head."""
     items = tl.minimum(item + tl.arange(0, LOOK) * tl.num_programs(0), n_items - 1)
     marked = is_marked(marks_ptr, items // n_tiles, items % n_tiles * ROWS, total, ROWS)
     return tl.sum(marked.to(tl.int32), axis=0) > 0
 
 
 def new_marks(n_heads: int, total: int, device: torch.device) -> Tensor:
-    """(n_heads, ceil(total / 64)) int32, to be set: 1 where one of 64 rows of a head has NaN in some column, else 0."""
+    """(n_heads, ceil(total / 64)) int32, not set yet. A kernel writes 1 if one of 64 rows of a head has NaN, else 0."""
     return torch.empty(n_heads, ceil_div(total, ROWS_PER_MARK.value), dtype=torch.int32, device=device)

@@ -1,9 +1,11 @@
-"""Triton's private launcher: what record.py needs to launch a compiled kernel again without Triton's own search for it.
+"""Launches a compiled kernel by Triton's private launcher, without the work that Triton repeats at each launch.
 
-What is used of Triton: that a launch returns its CompiledKernel; that `driver.active.launcher_cls(source, metadata)`
-makes what CompiledKernel.run calls, with these first nine arguments; what that hands on to its `launch` (`prepared`);
-and make_tensordesc_arg, which encodes a descriptor for TMA. Triton does so at each launch; here each is encoded once
-for each address, and the launcher is made for a signature that has, in a descriptor's place, what Triton expands it to.
+This module relies on these details of Triton:
+- A launch returns its CompiledKernel.
+- `driver.active.launcher_cls(source, metadata)` makes the launcher that CompiledKernel.run calls. Its first nine
+  arguments, and what it passes to its own `launch`, are those in `prepared`.
+- make_tensordesc_arg encodes a descriptor for TMA. Triton encodes it at each launch; record.py keeps one encoding for
+  each address. The launcher is therefore made for a signature in which each descriptor is expanded.
 """
 
 import re
@@ -35,7 +37,7 @@ def current_stream(device: int) -> int:
 
 
 def is_observed() -> bool:
-    """Whether someone wants to be told of each launch, or changes how kernels are compiled."""
+    """Whether a tool has hooks on launches or on compilation."""
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(
@@ -57,21 +59,21 @@ def encodings_of(compiled: Any) -> Sequence[Any]:
 
 
 def encoded(descriptor: TensorDescriptor, encoding: Any) -> Any:
-    """What TMA takes for a descriptor."""
+    """A descriptor in the form that TMA takes."""
     from triton.backends.nvidia.driver import make_tensordesc_arg  # only where there is a driver
 
     return make_tensordesc_arg(descriptor, encoding)[0]
 
 
 class _Source(NamedTuple):
-    """What a launcher is made for: the types of a kernel's arguments, by index."""
+    """What Triton makes a launcher from: the types of a kernel's arguments, by index."""
 
     signature: dict[int, Any]
     constants: dict[Any, Any]
 
 
 def prepared(compiled: Any, grid: tuple[int, ...], stream: int) -> Callable[..., None]:
-    """What launches the kernel with no more than its arguments. No hooks: `is_observed`."""
+    """A function that launches the kernel with its arguments alone. It calls no hooks: see `is_observed`."""
     launcher = _launcher(compiled)
     where, how = (*grid, stream, compiled.function), (compiled.packed_metadata, None, None, None)
     if launcher.global_scratch_size or launcher.profile_scratch_size:
@@ -87,7 +89,7 @@ def prepared(compiled: Any, grid: tuple[int, ...], stream: int) -> Callable[...,
 
 @cache  # one kernel is of many kinds, and Triton 3.6 loads a library for each launcher
 def _launcher(compiled: Any) -> Any:
-    """compiled.run, but for kernels whose descriptors are already what Triton makes of them at each launch."""
+    """compiled.run, or a launcher that takes descriptors in their encoded form."""
     types: list[Any] = []
     for kind in compiled.src.signature.values():
         rank = _rank(kind)
@@ -99,6 +101,6 @@ def _launcher(compiled: Any) -> Any:
 
 
 def _rank(kind: Any) -> int:
-    """Of a descriptor, by its type; 0 is none. A type is `tensordesc<bf16[64, 128], layout>`."""
+    """The rank of a descriptor, from a type such as `tensordesc<bf16[64, 128], layout>`; 0 for other types."""
     match = re.match(r"tensordesc<[^[>]*\[([^]]*)\]", kind) if isinstance(kind, str) else None
     return match[1].count(",") + 1 if match else 0

@@ -1,4 +1,4 @@
-"""Computes tiles again where other kernels left NaN of one document in another, as their marks say."""
+"""Computes marked tiles again: those in which other kernels left NaN of another document."""
 
 import torch
 import triton
@@ -132,9 +132,9 @@ def repair_backward(
 
 
 def repair_grid(device: torch.device, n_items: int) -> tuple[int, int]:
-    """Programs that repair n_items tiles, one a multiprocessor, and at how many marks each of them looks at a time.
+    """The number of programs that repair n_items tiles, and how many marks each program reads at a time.
 
-    Marks are rare: what counts is that a launch that finds none is short.
+    There is one program for each multiprocessor. Few tiles are marked, so a launch that finds none must be short.
     """
     if interpreted():
         return min(n_items, 3), 4  # few, so that short inputs have more tiles than that

@@ -8,8 +8,8 @@ Rows of fp32 are written to shared memory 8 bytes at a time, by threads of which
 it does not matter how an accumulator lies there, `in_order_of_threads` takes half the cycles: 16 bytes of a thread side
 by side.
 
-Which columns of a block are seen is kept as bits of a register: a third of the instructions of two comparisons each.
-ptxas turns tests of single bits into R2P, which moves seven of them into predicates at once.
+`keep_columns` masks by one bit for each column, which takes a third of the instructions of two comparisons each: ptxas
+turns tests of single bits into R2P, which moves seven bits into predicates at once.
 """
 
 from triton.experimental import gluon
