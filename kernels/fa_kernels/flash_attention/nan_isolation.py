@@ -35,7 +35,7 @@ def is_marked(marks_ptr, head, first, total, ROWS: tl.constexpr):
 
 @triton.jit
 def any_is_marked(marks_ptr, item, n_items, n_tiles, total, ROWS: tl.constexpr, LOOK: tl.constexpr):
-    """Whether one of this program's next LOOK items, from `item` on, is marked. Item i is tile i % n_tiles of a head."""
+    """Whether one of the program's next LOOK items, from `item` on, is marked. Item i is tile i % n_tiles of a head."""
     items = tl.minimum(item + tl.arange(0, LOOK) * tl.num_programs(0), n_items - 1)
     marked = is_marked(marks_ptr, items // n_tiles, items % n_tiles * ROWS, total, ROWS)
     return tl.sum(marked.to(tl.int32), axis=0) > 0
