@@ -51,7 +51,17 @@ from scripts.bench.memory_cases import COMBINATIONS, PROFILED, SEQ_LENS, Case, R
 from scripts.bench.memory_report import cells, markdown, profile_text
 from scripts.bench.overlap import Overlap, overlap_of
 from scripts.bench.provenance import describe
-from scripts.bench.step import CONF, FEWEST_STEPS, REPOSITORY, VOCABULARY, WARMUP, Device, Loss, memory_gib, our_loss
+from scripts.bench.training_case import (
+    CONF,
+    FEWEST_STEPS,
+    REPOSITORY,
+    VOCABULARY,
+    WARMUP,
+    Device,
+    Loss,
+    memory_gib,
+    our_loss,
+)
 from scripts.composed import composed
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from scripts.bench.step import CONF, Device
+from scripts.bench.training_case import CONF, Device
 
 SEQ_LENS = (32768, 131072)
 MLP_CHUNK = 16384  # tokens, as in conf/memory/offload.yaml

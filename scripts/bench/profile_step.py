@@ -43,9 +43,9 @@ import train
 from fa_train.callbacks.monitor import GIB
 from fa_train.lit_gpt import LitGPT
 from scripts.bench.provenance import describe
-from scripts.bench.step import CONF
 from scripts.bench.step_memory import GRADIENTS, STATE, WEIGHTS, draw_memory, memory_over_time
 from scripts.bench.step_trace import COPIES, Step, exclusive, hidden, step_of
+from scripts.bench.training_case import CONF
 
 DEFAULTS = {"data": "synthetic", "logger": "csv", "batch_size": "1"}
 WARMUP = 4  # steps without the profiler: the first two compile and allocate, the others say what profiling costs

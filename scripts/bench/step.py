@@ -28,34 +28,35 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from torch import Tensor, nn
+from torch import nn
 
 import train  # registers the resolvers that conf/train.yaml needs
-from fa_train.callbacks.monitor import memory
 from fa_train.callbacks.out_of_memory import is_out_of_memory
-from fa_train.data.packing.collate import Batch
 from fa_train.flops import peak_flops, train_flops
-from fa_train.lit_gpt import LitGPT
-from fa_train.models.attention import require_backend
 from scripts.bench.provenance import describe
+from scripts.bench.training_case import (
+    CONF,
+    FEWEST_STEPS,
+    REPOSITORY,
+    VOCABULARY,
+    WARMUP,
+    Device,
+    Loss,
+    memory_gib,
+    our_loss,
+)
 from scripts.composed import composed
 
-REPOSITORY = Path(__file__).parents[2]
-CONF = REPOSITORY / "conf"
-WARMUP = 2  # steps: the first allocates the optimizer's state and compiles kernels
-FEWEST_STEPS = 2  # timed ones of a case whose steps are slow
-VOCABULARY = 50257  # where conf/model leaves it to the tokenizer
 SEQ_LENS = (8192, 32768, 131072)
 VARIANTS = (
     "ours-none-compiled",
@@ -66,8 +67,6 @@ VARIANTS = (
     "hf",
     "hf-checkpointing",
 )
-Device = Literal["cuda", "cpu"]
-Loss = Callable[[], Tensor]
 
 
 class CannotRunError(Exception):
@@ -146,21 +145,6 @@ def configuration(case: Case) -> DictConfig:
     if config.model.vocab_size is None:
         config.model.vocab_size = VOCABULARY
     return config
-
-
-def our_loss(config: DictConfig, device: torch.device) -> tuple[nn.Module, Loss]:
-    """The model, and the mean loss of LitGPT's own forward over one document of random tokens."""
-    require_backend(instantiate(config.attention), device)
-    with device:
-        lit_gpt: LitGPT = instantiate(config.lit_gpt, model=instantiate(config.model))
-        tokens = torch.randint(config.model.vocab_size, (config.seq_len + 1,))
-        batch: Batch = {
-            "tokens": tokens[:-1],
-            "labels": tokens[1:],
-            "position_ids": torch.arange(config.seq_len),
-            "cu_seqlens": torch.tensor([0, config.seq_len], dtype=torch.int32),
-        }
-    return lit_gpt.model, lambda: lit_gpt.loss_sum(batch) / config.seq_len
 
 
 def peer_loss(config: DictConfig, device: torch.device, checkpointing: bool) -> tuple[nn.Module, Loss, str]:
@@ -285,12 +269,6 @@ def mfu(config: DictConfig, step_ms: float, device: Device) -> float | None:
     with torch.device("meta"):
         model = instantiate(config.model)
     return train_flops(model, config.seq_len, float(config.seq_len) ** 2) / step_ms * 1e3 / peak
-
-
-def memory_gib(device: torch.device) -> tuple[float, float | None]:
-    """This process's peak and, on a GPU, what it reserved."""
-    found = memory(device)
-    return found["perf/peak_gib"], found.get("perf/reserved_gib")
 
 
 def run_apart(case: Case, timeout: float) -> Row:

@@ -11,7 +11,6 @@ from hydra.utils import instantiate
 
 from scripts.bench import step
 from scripts.bench.step import (
-    FEWEST_STEPS,
     Case,
     Row,
     Variant,
@@ -20,7 +19,6 @@ from scripts.bench.step import (
     cells,
     configuration,
     measure,
-    our_loss,
     parse_arguments,
     peer_loss,
     run_apart,
@@ -28,6 +26,7 @@ from scripts.bench.step import (
     variant_of,
     write,
 )
+from scripts.bench.training_case import FEWEST_STEPS, our_loss
 
 TINY = (
     "model.n_layers=2", "model.dim=32", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=64",
