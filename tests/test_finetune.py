@@ -111,7 +111,7 @@ def test_an_export_that_fails_leaves_the_checkpoint_and_nothing_half(tmp_path, m
     ):
         train.train(cfg)
     [checkpoint] = (tmp_path / "run").rglob("*.ckpt")
-    assert f"export_hf.py {checkpoint}" in str(caught.value)
+    assert f"scripts.export_hf {checkpoint}" in str(caught.value)
     assert torch.load(checkpoint, weights_only=True)["global_step"] == 2
     assert [path.name for path in (tmp_path / "run").glob("exported*")] == ["exported_adapter"], "that one was whole"
     assert json.loads((tmp_path / "run" / "result.json").read_text())["train/loss"] > 0
