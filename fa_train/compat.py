@@ -13,6 +13,7 @@ MOVED = {
     "fa_train.callbacks.StepProgress": "fa_train.callbacks.progress.StepProgress",
     "fa_train.checkpoints.callback.Checkpoint": "fa_train.callbacks.checkpoint.Checkpoint",
     "fa_train.memory.stack.Memory": "fa_train.memory.memory.Memory",
+    "fa_train.models.gpt.Family": "fa_train.models.config.Family",
     "fa_train.models.hf.load_pretrained": "fa_train.models.hf.import_.load_pretrained",
     "fa_train.optim.adamw": "fa_train.optim.adamw.adamw",
     "fa_train.optim.adamw_8bit": "fa_train.optim.adamw.adamw_8bit",

@@ -3,9 +3,9 @@
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fa_train.models.gpt import GPT
+from fa_train.models.config import ModelConfig
 
 # bf16 and fp16 with fp32 sums, without sparsity, in FLOP/s, from the makers' data sheets; the first match counts
 PEAKS = (
@@ -28,7 +28,7 @@ PEAKS = (
 Number = TypeVar("Number", float, Tensor)
 
 
-def train_flops(model: GPT, total_tokens: int, sum_sq_doc_len: Number) -> Number:
+def train_flops(model: ModelConfig, total_tokens: int, sum_sq_doc_len: Number) -> Number:
     """Model FLOPs of forward and backward over total_tokens; a recomputed forward does not count.
 
     6 * N * T + 6 * n_layers * n_heads * head_dim * S, where T is total_tokens, N the weights that multiply each token
@@ -38,9 +38,8 @@ def train_flops(model: GPT, total_tokens: int, sum_sq_doc_len: Number) -> Number
     Frozen weights count as the others do, though LoRA computes no gradient of theirs: its MFU is flattered by a third.
     sum_sq_doc_len may be a tensor, so that the GPU need not be waited for; then so is the result.
     """
-    # by features: a weight in 4 bits holds two numbers in a byte
-    matrices = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, nn.Linear))
-    attention = 6 * model.n_layers * model.n_heads * model.head_dim
+    matrices = model.n_layers * sum(model.block_matrices) + model.dim * model.vocab_size
+    attention = 6 * model.n_layers * model.query_dim
     return 6.0 * matrices * total_tokens + attention * sum_sq_doc_len
 
 

@@ -16,7 +16,7 @@ from fa_train.memory.planner.levers import Levers, fastest_that_fits, longest_of
 from fa_train.memory.planner.plan import COMPONENTS, GIB, Prediction, predict
 from fa_train.memory.planner.shape import Adapters, OptimizerKind, Precision, Shape
 from fa_train.memory.planner.weights import parameter_sizes, trained_sizes
-from fa_train.models.gpt import GPT, Block
+from fa_train.models.gpt import GPT
 from fa_train.models.lora import adapted
 from fa_train.models.rope import DynamicNTKScaling
 from fa_train.optim import adamw
@@ -50,7 +50,7 @@ def require_reach(model: GPT, seq_len: int, max_doc_len: int | None, reset_posit
     longest = min(seq_len, max_doc_len or seq_len) if reset_positions else seq_len
     model.require_seq_len(longest)
     is_dynamic = any(rope is not None and isinstance(rope.scaling, DynamicNTKScaling) for rope in model.ropes)
-    reach = None if model.origin is None or model.positions != "rope" or is_dynamic else model.max_seq_len
+    reach = None if model.origin is None or model.config.positions != "rope" or is_dynamic else model.config.max_seq_len
     if reach is not None and longest > reach:
         raise ValueError(
             f"seq_len must be at most the {reach} tokens that the checkpoint reaches; got {seq_len}. "
@@ -70,34 +70,30 @@ def shape_of(
 ) -> Shape:
     """The planner's numbers of a model, which may be on the meta device; the rest as in Shape.
 
-    What single families of checkpoints add (fa_train.models.gpt.Family) is not counted, and an unknown optimizer
+    What single families of checkpoints add (fa_train.models.config.Family) is not counted, and an unknown optimizer
     counts as AdamW. Raises: ValueError on an unknown precision.
     """
-    block = model.blocks[0]
-    assert isinstance(block, Block)
-    attention, ffn = block.attention, block.ffn
-    n_heads, n_kv_heads, _ = attention.heads
-    positions = model.position_embedding
+    config, memory = model.config, model.memory
     return Shape(
-        n_layers=model.n_layers,
-        dim=model.token_embedding.embedding_dim,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        head_dim=model.head_dim,
-        ffn_dim=ffn.down.in_features,
-        vocab_size=model.vocab_size,
-        activation=ffn.activation,
-        tied=model.tied,
-        norm="layernorm" if isinstance(model.norm, nn.LayerNorm) else "rmsnorm",
-        qk_norm=attention.q_norm is not None,
-        bias=ffn.down.bias is not None,
-        rope=model.positions == "rope",
-        learned_positions=0 if positions is None else positions.num_embeddings,
+        n_layers=config.n_layers,
+        dim=config.dim,
+        n_heads=config.n_heads,
+        n_kv_heads=config.heads.kv,
+        head_dim=config.heads.dim,
+        ffn_dim=config.ffn_dim,
+        vocab_size=config.vocab_size,
+        activation=config.activation,
+        tied=config.tied,
+        norm="layernorm" if config.norm == "layernorm" else "rmsnorm",
+        qk_norm=config.qk_norm,
+        bias=config.ffn_bias,
+        rope=config.positions == "rope",
+        learned_positions=(config.max_seq_len or 0) if config.positions == "learned" else 0,
         precision=cast(Precision, precision),  # which Shape checks
         tokens=tokens,
-        checkpointing=block.checkpointing,
-        offload=model.offload is not None and ("all" if model.offload.everything else True),
-        mlp_chunk=ffn.chunk_size,
+        checkpointing=memory.checkpointing,
+        offload=memory.offload,
+        mlp_chunk=memory.mlp_chunk,
         loss_chunk=model.loss.chunk_size,
         optimizer=OPTIMIZERS.get(optimizer.func if isinstance(optimizer, partial) else optimizer, "adamw"),
         accumulates=accumulates,

@@ -103,6 +103,7 @@ BOUNDS: dict[str, dict[str, Any]] = {
 }
 # the callable that gets the **kwargs of a class
 PASSED_ON = {
+    "fa_train.models.gpt.GPT": "fa_train.models.config.ModelConfig",
     "lightning.pytorch.strategies.ddp.DDPStrategy": "torch.nn.parallel.DistributedDataParallel",
     "lightning.pytorch.loggers.wandb.WandbLogger": "wandb.init",
 }
@@ -248,8 +249,9 @@ def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
         return Keys(HYDRA_KEYS, frozenset(), others=True)
     keys = _keys_of_parameters(parameters, partial)
     if keys.others and (other := PASSED_ON.get(_name(function))):
-        passed_on = _keys_of_parameters(parameters_of(pkgutil.resolve_name(other)) or {}, partial)
-        keys = Keys({**passed_on.hints, **keys.hints}, keys.required)
+        # the class gives the positional parameters itself, as a partial is given them when it is called
+        passed_on = _keys_of_parameters(parameters_of(pkgutil.resolve_name(other)) or {}, partial=True)
+        keys = Keys({**passed_on.hints, **keys.hints}, passed_on.required | keys.required)
     bounds: dict[str, Any] = {}
     for base in reversed(inspect.getmro(function) if inspect.isclass(function) else ()):
         bounds |= BOUNDS.get(_name(base), {})

@@ -34,7 +34,7 @@ def test_every_option_builds_a_run(group, option, tmp_path, device):
     with composed(tmp_path, *overrides) as cfg:
         trainer, lit_gpt, data = train.build(cfg)
     assert trainer.max_steps == 20 and trainer.accumulate_grad_batches == 4
-    assert lit_gpt.model.vocab_size == data.vocab_size
+    assert lit_gpt.model.config.vocab_size == data.vocab_size
     assert data.seq_len == 64
 
 

@@ -16,13 +16,13 @@ def test_formula_equals_torchs_count(overrides):
     tokens = torch.randint(40, (24,))
     with FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
-    assert train_flops(model, 24, 2 * 24**2) == counter.get_total_flops()
+    assert train_flops(model.config, 24, 2 * 24**2) == counter.get_total_flops()
 
 
 def test_lengths_may_stay_on_the_gpu():
     model = build()
-    flops = train_flops(model, 24, torch.tensor(300.0, dtype=torch.float64))
-    assert isinstance(flops, torch.Tensor) and flops.item() == train_flops(model, 24, 300.0)
+    flops = train_flops(model.config, 24, torch.tensor(300.0, dtype=torch.float64))
+    assert isinstance(flops, torch.Tensor) and flops.item() == train_flops(model.config, 24, 300.0)
 
 
 @pytest.mark.parametrize(

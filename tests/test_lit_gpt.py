@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from fa_kernels.flash_attention import schedule as schedules
 from fa_train.lit_gpt import LitGPT
 from fa_train.models import gpt
+from fa_train.models.config import Family
 from tests.memory.support.small import levers, small_gpt
 
 TOTAL, STEPS = 24, 3
@@ -106,7 +107,7 @@ def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16(tmp_path, monkeypatch
 def test_a_batch_of_one_document_is_known_to_be_one(ends, one, monkeypatch):
     """By its shape alone, which never changes; SDPA would take a mask of all pairs otherwise."""
     seen = []
-    monkeypatch.setattr(gpt, "_schedule", lambda *x, f=gpt._schedule: seen.append(f(*x)) or seen[-1])
+    monkeypatch.setattr(gpt, "windowed_schedule", lambda *x, f=gpt.windowed_schedule: seen.append(f(*x)) or seen[-1])
     model = small_gpt(levers(), torch.device("cpu"), n_layers=1)
     lit = LitGPT(model, torch.optim.SGD, torch.optim.lr_scheduler.LambdaLR, compile_model=False, seed=0)
     [batch] = batches(1)
@@ -128,8 +129,8 @@ def test_the_length_of_documents_chooses_the_kernels(known, length_classes, monk
     monkeypatch.setattr(schedules, "SHORT_DOCUMENT", 8)
     monkeypatch.setattr(schedules, "LONG_DOCUMENT", 12)
     seen = []
-    monkeypatch.setattr(gpt, "_schedule", lambda *x, f=gpt._schedule: seen.append(f(*x)) or seen[-1])
-    model = small_gpt(levers(), torch.device("cpu"), n_layers=2, family=gpt.Family(windows=[10, None]))
+    monkeypatch.setattr(gpt, "windowed_schedule", lambda *x, f=gpt.windowed_schedule: seen.append(f(*x)) or seen[-1])
+    model = small_gpt(levers(), torch.device("cpu"), n_layers=2, family=Family(windows=[10, None]))
     lit = LitGPT(model, torch.optim.SGD, torch.optim.lr_scheduler.LambdaLR, compile_model=False, seed=0)
     [batch] = batches(1)
     lit.loss_sum(batch | {"cu_seqlens": torch.tensor([0, 16, TOTAL, TOTAL], dtype=torch.int32)} | known)

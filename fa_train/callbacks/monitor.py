@@ -66,7 +66,7 @@ class Monitor(Callback):
         # tolist waits for the device
         loss, grad_norm, squared_lengths, skipped, longest_skip = torch.stack([x.double() for x in measured]).tolist()
         seconds = (time.perf_counter() - self._window_start) / steps
-        flops = train_flops(pl_module.model, self.tokens_per_step, squared_lengths)
+        flops = train_flops(pl_module.model.config, self.tokens_per_step, squared_lengths)
         dtype = torch.bfloat16 if str(trainer.precision).startswith("bf16") else torch.float32
         self._rates.append(self.tokens_per_step / seconds)
         self._log(

@@ -31,7 +31,7 @@ def drop_base(model: GPT, checkpoint: dict[str, Any], device: torch.device) -> N
         "name": name_of(model),
         "sha256": base_hash(model),
         "drawn_on": None if _has_files(model) else device.type,
-        "vocab_size": model.vocab_size,
+        "vocab_size": model.config.vocab_size,
     }
 
 
@@ -56,7 +56,8 @@ def require_fit(model: GPT, stored: Shapes, reference: Mapping[str, Any] | None,
     Raises: CheckpointError that names the first difference.
     """
     # a tied head appears under both names, or under the first alone
-    stored = {name: shape for name, shape in stored.items() if not (model.tied and name == f"{PREFIX}head.weight")}
+    if model.config.tied:
+        stored = {name: shape for name, shape in stored.items() if name != f"{PREFIX}head.weight"}
     own = {name: p for name, p in model.named_parameters() if p.requires_grad or reference is None}
     require_same_shapes({PREFIX + name: shape for name, shape in shapes(own).items()}, stored, checkpoint)
     if reference is not None and base_hash(model) != reference["sha256"]:

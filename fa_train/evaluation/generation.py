@@ -44,7 +44,7 @@ def generate(
     rope_type=dynamic, which turns all tokens anew as the stream grows.
     Raises: ValueError on a prompt or numbers out of range, and where learned positions end before the text.
     """
-    _require_settings(prompt, model.vocab_size, max_new_tokens, temperature, top_p)
+    _require_settings(prompt, model.config.vocab_size, max_new_tokens, temperature, top_p)
     longest = len(prompt) + max_new_tokens
     model.require_seq_len(longest)
     cached &= not any(rope is not None and isinstance(rope.scaling, DynamicNTKScaling) for rope in model.ropes)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
 import fa_kernels.flash_attention.ops  # noqa: F401  registers torch.ops.flash_attention
 
 Checkpointing = Literal["none", "selective", "full"]
+RunBlock = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
 # torch's operators behind scaled_dot_product_attention; their names are private, so some may be missing
 _SDPA = (
@@ -41,18 +42,27 @@ def require_checkpointing(checkpointing: str) -> None:
         raise ValueError(f"memory.checkpointing must be one of {', '.join(known)}; got {checkpointing}")
 
 
-def run_block(checkpointing: Checkpointing, block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """block(x), keeping x alone for the backward (full), or x and attention's o and lse (selective), or all (none).
+def block_runner(checkpointing: Checkpointing) -> RunBlock:
+    """Returns `run`: run(block, x) is block(x), and keeps for the backward what `checkpointing` says.
 
-    Everything else is computed again when the backward reaches the block; `block` has no dropout, so the random
-    state is not kept. Attentions without an operator of their own (naive, chunked, and torch's where it falls back to
-    materialised scores) have nothing that selective could keep: for them it is full.
-    Call it inside the module that is compiled, so that torch.compile sees the policy and partitions by it.
+    none keeps all that autograd asks for, full keeps x, selective keeps x and attention's o and lse. Everything else is
+    computed again when the backward reaches the block; `block` has no dropout, so the random state is not kept.
+    Attentions without an operator of their own (naive, chunked, and torch's where it falls back to materialised scores)
+    have nothing that selective could keep: for them it equals full.
+    Call `run` inside the module that is compiled, so that torch.compile sees the policy and partitions by it.
     """
-    if checkpointing == "none":
-        return block(x)
-    if checkpointing == "full":
-        return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+    return {"none": _keep_all, "selective": _keep_input_and_attention, "full": _keep_input}[checkpointing]
+
+
+def _keep_all(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return block(x)
+
+
+def _keep_input(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+
+
+def _keep_input_and_attention(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False, context_fn=_KEEP_ATTENTION)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from fa_kernels.swiglu import swiglu, swiglu_backward, swiglu_gradient
 from fa_train.memory.loss import add_product
 
-Activation = Literal["swiglu", "gelu"]
+TiledActivation = Literal["swiglu", "gelu"]  # without GeGLU, whose derivative is not here
 
 
 def activate(projected: Tensor, activation: str) -> Tensor:
@@ -36,7 +36,7 @@ def tiled_mlp(
     up_bias: Tensor | None,
     down: Tensor,
     down_bias: Tensor | None,
-    activation: Activation,
+    activation: TiledActivation,
     chunk_size: int,
     keep: bool = False,
 ) -> Tensor:
@@ -79,7 +79,7 @@ class _Backward(torch.autograd.Function):
         up_bias: Tensor | None,
         down: Tensor,
         down_bias: Tensor | None,
-        activation: Activation,
+        activation: TiledActivation,
         chunk_size: int,
     ) -> Tensor:
         ctx.save_for_backward(x, up, up_bias, down, down_bias)
@@ -112,7 +112,7 @@ class _Kept(torch.autograd.Function):
         up_bias: Tensor | None,
         down: Tensor,
         down_bias: Tensor | None,
-        activation: Activation,
+        activation: TiledActivation,
         chunk_size: int,
     ) -> Tensor:
         y, projected = mlp_forward(x, up, up_bias, down, down_bias, activation, chunk_size, True)
@@ -137,7 +137,7 @@ class _Forward(torch.autograd.Function):
         up_bias: Tensor | None,
         down: Tensor,
         down_bias: Tensor | None,
-        activation: Activation,
+        activation: TiledActivation,
         chunk_size: int,
     ) -> Tensor:
         return mlp_forward(x, up, up_bias, down, down_bias, activation, chunk_size, False)[0]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fa_train.bounds import FractionBelowOne, PositiveFloat, PositiveInt
 from fa_train.checkpoints.base import drawn_hash
-from fa_train.models.gpt import GPT, Block
+from fa_train.models.gpt import GPT
 from fa_train.models.hf.import_ import tensor_places
 from fa_train.models.hf.weights import Place, read_json
 from fa_train.private_names import TESTED
@@ -104,6 +104,7 @@ class LoRA:
                 linear = model.get_submodule(path)
                 assert isinstance(linear, nn.Linear)
                 setattr(model.get_submodule(parent), attribute, LoRALinear(linear, path, wanted, settings))
+        model.choose_ffns()
         if settings.path is not None and not model.token_embedding.weight.is_meta:
             load_adapter(model, Path(settings.path))
         return model
@@ -120,12 +121,11 @@ class LoRA:
 
     def _require_no_recomputation(self, model: GPT) -> None:
         """Blocks compute their forward again without the random numbers of the first time."""
-        block = model.blocks[0]
-        assert isinstance(block, Block)
-        if self.lora_dropout and (block.checkpointing != "none" or block.ffn.chunk_size):
+        memory = model.memory
+        if self.lora_dropout and (memory.checkpointing != "none" or memory.mlp_chunk):
             raise ValueError(
                 f"adapter.lora_dropout={self.lora_dropout} needs memory.checkpointing=none and memory.mlp_chunk=null; "
-                f"got {block.checkpointing} and {block.ffn.chunk_size}. Choose adapter.lora_dropout=0"
+                f"got {memory.checkpointing} and {memory.mlp_chunk}. Choose adapter.lora_dropout=0"
             )
 
 
@@ -325,6 +325,7 @@ def merge(model: GPT) -> GPT:
     for path, linear in list(adapted(model)):
         parent, _, attribute = path.rpartition(".")
         setattr(model.get_submodule(parent), attribute, linear.merged())
+    model.choose_ffns()
     return model
 
 

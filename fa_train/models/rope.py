@@ -129,6 +129,14 @@ class Llama3Scaling(RopeScaling):
         return plain / self.factor * (1 - kept) + plain * kept
 
 
+@dataclass(frozen=True)
+class Rope:
+    """The rotation of one layer's queries and keys: its base theta, and how the frequencies are scaled."""
+
+    theta: float
+    scaling: RopeScaling | None
+
+
 SCALINGS: dict[str, type[RopeScaling]] = {
     "linear": LinearScaling,
     "dynamic": DynamicNTKScaling,

@@ -170,7 +170,7 @@ def training_step(case: StepCase) -> tuple[Callable[[int], None], float]:
     require_backend(instantiate(config.attention), device)
     with device:
         model: GPT = instantiate(config.model)
-        tokens = torch.randint(model.vocab_size, (case.seq_len + 1,))
+        tokens = torch.randint(model.config.vocab_size, (case.seq_len + 1,))
     optimizer = instantiate(config.optimizer)(model)
     mixed = case.precision == "bf16-mixed"
 
@@ -181,7 +181,7 @@ def training_step(case: StepCase) -> tuple[Callable[[int], None], float]:
         optimizer.step()
         optimizer.zero_grad()
 
-    return step, train_flops(model, case.seq_len, float(case.seq_len) ** 2)
+    return step, train_flops(model.config, case.seq_len, float(case.seq_len) ** 2)
 
 
 def _measure_attention(case: AttentionCase) -> Result:

@@ -84,13 +84,14 @@ def step_formula(case: StepCase) -> Formula:
     config = configuration(case)
     with torch.device("meta"):
         model: GPT = instantiate(config.model)
+    sizes = model.config
     operand = 4 if case.precision == "32-true" else 2
-    others = model.n_layers - 1 if config.memory.checkpointing == "none" else 0
-    per_pair = others * (KEPT[operand] * model.n_heads + MASK) + BACKWARD * model.n_heads + MASK
+    others = sizes.n_layers - 1 if config.memory.checkpointing == "none" else 0
+    per_pair = others * (KEPT[operand] * sizes.n_heads + MASK) + BACKWARD * sizes.n_heads + MASK
     parameters = sum(parameter.numel() for parameter in model.parameters())
     optimizer = config.optimizer._target_.rpartition(".")[2]
     state = PARAMETER_BYTES.get(optimizer, LEAST_PARAMETER_BYTES) * parameters
-    return Formula(model.n_heads, model.head_dim, state, 0, per_pair)
+    return Formula(sizes.n_heads, sizes.heads.dim, state, 0, per_pair)
 
 
 def attention_formula(case: AttentionCase, passes: Literal["forward", "both"]) -> Formula:

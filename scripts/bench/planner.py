@@ -127,7 +127,7 @@ def measure(run: Run) -> tuple[Shape, float, float]:
 
 def train_step(model: GPT, optimizer: torch.optim.Optimizer, run: Run) -> None:
     """On random tokens, one document a micro-batch."""
-    tokens = torch.randint(model.vocab_size, (run.tokens,), device="cuda")
+    tokens = torch.randint(model.config.vocab_size, (run.tokens,), device="cuda")
     cu_seqlens = torch.tensor([0, run.tokens], dtype=torch.int32, device="cuda")
     positions = torch.arange(run.tokens, device="cuda")
     mixed = torch.autocast("cuda", torch.bfloat16) if run.precision == "bf16-mixed" else nullcontext()

@@ -43,6 +43,7 @@ from torch import nn
 import train  # registers the resolvers that conf/train.yaml needs
 from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.flops import peak_flops, train_flops
+from fa_train.models.gpt import GPT
 from scripts.bench.provenance import describe
 from scripts.bench.training_case import (
     CONF,
@@ -267,8 +268,8 @@ def mfu(config: DictConfig, step_ms: float, device: Device) -> float | None:
     if peak is None:
         return None
     with torch.device("meta"):
-        model = instantiate(config.model)
-    return train_flops(model, config.seq_len, float(config.seq_len) ** 2) / step_ms * 1e3 / peak
+        model: GPT = instantiate(config.model)
+    return train_flops(model.config, config.seq_len, float(config.seq_len) ** 2) / step_ms * 1e3 / peak
 
 
 def run_apart(case: Case, timeout: float) -> Row:

@@ -4,13 +4,13 @@ from collections import Counter
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.utils.checkpoint import checkpoint
 
 from fa_kernels import rotary
 from fa_kernels.rotary import rotate_heads, rotate_qkv
+from fa_train.models.config import ModelConfig
 from fa_train.models.gpt import SelfAttention
 from fa_train.models.rope import RotaryTable
 
@@ -231,9 +231,12 @@ def test_compiled_attention_joins_gradients_by_the_rotation(dynamic, device):
     def attend(q, k, v, schedule):
         return q * (k.exp() * v).repeat_interleave(2, dim=1)
 
-    settings = {"heads": HEADS, "q_norm": None, "k_norm": None, "softmax_scale": None, "softcap": 0.0}
-    qkv, out = nn.Linear(8, sum(HEADS) * DIM), nn.Linear(HEADS[0] * DIM, 8)
-    layer = SelfAttention(qkv=qkv, out=out, attention=attend, checkpointed=False, **settings).to(device)
+    config = ModelConfig(
+        vocab_size=8, n_layers=1, dim=8, n_heads=HEADS[0], n_kv_heads=HEADS[1], head_dim=DIM, ffn_dim=8, norm="rmsnorm",
+        norm_eps=1e-5, positions="rope", rope_theta=10000.0, max_seq_len=None, activation="swiglu", bias=True,
+        qk_norm=False, tied=True, init="gpt2",
+    )  # fmt: skip
+    layer = SelfAttention(config, attend, rotates=True, checkpointed=False).to(device)
     x, table = torch.randn(9, 8, device=device, requires_grad=True), RotaryTable(*angles(9, DIM // 2, device))
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=counted, bw_compiler=counted)

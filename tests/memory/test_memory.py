@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.memory.memory import Memory
+from fa_train.models.ffn import TiledFFN
 from fa_train.models.gpt import GPT
 from tests.memory.support.small import (
     assert_equal,
@@ -117,7 +118,8 @@ def test_groups_are_what_they_are_named():
 
 def test_every_key_reaches_the_model():
     model = build("default", "memory.checkpointing=full", "memory.offload=true", "memory.mlp_chunk=3")
-    assert all(block.checkpointing == "full" and block.ffn.chunk_size == 3 for block in model.blocks)
+    assert (model.memory.checkpointing, model.memory.mlp_chunk) == ("full", 3)
+    assert all(isinstance(block.ffn, TiledFFN) and block.ffn.chunk_size == 3 for block in model.blocks)
     assert model.offload is not None
     model = build("default", "memory.loss.z_loss=0.5", "memory.loss.label_smoothing=0.25", "memory.loss.chunk_size=9")
     assert model.loss == LinearCrossEntropy(9, z_loss=0.5, label_smoothing=0.25)

@@ -12,8 +12,10 @@ from torch.fx import GraphModule
 
 from fa_kernels import swiglu as kernel
 from fa_train.memory.swiglu_down import trains_plainly
-from fa_train.models import gpt
-from fa_train.models.gpt import FeedForward
+from fa_train.models import ffn as ffn_module
+from fa_train.models.config import Activation
+from fa_train.models.ffn import RecomputedFFN
+from fa_train.models.gpt import GPT
 from fa_train.models.lora import LoRA
 from tests.memory.planner.test_planner import LLAMA_1B, build
 from tests.memory.support import simulated
@@ -46,10 +48,11 @@ def _forget_compiled() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def feed_forward(device: torch.device, bias: bool = False, activation: gpt.Activation = "swiglu") -> FeedForward:
+def feed_forward(device: torch.device, bias: bool = False, activation: Activation = "swiglu") -> RecomputedFFN:
     """The same weights in each call."""
     torch.manual_seed(0)
-    return FeedForward(DIM, FFN_DIM, activation, bias, chunk_size=None, checkpointed=False).to(device)
+    up = nn.Linear(DIM, FFN_DIM if activation == "gelu" else 2 * FFN_DIM, bias=bias)
+    return RecomputedFFN(up, nn.Linear(FFN_DIM, DIM, bias=bias), activation, checkpointed=False).to(device)
 
 
 def compiled(ffn: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -62,7 +65,7 @@ def draw(device: torch.device, total: int = 10) -> tuple[Tensor, Tensor]:
     return torch.randn(total, DIM, device=device, requires_grad=True), torch.randn(total, DIM, device=device)
 
 
-def gradients(ffn: FeedForward, run: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+def gradients(ffn: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     """The result and all gradients, by name."""
     y = run(x)
     names, tensors = zip(*ffn.named_parameters(), strict=True)
@@ -162,7 +165,7 @@ def test_keeps_what_autograd_keeps(checkpointing, precision, monkeypatch):
 
     monkeypatch.setattr(simulated, "min_cut_rematerialization_partition", partition)
     ours = kept_by_compiled_block(lambda: build(shape), shape.tokens, precision)
-    monkeypatch.setattr(gpt, "trains_plainly", lambda linear: False)
+    monkeypatch.setattr(ffn_module, "trains_plainly", lambda linear: False)
     assert ours == kept_by_compiled_block(lambda: build(shape), shape.tokens, precision)
     assert uses == [True, False]
 
@@ -190,7 +193,7 @@ def test_what_trains_plainly(device):
 def test_adapters_keep_their_path(target, device, passes):
     """An adapter on either of the FFN's layers or on none: the weights below are frozen, so no gradient is theirs."""
 
-    def adapted() -> gpt.GPT:
+    def adapted() -> GPT:
         return LoRA(2, 4.0, 0.0, [target], False, None, None)(small_gpt(levers(), device, n_layers=1))
 
     torch.manual_seed(1)
@@ -213,7 +216,8 @@ def test_other_activations_keep_their_path(activation, device, passes):
 def test_the_backward_needs_no_more_memory(device, monkeypatch):
     """The activations take the place of their gradient: torch.compile copies it only where it is needed later."""
     total, ffn_dim = 4096, 512
-    ffn = FeedForward(64, ffn_dim, "swiglu", False, chunk_size=None, checkpointed=False).to(device)
+    up, down = nn.Linear(64, 2 * ffn_dim, bias=False), nn.Linear(ffn_dim, 64, bias=False)
+    ffn = RecomputedFFN(up, down, "swiglu", checkpointed=False).to(device)
     x = torch.randn(total, 64, device=device, requires_grad=True)
 
     def most() -> int:
@@ -227,5 +231,5 @@ def test_the_backward_needs_no_more_memory(device, monkeypatch):
         return torch.cuda.max_memory_allocated()
 
     ours = most()
-    monkeypatch.setattr(gpt, "trains_plainly", lambda linear: False)
+    monkeypatch.setattr(ffn_module, "trains_plainly", lambda linear: False)
     assert ours <= most() + total * ffn_dim  # half of the activations

@@ -10,7 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.models.attention import chunked_attention, flash_attention, naive_attention, sdpa_attention
-from fa_train.models.gpt import GPT, Family, FeedForward, OffsetRMSNorm
+from fa_train.models.config import Family
+from fa_train.models.ffn import RecomputedFFN
+from fa_train.models.gpt import GPT
+from fa_train.models.norms import OffsetRMSNorm
 
 ATTENTIONS = {
     "naive": naive_attention,
@@ -304,7 +307,9 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu", "geglu"])
 def test_the_ffn_keeps_what_it_projected_and_repeats_no_product(activation, device):
-    ffn = FeedForward(16, 24, activation, bias=False, chunk_size=None, checkpointed=False).to(device)
+    rows = 24 if activation == "gelu" else 48
+    up, down = nn.Linear(16, rows, bias=False), nn.Linear(24, 16, bias=False)
+    ffn = RecomputedFFN(up, down, activation, checkpointed=False).to(device)
     x, dy = torch.randn(5, 16, device=device, requires_grad=True), torch.randn(5, 16, device=device)
     saved: list[tuple[int, ...]] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(tuple(s.shape)) or s, lambda s: s):
@@ -314,7 +319,7 @@ def test_the_ffn_keeps_what_it_projected_and_repeats_no_product(activation, devi
     with Products() as products:
         gradients = torch.autograd.grad(y, [x, ffn.up.weight, ffn.down.weight], dy)
     assert products.times == 4, "two for each weight"
-    plain = torch.autograd.grad(ffn._all_at_once(x), [x, ffn.up.weight, ffn.down.weight], dy)
+    plain = torch.autograd.grad(ffn.at_once(x), [x, ffn.up.weight, ffn.down.weight], dy)
     assert all(map(torch.equal, gradients, plain))
 
 

@@ -7,9 +7,9 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
-from fa_train.models.gpt import GPT, Rope
+from fa_train.models.gpt import GPT
 from fa_train.models.hf.import_ import save_pretrained
-from fa_train.models.rope import YarnScaling
+from fa_train.models.rope import Rope, YarnScaling
 
 CONF = Path(__file__).parents[2] / "conf"
 PUBLISHED_GPT2 = ["model.norm=layernorm", "model.positions=learned", "model.max_seq_len=1024", "model.bias=true"]
@@ -45,14 +45,14 @@ def test_parameters_are_the_published_number(name, overrides, parameters):
 @pytest.mark.parametrize("name", [name for name in groups("model") if name != "pretrained"])
 def test_every_model_composes_and_instantiates(name):
     with torch.device("meta"):
-        assert build(name).n_layers >= 1
+        assert build(name).config.n_layers >= 1
 
 
 def test_a_pretrained_model_composes_and_instantiates(tmp_path):
     save_pretrained(build("nano", overrides=("model.vocab_size=300",)), tmp_path)
     scaling = "model.rope_scaling={rope_type: yarn, factor: 4, original_max_position_embeddings: 128}"
     model = build("pretrained", overrides=(f"model.pretrained={tmp_path}", "model.vocab_size=259", scaling))
-    assert model.vocab_size == 300 and model.max_seq_len == 512
+    assert model.config.vocab_size == 300 and model.config.max_seq_len == 512
     assert model.ropes == [Rope(10000.0, YarnScaling(factor=4, original_max_position_embeddings=128))] * 4
     own = build("pretrained", overrides=(f"model.pretrained={tmp_path}", "model.vocab_size=259"))
     assert own.ropes == [Rope(10000.0, None)] * 4

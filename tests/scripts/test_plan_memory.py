@@ -238,7 +238,7 @@ def test_train_fills_in_what_auto_chose(tmp_path, monkeypatch):
         assert {name: cfg.memory[name] for name in asdict(chosen)} == asdict(chosen), "what loggers record"
     model = lit_gpt.model
     assert model.offload is not None
-    assert all(block.checkpointing == "selective" and block.ffn.chunk_size == 32 for block in model.blocks)
+    assert (model.memory.checkpointing, model.memory.mlp_chunk) == ("selective", 32)
     with composed(tmp_path, *tiny(tmp_path)) as cfg:
         assert not instantiate(cfg.memory).auto
 

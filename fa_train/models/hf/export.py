@@ -6,6 +6,7 @@ A checkpoint is a file, or the folder that a sharded run writes; either is read 
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,8 @@ def write(
     """
     if adapter and dtype is not None:
         raise ValueError(f"an adapter is written in float32, without --dtype; got {dtype}")
-    if model.max_seq_len is None:
-        model.max_seq_len = config["seq_len"]  # RoPE counts from the rows that it was trained on
+    if model.config.max_seq_len is None:  # RoPE counts from the rows that it was trained on
+        model.config = replace(model.config, max_seq_len=config["seq_len"])
     tokenizer = tokenizer_of(config["data"])
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if adapter:
@@ -128,10 +129,10 @@ def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
     weights = {name.removeprefix(PREFIX): weight for name, weight in weights.items()}
     if not all_finite(weights.values()):
         raise CheckpointError(f"{checkpoint} must have finite weights; got NaN or infinity. Choose an earlier one")
-    if model.tied and reference is None:
+    if model.config.tied and reference is None:
         weights["head.weight"] = weights["token_embedding.weight"]  # a sharded run stores one of the two
     model.load_state_dict(weights, assign=True, strict=reference is None)
-    if model.tied:
+    if model.config.tied:
         model.head.weight = model.token_embedding.weight
     return model, content["global_step"]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
-from fa_train.models.gpt import Family
+from fa_train.models.config import Family
 from fa_train.models.rope import SCALINGS, DynamicNTKScaling, RopeScaling
 from fa_train.models.rope import rope_scaling as parse_rope_scaling
 

@@ -1,7 +1,6 @@
 """Hugging Face checkpoints: into this repository's GPT by config.json alone, and back."""
 
 import copy
-import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -12,7 +11,8 @@ from fa_train.bounds import AtLeastOne, PositiveInt
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.memory.memory import Memory
 from fa_train.models.attention import Attention, flash_attention, naive_attention, sdpa_attention
-from fa_train.models.gpt import GPT, Block, Origin
+from fa_train.models.config import ModelConfig
+from fa_train.models.gpt import GPT, Origin
 from fa_train.models.hf.families import FAMILIES, scaling_fields, text_part, understood
 from fa_train.models.hf.weights import INDEX, Place, places_of, read_json, read_weights, write_json, write_weights
 from fa_train.models.rope import DynamicNTKScaling
@@ -64,10 +64,15 @@ def load_pretrained(
     config = text_part(read_json(folder / "config.json"), folder / "config.json")
     if rope_scaling is not None or rope_theta is not None or max_seq_len is not None:
         config = _with_rope(config, folder / "config.json", rope_scaling, rope_theta, max_seq_len)
-    model = _empty_model(config, folder / "config.json", _attention(attention), loss, memory)
-    if vocab_size is not None and vocab_size > model.vocab_size:
+    if loss is None:
+        loss = LinearCrossEntropy(LOSS_CHUNK) if memory is None else memory.loss
+    arguments = _arguments(config, folder / "config.json")
+    with torch.device("meta"):
+        model = GPT(**arguments, attention=_attention(attention), loss=loss, memory=memory)
+    known = model.config.vocab_size
+    if vocab_size is not None and vocab_size > known:
         raise ValueError(
-            f"the data's tokenizer has {vocab_size} tokens, the checkpoint {pretrained} only {model.vocab_size}. "
+            f"the data's tokenizer has {vocab_size} tokens, the checkpoint {pretrained} only {known}. "
             f"Choose data.tokenizer={pretrained}"
         )
     generation_config = folder / "generation_config.json"
@@ -110,23 +115,13 @@ def save_pretrained(
     write_json(folder / "config.json", config | {dtype_field: stored})
 
 
-def _empty_model(
-    config: Mapping[str, Any],
-    path: Path,
-    attention: Attention,
-    loss: LinearCrossEntropy | None = None,
-    memory: Memory | None = None,
-) -> GPT:
-    """The GPT that config.json describes, on the meta device; `path` is for the errors."""
+def _arguments(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The fields of ModelConfig for what config.json describes; `path` is for the errors."""
     family, normalised = understood(config, path)
     try:
-        arguments = family.arguments(normalised)
+        return family.arguments(normalised)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
-    if loss is None:
-        loss = LinearCrossEntropy(LOSS_CHUNK) if memory is None else memory.loss
-    with torch.device("meta"):
-        return GPT(**arguments, attention=attention, loss=loss, memory=memory)
 
 
 def _with_rope(
@@ -205,9 +200,9 @@ def _config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str, Any]:
         return dict(model.origin.config)
     from transformers import __version__
 
-    for candidate in _candidates(model, _token_ids(tokenizer)):
-        described = _empty_model(candidate, Path("config.json"), naive_attention)
-        if _signature(described) == _signature(model):
+    for candidate in _candidates(model.config, _token_ids(tokenizer)):
+        described = ModelConfig(**_arguments(candidate, Path("config.json")))
+        if _signature(described) == _signature(model.config):
             architecture = FAMILIES[candidate["model_type"]].architecture
             return {"architectures": [architecture], **candidate, "transformers_version": __version__}
     raise ValueError(
@@ -217,20 +212,17 @@ def _config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str, Any]:
     )
 
 
-def _candidates(model: GPT, token_ids: Mapping[str, int | None]) -> Iterator[dict[str, Any]]:
+def _candidates(model: ModelConfig, token_ids: Mapping[str, int | None]) -> Iterator[dict[str, Any]]:
     """The config.json of families that may have this model."""
-    block = model.blocks[0]
-    assert isinstance(block, Block)
-    dim, eps = model.token_embedding.embedding_dim, model.norm.eps
     common = {"vocab_size": model.vocab_size, "tie_word_embeddings": model.tied, **token_ids}
     yield common | {
         "model_type": "gpt2",
-        "n_embd": dim,
+        "n_embd": model.dim,
         "n_layer": model.n_layers,
         "n_head": model.n_heads,
-        "n_inner": block.ffn.down.in_features,
+        "n_inner": model.ffn_dim,
         "n_positions": model.max_seq_len or 1,
-        "layer_norm_epsilon": eps,
+        "layer_norm_epsilon": model.norm_eps,
         # transformers would drop activations in training, as no one does today
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
@@ -241,38 +233,38 @@ def _candidates(model: GPT, token_ids: Mapping[str, int | None]) -> Iterator[dic
         return
     scaling = {"rope_type": "default"} if rope.scaling is None else scaling_fields(rope.scaling)
     llama = common | {
-        "hidden_size": dim,
-        "intermediate_size": block.ffn.down.in_features,
+        "hidden_size": model.dim,
+        "intermediate_size": model.ffn_dim,
         "num_hidden_layers": model.n_layers,
         "num_attention_heads": model.n_heads,
-        "num_key_value_heads": block.attention.heads[1],
-        "head_dim": model.head_dim,
-        "rms_norm_eps": eps,
+        "num_key_value_heads": model.heads.kv,
+        "head_dim": model.heads.dim,
+        "rms_norm_eps": model.norm_eps,
         "rope_parameters": scaling | {"rope_theta": rope.theta},
-        "attention_bias": block.attention.qkv.bias is not None,
+        "attention_bias": model.qkv_bias,
     }
     if model.max_seq_len is not None:
         llama["max_position_embeddings"] = model.max_seq_len
-    with_ffn_bias = llama | {"mlp_bias": block.ffn.up.bias is not None}
+    with_ffn_bias = llama | {"mlp_bias": model.ffn_bias}
     yield with_ffn_bias | {"model_type": "llama", "hidden_act": "silu"}
     yield with_ffn_bias | {"model_type": "arcee", "hidden_act": "gelu_pytorch_tanh"}
     yield llama | {"model_type": "qwen3", "hidden_act": "silu"}
 
 
-def _signature(model: GPT) -> dict[str, object]:
+def _signature(model: ModelConfig) -> dict[str, object]:
     """All that decides what a model computes from its weights."""
-    block = model.blocks[0]
-    assert isinstance(block, Block)
-    own = dataclasses.asdict(model.family)
+    norm_bias = model.bias if model.norm == "layernorm" else False
+    family = model.extras
     return {
-        "shapes": {name: parameter.shape for name, parameter in model.named_parameters()},
-        "heads": block.attention.heads,
-        "norm": (type(model.norm), model.norm.eps),
-        "positions": model.positions,
+        "sizes": (model.vocab_size, model.n_layers, model.dim, model.ffn_dim, model.tied),
+        "heads": model.heads,
+        "biases": (model.qkv_bias, model.out_bias, model.ffn_bias, norm_bias),
+        "norms": (model.norm, model.norm_eps, model.qk_norm, family.post_norms),
+        "positions": (model.positions, model.max_seq_len if model.positions == "learned" else None),
         "ropes": model.ropes,
         "windows": model.windows,
-        "activation": block.ffn.activation,
-        "scores": [own[name] for name in ("softmax_scale", "softcap", "logit_softcap", "embedding_scale")],
+        "activation": model.activation,
+        "scores": (family.softmax_scale, family.softcap, family.logit_softcap, family.embedding_scale),
     }
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fa_train.models.gpt import GPT, Block
+from fa_train.models.gpt import GPT
 from fa_train.models.hf.families import Layout
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -32,12 +32,11 @@ def places_of(model: GPT, layout: Layout) -> dict[str, Place]:
     """By the name of each tensor of the checkpoint, in the order of the layers; a tied head has none."""
     parameters = dict(model.named_parameters())
     modules: list[tuple[str, Sequence[str], bool]] = [(ours, (theirs,), False) for ours, theirs in layout.outer.items()]
-    for i, block in enumerate(model.blocks):
+    for i in range(model.config.n_layers):
         for ours, theirs in layout.inner.items():
             linear = ours.partition(".")[0] in ("attention", "ffn") and not ours.endswith("norm")
             names = [f"{layout.layers.format(i)}.{name}" for name in theirs]
             modules.append((f"blocks.{i}.{ours}", names, layout.transposed and linear))
-        assert isinstance(block, Block)
     places = {}
     for ours, theirs, transposed in modules:
         for kind in ("weight", "bias"):
@@ -58,9 +57,8 @@ def _row_counts(model: GPT, module: str, rows: int, parts: int) -> list[int]:
     if parts == 1:
         return [rows]
     if module.endswith("qkv"):
-        block = model.blocks[0]
-        assert isinstance(block, Block)
-        return [heads * model.head_dim for heads in block.attention.heads]
+        config = model.config
+        return [config.query_dim, config.kv_dim, config.kv_dim]
     return [rows // parts] * parts
 
 
@@ -72,14 +70,14 @@ def read_weights(model: GPT, folder: Path, layout: Layout, dtype: torch.dtype | 
         for name, tensor in _tensors(path, names):
             place_name = _place_name(name, places, layout)
             if place_name is None:
-                if _is_unused(name, model.tied):
+                if _is_unused(name, model.config.tied):
                     continue
                 raise ValueError(f"{path}: tensor {name} has no place in this model")
             _put(model, places[place_name], tensor, dtype, f"{path}: tensor {name}")
             missing.discard(place_name)
     if missing:
         raise ValueError(f"{folder}: {len(missing)} tensors are missing, {', '.join(sorted(missing)[:3])} among them")
-    if model.tied:
+    if model.config.tied:
         model.head.weight = model.token_embedding.weight
 
 

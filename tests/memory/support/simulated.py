@@ -33,7 +33,7 @@ from fa_train.memory.loss import linear_cross_entropy
 from fa_train.memory.tiled_ffn import mlp_backward, mlp_forward
 from fa_train.models import lora as lora_module
 from fa_train.models.gpt import GPT
-from fa_train.models.gpt import _nothing as nothing
+from fa_train.models.norms import zeros_to_add
 from fa_train.models.rope import rotary_table
 
 
@@ -241,5 +241,5 @@ def kept_by_compiled_block(build: Callable[[], GPT], tokens: int, precision: str
         schedule = causal_schedule(None, tokens, torch.device("cpu"))
         with autocast:
             model.compile_blocks(backend=backend, fullgraph=True, dynamic=False)
-            model.blocks[0](x, schedule, rotary, nothing(x) if model.may_add_later else None)
+            model.blocks[0](x, schedule, rotary, zeros_to_add(x) if model.may_add_later else None)
     return sum(storages.values())

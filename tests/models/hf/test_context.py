@@ -48,7 +48,7 @@ def test_another_scaling_is_exported(name, scaling, checkpoint, tmp_path):
     trained = scaling.get("original_max_position_embeddings", 32 if name == "llama-3.1" else 64)
     reach = trained if scaling["rope_type"] == "dynamic" else trained * scaling["factor"]
     config = json.loads((tmp_path / "exported/config.json").read_text())
-    assert config["max_position_embeddings"] == model.max_seq_len == reach
+    assert config["max_position_embeddings"] == model.config.max_seq_len == reach
 
 
 def reached(folder: Path, tmp_path: Path, **options) -> dict:
@@ -58,7 +58,7 @@ def reached(folder: Path, tmp_path: Path, **options) -> dict:
     stream = torch.cat([tokens()] * 3)
     assert_relatively_close(model(stream), theirs(tmp_path / "reached", stream))
     config = json.loads((tmp_path / "reached/config.json").read_text())
-    assert model.max_seq_len == config["max_position_embeddings"]
+    assert model.config.max_seq_len == config["max_position_embeddings"]
     return config
 
 

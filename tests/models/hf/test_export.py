@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from fa_train.models.attention import naive_attention
-from fa_train.models.gpt import Family
+from fa_train.models.config import Family
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
 from tests.models.hf.support.checkpoints import (
     FAMILIES,

@@ -1,0 +1,150 @@
+"""The decoder's feed-forward network. Its variants compute the same and differ in what they keep for the backward.
+
+| class | chosen if | kept of each token |
+|:--|:--|:--|
+| RecomputedFFN | by default | the first product |
+| DenseFFN | an adapter changes a layer | the first product and the activations |
+| TiledFFN | memory.mlp_chunk is set | nothing, or the first product under memory.offload=all |
+| TorchChunkedFFN | mlp_chunk, and GeGLU or an adapter | nothing |
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fa_train.memory.memory import Memory
+from fa_train.memory.swiglu_down import swiglu_down, trains_plainly
+from fa_train.memory.tiled_ffn import TiledActivation, activate, tiled_mlp
+from fa_train.models.compiled import EagerOrCompiled
+from fa_train.models.config import Activation, ModelConfig
+
+
+class FFN(nn.Module):
+    """down(activation(up(x))). A gate and its values come from one matrix."""
+
+    def __init__(self, up: nn.Linear, down: nn.Linear, activation: Activation) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+        self.activated_down = ACTIVATED_DOWN[activation]
+
+    def at_once(self, x: Tensor) -> Tensor:
+        """x (total, dim) -> the same."""
+        return self.down_of(self.up(x))
+
+    def down_of(self, projected: Tensor) -> Tensor:
+        """(total, rows of up) -> (total, dim)."""
+        return self.activated_down(projected, self.down)
+
+
+class DenseFFN(FFN):
+    """Keeps all that autograd asks for. An adapter's second product needs the activations in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (total, dim) -> the same."""
+        return self.at_once(x)
+
+
+class RecomputedFFN(FFN):
+    """Keeps up(x). The backward computes the activations again, and frees them before down's product.
+
+    checkpointed: whether the whole block is computed again for the backward.
+    """
+
+    def __init__(self, up: nn.Linear, down: nn.Linear, activation: Activation, checkpointed: bool) -> None:
+        super().__init__(up, down, activation)
+        self.run = _recomputed_in_checkpoint if checkpointed else _recomputed
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (total, dim) -> the same."""
+        return self.run(self, x)
+
+
+class TiledFFN(FFN):
+    """Passes chunk_size tokens at a time through fa_train.memory.tiled_ffn, which keeps up(x) only if `keep` is set."""
+
+    def __init__(
+        self, up: nn.Linear, down: nn.Linear, activation: TiledActivation, chunk_size: int, keep: bool
+    ) -> None:
+        super().__init__(up, down, activation)
+        self.activation: TiledActivation = activation
+        self.chunk_size, self.keep = chunk_size, keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (total, dim) -> the same."""
+        up, down = self.up, self.down
+        return tiled_mlp(x, up.weight, up.bias, down.weight, down.bias, self.activation, self.chunk_size, self.keep)
+
+
+class TorchChunkedFFN(FFN):
+    """Passes chunk_size tokens at a time through torch's own operators, each chunk in a checkpoint."""
+
+    def __init__(self, up: nn.Linear, down: nn.Linear, activation: Activation, chunk_size: int) -> None:
+        super().__init__(up, down, activation)
+        self.chunk_size = chunk_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (total, dim) -> the same."""
+        chunks = [
+            checkpoint(self.at_once, rows, use_reentrant=False, preserve_rng_state=False)
+            for rows in x.split(self.chunk_size)
+        ]
+        return torch.cat(chunks)
+
+
+def build_ffn(config: ModelConfig, memory: Memory) -> FFN:
+    """The FFN of one block, with new weights."""
+    up = nn.Linear(config.dim, config.up_dim, bias=config.ffn_bias)
+    down = nn.Linear(config.ffn_dim, config.dim, bias=config.ffn_bias)
+    return choose_ffn(up, down, config.activation, memory)
+
+
+def choose_ffn(up: nn.Linear, down: nn.Linear, activation: Activation, memory: Memory) -> FFN:
+    """The variant for these layers, which may be those of fa_train.models.lora."""
+    plain = type(up) is nn.Linear and type(down) is nn.Linear
+    if memory.mlp_chunk is None:
+        if plain:
+            return RecomputedFFN(up, down, activation, checkpointed=memory.checkpointing != "none")
+        return DenseFFN(up, down, activation)
+    if activation == "geglu" or not plain:  # tiled_mlp has no derivative of GeGLU, and takes plain weights only
+        return TorchChunkedFFN(up, down, activation, memory.mlp_chunk)
+    return TiledFFN(up, down, activation, memory.mlp_chunk, keep=memory.offload == "all")
+
+
+def _recomputed(ffn: FFN, x: Tensor) -> Tensor:
+    return checkpoint(ffn.down_of, ffn.up(x), use_reentrant=False, preserve_rng_state=False)
+
+
+# torch 2.11 keeps what passes from one compiled checkpoint into another, so a compiled block has only its own
+_recomputed_in_checkpoint = EagerOrCompiled(_recomputed, FFN.at_once)
+
+
+def _geglu_down(projected: Tensor, down: nn.Linear) -> Tensor:
+    """GELU by tanh of the gate, which comes before the values."""
+    gate, value = projected.chunk(2, dim=-1)
+    return down(F.gelu(gate, approximate="tanh") * value)
+
+
+def _gelu_down(projected: Tensor, down: nn.Linear) -> Tensor:
+    return down(activate(projected, "gelu"))
+
+
+def _swiglu_down(projected: Tensor, down: nn.Linear) -> Tensor:
+    return down(activate(projected, "swiglu"))
+
+
+def _swiglu_down_compiled(projected: Tensor, down: nn.Linear) -> Tensor:
+    """One pass between the two products of the backward, unless down is sharded, frozen or an adapter's."""
+    if trains_plainly(down):
+        return swiglu_down(projected, down.weight, down.bias)
+    return _swiglu_down(projected, down)
+
+
+# in eager mode autograd's own path: the planner models its memory
+ACTIVATED_DOWN: dict[Activation, Callable[[Tensor, nn.Linear], Tensor]] = {
+    "swiglu": EagerOrCompiled(_swiglu_down, _swiglu_down_compiled),
+    "gelu": _gelu_down,
+    "geglu": _geglu_down,
+}

@@ -1,0 +1,55 @@
+"""The norms of the decoder, and a residual addition fused with the norm that follows it."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fa_kernels.rmsnorm import add_rms_norm
+from fa_train.models.config import ModelConfig
+
+
+class OffsetRMSNorm(nn.Module):
+    """RMSNorm that multiplies by 1 + weight, in fp32 (Gemma, arXiv:2403.08295)."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., dim) -> the same."""
+        return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).type_as(x)
+
+
+NormModule = nn.RMSNorm | nn.LayerNorm | OffsetRMSNorm
+
+
+def build_norm(config: ModelConfig, dim: int) -> NormModule:
+    """A norm over `dim` channels."""
+    if config.norm == "layernorm":
+        return nn.LayerNorm(dim, eps=config.norm_eps, bias=config.bias)
+    return (nn.RMSNorm if config.norm == "rmsnorm" else OffsetRMSNorm)(dim, eps=config.norm_eps)
+
+
+def add_and_norm(x: Tensor, added: Tensor, norm: nn.Module, *, keep_sum: bool) -> tuple[Tensor, Tensor]:
+    """x + added and its norm, (total, dim) each; keep_sum as in fa_kernels.rmsnorm.add_rms_norm."""
+    if type(norm) is nn.RMSNorm and type(norm.weight) is nn.Parameter and norm.eps is not None:
+        return add_rms_norm(x, added, norm.weight, norm.eps, compute_dtype(x), keep_sum=keep_sum)
+    x = x + added
+    return x, norm(x)
+
+
+def zeros_to_add(x: Tensor) -> Tensor:
+    """Zeros for the first block to add, which look to torch.compile like another block's FFN result."""
+    zero = torch.zeros((), dtype=compute_dtype(x), device=x.device, requires_grad=x.requires_grad)
+    return zero.expand(x.shape).contiguous()  # not a leaf, because autograd would keep a leaf's gradient
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of products with x: autocast's, or x's own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

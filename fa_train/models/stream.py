@@ -1,0 +1,33 @@
+"""What a model reads from a packed stream: checks of its tensors, and the keys that each query sees."""
+
+import torch
+from torch import Tensor
+
+from fa_kernels.flash_attention.schedule import Schedule, build_schedule, causal_schedule
+
+
+def require_stream(tokens: Tensor, cu_seqlens: Tensor | None, **like_tokens: Tensor | None) -> None:
+    """Raises: ValueError if tokens is not one stream, cu_seqlens has no document, or another tensor's shape differs."""
+    if tokens.dim() != 1 or tokens.numel() == 0:
+        raise ValueError(f"tokens must be one packed stream (total,) of at least 1 token; got {tuple(tokens.shape)}")
+    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype != torch.int32):
+        raise ValueError(
+            f"cu_seqlens must be (n_docs + 1,) int32 with n_docs at least 1; "
+            f"got {tuple(cu_seqlens.shape)} {str(cu_seqlens.dtype).removeprefix('torch.')}"
+        )
+    for name, x in like_tokens.items():
+        if x is not None and x.shape != tokens.shape:
+            raise ValueError(f"{name} must be of tokens' shape {tuple(tokens.shape)}; got {tuple(x.shape)}")
+
+
+def windowed_schedule(
+    cu_seqlens: Tensor | None, total: int, device: torch.device, window: int | None, seqlen: int | None
+) -> Schedule:
+    """The causal schedule of the documents. A window of at least `total` tokens hides no key, like window None."""
+    if window is None or window >= total:
+        return causal_schedule(cu_seqlens, total, device, seqlen)
+    documents = torch.tensor([0, total], dtype=torch.int32, device=device) if cu_seqlens is None else cu_seqlens
+    padded = cu_seqlens is not None
+    return build_schedule(
+        documents, documents, total, total, causal=True, window_size=(window - 1, 0), padded=padded, seqlen=seqlen
+    )
