@@ -56,9 +56,9 @@ def test_a_function_is_applied_with_its_layer_for_transforms(missing, device, mo
         monkeypatch.setattr(torch_private, "Function", torch._C._FunctionBase)  # its own bases have no `apply`
     else:
         monkeypatch.setattr(torch_private, missing, None)
-    apply = torch_private.apply_without_transforms(ops._Eager)
-    assert apply == ops._Eager.apply != ops._apply_unseen
-    monkeypatch.setattr(ops, "_apply_unseen", apply)
+    apply = torch_private.apply_without_transforms(ops._Attention)
+    assert apply == ops._Attention.apply != ops._apply_without_functorch
+    monkeypatch.setattr(ops, "_apply_without_functorch", apply)
     q, k = torch.randn(1, 20, 2, 16, device=device), torch.randn(1, 20, 2, 16, device=device, requires_grad=True)
     left = []
     torch.func.grad(lambda x: (left.append(x), x.sum())[1])(q)

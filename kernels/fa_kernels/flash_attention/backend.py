@@ -1,7 +1,7 @@
-"""Which kernels take a call: Hopper's where they can, the portable ones everywhere else.
+"""Chooses the kernels of a call: Hopper's where they support it, the portable ones everywhere else.
 
-The environment variable FLASH_ATTENTION_BACKEND forces one: `portable`, or `hopper`, which then raises a ValueError on
-a call that it cannot take. `auto`, the default, chooses.
+The environment variable FLASH_ATTENTION_BACKEND forces one of them: `portable` or `hopper`. The default is `auto`.
+A call that Hopper's kernels do not support raises a ValueError under `hopper`.
 """
 
 import os
@@ -20,32 +20,32 @@ from fa_kernels.flash_attention.portable import backward as portable_bwd
 from fa_kernels.flash_attention.portable import forward as portable_fwd
 from fa_kernels.flash_attention.schedule import Schedule
 from fa_kernels.flash_attention.tiles import precision_of
-from fa_kernels.launch.record import replayed
+from fa_kernels.launch.record import recorded
 
 VARIABLE = "FLASH_ATTENTION_BACKEND"
 CHOICES = ("auto", "portable", "hopper")
 
+Call = tuple[tuple[Hashable, ...], Sequence[Tensor | None]]  # what `recorded` needs of a call: its key and its inputs
 
+
+def _forward_call(
+    q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
+) -> Call:
+    tensors = q, k, v, features.sinks, features.descale, *features.alibi
+    key = "forward", out_dtype, schedule.length_class, *_common_key(q, tensors, schedule, features)
+    return key, (*tensors, *schedule[:7])
+
+
+@recorded(_forward_call)
 def forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """q (total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o in out_dtype, lse fp32.
+    """Computes o in out_dtype, and lse (n_heads, total_q) fp32.
 
-    Tokens may have two dimensions, (batch, seqlen), which o has then too. q, k and v are `in_order`.
+    Shapes: q (total_q, n_heads, head_dim); k and v (total_k, n_kv_heads, head_dim). Instead of one dimension of tokens
+    there may be two, (batch, seqlen); o then has them too. q, k and v must have passed `in_order`.
     Raises: ValueError as require_consistent.
     """
-    tensors = q, k, v, features.sinks, features.descale, *features.alibi
-    o, lse = replayed(
-        ("forward", out_dtype, schedule.length_class, *_kind(tensors, schedule, features)),
-        (*tensors, *schedule[:7]),
-        lambda: _forward(q, k, v, schedule, features, out_dtype),
-    )
-    return o, lse
-
-
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
     require_consistent(q, k, v, features.sinks)
     tokens = q.shape[:-2]
     q, k, v = packed(q), packed(k), packed(v)
@@ -56,6 +56,24 @@ def _forward(
     return o.view(*tokens, *o.shape[1:]), lse
 
 
+def _backward_call(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    schedule: Schedule,
+    features: Features,
+    deterministic: bool,
+) -> Call:
+    tensors = do, q, k, v, o, lse, dlse, *features.alibi
+    key = "backward", deterministic, features.sinks is None, *_common_key(q, tensors, schedule, features)
+    return key, (*tensors, *schedule[:7])
+
+
+@recorded(_backward_call)
 def backward(
     do: Tensor,
     dlse: Tensor | None,
@@ -67,34 +85,12 @@ def backward(
     schedule: Schedule,
     features: Features,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """do like o, lse and dlse (n_heads, total_q) fp32 -> dq, dk, dv, dense, like q, k, v, and delta.
-
-    All but lse and dlse are as for forward; delta is attention_delta's, and None without sinks, which alone need it.
-    deterministic takes kernels where each output has one owner, as those of the portable ones have in any case, or is
-    summed in one order.
-    """
-    tensors = do, q, k, v, o, lse, dlse, *features.alibi
-    dq, dk, dv, *delta = replayed(
-        ("backward", deterministic, features.sinks is None, *_kind(tensors, schedule, features)),
-        (*tensors, *schedule[:7]),
-        lambda: _backward(do, dlse, q, k, v, o, lse, schedule, features, deterministic),
-    )
-    return dq, dk, dv, delta[0] if delta else None
-
-
-def _backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    schedule: Schedule,
-    features: Features,
-    deterministic: bool,
 ) -> tuple[Tensor, ...]:
+    """Computes dq, dk and dv, dense, and with sinks also attention_delta's delta.
+
+    Shapes: do like o; lse and dlse (n_heads, total_q) fp32; the others as for `forward`.
+    With `deterministic`, each output has one owner, as in the portable kernels, or is summed in a fixed order.
+    """
     shapes = q.shape, k.shape, v.shape
     do, q, k, v, o = packed(do), packed(q), packed(k), packed(v), packed(o)
     supported = hopper_bwd.supports(q, k, v, features)
@@ -112,7 +108,7 @@ def _backward(
 
 
 def in_order(x: Tensor) -> Tensor:
-    """x, or a copy, of which `packed` makes no other: tokens stand behind one another, a head's numbers side by side.
+    """Returns x, or a copy, so that `packed` need not copy: each head is dense, and tokens follow at one stride.
 
     Shapes: (tokens, heads, head_dim) or (batch, seqlen, heads, head_dim).
     """
@@ -122,18 +118,18 @@ def in_order(x: Tensor) -> Tensor:
 
 
 def packed(x: Tensor) -> Tensor:
-    """(batch, seqlen, heads, head_dim), or packed already -> (tokens, heads, head_dim)."""
+    """Flattens (batch, seqlen, heads, head_dim) to (tokens, heads, head_dim); returns other x unchanged."""
     return x.flatten(0, 1) if x.dim() == 4 else x
 
 
-def _kind(tensors: Sequence[Tensor | None], schedule: Schedule, features: Features) -> tuple[Hashable, ...]:
-    """All that launches depend on but addresses, for `replayed`: what _forward, _backward and all below them ask for.
+def _common_key(
+    q: Tensor, tensors: Sequence[Tensor | None], schedule: Schedule, features: Features
+) -> tuple[Hashable, ...]:
+    """All that launches of either pass depend on except addresses, and all that require_consistent checks.
 
-    A schedule's tensors are int32, dense and on one device, so that only how many tiles there are can differ. Strides
-    of what is contiguous follow from its shape, but for those of one step, which lead nowhere.
+    A schedule's tensors are int32, dense and on one device, so only the numbers of tiles can differ. The strides of a
+    contiguous tensor follow from its shape, except strides of dimensions of size 1, which do not matter.
     """
-    x = tensors[1]  # q or k, which are of one dtype
-    assert x is not None
     return (
         *[None if t is None else (t.dtype, t.get_device(), t.shape, t.is_contiguous() or t.stride()) for t in tensors],
         schedule.key_start.get_device(),
@@ -143,8 +139,8 @@ def _kind(tensors: Sequence[Tensor | None], schedule: Schedule, features: Featur
         schedule.crosses_documents,
         features.softmax_scale,
         features.softcap,
-        getenv(VARIABLE),  # in a tenth of os.environ's time
-        precision_of(x) if x.dtype == torch.float32 else None,
+        getenv(VARIABLE),  # takes a tenth of os.environ's time
+        precision_of(q) if q.dtype == torch.float32 else None,
     )
 
 

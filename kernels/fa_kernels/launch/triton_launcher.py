@@ -36,7 +36,7 @@ def current_stream(device: int) -> int:
     return driver.active.get_current_stream(device)
 
 
-def is_observed() -> bool:
+def has_launch_hooks() -> bool:
     """Whether a tool has hooks on launches or on compilation."""
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
@@ -73,7 +73,7 @@ class _Source(NamedTuple):
 
 
 def prepared(compiled: Any, grid: tuple[int, ...], stream: int) -> Callable[..., None]:
-    """A function that launches the kernel with its arguments alone. It calls no hooks: see `is_observed`."""
+    """A function that launches the kernel with its arguments alone. It calls no hooks: see `has_launch_hooks`."""
     launcher = _launcher(compiled)
     where, how = (*grid, stream, compiled.function), (compiled.packed_metadata, None, None, None)
     if launcher.global_scratch_size or launcher.profile_scratch_size:
@@ -87,20 +87,20 @@ def prepared(compiled: Any, grid: tuple[int, ...], stream: int) -> Callable[...,
     return lambda *arguments: launch(*constants, arguments)
 
 
-@cache  # one kernel is of many kinds, and Triton 3.6 loads a library for each launcher
+@cache  # many keys share a kernel, and Triton 3.6 loads a library for each launcher
 def _launcher(compiled: Any) -> Any:
     """compiled.run, or a launcher that takes descriptors in their encoded form."""
     types: list[Any] = []
-    for kind in compiled.src.signature.values():
-        rank = _rank(kind)
-        types += ["nvTmaDesc", *["i32"] * rank, *["i64"] * rank] if rank else [kind]
+    for argument_type in compiled.src.signature.values():
+        rank = _rank(argument_type)
+        types += ["nvTmaDesc", *["i32"] * rank, *["i64"] * rank] if rank else [argument_type]
     if len(types) == len(compiled.src.signature):
         return compiled.run
     source = _Source(dict(enumerate(types)), {})
     return driver.active.launcher_cls(source, compiled.metadata._replace(tensordesc_meta=None))
 
 
-def _rank(kind: Any) -> int:
+def _rank(argument_type: Any) -> int:
     """The rank of a descriptor, from a type such as `tensordesc<bf16[64, 128], layout>`; 0 for other types."""
-    match = re.match(r"tensordesc<[^[>]*\[([^]]*)\]", kind) if isinstance(kind, str) else None
+    match = re.match(r"tensordesc<[^[>]*\[([^]]*)\]", argument_type) if isinstance(argument_type, str) else None
     return match[1].count(",") + 1 if match else 0

@@ -147,7 +147,7 @@ def recording(monkeypatch):
     """Tensors look like those of a GPU, and calls are recorded as if there were one."""
     monkeypatch.setattr(record, "current_device", lambda: 0)
     monkeypatch.setattr(record, "current_stream", lambda _: 7)
-    monkeypatch.setattr(record, "is_observed", lambda: False)
+    monkeypatch.setattr(record, "has_launch_hooks", lambda: False)
     monkeypatch.setattr(record, "_may_record", lambda: True)
     monkeypatch.setattr(record, "_SAID", False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -176,7 +176,7 @@ def copied(x):
     ],
 )
 def test_an_error_of_the_recorder_is_a_plain_call(owner, name, recording, monkeypatch, caplog):
-    """All six calls of each of two kinds return their results. One line says what went wrong."""
+    """All six calls with each of two keys return their results. One line says what went wrong."""
     failed = []
 
     def fail(*arguments, **options):
@@ -184,23 +184,25 @@ def test_an_error_of_the_recorder_is_a_plain_call(owner, name, recording, monkey
         raise RuntimeError("Triton is another one")
 
     monkeypatch.setattr(owner, name, fail)
-    for kind in ("one", "other"):
+    call = record.recorded(lambda x, key: ((key,), (x,)))(lambda x, key: (copied(x),))
+    for key in ("one", "other"):
         for number in range(6):
             x = torch.full((4,), float(number))
-            (result,) = record.replayed((kind,), (x,), lambda x=x: (copied(x),))
+            (result,) = call(x, key)
             assert torch.equal(result, x)
-    assert len(failed) == 2, "no kind is tried again"
+    assert len(failed) == 2, "no key is tried again"
     [logged] = caplog.records
     assert "RuntimeError: Triton is another one" in logged.getMessage() and "FA_TRAIN_REPLAY=0" in logged.getMessage()
 
 
 def test_an_error_of_the_call_itself_is_raised(recording, caplog):
-    def call():
+    @record.recorded(lambda x: (("key",), (x,)))
+    def call(x):
         raise ValueError("k must be like q")
 
     for _ in range(3):
         with pytest.raises(ValueError, match="k must be like q") as raised:
-            record.replayed(("kind",), (torch.zeros(4),), call)
+            call(torch.zeros(4))
         assert raised.value.__context__ is None, "the traceback shows one error"
     assert not caplog.records
 
@@ -238,35 +240,31 @@ def test_the_environment_variable_must_be_0_or_1(asks_again, monkeypatch):
         record._may_record()
 
 
-def test_another_device_is_another_kind(on_gpu_0):
-    """Addresses are not looked at when launches are made again: an error of Triton's must stay one."""
+def test_another_device_is_another_key(on_gpu_0):
+    """Addresses are not looked at when launches are repeated: an error of Triton's must stay one."""
     x, schedule = torch.zeros(20, 2, 16), causal_schedule(None, 20, torch.device("cpu"))
     features = Features(1.0, 0.0, None, [])
     elsewhere = schedule._replace(key_start=schedule.key_start.to("meta"))
-    kinds = {
-        backend._kind(tensors, of, features)
+    keys = {
+        backend._common_key(x, tensors, of, features)
         for tensors, of in (((x, x), schedule), ((x, x), elsewhere), ((x, x, x[0, 0]), schedule))
     }
-    assert len(kinds) == 3
+    assert len(keys) == 3
     on_meta = x, x, x[0, 0].to("meta")
-    assert backend._kind(on_meta, schedule, features) not in kinds
+    assert backend._common_key(x, on_meta, schedule, features) not in keys
 
 
-def test_strides_that_lead_nowhere_are_of_no_kind():
+def test_strides_that_do_not_matter_are_not_in_the_key():
     schedule, features = causal_schedule(None, 20, torch.device("cpu")), Features(1.0, 0.0, None, [])
     x = torch.zeros(20 * 64)
     strides = (16, 16), (16, 5), (32, 16), (64, 16)
-    kinds = [
-        backend._kind((y, y), schedule, features)
-        for y in (x.as_strided((20, 1, 16), (step, head, 1)) for step, head in strides)
-    ]
-    assert kinds[0] == kinds[1] and len(set(kinds)) == 3
+    views = [x.as_strided((20, 1, 16), (step, head, 1)) for step, head in strides]
+    keys = [backend._common_key(y, (y, y), schedule, features) for y in views]
+    assert keys[0] == keys[1] and len(set(keys)) == 3
 
 
-def test_each_option_is_another_kind(monkeypatch):
+def test_each_option_is_another_key(monkeypatch):
     """Of forward and backward: a recording of one must not be played for another."""
-    kinds = []
-    monkeypatch.setattr(backend, "replayed", lambda kind, inputs, call: kinds.append(kind) or (None, None))
     x, schedule = torch.zeros(20, 2, 16), causal_schedule(None, 20, torch.device("cpu"))
     plain = Features(1.0, 0.0, None, [])
     sinks = torch.zeros(2)
@@ -282,18 +280,33 @@ def test_each_option_is_another_kind(monkeypatch):
         (x.half(), schedule, plain, torch.float32),
         (x.transpose(0, 1).contiguous().transpose(0, 1), schedule, plain, torch.float32),
     ]
-    for q, of, features, out_dtype in forwards:
-        backend.forward(q, q, q, of, features, out_dtype)
+    keys = [backend._forward_call(q, q, q, of, features, out_dtype)[0] for q, of, features, out_dtype in forwards]
     monkeypatch.setenv(backend.VARIABLE, "portable")
-    backend.forward(x, x, x, schedule, plain, torch.float32)
-    monkeypatch.setattr(backend, "replayed", lambda kind, inputs, call: kinds.append(kind) or (None,) * 4)
+    keys.append(backend._forward_call(x, x, x, schedule, plain, torch.float32)[0])
+
+    def backward_key(dlse, features, deterministic):
+        return backend._backward_call(x, dlse, x, x, x, x, lse, schedule, features, deterministic)[0]
+
     lse = torch.zeros(2, 20)
-    for dlse, deterministic in ((None, False), (lse, False), (None, True)):
-        backend.backward(x, dlse, x, x, x, x, lse, schedule, plain, deterministic)
-    backend.backward(x, None, x, x, x, x, lse, schedule, plain._replace(sinks=sinks), False)
-    assert len(set(kinds)) == len(kinds) == 15
-    backend.backward(x, None, x, x, x, x, lse, schedule, plain, False)
-    assert len(set(kinds)) == 15, "the same call is of the same kind"
+    keys += [
+        backward_key(dlse, plain, deterministic) for dlse, deterministic in ((None, False), (lse, False), (None, True))
+    ]
+    keys.append(backward_key(None, plain._replace(sinks=sinks), False))
+    assert len(set(keys)) == len(keys) == 15
+    assert backward_key(None, plain, False) in keys, "the same call has the same key"
+
+
+def test_the_inputs_are_all_tensors_of_a_call():
+    """An address of another tensor would be that of the recorded call."""
+    q, k, v, do, o = torch.zeros(5, 20, 2, 16)
+    lse, dlse = torch.zeros(2, 2, 20)
+    schedule = causal_schedule(None, 20, torch.device("cpu"))
+    sinks, descale, *alibi = torch.zeros(5, 2)
+    features = Features(1.0, 0.0, sinks, alibi, descale)
+    _, inputs = backend._forward_call(q, k, v, schedule, features, torch.float32)
+    assert {*map(id, inputs)} == {*map(id, (q, k, v, sinks, descale, *alibi, *schedule.tensors()))}
+    _, inputs = backend._backward_call(do, dlse, q, k, v, o, lse, schedule, features, False)
+    assert {*map(id, inputs)} == {*map(id, (do, dlse, q, k, v, o, lse, *alibi, *schedule.tensors()))}
 
 
 @pytest.mark.parametrize(
@@ -312,24 +325,20 @@ def test_each_option_is_another_kind(monkeypatch):
         pytest.param({"sinks": torch.zeros(2, device="meta")}, id="device-of-sinks"),
     ],
 )
-def test_what_is_not_consistent_is_of_another_kind(wrong, on_gpu_0, monkeypatch):
-    """Calls of a kind that is replayed are not checked again."""
-
-    def forward(q, k, v, schedule, features, out_dtype):
-        checks.require_consistent(q, k, v, features.sinks)
-        return q, q
-
+def test_what_is_not_consistent_is_another_key(wrong, on_gpu_0, monkeypatch):
+    """Calls that are repeated are not checked again."""
     monkeypatch.setattr(checks, "require_backend", lambda _: None)
-    monkeypatch.setattr(backend, "_forward", forward)
-    kinds = []
-    monkeypatch.setattr(backend, "replayed", lambda kind, inputs, call: kinds.append(kind) or call())
     one = torch.zeros(20, 1, 16)
     right = {"q": torch.zeros(20, 2, 16), "k": one, "v": one, "sinks": torch.zeros(2)}
     schedule = causal_schedule(None, 20, torch.device("cpu"))
-    flash_attn_packed(**right, schedule=schedule)
+
+    def key_of(q, k, v, sinks):
+        return backend._forward_call(q, k, v, schedule, Features(1.0, 0.0, sinks, ()), q.dtype)[0]
+
+    checks.require_consistent(**right)
     with pytest.raises(ValueError, match="must"):
         flash_attn_packed(**right | wrong, schedule=schedule)
-    assert len(kinds) == 2 and kinds[0] != kinds[1]
+    assert key_of(**right) != key_of(**right | wrong)
 
 
 def test_an_address_of_two_tensors_is_not_guessed():
@@ -346,7 +355,7 @@ def test_an_address_of_two_tensors_is_not_guessed():
 
 def test_what_a_call_allocates_is_allocated_again():
     recorder = record._Recorder([])
-    outputs = recorder.watch(lambda: (torch.empty(2, 3, dtype=torch.float16), torch.empty(4, dtype=torch.int32)))
+    outputs = recorder.watch(lambda: (torch.empty(2, 3, dtype=torch.float16), torch.empty(4, dtype=torch.int32)), ())
     recording = recorder.recording(outputs, 0)
     assert isinstance(recording, record._Recording)
     again = recording.play([])
@@ -356,12 +365,12 @@ def test_what_a_call_allocates_is_allocated_again():
 
 def test_a_view_that_a_call_returns_is_allocated_as_it_is():
     recorder = record._Recorder([])
-    outputs = recorder.watch(lambda: (torch.empty(6, 4).view(2, 3, 4), torch.empty(4)))
+    outputs = recorder.watch(lambda: (torch.empty(6, 4).view(2, 3, 4), torch.empty(4)), ())
     recording = recorder.recording(outputs, 0)
     assert isinstance(recording, record._Recording)
     assert [x.shape for x in recording.play([])] == [(2, 3, 4), (4,)]
     part = record._Recorder([])
-    outputs = part.watch(lambda: (torch.empty(6, 4)[:3],))
+    outputs = part.watch(lambda: (torch.empty(6, 4)[:3],), ())
     assert part.recording(outputs, 0) is record._Known.UNCLEAR, "the rest of it would be left out"
 
 
@@ -383,7 +392,7 @@ def addresses_of(made):
     def call():
         return *(torch.empty(n, dtype=torch.uint8) for n in made), torch.empty(3)
 
-    *_, output = recorder.watch(call)
+    *_, output = recorder.watch(call, ())
     lasting = torch.zeros(4)
     recorder.add(lasting, lambda: lasting)
     recording, ran = recorded(recorder, range(len(made) + 2), (output,))
@@ -400,7 +409,7 @@ def test_what_a_call_drops_shares_an_allocation():
     assert n_allocations == 3, "the output, what is lasting, and one for all else"
     starts, end = record._in_a_row(sizes)
     assert [address - found[0] for address in found] == starts
-    assert all(start % record.PART_ALIGNMENT == 0 for start in starts)
+    assert all(start % record.SLICE_ALIGNMENT == 0 for start in starts)
     assert all(after - start >= size for start, after, size in zip(starts, [*starts[1:], end], sizes, strict=True))
 
 
@@ -500,7 +509,7 @@ def test_replayed_calls_give_the_same_bits(device, head_dim, deterministic, seve
         got = run()
         assert len(played) == (0, 0, 2, 4)[call]
         with monkeypatch.context() as ordinary:
-            ordinary.setattr(backend, "replayed", lambda kind, inputs, call: call())
+            ordinary.setattr(record, "_may_record", lambda: False)
             for name, x, y in zip(("o", "dq", "dk", "dv"), got, run(), strict=True):
                 rounding = 0.0 if deterministic or name != "dq" else 2.0**-7  # of bf16, one step
                 torch.testing.assert_close(x, y, rtol=rounding, atol=rounding * 2.0**-13)
