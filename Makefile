@@ -6,7 +6,7 @@ ARGS ?=
 PART ?= 1/1
 BIN := $(VENV)/bin
 
-.PHONY: train install-dev test test-oldest-triton test-gpu gpu-check lint format clean
+.PHONY: train install-dev test test-oldest-triton test-gpu gpu-check lint format docs clean
 
 train: $(VENV)/.installed
 	$(BIN)/python train.py $(ARGS)
@@ -40,6 +40,10 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# A site to read offline, in site/; search needs a server: python3 -m http.server -d site
+docs: $(VENV)/.installed-docs
+	$(BIN)/mkdocs build --strict
+
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -50,6 +54,10 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install -e ".[dev]"
 	touch $(VENV)/.installed $@
+
+$(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install -e ".[docs]"
+	touch $@
 
 $(VENV)/triton-3.6: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --no-deps --upgrade --target $@ "triton==3.6.*"

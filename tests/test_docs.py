@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from scripts.composed import composed
 
@@ -102,6 +103,16 @@ def test_every_file_in_backticks_exists(page):
     paths = re.findall(r"`((?:conf|docs|fa_train|kernels|scripts|tests)/[\w/.-]+)`", page.read_text(encoding="utf-8"))
     for path in paths:
         assert (REPOSITORY / path).exists(), path
+
+
+def test_the_site_shows_every_page():
+    site = OmegaConf.load(REPOSITORY / "mkdocs.yml")
+    shown = {page for entry in site["nav"] for page in entry.values()}
+    assert {page.name for page in PAGES} <= shown
+    assert shown - {page.name for page in PAGES} == {
+        "index.md", "results/README.md", "contributing.md", "changelog.md",
+    }  # fmt: skip
+    assert all((REPOSITORY / hook).exists() for hook in site["hooks"])
 
 
 def test_the_index_of_results_names_every_page():

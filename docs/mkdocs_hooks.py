@@ -1,0 +1,42 @@
+"""Adds pages outside docs/ to the site: README.md as home, CONTRIBUTING.md, CHANGELOG.md and scripts/results."""
+
+import re
+from pathlib import Path
+from posixpath import dirname, join, normpath, relpath
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+REPOSITORY = Path(__file__).parents[1]
+OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+OUTSIDE |= {f"scripts/results/{path.name}": f"results/{path.name}" for path in REPOSITORY.glob("scripts/results/*")}
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
+
+
+def on_config(config: Any) -> Any:
+    """Removes the one script that the offline plugin loads from the network: search from file:// pages needs it."""
+    config.extra["polyfills"] = []
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for source, page in OUTSIDE.items():
+        files.append(File.generated(config, page, abs_src_path=str(REPOSITORY / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Links lead to pages of the site; a link to a source file becomes its text."""
+    here = page.file.src_uri
+    source = next((path for path, name in OUTSIDE.items() if name == here), f"docs/{here}")
+
+    def link(match: re.Match[str]) -> str:
+        image, text, target, anchor = match.groups()
+        path = normpath(join(dirname(source), target))
+        name = OUTSIDE.get("scripts/results/README.md" if path == "scripts/results" else path)
+        name = path.removeprefix("docs/") if name is None and path.startswith("docs/") else name
+        if name is None:
+            return text
+        return f"{image}[{text}]({relpath(name, dirname(here) or '.')}{anchor or ''})"
+
+    return LINK.sub(link, markdown)
