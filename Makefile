@@ -6,7 +6,8 @@ ARGS ?=
 PART ?= 1/1
 BIN := $(VENV)/bin
 
-.PHONY: train install-dev test test-oldest-triton test-gpu gpu-check lint format docs clean
+
+.PHONY: train install-dev test test-fast test-oldest-triton test-gpu gpu-check lint format docs clean
 
 train: $(VENV)/.installed
 	$(BIN)/python train.py $(ARGS)
@@ -16,6 +17,10 @@ install-dev: $(VENV)/.installed-dev
 # The interpreter is single-threaded NumPy: one thread a worker, one worker a core.
 test: $(VENV)/.installed-dev
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+# The tests to run at each change. `test` runs all of them.
+test-fast: $(VENV)/.installed-dev
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
 
 # The oldest Triton that pyproject.toml admits compiles and launches kernels otherwise than the newest, which `test` has.
 # Its interpreter does not work with NumPy 2.4.

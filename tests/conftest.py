@@ -17,18 +17,6 @@ def kernels_are_compiled() -> bool:
     return torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 
 
-# whose tests take the longest, of minutes all; last, one would leave the other cores of pytest-xdist without work
-LONGEST = (
-    "test_fsdp",
-    "test_train",
-    "test_ablate_memory",
-    "test_finetune",
-    "test_export_hf",
-    "test_skipped_steps",
-    "test_resume",
-)
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Tests of one xdist_group share a worker, and so the runs that their fixtures start."""
     if config.getoption("dist", None) == "load":  # what -n alone means
@@ -46,7 +34,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.parent.name != "aot" and not item.path.stem.startswith(LONGEST))
+    # slow tests first: one at the end would leave the other workers of pytest-xdist idle
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if kernels_are_compiled():
         return
     skip = pytest.mark.skip(reason="needs CUDA and TRITON_INTERPRET unset")

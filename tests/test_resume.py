@@ -14,6 +14,8 @@ from tests.support.processes import start_server
 from tests.support.training import column, composed, tiny, write_corpus
 from tests.test_train import processes_can_talk, ranks_of_torchrun
 
+pytestmark = pytest.mark.slow
+
 SMALL = (
     "model.n_layers=1", "max_steps=6", "callbacks.checkpoint.every_n_train_steps=3",
     "callbacks.checkpoint.save_top_k=-1", "data.micro_batch_size=1", "optimizer.lr=2e-2",

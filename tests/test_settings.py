@@ -104,6 +104,7 @@ def overridden(cfg, key, value):
     return copy, OmegaConf.to_container(came) if OmegaConf.is_config(came) else came
 
 
+@pytest.mark.slow
 def test_every_wrong_value_of_every_key_is_one_line_before_anything_is_built(monkeypatch):
     monkeypatch.setattr(train, "instantiate", lambda *args, **kwargs: pytest.fail("something was built"))
     tried = dict.fromkeys(NOT_OVERRIDDEN, 0)

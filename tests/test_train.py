@@ -89,6 +89,7 @@ def test_out_of_memory_is_a_result(tmp_path, monkeypatch, capsys):
         assert part in message
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_after_running_out_of_memory(tmp_path):
     sweep = ["attention=naive", "seq_len=131072,64", "max_steps=2", "batch_size=1", "data.val_rows=1"]
     done = command_line(tmp_path, "-m", *tiny(tmp_path, *sweep), limit_memory=True)  # 274 GB of scores
@@ -131,6 +132,7 @@ def start_and_finish(tmp_path, *overrides):
     return metrics.parent
 
 
+@pytest.mark.slow
 def test_a_terminated_run_resumes_with_the_same_losses(tmp_path):
     """SIGTERM in mid-run saves; ckpt_path=last goes on with the same data and gives the very same losses."""
     _, folder = run(tmp_path)
@@ -143,6 +145,7 @@ def test_a_terminated_run_resumes_with_the_same_losses(tmp_path):
     assert cut | rest == whole
 
 
+@pytest.mark.slow
 def test_a_run_killed_twice_has_the_rows_and_losses_of_one(tmp_path):
     """SIGKILL saves nothing: the run goes on at its newest checkpoint and does the steps since then once more."""
     settings = ["data.packing=best_fit", "data.num_workers=1", "callbacks.checkpoint.every_n_train_steps=3"]
@@ -213,6 +216,7 @@ def start_and_finish_ranks(folder, tmp_path, *overrides):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
 def test_the_number_of_processes_may_change(tmp_path):
     """One process for three steps, two for two, one to the end: rows and losses of one process alone.
@@ -239,6 +243,7 @@ def test_the_number_of_processes_may_change(tmp_path):
         assert list(seen.values()) == pytest.approx([losses[step] for step in seen], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_wandb_is_offline_without_a_key_and_holds_the_run(tmp_path):
     overrides = tiny(tmp_path, "logger=wandb", "max_steps=4", "trainer.val_check_interval=2")
     environment = {"HOME": str(tmp_path), "WANDB_CONFIG_DIR": str(tmp_path)}

@@ -66,11 +66,13 @@ def server():
         started.shutdown()
 
 
+@pytest.mark.slow
 def test_a_key_in_the_environment_without_a_network(tmp_path):
     mode, lines = mode_of(tmp_path, WANDB_API_KEY=KEY, WANDB_BASE_URL=NOBODY)
     assert mode == "offline" and len(lines) == 1 and "no login within 5 seconds" in lines[0]
 
 
+@pytest.mark.slow
 def test_a_key_in_a_netrc_file_without_a_network(tmp_path):
     netrc = tmp_path / "netrc"
     netrc.write_text(f"machine 127.0.0.1:9\n  login user\n  password {KEY}\n")
@@ -79,6 +81,7 @@ def test_a_key_in_a_netrc_file_without_a_network(tmp_path):
     assert mode == "offline" and len(lines) == 1 and "no login within 5 seconds" in lines[0], "the file was not read"
 
 
+@pytest.mark.slow
 def test_a_host_that_never_answers(tmp_path, silent_host):
     mode, lines = mode_of(tmp_path, WANDB_API_KEY=KEY, WANDB_BASE_URL=silent_host)
     assert mode == "offline" and len(lines) == 1 and "no login within 5 seconds" in lines[0]
@@ -101,6 +104,7 @@ def test_the_environment_may_choose_the_mode(tmp_path):
     assert mode_of(tmp_path, WANDB_MODE="disabled", WANDB_API_KEY=KEY, WANDB_BASE_URL=NOBODY) == ("disabled", [])
 
 
+@pytest.mark.slow
 def test_a_run_with_a_key_and_no_network_is_recorded_offline(tmp_path):
     overrides = tiny(tmp_path, "logger=wandb", "max_steps=1")
     environment = {"HOME": str(tmp_path), "WANDB_CONFIG_DIR": str(tmp_path), "WANDB_BASE_URL": NOBODY}

@@ -19,6 +19,8 @@ from tests.support.processes import start_server
 from tests.support.training import column, command_line, composed, tiny, write_corpus
 from tests.test_train import processes_can_talk, ranks_of_torchrun
 
+pytestmark = pytest.mark.slow
+
 STEPS, FEW, BAD = 300, 60, 40  # lengths of runs, and the index of their step with an infinite loss
 SMALL = (
     "model.n_layers=1", "seq_len=16", "batch_size=2", "trainer.val_check_interval=50", "data.val_rows=2",

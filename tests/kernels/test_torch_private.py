@@ -17,6 +17,7 @@ from fa_kernels.flash_attention import ops
 REPOSITORY = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_attention_is_right_without_any_of_the_names():
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.support.without_private_names"],

@@ -116,6 +116,7 @@ def test_ranks_agree_on_what_kind_of_checkpoint_they_read(tmp_path, monkeypatch)
     assert read == [tmp_path]
 
 
+@pytest.mark.slow
 @needs_ports
 def test_torchrun_leaves_one_folder(tmp_path):
     overrides = tiny(tmp_path, "strategy=ddp", "trainer.devices=2", "max_steps=1", "data=synthetic", "run_name=two")

@@ -43,6 +43,7 @@ from tests.support.training import column, command_line, composed, tiny, write_c
 from tests.test_train import processes_can_talk, ranks_of_torchrun, start_and_stop
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
     pytest.mark.xdist_group("strategy"),
 ]

@@ -66,6 +66,7 @@ def environment():
     return quiet_environment() | {"WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}
 
 
+@pytest.mark.slow
 def test_a_sweep_with_cases_that_run_out_of_memory(tmp_path):
     """Files, the offline runs read back, and the skipped cases after those of 274 GB of scores; started elsewhere."""
     arguments = ["--attentions", "naive", "--seq-lens", "32", "131072", "262144", "--model", "nano", "--steps", "1"]
@@ -110,6 +111,7 @@ def inspect(path):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_finished_and_the_same_command_continues(tmp_path):
     program, arguments = "scripts.ablate_memory", [
         "--only", "step", "--attentions", "naive", "chunked", "sdpa", "--no-wandb", "--seq-lens", "32",
@@ -312,6 +314,7 @@ def test_a_process_killed_by_linux_ran_out_of_memory(tmp_path, monkeypatch):
     assert run_apart(case(), 1.0, tmp_path / "log") == Result("oom")
 
 
+@pytest.mark.slow
 def test_importing_the_cases_asks_nothing_of_cuda():
     """CUDA cannot begin in a process whose parent has begun it."""
     program = """

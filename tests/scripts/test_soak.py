@@ -61,6 +61,7 @@ def test_memory_is_that_of_all_processes_of_the_session():
     assert soak.memory_of_session(process.pid) == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_by_itself_is_an_error(tmp_path):
     with pytest.raises(RuntimeError, match="must train until it is interrupted; it ended with 1"):
         soak.soak(["seq_len=foo"], 1.0, tmp_path / "run")

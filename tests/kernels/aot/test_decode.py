@@ -21,6 +21,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_compiles_within_limits():
     for case, report in compile_all("tests.kernels.aot.decode", [*LIMITS]).items():

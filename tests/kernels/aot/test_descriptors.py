@@ -32,6 +32,7 @@ def test_wrong_registers_are_found():
     assert second.startswith("UIADD3.X UR59, UR59") and "UIADD3.64 UR58" in second
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kernels_for_rows_that_are_not_aligned():
     reports = compile_all("tests.kernels.aot.portable", UNALIGNED)

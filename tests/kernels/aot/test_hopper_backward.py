@@ -36,6 +36,7 @@ SPILLS = {
 SHARED = 227 * 1024  # bytes that a program may take on an H100
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_compiles_within_limits():
     for case, report in compile_all("tests.kernels.aot.hopper_backward", [*SPILLS]).items():

@@ -49,11 +49,13 @@ def assert_within_limits(cases):
         assert report["spill_bytes"] <= SPILLS[case], report
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_forward_compiles_within_limits():
     assert_within_limits([case for case in SPILLS if case not in SLOW])
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 def test_other_features_compile_within_limits():

@@ -191,11 +191,13 @@ def test_every_entry_has_limits():
     assert containing == {entry for entry in LIMITS if entry[0] == "sm90"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_entries_compile_within_limits():
     assert_within_limits({case_of(*entry): limits for entry, limits in LIMITS.items() if entry not in SLOW})
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_entries_that_contain_nan_compile_within_limits():
     assert_within_limits(
@@ -214,6 +216,7 @@ def assert_repairs_within_limits(entries):
         assert report["shared"] <= SHARED_LIMIT["sm90"] // programs, report
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_repairs_compile_within_limits():
     assert_repairs_within_limits([entry for entry in REPAIRS if entry not in SLOW_REPAIRS])
@@ -232,11 +235,13 @@ def assert_4_bytes_within_limits(entries):
             assert report["shared_computed"] <= 1.6 * report["shared"], (case, report)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_entries_of_4_bytes_compile_within_limits():
     assert_4_bytes_within_limits([entry for entry in OF_4_BYTES if entry not in SLOW_OF_4_BYTES])
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 def test_entries_that_compile_slowly_are_within_limits():
@@ -247,6 +252,7 @@ def test_entries_that_compile_slowly_are_within_limits():
     assert_4_bytes_within_limits(SLOW_OF_4_BYTES)
 
 
+@pytest.mark.slow
 def test_shared_bytes_of_other_dtypes_and_of_unequal_head_dims():
     for case, report in compile_all(MODULE, UNUSUAL).items():
         assert report["shared"] <= report["shared_computed"] <= 1.25 * report["shared"], (case, report)

@@ -24,6 +24,7 @@ def ablation(tmp_path, *overrides):
     return ["experiment=ablate_attention", f"hydra.sweep.dir={tmp_path}/sweep", *tiny(tmp_path, *own, *overrides)]
 
 
+@pytest.mark.slow
 def test_a_multirun_with_jobs_that_run_out_of_memory(tmp_path):
     """274 GB of scores at 131072 tokens. Files, and the offline runs read back: two of train.py's and the summary."""
     sweep = ["attention=naive", "seq_len=32,131072,262144", "logger=wandb"]

@@ -61,6 +61,7 @@ def test_all_candidates_of_one_document_compute_the_same(device):
             assert (o.flatten() - first.flatten()).abs().max() < 4e-3, name
 
 
+@pytest.mark.slow
 def test_passes_run_and_give_gradients_of_q_k_and_v(device):
     for name, candidate in candidates(SHAPE, device).items():
         if not candidate.has_backward or ("cuDNN" in name and device.type == "cpu"):
