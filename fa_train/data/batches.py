@@ -1,4 +1,4 @@
-"""The rows of a run, and the micro-batches that each rank takes of them."""
+"""The rows of a run, and how each rank groups its rows into micro-batches."""
 
 import dataclasses
 import zlib
@@ -15,16 +15,17 @@ from fa_train.data.packing.collate import Batch, collate
 from fa_train.data.packing.rows import IGNORE_INDEX, Row, ShuffledRows
 
 if TYPE_CHECKING:
-    from fa_train.data.datamodule import PackedDataModule  # which imports this file
+    from fa_train.data.datamodule import PackedDataModule  # that file imports this one
 
-SAMPLED_ROWS = 256  # of which the mean length of a token's document is taken
+SAMPLED_ROWS = 256  # rows sampled to estimate the mean document length
 
 
 class PackedRows:
-    """Row i of an endless sequence: epoch after epoch, shuffled anew by (seed, epoch); of a mix, source by source.
+    """An endless sequence of rows, one epoch after another. Each epoch is shuffled by (seed, epoch).
 
-    In validation, only the first `counted` rows have labels. Later rows only fill up micro-batches.
-    Raises: ValueError where a source has documents to train on, but none has a token that is kept.
+    In a mix, each source is shuffled separately.
+    In validation, only the first `counted` rows have labels. Later rows fill the last micro-batches.
+    Raises: ValueError if packing keeps no token of a source that has training documents.
     """
 
     def __init__(self, data: "PackedDataModule", *, held_out: bool, shuffle: bool) -> None:
@@ -36,28 +37,28 @@ class PackedRows:
                 raise ValueError(f"packing must keep a document{where}; it keeps none:\n{layout.report.text()}")
         self.rows: ShuffledRows | MixedRows
         if isinstance(data.source, Mixture):
-            # a source's seed is of its name, so that it is shuffled alike whatever it is mixed with
+            # the seed depends on the source's name: its order is the same in every mix
             seeds = [(data.seed, zlib.crc32(name.encode())) if shuffle else None for name in self.layouts]
             parts = [ShuffledRows(layout, seed) for layout, seed in zip(self.layouts.values(), seeds, strict=True)]
             shares = data.source.rows_a_cycle
-            # to validate, each row once; where one source has no more, the others go on
+            # validation reads each row once, and continues with the other sources after one ends
             counts = np.array([part.per_epoch for part in parts]) if held_out else shares
             self.rows = MixedRows(parts, interleave(counts, shares))
         else:
             [layout] = self.layouts.values()
             self.rows = ShuffledRows(layout, (data.seed,) if shuffle else None)
         self.per_epoch = self.rows.per_epoch
-        self.counted = min(data.val_rows, self.per_epoch) if held_out else None  # None: all of them
+        self.counted = min(data.val_rows, self.per_epoch) if held_out else None  # None: all rows
         self.max_documents = self.rows.max_documents if data.document_mask else 1
         self.mean_seqlen = self._mean_seqlen(data.seq_len)
-        self.deal = lru_cache(maxsize=2)(self._deal)  # once a step, not at each of its micro-batches
+        self.deal = lru_cache(maxsize=2)(self._deal)  # computed once per step, not once per micro-batch
 
     def batch(self, first: int, count: int) -> Batch:
-        """Rows first to first + count, end to end."""
+        """Returns the rows first to first + count - 1, concatenated."""
         return self.gather(range(first, first + count))
 
     def gather(self, indices: Sequence[int]) -> Batch:
-        """These rows, end to end."""
+        """Returns the rows with these indices, concatenated."""
         packed = [self._row(index) for index in indices]
         return collate(
             packed, self.max_documents, self.mean_seqlen, document_mask=self.document_mask,
@@ -71,9 +72,10 @@ class PackedRows:
         return dataclasses.replace(row, labels=np.full_like(row.labels, IGNORE_INDEX))
 
     def _mean_seqlen(self, seq_len: int) -> int:
-        """Tokens of the document that a token is in, by the first rows: one number in all steps and on all ranks.
+        """Returns the mean document length in tokens, estimated from the first rows. Documents are weighted by length.
 
-        Attention chooses kernels by it, and a compiled model is compiled for one choice.
+        Attention chooses its kernels by this value. It is equal in all steps and on all ranks, because a model is
+        compiled for one choice.
         """
         rows = range(min(self.per_epoch, SAMPLED_ROWS))
         if not self.document_mask or not rows:
@@ -81,10 +83,10 @@ class PackedRows:
         return round(sum(self.rows.cost(index) for index in rows) / len(rows) / seq_len)
 
     def _deal(self, first: int, count: int, size: int, world_size: int) -> np.ndarray:
-        """Rows first to first + count as (accumulation, world_size, size): which each rank takes when.
+        """Assigns the rows first to first + count - 1 to micro-batches and ranks.
 
-        Balanced by their costs; in their own order, ranks taking turns, where all cost the same, as they do without
-        the document mask.
+        Returns row indices, (accumulation, world_size, size). Micro-batches have similar attention costs. If all rows
+        cost the same, as without the document mask, rows keep their order and go to the ranks round-robin.
         """
         indices = np.arange(first, first + count)
         if self.document_mask:
@@ -95,9 +97,9 @@ class PackedRows:
 
 
 class MicroBatches(Dataset[Batch]):
-    """Micro-batch i of one rank. Its rows come from the step_rows of its step, whatever the number of ranks.
+    """The micro-batches of one rank. A step has step_rows rows, for any number of ranks.
 
-    step_rows None deals every round of the ranks by itself, as validation does.
+    If step_rows is None, as in validation, a step is one micro-batch per rank.
     """
 
     def __init__(
@@ -114,8 +116,11 @@ class MicroBatches(Dataset[Batch]):
 
 
 class From(Sampler[int]):
-    """The indices start to stop. Its length counts those before start too: Lightning compares it with all batches
-    of the run, and on resuming those are behind it."""
+    """Yields the indices start to stop - 1.
+
+    Its length is stop: Lightning compares the length with the number of batches in the whole run, including those
+    before a resume.
+    """
 
     def __init__(self, start: int, stop: int) -> None:
         self.start, self.stop = start, stop

@@ -1,4 +1,4 @@
-"""Packed micro-batches for Lightning, as a pure function of the seed and of how many came before."""
+"""Packed micro-batches for Lightning: a pure function of the seed and the step."""
 
 import dataclasses
 import math
@@ -26,18 +26,20 @@ from fa_train.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
 
 
 class PackedDataModule(L.LightningDataModule):
-    """Documents of a corpus, shuffled, packed into rows of seq_len + 1 tokens, batch_size rows a step.
+    """Shuffles the documents of a corpus and packs them into rows of seq_len tokens with labels.
 
-    The rows of step s are the same whatever the number of GPUs and the micro-batch. On resuming, the data goes on at
-    trainer.global_step: nothing is saved, nothing can be lost.
-    Units: seq_len in tokens; batch_size in rows a step, micro_batch_size in rows at one time on one GPU; val_rows the
-    most rows to validate on. document_mask: attention stays within a document; reset_positions: positions restart with
-    it; two independent switches. Each step's rows are dealt to micro-batches and ranks by attention's work.
-    packing: concat lays shuffled documents end to end, cut where a row ends; best_fit keeps those whole that fit a row
-    and pads little. Documents longer than max_doc_len tokens, None being seq_len, are then split, truncated or dropped
-    as long_documents says; `packing_report` counts what became of them.
-    Raises: ValueError on sizes that are not positive, on a batch that micro-batches do not divide, on unknown names,
-    and on a limit to documents' length where packing=concat, which has none.
+    A step has the same rows for any number of GPUs and any micro_batch_size. Resuming needs no saved state: the data
+    continues at trainer.global_step. Each step assigns its rows so that ranks have similar attention costs.
+
+    seq_len: tokens per row. batch_size: rows per step. micro_batch_size: rows per forward pass on one GPU.
+    val_rows: the maximum number of rows to validate on.
+    document_mask: attention stays within a document. reset_positions: positions restart at each document.
+    packing: concat concatenates shuffled documents and cuts them at row ends. best_fit keeps documents whole if they
+    fit in a row, and pads the rest of the row.
+    max_doc_len: the longest document in tokens that best_fit keeps whole; None means seq_len. long_documents: whether
+    longer documents are split, truncated or dropped. `packing_report` counts them.
+    Raises: ValueError if a size is not positive, a name is unknown, or packing=concat gets max_doc_len or
+    long_documents.
     """
 
     def __init__(
@@ -80,11 +82,14 @@ class PackedDataModule(L.LightningDataModule):
 
     @property
     def vocab_size(self) -> int:
-        """Of the tokenizer; needs no data."""
+        """The tokenizer's vocabulary size, known before any data is read."""
         return self.source.vocab_size
 
     def accumulation(self, world_size: int) -> int:
-        """Micro-batches that each of world_size processes takes a step."""
+        """Returns the number of micro-batches per step and process.
+
+        Raises: ValueError if batch_size is not a multiple of micro_batch_size * world_size.
+        """
         steps, rest = divmod(self.batch_size, self.micro_batch_size * world_size)
         if rest or not steps:
             raise ValueError(
@@ -94,14 +99,14 @@ class PackedDataModule(L.LightningDataModule):
         return steps
 
     def prepare_data(self, workers: int = 1) -> None:
-        # one process a node tokenises and plans; the others find the files
+        # one process per node tokenises and packs; the other processes read its files
         for source in self.sources.values():
             source.prepare(workers)
         for held_out in (False, True):
             self.layouts(held_out=held_out)
 
     def layouts(self, *, held_out: bool) -> dict[str, Layout]:
-        """By source, the rows of the documents for training, or of those for validation, not yet shuffled."""
+        """Returns the unshuffled rows of each source, made from its training or held-out documents."""
         return {name: self._layout(source, held_out) for name, source in self.sources.items()}
 
     def _layout(self, source: Source, held_out: bool) -> Layout:
@@ -118,11 +123,11 @@ class PackedDataModule(L.LightningDataModule):
         )
 
     def packing_report(self) -> Report:
-        """Of the training documents: .text() to print, .metrics() and .charts() for a logger."""
+        """Returns a report on the training documents: .text() to print, .metrics() and .charts() for a logger."""
         return self.report(self.layouts(held_out=False))
 
     def report(self, layouts: Mapping[str, Layout]) -> Report:
-        """Of layouts that are there already."""
+        """Returns the report on these layouts, which are not computed again."""
         reports = {name: self._with_held_out(name, layout.report) for name, layout in layouts.items()}
         if not isinstance(self.source, Mixture):
             [report] = reports.values()
@@ -131,7 +136,7 @@ class PackedDataModule(L.LightningDataModule):
         return MixReport(reports, dict(zip(reports, shares.tolist(), strict=True)), self.max_steps * self.batch_size)
 
     def _with_held_out(self, name: str, report: PackingReport) -> PackingReport:
-        """They are no part of the rows, and would be missed."""
+        """Adds the counts of held-out documents, which are in no row."""
         lengths = self.sources[name].documents(held_out=True).lengths
         return dataclasses.replace(report, documents_held_out=len(lengths), tokens_held_out=int(lengths.sum()))
 
@@ -148,14 +153,14 @@ class PackedDataModule(L.LightningDataModule):
         return self._loader(dataset, From(done, self.max_steps * accumulation))
 
     def _count_from(self, done: int) -> None:
-        """Tells Lightning how many micro-batches are behind the run, by which it knows where steps and runs end.
+        """Sets Lightning's counters of finished micro-batches, from which it finds the ends of steps and runs.
 
-        Its own count is the checkpoint's, of a run that may have taken more or fewer a step.
+        Lightning restores them from the checkpoint, whose run may have had another number of micro-batches per step.
         """
         progress = self._running_trainer().fit_loop.epoch_loop.batch_progress
         state = progress.state_dict()
         for counts in (state["current"], state["total"]):
-            ending = counts["processed"] - counts["completed"]  # 1 where the checkpoint was taken at the end of a step
+            ending = counts["processed"] - counts["completed"]  # 1 if the checkpoint was saved at the end of a step
             counts.update(ready=done, started=done, processed=done, completed=done - ending)
         progress.load_state_dict(state)
 
@@ -165,7 +170,7 @@ class PackedDataModule(L.LightningDataModule):
             return []
         trainer = self._running_trainer()
         dataset = MicroBatches(rows, self.micro_batch_size, trainer.global_rank, trainer.world_size)
-        # every rank has the same number of whole micro-batches, so that no rank waits for another
+        # every rank gets the same number of full micro-batches: otherwise some ranks would wait forever
         return self._loader(dataset, From(0, math.ceil(rows.counted / (self.micro_batch_size * trainer.world_size))))
 
     def _running_trainer(self) -> L.Trainer:
@@ -180,19 +185,20 @@ class PackedDataModule(L.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=self._running_trainer().strategy.root_device.type == "cuda",
             persistent_workers=self.num_workers > 0,
-            # epochs and deals that are kept cannot be pickled; from Python 3.14 on forking is not the default
+            # the lru_cache wrappers in PackedRows cannot be pickled, and Python 3.14 no longer forks by default
             multiprocessing_context="fork" if self.num_workers else None,
             worker_init_fn=leave_signals_to_the_run,
         )
 
 
 def leave_signals_to_the_run(worker_id: int) -> None:
-    """Has a data worker live through a terminal's Ctrl-C and SLURM's SIGTERM, which go to all processes of a run.
+    """Makes a data worker ignore Ctrl-C and SLURM's SIGTERM, which reach every process of a run.
 
-    The run still needs it for what it finishes before it saves. Its parent's SIGTERM ends it, as before.
+    The run needs its workers to finish the step before it saves. A SIGTERM from the parent process still ends the
+    worker.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # blocked, sigwaitinfo tells who sent it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # sigwaitinfo, which names the sender, needs this
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 
 
@@ -203,7 +209,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 class PackingOptions(TypedDict):
-    """What every kind of data has: PackedDataModule's own arguments."""
+    """The arguments of PackedDataModule that every data config shares."""
 
     seq_len: PositiveInt
     batch_size: PositiveInt
@@ -220,14 +226,14 @@ class PackingOptions(TypedDict):
 
 
 def stdlib_data(cache_dir: str | None, **packing: Unpack[PackingOptions]) -> PackedDataModule:
-    """Python's standard library source, byte by byte."""
+    """Returns the data module of Python's standard library source. Each byte is a token."""
     return PackedDataModule(TokenizedCorpus(StdlibCorpus(), ByteTokenizer(), cache_dir), **packing)
 
 
 def text_data(
     path: str, text_column: str, tokenizer: str | None, cache_dir: str | None, **packing: Unpack[PackingOptions]
 ) -> PackedDataModule:
-    """Files of text; tokenizer is a Hugging Face name or folder, None for bytes."""
+    """Returns the data module of text files. tokenizer: a Hugging Face name or a folder; None means bytes."""
     corpus = TextCorpus(path, text_column)
     return PackedDataModule(TokenizedCorpus(corpus, load_tokenizer(tokenizer), cache_dir), **packing)
 
@@ -241,7 +247,7 @@ def hf_data(
     cache_dir: str | None,
     **packing: Unpack[PackingOptions],
 ) -> PackedDataModule:
-    """A Hugging Face dataset; tokenizer is a Hugging Face name or folder, None for bytes."""
+    """Returns the data module of a Hugging Face dataset. tokenizer: as in `text_data`."""
     corpus = HFCorpus(name, config, split, text_column)
     return PackedDataModule(TokenizedCorpus(corpus, load_tokenizer(tokenizer), cache_dir), **packing)
 
@@ -253,8 +259,11 @@ def sft_data(
     cache_dir: str | None,
     **packing: Unpack[PackingOptions],
 ) -> PackedDataModule:
-    """Files of chats, of which the assistant's turns are learnt; chat_template is a file of Jinja or None."""
-    loaded = load_tokenizer(tokenizer)  # before files are read
+    """Returns the data module of chats. The model learns the assistant's messages.
+
+    chat_template: a Jinja file; None means the tokenizer's own template.
+    """
+    loaded = load_tokenizer(tokenizer)  # fails before the chats are read
     return PackedDataModule(TokenizedCorpus(ChatCorpus(path), loaded, cache_dir, chat_template), **packing)
 
 
@@ -265,7 +274,7 @@ def mix_data(
     cache_dir: str | None,
     **packing: Unpack[PackingOptions],
 ) -> PackedDataModule:
-    """Several corpora by weight, with one tokenizer."""
+    """Returns the data module of several corpora, mixed by weight, with one tokenizer."""
     loaded = load_tokenizer(tokenizer)
     weights = {name: part.weight for name, part in sources.items()}
     corpora = {name: TokenizedCorpus(part.corpus, loaded, cache_dir, chat_template) for name, part in sources.items()}
@@ -275,5 +284,5 @@ def mix_data(
 def synthetic_data(
     vocab_size: PositiveInt, document_len: PositiveInt, **packing: Unpack[PackingOptions]
 ) -> PackedDataModule:
-    """Random tokens, for benchmarks."""
+    """Returns the data module of random tokens, for benchmarks."""
     return PackedDataModule(SyntheticSource(vocab_size, document_len), **packing)

@@ -1,7 +1,7 @@
-"""Several sources mixed by weight: rows of each in turn, so that every stretch of rows has nearly the asked shares.
+"""Mixes the rows of several sources by weight. Every range of consecutive rows has nearly the requested shares.
 
-Weights are shares of rows, and rows are all of one length; the report says what share of the tokens that makes. A
-source goes through all its rows, shuffled, before it starts over, whatever the others do.
+Weights are shares of rows, and all rows have the same length. The report also gives shares of tokens without
+padding. Each source uses all its rows once per epoch of that source, in shuffled order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,36 +17,36 @@ from fa_train.data.packing.rows import PackableDocuments, Row, ShuffledRows
 from fa_train.data.sources.chats import ChatCorpus
 from fa_train.data.sources.corpus import Corpus, HFCorpus, TextCorpus
 
-CYCLE = 10_000  # rows after which the order of the sources repeats; shares are rounded to 1 / CYCLE
+CYCLE = 10_000  # the order of the sources repeats after this many rows; shares are rounded to 1 / CYCLE
 
 
 @dataclass(frozen=True)
 class Part:
-    """One corpus of a mix. weight is any positive number; shares are weights over their sum."""
+    """One corpus of a mix. Its share of the rows is its weight divided by the sum of all weights."""
 
     corpus: Corpus
     weight: float
 
 
 def text_part(path: str, text_column: str, weight: PositiveFloat) -> Part:
-    """Files of text."""
+    """Returns text files as a part of a mix."""
     return Part(TextCorpus(path, text_column), weight)
 
 
 def hf_part(name: str, config: str | None, split: str, text_column: str, weight: PositiveFloat) -> Part:
-    """A Hugging Face dataset."""
+    """Returns a Hugging Face dataset as a part of a mix."""
     return Part(HFCorpus(name, config, split, text_column), weight)
 
 
 def sft_part(path: str, weight: PositiveFloat) -> Part:
-    """Files of chats."""
+    """Returns chats as a part of a mix."""
     return Part(ChatCorpus(path), weight)
 
 
 def rows_a_cycle(weights: Mapping[str, float]) -> np.ndarray:
-    """How many of CYCLE rows each source gives, by largest remainder, (n_sources,) int64.
+    """Returns each source's number of rows among CYCLE rows, (n_sources,) int64, by the largest remainder method.
 
-    Raises: ValueError on no source, and on a weight that is not positive or gives no row.
+    Raises: ValueError if there is no source, or a weight is not positive or too small for one row.
     """
     if not weights:
         raise ValueError("data.sources must name at least one source; it names none")
@@ -63,23 +63,26 @@ def rows_a_cycle(weights: Mapping[str, float]) -> np.ndarray:
 
 
 def interleave(counts: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Source i counts[i] times, as evenly as weights ask while all of them last, (sum of counts,) int64."""
+    """Returns the source of each row, (sum(counts),) int64. Source i occurs counts[i] times.
+
+    Rows follow the shares in `weights` until one source is used up.
+    """
     source = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
     return source[np.argsort((nth + 0.5) / weights[source], kind="stable")]
 
 
 class MixedRows:
-    """Row i of an endless sequence that takes its rows from several, as `order` says, over and over.
+    """An endless sequence of rows that merges the sequences of several sources.
 
-    order: (per_epoch,) the source of each row of a round.
+    order: the source of each row, (per_epoch,); it repeats after per_epoch rows.
     """
 
     def __init__(self, sources: Sequence[ShuffledRows], order: np.ndarray) -> None:
         self.sources, self.order = sources, order
         self.per_epoch = len(order)
         self._counts = np.bincount(order, minlength=len(sources))
-        self._before = np.empty(len(order), np.int64)  # how many rows of a round are of the same source and earlier
+        self._before = np.empty(len(order), np.int64)  # earlier rows of the same source in `order`
         for source, count in enumerate(self._counts):
             self._before[order == source] = np.arange(count)
         self.max_documents = max(source.max_documents for source in sources)
@@ -94,31 +97,31 @@ class MixedRows:
         return source.row(own_index)
 
     def cost(self, index: int) -> int:
-        """Of the row's attention."""
+        """Returns the cost of attention in this row (see `Epoch.cost`)."""
         source, own_index = self._locate(index)
         return source.cost(own_index)
 
 
 @dataclass(frozen=True)
 class MixReport:
-    """What packing did to each source, and its share of rows; total_rows: of the whole run."""
+    """The packing report and the share of rows of each source. total_rows: rows of the whole run."""
 
     reports: Mapping[str, PackingReport]
     row_shares: Mapping[str, float]
     total_rows: int
 
     def token_share(self, name: str) -> float:
-        """Of the tokens that are not padding."""
+        """Returns a source's share of the tokens that are not padding."""
         filled = {name: share * self.reports[name].efficiency for name, share in self.row_shares.items()}
         return filled[name] / sum(filled.values()) if any(filled.values()) else 0.0
 
     def epochs(self, name: str) -> float:
-        """How often the run goes through a source."""
+        """Returns the number of epochs of a source in the run."""
         rows = self.reports[name].rows
         return self.total_rows * self.row_shares[name] / rows if rows else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Flat numbers for a logger, by name."""
+        """Returns scalars for a logger, by name."""
         numbers: dict[str, float] = {}
         for name, report in self.reports.items():
             prefix = f"packing/{name}/"
@@ -129,7 +132,7 @@ class MixReport:
         return numbers
 
     def charts(self) -> dict[str, Histogram]:
-        """What a logger may draw, by name."""
+        """Returns histograms for a logger, by name."""
         return {
             key.replace("packing/", f"packing/{name}/", 1): histogram
             for name, report in self.reports.items()
@@ -137,7 +140,7 @@ class MixReport:
         }
 
     def text(self) -> str:
-        """Lines for a terminal or a log."""
+        """Returns lines for a terminal or a log."""
         return "\n".join(
             f"{name}: {self.row_shares[name]:.2%} of rows, {self.token_share(name):.2%} of tokens, "
             f"{self.epochs(name):.2f} epochs in this run\n{report.text()}"
@@ -146,24 +149,24 @@ class MixReport:
 
 
 class Source(Protocol):
-    """Where a data module's documents come from."""
+    """The source of a data module's documents."""
 
     vocab_size: int
     pad_id: int
 
     @property
     def cache_dir(self) -> Path | None:
-        """Where packing's plans are kept; None keeps none."""
+        """The folder that caches packing plans; None disables the cache."""
 
     def prepare(self, workers: int = 1) -> object:
-        """Does in so many processes what need be done once before documents are there."""
+        """Does the one-time work that documents need, such as tokenising. workers: number of processes."""
 
     def documents(self, *, held_out: bool) -> PackableDocuments:
-        """Those for training, or those for validation."""
+        """Returns the training documents, or the held-out ones for validation."""
 
 
 class Mixture:
-    """Several sources with one vocabulary, and their weights. Raises: ValueError on weights that give no row."""
+    """Several sources with one vocabulary, and their weights. Raises: ValueError as in `rows_a_cycle`."""
 
     def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float]) -> None:
         self.sources = sources

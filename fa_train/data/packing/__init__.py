@@ -1,1 +1,1 @@
-"""Tokens as rows of one length."""
+"""Packs documents into rows of equal length."""

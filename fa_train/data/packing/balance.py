@@ -1,4 +1,4 @@
-"""A step's rows dealt to micro-batches and ranks so that none waits long for another."""
+"""Assigns a step's rows to micro-batches and ranks with similar costs, so that ranks wait little for each other."""
 
 import heapq
 
@@ -6,12 +6,14 @@ import numpy as np
 
 
 def deal(costs: np.ndarray, size: int, world_size: int) -> np.ndarray:
-    """Which of a step's rows each rank takes when: (accumulation, world_size, size) indices into costs, each once.
+    """Returns the row indices of each micro-batch and rank, (accumulation, world_size, size); each index occurs once.
 
-    Rows go costliest first to the cheapest micro-batch with a place left. Micro-batches of like cost run at one time,
-    as ranks that gather parameters wait for each other at every one; within such a round the costliest goes to the
-    rank that has had least. Ties go by index, so the deal is a function of its arguments.
-    Source: longest processing time first, Graham 1969, doi:10.1137/0117039; with places for `size` rows each.
+    costs: the cost of each row. size: rows per micro-batch.
+    Each row, the most expensive first, goes to the cheapest micro-batch that still has room. Ranks with sharded
+    parameters wait for each other at every micro-batch, so micro-batches of similar cost run at the same time. Among
+    these, the most expensive micro-batch goes to the rank with the least work so far. Ties are resolved by index, so
+    the result is deterministic.
+    Source: longest processing time first, Graham 1969, doi:10.1137/0117039; here a micro-batch holds `size` rows.
     """
     n_micro_batches = len(costs) // size
     assert len(costs) == n_micro_batches * size and n_micro_batches % world_size == 0

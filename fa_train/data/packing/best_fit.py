@@ -1,11 +1,11 @@
-"""Best-fit decreasing: whole documents laid into rows with little padding, and no document cut that fits a row.
+"""Best-fit decreasing: packs documents into rows with little padding, without cutting those that fit in a row.
 
-Documents longer than a row are split, truncated or dropped first, and every token is counted. Then pieces, longest
-first, each go into the row with the least room that still holds them. Equal lengths are laid in one go, and of rows
-only how much room is left matters, so the work is by (length, room) pairs rather than by documents. It needs the
-lengths alone: tokens stay on disk.
-Source: Fewer Truncations Improve Language Modeling, arXiv:2404.10830, Alg. 1; there a segment tree over the room left
-finds the row, here a sorted list of the few amounts of room that any row has.
+Documents longer than a row are first split, truncated or dropped. Then each piece, longest first, goes into the row
+with the least free space that still holds it. Pieces of equal length are placed together, so the running time depends
+on the number of (length, free space) pairs, not on the number of documents. Packing reads only the lengths; tokens
+stay on disk.
+Source: Fewer Truncations Improve Language Modeling, arXiv:2404.10830, Alg. 1. The paper finds the row with a segment
+tree; this file uses a sorted list of the distinct amounts of free space.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ from fa_train.data.packing.report import LabelCounts, PackingReport, length_hist
 from fa_train.data.packing.rows import IGNORE_INDEX, LossMask, PackableDocuments, Row
 from fa_train.data.tokens.cache import whole_file
 
-FORMAT = "1"  # of a plan, and of how it is made; another one is another cache entry
+FORMAT = "1"  # version of the plan's format and algorithm, part of the cache key
 LongDocuments = Literal["split", "truncate", "drop"]
 ROW, DOCUMENT, START, STOP = range(4)  # columns of a plan
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """What remains of each document, (n_pieces,) int64 each: tokens start to stop of a document."""
+    """Parts of documents to pack: a document's index and its tokens start to stop - 1. Shapes: (n_pieces,) int64."""
 
     document: np.ndarray
     start: np.ndarray
@@ -36,10 +36,10 @@ class Pieces:
 
 
 def cut_long_documents(lengths: np.ndarray, max_doc_len: int, policy: LongDocuments) -> Pieces:
-    """Pieces of at most max_doc_len tokens; empty documents have none.
+    """Returns pieces of at most max_doc_len tokens. An empty document has no piece.
 
-    split: all of a document, in pieces of max_doc_len and a rest; truncate: its first max_doc_len tokens; drop: nothing
-    of a document that is longer.
+    split: cuts a long document into pieces of max_doc_len tokens and a remainder. truncate: keeps its first
+    max_doc_len tokens. drop: removes it.
     """
     if policy == "split":
         counts = -(-lengths // max_doc_len)
@@ -53,17 +53,18 @@ def cut_long_documents(lengths: np.ndarray, max_doc_len: int, policy: LongDocume
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """The row of each piece, (n,) int64, rows numbered as they are opened; lengths are 1 to capacity.
+    """Returns the row of each piece, (n,) int64. Rows are numbered in the order of their first piece.
 
-    Exactly best-fit decreasing, ties by index: while the row with the least sufficient room holds the next piece of the
-    same length too, it stays the one with the least, so room // length pieces go into it at once.
+    lengths: 1 to capacity tokens. Ties are resolved by index.
+    If a row is the best fit for one piece, it stays the best fit for the next pieces of the same length. The row
+    therefore takes room // length pieces at once.
     """
     assert len(lengths) == 0 or (lengths.min() >= 1 and lengths.max() <= capacity)
     order = np.argsort(-lengths, kind="stable")
     distinct, counts = np.unique(lengths, return_counts=True)
-    rooms: list[int] = []  # sorted: the amounts of room that some row has left
+    rooms: list[int] = []  # the distinct amounts of free space, sorted
     rows_by_room: dict[int, list[int]] = {}
-    row_of_sorted = array("q")  # 8 bytes a piece, where a list would take 40
+    row_of_sorted = array("q")  # 8 bytes per piece; a list would need about 40
     n_rows = 0
     for length, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
         left = count
@@ -100,7 +101,10 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def make_plan(lengths: np.ndarray, seq_len: int, max_doc_len: int, policy: LongDocuments) -> np.ndarray:
-    """(n_pieces, 4) int64: row, document, start, stop; sorted by row, within a row longest first."""
+    """Returns a plan, (n_pieces, 4) int64: row, document, start, stop.
+
+    Pieces are sorted by row, and by descending length within a row.
+    """
     pieces = cut_long_documents(lengths, max_doc_len, policy)
     sizes = pieces.stop - pieces.start
     row = best_fit_decreasing(sizes, seq_len)
@@ -111,9 +115,9 @@ def make_plan(lengths: np.ndarray, seq_len: int, max_doc_len: int, policy: LongD
 def load_plan(
     lengths: np.ndarray, seq_len: int, max_doc_len: int, policy: LongDocuments, cache_dir: Path | None
 ) -> np.ndarray:
-    """make_plan, memory-mapped from cache_dir; made now if the cache lacks it. None keeps nothing.
+    """Returns `make_plan(...)`, memory-mapped from cache_dir. Makes the plan if the cache does not contain it.
 
-    A plan depends on nothing but its arguments, whose hash names the file. The file appears whole or not at all.
+    The file is named by a hash of the arguments and is written atomically. cache_dir None disables the cache.
     """
     if cache_dir is None:
         return make_plan(lengths, seq_len, max_doc_len, policy)
@@ -132,7 +136,7 @@ def load_plan(
 def report_plan(
     plan: np.ndarray, lengths: np.ndarray, seq_len: int, policy: LongDocuments, loss_mask: LossMask | None = None
 ) -> PackingReport:
-    """What became of every document, every token and, where some are not learnt, of every label."""
+    """Returns the counts of documents and tokens of a plan; with a loss_mask, of labels too."""
     tokens_kept = np.bincount(plan[:, DOCUMENT], plan[:, STOP] - plan[:, START], len(lengths)).astype(np.int64)
     n_pieces = np.bincount(plan[:, DOCUMENT], minlength=len(lengths))
     lost = lengths - tokens_kept
@@ -158,7 +162,7 @@ def _count_labels(plan: np.ndarray, lengths: np.ndarray, policy: LongDocuments, 
     document, start, stop = plan[:, DOCUMENT], plan[:, START], plan[:, STOP]
     last = np.minimum(
         stop + (policy == "split"), lengths[document]
-    )  # a piece's last label is the next one's first token
+    )  # the last label of a piece is the next piece's first token
     packed = loss_mask.count(document, start + 1, last)
     everything = np.arange(len(lengths))
     first = np.minimum(1, lengths)  # nothing predicts a document's first token
@@ -170,11 +174,11 @@ def _count_labels(plan: np.ndarray, lengths: np.ndarray, policy: LongDocuments, 
 
 
 class BestFit:
-    """Rows by best-fit decreasing: the same in every epoch, for the caller to shuffle.
+    """Rows packed by best-fit decreasing. They are equal in every epoch; the caller shuffles them.
 
-    Units: max_doc_len in tokens, None is seq_len. n_rows may be 0, where every document is empty or dropped.
-    row_costs (n_rows,) is attention's work, the sum of squared document lengths, padding as one more document.
-    Raises: ValueError on a max_doc_len that is not in 1 to seq_len and on an unknown policy.
+    max_doc_len: in tokens; None means seq_len. n_rows is 0 if every document is empty or dropped.
+    row_costs: (n_rows,), see `Epoch.cost`.
+    Raises: ValueError if max_doc_len is not 1 to seq_len, or long_documents is unknown.
     """
 
     def __init__(
@@ -194,7 +198,7 @@ class BestFit:
             wanted = ", ".join(get_args(LongDocuments))
             raise ValueError(f"data.long_documents must be one of {wanted}; got {long_documents}")
         self.documents, self.seq_len, self.pad_id = documents, seq_len, pad_id
-        # a split document is learnt from whole: the last token of a piece has the first of the next as its label
+        # in a split document, the last token of a piece is trained to predict the next piece's first token
         self.label_beyond_piece = long_documents == "split"
         self.plan = load_plan(documents.lengths, seq_len, limit, long_documents, cache_dir)
         self.report = report_plan(self.plan, documents.lengths, seq_len, long_documents, documents.loss_mask)
@@ -208,14 +212,17 @@ class BestFit:
         self.max_documents = int((np.diff(self.first_piece) + (padding > 0)).max(initial=1))
 
     def epoch(self, generator: np.random.Generator | None) -> "BestFit":
-        """The rows of an epoch, which hold the same documents in each."""
+        """Returns self: the rows do not depend on the epoch."""
         return self
 
     def cost(self, index: int) -> int:
         return int(self.row_costs[index])
 
     def row(self, index: int) -> Row:
-        """Its documents, longest first, then padding as a document of its own, without labels; positions restart."""
+        """Returns a row: its documents, longest first, then padding. Positions restart at each document.
+
+        Padding is one more document, without labels.
+        """
         tokens = np.full(self.seq_len, self.pad_id, dtype=np.int64)
         labels = np.full(self.seq_len, IGNORE_INDEX, dtype=np.int64)
         boundaries = [0]

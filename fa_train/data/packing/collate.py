@@ -1,4 +1,4 @@
-"""Rows of a micro-batch, end to end as one stream."""
+"""Concatenates the rows of a micro-batch into one stream of tokens."""
 
 from collections.abc import Sequence
 from typing import NotRequired, TypedDict
@@ -17,18 +17,18 @@ class Batch(TypedDict):
     labels: Tensor
     position_ids: Tensor
     cu_seqlens: Tensor
-    mean_seqlen: NotRequired[int]  # tokens of the document that a token is in, for attention's choice of kernels
-    first_row: NotRequired[int]  # the index of its first row among all rows of the run
+    mean_seqlen: NotRequired[int]  # mean document length in tokens, by which attention chooses kernels
+    first_row: NotRequired[int]  # the first row's index in the run
 
 
 def collate(
     rows: Sequence[Row], max_documents: int, mean_seqlen: int, *, document_mask: bool, reset_positions: bool
 ) -> Batch:
-    """Rows end to end as one stream.
+    """Concatenates rows into one stream.
 
-    cu_seqlens has max_documents + 1 entries for each row of the batch less the shared ends, padded by its last entry,
-    so that shapes never change. Without document_mask it holds the rows instead of their documents; without
-    reset_positions, positions run from 0 through each row.
+    cu_seqlens holds the document boundaries. It has len(rows) * max_documents + 1 entries, so that its shape never
+    changes; unused entries repeat the last boundary. Without document_mask it holds the row boundaries. Without
+    reset_positions, positions restart only at each row.
     """
     seq_len = len(rows[0].tokens)
     edges = [row.boundaries if document_mask else np.array([0, seq_len]) for row in rows]

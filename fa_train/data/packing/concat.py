@@ -1,8 +1,8 @@
-"""Documents into rows of one length, as pure functions: nothing is lost, no label crosses a document.
+"""Concatenates shuffled documents and cuts them into rows of equal length. No token is lost.
 
-Shuffled documents are laid end to end. Row r takes the seq_len + 1 tokens from r * seq_len on: inputs are the first
-seq_len of them and labels the last, so neighbouring rows share one token and every token but the first is predicted
-once. A document cut by the end of a row goes on in another row as a document of its own. The last row is padded.
+Row r has the seq_len + 1 tokens that start at r * seq_len. Its inputs are the first seq_len tokens and its labels are
+the last seq_len tokens, so consecutive rows share one token. A label is never a token of the next document. A document
+that a row end cuts continues in the next row as a separate document. The last row is padded.
 """
 
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from fa_train.data.packing.rows import IGNORE_INDEX, LossMask, PackableDocuments
 
 
 def n_rows(total_tokens: int, seq_len: int) -> int:
-    """Rows that a stream of so many tokens fills; the last may be padded."""
+    """Returns the number of rows for a stream of total_tokens tokens. The last row may be padded."""
     return max(1, -(-(total_tokens - 1) // seq_len))
 
 
 def max_documents_in_row(lengths: np.ndarray, seq_len: int) -> int:
-    """A bound on the documents that touch one row, in whatever order they are laid, padding counted as one."""
+    """Returns an upper bound on the documents in one row, for any order. Padding counts as a document."""
     if not (lengths % seq_len).any():
-        return 1  # each row lies in one
-    # those that lie whole within it are at least as long as equally many of the shortest; two more are cut by its ends
+        return 1  # each row is within one document
+    # a row holds at most as many whole documents as the shortest ones that fit; its ends cut two more
     whole = int(np.searchsorted(np.cumsum(np.sort(lengths)), seq_len + 1, side="right"))
     return min(whole + 3, seq_len)
 
@@ -30,9 +30,10 @@ def max_documents_in_row(lengths: np.ndarray, seq_len: int) -> int:
 def pack_row(
     documents: PackableDocuments, order: np.ndarray, ends: np.ndarray, row: int, seq_len: int, pad_id: int
 ) -> Row:
-    """Row `row` of the stream documents[order[0]], documents[order[1]], …, whose running lengths are `ends`.
+    """Returns row `row` of the stream documents[order[0]], documents[order[1]], …
 
-    Positions restart at each document of the row, and at the row. Padding is a document of its own, without labels.
+    ends: the cumulative lengths of these documents, (n_documents,).
+    Positions restart at each document and at the start of the row. Padding is one more document, without labels.
     """
     begin = row * seq_len
     end = min(begin + seq_len + 1, int(ends[-1]))
@@ -43,7 +44,7 @@ def pack_row(
     n_real = end - begin
     stream = np.full(seq_len + 1, pad_id, dtype=np.int64)
     stream[:n_real] = np.concatenate([documents[index][span] for index, span in pieces])
-    cuts = starts[starts > 0]  # tokens that begin something new; the label before one is nothing to learn
+    cuts = starts[starts > 0]  # where a document starts; the token before it has no label
     if n_real <= seq_len:
         cuts = np.append(cuts, n_real)
     labels = stream[1:].copy()
@@ -58,9 +59,10 @@ def pack_row(
 
 
 def documents_of_row(ends: np.ndarray, begin: int, end: int) -> tuple[int, np.ndarray]:
-    """Which documents of a stream with these running lengths have tokens in begin to end.
+    """Finds the documents that have tokens from begin to end - 1 in a stream. ends: cumulative document lengths.
 
-    The first of them, and where each of them starts, counted from begin: (n,) int64, the first at most 0.
+    Returns the index of the first document, and where each document starts relative to begin, (n,) int64.
+    The first start is at most 0.
     """
     first = int(np.searchsorted(ends, begin, side="right"))
     last = int(np.searchsorted(ends, end, side="left"))
@@ -69,13 +71,13 @@ def documents_of_row(ends: np.ndarray, begin: int, end: int) -> tuple[int, np.nd
 
 
 def row_boundaries(cuts: np.ndarray, seq_len: int) -> np.ndarray:
-    """Where documents begin in a row, with seq_len at the end; a cut at its end begins nothing."""
+    """Returns where documents start in a row, followed by seq_len. Ignores cuts at or after seq_len."""
     return np.unique(np.concatenate([[0], cuts[cuts < seq_len], [seq_len]]))
 
 
 @dataclass(frozen=True)
 class ConcatenatedEpoch:
-    """An order of the documents, laid end to end; ends (n_documents,) are their running lengths in it."""
+    """The documents of one epoch, concatenated in `order`. ends: cumulative lengths in that order, (n_documents,)."""
 
     documents: PackableDocuments
     order: np.ndarray
@@ -87,7 +89,7 @@ class ConcatenatedEpoch:
         return pack_row(self.documents, self.order, self.ends, index, self.seq_len, self.pad_id)
 
     def cost(self, index: int) -> int:
-        """Attention's work in a row, the sum of squared document lengths, padding as one more; reads no token."""
+        """Returns the cost of attention in a row (see `Epoch.cost`), without reading tokens."""
         begin = index * self.seq_len
         end = min(begin + self.seq_len, int(self.ends[-1]))
         _, starts = documents_of_row(self.ends, begin, end)
@@ -96,7 +98,7 @@ class ConcatenatedEpoch:
 
 
 class Concatenation:
-    """Rows by plain concatenation: documents shuffled anew each epoch, and cut where a row ends."""
+    """Rows of concatenated documents. Each epoch shuffles the documents; row ends cut them."""
 
     def __init__(self, documents: PackableDocuments, seq_len: int, pad_id: int) -> None:
         self.documents, self.seq_len, self.pad_id = documents, seq_len, pad_id
@@ -121,7 +123,7 @@ class Concatenation:
         )
 
     def epoch(self, generator: np.random.Generator | None) -> ConcatenatedEpoch:
-        """Rows of the documents in an order that the generator shuffles; None keeps their own."""
+        """Returns the rows of the documents in an order shuffled by the generator; None keeps their order."""
         order = np.arange(len(self.documents))
         if generator is not None:
             generator.shuffle(order)
@@ -130,7 +132,7 @@ class Concatenation:
 
 
 def _count_labels(loss_mask: LossMask, lengths: np.ndarray) -> LabelCounts:
-    # nothing predicts a document's first token; every other is predicted, wherever rows end
+    # every token except a document's first is the label of the token before it, also across row ends
     counts = loss_mask.count(np.arange(len(lengths)), np.minimum(1, lengths), lengths)
     n_labels = int(counts.sum())
     return LabelCounts(

@@ -1,4 +1,4 @@
-"""What packing did to a corpus: every document and token is in one of these counts."""
+"""Reports what packing did to a corpus. Every document and token is counted."""
 
 from dataclasses import asdict, dataclass
 from typing import Protocol
@@ -10,10 +10,10 @@ Histogram = tuple[tuple[int, int], ...]  # (longest, documents)
 
 @dataclass(frozen=True)
 class LabelCounts:
-    """Counts of the labels of documents in which only some tokens are learnt.
+    """Label counts for a corpus that trains only some of its tokens.
 
-    labels_in - labels_packed were lost with truncated and dropped tokens. pieces_unlearned: documents, or pieces of
-    those split, that are packed without any label; they cost time and teach nothing.
+    labels_in - labels_packed labels were lost with truncated and dropped tokens. pieces_unlearned: packed documents
+    or pieces without any label, which cost time and train nothing.
     """
 
     labels_in: int
@@ -25,9 +25,8 @@ class LabelCounts:
 class PackingReport:
     """Counts of documents, tokens and rows of an epoch.
 
-    tokens_in = tokens_packed + tokens_truncated + tokens_dropped; those held out for validation are besides, None where
-    they are not known. documents_split is None where it depends on the epoch's order. histogram: (longest, documents)
-    for each power of two, of documents longer than half of it.
+    tokens_in = tokens_packed + tokens_truncated + tokens_dropped. Held-out documents are counted separately; None means
+    unknown. documents_split is None if it depends on the epoch's order. histogram: see `length_histogram`.
     """
 
     packing: str
@@ -43,18 +42,18 @@ class PackingReport:
     rows: int
     seq_len: int
     histogram: Histogram
-    labels: LabelCounts | None = None  # where not every token is learnt
+    labels: LabelCounts | None = None  # None: every token is trained
     documents_held_out: int | None = None
     tokens_held_out: int | None = None
 
     @property
     def efficiency(self) -> float:
-        """The share of the rows' tokens that are not padding, 0 to 1."""
-        # plain concatenation's last token may be a label only
+        """The fraction of tokens in the rows that are not padding, 0 to 1."""
+        # the last token of a concatenation can be a label but not an input
         return min(1.0, self.tokens_packed / (self.rows * self.seq_len)) if self.rows else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Flat numbers for a logger, by name; the histogram as one number for each length."""
+        """Returns scalars for a logger, by name, with one scalar for each entry of the histogram."""
         fields = (
             "documents", "documents_empty", "documents_split", "documents_truncated", "documents_dropped",
             "tokens_in", "tokens_packed", "tokens_truncated", "tokens_dropped", "documents_held_out",
@@ -66,11 +65,11 @@ class PackingReport:
         return {**numbers, "packing/efficiency": self.efficiency, **labels, **lengths}
 
     def charts(self) -> dict[str, Histogram]:
-        """What a logger may draw, by name."""
+        """Returns histograms for a logger, by name."""
         return {"packing/document_lengths": self.histogram}
 
     def text(self) -> str:
-        """Lines for a terminal or a log."""
+        """Returns lines for a terminal or a log."""
         split = "cut at the ends of rows" if self.documents_split is None else f"{self.documents_split:,} split"
         widest = max((count for _, count in self.histogram), default=0)
         return "\n".join(
@@ -106,9 +105,10 @@ class PackingReport:
 
 
 def length_histogram(lengths: np.ndarray) -> Histogram:
-    """(longest, documents) by powers of two, from the shortest that any document has to the longest.
+    """Returns a histogram of document lengths: one entry (longest, documents) per power of two.
 
-    The documents of one entry are longer than half of its longest; empty ones are with those of one token.
+    An entry counts the documents with more than longest / 2 and at most longest tokens. Empty documents count as one
+    token long.
     """
     if not len(lengths):
         return ()
@@ -118,7 +118,7 @@ def length_histogram(lengths: np.ndarray) -> Histogram:
 
 
 class Report(Protocol):
-    """What packing did, of one source or of several."""
+    """A packing report on one source or on several."""
 
     def text(self) -> str: ...
 

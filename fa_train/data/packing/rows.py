@@ -1,6 +1,6 @@
-"""Rows of documents, and a layout's rows as an endless sequence.
+"""Rows of packed documents, and the endless sequence of shuffled rows that training reads.
 
-Each epoch shuffles them anew: row i is a function of the seed and i alone.
+Each epoch shuffles the rows again. Row i depends only on the seed and i.
 """
 
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ IGNORE_INDEX = -100
 
 
 class LossMask(Protocol):
-    """Which tokens of each document are learnt; item i is (lengths[i],) bool."""
+    """Which tokens of each document have a loss. Item i is (lengths[i],) bool."""
 
     def __getitem__(self, index: int) -> np.ndarray: ...
 
     def count(self, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """How many tokens start to stop of a document are learnt, (n,) int64 each."""
+        """Returns how many of the tokens start to stop - 1 of each document have a loss. Shapes: (n,) int64."""
 
 
 class PackableDocuments(Protocol):
-    """Documents by index; item i is its tokens, (lengths[i],). loss_mask None: every token is learnt."""
+    """Documents by index. Item i holds the tokens of document i, (lengths[i],). loss_mask None: all have a loss."""
 
     lengths: np.ndarray
     loss_mask: LossMask | None
@@ -36,7 +36,10 @@ class PackableDocuments(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """One row: tokens, labels and positions (seq_len,), and where its documents start, with seq_len at the end."""
+    """One row of packed documents. tokens, labels and position_ids: (seq_len,).
+
+    boundaries: where each document starts, followed by seq_len.
+    """
 
     tokens: np.ndarray
     labels: np.ndarray
@@ -45,27 +48,27 @@ class Row:
 
 
 class Epoch(Protocol):
-    """The rows of an epoch, not yet shuffled."""
+    """The rows of one epoch, before they are shuffled."""
 
     def row(self, index: int) -> Row: ...
 
     def cost(self, index: int) -> int:
-        """Attention's work in a row: the sum of its documents' squared lengths, padding as one more."""
+        """Returns the cost of attention in a row: the sum of squared document lengths. Padding counts as a document."""
 
 
 class Layout(Protocol):
-    """How documents are laid into rows: Concatenation or BestFit."""
+    """A way to pack documents into rows: Concatenation or BestFit."""
 
     n_rows: int
     max_documents: int
     report: PackingReport
 
     def epoch(self, generator: np.random.Generator | None) -> Epoch:
-        """Its rows, with documents shuffled by the generator where the layout lets them be."""
+        """Returns the rows of an epoch. Concatenation shuffles the documents with the generator first."""
 
 
 class ShuffledRows:
-    """Row i of an endless sequence: epoch after epoch, shuffled by (*seed, epoch); seed None shuffles nothing."""
+    """An endless sequence of rows, epoch after epoch. Each epoch is shuffled by (*seed, epoch); None: not shuffled."""
 
     def __init__(self, layout: Layout, seed: tuple[int, ...] | None) -> None:
         self.layout, self.seed = layout, seed
@@ -73,7 +76,7 @@ class ShuffledRows:
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
 
     def _make_epoch(self, epoch: int) -> tuple[Epoch, np.ndarray]:
-        """The rows of an epoch, and their order."""
+        """Returns the rows of an epoch, and the order in which to read them."""
         generator = None if self.seed is None else np.random.default_rng((*self.seed, epoch))
         rows, order = self.layout.epoch(generator), np.arange(self.per_epoch)
         if generator is not None:
@@ -86,7 +89,7 @@ class ShuffledRows:
         return rows.row(int(order[place]))
 
     def cost(self, index: int) -> int:
-        """Of the row's attention."""
+        """Returns the cost of attention in this row (see `Epoch.cost`)."""
         epoch, place = divmod(index, self.per_epoch)
         rows, order = self._epoch(epoch)
         return rows.cost(int(order[place]))

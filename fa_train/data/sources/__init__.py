@@ -1,1 +1,1 @@
-"""Documents and chats: files, Hugging Face datasets, synthetic tokens."""
+"""Sources of documents and chats: files, Hugging Face datasets and synthetic tokens."""

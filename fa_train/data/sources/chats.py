@@ -1,4 +1,4 @@
-"""Chats from files: messages, ShareGPT's conversations, and prompt-completion pairs, all as one checked form."""
+"""Reads chats from files and datasets: messages, ShareGPT conversations, and prompt-completion pairs."""
 
 import json
 import re
@@ -14,13 +14,16 @@ from fa_train.private_names import private
 HUB = "hf:"
 SUFFIXES = (".jsonl", ".json", ".parquet")
 ROLES = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # others are as they are
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # other roles keep their names
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Chat:
-    """One chat. Assistant turns from message `learn_from` on are what is learnt; where: file and line, for errors."""
+    """One chat. The model learns the assistant's messages from index `learn_from` on.
+
+    where: the file and line, for errors.
+    """
 
     where: str
     messages: list[Message]
@@ -28,18 +31,20 @@ class Chat:
     learn_from: int
 
     def __len__(self) -> int:
-        """Characters of its messages."""
+        """Returns the number of characters in the messages."""
         return sum(len(message["content"]) for message in self.messages)
 
 
 class ChatCorpus:
-    """A file, a folder or a glob of .jsonl, .json and .parquet, one chat a row; or hf:<name>:<split>, a dataset of the
-    Hugging Face hub or a folder that `datasets` can load, hf:<name>:<config>:<split> where it has several.
+    """Chats from files or from a Hugging Face dataset. Each row is one chat.
 
-    A row is {"messages": [{"role", "content", ...}, ...]}, {"conversations": [{"from", "value"}, ...]} or
-    {"prompt", "completion"}, each of these text (a user's turn and the assistant's answer) or messages; and "tools"
-    beside, a list of JSON schemas or its JSON text. Of a pair only the completion is learnt.
-    Raises: ValueError where there is nothing to read, and on any row that is not such a chat.
+    path: a .jsonl, .json or .parquet file, a folder or a glob of them; or hf:<name>:<split>. A dataset with several
+    configs needs hf:<name>:<config>:<split>. The name can be a dataset on the hub or a folder.
+    A row has one of three forms: {"messages": [{"role", "content", ...}, ...]},
+    {"conversations": [{"from", "value"}, ...]}, or {"prompt", "completion"}. A prompt or completion is text or a list
+    of messages, and the model learns only the completion. A row can also have "tools", a list of JSON schemas or the
+    JSON text of such a list.
+    Raises: ValueError if there is nothing to read or a row has another form.
     """
 
     def __init__(self, path: str) -> None:
@@ -57,7 +62,7 @@ class ChatCorpus:
 
 
 class FileRows:
-    """Rows of files: (key, where, row)."""
+    """The rows of files, as tuples (key, where, row)."""
 
     def __init__(self, path: str) -> None:
         self.root, self.paths = find_files(path, SUFFIXES)
@@ -77,7 +82,7 @@ class FileRows:
 
 
 class HubRows:
-    """Rows of a dataset, loaded at their first use: (key, where, row)."""
+    """The rows of a Hugging Face dataset, as tuples (key, where, row). The first use loads the dataset."""
 
     def __init__(self, path: str) -> None:
         found = re.fullmatch(r"hf:(?P<name>[^:]+):((?P<config>[^:[]+):)?(?P<split>[^:[]+(\[.*\])?)", path)
@@ -101,7 +106,10 @@ class HubRows:
 
 
 def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
-    """A row as a chat. Raises: ValueError naming `where` on missing fields, empty messages and wrong roles."""
+    """Converts a row to a chat.
+
+    Raises: ValueError with `where` in its text if a field is missing, a message is empty or a role is unknown.
+    """
     present = {name: value for name, value in row.items() if value is not None}
     learn_from = 0
     if "messages" in present:
@@ -121,7 +129,7 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
 
 
 def _turns(value: Any, role: str, where: str) -> list[Message]:
-    """Half of a pair: text is one turn."""
+    """Returns the messages of a prompt or completion. Text becomes one message."""
     return _messages([{"role": role, "content": value}] if isinstance(value, str) else value, where)
 
 
@@ -141,13 +149,13 @@ def _messages(value: Any, where: str) -> list[Message]:
 def _message(value: Any, where: str) -> Message:
     if not isinstance(value, dict):
         raise ValueError(f"a message must be an object; {where} is a {type(value).__name__}")
-    message = {name: field for name, field in value.items() if field is not None}  # Parquet fills fields with null
+    message = {name: field for name, field in value.items() if field is not None}  # Parquet sets missing fields to null
     if "role" not in message:
         raise ValueError(f"a message must have a role; {where} has {', '.join(message) or 'nothing'}")
     role, content = message["role"], message.get("content")
     if role not in ROLES:
         raise ValueError(f"a role must be one of {', '.join(ROLES)}; {where} has {role!r}")
-    if message.get("weight", 1) != 1:  # OpenAI's mark of an answer that is not to be learnt
+    if message.get("weight", 1) != 1:  # in OpenAI's format, 0 excludes a message from training
         raise ValueError(
             f"a message's weight must be 1 or left out; {where} has {message['weight']!r}. Of a prompt and its "
             "completion only the completion is learnt"
@@ -158,19 +166,21 @@ def _message(value: Any, where: str) -> Message:
             raise ValueError(f"tool_calls must be an assistant's; {where} is of role {role}")
         message["tool_calls"] = [_tool_call(call, where) for call in _list(calls, "tool_calls", where)]
     if content is None and calls:
-        message["content"] = ""  # templates add it up with text
+        message["content"] = ""  # templates concatenate it with text
     elif not isinstance(content, str):
         found = "none" if content is None else f"a {type(content).__name__}"
         raise ValueError(f"a message must have text as its content; {where} has {found}")
-    elif not content.strip() and not calls and role != "tool":  # a tool may have nothing to say
+    elif not content.strip() and not calls and role != "tool":  # a tool's result can be empty
         raise ValueError(f"a message must not be empty; {where}, of role {role}, is")
     else:
-        message["content"] = content.encode("utf-8", "replace").decode()  # "\ud800" is JSON, no tokenizer takes it
+        message["content"] = content.encode(
+            "utf-8", "replace"
+        ).decode()  # tokenizers reject a lone surrogate, as in "\ud800"
     return message
 
 
 def _tool_call(value: Any, where: str) -> dict[str, Any]:
-    """Arguments as an object, which templates write as JSON; OpenAI's form has them as JSON text already."""
+    """Returns a tool call whose arguments are an object. OpenAI's format stores them as JSON text."""
     function = value.get("function", value) if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"a tool call must have a function's name and arguments; {where} has {value!r}")

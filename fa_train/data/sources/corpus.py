@@ -1,4 +1,4 @@
-"""Where documents come from. A corpus yields (key, document); a hash of the key holds some out for validation."""
+"""Corpora yield pairs (key, document). The hash of a key decides whether its document is held out for validation."""
 
 import hashlib
 import sysconfig
@@ -12,33 +12,33 @@ from fa_train.private_names import private
 
 Document = TypeVar("Document", covariant=True)
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
-HELD_OUT_IN_1000 = 20  # of the documents, for validation
+HELD_OUT_IN_1000 = 20  # held-out documents per thousand
 
 
-@runtime_checkable  # fa_train.settings tells a corpus from a text or number in a config
+@runtime_checkable  # fa_train.settings checks whether a config value is a corpus
 class Corpus(Protocol[Document]):
-    """A source of documents, text or chats, the same at every reading."""
+    """A source of documents, which are texts or chats. Each reading yields the same documents."""
 
     def documents(self) -> Iterator[tuple[str, Document]]:
-        """(key, document), in a fixed order; len of a document is its characters.
+        """Yields pairs (key, document) in a fixed order. len(document) is its number of characters.
 
-        Keys differ, and stay when the corpus moves to another folder.
+        Keys are unique and do not change if the corpus moves to another folder.
         """
 
     def count(self) -> int | None:
-        """How many documents, where that is known without reading them all."""
+        """Returns the number of documents, or None if counting would need to read them all."""
 
     def fingerprint(self) -> str:
-        """A hash that changes when any document does."""
+        """Returns a hash of the corpus. It changes if any document changes."""
 
 
 def is_held_out(key: str) -> bool:
-    """Whether a document is for validation; depends on nothing but its key."""
+    """Returns whether a document is held out for validation. The result depends only on the key."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") % 1000 < HELD_OUT_IN_1000
 
 
 class StdlibCorpus:
-    """Python's own standard library source, without its tests: 12 MB of text on every machine, one document a file."""
+    """The source of Python's standard library, without its tests. Each file is a document; the total is about 12 MB."""
 
     def __init__(self) -> None:
         self.root = Path(sysconfig.get_path("stdlib"))
@@ -57,9 +57,10 @@ class StdlibCorpus:
 
 
 class TextCorpus:
-    """A file, a folder or a glob of .txt and .md (one document a file), .jsonl and .parquet (one a row).
+    """Text files: a file, a folder or a glob.
 
-    Raises: ValueError where there is nothing to read, on an unknown kind of file and on a row without text_column.
+    A .txt or .md file is one document. Each row of a .jsonl or .parquet file is one document.
+    Raises: ValueError if there is nothing to read, a file has another suffix, or a row lacks text_column.
     """
 
     def __init__(self, path: str, text_column: str) -> None:
@@ -88,13 +89,13 @@ class TextCorpus:
         for number, where, row in read_rows(path, [self.text_column]):
             require_column(self.text_column, row, where)
             text = require_text(row[self.text_column], f"data.text_column={self.text_column}", where)
-            yield number, text.encode("utf-8", "replace").decode()  # "\ud800" is JSON, but no tokenizer takes it
+            yield number, text.encode("utf-8", "replace").decode()  # tokenizers reject a lone surrogate, as in "\ud800"
 
 
 class HFCorpus:
-    """A dataset of the Hugging Face hub, or a folder that `datasets` can load; loaded at its first use.
+    """A Hugging Face dataset, from the hub or from a folder. The first use loads it.
 
-    Raises: ValueError where it cannot be loaded or has no such column.
+    Raises: ValueError if the dataset cannot be loaded or lacks text_column.
     """
 
     def __init__(self, name: str, config: str | None, split: str, text_column: str) -> None:
@@ -120,13 +121,16 @@ class HFCorpus:
         return len(self.dataset)
 
     def fingerprint(self) -> str:
-        # datasets' own hash: of the revision, or of a folder's files, and of every transform since
+        # the hash that `datasets` computes from the revision or the folder's files, and from all transforms
         return f"{private('datasets', self.dataset, '_fingerprint')}-{self.text_column}"
 
 
 def load_hf_dataset(name: str, config: str | None, split: str, asked: str) -> Any:
-    """A dataset of the hub, or of a folder. Raises: ValueError naming what was `asked` where it cannot be loaded."""
-    from datasets import load_dataset  # seconds to import
+    """Loads a dataset from the hub or from a folder.
+
+    Raises: ValueError with `asked` in its text if the dataset cannot be loaded.
+    """
+    from datasets import load_dataset  # the import takes seconds
 
     try:
         return load_dataset(name, config, split=split)

@@ -1,4 +1,4 @@
-"""Files of documents: found by a path, hashed, and read row by row with every error naming file and line."""
+"""Finds, hashes and reads files of documents. Every error names the file and the line."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ import pyarrow.parquet
 
 
 class FileRow(NamedTuple):
-    """One row of a file, its number from 1, and where it is, for errors."""
+    """One row of a file. number: counted from 1. where: the file and the row, for errors."""
 
     number: int
     where: str
@@ -20,7 +20,11 @@ class FileRow(NamedTuple):
 
 
 def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path]]:
-    """The files that a file, folder or glob names, in order, and the folder that their keys are relative to."""
+    """Finds the files that a path names: a file, a folder or a glob.
+
+    Returns the folder that document keys are relative to, and the sorted files.
+    Raises: ValueError if no file has one of these suffixes.
+    """
     kinds = ", ".join(suffixes)
     base = Path(path).expanduser()
     parts = base.parts
@@ -43,7 +47,7 @@ def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path]]:
 
 
 def hash_files(root: Path, paths: Iterable[Path], setting: str = "") -> str:
-    """Of the names below root and the contents of files, and of a setting that decides how they are read."""
+    """Returns a hash of the files' contents, their names relative to root, and a setting that affects reading."""
     digest = hashlib.blake2b(repr(setting).encode(), digest_size=16)
     for path in paths:
         with path.open("rb") as file:
@@ -53,17 +57,18 @@ def hash_files(root: Path, paths: Iterable[Path], setting: str = "") -> str:
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[FileRow]:
-    """The rows of a .jsonl (an object a line, empty lines skipped), .json (a list of objects) or .parquet file.
+    """Yields the rows of a file.
 
-    columns: those of a .parquet file to read, None for all.
-    Raises: ValueError on what is not JSON or Parquet, or not rows of it.
+    A .jsonl file has one object per line; empty lines are skipped. A .json file has a list of objects.
+    columns: the columns to read from a .parquet file; None reads all.
+    Raises: ValueError if the file is not valid JSON or Parquet, or a row is not an object.
     """
     readers = {".jsonl": _lines, ".json": _items}
     yield from readers[path.suffix](path) if path.suffix in readers else _parquet(path, columns)
 
 
 def count_rows(path: Path) -> int | None:
-    """How many, where the file says so without being read."""
+    """Returns the number of rows of a .parquet file, None for other files."""
     if path.suffix != ".parquet":
         return None
     with _named_corruption(path), pyarrow.parquet.ParquetFile(path) as file:
@@ -71,7 +76,7 @@ def count_rows(path: Path) -> int | None:
 
 
 def column_names(path: Path) -> list[str]:
-    """Of a .parquet file."""
+    """Returns the column names of a .parquet file."""
     with _named_corruption(path), pyarrow.parquet.ParquetFile(path) as file:
         return list(file.schema_arrow.names)
 
@@ -117,8 +122,8 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[FileRow]:
 
 @contextmanager
 def _named_corruption(path: Path) -> Iterator[None]:
-    """Arrow's errors do not name the file."""
+    """Converts Arrow's errors to a ValueError that names the file."""
     try:
         yield
-    except (pa.ArrowException, OSError) as error:  # a missing footer, a damaged page
+    except (pa.ArrowException, OSError) as error:  # e.g. a missing footer or a damaged page
         raise ValueError(f"{path} must be a Parquet file; it cannot be read: {error}") from error

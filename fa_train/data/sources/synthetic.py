@@ -1,14 +1,14 @@
-"""Random tokens, for benchmarks: nothing to read, nothing to learn."""
+"""Random tokens for benchmarks. They need no files and teach nothing."""
 
 import numpy as np
 
 from fa_train.data.packing.rows import LossMask
 
-N_TOKENS = 2**26  # in an epoch, at least
+N_TOKENS = 2**26  # the minimum number of tokens per epoch
 
 
 class SyntheticDocuments:
-    """Documents of one length; item i is drawn from (seed, i)."""
+    """Documents of equal length. Item i is drawn with the seed (seed, i)."""
 
     loss_mask: LossMask | None = None
 
@@ -25,9 +25,9 @@ class SyntheticDocuments:
 
 
 class SyntheticSource:
-    """Documents of document_len random tokens.
+    """A source of documents with document_len random tokens each.
 
-    Raises: ValueError on a length or vocabulary that is not positive.
+    Raises: ValueError if vocab_size or document_len is not positive.
     """
 
     def __init__(self, vocab_size: int, document_len: int) -> None:
@@ -40,9 +40,9 @@ class SyntheticSource:
         self.cache_dir = None
 
     def prepare(self, workers: int = 1) -> None:
-        """Nothing to do."""
+        """Does nothing: random tokens need no preparation."""
 
     def documents(self, *, held_out: bool) -> SyntheticDocuments:
-        """Those for training, or those for validation."""
+        """Returns the training documents, or the held-out ones for validation."""
         count = max(2, -(-N_TOKENS // self.document_len))
         return SyntheticDocuments(count, self.document_len, self.vocab_size, seed=int(held_out))

@@ -1,1 +1,1 @@
-"""Documents as tokens, made once and kept on disk."""
+"""Tokenises documents once and stores the tokens on disk."""

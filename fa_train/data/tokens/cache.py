@@ -1,4 +1,4 @@
-"""Files of the cache: each appears whole or not at all, and a full disk says so."""
+"""Writes the files of the cache atomically, and reports a full disk in one line."""
 
 import errno
 import os
@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or a quota is reached
+FULL = (errno.ENOSPC, errno.EDQUOT)  # no space is left on the disk, or a quota is used up
 
 
 class DiskFullError(ValueError):
-    """The disk of the cache, or a quota of it, is full."""
+    """The disk that holds the cache is full, or a quota is used up."""
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A path to write, which becomes `path` at the end; after an error nothing is left.
+    """Yields a temporary path to write to, and renames it to `path` at the end. An error deletes it.
 
-    Raises: DiskFullError where the disk is full, ValueError where the folder cannot be made.
+    Raises: DiskFullError if the disk is full, ValueError if the folder cannot be created.
     """
     make_folder(path.parent)
     with room_on_disk(path.parent), tempfile.TemporaryDirectory(dir=path.parent, prefix="unfinished-") as folder:
@@ -28,7 +28,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes the cache folder unless it exists. Raises: ValueError if that fails or the folder is not writable."""
+    """Creates the cache folder unless it exists. Raises: ValueError if that fails or the folder is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -41,7 +41,7 @@ def make_folder(folder: Path) -> None:
 
 @contextmanager
 def room_on_disk(folder: Path) -> Iterator[None]:
-    """Raises: DiskFullError where the disk or a quota is full."""
+    """Converts the OSError of a full disk or a used-up quota to a DiskFullError."""
     try:
         yield
     except OSError as error:

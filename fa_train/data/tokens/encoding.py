@@ -1,4 +1,4 @@
-"""How documents of a corpus become tokens, and which of them are learnt."""
+"""Encoders convert documents to tokens and mark the tokens that have a loss."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeVar
@@ -11,28 +11,31 @@ Document = TypeVar("Document", contravariant=True)
 
 
 class Encoded(NamedTuple):
-    """One document: tokens (length,) int32, and whether each is learnt, (length,) bool; None is every one."""
+    """One encoded document: its tokens, (length,) int32, and whether each token has a loss, (length,) bool.
+
+    learned None means that all tokens have a loss.
+    """
 
     tokens: np.ndarray
     learned: np.ndarray | None
 
 
 class Encoder(Protocol[Document]):
-    """Documents into tokens; pickled to the processes that tokenise."""
+    """Converts documents to tokens. It must be picklable, because worker processes receive a copy."""
 
     tokenizer: Tokenizer
-    masked: bool  # whether some tokens are not learnt, so that a mask is stored
+    masked: bool  # whether a loss mask is stored, because some tokens have no loss
 
     @property
     def identity(self) -> str:
-        """A hash or a name; other tokens for some document are another identity."""
+        """A hash or a name. Encoders that produce different tokens have different identities."""
 
     def encode_batch(self, documents: Sequence[Document]) -> list[Encoded]:
-        """Each document. Raises: ValueError naming the document."""
+        """Encodes each document. Raises: ValueError that names the document."""
 
 
 class TextEncoder:
-    """Text between the tokenizer's bos and eos; all of it is learnt."""
+    """Encodes text between the tokenizer's bos and eos. All tokens have a loss."""
 
     masked = False
 

@@ -1,4 +1,7 @@
-"""Documents into shards of tokens, by one process or many: the same bytes, and a restart goes on at the next shard."""
+"""Tokenises documents into shards, in one process or several.
+
+The shards do not depend on the number of processes. A restart continues after the last finished shard.
+"""
 
 import json
 import multiprocessing
@@ -19,26 +22,27 @@ from fa_train.data.sources.corpus import Corpus, is_held_out
 from fa_train.data.tokens.cache import make_folder, room_on_disk
 from fa_train.data.tokens.encoding import Encoded, Encoder
 
-FORMAT = "3"  # of the files, and of how text becomes documents; another one is another cache entry
-SHARDS = "shards.json"  # of a finished folder: the bytes of each file by its name
-SHARD = 4096  # documents at most; what a killed process loses
-SHARD_CHARACTERS = 2**24  # after which a shard ends, as whole ones are in memory
-BATCH = 256  # documents tokenised at one time
+FORMAT = "3"  # version of the files and of tokenisation, part of the cache key
+SHARDS = "shards.json"  # maps the name of each file in a finished folder to its size in bytes
+SHARD = 4096  # the maximum number of documents per shard; a killed process loses one shard
+SHARD_CHARACTERS = 2**24  # a shard ends after this many characters, because it must fit in memory
+BATCH = 256  # documents per call of the tokenizer
 TOKENS = pa.field("tokens", pa.large_list(pa.int32()))
 HELD_OUT = pa.field("held_out", pa.bool_())
-LEARNED = pa.field("learned", pa.large_list(pa.uint8()))  # 0 or 1 for each token; there only if some are not learnt
-Keyed = tuple[str, Any]  # a document and its key
+LEARNED = pa.field("learned", pa.large_list(pa.uint8()))  # 0 or 1 per token; absent if all tokens have a loss
+Keyed = tuple[str, Any]  # (key, document)
 
-_worker_encoder: Encoder[Any]  # of a process of the pool
+_worker_encoder: Encoder[Any]  # set in each process of the pool
 
 
 def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers: int) -> None:
-    """Writes the folder `path` of 000000.arrow and on, the documents in order; it appears whole or not at all.
+    """Writes the folder `path` with the shards 000000.arrow, 000001.arrow, …, in the order of the documents.
 
-    Until then shards are in a folder beside it, where a restart finds them. A process that prepares the same waits.
-    shards.json says how many bytes each shard has, so that a reader finds out where one was lost or cut later.
-    Raises: ValueError where the corpus has no document, a document cannot be encoded, or the disk is full; only the
-    last leaves finished shards behind, as the others need another corpus.
+    Shards are first written to a folder next to `path`, where a restart finds them. The last step renames that folder.
+    Another process that prepares the same corpus waits. shards.json lists the size of each shard in bytes, so that a
+    reader can detect a missing or truncated shard.
+    Raises: ValueError if the corpus is empty, a document cannot be encoded or the disk is full. Only a full disk keeps
+    the finished shards for a restart.
     """
     unfinished = path.with_name(f"unfinished-{path.stem}")
     with room_on_disk(path.parent):
@@ -60,7 +64,7 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
 
 
 def _write_all(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers: int) -> int:
-    """Every shard that the folder lacks; returns how many documents there are."""
+    """Writes every shard that the folder lacks. Returns the number of documents."""
     columns = ("tokenising", BarColumn(), MofNCompleteColumn(), "documents", TimeElapsedColumn())
     n_documents = 0
     with Progress(*columns, transient=True) as progress:
@@ -72,18 +76,18 @@ def _write_all(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers
 
 
 def _written(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers: int) -> Iterator[int]:
-    """How many documents each shard has, as they are finished."""
+    """Yields the number of documents of each shard when the shard is finished."""
     tasks = ((shard, folder / f"{number:06}.arrow") for number, shard in enumerate(_shards(corpus)))
     if workers == 1:
         for shard, file in tasks:
             yield _write(encoder, shard, file)
         return
-    context = multiprocessing.get_context("spawn")  # tokenizers have threads, which a fork would lose
+    context = multiprocessing.get_context("spawn")  # a fork would lose the tokenizer's threads
     with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(encoder,)) as pool:
         running: set[Future[int]] = set()
         for shard, file in tasks:
             running.add(pool.submit(_write_in_worker, shard, file))
-            if len(running) == 2 * workers:  # as many shards wait in memory, whatever the corpus
+            if len(running) == 2 * workers:  # bounds the number of shards in memory
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 yield from (task.result() for task in done)
         yield from (task.result() for task in as_completed(running))
@@ -103,14 +107,14 @@ def _shards(corpus: Corpus[Any]) -> Iterator[list[Keyed]]:
 
 
 def _start_worker(encoder: Encoder[Any]) -> None:
-    global _worker_encoder  # sent once a process: a tokenizer is megabytes
+    global _worker_encoder  # sent once per process, because a tokenizer can have megabytes
     _worker_encoder = encoder
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the pool already runs in parallel
     Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """A killed parent says nothing to its pool, which would wait for ever."""
+    """Ends this worker when its parent process ends. Otherwise a killed parent would leave its workers running."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -122,7 +126,7 @@ def _write_in_worker(shard: Sequence[Keyed], file: Path) -> int:
 
 
 def _write(encoder: Encoder[Any], shard: Sequence[Keyed], file: Path) -> int:
-    """One shard, unless it is there; returns how many documents it has."""
+    """Writes one shard unless it exists. Returns its number of documents."""
     if not file.exists():
         schema = pa.schema([TOKENS, HELD_OUT, LEARNED] if encoder.masked else [TOKENS, HELD_OUT])
         partial = file.with_suffix(".partial")
@@ -147,7 +151,7 @@ def _columns(encoded: Sequence[Encoded], keys: Sequence[str], *, masked: bool) -
 
 
 def require_vocabulary(encoded: Sequence[Encoded], keys: Sequence[str], vocab_size: int) -> None:
-    """Raises: ValueError naming the first document with a token that is not in 0 to vocab_size - 1."""
+    """Checks that all tokens are 0 to vocab_size - 1. Raises: ValueError that names the first other document."""
     for key, (tokens, _) in zip(keys, encoded, strict=True):
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             outside = next(token for token in tokens.tolist() if not 0 <= token < vocab_size)

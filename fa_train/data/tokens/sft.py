@@ -1,8 +1,9 @@
-"""Chats into tokens by the tokenizer's own template; the assistant's turns are learnt, as spans of the rendered text.
+"""Converts chats to tokens with a chat template. The model learns the assistant's messages.
 
-The spans are the template's {% generation %} blocks where it has them. Elsewhere a turn is what rendering its message
-adds to the prompt for it: the messages before it, with the header of an answer. Spans are cut into tokens by the
-tokenizer's offsets, once the whole text is tokenised, so that tokens are those of the whole text.
+A chat is rendered to text first, and the characters of the assistant's messages are found in it. If the template has
+{% generation %} blocks, they mark these characters. Otherwise the prompt before a message is rendered too, and the
+message is the text after that prompt. The whole text is then tokenised at once, and the tokenizer's offsets map
+characters to tokens.
 """
 
 import hashlib
@@ -19,16 +20,16 @@ from fa_train.data.sources.chats import Chat, Message
 from fa_train.data.tokens.encoding import Encoded
 from fa_train.data.tokens.tokenizer import HFTokenizer, Tokenizer
 
-FORMAT = "2"  # of how a chat becomes tokens and mask; another one is another cache entry
+FORMAT = "2"  # version of the conversion from chats to tokens and loss mask, part of the cache key
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Spans = list[tuple[int, int]]
 
 
 class ChatEncoder:
-    """Chats by a chat template: the tokenizer's own, or that in the file `chat_template`.
+    """Encodes chats with a chat template: the one in the file `chat_template`, or the tokenizer's own.
 
-    Raises: ValueError on a tokenizer without a template or without offsets; and on a chat that the template refuses,
-    whose tools or tool calls it leaves out, or whose turns it renders in another way once others follow.
+    Raises: ValueError if the tokenizer has no template or no offsets. `encode_batch` raises ValueError if the template
+    rejects a chat, omits its tools or tool calls, or renders a message differently when more messages follow.
     """
 
     masked = True
@@ -60,7 +61,7 @@ class ChatEncoder:
         texts, spans = zip(*map(self.render, documents), strict=True)
         encoded = self._hf(
             list(texts),
-            add_special_tokens=False,  # the template wrote them
+            add_special_tokens=False,  # the template already wrote them
             return_attention_mask=False,
             return_offsets_mapping=True,
             verbose=False,
@@ -71,7 +72,7 @@ class ChatEncoder:
         ]
 
     def render(self, chat: Chat) -> tuple[str, Spans]:
-        """A chat as text, and which spans of its characters are learnt."""
+        """Returns the text of a chat, and the spans of characters that the model learns."""
         template = self._hf.get_chat_template(tools=chat.tools)
         has_blocks = GENERATION.search(template) is not None
         text, spans = self._render(template, chat, chat.messages, has_blocks=has_blocks)
@@ -80,13 +81,16 @@ class ChatEncoder:
         learned = [turn for turn in turns if turn >= chat.learn_from]
         if not has_blocks:
             spans = [self._turn(template, chat, turn, text) for turn in learned]
-        elif learned != turns:  # blocks do not say which turns they are of
+        elif learned != turns:  # a block does not tell which message it belongs to
             begin, _ = self._turn(template, chat, learned[0], text)
             spans = [(start, stop) for start, stop in spans if start >= begin]
         return text, spans
 
     def _require_tools(self, template: str, chat: Chat, text: str) -> None:
-        """Templates from before there were tools leave them out: a call would be learnt as an empty answer."""
+        """Checks that the template renders tools and tool calls. Raises: ValueError if it omits them.
+
+        Some old templates do. The model would then learn an empty answer instead of a tool call.
+        """
         without = {
             "tools": replace(chat, tools=None),
             "tool_calls": replace(
@@ -98,7 +102,7 @@ class ChatEncoder:
                 continue
             try:
                 rendered, _ = self._render(template, bare, bare.messages)
-            except ValueError:  # so it does look at them
+            except ValueError:  # the template reads them
                 continue
             if rendered == text:
                 raise ValueError(
@@ -107,7 +111,7 @@ class ChatEncoder:
                 )
 
     def _turn(self, template: str, chat: Chat, turn: int, text: str) -> tuple[int, int]:
-        """Where the answer chat.messages[turn] is in the whole text, through the token that ends it."""
+        """Returns the span of the answer chat.messages[turn] in the whole text, including its end token."""
         prompt, _ = self._render(template, chat, chat.messages[:turn], add_generation_prompt=True)
         answered, _ = self._render(template, chat, chat.messages[: turn + 1])
         if not (answered.startswith(prompt) and text.startswith(answered)):
@@ -117,7 +121,7 @@ class ChatEncoder:
                 "turns. Give data.chat_template=<a copy of it with the answers marked>, or make each answer a row of "
                 "its own, with what comes before it as its prompt and itself as the completion"
             )
-        bare = answered.rstrip()  # a line's end after the token that ends a turn is never sampled
+        bare = answered.rstrip()  # a newline after the end token is never sampled
         stop = len(bare) if bare.endswith(self._special_tokens) else len(answered)
         return len(prompt), max(stop, len(prompt))
 
@@ -130,7 +134,7 @@ class ChatEncoder:
         add_generation_prompt: bool = False,
         has_blocks: bool = False,
     ) -> tuple[str, Spans]:
-        # what apply_chat_template calls: that one keeps the spans for itself, and takes no empty list of messages
+        # apply_chat_template calls this function, but does not return the spans and rejects an empty list
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -152,10 +156,10 @@ class ChatEncoder:
 
 
 def learned_tokens(offsets: np.ndarray, spans: Spans) -> np.ndarray:
-    """Which tokens are learnt, (length,) bool, by their characters (length, 2) and the spans that are.
+    """Returns whether each token starts in one of the spans, (length,) bool.
 
-    A token is learnt if it begins within a span: one that begins before it is not what comes next after the prompt. A
-    token whose offsets leave out the spaces before it begins where the last one ended.
+    offsets: the first character and the end of each token, (length, 2). Some tokenizers leave leading spaces out of
+    the offsets, so a token is assumed to start where the previous token ended.
     """
     ends = np.maximum.accumulate(np.concatenate([[0], offsets[:, 1]]))
     begins = np.minimum(offsets[:, 0], ends[:-1])

@@ -1,4 +1,4 @@
-"""Tokenised documents in memory-mapped Arrow files: written once, found again by the hash of what made them."""
+"""Stores tokenised documents in memory-mapped Arrow files, named by a hash of the corpus and the encoder."""
 
 import hashlib
 import json
@@ -19,13 +19,14 @@ from fa_train.data.tokens.prepare import FORMAT, SHARDS, write_shards
 from fa_train.data.tokens.sft import ChatEncoder
 from fa_train.data.tokens.tokenizer import Tokenizer
 
-HELD_OUT_TAIL = 50  # 1 / 50 of a document is held out where no whole one can be
+HELD_OUT_TAIL = 50  # the last 1 / 50 of the longest document is held out if no whole document can be
 
 
 def prepare(corpus: Corpus[Any], encoder: Encoder[Any], cache_dir: Path, workers: int = 1) -> Path:
-    """Tokenises a corpus unless the cache has it; returns the folder of its shards, the same for any workers.
+    """Tokenises a corpus unless the cache contains it. Returns the folder of its shards.
 
-    Raises: ValueError where the corpus has no document, and what reading and encoding it raise.
+    The shards do not depend on the number of workers.
+    Raises: ValueError if the corpus is empty, and any error from reading or encoding it.
     """
     key = hashlib.blake2b(f"{FORMAT}\0{corpus.fingerprint()}\0{encoder.identity}".encode(), digest_size=16)
     path = cache_dir / f"{key.hexdigest()}.arrow"
@@ -35,12 +36,12 @@ def prepare(corpus: Corpus[Any], encoder: Encoder[Any], cache_dir: Path, workers
 
 
 class Documents:
-    """A prepared corpus's documents for training, or those held out; item i is its tokens, (length,) int32, mapped.
+    """The training or held-out documents of a prepared corpus. Item i is a memory-mapped array, (length,) int32.
 
-    loss_mask is None where everything is learnt. Where hashing puts every document on one side, as in a corpus of one,
-    the end of the longest is held out instead; of chats, whose end alone says little, the last one.
-    Raises: ValueError on a file of the folder that is missing, cut or damaged, and, where a document is read, on a
-    token that is not in 0 to vocab_size - 1.
+    loss_mask is None if all tokens have a loss. A small corpus may have no held-out document, or only held-out ones.
+    The end of the longest document is then held out instead. If chats have this problem, the last chat is held out.
+    Raises: ValueError if a file is missing, truncated or damaged. Reading a document raises ValueError if a token is
+    not in 0 to vocab_size - 1.
     """
 
     def __init__(self, path: Path, *, held_out: bool, vocab_size: int) -> None:
@@ -79,7 +80,7 @@ class Documents:
             self.loss_mask = StoredMask(learned, self._chunk, self._start, self.lengths)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # a data worker that is not forked maps the files again rather than be sent their tokens
+        # a data worker that is not forked opens the files again, so that no tokens are pickled
         return _open_documents, self._source
 
     def __len__(self) -> int:
@@ -88,7 +89,7 @@ class Documents:
     def __getitem__(self, index: int) -> np.ndarray:
         start, chunk = self._start[index], self._chunk[index]
         tokens = self._values[chunk][start : start + self.lengths[index]]
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:  # a GPU would not say where
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:  # a GPU would report no position
             outside = next(token for token in tokens.tolist() if not 0 <= token < self._vocab_size)
             vocabulary = f"0 to {self._vocab_size - 1}"
             raise _damage(self._files[chunk], f"it has token {outside}, where the vocabulary is {vocabulary}")
@@ -96,7 +97,7 @@ class Documents:
 
 
 def _whole_shards(folder: Path) -> list[Path]:
-    """The files of a finished folder. Raises: ValueError on one that is missing or of another size."""
+    """Returns the shards of a finished folder. Raises: ValueError if one is missing or has another size."""
     try:
         sizes = json.loads((folder / SHARDS).read_text())
     except (OSError, ValueError) as error:
@@ -111,7 +112,7 @@ def _whole_shards(folder: Path) -> list[Path]:
 def _read_shard(file: Path) -> pa.Table:
     try:
         table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
-        table.validate(full=True)  # of offsets, by which tokens are found
+        table.validate(full=True)  # also checks the offsets
     except (pa.ArrowException, OSError) as error:
         raise _damage(file, f"it cannot be read: {error}") from error
     return table
@@ -126,7 +127,7 @@ def _open_documents(path: Path, held_out: bool, vocab_size: int) -> Documents:
 
 
 class StoredMask:
-    """Which tokens of each document are learnt; item i is (length,) bool, mapped."""
+    """Which tokens of each document have a loss. Item i is a memory-mapped array, (length,) bool."""
 
     def __init__(self, values: Sequence[np.ndarray], chunk: np.ndarray, start: np.ndarray, length: np.ndarray) -> None:
         self._values, self._chunk, self._start, self._length = values, chunk, start, length
@@ -136,7 +137,7 @@ class StoredMask:
         return self._values[self._chunk[index]][start : start + self._length[index]]
 
     def count(self, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """How many tokens start to stop of a document are learnt, (n,) int64 each."""
+        """Returns how many of the tokens start to stop - 1 of each document have a loss. Shapes: (n,) int64."""
         chunk, origin = self._chunk[document], self._start[document]
         counts = np.empty(len(document), np.int64)
         order = np.argsort(chunk, kind="stable")
@@ -149,7 +150,10 @@ class StoredMask:
 
 
 class TokenizedCorpus:
-    """A corpus, its tokenizer and where the tokenised files are kept; cache_dir None is $FA_TRAIN_CACHE or ~/.cache."""
+    """A corpus, its tokenizer, and the cache of its tokens.
+
+    cache_dir None means $FA_TRAIN_CACHE, or ~/.cache/fa_train if that is not set.
+    """
 
     def __init__(
         self, corpus: Corpus[Any], tokenizer: Tokenizer, cache_dir: str | None, chat_template: str | None = None
@@ -162,14 +166,14 @@ class TokenizedCorpus:
         self.vocab_size, self.pad_id = tokenizer.vocab_size, tokenizer.pad_id
 
     def prepare(self, workers: int = 1) -> Path:
-        """Tokenises, in so many processes, unless the cache has it."""
+        """Tokenises the corpus in `workers` processes, unless the cache contains it."""
         return prepare(self.corpus, self.encoder, self.cache_dir, workers)
 
     @cached_property
     def path(self) -> Path:
-        """The tokenised files, written now if the cache lacks them."""
+        """The folder of tokenised files. The first use writes them if the cache lacks them."""
         return self.prepare()
 
     def documents(self, *, held_out: bool) -> Documents:
-        """Those for training, or those for validation."""
+        """Returns the training documents, or the held-out ones for validation."""
         return Documents(self.path, held_out=held_out, vocab_size=self.vocab_size)

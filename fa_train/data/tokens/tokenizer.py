@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, or any Hugging Face tokenizer."""
+"""Tokenizers convert text to token ids and back: bytes, or any Hugging Face tokenizer."""
 
 import hashlib
 import os
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Tokenizer(Protocol):
-    """What the data pipeline needs of a tokenizer."""
+    """The interface of a tokenizer that the data pipeline uses."""
 
     vocab_size: int
     bos_id: int | None
@@ -19,17 +19,17 @@ class Tokenizer(Protocol):
 
     @property
     def identity(self) -> str:
-        """A hash or a name; other ids for some text are another identity."""
+        """A hash or a name. Tokenizers that produce different ids have different identities."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of each text, (length,) int32, without bos and eos."""
+        """Returns the ids of each text, (length,) int32, without bos and eos."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text; special tokens are left out."""
+        """Returns the text of these ids, without special tokens."""
 
 
 class ByteTokenizer:
-    """UTF-8 bytes are their own ids; bos, eos and pad follow."""
+    """A tokenizer whose ids are UTF-8 bytes. bos, eos and pad have the ids after 255."""
 
     vocab_size = 259
     bos_id: int | None = 256
@@ -45,17 +45,17 @@ class ByteTokenizer:
 
 
 class HFTokenizer:
-    """A `transformers` tokenizer, by folder or hub name.
+    """A tokenizer of the `transformers` library, loaded from a folder or by its hub name.
 
-    hf is the tokenizer itself. vocab_size is one more than its highest id; without a pad token, pad_id is eos or 0:
-    padding is never a label.
-    Raises: ValueError where it cannot be loaded.
+    hf: the wrapped tokenizer. vocab_size: the highest id plus one. pad_id: eos or 0 if the tokenizer has no pad
+    token, which is safe because padding is never a label.
+    Raises: ValueError if the tokenizer cannot be loaded.
     """
 
     def __init__(self, name: str) -> None:
-        from transformers import AutoTokenizer  # seconds to import
+        from transformers import AutoTokenizer  # the import takes seconds
 
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # unset, it warns when data workers fork
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # if unset, it warns when data workers fork
         self.name = name
         try:
             self.hf = AutoTokenizer.from_pretrained(name)
@@ -69,13 +69,13 @@ class HFTokenizer:
 
     @cached_property
     def identity(self) -> str:
-        backend = getattr(self.hf, "backend_tokenizer", None)  # absent where Python tokenises
+        backend = getattr(self.hf, "backend_tokenizer", None)  # tokenizers written in Python have none
         content = backend.to_str() if backend is not None else repr(sorted(self.hf.get_vocab().items()))
         special = (type(self.hf).__name__, self.bos_id, self.eos_id)
         return hashlib.blake2b(f"{special}{content}".encode(), digest_size=16).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        # verbose would warn of every text longer than the model that the tokenizer came with
+        # verbose=True warns about every text that is longer than the original model's context
         encoded = self.hf(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
@@ -84,5 +84,5 @@ class HFTokenizer:
 
 
 def load_tokenizer(name: str | None) -> Tokenizer:
-    """By Hugging Face name or folder; None is bytes."""
+    """Loads a tokenizer by its Hugging Face name or folder. None returns the byte tokenizer."""
     return ByteTokenizer() if name is None else HFTokenizer(name)
