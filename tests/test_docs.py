@@ -30,7 +30,7 @@ def commands(page: Path) -> list[list[str]]:
     """The words of each command in a code block or in backticks; … first stands for the command before."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     text = re.sub(r"^```python\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    found = re.findall(r"^(?:    )?((?:python3?|make|…) .+)$|`((?:python|make) [^`\n]+)`", text, re.MULTILINE)
+    found = re.findall(r"^(?:    )?((?:python3?|make|…) .+)$|`((?:python|make) [^`]+)`", text, re.MULTILINE)
     lines: list[list[str]] = []
     for block, inline in found:
         words = shlex.split(block or inline, comments=True)
