@@ -1,1 +1,1 @@
-"""Checkpoints on disk: written whole or not at all, checked before they are read, and pruned."""
+"""Writes checkpoints atomically, and checks them before they are read."""

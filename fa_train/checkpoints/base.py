@@ -13,14 +13,14 @@ from fa_train.checkpoints.files import CheckpointError, Shapes, require_same_sha
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.weights import weight_files
 
-REFERENCE = "base_model"  # the key in a checkpoint
-PREFIX = "model."  # before the names of the GPT's weights in LitGPT's state_dict
+REFERENCE = "base_model"  # the reference's key in a checkpoint
+PREFIX = "model."  # the prefix of the GPT's weight names in LitGPT's state_dict
 
 
 def drop_base(model: GPT, checkpoint: dict[str, Any], device: torch.device) -> None:
-    """Replaces the frozen weights in LitGPT's checkpoint by a reference to the base. Does nothing if none is frozen.
+    """Replaces the frozen weights in LitGPT's checkpoint with a reference to the base. Does nothing if none is frozen.
 
-    device: where the run draws weights from its seed. Another kind of device draws other weights.
+    device: the device that draws random weights. Device types draw different weights from the same seed.
     """
     frozen = [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
     if not frozen:
@@ -41,7 +41,7 @@ def restore_base(model: GPT, checkpoint: dict[str, Any]) -> None:
     Raises: CheckpointError if the weights are not those of this model, or if the adapter was trained on another base.
     """
     weights = checkpoint.get("state_dict")
-    if weights is None:  # FullyShardedStrategy has loaded and checked them
+    if weights is None:  # FullyShardedStrategy has already loaded and checked them
         return
     require_fit(model, shapes(weights), checkpoint.get(REFERENCE), "the checkpoint")
     if REFERENCE in checkpoint:
@@ -52,10 +52,10 @@ def restore_base(model: GPT, checkpoint: dict[str, Any]) -> None:
 def require_fit(model: GPT, stored: Shapes, reference: Mapping[str, Any] | None, checkpoint: str) -> None:
     """Checks that a checkpoint holds all weights of the model, or its adapters and a reference to the same base.
 
-    stored: the weights' shapes, by their names in LitGPT. checkpoint: its name in messages.
+    stored: the shapes of the stored weights, by their names in LitGPT. checkpoint: its name in error messages.
     Raises: CheckpointError that names the first difference.
     """
-    # a tied head appears under both names, or under the first alone
+    # a checkpoint stores a tied head under both names or only as the embedding
     if model.config.tied:
         stored = {name: shape for name, shape in stored.items() if name != f"{PREFIX}head.weight"}
     own = {name: p for name, p in model.named_parameters() if p.requires_grad or reference is None}
@@ -68,9 +68,9 @@ def require_fit(model: GPT, stored: Shapes, reference: Mapping[str, Any] | None,
 
 
 def base_hash(model: GPT) -> str:
-    """SHA-256 of the base's config.json and weight files, or of its initial weights if a seed drew them.
+    """Returns the SHA-256 of the base's config.json and weight files. If a seed drew the weights, hashes the weights.
 
-    It does not depend on precision, 4-bit quantization or sharding. Each process reads each file once, at about 1 GB/s.
+    The hash does not depend on precision, 4-bit quantization or sharding. Each process reads each file once.
     """
     if not _has_files(model):
         assert model.drawn_hash is not None, "LoRA sets it"
@@ -84,7 +84,7 @@ def base_hash(model: GPT) -> str:
 
 
 def drawn_hash(model: nn.Module) -> str:
-    """SHA-256 of the names, shapes, dtypes and elements of a model's weights."""
+    """Returns the SHA-256 of the names, shapes, dtypes and elements of a model's weights."""
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
@@ -93,7 +93,7 @@ def drawn_hash(model: nn.Module) -> str:
 
 
 def name_of(model: GPT) -> str:
-    """The name of the base in messages."""
+    """Returns the name of the base for messages."""
     return str(model.origin.pretrained) if _has_files(model) and model.origin else "weights drawn from a seed"
 
 
@@ -103,6 +103,6 @@ def _has_files(model: GPT) -> bool:
 
 @cache
 def _file_hash(path: Path, size: int, modified: int) -> str:
-    """SHA-256 of a file. size and modified belong to the cache's key, so that a changed file is hashed again."""
+    """Returns the SHA-256 of a file. size and modified are part of the cache key: a changed file is hashed again."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

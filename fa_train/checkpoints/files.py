@@ -32,7 +32,7 @@ class CheckpointError(ValueError):
 def write_file(content: Mapping[str, Any], path: Path) -> None:
     """Writes `content` with torch.save and flushes the file to the disk, without a copy in memory.
 
-    Raises: CheckpointError if the disk refuses; the unfinished file is then removed.
+    Raises: CheckpointError if writing fails. The unfinished file is then removed.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,9 +46,9 @@ def write_file(content: Mapping[str, Any], path: Path) -> None:
 
 
 def not_written(path: Path, error: BaseException) -> CheckpointError:
-    """The one-line error for a failed save. Re-raises `error` if the operating system did not cause it."""
+    """Returns the one-line error for a failed save. Re-raises `error` if the operating system did not cause it."""
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):  # torch chains its own error to it
+    while cause is not None and not isinstance(cause, OSError):  # torch raises its own error from it
         cause = cause.__cause__ or cause.__context__
     if cause is None:
         raise error
@@ -57,14 +57,14 @@ def not_written(path: Path, error: BaseException) -> CheckpointError:
 
 
 def rename_into_place(partial: Path, path: Path) -> None:
-    """Gives a finished checkpoint its name, and flushes the rename to the disk."""
+    """Renames a finished checkpoint to its final name, and flushes the rename to the disk."""
     flush_folder(partial)
     os.rename(partial, path)
     flush_folder(path.parent)
 
 
 def flush_folder(folder: Path) -> None:
-    """Flushes the names in a folder to the disk; does nothing for a file."""
+    """Flushes the file names in a folder to the disk. Does nothing if `folder` is a file."""
     if folder.is_dir():
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -74,7 +74,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file or folder, if it exists. If the process is killed meanwhile, what is left is named `.partial`."""
+    """Removes a file or folder if it exists. A folder is renamed to `.partial` first, in case the process is killed."""
     if path.is_dir():
         if not path.name.endswith(PARTIAL):
             path = path.rename(path.with_name(path.name + PARTIAL))
@@ -104,7 +104,7 @@ def read_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
 
 
 def damaged(path: Path, error: BaseException) -> CheckpointError:
-    """The one-line error for a file or folder that cannot be read as a checkpoint."""
+    """Returns the one-line error for a file or folder that cannot be read as a checkpoint."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". This file can still")[0]
     return CheckpointError(f"{path} is damaged or is not a checkpoint of train.py: {reason}")
 
@@ -112,9 +112,8 @@ def damaged(path: Path, error: BaseException) -> CheckpointError:
 def require_intact(path: Path) -> None:
     """Checks the CRC32 of each record in a file that torch.save wrote. torch.load does not check them.
 
-    This reads the whole file, in about 1 second per GB. A load right after it reads from the page cache if memory
-    suffices.
-    Raises: CheckpointError on a damaged or foreign file.
+    The check reads the whole file, at about 1 GB/s. Loading the file right afterwards usually reads the page cache.
+    Raises: CheckpointError if the file is damaged or torch.save did not write it.
     """
     try:
         with path.open("rb") as file:
@@ -124,7 +123,7 @@ def require_intact(path: Path) -> None:
 
 
 def require_intact_records(file: IO[bytes]) -> None:
-    """Does what `require_intact` does, for an open file or slice. Raises: what zipfile raises."""
+    """Checks an open file like `require_intact`. Raises: the errors of zipfile."""
     with zipfile.ZipFile(file) as archive:
         record = archive.testzip()
     if record is not None:
@@ -132,7 +131,7 @@ def require_intact_records(file: IO[bytes]) -> None:
 
 
 def require_intact_slice(path: Path, offset: int, length: int) -> None:
-    """Checks one tensor of a sharded folder. Raises: CheckpointError as `require_intact` does."""
+    """Checks one tensor of a sharded checkpoint like `require_intact`. offset, length: in bytes."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -142,18 +141,18 @@ def require_intact_slice(path: Path, offset: int, length: int) -> None:
 
 
 def newest(paths: Iterable[Path]) -> list[Path]:
-    """Sorts checkpoints by time, newest first; ties go by name, last first. Skips those that are removed meanwhile."""
+    """Sorts checkpoints by time and then by name, newest first. Skips files that another process removes meanwhile."""
     ages = []
     for path in paths:
         with suppress(FileNotFoundError):
-            # a folder's own time changes whenever a file is added or removed
+            # a folder's modification time changes if a file is added or removed
             written = path / META if (path / META).exists() else path
             ages.append((written.stat().st_mtime_ns, path.name, path))
     return [path for *_, path in sorted(ages, reverse=True)]
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no element is NaN or infinite: one fused norm per dtype and device, and one transfer to the host."""
+    """Returns whether all elements are finite. Needs one fused norm per dtype and device, and one copy to the host."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.numel():
@@ -164,14 +163,14 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def shapes(weights: Mapping[str, Tensor]) -> Shapes:
-    """The shape of each weight by name."""
+    """Returns the shape of each weight by name."""
     return {name: tuple(weight.shape) for name, weight in weights.items()}
 
 
 def require_same_shapes(ours: Shapes, theirs: Shapes, checkpoint: str) -> None:
-    """Checks that a checkpoint holds the model's weights, by name and shape.
+    """Checks that a checkpoint has the names and shapes of the model's weights.
 
-    checkpoint: its name in the message.
+    checkpoint: its name in the error message.
     Raises: CheckpointError that names the first difference.
     """
     for name in sorted(ours.keys() | theirs.keys()):

@@ -1,4 +1,4 @@
-"""Checks a run's saved config before Hydra builds it, because the file may come from somebody else."""
+"""Checks a run's saved config before Hydra instantiates it, because the file may come from an untrusted source."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ def require_own_targets(config: object, where: str) -> None:
     """Checks that every `_target_` in a resolved config, at any depth, is a class or function that fa_train defines.
 
     Comparing prefixes is not enough: fa_train.models.hf.export.shutil.rmtree begins with fa_train too.
-    where: the config's name in the message.
+    where: the config's name in the error message.
     Raises: ValueError that names the first other target.
     """
     if isinstance(config, Mapping):

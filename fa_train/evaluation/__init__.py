@@ -1,1 +1,1 @@
-"""What a trained model does: text that goes on from a prompt."""
+"""Evaluates a trained model: generates text from a prompt."""

@@ -1,6 +1,6 @@
-"""Text that goes on from a prompt, token by token.
+"""Generates text from a prompt, token by token.
 
-Each layer keeps the keys and values that it has seen, so that a token costs one pass of the model over itself alone.
+Each layer caches its keys and values, so that a new token needs a forward pass over that token only.
 """
 
 import json
@@ -36,13 +36,14 @@ def generate(
     stop: Collection[int] = (),
     cached: bool = True,
 ) -> list[int]:
-    """The tokens that follow `prompt`, up to and with the first of `stop`, at most max_new_tokens.
+    """Generates at most max_new_tokens tokens after `prompt`. The result includes the stop token, if one was generated.
 
-    temperature divides the logits, 0 takes the most likely token; top_p leaves the fewest likely tokens whose
-    probabilities sum to at least that. The same seed gives the same tokens on the same device; torch's own random
-    numbers stay as they are. cached=False computes the whole stream again for every token, as is always done under
-    rope_type=dynamic, which turns all tokens anew as the stream grows.
-    Raises: ValueError on a prompt or numbers out of range, and where learned positions end before the text.
+    temperature: divides the logits; 0 chooses the most likely token. top_p: samples from the smallest set of most
+    likely tokens whose probabilities sum to at least top_p. stop: tokens that end the text.
+    seed: equal seeds give equal tokens on the same device. torch's global random state does not change.
+    cached: False computes all tokens again for each new token. rope_type=dynamic always does so, because its rotations
+    depend on the total length.
+    Raises: ValueError if an argument is out of range, or learned positions do not reach the end of the text.
     """
     _require_settings(prompt, model.config.vocab_size, max_new_tokens, temperature, top_p)
     longest = len(prompt) + max_new_tokens
@@ -64,10 +65,11 @@ def generate(
 
 
 class CachedAttention:
-    """One layer's attention: the first call is the prompt's, each later one a single token's after those before it.
+    """The attention of one layer with a key-value cache. The first call gets the prompt, later calls one token each.
 
-    attention: the layer's own, for the prompt; flash takes flash_attn_with_kvcache after it, others plain torch.
-    Units: window, capacity in tokens, the window with the query itself, None for all.
+    attention: the layer's attention, used for the prompt. Later tokens use flash_attn_with_kvcache if it is
+    `flash_attention`, otherwise plain torch.
+    window: in tokens, including the query; None means all. capacity: the maximum number of cached tokens.
     """
 
     def __init__(self, attention: Attention, window: int | None, capacity: int) -> None:
@@ -91,7 +93,7 @@ class CachedAttention:
         if self.length == 0:
             self.k, self.v = (x.new_zeros(self.capacity, *x.shape[1:]) for x in (k, v))
             self._append(k, v)
-            known = {name: value for name, value in scores.items() if value}  # an attention need not know of others
+            known = {name: value for name, value in scores.items() if value}  # an attention may lack unused options
             return self.attention(q, k, v, schedule, **known)
         assert q.shape[0] == 1
         if self.is_flash:
@@ -116,11 +118,11 @@ class CachedAttention:
 
 
 class Sample:
-    """Called by a trainer, prints what the model answers to one chat and adds it to samples.jsonl in the run's folder.
+    """Prints the model's answer to one chat, and appends it to samples.jsonl in the run's folder.
 
-    chats is data.path: the chat is the first that is held out of training, or the first of all where none is, up to
-    its first answer that would be learnt; where no chat has anything before that, nothing is sampled. The most likely
-    tokens are taken, at most max_new_tokens.
+    chats: a path as in data.path. The prompt is the first held-out chat up to its first learned answer, or the first
+    chat if none is held out. If no chat has a message before its first learned answer, nothing is sampled.
+    Decoding is greedy, up to max_new_tokens.
     """
 
     def __init__(self, chats: str, tokenizer: str, chat_template: str | None, max_new_tokens: PositiveInt) -> None:
@@ -128,7 +130,7 @@ class Sample:
         self.max_new_tokens = max_new_tokens
 
     def __call__(self, trainer: Any, lit_gpt: Any) -> None:
-        """trainer and lit_gpt are Lightning's, with the model on its device."""
+        """Samples on rank 0. trainer, lit_gpt: Lightning's trainer, and the LitGPT with its model on the device."""
         sampled = sampled_chat(self.chats) if trainer.is_global_zero else None
         if sampled is None:
             return
@@ -147,7 +149,11 @@ class Sample:
 
 
 def sampled_chat(path: str) -> tuple[list[Message], list[dict[str, Any]] | None] | None:
-    """What comes before the first answer of the first held-out chat, or of the first chat, and its tools."""
+    """Returns the messages before the first learned answer of a chat, and the chat's tools.
+
+    The chat is the first held-out one, or the first one if none is held out. Returns None if no chat has a message
+    before its first learned answer.
+    """
     first = None
     for key, chat in ChatCorpus(path).documents():
         learned = (i for i, m in enumerate(chat.messages) if i >= chat.learn_from and m["role"] == "assistant")
@@ -159,7 +165,7 @@ def sampled_chat(path: str) -> tuple[list[Message], list[dict[str, Any]] | None]
 
 
 def chat_prompt(encoder: ChatEncoder, messages: list[Message], tools: list[Any] | None) -> list[int]:
-    """The tokens of a chat up to where the assistant's answer begins, by the encoder's template."""
+    """Returns the tokens of a chat up to the start of the assistant's answer, rendered with the encoder's template."""
     assert isinstance(encoder.tokenizer, HFTokenizer)
     hf = encoder.tokenizer.hf
     text = hf.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
@@ -167,7 +173,7 @@ def chat_prompt(encoder: ChatEncoder, messages: list[Message], tools: list[Any] 
 
 
 def stop_tokens(model: GPT, eos_id: int | None) -> set[int]:
-    """What ends a text: the tokenizer's end, and those of the checkpoint's generation_config.json."""
+    """Returns the tokens that end a text: the tokenizer's eos, and those in the model's generation_config.json."""
     config = None if model.origin is None else model.origin.generation_config
     named = (config or {}).get("eos_token_id")
     return {i for i in (eos_id, *(named if isinstance(named, list) else [named])) if i is not None}
@@ -175,8 +181,11 @@ def stop_tokens(model: GPT, eos_id: int | None) -> set[int]:
 
 @contextmanager
 def _evaluating(model: GPT, capacity: int | None) -> Iterator[None]:
-    """The model as it generates: without dropout, not compiled, of the last token's logits alone, each layer with a
-    cache of so many tokens or None; then as it was."""
+    """Prepares the model for generation, and restores it at the end.
+
+    Inside, the model has no dropout, runs in eager mode and computes only the last token's logits. capacity: the
+    number of tokens that each layer's cache can hold; None means no cache.
+    """
     was_training = model.training
     layers = [block.attention for block in model.blocks if isinstance(block, Block)]
     attentions = [layer.attention for layer in layers]
@@ -186,7 +195,7 @@ def _evaluating(model: GPT, capacity: int | None) -> Iterator[None]:
         for layer, window in zip(layers, model.windows, strict=True):
             layer.attention = CachedAttention(layer.attention, window, capacity)
     try:
-        with torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
+        with torch.compiler.set_stance("force_eager"):  # otherwise each length would be compiled
             yield
     finally:
         last_only.remove()
@@ -196,7 +205,7 @@ def _evaluating(model: GPT, capacity: int | None) -> Iterator[None]:
 
 
 def _chosen(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
-    """(vocab_size,) fp32 -> ()."""
+    """Chooses the next token from the logits. Shapes: (vocab_size,) fp32 -> ()."""
     if temperature == 0.0:
         return logits.argmax()
     probabilities, tokens = (logits / temperature).softmax(dim=-1).sort(descending=True, stable=True)

@@ -1,1 +1,1 @@
-"""Optimizers, the learning-rate schedule, and what a resumed run takes from a checkpoint."""
+"""Optimizers, the learning-rate schedule, and how both resume from a checkpoint."""

@@ -1,4 +1,4 @@
-"""AdamW and its variants with smaller states, and which parameters they decay."""
+"""AdamW and its variants that need less memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,9 +19,9 @@ def adamw(
     eps: NonNegativeFloat,
     fused: bool,
 ) -> AdamW:
-    """AdamW (arXiv:1711.05101) that decays matrices and token embeddings, but not norms, biases or position embeddings.
+    """Returns AdamW (arXiv:1711.05101) for the parameters that require gradients.
 
-    Parameters that do not require a gradient are left out.
+    Weight decay applies to matrices and token embeddings, but not to norms, biases or position embeddings.
     """
     optimizer = AdamW(parameter_groups(model, weight_decay), lr=lr, betas=_pair(betas), eps=eps, fused=fused)
     optimizer.register_load_state_dict_pre_hook(with_own_settings)
@@ -37,9 +37,10 @@ def adamw_8bit(
     eps: NonNegativeFloat,
     stochastic_rounding: bool,
 ) -> Optimizer:
-    """adamw with its moments in 8 bits. Parameters of fewer than 4096 numbers keep moments in their own dtype.
+    """Returns `adamw` with 8-bit moments. Parameters with fewer than 4096 elements keep moments in their own dtype.
 
-    stochastic_rounding: of weights in bf16 (trainer.precision=bf16-true); those in fp32 are their own masters.
+    stochastic_rounding: rounds updates of bf16 weights (trainer.precision=bf16-true) stochastically; fp32 weights
+    ignore it.
     """
     from fa_train.optim.low_memory import EightBitAdamW
 
@@ -58,9 +59,9 @@ def adamw_8bit(
 def adamw_bf16(
     model: nn.Module, *, lr: NonNegativeFloat, weight_decay: NonNegativeFloat, betas: Betas, eps: NonNegativeFloat
 ) -> Optimizer:
-    """adamw of weights in bf16, with moments in bf16 and stochastic rounding instead of a master copy in fp32.
+    """Returns `adamw` for bf16 weights. The moments are bf16 too, and stochastic rounding replaces fp32 master weights.
 
-    Raises: ValueError on weights that are not bf16, as those of adapters (fa_train.models.lora) never are.
+    Raises: ValueError if a weight is not bf16. Adapters (fa_train.models.lora) are always fp32.
     """
     from fa_train.optim.low_memory import RoundingAdamW
 
@@ -82,9 +83,9 @@ def adamw_bf16(
 def adamw_offload(
     model: nn.Module, *, lr: NonNegativeFloat, weight_decay: NonNegativeFloat, betas: Betas, eps: NonNegativeFloat
 ) -> Optimizer:
-    """adamw with weights, gradients and moments in host memory too, where the CPU updates them.
+    """Returns `adamw` with moments in host memory. The CPU updates host copies of the weights.
 
-    Raises: ValueError on a model that is not on a GPU.
+    Raises: ValueError if the model is not on a GPU.
     """
     groups = parameter_groups(model, weight_decay)
     devices = {p.device.type for group in groups for p in group["params"]}
@@ -96,7 +97,7 @@ def adamw_offload(
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Decayed parameters and the others, of those that require a gradient."""
+    """Splits the parameters that require gradients into a group with weight decay and one without."""
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -107,6 +108,6 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def _pair(betas: Sequence[float]) -> tuple[float, float]:
-    """Plain floats: the optimizer's state must load without the configuration's list class."""
+    """Converts betas to plain floats: loading the optimizer's state must not need the config's list class."""
     first, second = (float(beta) for beta in betas)
     return first, second

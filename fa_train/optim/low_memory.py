@@ -1,6 +1,7 @@
-"""torchao's AdamW with smaller states, as torch's schedulers, Lightning and a run's record expect an optimizer to be.
+"""Adapts torchao's optimizers with smaller states to torch's schedulers, Lightning and checkpoints.
 
-Imported where such an optimizer is chosen: torchao takes seconds to import and is not there on every system.
+adamw.py imports this file only if such an optimizer is chosen: importing torchao takes seconds, and torchao is not
+available on every system.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ OptimState8bit: Any = private("torchao", subclass_8bit, "OptimState8bit")
 
 
 class _PlainLearningRate:
-    """torchao's update wants the learning rate as a tensor; everybody else, checkpoints included, as a number."""
+    """Stores the learning rate as a float. It is a tensor only during `step`, because torchao's update needs one."""
 
     param_groups: Groups
     defaults: dict[str, Any]
@@ -32,8 +33,8 @@ class _PlainLearningRate:
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
-        """As torch.optim.Optimizer's."""
-        loss = _run(closure)  # before the numbers become tensors: callbacks read them in there
+        """Does one update, like `torch.optim.Optimizer.step`."""
+        loss = _run(closure)  # runs first: callbacks in it read the learning rate as a float
         rates = [group["lr"] for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = torch.tensor(rate, dtype=torch.float32)
@@ -46,9 +47,9 @@ class _PlainLearningRate:
 
 
 class EightBitAdamW(_PlainLearningRate, AdamW8bit):
-    """Both moments in 8 bits a number, 256 of which share a scale (arXiv:2110.02861).
+    """AdamW with 8-bit moments. Each block of 256 elements shares a scale (arXiv:2110.02861).
 
-    Their saved state is plain tensors: torch cannot read torchao's kind of tensor to where Lightning wants it.
+    The saved state has plain tensors only: torch.load cannot map torchao's tensor class to another device.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -59,19 +60,19 @@ class EightBitAdamW(_PlainLearningRate, AdamW8bit):
 
 
 class RoundingAdamW(_PlainLearningRate, _AdamW):
-    """Weights and both moments in bf16, rounded up or down at random, so that small updates count on average."""
+    """AdamW with bf16 weights and moments. Stochastic rounding preserves small updates on average."""
 
 
 class OffloadedAdamW(CPUOffloadOptimizer):
-    """AdamW of which weights, gradients and moments wait on the host, where the update runs too.
+    """AdamW that keeps moments and a copy of the weights in host memory, and runs the update on the CPU.
 
-    Takes and shows the GPU's parameters in `param_groups`, so that gradients can be scaled and clipped there before
-    `step` sends them. (torchao sends them as soon as the backward has them, and shows the host's copies.)
+    `param_groups` holds the parameters on the GPU, so that gradients can be scaled and clipped before `step` copies
+    them to the host. torchao's class copies gradients during the backward and exposes the host copies instead.
     """
 
     def __init__(self, groups: Groups, **arguments: Any) -> None:
         self._groups = [{**arguments, **group, "params": list(group["params"])} for group in groups]
-        self.state: dict[Tensor, Any] = {}  # Lightning would move what stands here to the GPU
+        self.state: dict[Tensor, Any] = {}  # stays empty: Lightning moves its tensors to the GPU
         self.defaults = dict(arguments)
         super().__init__([dict(group) for group in groups], torch.optim.AdamW, fused=True, **arguments)
         require_names("torchao", self, "param_d2h_map", "optim_dict", "d_opt", "queue", "stream")
@@ -85,7 +86,7 @@ class OffloadedAdamW(CPUOffloadOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
-        """As torch.optim.Optimizer's; waits for the host's update."""
+        """Does one update, like `torch.optim.Optimizer.step`. Waits until the host has finished it."""
         loss = _run(closure)
         self._set_hyperparameters()
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -98,7 +99,7 @@ class OffloadedAdamW(CPUOffloadOptimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the moments, and copies the weights from the GPU, where the checkpoint's are already, to the host.
+        """Loads the moments, and copies the weights, which the GPU already has, to the host.
 
         Settings such as lr are not loaded: `step` passes the current ones to the inner optimizers.
         """
@@ -108,8 +109,8 @@ class OffloadedAdamW(CPUOffloadOptimizer):
                 on_host.copy_(on_gpu)
 
     def _set_hyperparameters(self) -> None:
-        """What schedulers wrote, to the optimizers that work: one a parameter, and one for all small ones."""
-        small = iter([] if self.d_opt is None else self.d_opt.param_groups)  # d_param_groups goes stale when loading
+        """Copies settings such as lr to the inner optimizers: one per large parameter, and one for all small ones."""
+        small = iter([] if self.d_opt is None else self.d_opt.param_groups)  # d_param_groups is stale after loading
         for group in self._groups:
             values = _without_parameters(group)
             moved = [p for p in group["params"] if p in self.optim_dict]
@@ -120,7 +121,7 @@ class OffloadedAdamW(CPUOffloadOptimizer):
 
 
 def _with_states(saved: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """`saved` with `change` applied to each moment of each parameter."""
+    """Returns `saved` with `change` applied to each moment of each parameter."""
     states = {
         parameter: {name: change(value) for name, value in state.items()} for parameter, state in saved["state"].items()
     }

@@ -1,4 +1,4 @@
-"""What a resumed run's optimizer takes from a checkpoint."""
+"""Restores optimizers from checkpoints: keeps the current settings, and checks which optimizer wrote the state."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -7,13 +7,13 @@ from torch.optim import Optimizer
 
 
 def with_own_settings(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """The state_dict `saved`, but with the optimizer's current settings, such as lr and betas.
+    """Returns the state_dict `saved` with the optimizer's current settings, such as lr and betas.
 
-    Moments and step counts stay as saved.
+    Moments and step counts are those in `saved`.
     """
     own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     if len(own) != len(saved["param_groups"]):
-        return saved  # torch raises an error on it
+        return saved  # torch raises an error
     groups = [group | settings for group, settings in zip(saved["param_groups"], own, strict=True)]
     return saved | {"param_groups": groups}
 
@@ -23,14 +23,18 @@ KINDS = (
     "adamw_8bit",
     "adamw_bf16",
     "adamw_offload",
-)  # the functions of adamw.py, and conf/optimizer
+)  # the functions in adamw.py, and the files in conf/optimizer
 
 
 def require_same_kind(configured: Callable[..., Optimizer], saved: Mapping[str, Any]) -> None:
-    """Raises: ValueError if another of the KINDS than `configured` wrote `saved`. configured: may be a partial."""
+    """Checks that the configured optimizer can load the state_dict `saved`.
+
+    configured: one of the KINDS, or a partial of it. Other optimizers are not checked.
+    Raises: ValueError if another one of the KINDS wrote `saved`.
+    """
     own = getattr(configured, "func", configured).__name__
     if own not in KINDS:
-        return  # of somebody else, whose states may look like anything
+        return  # a user's own optimizer, whose state has an unknown format
     written_by = kinds_that_write(saved)
     if own not in written_by:
         raise ValueError(
@@ -39,7 +43,7 @@ def require_same_kind(configured: Callable[..., Optimizer], saved: Mapping[str, 
 
 
 def kinds_that_write(saved: Mapping[str, Any]) -> Sequence[str]:
-    """The KINDS whose state_dict can look like `saved`."""
+    """Returns those KINDS whose state_dict can look like `saved`."""
     if "offloaded" in saved:
         return ["adamw_offload"]
     if any("fused" in group for group in saved["param_groups"]):

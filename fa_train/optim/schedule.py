@@ -1,4 +1,4 @@
-"""The learning rate over a run."""
+"""The learning-rate schedule."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ from fa_train.bounds import Fraction, NonNegativeInt, PositiveInt
 
 
 class Schedule(LambdaLR):
-    """LambdaLR that loads only its position from a checkpoint. The peak and the curve come from the current config."""
+    """A LambdaLR that loads only its step from a checkpoint. The peak and the curve come from the current config."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.last_epoch = state_dict["last_epoch"]
@@ -24,11 +24,10 @@ class Schedule(LambdaLR):
 def warmup_cosine(
     optimizer: Optimizer, *, warmup_steps: NonNegativeInt, max_steps: PositiveInt, min_lr_ratio: Fraction
 ) -> LambdaLR:
-    """Linear warm-up to the optimizer's lr, then half a cosine down to min_lr_ratio of it at max_steps.
+    """Returns a schedule: linear warm-up to the optimizer's lr, then cosine decay to min_lr_ratio * lr at max_steps.
 
-    Units: warmup_steps, max_steps in optimizer steps; the first step has lr / warmup_steps. A run that ends before
-    its warm-up does never reaches lr.
-    Raises: ValueError on warmup_steps below 0, max_steps below 1 or min_lr_ratio outside 0 to 1.
+    Units: warmup_steps and max_steps are optimizer steps. The first step has lr / warmup_steps.
+    Raises: ValueError if warmup_steps is below 0, max_steps is below 1, or min_lr_ratio is not from 0 to 1.
     """
     if warmup_steps < 0:
         raise ValueError(f"scheduler.warmup_steps must be at least 0; got {warmup_steps}")

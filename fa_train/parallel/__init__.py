@@ -1,1 +1,1 @@
-"""Several GPUs: what is spread over them, and how."""
+"""Training on several GPUs: sharding, sharded checkpoints, and decisions that all ranks share."""

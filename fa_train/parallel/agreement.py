@@ -1,17 +1,16 @@
-"""A question to all ranks, such as whether one of them should stop the run."""
+"""Yes-no questions to all ranks, such as whether one of them must stop the run."""
 
 import torch
 import torch.distributed as dist
 
 
 class Agreement:
-    """Whether any rank says yes, the same answer on all ranks, one question late.
+    """Tells every rank whether any rank answered yes. The result is one call late and equal on all ranks.
 
-    Ranks that left at different steps would wait for each other in collectives that do not match. Each question is an
-    all-reduce of one integer, in a group of its own over the CPUs, so that it meets no other collective and waits for
-    no device; as every rank asks at the end of every micro-batch, all get the same answers at the same places. It runs
-    during the next micro-batch, at whose end it is read: a host only waits for others a micro-batch behind. A flag in
-    the store would not do, since nothing bounds by how many steps hosts run ahead of each other.
+    All ranks must stop at the same step. Otherwise their collectives would not match, and they would wait forever.
+    Each call of `any` starts an all-reduce of one integer in a separate gloo group, which does not wait for the GPU.
+    The all-reduce overlaps with the next micro-batch, and the next call of `any` reads its result. A flag in the
+    TCPStore is not enough, because some hosts can be several steps ahead of others.
     """
 
     def __init__(self) -> None:
@@ -20,7 +19,7 @@ class Agreement:
         self._asked: dist.Work | None = None
 
     def any(self, yes: bool) -> bool:
-        """Asks, unless the last question, which is answered here, found a yes."""
+        """Starts the next all-reduce with this rank's answer. Returns whether the last one found a yes."""
         if self._asked is not None:
             self._asked.wait()
         if self._answer.item():

@@ -1,8 +1,8 @@
-"""Decisions that must be the same on all ranks, such as the run's folder: rank 0 makes them and tells the others.
+"""Decisions that must be equal on all ranks, such as the run's folder. Rank 0 makes them and tells the others.
 
-The decisions are needed before the process group exists. Ranks that torchrun or srun started exchange them through
-torch's TCPStore, at the address that the group will use. Ranks that Lightning started are children of rank 0 and
-inherit its answers.
+The decisions are needed before the process group exists. Ranks that torchrun or srun starts exchange them through
+torch's TCPStore, at the address of the later process group. Ranks that Lightning starts are children of rank 0 and
+inherit the decisions in an environment variable.
 """
 
 import json
@@ -18,15 +18,16 @@ from typing import Any
 from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from torch.distributed import DistStoreError, TCPStore
 
-INHERITED = "FA_TRAIN_DECISIONS"  # environment variable: rank 0's answers, for the ranks that Lightning starts
+INHERITED = "FA_TRAIN_DECISIONS"  # environment variable with rank 0's answers for its child ranks
 PATIENCE = timedelta(minutes=10)  # how long to wait for rank 0, which may start later than the others
 GOODBYE = timedelta(seconds=10)  # how long rank 0 waits for the others to read its error
 _ASKED: Counter[str] = Counter()  # how often this process has asked each question; equal on all ranks
 
 
 def decided_by_rank_zero(question: str, decide: Callable[[], Any]) -> Any:
-    """Calls decide() on rank 0 and returns its result on all ranks. JSON must be able to hold the result.
+    """Calls decide() on rank 0 and returns its result on all ranks. The result must be convertible to JSON.
 
+    question: a unique name of the decision.
     Raises: on all ranks, the ValueError that decide() raised on rank 0.
     """
     ranks = _ranks()
@@ -40,7 +41,7 @@ def decided_by_rank_zero(question: str, decide: Callable[[], Any]) -> Any:
 
 
 def fresh_folder(wanted: str) -> str:
-    """Makes the folder `wanted` and returns its path. If it exists, tries `wanted`-1, `wanted`-2, … instead."""
+    """Creates the folder `wanted` and returns its path. If it exists, tries `wanted`-1, `wanted`-2, … instead."""
     folder, number = Path(wanted), 0
     while True:
         try:
@@ -53,7 +54,7 @@ def fresh_folder(wanted: str) -> str:
 
 
 def _ranks() -> ClusterEnvironment | None:
-    """Lightning's description of several ranks that torchrun or srun started; otherwise None."""
+    """Returns Lightning's cluster environment if torchrun or srun started several ranks, otherwise None."""
     for environment in (TorchElasticEnvironment, SLURMEnvironment):
         if environment.detect():
             found = environment()
@@ -63,7 +64,7 @@ def _ranks() -> ClusterEnvironment | None:
 
 @cache
 def _store() -> TCPStore:
-    """The store of torchrun's agent, or one that rank 0 starts. It lives as long as the process: others may be late."""
+    """Returns the store of torchrun's agent, or one that rank 0 hosts until it exits: other ranks may be late."""
     ranks = _ranks()
     assert ranks is not None
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -86,7 +87,7 @@ def _through_store(store: TCPStore, ranks: ClusterEnvironment, question: str, de
             answer = decide()
         except ValueError as error:
             store.set(key, json.dumps({"error": str(error)}))
-            with suppress(DistStoreError):  # this process may host the store, so it waits for the readers
+            with suppress(DistStoreError):  # this process may host the store: wait until all have read
                 store.wait([f"{key}/{rank}" for rank in range(1, ranks.world_size())], GOODBYE)
             raise
         store.set(key, json.dumps({"answer": answer}))

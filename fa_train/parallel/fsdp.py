@@ -1,9 +1,9 @@
-"""Weights, gradients and the optimizer's states spread over all ranks (ZeRO-3, arXiv:1910.02054), by torch's FSDP2.
+"""Shards weights, gradients and optimizer states over all ranks (ZeRO-3, arXiv:1910.02054), with torch's FSDP2.
 
-Each rank keeps its part of every parameter's rows. A block's weights are gathered before its forward and again before
-its backward, and let go after each; its gradients are averaged over the ranks as soon as they are there, and each rank
-keeps its part. Embeddings, last norm and head are gathered once for a micro-batch's forward and backward, as the loss
-reads the head's weight itself, which is the embedding's where the two are tied.
+Each rank keeps a shard of every parameter's rows. A block's weights are gathered before its forward and before its
+backward, and freed after each. Its gradients are averaged and sharded as soon as its backward has computed them.
+Embeddings, last norm and head are gathered once per micro-batch, because the loss reads the head's weight directly.
+A tied head shares its weight with the token embedding.
 """
 
 from collections.abc import Mapping
@@ -33,14 +33,14 @@ from fa_train.optim.resume import require_same_kind
 from fa_train.parallel.sharded_checkpoint import FolderReader, load_into, read_meta, saved_optimizer, stored_weights
 from fa_train.private_names import replace_private
 
-SHARDED_MESH = "data_parallel"  # Lightning's name for the dimension of ranks with rows of their own
+SHARDED_MESH = "data_parallel"  # Lightning's name for the mesh dimension of data-parallel ranks
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
-    """Lightning's strategy for models that shard themselves, with all ranks in one dimension of the mesh.
+    """Lightning's strategy for sharded models, with a mesh of one dimension that has all ranks.
 
-    A checkpoint is a folder into which each rank writes its part; any number of ranks reads it, and each the
-    file of a run that was not sharded too.
+    A checkpoint is a folder with one part per rank. Any number of ranks can load it. They can also load the checkpoint
+    file of an unsharded run.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         super().setup_environment()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Each rank writes its part into the folder. Raises: CheckpointError on all ranks if any of them cannot."""
+        """Writes each rank's part into the folder. Raises: CheckpointError on all ranks if any rank fails."""
         folder = Path(self.broadcast(filepath))
         state = {"state_dict": checkpoint.pop("state_dict")}
         state |= {f"optimizer_{i}": values for i, values in enumerate(checkpoint.pop("optimizer_states", []))}
@@ -72,11 +72,11 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(checkpoint_path)
-        is_folder = self.broadcast(path.is_dir())  # rank 0's answer: ranks read together
+        is_folder = self.broadcast(path.is_dir())  # all ranks use rank 0's answer, because they load together
         return self._load_folder(path) if is_folder else self._load_whole(path)
 
     def _load_folder(self, folder: Path) -> dict[str, Any]:
-        """Each rank reads its part. Raises: CheckpointError on damage and on another model's checkpoint."""
+        """Reads each rank's part. Raises: CheckpointError if the checkpoint is damaged or from another model."""
         assert self.model is not None
         checkpoint = read_meta(folder)
         stored = shapes(stored_weights(FolderReader(folder).read_metadata()))
@@ -93,10 +93,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
         return checkpoint
 
     def _load_whole(self, path: Path) -> dict[str, Any]:
-        """The file of a run whose ranks had the whole model: each rank takes its part, tensor by tensor.
+        """Loads the checkpoint file of an unsharded run. Each rank copies its shard of each tensor.
 
-        Lightning would find the optimizer's states by the parameters' places in the model, but they are by their places
-        in the optimizer's groups.
+        Lightning's own loader numbers optimizer states by the order of parameters in the model. The file numbers them
+        by their order in the optimizer's groups.
         """
         assert self.model is not None
         checkpoint = read_file(path, mmap=True)
@@ -126,30 +126,30 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
 
 def shard(model: GPT, mesh: DeviceMesh, precision: str) -> None:
-    """Leaves each rank its part of the model's parameters, on the mesh's devices, which never hold the whole model.
+    """Shards the model's parameters over the ranks. No device ever holds the whole model.
 
-    precision: trainer.precision. With bf16-mixed, blocks are gathered in bf16, which autocast would round them to;
-    all else, and what each rank keeps, is fp32. Gradients are averaged in fp32.
+    precision: trainer.precision. With bf16-mixed, the weights of blocks are gathered in bf16, the dtype that autocast
+    computes in. Shards stay in fp32, other weights are gathered in fp32, and gradients are averaged in fp32.
     """
     of_blocks = torch.bfloat16 if precision == "bf16-mixed" else None
     ranks = mesh[SHARDED_MESH]
     for block in model.blocks:
-        # inputs keep their dtype: hidden states between blocks are fp32 under autocast
+        # inputs keep their dtype, because autocast keeps hidden states between blocks in fp32
         policy = MixedPrecisionPolicy(of_blocks, torch.float32, cast_forward_inputs=False)
         fully_shard(block, mesh=ranks, mp_policy=policy)
     fully_shard(model, mesh=ranks, mp_policy=MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False))
 
 
 def is_sharded(model: GPT) -> bool:
-    """Whether `shard` has been here."""
+    """Returns whether `shard` was called on the model."""
     return isinstance(model, FSDPModule)
 
 
 def whole(x: Tensor) -> Tensor:
-    """x with all ranks' parts; a plain tensor is whole."""
+    """Gathers x from all ranks. Returns a plain tensor as it is."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's part of x, which shares its memory; a plain tensor itself."""
+    """Returns this rank's shard of x, a view of the same memory. Returns a plain tensor as it is."""
     return x.to_local() if isinstance(x, DTensor) else x

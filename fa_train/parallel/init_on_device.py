@@ -1,4 +1,4 @@
-"""Weights in host memory with the random numbers of a GPU, so that a seed gives a sharded model a whole one's."""
+"""Initialises weights in host memory with a GPU's random numbers. Sharded and unsharded runs then start equal."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,10 +10,10 @@ from fa_kernels.torch_private import TorchDispatchMode
 
 
 class DrawnOn(TorchDispatchMode):
-    """What is drawn in place, as torch.nn.init draws, is drawn on `device` and copied to where the tensor lies.
+    """A mode in which in-place random functions, as in torch.nn.init, draw on `device` and copy to the tensor.
 
-    A seed gives each kind of device other numbers. The device holds one tensor at a time, and draws the 8B of llama_8b
-    in seconds, where one core of a CPU takes minutes.
+    CPUs and GPUs draw different values from the same seed. The device holds one tensor at a time. A GPU draws the
+    weights of llama_8b in seconds; one CPU core needs minutes.
     """
 
     def __init__(self, device: torch.device) -> None:

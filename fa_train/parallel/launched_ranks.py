@@ -14,17 +14,17 @@ SubprocessScriptLauncher = private("lightning", launchers, "_SubprocessScriptLau
 
 
 def wait_for_other_ranks(trainer: L.Trainer) -> None:
-    """Waits until the ranks that this process started have ended, each with a nonzero exit status.
+    """Makes this process wait, when it exits, for the ranks that it started. They may exit with a nonzero status.
 
-    Lightning's observer would take that status for a failure and kill this process, perhaps before it is done. The wait
-    is at this process's exit, after it has ended its connections: with NCCL, ranks do that together.
+    Lightning's observer would treat that status as a failure and kill this process, perhaps before it has finished. The
+    wait starts after the process group is destroyed, because NCCL needs all ranks for that.
     """
     launcher = trainer.strategy.launcher
     if isinstance(launcher, SubprocessScriptLauncher):
         ranks = launcher.procs.copy()
         launcher.procs.clear()  # the observer's list, too
         atexit.register(_end, ranks)
-        atexit.unregister(_destroy_dist_connection)  # what was registered last runs first
+        atexit.unregister(_destroy_dist_connection)  # the function that is registered last runs first
         atexit.register(_destroy_dist_connection)
 
 

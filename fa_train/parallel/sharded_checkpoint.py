@@ -1,6 +1,6 @@
-"""The folder that a sharded run writes as its checkpoint. Reading it never runs code from it.
+"""Reads the checkpoint folder of a sharded run without running code from it.
 
-Torch's own reader unpickles `.metadata`, and values that are not tensors, without restrictions.
+Torch's own reader unpickles `.metadata` and all values that are not tensors without restrictions.
 """
 
 import io
@@ -39,13 +39,13 @@ METADATA_GLOBALS = {
     )),
     (f"{DCP}.filesystem", "_StorageInfo"),
     ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # where Python 3.13 keeps it
+    ("pathlib._local", "PosixPath"),  # its module in Python 3.13
     ("collections", "OrderedDict"),
 }  # fmt: skip
 
 
 class CheckpointFiles(TorchCheckpointIO):
-    """Lightning's checkpoint I/O. It writes directly to the file, and reads files and sharded folders."""
+    """A checkpoint plugin for Lightning that writes files, and reads files and sharded folders."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         write_file(checkpoint, Path(path))
@@ -67,7 +67,7 @@ class FolderReader(dcp.FileSystemReader):
     """Torch's reader of a sharded folder, with an allow-list for `.metadata`."""
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """Raises: CheckpointError on anything but the metadata of a checkpoint in this folder."""
+        """Reads `.metadata`. Raises: CheckpointError if it is not the metadata of a checkpoint in this folder."""
         folder = Path(self.path)
         try:
             with (folder / ".metadata").open("rb") as file:
@@ -81,7 +81,7 @@ class FolderReader(dcp.FileSystemReader):
 
 
 class FolderPlanner(DefaultLoadPlanner):
-    """Torch's load planner, except that values that are not tensors must be plain values."""
+    """Torch's load planner, restricted to tensors and plain values."""
 
     def load_bytes(self, read_item: ReadItem, value: IO[bytes]) -> None:
         plain = io.BytesIO()
@@ -91,13 +91,13 @@ class FolderPlanner(DefaultLoadPlanner):
 
 
 def load_into(values: dict[str, Any], folder: Path, *, alone: bool) -> None:
-    """Fills the tensors in `values`, and replaces its plain values, from a sharded folder.
+    """Loads a sharded checkpoint into `values`: fills its tensors in place and replaces its plain values.
 
-    alone: this process reads without the other ranks.
-    Raises: CheckpointError on damage, and on values that the folder does not have.
+    alone: True if this process reads without the other ranks.
+    Raises: CheckpointError if the folder is damaged or lacks a value.
     """
     reader = FolderReader(folder)
-    reader.read_metadata()  # raises first if it is damaged: torch would also log a traceback
+    reader.read_metadata()  # raises if it is damaged, before torch logs a traceback
     try:
         dcp.load(values, storage_reader=reader, planner=FolderPlanner(), no_dist=alone)
     except CheckpointException as error:
@@ -108,14 +108,17 @@ def load_into(values: dict[str, Any], folder: Path, *, alone: bool) -> None:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Everything but weights and optimizer state. Raises: CheckpointError on a folder that is no sharded checkpoint."""
+    """Reads everything except weights and optimizer states.
+
+    Raises: CheckpointError if the folder is not a sharded checkpoint.
+    """
     if not (folder / META).is_file():
         raise CheckpointError(f"a checkpoint must be a file, or a sharded run's folder with {META}; {folder} has none")
     return read_file(folder / META)
 
 
 def stored_weights(metadata: Metadata) -> dict[str, torch.Tensor]:
-    """The model's weights by their names in the LightningModule, as tensors on the meta device."""
+    """Returns the stored weights by their names in LitGPT, as tensors on the meta device."""
     prefix = "state_dict."
     return {
         name.removeprefix(prefix): torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
@@ -125,7 +128,7 @@ def stored_weights(metadata: Metadata) -> dict[str, torch.Tensor]:
 
 
 def require_whole(checkpoint: Path) -> None:
-    """Checks every stored byte of a checkpoint, a file or a folder. Raises: CheckpointError on damage."""
+    """Checks every stored byte of a checkpoint file or folder. Raises: CheckpointError if it is damaged."""
     if not checkpoint.is_dir():
         require_intact(checkpoint)
         read_file(checkpoint, mmap=True)
@@ -137,15 +140,15 @@ def require_whole(checkpoint: Path) -> None:
 
 
 def global_step(checkpoint: Path) -> int:
-    """The number of optimizer steps before a checkpoint was saved."""
+    """Returns the number of optimizer steps before a checkpoint was saved."""
     content = read_meta(checkpoint) if checkpoint.is_dir() else read_file(checkpoint, mmap=True)
     return int(content["global_step"])
 
 
 def load_sharded(folder: Path) -> dict[str, Any]:
-    """What a run on one device would have written, in host memory.
+    """Reads a sharded checkpoint into host memory, in the format of an unsharded run.
 
-    Raises: CheckpointError on a folder that is no sharded checkpoint.
+    Raises: CheckpointError if the folder is not a sharded checkpoint.
     """
     checkpoint = read_meta(folder)
     metadata = FolderReader(folder).read_metadata()
@@ -157,7 +160,7 @@ def load_sharded(folder: Path) -> dict[str, Any]:
     }
     load_into(values, folder, alone=True)
     weights: dict[str, Any] = {}
-    optimizers: dict[str, tuple[dict[str, Any], dict[int, Any]]] = {}  # states by parameter's name, groups by place
+    optimizers: dict[str, tuple[dict[str, Any], dict[int, Any]]] = {}  # states by parameter name, groups by index
     for name, (part, *keys) in metadata.planner_data.items():
         if part == "state_dict":
             [weight] = keys
@@ -171,7 +174,7 @@ def load_sharded(folder: Path) -> dict[str, Any]:
 
 
 def _require_metadata(metadata: object) -> None:
-    """Raises: ValueError unless it is a checkpoint's metadata and names only files in its own folder."""
+    """Checks a checkpoint's metadata. Raises: ValueError if it is malformed or names a file outside the folder."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise ValueError("its .metadata is not that of a sharded checkpoint")
     for stored in metadata.storage_data.values():
@@ -180,7 +183,7 @@ def _require_metadata(metadata: object) -> None:
 
 
 def _by_place(states: dict[str, Any], groups: dict[int, Any]) -> dict[str, Any]:
-    """An optimizer's state as torch.optim has it: by the parameters' places in its groups, not by their names."""
+    """Converts an optimizer's state from parameter names to torch.optim's format, which numbers the parameters."""
     names = [name for place in sorted(groups) for name in groups[place]["params"]]
     places = {name: place for place, name in enumerate(names)}
     return {
@@ -192,7 +195,7 @@ def _by_place(states: dict[str, Any], groups: dict[int, Any]) -> dict[str, Any]:
 
 
 def saved_optimizer(folder: Path) -> dict[str, Any]:
-    """The optimizer's state_dict in a sharded checkpoint, without values: its tensors are on the meta device."""
+    """Returns the structure of the optimizer's state_dict in a sharded checkpoint, with tensors on the meta device."""
     metadata = FolderReader(folder).read_metadata()
     states: dict[str, Any] = {}
     settings: dict[str, None] = {}
