@@ -1,1 +1,1 @@
-"""Training of GPTs at long sequence lengths: models, data, memory and the loop around them."""
+"""Trains GPTs at long sequence lengths: models, data, memory levers and the training loop."""

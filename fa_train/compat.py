@@ -1,10 +1,10 @@
-"""Targets that have moved since a run saved its config, or a user wrote one."""
+"""Maps old `_target_` names in configs to the current names, so that old runs and user configs still work."""
 
 from typing import Any
 
 from fa_train.settings import leaves
 
-# A `_target_` of an earlier version, and where the same class or function is now.
+# from an earlier version's `_target_` to the current name of the same class or function
 MOVED = {
     "fa_train.callbacks.GracefulInterrupt": "fa_train.callbacks.interrupt.GracefulInterrupt",
     "fa_train.callbacks.Monitor": "fa_train.callbacks.monitor.Monitor",
@@ -26,7 +26,7 @@ MOVED = {
 
 
 def moved_targets(config: dict[str, Any]) -> dict[str, str]:
-    """The keys of every `_target_` in `config` that has moved, such as memory._target_, each with its new value."""
+    """Returns the key of each `_target_` in `config` that has moved, such as memory._target_, with its new value."""
     return {
         key: MOVED[value]
         for key, value in leaves("", config)

@@ -1,4 +1,4 @@
-"""How many floating-point operations a training step needs, and how many a GPU can do: the two sides of MFU."""
+"""The FLOPs of a training step and the peak FLOP/s of GPUs, from which MFU (model FLOPs utilisation) is computed."""
 
 from typing import TypeVar
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fa_train.models.config import ModelConfig
 
-# bf16 and fp16 with fp32 sums, without sparsity, in FLOP/s, from the makers' data sheets; the first match counts
+# dense bf16 and fp16 peaks with fp32 accumulation in FLOP/s, from vendors' data sheets; the first match is used
 PEAKS = (
     ("B200", 2250e12),
     ("H100 PCIe", 756e12),
@@ -29,14 +29,15 @@ Number = TypeVar("Number", float, Tensor)
 
 
 def train_flops(model: ModelConfig, total_tokens: int, sum_sq_doc_len: Number) -> Number:
-    """Model FLOPs of forward and backward over total_tokens; a recomputed forward does not count.
+    """Returns the model FLOPs of the forward and backward pass. Recomputed activations do not count.
 
-    6 * N * T + 6 * n_layers * n_heads * head_dim * S, where T is total_tokens, N the weights that multiply each token
-    (all matrices and the head, tied or not; no embeddings, norms or biases) and S the sum of squared document lengths.
-    The first term: a multiply and an add a weight forward, twice that backward. The second: Q K^T and P V take
-    2 * 2 * head_dim FLOPs a head and visible pair, causality leaves S / 2 pairs, and the backward again doubles it.
-    Frozen weights count as the others do, though LoRA computes no gradient of theirs: its MFU is flattered by a third.
-    sum_sq_doc_len may be a tensor, so that the GPU need not be waited for; then so is the result.
+    The formula is 6 * N * T + 6 * n_layers * n_heads * head_dim * S. T is total_tokens. N counts the weights of all
+    matrices and of the head, without embeddings, norms and biases. S is the sum of squared document lengths.
+    The first term has 2 FLOPs per weight and token in the forward, and twice as many in the backward. In the second
+    term, Q K^T and P V need 4 * head_dim FLOPs per head and visible pair. Causal attention has S / 2 such pairs, and
+    the backward again needs twice as many FLOPs.
+    Frozen weights count too, although LoRA computes no gradients for them. LoRA's MFU is therefore overestimated.
+    If sum_sq_doc_len is a tensor, the result is a tensor, and the host does not wait for the GPU.
     """
     matrices = model.n_layers * sum(model.block_matrices) + model.dim * model.vocab_size
     attention = 6 * model.n_layers * model.query_dim
@@ -44,9 +45,10 @@ def train_flops(model: ModelConfig, total_tokens: int, sum_sq_doc_len: Number) -
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """FLOP/s of the GPU that torch.cuda.get_device_name names; None when unknown.
+    """Returns the peak FLOP/s of a GPU, or None if it is unknown.
 
-    Only bf16 and fp16 are known: fp32's peak depends on whether the user allowed tf32.
+    device_name: the result of torch.cuda.get_device_name. The table has bf16 and fp16 only, because the peak of fp32
+    depends on whether TF32 is enabled.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return None

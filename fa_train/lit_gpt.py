@@ -1,4 +1,4 @@
-"""What is trained: next-token loss of a GPT, normalised by the labels of a whole optimizer step."""
+"""The LightningModule: trains a GPT on next-token loss, averaged over all labels of an optimizer step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,17 +21,17 @@ from fa_train.models.gpt import GPT
 from fa_train.optim.resume import require_same_kind
 from fa_train.parallel.fsdp import is_sharded, local, shard, whole
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")  # fp16 would need a loss scale beside the one by labels
-FOR_MICRO_BATCH, FOR_UPDATE = 1, 2  # the purpose of random numbers, the first part of their seed
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")  # fp16 would also need dynamic loss scaling
+FOR_MICRO_BATCH, FOR_UPDATE = 1, 2  # the first part of a random seed: what the random numbers are for
 
 
 class LitGPT(L.LightningModule):
-    """Trains on next-token loss; model, optimizer and schedule are handed in.
+    """Trains a GPT on next-token loss.
 
     A batch is a packed stream: tokens, labels and position_ids (total,) int64, cu_seqlens (n_docs + 1,) int32.
-    After each optimizer step, on the device and over all its micro-batches and ranks: `step_loss` (nats a label),
-    `step_grad_norm` (before clipping) and `step_squared_lengths` (the sum of squared document lengths).
-    Raises: ValueError on a precision or a clipping that the loss cannot be scaled for.
+    Each optimizer step sets three tensors on the device, which cover all its micro-batches and ranks: `step_loss` (nats
+    per label), `step_grad_norm` (before clipping) and `step_squared_lengths` (the sum of squared document lengths).
+    Raises: ValueError if trainer.precision or trainer.gradient_clip_algorithm is not supported.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class LitGPT(L.LightningModule):
         self.optimizer, self.scheduler, self.seed = optimizer, scheduler, seed
         self.micro_batch_tokens = 0
         self.step_loss = self.step_grad_norm = self.step_squared_lengths = torch.tensor(float("nan"))
-        self._sums: Tensor  # loss, labels and squared document lengths of the step so far; fp64: counts stay exact
-        self._val_sums: Tensor  # loss and labels
+        self._sums: Tensor  # sums of loss, labels and squared document lengths in this step; fp64 keeps counts exact
+        self._val_sums: Tensor  # sums of loss and labels in this validation
         if compile_model:
             model.compile_blocks()
 
@@ -59,14 +59,14 @@ class LitGPT(L.LightningModule):
             raise ValueError("trainer.gradient_clip_algorithm must be norm; got value")
 
     def configure_model(self) -> None:
-        """Shards the model where the strategy does that; Lightning may ask more than once."""
+        """Shards the model if the strategy does. Lightning may call this more than once."""
         if self.device_mesh is None or is_sharded(self.model):
             return
-        self.trainer.precision_plugin.convert_module(self)  # Lightning would come to it too late, in fp32
+        self.trainer.precision_plugin.convert_module(self)  # Lightning would convert it after sharding
         shard(self.model, self.device_mesh, str(self.trainer.precision))
 
     def on_fit_start(self) -> None:
-        # no buffers: trainer.precision=bf16-true would turn those into bf16
+        # not registered as buffers: trainer.precision=bf16-true would convert buffers to bf16
         self._sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         self._val_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.skipped_steps = self.longest_skip = self._skipped_in_a_row = torch.zeros(
@@ -74,9 +74,9 @@ class LitGPT(L.LightningModule):
         )
 
     def loss_sum(self, batch: Batch) -> Tensor:
-        """The cross entropy summed over the labels of a batch, in nats."""
+        """Returns the cross entropy in nats, summed over the labels of a batch."""
         cu_seqlens: Tensor | None = batch["cu_seqlens"]
-        if len(batch["cu_seqlens"]) == 2:  # rows are full, so this is one document: SDPA needs no mask, flash no marks
+        if len(batch["cu_seqlens"]) == 2:  # one document fills the batch, so attention needs no document mask
             cu_seqlens = None
         return self.model(batch["tokens"], cu_seqlens, batch["position_ids"], batch["labels"], batch.get("mean_seqlen"))
 
@@ -86,36 +86,36 @@ class LitGPT(L.LightningModule):
         lengths = batch["cu_seqlens"].diff().double()
         self._sums += torch.stack([loss.detach().double(), count_labels(labels), lengths.square().sum()])
         self.micro_batch_tokens = labels.numel()
-        # a nominal divisor, the same for every micro-batch; the step's real one is known when its last has run
+        # a provisional divisor: the number of labels in the step is known only after its last micro-batch
         return loss / labels.numel()
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Rescales gradients from a mean over nominal tokens to a mean over labels and clips them, or skips the step.
+        """Rescales gradients to a mean over the step's labels and clips them, or skips the step if they are not finite.
 
-        Lightning calls it between the backward pass and the optimizer's update.
+        Lightning calls this between the backward pass and the optimizer's update.
         """
         loss, labels, self.step_squared_lengths = self._of_all_ranks(self._sums)
         self._sums.zero_()
         labels = labels.clamp(min=1)
         self.step_loss = loss / labels
-        # Lightning divides by the micro-batches, DDP and FSDP by the ranks
+        # Lightning has divided by the number of micro-batches, and DDP or FSDP by the number of ranks
         nominal = self.micro_batch_tokens * self.trainer.accumulate_grad_batches * self.trainer.world_size
         scale = (nominal / labels).float()
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        # torch's get_total_norm would round that of bf16 gradients to bf16, three digits
+        # torch's get_total_norm would round the norm of bf16 gradients to bf16
         norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
         self.step_grad_norm = whole(torch.linalg.vector_norm(torch.stack(norms))) * scale
         if gradient_clip_val:
             scale = scale * (gradient_clip_val / (self.step_grad_norm + 1e-6)).clamp(max=1.0)
-        skipped = ~self.step_grad_norm.isfinite()  # the same on all ranks, as the norm is
+        skipped = ~self.step_grad_norm.isfinite()  # equal on all ranks, because the norm is
         self._count(skipped)
         scale_or_skip(optimizer, gradients, scale, skipped)
         self._seed_generators(FOR_UPDATE)
 
     def _of_all_ranks(self, sums: Tensor) -> Tensor:
-        """The sums of all ranks added up. Lightning's reduce has a barrier, in which the host waits for the GPU."""
+        """Returns `sums` added over all ranks. Lightning's own reduce would make the host wait for the GPU."""
         total = sums.clone()
         if self.trainer.world_size > 1:
             dist.all_reduce(total)
@@ -124,7 +124,7 @@ class LitGPT(L.LightningModule):
     def _seed_generators(self, *purpose: int) -> None:
         """Seeds the default generators of the CPU and the GPU from (purpose, seed, step).
 
-        torch.manual_seed takes 0.2 ms of host time, because it visits every kind of device that torch knows.
+        torch.manual_seed is slower, because it visits every device type that torch supports.
         """
         key = [*purpose, self.seed, self.trainer.global_step]
         seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
@@ -144,7 +144,7 @@ class LitGPT(L.LightningModule):
         optimizer: Optimizer | LightningOptimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Frees gradients as soon as they are used; Lightning itself would keep them through the next forward."""
+        """Updates the weights and then frees the gradients. Lightning would keep them during the next forward."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         optimizer.zero_grad(set_to_none=True)
 
@@ -154,7 +154,7 @@ class LitGPT(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         loss, labels = self._of_all_ranks(self._val_sums)
         self._val_sums.zero_()
-        self.log("val/loss", loss / labels.clamp(min=1), logger=False)  # Monitor logs it, beside the tokens seen
+        self.log("val/loss", loss / labels.clamp(min=1), logger=False)  # Monitor logs it with the tokens seen
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.optimizer(self.model)
@@ -164,13 +164,16 @@ class LitGPT(L.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raises: CheckpointError on a checkpoint of another model or base."""
+        """Adds the frozen base to the checkpoint. Raises: CheckpointError if it is from another model or base."""
         restore_base(self.model, checkpoint)
-        for saved in checkpoint.get("optimizer_states", []):  # absent with FullyShardedStrategy, which checks itself
+        for saved in checkpoint.get("optimizer_states", []):  # FullyShardedStrategy has checked and removed them
             require_same_kind(self.optimizer, saved)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint taken between two steps, by a signal or an error, forgets the micro-batches since the last."""
+        """Removes the frozen base from a checkpoint, and rewinds Lightning's counters to the last optimizer step.
+
+        A signal or an error can save between two steps. A resumed run then repeats the micro-batches after the step.
+        """
         drop_base(self.model, checkpoint, self.trainer.strategy.root_device)
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         completed = self.trainer.global_step * self.trainer.accumulate_grad_batches
@@ -180,18 +183,18 @@ class LitGPT(L.LightningModule):
 
 
 def count_labels(labels: Tensor) -> Tensor:
-    """() fp64: how many labels count."""
+    """Returns the number of labels that have a loss, () fp64."""
     return (labels != IGNORE_INDEX).sum().double()
 
 
 def scale_or_skip(optimizer: Optimizer, gradients: list[Tensor], scale: Tensor, skipped: Tensor) -> None:
-    """Multiplies the gradients by `scale`. If `skipped` is true, the optimizer's next step changes nothing instead.
+    """Multiplies the gradients by `scale`, or makes the optimizer's next step change nothing if `skipped` is true.
 
     A fused optimizer does both in its own kernel. With any other optimizer the host waits for `skipped`.
     Shapes: scale () fp32, skipped () bool.
     """
     if optimizer.defaults.get("fused"):
-        # torch's kernels divide by grad_scale and do nothing if found_inf is 1, as with torch.amp.GradScaler
+        # torch's kernels divide by grad_scale and skip the update if found_inf is 1, as for torch.amp.GradScaler
         optimizer.grad_scale, optimizer.found_inf = scale.reciprocal(), skipped.float()  # type: ignore[attr-defined]
     elif skipped.item():
         optimizer.zero_grad(set_to_none=True)  # optimizers skip parameters without a gradient

@@ -1,4 +1,4 @@
-"""Access to private names of other packages. A missing name ends the run and names the version to install."""
+"""Access to private names of other packages. If a name is missing, the error names the version to install."""
 
 from collections.abc import Iterable
 from importlib.metadata import version
@@ -9,7 +9,7 @@ TESTED: dict[Package, str] = {"datasets": "5.2.0", "lightning": "2.6.6", "liger-
 
 
 def require_names(package: Package, owner: object, *names: str) -> None:
-    """Raises: ImportError unless `owner`, a part of `package`, has all these attributes."""
+    """Checks that `owner`, an object from `package`, has these attributes. Raises: ImportError if one is missing."""
     for name in names:
         if not hasattr(owner, name):
             what = getattr(owner, "__name__", type(owner).__name__)
@@ -17,7 +17,7 @@ def require_names(package: Package, owner: object, *names: str) -> None:
 
 
 def require_parameters(package: Package, function: str, found: Iterable[str], wanted: Iterable[str]) -> None:
-    """Raises: ImportError unless `function` of `package` has exactly the parameters that it is called with."""
+    """Checks that `function` from `package` has exactly the wanted parameters. Raises: ImportError if it does not."""
     different = sorted(set(found) ^ set(wanted))
     if different:
         raise ImportError(
@@ -26,13 +26,13 @@ def require_parameters(package: Package, function: str, found: Iterable[str], wa
 
 
 def private(package: Package, owner: object, name: str) -> Any:
-    """owner.name. Raises: ImportError as require_names does."""
+    """Returns the attribute `name` of `owner`. Raises: ImportError if it is missing."""
     require_names(package, owner, name)
     return getattr(owner, name)
 
 
 def replace_private(package: Package, owner: object, name: str, value: object) -> None:
-    """owner.name = value. Raises: ImportError if owner has no such attribute yet, as require_names does."""
+    """Sets the existing attribute `name` of `owner`. Raises: ImportError if it is missing."""
     require_names(package, owner, name)
     setattr(owner, name, value)
 

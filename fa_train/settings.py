@@ -1,7 +1,7 @@
-"""The schema of conf/: which keys there are, and which values each key takes.
+"""The schema of conf/: the known keys, and the values that each key accepts.
 
-The keys of a node with a `_target_` are the parameters of that callable. Their type hints say which values they take.
-`Root` lists the keys at the root. `BOUNDS` narrows the hints of callables that other packages own.
+The keys of a node with a `_target_` are the parameters of that callable, and the type hints give the accepted values.
+`Root` lists the keys at the root. `BOUNDS` narrows the type hints of callables from other packages.
 """
 
 import difflib
@@ -37,7 +37,7 @@ STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 MISSING = "???"  # how YAML marks a value that the user must give
 
 
-# the metrics of fa_train.callbacks.monitor.Monitor that a sweeper may optimize
+# the metrics of fa_train.callbacks.monitor.Monitor that a sweeper can optimize
 Optimized = Literal[
     "train/loss", "val/loss", "train/grad_norm", "perf/tokens_per_s", "perf/step_ms", "perf/mfu", "perf/peak_gib",
     "perf/reserved_gib",
@@ -49,7 +49,7 @@ class Node:
 
 
 class Root(TypedDict):
-    """The keys at the root, in the order of the check. A node comes before the nodes that hold a copy of it."""
+    """The keys at the root, in the order of the check. A node comes before the nodes that contain a copy of it."""
 
     seq_len: PositiveInt
     max_steps: PositiveInt
@@ -57,10 +57,10 @@ class Root(TypedDict):
     seed: Seed
     ckpt_path: str | None
     export: bool
-    run_name: Any  # run_folder checks it
+    run_name: Any  # checked by run_folder
     optimized_metric: Optimized | None
-    learning_rate: NotRequired[Mapping[str, Any]]  # of experiment=finetune, by adapter
-    commit: NotRequired[str]  # of scripts/bench/profile_step.py
+    learning_rate: NotRequired[Mapping[str, Any]]  # used by experiment=finetune, one value per adapter
+    commit: NotRequired[str]  # used by scripts/bench/profile_step.py
     attention: Node
     memory: Node
     adapter: Node
@@ -70,20 +70,20 @@ class Root(TypedDict):
     logger: Node | bool | None
     data: Node
     model: Node
-    sample: NotRequired[Node]  # of experiment=finetune
-    sweep_job: NotRequired[Node]  # of experiment=ablate_attention
+    sample: NotRequired[Node]  # used by experiment=finetune
+    sweep_job: NotRequired[Node]  # used by experiment=ablate_attention
     callbacks: Mapping[str, Node | None]
     trainer: Node
     lit_gpt: Node
 
 
-# groups that take one option: Hydra would merge several options into one node
+# groups that accept only one option, because Hydra would merge several options into one node
 ONE_OPTION = (
     "attention", "memory", "adapter", "optimizer", "scheduler", "strategy", "logger", "data", "model", "trainer",
 )  # fmt: skip
-# train.py gives these parameters when it builds the node, so the config may leave them out
+# train.py passes these parameters when it instantiates the node, so a config can omit them
 GIVEN_LATER = {"model.vocab_size", "lit_gpt.model"}
-# bounds that the type hints of other packages lack, by class
+# narrower types for the parameters of other packages, by class
 BOUNDS: dict[str, dict[str, Any]] = {
     "lightning.pytorch.trainer.trainer.Trainer": {
         "accelerator": Literal["auto", "cpu", "gpu", "cuda", "mps"],
@@ -101,7 +101,7 @@ BOUNDS: dict[str, dict[str, Any]] = {
     "lightning.pytorch.strategies.ddp.DDPStrategy": {"gradient_as_bucket_view": bool},
     "wandb.sdk.wandb_settings.Settings": {"init_timeout": NonNegativeFloat},
 }
-# the callable that gets the **kwargs of a class
+# the callable that receives the **kwargs of a class
 PASSED_ON = {
     "fa_train.models.gpt.GPT": "fa_train.models.config.ModelConfig",
     "lightning.pytorch.strategies.ddp.DDPStrategy": "torch.nn.parallel.DistributedDataParallel",
@@ -128,7 +128,7 @@ HYDRA_KEYS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Keys:
-    """What a node may hold: the type hint of each key, the keys it must hold, and whether it may hold others."""
+    """The keys that a node accepts: their type hints, the required keys, and whether other keys are accepted too."""
 
     hints: Mapping[str, Any]
     required: frozenset[str]
@@ -136,16 +136,20 @@ class Keys:
 
 
 def require_given(config: Mapping[str, Any]) -> None:
-    """Raises: ValueError that names all keys whose value is `???`. config: with interpolations not yet resolved."""
+    """Checks that no value is `???`. config: its interpolations can be unresolved.
+
+    Raises: ValueError that names all keys whose value is `???`.
+    """
     missing = [key for key, value in leaves("", config) if value == MISSING]
     if missing:
         raise ValueError(f"{' and '.join(missing)} must be given; got nothing")
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Raises: ValueError that names the first key of `config` that is unknown or has a value it cannot take.
+    """Checks the keys and values of a config without instantiating anything.
 
-    config: a composed config as plain containers, with all interpolations resolved. Nothing is built.
+    config: a composed config as plain containers, with all interpolations resolved.
+    Raises: ValueError that names the first key that is unknown or has an invalid value.
     """
     for key, value, hint in entries(config):
         if not fits(value, hint):
@@ -158,13 +162,13 @@ def check(config: Mapping[str, Any]) -> None:
 def entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yields each key of a config with its value and its type hint. For a node it yields the node's keys instead.
 
-    Raises: ValueError on a key that is unknown, or that must be there and is not.
+    Raises: ValueError if a key is unknown or a required key is missing.
     """
     return _entries_of_node("", config, _keys_of_typed_dict(Root))
 
 
 def run_folder(run_name: object) -> str:
-    """The run's folder below runs/. Raises: ValueError on a name that is empty or leaves runs/."""
+    """Returns the run's folder, relative to runs/. Raises: ValueError if the name is empty or leads out of runs/."""
     name = str(run_name) if isinstance(run_name, int) and not isinstance(run_name, bool) else run_name
     parts = PurePosixPath(name).parts if isinstance(name, str) else ()
     if not "".join(parts).strip() or ".." in parts or parts[0].startswith("/") or "\0" in parts[-1]:
@@ -173,7 +177,7 @@ def run_folder(run_name: object) -> str:
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    """The message for an unknown key. It suggests the closest of the keys `known` in the same node."""
+    """Returns the error message for an unknown key. It suggests the closest of the `known` keys in the same node."""
     node, _, name = key.rpartition(".")
     near = difflib.get_close_matches(name, list(known), n=1)
     suggestion = f"; did you mean {node}{'.' if node else ''}{near[0]}?" if near else ""
@@ -181,7 +185,7 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
 
 
 def leaves(prefix: str, value: Any) -> Iterable[tuple[str, Any]]:
-    """The scalars of nested containers, each with its key."""
+    """Yields the scalars of nested containers, each with its key."""
     if not isinstance(value, dict | list):
         yield prefix, value
         return
@@ -190,7 +194,7 @@ def leaves(prefix: str, value: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _entries_of_node(node: str, values: Mapping[str, Any], keys: Keys) -> Iterator[tuple[str, Any, Any]]:
-    """entries() of one node; `node` is its key, or empty for the root."""
+    """Yields the entries of one node. `node` is its key, or an empty string for the root."""
     prefix = f"{node}." if node else ""
     for name in values:
         if name not in keys.hints and not keys.others:
@@ -215,7 +219,7 @@ def _entries_of_value(key: str, value: Any, hint: Any) -> Iterator[tuple[str, An
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a plain value (not a node) matches a type hint."""
+    """Returns whether a plain value (not a node) matches a type hint."""
     try:
         TypeAdapter(list[hint], config=STRICT).validate_python([value])
     except ValidationError:
@@ -232,9 +236,9 @@ def _keys_of_typed_dict(definition: Any) -> Keys:
 
 
 def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
-    """The keys of the node called `node`, given by its `_target_`.
+    """Returns the keys of a node, from the parameters of its `_target_`. node: its key, for errors.
 
-    A partial gets its positional parameters when it is called, so only its keyword-only parameters are required.
+    A partial receives its positional parameters later, so only its keyword-only parameters are required.
     """
     try:
         function = pkgutil.resolve_name(target)
@@ -249,7 +253,7 @@ def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
         return Keys(HYDRA_KEYS, frozenset(), others=True)
     keys = _keys_of_parameters(parameters, partial)
     if keys.others and (other := PASSED_ON.get(_name(function))):
-        # the class gives the positional parameters itself, as a partial is given them when it is called
+        # the class passes the positional parameters itself, so only keyword-only ones are required
         passed_on = _keys_of_parameters(parameters_of(pkgutil.resolve_name(other)) or {}, partial=True)
         keys = Keys({**passed_on.hints, **keys.hints}, passed_on.required | keys.required)
     bounds: dict[str, Any] = {}
@@ -278,12 +282,12 @@ def _keys_of_parameters(parameters: Mapping[str, inspect.Parameter], partial: bo
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    """A callable's parameters, with evaluated type hints if possible; None if Python cannot inspect it."""
+    """Returns a callable's parameters, with evaluated type hints if possible. None if Python cannot inspect it."""
     try:
         return inspect.signature(function, eval_str=True).parameters
-    except (NameError, AttributeError, TypeError):  # a hint in quotes that its module does not import
+    except (NameError, AttributeError, TypeError):  # a quoted hint that its module does not import
         return inspect.signature(function).parameters
-    except ValueError:  # of a type written in C, such as str
+    except ValueError:  # a type written in C, such as str
         return None
 
 
@@ -292,12 +296,12 @@ def _name(function: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as YAML writes it, in one line."""
+    """Returns a value as YAML writes it, on one line."""
     return value if isinstance(value, str) and value.strip() else json.dumps(value, default=str)
 
 
 def wanted(hint: Any) -> str:
-    """What a type hint asks for, in words."""
+    """Describes a type hint in words, for error messages."""
     if hint in WORDS:
         return WORDS[hint]
     origin, arguments = get_origin(hint), get_args(hint)

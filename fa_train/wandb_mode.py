@@ -1,4 +1,4 @@
-"""Whether Weights & Biases can be reached. A run never waits for a key, and at most TIMEOUT for the network."""
+"""Chooses the mode of Weights & Biases. A run never asks for a key, and waits at most TIMEOUT for the network."""
 
 import os
 
@@ -6,11 +6,11 @@ import wandb
 
 from fa_train.parallel.decisions import decided_by_rank_zero
 
-TIMEOUT = 5  # seconds in which the server must accept the key
+TIMEOUT = 5  # seconds that the server has to accept the key
 
 
 def wandb_mode() -> str:
-    """The `mode` of wandb.init: $WANDB_MODE if set, else online, or offline without a key or without a network."""
+    """Returns the `mode` for wandb.init: $WANDB_MODE if set, "offline" without a key or a network, else "online"."""
     mode: str = decided_by_rank_zero("wandb_mode", _mode)
     return mode
 
@@ -23,7 +23,7 @@ def _mode() -> str:
             print("wandb: no API key, so this run is logged offline (`wandb login` changes that)", flush=True)
             return "offline"
         wandb.Api(timeout=TIMEOUT)  # asks the server whether it accepts the key
-    except Exception as error:  # a run does not end because its log cannot be sent
+    except Exception as error:  # a failed login must not end the run
         print(f"wandb: no login within {TIMEOUT} seconds ({error}), so this run is logged offline", flush=True)
         return "offline"
     return "online"

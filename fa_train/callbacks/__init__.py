@@ -1,1 +1,1 @@
-"""Lightning callbacks: each watches or guards one side of a run."""
+"""Lightning callbacks: metrics, progress, checkpoints, interrupts and the record of a run."""

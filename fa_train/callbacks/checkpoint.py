@@ -1,4 +1,4 @@
-"""The callback that saves and prunes a run's checkpoints, and the export of the newest one."""
+"""A callback that saves and removes a run's checkpoints, and a function that exports the newest one."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,16 +26,15 @@ from fa_train.parallel.launched_ranks import wait_for_other_ranks
 
 
 class Checkpoint(CheckpointCallback):
-    """Saves every every_n_train_steps steps and at the end of a run, and keeps the newest save_top_k checkpoints.
+    """Saves after every every_n_train_steps steps and at the end of a run. Keeps the newest save_top_k checkpoints.
 
-    save_top_k=-1 keeps all. keep_best: each validation with a new lowest val/loss saves too, and that checkpoint is
-    kept in addition to the newest ones. save_on_exception saves on SIGTERM and Ctrl-C, and on errors in a run of one
-    process.
-    A checkpoint gets its name only when it is whole and on the disk. Older ones are removed after that. Weights that
-    are not finite are never saved.
+    save_top_k: -1 keeps all. keep_best: also saves after each validation with a new lowest val/loss, and keeps that
+    checkpoint in addition. save_on_exception: also saves on SIGTERM and Ctrl-C, and on errors in a run of one process.
+    A checkpoint gets its final name once it is completely on the disk. Older checkpoints are removed only after that.
+    Weights that are not finite are never saved.
     """
 
-    current_score = None  # Lightning's loggers upload last_model_path only from a callback that has this
+    current_score = None  # Lightning's loggers ignore last_model_path if this attribute is missing
 
     def __init__(
         self,
@@ -48,18 +47,18 @@ class Checkpoint(CheckpointCallback):
         self.folder = Path(dirpath)
         self.every_n_train_steps, self.save_top_k, self.keep_best = every_n_train_steps, save_top_k, keep_best
         self.save_on_exception = save_on_exception
-        self.saved: list[Path] = []  # by this process, the newest last
+        self.saved: list[Path] = []  # the checkpoints that this process saved, the newest last
         self.best_model_path, self.best_model_score = "", float("inf")
-        self._saved_step: int | None = None  # None until training starts: before that there is nothing to save
+        self._saved_step: int | None = None  # None until training starts: nothing to save yet
         self._warned = False
 
     @property
     def last_model_path(self) -> str:
-        """The newest checkpoint of this run, or an empty string."""
+        """The path of this run's newest checkpoint, or an empty string."""
         return str(self.saved[-1]) if self.saved else ""
 
     def has_saved(self, step: int) -> bool:
-        """Whether the newest checkpoint was saved at this step."""
+        """Returns whether the newest checkpoint was saved at this step."""
         return bool(self.saved) and self._saved_step == step
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -78,7 +77,7 @@ class Checkpoint(CheckpointCallback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not self.keep_best or trainer.sanity_checking:
             return
-        loss = trainer.callback_metrics["val/loss"].item()  # the same on all ranks
+        loss = trainer.callback_metrics["val/loss"].item()  # equal on all ranks
         if loss < self.best_model_score and self._save(trainer, pl_module):
             self.best_model_path, self.best_model_score = str(self.saved[-1]), loss
             self._prune(trainer)
@@ -87,13 +86,13 @@ class Checkpoint(CheckpointCallback):
         self._save(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # Saving needs all ranks at the same step, which only GracefulInterrupt guarantees. Diverged weights must not
-        # replace an older checkpoint.
+        # Several ranks can save only at the same step, which only GracefulInterrupt guarantees. Diverged weights must
+        # not replace an older checkpoint.
         alone = trainer.world_size == 1 and not isinstance(exception, CheckpointError | DivergedError)
         if self.save_on_exception and (alone or isinstance(exception, SIGTERMException)):
             try:
                 self._save(trainer, pl_module)
-            except CheckpointError as error:  # the exception that ended the run is the one to raise
+            except CheckpointError as error:  # must not replace the exception that ended the run
                 trainer.print(f"error: {error}")
         if self.saved:
             trainer.print(f"checkpoint: {self.saved[-1]}; ckpt_path=last goes on from it")
@@ -101,7 +100,7 @@ class Checkpoint(CheckpointCallback):
             wait_for_other_ranks(trainer)
 
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
-        """Saves this step unless it is saved already. Returns whether it is saved, the same on all ranks."""
+        """Saves this step unless it is already saved. Returns, on all ranks, whether it is saved."""
         if self._saved_step is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return False
         if trainer.global_step == self._saved_step:
@@ -124,7 +123,7 @@ class Checkpoint(CheckpointCallback):
         return True
 
     def _write(self, trainer: L.Trainer, path: Path) -> None:
-        """Raises: CheckpointError on all ranks if any of them could not write."""
+        """Writes a checkpoint. Raises: CheckpointError on all ranks if any rank fails."""
         partial = path.with_name(path.name + PARTIAL)
         failure: CheckpointError | None = None
         try:
@@ -132,7 +131,7 @@ class Checkpoint(CheckpointCallback):
         except CheckpointError as error:
             failure = error
             if not isinstance(trainer.strategy, FullyShardedStrategy):
-                trainer.strategy.barrier()  # the others wait at the end of save_checkpoint
+                trainer.strategy.barrier()  # the other ranks wait at the end of save_checkpoint
         failure = trainer.strategy.broadcast(failure)
         if failure is not None:
             raise failure
@@ -140,7 +139,7 @@ class Checkpoint(CheckpointCallback):
             rename_into_place(partial, path)
 
     def _prune(self, trainer: L.Trainer) -> None:
-        """Removes this process's checkpoints, except the newest save_top_k and the best one."""
+        """Removes the checkpoints of this process, except the newest save_top_k and the best one."""
         old = [] if self.save_top_k == -1 else self.saved[: -self.save_top_k]
         for path in old:
             if str(path) != self.best_model_path:
@@ -149,21 +148,21 @@ class Checkpoint(CheckpointCallback):
                     remove(path)
 
     def _free_path(self, step: int) -> Path:
-        """A path that does not exist yet: an earlier run may have left checkpoints in the same folder."""
+        """Returns a path that does not exist yet. An earlier run can have left checkpoints in the same folder."""
         names = [f"step_{step:07d}", *(f"step_{step:07d}-v{i}" for i in range(1, 100))]
         return next(path for path in (self.folder / (name + SUFFIX) for name in names) if not path.exists())
 
 
 def require_checkpoint(trainer: L.Trainer) -> None:
-    """Raises: ValueError if the run saves no checkpoints, because an export is written from the last one."""
+    """Checks that the run saves checkpoints, because an export reads the last one. Raises: ValueError if not."""
     if not isinstance(trainer.checkpoint_callback, Checkpoint):  # Lightning adds its own callback if there is none
         raise ValueError("export=true must have checkpoints to write from; got callbacks.checkpoint=null")
 
 
 def export_last(trainer: L.Trainer, build: Build, config: Mapping[str, Any]) -> None:
-    """Rank 0 exports a finished run from its last checkpoint: a sharded run has no other copy of the whole model.
+    """Exports a finished run on rank 0. It reads the last checkpoint, because no rank of a sharded run has all weights.
 
-    Raises: ValueError if the last step could not be saved, and as fa_train.models.hf.export.export_run does.
+    Raises: ValueError if the last step was not saved, and the errors of `fa_train.models.hf.export.export_run`.
     """
     checkpoint = trainer.checkpoint_callback
     assert isinstance(checkpoint, Checkpoint)

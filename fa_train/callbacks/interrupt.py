@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a run saves before it ends."""
+"""Makes a run save a checkpoint when Ctrl-C or SIGTERM ends it."""
 
 import os
 import signal
@@ -15,24 +15,24 @@ from fa_train.private_names import private, replace_private
 
 
 class GracefulInterrupt(Callback):
-    """Ctrl-C and SIGTERM end a run, of any number of ranks: a micro-batch is finished, Checkpoint saves, exit 143.
+    """Ends a run on Ctrl-C or SIGTERM: finishes the micro-batch, lets Checkpoint save, and exits with status 143.
 
-    A second one ends it at once. Any rank may get the signal, and any number of them.
+    Any number of ranks can receive the signal. A second signal ends the run immediately.
     """
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._trainer, self._process = trainer, os.getpid()
         self._asked_at: float | None = None
         self._agreement = Agreement() if trainer.world_size > 1 else None
-        # Lightning's own handler broadcasts, in the midst of whatever collective the signal came into, and hangs. It
-        # registers this one in place of that when this hook has run, and stops where received_sigterm is set.
+        # Lightning's own handler broadcasts in the middle of other collectives, and hangs. After this hook Lightning
+        # registers _on_signal instead. It ends the run once received_sigterm is set.
         self._connector = private("lightning", trainer, "_signal_connector")
         replace_private("lightning", self._connector, "_sigterm_notifier_fn", self._on_signal)
-        # what all ranks agree on here, it would broadcast from rank 0 every micro-batch, and wait for the device
+        # Lightning would also broadcast from rank 0 after every micro-batch, and wait for the device
         replace_private("lightning", trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        signal.signal(signal.SIGINT, self._on_signal)  # Lightning puts back the handlers that were there before fit
+        signal.signal(signal.SIGINT, self._on_signal)  # Lightning restores the earlier handlers after fit
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -56,14 +56,14 @@ class GracefulInterrupt(Callback):
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            return  # a data worker, forked with this handler: the terminal's Ctrl-C is not for it
+            return  # a forked data worker inherits this handler, and ignores the signal
         if self._asked_at is None:
             self._asked_at = time.monotonic()
-            if self._trainer.is_global_zero:  # print() must not be interrupted by another one
+            if self._trainer.is_global_zero:  # print() is not safe in a signal handler
                 os.write(1, b"\ninterrupted: saving after this step; once more (Ctrl-C or SIGTERM) stops at once\n")
             if not self._agreement:
                 replace_private("lightning", self._connector, "received_sigterm", True)
-        elif time.monotonic() - self._asked_at > 1:  # torchrun and others pass on what the terminal has sent already
+        elif time.monotonic() - self._asked_at > 1:  # torchrun repeats a Ctrl-C that the terminal already sent
             launcher = self._trainer.strategy.launcher
             if isinstance(launcher, SubprocessScriptLauncher):
                 launcher.kill(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Measurements of a run: loss, gradient norm, learning rate, throughput, MFU and memory."""
+"""Measures a run: loss, gradient norm, learning rate, throughput, MFU and memory."""
 
 import gc
 import resource
@@ -20,18 +20,18 @@ GIB = 2**30
 
 
 class DivergedError(RuntimeError):
-    """The gradients of too many optimizer steps in a row were not finite."""
+    """Too many consecutive optimizer steps had gradients that were not finite."""
 
 
 class Monitor(Callback):
-    """Logs loss, gradient norm, learning rate, throughput, MFU and memory, every trainer.log_every_n_steps steps.
+    """Logs loss, gradient norm, learning rate, throughput, MFU and memory every trainer.log_every_n_steps steps.
 
-    Each log costs one device-to-host copy, the only ones of training. `tokens`, all that the run has seen, goes with
-    every metric and is W&B's x-axis. perf/* is of the steps since the last log, validation excluded; perf/mfu is
-    absent where the device's peak is not known. `latest` keeps the newest value of each metric.
-    max_skipped_steps: this many skipped optimizer steps in a row (see LitGPT) end the run at the next log; None sets no
-    limit. train/skipped_steps counts all skipped steps since the run began.
-    Units: losses in nats a label, tokens_per_s over all devices, step_ms in milliseconds, *_gib in GiB of rank 0.
+    Each log makes one copy from the device to the host; training makes no other copy. Every log contains `tokens`, the
+    number of tokens seen so far, which is the x-axis in W&B. perf/* covers the steps since the last log, without
+    validation. perf/mfu is absent if the device's peak is unknown. `latest` holds the newest value of each metric.
+    train/skipped_steps counts the skipped optimizer steps (see LitGPT). max_skipped_steps: the run ends at the next log
+    after this many consecutive skipped steps; None sets no limit.
+    Units: losses in nats per label, tokens_per_s over all devices, step_ms in milliseconds, *_gib in GiB on rank 0.
     """
 
     def __init__(self, seq_len: PositiveInt, batch_size: PositiveInt, max_skipped_steps: PositiveInt | None) -> None:
@@ -50,7 +50,7 @@ class Monitor(Callback):
         self._window_start, self._window_step = time.perf_counter(), trainer.global_step
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        self._lr = optimizer.param_groups[0]["lr"]  # the scheduler moves on before the step can be logged
+        self._lr = optimizer.param_groups[0]["lr"]  # read now: the scheduler changes it before the step is logged
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -63,7 +63,7 @@ class Monitor(Callback):
         assert isinstance(pl_module, LitGPT)
         steps_skipped = [pl_module.skipped_steps, pl_module.longest_skip]
         measured = [pl_module.step_loss, pl_module.step_grad_norm, pl_module.step_squared_lengths, *steps_skipped]
-        # tolist waits for the device
+        # tolist() waits for the device
         loss, grad_norm, squared_lengths, skipped, longest_skip = torch.stack([x.double() for x in measured]).tolist()
         seconds = (time.perf_counter() - self._window_start) / steps
         flops = train_flops(pl_module.model.config, self.tokens_per_step, squared_lengths)
@@ -84,7 +84,7 @@ class Monitor(Callback):
         )
         self._window_start, self._window_step = time.perf_counter(), trainer.global_step
         if self.max_skipped_steps is not None and longest_skip >= self.max_skipped_steps:
-            wait_for_other_ranks(trainer)  # all ranks come here at the same step
+            wait_for_other_ranks(trainer)  # all ranks get here at the same step
             raise DivergedError(
                 f"the gradients of {longest_skip:.0f} optimizer steps in a row were not finite, by step "
                 f"{trainer.global_step}; those steps changed nothing. Try a lower optimizer.lr, or allow more with "
@@ -93,7 +93,7 @@ class Monitor(Callback):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if pl_module.device.type == "cuda":
-            torch.cuda.synchronize(pl_module.device)  # the steps before it end outside its time
+            torch.cuda.synchronize(pl_module.device)  # finish the earlier training steps first
         self._validation_start = time.perf_counter()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -101,7 +101,7 @@ class Monitor(Callback):
         self._window_start += time.perf_counter() - self._validation_start
 
     def summary(self) -> dict[str, float]:
-        """The newest of every metric; of tokens_per_s the median, which starting up does not touch."""
+        """Returns the newest value of each metric. tokens_per_s is a median, which excludes the slow start."""
         return self.latest | ({"perf/tokens_per_s": statistics.median(self._rates)} if self._rates else {})
 
     def _log(self, trainer: L.Trainer, metrics: dict[str, float]) -> None:
@@ -112,18 +112,18 @@ class Monitor(Callback):
 
 
 def monitor_of(trainer: L.Trainer) -> Monitor:
-    """The run's Monitor."""
+    """Returns the run's Monitor."""
     return next(callback for callback in trainer.callbacks if isinstance(callback, Monitor))  # type: ignore[attr-defined]
 
 
 def utilisation(flops_per_s: float, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """perf/mfu: model FLOP/s of one device over its peak in dtype; nothing where that peak is not known."""
+    """Returns perf/mfu, the model FLOP/s of one device divided by its peak, or an empty dict if the peak is unknown."""
     peak = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
     return {"perf/mfu": flops_per_s / peak} if peak else {}
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Peak and reserved GiB of a GPU since the run began; on the CPU the process's peak resident size."""
+    """Returns a GPU's peak allocated and reserved memory in GiB. On the CPU, returns the peak resident set size."""
     if device.type == "cuda":
         return {
             "perf/peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
@@ -133,5 +133,5 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def results(trainer: L.Trainer) -> dict[str, float]:
-    """A run's newest metrics, with oom=1 when memory ran out."""
+    """Returns a run's metrics. They include oom=1 if it ran out of memory."""
     return monitor_of(trainer).summary()

@@ -1,4 +1,4 @@
-"""Running out of memory, as a result of a run."""
+"""Records that a run ran out of memory."""
 
 import sys
 
@@ -11,7 +11,7 @@ from fa_train.callbacks.monitor import memory, monitor_of
 
 
 class OutOfMemory(Callback):
-    """Running out of memory is a result: oom=1 in every logger, and a line that says what to change."""
+    """Logs oom=1 if a run runs out of memory, and prints one line that suggests what to change."""
 
     def __init__(self, seq_len: PositiveInt, micro_batch_size: PositiveInt, attention: str) -> None:
         self.seq_len, self.micro_batch_size, self.attention = seq_len, micro_batch_size, attention
@@ -25,7 +25,7 @@ class OutOfMemory(Callback):
         print(f"error: out of memory: {self.advice(memory(pl_module.device)['perf/peak_gib'])}", file=sys.stderr)
 
     def advice(self, peak_gib: float) -> str:
-        """What did not fit, and what to change."""
+        """Returns a message that says what did not fit and what to change."""
         changes = [] if self.attention == "flash" else ["attention=flash"]
         changes += [f"data.micro_batch_size={self.micro_batch_size // 2}"] if self.micro_batch_size > 1 else []
         changes += ["a smaller seq_len or model"]
@@ -36,5 +36,5 @@ class OutOfMemory(Callback):
 
 
 def is_out_of_memory(exception: BaseException) -> bool:
-    """Of a GPU, or of the host, which torch reports as a RuntimeError of its CPU allocator."""
+    """Returns whether the GPU or the host ran out of memory. torch reports the latter as a RuntimeError."""
     return isinstance(exception, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(exception)

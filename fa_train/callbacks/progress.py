@@ -1,4 +1,4 @@
-"""A progress bar over optimizer steps, or a line at each log."""
+"""Shows progress as a bar over optimizer steps, or as one line per log."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from fa_train.callbacks.monitor import monitor_of
 
 
 class StepProgress(ProgressBar):
-    """A bar over optimizer steps with what Monitor measured last; where nobody watches a terminal, a line a log."""
+    """A progress bar over optimizer steps with the latest metrics. Without a terminal, it prints one line per log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class StepProgress(ProgressBar):
 
 
 def describe(metrics: dict[str, float]) -> str:
-    """The metrics that a person watches, in one line; those not yet measured are left out."""
+    """Returns the main metrics as one line, without those that are not yet measured."""
     shown = {
         "train/loss": "loss {:.4f}",
         "val/loss": "val {:.4f}",

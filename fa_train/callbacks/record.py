@@ -1,4 +1,4 @@
-"""The record of a run: its page on Weights & Biases and result.json."""
+"""Records a run on Weights & Biases and in result.json."""
 
 import json
 import traceback
@@ -16,7 +16,7 @@ from fa_train.data.packing.report import Histogram, Report
 
 
 class Record(Callback):
-    """Says where a run is recorded, closes that record however the run ends, and leaves result.json in its folder."""
+    """Prints where a run is recorded, closes the W&B run at the end or on an error, and writes result.json."""
 
     def __init__(self) -> None:
         self._first_step = 0
@@ -40,7 +40,7 @@ class Record(Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         explained = not isinstance(exception, ValueError) or isinstance(exception, CheckpointError)
         if not explained and trainer.global_step > self._first_step:
-            traceback.print_exception(exception)  # no mistake in the settings: those would have come before
+            traceback.print_exception(exception)  # a wrong setting would have failed before the first step
         self._write(trainer)
         wandb.finish(exit_code=1)
 
@@ -50,6 +50,6 @@ class Record(Callback):
 
 
 def length_chart(histogram: Histogram) -> CustomChart:
-    """Bars for W&B: how many documents have at most so many tokens, and more than half of that."""
+    """Returns a W&B bar chart of document lengths (see `fa_train.data.packing.report.length_histogram`)."""
     table = wandb.Table(columns=["tokens", "documents"], data=[[f"≤ {longest:,}", n] for longest, n in histogram])
     return wandb.plot.bar(table, "tokens", "documents", title="Document lengths")

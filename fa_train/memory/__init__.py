@@ -1,1 +1,1 @@
-"""What keeps long sequences within the GPU's memory."""
+"""Ways to fit long sequences in GPU memory, and the planner that predicts how much memory a run needs."""

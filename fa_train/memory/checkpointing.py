@@ -1,4 +1,4 @@
-"""What a decoder block keeps for its backward: all that autograd asks for, attention's results, or its input alone."""
+"""Activation checkpointing of decoder blocks: none, full, or selective, which also keeps attention's results."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +18,7 @@ import fa_kernels.flash_attention.ops  # noqa: F401  registers torch.ops.flash_a
 Checkpointing = Literal["none", "selective", "full"]
 RunBlock = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
-# torch's operators behind scaled_dot_product_attention; their names are private, so some may be missing
+# the operators that scaled_dot_product_attention calls; their names are private, so some may be missing
 _SDPA = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -26,7 +26,7 @@ _SDPA = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-# the operators whose work grows with the square of a document's length; their results are o and lse of each query
+# the operators with quadratic cost; they return the output o and the logsumexp lse of each query
 ATTENTION_OPERATORS = frozenset(
     {
         torch.ops.flash_attention.forward.default,
@@ -36,20 +36,19 @@ ATTENTION_OPERATORS = frozenset(
 
 
 def require_checkpointing(checkpointing: str) -> None:
-    """ValueError unless it is one of `Checkpointing`."""
+    """Raises: ValueError if `checkpointing` is not one of `Checkpointing`."""
     known = get_args(Checkpointing)
     if checkpointing not in known:
         raise ValueError(f"memory.checkpointing must be one of {', '.join(known)}; got {checkpointing}")
 
 
 def block_runner(checkpointing: Checkpointing) -> RunBlock:
-    """Returns `run`: run(block, x) is block(x), and keeps for the backward what `checkpointing` says.
+    """Returns a function `run` such that run(block, x) computes block(x) with activation checkpointing.
 
-    none keeps all that autograd asks for, full keeps x, selective keeps x and attention's o and lse. Everything else is
-    computed again when the backward reaches the block; `block` has no dropout, so the random state is not kept.
-    Attentions without an operator of their own (naive, chunked, and torch's where it falls back to materialised scores)
-    have nothing that selective could keep: for them it equals full.
-    Call `run` inside the module that is compiled, so that torch.compile sees the policy and partitions by it.
+    none keeps all saved tensors. full keeps only x. selective keeps x and attention's o and lse. The backward
+    recomputes everything else. `block` has no dropout, so the random state is not saved.
+    selective equals full for attentions that are not a single operator: naive, chunked, and SDPA's math fallback.
+    Call `run` inside the compiled module, so that torch.compile applies the policy.
     """
     return {"none": _keep_all, "selective": _keep_input_and_attention, "full": _keep_input}[checkpointing]
 
@@ -69,7 +68,7 @@ def _keep_input_and_attention(block: Callable[[Tensor], Tensor], x: Tensor) -> T
 def _keep_attention(
     context: SelectiveCheckpointContext, operator: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """torch's policy: called with each operator of the forward."""
+    """Decides whether to keep an operator's result. torch calls this for each operator of the forward."""
     return CheckpointPolicy.MUST_SAVE if operator in ATTENTION_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -1,7 +1,7 @@
-"""The last linear layer and its cross entropy in one, so that (tokens x vocabulary) logits never exist.
+"""Fuses the last linear layer and its cross entropy, so that the logits of all tokens never exist at once.
 
-The gradient of a sum of losses is known up to one factor as soon as the logits are. So the forward pass takes a chunk
-of tokens at a time through logits, losses and both gradients, and the backward pass only multiplies by that factor.
+The forward pass processes the tokens in chunks. For each chunk it computes the logits, the losses and the gradients
+of the hidden states and of the weight. The backward pass only multiplies these gradients by the loss's gradient.
 """
 
 from dataclasses import dataclass
@@ -13,18 +13,17 @@ from torch import Tensor
 from fa_train.bounds import FractionBelowOne, NonNegativeFloat, PositiveInt
 from fa_train.private_names import require_parameters
 
-IGNORE_INDEX = -100  # the label of a token that has no loss, torch's own default
+IGNORE_INDEX = -100  # the label of a token without a loss, as in torch
 
 
 @dataclass(frozen=True)
 class LinearCrossEntropy:
-    """Cross entropy of hidden @ weight.T, summed over the valid labels.
+    """Computes the cross entropy of hidden @ weight.T, summed over the valid labels.
 
-    Units: chunk_size in tokens; chunk_size x vocabulary logits exist at a time.
-    z_loss times the squared logsumexp is added for each valid label, so that logits do not drift (PaLM,
-    arXiv:2204.02311, section 5: 1e-4). label_smoothing is the part of the target that is spread evenly over the
-    vocabulary, as in torch's cross_entropy. Both are 0 unless asked for, and count in validation too.
-    Raises: ValueError unless chunk_size is positive, z_loss is not negative and 0 <= label_smoothing <= 1.
+    chunk_size: tokens per chunk; chunk_size * vocab_size logits exist at a time.
+    z_loss: adds z_loss * logsumexp ** 2 for each valid label, so that logits do not drift (PaLM, arXiv:2204.02311,
+    section 5, uses 1e-4). label_smoothing: as in torch's cross_entropy. Both apply in validation too.
+    Raises: ValueError if chunk_size < 1, z_loss < 0, or label_smoothing is not from 0 to 1.
     """
 
     chunk_size: PositiveInt
@@ -40,9 +39,11 @@ class LinearCrossEntropy:
             raise ValueError(f"memory.loss.label_smoothing must be from 0 to 1; got {self.label_smoothing}")
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """hidden (total, dim), weight (vocab, dim), labels (total,) int64, -100 ignored -> fp32 scalar, in nats.
+        """Returns the loss in nats, a scalar in fp32.
 
-        Products are taken in autocast's dtype, else in hidden's; the softmax and weight's gradient always in fp32.
+        Shapes: hidden (total, dim), weight (vocab, dim), labels (total,) int64. Labels of -100 are ignored.
+        Matrix products use autocast's dtype, or hidden's dtype without autocast. The softmax and the accumulation of
+        the weight's gradient use fp32.
         Raises: ValueError on a shape mismatch.
         """
         if hidden.dim() != 2 or labels.shape != hidden.shape[:1] or weight.shape[1:] != hidden.shape[1:]:
@@ -71,9 +72,9 @@ def linear_cross_entropy(
     of_hidden: bool,
     of_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss and its gradients of hidden and of weight, each of no elements where it is not asked for.
+    """Returns the loss, and its gradients for hidden and weight. A gradient is empty if it is not needed.
 
-    One operator, so that torch.compile neither breaks the graph here nor unrolls the loop.
+    This is one operator, so that torch.compile neither breaks the graph here nor unrolls the loop.
     """
     d_hidden = torch.empty_like(hidden) if of_hidden else hidden.new_empty(0)
     d_weight = weight.new_zeros(weight.shape if of_weight else 0, dtype=torch.float32)
@@ -89,16 +90,17 @@ def linear_cross_entropy(
                 d_hidden[rows] = d_logits @ rounded_weight
             if of_weight:
                 add_product(d_weight, d_logits.T, chunk)
-            del chunk, d_logits  # or they would stay until the next ones are there
+            del chunk, d_logits  # free them before the next chunk allocates
     return losses.sum(), d_hidden, d_weight.to(weight.dtype)
 
 
 def _torch_cross_entropy(
     logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """(tokens, vocab) and (tokens,) -> losses (tokens,) fp32 and logits' gradient; both 0 where ignored.
+    """Computes the losses of a chunk and the gradient of its logits. Both are 0 for ignored labels.
 
-    The gradient is p (1 + 2 z_loss lse) - target, with p the softmax and target the smoothed label.
+    Shapes: logits (tokens, vocab), labels (tokens,) -> losses (tokens,) fp32, gradient (tokens, vocab).
+    The gradient is p * (1 + 2 * z_loss * lse) - target. p is the softmax, and target is the smoothed label.
     """
     ignored = labels == IGNORE_INDEX
     target = labels.masked_fill(ignored, 0)[:, None]
@@ -121,15 +123,14 @@ def _torch_cross_entropy(
 def _liger_cross_entropy(
     logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """The same by Liger's kernel, which overwrites the logits with their gradient.
+    """Does the same as `_torch_cross_entropy` with Liger's kernel, which overwrites the logits with their gradient.
 
-    Liger's functions around the kernel copy the number of valid labels to the host, and in the backward compare the
-    incoming gradient with 1 there: two syncs a call that a sum does not need.
+    Calls the kernel directly: Liger's wrappers synchronise with the host twice per call, which a sum does not need.
     """
-    from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel  # looks for a GPU on import
+    from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel  # the import needs a GPU
 
     n_tokens, vocab_size = logits.shape
-    losses = torch.zeros_like(labels, dtype=torch.float32)  # the kernel does not write those of ignored labels
+    losses = torch.zeros_like(labels, dtype=torch.float32)  # the kernel skips ignored labels
     arguments: dict[str, Any] = dict(
         X_ptr=logits,
         X_stride=logits.stride(0),
@@ -144,7 +145,7 @@ def _liger_cross_entropy(
         predicted_tokens_ptr=None,
         predicted_tokens_stride=0,
         n_cols=vocab_size,
-        n_non_ignore=0,  # divides a mean, not a sum
+        n_non_ignore=0,  # used for a mean only
         sum_non_ignore_weight=0,
         weight_sum=0.0,
         ignore_index=IGNORE_INDEX,
@@ -166,9 +167,9 @@ def _liger_cross_entropy(
 
 
 def add_product(accumulated: Tensor, a: Tensor, b: Tensor) -> None:
-    """accumulated (fp32) += a @ b, with a and b of lower precision or not."""
+    """Adds a @ b to `accumulated`, which is fp32. a and b can have lower precision."""
     if a.is_cuda and a.dtype != torch.float32:
-        # sums in fp32 without a rounded copy as large as the weight
+        # accumulates in fp32 without a bf16 temporary as large as the weight
         torch.addmm(accumulated, a, b, out_dtype=torch.float32, out=accumulated)
     else:
         accumulated += a @ b
@@ -199,7 +200,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 def _backward(ctx: Any, d_loss: Tensor, *unused: None) -> tuple[Tensor | None, ...]:
     d_hidden, d_weight = ctx.saved_tensors
-    # in place: another copy would be as large as the weight
+    # in place, because a copy would be as large as the weight
     of_hidden = d_hidden.mul_(d_loss) if ctx.of_hidden else None
     of_weight = d_weight.mul_(d_loss) if ctx.of_weight else None
     return of_hidden, of_weight, None, None, None, None, None, None, None

@@ -1,4 +1,4 @@
-"""The memory levers of one run, as conf/memory composes them."""
+"""The memory levers of a run: the settings in conf/memory that reduce its peak memory."""
 
 from dataclasses import dataclass
 
@@ -10,16 +10,15 @@ from fa_train.memory.offload import Offloaded, require_offload
 
 @dataclass(frozen=True)
 class Memory:
-    """What is given up for memory: time, host memory, or nothing.
+    """Settings that reduce GPU memory. Some of them cost time or host memory.
 
-    checkpointing: what each block keeps for its backward (fa_train.memory.checkpointing).
-    offload: whether the hidden states between blocks wait in host memory, or "all" that blocks keep, for which they
-    must compute nothing again (fa_train.memory.offload).
-    mlp_chunk: tokens that pass through the FFN at a time (fa_train.memory.tiled_ffn), None for all.
+    checkpointing: which activations each block keeps for its backward (fa_train.memory.checkpointing).
+    offload: True moves the hidden states between blocks to host memory until the backward. "all" moves everything that
+    blocks keep, and needs checkpointing="none" (fa_train.memory.offload).
+    mlp_chunk: tokens per chunk of the FFN (fa_train.memory.tiled_ffn); None means no chunks.
     loss: the last linear layer and its cross entropy (fa_train.memory.loss).
-    auto: whether train.py puts the fastest levers that fit in place of these (fa_train.memory.planner.levers).
-    Raises: ValueError on an unknown checkpointing or offload, on "all" with checkpointing, and on a chunk that is not
-    positive.
+    auto: train.py replaces these settings with the fastest ones that fit (fa_train.memory.planner.levers).
+    Raises: ValueError if a setting is unknown or out of range, or offload="all" is combined with checkpointing.
     """
 
     checkpointing: Checkpointing

@@ -1,23 +1,20 @@
-"""Hidden states between blocks, or all that blocks keep, wait for their backward in host memory.
+"""Offloads activations to host memory until the backward: the hidden states between blocks, or all that blocks keep.
 
-A block's input is what activation checkpointing keeps of it: at a million tokens the largest part of a step. Without
-checkpointing a block keeps eight times as much (llama_1b, mixed precision), and copying that takes about as long as the
-block computes on 131,072 tokens; then nothing is computed twice. Copies run on a stream of their own, out while the
-next blocks compute, back while the backward of the block above computes.
+With full activation checkpointing a block keeps only its input. Offloading these inputs (memory.offload=true) frees
+most of the memory of very long sequences. memory.offload=all offloads everything that blocks without checkpointing
+keep, and nothing is recomputed. Copies run on a side stream, while other blocks compute.
 
-Design: saved-tensor hooks around each block. Of what the block saves, its input (checkpoint's one argument, or the
-norm's input without checkpointing), or everything that has a row for each token, is kept as a `_State` instead; all
-else stays where it is. A state is a whole storage, as q, k and v are views of one. So autograd decides how long a state
-lives, and every wrapper of a block works unchanged, torch.compile included.
+Saved-tensor hooks around each block replace tensors by a `_State`: the block's input, or with "all" every tensor with
+one row per token. A state is a whole storage, because q, k and v are views of one. autograd owns the states, so their
+lifetime is correct for every wrapper of a block, including torch.compile.
 
-Order on the device, with `copies` the side stream and `compute` autograd's:
-- out: copies waits for compute, which wrote the state. The state itself is kept until compute waits for its copy, so
-  that its memory is not handed out while it is read: two blocks later or, of everything, IN_FLIGHT + 1 blocks later, as
-  copies may be a little slower than blocks, and those of the last blocks run on beside the loss.
-- back: compute allocates, copies waits for compute (the memory's last owner) and fills, compute waits for copies.
-- host buffers return to the pool with the graph. The one stream orders a buffer's last copy back before its next copy
-  out, so nothing ever waits on the host.
-No tensor is handed to record_stream, which would free memory only when the host happens to look.
+Order on the device, where `copies` is the side stream and `compute` is autograd's stream:
+- To the host: `copies` waits for `compute`, which wrote the state. The state's GPU memory is freed only after
+  `compute` waits for the copy. That is two blocks later, or IN_FLIGHT + 1 blocks later with "all".
+- From the host: `compute` allocates, `copies` waits for `compute` and copies, then `compute` waits for `copies`.
+- Host buffers return to the pool when the graph is freed. All copies use one stream, so a buffer's last copy from the
+  host ends before the next copy to it. The host never waits.
+record_stream is not used, because it would free the memory later, at a time that depends on the host.
 """
 
 import mmap
@@ -34,11 +31,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 Offloaded = bool | Literal["all"]  # nothing, hidden states between blocks, or all that blocks keep
-IN_FLIGHT = 2  # blocks whose copies to the host may still run while a block computes, where everything leaves
+IN_FLIGHT = 2  # with "all": the earlier blocks whose copies to the host may still run
 
 
 def require_offload(offload: Offloaded, checkpointing: str) -> None:
-    """ValueError unless it is one, and blocks keep what "all" would send."""
+    """Raises: ValueError if `offload` is unknown, or is "all" with checkpointing other than none."""
     if offload not in (False, True, "all"):
         raise ValueError(f"memory.offload must be true, false or all; got {offload}")
     if offload == "all" and checkpointing != "none":
@@ -46,7 +43,7 @@ def require_offload(offload: Offloaded, checkpointing: str) -> None:
 
 
 def available_host_bytes() -> int:
-    """What this machine, or the container that this runs in, can still give, in bytes; Linux only."""
+    """Returns the available memory of this machine or container in bytes. Linux only."""
     meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(meminfo["MemAvailable"].split()[0]) * 1024
     limits = [_control_group_bytes(Path(folder)) for folder in ("/sys/fs/cgroup", "/sys/fs/cgroup/memory")]
@@ -54,7 +51,7 @@ def available_host_bytes() -> int:
 
 
 def require_host_memory(needed: int, available: int, processes: int = 1, *, everything: bool = False) -> None:
-    """ValueError when `processes` of this machine cannot have `needed` bytes each of the `available` ones."""
+    """Raises: ValueError if `processes` processes with `needed` bytes each do not fit in the `available` bytes."""
     if needed * processes > available:
         each = f" in each of {processes} processes" if processes > 1 else ""
         offload, other = ("all", "memory=offload") if everything else ("true", "memory.offload=false")
@@ -65,18 +62,18 @@ def require_host_memory(needed: int, available: int, processes: int = 1, *, ever
 
 
 def worth_a_copy(nbytes: int, tokens: int, dim: int) -> bool:
-    """Whether a tensor with a row for each token goes to the host: not lse, norms' statistics and angles.
+    """Returns whether a tensor is large enough to offload. Excludes lse, statistics of norms, and rotation angles.
 
-    nbytes is of the tensor's whole storage; dim is that of hidden states.
+    nbytes: the size of the tensor's whole storage. dim: the width of hidden states.
     """
     return nbytes >= tokens * dim
 
 
 class Offload:
-    """The host memory and the stream of one model's states, over all its steps.
+    """Offloads the states of one model, in all its steps. Owns the host buffers and the copy stream.
 
-    everything: whether whatever a block keeps goes to the host, or its input alone.
-    Buffers are allocated in the first step and reused from then on: as many as states wait at once.
+    everything: True offloads everything that a block keeps, False only its input.
+    The first step allocates the buffers, and later steps reuse them.
     """
 
     def __init__(self, n_layers: int, everything: bool = False) -> None:
@@ -85,9 +82,9 @@ class Offload:
         self.copies: torch.cuda.Stream | None = None
 
     def forward_pass(self, x: Tensor) -> "ForwardPass":
-        """For one forward over hidden states like x.
+        """Starts a forward pass. x: the hidden states, whose size and device it uses.
 
-        Raises: ValueError when the host has too little memory; of everything, after the first block.
+        Raises: ValueError if the host has too little memory. With everything=True, the first block raises it.
         """
         if self.pool is None:
             self.pool = HostPool(pinned=x.is_cuda)
@@ -98,23 +95,23 @@ class Offload:
 
 
 class HostPool:
-    """Buffers of host memory: handed out, handed back, never freed unless they became too small."""
+    """A pool of host buffers. A buffer is freed only if it is too small for a new request."""
 
     def __init__(self, pinned: bool) -> None:
         self.pinned = pinned
         self.free: list[Tensor] = []
-        self.allocated = 0  # how often, for the tests: a step after the first allocates nothing
-        self.nbytes = 0  # of all buffers
+        self.allocated = 0  # the number of allocations, for tests: only the first step allocates
+        self.nbytes = 0  # the size of all buffers
 
     def require(self, nbytes: int, *, everything: bool) -> None:
-        """ValueError unless the host has what is missing of nbytes."""
+        """Raises: ValueError if the host has too little memory to grow the pool to nbytes."""
         if nbytes > self.nbytes:
             require_host_memory(nbytes, available_host_bytes() + self.nbytes, everything=everything)
 
     def take(self, nbytes: int) -> Tensor:
-        """(at least nbytes,) uint8: the smallest of the free ones that is large enough, else a new one.
+        """Returns a uint8 buffer of at least nbytes: the smallest free one that is large enough, or a new one.
 
-        A new one takes the place of the largest of the free, which is too small.
+        A new buffer replaces the largest free one, which is too small.
         """
         self.free.sort(key=Tensor.numel)
         for place, buffer in enumerate(self.free):
@@ -127,24 +124,24 @@ class HostPool:
         return _pinned(nbytes) if self.pinned else torch.empty(nbytes, dtype=torch.uint8)
 
     def give(self, buffer: Tensor) -> None:
-        """Copies on the pool's stream may still be underway."""
+        """Returns a buffer to the pool. Copies on the pool's stream can still use it."""
         self.free.append(buffer)
 
 
 class ForwardPass:
-    """The states of one forward, in order."""
+    """Offloads the states of one forward pass, block by block."""
 
     def __init__(self, n_layers: int, everything: bool, pool: HostPool, copies: torch.cuda.Stream | None) -> None:
         self.everything, self.pool, self.copies = everything, pool, copies
         self.n_layers = self.blocks_left = n_layers
-        self.below: list[_State] = []  # of the block before
+        self.below: list[_State] = []  # the states of the previous block
         self.underway = _Underway(blocks=IN_FLIGHT if everything else 1)
 
     @contextmanager
     def block(self, x: Tensor) -> Iterator[None]:
-        """Around one block's forward on x: what it saves goes to the host, or x alone.
+        """Wraps one block's forward on x, and offloads what it saves.
 
-        The last block's stays: its backward is the first, so it would be needed back at once.
+        The last block keeps its states on the GPU, because its backward is the first one and needs them immediately.
         """
         self.blocks_left -= 1
         self.underway.next_block()
@@ -159,7 +156,7 @@ class ForwardPass:
             self.pool.require(sum(state.nbytes for state in self.below) * (self.n_layers - 1), everything=True)
 
     def end(self, x: Tensor) -> None:
-        """After the last block, whose result is x: the copies of everything have until x gets its gradient."""
+        """Call this after the last block. x: its result. With "all", copies may run until x gets its gradient."""
         self.below, underway = [], self.underway
         if self.everything and x.requires_grad:
             x.register_hook(lambda _: underway.let_go())
@@ -167,7 +164,7 @@ class ForwardPass:
             underway.let_go()
 
     def keep(self, storage: Tensor) -> "_State":
-        """The next state that this block saves, (nbytes,) uint8."""
+        """Makes a state of a saved storage, (nbytes,) uint8, and starts its copy unless this is the last block."""
         state = _State(storage, self.below)
         if self.blocks_left:
             state.send(self.pool, self.copies, self.underway)
@@ -175,23 +172,23 @@ class ForwardPass:
 
 
 class _Underway:
-    """The memory of states whose copies to the host may not have ended: of so many blocks before the one that runs."""
+    """Holds the GPU memory of states whose copies to the host may still run, for a number of blocks."""
 
     def __init__(self, blocks: int) -> None:
         self.keep = blocks
         self.blocks: deque[list[tuple[Tensor, torch.cuda.Event | None]]] = deque()
 
     def next_block(self) -> None:
-        """Lets go of the blocks that should have arrived by now."""
+        """Starts a new block, and releases the blocks that are older than the limit."""
         self.let_go(self.keep)
         self.blocks.append([])
 
     def add(self, storage: Tensor, copied: torch.cuda.Event | None) -> None:
-        """copied is None where the copy has been waited for, as on a CPU."""
+        """Adds a state's memory. copied: the event at the end of its copy; None if the copy has finished."""
         self.blocks[-1].append((storage, copied))
 
     def let_go(self, keep: int = 0) -> None:
-        """Has the current stream wait for the copies of all but the `keep` newest blocks, and frees their memory."""
+        """Makes the current stream wait for the copies of all but the `keep` newest blocks, and frees their memory."""
         while len(self.blocks) > keep:
             for _, copied in self.blocks.popleft():
                 if copied is not None:
@@ -202,18 +199,18 @@ class _Underway:
 
 
 class _State:
-    """The memory of one saved tensor, and of its views; `below` are those that the backward asks for next."""
+    """The storage of one saved tensor and of its views. below: the states that the backward needs next."""
 
     def __init__(self, storage: Tensor, below: "list[_State]") -> None:
         self.storage: Tensor | None = storage
         self.nbytes = storage.nbytes
         self.below = below
-        self.left = 0  # saved views of it that the backward has not asked for
+        self.left = 0  # the saved views that the backward has not used yet
         self.pool: HostPool | None = None
         self.arrived: torch.cuda.Event | None = None
 
     def send(self, pool: HostPool, copies: torch.cuda.Stream | None, underway: _Underway) -> None:
-        """Starts the copy to the host and lets the memory go; `underway` holds it until that copy has ended."""
+        """Starts the copy to the host and gives up the GPU memory. `underway` holds it until the copy has ended."""
         storage = self.storage
         assert storage is not None
         self.storage, self.pool, self.copies, self.device = None, pool, copies, storage.device
@@ -229,7 +226,7 @@ class _State:
         underway.add(storage, copies.record_event())
 
     def fetch(self) -> None:
-        """Starts the copy back, unless it is here or on its way."""
+        """Starts the copy back to the GPU unless it has already started."""
         if self.storage is not None:
             return
         self.storage = torch.empty_like(self.host, device=self.device, pin_memory=False)
@@ -242,7 +239,10 @@ class _State:
         self.arrived = self.copies.record_event()
 
     def get(self) -> Tensor:
-        """(nbytes,) uint8 for its block's backward; those below set out. Kept here as long as others will ask."""
+        """Returns the storage on the GPU, (nbytes,) uint8, and starts the copies of the states below.
+
+        This state keeps the storage until the backward has used all saved views of it.
+        """
         self.fetch()
         self._await()
         for state in reversed(self.below):
@@ -251,7 +251,7 @@ class _State:
         storage = self.storage
         assert storage is not None
         self.left -= 1
-        if self.left <= 0 and self.pool is not None:  # a second backward would fetch it again
+        if self.left <= 0 and self.pool is not None:  # a second backward fetches it again
             self.storage = None
         return storage
 
@@ -261,7 +261,7 @@ class _State:
             self.arrived = None
 
     def __del__(self) -> None:
-        # the memory of a state that was fetched in vain must not be handed out while it is written
+        # a state can be fetched but never used: wait before its memory is reused
         self._await()
         if self.pool is not None:
             self.pool.give(self.buffer)
@@ -269,7 +269,7 @@ class _State:
 
 @dataclass(frozen=True)
 class _View:
-    """What stands for one saved tensor."""
+    """Replaces one saved tensor: a view of a state's storage."""
 
     state: _State
     dtype: torch.dtype
@@ -279,19 +279,19 @@ class _View:
 
 
 class _Pack:
-    """Replaces what a block saves. autograd holds on to this with the graph, so in the end it holds nothing."""
+    """The pack hook: replaces the tensors that a block saves. autograd keeps the hook, so `release` empties it."""
 
     def __init__(self, x: Tensor, forward_pass: ForwardPass) -> None:
         self.x: Tensor | None = x
         self.forward_pass: ForwardPass | None = forward_pass
-        self.states: dict[int, _State] = {}  # by address of the storage, which may be saved more than once
-        self.memory: list[Tensor] = []  # of the states, whose addresses no other tensor may get meanwhile
+        self.states: dict[int, _State] = {}  # by the address of the storage, which can be saved more than once
+        self.memory: list[Tensor] = []  # keeps the storages alive, so that no address is reused
 
     def __call__(self, saved: Tensor) -> "Tensor | _View":
         assert self.x is not None and self.forward_pass is not None
         leaves = _is_of_tokens if self.forward_pass.everything else _is
         if not leaves(saved, self.x):
-            return saved.detach()  # itself, as its node's own result, it would hold the node that holds it
+            return saved.detach()  # without detach(), a node's result would form a reference cycle
         storage = saved.untyped_storage()
         state = self.states.get(storage._cdata)
         if state is None:
@@ -313,7 +313,7 @@ def _unpack(saved: Tensor | _View) -> Tensor:
 
 
 def _is(saved: Tensor, x: Tensor) -> bool:
-    """Whether autograd saves x; it does not hand over the same Python object."""
+    """Returns whether `saved` is x. autograd passes another Python object for the same tensor."""
     return (
         saved.data_ptr() == x.data_ptr()
         and saved.shape == x.shape
@@ -323,7 +323,10 @@ def _is(saved: Tensor, x: Tensor) -> bool:
 
 
 def _is_of_tokens(saved: Tensor, x: Tensor) -> bool:
-    """Whether it is, or is a view of, what has a row for each token of x and is worth a copy: no weight."""
+    """Returns whether `saved`, or the tensor it is a view of, has one row per token of x and is large enough.
+
+    Weights are never offloaded.
+    """
     base = saved if saved._base is None else saved._base
     return (
         not isinstance(base, nn.Parameter)
@@ -334,19 +337,19 @@ def _is_of_tokens(saved: Tensor, x: Tensor) -> bool:
 
 
 def _pinned(nbytes: int) -> Tensor:
-    """(nbytes,) uint8 that the GPU copies from and to directly.
+    """Returns a pinned host buffer, (nbytes,) uint8.
 
-    torch's own pinned memory is rounded up to a power of two: 6 GiB would take 8. Pages of its own, because CUDA
-    registers whole pages, and each once.
+    torch's own pinned allocator rounds sizes up to a power of two. The buffer has its own pages, because CUDA registers
+    whole pages, and each page only once.
     """
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
-    buffer.zero_()  # by all threads; registering pages that do not exist yet makes them by one
+    buffer.zero_()  # creates the pages with all threads; registering would use one
     cudart, address = torch.cuda.cudart(), buffer.data_ptr()
     torch.cuda.check_error(int(cudart.cudaHostRegister(address, nbytes, 0)))
 
     def unregister() -> None:
-        torch.cuda.synchronize()  # a copy may be underway
+        torch.cuda.synchronize()  # a copy can still run
         cudart.cudaHostUnregister(address)
 
     weakref.finalize(buffer, unregister).atexit = False
@@ -354,13 +357,13 @@ def _pinned(nbytes: int) -> Tensor:
 
 
 def _control_group_bytes(folder: Path) -> int | None:
-    """What a container's limit leaves; None where there is none."""
+    """Returns the bytes that are left below a container's memory limit, or None if there is no limit."""
     for limit, usage, cache in (
-        ("memory.max", "memory.current", "inactive_file"),  # version 2
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
+        ("memory.max", "memory.current", "inactive_file"),  # cgroup version 2
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # cgroup version 1
     ):
         if (folder / limit).exists() and (folder / limit).read_text().strip() != "max":
             statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            used = int((folder / usage).read_text()) - int(statistics[cache])  # the cache makes way
+            used = int((folder / usage).read_text()) - int(statistics[cache])  # the page cache can be freed
             return int((folder / limit).read_text()) - used
     return None

@@ -1,7 +1,7 @@
-"""SwiGLU and the product after it, for compiled steps: one pass between the two products of its backward.
+"""Fuses SwiGLU and the down projection for compiled models, so that the backward needs one elementwise kernel.
 
-torch.compile makes two kernels there, which read the same numbers: one computes the activations again, for the weight's
-gradient, the other the gradient of what they were computed from.
+torch.compile alone makes two kernels that read the same tensors. One recomputes the activations for the weight's
+gradient, and the other computes the gradient of SwiGLU's input.
 """
 
 from typing import Any
@@ -15,15 +15,16 @@ from fa_train.memory.tiled_ffn import activate
 
 
 def trains_plainly(linear: nn.Linear) -> bool:
-    """Whether its product is that of one tensor that gets a gradient, and not of shards, codes or an adapter."""
+    """Returns whether a layer is a plain nn.Linear that is trained: not sharded, quantized or wrapped by an adapter."""
     return type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and linear.weight.requires_grad
 
 
 def swiglu_down(projected: Tensor, down: Tensor, down_bias: Tensor | None) -> Tensor:
-    """down(silu(gate) * value), which keeps `projected` for the backward and not the activations.
+    """Computes down(silu(gate) * value). Keeps `projected` for the backward instead of the activations.
 
-    Shapes: projected (total, 2 ffn_dim), the gate first; down (dim, ffn_dim); down_bias (dim,) -> (total, dim), in
-    autocast's dtype, else in that of the arguments. Gradients are rounded as F.linear's.
+    Shapes: projected (total, 2 * ffn_dim) holds gate and then value; down (dim, ffn_dim); down_bias (dim,); returns
+    (total, dim). The result has autocast's dtype, or the arguments' dtype without autocast. Gradients are rounded like
+    those of F.linear.
     """
     device = projected.device.type
     if torch.is_autocast_enabled(device):
@@ -35,7 +36,7 @@ def swiglu_down(projected: Tensor, down: Tensor, down_bias: Tensor | None) -> Te
 
 
 class _SwigluDown(torch.autograd.Function):
-    """All arguments are of one dtype."""
+    """`swiglu_down` after all arguments were converted to one dtype."""
 
     @staticmethod
     def forward(ctx: Any, projected: Tensor, down: Tensor, down_bias: Tensor | None) -> Tensor:
@@ -45,6 +46,6 @@ class _SwigluDown(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         projected, down = ctx.saved_tensors
-        activated = dy @ down  # the gradient of the activations, until they take its place
+        activated = dy @ down  # first the gradient of the activations; swiglu_gradient overwrites it
         d_projected = swiglu_gradient(projected, activated)
         return d_projected, dy.T @ activated, dy.sum(0) if ctx.needs_input_grad[2] else None

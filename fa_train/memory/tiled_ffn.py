@@ -1,13 +1,12 @@
-"""The FFN over chunks of tokens, so that nothing of (tokens x ffn_dim) exists in either pass.
+"""Computes the FFN in chunks of tokens, so that no (tokens, ffn_dim) tensor exists in the forward or backward.
 
-The forward keeps its input and the weights; the backward computes each chunk's activations again (ALST,
-arXiv:2506.13996). With `keep` the first product is kept too, for memory.offload=all, which has it wait on the host.
-Rows pass through the same operations in the same order as without chunks, so the output and the gradient of x differ
-from the unchunked ones only where a library splits a product of fewer rows otherwise, and where a kernel rounds SwiGLU
-once. The gradients of the weights are sums over chunks, in fp32.
+The forward keeps its input and the weights. The backward recomputes each chunk's activations (ALST, arXiv:2506.13996).
+With `keep`, the result of the first product is kept too; memory.offload=all moves it to the host.
+Outputs and input gradients differ from the unchunked FFN only by rounding: a library can split products with fewer rows
+differently, and a fused kernel rounds SwiGLU once. Weight gradients are accumulated over chunks in fp32.
 
-What counts beside the products is how often a chunk's activations pass through memory: one pass after each product of
-the activations, which writes over what it read, and none that copies a result to its rows.
+Memory traffic determines the speed of everything except the matrix products. The activation kernels therefore work in
+place, and products write directly to the rows of the result.
 """
 
 from typing import Any, Literal
@@ -19,11 +18,14 @@ from torch import Tensor
 from fa_kernels.swiglu import swiglu, swiglu_backward, swiglu_gradient
 from fa_train.memory.loss import add_product
 
-TiledActivation = Literal["swiglu", "gelu"]  # without GeGLU, whose derivative is not here
+TiledActivation = Literal["swiglu", "gelu"]  # GeGLU's derivative is not implemented
 
 
 def activate(projected: Tensor, activation: str) -> Tensor:
-    """(..., rows of up) -> (..., ffn_dim): SwiGLU (arXiv:2002.05202), gate before values, or GPT-2's GELU by tanh."""
+    """Applies SwiGLU (arXiv:2002.05202), with the gate before the values, or GPT-2's tanh approximation of GELU.
+
+    Shapes: (..., 2 * ffn_dim) for SwiGLU and (..., ffn_dim) for GELU -> (..., ffn_dim).
+    """
     if activation == "gelu":
         return F.gelu(projected, approximate="tanh")
     gate, value = projected.chunk(2, dim=-1)
@@ -40,12 +42,12 @@ def tiled_mlp(
     chunk_size: int,
     keep: bool = False,
 ) -> Tensor:
-    """The unchunked down(activate(up(x))), (total, dim) in autocast's dtype, else in x's.
+    """Computes down(activate(up(x))) in chunks of chunk_size tokens.
 
-    Shapes: x (total, dim); up (ffn_dim, dim), or (2 ffn_dim, dim) for swiglu; down (dim, ffn_dim); biases (rows,) of
-    their weight, or None.
-    Units: chunk_size in tokens.
-    keep: whether up(x) of all tokens is saved for the backward, or computed again there.
+    Shapes: x (total, dim); up (ffn_dim, dim), or (2 * ffn_dim, dim) for swiglu; down (dim, ffn_dim); returns
+    (total, dim). A bias is None or has one element per row of its weight.
+    The result has autocast's dtype, or x's dtype without autocast.
+    keep: True saves up(x) of all tokens for the backward, False recomputes it there.
     Raises: ValueError on a shape mismatch.
     """
     ffn_dim = up.shape[0] // 2 if activation == "swiglu" else up.shape[0]
@@ -65,10 +67,10 @@ def tiled_mlp(
 
 
 class _Backward(torch.autograd.Function):
-    """The node with the gradients; its result stands for the output, has no memory and is never read.
+    """The autograd node that computes the gradients. Its result is a placeholder without memory that is never read.
 
-    It comes before the forward's node so that what it saves is saved before the forward runs. Activation checkpointing
-    stops its recomputation once all is saved; in one node, the whole FFN would be computed again for nothing.
+    Its forward runs before `_Forward`, so that all tensors are saved before the FFN is computed. Activation
+    checkpointing stops recomputing once all tensors are saved, and so does not recompute the FFN's output.
     """
 
     @staticmethod
@@ -93,7 +95,7 @@ class _Backward(torch.autograd.Function):
 
 def _gradients(ctx: Any, dy: Tensor, projected: Tensor | None, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
     x, up, up_bias, down, down_bias = saved
-    with_weights = any(ctx.needs_input_grad[1:5])  # not where a finetune freezes them
+    with_weights = any(ctx.needs_input_grad[1:5])  # False if finetuning freezes them
     dx, *d_weights = mlp_backward(
         dy, x, up, up_bias, down, down_bias, projected, ctx.activation, ctx.chunk_size, with_weights
     )
@@ -102,7 +104,7 @@ def _gradients(ctx: Any, dy: Tensor, projected: Tensor | None, *saved: Tensor | 
 
 
 class _Kept(torch.autograd.Function):
-    """The one node where nothing is computed again."""
+    """The autograd node for keep=True, which recomputes nothing."""
 
     @staticmethod
     def forward(
@@ -126,7 +128,7 @@ class _Kept(torch.autograd.Function):
 
 
 class _Forward(torch.autograd.Function):
-    """The node with the work of the forward; it hands its gradient on."""
+    """The autograd node that computes the output. Its backward passes the gradient on to `_Backward`."""
 
     @staticmethod
     def forward(
@@ -158,9 +160,9 @@ def mlp_forward(
     chunk_size: int,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(total, dim) -> the same, and up(x), of no elements unless it is to be kept.
+    """Returns the FFN's output, (total, dim), and up(x), which is empty if keep is False.
 
-    An operator, so that torch.compile does not unroll the loop.
+    This is one operator, so that torch.compile does not unroll the loop.
     """
     with torch.autocast(x.device.type, enabled=False):
         up, up_bias, down, down_bias = _rounded(x.dtype, up, up_bias, down, down_bias)
@@ -172,7 +174,7 @@ def mlp_forward(
             else:
                 activated = _activated(F.linear(x[rows], up, up_bias), activation, in_place=True)
             _linear(activated, down, down_bias, out=y[rows])
-            del activated  # or it would stay until the next chunk's is there
+            del activated  # free it before the next chunk allocates
     return y, kept
 
 
@@ -203,9 +205,9 @@ def mlp_backward(
     chunk_size: int,
     with_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, up, up_bias, down and down_bias; of no elements where there is no bias or no use for it.
+    """Returns the gradients of x, up, up_bias, down and down_bias. A gradient that is not needed is empty.
 
-    projected is up(x), or None where that is to be computed again.
+    projected: up(x), or None to recompute it.
     """
     weights = (up, up_bias, down, down_bias)
     sums = [x.new_zeros(w.shape if with_weights and w is not None else 0, dtype=torch.float32) for w in weights]
@@ -223,7 +225,7 @@ def mlp_backward(
                 activated, d_projected = _activation_backward(kept, dy[rows] @ down, activation, in_place=False)
             if with_weights:
                 add_product(d_down, dy[rows].T, activated)
-            del activated  # before the sum below, and before the next chunk's
+            del activated  # free it before the next allocations
             torch.mm(d_projected, up, out=dx[rows])
             if with_weights:
                 add_product(d_up, d_projected.T, x[rows])
@@ -261,14 +263,14 @@ def _backward_fake(
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -> Tensor:
-    """F.linear that writes its result to `out`."""
+    """Computes F.linear into `out`."""
     if bias is None:
         return torch.mm(x, weight.T, out=out)
     return torch.addmm(bias, x, weight.T, out=out)
 
 
 def _activated(projected: Tensor, activation: str, *, in_place: bool) -> Tensor:
-    """`activate`, but in place GELU's result takes that of `projected`."""
+    """Applies `activate`. With in_place, GELU overwrites `projected`."""
     if activation == "swiglu":
         return swiglu(projected)
     gelu = torch.ops.aten.gelu_ if in_place else torch.ops.aten.gelu
@@ -278,9 +280,9 @@ def _activated(projected: Tensor, activation: str, *, in_place: bool) -> Tensor:
 def _activation_backward(
     projected: Tensor, d_activated: Tensor, activation: str, *, in_place: bool
 ) -> tuple[Tensor, Tensor]:
-    """The activations and the gradient of `projected`, which in place take the places of the arguments.
+    """Returns the activations and the gradient of `projected`. With in_place, `projected` is overwritten.
 
-    autograd's formulas: it records nothing inside an operator.
+    The formulas are written out, because autograd does not record inside a custom operator.
     """
     if activation == "gelu":
         torch.ops.aten.gelu_backward(d_activated, projected, approximate="tanh", grad_input=d_activated)
