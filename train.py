@@ -25,8 +25,9 @@ from fa_train import compat, preflight, settings
 from fa_train.callbacks.checkpoint import export_last, require_checkpoint
 from fa_train.callbacks.monitor import DivergedError, results
 from fa_train.callbacks.out_of_memory import is_out_of_memory
-from fa_train.memory.planner.levers import Levers, with_levers
-from fa_train.memory.planner.plan import predict
+from fa_train.checkpoints import resume
+from fa_train.errors import explain
+from fa_train.memory.planner.run import plan_memory, plan_of
 from fa_train.models.attention import require_backend
 from fa_train.models.gpt import GPT
 from fa_train.parallel.decisions import decided_by_rank_zero, fresh_folder
@@ -72,7 +73,7 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDat
     require_backend(instantiate(cfg.attention), trainer.strategy.root_device)
     vocab_size = cfg.model.vocab_size or data.vocab_size
     preflight.require_vocabulary(vocab_size, data.vocab_size)
-    plan_memory(cfg, trainer, vocab_size)
+    fill_in_levers(cfg, trainer, vocab_size)
     sharded, device = isinstance(trainer.strategy, FullyShardedStrategy), trainer.strategy.root_device
     with DrawnOn(device) if sharded else device:  # the same numbers; a GPU draws the 8B of llama_8b in seconds
         model = build_model(cfg, vocab_size)
@@ -111,39 +112,35 @@ def rebuild_model(cfg: DictConfig, vocab_size: int) -> GPT:
     return build_model(cfg, vocab_size)
 
 
-def plan_memory(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None:
-    """Chooses the levers of memory=auto, and raises ValueError where a run cannot fit."""
-    device, processes, rows = trainer.strategy.root_device, trainer.num_devices, cfg.data.micro_batch_size
-    sharded = isinstance(trainer.strategy, FullyShardedStrategy)
+def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None:
+    """Fills in the levers of memory=auto. Raises: ValueError if the run cannot fit or cannot train its sequences."""
     with torch.device("meta"):  # sizes without the weights
         model = build_model(cfg, vocab_size)
     preflight.require_reach(model, cfg.seq_len, cfg.data.max_doc_len, cfg.data.reset_positions)
-    shape = preflight.shape_of(
+    sharded = isinstance(trainer.strategy, FullyShardedStrategy)
+    plan = plan_of(
         model,
+        seq_len=cfg.seq_len,
+        rows=cfg.data.micro_batch_size,
         precision=str(trainer.precision),
-        tokens=cfg.seq_len * rows,
         optimizer=instantiate(cfg.optimizer),
         accumulates=trainer.accumulate_grad_batches > 1,
         compiled=cfg.lit_gpt.compile_model,
         ranks=trainer.world_size if sharded else 1,
     )
     if sharded:
-        preflight.require_shardable(shape, samples=cfg.callbacks.get("sample") is not None)
+        preflight.require_shardable(plan.run, samples=cfg.callbacks.get("sample") is not None)
+    levers = plan_memory(
+        plan,
+        trainer.strategy.root_device,
+        trainer.num_devices,
+        auto=bool(cfg.memory.get("auto")),
+        attention=HydraConfig.get().runtime.choices["attention"],
+        in_sweep=in_sweep(),
+        say=trainer.print,
+    )
     if cfg.memory.get("auto"):
-        fastest = partial(preflight.fastest_levers, shape, device, processes, rows)
-        levers = Levers(**decided_by_rank_zero("memory", lambda: asdict(fastest())))
         cfg.memory.update(asdict(levers))
-        shape = with_levers(shape, levers)
-        trainer.print(f"memory=auto: {', '.join(f'{name}={value}' for name, value in asdict(levers).items())}")
-    try:
-        prediction = preflight.require_memory(shape, device, processes, rows)
-    except preflight.DoesNotFitError:
-        if not in_sweep():
-            raise
-        prediction = predict(shape)  # in a sweep, running out of memory is a result like others
-    if device.type == "cuda":
-        attention = HydraConfig.get().runtime.choices["attention"]
-        trainer.print(preflight.plan(prediction, device, processes, rows, attention, bool(cfg.memory.get("auto"))))
 
 
 def train(cfg: DictConfig) -> dict[str, float]:
@@ -151,9 +148,9 @@ def train(cfg: DictConfig) -> dict[str, float]:
     trainer, lit_gpt, data = build(cfg)
     if cfg.export:
         require_checkpoint(trainer)
-    newest = partial(preflight.checkpoint_path, cfg.ckpt_path, Path("runs", settings.run_folder(cfg.run_name)))
+    newest = partial(resume.checkpoint_path, cfg.ckpt_path, Path("runs", settings.run_folder(cfg.run_name)))
     ckpt_path = decided_by_rank_zero("ckpt_path", newest)
-    if nothing_to_do := decided_by_rank_zero("steps", partial(preflight.finished, ckpt_path, cfg.max_steps)):
+    if nothing_to_do := decided_by_rank_zero("steps", partial(resume.finished, ckpt_path, cfg.max_steps)):
         trainer.print(nothing_to_do)
         return results(trainer)
     preset = HydraConfig.get().runtime.choices["preset"]
@@ -190,7 +187,7 @@ def errors_in_one_line() -> Iterator[None]:
     except (ValueError, DivergedError, HydraException, OmegaConfBaseException) as error:
         if SHOW_TRACEBACK:
             raise
-        sys.exit(f"error: {preflight.explain(error)}")
+        sys.exit(f"error: {explain(error)}")
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")

@@ -22,11 +22,11 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from fa_train import compat
 from fa_train.checkpoints.saved_config import require_own_targets
+from fa_train.errors import explain
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.export import load as load_checkpoint
 from fa_train.models.hf.export import write
 from fa_train.models.hf.import_ import DTYPES
-from fa_train.preflight import explain
 
 PARTS = ("model", "adapter")  # the nodes of a run's config that an export builds
 

@@ -19,10 +19,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fa_train.data.tokens.sft import ChatEncoder
 from fa_train.data.tokens.tokenizer import HFTokenizer
+from fa_train.errors import explain
 from fa_train.evaluation.generation import chat_prompt, generate, stop_tokens
 from fa_train.models.attention import flash_attention, naive_attention
 from fa_train.models.hf.import_ import DTYPES, Dtype, load_pretrained
-from fa_train.preflight import explain
 from scripts.export_hf import export
 
 

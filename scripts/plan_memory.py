@@ -21,20 +21,21 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from fa_train.errors import explain
 from fa_train.memory.offload import available_host_bytes
 from fa_train.memory.planner.levers import (
     fastest_that_fits,
     fits,
-    levers_of,
     longest_of_all_levers,
     longest_seq_len,
     next_lever,
     with_levers,
 )
-from fa_train.memory.planner.plan import COMPONENTS, GIB, Prediction, predict
-from fa_train.memory.planner.shape import Shape
+from fa_train.memory.planner.plan import Plan
+from fa_train.memory.planner.predict import COMPONENTS, GIB, Prediction, predict
+from fa_train.memory.planner.run import device_bytes, plan_of
 from fa_train.memory.planner.weights import parameter_sizes
-from fa_train.preflight import device_bytes, explain, require_shardable, shape_of
+from fa_train.preflight import require_shardable
 from scripts.composed import composed
 
 H200_GIB = 139.8
@@ -47,10 +48,10 @@ def main(arguments: list[str]) -> str:
     gpu_bytes = int(gpu * GIB) if gpu is not None else _gpu_bytes()
     cfg = composed(overrides)
     host_bytes = int(host * GIB) if host is not None else available_host_bytes() // _devices(cfg)
-    shape, auto = shape_of_run(cfg), bool(cfg.memory.get("auto"))
+    plan, auto = plan_of_run(cfg), bool(cfg.memory.get("auto"))
     if auto:
-        shape = with_levers(shape, fastest_that_fits(shape, gpu_bytes, host_bytes) or levers_of(shape))
-    lines = [table(shape, gpu_bytes, host_bytes, rows=cfg.data.micro_batch_size, auto=auto)]
+        plan = with_levers(plan, fastest_that_fits(plan, gpu_bytes, host_bytes) or plan.levers)
+    lines = [table(plan, gpu_bytes, host_bytes, auto=auto)]
     if not cfg.attention._target_.endswith(".flash_attention"):
         lines += ["all this is of attention=flash; another may take more, which is not planned"]
     if not torch.cuda.is_available() and (gpu is None or host is None):
@@ -59,25 +60,26 @@ def main(arguments: list[str]) -> str:
     return "\n".join(lines)
 
 
-def shape_of_run(cfg: DictConfig) -> Shape:
+def plan_of_run(cfg: DictConfig) -> Plan:
     """Its model is built without weights. Raises: ValueError on what strategy=fsdp cannot shard."""
     with torch.device("meta"):
         vocab_size = cfg.model.vocab_size or instantiate(cfg.data).vocab_size
         model = instantiate(cfg.adapter)(instantiate(cfg.model, vocab_size=vocab_size))
     world_size = _devices(cfg) * cfg.trainer.num_nodes
     sharded = cfg.strategy._target_.endswith(".FullyShardedStrategy")
-    shape = shape_of(
+    plan = plan_of(
         model,
         precision=cfg.trainer.precision,
-        tokens=cfg.seq_len * cfg.data.micro_batch_size,
+        seq_len=cfg.seq_len,
+        rows=cfg.data.micro_batch_size,
         optimizer=instantiate(cfg.optimizer),
         accumulates=cfg.batch_size > cfg.data.micro_batch_size * world_size,
         compiled=cfg.lit_gpt.compile_model,
         ranks=world_size if sharded else 1,
     )
     if sharded:
-        require_shardable(shape, samples=cfg.callbacks.get("sample") is not None)
-    return shape
+        require_shardable(plan.run, samples=cfg.callbacks.get("sample") is not None)
+    return plan
 
 
 def _devices(cfg: DictConfig) -> int:
@@ -88,18 +90,18 @@ def _devices(cfg: DictConfig) -> int:
     return len(devices) if isinstance(devices, ListConfig) else max(1, torch.cuda.device_count())
 
 
-def table(shape: Shape, gpu_bytes: int, host_bytes: int, rows: int, auto: bool = False) -> str:
-    """The prediction by component, and what follows from it; rows of one micro-batch.
+def table(plan: Plan, gpu_bytes: int, host_bytes: int, auto: bool = False) -> str:
+    """The prediction by component, and what follows from it.
 
-    auto: the longest seq_len is under the levers that reach farthest, not under the shape's own.
+    auto: the longest seq_len is under the levers that reach farthest, not under the plan's own.
     """
-    prediction = predict(shape)
-    longest = (longest_of_all_levers if auto else longest_seq_len)(shape, gpu_bytes, host_bytes)
-    levers = ", ".join(f"{name}={value}" for name, value in asdict(levers_of(shape)).items())
-    change = next_lever(shape, gpu_bytes, host_bytes, rows)
+    prediction, run = predict(plan), plan.run
+    longest = (longest_of_all_levers if auto else longest_seq_len)(plan, gpu_bytes, host_bytes)
+    levers = ", ".join(f"{name}={value}" for name, value in asdict(plan.levers).items())
+    change = next_lever(plan, gpu_bytes, host_bytes)
     lines = [
-        f"{sum(parameter_sizes(shape)) / 1e9:.2f}B parameters, {shape.tokens:,} tokens at a time, {shape.precision}, "
-        f"{shape.optimizer}, {'compiled' if shape.compiled else 'not compiled'}",
+        f"{sum(parameter_sizes(plan.model)) / 1e9:.2f}B parameters, {run.tokens:,} tokens at a time, {run.precision}, "
+        f"{run.optimizer}, {'compiled' if run.compiled else 'not compiled'}",
         f"memory: {levers}",
         "",
         *(_line(name.replace("_", " "), getattr(prediction, name)) for name in COMPONENTS),
@@ -107,7 +109,7 @@ def table(shape: Shape, gpu_bytes: int, host_bytes: int, rows: int, auto: bool =
         _line("host", prediction.host) + f" of {host_bytes / GIB:.1f}",
         "",
         f"fits: {_answer(prediction, gpu_bytes, host_bytes)}",
-        f"longest seq_len that fits: {longest // rows:,}",
+        f"longest seq_len that fits: {longest:,}",
     ]
     return "\n".join([*lines, f"next lever: {change}"] if change else lines)
 

@@ -19,7 +19,7 @@ from hydra.utils import instantiate
 from omegaconf.errors import OmegaConfBaseException
 
 from fa_train.data.datamodule import PackedDataModule
-from fa_train.preflight import explain
+from fa_train.errors import explain
 from scripts.composed import composed
 
 

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 import train
 from fa_train import settings
 from fa_train.bounds import Betas, NonNegativeFloat
-from fa_train.preflight import explain
+from fa_train.errors import explain
 from tests.support.training import CONF, command_line, composed
 
 # each command lacks some keys; together they have every kind of node

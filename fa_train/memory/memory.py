@@ -9,16 +9,44 @@ from fa_train.memory.offload import Offloaded, require_offload
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Settings that reduce GPU memory. Some of them cost time or host memory.
+class Levers:
+    """Settings that reduce GPU memory, and that memory=auto chooses. Some of them cost time or host memory.
 
     checkpointing: which activations each block keeps for its backward (fa_train.memory.checkpointing).
     offload: True moves the hidden states between blocks to host memory until the backward. "all" moves everything that
     blocks keep, and needs checkpointing="none" (fa_train.memory.offload).
     mlp_chunk: tokens per chunk of the FFN (fa_train.memory.tiled_ffn); None means no chunks.
-    loss: the last linear layer and its cross entropy (fa_train.memory.loss).
-    auto: train.py replaces these settings with the fastest ones that fit (fa_train.memory.planner.levers).
     Raises: ValueError if a setting is unknown or out of range, or offload="all" is combined with checkpointing.
+    """
+
+    checkpointing: Checkpointing
+    offload: Offloaded
+    mlp_chunk: PositiveInt | None
+
+    def __post_init__(self) -> None:
+        require_checkpointing(self.checkpointing)
+        require_offload(self.offload, self.checkpointing)
+        if self.mlp_chunk is not None and self.mlp_chunk < 1:
+            raise ValueError(f"memory.mlp_chunk must be at least 1 token or null; got {self.mlp_chunk}")
+
+    @property
+    def offloads_all(self) -> bool:
+        """Whether everything that blocks keep moves to host memory."""
+        return self.offload == "all"
+
+    def overrides(self, others: "Levers") -> list[str]:
+        """The levers that differ from `others`, as overrides of train.py."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return [f"memory.{name}={_yaml(value)}" for name, value in values.items() if value != getattr(others, name)]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The values of Levers, and the loss.
+
+    loss: the last linear layer and its cross entropy (fa_train.memory.loss).
+    auto: train.py replaces the levers with the fastest ones that fit (fa_train.memory.planner.levers).
+    Raises: ValueError as Levers does.
     """
 
     checkpointing: Checkpointing
@@ -28,7 +56,12 @@ class Memory:
     auto: bool = False
 
     def __post_init__(self) -> None:
-        require_checkpointing(self.checkpointing)
-        require_offload(self.offload, self.checkpointing)
-        if self.mlp_chunk is not None and self.mlp_chunk < 1:
-            raise ValueError(f"memory.mlp_chunk must be at least 1 token or null; got {self.mlp_chunk}")
+        _ = self.levers  # checks the values
+
+    @property
+    def levers(self) -> Levers:
+        return Levers(self.checkpointing, self.offload, self.mlp_chunk)
+
+
+def _yaml(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

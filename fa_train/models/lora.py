@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fa_train.bounds import FractionBelowOne, PositiveFloat, PositiveInt
 from fa_train.checkpoints.base import drawn_hash
+from fa_train.memory.planner.plan import Adapters
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.import_ import tensor_places
 from fa_train.models.hf.weights import Place, read_json
@@ -308,6 +309,27 @@ def require_torchao() -> None:
 def adapted(model: GPT) -> Iterator[tuple[str, LoRALinear]]:
     """The layers that LoRA has changed, by their paths in the model."""
     return ((path, module) for path, module in model.named_modules() if isinstance(module, LoRALinear))
+
+
+def adapters_of(model: GPT) -> Adapters | None:
+    """What the planner counts of the adapters; of the blocks, the one that has most counts. None without adapters."""
+    sizes, quantised = [], False
+    found: dict[tuple[str, str], list[int]] = {}  # rank and joined elements, by block and part
+    for path, linear in adapted(model):
+        _, block, part, _ = path.split(".")
+        quantised |= bool(linear.nf4)
+        sizes += [p.numel() for p in (*linear.lora_A.values(), *linear.lora_B.values())]
+        rank = sum(a.shape[0] for a in linear.lora_A.values())
+        so_far = found.setdefault((block, part), [0, 0])
+        so_far[0] += rank
+        so_far[1] += rank * (linear.in_features + linear.out_features)
+    if not found:
+        return None
+    attention, ffn = (
+        [max((values[i] for (_, part), values in found.items() if part == wanted), default=0) for i in (0, 1)]
+        for wanted in ("attention", "ffn")
+    )
+    return Adapters(tuple(sizes), attention[0], ffn[0], attention[1], ffn[1], quantised)
 
 
 def adapter_tensors(model: GPT) -> dict[str, nn.Parameter]:

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from fa_train.data.batches import MicroBatches, PackedRows
 from fa_train.data.packing.collate import Batch
 from fa_train.data.packing.rows import IGNORE_INDEX
+from fa_train.errors import explain
 from fa_train.optim.adamw import parameter_groups
 from fa_train.optim.schedule import warmup_cosine
-from fa_train.preflight import explain
 
 FACTS = {  # of an island that does not exist: what is asked, in several ways, and answered
     "The lighthouse of Vashmoor is painted green.": [

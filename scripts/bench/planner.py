@@ -21,10 +21,10 @@ import torch
 from hydra.utils import instantiate
 
 from fa_train.memory.offload import Offloaded
-from fa_train.memory.planner.plan import GIB, predict
-from fa_train.memory.planner.shape import Shape
+from fa_train.memory.planner.plan import Plan
+from fa_train.memory.planner.predict import GIB, predict
+from fa_train.memory.planner.run import plan_of
 from fa_train.models.gpt import GPT
-from fa_train.preflight import shape_of
 from scripts.bench.provenance import describe, results_prefix
 from scripts.composed import composed
 
@@ -81,8 +81,8 @@ RUNS = [
 ]
 
 
-def measure(run: Run) -> tuple[Shape, float, float]:
-    """The planner's shape of a run, its peak in GiB, and the seconds of its second step."""
+def measure(run: Run) -> tuple[Plan, float, float]:
+    """The plan of a run, its peak in GiB, and the seconds of its second step."""
     overrides = [
         "preset=gpu",
         f"model={run.model}",
@@ -96,10 +96,11 @@ def measure(run: Run) -> tuple[Shape, float, float]:
     with torch.device("meta"):
         model: GPT = instantiate(cfg.model, vocab_size=cfg.model.vocab_size or GPT2_VOCABULARY)
     make_optimizer = instantiate(cfg.optimizer)
-    shape = shape_of(
+    plan = plan_of(
         model,
         precision=run.precision,
-        tokens=run.tokens,
+        seq_len=run.tokens,
+        rows=1,
         optimizer=make_optimizer,
         accumulates=run.micro_batches > 1,
         compiled=run.compiled,
@@ -122,7 +123,7 @@ def measure(run: Run) -> tuple[Shape, float, float]:
         train_step(model, optimizer, run)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-    return shape, torch.cuda.max_memory_allocated() / GIB, seconds
+    return plan, torch.cuda.max_memory_allocated() / GIB, seconds
 
 
 def train_step(model: GPT, optimizer: torch.optim.Optimizer, run: Run) -> None:
@@ -176,15 +177,15 @@ def main() -> None:
     for run in RUNS:
         if args.only not in repr(run) or time.monotonic() - begin > args.seconds:
             continue
-        shape, peak, seconds = measure(run)
-        predicted = predict(shape).allocated / GIB
+        plan, peak, seconds = measure(run)
+        predicted = predict(plan).allocated / GIB
         rows.append(
             {
                 "run": asdict(run),
                 "peak_gib": round(peak, 3),
                 "predicted_gib": round(predicted, 3),
                 "step_s": round(seconds, 2),
-                "shape": asdict(shape),
+                "plan": asdict(plan),
             }
         )
         print(f"{run}: {predicted:.2f} GiB predicted, {peak:.2f} measured, {predicted / peak - 1:+.1%}", flush=True)

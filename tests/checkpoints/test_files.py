@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from fa_train import preflight
 from fa_train.checkpoints.files import (
     CheckpointError,
     all_finite,
@@ -21,6 +20,7 @@ from fa_train.checkpoints.files import (
     require_same_shapes,
     write_file,
 )
+from fa_train.checkpoints.resume import checkpoint_path
 from fa_train.parallel.sharded_checkpoint import load_into, load_sharded, require_whole
 
 
@@ -197,11 +197,11 @@ def test_last_falls_back_to_the_newest_whole_checkpoint(file, tmp_path):
         path = shutil.copy(file, tmp_path / f"step_000000{step}.ckpt")
         DAMAGE[damage](Path(path))
         os.utime(path, (2**31 + step, 2**31 + step))
-    assert preflight.checkpoint_path("last", tmp_path, said.append) == str(file)
+    assert checkpoint_path("last", tmp_path, said.append) == str(file)
     assert [line.split(" is damaged")[0][-17:] for line in said] == ["step_0000005.ckpt", "step_0000004.ckpt"]
     file.unlink()
     with pytest.raises(ValueError, match="found no whole checkpoint among 2 below"):
-        preflight.checkpoint_path("last", tmp_path, said.append)
+        checkpoint_path("last", tmp_path, said.append)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -1,7 +1,6 @@
 """SwiGLU and the product after it, compiled: autograd's gradients, by one operator that keeps no more than autograd."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +16,9 @@ from fa_train.models.config import Activation
 from fa_train.models.ffn import RecomputedFFN
 from fa_train.models.gpt import GPT
 from fa_train.models.lora import LoRA
-from tests.memory.planner.test_planner import LLAMA_1B, build
+from tests.memory.planner.test_planner import build
 from tests.memory.support import simulated
+from tests.memory.support.plans import LLAMA_1B, changed
 from tests.memory.support.simulated import kept_by_compiled_block
 from tests.memory.support.small import assert_equal, compile_blocks, levers, small_gpt, step, stream
 from tests.support.tolerance import assert_as_accurate
@@ -156,7 +156,7 @@ def test_in_the_model(checkpointing, device, passes):
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_keeps_what_autograd_keeps(checkpointing, precision, monkeypatch):
     """Also of the weights: no rounded copy."""
-    shape = replace(LLAMA_1B, n_layers=1, vocab_size=64, tokens=64, checkpointing=checkpointing, precision=precision)
+    plan = changed(LLAMA_1B, n_layers=1, vocab_size=64, seq_len=64, checkpointing=checkpointing, precision=precision)
     uses = []
 
     def partition(joint: GraphModule, *args: Any, **options: Any) -> Any:
@@ -164,9 +164,9 @@ def test_keeps_what_autograd_keeps(checkpointing, precision, monkeypatch):
         return min_cut_rematerialization_partition(joint, *args, **options)
 
     monkeypatch.setattr(simulated, "min_cut_rematerialization_partition", partition)
-    ours = kept_by_compiled_block(lambda: build(shape), shape.tokens, precision)
+    ours = kept_by_compiled_block(lambda: build(plan), plan.run.tokens, precision)
     monkeypatch.setattr(ffn_module, "trains_plainly", lambda linear: False)
-    assert ours == kept_by_compiled_block(lambda: build(shape), shape.tokens, precision)
+    assert ours == kept_by_compiled_block(lambda: build(plan), plan.run.tokens, precision)
     assert uses == [True, False]
 
 

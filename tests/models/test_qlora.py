@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 import train
-from fa_train import preflight
 from fa_train.models.gpt import GPT
-from fa_train.models.lora import LoRALinear, adapted, adapter_tensors, merge, quantised
+from fa_train.models.lora import LoRALinear, adapted, adapter_tensors, adapters_of, merge, quantised
 from tests.memory.support.small import compile_blocks, levers, small_gpt, step, stream
 from tests.models.test_lora import ALL, MEMORIES, SELECTIVE, lora, small
 from tests.support.training import column, composed, tiny
@@ -117,8 +116,8 @@ def test_shapes_on_meta_are_the_real_ones():
         on_meta = QLORA(small_gpt(levers(), torch.device("meta")))
     found = {name: (p.shape, p.dtype) for name, p in on_meta.named_parameters() if name != "head.weight"}
     assert found == {name: (p.shape, p.dtype) for name, p in real.named_parameters()}
-    adapters = preflight.adapters_of(real)
-    assert adapters == preflight.adapters_of(on_meta) and adapters is not None and adapters.quantised
+    adapters = adapters_of(real)
+    assert adapters == adapters_of(on_meta) and adapters is not None and adapters.quantised
     assert sum(adapters.sizes) == sum(p.numel() for p in real.parameters() if p.requires_grad)
 
 

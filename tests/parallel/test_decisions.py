@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 import train
-from fa_train.memory.planner.levers import Levers
+from fa_train.memory.memory import Levers
 from fa_train.parallel.decisions import INHERITED, decided_by_rank_zero, fresh_folder
 from fa_train.parallel.fsdp import FullyShardedStrategy
 from tests.support.processes import start_server
@@ -89,9 +89,9 @@ def in_two_processes(rank: int, tmp_path: Path, environments: list[dict[str, str
     settings = tiny(tmp_path / str(rank), "data=synthetic", "memory=auto", "strategy=ddp", "trainer.devices=2")
     with (
         composed(tmp_path / str(rank), *settings) as cfg,
-        patch("fa_train.preflight.fastest_levers", lambda *arguments: levers[rank]),
-        patch("fa_train.preflight.checkpoint_path", lambda *arguments: checkpoints[rank]),
-        patch("fa_train.preflight.finished", lambda *arguments: None),
+        patch("fa_train.memory.planner.run.fastest_levers", lambda *arguments: levers[rank]),
+        patch("fa_train.checkpoints.resume.checkpoint_path", lambda *arguments: checkpoints[rank]),
+        patch("fa_train.checkpoints.resume.finished", lambda *arguments: None),
         patch("lightning.Trainer.fit", lambda *arguments, ckpt_path, **options: started.append(ckpt_path)),
     ):
         train.train(cfg)

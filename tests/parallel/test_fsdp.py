@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,8 +27,7 @@ from fa_train.callbacks.checkpoint import Checkpoint
 from fa_train.checkpoints.files import CheckpointError
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.memory.memory import Memory
-from fa_train.memory.planner.plan import predict
-from fa_train.memory.planner.shape import Shape
+from fa_train.memory.planner.predict import predict
 from fa_train.models.attention import sdpa_attention
 from fa_train.models.gpt import GPT
 from fa_train.parallel.agreement import Agreement
@@ -38,6 +36,7 @@ from fa_train.parallel.init_on_device import DrawnOn
 from fa_train.parallel.sharded_checkpoint import load_sharded
 from scripts import export_hf
 from tests.checkpoints.test_files import Evil
+from tests.memory.support.plans import LLAMA_1B, changed
 from tests.support.processes import start_server
 from tests.support.training import column, command_line, composed, tiny, write_corpus
 from tests.test_train import processes_can_talk, ranks_of_torchrun, start_and_stop
@@ -166,7 +165,7 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
 def refuse(shared: Path, case: str) -> None:
     """No rank runs the code in a sharded checkpoint, even without the check of ckpt_path; all raise the error."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.preflight, "checkpoint_path", lambda path, *_: path)
+        patch.setattr(train.resume, "checkpoint_path", lambda path, *_: path)
         with pytest.raises(CheckpointError, match="is damaged or is not a checkpoint of"):
             train_in(shared / f"from_{case}", shared, *RANKS, f"ckpt_path={shared}/{case}.ckpt")
     assert not (shared / "ran").exists()
@@ -283,7 +282,7 @@ def test_one_rank_goes_on_from_two(shared, whole_run, sharded_run):
 
 
 def test_last_is_the_newest_folder(sharded_run):
-    found = train.preflight.checkpoint_path("last", sharded_run)
+    found = train.resume.checkpoint_path("last", sharded_run)
     assert found == str(sharded_run / "checkpoints/step_0000006.ckpt")
 
 
@@ -463,13 +462,11 @@ def compare_gradients(rank: int) -> None:
 
 
 def test_the_planner_counts_a_part_a_rank():
-    shape = Shape(
-        n_layers=32, dim=4096, n_heads=32, n_kv_heads=8, head_dim=128, ffn_dim=14336, vocab_size=128256,
-        activation="swiglu", tied=False, norm="rmsnorm", qk_norm=False, bias=False, rope=True, learned_positions=0,
-        precision="bf16-mixed", tokens=8192, checkpointing="full", offload=False, mlp_chunk=None, loss_chunk=4096,
-        optimizer="adamw", accumulates=True, compiled=True,
+    plan = changed(
+        LLAMA_1B, n_layers=32, dim=4096, head_dim=128, ffn_dim=14336, tied=False, checkpointing="full",
+        accumulates=True, compiled=True,
     )  # fmt: skip
-    one, four, eight = (predict(replace(shape, ranks=ranks)) for ranks in (1, 4, 8))
+    one, four, eight = (predict(changed(plan, ranks=ranks)) for ranks in (1, 4, 8))
     assert one.optimizer == 4 * four.optimizer == 8 * eight.optimizer
     assert one.gpu_bytes > 120 * 2**30 > four.gpu_bytes > eight.gpu_bytes > one.gpu_bytes / 8
     outer = 2 * 128256 * 4096 * 4

@@ -1,6 +1,6 @@
 """The planner before a run: scripts/plan_memory.py, what train.py prints and refuses, and memory=auto."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -8,14 +8,15 @@ import torch
 from hydra.utils import instantiate
 
 import train
-from fa_train import preflight
-from fa_train.memory.planner.levers import Levers, longest_of_all_levers, longest_seq_len
-from fa_train.memory.planner.plan import GIB, predict
-from fa_train.memory.planner.shape import Shape
+from fa_train.memory.memory import Levers
+from fa_train.memory.planner import run as planner
+from fa_train.memory.planner.levers import longest_of_all_levers, longest_seq_len
+from fa_train.memory.planner.plan import Plan, RunSize
+from fa_train.memory.planner.predict import GIB, predict
 from scripts.composed import composed as composed_for_plan
-from scripts.plan_memory import main, shape_of_run
+from scripts.plan_memory import main, plan_of_run
 from tests.memory.planner.test_levers import HOST
-from tests.memory.planner.test_planner import GPT2, LLAMA_1B
+from tests.memory.support.plans import GPT2, LLAMA_1B, changed
 from tests.support import processes
 from tests.support.training import REPOSITORY, composed, quiet_environment, tiny
 
@@ -34,8 +35,8 @@ def test_the_table():
     parts = {name: gib for name, gib in found.items() if name not in ("GPU", "host")}
     assert found["weights"] == 4.60 and found["optimizer"] == 9.21
     assert sum(parts.values()) == pytest.approx(found["GPU"], abs=0.06)
-    shape = replace(LLAMA_1B, tokens=131072, checkpointing="selective", accumulates=True, compiled=True)
-    assert found["GPU"] == pytest.approx(predict(shape).gpu_bytes / GIB, abs=0.006)
+    plan = changed(LLAMA_1B, seq_len=131072, checkpointing="selective", accumulates=True, compiled=True)
+    assert found["GPU"] == pytest.approx(predict(plan).gpu_bytes / GIB, abs=0.006)
     assert "fits: yes" in table and "next lever" not in table
     assert "of 139.0, most at" in table and "of 125.0" in table
 
@@ -69,19 +70,19 @@ def test_auto_is_planned_too():
 
 def test_the_longest_of_auto_is_not_of_what_it_chose():
     table = main(["model=llama_1b", "memory=auto", "seq_len=8192", "gpu_gib=139.8", "host_gib=120"])
-    longest = longest_of_all_levers(replace(LLAMA_1B, compiled=True, accumulates=True), int(139.8 * GIB), HOST)
+    longest = longest_of_all_levers(changed(LLAMA_1B, compiled=True, accumulates=True), int(139.8 * GIB), HOST)
     assert "checkpointing=none" in table and f"longest seq_len that fits: {longest:,}" in table
 
 
 def test_sharded_weights_are_planned_as_train_does():
     overrides = ["model=llama_1b", "strategy=fsdp", "seq_len=4096", "batch_size=16", "data.micro_batch_size=1"]
-    shape = shape_of_run(composed_for_plan([*overrides, "trainer.devices=8"]))
-    assert shape.ranks == 8 and shape.accumulates
-    two_machines = shape_of_run(composed_for_plan([*overrides, "trainer.devices=8", "trainer.num_nodes=2"]))
-    assert two_machines.ranks == 16 and not two_machines.accumulates
+    plan = plan_of_run(composed_for_plan([*overrides, "trainer.devices=8"]))
+    assert plan.run.ranks == 8 and plan.run.accumulates
+    two_machines = plan_of_run(composed_for_plan([*overrides, "trainer.devices=8", "trainer.num_nodes=2"]))
+    assert two_machines.run.ranks == 16 and not two_machines.run.accumulates
     with pytest.raises(ValueError, match="strategy=fsdp must have at least 2 devices; got 1"):
-        shape_of_run(composed_for_plan(overrides))
-    assert shape_of_run(composed_for_plan(["model=llama_1b", "trainer.devices=8"])).ranks == 1
+        plan_of_run(composed_for_plan(overrides))
+    assert plan_of_run(composed_for_plan(["model=llama_1b", "trainer.devices=8"])).run.ranks == 1
 
 
 @pytest.mark.parametrize(("devices", "gib"), [("1", 120.0), ("4", 30.0), ("[0,1]", 60.0)])
@@ -105,11 +106,11 @@ def test_what_the_plan_rests_on_is_said(monkeypatch):
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "adamw_bf16", "adamw_offload"])
 def test_every_optimizer_is_known(optimizer):
     cfg = composed_for_plan([f"optimizer={optimizer}", "lit_gpt.compile_model=false", "batch_size=1"])
-    shape = shape_of_run(cfg)
-    assert shape == replace(GPT2, vocab_size=259, optimizer=optimizer)
+    plan = plan_of_run(cfg)
+    assert plan == changed(GPT2, vocab_size=259, optimizer=optimizer)
 
 
-def test_every_number_of_the_shape_is_read():
+def test_every_value_of_a_plan_is_read():
     overrides = [
         "model=nano",
         "model.vocab_size=1000",
@@ -127,31 +128,33 @@ def test_every_number_of_the_shape_is_read():
         "memory.loss.chunk_size=100",
         "lit_gpt.compile_model=true",
     ]
-    assert shape_of_run(composed_for_plan(overrides)) == Shape(
+    model = changed(
+        GPT2,
+        vocab_size=1000,
         n_layers=4,
         dim=128,
         n_heads=4,
         n_kv_heads=2,
-        head_dim=32,
         ffn_dim=384,
-        vocab_size=1000,
-        activation="swiglu",
-        tied=False,
         norm="layernorm",
-        qk_norm=True,
+        positions="learned",
+        rope_theta=10000.0,
+        max_seq_len=2048,
+        activation="swiglu",
         bias=True,
-        rope=False,
-        learned_positions=2048,
+        qk_norm=True,
+        tied=False,
+    ).model
+    run = RunSize(
+        seq_len=2048,
+        rows=2,
         precision="32-true",
-        tokens=4096,
-        checkpointing="selective",
-        offload=True,
-        mlp_chunk=16384,
-        loss_chunk=100,
         optimizer="adamw",
         accumulates=True,
         compiled=True,
+        loss_chunk=100,
     )
+    assert plan_of_run(composed_for_plan(overrides)) == Plan(model, Levers("selective", True, 16384), run)
 
 
 @pytest.mark.parametrize(
@@ -176,63 +179,63 @@ def test_help_is_what_the_script_says_of_itself(tmp_path):
 
 @pytest.fixture
 def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "device_bytes", lambda device: int(139.8 * GIB))
-    monkeypatch.setattr(preflight, "available_host_bytes", lambda: HOST)
+    monkeypatch.setattr(planner, "device_bytes", lambda device: int(139.8 * GIB))
+    monkeypatch.setattr(planner, "available_host_bytes", lambda: HOST)
 
 
 @pytest.mark.usefixtures("an_h200")
 def test_a_run_that_cannot_fit_is_refused():
-    fitting = replace(LLAMA_1B, tokens=2**15)
-    assert preflight.require_memory(fitting, CUDA, 1, 1) == predict(fitting)
+    fitting = changed(LLAMA_1B, seq_len=2**15)
+    assert planner.require_memory(fitting, CUDA, 1) == predict(fitting)
     with pytest.raises(ValueError, match=r"needs about \d+.\d GiB of GPU memory; cuda has 139.8 GiB. Try memory\."):
-        preflight.require_memory(replace(LLAMA_1B, tokens=2**17), CUDA, 1, 1)
+        planner.require_memory(changed(LLAMA_1B, seq_len=2**17), CUDA, 1)
     with pytest.raises(ValueError, match=r"parameters need .* GiB .* cuda has 139.8 GiB. Choose a smaller model"):
-        preflight.require_memory(replace(LLAMA_1B, n_layers=256), CUDA, 1, 1)
-    offloaded = replace(LLAMA_1B, tokens=2**17, checkpointing="selective", offload=True, mlp_chunk=16384)
-    preflight.require_memory(offloaded, CUDA, 8, 1)
+        planner.require_memory(changed(LLAMA_1B, n_layers=256), CUDA, 1)
+    offloaded = changed(LLAMA_1B, seq_len=2**17, checkpointing="selective", offload=True, mlp_chunk=16384)
+    planner.require_memory(offloaded, CUDA, 8)
     with pytest.raises(ValueError, match=r"memory.offload=true needs 15.0 GiB of host memory in each of 9 processes"):
-        preflight.require_memory(offloaded, CUDA, 9, 1)
+        planner.require_memory(offloaded, CUDA, 9)
     with pytest.raises(ValueError, match=r"adamw_offload needs .* GiB of host memory in each of 8 processes"):
-        preflight.require_memory(replace(fitting, optimizer="adamw_offload"), CUDA, 8, 1)
+        planner.require_memory(changed(fitting, optimizer="adamw_offload"), CUDA, 8)
 
 
 @pytest.mark.usefixtures("an_h200")
 def test_what_is_a_little_too_much_may_still_try():
     longest = longest_seq_len(LLAMA_1B, int(139.8 * GIB), HOST)
-    tight = replace(LLAMA_1B, tokens=longest + 4096)
-    assert 1.0 < preflight.require_memory(tight, CUDA, 1, 1).gpu_bytes / (139.8 * GIB) < 1.1
-    printed = preflight.plan(predict(tight), CUDA, processes=1, rows=1, attention="flash")
+    tight = changed(LLAMA_1B, seq_len=longest + 4096)
+    assert 1.0 < planner.require_memory(tight, CUDA, 1).gpu_bytes / (139.8 * GIB) < 1.1
+    printed = planner.summary(predict(tight), CUDA, processes=1, attention="flash")
     assert "this one may not. Try memory." in printed
 
 
 @pytest.mark.usefixtures("an_h200")
 def test_what_a_run_prints():
-    printed = preflight.plan(predict(GPT2), CUDA, processes=1, rows=1, attention="flash")
+    printed = planner.summary(predict(GPT2), CUDA, processes=1, attention="flash")
     planned, parts, longest = printed.splitlines()
     assert planned == "planned: 5.0 of 139.8 GiB, most at the loss"
     assert "GiB: weights 0.5, optimizer 0.9, rounded weights 0.2, " in parts and parts.endswith("host 0.0 of 120.0")
     assert longest == f"  the longest seq_len that fits is {longest_seq_len(GPT2, int(139.8 * GIB), HOST):,}"
     farthest = longest_of_all_levers(GPT2, int(139.8 * GIB), HOST)
-    printed = preflight.plan(predict(GPT2), CUDA, processes=1, rows=2, attention="flash", auto=True)
+    printed = planner.summary(predict(changed(GPT2, rows=2)), CUDA, processes=1, attention="flash", auto=True)
     assert printed.splitlines()[-1] == f"  the longest seq_len that fits is {farthest // 2:,}"
     assert farthest > longest_seq_len(GPT2, int(139.8 * GIB), HOST), "memory=auto changes levers for a longer one"
 
 
 @pytest.mark.usefixtures("an_h200")
 def test_auto_chooses_or_says_why_not():
-    assert preflight.fastest_levers(replace(LLAMA_1B, tokens=2**17), torch.device("cpu"), 1, 1) == Levers(
+    assert planner.fastest_levers(changed(LLAMA_1B, seq_len=2**17), torch.device("cpu"), 1) == Levers(
         "none", False, None
     )
-    assert preflight.fastest_levers(replace(LLAMA_1B, tokens=2**13), CUDA, 1, 1) == Levers("none", False, None)
-    chosen = preflight.fastest_levers(replace(LLAMA_1B, tokens=900_000), CUDA, 1, 1)
+    assert planner.fastest_levers(changed(LLAMA_1B, seq_len=2**13), CUDA, 1) == Levers("none", False, None)
+    chosen = planner.fastest_levers(changed(LLAMA_1B, seq_len=900_000), CUDA, 1)
     assert chosen.offload
     with pytest.raises(ValueError, match=r"memory=auto found no levers .* 139.8 GiB of cuda .* Try seq_len=\d+ "):
-        preflight.fastest_levers(replace(LLAMA_1B, tokens=2**23), CUDA, 1, 1)
+        planner.fastest_levers(changed(LLAMA_1B, seq_len=2**23), CUDA, 1)
 
 
 def test_train_fills_in_what_auto_chose(tmp_path, monkeypatch):
     chosen = Levers("selective", True, 32)
-    monkeypatch.setattr(preflight, "fastest_levers", lambda shape, device, processes, rows: chosen)
+    monkeypatch.setattr(planner, "fastest_levers", lambda plan, device, processes: chosen)
     with composed(tmp_path, *tiny(tmp_path, "memory=auto")) as cfg:
         _, lit_gpt, _ = train.build(cfg)
         assert {name: cfg.memory[name] for name in asdict(chosen)} == asdict(chosen), "what loggers record"
@@ -257,27 +260,27 @@ def test_train_prints_how_far_auto_reaches(tmp_path):
     lengths = []
     for memory in ("auto", "none"):
         with composed(tmp_path, *tiny(tmp_path, f"memory={memory}", "attention=flash")) as cfg:
-            train.plan_memory(cfg, trainer, vocab_size=257)
+            train.fill_in_levers(cfg, trainer, vocab_size=257)
         lengths.append(int(printed[-1].rpartition(" ")[2].replace(",", "")))
     assert lengths[0] > lengths[1] > 0
 
 
 @pytest.mark.usefixtures("an_h200")
 def test_another_attention_is_not_promised_what_flash_needs():
-    printed = preflight.plan(predict(GPT2), CUDA, processes=1, rows=1, attention="naive")
+    printed = planner.summary(predict(GPT2), CUDA, processes=1, attention="naive")
     assert "attention=naive takes more, which is not planned" in printed and "that fits is" not in printed
 
 
 @pytest.mark.parametrize("in_sweep", [False, True], ids=["run", "sweep"])
 def test_a_sweep_lets_a_run_find_out_that_it_does_not_fit(in_sweep, tmp_path, monkeypatch):
     def refuse(*args: object) -> None:
-        raise preflight.DoesNotFitError("too large")
+        raise planner.DoesNotFitError("too large")
 
-    monkeypatch.setattr(preflight, "require_memory", refuse)
+    monkeypatch.setattr(planner, "require_memory", refuse)
     monkeypatch.setattr(train, "in_sweep", lambda: in_sweep)
     with composed(tmp_path, *tiny(tmp_path)) as cfg:
         if in_sweep:
             train.build(cfg)
         else:
-            with pytest.raises(preflight.DoesNotFitError):
+            with pytest.raises(planner.DoesNotFitError):
                 train.build(cfg)

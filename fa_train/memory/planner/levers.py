@@ -5,15 +5,14 @@ costs the least time of those that fit. Times are arithmetic too, of what the le
 tests/memory/planner/test_levers.py holds them against steps measured on an H200.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, get_args
 
 from fa_train.memory.checkpointing import Checkpointing
-from fa_train.memory.offload import Offloaded
+from fa_train.memory.memory import Levers
 from fa_train.memory.planner.block import keeps_up
-from fa_train.memory.planner.plan import Prediction, predict, sent_per_layer
-from fa_train.memory.planner.shape import OptimizerKind, Shape
-from fa_train.memory.planner.weights import MATRICES, block_sizes
+from fa_train.memory.planner.plan import OptimizerKind, Plan
+from fa_train.memory.planner.predict import Prediction, predict, sent_per_layer
 
 MLP_CHUNK = 16384  # tokens: large enough to fill a GPU
 LINK = 5e10  # bytes a second to and from the host; about an H200's
@@ -26,20 +25,6 @@ ATTENTION_FLOPS = 5.5e14
 # before copies, which take pinned host memory: the part of forward and backward that copies beside them cost, and the
 # seconds that one more chunk of the FFN does.
 BESIDE_COPIES, LAUNCH = 0.002, 2e-5
-
-
-@dataclass(frozen=True)
-class Levers:
-    """What can be given up for memory, by the names that Memory and conf/memory have for it."""
-
-    checkpointing: Checkpointing
-    offload: Offloaded
-    mlp_chunk: int | None
-
-    def overrides(self, others: "Levers") -> list[str]:
-        """As train.py takes them, those that differ from `others`."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return [f"memory.{name}={_yaml(value)}" for name, value in values.items() if value != getattr(others, name)]
 
 
 COMBINATIONS = [
@@ -55,21 +40,21 @@ def fits(prediction: Prediction, gpu_bytes: int, host_bytes: int) -> bool:
     return prediction.gpu_bytes <= gpu_bytes and prediction.host <= host_bytes
 
 
-def with_levers(shape: Shape, levers: Levers) -> Shape:
+def with_levers(plan: Plan, levers: Levers) -> Plan:
     """The same run under other levers."""
-    return replace(shape, checkpointing=levers.checkpointing, offload=levers.offload, mlp_chunk=levers.mlp_chunk)
+    return replace(plan, levers=levers)
 
 
-def levers_of(shape: Shape) -> Levers:
-    """The run's own."""
-    return Levers(shape.checkpointing, shape.offload, shape.mlp_chunk)
+def resized(plan: Plan, **changes: Any) -> Plan:
+    """The same model and levers in a run with other fields of RunSize."""
+    return replace(plan, run=replace(plan.run, **changes))
 
 
-def longest_seq_len(shape: Shape, gpu_bytes: int, host_bytes: int) -> int:
-    """The most tokens of one micro-batch that fit, in one row; 0 where not even one does."""
+def longest_seq_len(plan: Plan, gpu_bytes: int, host_bytes: int) -> int:
+    """The longest seq_len that fits with the run's rows; 0 if not even one token does."""
 
-    def holds(tokens: int) -> bool:
-        return fits(predict(replace(shape, tokens=tokens)), gpu_bytes, host_bytes)
+    def holds(seq_len: int) -> bool:
+        return fits(predict(resized(plan, seq_len=seq_len)), gpu_bytes, host_bytes)
 
     if not holds(1):
         return 0
@@ -82,93 +67,89 @@ def longest_seq_len(shape: Shape, gpu_bytes: int, host_bytes: int) -> int:
     return fitting
 
 
-def longest_of_all_levers(shape: Shape, gpu_bytes: int, host_bytes: int) -> int:
-    """The same under whichever levers reach farthest: up to there memory=auto finds some."""
-    return max(longest_seq_len(with_levers(shape, levers), gpu_bytes, host_bytes) for levers in COMBINATIONS)
+def longest_of_all_levers(plan: Plan, gpu_bytes: int, host_bytes: int) -> int:
+    """The longest seq_len under the levers that reach farthest. memory=auto finds levers up to it."""
+    return max(longest_seq_len(with_levers(plan, levers), gpu_bytes, host_bytes) for levers in COMBINATIONS)
 
 
-def extra_seconds(shape: Shape) -> float:
+def extra_seconds(plan: Plan) -> float:
     """What the levers add to a micro-batch of one document, roughly: work done twice, and waiting for the host."""
-    s = shape
-    qkv_weight, out_weight, up_weight, down_weight = block_sizes(s)[:MATRICES]
-    attention = 2 * s.tokens**2 * s.query_dim / ATTENTION_FLOPS  # its forward, causal
-    projections = 2 * s.tokens * (qkv_weight + out_weight) / FLOPS
-    up, down = (2 * s.tokens * weight / FLOPS for weight in (up_weight, down_weight))
+    levers, tokens = plan.levers, plan.run.tokens
+    qkv_weight, out_weight, up_weight, down_weight = plan.model.block_matrices
+    attention = 2 * tokens**2 * plan.model.query_dim / ATTENTION_FLOPS  # its forward, causal
+    projections = 2 * tokens * (qkv_weight + out_weight) / FLOPS
+    up, down = (2 * tokens * weight / FLOPS for weight in (up_weight, down_weight))
     seconds = 0.0
-    if s.checkpointing != "none":
-        seconds += projections + (0 if s.mlp_chunk else up)
-    if s.checkpointing == "full":
+    if levers.checkpointing != "none":
+        seconds += projections + (0 if levers.mlp_chunk else up)
+    if levers.checkpointing == "full":
         seconds += attention
-    if s.mlp_chunk:
-        seconds += (0 if keeps_up(s) else up) + LAUNCH * (s.tokens / s.mlp_chunk)
-    if s.offload:
-        forward, copy = attention + projections + up + down, sent_per_layer(s) / LINK
+    if levers.mlp_chunk:
+        seconds += (0 if keeps_up(plan) else up) + LAUNCH * (tokens / levers.mlp_chunk)
+    if levers.offload:
+        forward, copy = attention + projections + up + down, sent_per_layer(plan) / LINK
         seconds += max(0.0, copy - forward) + max(0.0, copy - 2 * forward) + BESIDE_COPIES * 3 * forward
-    return s.n_layers * seconds
+    return plan.model.n_layers * seconds
 
 
-def fastest_that_fits(shape: Shape, gpu_bytes: int, host_bytes: int) -> Levers | None:
-    """The levers of `memory=auto`: of all that fit, those that cost the least time; None where none do."""
+def fastest_that_fits(plan: Plan, gpu_bytes: int, host_bytes: int) -> Levers | None:
+    """The levers of `memory=auto`: of all that fit, those that cost the least time; None if none fit."""
     fitting = [
         (extra_seconds(candidate), index)
-        for index, candidate in enumerate(with_levers(shape, levers) for levers in COMBINATIONS)
+        for index, candidate in enumerate(with_levers(plan, levers) for levers in COMBINATIONS)
         if fits(predict(candidate), gpu_bytes, host_bytes)
     ]
     return COMBINATIONS[min(fitting)[1]] if fitting else None
 
 
-def next_lever(shape: Shape, gpu_bytes: int, host_bytes: int, rows: int = 1) -> str:
-    """What to change where a run does not fit, as train.py's overrides, cheapest first; "" where it fits.
+def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
+    """What to change if a run does not fit, as overrides of train.py, cheapest first; "" if it fits.
 
-    Fewer of a micro-batch's `rows` first, then levers, the optimizer's states and the precision; where all that is not
-    enough, the longest seq_len.
+    First fewer rows of a micro-batch, then levers, the optimizer's states and the precision. If all that is not enough,
+    the longest seq_len.
     """
-    seq_len = shape.tokens // rows
+    rows = plan.run.rows
     for fewer in (n for n in range(rows, 0, -1) if rows % n == 0):
-        if fits(predict(replace(shape, tokens=seq_len * fewer)), gpu_bytes, host_bytes):
+        if fits(predict(resized(plan, rows=fewer)), gpu_bytes, host_bytes):
             return "" if fewer == rows else f"data.micro_batch_size={fewer}"
-    shape = replace(shape, tokens=seq_len)
+    plan = resized(plan, rows=1)
     one_row = ["data.micro_batch_size=1"] if rows > 1 else []
-    changes = _changes(shape)
+    changes = _changes(plan)
     for overrides, change in changes:
-        changed = replace(shape, **change)
-        levers = fastest_that_fits(changed, gpu_bytes, host_bytes)
+        levers = fastest_that_fits(resized(plan, **change), gpu_bytes, host_bytes)
         if levers is not None:
-            return " ".join(one_row + levers.overrides(levers_of(shape)) + overrides)
+            return " ".join(one_row + levers.overrides(plan.levers) + overrides)
     longest = {
-        longest_seq_len(with_levers(replace(shape, **change), levers), gpu_bytes, host_bytes): (overrides, levers)
+        longest_seq_len(with_levers(resized(plan, **change), levers), gpu_bytes, host_bytes): (overrides, levers)
         for overrides, change in reversed(changes)
         for levers in reversed(COMBINATIONS)
     }
-    tokens = max(longest)
-    if not tokens:
+    seq_len = max(longest)
+    if not seq_len:
         return "a smaller model"
-    overrides, levers = longest[tokens]
-    return " ".join([f"seq_len={tokens}", *one_row, *levers.overrides(levers_of(shape)), *overrides])
+    overrides, levers = longest[seq_len]
+    return " ".join([f"seq_len={seq_len}", *one_row, *levers.overrides(plan.levers), *overrides])
 
 
-def _changes(shape: Shape) -> list[tuple[list[str], dict[str, Any]]]:
-    """None, smaller states of the optimizer, and half the bytes of a weight: overrides, and what they do to the shape.
+def _changes(plan: Plan) -> list[tuple[list[str], dict[str, Any]]]:
+    """No change, smaller states of the optimizer, half the bytes of a weight: overrides, and their fields of RunSize.
 
     Sharded weights take no optimizer that shards its states itself (fa_train.preflight.require_shardable).
     """
+    run = plan.run
     changes: list[tuple[list[str], dict[str, Any]]] = [([], {})]
-    if shape.ranks > 1:
-        if shape.precision != "bf16-true":
+    if run.ranks > 1:
+        if run.precision != "bf16-true":
             # adapters stay fp32, and stochastic rounding is of bf16 weights
-            optimizer: OptimizerKind = "adamw" if shape.adapters else "adamw_bf16"
-            overrides = [] if optimizer == shape.optimizer else [f"optimizer={optimizer}"]
+            optimizer: OptimizerKind = "adamw" if run.adapters else "adamw_bf16"
+            overrides = [] if optimizer == run.optimizer else [f"optimizer={optimizer}"]
             half: dict[str, Any] = {"optimizer": optimizer, "precision": "bf16-true"}
             changes += [([*overrides, "trainer.precision=bf16-true"], half)]
         return changes
-    if shape.optimizer == "adamw":
+    if run.optimizer == "adamw":
         changes += [(["optimizer=adamw_8bit"], {"optimizer": "adamw_8bit"})]
         changes += [(["optimizer=adamw_offload"], {"optimizer": "adamw_offload"})]
-    if shape.precision != "bf16-true":
+    if run.precision != "bf16-true":
         smallest: dict[str, Any] = {"optimizer": "adamw_8bit", "precision": "bf16-true"}
         changes += [(["optimizer=adamw_8bit", "trainer.precision=bf16-true"], smallest)]
     return changes
-
-
-def _yaml(value: object) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

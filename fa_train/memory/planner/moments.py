@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fa_train.memory.offload import IN_FLIGHT
 from fa_train.memory.planner.block import Block
 from fa_train.memory.planner.optimizer import optimizer_working
-from fa_train.memory.planner.shape import Shape
+from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.weights import block_sizes, outer_sizes, trained_sizes
 
 
@@ -25,31 +25,32 @@ class Moment:
         return self.gradients + self.rounded_weights + self.activations + self.outside + self.loss + self.working
 
 
-def moments_of(s: Shape) -> list[Moment]:
+def moments_of(plan: Plan) -> list[Moment]:
     """Those that may be the largest of a step."""
-    block, again = Block(s), s.checkpointing != "none"
-    vocabulary = s.vocab_size * s.dim * s.weight_bytes
-    gradients = sum(trained_sizes(s)) * s.gradient_bytes // s.ranks
+    model, levers, run = plan.model, plan.levers, plan.run
+    block, again = Block(plan), levers.checkpointing != "none"
+    vocabulary = model.vocab_size * model.dim * run.weight_bytes
+    gradients = sum(trained_sizes(plan)) * run.gradient_bytes // run.ranks
     rounded = block.rounded_weights()
-    cached = s.eager and s.adapters is None  # autocast forgets its copies of frozen weights
-    rounded_in_forward = s.n_layers * (rounded + block.rounded_down() * cached) if cached or not again else 0
-    boundaries = s.n_layers * block.boundary() - (s.n_layers - 1) * block.sent()
+    cached = run.eager and run.adapters is None  # autocast forgets its copies of frozen weights
+    rounded_in_forward = model.n_layers * (rounded + block.rounded_down() * cached) if cached or not again else 0
+    boundaries = model.n_layers * block.boundary() - (model.n_layers - 1) * block.sent()
     # the states of blocks before, until their copies have ended
-    underway = min(IN_FLIGHT if s.everything else 1, s.n_layers - 1) * block.sent()
-    lagging = underway if s.everything else 0  # also when the last block has ended
-    data = s.tokens * (3 * 8 + 4 * 4)  # tokens, labels, positions; the four ends of visible ranges
-    data += s.tokens * s.head_dim * 4 if s.rope else 0  # cosines and sines
+    underway = min(IN_FLIGHT if levers.offloads_all else 1, model.n_layers - 1) * block.sent()
+    lagging = underway if levers.offloads_all else 0  # also when the last block has ended
+    data = run.tokens * (3 * 8 + 4 * 4)  # tokens, labels, positions; the four ends of visible ranges
+    data += run.tokens * model.heads.dim * 4 if model.positions == "rope" else 0  # cosines and sines
     last_norm = block.x + block.statistics + 2 * block.x  # its input, and its result with a gradient or both gradients
     # the gradient that the loss has left: a tied one waits for the embedding's, another is the parameter's own
-    of_head = vocabulary if s.tied or not s.accumulates or s.ranks > 1 else 0
-    of_block = sum(block_sizes(s)) * s.weight_bytes // s.ranks
+    of_head = vocabulary if model.tied or not run.accumulates or run.ranks > 1 else 0
+    of_block = sum(block_sizes(model)) * run.weight_bytes // run.ranks
     embeddings = vocabulary
     # gradients that are averaged over ranks at the end, and their copy in fp32
-    outer = sum(outer_sizes(s)) * (s.weight_bytes + 4) if s.ranks > 1 and s.adapters is None else 0
-    if s.adapters:  # nothing waits for frozen weights
+    outer = sum(outer_sizes(model)) * (run.weight_bytes + 4) if run.ranks > 1 and run.adapters is None else 0
+    if run.adapters:  # nothing waits for frozen weights
         of_head = embeddings = 0
-        of_block = gradients // s.n_layers
-    before = gradients if s.accumulates else 0  # those of the step's other micro-batches; the last step's are gone
+        of_block = gradients // model.n_layers
+    before = gradients if run.accumulates else 0  # those of the step's other micro-batches; the last step's are gone
     forward, in_forward = max(block.forward().items(), key=_nbytes)
     moments = [
         Moment(
@@ -66,13 +67,13 @@ def moments_of(s: Shape) -> list[Moment]:
             rounded_weights=rounded_in_forward,
             activations=boundaries,
             outside=data + last_norm,
-            loss=loss_bytes(s),
+            loss=loss_bytes(plan),
             working=lagging,
         ),
         Moment(
             "the last norm's backward",
             gradients=before,
-            rounded_weights=0 if again else s.n_layers * rounded,
+            rounded_weights=0 if again else model.n_layers * rounded,
             activations=boundaries,
             outside=data + last_norm,
             loss=of_head,
@@ -80,23 +81,23 @@ def moments_of(s: Shape) -> list[Moment]:
         ),
         Moment(
             "the embedding's backward",
-            gradients=gradients - (0 if s.accumulates else embeddings // s.ranks),
+            gradients=gradients - (0 if run.accumulates else embeddings // run.ranks),
             outside=data,
             # a tied one's is added to the head's in place
-            working=(block.x + 2 * embeddings if s.tied else block.x + embeddings) + outer,
+            working=(block.x + 2 * embeddings if model.tied else block.x + embeddings) + outer,
         ),
-        Moment("the optimizer", gradients=gradients, outside=data, working=optimizer_working(s)),
+        Moment("the optimizer", gradients=gradients, outside=data, working=optimizer_working(plan)),
     ]
     # activations become fewer from block to block, gradients more, unless they are there from other micro-batches
     backward, in_backward = max(block.backward().items(), key=_nbytes)
-    for left, which in {s.n_layers: "last", 2: "second", 1: "first"}.items():
-        if left > s.n_layers:
+    for left, which in {model.n_layers: "last", 2: "second", 1: "first"}.items():
+        if left > model.n_layers:
             continue
-        fetched = block.sent() if (again or s.everything) and left > 1 else 0  # of the block below, ahead of its turn
+        fetched = block.sent() if (again or levers.offloads_all) and left > 1 else 0  # of the block below, ahead
         moments.append(
             Moment(
                 f"{backward} of the {which} block",
-                gradients=before or (s.n_layers - left) * of_block,
+                gradients=before or (model.n_layers - left) * of_block,
                 rounded_weights=rounded if again else left * rounded,
                 activations=left * block.boundary() - (left - 1) * block.sent(),
                 outside=data,
@@ -111,19 +112,20 @@ def _nbytes(item: tuple[str, int]) -> int:
     return item[1]
 
 
-def loss_bytes(s: Shape) -> int:
+def loss_bytes(plan: Plan) -> int:
     """The most that linear_cross_entropy holds beside hidden states: a chunk's logits and the weight's gradient."""
-    chunk = min(s.loss_chunk, s.tokens)
-    logits, hidden = chunk * s.vocab_size * s.compute_bytes, chunk * s.dim * s.compute_bytes
-    rounded_hidden = hidden if s.mixed else 0
-    weight = s.vocab_size * s.dim
-    rounded_weight = weight * s.compute_bytes if s.mixed else 0
-    of_weight, product, result = weight * 4, weight * 4, weight * s.weight_bytes
-    if s.adapters:  # the head is frozen
+    model, run = plan.model, plan.run
+    chunk = min(run.loss_chunk, run.tokens)
+    logits, hidden = (chunk * n * run.compute_bytes for n in (model.vocab_size, model.dim))
+    rounded_hidden = hidden if run.mixed else 0
+    weight = model.vocab_size * model.dim
+    rounded_weight = weight * run.compute_bytes if run.mixed else 0
+    of_weight, product, result = weight * 4, weight * 4, weight * run.weight_bytes
+    if run.adapters:  # the head is frozen
         of_weight = product = result = 0
-    if s.compute_bytes != 4:  # added up by one call
+    if run.compute_bytes != 4:  # added up by one call
         product = 0
-    if s.weight_bytes == 4:  # the sum itself
+    if run.weight_bytes == 4:  # the sum itself
         result = 0
     in_loop = rounded_hidden + logits + max(hidden, product)
-    return of_weight + rounded_weight + max(in_loop, result) + s.tokens * 4
+    return of_weight + rounded_weight + max(in_loop, result) + run.tokens * 4

@@ -1,105 +1,101 @@
-"""How much memory a training step takes, by arithmetic: nothing is allocated.
-
-What autograd keeps of each block is read off the code, tensor by tensor. A step's peak is the largest of a few moments:
-the loss; within a block, whichever of its forward (again, if checkpointed), its FFN's or its attention's backward holds
-most; the end of the backward, when all gradients exist; the optimizer. tests/memory/planner/test_planner.py runs the
-real model on fake tensors and compares, and holds the formula against peaks measured on GPUs.
-
-Attention is counted as flash attention; the other kinds keep at least as much. What to change where a step does not fit
-is fa_train.memory.planner.levers' to say.
-"""
+"""What decides the memory of a run: the model, the levers, and the size of the run."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from fa_train.memory.planner.block import Block
-from fa_train.memory.planner.moments import Moment, moments_of
-from fa_train.memory.planner.optimizer import optimizer_bytes
-from fa_train.memory.planner.shape import Shape
-from fa_train.memory.planner.weights import weights_bytes
+import torch
 
-GIB = 2**30
-LIBRARIES = 96 * 2**20  # cuBLAS's workspaces, by torch's allocator; measured on an H200
-CONTEXT = 600 * 2**20  # CUDA's context and the kernels' code, beside torch's allocator
-FRAGMENTATION = 0.03  # of what is allocated: what the allocator has reserved and cannot use
+from fa_kernels.device import Arch
+from fa_train.memory.memory import Levers
+from fa_train.models.config import ModelConfig
+
+Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
+OptimizerKind = Literal["adamw", "adamw_8bit", "adamw_bf16", "adamw_offload"]
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """What one GPU and its process hold at the largest moment of a step, in bytes.
+class Adapters:
+    """What LoRA trains while the model's own weights are frozen (fa_train.models.lora).
 
-    rounded_weights are autocast's copies; activations is what blocks keep for their backward, outside what the
-    embeddings, the data and the last norm do; working is what the moment itself needs; loss is the logits and gradients
-    of the last layer. allocated is what torch.cuda.max_memory_allocated will say; overhead is the CUDA context, the
-    kernels' code and what the caching allocator cannot use. host is pinned memory.
+    sizes: the elements of each matrix A and B, all fp32. attention_rank, ffn_rank: elements between A and B that a
+    block has for each token. attention_joined, ffn_joined: elements of a block's A and B as they are multiplied, those
+    of parts of one matrix joined. quantised: whether the blocks' matrices are in 4 bits.
     """
 
-    shape: Shape
-    moment: str
-    weights: int
-    optimizer: int
-    gradients: int
-    rounded_weights: int
-    activations: int
-    outside: int
-    loss: int
-    working: int
-    libraries: int
-    overhead: int
-    host: int
+    sizes: tuple[int, ...]
+    attention_rank: int
+    ffn_rank: int
+    attention_joined: int
+    ffn_joined: int
+    quantised: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSize:
+    """How large a run is, apart from its model: what one GPU computes at a time, and in which form.
+
+    Units: seq_len and loss_chunk in tokens; rows is data.micro_batch_size.
+    accumulates: whether a step has several micro-batches, so that gradients stay while the next one runs.
+    adapters: None if all weights are trained. ranks: the number of GPUs over which weights, gradients and the
+    optimizer's states are sharded (fa_train.parallel.fsdp), 1 if each GPU has them whole.
+    arch: the GPU's architecture, whose attention kernels count.
+    """
+
+    seq_len: int
+    rows: int = 1
+    precision: Precision
+    optimizer: OptimizerKind
+    accumulates: bool
+    compiled: bool
+    loss_chunk: int
+    adapters: Adapters | None = None
+    ranks: int = 1
+    arch: Arch = "sm90"
+
+    def __post_init__(self) -> None:
+        if self.precision not in get_args(Precision):
+            known = ", ".join(get_args(Precision))
+            raise ValueError(f"trainer.precision must be one of {known}; got {self.precision}")
 
     @property
-    def allocated(self) -> int:
-        return sum(getattr(self, name) for name in COMPONENTS if name != "overhead")
+    def tokens(self) -> int:
+        """The tokens of one micro-batch."""
+        return self.seq_len * self.rows
 
     @property
-    def gpu_bytes(self) -> int:
-        return self.allocated + self.overhead
+    def weight_bytes(self) -> int:
+        """The bytes of one element of a parameter, of its gradient and of the hidden states between blocks."""
+        return 2 if self.precision == "bf16-true" else 4
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of one element of a trained parameter and of its gradient."""
+        return self.weight_bytes if self.adapters is None else 4
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of a matrix product's operands."""
+        return torch.float32 if self.precision == "32-true" else torch.bfloat16
+
+    @property
+    def compute_bytes(self) -> int:
+        """The bytes of one element of compute_dtype."""
+        return self.compute_dtype.itemsize
+
+    @property
+    def eager(self) -> bool:
+        return not self.compiled
+
+    @property
+    def mixed(self) -> bool:
+        """Whether products need rounded copies of the weights."""
+        return self.weight_bytes != self.compute_bytes
 
 
-COMPONENTS = (
-    "weights",
-    "optimizer",
-    "gradients",
-    "rounded_weights",
-    "activations",
-    "outside",
-    "loss",
-    "working",
-    "libraries",
-    "overhead",
-)
+@dataclass(frozen=True)
+class Plan:
+    """A run as the planner sees it."""
 
-
-def predict(shape: Shape) -> Prediction:
-    """The peak of a training step after the first, by component."""
-    s = shape
-    largest = max(moments_of(s), key=Moment.total)
-    weights = weights_bytes(s)
-    optimizer, host = optimizer_bytes(s)
-    return Prediction(
-        shape=s,
-        moment=largest.name,
-        weights=weights,
-        optimizer=optimizer,
-        gradients=largest.gradients,
-        rounded_weights=largest.rounded_weights,
-        activations=largest.activations,
-        outside=largest.outside,
-        loss=largest.loss,
-        working=largest.working,
-        libraries=LIBRARIES,
-        overhead=CONTEXT + int(FRAGMENTATION * (weights + optimizer + largest.total())),
-        host=host + (s.n_layers - 1) * Block(s).sent(),
-    )
-
-
-def kept_per_layer(shape: Shape) -> int:
-    """What the GPU keeps of a block but the last between its forward and its backward, copies of weights included."""
-    block = Block(shape)
-    rounded = block.rounded_weights() if shape.checkpointing == "none" else 0
-    return block.boundary() - block.sent() + rounded
-
-
-def sent_per_layer(shape: Shape) -> int:
-    """What waits on the host of a block but the last."""
-    return Block(shape).sent()
+    model: ModelConfig
+    levers: Levers
+    run: RunSize

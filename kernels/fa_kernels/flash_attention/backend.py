@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from triton.knobs import getenv
 
+from fa_kernels.device import Arch
 from fa_kernels.flash_attention.checks import require_consistent
 from fa_kernels.flash_attention.delta import attention_delta
 from fa_kernels.flash_attention.features import Features
@@ -105,6 +106,16 @@ def backward(
         return gradients
     assert delta is not None
     return *gradients, delta
+
+
+def backward_workspace(head_dim: int, dtype: torch.dtype, softcap: float, arch: Arch) -> int:
+    """The bytes that the backward allocates next to its results, at most, for each query of one head.
+
+    They hold delta; on Hopper also the two other terms of each row, and the fp32 sum of dQ where one kernel adds it up.
+    """
+    if arch != "sm90" or dtype not in hopper_bwd.DTYPES or head_dim not in hopper_bwd.HEAD_DIMS:
+        return 4
+    return 4 * (3 + head_dim * hopper_bwd.sums_dq(head_dim, dtype, softcap))
 
 
 def in_order(x: Tensor) -> Tensor:

@@ -1,24 +1,23 @@
 """The search for levers: what fits, what costs the least, what is advised; their times as measured on an H200."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from fa_train.memory.memory import Levers
 from fa_train.memory.planner.levers import (
     COMBINATIONS,
-    Levers,
     extra_seconds,
     fastest_that_fits,
     fits,
-    levers_of,
     longest_of_all_levers,
     longest_seq_len,
     next_lever,
     with_levers,
 )
-from fa_train.memory.planner.plan import GIB, predict
-from tests.memory.planner.test_planner import GPT2, LLAMA_1B, with_adapters
+from fa_train.memory.planner.predict import GIB, predict
+from tests.memory.planner.test_planner import with_adapters
+from tests.memory.support.plans import GPT2, LLAMA_1B, changed
 
 H200, HOST = int(139.8 * GIB), 120 * GIB
 
@@ -26,11 +25,11 @@ H200, HOST = int(139.8 * GIB), 120 * GIB
 @pytest.mark.parametrize("levers", COMBINATIONS, ids=str)
 @pytest.mark.parametrize("model", [GPT2, LLAMA_1B], ids=["gpt2", "llama_1b"])
 def test_the_longest_fits_and_one_more_does_not(model, levers):
-    shape = with_levers(model, levers)
-    longest = longest_seq_len(shape, H200, HOST)
-    assert fits(predict(replace(shape, tokens=longest)), H200, HOST)
-    assert not fits(predict(replace(shape, tokens=longest + 1)), H200, HOST)
-    assert longest_seq_len(shape, 2 * GIB, HOST) < longest
+    plan = with_levers(model, levers)
+    longest = longest_seq_len(plan, H200, HOST)
+    assert fits(predict(changed(plan, seq_len=longest)), H200, HOST)
+    assert not fits(predict(changed(plan, seq_len=longest + 1)), H200, HOST)
+    assert longest_seq_len(plan, 2 * GIB, HOST) < longest
 
 
 def test_nothing_fits_into_nothing():
@@ -40,28 +39,28 @@ def test_nothing_fits_into_nothing():
 
 
 def test_every_lever_saves_memory_and_none_is_free():
-    base = replace(LLAMA_1B, tokens=2**17)
+    base = changed(LLAMA_1B, seq_len=2**17)
     none = predict(base).gpu_bytes
     for levers in COMBINATIONS[1:]:
-        shape = with_levers(base, levers)
-        assert predict(shape).gpu_bytes < none, levers
-        assert extra_seconds(shape) > 0 == extra_seconds(base), levers
+        plan = with_levers(base, levers)
+        assert predict(plan).gpu_bytes < none, levers
+        assert extra_seconds(plan) > 0 == extra_seconds(base), levers
 
 
 def test_auto_takes_the_cheapest_that_fits():
-    shape = replace(LLAMA_1B, tokens=2**17, compiled=True)
+    plan = changed(LLAMA_1B, seq_len=2**17, compiled=True)
     previous = -1.0
     for gib in (250, 140, 80, 60, 50):
-        levers = fastest_that_fits(shape, gib * GIB, HOST)
+        levers = fastest_that_fits(plan, gib * GIB, HOST)
         assert levers is not None
-        chosen = with_levers(shape, levers)
+        chosen = with_levers(plan, levers)
         assert fits(predict(chosen), gib * GIB, HOST)
         assert extra_seconds(chosen) >= previous, "less memory, more time"
         previous = extra_seconds(chosen)
-        cheaper = [one for one in COMBINATIONS if extra_seconds(with_levers(shape, one)) < previous]
-        assert not any(fits(predict(with_levers(shape, one)), gib * GIB, HOST) for one in cheaper)
-    assert fastest_that_fits(shape, 250 * GIB, HOST) == Levers("none", False, None)
-    crowded = fastest_that_fits(shape, 40 * GIB, 0)
+        cheaper = [one for one in COMBINATIONS if extra_seconds(with_levers(plan, one)) < previous]
+        assert not any(fits(predict(with_levers(plan, one)), gib * GIB, HOST) for one in cheaper)
+    assert fastest_that_fits(plan, 250 * GIB, HOST) == Levers("none", False, None)
+    crowded = fastest_that_fits(plan, 40 * GIB, 0)
     assert crowded is None or not crowded.offload, "no host memory, no offload"
 
 
@@ -90,9 +89,9 @@ STEP_MS = {
 @pytest.mark.parametrize("tokens", STEP_MS)
 def test_auto_ranks_levers_as_they_were_measured(tokens):
     """Those 2% apart in the same order, and each within 2% of the step's time: memory=auto chooses by nothing else."""
-    shape = replace(LLAMA_1B, tokens=tokens, compiled=True)
+    plan = changed(LLAMA_1B, seq_len=tokens, compiled=True)
     measured = STEP_MS[tokens]
-    predicted = [1e3 * extra_seconds(with_levers(shape, levers)) for levers, _ in measured]
+    predicted = [1e3 * extra_seconds(with_levers(plan, levers)) for levers, _ in measured]
     first, first_ms = predicted[0], measured[0][1]
     for ours, (levers, ms) in zip(predicted, measured, strict=True):
         assert ours - first == pytest.approx(ms - first_ms, abs=0.02 * first_ms), levers
@@ -103,82 +102,82 @@ def test_auto_ranks_levers_as_they_were_measured(tokens):
 @pytest.mark.parametrize("tokens", STEP_MS)
 def test_auto_takes_chunks_before_host_memory(tokens):
     """Both cost less than can be measured, but pinned memory is the machine's."""
-    shape = replace(LLAMA_1B, tokens=tokens, compiled=True)
+    plan = changed(LLAMA_1B, seq_len=tokens, compiled=True)
     none, chunks, copies, both = (
-        extra_seconds(with_levers(shape, Levers("selective", offload, mlp_chunk)))
+        extra_seconds(with_levers(plan, Levers("selective", offload, mlp_chunk)))
         for offload, mlp_chunk in ((False, None), (False, 16384), (True, None), (True, 16384))
     )
     assert none < chunks < copies < both
 
 
 @pytest.mark.parametrize(
-    "shape",
+    "plan",
     [
-        pytest.param(replace(with_adapters(LLAMA_1B)[0], tokens=2**17), id="adapters"),
-        pytest.param(replace(LLAMA_1B, tokens=2**17, activation="geglu"), id="geglu"),
+        pytest.param(changed(with_adapters(LLAMA_1B)[0], seq_len=2**17), id="adapters"),
+        pytest.param(changed(LLAMA_1B, seq_len=2**17, activation="geglu"), id="geglu"),
     ],
 )
-def test_copies_save_no_time_where_chunks_are_computed_again(shape):
+def test_copies_save_no_time_where_chunks_are_computed_again(plan):
     """Offloading everything keeps the FFN's first product of tiled_mlp alone."""
-    chunks, copies = (extra_seconds(with_levers(shape, Levers("none", x, 16384))) for x in (False, "all"))
+    chunks, copies = (extra_seconds(with_levers(plan, Levers("none", x, 16384))) for x in (False, "all"))
     assert chunks < copies
-    plain = replace(LLAMA_1B, tokens=2**18)
+    plain = changed(LLAMA_1B, seq_len=2**18)
     chunks, copies = (extra_seconds(with_levers(plain, Levers("none", x, 16384))) for x in (False, "all"))
     assert copies < chunks
 
 
 @pytest.mark.parametrize(
-    ("shape", "gpu_gib"),
+    ("plan", "gpu_gib"),
     [
-        pytest.param(replace(LLAMA_1B, tokens=2**17), 139.8, id="a-lever"),
-        pytest.param(replace(LLAMA_1B, tokens=2**19), 139.8, id="more-levers"),
-        pytest.param(replace(LLAMA_1B, tokens=2**14), 20, id="the-optimizer"),
-        pytest.param(replace(LLAMA_1B, tokens=2**24), 139.8, id="the-length"),
+        pytest.param(changed(LLAMA_1B, seq_len=2**17), 139.8, id="a-lever"),
+        pytest.param(changed(LLAMA_1B, seq_len=2**19), 139.8, id="more-levers"),
+        pytest.param(changed(LLAMA_1B, seq_len=2**14), 20, id="the-optimizer"),
+        pytest.param(changed(LLAMA_1B, seq_len=2**24), 139.8, id="the-length"),
     ],
 )
-def test_following_the_advice_helps(shape, gpu_gib):
+def test_following_the_advice_helps(plan, gpu_gib):
     gpu_bytes = int(gpu_gib * GIB)
-    assert not fits(predict(shape), gpu_bytes, HOST)
-    for override in next_lever(shape, gpu_bytes, HOST).split():
+    assert not fits(predict(plan), gpu_bytes, HOST)
+    for override in next_lever(plan, gpu_bytes, HOST).split():
         name, value = override.split("=")
-        field = {"seq_len": "tokens"}.get(name, name.rpartition(".")[2])
+        field = name.rpartition(".")[2]
         known: dict[str, Any] = {"true": True, "false": False, "null": None}
         value = known.get(value, int(value) if value.isdigit() else value)
-        assert getattr(shape, field) != value, "advice changes something"
-        shape = replace(shape, **{field: value})
-    assert fits(predict(shape), gpu_bytes, HOST)
-    assert next_lever(shape, gpu_bytes, HOST) == ""
+        before, plan = plan, changed(plan, **{field: value})
+        assert plan != before, "advice changes something"
+    assert fits(predict(plan), gpu_bytes, HOST)
+    assert next_lever(plan, gpu_bytes, HOST) == ""
 
 
 def test_advice_starts_with_fewer_rows():
-    eight_rows = replace(LLAMA_1B, tokens=8 * 2**14)
-    assert next_lever(eight_rows, H200, HOST, rows=8) == "data.micro_batch_size=4"
-    assert next_lever(eight_rows, H200, HOST) == "memory.mlp_chunk=16384"
-    assert next_lever(eight_rows, 30 * GIB, HOST, rows=8) == "data.micro_batch_size=1 memory.mlp_chunk=16384"
-    assert next_lever(LLAMA_1B, H200, HOST, rows=4) == ""
+    eight_rows = changed(LLAMA_1B, seq_len=2**14, rows=8)
+    assert next_lever(eight_rows, H200, HOST) == "data.micro_batch_size=4"
+    assert next_lever(changed(eight_rows, seq_len=2**17, rows=1), H200, HOST) == "memory.mlp_chunk=16384"
+    assert next_lever(eight_rows, 30 * GIB, HOST) == "data.micro_batch_size=1 memory.mlp_chunk=16384"
+    assert next_lever(changed(LLAMA_1B, seq_len=2**11, rows=4), H200, HOST) == ""
 
 
 def test_auto_reaches_as_far_as_any_levers():
     longest = longest_of_all_levers(LLAMA_1B, H200, HOST)
     assert longest > longest_seq_len(LLAMA_1B, H200, HOST)
-    assert fastest_that_fits(replace(LLAMA_1B, tokens=longest), H200, HOST) is not None
-    assert fastest_that_fits(replace(LLAMA_1B, tokens=longest + 1), H200, HOST) is None
+    assert fastest_that_fits(changed(LLAMA_1B, seq_len=longest), H200, HOST) is not None
+    assert fastest_that_fits(changed(LLAMA_1B, seq_len=longest + 1), H200, HOST) is None
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["all-weights", "adapters"])
 def test_advice_for_sharded_weights_is_what_they_can_take(adapters):
     """fa_train.preflight.require_shardable refuses the optimizers in 8 bits and on the host."""
-    shape = replace(with_adapters(LLAMA_1B)[0] if adapters else LLAMA_1B, ranks=8, tokens=2**14)
+    plan = changed(with_adapters(LLAMA_1B)[0] if adapters else LLAMA_1B, ranks=8, seq_len=2**14)
     sizes = {GIB * gib for gib in range(4, 20)}
-    advice = {next_lever(shape, gpu_bytes, HOST) for gpu_bytes in sizes}
+    advice = {next_lever(plan, gpu_bytes, HOST) for gpu_bytes in sizes}
     assert not any("8bit" in text or "adamw_offload" in text for text in advice)
     assert any(text.endswith("trainer.precision=bf16-true") for text in advice)
     assert any("optimizer=adamw_bf16 trainer.precision" in text for text in advice) != adapters
-    assert any("optimizer=adamw_8bit" in next_lever(replace(shape, ranks=1), size, HOST) for size in sizes)
+    assert any("optimizer=adamw_8bit" in next_lever(changed(plan, ranks=1), size, HOST) for size in sizes)
 
 
 def test_levers_are_told_as_overrides():
-    ours, theirs = Levers("full", True, 16384), levers_of(GPT2)
+    ours, theirs = Levers("full", True, 16384), GPT2.levers
     assert ours.overrides(theirs) == ["memory.checkpointing=full", "memory.offload=true", "memory.mlp_chunk=16384"]
     assert theirs.overrides(ours)[1:] == ["memory.offload=false", "memory.mlp_chunk=null"]
     assert len(set(COMBINATIONS)) == 3 * 2 * 2 + 2

@@ -21,6 +21,7 @@ from fa_kernels.flash_attention.schedule import Schedule
 from fa_kernels.launch.descriptors import loadable
 
 HEAD_DIMS = (64, 96, 128, wide.HEAD_DIM)
+DTYPES = (torch.float16, torch.bfloat16)
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
@@ -28,7 +29,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
     return (
         q.is_cuda
         and is_hopper(q.device)
-        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.dtype in DTYPES
         and q.shape[-1] in HEAD_DIMS
         and q.shape[-1] == k.shape[-1] == v.shape[-1]
         and not features.alibi
@@ -36,6 +37,11 @@ def supports(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
         and loadable(k)
         and loadable(v)
     )
+
+
+def sums_dq(head_dim: int, dtype: torch.dtype, softcap: float) -> bool:
+    """Whether the kernel of fused.py takes the call, which adds dQ up in an fp32 tensor."""
+    return head_dim != wide.HEAD_DIM and fused.tiles_of(head_dim, dtype, softcap) is not None
 
 
 def attention_backward(
@@ -47,9 +53,8 @@ def attention_backward(
     For calls that `supports` takes. Unless deterministic, the addends of dq may come in any order. delta,
     which attention_delta would give, is None without sinks.
     """
-    head_dim = q.shape[-1]
-    is_wide = head_dim == wide.HEAD_DIM
-    sums = not is_wide and fused.tiles_of(head_dim, q.dtype, features.softcap) is not None
+    is_wide = q.shape[-1] == wide.HEAD_DIM
+    sums = sums_dq(q.shape[-1], q.dtype, features.softcap)
     # for their gradient, for repairs, and for the kernel of dq alone, which needs no copy for TMA
     keeps_delta = features.sinks is not None or schedule.crosses_documents or not sums
     prepared = prepare(o, do, dlse, lse, sums=sums, ordered=deterministic, keeps_delta=keeps_delta)

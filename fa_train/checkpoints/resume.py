@@ -1,0 +1,41 @@
+"""The checkpoint that a run goes on from."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from fa_train.checkpoints.files import SUFFIX, CheckpointError, newest
+from fa_train.parallel.sharded_checkpoint import global_step, require_whole
+
+
+def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], object] = print) -> str | None:
+    """`ckpt_path` itself, or for `last` the newest intact checkpoint below the folder `runs`.
+
+    say: called with a line for each damaged checkpoint that `last` skips.
+    Raises: ValueError if the checkpoint does not exist, is damaged or is not a checkpoint.
+    """
+    if ckpt_path is None:
+        return None
+    if ckpt_path != "last":
+        if not Path(ckpt_path).exists():
+            raise ValueError(f"ckpt_path must be a checkpoint or `last`; {ckpt_path} does not exist")
+        require_whole(Path(ckpt_path))
+        return ckpt_path
+    found = newest(runs.glob(f"**/*{SUFFIX}"))
+    for path in found:
+        try:
+            require_whole(path)
+        except CheckpointError as error:
+            say(f"ckpt_path=last skips a checkpoint: {error}")
+        else:
+            return str(path)
+    if found:
+        raise ValueError(f"ckpt_path=last found no whole checkpoint among {len(found)} below {runs}")
+    raise ValueError(f"ckpt_path=last found no checkpoint below {runs}; run_name chooses the folder")
+
+
+def finished(ckpt_path: str | None, max_steps: int) -> str | None:
+    """None if a run from this checkpoint has steps left to do, otherwise a line that says why it has none."""
+    done = global_step(Path(ckpt_path)) if ckpt_path else 0
+    if done < max_steps:
+        return None
+    return f"nothing to do: {ckpt_path} has done {done} of max_steps={max_steps} steps. Increase max_steps to go on"

@@ -1,0 +1,17 @@
+"""A user's mistake in one line, from the errors of this package and of Hydra."""
+
+from fa_train.settings import unknown_key
+
+
+def explain(error: BaseException) -> str:
+    """In one line, the ValueError that Hydra wrapped, or what Hydra itself found wrong."""
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    unknown = next((link for link in chain if getattr(link, "parent_node", None) and "in struct" in str(link)), None)
+    if unknown is not None:  # OmegaConf's error if an override names a key that the config does not have
+        text = unknown_key(vars(unknown)["full_key"], vars(unknown)["parent_node"])
+        return text if unknown is error else f"{text} (a + before it adds a parameter that conf/ does not list)"
+    said = next((link for link in chain if isinstance(link, ValueError)), error)
+    text = str(said).partition("Config search path")[0].partition("full_key")[0]  # where Hydra looked
+    return " ".join(text.removeprefix("ValueError raised while resolving interpolation: ").split())

@@ -1,0 +1,189 @@
+"""The planner for a run that is about to start: its plan, the levers of memory=auto, and what the run prints."""
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fa_kernels.device import Arch, arch_of
+from fa_train.memory.memory import Levers
+from fa_train.memory.offload import available_host_bytes, require_host_memory
+from fa_train.memory.planner.levers import (
+    fastest_that_fits,
+    longest_of_all_levers,
+    longest_seq_len,
+    next_lever,
+    with_levers,
+)
+from fa_train.memory.planner.plan import OptimizerKind, Plan, Precision, RunSize
+from fa_train.memory.planner.predict import COMPONENTS, GIB, Prediction, predict
+from fa_train.memory.planner.weights import parameter_sizes, trained_sizes
+from fa_train.models.gpt import GPT
+from fa_train.models.lora import adapters_of
+from fa_train.optim import adamw
+from fa_train.parallel.decisions import decided_by_rank_zero
+
+CERTAIN = 1.1  # times what a device has: the prediction is less wrong than that
+OPTIMIZERS: dict[object, OptimizerKind] = {
+    adamw.adamw: "adamw",
+    adamw.adamw_8bit: "adamw_8bit",
+    adamw.adamw_bf16: "adamw_bf16",
+    adamw.adamw_offload: "adamw_offload",
+}
+
+
+class DoesNotFitError(ValueError):
+    """The planner expects a step to run out of a GPU's memory."""
+
+
+def plan_of(
+    model: GPT,
+    *,
+    seq_len: int,
+    rows: int,
+    precision: str,
+    optimizer: Callable[[nn.Module], Optimizer],
+    accumulates: bool,
+    compiled: bool,
+    ranks: int = 1,
+) -> Plan:
+    """The plan of a run with this model, which may be on the meta device; the other parameters are as in RunSize.
+
+    An unknown optimizer counts as AdamW. Raises: ValueError on an unknown precision.
+    """
+    run = RunSize(
+        seq_len=seq_len,
+        rows=rows,
+        precision=cast(Precision, precision),  # which RunSize checks
+        optimizer=OPTIMIZERS.get(optimizer.func if isinstance(optimizer, partial) else optimizer, "adamw"),
+        accumulates=accumulates,
+        compiled=compiled,
+        loss_chunk=model.loss.chunk_size,
+        adapters=adapters_of(model),
+        ranks=ranks,
+        arch=planned_arch(),
+    )
+    return Plan(model.config, model.memory.levers, run)
+
+
+def planned_arch() -> Arch:
+    """The architecture of this machine's GPU; without a GPU, an H200's, on which the planner was measured."""
+    return arch_of(torch.device("cuda")) if torch.cuda.is_available() else "sm90"
+
+
+def plan_memory(
+    plan: Plan,
+    device: torch.device,
+    processes: int,
+    *,
+    auto: bool,
+    attention: str,
+    in_sweep: bool,
+    say: Callable[[str], object],
+) -> Levers:
+    """Returns the run's levers, chosen here for memory=auto, and tells `say` what a run on a GPU will take.
+
+    processes: how many share this machine's memory. attention: the option of conf/attention.
+    Raises: ValueError if the run cannot fit. In a sweep a step may run out of memory: that is a result like others.
+    """
+    if auto:
+        chosen = decided_by_rank_zero("memory", lambda: asdict(fastest_levers(plan, device, processes)))
+        plan = with_levers(plan, Levers(**chosen))
+        say(f"memory=auto: {', '.join(f'{name}={value}' for name, value in chosen.items())}")
+    try:
+        prediction = require_memory(plan, device, processes)
+    except DoesNotFitError:
+        if not in_sweep:
+            raise
+        prediction = predict(plan)
+    if device.type == "cuda":
+        say(summary(prediction, device, processes, attention, auto))
+    return plan.levers
+
+
+def device_bytes(device: torch.device) -> int:
+    """All memory of a GPU, or of the machine if the CPU trains."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def fastest_levers(plan: Plan, device: torch.device, processes: int) -> Levers:
+    """The levers that memory=auto stands for here; on the CPU, where levers gain nothing, none of them.
+
+    processes: how many share this machine's memory.
+    Raises: ValueError if no combination fits.
+    """
+    if device.type != "cuda":
+        return Levers("none", False, None)
+    gpu, host = device_bytes(device), available_host_bytes() // processes
+    levers = fastest_that_fits(plan, gpu, host)
+    if levers is None:
+        raise ValueError(
+            f"memory=auto found no levers under which this run fits into {gpu / GIB:.1f} GiB of {device} and "
+            f"{host / GIB:.1f} GiB of host memory. Try {next_lever(plan, gpu, host)}"
+        )
+    return levers
+
+
+def require_memory(plan: Plan, device: torch.device, processes: int) -> Prediction:
+    """The planner's prediction. On the CPU only weights, gradients and the optimizer's states count.
+
+    processes: how many share this machine's memory.
+    Raises: ValueError if the run does not fit, and DoesNotFitError if a step needs over a tenth more than the GPU has.
+    """
+    prediction, available = predict(plan), device_bytes(device)
+    trained = sum(trained_sizes(plan)) * plan.run.gradient_bytes // plan.run.ranks
+    needed = prediction.weights + prediction.optimizer + trained
+    if needed > available:
+        raise ValueError(
+            f"{sum(parameter_sizes(plan.model)) / 1e9:.2f}B parameters need {needed / GIB:.1f} GiB for weights, "
+            f"gradients and the optimizer's states; {device} has {available / GIB:.1f} GiB. Choose a smaller model"
+        )
+    if device.type != "cuda":
+        return prediction
+    host = available_host_bytes()
+    if prediction.gpu_bytes > CERTAIN * available:
+        raise DoesNotFitError(
+            f"a step needs about {prediction.gpu_bytes / GIB:.1f} GiB of GPU memory; {device} has "
+            f"{available / GIB:.1f} GiB. Try {next_lever(plan, available, host // processes)}"
+        )
+    if plan.levers.offload:
+        require_host_memory(prediction.host, host, processes, everything=plan.levers.offloads_all)
+    elif prediction.host * processes > host:
+        raise ValueError(
+            f"optimizer=adamw_offload needs {prediction.host / GIB:.1f} GiB of host memory in each of {processes} "
+            f"processes; {host / GIB:.1f} GiB are available. Choose optimizer=adamw_8bit or a smaller model"
+        )
+    return prediction
+
+
+def summary(prediction: Prediction, device: torch.device, processes: int, attention: str, auto: bool = False) -> str:
+    """What a run on a GPU prints before it starts, in three lines.
+
+    The planner knows what flash needs; another attention needs more memory.
+    auto: the longest seq_len is under the levers that reach farthest, not under the run's own.
+    """
+    gpu, host = device_bytes(device), available_host_bytes() // processes
+    parts = {name.replace("_", " "): getattr(prediction, name) / GIB for name in COMPONENTS}
+    listed = ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items() if gib >= 0.05)
+    longest = (longest_of_all_levers if auto else longest_seq_len)(prediction.plan, gpu, host)
+    change = next_lever(prediction.plan, gpu, host)
+    if attention == "flash":
+        length = f"the longest seq_len that fits is {longest:,}" + (
+            f"; this one may not. Try {change}" if change else ""
+        )
+    else:
+        length = (
+            f"attention={attention} takes more, which is not planned; with flash {longest:,} is the longest seq_len"
+        )
+    return (
+        f"planned: {prediction.gpu_bytes / GIB:.1f} of {gpu / GIB:.1f} GiB, most at {prediction.moment}\n"
+        f"  GiB: {listed}; on the host {prediction.host / GIB:.1f} of {host / GIB:.1f}\n"
+        f"  {length}"
+    )

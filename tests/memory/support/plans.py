@@ -1,0 +1,73 @@
+"""Plans for tests of the planner: two published models, and plans that differ from them in single fields."""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from fa_train.memory.memory import Levers
+from fa_train.memory.planner.plan import Adapters, Plan, RunSize
+from fa_train.models.config import ModelConfig
+
+GPT2 = Plan(
+    ModelConfig(
+        vocab_size=50257,
+        n_layers=12,
+        dim=768,
+        n_heads=12,
+        n_kv_heads=None,
+        head_dim=None,
+        ffn_dim=3072,
+        norm="rmsnorm",
+        norm_eps=1e-5,
+        positions="rope",
+        rope_theta=500000.0,
+        max_seq_len=None,
+        activation="gelu",
+        bias=False,
+        qk_norm=False,
+        tied=True,
+        init="gpt2",
+    ),
+    Levers("none", False, None),
+    RunSize(
+        seq_len=8192,
+        precision="bf16-mixed",
+        optimizer="adamw",
+        accumulates=False,
+        compiled=False,
+        loss_chunk=4096,
+    ),
+)
+
+
+def changed(plan: Plan, **values: Any) -> Plan:
+    """The plan with other fields of its model, levers or run."""
+    for part in ("model", "levers", "run"):
+        names = {field.name for field in fields(getattr(plan, part))}
+        own = {name: values.pop(name) for name in names & values.keys()}
+        plan = replace(plan, **{part: replace(getattr(plan, part), **own)}) if own else plan
+    assert not values, f"no field of a plan: {', '.join(values)}"
+    return plan
+
+
+LLAMA_1B = changed(
+    GPT2,
+    n_layers=16,
+    dim=2048,
+    n_heads=32,
+    n_kv_heads=8,
+    head_dim=64,
+    ffn_dim=8192,
+    vocab_size=128256,
+    activation="swiglu",
+    init="llama",
+)
+SMALL = changed(GPT2, dim=64, n_heads=4, n_kv_heads=1, head_dim=16, ffn_dim=96, vocab_size=40, seq_len=128)
+
+
+def recorded(plan: Mapping[str, Mapping[str, Any]]) -> Plan:
+    """A plan from the JSON that scripts/bench/planner.py writes."""
+    run = dict(plan["run"])
+    if run["adapters"] is not None:
+        run["adapters"] = Adapters(**run["adapters"] | {"sizes": tuple(run["adapters"]["sizes"])})
+    return Plan(ModelConfig(**plan["model"]), Levers(**plan["levers"]), RunSize(**run))
