@@ -3,8 +3,7 @@
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,16 +16,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from hydra.utils import instantiate
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fa_train import compat, preflight, settings
 from fa_train.callbacks.checkpoint import export_last, require_checkpoint
-from fa_train.callbacks.monitor import DivergedError, results
-from fa_train.callbacks.out_of_memory import is_out_of_memory
+from fa_train.callbacks.monitor import DivergedError, optimized, results
 from fa_train.checkpoints import resume
-from fa_train.errors import explain
+from fa_train.errors import errors_in_one_line
+from fa_train.fit import fit
 from fa_train.memory.planner.run import plan_memory, plan_of
 from fa_train.models.attention import require_backend
 from fa_train.models.gpt import GPT
@@ -41,7 +39,7 @@ warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
 warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
 # each run has a new folder, so the CSV logger deletes nothing
 warnings.filterwarnings("ignore", message=".*Previous log files in this directory will be deleted when the new ones")
-SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
+MISTAKES = ValueError, DivergedError, HydraException, OmegaConfBaseException  # each ends the program with one line
 OmegaConf.register_new_resolver("auto_preset", lambda: "gpu" if torch.cuda.is_available() else "cpu", replace=True)
 OmegaConf.register_new_resolver("run_folder", settings.run_folder, replace=True)  # before the folder is made
 OmegaConf.register_new_resolver(
@@ -158,57 +156,23 @@ def train(cfg: DictConfig) -> dict[str, float]:
     config = to_container(cfg)
     for logger in trainer.loggers:
         logger.log_hyperparams(config)
-    try:
-        trainer.fit(lit_gpt, datamodule=data, ckpt_path=ckpt_path)
-    except SIGTERMException:  # a SystemExit with status 0
-        sys.exit(128 + 15)
-    except DivergedError:
-        trainer.strategy.barrier()  # torchrun stops all ranks when one exits, and rank 0 must close the record first
-        if trainer.is_global_zero or in_sweep():
-            raise
-        sys.exit(1)  # rank 0 says why
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    else:
-        if cfg.export:
-            export_last(trainer, partial(rebuild_model, cfg), config)
+    if fit(trainer, lit_gpt, data, ckpt_path, in_sweep=in_sweep()) and cfg.export:
+        export_last(trainer, partial(rebuild_model, cfg), config)
     return results(trainer)
-
-
-@contextmanager
-def errors_in_one_line() -> Iterator[None]:
-    """A user's mistake or a diverging run ends the program with one line.
-
-    HYDRA_FULL_ERROR=1 shows the traceback.
-    """
-    try:
-        yield
-    except (ValueError, DivergedError, HydraException, OmegaConfBaseException) as error:
-        if SHOW_TRACEBACK:
-            raise
-        sys.exit(f"error: {explain(error)}")
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> dict[str, float] | float:
-    with nullcontext() if in_sweep() else errors_in_one_line():  # a sweep goes on and reports errors at its end
+    with nullcontext() if in_sweep() else errors_in_one_line(MISTAKES):  # a sweep goes on and reports errors at its end
         result = instantiate(cfg.sweep_job)(train, cfg) if in_sweep() and "sweep_job" in cfg else train(cfg)
     if "oom" in result and not in_sweep():
         sys.exit(1)
     return result if cfg.optimized_metric is None else optimized(result, cfg.optimized_metric)
 
 
-def optimized(result: dict[str, float], metric: str) -> float:
-    """The metric that a sweeper optimizes; NaN if memory ran out first. Raises: ValueError if it is missing."""
-    if metric not in result and "oom" not in result:
-        raise ValueError(f"optimized_metric must be a metric of this run: {', '.join(sorted(result))}; got {metric}")
-    return result.get(metric, float("nan"))
-
-
 if __name__ == "__main__":
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # without it llama_8b ran out of 139 GiB with 117 GiB allocated
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    with errors_in_one_line():
+    with errors_in_one_line(MISTAKES):
         main()

@@ -1,6 +1,24 @@
 """A user's mistake in one line, from the errors of this package and of Hydra."""
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from fa_train.settings import unknown_key
+
+SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
+
+
+@contextmanager
+def errors_in_one_line(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
+    """An error of these types ends the program with one line. HYDRA_FULL_ERROR=1 shows the traceback."""
+    try:
+        yield
+    except mistakes as error:
+        if SHOW_TRACEBACK:
+            raise
+        sys.exit(f"error: {explain(error)}")
 
 
 def explain(error: BaseException) -> str:

@@ -135,3 +135,10 @@ def memory(device: torch.device) -> dict[str, float]:
 def results(trainer: L.Trainer) -> dict[str, float]:
     """Returns a run's metrics. They include oom=1 if it ran out of memory."""
     return monitor_of(trainer).summary()
+
+
+def optimized(result: dict[str, float], metric: str) -> float:
+    """The metric that a sweeper optimizes; NaN if memory ran out first. Raises: ValueError if it is missing."""
+    if metric not in result and "oom" not in result:
+        raise ValueError(f"optimized_metric must be a metric of this run: {', '.join(sorted(result))}; got {metric}")
+    return result.get(metric, float("nan"))

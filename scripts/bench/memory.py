@@ -319,7 +319,7 @@ def run(args: argparse.Namespace, head: dict[str, str], device: Device) -> None:
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
     if args.case is not None:
-        with train.errors_in_one_line():
+        with train.errors_in_one_line(train.MISTAKES):
             print(json.dumps(asdict(measure(case_of(args.case)))))
         return
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -327,7 +327,7 @@ def main() -> None:
     precision = "bf16-mixed (fp32 weights, bf16 autocast)" if device == "cuda" else "fp32"
     compiled = "compiled" if args.compile else "not compiled"
     head["settings"] = ", ".join([args.model, precision, f"attention={args.attention}", compiled, *args.overrides])
-    with train.errors_in_one_line():
+    with train.errors_in_one_line(train.MISTAKES):
         for case in cases_of(args, device)[:1]:
             configuration(case)
         run(args, head, device)

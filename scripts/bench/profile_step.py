@@ -247,7 +247,7 @@ def profile_step(cfg: DictConfig, folder: Path) -> None:
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def main(cfg: DictConfig) -> None:
-    with train.errors_in_one_line():
+    with train.errors_in_one_line(train.MISTAKES):
         profile_step(cfg, Path(HydraConfig.get().runtime.output_dir))
 
 
@@ -255,5 +255,5 @@ if __name__ == "__main__":
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them
     given = {argument.split("=")[0] for argument in sys.argv[1:]}
     sys.argv += [f"{name}={value}" for name, value in DEFAULTS.items() if name not in given]
-    with train.errors_in_one_line():
+    with train.errors_in_one_line(train.MISTAKES):
         main()

@@ -397,14 +397,14 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
     if args.case is not None:
-        with train.errors_in_one_line():
+        with train.errors_in_one_line(train.MISTAKES):
             print(json.dumps(asdict(measure(case_of(args.case)))))
         return
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = args.cases or [(seq_len, name) for seq_len in args.seq_lens for name in args.variants]
     settings = args.attention, args.steps, args.slow_step, tuple(args.overrides)
     cases = [Case(args.model, seq_len, name, device, *settings) for seq_len, name in dict.fromkeys(chosen)]
-    with train.errors_in_one_line():
+    with train.errors_in_one_line(train.MISTAKES):
         configuration(cases[0])
     head = describe(shlex.join(["python", "-m", "scripts.bench.step", *sys.argv[1:]]), args.commit, date.today())
     precision = "fp32 weights, bf16 autocast" if device == "cuda" else "fp32"
