@@ -1,4 +1,4 @@
-"""Fixtures for every test: where kernels run, NaN in fresh memory, a fixed seed."""
+"""Fixtures for every test: the device of the kernels, NaN in fresh memory, and a fixed seed."""
 
 import gc
 import os
@@ -8,7 +8,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
-# Triton reads this when a kernel is defined, so it must stand before any test module imports kernels.
+# Triton reads this variable when a kernel is defined, so set it before any test module imports a kernel.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -18,8 +18,8 @@ def kernels_are_compiled() -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tests of one xdist_group share a worker, and so the runs that their fixtures start."""
-    if config.getoption("dist", None) == "load":  # what -n alone means
+    """Runs all tests of an xdist_group on one worker, so that they share the runs that their fixtures start."""
+    if config.getoption("dist", None) == "load":  # the default of -n
         config.option.dist = "loadgroup"
 
 
@@ -28,7 +28,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_finish() -> None:
-    """Hundreds of thousands of objects came with the imports, which garbage collection need not look through again."""
+    """Excludes the objects that imports created, hundreds of thousands, from later garbage collections."""
     gc.collect()
     gc.freeze()
 
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where the kernels run here: CUDA when they are compiled, the CPU in the interpreter."""
+    """Returns the device that kernels run on: CUDA if they are compiled, the CPU in the interpreter."""
     return torch.device("cuda" if kernels_are_compiled() else "cpu")
 
 
@@ -55,7 +55,7 @@ def _interpreter_at_its_best() -> Iterator[None]:
     if kernels_are_compiled():
         yield
         return
-    from tests.support.interpreter import patched_once_a_launch  # imports triton, which reads what stands above
+    from tests.support.interpreter import patched_once_a_launch  # imports triton, which reads TRITON_INTERPRET
 
     with patched_once_a_launch():
         yield

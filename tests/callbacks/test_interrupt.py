@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, by calls of the handler; tests/test_train.py sends them to runs."""
+"""Tests the handler of Ctrl-C and SIGTERM by direct calls. tests/test_train.py sends the signals to real runs."""
 
 import signal
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ from fa_train.callbacks.interrupt import GracefulInterrupt
 
 
 def test_the_second_signal_stops_at_once(monkeypatch, capfd):
-    """Unless it comes with the first, as torchrun passes on what all had from a terminal. A data worker ignores it."""
+    """A second signal within a second does not count, because torchrun repeats one. Data workers ignore signals."""
     now, exits = [100.0], []
     monkeypatch.setattr("fa_train.callbacks.interrupt.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr("fa_train.callbacks.interrupt.os._exit", exits.append)

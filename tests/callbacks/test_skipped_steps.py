@@ -1,4 +1,4 @@
-"""Optimizer steps without finite gradients change nothing and are counted. Too many in a row end the run."""
+"""An optimizer step without finite gradients changes nothing and is counted. Too many in a row end the run."""
 
 import copy
 import math
@@ -21,7 +21,7 @@ from tests.test_train import processes_can_talk, ranks_of_torchrun
 
 pytestmark = pytest.mark.slow
 
-STEPS, FEW, BAD = 300, 60, 40  # lengths of runs, and the index of their step with an infinite loss
+STEPS, FEW, BAD = 300, 60, 40  # the lengths of two runs, and the step whose loss is infinite
 SMALL = (
     "model.n_layers=1", "seq_len=16", "batch_size=2", "trainer.val_check_interval=50", "data.val_rows=2",
     "data.micro_batch_size=2", "callbacks.checkpoint=null",
@@ -32,14 +32,14 @@ RUNS = {
     "adamw-of-two-micro-batches": (FEW, ["data.micro_batch_size=1"]),
     "adamw_8bit": (STEPS, ["optimizer=adamw_8bit"]),
     "adamw_bf16": (STEPS, ["optimizer=adamw_bf16", "trainer.precision=bf16-true"]),
-    # naive attention sums in one order
+    # naive attention adds in a fixed order
     "adamw_offload": (STEPS, ["optimizer=adamw_offload", "trainer.accelerator=gpu", "attention=naive"]),
 }
 ON_TWO_RANKS = {"ddp": STEPS, "fsdp": FEW}
 
 
 class InfiniteLoss(Callback):
-    """Makes the last rank's loss infinite at these steps, and with it every gradient of that rank."""
+    """Makes the loss of the last rank infinite at the given steps, and thereby every gradient of that rank."""
 
     def __init__(self, steps: list[int]) -> None:
         self.steps = steps
@@ -53,7 +53,7 @@ class InfiniteLoss(Callback):
 
 
 class Undo(Callback):
-    """Restores the weights and the optimizer's state from before one step."""
+    """Restores the weights and the optimizer's state from before the given step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -71,7 +71,7 @@ class Undo(Callback):
             for parameter, weight in zip(pl_module.parameters(), weights, strict=True):
                 parameter.copy_(weight)
             [optimizer] = trainer.optimizers
-            rates = [group["lr"] for group in optimizer.param_groups]  # already those of the next step
+            rates = [group["lr"] for group in optimizer.param_groups]  # the rates of the next step
             optimizer.load_state_dict(state)
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
@@ -97,7 +97,7 @@ def run(folder: Path, corpus: Path, *overrides: str) -> Path:
 
 
 def assert_only_the_bad_step_differs(skipping: Path, undone: Path, steps: int) -> None:
-    """Every other loss equals, to the bit, that of a run whose bad step was undone."""
+    """Asserts that every other loss is bitwise equal to that of a run in which the bad step was undone."""
     losses, expected = column(skipping, "train/loss"), column(undone, "train/loss")
     assert sorted(losses) == list(range(1, steps + 1))
     assert not math.isfinite(losses.pop(BAD + 1)) and math.isfinite(expected.pop(BAD + 1))
@@ -111,18 +111,18 @@ def assert_only_the_bad_step_differs(skipping: Path, undone: Path, steps: int) -
     "name", [pytest.param(name, marks=[pytest.mark.gpu] if name == "adamw_offload" else []) for name in RUNS]
 )
 def test_a_step_without_finite_gradients_changes_nothing(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # not every CPU has its bf16
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # some CPUs lack oneDNN's bf16 instructions
     steps, overrides = RUNS[name]
-    with torch.compiler.set_stance("force_eager"):  # torchao compiles an update for each shape
+    with torch.compiler.set_stance("force_eager"):  # otherwise torchao compiles an update for each shape
         skipping = run(tmp_path / "skipping", tmp_path, f"max_steps={steps}", *overrides, *bad_steps(BAD))
         undone = run(tmp_path / "undone", tmp_path, f"max_steps={steps}", *overrides, *UNDONE)
     assert_only_the_bad_step_differs(skipping, undone, steps)
 
 
 def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
-    """One of two ranks. For ddp and for fsdp, one run skips the bad step and one undoes it.
+    """Runs one of two ranks: for ddp and fsdp, one training run skips the bad step and another undoes it.
 
-    Asserts what only the ranks see.
+    Checks here what only a rank can see.
     """
     torch.set_num_threads(1)
     os.environ.update(environments[rank])
@@ -176,7 +176,7 @@ DIVERGING = [
     ],
 )
 def test_five_skipped_steps_in_a_row_end_a_run(ranks, tmp_path):
-    """Steps 6 to 10 are bad. Validations at 6 and 9 do not end the row, and the next log is at step 12."""
+    """Steps 6 to 10 are bad. Validation at 6 and 9 does not reset the count. The next log is at step 12."""
     settings = [override for override in SMALL if override != "callbacks.checkpoint=null"]
     overrides = tiny(tmp_path, *settings, *DIVERGING, "batch_size=4", *ranks)
     done = command_line(tmp_path, *overrides, *bad_steps(*range(5, 10)))
@@ -192,7 +192,7 @@ def test_five_skipped_steps_in_a_row_end_a_run(ranks, tmp_path):
 
 
 def test_a_finite_step_ends_a_row(tmp_path, capsys):
-    """Four skipped steps, one step with finite gradients, and four skipped steps."""
+    """Four skipped steps, one good step and four more skipped steps do not end the run."""
     bad = [2, 3, 4, 5, 7, 8, 9, 10]
     folder = run(tmp_path / "run", tmp_path, "max_steps=12", *bad_steps(*bad))
     assert column(folder, "train/skipped_steps")[12] == 8

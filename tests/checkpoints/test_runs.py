@@ -1,4 +1,4 @@
-"""What runs of train.py keep, resume from and refuse."""
+"""Which checkpoints train.py keeps, which it resumes from, and which it refuses."""
 
 import os
 import resource
@@ -23,7 +23,7 @@ EACH_STEP = ("callbacks.checkpoint.every_n_train_steps=1", "max_steps=5", "train
 
 
 def run(folder: Path, tmp_path: Path, *overrides: str) -> list[str]:
-    """The names of the checkpoints that a run in this process leaves."""
+    """Trains in this process and returns the names of the checkpoints that are left."""
     folder.mkdir(parents=True, exist_ok=True)
     with composed(folder, *tiny(tmp_path, *overrides)) as cfg:
         train.train(cfg)
@@ -35,7 +35,7 @@ def checkpoints(folder: Path) -> list[str]:
 
 
 def one_line(done) -> str:
-    """The only line of an error that a command ended with."""
+    """Returns the error message of a command, and checks that it is a single line."""
     assert done.returncode == 1, done.stderr
     lines = [line for line in done.stderr.strip().splitlines() if "UserWarning" not in line]
     [error] = [line for line in lines if line.startswith("error: ")]
@@ -56,7 +56,7 @@ def test_the_newest_are_kept(overrides, kept, tmp_path):
 
 
 class Losses(Callback):
-    """Replaces the loss of each validation by the next of these."""
+    """Replaces the loss of each validation by the next of the given values."""
 
     def __init__(self, losses: list[float]) -> None:
         self.losses = list(losses)
@@ -82,7 +82,7 @@ def test_the_best_is_kept_too_if_asked(losses, kept, tmp_path):
 def test_a_logger_that_uploads_models_finds_each_checkpoint(tmp_path, monkeypatch):
     seen = []
 
-    def upload(logger, callback) -> None:  # as WandbLogger(log_model="all") does
+    def upload(logger, callback) -> None:  # like WandbLogger(log_model="all")
         seen.extend(Path(path).name for _, path, *_ in _scan_checkpoints(callback, {}))
 
     monkeypatch.setattr(CSVLogger, "after_save_checkpoint", upload)
@@ -111,7 +111,7 @@ def test_the_older_checkpoint_is_removed_when_the_new_one_is_in_place(tmp_path, 
 
 
 class KilledWhileSaving(Callback):
-    """The process is killed in the middle of writing the checkpoint of step 3."""
+    """Kills the process while it writes the checkpoint of step 3."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         if trainer.global_step == 3:
@@ -134,13 +134,13 @@ def test_a_kill_while_saving_leaves_the_older_checkpoints_whole(tmp_path):
         require_whole(folder / "checkpoints" / name)
     rest = start_and_finish(tmp_path, *overrides, "ckpt_path=last")
     assert sorted(column(rest, "train/loss")) == [3, 4, 5]
-    # resume in the folder of the killed run itself
+    # resume in the folder of the killed run
     done = command_line(tmp_path, *overrides, "ckpt_path=last", "max_steps=6", "hydra.run.dir=runs/killed/run")
     assert done.returncode == 0 and not list(folder.rglob("*.partial")), done.stderr
 
 
 class FullDisk(Callback):
-    """Limits checkpoints to 16 kB from `step` on."""
+    """Limits checkpoints to 16 kB from the given step on."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -172,7 +172,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_older_checkpoints(tmp_path):
 
 
 class Spoil(Callback):
-    """A weight becomes NaN after step 2."""
+    """Sets a weight to NaN after step 2."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         if trainer.global_step == 2:
@@ -191,7 +191,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_exported(tmp_path, ca
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """The folder with a run of two steps, its checkpoints and its corpus."""
+    """Returns a folder that contains a run of two steps, its checkpoints and its corpus."""
     folder = tmp_path_factory.mktemp("trained")
     run(folder / "runs" / "first", folder, *TWO_STEPS)
     return folder

@@ -1,4 +1,4 @@
-"""Micro-batches are a pure function of the seed and the place in the run, also through a killed and resumed fit."""
+"""Micro-batches are a pure function of the seed and the position in the run, even if the run is killed and resumed."""
 
 import multiprocessing
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ OPTIONS = dict(
 
 @pytest.fixture(autouse=True)
 def _short_epochs(monkeypatch):
-    """Not of 2**26 tokens, in millions of documents that every run shuffles."""
+    """Shortens an epoch from 2**26 tokens, because every run shuffles the documents of an epoch."""
     monkeypatch.setattr("fa_train.data.sources.synthetic.N_TOKENS", 2**14)
 
 
@@ -44,7 +44,7 @@ def test_micro_batches_must_divide_the_batch():
 
 
 def rows_of(batches):
-    """Their rows, in whatever order they were dealt."""
+    """Returns the rows of some batches in a canonical order."""
     return sorted(torch.cat(batches).view(-1, 16).tolist())
 
 
@@ -112,11 +112,11 @@ def chats(tmp_path):
 
 
 class Killed(Exception):
-    """The end of a process, as far as a test may go."""
+    """Stands for the end of the process."""
 
 
 class Recorder(L.LightningModule):
-    """Sees batches, learns nothing, and may be killed at a step."""
+    """Records batches and trains nothing. It can be killed at a given step."""
 
     def __init__(self, die_at=None):
         super().__init__()
@@ -165,7 +165,7 @@ def test_a_run_killed_twice_goes_on_where_it_stopped(tmp_path, make_data):
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_resumed_run_may_take_other_micro_batches(tmp_path, size):
-    """5 steps of 4 micro-batches are no whole number of steps of 8; and more than all of those of 2."""
+    """The run stops after 20 micro-batches of 2 rows. That is not a whole number of steps of 8 micro-batches."""
     whole = fit(tmp_path / "whole", Recorder(), make())
     with pytest.raises(Killed):
         fit(tmp_path / "cut", Recorder(die_at=5), make())

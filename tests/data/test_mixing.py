@@ -1,4 +1,4 @@
-"""A mix has the asked shares in every stretch of rows, and is a function of the seed and the place alone."""
+"""A mixture has the requested shares in every stretch of rows. It depends on the seed and the position only."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from tests.data.packing.test_best_fit import OPTIONS, NumberedSource
 from tests.data.packing.test_concat import PAD, Numbered
 from tests.data.test_datamodule import Killed, Recorder, fit
 
-BASE = 10**6  # the tokens of source i are from i * BASE on
+BASE = 10**6  # the tokens of source i start at i * BASE
 
 
 class Shifted(Numbered):
@@ -70,7 +70,7 @@ def test_shares_hold_from_any_row_on(weights):
 
 
 class Numbers:
-    """Rows that are their own index, and cost it."""
+    """Rows that consist of their own index. A row costs as much as its index."""
 
     max_documents = 1
 

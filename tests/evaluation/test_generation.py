@@ -1,4 +1,4 @@
-"""Generation with caches is what the whole forward says, and transformers; scripts.generate by its command."""
+"""Generation with a KV cache agrees with a forward pass over the whole text and with transformers."""
 
 import sys
 from functools import partial
@@ -26,7 +26,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
 def small(attention=naive_attention, **options) -> GPT:
-    """Two layers of random weights, large enough that the next token depends on all before it."""
+    """Builds a model of two layers with random weights so large that each token depends on all earlier tokens."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"n_layers": 2, "dim": 32, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "ffn_dim": 48}
     kinds = {"norm": "rmsnorm", "norm_eps": 1e-5, "positions": "rope", "activation": "swiglu", "init": "llama"}
@@ -39,7 +39,7 @@ def small(attention=naive_attention, **options) -> GPT:
 
 
 def continuation(model: GPT, n: int) -> list[int]:
-    """The most likely tokens, by the whole stream's logits for each."""
+    """Returns the `n` most likely next tokens, each computed from the logits of the whole text."""
     stream = list(PROMPT)
     for _ in range(n):
         stream.append(int(model(torch.tensor(stream, device=model.head.weight.device))[-1].argmax()))
@@ -174,7 +174,7 @@ def test_learned_positions_end():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny Llama with a tokenizer that knows chats."""
+    """Saves a tiny Llama and a tokenizer with a chat template."""
     path = tmp_path_factory.mktemp("model")
     tokenizer = chat_tokenizer()
     torch.manual_seed(0)

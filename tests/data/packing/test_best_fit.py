@@ -1,4 +1,4 @@
-"""Best-fit decreasing loses no token unreported, pads little, and is a pure function of its arguments."""
+"""Best-fit decreasing drops no token without counting it, pads little, and is a pure function of its arguments."""
 
 import re
 
@@ -25,7 +25,7 @@ lengths_of_documents = st.lists(st.integers(0, 40), min_size=1, max_size=30)
 
 
 class NumberedSource:
-    """Documents of given lengths whose tokens are all different."""
+    """Documents of given lengths. Every token is different."""
 
     vocab_size, pad_id, cache_dir = 10**9, PAD, None
 
@@ -49,7 +49,7 @@ def make(lengths, **changes):
 
 
 def naive_best_fit_decreasing(lengths, capacity):
-    """One piece at a time, looking at every row: how much room each row has left in the end."""
+    """Places one piece at a time after a search of all rows; returns the free space of each row."""
     rooms = []
     for length in sorted(lengths, reverse=True):
         fitting = [i for i, room in enumerate(rooms) if room >= length]
@@ -124,7 +124,7 @@ def test_labels_positions_boundaries_and_costs(lengths, seq_len, split):
 def test_a_worked_example():
     layout = lay([3, 9, 5, 0, 2], seq_len=8)
     rows = [layout.row(i) for i in range(layout.n_rows)]
-    # pieces of 8, 5, 3, 2 and 1: the document of 9 goes on in another row, its last label known in this one
+    # Pieces of 8, 5, 3, 2 and 1. The document of 9 continues in another row, so its last label here is known.
     assert rows[0].tokens.tolist() == [*range(1000, 1008)] and rows[0].labels.tolist() == [*range(1001, 1009)]
     assert rows[1].tokens.tolist() == [*range(2000, 2005), 0, 1, 2]
     assert rows[1].labels.tolist() == [*range(2001, 2005), IGNORE_INDEX, 1, 2, IGNORE_INDEX]

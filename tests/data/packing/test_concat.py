@@ -1,4 +1,4 @@
-"""Packing loses nothing, labels nothing across documents, and says truly where documents are."""
+"""Packing loses no token, gives no label that crosses documents, and reports correct document boundaries."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ PAD = 10**9
 
 
 class Numbered:
-    """Documents whose tokens are all different: 1000 * document + place."""
+    """Documents whose tokens are all different: token i of document d is 1000 * d + i."""
 
     loss_mask = None
 
@@ -46,7 +46,7 @@ def test_every_token_is_there_once_and_labels_stay_within_documents(lengths, seq
     stream = np.concatenate([documents[i] for i in order])
     laid = np.concatenate([row.tokens for row in rows])
     n_real = (laid != PAD).sum()
-    # the last token of all may be a label only
+    # the very last token may occur as a label only
     assert n_real in (len(stream), len(stream) - 1)
     assert np.array_equal(laid[:n_real], stream[:n_real])
     labelled = 0

@@ -1,4 +1,4 @@
-"""Chats in every form that files hold them, and each mistake named with its file and line."""
+"""Chats are read in every supported format, and each error names the file and line."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Documents from every kind of file, tokenised once."""
+"""Documents are read from every kind of file and tokenised once."""
 
 import json
 
@@ -15,7 +15,7 @@ from fa_train.data.tokens.tokenizer import ByteTokenizer
 
 @pytest.fixture
 def folder(tmp_path):
-    """Five documents in four kinds of file."""
+    """Writes five documents to four kinds of file."""
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "b.md").write_text("# two")
     (tmp_path / "c.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in ("drei", "vier ü")) + "\n")

@@ -1,4 +1,4 @@
-"""Tiny tokenizers with chat templates, and chats, made on the spot."""
+"""Tiny tokenizers with chat templates, and generated chats."""
 
 import json
 
@@ -18,17 +18,17 @@ WITH_BLOCKS = (
     TOOLS + HEAD + "{% if message.role == 'assistant' %}{% generation %}" + BODY + "{% endgeneration %}"
     "{% else %}" + BODY + "{% endif %}" + TAIL
 )  # fmt: skip
-# no special tokens at the ends of turns: "user: hi\nassistant: ho\n", whose spaces and line ends merge with words
+# No special tokens end a message: "user: hi\nassistant: ho\n". Words merge with spaces and newlines into tokens.
 PLAIN = (
     "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
-# every turn but the last loses what it thought, as reasoning models' do
+# removes the reasoning from every message but the last, like the templates of reasoning models
 FORGETFUL = HEAD + "{{ '<think>' if loop.last and message.role == 'assistant' }}" + BODY + TAIL
 
 
 def chat_tokenizer(template=CHATML, *, trim_offsets=False):
-    """Byte-level BPE with ChatML's special tokens."""
+    """Trains a byte-level BPE tokenizer with ChatML's special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -44,7 +44,7 @@ def chat_tokenizer(template=CHATML, *, trim_offsets=False):
 
 
 def save_tokenizer(folder, template=CHATML, **options):
-    """Its folder, as data.tokenizer takes it."""
+    """Saves a tokenizer and returns its folder, for `data.tokenizer`."""
     chat_tokenizer(template, **options).save_pretrained(folder)
     return str(folder)
 
@@ -71,7 +71,7 @@ def write_jsonl(path, rows):
 
 
 def many_chats(n=60):
-    """Chats of many lengths, the same every time."""
+    """Returns the same chats on each call, of many lengths."""
     return [
         {
             "messages": [

@@ -1,4 +1,4 @@
-"""Masks are cut where tokens are, through the cache and both ways of packing, and every lost label is counted."""
+"""Loss masks stay aligned with tokens through the cache and both packings, and every lost label is counted."""
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,7 @@ from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
 
 
 class Masked(Numbered):
-    """Numbered documents with masks from the cache's own class, in two chunks."""
+    """Numbered documents with loss masks of the cache's own class, in two chunks."""
 
     def __init__(self, masks):
         super().__init__([len(mask) for mask in masks])
@@ -61,7 +61,7 @@ def test_exactly_the_learnt_tokens_are_labels(masks, seq_len, how):
 
 def test_documents_and_pieces_without_a_label_are_counted():
     masks = [[0] * 6 + [1] * 2, [0] * 3, [0, 1], [1, 0], []]
-    expected = {"split": (3, 3), "truncate": (3, 1), "drop": (2, 1)}  # pieces without a label, labels packed
+    expected = {"split": (3, 3), "truncate": (3, 1), "drop": (2, 1)}  # pieces without a label, packed labels
     for policy, (unlearned, packed) in expected.items():
         layout = BestFit(Masked(masks), 4, PAD, max_doc_len=None, long_documents=policy, cache_dir=None)
         counts = layout.report.labels
@@ -86,7 +86,7 @@ def test_chats_from_a_file_to_labels(tmp_path, packing, n):
     held_out = data.source.documents(held_out=True)
     kept_back = answers(hf, np.concatenate([held_out[i][held_out.loss_mask[i]] for i in range(len(held_out))]))
     assert 0 < len(kept_back) < 20 and set(kept_back) < set(every)
-    # concatenation lays answers across the ends of rows, which a shuffle would part
+    # an answer may continue in the next row after concatenation, so keep those rows in order
     rows = PackedRows(data, held_out=False, shuffle=packing == "best_fit")
     batches = [rows.batch(index, 1) for index in range(rows.per_epoch)]
     learnt = [label for batch in batches for label in batch["labels"].tolist() if label != IGNORE_INDEX]

@@ -1,4 +1,4 @@
-"""Shards are the same bytes by any number of processes, a restart goes on, and half a cache is never taken for one."""
+"""Shards do not depend on the number of processes, a restart continues, and an incomplete cache is never used."""
 
 import errno
 import json
@@ -21,7 +21,7 @@ from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
-    """Twenty documents, in shards of three."""
+    """Makes twenty documents and a shard size of three."""
     monkeypatch.setattr(module, "SHARD", 3)
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(20)))
     return TextCorpus(str(tmp_path / "texts.jsonl"), "text")
@@ -49,11 +49,11 @@ def test_any_number_of_processes_writes_the_same_bytes(corpus, tmp_path):
 
 
 class Killed(BaseException):
-    """The end of the process, as far as a test may go."""
+    """Stands for the end of the process."""
 
 
 class Counting(TextEncoder):
-    """Dies at a document, and remembers those it has encoded."""
+    """Raises Killed at a given document, and records the documents that it has encoded."""
 
     def __init__(self, die_at=None):
         super().__init__(ByteTokenizer())
@@ -109,7 +109,7 @@ def test_a_full_disk_is_named_by_the_plan_too(tmp_path, monkeypatch):
 
 
 def test_long_documents_end_a_shard_early(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "SHARD_CHARACTERS", 13)  # "line 0" is 6 characters, "line 10" 7
+    monkeypatch.setattr(module, "SHARD_CHARACTERS", 13)  # "line 0" has 6 characters, "line 10" has 7
     path = prepare(corpus, Counting(), tmp_path / "cache")
     sizes = [len(pa.ipc.open_file(file).read_all()) for file in sorted(path.glob("*.arrow"))]
     assert sizes == [3, 3, 3, 2, 2, 2, 2, 2, 1]
@@ -130,7 +130,7 @@ def garble_tokens(shard):
 
 
 def overwrite(shard, values):
-    """The bytes of an array in a file become 0xff, which keeps its size."""
+    """Overwrites the bytes of an array in a file with 0xff, which keeps the file's size."""
     content, part = shard.read_bytes(), values.tobytes()
     assert content.count(part) == 1
     shard.write_bytes(content.replace(part, b"\xff" * len(part)))

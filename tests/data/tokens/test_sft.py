@@ -1,4 +1,4 @@
-"""Of a chat, exactly the assistant's turns are learnt, and the template's own text is what is tokenised."""
+"""Only the assistant's messages of a chat have labels, and the tokens are those of the template's own text."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def encode(chat_encoder, row):
 
 
 def runs(chat_encoder, encoded):
-    """The text of each run of learnt tokens."""
+    """Returns the text of each run of tokens that have labels."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], encoded.learned.astype(int), [0]]))).reshape(-1, 2)
     return [chat_encoder.tokenizer.hf.decode(encoded.tokens[start:stop]) for start, stop in edges]
 
@@ -70,11 +70,11 @@ def test_tokens_and_mask_are_those_of_apply_chat_template(tmp_path, template):
 @pytest.mark.parametrize("template", [CHATML, WITH_BLOCKS, PLAIN])
 @pytest.mark.parametrize("answer", ["4.", " 4.", "\n4.\n", "ü∑🙂 ", "Rome is sunny"])
 def test_the_mask_is_that_of_a_token_by_token_rendering(tmp_path, template, trim_offsets, answer):
-    """Each token's own characters, by decoding the tokens before it: learnt if the first of them is the assistant's."""
+    """Finds a token's characters by decoding those before it. It is learnt if its first character is an answer's."""
     messages = [turn("user", "the weather \n"), turn("assistant", answer), turn("user", "2"), turn("assistant", "so")]
     chat_encoder = encoder(tmp_path, template, trim_offsets=trim_offsets)
     ids, learned = encode(chat_encoder, {"messages": messages})
-    whose = b""  # by byte of the rendered text, whether it is an answer's
+    whose = b""  # for each byte of the rendered text, 1 if it belongs to an answer
     for message in messages:
         is_answer = message["role"] == "assistant"
         if template == PLAIN:
@@ -86,7 +86,7 @@ def test_the_mask_is_that_of_a_token_by_token_rendering(tmp_path, template, trim
     places, begin = [], 0
     for token in chat_encoder.tokenizer.hf.convert_ids_to_tokens(
         ids
-    ):  # byte-level: one character a byte, but for special tokens
+    ):  # byte-level tokens: one character is one byte, except in special tokens
         places.append(begin)
         begin += len(token)
     assert begin == len(whose)
@@ -94,14 +94,14 @@ def test_the_mask_is_that_of_a_token_by_token_rendering(tmp_path, template, trim
 
 
 def test_a_token_across_the_start_of_an_answer_is_not_learnt():
-    # "a: " + " b": the tokens are "a:", "  b"; what follows the prompt "a: " can not be the token "  b"
+    # The tokens of "a: " + " b" are "a:" and "  b". The token "  b" cannot follow the prompt "a: ".
     assert learned_tokens(np.array([[0, 2], [2, 5]]), [(3, 5)]).tolist() == [False, False]
-    # offsets that leave spaces out
+    # the tokenizer's offsets leave out spaces
     assert learned_tokens(np.array([[0, 2], [4, 5]]), [(3, 5)]).tolist() == [False, False]
     assert learned_tokens(np.array([[0, 3], [4, 5]]), [(3, 5)]).tolist() == [False, True]
-    # across the end, it is what an answer ends with
+    # the token crosses the end of an answer, so it is how the answer ends
     assert learned_tokens(np.array([[0, 3], [3, 6], [6, 7]]), [(3, 5)]).tolist() == [False, True, False]
-    # two tokens of one character
+    # two tokens share one character
     assert learned_tokens(np.array([[0, 1], [0, 1], [1, 2]]), [(1, 2)]).tolist() == [False, False, True]
 
 
