@@ -21,7 +21,7 @@ from tests.gpu_check.variants import Tiles, Width
 from tests.kernels.support.attention_check import DEVICE, attend, compare, cumulative
 
 HEADS = (4, 4), (4, 2), (4, 1)  # query heads, KV heads
-# the lengths give rows before, in and after whole blocks, empty documents, and tiles that several documents share
+# The lengths end before, within and at the end of a block. Some documents are empty; some share a tile.
 SEVERAL, ONE = [300, 1, 0, 213, 64, 131], [417]
 LONGER_SEVERAL, LONGER_ONE = [1000, 1, 30, 400, 139], [1500]  # every ring of buffers is used more than once
 
@@ -46,7 +46,7 @@ def check_hopper(
     heads: tuple[int, int],
     options: dict[str, Any],
 ) -> None:
-    """Checks Hopper's kernels for one class of document lengths. With several documents, NaN stays in its own one."""
+    """Checks Hopper's kernels for one length class. With several documents, NaN must stay in its own document."""
     lengths = LONGER_SEVERAL if several else LONGER_ONE
     with (
         _backend("hopper"),
@@ -58,7 +58,7 @@ def check_hopper(
 
 @contextmanager
 def portable_kernels(tiles: Tiles) -> Iterator[None]:
-    """Within it, calls use the portable kernels with these tiles."""
+    """Makes calls in this context use the portable kernels with these tiles."""
     key_passes = tuple(direction for direction in tiles if direction in ("dkdv", "dk", "dv"))
     with ExitStack() as stack:
         stack.enter_context(_backend("portable"))
@@ -70,7 +70,7 @@ def portable_kernels(tiles: Tiles) -> Iterator[None]:
 
 @contextmanager
 def _backend(name: str) -> Iterator[None]:
-    """Within it, calls use one backend's kernels, and record no launches."""
+    """Makes calls in this context use the kernels of one backend, and disables the recording of launches."""
     with (
         patch.dict(os.environ, {backend.VARIABLE: name}),
         patch.object(record, "_may_record", lambda: False),
@@ -89,9 +89,9 @@ def _check(
 ) -> None:
     n_heads, total = heads[0], sum(lengths)
     q, k, v, do = (torch.randn(shape, device=DEVICE).to(dtype) for shape in _shapes(total, heads, width))
-    if "strided" in names:  # columns of wider heads
+    if "strided" in names:  # q, k and v are columns of wider heads
         q, k, v = (torch.cat([x, x], dim=2)[..., : x.shape[2]] for x in (q, k, v))
-    if "odd-strides" in names:  # rows not aligned to 16 bytes pass through registers on their way to shared memory
+    if "odd-strides" in names:  # rows that are not aligned to 16 bytes are loaded through registers
         q, k, v = (torch.cat([x, x[..., :1]], dim=2)[..., :-1] for x in (q, k, v))
     features: dict[str, Any] = dict(causal="bidirectional" not in names)
     features |= dict(cu_seqlens_q=cumulative(lengths), cu_seqlens_k=cumulative(lengths))
@@ -104,7 +104,7 @@ def _check(
     sinks = torch.randn(n_heads, device=DEVICE) if "sinks" in names else None
     ours = _varlen(lengths, options) if several else _dense(options)
     dlse = torch.randn(n_heads, total, device=DEVICE)
-    # short references run on the CPU, so that many processes can share the GPU
+    # compute short references on the CPU, so that many processes can share the GPU
     reference_device = "cpu" if total < 1000 else DEVICE
     compare(ours, (q, k, v), features, sinks, do, dlse, reference_device)
     if several:
@@ -120,7 +120,7 @@ def _require_isolation(
     dlse: Tensor,
     lengths: list[int],
 ) -> None:
-    """NaN in the fourth document may change the others by rounding only, since other kernels may repair their tiles."""
+    """NaN in the fourth document may change the others by rounding only: other kernels may repair their tiles."""
     first, past = sum(lengths[:3]), sum(lengths[:4])
     q, k, v = (x.clone() for x in inputs)
     q[past - 1, 0, -1] = v[first, -1, 0] = torch.nan
@@ -133,7 +133,7 @@ def _require_isolation(
 
 
 def _check_fp8(width: Width, lengths: list[int], several: bool, heads: tuple[int, int]) -> None:
-    """Bounds: P has 11 bits, and Hopper's tensor cores keep 13 bits below the largest product of a sum."""
+    """Allows for 11 bits in P, and for the 13 bits that Hopper's tensor cores keep below a sum's largest product."""
     shapes = _shapes(sum(lengths), heads, width)[:3]
     q, k, v = (torch.randn(shape, device=DEVICE).to(FP8) for shape in shapes)
     cu_seqlens = cumulative(lengths)
@@ -148,7 +148,7 @@ def _check_fp8(width: Width, lengths: list[int], several: bool, heads: tuple[int
 
 
 def _shapes(total: int, heads: tuple[int, int], width: Width) -> list[tuple[int, int, int]]:
-    """The shapes of q, k, v and do."""
+    """Returns the shapes of q, k, v and do."""
     (n_heads, n_kv_heads), (head_dim, v_head_dim) = heads, width
     columns = (n_heads, head_dim), (n_kv_heads, head_dim), (n_kv_heads, v_head_dim), (n_heads, v_head_dim)
     return [(total, *shape) for shape in columns]
@@ -160,7 +160,7 @@ def _varlen(lengths: list[int], options: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _dense(options: dict[str, Any]) -> Callable[..., Any]:
-    """flash_attn_func of one document, with the arguments and shapes of flash_attn_varlen_func."""
+    """Returns flash_attn_func for one document, with the arguments and shapes of flash_attn_varlen_func."""
 
     def attention(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **features: Any

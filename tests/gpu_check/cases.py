@@ -1,4 +1,4 @@
-"""All cases of the check, each with a name and a function to call. They come from the tile tables of the kernels."""
+"""All cases of the GPU check. The tile tables of the kernels give the cases; each has a name and a function to call."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from tests.gpu_check.variants import WIDTHS, Tiles, Width, other_decode_tiles, o
 
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = (*HALF, torch.float32)
-# each tile runs with some of them; tests/kernels/test_matrix.py combines them for the GPU's own tiles
+# Each tile runs with some of these. tests/kernels/test_matrix.py runs combinations with the tiles of the present GPU.
 FEATURES = (), ("softcap",), ("sinks", "strided"), ("alibi",), ("window", "sinks"), ("bidirectional",)
 PAGE_SIZES = 16, 64, 256
 
@@ -32,7 +32,7 @@ class Case:
 
 
 def all_cases(device: torch.device) -> list[Case]:
-    """What `make gpu-check` runs on `device`."""
+    """Lists the cases that `make gpu-check` runs on `device`."""
     lists = [portable_cases(device), decode_cases(device), fused_cases()]
     if is_hopper(device):
         lists.insert(0, hopper_cases())
@@ -40,10 +40,10 @@ def all_cases(device: torch.device) -> list[Case]:
 
 
 def portable_cases(device: torch.device) -> Iterator[Case]:
-    """Each tile of each pass, dtype and width.
+    """Yields a case for each tile of each pass, dtype and width.
 
     The device's own tiles run with one document and with several; other tiles run with one of the two. The device's own
-    tiles also run once with rows that are not aligned, because other instructions load those.
+    tiles also run once with unaligned rows, which different instructions load.
     """
     features, heads, either = cycle(FEATURES), cycle(HEADS), cycle((False, True))
     dtypes = (*DTYPES, FP8) if torch.cuda.get_device_capability(device) >= (8, 9) else DTYPES
@@ -66,7 +66,7 @@ def _portable_case(
 
 
 def hopper_cases() -> Iterator[Case]:
-    """Each compiled form of Hopper's kernels, by document length, features, dtype and the order of the sums in dQ."""
+    """Yields a case for each variant of Hopper's kernels: length class, features, dtype and order of the sums in dQ."""
     heads = cycle(HEADS)
     for dtype, head_dim in product(HALF, HOPPER_HEAD_DIMS):
         seen = set()
@@ -87,12 +87,12 @@ def hopper_cases() -> Iterator[Case]:
 
 
 def decode_cases(device: torch.device) -> Iterator[Case]:
-    """Each tile of the kernel that reads a cache, for each dtype and width, with a dense and a paged cache."""
+    """Yields a case for each tile of the decoding kernel, dtype and width, with a dense and a paged cache."""
     page_sizes, options = cycle(PAGE_SIZES), cycle(range(4))
     for dtype, width, paged in product(DTYPES, WIDTHS, (False, True)):
         own = own_decode_tiles(width, dtype.itemsize, paged, device)
         others = other_decode_tiles(width, dtype.itemsize, paged, device)
-        # two sets of options for the device's own tiles, one of them with left padding; one set for other GPUs' tiles
+        # The device's own tiles run with two sets of features, one of them with left padding; other tiles with one.
         for rows, tiles in [case for case in own for _ in range(2)] + others:
             page_size, option = next(page_sizes) if paged else None, next(options)
             sizes = f"{tiles.block_m}x{tiles.block_n}x{tiles.num_warps}x{tiles.num_stages}"
@@ -101,7 +101,7 @@ def decode_cases(device: torch.device) -> Iterator[Case]:
 
 
 def fused_cases() -> Iterator[Case]:
-    """Each block size of each fused operation, with widths that fill the block and widths that do not."""
+    """Yields a case for each block size of each fused operation. Some widths fill the block, others do not."""
     for dtype, dim in product(DTYPES, (16, 100, 128, 256, 512, 768, 1024, 1600, 2048, 4096, 5120, 8192, 16384)):
         yield Case(f"rmsnorm {_name(dtype)} {dim}", partial(check_rmsnorm, dtype, dim))
     for dtype, head_dim in product(DTYPES, (2, 8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 256)):

@@ -17,7 +17,7 @@ CAPACITY = 768  # tokens per sequence: several whole blocks of every tile
 def check_decode(
     dtype: torch.dtype, width: Width, rows: int, tiles: TileConfig, page_size: int | None, option: int
 ) -> None:
-    """rows: queries of all heads that share a KV head. option: which of four sets of features."""
+    """rows: queries of all heads that share a KV head. option: index of one of four sets of features."""
     group = 1 + option % 2 if rows > 1 else 1
     head_dim, v_head_dim = width
     rotary_dim = head_dim // 16 * 16

@@ -14,7 +14,7 @@ ROWS = 130  # more rows than one program of any operation processes
 
 
 def check_rmsnorm(dtype: torch.dtype, dim: int) -> None:
-    """The residual stream is in fp32 or in the dtype. The addend is in the dtype. The sum is kept or computed again."""
+    """Checks RMSNorm of a sum. The residual stream is fp32 or `dtype`. The sum is either stored or recomputed."""
     for stream, keep_sum in ((torch.float32, True), (dtype, False)):
         x, added = _draw(ROWS, dim, dtype=stream), _draw(ROWS, dim, dtype=dtype)
         weight = (1 + 0.1 * torch.randn(dim, device=DEVICE)).requires_grad_()
@@ -22,7 +22,7 @@ def check_rmsnorm(dtype: torch.dtype, dim: int) -> None:
 
         def exact(x: Tensor, added: Tensor, weight: Tensor, stream: torch.dtype = stream) -> tuple[Tensor, Tensor]:
             total = x + added
-            rounded = total + (total.to(stream).to(x.dtype) - total).detach()  # as the residual stream is stored
+            rounded = total + (total.to(stream).to(x.dtype) - total).detach()  # rounded like the stored residual stream
             return rounded, F.rms_norm(rounded, weight.shape, weight, 1e-5)
 
         ours = add_rms_norm(x, added, weight, 1e-5, dtype, keep_sum=keep_sum)
@@ -30,7 +30,7 @@ def check_rmsnorm(dtype: torch.dtype, dim: int) -> None:
 
 
 def check_rotary(dtype: torch.dtype, head_dim: int) -> None:
-    """Five heads, the last of them not rotated; then q, k and v of one projection."""
+    """Checks the rotation of five heads, the last of which is not rotated, and of joined q, k and v."""
     angles = torch.randn(ROWS, head_dim // 2, device=DEVICE)
     cos, sin = angles.cos(), angles.sin()
 
@@ -53,7 +53,7 @@ def check_rotary(dtype: torch.dtype, head_dim: int) -> None:
 
 
 def check_swiglu(dtype: torch.dtype, ffn_dim: int) -> None:
-    """The activations, and the gradient of their input."""
+    """Checks the activations and the gradient of their input."""
     projected = _draw(ROWS, 2 * ffn_dim, dtype=dtype)
     d_activated = torch.randn(ROWS, ffn_dim, device=DEVICE).to(dtype)
 

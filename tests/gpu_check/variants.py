@@ -1,4 +1,4 @@
-"""All tiles that any GPU may use, by the tables or with less shared memory, if the present GPU can run them."""
+"""All tiles that the present GPU can run: those of every GPU in the tables, and those for less shared memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,26 +13,26 @@ from fa_kernels.flash_attention.tiles import SHARED_LIMIT, Pass, TileConfig, fit
 Width = tuple[int, int]  # head_dim of q and k, and of v
 Tiles = Mapping[Pass, TileConfig]
 
-# head dimensions that fill their tile or leave columns unused, in one part or in two
+# head dimensions that fill their tile or leave columns unused, with one or two blocks of head columns
 HEAD_DIMS = (8, 16, 24, 32, 40, 48, 64, 72, 80, 88, 96, 104, 128, 136, 144, 160, 176, 192, 200, 256)
 WIDTHS: list[Width] = [*((d, d) for d in HEAD_DIMS), (192, 128), (64, 128), (24, 80)]
 KEY_PASSES: tuple[tuple[Pass, ...], ...] = (("dkdv",), ("dk", "dv"))
 ARCHS: tuple[Arch, ...] = (*SHARED_LIMIT, "unknown")
-# bytes of shared memory per program: GPUs older than those in the tables; RTX 30 to 50; A100; H100 and B200
+# Bytes of shared memory per program: GPUs older than those in the tables, RTX 30 to 50, A100, H100 and B200.
 SHARED_SIZES = tuple(kib * 1024 for kib in (64, 99, 163, 227))
-DECODE_ROWS = (1, 17, 64, 300)  # queries per KV head, one number for each tile height
+DECODE_ROWS = (1, 17, 64, 300)  # queries per KV head, one value for each tile height
 
 
 def own_tiles(width: Width, itemsize: int, device: torch.device) -> Tiles:
-    """The tiles that the passes of one call use on `device`."""
+    """Returns the tiles that the passes of one call use on `device`."""
     keys = key_passes(arch_of(device), max(width), itemsize)
     return {p: distinct_tiles(width, p, itemsize, device)[0] for p in _passes(keys, itemsize)}
 
 
 def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[Tiles]:
-    """Choices of tiles for the passes of one call. Together they hold all tiles that other GPUs use.
+    """Yields choices of tiles for the passes of one call. Together they contain all tiles that other GPUs use.
 
-    None for widths that leave columns unused, because their code differs only by a mask of columns.
+    Yields nothing for widths that leave columns unused, because only a mask of columns differs in their code.
     """
     if not _fills_its_parts(width, itemsize):
         return
@@ -40,19 +40,19 @@ def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[T
     for keys in KEY_PASSES if itemsize > 1 else KEY_PASSES[:1]:
         tiles = {p: distinct_tiles(width, p, itemsize, device) for p in _passes(keys, itemsize)}
         others = {p: [t for t in found if t != own.get(p)] for p, found in tiles.items()}
-        # try the other way to compute dK and dV only if it uses tiles that the device's own way does not
+        # Try the other way to compute dK and dV only if it uses tiles that the device's own way does not.
         if all(tiles.values()) and (keys[0] not in tiles or keys[0] in own or any(others[p] for p in keys)):
             for i in range(max(map(len, others.values()))):
                 yield {p: others[p][i % len(others[p])] if others[p] else tiles[p][0] for p in tiles}
 
 
 def _passes(keys: Sequence[Pass], itemsize: int) -> list[Pass]:
-    """The passes of one call, if `keys` compute dK and dV. fp8 has no gradients."""
+    """Returns the passes of one call if `keys` compute dK and dV. fp8 has no backward pass."""
     return ["fwd"] if itemsize == 1 else ["fwd", *keys, "dq"]
 
 
 def distinct_tiles(width: Width, direction: Pass, itemsize: int, device: torch.device) -> list[TileConfig]:
-    """The tiles of one pass, those of `device` first."""
+    """Lists the different tiles of one pass, the tiles of `device` first."""
     archs = [arch_of(device), *ARCHS]
     found = [
         smaller(arch, tile_config(arch, max(width), direction, itemsize), width, direction, itemsize, size)
@@ -67,7 +67,7 @@ def distinct_tiles(width: Width, direction: Pass, itemsize: int, device: torch.d
 def smaller(
     arch: Arch, tiles: TileConfig, width: Width, direction: Pass, itemsize: int, size: int
 ) -> TileConfig | None:
-    """The tiles that `fit` returns for `size` bytes of shared memory per program; None if nothing fits."""
+    """Returns the tiles that `fit` finds for `size` bytes of shared memory per program, or None if nothing fits."""
     try:
         return fit(arch, tiles, *width, direction, itemsize, size)
     except ValueError:
@@ -75,12 +75,12 @@ def smaller(
 
 
 def own_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
-    """Pairs of a number of queries per KV head and the tiles that `device` uses for it."""
+    """Lists pairs of the number of queries per KV head and the tiles that `device` uses for it."""
     return _decode_tiles(arch_of(device), width, itemsize, paged, _shared_memory(device))
 
 
 def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
-    """The same pairs for other GPUs. Only for the first of the widths that are padded to the same tile."""
+    """Lists the same pairs for other GPUs. The list is empty if a smaller width has the same padded tile."""
     padded = padded_width(width[0]), padded_width(width[1])
     if width != next(w for w in WIDTHS if (padded_width(w[0]), padded_width(w[1])) == padded):
         return []
@@ -96,7 +96,7 @@ def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.d
 
 
 def _decode_tiles(arch: Arch, width: Width, itemsize: int, paged: bool, size: int) -> list[tuple[int, TileConfig]]:
-    """The pairs for a GPU with `size` bytes of shared memory per program; none if nothing fits."""
+    """Lists the pairs for a GPU with `size` bytes of shared memory per program; empty if nothing fits."""
     try:
         return [(rows, decode_tiles(arch, *width, itemsize, rows, paged, size)) for rows in DECODE_ROWS]
     except ValueError:
@@ -113,6 +113,6 @@ def _fits(tiles: TileConfig, width: Width, direction: Pass, itemsize: int, devic
 
 
 def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may use."""
+    """Returns the bytes of shared memory that a program may use."""
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the attribute
     return properties.shared_memory_per_block_optin

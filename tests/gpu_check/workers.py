@@ -1,4 +1,4 @@
-"""Processes that run cases. If an illegal access destroys the GPU context of a process, a new one replaces it."""
+"""Processes that run cases. A new process replaces one whose GPU context is lost after an illegal memory access."""
 
 import multiprocessing
 import time
@@ -20,7 +20,7 @@ class Result:
     case: Case
     seconds: float
     error: str  # empty if the case passed
-    kernels: frozenset[str]  # what was compiled or loaded for it
+    kernels: frozenset[str]  # the kernels that the case compiled or loaded
 
 
 def run_all(cases: Sequence[Case], jobs: int) -> Iterator[Result]:
@@ -53,7 +53,7 @@ def run_all(cases: Sequence[Case], jobs: int) -> Iterator[Result]:
 
 
 class _Worker:
-    """A process, and the case that it runs."""
+    """A process and the case that it runs."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -69,7 +69,7 @@ class _Worker:
         self.pipe.send(case)
 
     def result(self) -> tuple[Result, bool]:
-        """The result, and whether the process can run another case."""
+        """Returns the result and whether the process can run another case."""
         assert self.case is not None
         try:
             error, kernels, alive = self.pipe.recv()
@@ -109,7 +109,7 @@ def _wait_for_gpu() -> None:
 
 
 def _context_lives() -> bool:
-    """False after an illegal access, from which a process cannot recover."""
+    """Returns False after an illegal access, because the process cannot recover from one."""
     try:
         _wait_for_gpu()
     except RuntimeError:

@@ -1,10 +1,10 @@
-"""Hashes the PTX of every kernel, so that a change of the source can be shown to leave the compiled code as it was.
+"""Hashes the PTX of every kernel, so that two hashes can show that a source change leaves the compiled code unchanged.
 
     python -m tests.kernels.ptx_digest --out before.json
     python -m tests.kernels.ptx_digest --compare before.json
 
-A case is a kernel that a test compiles ahead of time, or a call with every kernel that it launches. The PTX of a case
-is hashed without comments, source lines and the names of its functions. It needs no GPU and no ptxas.
+A case is a kernel that a test compiles ahead of time, or a call together with every kernel that it launches. The hash
+of a case leaves out comments, source lines and function names. Neither a GPU nor ptxas is needed.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from tests.kernels.aot import (
 from tests.kernels.support import launched_kernels
 
 COMMENT = re.compile(r"//.*")
-# a function with a body; the name of one that is only declared, such as __assertfail, says what is called
+# A function with a body. A declared function such as __assertfail keeps its name, which says what is called.
 DEFINED = re.compile(r"^\s*(?:\.visible\s+|\.weak\s+)?\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)", re.MULTILINE)
 SYMBOL = re.compile(r'@"[^"]*"|@[\w$.]+')
 COMPILE: dict[str, Callable[..., CompiledKernel]] = {
@@ -50,12 +50,12 @@ COMPILE: dict[str, Callable[..., CompiledKernel]] = {
     "hopper_forward": hopper_forward.compile_case,
     "hopper_backward": hopper_backward.compile_case,
 }
-CODE: dict[str, str] = {}  # hash of a source, its target and its options -> hash of the code
-SOURCES: list[str] = []  # the hash of each source in the order of compiles
+CODE: dict[str, str] = {}  # hash of a source with its target and options -> hash of the code
+SOURCES: list[str] = []  # the hash of each source, in the order of compilation
 
 
 def all_cases() -> list[str]:
-    """Every case, named by its group and its values, such as `hopper_backward bf16-128-4-0-1`."""
+    """Lists every case, named by its group and its values, for example `hopper_backward bf16-128-4-0-1`."""
     containing = [(arch, head_dim, f"contain_{of}") for arch, head_dim, of in test_portable.LIMITS if arch != "sm90"]
     containing += [("sm90", *entry) for entry in [*test_portable.CONTAINING, *test_portable.REPAIRS]]
     cases = [test_portable.case_of(*entry) for entry in [*test_portable.LIMITS, *containing]]
@@ -71,11 +71,11 @@ def all_cases() -> list[str]:
 
 
 class Known(Exception):
-    """Ends a compile whose result is known."""
+    """Stops the compilation of a source whose result is known."""
 
 
 def digest(case: str) -> tuple[str, dict[str, str]]:
-    """The hash of one case, and {hash of the source: hash of the code} of its kernels."""
+    """Returns the hash of one case, and {hash of the source: hash of the code} for its kernels."""
     group, _, name = case.partition(" ")
     if group == "call":
         launches = launched_kernels.compile_call(name, code_of)
@@ -85,10 +85,10 @@ def digest(case: str) -> tuple[str, dict[str, str]]:
 
 
 def code_of(compile: Callable[[], CompiledKernel]) -> tuple[str, str]:
-    """The hashes of the source and of the code that a compile gives; only the first is made if CODE has the second."""
+    """Returns the hashes of a kernel's source and code. Stops after the first if CODE contains the second."""
     with contextlib.suppress(Known):
         compiled = compile()
-        # PTX does not contain how much shared memory a launch takes
+        # the size of shared memory at a launch is not in the PTX
         CODE[SOURCES[-1]] = hash_of(str(compiled.metadata.shared), normalised(compiled.asm["ptx"]))
     return SOURCES[-1], CODE[SOURCES[-1]]
 
@@ -102,7 +102,7 @@ def start(known: dict[str, str]) -> None:
 
 
 def ending_if_known(make_ir: Callable[..., Any]) -> Callable[..., Any]:
-    """`make_ir` of a source, which notes the source's hash in SOURCES and raises Known if its code is known."""
+    """Wraps `make_ir` of a source: appends the source's hash to SOURCES and raises Known if CODE has its code."""
 
     def make_and_note(source: Any, target: Any, options: Any, *rest: Any) -> Any:
         module = make_ir(source, target, options, *rest)
@@ -119,7 +119,7 @@ def hash_of(*texts: str) -> str:
 
 
 def normalised(ptx: str) -> str:
-    """PTX without comments and indentation; its functions are named in the order in which they appear."""
+    """Removes comments and indentation from PTX, and numbers its functions in the order in which they appear."""
     lines = (line.strip() for line in COMMENT.sub("", ptx).splitlines())
     text = "\n".join(line for line in lines if line)
     for number, name in enumerate(DEFINED.findall(text)):
@@ -128,20 +128,21 @@ def normalised(ptx: str) -> str:
 
 
 def with_numbered_functions(ir: str) -> str:
-    """Triton's first form of a kernel, in which functions are named in the order in which they appear."""
+    """Numbers the functions of a kernel's first IR in the order in which they appear."""
     names: dict[str, str] = {}
     return SYMBOL.sub(lambda match: names.setdefault(match[0], f"@{len(names)}"), ir)
 
 
 def record_of(cases: Sequence[str], known: dict[str, str]) -> dict[str, Any]:
-    """The hash of each case, and of the code of each source that Triton compiles. Takes every core.
+    """Returns the hash of each case, and of the code of each source that Triton compiles. Uses all cores.
 
-    known: what an earlier record has for sources. Equal sources and options give equal code, so these are not compiled.
+    known: hashes of sources and their code from an earlier record. These sources are not compiled again, because equal
+    sources and options give equal code.
     """
     os.environ.pop("TRITON_INTERPRET", None)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
-        # new processes import the kernels again, in the environment set here
+        # new processes import the kernels again with the environment that is set here
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(os.cpu_count(), context, start, (known,)) as pool:
             results = dict(zip(cases, pool.map(digest, cases), strict=True))
@@ -154,7 +155,7 @@ def record_of(cases: Sequence[str], known: dict[str, str]) -> dict[str, Any]:
 
 
 def differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    """A line for each case that is not the same in both."""
+    """Lists the cases that differ, one line each."""
     return [
         f"{'vanished' if case not in after else 'appeared' if case not in before else 'differs'}: {case}"
         for case in {**before, **after}

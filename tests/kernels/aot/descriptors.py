@@ -1,12 +1,12 @@
 """Finds where ptxas 12.8 computes a matrix descriptor from the wrong uniform register.
 
-A descriptor of Hopper's wgmma has 64 bits. Its high half is a constant: swizzle and stride. Its low half is an address
-in shared memory. PTX adds the constant to a 64-bit address, so ptxas must add the constant's high half to zero.
-ptxas 12.8 sometimes adds it to a register that has been overwritten with an address or another operand's descriptor.
-The kernel then reads the wrong shared memory, or ends with an illegal access.
+The 64-bit descriptor of a Hopper wgmma operand has two halves. The high half is a constant (swizzle and stride). The
+low half is an address in shared memory. PTX adds the constant to a 64-bit address whose high half is zero. ptxas 12.8
+sometimes adds it to a register that has been overwritten with an address or with another operand's descriptor. The
+kernel then reads the wrong shared memory or ends with an illegal access.
 
-This happened on an H100 in attention kernels that hold heads in two parts and load rows through registers. ptxas 12.9
-compiles the same PTX correctly.
+This happened on an H100 in attention kernels that split the head columns in two blocks and load rows through
+registers. ptxas 12.9 compiles the same PTX correctly.
 """
 
 import re
@@ -23,13 +23,13 @@ HIGH_HALVES = {swizzle << 30 | stride for swizzle in (1, 2, 3) for stride in STR
 
 
 def misplaced_descriptors(cubin: Path) -> list[str]:
-    """The instructions of a kernel for sm_90 that add a descriptor's constant to a register that is not zero."""
+    """Lists the instructions of an sm_90 kernel that add a descriptor's constant to a register that is not zero."""
     command = [knobs.nvidia.nvdisasm.path, str(cubin)]
     return misplaced_in(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def misplaced_in(sass: str) -> list[str]:
-    """`misplaced_descriptors` for nvdisasm's text. Assumes that instructions run in the order of the text."""
+    """Applies `misplaced_descriptors` to nvdisasm's text. Assumes that instructions run in the order of the text."""
     writers: dict[str, str] = {}
     found = []
     for line in sass.splitlines():

@@ -1,8 +1,8 @@
-"""Compiles the Hopper backward kernels without a GPU; prints, as JSON, what ptxas says of each case. Run as a module.
+"""Compiles the Hopper backward kernels without a GPU and prints ptxas's report as JSON. Run it as a module.
 
-A case is dtype-head_dim-group-softcap-marks, such as bf16-128-4-0-1; which kernel that takes is as in a call. head_dim
-is followed by ordered where dQ is summed in one order, and by dkdv or dq for the kernels of two passes: 128dkdv has a
-soft cap, 256 no other kernels.
+A case is dtype-head_dim-group-softcap-marks, for example bf16-128-4-0-1. It compiles the kernel that a call would use.
+A suffix of head_dim selects another kernel: `ordered` sums dQ in a fixed order; `dkdv` and `dq` are the kernels of the
+two-pass backward. 128dkdv always has a soft cap. At 256 there are only the two-pass kernels.
 """
 
 import json
@@ -22,13 +22,13 @@ TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def descriptor(dtype, block):
-    """The type of a host-made tensor descriptor, as the launcher spells it."""
+    """Returns the type of a tensor descriptor made on the host, in the launcher's notation."""
     layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[dtype])
     return f"tensordesc<{dtype}[{', '.join(map(str, block))}],{layout!r}>"
 
 
 def compile_keys(dtype, group, softcap, marks):
-    """The compiled kernel of dK and dV alone at head_dim 128, which has a soft cap."""
+    """Compiles the kernel that computes only dK and dV at head_dim 128. It is used with a soft cap."""
     assert softcap == "1"
     signature = {"rows_desc": descriptor("fp32", [keys.BLOCK_M])} | dict.fromkeys(("softmax_scale", "softcap"), "fp32")
     signature |= dict.fromkeys(("tiles_ptr", "query_start_ptr", "query_end_ptr", "spoiled_ptr"), "*i32")
@@ -43,7 +43,7 @@ def compile_keys(dtype, group, softcap, marks):
 
 
 def compile_three_groups(dtype, head_dim, group, softcap, marks, ordered=False):
-    """The compiled kernel of all three gradients."""
+    """Compiles the kernel that computes all three gradients."""
     head_dim = int(head_dim)
     tiles = fused.tiles_of(head_dim, TORCH_DTYPES[dtype], float(softcap), ordered)
     kernel = fused._bwd_kernel
@@ -74,7 +74,7 @@ def compile_three_groups(dtype, head_dim, group, softcap, marks, ordered=False):
 
 
 def compile_wide(dtype, group, softcap, marks):
-    """The compiled kernel of dK and dV at head_dim 256."""
+    """Compiles the kernel of dK and dV at head_dim 256."""
     blocks = [wide.BLOCK, wide.HEAD_DIM]
     kernel = wide._dkdv_kernel
     constants = dict(
@@ -91,7 +91,7 @@ def compile_wide(dtype, group, softcap, marks):
 
 
 def compile_queries(dtype, head_dim, group, softcap, marks):
-    """The compiled kernel of dQ where that is one of its own."""
+    """Compiles the separate kernel of dQ."""
     tiles = queries.TILES[int(head_dim)]
     constants = dict(
         HAS_SOFTCAP=softcap == "1", GROUP=int(group), K_STAGES=queries.K_STAGES, V_STAGES=tiles.v_stages,
@@ -106,12 +106,12 @@ def compile_queries(dtype, head_dim, group, softcap, marks):
 
 
 def without(marks, dynamic=True):
-    """The pointers that a launch hands over as None."""
+    """Returns the pointers that are None at a launch."""
     return ({} if marks == "1" else {"spoiled_ptr": None}) | ({} if dynamic else {"counter_ptr": None})
 
 
 def compile_source(kernel, signature, constants, registers):
-    """The compiled kernel; what has no type in the signature is i32."""
+    """Compiles the kernel. Arguments that the signature lacks are i32."""
     names = kernel.arg_names
     types = {name: "constexpr" if name in constants else signature.get(name, "i32") for name in names}
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in names if n.endswith("_ptr")}
@@ -122,7 +122,7 @@ def compile_source(kernel, signature, constants, registers):
 
 
 def compile_case(dtype, kernel, *features):
-    """The compiled kernel of one case."""
+    """Compiles the kernel of one case."""
     if kernel.endswith("dq"):
         return compile_queries(dtype, kernel.removesuffix("dq"), *features)
     if kernel == f"{wide.HEAD_DIM}dkdv":
@@ -135,7 +135,7 @@ def compile_case(dtype, kernel, *features):
 
 
 def report(*case):
-    """What ptxas says of one case, the bytes of shared memory, and how many stores put 16 bytes of a thread there."""
+    """Returns ptxas's report on a case, its bytes of shared memory, and the number of 16-byte stores to it."""
     compiled = compile_case(*case)
     ptx = compiled.asm["ptx"]
     return {

@@ -1,6 +1,6 @@
-"""Compiles the Hopper kernels with no GPU and prints, as JSON, what ptxas says of each. Run as a module.
+"""Compiles the Hopper forward kernels without a GPU and prints ptxas's report as JSON. Run it as a module.
 
-A case is head_dim-documents-dtype-outdtype-features, such as 128-long-bf16-bf16-plain or
+A case is head_dim-length_class-dtype-out_dtype-features, for example 128-long-bf16-bf16-plain or
 64-short-fp16-fp32-softcap+marks.
 """
 
@@ -18,14 +18,14 @@ ELEMENT = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 
 
 def descriptor(dtype, rows, columns):
-    """The type of a host-made TMA descriptor, as a launch would name it."""
+    """Returns the type of a TMA descriptor made on the host, in the launcher's notation."""
     block = [rows, columns]
     layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENT[dtype])
     return f"tensordesc<{dtype}{block},{layout!r}>"
 
 
 def compile_forward(tiles, head_dim, dtype, out_dtype, features):
-    """The compiled forward kernel of one case."""
+    """Compiles the forward kernel for these tiles."""
     constants = {"HAS_SINKS": "sinks" in features, "HAS_SOFTCAP": "softcap" in features}
     constants |= tiles.constants()
     if "marks" not in features:
@@ -61,13 +61,13 @@ def compile_forward(tiles, head_dim, dtype, out_dtype, features):
 
 
 def compile_case(head_dim, documents, dtype, out_dtype, features):
-    """The compiled kernel of one case."""
+    """Compiles the kernel of one case."""
     tiles = forward_tiles(int(head_dim), documents, out_dtype == "fp32")
     return compile_forward(tiles, int(head_dim), dtype, out_dtype, features)
 
 
 def report(case):
-    """What ptxas says of one case."""
+    """Returns ptxas's report on one case."""
     compiled = compile_case(*case.split("-"))
     idle = idle_barriers(compiled.asm["ttgir"])
     return {"case": case, "shared": compiled.metadata.shared, "idle_barriers": idle, **ptxas(compiled.asm["ptx"], 90)}

@@ -1,9 +1,9 @@
-"""Compiles the kernels for a GPU that is not there and prints, as JSON, what ptxas says of each. Run as a module.
+"""Compiles the portable kernels without a GPU and prints ptxas's report as JSON. Run it as a module.
 
-A case is arch-head_dim-v_head_dim-pass-itemsize, such as sm90-128-128-fwd-2: bf16, at 1 byte fp8, at 4 fp32, with the
-tiles of the table, products as precision_of has them and no features, for one document. A pass such as contain_fwd is
-the same kernel for several, among which it contains NaN, and one such as repair_fwd the kernel that repairs marked
-tiles.
+A case is arch-head_dim-v_head_dim-pass-itemsize, for example sm90-128-128-fwd-2. The item size gives the dtype: 1 is
+fp8, 2 is bf16, 4 is fp32. A case uses the tiles of the table, the matmul precision of precision_of, one document and
+no features. `contain_fwd` is the forward kernel for several documents, which isolates NaN. `repair_fwd` is the kernel
+that recomputes marked tiles.
 """
 
 import contextlib
@@ -38,23 +38,23 @@ KERNELS = {
     "repair_fwd": _repair_fwd_kernel,
     "repair_bwd": _repair_bwd_kernel,
 }
-PASS_OF_REPAIR = {"repair_fwd": "fwd", "repair_bwd": "dkdv"}  # whose warps it has
+PASS_OF_REPAIR = {"repair_fwd": "fwd", "repair_bwd": "dkdv"}  # the pass whose number of warps a repair uses
 INDEX_POINTERS = {
     *("key_start_ptr", "key_end_ptr", "query_start_ptr", "query_end_ptr", "tiles_ptr"),
     *("marks_ptr", "marks_q_ptr", "marks_k_ptr"),
 }
 FEATURE_POINTERS = ("sinks_ptr", "slopes_ptr", "aligned_ptr", "document_ptr", "descale_ptr")
 ELEMENT = {1: "*fp8e4nv", 2: "*bf16", 4: "*fp32"}
-# in PTX, and what ptxas makes of it: Hopper's and Blackwell's work on shared memory, HMMA on registers. To read that in
-# the machine code would take cuobjdump 0.6 s a kernel, a fifth of all
+# Tensor-core instructions in PTX and in machine code. wgmma and tcgen05 read shared memory, mma.sync registers.
+# Search the PTX, because cuobjdump takes 0.6 s per kernel.
 TENSOR_CORES = {"tcgen05.mma.": "UTCHMMA", "wgmma.mma_async.": "HGMMA", "mma.sync.": "HMMA"}
 
 
 def compile_case(arch, head_dim, v_head_dim, direction, itemsize):
-    """The report on one entry of the table."""
+    """Returns the report on one entry of the tile table."""
     source, options, tiles = case_source(arch, head_dim, v_head_dim, direction, itemsize)
     log = io.StringIO()
-    # Triton's own run of ptxas, whose options differ between versions; a kernel from its cache would leave no log
+    # Let Triton run ptxas, because its options depend on the version. A kernel from the cache would have no log.
     with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
         knobs.compilation.always_compile = True
         knobs.nvidia.dump_ptxas_log = True
@@ -71,18 +71,18 @@ def compile_case(arch, head_dim, v_head_dim, direction, itemsize):
 
 
 def capability_of(arch):
-    """90 for sm90."""
+    """Returns 90 for sm90."""
     return int(arch.removeprefix("sm"))
 
 
 def pass_of(direction):
-    """The pass whose tiles a kernel has: dkdv for contain_dkdv and repair_bwd."""
+    """Returns the pass whose tiles a kernel uses, for example dkdv for contain_dkdv and repair_bwd."""
     direction = direction.removeprefix("contain_")
     return PASS_OF_REPAIR.get(direction, direction)
 
 
 def case_source(arch, head_dim, v_head_dim, direction, itemsize):
-    """The kernel of one case, the options to compile it with and its tiles."""
+    """Returns the kernel of one case, its compile options and its tiles."""
     kernel, contain = KERNELS[direction.removeprefix("contain_")], direction.startswith("contain_")
     direction = pass_of(direction)
     tiles = tile_config(arch, max(head_dim, v_head_dim), direction, itemsize)
@@ -95,13 +95,13 @@ def case_source(arch, head_dim, v_head_dim, direction, itemsize):
 
 
 def compile_case_to_ptx(arch, head_dim, v_head_dim, direction, itemsize):
-    """The compiled kernel of one case, without a cubin."""
+    """Compiles one case without making a cubin."""
     source, options, _ = case_source(arch, int(head_dim), int(v_head_dim), direction, int(itemsize))
     return compile_to_ptx(source, capability_of(arch), options)
 
 
 def source_of(kernel, tiles, of_queries, head_dim, v_head_dim, direction, itemsize, contain, precision):
-    """The kernel of one pass as a launch with no features would specialise it; of_queries are the tiles of dq."""
+    """Specialises the kernel of one pass like a launch without features. `of_queries` are the tiles of dQ."""
     rows = tiles.block_n if direction in ("dkdv", "dk", "dv") else tiles.block_m
     d_1, d_2 = split_columns(head_dim, itemsize)
     dv_1, dv_2 = split_columns(v_head_dim, itemsize)
@@ -114,7 +114,7 @@ def source_of(kernel, tiles, of_queries, head_dim, v_head_dim, direction, itemsi
         ISOLATE_NAN=contain, HAS_DK="dk" in direction, HAS_DV="dv" in direction,
     )  # fmt: skip
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    # pointers of features that are off are None, as they are at a launch
+    # launches pass None for the pointers of features that are off
     constants |= {name: None for name in FEATURE_POINTERS if name in kernel.arg_names}
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -128,7 +128,7 @@ def source_of(kernel, tiles, of_queries, head_dim, v_head_dim, direction, itemsi
             signature[name] = "*bf16" if itemsize == 1 and name == "o_ptr" else ELEMENT[itemsize]
         else:
             signature[name] = "fp32" if name in ("softmax_scale", "softcap") else "i32"
-        of_rows = name.startswith("stride") and head_dim % 16 == 0  # of contiguous rows of one head
+        of_rows = name.startswith("stride") and head_dim % 16 == 0  # strides of contiguous rows of one head
         if name not in constants and (name.endswith("_ptr") or of_rows):
             attributes[(index,)] = [["tt.divisibility", 16]]
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -136,7 +136,7 @@ def source_of(kernel, tiles, of_queries, head_dim, v_head_dim, direction, itemsi
 
 
 def misplaced_descriptors_of(cubin):
-    """`misplaced_descriptors` for a cubin in memory."""
+    """Applies `misplaced_descriptors` to a cubin in memory."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(cubin)
         file.flush()
@@ -144,10 +144,10 @@ def misplaced_descriptors_of(cubin):
 
 
 def compile_to_ptx(source, capability, options):
-    """For ptxas() alone: without Triton's own run of it, and its asm has no cubin."""
+    """Compiles to PTX without Triton's own run of ptxas. The cubin in `asm` is empty. Use ptxas() on the PTX."""
 
     def hook(*arguments):
-        if not arguments:  # a name for Triton's cache
+        if not arguments:  # Triton asks for a cache key
             return "without cubin", "without cubin"
         stages = arguments[1]
         stages["cubin"] = lambda ptx, metadata: b""
@@ -158,7 +158,7 @@ def compile_to_ptx(source, capability, options):
 
 
 def ptxas(ptx, capability):
-    """Registers, spills, C75xx warnings and the kind of tensor-core instruction of one kernel, before Blackwell."""
+    """Returns registers, spills, C75xx warnings, tensor-core instruction and misplaced descriptors before Blackwell."""
     suffix = "a" if capability == 90 else ""
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
@@ -171,7 +171,7 @@ def ptxas(ptx, capability):
 
 
 def resources(log):
-    """What ptxas -v printed of one kernel."""
+    """Parses what `ptxas -v` printed for one kernel."""
     return {
         "registers": int(re.findall(r"Used (\d+) registers", log)[0]),
         "spill_bytes": int(re.findall(r"(\d+) bytes spill stores", log)[0]),
@@ -180,7 +180,7 @@ def resources(log):
 
 
 def idle_barriers(ttgir):
-    """The mbarriers of a Gluon kernel that no group of warps is handed: no memory of theirs (hopper/barriers.py)."""
+    """Lists the mbarriers of a Gluon kernel that no warp group receives. ptxas may reuse their memory."""
     barriers = re.findall(r"(%\S+) = ttg\.local_alloc\b.*-> !ttg\.memdesc<\S*xi64,", ttgir)
     assert barriers, "the pattern finds none"
     (handed,) = re.findall(r"ttg\.warp_specialize\((.*?)\)", ttgir)
@@ -188,7 +188,7 @@ def idle_barriers(ttgir):
 
 
 def tensor_core(ptx):
-    """The most capable tensor-core instruction of a kernel."""
+    """Returns the most capable tensor-core instruction of a kernel."""
     return next((name for text, name in TENSOR_CORES.items() if text in ptx), "none")
 
 

@@ -1,4 +1,4 @@
-"""Runs the modules that compile kernels without a GPU, in processes of their own, and keeps their reports."""
+"""Runs the modules that compile kernels without a GPU in separate processes, and caches their reports."""
 
 import functools
 import hashlib
@@ -22,7 +22,7 @@ Reports = dict[str, dict[str, Any]]
 
 
 def compile_all(module: str, cases: Sequence[str]) -> Reports:
-    """Reports of `module`, in the order of the cases. A report is kept, and used again while its key stays the same."""
+    """Returns the reports of `module` in the order of the cases. A cached report is used if its key is unchanged."""
     files = {case: CACHE / triton.__version__ / module / f"{case}.json" for case in cases}
     kept = {case: report for case, file in files.items() if (report := read(file)) is not None}
     new = compile_in_processes(module, [case for case in cases if case not in kept])
@@ -32,9 +32,9 @@ def compile_all(module: str, cases: Sequence[str]) -> Reports:
 
 
 def compile_in_processes(module: str, cases: Sequence[str]) -> Reports:
-    """Compiles the cases in new processes, which do not interpret kernels.
+    """Compiles the cases in new processes that do not interpret kernels.
 
-    pytest-xdist's workers share the cores. Each worker starts as many processes as it has cores.
+    The workers of pytest-xdist share the cores, so each worker starts as many processes as its share of the cores.
     """
     if not cases:
         return {}
@@ -61,14 +61,14 @@ def compile_in_processes(module: str, cases: Sequence[str]) -> Reports:
 
 
 def environment() -> dict[str, str]:
-    """The variables for a process that compiles the kernels of this folder, and not those of an installed copy."""
+    """Returns the environment of a process that compiles this checkout's kernels instead of an installed copy's."""
     path = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return variables | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def read(file: Path) -> dict[str, Any] | None:
-    """The report in a file, or None if there is none or it has another key."""
+    """Returns the report in a file, or None if the file is missing or has another key."""
     if not file.exists():
         return None
     kept = json.loads(file.read_text())
@@ -77,14 +77,14 @@ def read(file: Path) -> dict[str, Any] | None:
 
 def write(file: Path, report: dict[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}")  # so that another worker never reads half a report
+    partial = file.with_suffix(f".{os.getpid()}")  # so that no other worker reads an incomplete report
     partial.write_text(json.dumps({"key": key(), "report": report}))
     partial.replace(file)
 
 
 @functools.cache
 def key() -> str:
-    """A hash of all that decides a report, apart from its case."""
+    """Returns a hash of everything, apart from the case, that determines a report."""
     variables = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(("TRITON_", "PTXAS_"))}
     variables.pop("TRITON_INTERPRET", None)
     settings = [variables, sorted(get_cache_invalidating_env_vars().items()), torch.__version__, sys.version]
@@ -92,20 +92,20 @@ def key() -> str:
 
 
 def hash_of(root: Path, installed: Iterable[Path], settings: Any) -> str:
-    """Sources count by their content, installed files by size and time of change, settings by what repr prints."""
+    """Hashes sources by content, installed files by size and modification time, and settings by their repr."""
     contents = [(str(path.relative_to(root)), path.read_text()) for path in sources(root)]
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in installed]
     return hashlib.sha256(repr((contents, stats, settings)).encode()).hexdigest()
 
 
 def sources(root: Path) -> list[Path]:
-    """The kernels, and the modules of tests/kernels that contain no tests."""
+    """Lists the kernels, and the modules of tests/kernels that contain no tests."""
     helpers = [path for path in root.glob("tests/kernels/**/*.py") if not path.name.startswith("test_")]
     return sorted([*root.glob("kernels/**/*.py"), *root.glob("tests/*.py"), *helpers])
 
 
 def installed_files() -> list[Path]:
-    """Triton's own files, and the tools of CUDA that it or a report runs."""
+    """Lists Triton's own files and the CUDA tools that Triton or a report runs."""
     tools = [Path(tool.path) for tool in (knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell, knobs.nvidia.nvdisasm)]
     package = [path for path in Path(triton.__file__).parent.rglob("*.*") if path.suffix != ".pyc"]
     return sorted({*tools, *package})

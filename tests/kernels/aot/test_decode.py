@@ -1,12 +1,12 @@
-"""The kernels of decoding compile within limits, as tests.kernels.aot.decode reports them."""
+"""The decoding kernels compile within limits on registers and spills."""
 
 import pytest
 
 from fa_kernels.flash_attention.tiles import SHARED_LIMIT
 from tests.kernels.aot.reports import compile_all
 
-# registers a thread, bytes of spill stores, tensor-core instruction: the most that triton 3.6 and 3.7 need, with a
-# little room. One query takes 16 rows, too few for Hopper's wgmma. "paged" has every feature, rotation among them.
+# Registers per thread, bytes of spill stores, tensor-core instruction: the most that Triton 3.6 and 3.7 need, plus a
+# margin. One query fills a tile of 16 rows, too few for wgmma. "paged" uses every feature, including rotation.
 LIMITS = {
     "sm80-64-1-dense": (104, 0, "HMMA"),
     "sm80-128-1-dense": (248, 0, "HMMA"),

@@ -5,10 +5,10 @@ import pytest
 from tests.kernels.aot.descriptors import misplaced_in
 from tests.kernels.aot.reports import compile_all
 
-# heads in two parts with padding columns: contiguous rows of one KV head are not aligned to 16 bytes
+# Head columns in two blocks, with padding columns. Contiguous rows of one KV head are not aligned to 16 bytes.
 UNALIGNED = [*(f"sm90-72-72-{direction}-2" for direction in ("fwd", "dkdv", "dq")), "sm90-136-136-fwd-2"]
 UNALIGNED_DECODE = "sm90-72-64-dense"
-# from the machine code of two kernels that gave wrong results on an H100, by ptxas 12.8
+# machine code of ptxas 12.8, from two kernels that gave wrong results on an H100
 WRONG = """
         /*1a00*/                   ULEA UR7, UR4, UR7, 0x18 ;                  /* 0x00 */
         /*56d0*/                   UIADD3 UR4, UP0, UR7, 0x20, URZ ;           /* 0x00 */

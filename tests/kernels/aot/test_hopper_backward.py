@@ -1,6 +1,6 @@
-"""The Hopper backward kernels compile without a GPU: on wgmma, in shared memory, within limits on spills, no C75xx.
+"""The Hopper backward kernels compile without a GPU: they use wgmma, fit in shared memory and spill little.
 
-And what the kernels of dK and dV read beside Q and dO, and which kernels take a call.
+Other tests here check the inputs that `prepare` computes, and which kernels a call launches.
 """
 
 import pytest
@@ -15,10 +15,8 @@ from fa_kernels.flash_attention.schedule import causal_schedule
 from tests.kernels.aot.hopper_backward import TORCH_DTYPES
 from tests.kernels.aot.reports import compile_all
 
-# dtype-head_dim-group-softcap-marks -> bytes of spill stores allowed: what ptxas of triton 3.6 and 3.7 gives, and room.
-# Of 128 in bf16 delta, loaded early, has its part (3.6 gives 84 bytes with it, 36 without): it is faster with it. At 96
-# in bf16 without softcap they are of programs that work many items, and lie between those: the SASS has none in the
-# loops over steps. With softcap up to 14 numbers are read again in a step (ptxas of 3.7), in either order of sums.
+# dtype-head_dim-group-softcap-marks -> allowed bytes of spill stores: the most that ptxas of Triton 3.6 and 3.7 makes,
+# plus a margin. Few of these spills are in the loops over steps.
 SPILLS = {
     "bf16-128-1-0-0": 96, "bf16-64-1-0-0": 16, "fp16-64-1-0-0": 32,
     "bf16-128-1-0-1": 80, "bf16-64-1-0-1": 16, "bf16-96-1-0-1": 104, "fp16-96-1-0-0": 16,
@@ -33,14 +31,14 @@ SPILLS = {
     "bf16-256dkdv-1-0-0": 32, "bf16-256dkdv-4-1-1": 32,
     "bf16-256dq-1-0-0": 384, "bf16-256dq-4-1-1": 384,
 }  # fmt: skip
-SHARED = 227 * 1024  # bytes that a program may take on an H100
+SHARED = 227 * 1024  # bytes that a program may use on an H100
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_compiles_within_limits():
     for case, report in compile_all("tests.kernels.aot.hopper_backward", [*SPILLS]).items():
-        assert report["warnings"] == [], (case, report)  # C7512 and the like say that ptxas has serialised the matmuls
+        assert report["warnings"] == [], (case, report)  # for example C7512: ptxas has serialised the matmuls
         assert report["misplaced_descriptors"] == [], (case, report)
         assert report["tensor_core"] == "HGMMA", (case, report)
         assert report["shared"] <= SHARED, (case, report)
@@ -50,7 +48,7 @@ def test_compiles_within_limits():
 
 
 def stores_of_sums(dtype, kernel, group, softcap, marks):
-    """Of one step: a warpgroup's four fp32 numbers of dQ each, where the kernel sums dQ."""
+    """Returns the number of 16-byte stores per step that add to dQ, or 0 if the kernel computes no dQ."""
     head_dim = kernel.removesuffix("ordered")
     if not head_dim.isdigit():
         return 0
@@ -63,7 +61,7 @@ def stores_of_sums(dtype, kernel, group, softcap, marks):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_tiles_that_take_turns(head_dim, dtype, softcap):
-    """A step has one semaphore, and no program waits for an item that nobody has begun."""
+    """Each step has one semaphore, and no program waits for an item that has not started."""
     tiles = fused.tiles_of(head_dim, dtype, softcap, ordered=True)
     if tiles is None:
         assert fused.tiles_of(head_dim, dtype, softcap) is None
@@ -72,7 +70,7 @@ def test_tiles_that_take_turns(head_dim, dtype, softcap):
 
 
 def test_registers_of_three_groups():
-    """The first group of warps gets what the others leave, which must be as many as the second's: a consumer too."""
+    """The registers left for the first warp group are as many as the second group's, because both are consumers."""
     registers = fused.GROUP_REGISTERS
     of_four_warps = fused.REGISTERS * (1 + len(registers))
     assert of_four_warps <= 64 * 1024 // 128
@@ -84,7 +82,7 @@ def test_registers_of_three_groups():
 @pytest.mark.parametrize("head_dim", [8, 96])
 @pytest.mark.parametrize("total", [pytest.param(128, id="whole"), pytest.param(70, id="padded")])
 def test_what_is_prepared(device, total, head_dim, with_dlse, dtype):
-    """Rows that are none take no part; delta is that of o and do in any dtype; the rest is as before any sum."""
+    """Padding rows contribute nothing. delta is rowsum(do * o) in any dtype. Sums and semaphores are initialised."""
     o = torch.randn(total, 3, head_dim, device=device).to(dtype)
     do = torch.randn(3, total, head_dim + 8, device=device).to(dtype)[..., :head_dim].transpose(0, 1)
     lse, dlse = torch.randn(2, 3, total, device=device)
@@ -95,10 +93,10 @@ def test_what_is_prepared(device, total, head_dim, with_dlse, dtype):
     tables = fused.TILES, fused.CAPPED_TILES
     of_one = [tiles.block_m for table in tables for tiles in table.values()]
     longest = max(wide.BLOCK, keys.BLOCK_M, *of_one)
-    assert rows.shape[:2] == (2, 3) and rows.shape[2] % 4 == 0  # in whole fours, as TMA reads them
+    assert rows.shape[:2] == (2, 3) and rows.shape[2] % 4 == 0  # a multiple of four, which TMA requires
     assert rows.shape[2] >= total - 1 + longest, "the last block of queries reads the next head's lse and delta"
     log2_lse = lse * 1.4426950408889634
-    log2_lse[1, 5] = float("inf")  # sees no key: 2^(score - inf) is 0
+    log2_lse[1, 5] = float("inf")  # the row sees no key: 2^(score - inf) is 0
     assert rows[0, :, :total].equal(log2_lse) and rows[1, :, :total].equal(delta)
     assert (rows[0, :, total:] == float("inf")).all() and not rows[1, :, total:].any()
     torch.testing.assert_close(delta.double(), expected, atol=1e-4, rtol=1e-5)
@@ -108,7 +106,7 @@ def test_what_is_prepared(device, total, head_dim, with_dlse, dtype):
 
 @pytest.mark.parametrize(("sums", "ordered"), [(False, False), (True, False), (False, True)])
 def test_what_is_not_asked_for_is_not_prepared(device, sums, ordered):
-    """And what is, has no word left unset, nor one set that is another's."""
+    """Every word of the prepared buffers is written, and nothing outside them."""
     made = []
     with pytest.MonkeyPatch.context() as patch:
         empty = torch.empty
@@ -133,7 +131,7 @@ def test_what_is_not_asked_for_is_not_prepared(device, sums, ordered):
 @pytest.mark.parametrize("head_dim", bwd.HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_kernels_of_a_call(device, monkeypatch, dtype, head_dim, softcap, deterministic):
-    """A call that must be deterministic has the sum of dQ in one order, where dQ is summed."""
+    """A deterministic call sums dQ in a fixed order if its kernel sums dQ."""
     monkeypatch.delenv(backend.VARIABLE, raising=False)
     launched = []
     monkeypatch.setattr(bwd, "supports", lambda *_: True)

@@ -1,12 +1,11 @@
-"""The Hopper kernels compile for sm_90 with no GPU: no serialised products, few spills, within shared memory."""
+"""The Hopper forward kernels compile without a GPU: no serialised matmuls, few spills, within shared memory."""
 
 import pytest
 
 from tests.kernels.aot.reports import compile_all
 
-# head_dim-documents-dtype-outdtype-features -> bytes of spill stores allowed: what ptxas of triton 3.6 and 3.7 gives,
-# with a little room. In the ten looked at (3.6), a loop over whole blocks stores none and reloads one register at most,
-# one over masked blocks stores one at most. `marks` is what a batch of several documents takes.
+# head_dim-length_class-dtype-out_dtype-features -> allowed bytes of spill stores: the most that ptxas of Triton 3.6 and
+# 3.7 makes, plus a margin. Loops over whole blocks store no spills. Cases with `marks` are for several documents.
 SPILLS = {
     "64-long-bf16-bf16-plain": 16,
     "64-long-bf16-bf16-marks": 16,
@@ -33,10 +32,10 @@ SPILLS = {
     "256-long-bf16-bf16-marks": 56,
     "256-long-fp16-fp16-sinks+softcap+marks": 56,
 }
-SHARED = 227 * 1024  # bytes a program may take
+SHARED = 227 * 1024  # bytes that a program may use
 
 
-# left to a machine with a GPU, which has the cores; but at 96 o of fp32 decides how many stages there is room for
+# Left to a machine with a GPU and more cores. At 96 the fp32 output limits the number of stages, so those stay here.
 SLOW = [case for case in SPILLS if "sinks" in case and not case.startswith(("128", "96-long"))]
 
 

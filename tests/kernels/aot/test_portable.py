@@ -1,13 +1,12 @@
-"""Every entry of the tile table compiles for its GPU: registers, spills, tensor cores, shared memory as computed."""
+"""Every entry of the tile table compiles for its GPU within limits on registers, spills and shared memory."""
 
 import pytest
 
 from fa_kernels.flash_attention.tiles import _TILES, _TILES_OF_4_BYTES, SHARED_LIMIT
 from tests.kernels.aot.reports import compile_all
 
-# arch, head_dim, pass -> registers a thread, bytes of spill stores, tensor-core instruction: the most that triton 3.6
-# and 3.7 need, with a little room, where there is one document. HGMMA is Hopper's wgmma, UTCHMMA Blackwell's tcgen05.
-# Of sm80 and sm100 they hold among several documents too, where the kernels contain NaN; sm90 has CONTAINING for that.
+# arch, head_dim, pass -> registers per thread, bytes of spill stores, tensor-core instruction: the most that Triton 3.6
+# and 3.7 need for one document, plus a margin. For several documents sm90 has the limits in CONTAINING.
 LIMITS = {
     ("sm80", 64, "fwd"): (255, 16, "HMMA"),
     ("sm80", 64, "dkdv"): (255, 16, "HMMA"),
@@ -75,8 +74,8 @@ CONTAINING = {
     (256, "contain_dv"): (255, 128, "HGMMA"),
     (256, "contain_dq"): (255, 0, "HGMMA"),
 }
-# head_dim, pass -> the same of the kernels that repair what Hopper's left; two programs fit on a multiprocessor, of the
-# backward's at 256 one
+# head_dim, pass -> the same limits for the kernels that repair the output of Hopper's kernels. Two programs fit on a
+# multiprocessor, except for the backward at 256.
 REPAIRS = {
     (64, "repair_fwd"): (144, 0, "HGMMA"),
     (64, "repair_bwd"): (255, 0, "HGMMA"),
@@ -87,8 +86,8 @@ REPAIRS = {
     (256, "repair_fwd"): (255, 96, "HGMMA"),
     (256, "repair_bwd"): (255, 928, "HGMMA"),
 }
-# arch, head_dim, pass -> bytes of spill stores and tensor-core instruction of fp32's products, each three of TF32; the
-# registers are always spent. Of tiles with fewer than 64 rows, no architecture makes more than HMMA
+# arch, head_dim, pass -> bytes of spill stores and tensor-core instruction of fp32 kernels. They use three TF32 matmuls
+# per product and all registers. Tiles with fewer than 64 rows use HMMA on every architecture.
 OF_4_BYTES = {
     ("sm80", 64, "fwd"): (32, "HMMA"),
     ("sm80", 64, "dkdv"): (80, "HMMA"),
@@ -136,12 +135,11 @@ OF_4_BYTES = {
     ("sm100", 256, "dkdv"): (912, "HMMA"),
     ("sm100", 256, "dq"): (288, "HMMA"),
 }
-# where ptxas serialises the products, and says so: of the tiles tried on an H200 at 16k tokens, causal, the fastest all
-# the same, 4.722 ms against 5.363 as dk and dv, of which it says nothing
+# ptxas serialises these matmuls and warns about it. The tile is the fastest on an H200 all the same.
 SERIALISED = {"sm90-192-192-dkdv-2": {"C7512"}}
 TENSOR_MEMORY = 512  # columns, on sm100
-# what shared_bytes may give beyond what Triton reports: it counts the worst of the layouts that the compiler chooses
-# among, of which sm90 needs none
+# Allowed ratio of shared_bytes to what Triton reports. shared_bytes assumes the largest layout that the compiler may
+# choose.
 SURPLUS = {"sm80": 1.25, "sm90": 1.1, "sm100": 1.25}
 # other dtypes and unequal head_dims
 UNUSUAL = (
@@ -149,8 +147,8 @@ UNUSUAL = (
     *("sm90-128-128-fwd-1", "sm90-80-80-fwd-1", "sm90-16-16-fwd-1"),
 )
 MODULE = "tests.kernels.aot.portable"
-# left to a machine with a GPU, which has the cores: of sm80 and sm100 all but one head_dim, of sm100's backward all, of
-# sm90 one of the two kernels of a head_dim, that for one document or that for several, and the repairs of narrow heads
+# Left to a machine with a GPU and more cores. This machine compiles one head_dim of sm80 and sm100, and one of the two
+# kernels of each head_dim of sm90.
 SLOW_CONTAINING = [entry for entry in CONTAINING if entry[0] in (96, 192)]
 HERE = {("sm90", head_dim) for head_dim, _ in SLOW_CONTAINING} | {("sm80", 128), ("sm100", 128)}
 SLOW = [entry for entry in LIMITS if entry[:2] not in HERE or (entry[0] == "sm100" and entry[2] != "fwd")]
@@ -163,7 +161,7 @@ def case_of(arch, head_dim, direction, itemsize=2):
 
 
 def assert_within_limits(limits):
-    """Case -> registers, spills, tensor core."""
+    """limits: case -> registers, spill bytes, tensor-core instruction."""
     reports = compile_all(MODULE, [*limits])
     failures = []
     for case, (registers, spill_bytes, tensor_core) in limits.items():
@@ -183,7 +181,7 @@ def assert_within_limits(limits):
 
 
 def test_every_entry_has_limits():
-    """But dkdv where dk and dv are there: repairs and fp32 take that."""
+    """Where the table has dk and dv, only repairs and fp32 use the entry dkdv."""
     apart = {(arch, d, "dkdv") for arch, d, direction in _TILES if direction == "dk"}
     assert set(LIMITS) == set(_TILES) - apart
     assert set(OF_4_BYTES) == set(_TILES_OF_4_BYTES) | {("sm100", *entry[1:]) for entry in _TILES_OF_4_BYTES}
@@ -231,7 +229,7 @@ def assert_4_bytes_within_limits(entries):
         assert report["tensor_core"] == tensor_core, (case, report)
         assert report["tensor_memory"] <= TENSOR_MEMORY, (case, report)
         assert report["shared"] <= report["shared_computed"] <= SHARED_LIMIT[arch], (case, report)
-        if direction != "fwd":  # for which decoding counts too
+        if direction != "fwd":  # in the forward pass, shared_bytes also allows for decoding
             assert report["shared_computed"] <= 1.6 * report["shared"], (case, report)
 
 

@@ -1,4 +1,4 @@
-"""A kept report of a compile is used again, and only where a new compile would give the same."""
+"""A cached compile report is used again only if a new compile would give the same report."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 from tests.kernels.aot import reports
 
 MODULES = [f"tests.kernels.aot.{name}" for name in ("portable", "decode", "hopper_forward", "hopper_backward")]
-# run in a new process, which does not interpret kernels
+# runs in a new process that does not interpret kernels
 IMPORTED = """
 import importlib, sys
 for module in sys.argv[1:]:
@@ -22,7 +22,7 @@ print(*(module.__file__ for module in [*sys.modules.values()] if getattr(module,
 
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
-    """The cases that were compiled, by a stand-in for the compilers."""
+    """Replaces the compilers and returns the list of compiled cases."""
     cases = []
 
     def compile_in_processes(module, part):
@@ -87,7 +87,7 @@ def test_every_file_that_a_compile_imports_is_a_source():
 
 
 def test_half_a_report_is_never_read(tmp_path):
-    """A file takes its name when it is whole."""
+    """A file gets its final name once it is complete."""
     file = tmp_path / "module" / "a.json"
     reports.write(file, {"case": "a"})
     assert reports.read(file) == {"case": "a"} and os.listdir(file.parent) == ["a.json"]

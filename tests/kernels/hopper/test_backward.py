@@ -1,4 +1,4 @@
-"""The Hopper backward on a GPU: heads keep NaN to themselves, dK and dV are repeatable, dQ where it must be."""
+"""The Hopper backward on a GPU: NaN stays in its head, dK and dV are repeatable, and dQ is if deterministic."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.gpu
 
 
 def run(q, k, v, do, **options):
-    """o, dq, dk, dv of one document."""
+    """Returns o, dq, dk and dv of one document."""
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     o = flash_attn_func(*(x[None] for x in inputs), **options)[0]
     return [o, *torch.autograd.grad(o, inputs, do)]
@@ -20,9 +20,9 @@ def run(q, k, v, do, **options):
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_nan_stays_in_its_head(head_dim, softcap, causal, deterministic):
-    """In one document nothing is repaired; the block of queries past a head's last one must not read the next head's.
+    """One document needs no repair. The last block of queries reaches past its head and must not read the next head.
 
-    To 256 keys, two tiles add to each dQ, in either order the same bits.
+    With at most 256 keys, two tiles add to each element of dQ, so the order of the additions does not matter.
     """
     total, n_heads = 197, 3
     q, k, v, do = (torch.randn(total, n_heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
@@ -38,7 +38,7 @@ def test_nan_stays_in_its_head(head_dim, softcap, causal, deterministic):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_dk_and_dv_have_one_owner(head_dim, dtype):
-    """So they are the same bits in every run, also where dQ is summed in any order; a race would show here."""
+    """One program computes each element of dK and dV, so their bits never change. A race would change them."""
     q, do = (torch.randn(3000, 8, head_dim, device="cuda", dtype=dtype) for _ in range(2))
     k, v = (torch.randn(3000, 2, head_dim, device="cuda", dtype=dtype) for _ in range(2))
     _, _, *first = run(q, k, v, do, causal=True)
@@ -55,10 +55,10 @@ def test_dk_and_dv_have_one_owner(head_dim, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_dq_summed_in_one_order_is_the_same_in_every_run(head_dim, dtype, softcap, window, lengths):
-    """And all three are those of any order but for fp32's rounding: steps follow one another the other way round.
+    """Deterministic and non-deterministic gradients differ by fp32 rounding only, since steps run in another order.
 
-    Tensor cores add 16 products at a time to a sum in fp32, and cut off: of the most rows or keys that a sum may have,
-    by an eps of the largest sum each time.
+    Tensor cores add 16 products at a time to an fp32 sum and truncate. The tolerance is one eps of the largest sum for
+    each such addition.
     """
     cu_q, cu_k = (torch.tensor([0, *x], device="cuda").cumsum(0).int() for x in lengths)
     q, k, v = (

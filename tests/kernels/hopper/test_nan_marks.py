@@ -1,4 +1,4 @@
-"""The Hopper kernels mark what they leave NaN in, on a GPU: every mark is set, and 1 where there is NaN alone."""
+"""The Hopper kernels write every NaN mark on a GPU: 1 for a unit of rows that contains NaN, otherwise 0."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ from fa_kernels.flash_attention.schedule import build_schedule
 from tests.kernels.support.hopper import NEEDS_SM_90, tiles_of
 
 pytestmark = NEEDS_SM_90
-LENGTHS = [1000, 1, 30, 400, 139]  # 34 more than multiples of 128 and of 192: of a last tile 64 rows are
+LENGTHS = [1000, 1, 30, 400, 139]  # the total is 34 past a multiple of both 128 and 192, so the last tile is partial
 TOTAL, HEADS, KV_HEADS = sum(LENGTHS), 4, 2
 NEVER_SET = 7
 
 
 @pytest.fixture
 def marks(monkeypatch):
-    """The marks that calls make, in that order, of which none is repaired."""
+    """Returns the list of marks that calls make, in order. Repairs are disabled."""
     made = []
 
     def unset(*sizes):
@@ -32,9 +32,9 @@ def marks(monkeypatch):
 
 
 def problem(head_dim, spoiled, dtype=torch.bfloat16, causal=True):
-    """q, k, v and do of several documents, with NaN in a row of q, or of v, or nowhere, and their schedule.
+    """Returns q, k, v and do of several documents and their schedule. One row of q or v may contain NaN.
 
-    The row is the fourth document's, in a block of 64 with the first rows of the fifth.
+    The row belongs to the fourth document. Its block of 64 rows also contains the first rows of the fifth.
     """
     cu_seqlens = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).to(torch.int32)
     schedule = build_schedule(cu_seqlens, cu_seqlens, TOTAL, TOTAL, causal=causal)
@@ -47,7 +47,7 @@ def problem(head_dim, spoiled, dtype=torch.bfloat16, causal=True):
 
 
 def not_finite(*of_rows):
-    """(total, heads, columns) each -> what the marks should be."""
+    """Returns the expected marks of tensors of shape (total, heads, columns)."""
     spoiled = torch.stack([(~x.isfinite()).any(2) for x in of_rows]).any(0).T  # [heads, total]
     return torch.nn.functional.pad(spoiled, (0, -TOTAL % 64)).unflatten(1, (-1, 64)).any(2).int()
 
@@ -62,7 +62,7 @@ def test_forward(head_dim, out_dtype, spoiled, marks):
     (q, k, v, _), schedule = problem(head_dim, spoiled)
     for tiles in tiles_of(head_dim):
         if out_dtype == torch.float32 and tiles.stages > fwd.WIDE_O_STAGES:
-            continue  # no room
+            continue  # the fp32 output does not fit
         o, _ = fwd.run_forward(q, k, v, schedule, Features(head_dim**-0.5, 0.0, None, ()), out_dtype, tiles)
         assert torch.equal(marks.pop(), not_finite(o))
         assert o.isfinite().all() == (spoiled == "nothing")

@@ -1,4 +1,4 @@
-"""The counter that hands out the work of Hopper's kernels: launches at the same time must not share one."""
+"""The counter that distributes work among programs: concurrent launches must not share one."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ DYNAMIC = [
 
 
 def run(one):
-    """o and lse, or dq, dk and dv, without dq where it is added in memory: what is the same bits in every run."""
+    """Returns the repeatable outputs of a call: o and lse, or the gradients. Omits a dQ that is summed in any order."""
     if len(one) == 6:
         return fwd.attention_forward(*one)
     dq, dk, dv = gradients(*one)
@@ -28,7 +28,7 @@ def run(one):
 
 
 def problems(head_dim):
-    """Two calls of the forward pass or, where it sums dQ, of the backward pass, whose programs may wait for others."""
+    """Yields pairs of calls: of the forward pass and, if the backward pass sums dQ, of the backward pass."""
     lengths = [2048, 2048], [700, 300, 3000]
     yield [problem(x, head_dim) for x in lengths]
     if fused.tiles_of(head_dim, torch.bfloat16, softcap=0.0) is not None:
@@ -97,7 +97,7 @@ def test_plain_and_persistent_grids_give_the_same_bits(head_dim, lengths):
 )
 @pytest.mark.parametrize(("table", "key"), DYNAMIC)
 def test_plain_and_persistent_grids_of_the_backward_give_the_same(monkeypatch, table, key, lengths_q, lengths_k):
-    """dk and dv to the bit, dq but for the order in which it is summed in fp32."""
+    """dK and dV are bitwise equal. dQ differs by the order of its fp32 sum only."""
     softcap = 30.0 if table is fused.CAPPED_TILES else 0.0
     one = backward_problem(lengths_q, lengths_k, *key, softcap)
     persistent = [gradients(*one) for _ in range(3)]

@@ -1,6 +1,6 @@
-"""Each tile of the Hopper forward under each mask and feature, in heads of a wider row.
+"""Each tile of the Hopper forward under each mask and feature, with heads that are columns of wider rows.
 
-A call chooses its tile by the length of documents, and those for long ones at no length whose scores a reference holds.
+The tests name the tiles directly, because a call chooses those for long documents at lengths too long for a reference.
 """
 
 import itertools
@@ -35,7 +35,7 @@ def test_as_accurate_as_torch(head_dim, dtype, with_sinks, softcap, device):
     sinks = torch.randn(4, device=device, generator=generator) if with_sinks else None
     features = Features(head_dim**-0.5, softcap, sinks, ())
     for (lengths_q, lengths_k), mask, n_kv_heads in itertools.product(LENGTHS, MASKS, (4, 1)):
-        total_q, total_k = sum(lengths_q) + (5 if len(lengths_q) > 1 else 0), sum(lengths_k)  # some rows of no document
+        total_q, total_k = sum(lengths_q) + (5 if len(lengths_q) > 1 else 0), sum(lengths_k)  # rows of no document
         q, k, v = heads(total_q, 4), heads(total_k, n_kv_heads), heads(total_k, n_kv_heads)
         cu_q, cu_k = cumulative(lengths_q), cumulative(lengths_k)
         exact, baseline = (

@@ -1,4 +1,4 @@
-"""What the Hopper kernels give where processes have the GPU in time slices, so that kernels stop and go on midway."""
+"""The Hopper kernels give the same results if the GPU switches between processes in the middle of a kernel."""
 
 import json
 import subprocess
@@ -15,9 +15,9 @@ pytestmark = NEEDS_SM_90
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_time_slices_change_nothing(dtype):
-    """Of eight processes, passes that take some milliseconds, as a slice does: the lab of run 34 of the log.
+    """Runs one process per case at the same time. A pass takes some milliseconds, about as long as a time slice.
 
-    Under MPS, which runs processes at once, it shows nothing.
+    The test shows nothing under MPS, which runs processes concurrently.
     """
     cases = [(str(head_dim), dtype, softcap) for head_dim in bwd.HEAD_DIMS for softcap in ("0", "30")]
     processes = [

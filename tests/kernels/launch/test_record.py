@@ -1,4 +1,4 @@
-"""Launches that are made again (record.py) are those that Triton makes, on a driver without a GPU and on one with."""
+"""Recorded launches (record.py) equal the launches that Triton makes, with a simulated driver and on a GPU."""
 
 import os
 import re
@@ -21,11 +21,11 @@ from fa_kernels.launch import record, triton_launcher
 
 
 def test_replayed_launches_are_those_of_triton():
-    """In a process of its own: what was imported for the interpreter stays so."""
+    """Runs in a new process, because this one has imported the kernels for the interpreter."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.support.replayed_launches"],
         env={name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", backend.VARIABLE)}
-        | {"CUDA_VISIBLE_DEVICES": ""},  # one GPU is pretended
+        | {"CUDA_VISIBLE_DEVICES": ""},  # the process simulates one GPU
         cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
@@ -34,14 +34,14 @@ def test_replayed_launches_are_those_of_triton():
 
 
 def test_every_kernel_is_launched_where_it_can_be_noted():
-    """A launch that passes `launch` by would be left out of a replayed call."""
+    """A launch that does not go through `launch` would be missing from a replayed call."""
     files = Path(backend.__file__).parent.rglob("*.py")
     past = [x.name for x in files if re.search(r"_kernel\[", x.read_text())]
-    assert past == ["decode.py"]  # of a KV cache, which is not replayed
+    assert past == ["decode.py"]  # decoding is not replayed
 
 
 def test_who_wants_to_see_the_operator_does(device, monkeypatch):
-    """Nothing goes past torch's dispatcher where a mode or a profiler looks on, and everything else does."""
+    """A call uses torch's dispatcher if a mode or a profiler is active, and bypasses it otherwise."""
     q, k, v = torch.randn(3, 1, 20, 2, 16, device=device)
     operators = []
     for name in ("forward_operator", "backward_operator"):
@@ -60,7 +60,7 @@ def test_who_wants_to_see_the_operator_does(device, monkeypatch):
 
 
 def test_a_tensor_of_its_own_class_sees_the_operator(device, monkeypatch):
-    """Where only one of the three is, too; a Parameter is a tensor as any other."""
+    """One tensor of a subclass among q, k and v is enough. A Parameter counts as a plain tensor."""
 
     class Seeing(torch.Tensor):
         pass
@@ -76,7 +76,7 @@ def test_a_tensor_of_its_own_class_sees_the_operator(device, monkeypatch):
 
 
 def test_a_tensor_that_a_transform_left_behind_is_taken(device):
-    """Function.apply takes it out of the transform's wrapper, which has no data."""
+    """Function.apply unwraps the tensor. The transform's wrapper has no data."""
     schedule = causal_schedule(None, 20, device)
     q, k = torch.randn(20, 2, 16, device=device), torch.randn(20, 2, 16, device=device, requires_grad=True)
     left = []
@@ -93,7 +93,7 @@ def test_a_transform_is_told_that_it_cannot_be(device):
 
 
 def test_a_tangent_is_refused(device):
-    """Neither the operator nor a call past it would say that it dropped one."""
+    """Otherwise both the operator and the direct call would silently drop the tangent."""
     q, k, v = torch.randn(3, 20, 2, 16, device=device)
     schedule = causal_schedule(None, 20, device)
     with pytest.raises(NotImplementedError, match="forward-mode"):
@@ -118,7 +118,7 @@ def test_what_is_not_consistent_is_named_with_and_without_data(device_type, monk
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_batch_is_copied_only_where_no_view_packs_it(batch):
-    """A copy in a call that is watched would have it never be replayed."""
+    """A call that makes a copy while it is recorded is never replayed."""
     parts = torch.zeros(batch, 20, 3, 2, 16).unbind(2)
     heads_first = torch.zeros(batch, 2, 20, 16).transpose(1, 2)
     columns_last = torch.zeros(batch, 20, 16, 2).transpose(2, 3)
@@ -138,13 +138,13 @@ def test_compiled_autograd_takes_the_operator(device):
 
 @pytest.fixture
 def on_gpu_0(monkeypatch):
-    """Tensors with data pass for one GPU's."""
+    """Makes tensors with data appear to be on GPU 0."""
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: -1 if x.is_meta else 0)
 
 
 @pytest.fixture
 def recording(monkeypatch):
-    """Tensors look like those of a GPU, and calls are recorded as if there were one."""
+    """Makes tensors appear to be on a GPU, and records calls as on a GPU."""
     monkeypatch.setattr(record, "current_device", lambda: 0)
     monkeypatch.setattr(record, "current_stream", lambda _: 7)
     monkeypatch.setattr(record, "has_launch_hooks", lambda: False)
@@ -159,7 +159,7 @@ def recording(monkeypatch):
 
 
 def copied(x):
-    """A copy of x that no operator of torch writes, just as a kernel writes its output."""
+    """Copies x without an operator of torch, like a kernel that writes its output."""
     y = torch.empty(x.shape)
     y.numpy()[:] = x.numpy()
     return y
@@ -176,7 +176,7 @@ def copied(x):
     ],
 )
 def test_an_error_of_the_recorder_is_a_plain_call(owner, name, recording, monkeypatch, caplog):
-    """All six calls with each of two keys return their results. One line says what went wrong."""
+    """The recorder fails once for each of two keys, yet all six calls per key return results. One line is logged."""
     failed = []
 
     def fail(*arguments, **options):
@@ -241,7 +241,7 @@ def test_the_environment_variable_must_be_0_or_1(asks_again, monkeypatch):
 
 
 def test_another_device_is_another_key(on_gpu_0):
-    """Addresses are not looked at when launches are repeated: an error of Triton's must stay one."""
+    """Replayed launches do not check devices. A tensor on the wrong device must still raise Triton's error."""
     x, schedule = torch.zeros(20, 2, 16), causal_schedule(None, 20, torch.device("cpu"))
     features = Features(1.0, 0.0, None, [])
     elsewhere = schedule._replace(key_start=schedule.key_start.to("meta"))
@@ -264,7 +264,7 @@ def test_strides_that_do_not_matter_are_not_in_the_key():
 
 
 def test_each_option_is_another_key(monkeypatch):
-    """Of forward and backward: a recording of one must not be played for another."""
+    """The keys of forward and backward calls differ too. No recording may be played for another call."""
     x, schedule = torch.zeros(20, 2, 16), causal_schedule(None, 20, torch.device("cpu"))
     plain = Features(1.0, 0.0, None, [])
     sinks = torch.zeros(2)
@@ -297,7 +297,7 @@ def test_each_option_is_another_key(monkeypatch):
 
 
 def test_the_inputs_are_all_tensors_of_a_call():
-    """An address of another tensor would be that of the recorded call."""
+    """Otherwise the address of a missing tensor would be that of the recorded call."""
     q, k, v, do, o = torch.zeros(5, 20, 2, 16)
     lse, dlse = torch.zeros(2, 2, 20)
     schedule = causal_schedule(None, 20, torch.device("cpu"))
@@ -326,7 +326,7 @@ def test_the_inputs_are_all_tensors_of_a_call():
     ],
 )
 def test_what_is_not_consistent_is_another_key(wrong, on_gpu_0, monkeypatch):
-    """Calls that are repeated are not checked again."""
+    """A replayed call is not checked again, so inconsistent inputs must have another key."""
     monkeypatch.setattr(checks, "require_backend", lambda _: None)
     one = torch.zeros(20, 1, 16)
     right = {"q": torch.zeros(20, 2, 16), "k": one, "v": one, "sinks": torch.zeros(2)}
@@ -342,7 +342,7 @@ def test_what_is_not_consistent_is_another_key(wrong, on_gpu_0, monkeypatch):
 
 
 def test_an_address_of_two_tensors_is_not_guessed():
-    """Views that overlap by half a row: an address in both may be of either."""
+    """The views overlap by half a row, so an address in the overlap could belong to either."""
     both = torch.zeros(8, 2, 96)
     one, other = both[..., :64], both[..., 32:]
     recorder = record._Recorder([one, other])
@@ -375,7 +375,7 @@ def test_a_view_that_a_call_returns_is_allocated_as_it_is():
 
 
 def recorded(recorder, addresses, outputs=()):
-    """The recording of one launch with these of the recorder's tensors, and the arguments of each launch made again."""
+    """Returns a recording of one launch with the given tensors, and a list of the arguments of each replayed launch."""
     ran = []
     recorder.launches = [(None, (1, 1, 1), [("address", i) for i in addresses])]
     with pytest.MonkeyPatch.context() as patch:
@@ -386,7 +386,7 @@ def recorded(recorder, addresses, outputs=()):
 
 
 def addresses_of(made):
-    """Of what a recorded call makes and drops, of these bytes each, when it is played, and how much it allocates."""
+    """Returns the addresses of temporaries of the given sizes in a replayed call, and the number of its allocations."""
     recorder = record._Recorder([])
 
     def call():
@@ -403,7 +403,7 @@ def addresses_of(made):
 
 
 def test_what_a_call_drops_shares_an_allocation():
-    """In which nothing overlaps."""
+    """Temporaries share one allocation and do not overlap."""
     sizes = 100, 4096, 1, 513
     found, n_allocations = addresses_of(sizes)
     assert n_allocations == 3, "the output, what is lasting, and one for all else"
@@ -431,7 +431,7 @@ def test_inputs_that_no_launch_reads_are_not_asked():
 
 
 def test_arguments_of_known_addresses_are_kept():
-    """And of others made anew."""
+    """Arguments for other addresses are built again."""
     record.forget()
     recording, ran = recorded(record._Recorder([torch.zeros(4)]), [0])
     for address in (16, 32, 16):
@@ -480,7 +480,7 @@ def test_inputs_that_were_one_must_be_one_again():
 
 
 def test_addresses_must_be_aligned():
-    """For others Triton compiles other code."""
+    """Triton compiles other code for addresses that are not aligned."""
     recording, ran = recorded(record._Recorder([torch.zeros(4)]), [0])
     assert recording.play([24]) is None and recording.play([32]) == () and ran == [(32,)]
 
@@ -490,7 +490,7 @@ def test_addresses_must_be_aligned():
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_replayed_calls_give_the_same_bits(device, head_dim, deterministic, several, monkeypatch):
-    """New tensors in each call, and a recording that is played. dq may be summed in any order: but for one rounding."""
+    """Each call has new tensors; later calls are replayed. A dq that is summed in any order may differ by rounding."""
     record.forget()
     cu_seqlens = torch.tensor([0, 50, 300], device=device, dtype=torch.int32) if several else None
     schedule = causal_schedule(cu_seqlens, 300, device)
@@ -511,5 +511,5 @@ def test_replayed_calls_give_the_same_bits(device, head_dim, deterministic, seve
         with monkeypatch.context() as ordinary:
             ordinary.setattr(record, "_may_record", lambda: False)
             for name, x, y in zip(("o", "dq", "dk", "dv"), got, run(), strict=True):
-                rounding = 0.0 if deterministic or name != "dq" else 2.0**-7  # of bf16, one step
+                rounding = 0.0 if deterministic or name != "dq" else 2.0**-7  # one bf16 rounding
                 torch.testing.assert_close(x, y, rtol=rounding, atol=rounding * 2.0**-13)

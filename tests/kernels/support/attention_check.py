@@ -1,4 +1,4 @@
-"""Compares attention, forward and backward, with dense attention by its definition."""
+"""Compares attention, forward and backward, with dense attention computed by its definition."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,7 +16,7 @@ Results = dict[str, Tensor]
 
 
 def cumulative(lengths: Sequence[int]) -> Tensor:
-    """(n_docs + 1,) int32: where documents of these lengths begin, and where the last one ends."""
+    """Returns the boundaries of documents of these lengths, (n_docs + 1,) int32."""
     return torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, torch.int32)
 
 
@@ -28,9 +28,9 @@ def attend(
     do: Tensor,
     dlse: Tensor,
 ) -> Results:
-    """The outputs of `function` and the gradients of its inputs.
+    """Returns the outputs of `function` and the gradients of its inputs.
 
-    The lse of a row that sees no key is -inf. Here it becomes -10000 and gets no gradient.
+    The lse of a row that sees no key is -inf. It is replaced by -10000 and gets no gradient.
     """
     inputs = [x.detach().requires_grad_() for x in inputs]
     features = dict(features)
@@ -46,7 +46,7 @@ def attend(
 
 
 def _moved(values: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """The values, with tensors moved to another device."""
+    """Returns the values with all tensors on another device."""
     return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in values.items()}
 
 
@@ -60,11 +60,11 @@ def left_by_rounding(
     o_dtype: torch.dtype,
     truth: torch.dtype,
 ) -> Results:
-    """The errors that an exact backward pass makes in dq, dk and dv because it gets o and lse rounded.
+    """Returns the errors of dq, dk and dv in an exact backward pass that starts from rounded o and lse.
 
-    The backward pass computes P from lse, so one factor scales a row's P and dS. It computes delta from o. Both errors
-    are linear in the gradients of o and lse, so what they leave is itself a gradient. Torch's own backward pass keeps
-    P instead of lse. Ours therefore errs by more than twice as much where a row sees few keys, or lse is far from 0.
+    The backward pass computes P from lse, so an error of lse scales a row's P and dS. It computes delta from o. Both
+    errors are linear in the gradients of o and lse, so autograd can compute them. Torch's own backward pass keeps P
+    instead of lse. Our error can therefore exceed twice torch's if a row sees few keys or lse is far from 0.
     """
     o, lse = exact["o"].detach(), exact["lse"].detach()
     factor = torch.expm1(lse - lse.float().to(truth))
@@ -84,10 +84,10 @@ def compare(
     dlse: Tensor,
     reference_device: str = DEVICE,
 ) -> dict[str, tuple[float, float]]:
-    """The largest error of each output and gradient of `ours`, and the largest error of torch in the same dtype.
+    """Returns the largest error of each output and gradient of `ours`, and torch's largest error in the same dtype.
 
-    Shapes: inputs are q, k and v as flash_attn_varlen_func takes them; do is like o; dlse (n_heads, total_q). The truth
-    is dense attention in fp32, or in fp64 if the inputs are fp32. reference_device: where torch computes.
+    Shapes: q, k, v in `inputs` as in flash_attn_varlen_func; do like o; dlse (n_heads, total_q). The reference is dense
+    attention in fp32, or in fp64 if the inputs are fp32. Torch computes it on `reference_device`.
     Raises: AssertionError if our error is larger than rounding explains.
     """
     dtype = inputs[0].dtype
@@ -101,15 +101,15 @@ def compare(
     exact_inputs = [x.to(truth) for x in inputs]  # a gradient has the dtype of its input
     exact = attend(partial(attention_reference, dtype=truth), exact_inputs, features, sinks, do, dlse)
     baseline = attend(partial(attention_reference, dtype=dtype), inputs, features, sinks, do, dlse)
-    # the error of an fp32 sum of head_dim products of the largest inputs, if they cancel
+    # the rounding error of an fp32 sum of head_dim products of the largest inputs, if the products cancel
     floor = torch.finfo(torch.float32).eps * do.shape[-1] * max(x.abs().max().item() for x in (*inputs, do))
     floors = dict.fromkeys(results, floor)
     rounded = left_by_rounding(exact_inputs, features, sinks, do, dlse, exact, results["o"].dtype, truth)
     for name, left in rounded.items():
         floors[name] += left.abs().max().item()
     if sinks is not None:
-        # A sink's gradient sums its probability times do . o over the rows. The floor is one standard deviation of the
-        # error that rounding o leaves in that sum; torch's few elements may beat it by luck.
+        # A sink's gradient sums (probability * do . o) over rows. The floor is one standard deviation of the error that
+        # rounding o causes in this sum. Torch's result has few elements and may be better by chance.
         products = exact["o"] * do * torch.exp(sinks - exact["lse"].T.float())[..., None]
         floors["dsinks"] += torch.finfo(dtype).eps * products.detach().double().square().sum().sqrt().item()
     errors = {}

@@ -1,4 +1,4 @@
-"""What tests of the Hopper kernels share: where they run, the tiles that calls may take, and calls of many items."""
+"""Shared by the tests of the Hopper kernels: the GPU they need, the tiles of a call, and calls with many items."""
 
 from typing import get_args
 
@@ -19,7 +19,7 @@ NEEDS_SM_90 = [
 
 
 def tiles_of(head_dim: int) -> set[fwd.ForwardTiles]:
-    """Those of the forward pass, for documents of any length and any o."""
+    """Returns the forward tiles for documents of any length and any output dtype."""
     return {
         fwd.forward_tiles(head_dim, length_class, wide_o)
         for length_class in get_args(LengthClass)
@@ -28,7 +28,7 @@ def tiles_of(head_dim: int) -> set[fwd.ForwardTiles]:
 
 
 def problem(lengths, head_dim):
-    """What attention_forward takes, of 8 heads, in bf16."""
+    """Returns arguments of attention_forward, with 8 heads in bf16."""
     total = sum(lengths)
     q, k, v = (torch.randn(total, 8, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
@@ -37,7 +37,7 @@ def problem(lengths, head_dim):
 
 
 def backward_problem(lengths_q, lengths_k, head_dim, dtype=torch.bfloat16, softcap=0.0, deterministic=False):
-    """What `gradients` takes, of 16 query heads and 8 KV heads: several items a program."""
+    """Returns arguments of `gradients`, with 16 query heads and 8 KV heads: several items per program."""
     q, do, k, v = (
         torch.randn(sum(lengths), heads, head_dim, device="cuda", dtype=dtype)
         for lengths, heads in ((lengths_q, 16), (lengths_q, 16), (lengths_k, 8), (lengths_k, 8))
@@ -50,5 +50,5 @@ def backward_problem(lengths_q, lengths_k, head_dim, dtype=torch.bfloat16, softc
 
 
 def gradients(*arguments):
-    """attention_backward's dq, dk and dv."""
+    """Returns dq, dk and dv of attention_backward."""
     return bwd.attention_backward(*arguments)[:3]

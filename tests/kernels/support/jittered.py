@@ -1,9 +1,9 @@
-"""Runs the Hopper kernels with warps that sleep at random around what they hand to others, and saves what they give.
+"""Runs the Hopper kernels with warps that sleep at random near every synchronisation, and saves the results.
 
     python -m tests.kernels.support.jittered FILE
 
-In a process of its own, because a kernel is compiled once with the functions that it calls. A warp in 8 sleeps up to
-4 us at each place, so that an order of events that is only likely does not hold.
+Run it in a new process, because a kernel is compiled once with the functions that it calls. At each place one warp in 8
+sleeps for up to 4 us, so that an order of events that is merely likely can change.
 """
 
 import sys
@@ -131,7 +131,7 @@ SLEEPING = {
 
 
 def let_warps_sleep():
-    """Of kernels that were not compiled yet."""
+    """Replaces the functions of all kernels that have not been compiled yet."""
     for name, sleeping in SLEEPING.items():
         users = [module for module in MODULES if hasattr(module, name)]
         assert users, f"no kernel has a {name}"
@@ -140,7 +140,7 @@ def let_warps_sleep():
 
 
 def calls():
-    """name, attention_forward or `gradients`, and what it takes: the same numbers in every process."""
+    """Yields a name, attention_forward or `gradients`, and its arguments, which are the same in every process."""
     for documents, lengths in DOCUMENTS.items():
         for head_dim in (64, 96, 128, 256):
             torch.manual_seed(0)
@@ -153,7 +153,7 @@ def calls():
 
 
 def outcomes(run, arguments, name):
-    """Of RUNS calls: digests of what is the same bits in every run, and a head of dq if it is summed in any order."""
+    """Yields, for each of RUNS calls, digests of the repeatable outputs and one head of a dq summed in any order."""
     for _ in range(RUNS):
         outputs = list(run(*arguments))
         any_order = outputs.pop(0)[:, 0].cpu() if name.startswith("backward") else None

@@ -1,4 +1,4 @@
-"""Compiles to PTX what public calls launch on an H200, without a GPU. TRITON_INTERPRET must not be set."""
+"""Compiles to PTX the kernels that public calls launch on an H200, without a GPU. TRITON_INTERPRET must be unset."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,9 +25,9 @@ COMPILED: dict[int, Any] = {}  # by the handle that a launch names
 
 
 def compile_call(name: str, keep: Callable[[Callable[[], CompiledKernel]], Any]) -> list[tuple[tuple[int, ...], Any]]:
-    """The launches of one of CALLS in order: the grid, and what `keep` returns for a function that compiles the kernel.
+    """Returns the launches of one of CALLS in order: the grid, and the result of `keep`.
 
-    A kernel is compiled once in a process.
+    `keep` gets a function that compiles the kernel. Each kernel is compiled once per process.
     """
 
     def compile(kernel: Any, key: Any, signature: Any, device: Any, constexprs: Any, options: Any, attrs: Any, _: Any):
@@ -63,7 +63,7 @@ def _attention(head_dim: int, *lengths: int, dtype: torch.dtype = BF16, **option
 
 
 def _cached_attention(**options: Any) -> None:
-    """Appends two tokens to a cache of 4 sequences in pages, and attends with as many queries."""
+    """Appends two tokens to a paged cache of 4 sequences, with two queries per sequence."""
     q, k, v = (torch.zeros(4, 2, n_heads, 128, dtype=BF16) for n_heads in (8, 2, 2))
     k_cache, v_cache = torch.zeros(2, 64, 64, 2, 128, dtype=BF16)
     table = torch.arange(64, dtype=torch.int32).view(4, 16)

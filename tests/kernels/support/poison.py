@@ -16,21 +16,21 @@ RECORDER = "fa_kernels.launch.record"  # its recordings must not contain the fil
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Within it, torch.empty and its relatives return NaN, True or the largest integer.
+    """Makes torch.empty and similar functions return NaN, True or the largest integer in this context.
 
-    torch.use_deterministic_algorithms fills memory too, but then torch runs other kernels than in production.
+    torch.use_deterministic_algorithms also fills memory, but it makes torch run other kernels than in production.
     """
     with torch.device("meta"):
-        torch.empty(0)  # torch now caches the unpatched functions that a device context changes
+        torch.empty(0)  # makes torch cache the unpatched functions that a device context replaces
     patches = [
         patch.object(owner, name, _poisoned(getattr(owner, name)))
         for owner, names in (
             (torch, ("empty", "empty_like", "empty_strided")),
             (Tensor, ("new_empty", "new_empty_strided")),
-            (torch_private, ("empty_strided_cuda",)),  # what recorded calls allocate with
+            (torch_private, ("empty_strided_cuda",)),  # allocates memory in recorded calls
         )
         for name in names
-        if getattr(owner, name) is not None  # a torch may lack the last one
+        if getattr(owner, name) is not None  # some versions of torch lack the last one
     ]
     for each in patches:
         each.start()

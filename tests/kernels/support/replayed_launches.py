@@ -1,7 +1,7 @@
-"""For launch/test_record.py: launches as Triton makes them, and as replayed, where kernels are not interpreted.
+"""Compares replayed launches with those that Triton makes, for launch/test_record.py. Kernels are not interpreted.
 
-A driver without a GPU stands below Triton's own launcher: it compiles nothing, and notes what a launch would be called
-with. `cases()` returns a line for each case that differs.
+A simulated driver below Triton's launcher compiles nothing and notes the arguments of each launch. `cases()` returns
+a line for each case that differs.
 """
 
 import gc
@@ -31,8 +31,8 @@ from fa_kernels.flash_attention.schedule import Schedule, build_schedule
 from fa_kernels.launch import record
 
 LAUNCHES: list[tuple[Any, ...]] = []
-ALLOCATED: list[Tensor] = []  # by a case: kept, so that none has the address of another
-ADDRESSES: set[int] = set()  # of tensors; some may be below 2**32, and replayed launches have them as plain numbers
+ALLOCATED: list[Tensor] = []  # made by a case, and kept so that no two tensors have the same address
+ADDRESSES: set[int] = set()  # addresses of tensors; replayed launches pass them as plain integers
 TOTAL = 128
 
 
@@ -110,7 +110,7 @@ def _compile(
 
 @contextmanager
 def without_gpu() -> Iterator[None]:
-    """CPU tensors pass for an H200's, and launches are noted in LAUNCHES."""
+    """Makes CPU tensors appear to be on an H200, and appends launches to LAUNCHES."""
     before = driver._active
     driver.set_active(_Driver())
     properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
@@ -133,7 +133,7 @@ def without_gpu() -> Iterator[None]:
         (nvidia, "ARG_TUPLE", 2),
         (nvidia, "library_dirs", list),
     ]
-    if hasattr(nvidia, "make_launcher"):  # 3.6 compiles a launcher for each signature: its source must be a known one
+    if hasattr(nvidia, "make_launcher"):  # 3.6 compiles a launcher for each signature; the source must be a known one
         modules: dict[str, Any] = {}
         fakes.append((nvidia, "compile_module_from_src", lambda src, **_: modules.setdefault(src, _noting(src))))
     patches = [mock.patch.object(owner, name, fake, create=True) for owner, name, fake in fakes]
@@ -157,7 +157,7 @@ def _noting(source: str) -> SimpleNamespace:
 
 
 def _named(launches: list[tuple[Any, ...]], inputs: list[Tensor]) -> list[Any]:
-    """Launches with names for addresses: of an input and an offset, or of new memory in the order of its use."""
+    """Replaces addresses in launches by names: an input and an offset, or new memory in the order of its use."""
     names: dict[int, str] = {}
     blocks = [range(x.data_ptr(), x.data_ptr() + x.nbytes) for x in ALLOCATED if x.dtype == torch.uint8]
     ADDRESSES.update(x.data_ptr() for x in (*inputs, *ALLOCATED))
@@ -166,7 +166,7 @@ def _named(launches: list[tuple[Any, ...]], inputs: list[Tensor]) -> list[Any]:
         for i, x in enumerate(inputs):
             if address == x.data_ptr():
                 return f"input {i}"
-        for i, x in enumerate(inputs):  # the second part of columns
+        for i, x in enumerate(inputs):  # the second block of head columns
             if x.dim() >= 3 and 0 < address - x.data_ptr() < x.shape[-1] * x.element_size():
                 return f"input {i} + {address - x.data_ptr()}"
         return names.setdefault(address, f"new {len(names)}")
@@ -184,7 +184,7 @@ def _named(launches: list[tuple[Any, ...]], inputs: list[Tensor]) -> list[Any]:
 
 
 class Case(NamedTuple):
-    """One call of attention with its gradients."""
+    """A call of attention together with its gradients."""
 
     head_dim: int
     several: bool = False
@@ -196,7 +196,7 @@ class Case(NamedTuple):
     deterministic: bool = False
     packed: bool = False  # q, k and v are views of one tensor
     total: int = TOTAL
-    batch: int = 0  # sequences, of flash_attn_func; 0 is flash_attn_packed
+    batch: int = 0  # number of sequences for flash_attn_func; 0 calls flash_attn_packed
 
     def inputs(self) -> tuple[list[Tensor], Schedule]:
         heads = 4, self.n_kv_heads, self.n_kv_heads
@@ -211,7 +211,7 @@ class Case(NamedTuple):
         return [*tensors, *sinks, *schedule.tensors()], schedule
 
     def call(self) -> list[Any]:
-        """Launches of a forward and a backward pass with new tensors."""
+        """Returns the launches of a forward and a backward pass with new tensors."""
         inputs, schedule = self.inputs()
         q, k, v = inputs[:3]
         sinks = inputs[3] if self.sinks else None
@@ -234,7 +234,7 @@ CASES = [
     *(Case(head_dim, several) for head_dim in (64, 96, 128, 256) for several in (False, True)),
     *(Case(head_dim, True, deterministic=True) for head_dim in (64, 96)),
     Case(128, n_kv_heads=2, softcap=20.0, sinks=True),
-    Case(64, causal=False),  # where tensors of the schedule are one and the same
+    Case(64, causal=False),  # some tensors of the schedule are the same tensor
     Case(96, True, packed=True),
     Case(128, packed=True, n_kv_heads=1),
     *(Case(96, packed=packed, n_kv_heads=2, batch=batch) for batch in (1, 2) for packed in (False, True)),
@@ -245,7 +245,7 @@ CASES = [
 
 
 def differences() -> list[str]:
-    """Of the cases whose third and fourth call are not replayed, or launch other things than Triton would."""
+    """Lists the cases whose third and fourth calls are not replayed, or whose launches differ from Triton's."""
     found = []
     for case in CASES:
         record.forget()
@@ -265,7 +265,7 @@ def delta(o: Tensor, do: Tensor) -> tuple[Tensor, ...]:
 
 
 def replays(call: Callable[..., tuple[Tensor, ...]], first: tuple[Tensor, ...], third: tuple[Tensor, ...]) -> bool:
-    """Whether the third call with a key is repeated from a recording: the function is then not called."""
+    """Returns whether the third call with a key is replayed, which means that the function is not called."""
     record.forget()
     calls = []
 
@@ -280,7 +280,7 @@ def replays(call: Callable[..., tuple[Tensor, ...]], first: tuple[Tensor, ...], 
 
 
 def unclear() -> list[str]:
-    """What would be left out of a replayed call, or keep an old address, and is replayed."""
+    """Lists the calls that must not be replayed, because something would be missing or stale, but are."""
     o, do, other = torch.zeros(3, TOTAL, 4, 64)
 
     calls: dict[str, Callable[..., tuple[Tensor, ...]]] = {
@@ -295,19 +295,19 @@ def unclear() -> list[str]:
 
 
 def misplaced() -> list[str]:
-    """Addresses that a recording is not for."""
+    """Lists the addresses for which a recording must not be played, but is."""
     o, do = torch.zeros(2, TOTAL, 4, 64)
     shifted = torch.zeros(o.numel() + 1)[1:].view_as(o)
     third = {
         "4 bytes past a multiple of 16": ((o, do), (o, shifted)),
-        "what was 4 bytes past one": ((o, shifted), (o, do)),  # for which Triton compiles other code
+        "what was 4 bytes past one": ((o, shifted), (o, do)),  # Triton compiles other code for these
         "two tensors that were one": ((o, o), (o, do)),
     }
     return [f"replayed with {name}" for name, inputs in third.items() if replays(delta, *inputs)]
 
 
 def launchers() -> list[str]:
-    """Many keys share a kernel: a launcher for each key would take the host longer than the launches."""
+    """Keys that share a kernel share a launcher. Making one per key would take longer than the launches save."""
     counts = []
     with mock.patch.object(_Driver, "launcher_cls", side_effect=nvidia.CudaLauncher) as made:
         for total in (256, 384):
@@ -318,7 +318,7 @@ def launchers() -> list[str]:
 
 
 def held() -> list[str]:
-    """Recordings and encoded descriptors must not keep what a call was handed."""
+    """Recordings and encoded descriptors must not keep the tensors of a call alive."""
     record.forget()
     left: list[StorageWeakRef] = []
     for _ in range(3):
@@ -334,7 +334,7 @@ def held() -> list[str]:
 
 
 def untouched(change: Callable[[], Any]) -> bool:
-    """Whether nothing is replayed under `change`, a context."""
+    """Returns whether nothing is replayed inside the context `change`."""
     case = Case(64)
     record.forget()
     for _ in range(2):
@@ -347,7 +347,7 @@ def untouched(change: Callable[[], Any]) -> bool:
 
 @contextmanager
 def asked_again(change: Any) -> Iterator[None]:
-    """Within it, `change` holds, and the recorder checks again whether it may record."""
+    """Enters `change` and makes the recorder check again whether it may record."""
     record._may_record.cache_clear()
     with change:
         yield
@@ -355,7 +355,7 @@ def asked_again(change: Any) -> Iterator[None]:
 
 
 def ordinary() -> list[str]:
-    """What should have Triton launch as ever, and does not."""
+    """Lists the settings in which Triton must launch every kernel itself, but does not."""
     runtime = triton.knobs.runtime
     changes: dict[str, Callable[[], Any]] = {
         "a hook on launches": lambda: mock.patch.object(runtime, "launch_enter_hook", lambda *_: None),

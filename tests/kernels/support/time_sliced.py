@@ -1,9 +1,9 @@
-"""One of the processes that have a GPU in time slices.
+"""One of several processes that share a GPU in time slices.
 
     python -m tests.kernels.support.time_sliced HEAD_DIM DTYPE SOFTCAP
 
-Says "ready" when its kernels are compiled, waits for a line, works for SECONDS, and prints as JSON how often each pass
-gave what it should and how often not.
+Prints "ready" once its kernels are compiled, waits for a line on stdin and works for SECONDS. Then prints as JSON how
+often each pass gave the right and a wrong result.
 """
 
 import json
@@ -24,7 +24,7 @@ def same(found, exact):
 
 
 def close(found, first):
-    """dq is a sum of fp32 in any order, so rows are asked one by one; dk and dv are the same each time."""
+    """Compares dq row by row, because its fp32 sum has no fixed order. dk and dv must be bitwise equal."""
     (dq, *found), (first_dq, *first) = found, first
     error, size = (dq.float() - first_dq.float()).norm(dim=2), first_dq.float().norm(dim=2)
     return same(found, first) and bool((error <= 0.01 * (size + size.mean())).all())
@@ -35,7 +35,7 @@ def main(head_dim, dtype, softcap):
         [16384], [16384], int(head_dim), getattr(torch, dtype), float(softcap)
     )
     q, k, v = tensors[2:5]
-    schedule = schedule._replace(crosses_documents=False)  # of several NaN is repaired (nan_marks.py), this fault's too
+    schedule = schedule._replace(crosses_documents=False)  # repairs would hide the error
 
     def forward():
         return fwd.attention_forward(q, k, v, schedule, features, q.dtype)

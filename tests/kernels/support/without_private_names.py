@@ -1,8 +1,8 @@
-"""Attention under a torch that lacks one of the private names that fa_kernels.torch_private uses.
+"""Runs attention under a torch that lacks one of the private names that fa_kernels.torch_private uses.
 
     TRITON_INTERPRET=1 python -m tests.kernels.support.without_private_names
 
-The script imports torch and triton, and forks a process for each name. That process removes the name, imports kernels,
+The script imports torch and triton, and forks a process for each name. The process removes the name, imports kernels,
 restores the name for torch itself, and compares both passes with the reference.
 """
 
@@ -35,7 +35,7 @@ def check(path):
     *parents, name = path.split(".")
     for parent in parents:
         owner = getattr(owner, parent)
-    value = getattr(owner, name, None)  # a torch without CUDA lacks some
+    value = getattr(owner, name, None)  # a torch without CUDA lacks some names
     if value is not None:
         delattr(owner, name)
     from fa_kernels import flash_attn_func, torch_private
@@ -43,7 +43,7 @@ def check(path):
 
     if value is not None:
         setattr(owner, name, value)
-    if name == "_current_level":  # read at each call
+    if name == "_current_level":  # torch reads this name at each call
         torch_private.forward_ad = SimpleNamespace()
     inputs = [torch.randn(1, 20, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
     cu_seqlens = torch.tensor([0, 20])
@@ -56,7 +56,7 @@ def check(path):
 
 
 def passes(path: str) -> bool:
-    """Whether `check` passes in a new process."""
+    """Returns whether `check` passes in a new process."""
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1] == 0
