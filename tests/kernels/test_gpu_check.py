@@ -1,4 +1,4 @@
-"""`make gpu-check` lists every tile, tells right kernels from wrong ones, and goes on after a process dies."""
+"""`make gpu-check` covers every tile, tells right kernels from wrong ones, and continues after a process dies."""
 
 import os
 from functools import partial
@@ -15,7 +15,7 @@ from tests.gpu_check.workers import run_all
 from tests.kernels.support import cached_attention
 
 DEVICE = torch.device("cuda", 0)
-H100_BYTES = 227 * 1024  # of shared memory
+H100_BYTES = 227 * 1024  # bytes of shared memory
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def h100(monkeypatch):
 
 @pytest.fixture
 def short(monkeypatch):
-    """Makes documents and caches so short that the interpreter needs only seconds."""
+    """Shortens documents and caches, so that the interpreter needs only seconds."""
     monkeypatch.setattr(attention, "SEVERAL", [40, 1, 0, 33, 10, 20])
     monkeypatch.setattr(attention, "ONE", [70])
     monkeypatch.setattr(decode, "CAPACITY", 384)
@@ -37,13 +37,13 @@ def short(monkeypatch):
 
 
 def choices(width, itemsize):
-    """All choices of tiles for a call."""
+    """Lists all choices of tiles for a call."""
     return [variants.own_tiles(width, itemsize, DEVICE), *variants.other_tiles(width, itemsize, DEVICE)]
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_every_entry_of_the_tables_is_run(h100, itemsize):
-    """Only the entries that fit into an H100."""
+    """The check leaves out the entries that do not fit into an H100."""
     table = _TILES if itemsize == 2 else _TILES_OF_4_BYTES
     for (arch, head_dim, direction), tiles in table.items():
         width = (head_dim, head_dim)
@@ -87,7 +87,7 @@ def cached(h100):
 
 
 def slightly_wrong(function):
-    """`function` with wrong last rows, like a kernel that leaves out a tile."""
+    """Wraps `function` so that its last rows are wrong, like a kernel that leaves out a tile."""
 
     def wrong(*arguments, **options):
         o, *rest = function(*arguments, **options)
@@ -138,7 +138,7 @@ def fails():
 
 
 def test_a_process_that_dies_is_replaced():
-    """One process runs all three cases."""
+    """A single process runs all three cases."""
     cases = [Case("dies", partial(os._exit, 3)), Case("fails", fails), Case("passes", partial(int, 0))]
     errors = {result.case.name: result.error for result in run_all(cases, jobs=1)}
     assert errors == {"dies": "the process ended with 3", "fails": "AssertionError: wrong by much", "passes": ""}

@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache against dense attention over what the cache ought to hold, in fp64."""
+"""flash_attn_with_kvcache against dense attention in fp64 over the keys that the cache must contain."""
 
 import inspect
 
@@ -26,13 +26,13 @@ def test_one_query_a_sequence(page_size, num_splits):
 @SPLITS
 @PAGED
 def test_append(page_size, num_splits):
-    """The whole cache in the end: new tokens at their places, over a page's end too, and nothing else changed."""
+    """New tokens are at their positions in the final cache, also across pages, and nothing else has changed."""
     check([0, 15, 58], seqlen_q=3, seqlen_new=5, causal=True, page_size=page_size, num_splits=num_splits)
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_new"), [(3, 20), (7, 2)], ids=str)
 def test_append_of_more_or_fewer_tokens_than_queries(seqlen_q, seqlen_new):
-    """Queries stand beside the last keys; those before the first key see none."""
+    """Queries align with the last keys. A query before the first key sees none."""
     check([0, 33], n_heads=1, seqlen_q=seqlen_q, seqlen_new=seqlen_new, causal=True, num_splits=2, page_size=16)
 
 
@@ -44,7 +44,7 @@ def test_window(causal, num_splits, window):
 
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(2, 2), (6, 2), (20, 1)], ids=["mha", "gqa", "mqa"])
 def test_grouped_query_heads(n_heads, n_kv_heads):
-    """Rows of a tile are queries of all heads of a group: tiles begin and end inside of a token's group."""
+    """The rows of a tile are queries of all heads of a group, so a tile may begin and end within one token's group."""
     check([40], seqlen_q=4, n_heads=n_heads, n_kv_heads=n_kv_heads, causal=True, num_splits=2)
 
 
@@ -66,7 +66,7 @@ def test_values_of_another_width(head_dim, v_head_dim):
 )
 @pytest.mark.parametrize("window", [(-1, -1), (12, -1)], ids=["full", "window"])
 def test_rotary(window, head_dim, rotary_dim, page_size, interleaved):
-    """A window makes queries turn by their own positions; without one, all stand at the cache's end."""
+    """With a window, queries are rotated by their own positions; without one, by the position of the cache's end."""
     check(
         [0, 37],
         seqlen_q=4,
@@ -82,7 +82,7 @@ def test_rotary(window, head_dim, rotary_dim, page_size, interleaved):
 @SPLITS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes(dtype, num_splits):
-    """With rotated queries and keys, which are rounded to the dtype before their product."""
+    """Rotated queries and keys are rounded to the dtype before their product."""
     check([5, 37], seqlen_q=2, seqlen_new=3, rotary_dim=16, causal=True, dtype=dtype, num_splits=num_splits)
 
 
@@ -115,7 +115,7 @@ def test_sequences_anywhere_in_the_cache(num_splits):
 @SPLITS
 @pytest.mark.parametrize("page_size", [None, 16], ids=["dense", "pages-of-16"])
 def test_padding_on_the_left(page_size, num_splits):
-    """Padding may hold NaN, may reach into a block, and may be all that a sequence has."""
+    """Padding may contain NaN, reach into a block, or fill the whole sequence."""
     check(
         [40, 61, 9, 30],
         leftpad=[0, 37, 9, 16],
@@ -147,7 +147,7 @@ def test_defaults_take_the_whole_cache():
 
 
 def test_strided_inputs():
-    """Heads before tokens in the cache, slices of one projection beside it."""
+    """Heads come before tokens in the cache, and q, k and v are slices of one projection."""
     qkv = draw(2, 3, 8, 16)
     q, k, v = qkv.split((4, 2, 2), dim=2)
     caches = [draw(2, 2, 50, 16) for _ in range(2)]
@@ -157,7 +157,7 @@ def test_strided_inputs():
     o = flash_attn_with_kvcache(q, *strided, k, v, **arguments)
     assert torch.equal(o, flash_attn_with_kvcache(*(x.contiguous() for x in (q, *contiguous, k, v)), **arguments))
     assert all(torch.equal(a, b) for a, b in zip(strided, contiguous, strict=True))
-    columns = draw(2, 3, 16, 4).transpose(2, 3)  # rows not dense: copied
+    columns = draw(2, 3, 16, 4).transpose(2, 3)  # rows are not contiguous, so they are copied
     assert torch.equal(
         flash_attn_with_kvcache(columns, *strided), flash_attn_with_kvcache(columns.contiguous(), *strided)
     )
@@ -192,9 +192,9 @@ def test_signature_is_flash_attns():
 
 
 def test_splits_fill_the_gpu():
-    assert choose_splits(8, 65536, 132) == 33  # two programs a multiprocessor
+    assert choose_splits(8, 65536, 132) == 33  # two programs per multiprocessor
     assert choose_splits(1, 10**6, 132) == MAX_SPLITS
-    assert choose_splits(8, 600, 132) == 2  # not below what a merge is worth
+    assert choose_splits(8, 600, 132) == 2  # more splits would cost more to merge than they save
     assert choose_splits(8, 10, 132) == choose_splits(1000, 65536, 132) == 1
 
 
@@ -204,7 +204,7 @@ def test_splits_fill_the_gpu():
     ids=str,
 )
 def test_tiles_are_as_flat_as_the_queries(n_rows, head_dim, block_m):
-    """A page's look-up takes stages of the pipeline, which a paged cache is given more of."""
+    """A paged cache has more pipeline stages, because looking up a page takes a stage."""
     limit = SHARED_LIMIT["sm90"]
     dense, paged = (decode_tiles("sm90", head_dim, head_dim, 2, n_rows, paged, limit) for paged in (False, True))
     assert dense.block_m == paged.block_m == block_m

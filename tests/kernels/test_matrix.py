@@ -1,9 +1,9 @@
-"""The compiled kernels over thousands of combinations of shape, mask and feature; a test is 55 of one dtype and width.
+"""The compiled kernels under thousands of combinations of shape, mask and feature. A test runs 55 of them.
 
-Each combination is compared with dense attention in fp32 or fp64 as tests.support.tolerance says, forward and backward.
-The combinations are the full product of lengths and masks, in which features, heads and layouts take turns: all of them
-at the widths that Hopper's kernels know, fewer at the others, since each is compiled anew. Worst errors beside torch's
-go to $MATRIX_REPORT, a folder, where it is set.
+Each combination is compared with dense attention, forward and backward (see support/attention_check.py). Every pair of
+lengths is combined with every mask. Features, heads and layouts alternate. All their combinations occur at the widths
+of Hopper's kernels; fewer occur at other widths, because each needs a compilation. If MATRIX_REPORT names a folder, the
+worst errors are written there together with torch's.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from tests.kernels.support.attention_check import compare, cumulative
 
 pytestmark = pytest.mark.gpu
 
-# (seqlen_q, seqlen_k) of flash-attn's own tests
+# (seqlen_q, seqlen_k), from flash-attn's tests
 PAIRS = [
     (1, 147), (113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (512, 256), (1024, 1024), (1023, 1024),
     (1024, 1023), (2048, 2048),
@@ -36,12 +36,13 @@ LAYOUTS = ["dense", "varlen", "deterministic", "deterministic-varlen", "strided"
 HEAD_DIMS = [8, 16, 32, 40, 64, 80, 96, 128, 160, 192, 256]
 WIDTHS = [*((d, d) for d in HEAD_DIMS), (192, 128), (64, 128)]
 IN_FULL = [(64, 64), (128, 128)]
-ON_HOPPER = [(64, 64), (96, 96), (128, 128), (256, 256)]  # where `auto` may take other kernels than the portable ones
+ON_HOPPER = [(64, 64), (96, 96), (128, 128), (256, 256)]  # `auto` may use Hopper's kernels at these widths
 
 
 def n_rounds(dtype, width) -> int:
-    """How often each pair of lengths is taken under each mask (55): five times at 64 and 128, three times at 96 and
-    256, which are enough for all features with all heads and layouts, and twice at the other widths and in fp32.
+    """Returns how often each of the 55 pairs of lengths and mask is used, each time with other features and layouts.
+
+    Three times are enough for all combinations of features, heads and layouts.
     """
     if dtype == torch.float32 or width not in ON_HOPPER:
         return 2
@@ -49,7 +50,7 @@ def n_rounds(dtype, width) -> int:
 
 
 def combinations(dtype, width, round_):
-    """Those of one round, which goes on in the turns of features, heads and layouts where the last one stopped."""
+    """Yields the combinations of one round. Features, heads and layouts continue where the previous round stopped."""
     index = WIDTHS.index(width)
     every = itertools.product(HEADS, FEATURES, LAYOUTS)
     some = itertools.product(HEADS[index % 3 :][:1], FEATURES[index % 2 :: 2], LAYOUTS)
@@ -61,7 +62,7 @@ def combinations(dtype, width, round_):
 
 
 def documents(pair, layout, generator) -> tuple[list[int], list[int]]:
-    """Lengths of queries and keys: the pair alone, twice, or among empty, short and ragged documents."""
+    """Returns lengths of queries and keys: the pair alone, twice, or among empty, short and ragged documents."""
     if "varlen" not in layout:
         return ([pair[0]], [pair[1]]) if pair[0] > 1000 else ([pair[0]] * 2, [pair[1]] * 2)
     lengths = [pair, (0, 7), (5, 0), (0, 0), (1, 1), (generator.randrange(200), generator.randrange(1, 300))]
@@ -70,7 +71,7 @@ def documents(pair, layout, generator) -> tuple[list[int], list[int]]:
 
 
 def check(dtype, width, pair, mask, heads, names, layout, generator) -> dict[str, tuple[float, float]]:
-    """Raises where a result is less accurate than allowed; returns (our error, torch's) by result."""
+    """Returns (our error, torch's) for each result. Raises if a result is less accurate than allowed."""
     lens_q, lens_k = documents(pair, layout, generator)
     (n_heads, n_kv_heads), (head_dim, v_head_dim) = heads, width
     total_q, total_k = sum(lens_q) + generator.choice((0, 3)), sum(lens_k)
@@ -79,7 +80,7 @@ def check(dtype, width, pair, mask, heads, names, layout, generator) -> dict[str
         (total_q, n_heads, v_head_dim),
     ]  # fmt: skip
     inputs = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
-    if layout == "strided":  # columns of wider heads, which TMA reads in place, and now and then heads before tokens
+    if layout == "strided":  # columns of wider heads, which TMA reads in place; sometimes heads before tokens
         inputs[:3] = [torch.cat([x, x], dim=2)[..., : x.shape[2]] for x in inputs[:3]]
         if total_q % 2:
             inputs[0] = inputs[0].transpose(0, 1).contiguous().transpose(0, 1)

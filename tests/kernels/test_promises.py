@@ -1,4 +1,4 @@
-"""What attention promises beside its numbers, on a GPU: repeatable, asynchronous, compiled once, any size."""
+"""What attention promises on a GPU apart from accuracy: repeatable, asynchronous, compiled once, any size."""
 
 import itertools
 import os
@@ -53,7 +53,7 @@ def test_deterministic_gradients_are_bitwise_equal_in_twenty_runs(head_dim, dtyp
     for _ in range(19):
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
     on_hopper = os.environ["FLASH_ATTENTION_BACKEND"] == "auto" and is_hopper(do.device)
-    assert bool(launches) == on_hopper  # not 20: later calls make recorded launches again
+    assert bool(launches) == on_hopper  # may be fewer than 20, because later calls replay recorded launches
 
 
 def test_neither_pass_waits_for_the_gpu():
@@ -67,7 +67,7 @@ def test_neither_pass_waits_for_the_gpu():
         dense = [x.detach().unflatten(0, (2, -1)) for x in inputs]
         flash_attn_func(*dense, causal=True)
 
-    run()  # compiles
+    run()  # compiles the kernels
     torch.cuda.set_sync_debug_mode("error")
     try:
         run()
@@ -93,7 +93,7 @@ def test_twenty_packings_compile_once():
 
 @pytest.mark.timeout(600)
 def test_more_than_two_to_the_31_elements():
-    """q, k and v of 2.15e9 elements each: the first and the last document equal a reference on slices of their own."""
+    """q, k and v have 2.15e9 elements each. The first and last documents equal a reference on their slices."""
     total, n_heads, head_dim = 2**19 + 256, 32, 128
     assert total * n_heads * head_dim > 2**31
     lengths = [300, 2**18, 2**18 - 400, 356]
@@ -101,7 +101,7 @@ def test_more_than_two_to_the_31_elements():
     q, k, v = (torch.randn(total, n_heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     for x in (q, k, v):
         x.requires_grad_()
-    window = (128, 0)  # keeps the work small
+    window = (128, 0)  # limits the work
     o = flash_attn_varlen_func(q, k, v, cu, cu, 2**18, 2**18, causal=True, window_size=window)
     do = torch.ones_like(o)
     gradients = torch.autograd.grad(o, (q, k, v), do)
@@ -139,7 +139,7 @@ def test_adversarial_scores(name, head_dim):
         results.append([o, *torch.autograd.grad(o, tensors, do.to(dtype))])
     for ours_, exact, baseline in zip(ours, *results, strict=True):
         assert torch.isfinite(ours_).all()
-        # scores of 1e4 in fp32 are off by 1e-3, and so are probabilities: 4 parts in 1000 of the largest result
+        # Scores of 1e4 have an error of 1e-3 in fp32, and so have probabilities: allow 4e-3 of the largest result.
         error, torchs = ((x.double() - exact.double()).abs().max() for x in (ours_, baseline))
         assert error <= 2 * torchs + 4e-3 * exact.abs().max() + 1e-30
 
@@ -150,7 +150,7 @@ def test_adversarial_scores(name, head_dim):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [True, False])
 def test_nan_and_infinity_stay_in_their_document(head_dim, dtype, softcap, deterministic, causal):
-    """In one element of q, k, v or do; documents before and behind it are in the same tiles, and blocks of 64 rows."""
+    """One element of q, k, v or do is NaN or infinite. Neighbouring documents share its tiles and blocks of 64 rows."""
     lengths, first, last = [150, 20, 30, 90, 13, 260, 200], 200, 290
     cu = cumulative(lengths)
     total, spoiled = sum(lengths), 270
@@ -172,12 +172,12 @@ def test_nan_and_infinity_stay_in_their_document(head_dim, dtype, softcap, deter
         tensors[index][spoiled, 0, 3] = value
         results = run(*tensors)
         for ours, exact in zip(results, truth, strict=True):
-            # tiles that are computed again round otherwise
+            # repaired tiles are rounded differently
             atol = 4 * torch.finfo(dtype).eps * exact.abs().max().item()
             torch.testing.assert_close(ours[others], exact[others], rtol=0.0, atol=atol)
         o, lse, dq, _, _ = results
         if value == value:
-            continue  # infinity may give a key no weight, where NaN shows in every row that sees it
+            continue  # infinity may give a key zero weight; NaN shows in every row that sees it
         assert torch.isnan(dq[spoiled, 0]).any()
         if index < 2:
             assert torch.isnan(o[spoiled, 0]).all() and torch.isnan(lse[spoiled, 0])

@@ -1,4 +1,4 @@
-"""The digest of PTX sees a change of the code, and no change of names, comments and lines."""
+"""The digest of PTX depends on the code, but not on names, comments and line numbers."""
 
 import pytest
 

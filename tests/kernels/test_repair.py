@@ -1,4 +1,4 @@
-"""Where other kernels left NaN, the portable ones compute tiles again: those that are marked and no others."""
+"""The repair kernels recompute the marked tiles, and no other tiles."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from fa_kernels.flash_attention.schedule import causal_schedule
 pytestmark = pytest.mark.xdist_group("repair")
 LENGTHS = [50, 0, 100, 61]
 TOTAL, HEADS, KV_HEADS = sum(LENGTHS), 2, 1
-UNITS = 4  # of 64 rows, each with a mark
+UNITS = 4  # units of 64 rows; each unit has a mark
 UNTOUCHED = 7.0
 
 SOME = [pytest.param([(0, 0), (1, 3)], id="some")]
@@ -25,9 +25,9 @@ NONE = [pytest.param([], id="none")]
 
 @pytest.fixture(scope="module", params=[False, True], ids=["numbers", "nan"])
 def problem(device, request):
-    """Arguments of the forward and of the backward pass, then o, lse, dq, dk and dv as computed at once.
+    """Returns arguments of both passes, and o, lse, dq, dk and dv as computed without repair.
 
-    NaN is in the first document's last row, which has a mark with the next one's first rows, and must not get there.
+    NaN is in the last row of the first document. This row and the first rows of the next document share a mark.
     """
     generator = torch.Generator(device).manual_seed(0)
     cu_seqlens = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
@@ -45,7 +45,7 @@ def problem(device, request):
 
 
 def marks(heads, units, device):
-    """Marks of these (head, unit); the second of two heads may be no KV head."""
+    """Marks these (head, unit) pairs. Pairs whose head is out of range are left out."""
     spoiled = new_marks(heads, TOTAL, device).zero_()
     assert spoiled.shape == (heads, UNITS)
     for head, unit in units:
@@ -55,10 +55,10 @@ def marks(heads, units, device):
 
 
 def assert_repaired(ours, exact, spoiled):
-    """(total, heads, columns) twice: what is marked is as computed at once, what shares no tile with it untouched."""
+    """Shapes: ours, exact (total, heads, columns). Marked rows equal `exact`; rows of unmarked tiles are untouched."""
     marked = spoiled.repeat_interleave(64, 1)[:, :TOTAL].T > 0
     torch.testing.assert_close(ours[marked], exact[marked], rtol=1e-5, atol=1e-5, equal_nan=True)
-    in_tile = spoiled.unflatten(1, (-1, 2)).amax(2).repeat_interleave(128, 1)[:, :TOTAL].T > 0  # tiles of 128 at most
+    in_tile = spoiled.unflatten(1, (-1, 2)).amax(2).repeat_interleave(128, 1)[:, :TOTAL].T > 0  # tiles of at most 128
     assert (ours[~in_tile] == UNTOUCHED).all()
 
 
@@ -83,7 +83,7 @@ def test_backward_of_marked_tiles(problem, device, units):
 
 
 def in_order_of_threads(sums):
-    """(tokens, heads, columns) -> by blocks of 64 tokens of a head, of that by 64 columns, and of these by threads."""
+    """Reorders (tokens, heads, columns) by blocks of 64 tokens, then by blocks of 64 columns, then by threads."""
     blocks = sums.unflatten(0, (-1, 64)).transpose(1, 2).split(64, dim=-1)  # [block, head, token, column] each
     parts = [part.reshape(*part.shape[:2], 4, 2, 8, -1, 4, 2).permute(0, 1, 5, 2, 4, 6, 3, 7) for part in blocks]
     return torch.cat([part.flatten(2) for part in parts], dim=-1).reshape(-1, 1, 32)
@@ -92,7 +92,7 @@ def in_order_of_threads(sums):
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_dq_is_marked_where_its_sum_is_not_finite(device, head_dim):
     total, n_heads = 150, 3
-    sums = torch.randn(192, n_heads, head_dim, device=device)  # whole blocks of 64; the last tokens are none
+    sums = torch.randn(192, n_heads, head_dim, device=device)  # whole blocks of 64; the last tokens are padding
     sums[total:] = torch.nan
     for token, head, column, value in ((0, 1, 0, torch.nan), (63, 2, head_dim - 1, torch.inf), (149, 0, 7, torch.nan)):
         sums[token, head, column] = value
@@ -112,7 +112,7 @@ def test_no_rows_are_no_programs(device):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiled programs look at more than the tests have")
 def test_interpreted_programs_have_more_tiles_than_they_look_at_once():
-    """Or the tests above would not see the second look of a program."""
+    """The tests above need more tiles than the programs look at in their first step."""
     tiles = HEADS * -(-TOTAL // 32)
     programs, look = repair_grid(torch.device("cpu"), tiles)
     assert tiles > programs * look

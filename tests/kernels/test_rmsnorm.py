@@ -1,4 +1,4 @@
-"""RMSNorm of a sum against autograd in fp64; the kernels themselves in the interpreter or on a GPU."""
+"""RMSNorm of a sum against autograd in fp64. The kernels run in the interpreter or on a GPU."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ SHAPES = pytest.mark.parametrize(
         pytest.param(2 * module.PROGRAMS_OF_SM + 3, 32, id="rows-of-a-program"),
     ],
 )
-# of x, of what is added and of y: fp32, as autocast has them, and all in 16 bits
+# dtypes of x, the addend and y: all fp32, mixed as under autocast, and all fp16
 DTYPES = pytest.mark.parametrize(
     "dtypes",
     [
@@ -31,8 +31,8 @@ KEEP_SUM = pytest.mark.parametrize("keep_sum", [True, False], ids=["sum", "terms
 
 @pytest.fixture(params=["torch", "kernel"])
 def implementation(request, device, monkeypatch):
-    """On the CPU the functions take torch; the kernels are then run by the interpreter."""
-    monkeypatch.setattr(module, "multiprocessors", lambda device: 1)  # so that a program takes several rows
+    """Chooses torch or the kernels. On the CPU the functions use torch, so the kernels are patched in."""
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 1)  # makes a program process several rows
     if request.param == "kernel" and device.type == "cpu":
         monkeypatch.setattr(module, "_forward_plainly", module._forward_by_kernel)
         monkeypatch.setattr(module, "_backward_plainly", module._backward_by_kernel)
@@ -41,21 +41,21 @@ def implementation(request, device, monkeypatch):
 
 
 def draw(rows: int, dim: int, dtypes: tuple[torch.dtype, ...], device: torch.device) -> list[Tensor]:
-    """x, what is added, the weight, and the gradients of the sum and of y."""
+    """Returns x, the addend, the weight, and the gradients of the sum and of y."""
     x, added, d_sum, dy = (torch.randn(rows, dim, device=device) for _ in range(4))
     weight = 1 + 0.3 * torch.randn(dim, device=device)
     return [x.to(dtypes[0]), added.to(dtypes[1]), weight, d_sum.to(dtypes[0]), dy.to(dtypes[2])]
 
 
 def results(x: Tensor, added: Tensor, weight: Tensor, d_sum: Tensor, dy: Tensor, keep_sum: bool) -> list[Tensor]:
-    """The sum, its norm, and the gradients of x, of what is added and of the weight."""
+    """Returns the sum, its norm, and the gradients of x, the addend and the weight."""
     x, added, weight = leaves = [tensor.clone().requires_grad_() for tensor in (x, added, weight)]
     total, y = add_rms_norm(x, added, weight, EPS, dy.dtype, keep_sum=keep_sum)
     return [total.detach(), y.detach(), *torch.autograd.grad((total, y), leaves, (d_sum, dy))]
 
 
 def exactly(x: Tensor, added: Tensor, weight: Tensor, d_sum: Tensor, dy: Tensor) -> list[Tensor]:
-    """The same in fp64, of the sum as it is rounded."""
+    """Computes the same in fp64 from the rounded sum."""
     rounding = (x + added).to(x.dtype).double() - (x.double() + added.double())
     leaves = [tensor.double().requires_grad_() for tensor in (x, added, weight)]
     total = leaves[0] + leaves[1] + rounding
@@ -73,7 +73,7 @@ def test_equals_autograd(rows, dim, dtypes, keep_sum, device):
     expected_dtypes = (dtypes[0], dtypes[2], dtypes[0], dtypes[1], torch.float32)
     for ours, exact, dtype in zip(results(*arguments, keep_sum), exactly(*arguments), expected_dtypes, strict=True):
         assert ours.dtype == dtype
-        # sums of fp32 numbers, then one rounding
+        # sums of fp32 elements, then one rounding
         tolerance = 4 * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps
         torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=8 * tolerance)
 
@@ -83,7 +83,7 @@ def test_equals_autograd(rows, dim, dtypes, keep_sum, device):
 @pytest.mark.parametrize("dim", [768, 2048, 5120, 16384])
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bf16(x_dtype, dim, keep_sum, device):
-    """The interpreter's bf16 is wrong; and the sizes of models."""
+    """Runs the sizes of real models. The interpreter computes bf16 incorrectly, so this needs a GPU."""
     arguments = draw(3000, dim, (x_dtype, torch.bfloat16, torch.bfloat16), device)
     for ours, exact in zip(results(*arguments, keep_sum), exactly(*arguments), strict=True):
         eps = torch.finfo(ours.dtype).eps
@@ -102,7 +102,7 @@ def test_gradients_of_any_layout(keep_sum, device):
 
 @pytest.mark.usefixtures("implementation")
 def test_one_gradient_alone(device):
-    """The sum is used and its norm is not, and the other way round."""
+    """Only the sum is used, or only its norm."""
     x, added, weight, d_sum, dy = draw(4, 16, (torch.float32,) * 3, device)
     zeros = torch.zeros_like(d_sum)
     for place, arguments in enumerate(((d_sum, zeros), (zeros, dy))):
@@ -148,7 +148,7 @@ def test_no_rows(device):
 
 @pytest.mark.gpu
 def test_offsets_past_31_bits(device):
-    """1,048,577 rows of 2048: the last row's offset is 2**31."""
+    """There are 1,048,577 rows of 2048 elements, so the offset of the last row is 2**31."""
     rows, dim = 2**20 + 1, 2048
     if torch.cuda.mem_get_info()[0] < 30 * 2**30:
         pytest.skip("needs 30 GiB")

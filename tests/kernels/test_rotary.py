@@ -1,4 +1,4 @@
-"""The rotation of heads against complex multiplication in fp64; the kernel itself in the interpreter or on a GPU."""
+"""Rotary embedding against complex multiplication in fp64. The kernel runs in the interpreter or on a GPU."""
 
 from collections import Counter
 
@@ -14,8 +14,8 @@ from fa_train.models.config import ModelConfig
 from fa_train.models.gpt import SelfAttention
 from fa_train.models.rope import RotaryTable
 
-HEADS = [4, 2, 2]  # of q, k and v
-DIM = 16  # channels of a head
+HEADS = [4, 2, 2]  # numbers of heads of q, k and v
+DIM = 16  # head_dim
 
 
 def angles(total, half, device):
@@ -24,7 +24,7 @@ def angles(total, half, device):
 
 
 def turned(x, cos, sin, n_rotated):
-    """(total, heads, head_dim) fp64, as complex numbers of the two halves."""
+    """Rotates (total, heads, head_dim) in fp64, with the two halves of a head as a complex number."""
     first, second = x.double().chunk(2, dim=-1)
     z = torch.complex(first, second) * torch.complex(cos.double(), sin.double())[:, None]
     both = torch.cat((z.real, z.imag), dim=-1)
@@ -33,7 +33,7 @@ def turned(x, cos, sin, n_rotated):
 
 @pytest.fixture(params=["torch", "kernel"])
 def implementation(request, device, monkeypatch):
-    """On the CPU the operator takes torch; the kernel is then run by the interpreter."""
+    """Chooses torch or the kernel. On the CPU the operator uses torch, so the kernel is patched in."""
     if request.param == "kernel" and device.type == "cpu":
 
         def through_the_kernel(parts, cos, sin, n_rotated, dtype, inverse):
@@ -78,7 +78,7 @@ def test_equals_complex_multiplication(n_heads, n_rotated, head_dim, total, dtyp
 
 @pytest.mark.usefixtures("implementation")
 def test_slices_and_other_dtypes(device):
-    """Heads out of a wider row, rounded to what attention takes; the gradient comes back in x's dtype."""
+    """Heads are slices of a wider row and are rounded to fp16. The gradient has x's dtype."""
     row = torch.randn(5, 4, 16, device=device, requires_grad=True)
     cos, sin = angles(5, 8, device)
     y = rotate_heads(row[:, 1:3], cos, sin, 2, torch.float16)
@@ -90,13 +90,13 @@ def test_slices_and_other_dtypes(device):
 
 
 def draw(device, total=9, dtype=torch.float32):
-    """qkv and its angles."""
+    """Returns qkv and its angles."""
     qkv = torch.randn(total, sum(HEADS), DIM, device=device).to(dtype).requires_grad_()
     return qkv, *angles(total, DIM // 2, device)
 
 
 def rotated_then_split(qkv, heads, cos, sin):
-    """rotate_qkv, whose gradient autograd joins and then rotates."""
+    """Rotates like rotate_qkv, but autograd joins the gradients before it rotates them."""
     return rotate_heads(qkv, cos, sin, heads[0] + heads[1]).split(heads, dim=1)
 
 
@@ -148,7 +148,7 @@ def test_qkv_equals_complex_multiplication(layouts, dtype, total, device):
 @pytest.mark.parametrize("used", ["qkv", "q", "k", "v", "qv"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_qkv_is_to_the_bit_what_autograd_makes(used, dtype, device):
-    """Of what comes after q, k and v too; what is not used has no gradient."""
+    """Gradients of later operations are also equal. Outputs that are not used have no gradient."""
     qkv, cos, sin = draw(device, dtype=dtype)
 
     def run(rotated):
@@ -166,7 +166,7 @@ def test_qkv_is_differentiable_to_any_order(device):
     exact_qkv = qkv.detach().double().requires_grad_()
 
     def orders(x, y):
-        """Of a function that has four, each from the last."""
+        """Returns a function of y and three higher-order gradients with respect to x."""
         found = [(y**4).sum()]
         for _ in range(3):
             found += [torch.autograd.grad(found[-1].sin().sum(), x, create_graph=True)[0]]
@@ -180,7 +180,7 @@ def test_qkv_is_differentiable_to_any_order(device):
 
 
 def test_qkv_is_one_buffer(device):
-    """What autograd keeps of q, k and v, and what is offloaded of them."""
+    """Autograd and offload therefore keep or move a single tensor."""
     qkv, cos, sin = draw(device)
     q, k, v = rotate_qkv(qkv, HEADS, cos, sin)
     assert all(x.untyped_storage().data_ptr() == q.data_ptr() != qkv.data_ptr() for x in (q, k, v))
@@ -202,7 +202,7 @@ def test_qkv_in_a_checkpoint(reentrant, device):
 
 
 def test_qkv_keeps_angles_alone(device):
-    """And takes what saved-tensor hooks hand back."""
+    """The backward uses the tensors that saved-tensor hooks return."""
     qkv, cos, sin = draw(device)
     kept = []
 
@@ -215,13 +215,13 @@ def test_qkv_keeps_angles_alone(device):
     gradients = [torch.randn(x.shape, device=device) for x in (q, k, v)]
     (d_qkv,) = torch.autograd.grad((q, k, v), qkv, gradients)
     assert kept == [cos.shape, sin.shape]
-    exact = turned(torch.cat(gradients, dim=1), -cos, sin, 6)  # back by the negative angles of -cos and -sin
+    exact = turned(torch.cat(gradients, dim=1), -cos, sin, 6)  # (-cos, sin): the hook's angles, reversed
     torch.testing.assert_close(d_qkv.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_compiled_attention_joins_gradients_by_the_rotation(dynamic, device):
-    """Without a graph break; torch.cat of dq, dk and dv would be another pass."""
+    """There is no graph break and no torch.cat of dq, dk and dv, which would be another pass over memory."""
     graphs = []
 
     def counted(graph, inputs):

@@ -1,4 +1,4 @@
-"""The visible ranges of a schedule against the mask written out by its definition."""
+"""The visible ranges of a schedule equal the mask that the definition gives."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_ranges_are_the_mask(pairs, causal, left, right, tail):
 @settings(max_examples=200, deadline=None)
 @given(lengths, st.booleans(), st.integers(-1, 4), st.integers(-1, 4), st.integers(0, 3))
 def test_tiles_that_queries_see_follow_one_another(pairs, causal, left, right, tail):
-    """So each knows by the ranges of the one before whether that adds to a block of queries too (hopper/order.py)."""
+    """A tile's ranges and its predecessor's therefore tell whether both add to a query block (hopper/order.py)."""
     block_n, block_m = 4, 2
     cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).to(torch.int32) for x in zip(*pairs, strict=True))
     total_q, total_k = cu_q[-1].item() + tail, cu_k[-1].item() + tail
@@ -82,7 +82,7 @@ def test_tiles_that_queries_see_follow_one_another(pairs, causal, left, right, t
 
 
 def test_longest_tiles_come_first():
-    # a short document, then a long one whose last tile of queries reads the most keys
+    # a short document, then a long one whose last query tile reads the most keys
     cu = torch.tensor([0, 128, 640], dtype=torch.int32)
     schedule = causal_schedule(cu, 640, torch.device("cpu"))
     assert longest_first(schedule.query_start, schedule.query_end).tolist() == [1, 2, 3, 0, 4]
@@ -93,19 +93,19 @@ def test_queries_go_document_by_document():
     lengths = [128, 512, 0, 300, 500, 60]  # ends at 128, 640, 640, 940, 1440 and 1500
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     schedule = causal_schedule(cu, 1552, torch.device("cpu"))
-    # tile 7 is of the documents of 300 and 500, tile 11 of those of 500 and 60, and its last tokens of none
+    # tile 7 holds tokens of documents 300 and 500; tile 11 holds tokens of 500 and 60, and padding
     assert schedule.query_tiles.tolist() == [4, 3, 2, 1, 11, 10, 9, 8, 7, 6, 5, 0, 12]
-    # of 192: tile 0 is of the first two, tile 3 of 512 and 300, tile 4 of 300 and 500, tile 7 as 11 above
+    # tiles of 192: 0 holds the first two documents, 3 holds 512 and 300, 4 holds 300 and 500, 7 is like 11 above
     assert schedule.wide_query_tiles.tolist() == [3, 2, 1, 0, 7, 6, 5, 4, 8]
 
 
 def test_the_end_of_a_long_document_comes_first_whatever_follows_it():
-    cu = torch.tensor([0, 3000, 3040, 3104], dtype=torch.int32)  # its last keys lie in tile 23 with a document of 40
+    cu = torch.tensor([0, 3000, 3040, 3104], dtype=torch.int32)  # tile 23 holds its last keys and a document of 40
     assert causal_schedule(cu, 3104, torch.device("cpu")).query_tiles.tolist() == [*range(23, -1, -1), 24]
 
 
 def test_queries_of_a_million_tokens_are_in_order():
-    lengths = 3 * 2**18, 2**18  # tokens by tiles is more than an int32 holds
+    lengths = 3 * 2**18, 2**18  # the number of tokens times tiles exceeds int32
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     tiles = build_schedule(cu, cu, sum(lengths), sum(lengths), causal=True).query_tiles
     assert tiles.tolist() == [*range(6143, -1, -1), *range(8191, 6143, -1)]
@@ -155,7 +155,7 @@ def test_one_document_is_known_from_the_call_alone(cu, expected):
 
 @pytest.mark.parametrize("cu", [[0, 5], [0, 3], [0, 2, 5]], ids=str)
 def test_given_documents_may_end_before_the_tokens_do(cu):
-    """NaN behind the last document must stay there, and only the GPU knows where that is."""
+    """NaN after the last document must not spread, and only the GPU knows where that document ends."""
     cu = torch.tensor(cu, dtype=torch.int32)
     assert causal_schedule(cu, 5, CPU).crosses_documents
     assert build_schedule(cu, cu, 5, 5, causal=False).crosses_documents
@@ -223,7 +223,7 @@ def test_schedules_made_in_inference_serve_training():
 
 
 def test_gpus_share_no_schedule(monkeypatch):
-    """Nor where the device is `cuda`, which is another GPU after set_device, with the same default stream."""
+    """The device `cuda` names another GPU after set_device, even though the default stream has the same handle."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch_private, "_raw_stream", lambda index: 0)
     monkeypatch.setattr(schedule_cache, "_KEPT", {})
@@ -236,7 +236,7 @@ def test_gpus_share_no_schedule(monkeypatch):
 
 
 def test_another_stream_has_its_own_schedule(monkeypatch):
-    """On it the other's might be read before it is written."""
+    """A schedule that another stream is still writing must not be read."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(schedule_cache, "_KEPT", {})
     monkeypatch.setattr(schedules, "_build_dense_schedule", lambda *_: object())

@@ -1,4 +1,4 @@
-"""The online softmax recurrence on textbook cases, through the helper that the kernels use."""
+"""The online softmax recurrence on textbook cases, computed by the helper that the kernels use."""
 
 import math
 
@@ -28,7 +28,7 @@ def _recurrence_kernel(scores_ptr, values_ptr, maxima_ptr, sums_ptr, out_ptr, N:
 
 
 def recurrence(scores, values, block=2):
-    """The running maxima and sums after each block, and the softmax-weighted mean of the values."""
+    """Returns the running maxima and sums after each block, and the softmax-weighted mean of the values."""
     scores, values = (torch.tensor(x, dtype=torch.float32, device=DEVICE) for x in (scores, values))
     maxima, sums = (torch.empty(len(scores) // block, device=DEVICE) for _ in range(2))
     out = torch.empty(1, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Which tiles a launch gets: the table's, or smaller ones with one warning where those do not fit."""
+"""The tiles of a launch: those of the table, or smaller ones and one warning if the table's do not fit."""
 
 import warnings
 from types import SimpleNamespace
@@ -24,14 +24,14 @@ APART = ("dk", "dv")
 
 
 def passes_of(arch, head_dim, itemsize):
-    """The three that every entry has, and dk and dv where they are taken apart."""
+    """Lists the three passes of every entry, and dk and dv if separate kernels compute them."""
     apart = key_passes(arch, head_dim, itemsize) == APART
     return PASSES + APART if apart else PASSES
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Pretends that the device is a GPU of some compute capability and shared memory."""
+    """Pretends that the device is a GPU of a given compute capability and shared memory."""
     caches = (module._launch_tiles, module._warn_of_guesses)
 
     def pretend(capability, shared):
@@ -156,7 +156,7 @@ def test_shared_bytes_counts_what_is_kept_and_in_flight():
 
 
 def test_shared_bytes_counts_both_halves_of_fp32():
-    """As Triton reports of three TF32 products, in bytes: at most this, and not 3 KiB less."""
+    """`reported` holds Triton's bytes for kernels of three TF32 products. The estimate is at most 3 KiB larger."""
     reported = {
         ("sm90", 64, "fwd"): 131072,
         ("sm90", 128, "fwd"): 196608,
@@ -169,7 +169,7 @@ def test_shared_bytes_counts_both_halves_of_fp32():
     for (arch, head_dim, direction), shared in reported.items():
         tiles = tile_config(arch, head_dim, direction, 4)
         assert 0 <= shared_bytes(arch, tiles, head_dim, head_dim, direction, 4) - shared < 3072, (arch, direction)
-    # what the H200 refused, and two kernels of decoding that take more than the forward pass with the same tiles
+    # a case that the H200 refused, and two decoding kernels that need more than the forward pass with the same tiles
     assert shared_bytes("sm90", TileConfig(128, 32, 8, 1), 128, 128, "dq", 4) >= 294912
     assert shared_bytes("sm80", TileConfig(16, 32, 8, 1), 256, 256, "fwd", 4) >= 102400
     assert shared_bytes("sm90", TileConfig(16, 64, 8, 1), 256, 256, "fwd", 4) >= 172032
@@ -188,7 +188,7 @@ def test_fit_gives_up_stages_before_tokens_and_refuses_what_cannot_fit():
 
 @pytest.mark.parametrize("direction", PASSES)
 def test_halving_leaves_a_warpgroup_its_64_rows(direction):
-    """Two warpgroups must not share 64 rows: see `fit`."""
+    """Two warpgroups must not share 64 rows (see `fit`)."""
     for arch in SHARED_LIMIT:
         for head_dim in HEAD_DIMS:
             tiles = tile_config(arch, head_dim, direction, 2)

@@ -1,7 +1,7 @@
 """Compares replayed launches with those that Triton makes, for launch/test_record.py. Kernels are not interpreted.
 
-A simulated driver below Triton's launcher compiles nothing and notes the arguments of each launch. `cases()` returns
-a line for each case that differs.
+A simulated driver below Triton's launcher compiles nothing and notes the arguments of each launch. `differences()`
+returns a line for each case that differs.
 """
 
 import gc
