@@ -6,5 +6,5 @@ import torch
 
 @pytest.fixture
 def bf16_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN's bf16 products end in an illegal instruction where a hypervisor promises AMX and does not have it."""
+    """Disables oneDNN. Its bf16 matmuls crash on virtual machines that announce AMX without having it."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)

@@ -1,4 +1,4 @@
-"""Checkpointing: the same gradients, attention's forward run once or twice, and what a block keeps."""
+"""Checkpointing: equal gradients, the number of attention forwards, and the tensors that a block keeps."""
 
 from itertools import product
 
@@ -25,7 +25,7 @@ N_LAYERS = 3
 COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 
 
-# "selective" names no operator of chunked attention, nor of naive, which compiles in a fifth of the time
+# "selective" keeps no operator of chunked or naive attention. Only naive is tested, because it compiles faster.
 @pytest.mark.parametrize(
     ("attention", "checkpointing", "compiled"),
     [
@@ -64,7 +64,7 @@ def test_how_often_flash_forward_runs(checkpointing, times, compiled, device, mo
 
 
 class Operators(TorchDispatchMode):
-    """All that ran, in order."""
+    """Records all operators that run, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def test_how_often_torchs_attention_runs(documents, checkpointing, times, device
     batch = stream(device)
     if documents == "one":
         del batch["cu_seqlens"]
-    # torch's CPU kernel takes no grouped heads: with them it falls back to materialised scores
+    # torch's CPU kernel does not support grouped heads and would fall back to materialised scores
     model = small_gpt(levers(checkpointing), device, "sdpa", N_LAYERS, n_kv_heads=None)
     with Operators() as operators:
         step(model, batch)
@@ -105,7 +105,7 @@ def test_attention_without_an_operator_is_recomputed(checkpointing, device):
     [
         pytest.param("full", False, ["x"], id="full-eager"),
         pytest.param("full", True, ["x"], id="full-compiled"),
-        pytest.param("selective", False, ["x"], id="selective-eager"),  # o and lse are in the policy's own storage
+        pytest.param("selective", False, ["x"], id="selective-eager"),  # o and lse are in the policy's storage
         pytest.param("selective", True, ["lse", "o", "x"], id="selective-compiled"),
     ],
 )
@@ -120,7 +120,7 @@ def test_what_a_block_keeps(checkpointing, compiled, expected, device):
     kept = []
 
     def pack(saved):
-        # torch 2.11's checkpoint saves an empty tensor too
+        # the checkpoint of torch 2.11 also saves an empty tensor
         if saved.is_floating_point() and saved.numel() and saved.data_ptr() not in weights:
             kept.append(names.get(tuple(saved.shape), str(saved.shape)))
         return saved

@@ -1,4 +1,4 @@
-"""All levers together, and conf/memory."""
+"""All memory levers together, and the configs of conf/memory."""
 
 from dataclasses import fields
 from itertools import product
@@ -30,14 +30,14 @@ GROUPS = sorted(path.stem for path in (CONF / "memory").glob("*.yaml"))
 
 
 def assert_like_none(ours: list[Tensor], none: list[Tensor], mlp_chunk: int | None) -> None:
-    """Only the FFN by chunks adds up in another order."""
+    """Requires equal results. Only the chunked FFN adds in another order."""
     if mlp_chunk is None:
         return assert_equal(ours, none)
     for a, b in zip(ours, none, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-# flash beside the FFN by chunks is below, compiled
+# flash with a chunked FFN is tested below, compiled
 @pytest.mark.parametrize(
     ("attention", "checkpointing", "offload", "mlp_chunk"),
     [("sdpa", *levers) for levers in COMBINATIONS] + [("flash", *levers) for levers in COMBINATIONS if not levers[2]],
@@ -45,7 +45,7 @@ def assert_like_none(ours: list[Tensor], none: list[Tensor], mlp_chunk: int | No
 def test_every_combination_equals_none(attention, checkpointing, offload, mlp_chunk, device):
     batch, none = stream(device), step_without_levers(attention, device)
     model = small_gpt(levers(checkpointing, offload, mlp_chunk), device, attention)
-    for _ in range(2):  # the second step reuses what the first allocated
+    for _ in range(2):  # the second step reuses the memory of the first
         assert_like_none(step(model, batch), none, mlp_chunk)
 
 
@@ -59,7 +59,7 @@ def test_all_levers_around_compiled_blocks(checkpointing, device):
 
 @pytest.mark.usefixtures("bf16_matmul")
 def test_all_levers_under_autocast(device):
-    """bf16 rounds to 4e-3; the sums over chunks are more exact than without."""
+    """bf16 has a relative error of 4e-3. Sums over chunks are more exact than without chunks."""
     batch, results = stream(device), []
     for memory in (levers(), levers("selective", True, 10)):
         model = small_gpt(memory, device, "naive")
@@ -71,7 +71,7 @@ def test_all_levers_under_autocast(device):
 
 
 def test_accumulated_gradients(device):
-    """Two micro-batches before one step, as in training with accumulation."""
+    """Runs two micro-batches before one optimizer step, as in training with accumulation."""
     batches, results = [stream(device), stream(device, [24])], []
     for memory in (levers(), levers("selective", True, 10)):
         model = small_gpt(memory, device)

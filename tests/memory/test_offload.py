@@ -1,4 +1,4 @@
-"""Offload: the same bits, states that leave and come back in time, host memory that is reused and budgeted."""
+"""Offload: bitwise equal results, states that leave and return in time, and reused host memory within a budget."""
 
 import gc
 import mmap
@@ -40,7 +40,7 @@ def test_around_compiled_blocks(checkpointing, device):
 @pytest.mark.parametrize("mlp_chunk", [None, 5])
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_everything(qk_norm, mlp_chunk, compiled, device):
-    """The same bits where all that a block keeps leaves, and the host's memory of the first step serves the next."""
+    """Blocks offload everything they keep. Results are bitwise equal, and the second step reuses host memory."""
     batch = stream(device)
     expected = step(small_gpt(levers(mlp_chunk=mlp_chunk), device, qk_norm=qk_norm), batch)
     model = small_gpt(levers(offload="all", mlp_chunk=mlp_chunk), device, qk_norm=qk_norm)
@@ -54,7 +54,7 @@ def test_everything(qk_norm, mlp_chunk, compiled, device):
 
 
 class Watched(nn.Module):
-    """A block that notes the memory of its inputs."""
+    """Wraps a block and records the storages of its inputs."""
 
     def __init__(self, block: nn.Module, states: list[StorageWeakRef]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Watched(nn.Module):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_states_leave_the_device(checkpointing, compiled, device):
-    """All but the last block's, which is needed at once; without offload, all stay, or the blocks' first sums do."""
+    """All states leave except the last block's, which is needed at once. Without offload, all states stay."""
     for offloaded in (True, False):
         model = small_gpt(levers(checkpointing, offload=offloaded), device, n_layers=4)
         if compiled:
@@ -95,12 +95,12 @@ def test_states_are_back_one_layer_ahead(device, monkeypatch):
 
     monkeypatch.setattr(offload._State, "get", watched)
     step(small_gpt(levers("full", offload=True), device, n_layers=4), stream(device))
-    # each is there when its block asks; the one below sets out then, not before
+    # Each state has returned when its block needs it. The copy of the next state starts then, not earlier.
     assert present == [(True, False, True)] * 3 + [(True, True, True)]
 
 
 def test_device_memory_of_states_is_freed_block_by_block(device, monkeypatch):
-    """In the backward no more than a block's own state and the one underway are there."""
+    """In the backward, only the state of one block and the state in transfer are in device memory."""
     model = small_gpt(levers("full", offload=True), device, n_layers=6)
     alive = []
     get = offload._State.get
@@ -119,7 +119,7 @@ def test_device_memory_of_states_is_freed_block_by_block(device, monkeypatch):
 
 @pytest.mark.parametrize("memory", [levers("full", offload=True), EVERYTHING], ids=["inputs", "all"])
 def test_two_graphs_at_once(memory, device):
-    """Buffers belong to a graph until its backward has used them."""
+    """A buffer belongs to a graph until the graph's backward has used it."""
     model, first, second = small_gpt(memory, device), stream(device), stream(device, [20, 4])
     expected = [step(model, batch) for batch in (first, second)]
     alone = model.offload.pool.allocated
@@ -153,7 +153,7 @@ def test_a_dropped_graph_gives_its_buffers_back(memory, device):
 
 
 def test_an_error_in_a_block_leaves_nothing_behind(device):
-    """A sweep goes on after a run that was out of memory."""
+    """A sweep must be able to continue after a run that was out of memory."""
     model, states = small_gpt(levers("selective", offload=True), device), []
     for i, block in enumerate(model.blocks):
         model.blocks[i] = Watched(block, states)
@@ -182,7 +182,7 @@ def test_no_gradients_no_copies(device):
 
 
 def test_frozen_embedding(device):
-    """The first state needs no gradient, as in a finetune of adapters."""
+    """The first state needs no gradient, as in fine-tuning of adapters."""
     results = []
     for memory in (levers(), levers("full", offload=True), levers(offload="all")):
         model = small_gpt(memory, device, tied=False)
@@ -194,7 +194,7 @@ def test_frozen_embedding(device):
 
 @pytest.mark.parametrize("tokens", [24, 32, 48, 64])  # dim, ffn_dim and the rows of qkv are 32, 48 and 64
 def test_weights_stay(tokens, device, monkeypatch):
-    """Also where a weight has as many rows as there are tokens; with all blocks' tensors as the planner counts them."""
+    """No weight is offloaded, even if a weight has as many rows as there are tokens."""
     sent, send = [], offload._State.send
 
     def watched(state, *args):
@@ -232,7 +232,7 @@ def test_too_little_host_memory(device, monkeypatch):
 
 
 def test_too_little_host_memory_for_everything(device, monkeypatch):
-    """Known when the first block has saved its states, and before others do."""
+    """The error is raised after the first block has saved its states, before other blocks do."""
     model = small_gpt(EVERYTHING, device, n_layers=4)
     step(model, stream(device))
     needed, allocated = model.offload.pool.nbytes, model.offload.pool.allocated
@@ -268,7 +268,7 @@ def test_available_host_memory_heeds_a_containers_limit(tmp_path):
 
 
 def test_pinned_memory_is_whole_pages_of_the_exact_size(monkeypatch):
-    """Without a GPU: what CUDA is asked to register, and to forget when the buffer goes."""
+    """Replaces the CUDA runtime to see which memory is registered, and unregistered once a buffer is freed."""
     registered = {}
 
     class Runtime:
@@ -304,7 +304,7 @@ def test_pinned_memory_is_whole_pages_of_the_exact_size(monkeypatch):
     ],
 )
 def test_copies_that_lag_behind(checkpointing, offloaded, mlp_chunk, compiled, device, monkeypatch):
-    """With copies far slower than blocks, whatever does not wait for them reads or overwrites the wrong memory."""
+    """Delays each copy, so that code that does not wait for copies would read or overwrite the wrong memory."""
     batch = stream(device, [4000, 96])
     expected = step(small_gpt(levers(checkpointing), device, n_layers=6), batch)
     model = small_gpt(levers(checkpointing, offload=offloaded, mlp_chunk=mlp_chunk), device, n_layers=6)
@@ -327,7 +327,7 @@ def test_copies_that_lag_behind(checkpointing, offloaded, mlp_chunk, compiled, d
 @pytest.mark.parametrize("memory", [levers("selective", offload=True), levers(offload="all", mlp_chunk=64)], ids=str)
 def test_a_step_never_waits_for_the_gpu(memory, device):
     model, batch = small_gpt(memory, device, "flash"), stream(device, [150, 106])
-    for warm in (False, True):  # the first step allocates and compiles
+    for warm in (False, True):  # the first step allocates memory and compiles kernels
         torch.cuda.set_sync_debug_mode("error" if warm else "default")
         try:
             step(model, batch)

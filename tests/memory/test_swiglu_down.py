@@ -1,4 +1,4 @@
-"""SwiGLU and the product after it, compiled: autograd's gradients, by one operator that keeps no more than autograd."""
+"""Compiled SwiGLU with its down projection: autograd's gradients from one operator that keeps no more than autograd."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,7 +29,7 @@ BIAS = pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """One entry for each pass of the kernel that computes gradients and activations."""
+    """Returns a list with one entry for each run of the kernel that computes gradients and activations."""
     calls: list[None] = []
     backward = kernel._backward
 
@@ -49,24 +49,24 @@ def _forget_compiled() -> Iterator[None]:
 
 
 def feed_forward(device: torch.device, bias: bool = False, activation: Activation = "swiglu") -> RecomputedFFN:
-    """The same weights in each call."""
+    """Builds an FFN that has the same weights in each call."""
     torch.manual_seed(0)
     up = nn.Linear(DIM, FFN_DIM if activation == "gelu" else 2 * FFN_DIM, bias=bias)
     return RecomputedFFN(up, nn.Linear(FFN_DIM, DIM, bias=bias), activation, checkpointed=False).to(device)
 
 
 def compiled(ffn: nn.Module) -> Callable[[Tensor], Tensor]:
-    """By the part of torch.compile that needs no C++ compiler; a graph break is an error."""
+    """Compiles with a backend that needs no C++ compiler. A graph break is an error."""
     return torch.compile(ffn, backend="aot_eager", fullgraph=True)
 
 
 def draw(device: torch.device, total: int = 10) -> tuple[Tensor, Tensor]:
-    """x and the gradient of y."""
+    """Returns x and the gradient of y."""
     return torch.randn(total, DIM, device=device, requires_grad=True), torch.randn(total, DIM, device=device)
 
 
 def gradients(ffn: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> dict[str, Tensor]:
-    """The result and all gradients, by name."""
+    """Returns the result and all gradients by name."""
     y = run(x)
     names, tensors = zip(*ffn.named_parameters(), strict=True)
     found = torch.autograd.grad(y, (x, *tensors), dy.to(y.dtype))
@@ -77,7 +77,7 @@ def gradients(ffn: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, dy: Te
 def test_equals_eager(bias, device, passes):
     ffn, (x, dy) = feed_forward(device, bias), draw(device)
     expected = gradients(ffn, ffn, x, dy)
-    assert not passes  # the planner knows autograd's memory
+    assert not passes  # eager mode uses autograd, which the planner models
     ours = gradients(ffn, compiled(ffn), x, dy)
     assert len(passes) == 1
     for name, found in ours.items():
@@ -110,7 +110,7 @@ def test_bf16_is_as_accurate_as_eager(autocast, bias, device, passes):
 
 
 def test_backward_again(device, passes):
-    """What is kept is not written over."""
+    """The first backward does not overwrite the saved tensors."""
     ffn, (x, dy) = feed_forward(device), draw(device)
     y = compiled(ffn)(x)
     first, second = (torch.autograd.grad(y, (x, *ffn.parameters()), dy, retain_graph=True) for _ in range(2))
@@ -129,7 +129,7 @@ def test_gradients_of_any_layout(device, passes):
 
 
 def test_compiled_once_for_all_lengths(device, passes):
-    """After the second length, as any module: torch.compile takes the first to be the only one."""
+    """torch.compile specialises the first length, and compiles once more for all other lengths."""
     ffn = feed_forward(device)
     run = compiled(ffn)
     for total in (10, 12):
@@ -145,7 +145,7 @@ def test_compiled_once_for_all_lengths(device, passes):
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_in_the_model(checkpointing, device, passes):
-    """One pass for each of two layers, whatever is computed again."""
+    """The kernel runs once for each of two layers under every checkpointing."""
     expected = step(small_gpt(levers(), device, n_layers=2), stream(device))
     assert not passes
     assert_equal(step(compile_blocks(small_gpt(levers(checkpointing), device, n_layers=2)), stream(device)), expected)
@@ -155,7 +155,7 @@ def test_in_the_model(checkpointing, device, passes):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_keeps_what_autograd_keeps(checkpointing, precision, monkeypatch):
-    """Also of the weights: no rounded copy."""
+    """The operator also keeps no rounded copy of the weights."""
     plan = changed(LLAMA_1B, n_layers=1, vocab_size=64, seq_len=64, checkpointing=checkpointing, precision=precision)
     uses = []
 
@@ -177,7 +177,7 @@ def test_without_gradients(device):
 
 
 class Sharded(Tensor):
-    """Stands for DTensor and others that are more than their numbers."""
+    """Stands for tensor subclasses such as DTensor."""
 
 
 def test_what_trains_plainly(device):
@@ -191,7 +191,7 @@ def test_what_trains_plainly(device):
 
 @pytest.mark.parametrize("target", ["down_proj", "gate_proj", "q_proj"])
 def test_adapters_keep_their_path(target, device, passes):
-    """An adapter on either of the FFN's layers or on none: the weights below are frozen, so no gradient is theirs."""
+    """An adapter is on one of the FFN's layers or on none. Frozen weights below it get no gradient."""
 
     def adapted() -> GPT:
         return LoRA(2, 4.0, 0.0, [target], False, None, None)(small_gpt(levers(), device, n_layers=1))
@@ -214,7 +214,7 @@ def test_other_activations_keep_their_path(activation, device, passes):
 
 @pytest.mark.gpu
 def test_the_backward_needs_no_more_memory(device, monkeypatch):
-    """The activations take the place of their gradient: torch.compile copies it only where it is needed later."""
+    """The activations overwrite their gradient. torch.compile copies the gradient only if it is needed later."""
     total, ffn_dim = 4096, 512
     up, down = nn.Linear(64, 2 * ffn_dim, bias=False), nn.Linear(ffn_dim, 64, bias=False)
     ffn = RecomputedFFN(up, down, "swiglu", checkpointed=False).to(device)
@@ -223,7 +223,7 @@ def test_the_backward_needs_no_more_memory(device, monkeypatch):
     def most() -> int:
         torch._dynamo.reset()
         run = torch.compile(ffn, fullgraph=True)
-        for _ in range(2):  # the first one compiles
+        for _ in range(2):  # the first run compiles
             torch.cuda.reset_peak_memory_stats()
             with torch.autocast("cuda", torch.bfloat16):
                 y = run(x)
@@ -232,4 +232,4 @@ def test_the_backward_needs_no_more_memory(device, monkeypatch):
 
     ours = most()
     monkeypatch.setattr(ffn_module, "trains_plainly", lambda linear: False)
-    assert ours <= most() + total * ffn_dim  # half of the activations
+    assert ours <= most() + total * ffn_dim  # half the size of the activations

@@ -1,4 +1,4 @@
-"""The FFN by chunks against the FFN at once."""
+"""The chunked FFN against the FFN over all tokens at once."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ Arguments = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, str]
 
 
 def draw(activation: str, bias: bool, device: torch.device) -> tuple[Arguments, Tensor]:
-    """All but the chunk size, and the gradient of the output."""
+    """Returns all arguments except the chunk size, and the gradient of the output."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device).requires_grad_()
@@ -41,7 +41,7 @@ def at_once(x, up, up_bias, down, down_bias, activation) -> Tensor:
 
 
 def run(function, arguments: tuple, dy: Tensor, *chunks: int | bool) -> dict[str, Tensor]:
-    """chunks: tiled_mlp's chunk_size and keep."""
+    """chunks: chunk_size and keep of tiled_mlp."""
     y = function(*arguments, *chunks)
     wanted = {name: x for name, x in zip(NAMES[1:], arguments, strict=False) if isinstance(x, Tensor)}
     return {"y": y.detach()} | dict(zip(wanted, torch.autograd.grad(y, list(wanted.values()), dy), strict=True))
@@ -60,7 +60,7 @@ def test_equals_at_once(chunk_size, keep, activation, bias, device):
 
 @KINDS
 def test_one_chunk_is_the_same_to_the_bit(activation, bias, device):
-    """But for a bias: its gradient is a sum in another order. A GPU's kernel for SwiGLU has a sigmoid of its own."""
+    """The bias is left out: its gradient is a sum in another order. SwiGLU's sigmoid differs on a GPU."""
     arguments, dy = draw(activation, bias, device)
     ours, expected = run(tiled_ffn.tiled_mlp, arguments, dy, TOTAL), run(at_once, arguments, dy)
     tolerance = 1e-5 if device.type == "cuda" and activation == "swiglu" else 0.0
@@ -95,10 +95,10 @@ def test_activations_never_exist_at_once(activation, device):
     x, dy = torch.randn(512, 4, device=device), torch.randn(512, 4, device=device)
     up, down = torch.randn(rows, 4, device=device), torch.randn(4, 64, device=device)
     with LargestTensor() as largest:
-        # the bodies of the operators: a dispatch mode does not look into operators
+        # call the bodies of the operators, because a dispatch mode does not see inside an operator
         mlp_forward._init_fn(x, up, None, down, None, activation, 16, False)
         mlp_backward._init_fn(dy, x, up, None, down, None, None, activation, 16, True)
-    assert largest.elements == 512 * 4  # of 512 x 64 or more
+    assert largest.elements == 512 * 4  # the activations have at least 512 x 64 elements
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(s.shape) or s, lambda s: s):
         tiled_ffn.tiled_mlp(x.requires_grad_(), up.requires_grad_(), None, down, None, activation, 16)
@@ -123,7 +123,7 @@ def test_gradients_of_any_layout(layout, device):
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_passes_overwrite_what_they_read(activation, device, monkeypatch):
-    """The backward makes two tensors of a chunk's size, `projected` and a gradient; the rest takes their places."""
+    """The backward allocates two tensors of a chunk's size, `projected` and a gradient. Others overwrite these."""
     places = []
 
     def spy(projected: Tensor, d_activated: Tensor, activation: str, *, in_place: bool) -> tuple[Tensor, Tensor]:
@@ -168,7 +168,7 @@ def test_frozen_input(device):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_checkpointing_does_not_repeat_the_forward(checkpointing, compiled, device, monkeypatch):
-    """The backward recomputes each chunk once; the recomputation of the block stops before the FFN."""
+    """The backward recomputes each chunk once. Recomputation of the block stops before the FFN."""
     calls = []
     for name in ("_activated", "_activation_backward"):
         function = getattr(tiled_ffn, name)
@@ -177,7 +177,7 @@ def test_checkpointing_does_not_repeat_the_forward(checkpointing, compiled, devi
     if compiled:
         compile_blocks(model)
     step(model, stream(device))
-    chunks = 2 * 24 // 8  # of both layers
+    chunks = 2 * 24 // 8  # the chunks of both layers
     assert calls == ["_activated"] * chunks + ["_activation_backward"] * chunks
 
 

@@ -1,4 +1,4 @@
-"""The four attentions are one function: forward, gradients and mask, against the fp64 reference."""
+"""All four attention implementations equal the fp64 reference: forward, gradients and mask."""
 
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ def cumulative(lengths: list[int], device: torch.device) -> Tensor:
 
 
 def draw(total: int, n_heads: int, n_kv_heads: int, device: torch.device, dtype=torch.float32) -> list[Tensor]:
-    """q, k, v and the gradient of o."""
+    """Returns q, k, v and the gradient of o."""
     shapes = [(total, n_heads, 16), (total, n_kv_heads, 16), (total, n_kv_heads, 16), (total, n_heads, 16)]
     return [torch.randn(shape, device=device).to(dtype) for shape in shapes]
 
@@ -59,7 +59,7 @@ def check(attention, tensors: list[Tensor], cu_seqlens: Tensor, window: int = -1
     ours = with_gradients(partial(attention, schedule=schedule, **scores), *tensors)
     exact = with_gradients(lambda *x: reference(*x)[0], *tensors)
     baseline = with_gradients(lambda *x: reference(*x, dtype=tensors[0].dtype)[0], *tensors)
-    # dq and dk cancel to 0 where a query sees one key: what is left is the rounding of two sums of 16 products
+    # If a query sees one key, dq and dk cancel to 0, and only the rounding of two sums of 16 products remains.
     floor = 32 * torch.finfo(tensors[0].dtype).eps
     for name, result, truth, same_dtype in zip(("o", "dq", "dk", "dv"), ours, exact, baseline, strict=True):
         assert_as_accurate(name, result, truth, same_dtype, floor=floor)
@@ -144,7 +144,7 @@ class LargestTensor(TorchDispatchMode):
     ("attention", "elements"),
     [
         pytest.param(naive_attention, 2 * 256 * 256, id="naive-holds-all-scores"),
-        # q, k and v are 2 x 256 x 16 here, a chunk's scores 2 x 16 x 16
+        # q, k and v have 2 x 256 x 16 elements; the scores of a chunk have 2 x 16 x 16
         pytest.param(partial(chunked_attention, chunk_size=16), 2 * 256 * 16, id="chunked-holds-one-chunk"),
     ],
 )

@@ -1,4 +1,4 @@
-"""QLoRA: frozen weights in 4 bits, by torchao."""
+"""QLoRA: frozen weights in 4 bits, quantised by torchao."""
 
 import sys
 
@@ -16,26 +16,26 @@ from tests.support.training import column, composed, tiny
 pytest.importorskip("torchao")
 CPU = torch.device("cpu")
 QLORA = lora(quantization="nf4")
-# the 16 quantiles of a normal distribution (QLoRA, arXiv:2305.14314, appendix E), rounded
+# the rounded 16 quantiles of a normal distribution (QLoRA, arXiv:2305.14314, appendix E)
 NF4 = torch.tensor([-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, 0.0796, 0.1609, 0.2461, 0.3379,
                     0.4407, 0.5626, 0.7230, 1.0])  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def torch_products(monkeypatch):
-    """oneDNN's products in bf16 are illegal instructions on some CPUs that say they have them."""
+    """Disables oneDNN. Some CPUs announce bf16 instructions that they do not have."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
 
 
 def rounded_to_nf4(weight: Tensor) -> Tensor:
-    """Each number to the nearest of 16, by the largest of its 64; without rounding those."""
+    """Rounds each element to the nearest of 16 levels, scaled by the largest of its 64. The scales are not rounded."""
     blocks = weight.reshape(-1, 64)
     scales = blocks.abs().amax(1, keepdim=True)
     return (NF4[(blocks[..., None] / scales[..., None] - NF4).abs().argmin(-1)] * scales).reshape(weight.shape)
 
 
 def dense() -> GPT:
-    """The same adapters on the same rounded weights, in fp32."""
+    """Builds an fp32 model with the same rounded weights and the same adapters."""
     model, plain = small(settings=QLORA), small()
     with torch.no_grad():
         for path, linear in adapted(model):
@@ -49,7 +49,7 @@ def test_weights_are_the_nearest_of_sixteen():
     assert len(linears) == 3 * 4
     for path, linear in linears.items():
         weight = exact.get_submodule(path).weight
-        # scales are of 8 bits: of their spread about the mean, 1 / 256
+        # scales have 8 bits, so their error is 1/256 of their spread about the mean
         torch.testing.assert_close(linear.dense_weight(), rounded_to_nf4(weight), rtol=0.01, atol=2e-4)
         stored = [linear.weight, *linear.nf4.values()]
         assert not any(p.requires_grad for p in stored)
@@ -70,7 +70,7 @@ def test_memory_levers_change_nothing(memory):
 
 @pytest.mark.parametrize("memory", [SELECTIVE, ALL])
 def test_memory_levers_change_nothing_compiled(memory):
-    """The weights written out anew in the backward of a whole FFN, and of one by chunks; all of it takes seconds."""
+    """These cases recompute the dense weights in the backward: of the whole FFN, and by chunks. Each takes seconds."""
     found = step(compile_blocks(small(memory, QLORA)), stream(CPU))
     for a, b in zip(found, step(small(settings=QLORA), stream(CPU)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
@@ -110,7 +110,7 @@ def test_layers_without_adapters_are_in_4_bits_too():
 
 
 def test_shapes_on_meta_are_the_real_ones():
-    """What the planner and an export build on."""
+    """The planner and the export rely on these shapes."""
     real = QLORA(small_gpt(levers(), CPU))
     with torch.device("meta"):
         on_meta = QLORA(small_gpt(levers(), torch.device("meta")))

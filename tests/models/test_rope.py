@@ -1,4 +1,4 @@
-"""Positions in documents and rotary embeddings."""
+"""Positions within documents, and rotary embeddings."""
 
 import math
 
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def rotate(x: torch.Tensor, table: RotaryTable) -> torch.Tensor:
-    """All heads of x, as the model does it; fp32."""
+    """Rotates all heads of x in fp32, like the model."""
     return rotate_heads(x, table.cos, table.sin, x.shape[1], torch.float32)
 
 
@@ -31,7 +31,7 @@ def test_positions_restart_with_each_document(cu_seqlens, positions):
 
 
 def test_rotation_is_the_papers():
-    # channel 0 turns with channel 2 by one radian a token, 1 with 3 by 100**-0.5
+    # Per token, channels 0 and 2 rotate by one radian, and channels 1 and 3 by 100**-0.5.
     x = torch.tensor([[[1.0, 0.0, 0.0, 2.0]]])
     rotated = rotate(x, rotary_table(torch.tensor([3]), head_dim=4, theta=100.0))
     expected = [math.cos(3), -2 * math.sin(0.3), math.sin(3), 2 * math.cos(0.3)]
@@ -57,7 +57,7 @@ def test_scores_depend_on_the_distance_only(shift):
         table = rotary_table(positions + offset, 16, 10000.0)
         return torch.einsum("ihd,jhd->ij", rotate(q, table), rotate(k, table))
 
-    # fp32 angles would be off by 0.03 at one million
+    # fp32 angles would have an error of 0.03 at one million tokens
     torch.testing.assert_close(scores(shift), scores(0), rtol=1e-5, atol=1e-5)
 
 
@@ -89,7 +89,7 @@ SCALINGS = [
 
 @pytest.mark.parametrize("parameters", SCALINGS)
 def test_scalings_equal_transformers(parameters):
-    """The frequencies of Llama 3's size in its 8192 tokens, and the magnitude; a row is longer than that."""
+    """Compares frequencies and magnitudes for Llama 3's sizes and a row longer than its 8192 tokens."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -104,7 +104,7 @@ def test_scalings_equal_transformers(parameters):
     scaling = rope_scaling(parameters, trained)
     position_ids = torch.arange(total)
     ours = scaling.frequencies(theta, head_dim, position_ids)
-    # transformers' are fp32
+    # transformers computes in fp32
     torch.testing.assert_close(ours[-1] if ours.dim() == 2 else ours, frequencies.double(), rtol=1e-5, atol=0)
     assert scaling.magnitude == pytest.approx(magnitude)
     table = rotary_table(position_ids[:9], head_dim, theta, scaling)

@@ -1,4 +1,4 @@
-"""Which parameters decay, and the optimizers of smaller states."""
+"""Which parameters have weight decay, and the optimizers with small states."""
 
 import copy
 import io
@@ -60,13 +60,13 @@ def test_frozen_parameters_are_left_out():
 
 
 def small_model(dtype: torch.dtype = torch.float32, device: str = "cpu") -> nn.Module:
-    """The same weights each time; matrices that are quantised and offloaded, and vectors that are too small for it."""
+    """Builds the same model each time. Its matrices are quantised and offloaded; its vectors are too small for that."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 64)).to(device, dtype)
 
 
 def train_steps(model: nn.Module, optimizer: Optimizer, first: int, last: int) -> None:
-    """Steps `first` to `last` as LitGPT takes them: the gradients of a backward are scaled before they count."""
+    """Runs steps `first` to `last` like LitGPT, which scales the gradients after each backward."""
     scheduler = warmup_cosine(optimizer, warmup_steps=2, max_steps=10, min_lr_ratio=0.1)
     for group, factor in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
         group["lr"] = group["initial_lr"] * factor(first)
@@ -90,13 +90,13 @@ def train_steps(model: nn.Module, optimizer: Optimizer, first: int, last: int) -
 
 
 def moved(model: nn.Module) -> Tensor:
-    """By how much training changed each weight."""
+    """Returns the change of each weight in training."""
     pairs = zip(model.parameters(), small_model().parameters(), strict=True)
     return torch.cat([(p.detach().float().cpu() - q).flatten() for p, q in pairs])
 
 
 def assert_like_adamw(make: Callable[[nn.Module], Optimizer], model: nn.Module, rounding: float) -> None:
-    """Over five steps, the last two by an optimizer that read the first's state."""
+    """Compares five steps with AdamW. A new optimizer that loads the saved state takes the last two."""
     exact = small_model()
     train_steps(exact, adamw(exact, fused=False, **SETTINGS), 0, 5)
     optimizer = make(model)
@@ -115,7 +115,7 @@ def assert_like_adamw(make: Callable[[nn.Module], Optimizer], model: nn.Module, 
 
 @pytest.fixture
 def without_compiler() -> Iterator[None]:
-    """torchao compiles an update for each shape; the arithmetic is the same without."""
+    """Disables torch.compile. torchao would compile an update for each shape, with the same result."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -124,7 +124,7 @@ def without_compiler() -> Iterator[None]:
 @pytest.mark.parametrize("name", LOW_MEMORY)
 def test_low_memory_optimizers_step_like_adamw(name):
     make, dtype = LOW_MEMORY[name]
-    # moments of 8 bits and weights of bf16 each err by some hundredths of what five steps do
+    # 8-bit moments and bf16 weights each cause an error of a few percent of the change in five steps
     assert_like_adamw(make, small_model(dtype), rounding=0.05)
 
 
@@ -146,12 +146,12 @@ def test_states_are_as_small_as_promised():
 @pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize("name", ["8bit-bf16", "bf16"])
 def test_stochastic_rounding_lets_small_updates_count(name):
-    """64 steps of a 1024th of the distance between two bf16 numbers move about every 16th of them."""
+    """Each step is 1/1024 of the distance between bf16 values, so 64 steps should move one weight in 16."""
     model = nn.Linear(64, 64, bias=False).to(torch.bfloat16)
     nn.init.ones_(model.weight)
     optimizer = LOW_MEMORY[name][0](model)
     for group in optimizer.param_groups:
-        group.update(lr=2**-17, weight_decay=0.0)  # the distance above 1 is 2**-7, and AdamW's step is lr
+        group.update(lr=2**-17, weight_decay=0.0)  # bf16 values above 1 are 2**-7 apart, and a step of AdamW is lr
     for _ in range(64):
         model.weight.grad = -torch.ones_like(model.weight)
         optimizer.step()
@@ -160,7 +160,7 @@ def test_stochastic_rounding_lets_small_updates_count(name):
 
 @pytest.fixture
 def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU in the part of the GPU: streams that do nothing, memory that is not pinned."""
+    """Lets the CPU stand for the GPU: streams do nothing, and memory is not pinned."""
     from torchao.optim import cpu_offload
 
     stream, event = SimpleNamespace(), SimpleNamespace(synchronize=lambda: None)
@@ -187,7 +187,7 @@ def test_offloaded_optimizer_steps_like_adamw():
 
 @pytest.mark.usefixtures("one_device")
 def test_the_offloaded_optimizer_skips_a_step():
-    """Weights and moments on the host do not change. The next step is that of a run without the skipped step."""
+    """Weights and moments on the host do not change. The next step equals that of a run without the skipped step."""
     from fa_train.optim.adamw import parameter_groups
     from fa_train.optim.low_memory import OffloadedAdamW
 
@@ -253,7 +253,7 @@ def test_configs_instantiate_and_their_state_is_plain():
 
 @pytest.mark.usefixtures("without_compiler")
 def test_a_run_goes_on_from_states_of_8_bits(tmp_path):
-    """Four steps, and two more by another run's checkpoint, log the losses of six."""
+    """Four steps and two resumed steps log the same losses as six steps."""
     losses = []
     for name, steps in (("whole", [6]), ("parts", [4, 6])):
         for max_steps in steps:

@@ -1,4 +1,4 @@
-"""Several ranks: two processes on the CPU train, save, resume and export what one does, and stop when told to."""
+"""Two processes on the CPU train, save, resume and export like one process, and stop when told to."""
 
 import os
 import pickle
@@ -56,7 +56,7 @@ CUT = ("+callbacks.cut._target_=tests.parallel.test_fsdp.SignalToRankOne",)
 
 
 class SignalToRankOne(Callback):
-    """SIGTERM to the second of two ranks, after step 3."""
+    """Sends SIGTERM to the second of two ranks after step 3."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         if trainer.global_step == 3 and trainer.global_rank == 1:
@@ -72,7 +72,7 @@ class SpoilRankOne(Callback):
 
 
 def train_in(folder: Path, corpus: Path, *overrides: str) -> Path:
-    """A run in this process; its folder, with the config as the command line leaves it."""
+    """Trains in this process and returns the run's folder. The config is written as on the command line."""
     folder.mkdir(exist_ok=True)
     with composed(folder, *tiny(corpus, *SETTINGS, *overrides)) as cfg:
         if os.environ.get("RANK", "0") == "0":
@@ -85,7 +85,7 @@ def train_in(folder: Path, corpus: Path, *overrides: str) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory) -> Path:
-    """Holds the corpus of all runs; two ranks cannot share its three validation rows evenly."""
+    """Holds the corpus of all runs. Its three validation rows cannot be shared evenly by two ranks."""
     folder: Path = tmp_path_factory.mktemp("strategy")
     for number in range(100):
         (write_corpus(folder / "corpus") / f"more_{number}.txt").write_text(f"{number} more " * 20)
@@ -119,7 +119,7 @@ def write_evil(folder: Path, in_metadata: bool) -> None:
 
 @pytest.fixture(scope="module")
 def two_ranks(shared, whole_run, adapter_run) -> Path:
-    """What two processes did together: see in_two_processes."""
+    """Runs in_two_processes in two processes and returns the folder of its runs."""
     start_server()
     arguments = (str(shared), ranks_of_torchrun(2))
     torch.multiprocessing.start_processes(in_two_processes, args=arguments, nprocs=2, start_method="forkserver")
@@ -127,10 +127,10 @@ def two_ranks(shared, whole_run, adapter_run) -> Path:
 
 
 def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
-    """One of two ranks, for everything that needs two, as a process takes seconds to start.
+    """Runs one of two ranks. All tests with two ranks share these processes, because starting one takes seconds.
 
-    Runs in `folder`: sharded; two_from_two and two_from_one, which go on from step 3 of sharded and of whole; cut,
-    which rank 1 was told to stop, and two_from_cut. Asserts what only the ranks themselves see.
+    Runs in `folder`: sharded; two_from_two and two_from_one, which continue sharded and whole from step 3; cut,
+    which rank 1 is told to stop; and two_from_cut. Checks here what only the ranks can see.
     """
     torch.set_num_threads(1)
     os.environ.update(environments[rank])
@@ -142,7 +142,7 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
     with pytest.raises(SystemExit) as ended:
         train_in(shared / "cut", shared, *RANKS, *CUT)
     assert ended.value.code == 128 + signal.SIGTERM
-    dist.barrier()  # rank 0 still gives the checkpoint its name
+    dist.barrier()  # rank 0 may not have renamed the checkpoint yet
     newest = max((shared / "cut" / "checkpoints").iterdir())
     train_in(shared / "two_from_cut", shared, *RANKS, f"ckpt_path={newest}")
     train_in(shared / "sharded_adapter", shared, *RANKS, *ADAPTER)
@@ -163,7 +163,7 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
 
 
 def refuse(shared: Path, case: str) -> None:
-    """No rank runs the code in a sharded checkpoint, even without the check of ckpt_path; all raise the error."""
+    """Every rank raises the error and runs no code in a sharded checkpoint, even without the check of ckpt_path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train.resume, "checkpoint_path", lambda path, *_: path)
         with pytest.raises(CheckpointError, match="is damaged or is not a checkpoint of"):
@@ -182,13 +182,13 @@ def fill_the_disk(shared: Path, strategy: str) -> None:
 
 
 def spoil_one_rank(shared: Path) -> None:
-    """If one rank's part of the weights has NaN, no rank saves."""
+    """If one rank's part of the weights contains NaN, no rank saves."""
     train_in(shared / "spoilt", shared, *RANKS, "+callbacks.spoil._target_=tests.parallel.test_fsdp.SpoilRankOne")
     assert [path.name for path in (shared / "spoilt" / "checkpoints").iterdir()] == ["step_0000003.ckpt"]
 
 
 def agree(rank: int) -> None:
-    """All ranks learn of rank 1's yes at the same question, the one after; asked by ranks of unlike speed."""
+    """All ranks see rank 1's yes at the next question, although the ranks ask at different speeds."""
     agreement = Agreement()
     answers = []
     for question in range(5):
@@ -203,7 +203,7 @@ def sharded_run(two_ranks) -> Path:
 
 
 def assert_goes_on(run: Path, whole_run: Path) -> None:
-    """Steps 4 to 6 with the losses of the run that was never stopped."""
+    """Requires steps 4 to 6 to have the losses of the run that was never stopped."""
     losses, expected = (column(folder, "train/loss") for folder in (run, whole_run))
     assert sorted(losses) == [4, 5, 6]
     assert losses == pytest.approx({step: expected[step] for step in (4, 5, 6)}, rel=1e-5)
@@ -270,7 +270,7 @@ def test_one_process_runs_no_code_of_a_sharded_checkpoint(in_metadata, shared, s
 
 
 def test_a_signal_to_one_rank_saves_at_one_step_of_both(whole_run, two_ranks):
-    """SIGTERM in step 4 of rank 1; both ranks leave in it or in the next, with a checkpoint that goes on."""
+    """Rank 1 gets SIGTERM in step 4. Both ranks stop in that step or the next, and save a checkpoint to resume from."""
     cut, rest = (column(two_ranks / run, "train/loss") for run in ("cut", "two_from_cut"))
     assert max(cut) in (4, 5) and sorted(cut | rest) == [1, 2, 3, 4, 5, 6] and min(rest) == max(cut) + 1
     assert cut | rest == pytest.approx(column(whole_run, "train/loss"), rel=1e-5)
@@ -345,7 +345,7 @@ print("this rank ends")
 
 
 def test_ranks_end_their_connections_together():
-    """With NCCL none can alone: a rank that waited for the others before would wait for ever."""
+    """With NCCL, no rank can close its connection alone, so ranks must not wait for each other before they close it."""
     done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.stdout.splitlines() == ["this rank ends", "connections ended", "rank 1 ended"], done.stderr
 
@@ -356,7 +356,7 @@ DDP = (*LONG, "strategy=ddp", "trainer.devices=2", "data.num_workers=1", "run_na
 
 @pytest.fixture(scope="module")
 def stopped_run(shared) -> Path:
-    """SIGTERM to all processes of a run, as a terminal's Ctrl-C and SLURM do it."""
+    """Sends SIGTERM to all processes of a run, like SLURM or Ctrl-C in a terminal."""
     return start_and_stop(shared, tiny(shared, *DDP), 7, signal.SIGTERM, to_all=True)
 
 
@@ -367,7 +367,7 @@ def test_a_signal_to_all_processes_saves_and_stops(stopped_run):
 
 
 def test_a_stopped_run_goes_on_and_stops_by_its_main_process_too(stopped_run, shared):
-    """Its parts, the last by one process, have the losses of a run that nobody stopped."""
+    """The last of three parts runs in one process. Together they have the losses of a run that was never stopped."""
     again = start_and_stop(shared, tiny(shared, *DDP, "ckpt_path=last"), 20, signal.SIGTERM)
     [newest] = (again / "checkpoints").iterdir()
     rest = train_in(shared / "rest", shared, *LONG, f"ckpt_path={newest}")
@@ -379,7 +379,7 @@ def test_a_stopped_run_goes_on_and_stops_by_its_main_process_too(stopped_run, sh
 
 @pytest.mark.parametrize("drawing", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_weights_in_host_memory_have_the_numbers_of_a_device(drawing, tmp_path):
-    """All of the model's and of its adapter's, and what is drawn after them."""
+    """Compares the parameters of the model and its adapter, and the random numbers drawn afterwards."""
     models, after = [], []
     with composed(tmp_path, *tiny(tmp_path, "adapter=lora")) as cfg:
         for context in (torch.device(drawing), DrawnOn(torch.device(drawing))):
@@ -394,7 +394,7 @@ def test_weights_in_host_memory_have_the_numbers_of_a_device(drawing, tmp_path):
 
 
 def test_only_what_is_drawn_is_drawn_elsewhere():
-    with DrawnOn(torch.device("meta")):  # which has no numbers to copy
+    with DrawnOn(torch.device("meta")):  # the meta device has no data to copy
         assert torch.ones(3).mul_(2).sum() == 6
         torch.empty(3, device="meta").normal_()
         with pytest.raises(NotImplementedError, match="no data"):
@@ -410,7 +410,7 @@ def test_a_sharded_run_draws_on_its_device(tmp_path, monkeypatch):
 
 
 def small_gpt(tied: bool, memory: Memory) -> GPT:
-    """The same weights on every rank."""
+    """Builds a model that has the same weights on every rank."""
     torch.manual_seed(0)
     return GPT(
         vocab_size=67, n_layers=3, dim=16, n_heads=2, n_kv_heads=1, head_dim=None, ffn_dim=24, norm="rmsnorm",
@@ -437,8 +437,8 @@ def gradients(model: GPT, tokens: Tensor, precision: str) -> tuple[Tensor, dict[
 
 
 def compare_gradients(rank: int) -> None:
-    """One of two processes: its losses, and the mean of both ranks' gradients, are those of whole models."""
-    torch.backends.mkldnn.set_flags(False)  # its bf16 is not there on every machine
+    """Runs one of two ranks. Losses equal those of whole models, and gradients equal the mean over both ranks."""
+    torch.backends.mkldnn.set_flags(False)  # oneDNN lacks bf16 on some machines
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     streams = torch.randint(67, (2, 18), generator=torch.Generator().manual_seed(1))
     for name, (tied, memory, precision) in CASES.items():
@@ -455,7 +455,7 @@ def compare_gradients(rank: int) -> None:
         assert ours.keys() == expected[0][1].keys()
         for parameter, gradient in ours.items():
             mean = (expected[0][1][parameter] + expected[1][1][parameter]) / 2
-            # bf16 rounds norms' weights too, and each rank's gradient once more
+            # bf16 also rounds the weights of norms, and each rank's gradient once more
             atol = 2**-6 * float(mean.abs().max()) if mixed else 1e-5
             error = float((whole(gradient) - mean).abs().max())
             assert error <= atol, (name, parameter, error)

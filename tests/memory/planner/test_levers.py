@@ -1,4 +1,4 @@
-"""The search for levers: what fits, what costs the least, what is advised; their times as measured on an H200."""
+"""The search for memory levers: which fit, which cost the least, which are advised. Costs are compared with an H200."""
 
 from typing import Any
 
@@ -64,8 +64,8 @@ def test_auto_takes_the_cheapest_that_fits():
     assert crowded is None or not crowded.offload, "no host memory, no offload"
 
 
-# scripts/results/memory_llama_1b_32k_h200_202611.md and memory_llama_1b_131k_h200_202611.md: tokens, levers, and
-# milliseconds of a compiled step
+# Milliseconds of a compiled step by tokens and levers, from memory_llama_1b_32k_h200_202611.md and
+# memory_llama_1b_131k_h200_202611.md in scripts/results.
 STEP_MS = {
     2**15: [
         (Levers("none", False, None), 951.2),
@@ -88,7 +88,7 @@ STEP_MS = {
 
 @pytest.mark.parametrize("tokens", STEP_MS)
 def test_auto_ranks_levers_as_they_were_measured(tokens):
-    """Those 2% apart in the same order, and each within 2% of the step's time: memory=auto chooses by nothing else."""
+    """Levers whose times differ by 2% are ranked correctly, and each prediction is within 2% of the step's time."""
     plan = changed(LLAMA_1B, seq_len=tokens, compiled=True)
     measured = STEP_MS[tokens]
     predicted = [1e3 * extra_seconds(with_levers(plan, levers)) for levers, _ in measured]
@@ -101,7 +101,7 @@ def test_auto_ranks_levers_as_they_were_measured(tokens):
 
 @pytest.mark.parametrize("tokens", STEP_MS)
 def test_auto_takes_chunks_before_host_memory(tokens):
-    """Both cost less than can be measured, but pinned memory is the machine's."""
+    """Both cost less than can be measured, but pinned memory is shared by the whole machine."""
     plan = changed(LLAMA_1B, seq_len=tokens, compiled=True)
     none, chunks, copies, both = (
         extra_seconds(with_levers(plan, Levers("selective", offload, mlp_chunk)))
@@ -118,7 +118,7 @@ def test_auto_takes_chunks_before_host_memory(tokens):
     ],
 )
 def test_copies_save_no_time_where_chunks_are_computed_again(plan):
-    """Offloading everything keeps the FFN's first product of tiled_mlp alone."""
+    """With offload=all, tiled_mlp keeps only the FFN's first product."""
     chunks, copies = (extra_seconds(with_levers(plan, Levers("none", x, 16384))) for x in (False, "all"))
     assert chunks < copies
     plain = changed(LLAMA_1B, seq_len=2**18)
@@ -166,7 +166,7 @@ def test_auto_reaches_as_far_as_any_levers():
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["all-weights", "adapters"])
 def test_advice_for_sharded_weights_is_what_they_can_take(adapters):
-    """fa_train.preflight.require_shardable refuses the optimizers in 8 bits and on the host."""
+    """fa_train.preflight.require_shardable refuses optimizers with 8-bit states or with states on the host."""
     plan = changed(with_adapters(LLAMA_1B)[0] if adapters else LLAMA_1B, ranks=8, seq_len=2**14)
     sizes = {GIB * gib for gib in range(4, 20)}
     advice = {next_lever(plan, gpu_bytes, HOST) for gpu_bytes in sizes}

@@ -1,4 +1,4 @@
-"""The planner's arithmetic against the real model: on fake tensors, on the CPU, and as measured on GPUs."""
+"""The planner's arithmetic against the real model: on fake tensors, on the CPU, and against peaks measured on GPUs."""
 
 import json
 from collections.abc import Callable
@@ -27,8 +27,8 @@ from fa_train.models.lora import LoRA, adapters_of
 from tests.memory.support.plans import GPT2, LLAMA_1B, SMALL, changed, recorded
 from tests.memory.support.simulated import as_on_a_gpu, kept_by_compiled_block, simulate
 
-# by scripts/bench/planner.py (scripts/results/planner_h200_202611.md tells of them), or by what `run` names;
-# a `first` step is one before the optimizer has states
+# Measured by scripts/bench/planner.py (see scripts/results/planner_h200_202611.md) or by the command in `run`.
+# A step marked `first` runs before the optimizer has states.
 MEASURED = json.loads((Path(__file__).parent / "peaks_h200.json").read_text())
 
 
@@ -55,10 +55,10 @@ def build(plan: Plan, attention: Attention = flash_attention) -> GPT:
 
 
 def simulated_peak(plan: Plan) -> int:
-    """Bytes besides weights and the optimizer's states."""
+    """Returns the peak bytes of a simulated step, without weights and optimizer states."""
     run = plan.run
     step = simulate(lambda: build(plan), run.tokens, run.precision, run.accumulates)
-    # those of the micro-batches before
+    # gradients of earlier micro-batches
     gradients = sum(parameter_sizes(plan.model)) * run.weight_bytes if run.accumulates else 0
     return gradients + max(step.forward, step.backward)
 
@@ -97,13 +97,13 @@ def test_saved_activations_are_exact(model, precision, checkpointing, mlp_chunk)
     ],
 )
 def test_saved_activations_are_exact_where_compiled(model, checkpointing):
-    """Of llama_1b's 63,624 bytes a token, 32,768 are what the FFN's first product wrote, and none what follows it."""
+    """Of llama_1b's 63,624 bytes per token, 32,768 are the FFN's first product. Nothing computed from it is kept."""
     plan = changed(model, n_layers=1, vocab_size=64, seq_len=1024, checkpointing=checkpointing, compiled=True)
     assert kept_by_compiled_block(lambda: build(plan), plan.run.tokens, plan.run.precision) == kept_per_layer(plan)
 
 
 def with_adapters(plan: Plan, quantization: Literal["nf4"] | None = None) -> tuple[Plan, Callable[[], GPT]]:
-    """The plan of a run with adapter=lora, and its model."""
+    """Returns the plan of a run with adapter=lora, and a function that builds its model."""
 
     def adapted() -> GPT:
         return LoRA(16, 32.0, 0.0, "all-linear", False, quantization, None)(build(plan))
@@ -112,7 +112,7 @@ def with_adapters(plan: Plan, quantization: Literal["nf4"] | None = None) -> tup
         return changed(plan, adapters=adapters_of(adapted())), adapted
 
 
-# half of all: the fourth by the other three, so that any three are there in every combination
+# Half of all combinations. The fourth setting depends on the other three, so any three occur in all combinations.
 @pytest.mark.parametrize(
     ("model", "precision", "levers"),
     [
@@ -126,7 +126,7 @@ def with_adapters(plan: Plan, quantization: Literal["nf4"] | None = None) -> tup
     + [("llama_1b", "bf16-mixed", ("none", "all", mlp_chunk)) for mlp_chunk in (None, 8192)],
 )
 def test_simulated_peaks_of_adapters(model, precision, levers):
-    n_layers = 12 if "all" in levers else 4  # what stays by mistake is to count
+    n_layers = 12 if "all" in levers else 4  # many layers, so that tensors kept by mistake show
     base = changed({"gpt2": GPT2, "llama_1b": LLAMA_1B}[model], n_layers=n_layers, vocab_size=259, seq_len=32768)
     plan, adapted = with_adapters(with_levers(changed(base, precision=precision), Levers(*levers)))
     step = simulate(adapted, plan.run.tokens, plan.run.precision, accumulates=False)
@@ -145,7 +145,7 @@ def test_frozen_weights_have_no_states_and_4_bits():
 
 
 def test_a_tied_embeddings_gradients_are_added_in_place():
-    """As predict counts them; autograd does so for tensors with data alone."""
+    """`predict` assumes this. Fake tensors would not show it, so this test uses real ones."""
     plan = changed(LLAMA_1B, n_layers=1, dim=16, n_heads=2, n_kv_heads=2, head_dim=8, ffn_dim=32, vocab_size=67)
     tokens = torch.arange(20)
     loss = build(plan, sdpa_attention)(tokens, labels=tokens)
@@ -159,8 +159,9 @@ CASES: dict[str, dict[str, Any]] = {
     "default": {},
     "whole-vocabulary": {"vocab_size": 128256, "seq_len": 8192},
     "untied": {"tied": False},
-    "few-tokens": {"seq_len": 4096, "vocab_size": 65536},  # fewer, or more words, and a tied embedding's gradient would
-    # be the most, which autograd adds to the head's in place, but not where tensors are simulated
+    # With fewer tokens or a larger vocabulary, the tied embedding's gradient would be the peak. Autograd adds it to
+    # the head's gradient in place for real tensors, but not for simulated ones.
+    "few-tokens": {"seq_len": 4096, "vocab_size": 65536},
     "layernorm-bias": {"norm": "layernorm", "bias": True},
     "qk-norm": {"qk_norm": True},
     "learned-positions": {"positions": "learned", "max_seq_len": 32768},
@@ -208,7 +209,7 @@ def test_simulated_peaks_under_every_combination(levers):
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_what_autograd_saves_on_the_cpu(activation, checkpointing, mlp_chunk):
-    """Real tensors, in fp32. Selective checkpointing keeps attention's results where no hook sees them."""
+    """Uses real fp32 tensors. Hooks do not see attention's outputs, which selective checkpointing stores itself."""
     tokens, saved = SMALL.run.tokens, []
     plan = changed(SMALL, activation=activation, precision="32-true", checkpointing=checkpointing, mlp_chunk=mlp_chunk)
     for n_layers in (2, 3):
@@ -253,7 +254,7 @@ def test_components_add_up():
 @pytest.mark.parametrize("mlp_chunk", [None, 16], ids=["ffn-whole", "ffn-chunks"])
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_host_memory_of_everything(qk_norm, mlp_chunk):
-    """What a forward asks of the pool, in fp32 on the CPU."""
+    """Compares with the bytes that a forward pass requests from the host pool, in fp32 on the CPU."""
     plan = changed(SMALL, n_layers=3, activation="swiglu", precision="32-true", qk_norm=qk_norm)
     plan = changed(plan, offload="all", mlp_chunk=mlp_chunk)
     model, tokens, taken = build(plan, sdpa_attention), torch.zeros(plan.run.tokens, dtype=torch.int64), []
@@ -266,7 +267,7 @@ def test_host_memory_of_everything(qk_norm, mlp_chunk):
 
 def test_host_memory():
     offloaded = changed(LLAMA_1B, offload=True, seq_len=2**20)
-    assert predict(offloaded).host == 15 * 2**20 * 2048 * 4  # of all blocks but the last
+    assert predict(offloaded).host == 15 * 2**20 * 2048 * 4  # the inputs of all blocks but the last
     assert predict(changed(offloaded, precision="bf16-true")).host == predict(offloaded).host // 2
     assert predict(LLAMA_1B).host == 0
     host = predict(changed(LLAMA_1B, optimizer="adamw_offload")).host
@@ -281,7 +282,7 @@ def test_optimizers_states():
         kind: optimizer_bytes(changed(LLAMA_1B, optimizer=kind))[0] / parameters
         for kind in ("adamw", "adamw_8bit", "adamw_bf16", "adamw_offload")
     }
-    assert on_gpu["adamw"] == on_gpu["adamw_bf16"] == 8  # of weights in fp32
+    assert on_gpu["adamw"] == on_gpu["adamw_bf16"] == 8  # bytes of states per fp32 weight
     assert on_gpu["adamw_8bit"] == pytest.approx(2 + 8 / 256, rel=1e-3)
     assert on_gpu["adamw_offload"] == pytest.approx(0, abs=1e-3)
     assert optimizer_bytes(changed(LLAMA_1B, optimizer="adamw_bf16", precision="bf16-true"))[0] == 4 * parameters

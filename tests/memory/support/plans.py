@@ -1,4 +1,4 @@
-"""Plans for tests of the planner: two published models, and plans that differ from them in single fields."""
+"""Plans for tests of the planner: two published models, and plans that differ from these in some fields."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -41,7 +41,7 @@ GPT2 = Plan(
 
 
 def changed(plan: Plan, **values: Any) -> Plan:
-    """The plan with other fields of its model, levers or run."""
+    """Returns the plan with some fields of its model, levers or run replaced."""
     for part in ("model", "levers", "run"):
         names = {field.name for field in fields(getattr(plan, part))}
         own = {name: values.pop(name) for name in names & values.keys()}
@@ -66,7 +66,7 @@ SMALL = changed(GPT2, dim=64, n_heads=4, n_kv_heads=1, head_dim=16, ffn_dim=96, 
 
 
 def recorded(plan: Mapping[str, Mapping[str, Any]]) -> Plan:
-    """A plan from the JSON that scripts/bench/planner.py writes."""
+    """Returns a plan from the JSON that scripts/bench/planner.py writes."""
     run = dict(plan["run"])
     if run["adapters"] is not None:
         run["adapters"] = Adapters(**run["adapters"] | {"sizes": tuple(run["adapters"]["sizes"])})

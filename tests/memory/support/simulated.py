@@ -1,9 +1,9 @@
-"""A training step on fake tensors: what it would hold in memory, allocation by allocation, without the memory.
+"""Simulates a training step on fake tensors and counts its memory, allocation by allocation.
 
-torch's own storages say how large they are and when they are freed, so this follows the real model, with autograd's
-and autocast's caches. Operators hide what they do inside: the loss and the FFN by chunks run their Python here, and
-attention's backward is stood in for by the allocations of the Hopper kernels. CUDA's RMSNorm is one operator each way;
-so is the one here.
+The sizes and lifetimes of torch's storages come from the real model, including the caches of autograd and autocast.
+Fake tensors do not show allocations inside operators. The chunked loss and the chunked FFN therefore run their Python
+code, and the allocations of the Hopper kernels stand for attention's backward. RMSNorm is one operator in each pass, as
+on CUDA.
 """
 
 import weakref
@@ -39,7 +39,7 @@ from fa_train.models.rope import rotary_table
 
 @torch.library.custom_op("simulated::rms_norm", mutates_args=())
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """y and the reciprocal of the root mean square, fp32."""
+    """Returns y and the reciprocal of the root mean square, fp32."""
     rstd = x.float().square().mean(-1, keepdim=True).add(eps).rsqrt()
     return (x.float() * rstd * weight.float()).to(x.dtype), rstd
 
@@ -63,7 +63,7 @@ def _rms_norm_backward_fake(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor)
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """What CUDA's saves: the input, one number a row, the weight."""
+    """Saves what CUDA's RMSNorm saves: the input, one value per row, and the weight."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):
@@ -77,7 +77,7 @@ class FusedRMSNorm(torch.autograd.Function):
 
 
 def _attention_backward(do, dlse, q, k, v, o, lse, *rest):
-    """The allocations of flash_attention_backward, in their order: Hopper's kernels, or the portable ones in fp32."""
+    """Makes the allocations of attention's backward in order: the Hopper kernels', or in fp32 the portable ones'."""
     delta, hopper = torch.empty_like(lse), q.dtype != torch.float32
     rows = lse.new_empty(2 * hopper, *lse.shape)
     dq_sum = torch.empty(q.shape if hopper else 0, dtype=torch.float32)
@@ -87,7 +87,7 @@ def _attention_backward(do, dlse, q, k, v, o, lse, *rest):
     return dq, dk, dv, lse.new_empty(0)
 
 
-HOST = "meta"  # where the host's memory is, since the GPU's is on the CPU
+HOST = "meta"  # stands for host memory, because the simulated GPU is on the CPU
 
 INSIDE: dict[Any, Callable[..., Any]] = {
     torch.ops.fa_train.linear_cross_entropy.default: linear_cross_entropy._init_fn,
@@ -98,7 +98,7 @@ INSIDE: dict[Any, Callable[..., Any]] = {
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the tensors that operators made and that still live, and the most at a time."""
+    """Counts the bytes of live tensors that operators have created, now and at the peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,10 +135,10 @@ class Live(TorchDispatchMode):
 
 @dataclass
 class Step:
-    """Bytes beside weights, optimizer states and the gradients that were there before."""
+    """Bytes of a step, without weights, optimizer states and earlier gradients."""
 
-    kept: int  # between forward and backward
-    forward: int  # most at a time
+    kept: int  # kept between forward and backward
+    forward: int  # peak
     forward_where: str
     backward: int
     backward_where: str
@@ -147,7 +147,7 @@ class Step:
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """RMSNorm in one operator, the loss's kernel in place, sums of products by one call, a host beside the device."""
+    """Replaces CPU code by what a GPU does: fused RMSNorm, in-place loss, matmuls that accumulate, and host memory."""
 
     def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(labels, dtype=torch.float32), logits
@@ -175,7 +175,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 def simulate(build: Callable[[], GPT], tokens: int, precision: str, accumulates: bool) -> Step:
-    """A micro-batch of one document of `tokens`; where a step accumulates, with the gradients of those before it."""
+    """Runs a micro-batch of one document of `tokens`. `accumulates`: gradients of earlier micro-batches exist."""
     autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext()
     with FakeTensorMode(), as_on_a_gpu(), Live() as live:
         torch.set_default_dtype(torch.bfloat16 if precision == "bf16-true" else torch.float32)
@@ -205,7 +205,7 @@ def simulate(build: Callable[[], GPT], tokens: int, precision: str, accumulates:
 
 
 def kept_by_compiled_block(build: Callable[[], GPT], tokens: int, precision: str) -> int:
-    """Bytes that the first block keeps for its backward as torch.compile for a GPU partitions it, x among them."""
+    """Returns the bytes, including x, that the first block keeps for its backward after torch.compile's partition."""
     autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext()
     storages: dict[int, int] = {}
 
@@ -216,7 +216,7 @@ def kept_by_compiled_block(build: Callable[[], GPT], tokens: int, precision: str
         outputs: Any = graphs[0].graph.output_node().args[0]
         for node in outputs[num_fwd_outputs:]:
             value = node.meta["val"]
-            if node.op != "placeholder" or value.shape == x.shape:  # weights, the schedule, sines: not the block's own
+            if node.op != "placeholder" or value.shape == x.shape:  # skips weights, the schedule and the rotary table
                 storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
         return graphs
 

@@ -1,4 +1,4 @@
-"""A small decoder and what its training step gives, for tests that compare memory levers."""
+"""A small decoder and its training step, for tests that compare memory levers."""
 
 from functools import cache, partial
 from itertools import accumulate
@@ -32,7 +32,7 @@ def levers(
 def small_gpt(
     memory: Memory, device: torch.device, attention: str = "sdpa", n_layers: int = 3, **overrides: Any
 ) -> GPT:
-    """The same weights in each call."""
+    """Builds a model that has the same weights in each call."""
     arguments: dict[str, Any] = {
         "vocab_size": VOCAB,
         "dim": 32,
@@ -63,7 +63,7 @@ def small_gpt(
 
 
 def stream(device: torch.device, lengths: list[int] = LENGTHS) -> dict[str, Tensor]:
-    """The same packed documents in each call, one empty; labels of all but the last token."""
+    """Returns the same packed documents in each call. One document is empty. The last token has no label."""
     tokens = torch.randint(VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(1))
     labels = tokens.roll(-1)
     labels[-1] = -100
@@ -72,7 +72,7 @@ def stream(device: torch.device, lengths: list[int] = LENGTHS) -> dict[str, Tens
 
 
 def step(model: GPT, batch: dict[str, Tensor]) -> list[Tensor]:
-    """The loss and all gradients."""
+    """Returns the loss and all gradients."""
     model.zero_grad()
     loss = model(**batch)
     loss.backward()
@@ -81,19 +81,19 @@ def step(model: GPT, batch: dict[str, Tensor]) -> list[Tensor]:
 
 @cache
 def step_without_levers(attention: str, device: torch.device) -> list[Tensor]:
-    """What `step` gives of small_gpt and stream, once for all tests that compare levers with it."""
+    """Returns `step` of small_gpt and stream without levers. The result is computed once for all tests."""
     return step(small_gpt(levers(), device, attention), stream(device))
 
 
 def compile_blocks(model: GPT) -> GPT:
-    """As LitGPT does, on the part of torch.compile that needs no C++ compiler; a graph break is an error."""
+    """Compiles the blocks like LitGPT, but with a backend that needs no C++ compiler. A graph break is an error."""
     torch._dynamo.reset()
     model.compile_blocks(backend="aot_eager", fullgraph=True)
     return model
 
 
 def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    """To the bit on the CPU; on the GPU attention's backward may add in another order each time."""
+    """Requires bitwise equality on the CPU. On a GPU, the order of sums in attention's backward may vary."""
     for a, b in zip(ours, theirs, strict=True):
         if a.is_cuda:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""A fixture that writes checkpoints as transformers does."""
+"""A fixture that writes checkpoints in the format of transformers."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tests.models.hf.support.checkpoints import ARCHITECTURES, CHECKPOINTS
 
 @pytest.fixture
 def checkpoint(tmp_path: Path):
-    """Writes the named checkpoint with every weight random, norms and biases too, and returns its folder."""
+    """Returns a function that writes a named checkpoint with random parameters and returns its folder."""
 
     def write(name: str, **options) -> Path:
         family, fields = CHECKPOINTS[name]

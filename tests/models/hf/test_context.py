@@ -1,4 +1,4 @@
-"""The context of a checkpoint: scalings of RoPE, and lengths beyond the trained one."""
+"""The context length of a checkpoint: RoPE scalings, and lengths beyond the trained one."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_another_scaling_is_exported(name, scaling, checkpoint, tmp_path):
 
 
 def reached(folder: Path, tmp_path: Path, **options) -> dict:
-    """config.json of the checkpoint with these options, whose logits beyond its own length are transformers'."""
+    """Exports a checkpoint, compares its logits at a long length with transformers', and returns its config.json."""
     model = load_pretrained(folder, attention="naive", **options)
     save_pretrained(model, tmp_path / "reached")
     stream = torch.cat([tokens()] * 3)
@@ -62,7 +62,7 @@ def reached(folder: Path, tmp_path: Path, **options) -> dict:
     return config
 
 
-# of 64 tokens: llama without a scaling; llama-3.1 says 32 of them were trained
+# Both checkpoints have 64 tokens. llama has no scaling; llama-3.1 was trained on 32 of them, by its config.
 @pytest.mark.parametrize(
     ("name", "options", "parameters", "reach"),
     [

@@ -1,4 +1,4 @@
-"""Import of Hugging Face checkpoints: tiny random ones of every family, as transformers writes them."""
+"""Import of tiny random Hugging Face checkpoints of every family, written by transformers."""
 
 import json
 import weakref
@@ -42,7 +42,7 @@ def test_logits_are_transformers(name, checkpoint):
 
 @torch.no_grad()
 def test_the_text_of_a_model_with_images(tmp_path):
-    """Gemma 3 from 4B on; its config.json leaves out what transformers has as a default."""
+    """Gemma 3 from 4B on also takes images. Its config.json leaves out values that are defaults in transformers."""
     images = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = transformers.Gemma3Config(
         text_config=GEMMA_LIKE | {"layer_types": ALTERNATING},
@@ -89,7 +89,7 @@ def test_shards(name, checkpoint, tmp_path, monkeypatch):
 
 
 def test_weights_are_read_one_at_a_time(checkpoint, monkeypatch):
-    """When a tensor is read, the one before it is gone."""
+    """Each tensor is freed before the next one is read."""
     living: list[weakref.ref[Tensor]] = []
     read = weights._put
 
@@ -124,7 +124,7 @@ def test_dtype(dtype, expected, checkpoint, tmp_path):
 
 
 def test_tensors_as_older_checkpoints_name_them(checkpoint):
-    """GPT-2's own on the hub leaves `transformer.` out and holds the mask; its config.json has other fields."""
+    """GPT-2 on the Hub omits the prefix `transformer.`, stores the mask, and has other fields in config.json."""
     folder = checkpoint("gpt2")
     expected = load_pretrained(folder)
     tensors = {name.removeprefix("transformer."): x for name, x in load_file(folder / "model.safetensors").items()}
@@ -134,7 +134,7 @@ def test_tensors_as_older_checkpoints_name_them(checkpoint):
 
 
 def test_config_of_a_llama_before_transformers_5(checkpoint):
-    """rope_theta and rope_scaling instead of rope_parameters, and fields that did not exist yet left out."""
+    """Such a config has rope_theta and rope_scaling instead of rope_parameters, and lacks newer fields."""
     folder = checkpoint("llama-3.1")
     expected = load_pretrained(folder, attention="naive")(tokens())
     config = json.loads((folder / "config.json").read_text())
@@ -147,7 +147,7 @@ def test_config_of_a_llama_before_transformers_5(checkpoint):
 
 
 def test_config_of_a_gemma_3_before_transformers_5(checkpoint):
-    """Two thetas and an interval of global layers instead of dictionaries by kind of layer."""
+    """Such a config has two thetas and an interval of global layers instead of dictionaries by layer type."""
     folder = checkpoint("gemma3-scaled")
     expected = load_pretrained(folder, attention="naive")(tokens())
     config = json.loads((folder / "config.json").read_text())
@@ -170,7 +170,7 @@ def test_config_of_a_gemma_3_before_transformers_5(checkpoint):
     ],
 )
 def test_fields_of_published_checkpoints(name, fields, checkpoint, tmp_path):
-    """What the hub's config.json say beside what transformers' classes know; an export says it again."""
+    """Configs on the Hub have fields that transformers' classes lack. An export writes these fields again."""
     folder = checkpoint(name)
     before = load_pretrained(folder, attention="naive")
     model = load_pretrained(edit_config(folder, **fields), attention="naive")
@@ -180,7 +180,7 @@ def test_fields_of_published_checkpoints(name, fields, checkpoint, tmp_path):
 
 
 def test_every_field_that_transformers_writes_is_known(checkpoint):
-    """A field of null is one that is not there."""
+    """A field that is null counts as missing."""
     folder = edit_config(checkpoint("llama"), mlp_only_layers=None)
     load_pretrained(folder)
 
@@ -190,7 +190,7 @@ def test_every_field_that_transformers_writes_is_known(checkpoint):
     "attention", [flash_attention, partial(chunked_attention, chunk_size=8)], ids=["flash", "chunked"]
 )
 def test_losses_and_gradients_are_transformers(name, attention, checkpoint, device):
-    """Soft caps, windows and the embedding's scale in the backward, by way of every lever of memory."""
+    """Tests soft caps, windows and the embedding's scale in the backward, with every memory lever."""
     folder, stream = checkpoint(name), tokens().to(device)
     loss = LinearCrossEntropy(chunk_size=10, z_loss=0.1, label_smoothing=0.2)
     memory = Memory("full", offload=False, mlp_chunk=5, loss=loss)

@@ -1,4 +1,4 @@
-"""Checkpoints and choices that are refused, each with a message that names the reason."""
+"""Checkpoints and options that are refused. Each error message names the reason."""
 
 from pathlib import Path
 

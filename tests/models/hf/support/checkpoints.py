@@ -1,4 +1,4 @@
-"""Tiny checkpoints of every family, and transformers' logits of them."""
+"""Tiny checkpoints of every model family, and the logits that transformers computes from them."""
 
 import json
 from pathlib import Path
@@ -86,7 +86,7 @@ def cu_seqlens() -> Tensor:
 
 @torch.no_grad()
 def theirs(folder: Path, stream: Tensor) -> Tensor:
-    """transformers' logits of one document; eager is its only attention with soft caps."""
+    """Returns transformers' logits of one document. Uses eager attention, the only one with soft caps."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     return model.eval()(stream[None]).logits[0]
 
