@@ -1,1 +1,1 @@
-"""Plain nn.Modules over packed token streams."""
+"""Decoder models over packed streams of tokens, their adapters, and Hugging Face checkpoints."""

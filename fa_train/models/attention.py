@@ -1,8 +1,7 @@
-"""Four ways to compute one attention, for the model to be handed: an ablation changes nothing else.
+"""Four interchangeable implementations of attention. An ablation swaps them and changes nothing else.
 
-The only mask is the schedule's: query i sees the keys j with key_start[i] <= j < key_end[i]. A query that sees none
-gives 0. Scores are scaled, by head_dim**-0.5 unless told otherwise, and capped on demand; the softmax is taken in fp32
-whatever the dtype of q, k and v.
+The schedule defines the mask: query i sees the keys j with key_start[i] <= j < key_end[i]. The output of a query that
+sees no key is 0. The softmax is computed in fp32 for every dtype of q, k and v.
 """
 
 from functools import partial
@@ -19,12 +18,14 @@ from fa_kernels.flash_attention.schedule import Schedule
 from fa_train.bounds import PositiveInt
 
 
-@runtime_checkable  # fa_train.settings tells an attention from a text or number in a config
+@runtime_checkable  # fa_train.settings checks whether a config value is an attention
 class Attention(Protocol):
-    """q (total, n_heads, head_dim); k, v (total, n_kv_heads, head_dim), all of one dtype -> o like q.
+    """A function that computes attention over a packed stream.
 
-    Units: softmax_scale multiplies the scores, None is head_dim**-0.5; softcap bounds a scaled score to
-    softcap * tanh(score / softcap), 0 is none.
+    Shapes: q (total, n_heads, head_dim); k, v (total, n_kv_heads, head_dim); returns the shape of q. All have one
+    dtype.
+    softmax_scale: the factor of the scores; None means head_dim**-0.5. softcap: replaces each scaled score by
+    softcap * tanh(score / softcap); 0 disables the cap.
     """
 
     def __call__(
@@ -40,13 +41,13 @@ class Attention(Protocol):
 
 
 def require_backend(attention: Attention, device: torch.device) -> None:
-    """ValueError when `attention` cannot run on `device`: said before training starts."""
+    """Checks before training that `attention` can run on `device`. Raises: ValueError if it cannot."""
     if _function(attention) is flash_attention:
         require_flash_backend(device)
 
 
 def require_softcap(attention: Attention, softcap: float) -> None:
-    """ValueError when `attention` cannot cap its scores: said when a model is built."""
+    """Checks that `attention` supports a soft cap. Raises: ValueError if it does not."""
     if softcap and _function(attention) is sdpa_attention:
         raise ValueError(
             f"attention=sdpa cannot cap scores, and this model caps them at {softcap}. "
@@ -63,7 +64,10 @@ def flash_attention(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """This repository's Triton kernels: memory linear in total, blocks outside the mask never visited."""
+    """Computes attention with this repository's Triton kernels, in memory linear in the number of tokens.
+
+    The kernels skip tiles outside the mask.
+    """
     return flash_attn_packed(q, k, v, schedule, softmax_scale=softmax_scale, softcap=softcap)
 
 
@@ -76,12 +80,12 @@ def naive_attention(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Attention as its formula reads, with all (n_heads, total, total) scores in memory: what flash is measured by."""
+    """Computes attention by its formula, with all (n_heads, total, total) scores in memory."""
     n_heads, n_kv_heads = q.shape[1], k.shape[1]
     scores = _rows_by_kv_head(q, n_kv_heads) @ k.transpose(0, 1).mT * _scale(q, softmax_scale)  # [n_kv_heads, G * M, N]
     scores = soft_capped(scores, softcap)
     visible = _visible(schedule.key_start, schedule.key_end, k.shape[0])
-    # the smallest number instead of -inf keeps a row without keys finite, so that it gives no NaN to dv
+    # the lowest finite value instead of -inf, because -inf would put NaN into dv for rows without keys
     scores = scores.unflatten(1, (n_heads // n_kv_heads, -1)).masked_fill(~visible, torch.finfo(scores.dtype).min)
     weights = scores.float().softmax(dim=-1).to(v.dtype)
     o = _heads_by_row(weights.flatten(1, 2) @ v.transpose(0, 1), q.shape[0])
@@ -97,9 +101,10 @@ def sdpa_attention(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """torch's scaled_dot_product_attention: its causal kernels for one document, a (total, total) mask for more.
+    """Computes attention with torch's scaled_dot_product_attention.
 
-    Raises: ValueError on a softcap: its kernels have none.
+    One document uses the causal kernels; several documents or a window need a (total, total) mask.
+    Raises: ValueError if softcap is set, because torch's kernels do not support it.
     """
     require_softcap(sdpa_attention, softcap)
     n_heads, n_kv_heads = q.shape[1], k.shape[1]
@@ -114,9 +119,9 @@ def sdpa_attention(
         )
         return o[0].transpose(0, 1)
     sees_nothing = _sees_nothing(schedule)
-    # a row without keys may see all and is zeroed below: torch's kernels disagree on what an empty row gives
+    # torch's kernels differ for rows without keys, so such a row sees all keys here and is zeroed below
     visible = _visible(schedule.key_start, schedule.key_end, k.shape[0]) | sees_nothing[:, None]
-    # torch's kernels that take a mask do not take grouped heads: enable_gqa would fall back to materialised scores
+    # torch's kernels do not support a mask with enable_gqa, and would fall back to materialised scores
     k, v = (x.repeat_interleave(n_heads // n_kv_heads, dim=1) for x in (k, v))
     o = F.scaled_dot_product_attention(
         _heads_first(q), _heads_first(k), _heads_first(v), attn_mask=visible, scale=softmax_scale
@@ -134,16 +139,16 @@ def chunked_attention(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Memory-efficient attention in plain torch: only chunk_size x chunk_size scores of each head exist at a time.
+    """Computes attention in plain torch. Only chunk_size * chunk_size scores of each head exist at a time.
 
-    Units: chunk_size in tokens, of queries and of keys; about sqrt(total) needs the least memory, more is faster.
-    Both passes stay that small: each chunk of queries, and in it each chunk of keys, is recomputed in the backward.
-    Raises: ValueError unless chunk_size is positive.
+    chunk_size: tokens per chunk of queries and per chunk of keys. sqrt(total) needs the least memory; larger chunks
+    are faster. The backward recomputes each chunk.
+    Raises: ValueError if chunk_size is not positive.
     Source: Rabe and Staats, Self-attention does not need O(n^2) memory, arXiv:2112.05682.
     """
     if chunk_size < 1:
         raise ValueError(f"attention.chunk_size must be at least 1 token; got {chunk_size}")
-    # split once: a slice in the loop would have a gradient as long as all of k
+    # split once, because each slice in the loop would have a gradient as large as k
     keys, values = k.split(chunk_size), v.split(chunk_size)
     scale = _scale(q, softmax_scale)
     outputs = [
@@ -167,11 +172,14 @@ def _attend_chunk(
     scale: float,
     softcap: float,
 ) -> Tensor:
-    """One chunk of queries (M, n_heads, head_dim) against all chunks of keys, by a running maximum and sum."""
+    """Computes attention of one chunk of queries, (M, n_heads, head_dim), over all chunks of keys.
+
+    Uses a running maximum and a running sum for the softmax.
+    """
     n_kv_heads = keys[0].shape[1]
     rows = _rows_by_kv_head(q, n_kv_heads)
     total = rows.new_zeros(*rows.shape[:2], 1, dtype=torch.float32)
-    # not -inf, so that the difference of two maxima is never NaN
+    # finite instead of -inf, so that the difference of two maxima is never NaN
     running = (torch.full_like(total, torch.finfo(torch.float32).min), total, torch.zeros_like(rows, dtype=total.dtype))
     first_key = 0
     for k, v in zip(keys, values, strict=True):
@@ -205,11 +213,11 @@ def _add_keys(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The running maximum and sum (n_kv_heads, G * M, 1) and weighted values with one more chunk of keys."""
+    """Updates the running maximum and sum, (n_kv_heads, G * M, 1), and the weighted values with a chunk of keys."""
     scores = soft_capped((rows @ k.transpose(0, 1).mT).float() * scale, softcap)  # [n_kv_heads, G * M, N]
     visible = _visible(start, end, k.shape[0])
     scores = scores.unflatten(1, (-1, start.shape[0])).masked_fill(~visible, float("-inf")).flatten(1, 2)
-    # the result does not depend on the maximum, so its gradient is left out
+    # the maximum needs no gradient, because the result does not depend on it
     new_maximum = torch.maximum(maximum, scores.detach().amax(dim=-1, keepdim=True))
     decay, weights = torch.exp(maximum - new_maximum), torch.exp(scores - new_maximum)
     values = (weights.to(v.dtype) @ v.transpose(0, 1)).float()
@@ -217,12 +225,12 @@ def _add_keys(
 
 
 def soft_capped(scores: Tensor, softcap: float) -> Tensor:
-    """softcap * tanh(scores / softcap), so that none is beyond softcap; 0 is none (Gemma 2, arXiv:2408.00118)."""
+    """Returns softcap * tanh(scores / softcap), or the scores if softcap is 0 (Gemma 2, arXiv:2408.00118)."""
     return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
 def _function(attention: Attention) -> object:
-    """What was handed in, without the arguments that were bound to it."""
+    """Returns the function inside a partial, or `attention` itself."""
     return attention.func if isinstance(attention, partial) else attention
 
 
@@ -231,26 +239,26 @@ def _scale(q: Tensor, softmax_scale: float | None) -> float:
 
 
 def _visible(key_start: Tensor, key_end: Tensor, n_keys: int) -> Tensor:
-    """(M,) twice -> (M, n_keys) bool."""
+    """Returns which keys each query sees. Shapes: key_start, key_end (M,) -> (M, n_keys) bool."""
     key = torch.arange(n_keys, device=key_start.device)
     return (key >= key_start[:, None]) & (key < key_end[:, None])
 
 
 def _sees_nothing(schedule: Schedule) -> Tensor:
-    """(total,) bool: queries past the last document."""
+    """Returns which queries see no key, (total,) bool. They come after the last document."""
     return schedule.key_start >= schedule.key_end
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """(total, heads, head_dim) -> (1, heads, total, head_dim), torch's layout."""
+    """Converts (total, heads, head_dim) to torch's layout, (1, heads, total, head_dim)."""
     return x.transpose(0, 1)[None]
 
 
 def _rows_by_kv_head(q: Tensor, n_kv_heads: int) -> Tensor:
-    """(M, n_heads, head_dim) -> (n_kv_heads, G * M, head_dim): a group's G heads are rows that share keys."""
+    """Converts (M, n_heads, head_dim) to (n_kv_heads, G * M, head_dim). The G heads of a group share their keys."""
     return q.unflatten(1, (n_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
 
 
 def _heads_by_row(o: Tensor, n_rows: int) -> Tensor:
-    """The inverse of _rows_by_kv_head."""
+    """Does the inverse of `_rows_by_kv_head`."""
     return o.unflatten(1, (-1, n_rows)).permute(2, 0, 1, 3).flatten(1, 2)

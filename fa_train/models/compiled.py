@@ -10,10 +10,10 @@ R = TypeVar("R")
 
 
 class EagerOrCompiled(Generic[P, R]):
-    """A function that runs `eager`, and that torch.compile traces as `compiled`.
+    """A function that calls `eager` in eager mode and `compiled` under torch.compile.
 
-    Both return the same result; they may differ in what they keep for the backward. The choice is made in each call: a
-    user may compile a module at any time after it was built, and a compiled module may still run in eager mode.
+    Both return the same result, but can save different tensors for the backward. Each call chooses again, because a
+    module can be compiled after it was built, and a compiled module can still run in eager mode.
     """
 
     def __init__(self, eager: Callable[P, R], compiled: Callable[P, R]) -> None:

@@ -1,4 +1,4 @@
-"""The architecture of a decoder as values: checked once, and read by the model, the planner and the exports."""
+"""The configuration of a decoder's architecture, which the model, the memory planner and the exports read."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,17 +16,18 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Family:
-    """What single families of published checkpoints add to the decoder; by default nothing.
+    """Features of the decoder that only some families of published checkpoints use. The defaults disable them.
 
-    qkv_bias, out_bias, ffn_bias: biases of these projections; None takes the model's `bias` (Qwen 2: qkv only).
-    windows: for each layer, the number of tokens that a query sees, itself included; None means all tokens before it
+    qkv_bias, out_bias, ffn_bias: whether these projections have biases; None means the model's `bias`. In Qwen 2 only
+    qkv has them.
+    windows: for each layer, the number of tokens that a query sees, including itself; None means all earlier tokens
     (Mistral, Gemma).
-    rope_layers: whether each layer rotates queries and keys (SmolLM 3 leaves out every fourth layer).
-    local_rope_theta: theta of the layers with a window, whose frequencies are never scaled (Gemma 3).
-    softmax_scale: factor of the scores; None is head_dim**-0.5.
-    softcap, logit_softcap: bounds of the scaled scores and of the logits; 0 is no bound (Gemma 2).
-    embedding_scale: factor of the token embeddings, rounded to their dtype (Gemma: sqrt(dim)).
-    post_norms: whether the outputs of attention and FFN are normed before they are added (Gemma 2 and 3).
+    rope_layers: whether each layer rotates queries and keys (SmolLM 3 skips every fourth layer).
+    local_rope_theta: the theta of layers with a window, whose frequencies are not scaled (Gemma 3).
+    softmax_scale: the factor of the scores; None means head_dim**-0.5.
+    softcap, logit_softcap: the soft caps of the scaled scores and of the logits; 0 disables them (Gemma 2).
+    embedding_scale: the factor of the token embeddings, rounded to their dtype (Gemma: sqrt(dim)).
+    post_norms: whether the outputs of attention and FFN are normalised before they are added (Gemma 2 and 3).
     """
 
     qkv_bias: bool | None = None
@@ -51,7 +52,7 @@ class Family:
 
 
 class Heads(NamedTuple):
-    """The numbers of query heads and of key-value heads, and the channels of one head."""
+    """The number of query heads, the number of key-value heads, and the channels of one head."""
 
     query: int
     kv: int
@@ -60,15 +61,15 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The architecture of a decoder, by the keys of conf/model.
+    """The architecture of a decoder. The fields are the keys of conf/model.
 
-    Units: dim, ffn_dim, head_dim in channels; max_seq_len in tokens; rope_theta in tokens per radian of the slowest
-    channel. head_dim None is dim / n_heads, n_kv_heads None is n_heads. max_seq_len is the length that the model is
-    trained on; it bounds learned positions, and scaled RoPE starts from it. rope_theta is read for RoPE only.
-    rope_scaling stretches RoPE's frequencies; its keys are those of `rope_parameters` in Hugging Face's config.json:
-    rope_type (linear, dynamic, yarn, llama3), factor and so on.
-    Raises: ValueError on sizes that do not divide or are not positive, on an unknown norm, positions, activation or
-    init, and on a family with a number of layers not its own.
+    Units: dim, ffn_dim and head_dim in channels; max_seq_len in tokens.
+    n_kv_heads: None means n_heads. head_dim: None means dim / n_heads.
+    max_seq_len: the length that the model was trained on. Learned positions end there, and RoPE scaling starts from it.
+    rope_theta: the base of RoPE's frequencies. rope_scaling: scales these frequencies. Its keys are those of
+    `rope_parameters` in Hugging Face's config.json, such as rope_type (linear, dynamic, yarn, llama3) and factor.
+    Raises: ValueError if a size is not positive or does not divide another, an option is unknown, or a list in `family`
+    does not have one entry per layer.
     """
 
     vocab_size: PositiveInt
@@ -105,39 +106,39 @@ class ModelConfig:
 
     @property
     def heads(self) -> Heads:
-        """The sizes of attention, with n_kv_heads and head_dim resolved."""
+        """The sizes of attention. The defaults of n_kv_heads and head_dim are resolved."""
         kv = self.n_heads if self.n_kv_heads is None else self.n_kv_heads
         return Heads(self.n_heads, kv, self.dim // self.n_heads if self.head_dim is None else self.head_dim)
 
     @property
     def query_dim(self) -> int:
-        """Channels of all query heads."""
+        """The channels of all query heads together."""
         return self.heads.query * self.heads.dim
 
     @property
     def kv_dim(self) -> int:
-        """Channels of all key heads, and of all value heads."""
+        """The channels of all key heads together, equal to those of all value heads."""
         return self.heads.kv * self.heads.dim
 
     @property
     def gated(self) -> bool:
-        """Whether the FFN's first product is a gate and values."""
+        """Whether the FFN has a gate, as in SwiGLU and GeGLU."""
         return self.activation != "gelu"
 
     @property
     def up_dim(self) -> int:
-        """Channels of the FFN's first product."""
+        """The output channels of the FFN's first linear layer."""
         return 2 * self.ffn_dim if self.gated else self.ffn_dim
 
     @property
     def block_matrices(self) -> tuple[int, int, int, int]:
-        """The elements of a block's matrices: qkv and out of attention, up and down of the FFN."""
+        """The number of elements of each matrix in a block: attention's qkv and out, the FFN's up and down."""
         qkv, out = self.dim * (self.query_dim + 2 * self.kv_dim), self.query_dim * self.dim
         return qkv, out, self.dim * self.up_dim, self.ffn_dim * self.dim
 
     @property
     def extras(self) -> Family:
-        """What the checkpoint's family adds."""
+        """The features of the checkpoint's family, or the defaults."""
         return Family() if self.family is None else self.family
 
     @property
@@ -154,12 +155,12 @@ class ModelConfig:
 
     @property
     def windows(self) -> list[int | None]:
-        """Each layer's window, in tokens."""
+        """The window of each layer in tokens."""
         return self._by_layer("windows", self.extras.windows, None)
 
     @property
     def ropes(self) -> list[Rope | None]:
-        """Each layer's rotation of queries and keys."""
+        """The rotation of queries and keys in each layer."""
         windows, scaling = self.windows, self.rope_scaling
         if self.positions != "rope":
             if scaling is not None:

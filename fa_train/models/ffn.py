@@ -1,6 +1,6 @@
-"""The decoder's feed-forward network. Its variants compute the same and differ in what they keep for the backward.
+"""The decoder's feed-forward network. Its variants compute the same function and save different tensors.
 
-| class | chosen if | kept of each token |
+| class | chosen if | saved for the backward |
 |:--|:--|:--|
 | RecomputedFFN | by default | the first product |
 | DenseFFN | an adapter changes a layer | the first product and the activations |
@@ -23,7 +23,7 @@ from fa_train.models.config import Activation, ModelConfig
 
 
 class FFN(nn.Module):
-    """down(activation(up(x))). A gate and its values come from one matrix."""
+    """A feed-forward network, down(activation(up(x))). If the activation has a gate, `up` computes gate and values."""
 
     def __init__(self, up: nn.Linear, down: nn.Linear, activation: Activation) -> None:
         super().__init__()
@@ -31,26 +31,26 @@ class FFN(nn.Module):
         self.activated_down = ACTIVATED_DOWN[activation]
 
     def at_once(self, x: Tensor) -> Tensor:
-        """x (total, dim) -> the same."""
+        """Computes the FFN of all rows at once. Shapes: (total, dim) -> (total, dim)."""
         return self.down_of(self.up(x))
 
     def down_of(self, projected: Tensor) -> Tensor:
-        """(total, rows of up) -> (total, dim)."""
+        """Applies the activation and `down`. Shapes: (total, rows of up) -> (total, dim)."""
         return self.activated_down(projected, self.down)
 
 
 class DenseFFN(FFN):
-    """Keeps all that autograd asks for. An adapter's second product needs the activations in the backward."""
+    """Keeps up(x) and the activations. An adapter on `down` needs the activations in the backward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (total, dim) -> the same."""
+        """Shapes: (total, dim) -> (total, dim)."""
         return self.at_once(x)
 
 
 class RecomputedFFN(FFN):
-    """Keeps up(x). The backward computes the activations again, and frees them before down's product.
+    """Keeps only up(x). The backward recomputes the activations.
 
-    checkpointed: whether the whole block is computed again for the backward.
+    checkpointed: whether activation checkpointing recomputes the whole block.
     """
 
     def __init__(self, up: nn.Linear, down: nn.Linear, activation: Activation, checkpointed: bool) -> None:
@@ -58,12 +58,12 @@ class RecomputedFFN(FFN):
         self.run = _recomputed_in_checkpoint if checkpointed else _recomputed
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (total, dim) -> the same."""
+        """Shapes: (total, dim) -> (total, dim)."""
         return self.run(self, x)
 
 
 class TiledFFN(FFN):
-    """Passes chunk_size tokens at a time through fa_train.memory.tiled_ffn, which keeps up(x) only if `keep` is set."""
+    """Computes chunk_size tokens at a time with fa_train.memory.tiled_ffn. Saves up(x) only if `keep` is set."""
 
     def __init__(
         self, up: nn.Linear, down: nn.Linear, activation: TiledActivation, chunk_size: int, keep: bool
@@ -73,20 +73,20 @@ class TiledFFN(FFN):
         self.chunk_size, self.keep = chunk_size, keep
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (total, dim) -> the same."""
+        """Shapes: (total, dim) -> (total, dim)."""
         up, down = self.up, self.down
         return tiled_mlp(x, up.weight, up.bias, down.weight, down.bias, self.activation, self.chunk_size, self.keep)
 
 
 class TorchChunkedFFN(FFN):
-    """Passes chunk_size tokens at a time through torch's own operators, each chunk in a checkpoint."""
+    """Computes chunk_size tokens at a time with torch's operators, and checkpoints each chunk."""
 
     def __init__(self, up: nn.Linear, down: nn.Linear, activation: Activation, chunk_size: int) -> None:
         super().__init__(up, down, activation)
         self.chunk_size = chunk_size
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (total, dim) -> the same."""
+        """Shapes: (total, dim) -> (total, dim)."""
         chunks = [
             checkpoint(self.at_once, rows, use_reentrant=False, preserve_rng_state=False)
             for rows in x.split(self.chunk_size)
@@ -95,20 +95,20 @@ class TorchChunkedFFN(FFN):
 
 
 def build_ffn(config: ModelConfig, memory: Memory) -> FFN:
-    """The FFN of one block, with new weights."""
+    """Builds the FFN of one block with new weights."""
     up = nn.Linear(config.dim, config.up_dim, bias=config.ffn_bias)
     down = nn.Linear(config.ffn_dim, config.dim, bias=config.ffn_bias)
     return choose_ffn(up, down, config.activation, memory)
 
 
 def choose_ffn(up: nn.Linear, down: nn.Linear, activation: Activation, memory: Memory) -> FFN:
-    """The variant for these layers, which may be those of fa_train.models.lora."""
+    """Builds the FFN variant for these layers, which may be LoRA layers (fa_train.models.lora)."""
     plain = type(up) is nn.Linear and type(down) is nn.Linear
     if memory.mlp_chunk is None:
         if plain:
             return RecomputedFFN(up, down, activation, checkpointed=memory.checkpointing != "none")
         return DenseFFN(up, down, activation)
-    if activation == "geglu" or not plain:  # tiled_mlp has no derivative of GeGLU, and takes plain weights only
+    if activation == "geglu" or not plain:  # tiled_mlp supports neither
         return TorchChunkedFFN(up, down, activation, memory.mlp_chunk)
     return TiledFFN(up, down, activation, memory.mlp_chunk, keep=memory.offload == "all")
 
@@ -117,12 +117,12 @@ def _recomputed(ffn: FFN, x: Tensor) -> Tensor:
     return checkpoint(ffn.down_of, ffn.up(x), use_reentrant=False, preserve_rng_state=False)
 
 
-# torch 2.11 keeps what passes from one compiled checkpoint into another, so a compiled block has only its own
+# torch 2.11 saves tensors that pass between nested checkpoints, so a compiled checkpointed block has no inner one
 _recomputed_in_checkpoint = EagerOrCompiled(_recomputed, FFN.at_once)
 
 
 def _geglu_down(projected: Tensor, down: nn.Linear) -> Tensor:
-    """GELU by tanh of the gate, which comes before the values."""
+    """Applies GeGLU with the tanh approximation of GELU, and then `down`. The gate comes before the values."""
     gate, value = projected.chunk(2, dim=-1)
     return down(F.gelu(gate, approximate="tanh") * value)
 
@@ -136,13 +136,13 @@ def _swiglu_down(projected: Tensor, down: nn.Linear) -> Tensor:
 
 
 def _swiglu_down_compiled(projected: Tensor, down: nn.Linear) -> Tensor:
-    """One pass between the two products of the backward, unless down is sharded, frozen or an adapter's."""
+    """Uses the fused SwiGLU backward, unless `down` is sharded, frozen or an adapter."""
     if trains_plainly(down):
         return swiglu_down(projected, down.weight, down.bias)
     return _swiglu_down(projected, down)
 
 
-# in eager mode autograd's own path: the planner models its memory
+# eager mode uses autograd's own path, because the planner models its memory
 ACTIVATED_DOWN: dict[Activation, Callable[[Tensor, nn.Linear], Tensor]] = {
     "swiglu": EagerOrCompiled(_swiglu_down, _swiglu_down_compiled),
     "gelu": _gelu_down,

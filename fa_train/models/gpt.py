@@ -1,4 +1,4 @@
-"""A pre-norm decoder over one packed stream of tokens: GPT-2 (2019), Llama (arXiv:2302.13971) and variants of both."""
+"""A pre-norm decoder over a packed stream of tokens: GPT-2 (2019), Llama (arXiv:2302.13971) and their variants."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -33,23 +33,24 @@ SplitHeads = Callable[["SelfAttention", Tensor, RotaryTable | None], QKV]
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint that weights were read from, as an export needs it: its config.json and generation_config.json."""
+    """The Hugging Face checkpoint that the weights come from, with the config files that an export needs."""
 
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any] | None
     pretrained: str | None = None  # the folder or hub name that the user gave
-    folder: Path | None = None  # where its files are
+    folder: Path | None = None  # the folder with its files
 
 
 class GPT(nn.Module):
-    """Decoder-only transformer. Attention, loss and memory levers (none by default) are handed in.
+    """A decoder-only transformer.
 
+    memory: the memory levers; None disables them.
     config: the fields of fa_train.models.config.ModelConfig, which are the other keys of conf/model.
-    Raises: ValueError as ModelConfig does, and on an attention that cannot do what the family needs.
+    Raises: ValueError as ModelConfig does, or if the attention lacks a feature that the family needs.
     """
 
-    origin: Origin | None = None  # set where weights come from a checkpoint
-    drawn_hash: str | None = None  # of the frozen initial weights, if LoRA froze them and there is no origin
+    origin: Origin | None = None  # set if the weights come from a checkpoint
+    drawn_hash: str | None = None  # the hash of frozen random weights, set by LoRA if there is no origin
 
     def __init__(
         self, *, attention: Attention, loss: LinearCrossEntropy, memory: Memory | None = None, **config: Any
@@ -61,7 +62,7 @@ class GPT(nn.Module):
         self.memory = memory = Memory("none", False, None, loss) if memory is None else memory
         self.windows, self.ropes, self.head_dim = self.config.windows, self.config.ropes, self.config.heads.dim
         self.embedding_scale, self.logit_softcap = extras.embedding_scale, extras.logit_softcap
-        # a block that is computed again, or whose input leaves the GPU, keeps its input as one tensor and not two
+        # checkpointed or offloaded blocks keep their input as one tensor, so it must already be the sum
         self.may_add_later = memory.checkpointing == "none" and memory.offload is not True
         self.adds_later = False
         self.offload = Offload(self.config.n_layers, memory.offload == "all") if memory.offload else None
@@ -81,13 +82,13 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draws all weights anew, also after a model built on the meta device was given memory.
+        """Initialises all weights. Call it also after `to_empty` on a model that was built on the meta device.
 
-        gpt2: normal with deviation 0.02, positions 0.01 (github.com/openai/gpt-2, src/model.py), projections into the
-        residual stream divided by sqrt(2 * n_layers) (the GPT-2 paper, section 2.3).
-        llama: normal with deviation 0.02 throughout, the initializer_range of Meta's published config.json.
+        gpt2: normal with standard deviation 0.02, and 0.01 for positions (github.com/openai/gpt-2, src/model.py).
+        Projections into the residual stream are divided by sqrt(2 * n_layers) (the GPT-2 paper, section 2.3).
+        llama: normal with standard deviation 0.02, the initializer_range in Meta's published config.json.
         """
-        if self.config.tied:  # here, because memory given to a model on the meta device unties them
+        if self.config.tied:  # tied here, because `to_empty` unties them
             self.head.weight = self.token_embedding.weight
         for module in self.modules():
             if isinstance(module, NormModule):
@@ -111,14 +112,15 @@ class GPT(nn.Module):
         labels: Tensor | None = None,
         mean_seqlen: int | None = None,
     ) -> Tensor:
-        """The logits of a packed stream or, given labels, the sum of its losses.
+        """Returns the logits of a packed stream, or the sum of its losses if labels are given.
 
-        Shapes: tokens, position_ids, labels (total,) int64; cu_seqlens (n_docs + 1,) int32, None for one document
-        -> logits (total, vocab_size), or a fp32 scalar in nats, the sum over the labels that are not -100.
-        position_ids are each token's place in its document by default. mean_seqlen is the mean length, in tokens, of
-        the documents that tokens are in, for attention's choice of kernels; by default that of equally long documents.
-        Raises: ValueError on a shape mismatch, and on one document longer than learned positions reach. Where
-        documents are several, their lengths are on the GPU: ask require_seq_len before training.
+        Shapes: tokens, position_ids, labels (total,) int64; cu_seqlens (n_docs + 1,) int32; returns logits
+        (total, vocab_size), or the loss, a scalar in fp32. The loss is in nats, summed over the labels that are not
+        -100.
+        cu_seqlens: None means one document. position_ids: None means each token's position in its document.
+        mean_seqlen: the mean document length in tokens, by which attention chooses kernels; None assumes equal lengths.
+        Raises: ValueError on a shape mismatch, or if learned positions are too few for a single document. The lengths
+        of several documents are not checked, because they are on the GPU; call `require_seq_len` before training.
         """
         require_stream(tokens, cu_seqlens, position_ids=position_ids, labels=labels)
         total = tokens.shape[0]
@@ -142,7 +144,7 @@ class GPT(nn.Module):
                 x, added = block(x, schedules[window], tables[rope], added)
         if added is not None:
             x = x + added
-            del added  # before the loss needs its memory
+            del added  # frees memory before the loss needs it
         if offload is not None:
             offload.end(x)
         x = self.norm(x)
@@ -151,14 +153,14 @@ class GPT(nn.Module):
         return self.loss(x, self.head.weight, labels)
 
     def _embedded(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        """(total,) each -> (total, dim)."""
+        """Returns the embeddings of the tokens. Shapes: (total,), (total,) -> (total, dim)."""
         x = self.token_embedding(tokens)
         if self.embedding_scale != 1.0:
             x = x * torch.tensor(self.embedding_scale, dtype=x.dtype)
         return x if self.position_embedding is None else x + self.position_embedding(position_ids)
 
     def require_seq_len(self, seq_len: int) -> None:
-        """ValueError when positions up to seq_len tokens are more than the model has learned embeddings for."""
+        """Checks that learned positions reach seq_len tokens. Raises: ValueError if they do not."""
         if self.position_embedding is not None and seq_len > self.position_embedding.num_embeddings:
             raise ValueError(
                 "model.positions=learned needs documents of at most "
@@ -172,9 +174,9 @@ class GPT(nn.Module):
             block.ffn = ffn.train(block.ffn.training)
 
     def compile_blocks(self, **options: Any) -> None:
-        """Compiles each block by torch.compile with these options. All blocks are alike, so they share one graph.
+        """Compiles each block with torch.compile and these options. All blocks are alike, so they share one graph.
 
-        From then on, blocks that keep what they compute leave their last addition to the next block.
+        Blocks without checkpointing then leave their last residual addition to the next block, which fuses it.
         """
         self.adds_later = self.may_add_later
         for block in self.blocks:
@@ -185,7 +187,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x)); with post norms x + norm(attention(norm(x))) and so on.
+    """A decoder block: x + attention(norm(x)), then x + ffn(norm(x)). Post norms normalise each branch's output too.
 
     rotates: whether the layer has RoPE.
     """
@@ -204,9 +206,10 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, schedule: Schedule, rotary: RotaryTable | None, added: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The hidden states (total, dim), and a tensor of that shape to add to them or None -> both for the next block.
+        """Returns the hidden states, and a tensor that the next block must add to them or None.
 
-        A block that is given something to add leaves its own last addition to the next block's norm.
+        x, added: (total, dim). If `added` is given, this block adds it first, and leaves its own last addition to the
+        next block.
         """
         if added is not None:
             return self._adds_later(x, schedule, rotary, added)
@@ -222,16 +225,16 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         x, normed = add_and_norm(x, added, self.attention_norm, keep_sum=True)
         y = self.attention_post_norm(self.attention(normed, schedule, rotary))
-        x, normed = add_and_norm(x, y, self.ffn_norm, keep_sum=False)  # the first one keeps this x
+        x, normed = add_and_norm(x, y, self.ffn_norm, keep_sum=False)  # the first add_and_norm saved this x
         return x, self.ffn_post_norm(self.ffn(normed))
 
 
 class SelfAttention(nn.Module):
-    """Projections around the attention that is handed in.
+    """The projections before and after an attention function.
 
-    Queries, keys and values come from one matrix, so that under autocast one rounded copy of x is kept for the
-    backward, not three. Attention gets all three in one dtype.
-    rotates: whether the layer has RoPE. checkpointed: whether its block is computed again for the backward.
+    One matrix computes queries, keys and values, so that autocast keeps one rounded copy of x for the backward instead
+    of three. Queries, keys and values have one dtype.
+    rotates: whether the layer has RoPE. checkpointed: whether activation checkpointing recomputes the block.
     """
 
     def __init__(self, config: ModelConfig, attention: Attention, *, rotates: bool, checkpointed: bool) -> None:
@@ -245,10 +248,10 @@ class SelfAttention(nn.Module):
         self.attention = attention
         self.split_heads = _head_splitter(config.qk_norm, rotates, checkpointed)
         scores = {"softmax_scale": config.extras.softmax_scale, "softcap": config.extras.softcap}
-        self.scores = {name: value for name, value in scores.items() if value}  # an attention need not know of others
+        self.scores = {name: value for name, value in scores.items() if value}  # an attention may lack unused options
 
     def forward(self, x: Tensor, schedule: Schedule, rotary: RotaryTable | None) -> Tensor:
-        """x (total, dim) -> the same."""
+        """Shapes: x (total, dim) -> (total, dim)."""
         qkv = self.qkv(x).unflatten(-1, (sum(self.heads), -1))
         q, k, v = self.split_heads(self, qkv, rotary)
         return self.out(self.attention(q, k, v, schedule, **self.scores).flatten(1))
@@ -268,19 +271,19 @@ def _split(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None) -> QKV
 
 
 def _rotated(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None) -> QKV:
-    """q, k and v stay views of one buffer, which is all that is kept of them."""
+    """Rotates q and k. q, k and v are views of one new buffer, the only tensor that is saved."""
     assert rotary is not None
     q, k, v = rotate_qkv(qkv, layer.heads, rotary.cos, rotary.sin)
     return q, k, v
 
 
 def _rotated_first(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None) -> QKV:
-    """Also views of one buffer."""
+    """Rotates q and k and then splits the buffer. q, k and v are views of it."""
     assert rotary is not None
     return _split(layer, rotate_heads(qkv, rotary.cos, rotary.sin, layer.heads[0] + layer.heads[1]), None)
 
 
-# compiled in a checkpoint, torch 2.11 would keep q, k and v because an autograd.Function returns them
+# in a compiled checkpoint, torch 2.11 would save q, k and v, because an autograd.Function returns them
 _rotated_in_checkpoint = EagerOrCompiled(_rotated, _rotated_first)
 
 
@@ -298,7 +301,7 @@ def _normed_and_rotated(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable |
 
 
 def _norm(norm: NormModule | None, x: Tensor) -> Tensor:
-    """In the dtype of the norm's weight."""
+    """Applies a norm in the dtype of its weight."""
     assert norm is not None
     y: Tensor = norm(x.to(norm.weight.dtype))
     return y
@@ -306,7 +309,7 @@ def _norm(norm: NormModule | None, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SoftCappedLoss:
-    """`loss` of logits under a soft cap. The backward computes each chunk of logits again."""
+    """Computes `loss` with a soft cap on the logits. The backward recomputes each chunk of logits."""
 
     loss: LinearCrossEntropy
     softcap: float
@@ -316,7 +319,7 @@ class SoftCappedLoss:
         return self.loss.chunk_size
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """Shapes and result as in LinearCrossEntropy."""
+        """Returns the loss. Shapes are those of LinearCrossEntropy."""
         chunks = zip(hidden.split(self.chunk_size), labels.split(self.chunk_size), strict=True)
         loss = partial(self._of_chunk, weight)
         return torch.stack(
@@ -324,7 +327,7 @@ class SoftCappedLoss:
         ).sum()
 
     def _of_chunk(self, weight: Tensor, hidden: Tensor, labels: Tensor) -> Tensor:
-        """hidden (tokens, dim), labels (tokens,) -> () fp32."""
+        """Returns the loss of one chunk. Shapes: hidden (tokens, dim), labels (tokens,) -> () fp32."""
         logits = soft_capped(F.linear(hidden, weight).float(), self.softcap)
         smoothing, z_loss = self.loss.label_smoothing, self.loss.z_loss
         loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=smoothing)

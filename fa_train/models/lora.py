@@ -1,8 +1,9 @@
-"""LoRA and QLoRA: the model's weights are frozen, in 4 bits if wanted, and a product of two thin matrices is trained
-beside each (arXiv:2106.09685, arXiv:2305.14314).
+"""LoRA and QLoRA adapters (arXiv:2106.09685, arXiv:2305.14314).
 
-Names and files are peft's: an adapter that is saved here loads there, and the reverse. Matrices that this repository
-keeps in one (queries, keys and values; gate and values) have an adapter for each part, as their checkpoints have.
+The model's weights are frozen, and quantized to 4 bits for QLoRA. For each matrix, the product of two low-rank
+matrices is trained and added. Names and files are those of peft: either library can load an adapter that the other
+saved. The GPT stores some matrices of a checkpoint as one, such as queries, keys and values. Each part has a separate
+adapter, as in peft.
 """
 
 import json
@@ -29,31 +30,30 @@ from fa_train.models.hf.weights import Place, read_json
 from fa_train.private_names import TESTED
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of every tensor in peft's files
+PREFIX = "base_model.model."  # the prefix of every tensor name in peft's files
 ALL_LINEAR = "all-linear"
-BLOCK, SCALER_BLOCK = 64, 256  # weights that share a scale, scales that share another: QLoRA's and torchao's own
-NF4_PARTS = ("quantized_scalers", "quantization_factor", "scaler_mean", "nf4")  # beside quantized_data, the weight
+BLOCK, SCALER_BLOCK = 64, 256  # elements per scale and scales per second-level scale, as in QLoRA and torchao
+NF4_PARTS = ("quantized_scalers", "quantization_factor", "scaler_mean", "nf4")  # the tensors in addition to the codes
 
 
 def whole_model(model: GPT) -> GPT:
-    """adapter=none: the model itself, all of whose weights are trained."""
+    """Returns the model unchanged, for adapter=none. All weights are trained."""
     return model
 
 
 @dataclass(frozen=True)
 class LoRA:
-    """Called with a model, freezes it, adds adapters to linear layers of its blocks and returns it.
+    """The settings of LoRA adapters. Calling an instance with a model freezes it and adds adapters to linear layers.
 
-    r: columns of B and rows of A. lora_alpha: B A is multiplied by lora_alpha / r, or lora_alpha / sqrt(r) if
-    use_rslora (arXiv:2312.03732). lora_dropout: the probability that an adapter does not see a number of its input.
-    target_modules: Hugging Face's names, such as q_proj, or their last parts with dots; all-linear for all of the
-    blocks; any other string is a regular expression for whole names. quantization: nf4 for the blocks' weights in 4
-    bits by torchao, None as they are. path: a folder with an adapter to go on from, whose own r, lora_alpha, use_rslora
-    and target_modules then replace those given here.
-    A is drawn as in the paper's code, uniformly as nn.Linear's weight; B is 0, so that training starts from the model.
-    A and B are fp32 whatever trainer.precision is, as in peft: bf16 would lose their small updates. They are rounded
-    for the products.
-    Raises: ValueError on numbers out of range, on names that no layer has, and where torchao is needed and missing.
+    r: the rank, the columns of B and the rows of A. lora_alpha: B A is multiplied by lora_alpha / r, or by
+    lora_alpha / sqrt(r) with use_rslora (arXiv:2312.03732). lora_dropout: the dropout probability of adapter inputs.
+    target_modules: a list of Hugging Face's names, such as q_proj, or ends of names after a dot; "all-linear"
+    for all linear layers of the blocks; any other string is a regular expression for whole names.
+    quantization: "nf4" quantizes the blocks' weights to 4 bits with torchao; None does not.
+    path: the folder of an adapter to continue training. Its r, lora_alpha, use_rslora and target_modules replace these.
+    A is initialised like nn.Linear's weight. B is 0, so that training starts from the base model. A and B are always
+    fp32, as in peft, because bf16 would lose small updates. They are rounded for matrix products.
+    Raises: ValueError if a setting is out of range, no layer has one of the names, or torchao is needed and missing.
     """
 
     r: PositiveInt
@@ -78,11 +78,11 @@ class LoRA:
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied by."""
+        """The factor of B A."""
         return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
     def targets(self, name: str) -> bool:
-        """Whether the module that Hugging Face calls `name` has an adapter, by peft's rules."""
+        """Returns whether the module with this Hugging Face name gets an adapter, by peft's rules."""
         if self.target_modules == ALL_LINEAR:
             return True
         if isinstance(self.target_modules, str):
@@ -111,7 +111,7 @@ class LoRA:
         return model
 
     def _require_names(self, names: Sequence[str]) -> None:
-        """Each of target_modules must be of use."""
+        """Checks that each of target_modules matches a module. Raises: ValueError if one does not."""
         if isinstance(self.target_modules, str):
             useless = [] if any(map(self.targets, names)) else [self.target_modules]
         else:
@@ -121,7 +121,7 @@ class LoRA:
             raise ValueError(f"adapter.target_modules must be of {known} or {ALL_LINEAR}; got {', '.join(useless)}")
 
     def _require_no_recomputation(self, model: GPT) -> None:
-        """Blocks compute their forward again without the random numbers of the first time."""
+        """Checks that no block with dropout is recomputed, because recomputation draws other random numbers."""
         memory = model.memory
         if self.lora_dropout and (memory.checkpointing != "none" or memory.mlp_chunk):
             raise ValueError(
@@ -131,11 +131,12 @@ class LoRA:
 
 
 class LoRALinear(nn.Linear):
-    """x W^T + scale (x A^T) B^T on the rows of W that an adapter is for; W and the bias are frozen.
+    """A frozen linear layer with adapters, quantized weights, or both. Computes x W^T + scale * (x A^T) B^T.
 
-    lora_A, lora_B: by the last part of Hugging Face's name of the rows, (r, in_features) and (rows, r), fp32.
-    Without adapters, or with quantization=None, the other half of that. In 4 bits, `weight` holds the codes of two
-    numbers a byte, (out_features * in_features / 2,), and `nf4` the scales, as torchao's NF4Tensor has them.
+    lora_A, lora_B: (r, in_features) and (rows, r) fp32, by the last part of the rows' name in Hugging Face's model. An
+    adapter covers only its rows of W.
+    With 4-bit weights, `weight` holds the codes, (out_features * in_features / 2,) uint8 with two codes per byte. `nf4`
+    holds the scales, as in torchao's NF4Tensor.
     """
 
     def __init__(self, linear: nn.Linear, path: str, parts: Mapping[str, Place], settings: LoRA) -> None:
@@ -144,7 +145,7 @@ class LoRALinear(nn.Linear):
         self.settings = settings
         self.names = {name.rpartition(".")[2]: name for name in parts}
         self.rows = {name.rpartition(".")[2]: place.rows for name, place in parts.items()}
-        self.transposed = any(place.transposed for place in parts.values())  # in its checkpoint, GPT-2's
+        self.transposed = any(place.transposed for place in parts.values())  # GPT-2's checkpoints store it as (in, out)
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         device = linear.weight.device
         for name, rows in self.rows.items():
@@ -160,9 +161,9 @@ class LoRALinear(nn.Linear):
                 self.nf4[name] = nn.Parameter(tensor, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (total, in_features) -> (total, out_features)."""
+        """Shapes: (total, in_features) -> (total, out_features)."""
         if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # once, for W and all A
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # one copy for W and all A
         y = self._base(x)
         if not self.lora_A:
             return y
@@ -171,14 +172,14 @@ class LoRALinear(nn.Linear):
         return torch.addmm(y, F.linear(seen, down.to(x.dtype)), up.to(x.dtype).T)
 
     def dense_weight(self) -> Tensor:
-        """(out_features, in_features) without adapters, in the dtype that it has or was quantised from."""
+        """Returns the weight without adapters, (out_features, in_features), in its dtype before quantization."""
         if not self.nf4:
             return self.weight
         codes = [self.weight, *(self.nf4[name] for name in NF4_PARTS)]
         return nf4_weight(*codes, self.out_features, self.in_features)
 
     def merged(self) -> nn.Linear:
-        """A plain layer that computes the same, its sum taken in fp32 at least."""
+        """Returns a plain layer with the adapters added to its weight. The sum is computed in fp32 or higher."""
         linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
         weight = self.dense_weight().detach()
         if self.lora_A:
@@ -194,7 +195,7 @@ class LoRALinear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        """All A below each other, and all B times the scale on the diagonal: one product each, whatever the parts."""
+        """Concatenates all A, and puts all scaled B on a block diagonal. Each then needs only one matrix product."""
         down = torch.cat([self.lora_A[name] for name in self.rows])
         blocks, end = [], 0
         for name, rows in self.rows.items():
@@ -203,7 +204,7 @@ class LoRALinear(nn.Linear):
         return down, torch.block_diag(*blocks, down.new_zeros(self.out_features - end, 0))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LoRALinear":
-        """Adapters and scales follow the module to its device, but stay in fp32 where trainer.precision=bf16-true."""
+        """Moves adapters and scales to the module's device, but keeps their dtype with trainer.precision=bf16-true."""
 
         def keeping_dtype(x: Tensor) -> Tensor:
             moved = fn(x)
@@ -216,7 +217,7 @@ class LoRALinear(nn.Linear):
 
 
 class _NF4Linear(torch.autograd.Function):
-    """x W^T that keeps W in 4 bits for the backward, which computes the dense one again."""
+    """Computes x W^T and saves W in 4 bits. The backward dequantizes W again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
@@ -241,7 +242,10 @@ def nf4_weight(
     out_features: int,
     in_features: int,
 ) -> Tensor:
-    """(out_features, in_features) in nf4's dtype. An operator, as torch.compile cannot look into torchao's tensor."""
+    """Dequantizes a weight to (out_features, in_features), in the dtype of nf4.
+
+    This is an operator, because torch.compile cannot trace torchao's tensor class.
+    """
     from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor, SubclassTensorArgs
 
     shape, n_blocks = torch.Size((out_features, in_features)), quantized_scalers.numel()
@@ -265,10 +269,11 @@ def _nf4_weight_fake(
 
 
 def quantised(weight: Tensor, what: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """The codes of a matrix in NF4, two a byte, and its scales by the names in NF4_PARTS; on meta of the same shapes.
+    """Quantizes a matrix to NF4. Returns its codes, two per byte, and its scales by the names in NF4_PARTS.
 
-    Scales are quantised too ("double quantization"), 256 in a block or as many below that as divide them evenly.
-    Raises: ValueError where torchao is missing, and on a matrix that blocks of 64 numbers do not fill.
+    Scales are quantized too ("double quantization"), in blocks of 256 or the largest smaller size that divides their
+    number. A weight on the meta device gives results on the meta device. what: the weight's name, for errors.
+    Raises: ValueError if torchao is missing, or the number of elements is not a multiple of 64.
     """
     if weight.numel() % BLOCK:
         raise ValueError(f"adapter.quantization=nf4 needs matrices of a multiple of {BLOCK} numbers; {what} has "
@@ -294,7 +299,7 @@ def quantised(weight: Tensor, what: str) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def require_torchao() -> None:
-    """ValueError unless torchao has the 4-bit tensors that QLoRA needs."""
+    """Checks that torchao is installed and has the 4-bit tensors for QLoRA. Raises: ValueError if not."""
     try:
         from torchao.quantization import to_nf4  # noqa: F401  seconds to import
         from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import (  # noqa: F401
@@ -307,7 +312,7 @@ def require_torchao() -> None:
 
 
 def adapted(model: GPT) -> Iterator[tuple[str, LoRALinear]]:
-    """The layers that LoRA has changed, by their paths in the model."""
+    """Returns the LoRA layers of a model, with their paths."""
     return ((path, module) for path, module in model.named_modules() if isinstance(module, LoRALinear))
 
 
@@ -333,7 +338,7 @@ def adapters_of(model: GPT) -> Adapters | None:
 
 
 def adapter_tensors(model: GPT) -> dict[str, nn.Parameter]:
-    """A and B of every adapter, by peft's names."""
+    """Returns A and B of every adapter, by peft's names."""
     return {
         f"{PREFIX}{name}.{kind}.weight": matrices[part]
         for _, linear in adapted(model)
@@ -343,7 +348,7 @@ def adapter_tensors(model: GPT) -> dict[str, nn.Parameter]:
 
 
 def merge(model: GPT) -> GPT:
-    """The model with plain layers again, adapters added to their weights; those in 4 bits are written out."""
+    """Replaces LoRA layers with plain layers, in place. Adds adapters to the weights, and dequantizes 4-bit weights."""
     for path, linear in list(adapted(model)):
         parent, _, attribute = path.rpartition(".")
         setattr(model.get_submodule(parent), attribute, linear.merged())
@@ -352,10 +357,10 @@ def merge(model: GPT) -> GPT:
 
 
 def save_adapter(model: GPT, folder: str | Path, base: str | None) -> None:
-    """Writes what peft.PeftModel.from_pretrained reads; `base` is the folder or name of the model below it.
+    """Saves the adapters in the format of peft.PeftModel.from_pretrained. base: the base model's folder or hub name.
 
-    adapter_config.json is written last: a folder whose writing failed has none.
-    Raises: ValueError on a model without adapters and on a folder that holds one.
+    adapter_config.json is written last, so an incomplete folder has none.
+    Raises: ValueError if the model has no adapters, or the folder already contains an adapter.
     """
     folder = Path(folder)
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in adapter_tensors(model).items()}
@@ -388,9 +393,9 @@ def save_adapter(model: GPT, folder: str | Path, base: str | None) -> None:
 
 
 def load_adapter(model: GPT, folder: Path) -> None:
-    """A and B of a peft adapter into a model that has adapters of the same settings.
+    """Loads a peft adapter into a model whose adapters have the same settings.
 
-    Raises: ValueError on tensors that are missing, of other shapes or of modules that have no adapter here.
+    Raises: ValueError if a tensor is missing, has a wrong shape, or belongs to a module without an adapter.
     """
     path = folder / ADAPTER_WEIGHTS
     try:
@@ -410,7 +415,8 @@ def load_adapter(model: GPT, folder: Path) -> None:
             places[name].copy_(tensor)
 
 
-# of adapter_config.json: what is read, what may have any value, and what must be as given; all others must be unset
+# the fields of adapter_config.json: those that are read, those that may have any value, and required values;
+# all other fields must be unset
 READ = {"r", "lora_alpha", "use_rslora", "target_modules"}
 IRRELEVANT = {
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "fan_in_fan_out", "inference_mode",
@@ -421,12 +427,12 @@ REQUIRED: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none",),
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change the frozen weights too
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # other values change the frozen weights
 }
 
 
 def _settings(folder: Path, own: LoRA) -> LoRA:
-    """`own` with what a folder's adapter_config.json says instead."""
+    """Returns `own` with the settings in a folder's adapter_config.json. Raises: ValueError if one is unsupported."""
     path = folder / ADAPTER_CONFIG
     if not path.exists():
         raise ValueError(f"adapter.path must be a folder with {ADAPTER_CONFIG}; got {folder}")
@@ -445,7 +451,7 @@ def _settings(folder: Path, own: LoRA) -> LoRA:
 
 
 def _linears(model: GPT) -> dict[str, dict[str, Place]]:
-    """The linear layers of the blocks by their paths: Hugging Face's names of their rows, and where those are."""
+    """Returns the linear layers of the blocks by their paths, each with the names and places of its parts."""
     modules = dict(model.named_modules())
     linears: dict[str, dict[str, Place]] = {}
     for name, place in tensor_places(model).items():

@@ -9,7 +9,7 @@ from fa_train.models.config import ModelConfig
 
 
 class OffsetRMSNorm(nn.Module):
-    """RMSNorm that multiplies by 1 + weight, in fp32 (Gemma, arXiv:2403.08295)."""
+    """An RMSNorm in fp32 that multiplies by 1 + weight (Gemma, arXiv:2403.08295)."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class OffsetRMSNorm(nn.Module):
         nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., dim) -> the same."""
+        """Shapes: (..., dim) -> (..., dim)."""
         return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).type_as(x)
 
 
@@ -29,14 +29,14 @@ NormModule = nn.RMSNorm | nn.LayerNorm | OffsetRMSNorm
 
 
 def build_norm(config: ModelConfig, dim: int) -> NormModule:
-    """A norm over `dim` channels."""
+    """Builds the config's norm over `dim` channels."""
     if config.norm == "layernorm":
         return nn.LayerNorm(dim, eps=config.norm_eps, bias=config.bias)
     return (nn.RMSNorm if config.norm == "rmsnorm" else OffsetRMSNorm)(dim, eps=config.norm_eps)
 
 
 def add_and_norm(x: Tensor, added: Tensor, norm: nn.Module, *, keep_sum: bool) -> tuple[Tensor, Tensor]:
-    """x + added and its norm, (total, dim) each; keep_sum as in fa_kernels.rmsnorm.add_rms_norm."""
+    """Returns x + added and its norm, (total, dim) each. keep_sum: see fa_kernels.rmsnorm.add_rms_norm."""
     if type(norm) is nn.RMSNorm and type(norm.weight) is nn.Parameter and norm.eps is not None:
         return add_rms_norm(x, added, norm.weight, norm.eps, compute_dtype(x), keep_sum=keep_sum)
     x = x + added
@@ -44,12 +44,12 @@ def add_and_norm(x: Tensor, added: Tensor, norm: nn.Module, *, keep_sum: bool) -
 
 
 def zeros_to_add(x: Tensor) -> Tensor:
-    """Zeros for the first block to add, which look to torch.compile like another block's FFN result."""
+    """Returns zeros for the first block to add, with the layout of an FFN's output: all blocks then share a graph."""
     zero = torch.zeros((), dtype=compute_dtype(x), device=x.device, requires_grad=x.requires_grad)
-    return zero.expand(x.shape).contiguous()  # not a leaf, because autograd would keep a leaf's gradient
+    return zero.expand(x.shape).contiguous()  # not a leaf, because autograd accumulates the gradient of a leaf
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of products with x: autocast's, or x's own."""
+    """Returns the dtype of matrix products with x: autocast's dtype, or x's dtype without autocast."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

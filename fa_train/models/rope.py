@@ -1,8 +1,8 @@
-"""Positions in a packed stream, and rotary embeddings of them (RoPE, arXiv:2104.09864).
+"""Positions in a packed stream, and rotary position embeddings (RoPE, arXiv:2104.09864).
 
-The layout is the half-split one of Hugging Face's Llama: channel i is rotated with channel i + head_dim / 2.
-A scaling stretches the frequencies, so that a model trained on short documents reads longer ones. Its fields carry the
-names of `rope_parameters` in Hugging Face's config.json.
+The layout is that of Hugging Face's Llama: channel i is rotated with channel i + head_dim / 2. A scaling changes the
+frequencies, so that a model trained on short documents can read longer ones. Its fields have the names of
+`rope_parameters` in Hugging Face's config.json.
 """
 
 import math
@@ -16,28 +16,28 @@ from torch import Tensor
 
 
 class RotaryTable(NamedTuple):
-    """cos and sin (total, head_dim / 2) fp32: built once a forward pass, shared by all layers."""
+    """cos and sin of the rotation angles, (total, head_dim / 2) fp32. All layers of a forward pass share them."""
 
     cos: Tensor
     sin: Tensor
 
 
 class RopeScaling(ABC):
-    """How the frequencies theta ** (-2i / head_dim), in radians a token, change."""
+    """A rule that changes the frequencies theta ** (-2i / head_dim), which are in radians per token."""
 
     @abstractmethod
     def frequencies(self, theta: float, head_dim: int, position_ids: Tensor) -> Tensor:
-        """(head_dim / 2,) fp64, or (total, head_dim / 2) where they differ from token to token."""
+        """Returns the frequencies, (head_dim / 2,) fp64, or (total, head_dim / 2) if they differ between tokens."""
 
     @property
     def magnitude(self) -> float:
-        """What cos and sin are multiplied by; the scores grow by its square."""
+        """The factor of cos and sin. Attention scores are multiplied by its square."""
         return 1.0
 
 
 @dataclass(frozen=True)
 class LinearScaling(RopeScaling):
-    """Positions divided by factor (Position Interpolation, arXiv:2306.15595)."""
+    """Divides positions by `factor` (Position Interpolation, arXiv:2306.15595)."""
 
     factor: float
 
@@ -47,10 +47,11 @@ class LinearScaling(RopeScaling):
 
 @dataclass(frozen=True)
 class DynamicNTKScaling(RopeScaling):
-    """theta grows with the token's own document, once that is longer than what the model was trained on.
+    """Increases theta for documents that are longer than the original length.
 
-    Units: original_max_position_embeddings in tokens. Source: transformers' rope_type dynamic, after "NTK-aware scaled
-    RoPE" (arXiv:2309.00071, appendix B.1); there the longest row of the batch counts, here each document for itself.
+    original_max_position_embeddings: in tokens.
+    Source: transformers' rope_type=dynamic, after "NTK-aware scaled RoPE" (arXiv:2309.00071, appendix B.1).
+    transformers uses the longest row of the batch; this class uses the length of each token's own document.
     """
 
     factor: float
@@ -65,11 +66,11 @@ class DynamicNTKScaling(RopeScaling):
 
 @dataclass(frozen=True)
 class YarnScaling(RopeScaling):
-    """Slow channels interpolated, fast ones kept, a ramp between (YaRN, arXiv:2309.00071, section 3.2).
+    """Interpolates low frequencies and keeps high ones, with a linear ramp between (YaRN, arXiv:2309.00071, sec. 3.2).
 
-    Units: original_max_position_embeddings in tokens; beta_fast, beta_slow in turns within them, where the ramp begins
-    and ends. attention_factor None is the paper's 0.1 ln(factor) + 1, or what mscale and mscale_all_dim make of it.
-    truncate rounds the ramp's ends to whole channels.
+    original_max_position_embeddings: in tokens. beta_fast, beta_slow: the ends of the ramp, in rotations over the
+    original length. truncate: rounds the ends of the ramp to whole channels.
+    attention_factor: None means 0.1 * ln(factor) + 1 as in the paper, modified by mscale and mscale_all_dim.
     """
 
     factor: float
@@ -103,7 +104,7 @@ class YarnScaling(RopeScaling):
         return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
 
     def _channel_of(self, turns: float, theta: float, head_dim: int) -> float:
-        """The channel that turns so often within the original length."""
+        """Returns the channel that makes `turns` rotations over the original length."""
         return (
             head_dim * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
         )
@@ -111,9 +112,10 @@ class YarnScaling(RopeScaling):
 
 @dataclass(frozen=True)
 class Llama3Scaling(RopeScaling):
-    """Channels of long wavelength divided by factor, those of short kept, a ramp between.
+    """Divides low frequencies by `factor` and keeps high ones, with a linear ramp between.
 
-    Units: original_max_position_embeddings in tokens; low_freq_factor, high_freq_factor in turns within them.
+    original_max_position_embeddings: in tokens. low_freq_factor, high_freq_factor: the ends of the ramp, in rotations
+    over the original length.
     Source: github.com/meta-llama/llama-models, models/llama3/model.py, apply_scaling.
     """
 
@@ -131,7 +133,7 @@ class Llama3Scaling(RopeScaling):
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotation of one layer's queries and keys: its base theta, and how the frequencies are scaled."""
+    """The rotation of queries and keys in one layer: its base theta, and the scaling of its frequencies."""
 
     theta: float
     scaling: RopeScaling | None
@@ -146,13 +148,13 @@ SCALINGS: dict[str, type[RopeScaling]] = {
 
 
 def rope_scaling(parameters: Mapping[str, Any], original_max_seq_len: int | None) -> RopeScaling | None:
-    """From `rope_type` and its fields, as config.json has them; rope_type default is no scaling, None.
+    """Builds a scaling from the fields of `rope_parameters` in config.json. Returns None for rope_type=default.
 
-    Units: original_max_seq_len in tokens, for a scaling that needs the trained length and does not say it.
-    Raises: ValueError on an unknown rope_type, and on missing, unknown and impossible fields.
+    original_max_seq_len: the trained length in tokens, used if the parameters do not contain it.
+    Raises: ValueError if rope_type is unknown, or a field is missing, unknown or out of range.
     """
     given = dict(parameters)
-    kind = given.pop("type", None)  # its name before transformers 4.43
+    kind = given.pop("type", None)  # the name of rope_type before transformers 4.43
     kind = given.pop("rope_type", kind)
     if kind != "default" and kind not in SCALINGS:
         raise ValueError(f"rope_scaling.rope_type must be one of default, {', '.join(SCALINGS)}; got {kind}")
@@ -177,20 +179,23 @@ def rope_scaling(parameters: Mapping[str, Any], original_max_seq_len: int | None
 
 
 def document_positions(cu_seqlens: Tensor | None, total: int, device: torch.device) -> Tensor:
-    """(total,) int64: each token's position in its document; cu_seqlens (n_docs + 1,) int32, None is one document.
+    """Returns each token's position in its document, (total,) int64.
 
-    Tokens past the last document count on from its end as one more.
+    cu_seqlens: (n_docs + 1,) int32; None means one document. Tokens after the last document form one more document.
     """
     token = torch.arange(total, device=device)
     if cu_seqlens is None:
         return token
-    # how many documents end at or before the token; zero-length ones are stepped over
+    # the number of documents that end at or before the token, including empty ones
     document = torch.searchsorted(cu_seqlens[1:].contiguous(), token.to(torch.int32), right=True)
     return token - cu_seqlens[document]
 
 
 def last_positions(position_ids: Tensor) -> Tensor:
-    """(total,) -> (total,): where the run of positions that each token stands in ends; a run counts up by one."""
+    """Returns the last position of each token's document. Positions within a document increase by 1.
+
+    Shapes: (total,) -> (total,).
+    """
     total = position_ids.shape[0]
     token = torch.arange(total, device=position_ids.device)
     ends = torch.ones_like(token, dtype=torch.bool)
@@ -200,14 +205,14 @@ def last_positions(position_ids: Tensor) -> Tensor:
 
 
 def plain_frequencies(theta: float, head_dim: int, device: torch.device) -> Tensor:
-    """(head_dim / 2,) fp64: theta ** (-2i / head_dim) radians a token."""
+    """Returns theta ** (-2i / head_dim) for each pair of channels i, (head_dim / 2,) fp64, in radians per token."""
     return theta ** -_exponents(head_dim, device)
 
 
 def rotary_table(position_ids: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> RotaryTable:
-    """position_ids (total,) in tokens -> the table; frequency i is theta ** (-2i / head_dim) radians a token, scaled.
+    """Computes cos and sin of the rotation angles for position_ids, (total,).
 
-    Angles are fp64: at position one million an fp32 angle is off by up to 0.03 radians.
+    Angles are computed in fp64: at position one million, an fp32 angle has an error of up to 0.03 radians.
     """
     if scaling is None:
         frequencies, magnitude = plain_frequencies(theta, head_dim, position_ids.device), 1.0

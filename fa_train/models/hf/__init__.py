@@ -1,1 +1,1 @@
-"""Checkpoints of Hugging Face transformers, read and written."""
+"""Reads and writes checkpoints of Hugging Face transformers."""

@@ -1,6 +1,6 @@
-"""From a checkpoint of a run to a folder that transformers loads: weights, config, tokenizer and a model card.
+"""Exports a run's checkpoint to a folder for transformers: weights, config, tokenizer and a model card.
 
-A checkpoint is a file, or the folder that a sharded run writes; either is read into host memory, without a GPU.
+The checkpoint is a file, or a folder from a sharded run. It is read into host memory, without a GPU.
 """
 
 import re
@@ -20,7 +20,7 @@ from fa_train.models.lora import adapted, merge, save_adapter
 from fa_train.parallel.init_on_device import DrawnOn
 from fa_train.parallel.sharded_checkpoint import FolderReader, load_into, read_meta, require_whole, stored_weights
 
-# takes a vocabulary size; builds the run's model with its adapter from the run's seed, on torch's default device
+# builds the run's model and adapter for a vocabulary size, from the run's seed, on torch's default device
 Build = Callable[[int], GPT]
 CARD = """---
 {header}
@@ -46,22 +46,22 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 def export_run(
     checkpoint: Path, run: Path, build: Build, config: Mapping[str, Any], metrics: Mapping[str, float]
 ) -> list[Path]:
-    """Writes run/exported and, of a run with an adapter, run/exported_adapter for peft; returns their paths.
+    """Writes run/exported, and run/exported_adapter for peft if the run has an adapter. Returns their paths.
 
-    Each appears whole or not at all. config, metrics: as of `write`.
-    Raises: ValueError on any failure, naming the checkpoint, which stays as it is.
+    Each folder is written atomically. config, metrics: see `write`.
+    Raises: ValueError that names the checkpoint if anything fails. The checkpoint does not change.
     """
     folder, adapter_folder = run / "exported", run / "exported_adapter"
     unfinished = run / "exported.partial"
     written = []
     try:
         model, step = load(checkpoint, build)
-        # the adapter first: merging takes it out of the model
+        # the adapter first, because merging removes it from the model
         for target, adapter in [(adapter_folder, True)] * any(adapted(model)) + [(folder, False)]:
             write(model, step, unfinished, run.parent.name, config, metrics, adapter=adapter)
             unfinished.rename(target)
             written.append(target)
-    except Exception as error:  # whatever it is, hours of training are safe, and the user is told where
+    except Exception as error:  # any failure: tell the user that the checkpoint is intact
         shutil.rmtree(unfinished, ignore_errors=True)
         raise ValueError(
             f"the run is finished, but {folder} could not be written: {error}. "
@@ -81,17 +81,17 @@ def write(
     dtype: str | None = None,
     adapter: bool = False,
 ) -> None:
-    """Writes the folder; merges adapters into the model unless they alone are wanted.
+    """Writes the model, its tokenizer and a model card to `folder`. Adapters are merged into the model.
 
-    name: the run's, for the card; config: of which model, data, seq_len, batch_size and seed are read; metrics: the
-    run's newest, by name.
-    dtype None is what the base model is stored in, else what was trained.
-    adapter: only what LoRA trained, in fp32, not merged into the base model.
-    Raises: ValueError where only an adapter is wanted of a run that has none or in another dtype.
+    name: the run's name, for the card. config: the run's config; model, data, seq_len, batch_size and seed are read.
+    metrics: the run's latest metrics, by name.
+    dtype: the dtype of the weights; None means the base model's stored dtype, or the trained dtype without a base.
+    adapter: True writes only the adapter, in fp32, without merging it.
+    Raises: ValueError if adapter is True and the model has no adapter or dtype is set.
     """
     if adapter and dtype is not None:
         raise ValueError(f"an adapter is written in float32, without --dtype; got {dtype}")
-    if model.config.max_seq_len is None:  # RoPE counts from the rows that it was trained on
+    if model.config.max_seq_len is None:  # the length of the training rows
         model.config = replace(model.config, max_seq_len=config["seq_len"])
     tokenizer = tokenizer_of(config["data"])
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -108,8 +108,9 @@ def write(
 
 
 def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
-    """The trained model on the CPU, and the number of its optimizer steps. An adapter's base is read or drawn again.
+    """Loads a trained model to the CPU. Returns it and its number of optimizer steps.
 
+    The frozen base of an adapter is not in the checkpoint, so it is loaded or drawn again.
     Raises: CheckpointError if the checkpoint is damaged, does not fit the model of `build`, or is not finite.
     """
     require_whole(checkpoint)
@@ -130,7 +131,7 @@ def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
     if not all_finite(weights.values()):
         raise CheckpointError(f"{checkpoint} must have finite weights; got NaN or infinity. Choose an earlier one")
     if model.config.tied and reference is None:
-        weights["head.weight"] = weights["token_embedding.weight"]  # a sharded run stores one of the two
+        weights["head.weight"] = weights["token_embedding.weight"]  # a sharded run stores only one of them
     model.load_state_dict(weights, assign=True, strict=reference is None)
     if model.config.tied:
         model.head.weight = model.token_embedding.weight
@@ -140,7 +141,7 @@ def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
 def model_card(
     name: str, config: Mapping[str, Any], step: int, metrics: Mapping[str, float], parameters: int, adapter: bool
 ) -> str:
-    """What the model was trained on, for how long and how well, in Markdown."""
+    """Returns a model card in Markdown: the model's data, its training length and its losses."""
     pretrained = config["model"].get("pretrained")
     base = _without_folder(str(pretrained)) if pretrained else None
     title = f"{Path(base).name}, fine-tuned" if base else name
@@ -159,7 +160,9 @@ def model_card(
         "val/loss": ("Validation loss, nats a token", "{:.4f}"),
     }
     rows |= {label: form.format(metrics[key]) for key, (label, form) in measured.items() if key in metrics}
-    library = "peft" if adapter else "transformers"  # transformers loads an adapter's folder too, with peft installed
+    library = (
+        "peft" if adapter else "transformers"
+    )  # the card's transformers code also loads an adapter, if peft is installed
     header = [f"library_name: {library}", "pipeline_tag: text-generation"]
     if base is not None and is_hub_name(str(pretrained)):
         header.append(f"base_model: {base}")
@@ -168,7 +171,7 @@ def model_card(
 
 
 def tokenizer_of(data: Mapping[str, Any]) -> SavesTokenizer | None:
-    """The one that a run's `data` was read with, and its chat template; random tokens have none."""
+    """Returns the tokenizer of a run's `data`, with its chat template. Returns None for random tokens."""
     if data["_target_"].endswith(".synthetic_data"):
         return None
     if data.get("tokenizer") is None:
@@ -186,11 +189,15 @@ def tokenizer_of(data: Mapping[str, Any]) -> SavesTokenizer | None:
 
 
 def byte_tokenizer() -> SavesTokenizer:
-    """fa_train.data.tokens.tokenizer.ByteTokenizer as a tokenizer of transformers: the same ids."""
+    """Returns a transformers tokenizer with the ids of fa_train.data.tokens.tokenizer.ByteTokenizer."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    names = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}  # which follow the bytes in this order
+    names = {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+    }  # their ids follow the bytes, in this order
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
     vocabulary |= {name: 256 + i for i, name in enumerate(names.values())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
@@ -199,7 +206,7 @@ def byte_tokenizer() -> SavesTokenizer:
 
 
 def _empty(build: Build, checkpoint: Path, stored: Shapes) -> GPT:
-    """The model without weights."""
+    """Builds the model on the meta device, without weights."""
     embedding = stored.get(f"{PREFIX}token_embedding.weight")
     if embedding is None:
         raise CheckpointError(f"{checkpoint} must hold the weights of a GPT; it has no token_embedding.weight")
@@ -208,7 +215,7 @@ def _empty(build: Build, checkpoint: Path, stored: Shapes) -> GPT:
 
 
 def _base(build: Build, checkpoint: Path, reference: Mapping[str, Any]) -> GPT:
-    """The model with the weights that its adapter was trained on."""
+    """Builds the model with the base weights that its adapter was trained on."""
     drawn_on = reference["drawn_on"] or "cpu"
     if drawn_on == "cuda" and not torch.cuda.is_available():
         raise CheckpointError(f"{checkpoint} holds an adapter of weights that a GPU drew from a seed; it needs a GPU")
@@ -217,7 +224,7 @@ def _base(build: Build, checkpoint: Path, reference: Mapping[str, Any]) -> GPT:
 
 
 def _data(data: Mapping[str, Any]) -> str:
-    """The data that a run was trained on, without the folders of this machine."""
+    """Describes a run's training data, without folders of this machine."""
     kind = data["_target_"].rpartition(".")[2].removesuffix("_data")
     path, name = str(data.get("path") or ""), str(data.get("name") or "")
     if path.startswith("hf:"):
@@ -229,10 +236,10 @@ def _data(data: Mapping[str, Any]) -> str:
 
 
 def _without_folder(name: str) -> str:
-    """A Hub name as it is; for a path, its last part."""
+    """Returns a hub name as it is, and the last part of a path."""
     return name if is_hub_name(name) else Path(name).name
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether `name` has the form of a name on the Hugging Face Hub, and is no path on this machine."""
+    """Returns whether `name` has the form of a Hugging Face hub name and is not a path on this machine."""
     return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None and not Path(name).exists()

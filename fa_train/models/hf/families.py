@@ -1,7 +1,7 @@
-"""The families of Hugging Face checkpoints that are understood: what each one's config.json and tensors mean here.
+"""The supported families of Hugging Face checkpoints: how each one's config.json and tensors map to a GPT.
 
-A family is one model_type. Its fields of config.json are listed one by one: those that shape the model, those that may
-have one value only, and those that change nothing here. Whatever else stands in config.json is an error.
+A family is one model_type. It lists every field of config.json that is read, that must have a certain value, or that
+has no effect here. Any other field is an error.
 """
 
 import copy
@@ -21,10 +21,11 @@ from fa_train.models.rope import rope_scaling as parse_rope_scaling
 
 @dataclass(frozen=True)
 class Layout:
-    """What a family calls its tensors.
+    """The names of a family's tensors.
 
-    outer and inner map our modules to theirs, below the model and below one layer; where theirs are several, ours holds
-    them one below the other. transposed: linear weights of layers are (in, out).
+    outer, inner: map the GPT's modules to the checkpoint's modules, outside the layers and within one layer. If several
+    modules map to one, their rows are concatenated.
+    transposed: whether the checkpoint stores the layers' linear weights as (in, out).
     """
 
     layers: str
@@ -35,10 +36,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class CheckpointFamily:
-    """One model_type.
+    """One supported model_type.
 
-    read: the fields that `arguments` takes, from transformers' config object, for GPT's constructor.
-    required: fields of which one of these values only is supported. irrelevant: fields that change nothing here.
+    arguments: converts transformers' config object to the fields of ModelConfig. read: the fields that it uses.
+    required: the supported values of other fields. irrelevant: fields that have no effect here.
     """
 
     architecture: str
@@ -50,9 +51,9 @@ class CheckpointFamily:
 
 
 def text_part(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """config.json, or where the model sees images too (Gemma 3 from 4B on), that of its language model.
+    """Returns config.json, or the config of the language model if the model also reads images (Gemma 3 from 4B).
 
-    Images have no part here: what else such a config.json has is not read, and only the language model is exported.
+    The image part of such a config.json is ignored, and only the language model is exported.
     """
     if config.get("model_type") != WITH_IMAGES:
         return config
@@ -63,15 +64,15 @@ def text_part(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def understood(config: Mapping[str, Any], path: Path) -> tuple[CheckpointFamily, Any]:
-    """The family and transformers' config object, which knows each family's defaults and older spellings.
+    """Returns the family of a config.json and transformers' config object, which resolves defaults and old field names.
 
-    Every field of config.json must be known to the family, and those of one value must have it.
+    Raises: ValueError if a field is unknown to the family or has an unsupported value.
     """
     family = _family(config, path)
-    from transformers import AutoConfig  # seconds to import
+    from transformers import AutoConfig  # the import takes seconds
 
     try:
-        normalised = AutoConfig.for_model(**copy.deepcopy(dict(config)))  # it writes into what it is given
+        normalised = AutoConfig.for_model(**copy.deepcopy(dict(config)))  # for_model modifies its argument
     except (StrictDataclassError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     for name, supported in family.required.items():
@@ -83,7 +84,7 @@ def understood(config: Mapping[str, Any], path: Path) -> tuple[CheckpointFamily,
 
 
 def _family(config: Mapping[str, Any], path: Path) -> CheckpointFamily:
-    """By model_type; every field of config.json must be known to it."""
+    """Returns the family of a model_type. Raises: ValueError if it is unknown or config.json has an unknown field."""
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(f"{path}: model_type must be one of {', '.join(FAMILIES)}; got {model_type}")
@@ -100,7 +101,7 @@ def _family(config: Mapping[str, Any], path: Path) -> CheckpointFamily:
 
 
 def _llama(config: Any) -> dict[str, Any]:
-    """What all but GPT-2 share."""
+    """Returns the arguments that all families except GPT-2 share."""
     theta, scaling = _rope(config.rope_parameters, config.max_position_embeddings)
     return {
         "vocab_size": config.vocab_size,
@@ -175,7 +176,7 @@ def _gemma3(config: Any) -> dict[str, Any]:
     local_theta, local_scaling = _rope(by_kind["sliding_attention"], config.max_position_embeddings)
     if local_scaling is not None:
         raise ValueError(f"rope_parameters.sliding_attention must be unscaled; got {by_kind['sliding_attention']}")
-    if config.sliding_window is None:  # by which GPT tells the layers of local_rope_theta
+    if config.sliding_window is None:  # layers with a window use local_rope_theta
         raise ValueError("sliding_window must be a number of tokens; got null")
     config.rope_parameters = by_kind["full_attention"]
     arguments = _gemma2(config)
@@ -215,14 +216,14 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _rope(parameters: Mapping[str, Any], max_seq_len: int) -> tuple[float, dict[str, Any] | None]:
-    """theta, and the scaling as GPT takes it."""
+    """Returns theta and the RoPE scaling, as fields of ModelConfig."""
     fields = {name: value for name, value in parameters.items() if value is not None}
     theta, part = fields.pop("rope_theta"), fields.pop("partial_rotary_factor", 1.0)
     if part != 1.0:
         raise ValueError(f"partial_rotary_factor must be 1.0; got {part}")
     scaling = parse_rope_scaling(fields, max_seq_len)
     if isinstance(scaling, DynamicNTKScaling) and scaling.original_max_position_embeddings != max_seq_len:
-        raise ValueError(  # which transformers would not look at
+        raise ValueError(  # transformers would ignore this field
             f"original_max_position_embeddings of rope_type=dynamic must be max_position_embeddings={max_seq_len}; "
             f"got {scaling.original_max_position_embeddings}"
         )
@@ -230,7 +231,10 @@ def _rope(parameters: Mapping[str, Any], max_seq_len: int) -> tuple[float, dict[
 
 
 def scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
-    """The inverse of rope.rope_scaling; all fields but those that transformers does not know."""
+    """Converts a scaling to fields of config.json, the inverse of rope.rope_scaling.
+
+    Omits fields that transformers does not know.
+    """
     [kind] = [name for name, kind in SCALINGS.items() if type(scaling) is kind]
     fields = {name: value for name, value in vars(scaling).items() if value is not None}
     if isinstance(scaling, DynamicNTKScaling):
@@ -238,22 +242,22 @@ def scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
     return {"rope_type": kind} | fields
 
 
-# the model_type of a model that sees images too, and what its config.json says of both parts
+# the model_type of a model that also reads images, and the fields of its config.json that apply to both parts
 WITH_IMAGES = "gemma3"
 SHARED_WITH_IMAGES = (
     "dtype", "torch_dtype", "transformers_version", "tie_word_embeddings", "bos_token_id", "eos_token_id",
     "pad_token_id",
 )  # fmt: skip
-# of no weight to what the model computes
+# fields that do not change what the model computes
 IRRELEVANT = frozenset(
     {
-        # what the file is, and who wrote it
+        # metadata of the file
         "_name_or_path", "name_or_path", "_model_name_or_path", "_commit_hash", "architectures", "model_type", "dtype",
         "torch_dtype", "transformers_version", "is_llama_config", "transformers.js_config", "unsloth_version",
         "unsloth_fixed", "max_sequence_length",
-        # training from scratch; no dropout is applied here, whatever the checkpoint was trained with
+        # initialisation and dropout; dropout is never applied here
         "initializer_range", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
-        # how transformers runs it
+        # how transformers runs the model
         "use_cache", "cache_implementation", "_attn_implementation_autoset", "attn_implementation", "pretraining_tp",
         "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "return_dict", "torchscript",
         "reorder_and_upcast_attn", "tf_legacy_loss", "use_bfloat16", "pruned_heads", "output_past",
@@ -282,7 +286,7 @@ REQUIRED: dict[str, tuple[object, ...]] = {
     "rope_interleaved": (False,),
 }
 SILU = REQUIRED | {"hidden_act": ("silu",)}
-GELU_TANH = ("gelu_pytorch_tanh", "gelu_new")  # two names of one function
+GELU_TANH = ("gelu_pytorch_tanh", "gelu_new")  # two names for the same function
 
 READ_LLAMA = frozenset(
     {
@@ -352,7 +356,7 @@ FAMILIES = {
             "activation_function": GELU_TANH,
             "scale_attn_weights": (True,),
             "scale_attn_by_inverse_layer_idx": (False,),
-            "n_special": (0,),  # more tokens than the vocabulary's, before there was model_type
+            "n_special": (0,),  # extra tokens in very old checkpoints
         },
         frozenset({"n_ctx", "gradient_checkpointing"}),
     ),
@@ -412,7 +416,7 @@ FAMILIES = {
             "hidden_activation": GELU_TANH,
             "hidden_act": GELU_TANH,
             "use_bidirectional_attention": (False, None),
-            "attn_logit_softcapping": (None,),  # which transformers does not apply
+            "attn_logit_softcapping": (None,),  # transformers ignores this field
         },
     ),
 }  # fmt: skip

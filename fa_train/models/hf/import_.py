@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: into this repository's GPT by config.json alone, and back."""
+"""Loads Hugging Face checkpoints into a GPT and saves a GPT as one. config.json alone determines the model."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -21,12 +21,12 @@ from fa_train.models.rope import rope_scaling as parse_rope_scaling
 ATTENTIONS: dict[str, Attention] = {"flash": flash_attention, "sdpa": sdpa_attention, "naive": naive_attention}
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LOSS_CHUNK = 4096  # tokens, as conf/memory
-SHARD_BYTES = 5 * 10**9  # as large as transformers' own shards were for years
+LOSS_CHUNK = 4096  # tokens, as in conf/memory
+SHARD_BYTES = 5 * 10**9  # the long-time default of transformers
 
 
 class SavesTokenizer(Protocol):
-    """A transformers tokenizer, as far as an export needs it."""
+    """The interface of a transformers tokenizer that an export uses."""
 
     bos_token_id: int | None
     eos_token_id: int | None
@@ -47,17 +47,18 @@ def load_pretrained(
     loss: LinearCrossEntropy | None = None,
     memory: Memory | None = None,
 ) -> GPT:
-    """The model of a Hugging Face checkpoint, by its folder or its name on the hub.
+    """Loads the model of a Hugging Face checkpoint. pretrained: its folder or its name on the hub.
 
-    attention is flash, sdpa, naive or a callable. vocab_size is what the data's tokenizer needs, None is not checked.
-    dtype is that of the weights (float32, bfloat16, float16), None as they are stored. rope_scaling replaces the
-    checkpoint's own, with the keys of `rope_parameters` in config.json; None keeps it, rope_type: default removes it,
-    rope_type: null is the checkpoint's own kind, or yarn where it has none. rope_theta replaces its base. max_seq_len
-    is how many tokens the model must reach: a rope_scaling without a factor gets the one that does, and changes nothing
-    where the checkpoint reaches as far by itself. What they change is exported in config.json.
-    Weights come from disk one by one, each into its place on torch's default device; on meta none are read.
-    Raises: ValueError on a folder without a whole checkpoint, on fields of config.json and tensors that are not known,
-    on a vocabulary smaller than the data's, and on a max_seq_len that neither scaling nor base takes the model to.
+    attention: flash, sdpa, naive or a callable. vocab_size: the size that the data's tokenizer needs; None skips the
+    check. dtype: the dtype of the weights (float32, bfloat16, float16); None keeps the stored dtype.
+    rope_scaling: replaces the checkpoint's scaling, with the keys of `rope_parameters` in config.json. None keeps it,
+    rope_type "default" removes it, and rope_type None means the checkpoint's type, or yarn if it has none.
+    rope_theta: replaces the checkpoint's base.
+    max_seq_len: the number of tokens that the model must support. A rope_scaling without a factor gets the factor for
+    this length, and has no effect if the checkpoint already supports it. Exports write the changes to config.json.
+    Weights are read one by one to torch's default device. On the meta device none are read.
+    Raises: ValueError if the checkpoint is incomplete, config.json has an unsupported field, a tensor is unknown, the
+    vocabulary is too small, or scaling and base do not reach max_seq_len.
     """
     on_meta = torch.get_default_device().type == "meta"
     folder = _folder(str(pretrained), with_weights=not on_meta)
@@ -92,11 +93,11 @@ def save_pretrained(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes what transformers' AutoModelForCausalLM.from_pretrained reads, into a folder that is new or has no model.
+    """Saves a model in the format of transformers' AutoModelForCausalLM.from_pretrained.
 
-    dtype is that of the written weights, None as they are. Units: shard_bytes is the most that one file holds, unless a
-    single tensor is larger. config.json is written last: a folder whose writing failed has none.
-    Raises: ValueError on a folder that holds a model, and on a model that no family describes.
+    dtype: the dtype of the written weights; None keeps it. shard_bytes: the maximum size of a file, unless a single
+    tensor is larger. config.json is written last, so an incomplete folder has none.
+    Raises: ValueError if the folder already contains a model, or no supported family matches the model.
     """
     folder = Path(folder)
     if folder.exists() and (
@@ -116,7 +117,7 @@ def save_pretrained(
 
 
 def _arguments(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The fields of ModelConfig for what config.json describes; `path` is for the errors."""
+    """Returns the fields of ModelConfig for a config.json. path: its path, for errors."""
     family, normalised = understood(config, path)
     try:
         return family.arguments(normalised)
@@ -131,7 +132,10 @@ def _with_rope(
     theta: float | None,
     max_seq_len: int | None,
 ) -> dict[str, Any]:
-    """config.json with another scaling or base, in the form that it has, and the length that these reach."""
+    """Returns config.json with another RoPE scaling or base, and the length that these support.
+
+    Keeps the format of the fields, which differs between versions of transformers.
+    """
     _, normalised = understood(config, path)
     if not hasattr(normalised, "rope_parameters"):
         raise ValueError(
@@ -145,13 +149,15 @@ def _with_rope(
     parameters = normalised.rope_parameters["full_attention"] if by_kind else normalised.rope_parameters
     own = {name: value for name, value in parameters.items() if value is not None}
     own_theta = own.pop("rope_theta")
-    own.pop("partial_rotary_factor", None)  # which must be 1
+    own.pop("partial_rotary_factor", None)  # its value must be 1
     reach = normalised.max_position_embeddings
     original = own.get("original_max_position_embeddings", reach)
     asked = own if scaling is None else _asked_scaling(scaling, own, original, reach, max_seq_len)
     parsed = parse_rope_scaling(asked, original)
     fields: dict[str, Any] = {"rope_type": "default"} if parsed is None else scaling_fields(parsed)
-    is_dynamic = isinstance(parsed, DynamicNTKScaling)  # max_position_embeddings stays, as that is where it begins
+    is_dynamic = isinstance(
+        parsed, DynamicNTKScaling
+    )  # its scaling starts at max_position_embeddings, which therefore stays
     if asked is not own:
         reach = fields.get("original_max_position_embeddings", original)
         reach = reach if parsed is None or is_dynamic else round(reach * fields["factor"])
@@ -166,7 +172,7 @@ def _with_rope(
         return config
     config = copy.deepcopy(config)
     theta = own_theta if theta is None else float(theta)
-    if config.get("rope_parameters") is None:  # as before transformers 5
+    if config.get("rope_parameters") is None:  # the format before transformers 5
         config["rope_scaling"], config["rope_theta"] = None if parsed is None else fields, theta
     elif by_kind:
         config["rope_parameters"]["full_attention"] = fields | {"rope_theta": theta}
@@ -178,7 +184,7 @@ def _with_rope(
 def _asked_scaling(
     scaling: Mapping[str, Any], own: dict[str, Any], original: int, own_reach: int, max_seq_len: int | None
 ) -> dict[str, Any]:
-    """`scaling` with its kind and its factor where it leaves them out; `own` itself where there is no need of one."""
+    """Returns `scaling` with defaults for its rope_type and factor. Returns `own` if no scaling is needed."""
     asked = {name: value for name, value in scaling.items() if value is not None}
     kind = asked.get("rope_type", asked.get("type"))
     if "factor" not in asked and kind != "default" and max_seq_len is not None and max_seq_len <= own_reach:
@@ -188,14 +194,14 @@ def _asked_scaling(
         asked = (own if is_scaled else {"rope_type": "yarn"}) | asked
         if "factor" not in scaling:
             asked.pop("factor", None)
-            asked.pop("attention_factor", None)  # it belongs to the factor
+            asked.pop("attention_factor", None)  # depends on the factor
     if "factor" not in asked and kind != "default" and max_seq_len is not None:
         asked["factor"] = max_seq_len / asked.get("original_max_position_embeddings", original)
     return asked
 
 
 def _config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str, Any]:
-    """The origin's config.json, or one whose model is this one."""
+    """Returns the config.json of the model's origin, or one of a family that describes the model."""
     if model.origin is not None:
         return dict(model.origin.config)
     from transformers import __version__
@@ -213,7 +219,7 @@ def _config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str, Any]:
 
 
 def _candidates(model: ModelConfig, token_ids: Mapping[str, int | None]) -> Iterator[dict[str, Any]]:
-    """The config.json of families that may have this model."""
+    """Yields the config.json of each family that could describe the model."""
     common = {"vocab_size": model.vocab_size, "tie_word_embeddings": model.tied, **token_ids}
     yield common | {
         "model_type": "gpt2",
@@ -223,7 +229,7 @@ def _candidates(model: ModelConfig, token_ids: Mapping[str, int | None]) -> Iter
         "n_inner": model.ffn_dim,
         "n_positions": model.max_seq_len or 1,
         "layer_norm_epsilon": model.norm_eps,
-        # transformers would drop activations in training, as no one does today
+        # the defaults of transformers apply dropout in training
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
@@ -252,7 +258,7 @@ def _candidates(model: ModelConfig, token_ids: Mapping[str, int | None]) -> Iter
 
 
 def _signature(model: ModelConfig) -> dict[str, object]:
-    """All that decides what a model computes from its weights."""
+    """Returns everything that determines what a model computes from its weights."""
     norm_bias = model.bias if model.norm == "layernorm" else False
     family = model.extras
     return {
@@ -278,20 +284,20 @@ def _generation_config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str
 
 
 def _token_ids(tokenizer: SavesTokenizer | None) -> dict[str, int | None]:
-    """The special tokens that a checkpoint names; None where there are none, so that no family's own come in."""
+    """Returns the special tokens for config.json. A missing one is None, which overrides the family's default."""
     return {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def tensor_places(model: GPT) -> dict[str, Place]:
-    """Where each tensor stands in the model, by the name that its own family's checkpoints give it.
+    """Returns the place of each tensor in the model, by its name in the family's checkpoints.
 
-    Raises: ValueError on a model that no family describes.
+    Raises: ValueError if no supported family matches the model.
     """
     return places_of(model, FAMILIES[_config(model, None)["model_type"]].layout)
 
 
 def _folder(pretrained: str, with_weights: bool) -> Path:
-    """Where the checkpoint lies, fetched from the hub if that is where it is."""
+    """Returns the folder of a checkpoint. Downloads it from the hub if it is not a local folder."""
     if Path(pretrained).is_dir():
         return Path(pretrained)
     from huggingface_hub import snapshot_download

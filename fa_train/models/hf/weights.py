@@ -1,4 +1,4 @@
-"""The tensors of Hugging Face checkpoints: one by one from disk into a GPT, and back."""
+"""Reads the tensors of Hugging Face checkpoints one by one into a GPT, and writes them."""
 
 import json
 import os
@@ -21,7 +21,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Place:
-    """Where one tensor of a checkpoint stands in the model: rows of a parameter."""
+    """The place of a checkpoint's tensor in the model: rows of a parameter."""
 
     parameter: str
     rows: slice
@@ -29,7 +29,7 @@ class Place:
 
 
 def places_of(model: GPT, layout: Layout) -> dict[str, Place]:
-    """By the name of each tensor of the checkpoint, in the order of the layers; a tied head has none."""
+    """Returns the place of each tensor of a checkpoint by name, in the order of the layers. A tied head has none."""
     parameters = dict(model.named_parameters())
     modules: list[tuple[str, Sequence[str], bool]] = [(ours, (theirs,), False) for ours, theirs in layout.outer.items()]
     for i in range(model.config.n_layers):
@@ -53,7 +53,7 @@ def places_of(model: GPT, layout: Layout) -> dict[str, Place]:
 
 
 def _row_counts(model: GPT, module: str, rows: int, parts: int) -> list[int]:
-    """How the rows of a joined matrix are divided."""
+    """Returns how many rows of a joined matrix each part has."""
     if parts == 1:
         return [rows]
     if module.endswith("qkv"):
@@ -63,7 +63,10 @@ def _row_counts(model: GPT, module: str, rows: int, parts: int) -> list[int]:
 
 
 def read_weights(model: GPT, folder: Path, layout: Layout, dtype: torch.dtype | None) -> None:
-    """Every tensor of the checkpoint into its place, in `dtype` or its own."""
+    """Copies every tensor of a checkpoint into the model, in `dtype` or in its stored dtype.
+
+    Raises: ValueError if a tensor is missing, unknown, or has a wrong shape or dtype.
+    """
     places = places_of(model, layout)
     missing = set(places)
     for path, names in _shards(folder):
@@ -82,7 +85,7 @@ def read_weights(model: GPT, folder: Path, layout: Layout, dtype: torch.dtype | 
 
 
 def _put(model: GPT, place: Place, tensor: Tensor, dtype: torch.dtype | None, what: str) -> None:
-    """Copies into the place's rows; the first one to come makes the parameter."""
+    """Copies a tensor into its rows of a parameter. The first tensor of a parameter allocates it."""
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise ValueError(f"{what} must be of float32, bfloat16 or float16; got {tensor.dtype}: it is quantized")
     parent, _, kind = place.parameter.rpartition(".")
@@ -96,7 +99,7 @@ def _put(model: GPT, place: Place, tensor: Tensor, dtype: torch.dtype | None, wh
     if parameter.is_meta:
         parameter = nn.Parameter(torch.empty(parameter.shape, dtype=dtype or tensor.dtype))
         setattr(module, kind, parameter)
-    if dtype is None and tensor.dtype != parameter.dtype:  # of queries, keys and values, or gate and values
+    if dtype is None and tensor.dtype != parameter.dtype:  # parts of a joined matrix, such as queries and keys
         raise ValueError(
             f"{what} must be {parameter.dtype}, as what it is joined with, or choose a dtype; got {tensor.dtype}"
         )
@@ -105,17 +108,17 @@ def _put(model: GPT, place: Place, tensor: Tensor, dtype: torch.dtype | None, wh
 
 
 def _shape(shape: Sequence[int], place: Place) -> tuple[int, ...]:
-    """As the checkpoint has it."""
+    """Returns a shape in the checkpoint's order of dimensions."""
     return tuple(reversed(shape)) if place.transposed else tuple(shape)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that a checkpoint's weights are read from."""
+    """Returns the weight files of a checkpoint."""
     return [path for path, _ in _shards(folder)]
 
 
 def _shards(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
-    """The files of weights and the tensors to read from each, None for all."""
+    """Yields the weight files and the names of the tensors to read from each. None means all tensors."""
     if (folder / WEIGHTS).exists():
         yield folder / WEIGHTS, None
         return
@@ -133,7 +136,7 @@ def _shards(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
 
 
 def _tensors(path: Path, names: list[str] | None) -> Iterator[tuple[str, Tensor]]:
-    """One after the other, on the CPU."""
+    """Yields the names and tensors of a file one by one, on the CPU."""
     try:
         with safe_open(str(path), framework="pt", device="cpu") as shard:
             stored = set(shard.keys())
@@ -147,9 +150,10 @@ def _tensors(path: Path, names: list[str] | None) -> Iterator[tuple[str, Tensor]
 
 
 def _place_name(name: str, places: Mapping[str, Place], layout: Layout) -> str | None:
-    """Checkpoints of the model without its head, such as GPT-2's own, leave the first part of the name out.
+    """Finds a tensor's name in `places`. Returns None if it has no place.
 
-    Those that see images have another part in it, in older ones before the rest.
+    Checkpoints without a head, such as OpenAI's GPT-2, omit the first part of names. Checkpoints of models that also
+    read images have the additional part language_model.
     """
     prefixed = f"{layout.layers.partition('.')[0]}.{name}"
     candidates = name, prefixed, name.replace("language_model.", "", 1)
@@ -157,7 +161,7 @@ def _place_name(name: str, places: Mapping[str, Place], layout: Layout) -> str |
 
 
 def _is_unused(name: str, tied: bool) -> bool:
-    """Buffers that older versions of transformers saved, a second copy of a tied head, and what sees images."""
+    """Returns whether a tensor is ignored: an old buffer, a second copy of a tied head, or part of an image encoder."""
     buffers = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
     images = ("vision_tower.", "multi_modal_projector.")
     return (
@@ -168,7 +172,7 @@ def _is_unused(name: str, tied: bool) -> bool:
 
 
 def write_weights(model: GPT, folder: Path, layout: Layout, dtype: torch.dtype | None, shard_bytes: int) -> None:
-    """Shards of at most shard_bytes, and the index where they are several."""
+    """Writes the weights in files of at most shard_bytes, and an index if there are several files."""
     places = places_of(model, layout)
     parameters = dict(model.named_parameters())
     shards: list[dict[str, Place]] = [{}]
@@ -198,7 +202,7 @@ def write_weights(model: GPT, folder: Path, layout: Layout, dtype: torch.dtype |
 
 
 def _take(parameter: Tensor, place: Place, dtype: torch.dtype | None) -> Tensor:
-    """The inverse of _put."""
+    """Returns a tensor of the checkpoint from the model, the inverse of `_put`."""
     whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
     rows = whole.detach()[place.rows].to(dtype or whole.dtype).cpu()
     return (rows.T if place.transposed else rows).contiguous()
