@@ -1,4 +1,4 @@
-"""Configs of earlier versions: each `_target_` that they name is still found."""
+"""Each `_target_` in the configs of earlier versions can still be found."""
 
 import pytest
 from hydra.utils import get_object
@@ -7,7 +7,7 @@ import train
 from fa_train.compat import MOVED, moved_targets
 from tests.support.training import composed
 
-# all targets that the folder conf of commit 6f94392 names, after which modules moved
+# all targets in the folder conf of commit 6f94392, after which modules moved
 TARGETS = (
     "fa_train.callbacks.GracefulInterrupt",
     "fa_train.callbacks.Monitor",

@@ -1,4 +1,4 @@
-"""Every config composes and instantiates; a user's mistake is one clear line before anything is computed."""
+"""Every config composes and instantiates. A user's mistake gives a one-line error before anything is computed."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ NEEDED = {
 def options():
     for group in sorted(path for path in CONF.iterdir() if path.is_dir()):
         for file in sorted(group.glob("*.yaml")):
-            if group.name not in ("model", "experiment", "preset"):  # models are built by tests/models
+            if group.name not in ("model", "experiment", "preset"):  # tests/models builds the models
                 yield pytest.param(group.name, file.stem, id=f"{group.name}={file.stem}")
 
 

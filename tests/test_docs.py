@@ -1,4 +1,4 @@
-"""Pages run as they stand: fragments of Python are executed, commands are parsed, links lead somewhere."""
+"""Checks the pages: Python fragments run, commands parse, and links have a target."""
 
 import argparse
 import importlib
@@ -16,18 +16,18 @@ REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
 RESULTS = sorted((REPOSITORY / "scripts" / "results").glob("*.md"))
 GUIDES = [*PAGES, REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
-OWN_KEYS = re.compile(r"(workers|gpu_gib|host_gib)=")  # of scripts that otherwise take train.py's overrides
+OWN_KEYS = re.compile(r"(workers|gpu_gib|host_gib)=")  # options of scripts that take train.py's overrides otherwise
 
 
 def fragments(page: Path) -> list[str]:
-    """The fenced blocks of Python, each preceded by empty lines so that errors name the page's own line."""
+    """Returns the fenced Python blocks. Empty lines come first, so that errors name the line in the page."""
     text = page.read_text(encoding="utf-8")
     found = re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return ["\n" * text[: match.start(1)].count("\n") + match[1] for match in found]
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The words of each command in a code block or in backticks; … first stands for the command before."""
+    """Returns the words of each command in a code block or backticks. A leading … stands for the previous command."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     text = re.sub(r"^```python\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     found = re.findall(r"^(?:    )?((?:python3?|make|…) .+)$|`((?:python|make) [^`]+)`", text, re.MULTILINE)
@@ -47,11 +47,11 @@ def test_every_fragment_runs(page):
 
 
 class Parsed(Exception):
-    """The arguments of a script are right."""
+    """Raised once the arguments of a script have been accepted."""
 
 
 def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a command names a script, a target, an option or a setting that does not exist."""
+    """Fails if a command names a script, target, option or setting that does not exist."""
     if words[0] == "make":
         targets = re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
         assert words[1] in targets, f"make {words[1]}"
@@ -85,7 +85,7 @@ def test_every_command_names_what_exists(page, monkeypatch):
 
 
 def anchors(page: Path) -> set[str]:
-    """The names by which GitHub links to a page's headings."""
+    """Returns the anchors that GitHub makes for a page's headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

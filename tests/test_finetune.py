@@ -1,5 +1,5 @@
-"""experiment=finetune from chats and a checkpoint to an exported folder, beside transformers' own loop; and
-experiment=extend_context."""
+"""experiment=finetune, from chats and a checkpoint to an exported folder, compared with transformers' own training
+loop; and experiment=extend_context."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ STEPS = 12
 
 
 def write_base(folder: Path) -> Path:
-    """A tiny Llama with a tokenizer that has a chat template."""
+    """Saves a tiny Llama and a tokenizer with a chat template."""
     save_tokenizer(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -34,7 +34,7 @@ def write_base(folder: Path) -> Path:
 
 
 def settings(folder: Path) -> list[str]:
-    """Of a run of a second on rows of 64 tokens."""
+    """Returns overrides of a run that takes a second, on rows of 64 tokens."""
     chats = write_jsonl(folder / "chats.jsonl", many_chats())
     return [
         "experiment=finetune", "preset=cpu", f"data.path={chats}", f"model.pretrained={write_base(folder / 'base')}",
@@ -46,11 +46,11 @@ def settings(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module", params=["none", "lora"])
 def run(request, tmp_path_factory) -> Path:
-    """The folder of a finished run, by the command line."""
+    """Returns the folder of a run that has finished on the command line."""
     folder = tmp_path_factory.mktemp(request.param)
     done = command_line(folder, *settings(folder), f"adapter={request.param}", "optimizer.lr=0.02")
     assert done.returncode == 0, done.stderr
-    fit = done.stdout.split("done:")[0]  # on_fit_end prints that, when Lightning has taken the model off the GPU
+    fit = done.stdout.split("done:")[0]  # printed by on_fit_end, after Lightning has moved the model off the GPU
     assert "sample after 0 steps" in fit and f"sample after {STEPS} steps" in fit
     [finished] = (folder / "runs/finetune").iterdir()
     return finished
@@ -58,7 +58,7 @@ def run(request, tmp_path_factory) -> Path:
 
 def test_the_loss_falls_and_both_samples_are_kept(run):
     losses = list(column(run, "train/loss").values())
-    falls_to = 0.95 if "lora" in str(run) else 0.6  # adapters alone cannot teach random weights much
+    falls_to = 0.95 if "lora" in str(run) else 0.6  # adapters alone cannot improve random weights much
     assert len(losses) == STEPS and losses[-1] < falls_to * losses[0]
     first, last = (json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines())
     assert (first["step"], last["step"]) == (0, STEPS)
@@ -103,7 +103,7 @@ def test_an_export_that_fails_leaves_the_checkpoint_and_nothing_half(tmp_path, m
     def full(*args, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fa_train.models.hf.import_.write_json", full)  # the weights are written by then
+    monkeypatch.setattr("fa_train.models.hf.import_.write_json", full)  # by then the weights have been written
     overrides = ["max_steps=2", "trainer.val_check_interval=2", "adapter=lora"]
     with (
         composed(tmp_path / "run", *settings(tmp_path), *overrides) as cfg,

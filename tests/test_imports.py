@@ -1,4 +1,4 @@
-"""`fa_kernels` imports from any folder, and next to a package named `kernels`: Hugging Face publishes one."""
+"""`fa_kernels` imports from any folder, and alongside Hugging Face's package named `kernels`."""
 
 import os
 import subprocess
@@ -12,13 +12,13 @@ from setuptools import find_packages
 
 pytestmark = pytest.mark.xdist_group("imports")
 REPOSITORY = Path(__file__).parents[1]
-CHECKOUT = REPOSITORY, REPOSITORY / "kernels"  # what PYTHONPATH=.:kernels adds
-FOUND = find_spec("kernels")  # a folder has no origin
+CHECKOUT = REPOSITORY, REPOSITORY / "kernels"  # PYTHONPATH=.:kernels adds these folders
+FOUND = find_spec("kernels")  # a namespace package has no origin
 TRAINING_LIBRARIES = {"fa_train", "lightning", "hydra", "transformers", "datasets", "wandb"}
 
 
 def run_python(code: str, cwd: Path, *path: Path) -> list[str]:
-    """Returns the words that a new interpreter prints. `path` comes first on its search path, in this order."""
+    """Returns the words that a new interpreter prints. `path`: folders that come first on its search path, in order."""
     paths = [*map(str, path), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -1,4 +1,4 @@
-"""LitGPT's steps in Lightning's loop: what gradients do between them."""
+"""LitGPT in Lightning's training loop: accumulated gradients, their norm, and the documents of a batch."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ def batches(number: int) -> list[dict[str, torch.Tensor]]:
 
 
 class Watched(L.Callback):
-    """Which micro-batches began with gradients, and what the steps' norms were."""
+    """Records which micro-batches began with gradients, and the norm of each step."""
 
     def __init__(self) -> None:
         self.began_with_gradients: list[bool] = []
@@ -45,7 +45,7 @@ class Watched(L.Callback):
 
 
 def by_hand(model: nn.Module, accumulated: int, clip: float) -> list[float]:
-    """The same training without Lightning; the norm of each step before clipping."""
+    """Trains the same without Lightning and returns the norm of each step before clipping."""
     optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.1), []
     rows = batches(STEPS * accumulated)
     for step in range(STEPS):
@@ -85,7 +85,7 @@ def test_gradients_are_freed_after_each_step(accumulated, tmp_path):
 
 
 def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # its bf16 is not there on every machine
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # oneDNN lacks bf16 on some machines
     model = small_gpt(levers(), torch.device("cpu"), n_layers=1)
     lit = LitGPT(
         model,
@@ -105,7 +105,7 @@ def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16(tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("ends", "one"), [((0, TOTAL), True), ((0, 9, TOTAL), False), ((0, TOTAL, TOTAL), False)])
 def test_a_batch_of_one_document_is_known_to_be_one(ends, one, monkeypatch):
-    """By its shape alone, which never changes; SDPA would take a mask of all pairs otherwise."""
+    """The shape of cu_seqlens tells this without a GPU sync. Otherwise SDPA would use a mask of all pairs."""
     seen = []
     monkeypatch.setattr(gpt, "windowed_schedule", lambda *x, f=gpt.windowed_schedule: seen.append(f(*x)) or seen[-1])
     model = small_gpt(levers(), torch.device("cpu"), n_layers=1)
@@ -125,7 +125,7 @@ def test_a_batch_of_one_document_is_known_to_be_one(ends, one, monkeypatch):
     ids=["known", "not"],
 )
 def test_the_length_of_documents_chooses_the_kernels(known, length_classes, monkeypatch):
-    """cu_seqlens are padded, so that they say little; a window of 10 tokens sees no more of any document."""
+    """cu_seqlens are padded and reveal little. With a window of 10 tokens, every document counts as short."""
     monkeypatch.setattr(schedules, "SHORT_DOCUMENT", 8)
     monkeypatch.setattr(schedules, "LONG_DOCUMENT", 12)
     seen = []

@@ -1,4 +1,4 @@
-"""If a private name of another package is missing, the run ends with the version to install."""
+"""If a private name of another package is missing, the run ends and names the version to install."""
 
 import tomllib
 from importlib.metadata import version
@@ -34,7 +34,7 @@ def test_an_assignment_never_makes_a_new_attribute():
 
 
 def interrupted(connector: SimpleNamespace, epoch_loop: SimpleNamespace) -> SimpleNamespace:
-    """The parts of a one-process trainer that GracefulInterrupt uses."""
+    """Builds the parts of a one-process trainer that GracefulInterrupt uses, and starts the callback."""
     return SimpleNamespace(
         world_size=1, _signal_connector=connector, fit_loop=SimpleNamespace(epoch_loop=epoch_loop)
     )  # fmt: skip

@@ -29,8 +29,8 @@ RANDOM = {
 
 @pytest.fixture(autouse=True)
 def _plain_arithmetic(monkeypatch):
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # not every CPU has its bf16
-    with torch.compiler.set_stance("force_eager"):  # torchao compiles an update for each shape
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # some CPUs lack oneDNN's bf16 instructions
+    with torch.compiler.set_stance("force_eager"):  # otherwise torchao compiles an update for each shape
         yield
 
 
@@ -57,7 +57,7 @@ def test_random_numbers_are_those_of_a_run_never_stopped(name, tmp_path):
 
 
 class Seen(Callback):
-    """Keeps the optimizer's settings at each step of the last run in this process."""
+    """Records the optimizer's settings at each step of the latest run in this process."""
 
     groups: ClassVar[dict[int, list[dict[str, Any]]]] = {}
 
@@ -86,7 +86,7 @@ CHANGED = (
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
-    """A run of each optimizer, made when it is first asked for."""
+    """Maps each optimizer's name to its run, which is trained on first access."""
     return {"": tmp_path_factory.mktemp("runs")}
 
 
@@ -101,7 +101,7 @@ def test_changed_settings_count_from_the_first_step(name, runs, tmp_path):
     whole = run_of(name, runs)
     folder = run(tmp_path / "changed", *OPTIMIZERS[name], *CHANGED, from_step_three(whole), SEEN)
     rates = column(folder, "lr")
-    # eight steps of warm-up to 1e-3, one step at the peak, then half a cosine of two steps
+    # eight steps of warm-up to 1e-3, one step at the peak, then the middle of a cosine of two steps
     assert rates == pytest.approx({step: 1e-3 * min(step, 8) / 8 for step in range(4, 10)} | {10: 0.55e-3})
     for step, groups in Seen.groups.items():
         assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
@@ -144,7 +144,7 @@ def test_a_fused_optimizer_goes_on_from_one_that_was_not(runs, tmp_path):
     ],
 )
 def test_another_kind_of_optimizer_is_refused(saved, given, runs, tmp_path):
-    """It is refused before anything is computed, and no half-loaded state is saved."""
+    """The error comes before anything is computed, and no half-loaded state is saved."""
     whole = run_of(saved, runs)
     on_cpu = "trainer.accelerator=cpu"
     with pytest.raises(ValueError, match=rf"checkpoint of optimizer={given}; got one of optimizer={saved}$"):
@@ -153,7 +153,7 @@ def test_another_kind_of_optimizer_is_refused(saved, given, runs, tmp_path):
 
 
 def rmsprop(model: torch.nn.Module, *, lr: float, **others: Any) -> torch.optim.Optimizer:
-    """A user's own optimizer, whose states have other names."""
+    """A user-defined optimizer whose states have other names."""
     return torch.optim.RMSprop(model.parameters(), lr=lr)
 
 
@@ -170,7 +170,7 @@ DDP = ("strategy=ddp", "trainer.devices=2")
 
 
 def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
-    """One of two ranks. Each run's folder name says what the run does. Asserts what only the ranks can see."""
+    """Runs one of two ranks. The name of each run's folder says what it does. Checks here what only a rank sees."""
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)
     os.environ.update(environments[rank])
@@ -215,14 +215,14 @@ def two_ranks(tmp_path_factory) -> Path:
 
 
 def of_two_ranks(test):
-    """Marks a test of the fixture two_ranks."""
+    """Marks a test that uses the fixture two_ranks."""
     talking = pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
     return talking(pytest.mark.xdist_group("resume-of-two-ranks")(test))
 
 
 @of_two_ranks
 def test_dropout_is_the_same_on_two_processes(two_ranks, tmp_path):
-    """One process takes four micro-batches per step; two processes take two each, in another order."""
+    """One process runs four micro-batches per step. Two processes run two each, in another order."""
     one = column(run(tmp_path / "one", *RANDOM["dropout"]), "train/loss")
     assert column(two_ranks / "dropout", "train/loss") == pytest.approx(one, rel=1e-5), "fp32 sums in another order"
 

@@ -1,4 +1,4 @@
-"""Every value of a config is checked before anything is built, and each mistake is one line that names it."""
+"""Every config value is checked before anything is built, and each mistake gives a one-line error that names it."""
 
 import math
 import pkgutil
@@ -19,7 +19,7 @@ from fa_train.bounds import Betas, NonNegativeFloat
 from fa_train.errors import explain
 from tests.support.training import CONF, command_line, composed
 
-# each command lacks some keys; together they have every kind of node
+# Each command lacks some keys. Together they have every kind of node.
 COMMANDS = {
     "default": ["preset=cpu"],
     "gpu": ["preset=gpu", "data=synthetic", "logger=csv", "optimizer=adamw_8bit", "strategy=ddp", "attention=chunked"],
@@ -47,11 +47,11 @@ COMMANDS = {
         "optimizer=adamw_offload",
     ],
 }
-NOT_OVERRIDDEN = {"_target_", "_args_"}  # overriding these gives another node, not another value
+NOT_OVERRIDDEN = {"_target_", "_args_"}  # an override of these selects another node
 
 
 def is_own(raw: Any, key: str) -> bool:
-    """Whether users override this key itself: it is not in a copy of a node, and not a copy of another key."""
+    """Returns whether users override this key itself: neither it nor a node that contains it is a copy of another."""
     for name in key.split("."):
         if not isinstance(raw, dict) or name not in raw:
             return False
@@ -60,7 +60,7 @@ def is_own(raw: Any, key: str) -> bool:
 
 
 def wrong_values(hint: Any) -> list[str]:
-    """Overrides that a key with this type hint must refuse: another type, a value out of bounds, null."""
+    """Lists overrides that a key with this type hint must refuse: another type, a value out of bounds, null."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return wrong_values(arguments[0]) + [value for bound in arguments[1:] for value in beyond(bound)]
@@ -80,7 +80,7 @@ def wrong_values(hint: Any) -> list[str]:
 
 
 def beyond(bound: Any) -> list[str]:
-    """Overrides that break one bound."""
+    """Lists overrides that violate one bound."""
     match bound:
         case Ge(ge=int(limit)):
             return [str(limit - 1), "-inf"]
@@ -96,7 +96,7 @@ def beyond(bound: Any) -> list[str]:
 
 
 def overridden(cfg, key, value):
-    """A copy of the config after a command-line override, and the value that it set."""
+    """Returns a copy of the config after a command-line override, and the value that it set."""
     copy = deepcopy(cfg)
     parsed = OverridesParser.create().parse_override(f"{key}={value}").value()
     OmegaConf.update(copy, key, parsed, merge=False, force_add=True)

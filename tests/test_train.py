@@ -1,4 +1,4 @@
-"""Whole runs of train.py on tiny models."""
+"""Complete runs of train.py with tiny models."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from tests.support.training import (
 
 
 def run(tmp_path, *overrides, name="run"):
-    """The results of a run in this process, and its folder."""
+    """Returns the results of a run in this process, and its folder."""
     folder = tmp_path / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -51,13 +51,13 @@ def test_micro_batches_change_nothing_but_memory(tmp_path):
     losses = [
         list(column(run(tmp_path, f"data.micro_batch_size={size}")[1], "train/loss").values()) for size in (1, 2, 4)
     ]
-    # rows differ in their labels: a mean of means would be off in the first step
+    # rows have different numbers of labels, so a mean of means would be wrong in the first step
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=0)
     torch.testing.assert_close(losses[0], losses[2], rtol=1e-4, atol=0)
 
 
 def test_validation_does_not_depend_on_micro_batches(tmp_path):
-    """Validates three rows in micro-batches of 1, 2 and 8. Rows that only fill them up do not count."""
+    """Validates three rows in micro-batches of 1, 2 and 8. Rows that only fill up micro-batches do not count."""
     settings = ["max_steps=2", "batch_size=8", "data.val_rows=3", "trainer.val_check_interval=1"]
     one, *others = (
         column(run(tmp_path, *settings, f"data.micro_batch_size={size}")[1], "val/loss") for size in (1, 2, 8)
@@ -68,7 +68,7 @@ def test_validation_does_not_depend_on_micro_batches(tmp_path):
 
 
 def test_labels_are_counted_exactly_with_bf16_weights(tmp_path):
-    """Lightning turns every floating-point buffer into bf16, which would count 300 labels as 300 or 302."""
+    """Lightning converts floating-point buffers to bf16, which cannot represent most counts above 256."""
     with composed(tmp_path, *tiny(tmp_path, "trainer.precision=bf16-true")) as cfg:
         trainer, lit_gpt, _ = train.build(cfg)
     trainer.precision_plugin.convert_module(lit_gpt)
@@ -92,16 +92,16 @@ def test_out_of_memory_is_a_result(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_sweep_goes_on_after_running_out_of_memory(tmp_path):
     sweep = ["attention=naive", "seq_len=131072,64", "max_steps=2", "batch_size=1", "data.val_rows=1"]
-    done = command_line(tmp_path, "-m", *tiny(tmp_path, *sweep), limit_memory=True)  # 274 GB of scores
+    done = command_line(tmp_path, "-m", *tiny(tmp_path, *sweep), limit_memory=True)  # the scores need 274 GB
     assert done.returncode == 0, done.stderr
     first, second = (json.loads(path.read_text()) for path in sorted(tmp_path.rglob("result.json")))
     assert first["oom"] == 1 and "oom" not in second and second["tokens"] == 128
 
 
 def start_and_stop(tmp_path, overrides, step, stop, to_all=False):
-    """Starts train.py and, once it says that it has done `step`, sends the signal; the run's new folder.
+    """Starts train.py, sends a signal once it has printed `step`, and returns the folder of the new run.
 
-    The signal goes to the process that was started, or to all of its group. None of them may live on for a minute.
+    The signal goes to the started process, or to its whole group. All processes must end within a minute.
     """
     before = set(tmp_path.rglob("metrics.csv"))
     pipe = tmp_path / "printed"
@@ -110,9 +110,9 @@ def start_and_stop(tmp_path, overrides, step, stop, to_all=False):
     hung = threading.Timer(60, os.killpg, (process.pid, signal.SIGKILL))
     lines = []
     with pipe.open() as printed:
-        for line in printed:  # to the end of the last process that writes to it
+        for line in printed:  # ends when the last process closes the pipe
             lines.append(line)
-            if line.startswith(f"step {step}/") and not hung.is_alive():  # a validation says it again
+            if line.startswith(f"step {step}/") and not hung.is_alive():  # a validation prints the step again
                 hung.start()
                 os.killpg(process.pid, stop) if to_all else os.kill(process.pid, stop)
     hung.cancel()
@@ -124,7 +124,7 @@ def start_and_stop(tmp_path, overrides, step, stop, to_all=False):
 
 
 def start_and_finish(tmp_path, *overrides):
-    """train.py to its end; the run's new folder."""
+    """Runs train.py until it ends, and returns the folder of the new run."""
     before = set(tmp_path.rglob("metrics.csv"))
     done = command_line(tmp_path, *overrides)
     assert done.returncode == 0, done.stderr
@@ -134,7 +134,7 @@ def start_and_finish(tmp_path, *overrides):
 
 @pytest.mark.slow
 def test_a_terminated_run_resumes_with_the_same_losses(tmp_path):
-    """SIGTERM in mid-run saves; ckpt_path=last goes on with the same data and gives the very same losses."""
+    """SIGTERM during the run saves a checkpoint. ckpt_path=last continues with the same data and equal losses."""
     _, folder = run(tmp_path)
     whole = column(folder, "train/loss")
     overrides = tiny(tmp_path, "run_name=cut")
@@ -147,7 +147,7 @@ def test_a_terminated_run_resumes_with_the_same_losses(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_killed_twice_has_the_rows_and_losses_of_one(tmp_path):
-    """SIGKILL saves nothing: the run goes on at its newest checkpoint and does the steps since then once more."""
+    """SIGKILL saves nothing, so the run continues from its newest checkpoint and repeats the steps since then."""
     settings = ["data.packing=best_fit", "data.num_workers=1", "callbacks.checkpoint.every_n_train_steps=3"]
     overrides = [*tiny(tmp_path, *settings, "run_name=killed", "max_steps=16"), *RECORDED]
     _, folder = run(tmp_path, *settings, "max_steps=16", *RECORDED)
@@ -162,7 +162,7 @@ def test_a_run_killed_twice_has_the_rows_and_losses_of_one(tmp_path):
     for part in parts:
         seen, seen_rows = column(part, "train/loss"), recorded_rows(part)
         assert seen.items() <= losses.items()
-        last = max(seen_rows)  # perhaps with some of its micro-batches
+        last = max(seen_rows)  # some of its micro-batches may be missing
         assert all(seen_rows[step] == rows[step] for step in seen_rows if step != last)
         assert set(seen_rows[last]) <= set(rows[last])
         assert min(seen) % 3 == 1 and min(seen_rows) == min(seen) - 1, "it starts at a checkpoint"
@@ -184,7 +184,7 @@ def test_a_checkpoint_is_no_ckpt_before_it_is_whole(tmp_path, monkeypatch):
 
 
 def processes_can_talk():
-    """Whether ranks on this machine could: a port of its own, and torch with gloo."""
+    """Returns whether ranks can communicate on this machine: a port is available, and torch has gloo."""
     try:
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
@@ -194,7 +194,7 @@ def processes_can_talk():
 
 
 def ranks_of_torchrun(n_ranks):
-    """What torchrun tells each of the processes that it starts."""
+    """Returns the variables that torchrun sets for each of its processes."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
@@ -206,8 +206,8 @@ def ranks_of_torchrun(n_ranks):
 
 
 def start_and_finish_ranks(folder, tmp_path, *overrides):
-    """train.py with two ranks in `folder`, each in a process that imports nothing, unlike one that Lightning starts."""
-    processes.start_server()  # once, not from both threads
+    """Runs train.py with two ranks in `folder`. Each rank is forked with its imports done, which is faster."""
+    processes.start_server()  # start it here, because both threads would
     arguments = [*overrides, "strategy=ddp", "trainer.devices=2", f"hydra.run.dir={folder}"]
     with ThreadPoolExecutor() as pool:
         ranks = [pool.submit(command_line, tmp_path, *arguments, **environment) for environment in ranks_of_torchrun(2)]
@@ -219,10 +219,9 @@ def start_and_finish_ranks(folder, tmp_path, *overrides):
 @pytest.mark.slow
 @pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
 def test_the_number_of_processes_may_change(tmp_path):
-    """One process for three steps, two for two, one to the end: rows and losses of one process alone.
+    """One process runs three steps, two processes run two, and one runs the rest: rows and losses do not change.
 
-    Three validation rows do not divide evenly among the processes.
-    Then a step has 4, 2 and again 4 micro-batches; those of five steps of two are no whole number of steps of one.
+    Three validation rows cannot be shared evenly. A step has 4 micro-batches in one process, and 2 in each of two.
     """
     settings = [
         "max_steps=9", "data.packing=best_fit", "trainer.accelerator=cpu", "callbacks.checkpoint.every_n_train_steps=1",
@@ -239,7 +238,7 @@ def test_the_number_of_processes_may_change(tmp_path):
         assert sorted(seen) == list(range(first, 10))
         assert recorded_rows(part) == {step: rows[step] for step in range(first - 1, 9)}
         assert column(part, "val/loss") == pytest.approx({6: validated[6], 9: validated[9]}, rel=1e-5)
-        # fp32 sums in another order, of gradients too
+        # fp32 sums, also of gradients, in another order
         assert list(seen.values()) == pytest.approx([losses[step] for step in seen], rel=1e-5)
 
 

@@ -14,12 +14,12 @@ import pytest
 from tests.support.training import command_line, quiet_environment, tiny
 
 KEY = "0123456789" * 4
-NOBODY = "http://127.0.0.1:9"  # the discard port, which no machine listens on
+NOBODY = "http://127.0.0.1:9"  # the discard port, on which no machine listens
 PROGRAM = "from fa_train.wandb_mode import wandb_mode; print(wandb_mode())"
 
 
 def mode_of(home: Path, **environment: str) -> tuple[str, list[str]]:
-    """The result of wandb_mode() in a new process with its own home, and the lines that it printed."""
+    """Returns the result of wandb_mode() in a new process with an empty home, and the lines that it printed."""
     own = quiet_environment() | {"HOME": str(home), "WANDB_CONFIG_DIR": str(home), "WANDB_SILENT": "true"}
     started = time.monotonic()
     done = subprocess.run(
@@ -33,13 +33,13 @@ def mode_of(home: Path, **environment: str) -> tuple[str, list[str]]:
 
 @pytest.fixture
 def silent_host():
-    """The address of a server that accepts connections and never answers."""
+    """Yields the address of a server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
 class Answers(BaseHTTPRequestHandler):
-    """A W&B server that accepts every key, or no key if status is not 200."""
+    """A W&B server that accepts every key, or none if status is not 200."""
 
     status = 200
 

@@ -1,4 +1,4 @@
-"""scripts/ablate_memory.py: a small sweep from its command line, and what it writes, skips, leaves out and predicts."""
+"""scripts/ablate_memory.py: a small sweep from its command line, its files, skipped cases and predictions."""
 
 import csv
 import json
@@ -68,7 +68,7 @@ def environment():
 
 @pytest.mark.slow
 def test_a_sweep_with_cases_that_run_out_of_memory(tmp_path):
-    """Files, the offline runs read back, and the skipped cases after those of 274 GB of scores; started elsewhere."""
+    """Scores of 274 GB fail, so longer cases are skipped. Checks the files and the offline W&B runs."""
     arguments = ["--attentions", "naive", "--seq-lens", "32", "131072", "262144", "--model", "nano", "--steps", "1"]
     arguments += ["--attention-seq-lens", "64", "131072", "262144", "--n-heads", "4", "--head-dims", "16"]
     arguments += ["--max-step-seconds", "1e9"]
@@ -125,8 +125,8 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_continues(tmp_path):
         deadline = time.monotonic() + 120
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(0.5)  # into the second case; into the third on a machine that is slow to wake this up
-        os.killpg(sweep_of_long_cases.pid, signal.SIGINT)  # as a terminal does: every process gets it
+        time.sleep(0.5)  # during the second case, or during the third on a slow machine
+        os.killpg(sweep_of_long_cases.pid, signal.SIGINT)  # like a terminal, which signals every process of the group
         sweep_of_long_cases.join(30)
     finally:
         sweep_of_long_cases.kill()
@@ -142,7 +142,7 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_continues(tmp_path):
 
 
 class References(HTMLParser):
-    """What a page loads, and its table's cells."""
+    """Collects the addresses that a page loads and its tags."""
 
     def __init__(self):
         super().__init__()
@@ -181,22 +181,22 @@ def test_chromium_shows_the_page_and_no_request_leaves_it(parts, tmp_path):
     assert requests == []
     asking = tmp_path / "asking.html"
     asking.write_text('<img src="http://127.0.0.1:9/a.png">')
-    assert opened(asking, tmp_path)[1] == ["http://127.0.0.1:9/a.png"]  # it would have been seen
+    assert opened(asking, tmp_path)[1] == ["http://127.0.0.1:9/a.png"]  # shows that a request would be recorded
 
 
 def opened(html, folder):
-    """The page as Chromium has it when loaded, and what it asked the network for; no name is looked up."""
+    """Opens a page in Chromium without name resolution. Returns the loaded page and the requested addresses."""
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
     command += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder}/profile"]
     command += [f"--log-net-log={folder}/net.json", "--virtual-time-budget=2000", "--dump-dom", f"file://{html}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     asked = [event.get("params", {}) for event in json.loads((folder / "net.json").read_text())["events"]]
-    own = "not an origin"  # Chromium's, for its updates; a file's origin is null
+    own = "not an origin"  # Chromium's update requests lack an initiator
     return done.stdout, [request["url"] for request in asked if request.get("initiator", own) != own]
 
 
 def outcomes(run_outcomes, path, cases, max_step_seconds=100.0):
-    """Sweeps with made-up outcomes, or seconds, by (attention, seq_len); also which cases ran."""
+    """Runs a sweep with made-up outcomes or times by (attention, seq_len). Returns outcomes and the cases that ran."""
     ran = []
 
     def run(case):
@@ -219,7 +219,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(tmp_path):
     assert load(path) == {cases[0]: Result("ok")}
     found, ran = outcomes({("naive", 64): "failed: crash", ("sdpa", 32): "ok"}, path, cases)
     assert found == ["ok", "failed: crash", "ok"] and ran == [("naive", 64), ("sdpa", 32)]
-    found, ran = outcomes({("naive", 64): "ok"}, path, cases)  # what failed is tried again
+    found, ran = outcomes({("naive", 64): "ok"}, path, cases)  # a failed case is tried again
     assert found == ["ok", "ok", "ok"] and ran == [("naive", 64)]
     other = [case("naive", 32, steps=3)]
     assert outcomes({("naive", 32): "ok"}, path, other)[1] == [("naive", 32)]
@@ -239,7 +239,7 @@ def test_longer_cases_of_the_same_line_are_skipped(tmp_path):
 def test_steps_that_would_take_too_long_are_not_run_but_may_be_later(tmp_path):
     path = tmp_path / "results.jsonl"
     cases = [case("sdpa", seq_len) for seq_len in (100, 200, 400, 800)]
-    seconds = {("sdpa", n): 0.01 * n + 0.0001 * n**2 for n in (100, 200, 400, 800)}  # 2, 6, 20 and 72
+    seconds = {("sdpa", n): 0.01 * n + 0.0001 * n**2 for n in (100, 200, 400, 800)}  # 2, 6, 20 and 72 s
     found, ran = outcomes(seconds, path, cases, max_step_seconds=20)
     assert found == ["ok", "ok", "ok", "not run: a step would take about 72 s, 20 allowed"] and len(ran) == 3
     found, ran = outcomes(seconds, path, cases, max_step_seconds=80)
@@ -255,8 +255,8 @@ def test_a_sweep_whose_seconds_are_over_still_reports(tmp_path):
 def test_expected_seconds_never_shrink_with_length():
     assert expected_seconds([], 64) == 0
     assert expected_seconds([(32, 1.0)], 64) == 2
-    assert expected_seconds([(32, 1.0), (64, 1.0)], 128) == 2  # no gain from length: all linear
-    assert expected_seconds([(32, 1.0), (64, 9.0)], 128) == 36  # more than quadratic: all quadratic
+    assert expected_seconds([(32, 1.0), (64, 1.0)], 128) == 2  # equal times: all linear
+    assert expected_seconds([(32, 1.0), (64, 9.0)], 128) == 36  # faster than quadratic growth: all quadratic
 
 
 @pytest.mark.parametrize("attention", ["naive", "chunked"])
@@ -264,7 +264,7 @@ def test_a_step_is_measured(attention):
     result = measure(case(attention))
     assert result.outcome == "ok" and result.step_ms > 0 and result.peak_gib > 0 and result.timed_steps == 2
     assert result.mfu is None and result.reserved_gib is None
-    # 6 N T + 6 layers n_heads head_dim T^2: matrices of 32 x 64, 32 x 32, 32 x 128 and 64 x 32, a head of 259 x 32
+    # 6 N T + 6 layers n_heads head_dim T^2; matrices are 32 x 64, 32 x 32, 32 x 128 and 64 x 32, the head is 259 x 32
     matrices = 2 * (32 * 64 + 32 * 32 + 32 * 128 + 64 * 32) + 259 * 32
     flops = 6 * matrices * 32 + 6 * 2 * 32 * 32**2
     assert result.tflops * 1e12 * result.step_ms / 1e3 == pytest.approx(flops)
@@ -316,7 +316,7 @@ def test_a_process_killed_by_linux_ran_out_of_memory(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_importing_the_cases_asks_nothing_of_cuda():
-    """CUDA cannot begin in a process whose parent has begun it."""
+    """CUDA cannot be initialised in a process whose parent has initialised it."""
     program = """
 import torch
 def refuse(*_): raise AssertionError("CUDA was asked")
@@ -333,13 +333,13 @@ def test_the_formula_of_a_step():
     parameters = 259 * 32 + 2 * (32 * 64 + 32 * 32 + 32 * 128 + 64 * 32 + 2 * 32) + 32
     assert tiny == Formula(4, 8, 16 * parameters, 0, (4 * 4 + 1) + (12 * 4 + 1))
     assert step_formula(case("naive", precision="bf16-mixed")).per_pair == (6 * 4 + 1) + (12 * 4 + 1)
-    for memory in ("full", "selective"):  # naive attention is computed again by both
+    for memory in ("full", "selective"):  # both recompute naive attention
         assert step_formula(case("naive", overrides=(*TINY, f"memory={memory}"))).per_pair == 12 * 4 + 1
     assert step_formula(case("naive", overrides=(*TINY, "optimizer=adamw_8bit"))).fixed == 10 * parameters
 
 
 def allocated(run):
-    """The most bytes that torch's CPU allocator gave out at once."""
+    """Returns the peak bytes of torch's CPU allocator during `run`."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -352,9 +352,9 @@ def allocated(run):
 
 @pytest.mark.parametrize(("dtype", "n_heads"), [("fp32", 4), ("fp16", 4), ("fp16", 8)])
 def test_naive_attention_takes_what_its_formula_says(dtype, n_heads):
-    """At least; and at most a second mask and 3% more, since what is linear in N is left out.
+    """The formula leaves out terms that are linear in N, so the peak may exceed it by a second mask and 3%.
 
-    The second in fp32 alone: for fp16 the matmul of some CPUs copies its operands.
+    The upper bound is tested in fp32 only, because the fp16 matmul of some CPUs copies its operands.
     """
     tested = alone("naive", 512, n_heads=n_heads, head_dim=8, dtype=dtype)
     number = {"fp32": torch.float32, "fp16": torch.float16}[dtype]
@@ -394,7 +394,7 @@ def test_charts_mark_where_memory_ran_out(parts):
     assert peak.keys == ["naive", "naive OOM", "flash"]
     naive = "naive, 4 heads of 16, fp32"
     assert forward.keys == [naive, "flash, 4 heads of 16, fp32", "flash, 8 heads of 16, fp32"]
-    assert forward.ys[0] == [0.5, 60.0]  # the forward got through
+    assert forward.ys[0] == [0.5, 60.0]  # the forward succeeded
     assert attention.charts["attention_step_ms"].keys[:2] == [naive, f"{naive} OOM"]
 
 
@@ -409,7 +409,7 @@ def test_the_tables_have_every_result_and_the_formula_beside_it(parts):
     assert [row[-2] for row in steps.rows] == [2.0, None, None]
     first, second, third = alone_rows.rows
     assert first[:4] == [4, 16, "fp32", 1024] and first[7] == 0.5 and first[9] == 1.0
-    assert second[7] == 60.0 and second[9] is None  # the backward's peak is that of a failure
+    assert second[7] == 60.0 and second[9] is None  # the backward failed, so its peak is left out
     assert third[0] == 8 and third[7] is None
     [must_fail] = step_part([(case("naive", 2**20), Result("oom"))], 80 * GIB, "none").tables[1].rows
     assert must_fail[-1] == "must fail"
@@ -418,7 +418,7 @@ def test_the_tables_have_every_result_and_the_formula_beside_it(parts):
 def test_the_picture_shows_formula_failures_and_where_naive_must_fail(parts):
     step, attention = (part.picture for part in parts)
     assert [text.get_text() for text in step.axes[0].texts] == ["OOM"]
-    # forward ran; forward and backward did not
+    # the forward succeeded; forward and backward together failed
     columns = 2
     assert [len(axes.texts) for axes in attention.axes[::columns]] == [0, 1, 0, 1]
     rows = [(case("naive", n), ok()) for n in (1024, 65536)]

@@ -1,4 +1,4 @@
-"""From a run of train.py to a folder that transformers loads: trained from scratch, and fine-tuned."""
+"""Exports runs of train.py, trained from scratch or fine-tuned, to folders that transformers loads."""
 
 import json
 import pickle
@@ -28,7 +28,7 @@ TOKENS = torch.arange(40) % 11 + 97
 
 
 def write_base(folder: Path, **fields: int | None) -> Path:
-    """A tiny Llama in bfloat16 with the tokenizer of bytes."""
+    """Saves a tiny Llama in bf16 with the byte tokenizer."""
     own: dict[str, Any] = {
         "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 256, "eos_token_id": 257,
@@ -40,7 +40,7 @@ def write_base(folder: Path, **fields: int | None) -> Path:
 
 
 def train(folder: Path, *overrides: str) -> Path:
-    """The checkpoint of a run of three steps, by the command line, as that writes .hydra too."""
+    """Trains three steps on the command line, which writes .hydra too, and returns the checkpoint."""
     done = command_line(folder, *overrides, "max_steps=3", "trainer.val_check_interval=3")
     assert done.returncode == 0, done.stderr
     [checkpoint] = folder.rglob("*.ckpt")
@@ -61,7 +61,7 @@ def finetuned(tmp_path_factory) -> Path:
 
 
 def settings(folder: Path, base: Path) -> list[str]:
-    """A tiny run's, from the checkpoint instead of a model of its own."""
+    """Returns overrides of a tiny run that starts from a Hugging Face checkpoint."""
     own = [setting for setting in tiny(folder) if not setting.startswith("model.")]
     return [*own, "model=pretrained", f"model.pretrained={base}"]
 
@@ -73,7 +73,7 @@ def logits(folder: Path) -> torch.Tensor:
 
 @torch.no_grad()
 def trained(checkpoint: Path) -> torch.Tensor:
-    """The logits of what is in the checkpoint."""
+    """Returns the logits of the model in the checkpoint."""
     cfg = OmegaConf.load(export_hf._run_folder(checkpoint) / ".hydra" / "config.yaml")
     assert isinstance(cfg, DictConfig)
     return export_hf.load(checkpoint, cfg)[0](TOKENS)
@@ -92,7 +92,7 @@ def test_a_run_from_scratch_is_exported(scratch, tmp_path):
 
 
 def test_a_run_of_an_earlier_version_is_exported(scratch, tmp_path):
-    """Its config names targets where they were then."""
+    """The config of that run names targets by their old paths."""
     run = Path(shutil.copytree(scratch.parents[1], tmp_path / "run"))
     recorded = Path(__file__).parent / "support" / "config_6f94392.yaml"
     assert "fa_train.memory.stack.Memory" in recorded.read_text()
@@ -145,7 +145,7 @@ def test_the_card_links_to_a_base_on_the_hub():
 
 
 def test_a_sharded_checkpoint_is_exported(scratch, tmp_path):
-    """As Lightning's ModelParallelStrategy writes it: weights in torch's distributed form, the rest in meta.pt."""
+    """Lightning's ModelParallelStrategy writes weights in torch's distributed format and everything else in meta.pt."""
     run = tmp_path / "run"
     shutil.copytree(scratch.parents[1] / ".hydra", run / ".hydra")
     content = torch.load(scratch, weights_only=True)
@@ -181,13 +181,13 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_named(tmp_path):
     base = write_base(tmp_path / "base", vocab_size=100, bos_token_id=None, eos_token_id=None)
     done = command_line(tmp_path, *settings(tmp_path, base))
     assert done.returncode == 1
-    *warned, error = done.stderr.strip().splitlines()  # Lightning's warning on a machine whose GPU is not used
+    *warned, error = done.stderr.strip().splitlines()  # a machine with an unused GPU gets a warning from Lightning
     assert "the data's tokenizer has 259 tokens" in error and not any("Traceback" in line for line in warned)
 
 
 @pytest.fixture(scope="module", params=["lora", "qlora"])
 def adapter_run(request, tmp_path_factory) -> tuple[str, Path, Path]:
-    """The kind of a run with an adapter, its base and its checkpoint."""
+    """Returns the kind of an adapter run, its base and its checkpoint."""
     folder = tmp_path_factory.mktemp(request.param)
     base = write_base(folder / "base")
     own = (f"adapter={request.param}", "optimizer.lr=0.05", "adapter.r=4", "run_name=adapter")
@@ -210,7 +210,7 @@ def test_a_run_with_an_adapter_is_exported(adapter_run, tmp_path):
     assert "library_name: peft" in card and "| Base model | base |" in card
     with pytest.raises(ValueError, match="an adapter is written in float32"):
         export_hf.export(checkpoint, tmp_path / "half", [], "bfloat16", adapter=True)
-    if kind == "lora":  # what trained, on what it was trained on
+    if kind == "lora":  # the trained adapter on the base it was trained on
         model = LoRA(1, 1.0, 0.0, "all-linear", False, None, str(out))(load_pretrained(base, "sdpa", dtype="float32"))
         torch.testing.assert_close(model(TOKENS), expected, rtol=1e-4, atol=1e-4)
 
@@ -294,7 +294,7 @@ def test_weights_that_are_not_finite_are_not_exported(scratch, tmp_path):
 
 
 def script(name: str, *arguments: object):
-    """Runs a script of this repository from the command line, to its end."""
+    """Runs a script of this repository on the command line until it ends."""
     return processes.finish(f"scripts.{name}", [*map(str, arguments)], processes.REPOSITORY, quiet_environment())
 
 

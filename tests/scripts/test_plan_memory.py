@@ -1,4 +1,4 @@
-"""The planner before a run: scripts/plan_memory.py, what train.py prints and refuses, and memory=auto."""
+"""The planner before a run: scripts/plan_memory.py, the output and refusals of train.py, and memory=auto."""
 
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ CUDA = torch.device("cuda")
 
 
 def numbers(table: str) -> dict[str, float]:
-    """The components of a table, in GiB."""
+    """Returns the components of a table in GiB."""
     lines = [line.split() for line in table.splitlines() if " GiB" in line and not line.startswith("fits")]
     return {" ".join(words[: words.index("GiB") - 1]): float(words[words.index("GiB") - 1]) for words in lines}
 

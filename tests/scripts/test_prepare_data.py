@@ -1,4 +1,4 @@
-"""scripts/prepare_data.py writes what train.py with the same overrides then finds."""
+"""scripts/prepare_data.py writes the cache that train.py finds with the same overrides."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Triton's interpreter at twice its speed: what it does at every call of a device function, once a launch instead."""
+"""Makes Triton's interpreter twice as fast: work that it repeats at every device function is done once per launch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,15 +10,15 @@ import pytest
 import triton.language as tl
 from triton.runtime import interpreter
 
-LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})  # of all device functions, Triton's own too
+LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})  # stands for every device function
 
 
 @contextmanager
 def patched_once_a_launch() -> Iterator[None]:
-    """Each call looks through triton.language for functions to replace, though the launch around it has done so.
+    """Patches the language once per launch, instead of once per call of a device function.
 
-    A launch replaces those of triton.language.core too, which otherwise the first call from triton.language.standard
-    does. Of numpy's dtypes, the interpreter makes a dictionary whenever it needs one.
+    A launch also patches triton.language.core, which the first call from triton.language.standard would do. The NumPy
+    dtypes are cached, because the interpreter builds a dictionary at each look-up.
     """
     patch, end_of_launch = interpreter._patch_lang, interpreter._LangPatchScope
     numpy_dtype, of_scalar = interpreter._get_np_dtype, cache(interpreter._get_np_dtype)
@@ -26,7 +26,7 @@ def patched_once_a_launch() -> Iterator[None]:
 
     def patch_once(function: Callable[..., Any]) -> Any:
         if launches:
-            return end_of_launch()  # with nothing to restore
+            return end_of_launch()  # nothing to restore
         scope = patch(LANGUAGE)
         launches.append(scope)
         restore = scope.restore
@@ -40,7 +40,7 @@ def patched_once_a_launch() -> Iterator[None]:
 
     def cached_dtype(dtype: Any) -> Any:
         scalar = dtype.scalar
-        return numpy_dtype(dtype) if scalar.is_ptr() else of_scalar(scalar)  # pointers have no hash
+        return numpy_dtype(dtype) if scalar.is_ptr() else of_scalar(scalar)  # pointers cannot be hashed
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(interpreter, "_patch_lang", patch_once)

@@ -1,4 +1,4 @@
-"""Programs in processes of their own, which start from one that has imported train.py: that takes each many seconds."""
+"""Runs programs in new processes forked from one that has imported train.py, because the imports take many seconds."""
 
 import multiprocessing
 import os
@@ -22,7 +22,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 @cache
 def start_server() -> None:
-    """Starts what processes are forked from. It looks for modules where PYTHONPATH says, not where sys.path does."""
+    """Starts the server that forks the processes. It finds modules by PYTHONPATH, not by this process's sys.path."""
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     with patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(paths)}):
         forkserver.set_forkserver_preload(["train"])
@@ -38,10 +38,10 @@ def start(
     errors: Path,
     limit_memory: bool = False,
 ) -> BaseProcess:
-    """`python program arguments`, or -m for a module's name, in a session of its own.
+    """Starts `python program arguments`, or `python -m program` for the name of a module, in a new session.
 
-    What is imported already does not see `environment`. out and errors are files or pipes that exist.
-    limit_memory refuses 200 GiB, even where the system overcommits.
+    `environment` does not affect modules that are already imported. `out` and `errors` are existing files or pipes.
+    limit_memory refuses allocations beyond 200 GiB, even if the system overcommits memory.
     """
     start_server()
     process = CONTEXT.Process(target=_main, args=(program, arguments, cwd, environment, out, errors, limit_memory))
@@ -57,7 +57,7 @@ def finish(
     limit_memory: bool = False,
     timeout: float = 240.0,
 ) -> subprocess.CompletedProcess[str]:
-    """`start` to the program's end, with what it printed. Raises: subprocess.TimeoutExpired after `timeout` seconds."""
+    """Runs a program until it ends; returns its output. Raises: subprocess.TimeoutExpired after `timeout` seconds."""
     with tempfile.TemporaryDirectory() as folder:
         out, errors = Path(folder, "out"), Path(folder, "errors")
         out.touch()
@@ -68,7 +68,7 @@ def finish(
         if process.exitcode is None:
             process.kill()
             assert process.pid is not None
-            with suppress(ProcessLookupError):  # where it has not come to a session of its own
+            with suppress(ProcessLookupError):  # the process may not have its own session yet
                 os.killpg(process.pid, signal.SIGKILL)
             raise subprocess.TimeoutExpired(command, timeout, out.read_text(), errors.read_text())
         return subprocess.CompletedProcess(command, process.exitcode, out.read_text(), errors.read_text())
@@ -83,12 +83,12 @@ def _main(
     errors: Path,
     limit_memory: bool,
 ) -> None:
-    """What the interpreter does with a program. The process ends without what is registered with atexit.
+    """Runs the program like the interpreter. The process ends without running the atexit functions.
 
-    That would remove temporary folders of modules, which other processes share.
+    These would remove temporary folders of modules, which other processes share.
     """
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and what they start
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
     os.chdir(cwd)
     for path, stream in ((out, sys.stdout), (errors, sys.stderr)):
         opened = os.open(path, os.O_WRONLY | os.O_APPEND)
@@ -99,8 +99,8 @@ def _main(
     os.environ.update(environment)
     if limit_memory:
         resource.setrlimit(resource.RLIMIT_AS, (200 * 2**30, 200 * 2**30))
-    multiprocessing.set_start_method(None, force=True)  # the default
-    # as python has it, which does not know the folder that the tests were started in
+    multiprocessing.set_start_method(None, force=True)  # resets the default
+    # like `python program`, which does not search the folder in which the tests were started
     first = program.parent if isinstance(program, Path) else cwd
     sys.path[:] = [str(first), *(path for path in sys.path if path not in ("", str(REPOSITORY)))]
     sys.argv = [str(program), *arguments]

@@ -1,4 +1,4 @@
-"""How wrong a low-precision result may be: arithmetic, not taste."""
+"""The error allowed in a low-precision result. It is computed, not chosen."""
 
 from torch import Tensor
 
@@ -6,15 +6,15 @@ from torch import Tensor
 def assert_as_accurate(
     name: str, ours: Tensor, exact: Tensor, baseline: Tensor, factor: float = 2.0, floor: float = 0.0
 ) -> None:
-    """`ours` errs at most `factor` times as much as `baseline`, plus the rounding of the result to its dtype.
+    """Requires that `ours` errs at most `factor` times as much as `baseline`, plus one rounding to its dtype.
 
     Args:
-        name: what is compared, for the message.
+        name: what is compared, for the error message.
         ours: the result under test.
-        exact: the truth, fp32 or fp64, same shape.
+        exact: the true result in fp32 or fp64, same shape.
         baseline: torch's own result in the dtype of `ours`, same shape.
-        factor: how often the baseline's largest error is allowed.
-        floor: error allowed in any case, where the baseline can be exact by luck (a softmax over one key).
+        factor: multiple of the baseline's largest error that is allowed.
+        floor: error that is always allowed, for a baseline that is exact by chance (such as a softmax over one key).
     """
     assert ours.shape == exact.shape == baseline.shape, f"{name}: {ours.shape}, {exact.shape}, {baseline.shape}"
     if exact.numel() == 0:

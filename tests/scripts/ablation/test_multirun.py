@@ -1,4 +1,4 @@
-"""The ablation as a multirun of train.py: its runs, files and summary, what it skips and continues, and its errors."""
+"""The attention ablation as a multirun of train.py: its files, its summary, skipped and resumed runs, and errors."""
 
 import csv
 import json
@@ -19,14 +19,14 @@ GIB = 2**30
 
 
 def ablation(tmp_path, *overrides):
-    """train.TINY's model on rows that are one document each."""
+    """Returns overrides for a multirun of train.TINY's model on rows of one document each."""
     own = ["data=synthetic", "data.vocab_size=300", "max_steps=3", "batch_size=1", "data.val_rows=1"]
     return ["experiment=ablate_attention", f"hydra.sweep.dir={tmp_path}/sweep", *tiny(tmp_path, *own, *overrides)]
 
 
 @pytest.mark.slow
 def test_a_multirun_with_jobs_that_run_out_of_memory(tmp_path):
-    """274 GB of scores at 131072 tokens. Files, and the offline runs read back: two of train.py's and the summary."""
+    """Scores at 131072 tokens need 274 GB. Checks the files and the offline W&B runs: one per job and the summary."""
     sweep = ["attention=naive", "seq_len=32,131072,262144", "logger=wandb"]
     arguments = ["-m", *ablation(tmp_path, *sweep)]
     environment = {"WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}
@@ -65,7 +65,7 @@ def test_a_multirun_with_jobs_that_run_out_of_memory(tmp_path):
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """Runs a job of made-up outcome, which says whether it was run."""
+    """Returns a function that runs a job with a made-up outcome and says whether the job ran."""
 
     def run(number, attention, seq_len, outcome, *overrides):
         ran = []
@@ -109,7 +109,7 @@ def test_a_model_that_cannot_be_ends_the_program_at_once(tmp_path):
 
 
 def with_hydra(cfg):
-    """The config as Hydra's callbacks get it."""
+    """Returns the config in the form that Hydra's callbacks get."""
     return OmegaConf.merge(HydraConfig.instance().cfg, cfg)
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic and the reports of scripts/bench/attention.py, on made-up rows; the timing itself needs a GPU."""
+"""The arithmetic and reports of scripts/bench/attention.py on made-up rows. Timing needs a GPU."""
 
 import csv
 import time
@@ -165,7 +165,7 @@ def test_plot_draws_lines_and_marks_oom(tmp_path: Path) -> None:
             row("ours", 4096, head_dim=head_dim, direction=direction),
         )
     ]
-    rows.append(row("flex", 65536, section="packed documents"))  # has no place on an axis of lengths
+    rows.append(row("flex", 65536, section="packed documents"))  # cannot be plotted against a length
     figure = draw(rows, "made up")
     assert len(figure.axes) == 6  # forward, backward and memory for each head_dim
     for axes in figure.axes:
@@ -194,12 +194,12 @@ def test_rates_have_a_group_of_bars_a_workload(tmp_path: Path) -> None:
         row("ours", 4096, tflops=30.0),
         row("ours", 65536, tflops=40.0, **packed),
         row("ours", 1024, tflops=50.0, direction="backward"),
-        row("ours", 1024, tflops=60.0, group=4),  # has no place
+        row("ours", 1024, tflops=60.0, group=4),  # cannot be plotted
         row("ours", 2048, tflops=70.0, head_dim=128),
     ]
     figure = draw_rates(rows, "made up")
     (forward, wide), (backward, nothing) = (figure.axes[i : i + 2] for i in (0, 2))
-    middle = 0.85 / 4  # of two backends' bars, beside the middle of a group
+    middle = 0.85 / 4  # the center of one of two bars, relative to the center of its group
     assert [bar.get_center()[0] for bar in bars(forward)] == pytest.approx([-middle, middle, 1 + middle, 2 + middle])
     assert [bar.get_height() for bar in bars(forward)] == [10.0, 20.0, 30.0, 40.0]
     assert [x.get_text() for x in backward.get_xticklabels()] == ["1 × 1024", "1 × 4096", "3 documents, log-normal"]
@@ -303,7 +303,7 @@ def test_time_is_the_gpus_alone() -> None:
 
 
 def test_candidates_run_in_random_order(monkeypatch) -> None:
-    """On a clock that each run advances by its own time, but twice that after the slow one, which leaves a GPU hot."""
+    """Uses a fake clock. A run takes twice its time directly after the slow run, which heats the GPU."""
     clock, ran = 0.0, ["nothing"]
 
     class Event:
@@ -329,4 +329,4 @@ def test_candidates_run_in_random_order(monkeypatch) -> None:
     medians = median_ms({name: partial(run, name, ms) for name, ms in times.items()}, rep=40)
     assert medians == times
     counts = {name: ran.count(name) for name in times}
-    assert counts == {"slow": 8, "one": 42, "other": 42}  # two of each do not count
+    assert counts == {"slow": 8, "one": 42, "other": 42}  # includes two warm-up runs of each

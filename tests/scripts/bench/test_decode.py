@@ -1,4 +1,4 @@
-"""scripts/bench/decode.py: its candidates compute the same, and its arguments and report; timing needs a GPU."""
+"""scripts/bench/decode.py: candidates compute the same result; arguments and report are right. Timing needs a GPU."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from scripts.bench.decode import CASES, PAGES, Case, candidates, in_pages, markd
 
 def test_all_candidates_compute_the_same(device):
     torch.manual_seed(0)
-    # fp16: of bf16, Triton's interpreter computes with the bits
+    # fp16, because Triton's interpreter computes bf16 incorrectly
     runs = candidates(Case(2, 4, 2, 16, 512), device, torch.float16)
     results = {name: run().flatten() for name, run in runs.items()}
     assert list(results) == ["automatic", "1 split", "pages of 256", "pages of 16", "SDPA"]

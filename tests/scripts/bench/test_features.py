@@ -1,4 +1,4 @@
-"""scripts/bench/features.py: work as the schedule counts it, what its features compute, its table and arguments."""
+"""scripts/bench/features.py: its count of pairs, the results of its features, its table and its arguments."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_names_are_unique_and_narrow_values_are_of_192():
 @pytest.mark.parametrize(
     ("changed", "tolerance"),
     [
-        # rounded to four bits, a weighted mean of values near 1 moves by about 1/16
+        # rounding to four bits moves a weighted mean of values near 1 by about 1/16
         pytest.param(Feature("fp8", EQUAL, {"causal": True}, fp8=True), 0.3, id="fp8"),
         pytest.param(Feature("pages", EQUAL, {"causal": True}, page_size=16), 0.0, id="pages"),
     ],

@@ -1,4 +1,4 @@
-"""scripts/bench/host.py: its candidates compute the same; its samples, table and arguments. Times need a GPU."""
+"""scripts/bench/host.py: candidates compute the same result; samples, table and arguments. Times need a GPU."""
 
 import os
 import subprocess
@@ -37,9 +37,9 @@ def test_all_candidates_of_one_document_compute_the_same(device):
     results = {}
     for name, candidate in candidates(SHAPE, device).items():
         if "cuDNN" in name and device.type == "cpu":
-            continue  # which computes nothing there
+            continue  # computes nothing in the interpreter
         torch.manual_seed(0)
-        # fp16: of bf16, Triton's interpreter computes with the bits
+        # fp16, because Triton's interpreter computes bf16 incorrectly
         leading = 1 if candidate.layout == "tokens heads" else 2
         q, k, v = (torch.randn(32, heads, 16, device=device, dtype=torch.float16) for heads in (4, 2, 2))
         laid_out = [x if leading == 1 else x[None] for x in (q, k, v)]
@@ -70,7 +70,7 @@ def test_passes_run_and_give_gradients_of_q_k_and_v(device):
         assert calls.keys() == CALLS.keys()
         with candidate.setting():
             of_forward, recorded = (calls[direction]() for direction in ("forward", "forward, autograd"))
-            gradients = [calls["backward"]() for _ in range(2)][-1]  # kept outputs serve again
+            gradients = [calls["backward"]() for _ in range(2)][-1]  # the kept outputs are used twice
             in_a_row = calls["backward, of 16"]()
             with grad_mode(NODE):
                 of_node = calls[NODE]()
@@ -79,7 +79,7 @@ def test_passes_run_and_give_gradients_of_q_k_and_v(device):
         shapes = [candidate._shape(SHAPE, heads) for heads in (4, 2, 2)]
         assert [x.shape for x in gradients] == shapes, name
         assert [x.shape for x in in_a_row] == [shapes[0], *shapes[1:] * 16], name
-        if candidate.layout != "batch heads tokens":  # SDPA, on a CPU, is many nodes
+        if candidate.layout != "batch heads tokens":  # on a CPU, SDPA consists of many autograd nodes
             assert [x.shape for x in of_node[:3]] == shapes, name
         if name.startswith("ours"):
             assert all(torch.equal(a, b) for a, b in zip(of_node[:3], gradients, strict=True)), name

@@ -1,4 +1,4 @@
-"""scripts/bench/memory.py: names of combinations, what is compared with what, traces, and a run on a CPU."""
+"""scripts/bench/memory.py: names of combinations, comparisons, traces, and a run on a CPU."""
 
 import json
 import math
@@ -39,7 +39,7 @@ ROWS = [
 
 
 def in_this_process(case, timeout):
-    """As run_apart, without the seconds of importing."""
+    """Replaces run_apart and saves the seconds that a new process needs for imports."""
     return Row(**json.loads(json.dumps(asdict(measure(case_of(json.loads(json.dumps(asdict(case)))))))))
 
 
@@ -57,14 +57,14 @@ def test_a_run_from_its_command_line(tmp_path, monkeypatch):
     found, text = run_main(
         monkeypatch, tmp_path, "--seq-lens", "64", "96", "--combinations", *names, "--rounds", "2", "--profile"
     )
-    # the second round goes backwards
+    # the second round runs in reverse order
     once = [(seq_len, name) for seq_len in (64, 96) for name in names]
     assert [(row["seq_len"], row["combination"]) for row in found["rows"]] == once + once[::-1]
     for row in found["rows"]:
         assert row["outcome"] == "ok" and len(row["step_ms"]) == len(row["optimizer_ms"]) == 2
         assert all(0 < part < whole for part, whole in zip(row["optimizer_ms"], row["step_ms"], strict=True))
         assert row["loss"] == pytest.approx(math.log(259), rel=0.1) and row["peak_gib"] > 0
-        # the states before the second and third block; the last block's stays
+        # the states before the second and third blocks; the last block's state is not offloaded
         kept = 2 * row["seq_len"] * 32 * 4 if "offload" in row["combination"] else 0
         assert row["host_gib"] * 2**30 == pytest.approx(kept)
     assert "- commit: `abc`" in text and f"torch {torch.__version__}" in text and "--seq-lens 64 96" in text
@@ -124,7 +124,7 @@ def test_a_case_that_takes_too_long():
 
 def test_the_optimizers_host_memory_counts():
     class Offloaded:
-        """What fa_train.optim.low_memory.OffloadedAdamW shows, which needs a GPU."""
+        """Has the attributes of fa_train.optim.low_memory.OffloadedAdamW, which needs a GPU."""
 
         def __init__(self):
             on_host = torch.nn.Parameter(torch.ones(10))
@@ -136,7 +136,7 @@ def test_the_optimizers_host_memory_counts():
     model = GPT.__new__(GPT)
     torch.nn.Module.__init__(model)
     model.offload = None
-    assert host_bytes(model, Offloaded()) == 4 * 10 * 4 + 4  # weights, gradients, two moments; the count of steps
+    assert host_bytes(model, Offloaded()) == 4 * 10 * 4 + 4  # weights, gradients and two moments; the step counter
 
 
 @pytest.mark.parametrize(
@@ -196,8 +196,8 @@ def test_slowdowns():
     assert slowdown(ROWS[1], "offload", ROWS) == pytest.approx(0.075)
     assert slowdown(ROWS[4], "offload", ROWS) == pytest.approx(0.02)
     assert slowdown(ROWS[0], "checkpointing", ROWS) == pytest.approx(0.25)
-    assert slowdown(ROWS[3], "checkpointing", ROWS) is None  # none is out of memory
-    assert slowdown(ROWS[0], "offload", ROWS) is None  # it has none
+    assert slowdown(ROWS[3], "checkpointing", ROWS) is None  # combination none is out of memory
+    assert slowdown(ROWS[0], "offload", ROWS) is None  # this combination has no offload
 
 
 def test_rounds_are_pooled():
@@ -230,14 +230,14 @@ def test_spans():
 
 
 def test_overlap():
-    """A step of 10 ms: kernels run from 1 to 4 and from 5 to 9."""
+    """In a step of 10 ms, kernels run from 1 to 4 ms and from 5 to 9 ms."""
     found = overlap(
         (0, 10_000),
         compute=[(1000, 3000), (2000, 4000), (5000, 9000), (11_000, 12_000)],
         to_host=[(3500, 4500), (6000, 7000), (9500, 10_500)],
         to_device=[(4200, 4400), (6500, 7500)],
     )
-    # 4 to 5: 0.5 ms of a copy to the host, within which one back; 9.5 to 10: a copy that the step's end cuts
+    # From 4 to 5 ms: 0.5 ms of a copy to the host, and a copy back during it. At 9.5 ms: a copy that outlasts the step.
     assert asdict(found) == pytest.approx(
         {"step": 10.0, "to_host": 2.5, "to_device": 1.2, "hidden": 1.5 + 1.0, "idle": 3.0, "waiting": 1.0}
     )
@@ -255,8 +255,8 @@ def test_a_trace():
         event("user_annotation", "step", 0, 1000),
         event("gpu_user_annotation", "step", 100, 900, 7),
         event("kernel", "gemm", 100, 700, 7),
-        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 800, 100, 7),  # computes
-        event("kernel", "zero", 950, 40, 9),  # another stream, which does not
+        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 800, 100, 7),  # counts as a kernel
+        event("kernel", "zero", 950, 40, 9),  # another stream, which does not count
         event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 50, 100, 13),
         event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 850, 100, 13),
         {"ph": "M", "name": "process_name", "args": {}},

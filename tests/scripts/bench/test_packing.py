@@ -1,4 +1,4 @@
-"""scripts/bench/packing.py packs what it says; its times are for a person to read."""
+"""scripts/bench/packing.py packs the documents that it names. Its times are not checked."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""scripts/bench/profile_step.py: a step of a tiny model, names of kernels, and the arithmetic on a made-up trace."""
+"""scripts/bench/profile_step.py: a step of a tiny model, names of kernels, and arithmetic on a made-up trace."""
 
 import csv
 import gzip
@@ -140,7 +140,7 @@ def test_parts_by_name(name, part):
 
 
 def test_the_names_of_our_kernels():
-    """Each kernel that a launcher starts is attention's; all but a few belong to the backward pass."""
+    """Every kernel that a launcher starts counts as attention. All but a few belong to the backward pass."""
     forward = {"_fwd_kernel", "_repair_fwd_kernel", "_append_kernel", "_decode_kernel", "_merge_kernel"}
     for path in (REPOSITORY / "kernels" / "fa_kernels" / "flash_attention").rglob("*.py"):
         for name in re.findall(r"^def (_\w+_kernel)\(", path.read_text(), re.MULTILINE):
@@ -195,7 +195,7 @@ def ran(cat, name, start, end, tid=1, **args):
 
 
 def gpu_trace():
-    """A step of 100 us whose kernels run after their launches, from two threads."""
+    """Returns the trace of a 100 us step. Two threads launch kernels, which run after their launches."""
     gemm = "nvjet_sm90_tst_128x256"
     return [
         {"ph": "M", "name": "process_name", "args": {}},
@@ -245,13 +245,13 @@ def test_memory_by_component():
         ran("user_annotation", "step: optimizer", 80, 95),
         changed(5, 100, 8, 1000 + 8),  # kept until the backward
         changed(6, 200, 4, 1000 + 12),
-        changed(7, 200, -4, 1000 + 8),  # gone within the forward
+        changed(7, 200, -4, 1000 + 8),  # freed within the forward
         changed(12, 300, 16, 1000 + 24),
         changed(32, 400, 32, 1000 + 56),
-        changed(41, 50, -64, 1000 - 8),  # the last step's gradient
-        changed(45, 200, 64, 1000 + 56, tid=2),  # the new one, where another tensor was
+        changed(41, 50, -64, 1000 - 8),  # the gradient of the last step
+        changed(45, 200, 64, 1000 + 56, tid=2),  # the new gradient, at the address of a freed tensor
         changed(50, 100, -8, 1000 + 48, tid=2),
-        changed(60, 999, -20, 1000 + 28, tid=2),  # of before the step and unknown
+        changed(60, 999, -20, 1000 + 28, tid=2),  # allocated before the step, and unknown
         changed(96, 200, -64, 1000 - 36),  # zero_grad
     ]
     before = {1: (WEIGHTS, 500), 50: (GRADIENTS, 64)}

@@ -1,4 +1,4 @@
-"""scripts/bench/step.py: a run from its command line, the same model on both sides, and what becomes of bad cases."""
+"""scripts/bench/step.py: a run from its command line, equal models on both sides, and cases that fail."""
 
 import csv
 import math
@@ -42,12 +42,12 @@ ROWS = [
 
 
 def peer_in_this_process(case, timeout):
-    """As run_apart, without the seconds of importing."""
+    """Replaces run_apart and saves the seconds that a new process needs for imports."""
     return measure(case) if case.variant == "hf" else run_apart(case, timeout)
 
 
 def test_a_run_from_its_command_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of the cases' processes
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes of the cases
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(step, "run_apart", peer_in_this_process)
     arguments = ["--model", "nano", "--seq-lens", "64", "--variants", "ours-none", "hf", "--steps", "2"]
@@ -77,7 +77,7 @@ def test_a_case_in_this_process(variant):
 
 
 def test_both_sides_train_the_same_model():
-    """Equal weights give equal losses: the sizes, the norm's eps and theta are the same on both sides."""
+    """Equal weights give equal losses, because sizes, the norm's eps and theta are the same on both sides."""
     config, device = configuration(CASE), torch.device("cpu")
     ours, _ = our_loss(config, device)
     peer, _, _ = peer_loss(config, device, checkpointing=False)
@@ -129,7 +129,7 @@ def test_a_slow_case_does_fewer_steps(slow_step, timed, steps):
     case = replace(CASE, steps=4, slow_step=slow_step)
     milliseconds, losses = time_steps(case, lambda: weight.square().sum(), optimizer)
     assert len(milliseconds) == timed and len(losses) == steps
-    assert losses == pytest.approx([3 * 0.64**n for n in range(steps)])  # a gradient of one step at a time
+    assert losses == pytest.approx([3 * 0.64**n for n in range(steps)])  # each step uses its own gradient only
 
 
 @pytest.mark.parametrize(
