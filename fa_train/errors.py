@@ -1,4 +1,4 @@
-"""A user's mistake in one line, from the errors of this package and of Hydra."""
+"""Reports a user's mistake in one line instead of a traceback."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 @contextmanager
 def errors_in_one_line(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
-    """An error of these types ends the program with one line. HYDRA_FULL_ERROR=1 shows the traceback."""
+    """Ends the program with one line if an error of these types occurs. HYDRA_FULL_ERROR=1 shows the traceback."""
     try:
         yield
     except mistakes as error:
@@ -22,14 +22,14 @@ def errors_in_one_line(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str:
-    """In one line, the ValueError that Hydra wrapped, or what Hydra itself found wrong."""
+    """Returns an error's message in one line. If Hydra wrapped a ValueError, returns that error's message."""
     chain = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
     unknown = next((link for link in chain if getattr(link, "parent_node", None) and "in struct" in str(link)), None)
-    if unknown is not None:  # OmegaConf's error if an override names a key that the config does not have
+    if unknown is not None:  # an override names a key that the config does not have
         text = unknown_key(vars(unknown)["full_key"], vars(unknown)["parent_node"])
         return text if unknown is error else f"{text} (a + before it adds a parameter that conf/ does not list)"
     said = next((link for link in chain if isinstance(link, ValueError)), error)
-    text = str(said).partition("Config search path")[0].partition("full_key")[0]  # where Hydra looked
+    text = str(said).partition("Config search path")[0].partition("full_key")[0]  # drops Hydra's search path
     return " ".join(text.removeprefix("ValueError raised while resolving interpolation: ").split())

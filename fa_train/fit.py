@@ -1,4 +1,4 @@
-"""Runs Lightning's fit, and says how it ended."""
+"""Runs Lightning's fit, and handles its possible ends."""
 
 import sys
 
@@ -17,20 +17,20 @@ def fit(
     *,
     in_sweep: bool,
 ) -> bool:
-    """Trains, and returns whether all steps ran; False if memory ran out, which the callbacks then report.
+    """Trains the model. Returns True if all steps ran, and False if memory ran out, which the callbacks report.
 
     SIGTERM ends the process with status 143. If training diverges, rank 0 raises DivergedError and the other ranks
-    exit; in a sweep all raise.
+    exit. In a sweep, all ranks raise it.
     """
     try:
         trainer.fit(lit_gpt, datamodule=data, ckpt_path=ckpt_path)
-    except SIGTERMException:  # a SystemExit with status 0
+    except SIGTERMException:  # otherwise the exit status would be 0
         sys.exit(128 + 15)
     except DivergedError:
         trainer.strategy.barrier()  # torchrun stops all ranks when one exits, and rank 0 must close the record first
         if trainer.is_global_zero or in_sweep:
             raise
-        sys.exit(1)  # rank 0 says why
+        sys.exit(1)  # rank 0 reports the reason
     except Exception as error:
         if not is_out_of_memory(error):
             raise

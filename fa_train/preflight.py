@@ -1,4 +1,4 @@
-"""What must hold before a run starts. Each failure is a ValueError that says what was wanted and what came."""
+"""Checks of a run's settings before it starts. Each failed check raises a ValueError."""
 
 import torch
 
@@ -8,15 +8,16 @@ from fa_train.models.rope import DynamicNTKScaling
 
 
 def require_vocabulary(vocab_size: int, tokens: int) -> None:
-    """The model must have an embedding for each of the tokenizer's tokens."""
+    """Checks that the model has an embedding for each token of the tokenizer. Raises: ValueError if it does not."""
     if vocab_size < tokens:
         raise ValueError(f"model.vocab_size must be at least the {tokens} of the data's tokenizer; got {vocab_size}")
 
 
 def require_reach(model: GPT, seq_len: int, max_doc_len: int | None, reset_positions: bool) -> None:
-    """Raises: ValueError if documents may exceed the model's position embeddings or its checkpoint's context.
+    """Checks that the longest possible document fits in the model's learned positions or its checkpoint's context.
 
-    Units: seq_len and max_doc_len in tokens, as in fa_train.data.datamodule.PackedDataModule.
+    seq_len, max_doc_len: in tokens, as in fa_train.data.datamodule.PackedDataModule.
+    Raises: ValueError if it does not fit.
     """
     longest = min(seq_len, max_doc_len or seq_len) if reset_positions else seq_len
     model.require_seq_len(longest)
@@ -30,9 +31,10 @@ def require_reach(model: GPT, seq_len: int, max_doc_len: int | None, reset_posit
 
 
 def require_shardable(run: RunSize, *, samples: bool) -> None:
-    """ValueError where strategy=fsdp has nothing to shard on, or a part of the run cannot be sharded.
+    """Checks that strategy=fsdp supports the run.
 
-    samples: whether callbacks.sample asks rank 0 alone for answers, which then waits for the others' weights.
+    samples: whether callbacks.sample is set. It generates on rank 0 only, which does not have all weights.
+    Raises: ValueError if there is only one device, or a part of the run cannot be sharded.
     """
     if run.ranks == 1:
         raise ValueError(
@@ -50,5 +52,5 @@ def require_shardable(run: RunSize, *, samples: bool) -> None:
 
 
 def machine() -> str:
-    """What a preset is chosen by."""
+    """Returns the name of the GPU, or says that there is none. The preset depends on it."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "a machine without a CUDA GPU"

@@ -138,7 +138,7 @@ def results(trainer: L.Trainer) -> dict[str, float]:
 
 
 def optimized(result: dict[str, float], metric: str) -> float:
-    """The metric that a sweeper optimizes; NaN if memory ran out first. Raises: ValueError if it is missing."""
+    """Returns the metric that a sweeper optimizes, or NaN if memory ran out. Raises: ValueError if it is missing."""
     if metric not in result and "oom" not in result:
         raise ValueError(f"optimized_metric must be a metric of this run: {', '.join(sorted(result))}; got {metric}")
     return result.get(metric, float("nan"))

@@ -1,4 +1,4 @@
-"""The checkpoint that a run goes on from."""
+"""Finds the checkpoint that a run resumes from."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ from fa_train.parallel.sharded_checkpoint import global_step, require_whole
 
 
 def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], object] = print) -> str | None:
-    """`ckpt_path` itself, or for `last` the newest intact checkpoint below the folder `runs`.
+    """Returns the path of the checkpoint to resume from, or None. `last` finds the newest intact one below `runs`.
 
     say: called with a line for each damaged checkpoint that `last` skips.
     Raises: ValueError if the checkpoint does not exist, is damaged or is not a checkpoint.
@@ -34,7 +34,7 @@ def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], obje
 
 
 def finished(ckpt_path: str | None, max_steps: int) -> str | None:
-    """None if a run from this checkpoint has steps left to do, otherwise a line that says why it has none."""
+    """Returns a message if the checkpoint has already done max_steps, otherwise None."""
     done = global_step(Path(ckpt_path)) if ckpt_path else 0
     if done < max_steps:
         return None

@@ -35,14 +35,14 @@ class Levers:
         return self.offload == "all"
 
     def overrides(self, others: "Levers") -> list[str]:
-        """The levers that differ from `others`, as overrides of train.py."""
+        """Returns the levers that differ from `others`, as overrides of train.py."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return [f"memory.{name}={_yaml(value)}" for name, value in values.items() if value != getattr(others, name)]
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The values of Levers, and the loss.
+    """The keys of conf/memory: the fields of Levers, and the loss.
 
     loss: the last linear layer and its cross entropy (fa_train.memory.loss).
     auto: train.py replaces the levers with the fastest ones that fit (fa_train.memory.planner.levers).

@@ -1,1 +1,1 @@
-"""How much memory a training step takes, and which settings make it fit."""
+"""Predicts how much memory a training step needs, and finds settings that fit."""

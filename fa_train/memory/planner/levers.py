@@ -1,8 +1,8 @@
-"""Which levers make a run fit, what they cost in time, and how long a sequence they allow: a search by prediction.
+"""Finds the memory levers with which a run fits, and the longest sequence that fits.
 
-There are few enough combinations of levers to ask fa_train.memory.planner about each. `memory=auto` is the one that
-costs the least time of those that fit. Times are arithmetic too, of what the levers add and of nothing else;
-tests/memory/planner/test_levers.py holds them against steps measured on an H200.
+The search predicts the memory of every combination of levers. `memory=auto` chooses the fastest combination that fits.
+The extra time of a combination is estimated with a formula. tests/memory/planner/test_levers.py compares the estimates
+with steps measured on an H200.
 """
 
 from dataclasses import replace
@@ -15,15 +15,13 @@ from fa_train.memory.planner.plan import OptimizerKind, Plan
 from fa_train.memory.planner.predict import Prediction, predict, sent_per_layer
 
 MLP_CHUNK = 16384  # tokens: large enough to fill a GPU
-LINK = 5e10  # bytes a second to and from the host; about an H200's
-# bf16 products a second: by what selective adds to none in scripts/results/memory_llama_1b_32k_h200_202611.md
+LINK = 5e10  # bytes per second to and from the host, about that of an H200
+# FLOP/s of bf16 matrix products, from the step times in scripts/results/memory_llama_1b_32k_h200_202611.md
 FLOPS = 7e14
-# of attention's forward, which full checkpointing does again: by what that adds to selective there and in
-# memory_llama_1b_131k_h200_202611.md
+# FLOP/s of attention's forward, from the same page and from memory_llama_1b_131k_h200_202611.md
 ATTENTION_FLOPS = 5.5e14
-# What offload and mlp_chunk cost there is less than can be measured. These decide between what is as fast, chunks
-# before copies, which take pinned host memory: the part of forward and backward that copies beside them cost, and the
-# seconds that one more chunk of the FFN does.
+# The costs of copies (a fraction of compute time) and of a chunk (seconds) are too small to measure. They only order
+# combinations that are otherwise equally fast: chunks come before copies, which need pinned host memory.
 BESIDE_COPIES, LAUNCH = 0.002, 2e-5
 
 
@@ -36,22 +34,22 @@ COMBINATIONS = [
 
 
 def fits(prediction: Prediction, gpu_bytes: int, host_bytes: int) -> bool:
-    """Whether a GPU of so many bytes, and the host's memory for its process, hold it."""
+    """Returns whether a prediction fits in gpu_bytes of GPU memory and host_bytes of host memory."""
     return prediction.gpu_bytes <= gpu_bytes and prediction.host <= host_bytes
 
 
 def with_levers(plan: Plan, levers: Levers) -> Plan:
-    """The same run under other levers."""
+    """Returns the plan with other levers."""
     return replace(plan, levers=levers)
 
 
 def resized(plan: Plan, **changes: Any) -> Plan:
-    """The same model and levers in a run with other fields of RunSize."""
+    """Returns the plan with other fields of RunSize."""
     return replace(plan, run=replace(plan.run, **changes))
 
 
 def longest_seq_len(plan: Plan, gpu_bytes: int, host_bytes: int) -> int:
-    """The longest seq_len that fits with the run's rows; 0 if not even one token does."""
+    """Returns the longest seq_len that fits with the run's number of rows, or 0 if not even one token fits."""
 
     def holds(seq_len: int) -> bool:
         return fits(predict(resized(plan, seq_len=seq_len)), gpu_bytes, host_bytes)
@@ -68,15 +66,18 @@ def longest_seq_len(plan: Plan, gpu_bytes: int, host_bytes: int) -> int:
 
 
 def longest_of_all_levers(plan: Plan, gpu_bytes: int, host_bytes: int) -> int:
-    """The longest seq_len under the levers that reach farthest. memory=auto finds levers up to it."""
+    """Returns the longest seq_len that fits with any combination of levers."""
     return max(longest_seq_len(with_levers(plan, levers), gpu_bytes, host_bytes) for levers in COMBINATIONS)
 
 
 def extra_seconds(plan: Plan) -> float:
-    """What the levers add to a micro-batch of one document, roughly: work done twice, and waiting for the host."""
+    """Estimates the seconds that the levers add to a micro-batch of one document.
+
+    They recompute activations and wait for copies to and from the host.
+    """
     levers, tokens = plan.levers, plan.run.tokens
     qkv_weight, out_weight, up_weight, down_weight = plan.model.block_matrices
-    attention = 2 * tokens**2 * plan.model.query_dim / ATTENTION_FLOPS  # its forward, causal
+    attention = 2 * tokens**2 * plan.model.query_dim / ATTENTION_FLOPS  # causal forward
     projections = 2 * tokens * (qkv_weight + out_weight) / FLOPS
     up, down = (2 * tokens * weight / FLOPS for weight in (up_weight, down_weight))
     seconds = 0.0
@@ -93,7 +94,7 @@ def extra_seconds(plan: Plan) -> float:
 
 
 def fastest_that_fits(plan: Plan, gpu_bytes: int, host_bytes: int) -> Levers | None:
-    """The levers of `memory=auto`: of all that fit, those that cost the least time; None if none fit."""
+    """Returns the fastest levers that fit, which `memory=auto` uses, or None if none fit."""
     fitting = [
         (extra_seconds(candidate), index)
         for index, candidate in enumerate(with_levers(plan, levers) for levers in COMBINATIONS)
@@ -103,10 +104,10 @@ def fastest_that_fits(plan: Plan, gpu_bytes: int, host_bytes: int) -> Levers | N
 
 
 def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
-    """What to change if a run does not fit, as overrides of train.py, cheapest first; "" if it fits.
+    """Returns overrides of train.py that make a run fit, or "" if it already fits.
 
-    First fewer rows of a micro-batch, then levers, the optimizer's states and the precision. If all that is not enough,
-    the longest seq_len.
+    Tries fewer rows per micro-batch first, then levers, smaller optimizer states and a lower precision. If nothing
+    fits, the result contains the longest seq_len that does.
     """
     rows = plan.run.rows
     for fewer in (n for n in range(rows, 0, -1) if rows % n == 0):
@@ -132,15 +133,16 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
 
 
 def _changes(plan: Plan) -> list[tuple[list[str], dict[str, Any]]]:
-    """No change, smaller states of the optimizer, half the bytes of a weight: overrides, and their fields of RunSize.
+    """Returns changes of optimizer and precision, the cheapest first: overrides of train.py, and fields of RunSize.
 
-    Sharded weights take no optimizer that shards its states itself (fa_train.preflight.require_shardable).
+    The first entry changes nothing. strategy=fsdp does not support adamw_8bit and adamw_offload
+    (fa_train.preflight.require_shardable).
     """
     run = plan.run
     changes: list[tuple[list[str], dict[str, Any]]] = [([], {})]
     if run.ranks > 1:
         if run.precision != "bf16-true":
-            # adapters stay fp32, and stochastic rounding is of bf16 weights
+            # adapters stay fp32, so adamw_bf16 cannot train them
             optimizer: OptimizerKind = "adamw" if run.adapters else "adamw_bf16"
             overrides = [] if optimizer == run.optimizer else [f"optimizer={optimizer}"]
             half: dict[str, Any] = {"optimizer": optimizer, "precision": "bf16-true"}

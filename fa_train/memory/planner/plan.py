@@ -1,4 +1,4 @@
-"""What decides the memory of a run: the model, the levers, and the size of the run."""
+"""The inputs of the memory planner: the model, the levers, and the size of the run."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -15,11 +15,12 @@ OptimizerKind = Literal["adamw", "adamw_8bit", "adamw_bf16", "adamw_offload"]
 
 @dataclass(frozen=True)
 class Adapters:
-    """What LoRA trains while the model's own weights are frozen (fa_train.models.lora).
+    """The sizes of a model's LoRA adapters (fa_train.models.lora).
 
-    sizes: the elements of each matrix A and B, all fp32. attention_rank, ffn_rank: elements between A and B that a
-    block has for each token. attention_joined, ffn_joined: elements of a block's A and B as they are multiplied, those
-    of parts of one matrix joined. quantised: whether the blocks' matrices are in 4 bits.
+    sizes: the number of elements of each matrix A and B, all fp32.
+    attention_rank, ffn_rank: the number of elements per token between A and B, summed over a block's adapters.
+    attention_joined, ffn_joined: the number of elements of a block's A and B after parts of one matrix are joined.
+    quantised: whether the blocks' matrices have 4 bits per element.
     """
 
     sizes: tuple[int, ...]
@@ -32,13 +33,13 @@ class Adapters:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSize:
-    """How large a run is, apart from its model: what one GPU computes at a time, and in which form.
+    """The properties of a run, apart from its model, that determine its memory.
 
     Units: seq_len and loss_chunk in tokens; rows is data.micro_batch_size.
-    accumulates: whether a step has several micro-batches, so that gradients stay while the next one runs.
-    adapters: None if all weights are trained. ranks: the number of GPUs over which weights, gradients and the
-    optimizer's states are sharded (fa_train.parallel.fsdp), 1 if each GPU has them whole.
-    arch: the GPU's architecture, whose attention kernels count.
+    accumulates: whether a step has several micro-batches, so that gradients exist while the next one runs.
+    adapters: None if all weights are trained. ranks: the number of GPUs over which weights, gradients and optimizer
+    states are sharded (fa_train.parallel.fsdp); 1 without sharding.
+    arch: the GPU's architecture, which determines the attention kernels.
     """
 
     seq_len: int
@@ -88,13 +89,13 @@ class RunSize:
 
     @property
     def mixed(self) -> bool:
-        """Whether products need rounded copies of the weights."""
+        """Whether matrix products need rounded copies of the weights."""
         return self.weight_bytes != self.compute_bytes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run as the planner sees it."""
+    """All inputs of the planner for one run."""
 
     model: ModelConfig
     levers: Levers

@@ -1,12 +1,11 @@
-"""How much memory a training step takes, by arithmetic: nothing is allocated.
+"""Predicts the peak memory of a training step without allocating anything.
 
-What autograd keeps of each block is read off the code, tensor by tensor. A step's peak is the largest of a few moments:
-the loss; within a block, whichever of its forward (again, if checkpointed), its FFN's or its attention's backward holds
-most; the end of the backward, when all gradients exist; the optimizer. tests/memory/planner/test_planner.py runs the
-real model on fake tensors and compares, and holds the formula against peaks measured on GPUs.
+The formulas count every tensor that the model's code saves or allocates. The peak is the largest of a few moments: the
+forward of the last block, the loss, the backward of a block, the end of the backward and the optimizer's update.
+tests/memory/planner/test_planner.py compares the prediction with the model on fake tensors, and with peaks measured on
+GPUs.
 
-Attention is counted as flash attention; the other kinds keep at least as much. What to change where a step does not fit
-is fa_train.memory.planner.levers' to say.
+The prediction assumes flash attention; the other attentions need at least as much memory.
 """
 
 from dataclasses import dataclass
@@ -18,19 +17,20 @@ from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.weights import weights_bytes
 
 GIB = 2**30
-LIBRARIES = 96 * 2**20  # cuBLAS's workspaces, by torch's allocator; measured on an H200
-CONTEXT = 600 * 2**20  # CUDA's context and the kernels' code, beside torch's allocator
-FRAGMENTATION = 0.03  # of what is allocated: what the allocator has reserved and cannot use
+LIBRARIES = 96 * 2**20  # cuBLAS's workspaces in torch's allocator, measured on an H200
+CONTEXT = 600 * 2**20  # CUDA's context and the kernels' code, outside torch's allocator
+FRAGMENTATION = 0.03  # reserved memory that the allocator cannot use, as a fraction of allocated memory
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one GPU and its process hold at the largest moment of a step, in bytes.
+    """The bytes that one GPU and its process hold at the peak of a step.
 
-    rounded_weights are autocast's copies; activations is what blocks keep for their backward, outside what the
-    embeddings, the data and the last norm do; working is what the moment itself needs; loss is the logits and gradients
-    of the last layer. allocated is what torch.cuda.max_memory_allocated will say; overhead is the CUDA context, the
-    kernels' code and what the caching allocator cannot use. host is pinned memory.
+    moment: the name of the moment with the peak. rounded_weights: autocast's copies of weights. activations: tensors
+    that blocks save for the backward. outside: the data and the last norm. loss: logits and gradients of the head.
+    working: temporaries of the moment. libraries: cuBLAS's workspaces. overhead: the CUDA context, the kernels' code,
+    and memory that the caching allocator cannot use. host: pinned host memory.
+    allocated predicts torch.cuda.max_memory_allocated.
     """
 
     plan: Plan
@@ -71,7 +71,7 @@ COMPONENTS = (
 
 
 def predict(plan: Plan) -> Prediction:
-    """The peak of a training step after the first, by component."""
+    """Predicts the peak of a training step after the first one, by component."""
     largest = max(moments_of(plan), key=Moment.total)
     weights = weights_bytes(plan)
     optimizer, host = optimizer_bytes(plan)
@@ -93,12 +93,15 @@ def predict(plan: Plan) -> Prediction:
 
 
 def kept_per_layer(plan: Plan) -> int:
-    """What the GPU keeps of a block but the last between its forward and its backward, copies of weights included."""
+    """Returns the bytes that the GPU keeps per block, except the last, between forward and backward.
+
+    They include copies of weights.
+    """
     block = Block(plan)
     rounded = block.rounded_weights() if plan.levers.checkpointing == "none" else 0
     return block.boundary() - block.sent() + rounded
 
 
 def sent_per_layer(plan: Plan) -> int:
-    """What waits on the host of a block but the last."""
+    """Returns the bytes that are offloaded to the host per block, except the last."""
     return Block(plan).sent()

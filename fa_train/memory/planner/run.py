@@ -1,4 +1,4 @@
-"""The planner for a run that is about to start: its plan, the levers of memory=auto, and what the run prints."""
+"""Plans the memory of a run before it starts: checks that it fits, chooses the levers of memory=auto, and reports."""
 
 import os
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from fa_train.models.lora import adapters_of
 from fa_train.optim import adamw
 from fa_train.parallel.decisions import decided_by_rank_zero
 
-CERTAIN = 1.1  # times what a device has: the prediction is less wrong than that
+CERTAIN = 1.1  # a run with more than this multiple of the device's memory is refused; predictions err by less
 OPTIMIZERS: dict[object, OptimizerKind] = {
     adamw.adamw: "adamw",
     adamw.adamw_8bit: "adamw_8bit",
@@ -38,7 +38,7 @@ OPTIMIZERS: dict[object, OptimizerKind] = {
 
 
 class DoesNotFitError(ValueError):
-    """The planner expects a step to run out of a GPU's memory."""
+    """The planner predicts that a step runs out of GPU memory."""
 
 
 def plan_of(
@@ -52,14 +52,15 @@ def plan_of(
     compiled: bool,
     ranks: int = 1,
 ) -> Plan:
-    """The plan of a run with this model, which may be on the meta device; the other parameters are as in RunSize.
+    """Returns the plan of a run with this model, which may be on the meta device.
 
-    An unknown optimizer counts as AdamW. Raises: ValueError on an unknown precision.
+    The other parameters are those of RunSize. An unknown optimizer is planned as AdamW.
+    Raises: ValueError if the precision is unknown.
     """
     run = RunSize(
         seq_len=seq_len,
         rows=rows,
-        precision=cast(Precision, precision),  # which RunSize checks
+        precision=cast(Precision, precision),  # RunSize checks it
         optimizer=OPTIMIZERS.get(optimizer.func if isinstance(optimizer, partial) else optimizer, "adamw"),
         accumulates=accumulates,
         compiled=compiled,
@@ -72,7 +73,7 @@ def plan_of(
 
 
 def planned_arch() -> Arch:
-    """The architecture of this machine's GPU; without a GPU, an H200's, on which the planner was measured."""
+    """Returns the architecture of this machine's GPU. Without a GPU, returns that of an H200."""
     return arch_of(torch.device("cuda")) if torch.cuda.is_available() else "sm90"
 
 
@@ -86,10 +87,10 @@ def plan_memory(
     in_sweep: bool,
     say: Callable[[str], object],
 ) -> Levers:
-    """Returns the run's levers, chosen here for memory=auto, and tells `say` what a run on a GPU will take.
+    """Returns the run's levers; memory=auto chooses them here. Passes a summary for a run on a GPU to `say`.
 
-    processes: how many share this machine's memory. attention: the option of conf/attention.
-    Raises: ValueError if the run cannot fit. In a sweep a step may run out of memory: that is a result like others.
+    processes: the number of processes that share this machine's memory. attention: the option of conf/attention.
+    Raises: ValueError if the run cannot fit. In a sweep, a step may run out of GPU memory, because that is a result.
     """
     if auto:
         chosen = decided_by_rank_zero("memory", lambda: asdict(fastest_levers(plan, device, processes)))
@@ -107,16 +108,16 @@ def plan_memory(
 
 
 def device_bytes(device: torch.device) -> int:
-    """All memory of a GPU, or of the machine if the CPU trains."""
+    """Returns the total memory of a GPU, or of the machine if the device is the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def fastest_levers(plan: Plan, device: torch.device, processes: int) -> Levers:
-    """The levers that memory=auto stands for here; on the CPU, where levers gain nothing, none of them.
+    """Returns the levers that memory=auto chooses on this device. On the CPU it chooses none.
 
-    processes: how many share this machine's memory.
+    processes: the number of processes that share this machine's memory.
     Raises: ValueError if no combination fits.
     """
     if device.type != "cuda":
@@ -132,10 +133,10 @@ def fastest_levers(plan: Plan, device: torch.device, processes: int) -> Levers:
 
 
 def require_memory(plan: Plan, device: torch.device, processes: int) -> Prediction:
-    """The planner's prediction. On the CPU only weights, gradients and the optimizer's states count.
+    """Checks that a run fits, and returns the prediction. On the CPU, only weights, gradients and states are checked.
 
-    processes: how many share this machine's memory.
-    Raises: ValueError if the run does not fit, and DoesNotFitError if a step needs over a tenth more than the GPU has.
+    processes: the number of processes that share this machine's memory.
+    Raises: ValueError if the run does not fit; DoesNotFitError if a step needs over CERTAIN times the GPU's memory.
     """
     prediction, available = predict(plan), device_bytes(device)
     trained = sum(trained_sizes(plan)) * plan.run.gradient_bytes // plan.run.ranks
@@ -164,10 +165,10 @@ def require_memory(plan: Plan, device: torch.device, processes: int) -> Predicti
 
 
 def summary(prediction: Prediction, device: torch.device, processes: int, attention: str, auto: bool = False) -> str:
-    """What a run on a GPU prints before it starts, in three lines.
+    """Returns the three lines that a run on a GPU prints before it starts.
 
-    The planner knows what flash needs; another attention needs more memory.
-    auto: the longest seq_len is under the levers that reach farthest, not under the run's own.
+    The prediction is for attention=flash; other attentions need more memory.
+    auto: report the longest seq_len with any levers, not with the run's levers.
     """
     gpu, host = device_bytes(device), available_host_bytes() // processes
     parts = {name.replace("_", " "): getattr(prediction, name) / GIB for name in COMPONENTS}

@@ -3,11 +3,13 @@
 from fa_train.memory.planner.plan import Plan
 from fa_train.models.config import ModelConfig
 
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # an element's code, and its part of a scale and of a scale's scale
+NF4_BYTES = (
+    0.5 + 1 / 64 + 4 / (64 * 256)
+)  # bytes per element: its code, and its share of a scale and of a second-level scale
 
 
 def block_sizes(model: ModelConfig) -> list[int]:
-    """The elements of every parameter of one block: its matrices from input to output, then its vectors."""
+    """Returns the number of elements of each parameter of one block, first its matrices and then its vectors."""
     vectors = [model.dim] * 2 * _vectors_of_norm(model)
     vectors += [model.query_dim + 2 * model.kv_dim] if model.qkv_bias else []
     vectors += [model.dim] if model.out_bias else []
@@ -17,29 +19,29 @@ def block_sizes(model: ModelConfig) -> list[int]:
 
 
 def parameter_sizes(model: ModelConfig) -> list[int]:
-    """The elements of every parameter."""
+    """Returns the number of elements of each parameter."""
     return outer_sizes(model) + block_sizes(model) * model.n_layers
 
 
 def outer_sizes(model: ModelConfig) -> list[int]:
-    """The elements of every parameter outside the blocks."""
+    """Returns the number of elements of each parameter outside the blocks."""
     embeddings = [model.vocab_size * model.dim] * (1 if model.tied else 2)
     embeddings += [(model.max_seq_len or 0) * model.dim] if model.positions == "learned" else []
     return embeddings + [model.dim] * _vectors_of_norm(model)
 
 
 def _vectors_of_norm(model: ModelConfig) -> int:
-    """How many parameters a norm has: its weight, and the bias of LayerNorm."""
+    """Returns the number of parameters of a norm: its weight, and a bias for LayerNorm."""
     return 2 if model.bias and model.norm == "layernorm" else 1
 
 
 def trained_sizes(plan: Plan) -> list[int]:
-    """The elements of every parameter with a gradient."""
+    """Returns the number of elements of each parameter that has a gradient."""
     return parameter_sizes(plan.model) if plan.run.adapters is None else list(plan.run.adapters.sizes)
 
 
 def weights_bytes(plan: Plan) -> int:
-    """All parameters, trained and frozen. On several ranks, this rank's part and what it gathers."""
+    """Returns the bytes of all parameters. With sharding, returns this rank's shard and what it gathers."""
     model, run = plan.model, plan.run
     own = sum(parameter_sizes(model)) * run.weight_bytes
     if run.adapters is None:
@@ -51,10 +53,10 @@ def weights_bytes(plan: Plan) -> int:
 
 
 def gathered_bytes(plan: Plan) -> int:
-    """What a rank holds of the others' parts at most, by how torch's FSDP2 works; not measured.
+    """Returns the peak bytes of weights and gradients that FSDP2 gathers on a rank. The formula is not measured.
 
-    All outside the blocks; a block and the next, of the dtype of its products; in the backward a block's gradients, and
-    their copy in fp32 that is averaged.
+    They are all weights outside the blocks, the weights of two blocks, and the gradients of one block with an fp32
+    copy.
     """
     run = plan.run
     if run.ranks == 1:
