@@ -1,4 +1,4 @@
-"""Train a GPT: `python train.py [key=value ...]`. conf/train.yaml is where the settings begin."""
+"""Trains a GPT: `python train.py [key=value ...]`. The settings are in conf/, starting with conf/train.yaml."""
 
 import os
 import sys
@@ -33,19 +33,19 @@ from fa_train.parallel.fsdp import FullyShardedStrategy
 from fa_train.parallel.init_on_device import DrawnOn
 from fa_train.parallel.sharded_checkpoint import CheckpointFiles
 
-# Lightning 2.6 asks torch in an old way at every run
+# Lightning 2.6 uses a deprecated torch API in every run
 warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-# resuming is exact here: the data module starts at the checkpoint's row
+# resuming is exact, because the data module starts at the checkpoint's step
 warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
-# each run has a new folder, so the CSV logger deletes nothing
+# each run has a new folder, so the CSV logger deletes no files
 warnings.filterwarnings("ignore", message=".*Previous log files in this directory will be deleted when the new ones")
-MISTAKES = ValueError, DivergedError, HydraException, OmegaConfBaseException  # each ends the program with one line
+MISTAKES = ValueError, DivergedError, HydraException, OmegaConfBaseException  # reported in one line
 OmegaConf.register_new_resolver("auto_preset", lambda: "gpu" if torch.cuda.is_available() else "cpu", replace=True)
-OmegaConf.register_new_resolver("run_folder", settings.run_folder, replace=True)  # before the folder is made
+OmegaConf.register_new_resolver("run_folder", settings.run_folder, replace=True)  # checked before the folder is created
 OmegaConf.register_new_resolver(
     "sweep_group", lambda: HydraConfig.get().sweep.dir if in_sweep() else None, replace=True
 )
-# use_cache: a run makes one folder, however often its config is read
+# use_cache: a run creates only one folder, although its config is read several times
 OmegaConf.register_new_resolver(
     "fresh_folder",
     lambda wanted: decided_by_rank_zero("folder", partial(fresh_folder, wanted)),
@@ -55,33 +55,33 @@ OmegaConf.register_new_resolver(
 
 
 def in_sweep() -> bool:
-    """Whether this is one run of a multirun."""
+    """Returns whether this run is part of a multirun."""
     return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def build(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDataModule]:
-    """All that a run is made of. Raises ValueError on what cannot train, before anything is computed."""
+    """Builds the trainer, the model and the data of a run. Raises: ValueError if the run cannot train."""
     check(cfg)
     L.seed_everything(cfg.seed, verbose=False)
     callbacks = [callback for callback in instantiate(cfg.callbacks).values() if callback is not None]
     data = instantiate(cfg.data)
     trainer = instantiate(cfg.trainer, callbacks=callbacks, plugins=[CheckpointFiles()])
     trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
-    trainer.val_check_interval *= trainer.accumulate_grad_batches  # given in steps; Lightning counts micro-batches
+    trainer.val_check_interval *= trainer.accumulate_grad_batches  # from steps to micro-batches, which Lightning counts
     require_backend(instantiate(cfg.attention), trainer.strategy.root_device)
     vocab_size = cfg.model.vocab_size or data.vocab_size
     preflight.require_vocabulary(vocab_size, data.vocab_size)
     fill_in_levers(cfg, trainer, vocab_size)
     sharded, device = isinstance(trainer.strategy, FullyShardedStrategy), trainer.strategy.root_device
-    with DrawnOn(device) if sharded else device:  # the same numbers; a GPU draws the 8B of llama_8b in seconds
+    with DrawnOn(device) if sharded else device:  # both draw the same weights
         model = build_model(cfg, vocab_size)
     return trainer, instantiate(cfg.lit_gpt, model=model), data
 
 
 def check(cfg: DictConfig) -> None:
-    """Raises ValueError on the first key of `cfg` that is unknown or has a value it cannot take.
+    """Checks all keys and values of a config. Replaces each `_target_` of an earlier version by its current name.
 
-    A `_target_` of an earlier version is replaced by where it is now.
+    Raises: ValueError that names the first key that is unknown or has an invalid value.
     """
     for key, target in compat.moved_targets(to_container(cfg, resolve=False)).items():
         OmegaConf.update(cfg, key, target)
@@ -94,25 +94,28 @@ def check(cfg: DictConfig) -> None:
 
 
 def to_container(cfg: DictConfig, resolve: bool = True) -> dict[str, Any]:
-    """`cfg` as dicts and lists."""
+    """Converts a config to dicts and lists."""
     return cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=resolve))
 
 
 def build_model(cfg: DictConfig, vocab_size: int) -> GPT:
-    """The model with its adapter, on torch's default device."""
+    """Builds the model with its adapter on torch's default device."""
     model: GPT = instantiate(cfg.adapter)(instantiate(cfg.model, vocab_size=vocab_size))
     return model
 
 
 def rebuild_model(cfg: DictConfig, vocab_size: int) -> GPT:
-    """The model as it was before training."""
+    """Builds the model with its initial weights again."""
     L.seed_everything(cfg.seed, verbose=False)
     return build_model(cfg, vocab_size)
 
 
 def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None:
-    """Fills in the levers of memory=auto. Raises: ValueError if the run cannot fit or cannot train its sequences."""
-    with torch.device("meta"):  # sizes without the weights
+    """Checks that the run fits in memory, and sets the levers of memory=auto in `cfg`.
+
+    Raises: ValueError if the run does not fit, or its sequences are too long for the model.
+    """
+    with torch.device("meta"):  # sizes only, no weights
         model = build_model(cfg, vocab_size)
     preflight.require_reach(model, cfg.seq_len, cfg.data.max_doc_len, cfg.data.reset_positions)
     sharded = isinstance(trainer.strategy, FullyShardedStrategy)
@@ -142,7 +145,7 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
 
 
 def train(cfg: DictConfig) -> dict[str, float]:
-    """One run, from its config to its last metrics; with oom=1 when memory ran out."""
+    """Does one run. Returns its last metrics, with oom=1 if it ran out of memory."""
     trainer, lit_gpt, data = build(cfg)
     if cfg.export:
         require_checkpoint(trainer)
@@ -163,7 +166,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> dict[str, float] | float:
-    with nullcontext() if in_sweep() else errors_in_one_line(MISTAKES):  # a sweep goes on and reports errors at its end
+    with nullcontext() if in_sweep() else errors_in_one_line(MISTAKES):  # a sweep reports errors at its end
         result = instantiate(cfg.sweep_job)(train, cfg) if in_sweep() and "sweep_job" in cfg else train(cfg)
     if "oom" in result and not in_sweep():
         sys.exit(1)
@@ -171,8 +174,8 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
 
 
 if __name__ == "__main__":
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them
-    if "PYTORCH_ALLOC_CONF" not in os.environ:  # without it llama_8b ran out of 139 GiB with 117 GiB allocated
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors instead of printing them
+    if "PYTORCH_ALLOC_CONF" not in os.environ:  # prevents fragmentation
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with errors_in_one_line(MISTAKES):
         main()

@@ -172,7 +172,7 @@ class ForwardPass:
 
 
 class _Underway:
-    """Holds the GPU memory of states whose copies to the host may still run, for a number of blocks."""
+    """Holds the GPU memory of states whose copies to the host may still run. blocks: how many blocks to hold."""
 
     def __init__(self, blocks: int) -> None:
         self.keep = blocks

@@ -317,7 +317,10 @@ def adapted(model: GPT) -> Iterator[tuple[str, LoRALinear]]:
 
 
 def adapters_of(model: GPT) -> Adapters | None:
-    """What the planner counts of the adapters; of the blocks, the one that has most counts. None without adapters."""
+    """Returns the sizes of a model's adapters for the planner, or None if there are none.
+
+    The sizes per block are those of the block with the largest adapters.
+    """
     sizes, quantised = [], False
     found: dict[tuple[str, str], list[int]] = {}  # rank and joined elements, by block and part
     for path, linear in adapted(model):

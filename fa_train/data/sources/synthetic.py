@@ -1,4 +1,4 @@
-"""Random tokens for benchmarks. They need no files and teach nothing."""
+"""Random tokens for benchmarks. They need no files."""
 
 import numpy as np
 

@@ -59,7 +59,7 @@ class Block:
     def ffn_kept(self) -> int:
         """Returns the bytes that are saved from the hidden state after attention to the FFN's output.
 
-        Compiled code recomputes that hidden state from its summands.
+        Compiled code does not save that hidden state, but adds its two terms again.
         """
         kept = (self.x if self.eager else self.x_rounded) + self.statistics + self.x_rounded
         if self.levers.mlp_chunk and not keeps_up(self.plan):
