@@ -17,11 +17,11 @@ from fa_train.bounds import Seed
 from fa_train.checkpoints.base import drop_base, restore_base
 from fa_train.data.packing.collate import Batch
 from fa_train.memory.loss import IGNORE_INDEX
+from fa_train.memory.planner.plan import require_precision
 from fa_train.models.gpt import GPT
 from fa_train.optim.resume import require_same_kind
 from fa_train.parallel.fsdp import is_sharded, local, shard, whole
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")  # fp16 would also need dynamic loss scaling
 FOR_MICRO_BATCH, FOR_UPDATE = 1, 2  # the first part of a random seed: what the random numbers are for
 
 
@@ -53,8 +53,7 @@ class LitGPT(L.LightningModule):
             model.compile_blocks()
 
     def setup(self, stage: str) -> None:
-        if self.trainer.precision not in PRECISIONS:
-            raise ValueError(f"trainer.precision must be one of {', '.join(PRECISIONS)}; got {self.trainer.precision}")
+        require_precision(str(self.trainer.precision))
         if self.trainer.gradient_clip_algorithm == "value":
             raise ValueError("trainer.gradient_clip_algorithm must be norm; got value")
 

@@ -9,8 +9,15 @@ from fa_kernels.device import Arch
 from fa_train.memory.memory import Levers
 from fa_train.models.config import ModelConfig
 
-Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
+Precision = Literal["32-true", "bf16-mixed", "bf16-true"]  # fp16 would also need dynamic loss scaling
 OptimizerKind = Literal["adamw", "adamw_8bit", "adamw_bf16", "adamw_offload"]
+
+
+def require_precision(precision: str) -> None:
+    """Raises: ValueError unless precision is one of `Precision`."""
+    known = get_args(Precision)
+    if precision not in known:
+        raise ValueError(f"trainer.precision must be one of {', '.join(known)}; got {precision}")
 
 
 @dataclass(frozen=True)
@@ -54,9 +61,7 @@ class RunSize:
     arch: Arch = "sm90"
 
     def __post_init__(self) -> None:
-        if self.precision not in get_args(Precision):
-            known = ", ".join(get_args(Precision))
-            raise ValueError(f"trainer.precision must be one of {known}; got {self.precision}")
+        require_precision(self.precision)
 
     @property
     def tokens(self) -> int:
