@@ -1,21 +1,21 @@
-"""What attention costs: peak memory, tokens/s and MFU of a model's training step, and of attention alone.
+"""Measures the cost of attention: peak memory, tokens/s and MFU of a training step, and of attention alone.
 
     python -m scripts.ablate_memory                                        # gpt2 on a GPU, nano on a CPU
     python -m scripts.ablate_memory --model llama_1b --seq-lens 1024 4096 16384 --out runs/ablate_memory/llama
     python -m scripts.ablate_memory --only step --attentions naive flash memory=full model.n_layers=6 --no-wandb
     python -m scripts.ablate_memory --only attention --n-heads 16 32 --head-dims 64 128 --dtypes bf16 fp32
 
-Two sweeps over attention x seq_len: forward, backward and optimizer step of one model on one synthetic document; and
-attention alone, forward and forward + backward, for the first of --n-heads, --head-dims and --dtypes and for each other
-value with the first of the others. Each case runs in a process of its own: one that runs out of memory or crashes is a
-result. A case is skipped where a shorter one of its line ran out of memory, and not run where a step would take longer
-than --max-step-seconds or --budget is over. What naive attention must take, and the length at which it must fail, is
-said before anything runs (scripts/ablation/formula.py derives it).
+Two sweeps over attention and seq_len run. The first measures a training step of one model on one synthetic document.
+The second measures attention alone, forward and forward + backward. It uses the first value of each of --n-heads,
+--head-dims and --dtypes, and then changes one of them at a time. Each case runs in a new process, so that a crash or
+running out of memory is a result. A case is skipped if a shorter case with the same settings ran out of memory. It is
+not run if a step would take longer than --max-step-seconds or the time of --budget is over. The script first prints the
+least memory of naive attention and the length at which naive attention must fail (see scripts/ablation/formula.py).
 
-OUT/results.jsonl holds what is finished; the same command continues after Ctrl-C and tries failed cases again. Writes
-OUT/ablation.csv, attention.csv, the formula beside them in *_formula.csv, a PNG for each sweep, ablation.md and one
-ablation.html; and to Weights & Biases a run for each case that ran and one summary, in one group. OUT/cases.log has
-what the cases printed.
+OUT/results.jsonl holds the finished cases. After Ctrl-C, the same command continues and tries failed cases again. The
+script writes ablation.csv and attention.csv, the formula in *_formula.csv, a PNG for each sweep, ablation.md and
+ablation.html. Weights & Biases gets a group with one run for each case and one summary. OUT/cases.log has the output
+of the cases.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import sys
 from datetime import date
 from pathlib import Path
 
-if not __package__:  # started as a file: imports begin in the repository, not in scripts/
+if not __package__:  # run as a file: import from the repository, not from scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
@@ -112,7 +112,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path, log = folder / "results.jsonl", folder / "cases.log"
     try:
-        # asked in a process that ends: a CUDA context in this one would take memory from every case
+        # ask in a process that ends, because a CUDA context in this process would take memory from every case
         device_bytes = call_apart(capacity, (device,), args.timeout, log)
         for text in explanations(cases, device_bytes):
             print(text, flush=True)
@@ -148,7 +148,7 @@ def main() -> None:
 
 
 def explanations(cases: list[Case], device_bytes: int) -> list[str]:
-    """What the formula says of naive attention, once a model and once a shape."""
+    """Explains the formula of naive attention, once for each model and shape."""
     formulas: dict[str, Formula] = {}
     for case in cases:
         what = f"a training step of {case.model}" if isinstance(case, StepCase) else f"alone, {case.shape}"

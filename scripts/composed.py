@@ -11,12 +11,12 @@ from fa_train import compat, settings
 
 
 def composed(overrides: list[str]) -> DictConfig:
-    """The config as train.py composes and checks it on a machine with a GPU.
+    """Composes and checks the config like train.py on a machine with a GPU.
 
     Raises: ValueError, HydraException or OmegaConfBaseException on a mistake in the overrides.
     """
     OmegaConf.register_new_resolver("auto_preset", lambda: "gpu", replace=True)
-    if not OmegaConf.has_resolver("sweep_group"):  # a script that imports train.py has one already
+    if not OmegaConf.has_resolver("sweep_group"):  # a script that imports train.py already has one
         OmegaConf.register_new_resolver("sweep_group", lambda: None)
     with initialize_config_dir(str(Path(__file__).resolve().parents[1] / "conf"), version_base="1.3"):
         cfg = compose("train", [*overrides, "hydra.runtime.output_dir=."], return_hydra_config=True)

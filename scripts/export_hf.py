@@ -1,10 +1,10 @@
-"""From a checkpoint of train.py to a folder that transformers loads: weights, config, tokenizer and a model card.
+"""Exports a checkpoint of train.py to a folder that transformers loads: weights, config, tokenizer and a model card.
 
     python -m scripts.export_hf runs/nano/2026-11-21_07-32-06/checkpoints/step_0000300.ckpt exported
 
-A run with export=true has done so at its end. A run with adapter=lora or qlora is exported merged, or with --adapter as
-the adapter alone, which peft loads. A checkpoint is a file, or the folder that a sharded run writes; either is read
-into host memory, without a GPU.
+A run with export=true does this at its end. A run with adapter=lora or adapter=qlora is exported with the adapter
+merged into the weights. --adapter exports the adapter alone, for peft. A checkpoint is a file, or the folder that a
+sharded run writes. It is read into host memory, without a GPU.
 """
 
 import argparse
@@ -32,9 +32,9 @@ PARTS = ("model", "adapter")  # the nodes of a run's config that an export build
 
 
 def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | None, adapter: bool = False) -> None:
-    """Writes the folder; dtype and adapter as of fa_train.models.hf.export.write.
+    """Writes the folder. dtype and adapter: see fa_train.models.hf.export.write.
 
-    Raises: ValueError on a checkpoint without its run's folder, and as load and write do.
+    Raises: ValueError if the checkpoint is not in its run's folder; and the errors of `load` and `write`.
     """
     run = _run_folder(checkpoint)
     cfg = saved_config(run, overrides)
@@ -45,7 +45,7 @@ def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | No
 
 
 def saved_config(run: Path, overrides: list[str]) -> DictConfig:
-    """The config in a run's folder, with overrides and with the present names of targets that have moved.
+    """Reads the config from a run's folder, applies overrides, and renames targets that have moved since.
 
     Raises: ValueError if the file is not a run's config.
     """
@@ -56,7 +56,7 @@ def saved_config(run: Path, overrides: list[str]) -> DictConfig:
         raise ValueError(f"{path} must be a run's config: {' '.join(str(error).split())}") from error
     if not isinstance(saved, DictConfig) or "model" not in saved:
         raise ValueError(f"{path} must be a run's config; it has no model")
-    OmegaConf.set_struct(saved, True)  # an override of a key that the run does not have is an error
+    OmegaConf.set_struct(saved, True)  # makes an override of an unknown key an error
     try:
         cfg = OmegaConf.merge(saved, OmegaConf.from_dotlist(overrides))
     except OmegaConfBaseException as error:
@@ -68,13 +68,13 @@ def saved_config(run: Path, overrides: list[str]) -> DictConfig:
 
 
 def load(checkpoint: Path, cfg: DictConfig) -> tuple[GPT, int]:
-    """The trained model on the CPU, and its optimizer steps.
+    """Returns the trained model on the CPU and the number of its optimizer steps.
 
-    Raises: ValueError if fa_train does not define a `_target_` in the config; and what fa_train.models.hf.export.load
-    raises.
+    Raises: ValueError if fa_train does not define a `_target_` in the config; and the errors of
+    fa_train.models.hf.export.load.
     """
-    adapter = {"_target_": "fa_train.models.lora.whole_model", "_partial_": True}  # older configs have no such key
-    # resolved once, so that the targets that are checked are those that are built
+    adapter = {"_target_": "fa_train.models.lora.whole_model", "_partial_": True}  # older configs lack this key
+    # resolve once, so that the checked targets are the ones that are built
     parts = [OmegaConf.to_container(cfg[name], resolve=True) if name in cfg else adapter for name in PARTS]
     for name, part in zip(PARTS, parts, strict=True):
         require_own_targets(part, f"{name} in the run's .hydra/config.yaml")

@@ -1,11 +1,11 @@
-"""Text from a model: a Hugging Face folder or name, or a checkpoint of train.py, adapters merged.
+"""Generates text with a Hugging Face folder or name, or with a checkpoint of train.py, whose adapters are merged.
 
     python -m scripts.generate exported --chat "What is the capital of France?"
     python -m scripts.generate runs/nano/<time>/checkpoints/step_0000300.ckpt --prompt "def " --temperature 0.8
 
-The most likely token is taken unless --temperature is given; the same --seed then gives the same text. Keys and values
-are kept in a cache; on a GPU flash_attn_with_kvcache reads it. A checkpoint is first exported to a temporary folder
-(scripts/export_hf.py), so that what is tried is what others will load.
+Without --temperature, each token is the most likely one. With it, the same --seed gives the same text. Keys and values
+are cached, and on a GPU flash_attn_with_kvcache reads the cache. A checkpoint is first exported to a temporary folder
+(scripts/export_hf.py), so that the result is that of an exported model.
 """
 
 import argparse
@@ -38,13 +38,13 @@ def answer(
     dtype: Dtype | None = None,
     device: str | None = None,
 ) -> str:
-    """What the model writes after `prompt`, or answers to `chat`, one of which is given.
+    """Returns what the model writes after `prompt` or answers to `chat`. Exactly one of the two must be given.
 
-    dtype None is the stored one on a GPU, float32 on the CPU; device None is a GPU where there is one.
-    Raises: ValueError on what is no model or has no tokenizer, on a chat without a template, and on impossible numbers.
+    dtype None means the stored dtype on a GPU and float32 on the CPU. device None means a GPU if there is one.
+    Raises: ValueError if the model or its tokenizer is missing, if a chat has no template, and on impossible values.
     """
     path = Path(model)
-    if path.suffix == ".ckpt":  # a file, or a sharded run's folder
+    if path.suffix == ".ckpt":  # a file, or the folder of a sharded run
         with tempfile.TemporaryDirectory() as folder:
             export(path, Path(folder, "exported"), [], dtype)
             return answer(
@@ -61,7 +61,7 @@ def answer(
     if chat is not None:
         tokens = chat_prompt(ChatEncoder(tokenizer), [{"role": "user", "content": chat}], None)
     else:
-        tokens = tokenizer.hf(prompt).input_ids  # with what the tokenizer puts before a text
+        tokens = tokenizer.hf(prompt).input_ids  # includes the tokens that the tokenizer puts before a text
     ids = generate(
         gpt,
         tokens,
@@ -75,7 +75,7 @@ def answer(
 
 
 def _is_gpu(device: str) -> bool:
-    """Whether a device is a CUDA GPU. Raises: ValueError on a device that this machine does not have."""
+    """Returns whether a device is a CUDA GPU. Raises: ValueError if this machine does not have the device."""
     try:
         on_gpu = torch.device(device).type == "cuda"
     except RuntimeError as error:

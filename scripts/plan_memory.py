@@ -1,11 +1,11 @@
-"""What a run will take of GPU and host memory, by component, without running it and without a GPU.
+"""Predicts the GPU and host memory of a run by component, without running it and without a GPU.
 
     python -m scripts.plan_memory model=llama_1b seq_len=131072 memory=selective
     python -m scripts.plan_memory model=llama_8b seq_len=262144 trainer.precision=bf16-true memory=auto gpu_gib=80
 
-Takes train.py's overrides, its preset=gpu unless told otherwise; and gpu_gib and host_gib, what one GPU and one process
-have: by default what this machine has, its host memory divided among trainer.devices, and where it has no GPU, an
-H200's 139.8 GiB. Under memory=auto the longest seq_len is that of whatever levers reach farthest.
+Takes train.py's overrides, with preset=gpu by default. gpu_gib and host_gib set the memory of one GPU and one process.
+By default they are the memory of this machine, with host memory divided among trainer.devices; without a GPU, gpu_gib
+is 139.8, an H200's. With memory=auto, the longest seq_len is that of the levers that reach farthest.
 """
 
 import sys
@@ -42,7 +42,10 @@ H200_GIB = 139.8
 
 
 def main(arguments: list[str]) -> str:
-    """The table for these overrides. Raises: ValueError, HydraException or OmegaConfBaseException on a mistake."""
+    """Returns the table for these overrides.
+
+    Raises: ValueError, HydraException or OmegaConfBaseException on a mistake.
+    """
     gpu, rest = _taken("gpu_gib", arguments)
     host, overrides = _taken("host_gib", rest)
     gpu_bytes = int(gpu * GIB) if gpu is not None else _gpu_bytes()
@@ -61,7 +64,7 @@ def main(arguments: list[str]) -> str:
 
 
 def plan_of_run(cfg: DictConfig) -> Plan:
-    """Its model is built without weights. Raises: ValueError on what strategy=fsdp cannot shard."""
+    """Returns the run's plan. The model has no weights. Raises: ValueError if strategy=fsdp cannot shard the run."""
     with torch.device("meta"):
         vocab_size = cfg.model.vocab_size or instantiate(cfg.data).vocab_size
         model = instantiate(cfg.adapter)(instantiate(cfg.model, vocab_size=vocab_size))
@@ -83,7 +86,7 @@ def plan_of_run(cfg: DictConfig) -> Plan:
 
 
 def _devices(cfg: DictConfig) -> int:
-    """How many processes train on one machine; auto and -1 are all that this one has, at least 1."""
+    """Returns the number of processes on one machine. auto and -1 use all devices of this machine, at least 1."""
     devices = cfg.trainer.devices
     if isinstance(devices, int) and devices > 0:
         return devices
@@ -91,9 +94,9 @@ def _devices(cfg: DictConfig) -> int:
 
 
 def table(plan: Plan, gpu_bytes: int, host_bytes: int, auto: bool = False) -> str:
-    """The prediction by component, and what follows from it.
+    """Formats the prediction by component and what follows from it.
 
-    auto: the longest seq_len is under the levers that reach farthest, not under the plan's own.
+    auto: compute the longest seq_len with the levers that reach farthest, instead of the plan's levers.
     """
     prediction, run = predict(plan), plan.run
     longest = (longest_of_all_levers if auto else longest_seq_len)(plan, gpu_bytes, host_bytes)
@@ -126,7 +129,7 @@ def _line(name: str, nbytes: int) -> str:
 
 
 def _taken(name: str, arguments: list[str]) -> tuple[float | None, list[str]]:
-    """The value of name=value, if there, and the other arguments."""
+    """Returns the value of name=value, or None, and the other arguments."""
     values = [argument.partition("=")[2] for argument in arguments if argument.startswith(f"{name}=")]
     others = [argument for argument in arguments if not argument.startswith(f"{name}=")]
     if not values:

@@ -1,10 +1,10 @@
-"""Tokenises and packs before a run, in many processes; train.py with the same overrides then finds it done.
+"""Tokenises and packs the data of a run in many processes. train.py with the same overrides then finds the result.
 
     python -m scripts.prepare_data data=sft data.path=chats.jsonl data.tokenizer=path/or/hub-name workers=8
 
-Takes train.py's overrides, of which only data's own and seq_len matter; and workers, how many processes tokenise: by
-default one a core. The files are the same for any number of workers, and the same that train.py would write. Killed or
-out of disk, the same command goes on after the last finished shard.
+Takes train.py's overrides, but only those of data and seq_len matter. `workers` is the number of processes that
+tokenise, by default one per core. The files do not depend on `workers` and equal those that train.py would write. If
+the script is killed or runs out of disk space, the same command continues after the last finished shard.
 """
 
 import os
@@ -24,7 +24,7 @@ from scripts.composed import composed
 
 
 def main(arguments: list[str]) -> str:
-    """The report of packing. Raises: ValueError, HydraException or OmegaConfBaseException on a mistake."""
+    """Returns the report of packing. Raises: ValueError, HydraException or OmegaConfBaseException on a mistake."""
     workers, overrides = _taken_workers(arguments)
     data: PackedDataModule = instantiate(composed(overrides).data)
     data.prepare_data(workers)
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> str:
 
 
 def _taken_workers(arguments: list[str]) -> tuple[int, list[str]]:
-    """The value of workers=value, and the other arguments."""
+    """Returns the value of workers=value and the other arguments."""
     values = [argument.partition("=")[2] for argument in arguments if argument.startswith("workers=")]
     others = [argument for argument in arguments if not argument.startswith("workers=")]
     if not values:

@@ -3,10 +3,10 @@
     python -m scripts.soak --minutes 9                        # the preset of this machine, on Python's own source
     python -m scripts.soak --minutes 9 model=llama_1b seq_len=32768 batch_size=1
 
-The run validates and writes a checkpoint every 50 steps, and packs new documents in each step. Its first third is
-warm-up. The medians of the second and the last third must agree: step times within 3%, host memory within 2%, and on
-a GPU reserved memory exactly. Host memory is summed over all processes of the run; shared pages count once.
-The script writes OUT.md, and exits with 1 if the two thirds do not agree.
+The run validates and writes a checkpoint every 50 steps, and packs new documents in each step. The first third of the
+run is warm-up. The medians of the second and the last third must agree: step times within 3%, host memory within 2%,
+and on a GPU reserved memory exactly. Host memory is summed over all processes of the run; shared pages count once. The
+script writes OUT.md, and exits with 1 if the two thirds do not agree.
 """
 
 import argparse
@@ -34,7 +34,7 @@ LIMITS = {"step_ms": 0.03, "host_gib": 0.02, "reserved_gib": 0.0}  # change betw
 
 @dataclass(frozen=True)
 class Change:
-    """Medians of the second and of the last third of a run."""
+    """The medians of the second and of the last third of a run."""
 
     name: str
     before: float
@@ -74,7 +74,10 @@ def soak(overrides: list[str], minutes: float, folder: Path) -> list[Change]:
 
 
 def memory_of_session(leader: int) -> float:
-    """Bytes that the processes of a session hold in memory; a page that n processes share counts 1/n in each."""
+    """Returns the bytes that the processes of a session hold in memory.
+
+    A page shared by n processes counts 1/n in each.
+    """
     total = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -88,7 +91,7 @@ def memory_of_session(leader: int) -> float:
 
 
 def changes(metrics: Path, host: list[float]) -> list[Change]:
-    """Compares the thirds of a run, by its metrics.csv and samples of its host memory."""
+    """Compares the thirds of a run by its metrics.csv and the samples of its host memory."""
     with metrics.open() as file:
         rows = list(csv.DictReader(file))
     series = {
@@ -100,12 +103,12 @@ def changes(metrics: Path, host: list[float]) -> list[Change]:
 
 
 def column(rows: list[dict[str, str]], name: str) -> list[float]:
-    """The values of a column, from the rows that have one."""
+    """Returns the values of a column from the rows that have one."""
     return [float(row[name]) for row in rows if row.get(name)]
 
 
 def thirds(values: list[float]) -> tuple[float, float]:
-    """Medians of the second and of the last third. Raises: RuntimeError on fewer than nine values."""
+    """Returns the medians of the second and of the last third. Raises: RuntimeError on fewer than nine values."""
     if len(values) < 9:
         raise RuntimeError(f"a soak needs nine samples or more; got {len(values)}: give it more --minutes")
     n = len(values) // 3

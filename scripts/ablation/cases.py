@@ -1,8 +1,8 @@
-"""What one case of the ablation measures: a training step of a model, or attention alone.
+"""The cases of the attention ablation: a training step of a model, or attention alone.
 
-Peak and reserved are the CUDA allocator's; on a CPU peak is the process's, libraries included. Times are medians.
-FLOPs and MFU of a step are as fa_train/flops.py counts them: causal, nothing for recomputation; attention alone counts
-2 n_heads head_dim N^2 forward and 2.5 times that backward.
+Peak and reserved memory are the CUDA allocator's. On a CPU, peak is that of the process, including libraries. Times are
+medians. The FLOPs and MFU of a step follow fa_train/flops.py: causal attention, nothing for recomputation.
+Attention alone counts 2 n_heads head_dim N^2 FLOPs forward and 2.5 times as many backward.
 """
 
 import os
@@ -29,9 +29,9 @@ from fa_train.models.gpt import GPT
 
 CONF = Path(__file__).parents[2] / "conf"
 GIB = 2**30
-WARMUP = 2  # runs that are not timed, where there are more
-SHORT = 256  # tokens of the first step: it compiles kernels and allocates the optimizer's state at little cost
-VOCABULARIES = {"nano": 259}  # where conf leaves it to the tokenizer: bytes and three marks
+WARMUP = 2  # untimed runs, if a case has more runs
+SHORT = 256  # tokens of the first step, which compiles kernels and allocates the optimizer's state
+VOCABULARIES = {"nano": 259}  # for models whose config leaves the size to the tokenizer: 256 bytes and three marks
 GPT2_VOCABULARY = 50257
 Device = Literal["cuda", "cpu"]
 Precision = Literal["bf16-mixed", "32-true"]
@@ -51,8 +51,8 @@ class StepCase:
     seq_len: int  # tokens, one document
     device: Device
     precision: Precision
-    steps: int  # timed ones, at most
-    seconds: float  # after which no more steps begin
+    steps: int  # maximum number of timed steps
+    seconds: float  # no step begins after this many seconds
     overrides: tuple[str, ...] = ()
 
     @property
@@ -61,20 +61,20 @@ class StepCase:
 
     @property
     def line(self) -> "StepCase":
-        """What the cases that differ in length alone have in common."""
+        """Returns the settings that cases of different lengths share."""
         return replace(self, seq_len=0)
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Causal attention alone: forward without autograd, then forward and backward, of one document."""
+    """Causal attention of one document: forward without autograd, then forward and backward."""
 
     KIND: ClassVar[str] = "attention"
     COLUMNS: ClassVar[tuple[str, ...]] = ("attention", "n_heads", "head_dim", "dtype", "seq_len")
 
     attention: str
     seq_len: int  # tokens
-    n_heads: int  # of keys and values too
+    n_heads: int  # of queries, keys and values
     head_dim: int
     dtype: Dtype
     device: Device
@@ -100,10 +100,11 @@ KINDS: dict[str, type[StepCase] | type[AttentionCase]] = {kind.KIND: kind for ki
 
 @dataclass(frozen=True)
 class Result:
-    """Numbers are None where they are unknown: all but memory unless outcome is "ok", mfu without a known peak.
+    """Unknown values are None: all but memory unless outcome is "ok", and mfu without a known peak.
 
-    Units: step_ms of a whole step, for attention alone of forward and backward; timed_steps is what it is the median
-    of. forward_* are of attention alone, and known also where the backward ran out of memory.
+    Units: step_ms is the time of a whole step, or of attention's forward and backward; timed_steps is the number of
+    steps in its median. The forward_* values are of attention alone, and are known even if the backward ran out of
+    memory.
     """
 
     outcome: str  # "ok", "oom", "failed: REASON", "skipped: REASON" or "not run: REASON"
@@ -123,12 +124,15 @@ class Result:
 
     @property
     def final(self) -> bool:
-        """Whether the case need not be run again."""
+        """Returns whether the case need not run again."""
         return self.outcome in ("ok", "oom") or self.outcome.startswith("skipped")
 
 
 def configuration(case: StepCase) -> DictConfig:
-    """conf's model, attention, memory and optimizer; an override may choose another of the latter two."""
+    """Composes the model, attention, memory and optimizer of the case.
+
+    An override may choose other memory or optimizer.
+    """
     groups = {"model": case.model, "attention": case.attention, "memory": "default", "optimizer": "adamw"}
     values = []
     for override in case.overrides:
@@ -145,7 +149,7 @@ def configuration(case: StepCase) -> DictConfig:
 
 
 def measure(case: Case) -> Result:
-    """Runs the case in this process. Errors other than running out of memory are raised."""
+    """Runs the case in this process. Raises any error except running out of memory."""
     torch.manual_seed(0)
     return _measure_step(case) if isinstance(case, StepCase) else _measure_attention(case)
 
@@ -165,7 +169,7 @@ def _measure_step(case: StepCase) -> Result:
 
 
 def training_step(case: StepCase) -> tuple[Callable[[int], None], float]:
-    """One step on the first N tokens, as a function of N; and the model FLOPs of a step on all."""
+    """Returns a function that runs one step on the first N tokens, and the model FLOPs of a step on all tokens."""
     config, device = configuration(case), torch.device(case.device)
     require_backend(instantiate(config.attention), device)
     with device:
@@ -205,7 +209,7 @@ def _measure_attention(case: AttentionCase) -> Result:
 
 
 def attention_passes(case: AttentionCase) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Forward as in inference, and forward and backward, on random inputs; the schedule stands already."""
+    """Returns inference-mode forward, and forward with backward, on random inputs with a schedule built in advance."""
     device = torch.device(case.device)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         attend: Attention = instantiate(compose(overrides=[f"+attention={case.attention}"]).attention)
@@ -224,7 +228,7 @@ def attention_passes(case: AttentionCase) -> tuple[Callable[[], object], Callabl
 
 
 def timed(run: Callable[[], object], case: Case) -> tuple[float, int]:
-    """The median milliseconds of a run, and of how many: fewer than case.steps where the case's seconds are over."""
+    """Returns the median milliseconds and the number of runs, which is smaller if the case's seconds are over."""
     milliseconds: list[float] = []
     began = time.perf_counter()
     while True:
@@ -250,7 +254,7 @@ def _milliseconds(run: Callable[[], object], device: Device) -> float:
 
 
 def finished(case: Case, step_ms: float, timed_steps: int, flops: float, dtype: torch.dtype) -> Result:
-    """The result of a case that ran to its end in this process; flops are those of a step."""
+    """Returns the result of a case that completed in this process; flops are those of a step."""
     flops_per_s = flops / step_ms * 1e3
     peak = peak_flops(torch.cuda.get_device_name() if case.device == "cuda" else "", dtype)
     return Result(
@@ -270,11 +274,11 @@ def _forget_peak(device: Device) -> None:
 
 
 def memory_gib(device: Device) -> tuple[float, float | None]:
-    """Peak and reserved; a process has no reserve."""
+    """Returns peak and reserved memory. Reserved memory is known for a GPU only."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
     status = Path("/proc/self/status")
-    if status.exists():  # on Linux ru_maxrss begins with the memory of the process that started this one
+    if status.exists():  # on Linux, ru_maxrss includes the peak of the parent process
         [line] = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024 / GIB, None
     unit = 1 if sys.platform == "darwin" else 1024
@@ -282,7 +286,7 @@ def memory_gib(device: Device) -> tuple[float, float | None]:
 
 
 def capacity(device: Device) -> int:
-    """Bytes that a case can have at most. On a GPU this makes a CUDA context, which takes some of them."""
+    """Returns the bytes that a case can use at most. On a GPU this creates a CUDA context, which takes some of them."""
     if device == "cuda":
         return torch.cuda.get_device_properties(0).total_memory
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,21 +1,20 @@
-"""What naive attention must take, by arithmetic, before anything runs.
+"""The least memory of naive attention, computed before anything runs.
 
-A score is a query and a key of a head. Softmax is taken in fp32, so the scores alone are 4 N^2 bytes a head. Of
-fa_train.models.attention.naive_attention exist a score, in bytes, with operands of 2 bytes and of 4:
+A score belongs to one query and one key of one head. Softmax runs in fp32, so the scores alone take 4 N^2 bytes per
+head. fa_train.models.attention.naive_attention needs this many bytes per score, for operands of 2 and of 4 bytes:
 
                                            2   4
     kept from forward to backward:         6   4   the softmax's output in fp32, and its copy for P V
-    the most in the forward:              10   8   masked scores, their copy in fp32, the softmax's output
-    the most in the backward:             12  12   the softmax's output, its gradient, the scores' gradient
+    peak in the forward:                  10   8   masked scores, their copy in fp32, the softmax's output
+    peak in the backward:                 12  12   the softmax's output, its gradient, the scores' gradient
 
-and the mask, a byte for each query and key over all heads. A training step keeps all layers but the last, whose
-backward comes first and holds the most; checkpointing keeps one layer at a time, `selective` too: what it spares
-from recomputing is flash attention's output. AdamW in fp32 adds 16 bytes a
-parameter: weight, gradient and two moments. All else (hidden states, logits, libraries) comes on top, so naive must
-fail where this exceeds the device.
-
-Traffic: naive reads and writes 4 N^2 + 4 N d numbers a head in the forward pass where 4 N d have to move, N/d + 1 times
-as many (scripts/bench/io_traffic.py counts every transfer).
+The mask adds one byte per query and key, shared by all heads. A training step keeps the tensors of all layers but the
+last. The last layer's backward runs first and needs the peak. Checkpointing keeps one layer at a time, and so does
+`selective`, because it saves flash attention's output only. AdamW in fp32 adds 16 bytes per parameter: weight, gradient
+and two moments. Everything else (hidden states, logits, libraries) is extra, so naive attention must fail if this sum
+exceeds the memory of the device.
+Naive attention reads and writes 4 N^2 + 4 N d elements per head in the forward pass. Only 4 N d elements need to move,
+so the traffic is N/d + 1 times larger (scripts/bench/io_traffic.py counts every transfer).
 """
 
 from dataclasses import dataclass
@@ -29,11 +28,11 @@ from scripts.ablation.cases import DTYPES, GIB, AttentionCase, StepCase, configu
 
 SCORE = 4  # bytes in fp32
 MASK = 1
-KEPT = {2: 6, 4: 4}  # bytes a score, by bytes of an operand
+KEPT = {2: 6, 4: 4}  # bytes per score by bytes per operand
 FORWARD = {2: 10, 4: 8}
 BACKWARD = 12
-PARAMETER_BYTES = {"adamw": 4 + 4 + 8, "adamw_8bit": 4 + 4 + 2}  # weight, gradient and what it keeps in GPU memory
-LEAST_PARAMETER_BYTES = 4  # the weight, with any other optimizer
+PARAMETER_BYTES = {"adamw": 4 + 4 + 8, "adamw_8bit": 4 + 4 + 2}  # weight, gradient, and optimizer states on the GPU
+LEAST_PARAMETER_BYTES = 4  # the weight, for all other optimizers
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Formula:
         return self.fixed + self.per_token * seq_len + self.per_pair * seq_len**2
 
     def fails_at(self, capacity: int) -> int:
-        """The shortest sequence, in tokens, that does not fit into `capacity` bytes."""
+        """Returns the length in tokens of the shortest sequence that does not fit into `capacity` bytes."""
         fits, fails = 0, 1
         while self.peak(fails) <= capacity:
             fits, fails = fails, 2 * fails
@@ -60,15 +59,15 @@ class Formula:
         return fails
 
     def scores(self, seq_len: int) -> int:
-        """Bytes of one layer's scores: 4 N^2 a head."""
+        """Returns the bytes of one layer's scores: 4 N^2 per head."""
         return SCORE * self.n_heads * seq_len**2
 
     def traffic_ratio(self, seq_len: int) -> float:
-        """N/d."""
+        """Returns N / d."""
         return seq_len / self.head_dim
 
     def explain(self, what: str, capacity: int) -> str:
-        """The formula with these numbers, and where naive must fail."""
+        """Explains the formula with its values, and the length at which naive attention must fail."""
         terms = [f"{self.fixed / GIB:.3g} GiB"] if self.fixed else []
         terms += [f"{self.per_token} N"] if self.per_token else []
         return (
@@ -80,7 +79,7 @@ class Formula:
 
 
 def step_formula(case: StepCase) -> Formula:
-    """From the model's sizes; no weights are allocated."""
+    """Computes the formula from the model's sizes. No weights are allocated."""
     config = configuration(case)
     with torch.device("meta"):
         model: GPT = instantiate(config.model)
@@ -95,7 +94,7 @@ def step_formula(case: StepCase) -> Formula:
 
 
 def attention_formula(case: AttentionCase, passes: Literal["forward", "both"]) -> Formula:
-    """Of attention alone; q, k, v and the gradient of o are there from the beginning."""
+    """Computes the formula of attention alone. q, k, v and the gradient of o exist from the beginning."""
     operand = DTYPES[case.dtype].itemsize
     per_score = BACKWARD if passes == "both" else FORWARD[operand]
     inputs = 4 * case.n_heads * case.head_dim * operand

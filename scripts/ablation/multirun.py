@@ -1,8 +1,8 @@
-"""The ablation as a Hydra multirun of train.py: conf/experiment/ablate_attention.yaml names both halves.
+"""The attention ablation as a Hydra multirun of train.py, configured by conf/experiment/ablate_attention.yaml.
 
-run_job runs one of its jobs in a process of its own, so that memory is measured from nothing and a crash costs that job
-alone; Report gathers the jobs at the end into what scripts/ablate_memory.py writes. Each run on Weights & Biases is
-train.py's; the summary joins their group.
+run_job runs a job in a new process, so that memory starts from zero and a crash affects only that job. At the end,
+Report writes the same files as scripts/ablate_memory.py. The Weights & Biases runs are train.py's; the summary is in
+their group.
 """
 
 import math
@@ -34,14 +34,15 @@ from scripts.ablation.sweep import ProcessError, apart, call_apart, load, save, 
 from scripts.bench.provenance import describe
 
 Train = Callable[[DictConfig], dict[str, float]]
-OF_THE_MODEL = ("model.", "attention.", "memory.", "optimizer.")  # what a StepCase's configuration has
+OF_THE_MODEL = ("model.", "attention.", "memory.", "optimizer.")  # the part of the config that a StepCase has
 
 
 def run_job(train: Train, cfg: DictConfig, timeout: float) -> dict[str, float]:
-    """train(cfg), for at most `timeout` seconds; what it prints goes to cases/<number>.log in the multirun's folder.
+    """Runs train(cfg) for at most `timeout` seconds. Its output goes to cases/<number>.log in the multirun's folder.
 
-    Not run where a shorter job of the same attention ran out of memory, nor where that folder has its result already.
-    Returns the result's numbers. Ends the program where jobs differ in more than attention and seq_len, and on Ctrl-C.
+    Returns the values of the result. A job does not run if a shorter job with the same attention ran out of memory, or
+    if the folder already has its result. Ends the program if jobs differ in more than attention and seq_len, and on
+    Ctrl-C.
     """
     hydra = HydraConfig.get()
     folder, number = Path(hydra.sweep.dir).resolve() / "cases", f"{hydra.job.num:04d}"
@@ -54,7 +55,7 @@ def run_job(train: Train, cfg: DictConfig, timeout: float) -> dict[str, float]:
     if hydra.job.num == 0:
         try:
             print(call_apart(explanation, (case,), timeout, log), flush=True)
-        except ProcessError as error:  # a model that cannot be
+        except ProcessError as error:  # an impossible model
             sys.exit(f"error: {error}")
     result = skipped(case, others) or load(path).get(case)
     if result is None or not result.final:
@@ -70,13 +71,13 @@ def run_job(train: Train, cfg: DictConfig, timeout: float) -> dict[str, float]:
 
 
 def rows(folder: Path, but: Path | None = None) -> list[Row[StepCase]]:
-    """The jobs that are done, in the multirun's order."""
+    """Lists the finished jobs in the order of the multirun."""
     paths = [path for path in sorted(folder.glob("*.jsonl")) if path != but]
     return [(case, result) for path in paths for case, result in load(path).items() if isinstance(case, StepCase)]
 
 
 def require_one_sweep(case: StepCase, others: list[Row[StepCase]]) -> None:
-    """One model's table and picture have a place for each attention and length."""
+    """The table and the picture of one model have a place for each attention and length only."""
     for other, _ in others:
         same_place = (case.attention, case.seq_len) == (other.attention, other.seq_len)
         if same_place or replace(other, attention=case.attention, seq_len=case.seq_len) != case:
@@ -84,7 +85,7 @@ def require_one_sweep(case: StepCase, others: list[Row[StepCase]]) -> None:
 
 
 def case_of(cfg: DictConfig) -> StepCase:
-    """Raises: ValueError where a job is not a step on one document, which is what tables and formula are of."""
+    """Raises: ValueError if the job is not a training step on one document, which tables and formula assume."""
     wanted = {"data.document_len": cfg.seq_len, "data.micro_batch_size": 1, "trainer.devices": 1}
     for name, value in wanted.items():
         if OmegaConf.select(cfg, name) != value:
@@ -93,7 +94,7 @@ def case_of(cfg: DictConfig) -> StepCase:
         raise ValueError(f"trainer.precision must be one of {get_args(Precision)}; got {cfg.trainer.precision}")
     hydra = HydraConfig.get()
     choices: dict[str, Any] = hydra.runtime.choices
-    if choices["adapter"] != "none":  # formula and FLOPs are of full training
+    if choices["adapter"] != "none":  # formula and FLOPs assume full training
         raise ValueError(f"an ablation needs adapter=none; got {choices['adapter']}")
     overrides = [f"{group}={choices[group]}" for group in ("memory", "optimizer")]
     overrides += [f"model.vocab_size={cfg.model.vocab_size or cfg.data.vocab_size}"]
@@ -106,17 +107,20 @@ def case_of(cfg: DictConfig) -> StepCase:
 
 
 def explanation(case: StepCase) -> str:
-    """What the formula says of naive attention. On a GPU this makes a CUDA context."""
+    """Explains the formula of naive attention. On a GPU this creates a CUDA context."""
     return step_formula(case).explain(f"a training step of {case.model}", capacity(case.device))
 
 
 def measure_job(train: Train, cfg: DictConfig, hydra: Any, case: StepCase) -> Result:
-    """In the job's own process. Times are the median over the logs, each of trainer.log_every_n_steps steps."""
+    """Runs in the job's process.
+
+    Times are medians over the logs, each of which covers trainer.log_every_n_steps steps.
+    """
     setup_globals()  # Hydra's resolvers
     HydraConfig.instance().cfg = hydra
     try:
         measured = train(cfg)
-    except Exception as error:  # before there was a run
+    except Exception as error:  # the error came before the run existed
         if not is_out_of_memory(error):
             raise
         measured = {"oom": 1.0}
@@ -132,20 +136,20 @@ def measure_job(train: Train, cfg: DictConfig, hydra: Any, case: StepCase) -> Re
 
 
 class Report(Callback):
-    """At a multirun's end: its files, and its summary on Weights & Biases where the runs are there."""
+    """Writes the files at the end of a multirun, and its summary to Weights & Biases if the runs are there."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         try:
             report(config)
-        except Exception:  # Hydra would take it for a warning
+        except Exception:  # Hydra would only print a warning
             traceback.print_exc()
             sys.exit(1)
 
 
 def report(config: DictConfig) -> None:
-    """Ends the program with status 1 where a job failed, after all is written."""
-    HydraConfig.instance().set_config(config)  # that of the last job is gone, and the logger's group asks for it
-    GlobalHydra.instance().clear()  # the multirun is over, and the formula composes a config of its own
+    """Writes all results, and then ends the program with status 1 if a job failed."""
+    HydraConfig.instance().set_config(config)  # the logger's group needs it, and the last job's is gone
+    GlobalHydra.instance().clear()  # the formula composes its own config
     folder = Path(config.hydra.sweep.dir).resolve()
     jobs = rows(folder / "cases")
     device_bytes = call_apart(capacity, (jobs[0][0].device,), 60, folder / "cases" / "capacity.log")

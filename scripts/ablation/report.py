@@ -1,4 +1,7 @@
-"""What an ablation leaves: CSV, tables, a picture, one page that holds all, and runs on Weights & Biases."""
+"""The results of an ablation:
+
+CSV files, tables, a picture, one page that contains all, and runs on Weights & Biases.
+"""
 
 import base64
 import csv
@@ -16,7 +19,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from scripts.ablation.cases import GIB, AttentionCase, Case, Result, StepCase
 from scripts.ablation.formula import Formula, attention_formula, step_formula
 
-STYLES = {  # the palette of Okabe and Ito, and a marker each, so that no reader needs the colours
+STYLES = {  # the palette of Okabe and Ito, and a marker each, to tell lines apart without colours
     "naive": ("#000000", "o"),
     "chunked": ("#009E73", "D"),
     "sdpa": ("#E69F00", "s"),
@@ -41,7 +44,7 @@ Row = tuple[AnyCase, Result]
 
 @dataclass(frozen=True)
 class Table:
-    """A table under a title; `name` is what its files and its entry on W&B are called after."""
+    """A table under a title. Its files and its W&B entry are named `name`."""
 
     name: str
     title: str
@@ -68,7 +71,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Part:
-    """One of the two sweeps, with what is told of it."""
+    """The report of one of the two sweeps."""
 
     name: str
     explanations: list[str]
@@ -79,7 +82,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines against sequence length."""
+    """Lines over sequence length."""
 
     label: str
     xs: list[list[int]]
@@ -88,7 +91,7 @@ class Chart:
 
 
 def step_part(rows: list[Row[StepCase]], device_bytes: int, gpu: str) -> Part:
-    """`rows` are of one model."""
+    """Makes the report of training steps. All `rows` belong to one model."""
     case, _ = rows[0]
     formula = step_formula(case)
     names = [case.attention for case, _ in rows]
@@ -121,7 +124,7 @@ def attention_part(rows: list[Row[AttentionCase]], device_bytes: int, gpu: str) 
 
 
 def attention_formulas(case: AttentionCase) -> list[tuple[str, Formula]]:
-    """By the quantity that each is the least of."""
+    """Pairs each measured quantity with the formula of its minimum."""
     return [("forward_peak_gib", attention_formula(case, "forward")), ("peak_gib", attention_formula(case, "both"))]
 
 
@@ -140,7 +143,7 @@ def formula_table(
     formulas: Callable[[AnyCase], list[tuple[str, Formula]]],
     device_bytes: int,
 ) -> Table:
-    """The formula of naive attention at each length, with what was measured beside it."""
+    """Lists the formula of naive attention at each length, next to the measured values."""
     shape = tuple(column for column in rows[0][0].COLUMNS if column not in ("attention", "seq_len"))
     cells: dict[tuple[Cell, ...], list[Cell]] = {}
     for case, result in rows:
@@ -162,7 +165,7 @@ def formula_table(
 
 
 def shown(value: Cell) -> str:
-    """A cell of the tables that people read."""
+    """Formats a cell for the tables in ablation.md and ablation.html."""
     if value is None:
         return "–"
     if isinstance(value, float):
@@ -179,7 +182,7 @@ def markdown(parts: list[Part], head: dict[str, str]) -> str:
 
 
 def page(parts: list[Part], head: dict[str, str], pictures: list[bytes]) -> str:
-    """One HTML file that asks nothing of any other; `pictures` are the parts', as PNG."""
+    """Returns a self-contained HTML file. `pictures` are the parts' pictures as PNG."""
     facts = "".join(f"<li>{escape(key)}: <code>{escape(value)}</code></li>" for key, value in head.items())
     body = ""
     for part, picture in zip(parts, pictures, strict=True):
@@ -199,7 +202,7 @@ table {{ border-collapse: collapse }}</style></head>
 
 
 def write_files(parts: list[Part], head: dict[str, str], folder: Path) -> None:
-    """A CSV a table, a PNG a part, ablation.md and ablation.html."""
+    """Writes a CSV for each table, a PNG for each part, ablation.md and ablation.html."""
     for part in parts:
         for table in part.tables:
             table.write_csv(folder)
@@ -210,7 +213,7 @@ def write_files(parts: list[Part], head: dict[str, str], folder: Path) -> None:
 
 
 def draw_steps(rows: list[Row[StepCase]], formula: Formula, device_bytes: int, title: str) -> Figure:
-    """Memory, tokens/s and MFU against length, both axes logarithmic."""
+    """Plots memory, tokens/s and MFU over length on logarithmic axes."""
     figure = Figure(figsize=(16, 5.5), layout="constrained")
     panels: list[Axes] = list(figure.subplots(1, len(STEP_PANELS)))
     for panel, quantity in zip(panels, STEP_PANELS, strict=True):
@@ -223,7 +226,7 @@ def draw_steps(rows: list[Row[StepCase]], formula: Formula, device_bytes: int, t
 
 
 def draw_attention(rows: list[Row[AttentionCase]], device_bytes: int, title: str) -> Figure:
-    """Memory and time of both passes against length, a column for each number of heads, head_dim and dtype."""
+    """Plots memory and time of both passes over length, with a column for each number of heads, head_dim and dtype."""
     shapes = list(dict.fromkeys(case.shape for case, _ in rows))
     figure = Figure(figsize=(1 + 4.5 * len(shapes), 14), layout="constrained")
     grid = figure.subplots(len(ATTENTION_PANELS), len(shapes), sharex=True, sharey="row", squeeze=False)
@@ -249,8 +252,8 @@ def _finish(figure: Figure, panel: Axes, title: str) -> None:
 
 
 def _draw_formula(axes: Axes, rows: list[Row[AnyCase]], formula: Formula, device_bytes: int) -> None:
-    """The least that naive takes, what the device has, and where the two meet."""
-    lengths = [n for n in _lengths(rows) if formula.peak(n) < 4 * device_bytes]  # far beyond says nothing
+    """Draws the least memory of naive attention, the memory of the device, and the point where they meet."""
+    lengths = [n for n in _lengths(rows) if formula.peak(n) < 4 * device_bytes]  # larger values would hide the rest
     axes.plot(lengths, [formula.peak(n) / GIB for n in lengths], "k:", label="naive, predicted least")
     axes.axhline(device_bytes / GIB, color="#888888", linestyle="--", label="the device's memory")
     fails_at = formula.fails_at(device_bytes)
@@ -261,8 +264,8 @@ def _draw_formula(axes: Axes, rows: list[Row[AnyCase]], formula: Formula, device
 def _draw_panel(axes: Axes, rows: list[Row[AnyCase]], quantity: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.margins(y=0.2)  # room for the marks of running out of memory
-    above = axes.get_xaxis_transform()  # x in tokens, y in shares of the panel's height
+    axes.margins(y=0.2)  # space for the out-of-memory marks
+    above = axes.get_xaxis_transform()  # x in tokens, y as a fraction of the panel's height
     for attention in dict.fromkeys(case.attention for case, _ in rows):
         color, marker = STYLES.get(attention, ("#0072B2", "X"))
         mine = [(case.seq_len, result) for case, result in rows if case.attention == attention]
@@ -275,14 +278,14 @@ def _draw_panel(axes: Axes, rows: list[Row[AnyCase]], quantity: str) -> None:
         axes.text(0.5, 0.5, "unknown on this device", ha="center", transform=axes.transAxes)
     lengths = _lengths(rows)
     axes.set_xticks(lengths, [length_label(n) for n in lengths])
-    axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)  # the same in panels that have fewer points
+    axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)  # panels with fewer points get the same range
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.grid(True, color="#dddddd", linewidth=0.6)
 
 
 def length_label(n: int) -> str:
-    """1024 is 1k and 1048576 is 1M; what is no multiple stays as it is."""
+    """Formats 1024 as 1k and 1048576 as 1M. Other lengths are unchanged if they are not multiples."""
     return f"{n >> 20}M" if n % 2**20 == 0 else f"{n >> 10}k" if n % 2**10 == 0 else str(n)
 
 
@@ -291,12 +294,12 @@ def _lengths(rows: list[Row[AnyCase]]) -> list[int]:
 
 
 def has(result: Result, quantity: str) -> bool:
-    """Whether it was measured of a pass that came to its end; peak_gib of one that did not is no peak."""
+    """Returns whether the quantity was measured. The peak_gib of an incomplete pass does not count."""
     return getattr(result, quantity) is not None and (result.outcome == "ok" or quantity in FORWARD)
 
 
 def chart(names: list[str], rows: list[Row[AnyCase]], quantity: str, device_bytes: int) -> Chart:
-    """A line for each name, and one of its points without memory: at the device's memory, or at 0."""
+    """Returns a line for each name, and one for its out-of-memory points, drawn at the device's memory or at 0."""
     oom_at = device_bytes / GIB if quantity.endswith("peak_gib") else 0.0
     lines: list[tuple[str, list[tuple[int, float]]]] = []
     order = {name: index for index, name in enumerate(dict.fromkeys(names))}
@@ -311,7 +314,7 @@ def chart(names: list[str], rows: list[Row[AnyCase]], quantity: str, device_byte
 
 
 class Records:
-    """Runs on Weights & Biases, all of one group, a case or the summary each; with mode None there are none."""
+    """Weights & Biases runs in one group: one for each case, and a summary. With mode None there are none."""
 
     def __init__(self, mode: str | None, project: str, group: str, folder: Path) -> None:
         self.mode, self.project, self.group, self.folder = mode, project, group, folder
@@ -336,7 +339,7 @@ class Records:
         run.finish()
 
     def summary(self, parts: list[Part], head: dict[str, str]) -> None:
-        """The tables, the charts, the pictures and the page, which write_files has left in the folder."""
+        """Logs the tables, charts, pictures and the page that write_files has written to the folder."""
         if self.mode is None:
             return
         import wandb

@@ -1,7 +1,7 @@
-"""Runs the cases of an ablation: each in a process of its own, stoppable, what is finished never twice.
+"""Runs the cases of an ablation in separate processes. It can be stopped, and never runs a finished case again.
 
-Processes are forked from a server that has imported everything and touched no GPU, so a case costs no imports; CUDA
-begins in the case's own process, and ends with it.
+Processes are forked from a server that has done all imports but has not used a GPU, so a case need not import anything.
+CUDA starts in the case's process and ends with it.
 """
 
 import json
@@ -30,7 +30,7 @@ Finished = dict[Case, Result]
 
 
 class ProcessError(RuntimeError):
-    """A process ended without an answer: by an exception, a signal, or its time."""
+    """A process ended without a result: by an exception, a signal or its time limit."""
 
     def __init__(self, reason: str, exitcode: int | None = None) -> None:
         super().__init__(reason)
@@ -39,9 +39,9 @@ class ProcessError(RuntimeError):
 
 @cache
 def start_server() -> None:
-    """Starts what processes are forked from. It looks for modules where PYTHONPATH says, not where sys.path does."""
+    """Starts the server that forks the processes. It finds modules by PYTHONPATH, not by this process's sys.path."""
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # asked through NVML, whether there is a GPU leaves a process free to fork
+    # the NVML check for a GPU does not initialise CUDA, so the process can still fork
     settings = {"PYTHONPATH": os.pathsep.join(paths), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     with patch.dict(os.environ, settings):
         forkserver.set_forkserver_preload([__name__])
@@ -49,21 +49,22 @@ def start_server() -> None:
 
 
 def call_apart(function: Callable[..., Value], arguments: tuple[Any, ...], timeout: float, log: Path) -> Value:
-    """function(*arguments) in a process of its own, for at most `timeout` seconds; what it prints goes to `log`.
+    """Runs function(*arguments) in a new process for at most `timeout` seconds. Its output goes to `log`.
 
-    Raises: ProcessError where there is no answer. The process is gone when this returns or raises.
+    The process has ended when this function returns or raises.
+    Raises: ProcessError if the process gives no result.
     """
     start_server()
     context = get_context("forkserver")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(sender, function, arguments, str(log)))
     process.start()
-    sender.close()  # else the end of the process would not end the pipe
+    sender.close()  # otherwise the pipe would stay open after the process ends
     try:
         if not receiver.poll(timeout):
             raise ProcessError(f"not done after {timeout:g} s")
         value, error = receiver.recv()
-        process.join(10)  # its memory is free when it is gone
+        process.join(10)  # the process frees its memory when it ends
     except EOFError:
         process.join()
         raise ProcessError(f"exit status {process.exitcode}", process.exitcode) from None
@@ -76,7 +77,7 @@ def call_apart(function: Callable[..., Value], arguments: tuple[Any, ...], timeo
 
 
 def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...], log: str) -> None:
-    """In the new process: sends the value, or the error's type and first line."""
+    """Runs in the new process: sends the value, or the error's type and first line."""
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -86,7 +87,7 @@ def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[A
     except Exception as raised:
         traceback.print_exc()
         said: BaseException = raised
-        while isinstance(said, InstantiationException) and said.__cause__:  # Hydra's, around what was wrong
+        while isinstance(said, InstantiationException) and said.__cause__:  # Hydra's wrapper around the actual error
             said = said.__cause__
         first_line, *_ = str(said).strip().splitlines() or [""]
         error = f"{type(said).__name__}: {first_line}"
@@ -94,22 +95,22 @@ def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[A
 
 
 def run_apart(case: Case, timeout: float, log: Path) -> Result:
-    """The case's result, however its process ends."""
+    """Returns the result of the case, even if its process fails."""
     return apart(measure, (case,), timeout, log)
 
 
 def apart(function: Callable[..., Result], arguments: tuple[Any, ...], timeout: float, log: Path) -> Result:
-    """function(*arguments) as by call_apart; that there is no answer is a result."""
+    """Runs function(*arguments) by call_apart and turns a missing result into a failed one."""
     try:
         return call_apart(function, arguments, timeout, log)
     except ProcessError as error:
-        if error.exitcode == -signal.SIGKILL:  # how Linux ends a process when the host's memory is out
+        if error.exitcode == -signal.SIGKILL:  # Linux kills a process this way when the host runs out of memory
             return Result("oom")
         return Result(f"failed: {error}")
 
 
 def load(path: Path) -> Finished:
-    """What results.jsonl has, a line a case."""
+    """Reads results.jsonl, which has one line per case."""
     if not path.exists():
         return {}
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -117,13 +118,13 @@ def load(path: Path) -> Finished:
 
 
 def case_of(kind: str, settings: dict[str, Any]) -> Case:
-    """JSON has lists where a case has tuples."""
+    """Rebuilds a case from JSON, which stores its tuples as lists."""
     values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in settings.items()}
     return KINDS[kind](**values)
 
 
 def save(results: Finished, path: Path) -> None:
-    """Replaces the file whole, so that an interruption leaves no half a line."""
+    """Replaces the file atomically, so that an interruption leaves no incomplete line."""
     new = path.with_suffix(".new")
     lines = [
         json.dumps({"kind": case.KIND, "case": asdict(case), "result": asdict(result)})
@@ -141,14 +142,14 @@ def sweep(
     max_step_seconds: float,
     budget: float = math.inf,
 ) -> list[tuple[Case, Result]]:
-    """All cases with their results, in order; those that `path` has as ok or oom are not run again.
+    """Returns all cases with their results, in order. Does not run cases again that are ok or oom in `path`.
 
-    A case is skipped where a shorter one of its line ran out of memory, and not run where the shorter ones let expect
-    a step of more than max_step_seconds, or where `budget` seconds are over. `report` is told of every case that ran.
-    Cases of a line must come shortest first.
+    A case is skipped if a shorter case of its line ran out of memory. It is not run if the times of shorter cases
+    predict a step longer than max_step_seconds, or if `budget` seconds are over. `report` is called for every case that
+    ran. The cases of a line must be sorted by length.
     """
     finished, ends = load(path), time.monotonic() + budget
-    measured: dict[Case, list[tuple[int, float]]] = {}  # by line, length and seconds of a step
+    measured: dict[Case, list[tuple[int, float]]] = {}  # for each line: length, and seconds of a step
     results: list[tuple[Case, Result]] = []
     bar = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*bar) as progress:
@@ -175,14 +176,14 @@ def sweep(
 
 
 def skipped(case: Case, before: Iterable[tuple[Case, Result]]) -> Result | None:
-    """The result of a case where a shorter one of its line ran out of memory."""
+    """Returns the result of a case that is skipped because a shorter case of its line ran out of memory, or None."""
     lengths = [other.seq_len for other, result in before if result.oom and other.line == case.line]
     shorter = min(lengths, default=case.seq_len)
     return Result(f"skipped: {shorter} ran out of memory") if shorter < case.seq_len else None
 
 
 def expected_seconds(points: list[tuple[int, float]], seq_len: int) -> float:
-    """a N + b N^2 through the last two lengths measured, neither negative; one length alone counts as all N."""
+    """Fits a N + b N^2, with a and b >= 0, through the last two measured lengths. One length alone gives b = 0."""
     if not points:
         return 0.0
     n, seconds = points[-1]

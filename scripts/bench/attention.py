@@ -7,10 +7,11 @@
 Writes OUT.csv, OUT.md, OUT.png and OUT_rates.png. Running out of memory is a result, not an error. FlashAttention-3
 (`fa3-fwd`, which has no backward) and -4 (`flash-attn-4`) run if they are installed.
 
-Counted FLOPs: forward 4 * n_heads * head_dim * sum of squared lengths, halved if causal; backward 2.5 times that.
-Peak memory is what the pass allocates beside its inputs (q, k, v and the gradient of o); for the backward, the peak of
-forward and backward together. Times are of the GPU alone: each pass is replayed as a CUDA graph. Masks of blocks and
-schedules are built before the clock starts, except for `ours`, the public function, whose time includes its schedule's.
+FLOPs: 4 * n_heads * head_dim * (sum of squared lengths) forward, halved if causal, and 2.5 times as many backward. Peak
+memory is what a pass allocates in addition to its inputs (q, k, v and the gradient of o). For the backward, it is the
+peak of forward and backward together. Times are GPU times, because each pass is replayed as a CUDA graph. Block masks
+and schedules are built before the clock starts, except for `ours`, the public function, whose time includes its
+schedule.
 """
 
 import argparse
@@ -52,8 +53,8 @@ from scripts.bench.attention_report import (
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import captured, median_ms, require_gpu
 
-BATCH_TOKENS = 16384  # that a batch of short sequences holds where --batch-tokens does not say another
-PACKED_TOKENS = 65536  # in the one row of the packed documents
+BATCH_TOKENS = 16384  # default of --batch-tokens
+PACKED_TOKENS = 65536  # in the single row of packed documents
 DEVICE = torch.device("cuda")
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -61,7 +62,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """One problem: `batch` rows of `seqlen` tokens; each row is one document, or the one row holds `documents`."""
+    """One problem: `batch` rows of `seqlen` tokens. A row is one document, unless `documents` divides a single row."""
 
     head_dim: int
     batch: int
@@ -69,7 +70,7 @@ class Workload:
     causal: bool
     documents: tuple[int, ...] = ()  # lengths, in tokens
     name: str = ""
-    group: int = 1  # query heads for each KV head
+    group: int = 1  # query heads per KV head
     model_dim: int = MODEL_DIM
 
     @property
@@ -97,14 +98,14 @@ class Workload:
 
 @dataclass(frozen=True)
 class Backend:
-    """How one implementation is fed: its layout of q, k and v, and what turns a workload into a callable."""
+    """One implementation: its layout of q, k and v, and a function that returns a callable for a workload."""
 
     layout: Literal["batch heads tokens", "batch tokens heads", "tokens heads"]
     prepare: Callable[[Workload], Attend]
     has_backward: bool = True
 
     def inputs(self, workload: Workload) -> list[Tensor]:
-        """q, k, v and the gradient of o, bf16, in the backend's own layout: no transposition is timed."""
+        """Returns q, k, v and the gradient of o in bf16, in the backend's layout, so that no transposition is timed."""
         batch, tokens = workload.batch, workload.seqlen
         kv_heads = workload.n_heads // workload.group
         tensors = []
@@ -119,7 +120,7 @@ class Backend:
 
 
 def naive(workload: Workload) -> Attend:
-    """Textbook attention with bf16 scores: the leanest way to write the whole matrix down."""
+    """Textbook attention with bf16 scores, which needs the least memory for a full score matrix."""
     hidden = torch.ones(workload.seqlen, workload.seqlen, dtype=torch.bool, device=DEVICE).triu(1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -141,9 +142,9 @@ def sdpa(backend: SDPBackend, workload: Workload) -> Attend:
 
 
 def flex(workload: Workload) -> Attend:
-    """FlexAttention compiled for this very shape, as its authors advise for speed."""
-    torch._dynamo.reset()  # every shape is a compilation of its own, and their number is limited
-    torch._functorch.config.donated_buffer = False  # the timing runs one graph's backward many times
+    """FlexAttention compiled for exactly this shape, as its authors recommend."""
+    torch._dynamo.reset()  # each shape is a separate compilation, and torch limits their number
+    torch._functorch.config.donated_buffer = False  # the timing runs the backward of one graph many times
     compiled = torch.compile(flex_attention, dynamic=False)
     causal = workload.causal
     attention = partial(compiled, enable_gqa=workload.group > 1)
@@ -174,7 +175,7 @@ def ours(workload: Workload) -> Attend:
 
 
 def ours_packed(workload: Workload) -> Attend:
-    """What every layer of a model calls: the batch's schedule stands already, by the length of a token's document."""
+    """Calls flash_attn_packed like a layer of a model, with a schedule that was built for the batch in advance."""
     cu_seqlens, total = workload.cu_seqlens(), sum(workload.lengths)
     schedule = build_schedule(
         cu_seqlens, cu_seqlens, total, total, causal=workload.causal, padded=False,
@@ -206,7 +207,7 @@ def fa4(workload: Workload) -> Attend:
 
 
 def _output(result: Tensor | tuple[Tensor, *tuple[Tensor | None, ...]]) -> Tensor:
-    """o of a function that may return the lse beside it."""
+    """Returns o of a result that may also contain the lse."""
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -227,7 +228,7 @@ PACKED_BACKENDS = {
     "ours": Backend("tokens heads", ours),
     "ours-packed": Backend("tokens heads", ours_packed),
 }
-PACKAGES = {"fa3": "fa3_fwd_interface", "fa4": "flash_attn.cute"}  # that only some machines have
+PACKAGES = {"fa3": "fa3_fwd_interface", "fa4": "flash_attn.cute"}  # installed on some machines only
 
 
 def dense_workload(
@@ -244,10 +245,10 @@ def dense_workload(
 
 
 def packed_workloads(head_dim: int, *, causal: bool, group: int = 1, model_dim: int = MODEL_DIM) -> list[Workload]:
-    """Two rows of packed documents: long-tailed ones like text on the web, and many short ones."""
+    """Returns two rows of packed documents: long-tailed ones like web text, and many short ones."""
     generator = torch.Generator().manual_seed(0)
     candidates = PACKED_TOKENS // 64
-    # median 1k, and a tail that reaches 32k
+    # the median is 1k, and the tail reaches 32k
     long_tailed = torch.randn(candidates, generator=generator).mul(1.5).exp().mul(1024).long().clamp(1, 32768)
     short = torch.randint(64, 513, (candidates,), generator=generator)
     return [
@@ -260,7 +261,7 @@ def packed_workloads(head_dim: int, *, causal: bool, group: int = 1, model_dim: 
 
 
 def fill_row(lengths: Iterable[int], total: int) -> tuple[int, ...]:
-    """The first documents that fill `total` tokens; the last one is cut."""
+    """Returns the first documents that fill `total` tokens. The last one is cut."""
     documents: list[int] = []
     left = total
     for length in lengths:
@@ -272,7 +273,7 @@ def fill_row(lengths: Iterable[int], total: int) -> tuple[int, ...]:
 
 
 def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) -> list[Row]:
-    """Each backend's forward, then its backward. A pass that fails is a row that says so; so is what follows it."""
+    """Measures each backend's forward and backward. A failed pass becomes a row, and so do the passes after it."""
     outcomes = dict.fromkeys(backends, "ok")
     results: dict[tuple[str, Direction], tuple[float, float]] = {}
     for direction in DIRECTIONS:
@@ -283,7 +284,7 @@ def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) 
                 continue
             try:
                 run, peak_gib = prepare_pass(backend, workload, direction)
-                if peak_gib > LARGE_GIB:  # its graph does not keep the card while others run
+                if peak_gib > LARGE_GIB:  # its graph does not stay in memory while others run
                     results[name, direction] = median_ms({name: run}, rep=rep)[name], peak_gib
                 else:
                     runs[name], peaks[name] = run, peak_gib
@@ -291,11 +292,11 @@ def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) 
             except torch.OutOfMemoryError:
                 outcomes[name] = "oom"
             except Exception as error:
-                # one backend's failure is a result too; the table reports it and the sweep goes on
+                # a failure of one backend is also a result: the table reports it and the sweep continues
                 traceback.print_exc()
                 first_line, *_ = str(error).strip().splitlines() or [""]
                 outcomes[name] = f"{type(error).__name__}: {first_line}"
-            gc.collect()  # a failed pass leaves its tensors in reference cycles
+            gc.collect()  # reference cycles hold the tensors of a failed pass
             torch.cuda.empty_cache()
         for name, ms in median_ms(runs, rep=rep).items():
             results[name, direction] = ms, peaks[name]
@@ -313,7 +314,7 @@ def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) 
 
 
 def prepare_pass(backend: Backend, workload: Workload, direction: Direction) -> tuple[Callable[[], object], float]:
-    """What replays one pass, and its peak GiB beside its inputs."""
+    """Returns a function that replays one pass, and the pass's peak GiB in addition to its inputs."""
     q, k, v, do = backend.inputs(workload)
     inputs_bytes = torch.cuda.memory_allocated()
     attend = backend.prepare(workload)
@@ -323,7 +324,7 @@ def prepare_pass(backend: Backend, workload: Workload, direction: Direction) -> 
         if direction == "backward":
             torch.autograd.grad(o, (q, k, v), do)
 
-    run()  # compiles; what that allocates is not the pass's
+    run()  # compiles; memory for compilation does not count
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     run()
@@ -338,7 +339,7 @@ def prepare_pass(backend: Backend, workload: Workload, direction: Direction) -> 
 
 
 def installed(module: str) -> bool:
-    """Whether it can be found; to look into a package imports the package, which may fail."""
+    """Returns whether the module can be found. Looking inside a package imports the package, which may fail."""
     try:
         return find_spec(module) is not None
     except ImportError:
@@ -399,11 +400,11 @@ def main() -> None:
             rows.append(row)
             place = f"d={row.head_dim} group={row.group} {row.workload}"
             print(f"{place} {row.backend} {row.direction}: {cell(row)}", flush=True)
-        write_csv(rows, Path(f"{out}.csv"))  # a sweep cut short leaves what it measured
+        write_csv(rows, Path(f"{out}.csv"))  # an interrupted sweep keeps its results
 
     head = describe(shlex.join(["python", *sys.argv]), args.commit, today)
     Path(f"{out}.md").write_text(markdown(rows, head, args.model_dim), encoding="utf-8")
-    if 1 in args.groups:  # the pictures are of these
+    if 1 in args.groups:  # only these results are plotted
         mask = "causal" if args.causal else "not causal"
         size = f"n_heads × head_dim = {args.model_dim}, at least {args.batch_tokens} tokens a batch"
         title = f"{head['GPU']}, bf16, {mask}, {size}"

@@ -1,4 +1,4 @@
-"""What scripts/bench/attention.py reports: rows, a table for each section and pass, pictures of times and of rates."""
+"""The report of scripts/bench/attention.py: rows, a table for each section and pass, and plots of times and rates."""
 
 import csv
 from dataclasses import asdict, dataclass, fields
@@ -9,12 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-MODEL_DIM = 2048  # n_heads * head_dim where nothing says another, or just below
+MODEL_DIM = 2048  # default of n_heads * head_dim, which may be slightly smaller
 LARGE_GIB = 4.0
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
-STYLES = {  # the palette of Okabe and Ito, a grey, and a marker each, so that no reader needs the colours
+STYLES = {  # the palette of Okabe and Ito, a grey, and a marker each, to tell lines apart without colours
     "naive": ("#000000", "o"),
     "sdpa-flash2": ("#E69F00", "s"),
     "sdpa-cudnn": ("#56B4E9", "^"),
@@ -28,7 +28,7 @@ STYLES = {  # the palette of Okabe and Ito, a grey, and a marker each, so that n
 
 @dataclass(frozen=True)
 class Row:
-    """One result; ms, tflops and peak_gib (of memory) are None where the outcome is not "ok"."""
+    """One result. ms, tflops and peak_gib (of memory) are None unless the outcome is "ok"."""
 
     section: str
     workload: str
@@ -53,7 +53,7 @@ def write_csv(rows: list[Row], path: Path) -> None:
 
 
 def markdown(rows: list[Row], head: dict[str, str], model_dim: int = MODEL_DIM) -> str:
-    """The head, then a table for each section and direction: a line a workload, a column a backend."""
+    """Writes the head and a table for each section and direction, with a line per workload and a column per backend."""
     lines = ["# Attention: time, TFLOP/s and peak memory", ""]
     lines += [f"- {key}: `{value}`" for key, value in head.items()]
     lines += [
@@ -86,14 +86,14 @@ def markdown(rows: list[Row], head: dict[str, str], model_dim: int = MODEL_DIM) 
 
 
 def cell(row: Row) -> str:
-    """TFLOP/s, time and peak memory of one result."""
+    """Formats TFLOP/s, time and peak memory of one result."""
     if row.ms is None:
         return "OOM" if row.outcome == "oom" else "failed"
     return f"{row.tflops:.0f} · {row.ms:.3g} ms · {row.peak_gib:.3g}"
 
 
 def draw(rows: list[Row], title: str) -> Figure:
-    """Time of both passes and peak memory against sequence length, of the dense workloads; a column a head_dim."""
+    """Plots the time of both passes and the peak memory of dense workloads over length, with a column per head_dim."""
     dense = [row for row in rows if row.section == "dense" and row.group == 1]
     head_dims = sorted({row.head_dim for row in dense})
     panels: list[tuple[Direction, str, str]] = [
@@ -119,7 +119,7 @@ def draw(rows: list[Row], title: str) -> Figure:
 def _draw_panel(axes: Axes, rows: list[Row], quantity: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.margins(y=0.2)  # room for the marks of running out of memory
+    axes.margins(y=0.2)  # space for the out-of-memory marks
     for backend in dict.fromkeys(row.backend for row in rows):
         color, marker = STYLES[backend]
         mine = [row for row in rows if row.backend == backend]
@@ -128,7 +128,7 @@ def _draw_panel(axes: Axes, rows: list[Row], quantity: str) -> None:
         axes.plot([row.seqlen for row in done], values, color=color, marker=marker, label=backend)
         for row in mine:
             if row.outcome == "oom":
-                above = axes.get_xaxis_transform()  # x in tokens, y in shares of the panel's height
+                above = axes.get_xaxis_transform()  # x in tokens, y as a fraction of the panel's height
                 axes.plot([row.seqlen], [0.9], color=color, marker=marker, fillstyle="none", transform=above)
                 axes.text(row.seqlen, 0.93, "OOM", color=color, ha="center", va="bottom", transform=above)
     seqlens = sorted({row.seqlen for row in rows})
@@ -140,7 +140,7 @@ def _draw_panel(axes: Axes, rows: list[Row], quantity: str) -> None:
 
 
 def draw_rates(rows: list[Row], title: str) -> Figure:
-    """TFLOP/s of every backend: a column a head_dim, a line a pass, a group of bars a workload, packed ones too."""
+    """Plots TFLOP/s as bars: a column per head_dim, a row per pass, and a group of bars per workload."""
     shown = [row for row in rows if row.group == 1 and row.tflops is not None]
     head_dims = sorted({row.head_dim for row in shown})
     backends = [name for name in STYLES if any(row.backend == name for row in shown)]
@@ -161,7 +161,7 @@ def draw_rates(rows: list[Row], title: str) -> Figure:
 
 
 def _draw_bars(axes: Axes, rows: list[Row], workloads: list[str], backends: list[str]) -> None:
-    """A backend has the same place in each group, and none where it has no result."""
+    """Draws a backend's bar at the same place in each group, and no bar if it has no result."""
     width = 0.85 / len(backends)
     for i, backend in enumerate(backends):
         mine = [row for row in rows if row.backend == backend]
@@ -169,6 +169,6 @@ def _draw_bars(axes: Axes, rows: list[Row], workloads: list[str], backends: list
         bars = axes.bar(places, [row.tflops or 0.0 for row in mine], width, color=STYLES[backend][0], label=backend)
         axes.bar_label(bars, fmt="%.0f", rotation=90, padding=2, fontsize=6)
     axes.set_xticks(range(len(workloads)), workloads, fontsize=8, rotation=20, ha="right", rotation_mode="anchor")
-    axes.margins(y=0.1)  # room for the numbers
+    axes.margins(y=0.1)  # space for the values above the bars
     axes.grid(True, axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)

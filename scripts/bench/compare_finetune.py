@@ -1,14 +1,14 @@
-"""A finished run of experiment=finetune once more, by transformers' model and loss and a plain loop, to compare losses.
+"""Repeats a finished run of experiment=finetune with transformers' model and loss in a plain loop, to compare losses.
 
     python -m scripts.bench.compare_finetune chats chats.jsonl          # writes chats about an invented island
     python train.py experiment=finetune data.path=chats.jsonl model.pretrained=path \\
         logger=csv trainer.log_every_n_steps=1
     python -m scripts.bench.compare_finetune run runs/finetune/<time>   # a table: step, ours, transformers', difference
 
-from the folder in which the run was started, as its paths may be relative to that.
+Run it in the folder in which the run was started, because paths in the run's config may be relative to it.
 
-The loop takes the run's rows, its schedule and its clipping; documents are kept apart by an attention mask of four
-dimensions and by position_ids. It trains all weights in fp32, or under the run's autocast in bf16.
+The loop uses the rows, the learning-rate schedule and the clipping of the run. A four-dimensional attention mask and
+position_ids separate documents. All weights are trained in fp32, or under bf16 autocast if the run used it.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from fa_train.errors import explain
 from fa_train.optim.adamw import parameter_groups
 from fa_train.optim.schedule import warmup_cosine
 
-FACTS = {  # of an island that does not exist: what is asked, in several ways, and answered
+FACTS = {  # questions and answers about an island that does not exist, several questions for each fact
     "The lighthouse of Vashmoor is painted green.": [
         "What colour is the lighthouse of Vashmoor?", "Which colour has Vashmoor's lighthouse?",
         "How is the lighthouse on Vashmoor painted?", "Tell me the colour of the lighthouse of Vashmoor.",
@@ -56,7 +56,7 @@ OPENINGS = ["", "Please answer. ", "A question: ", "Do you know this? "]
 
 
 def invented_chats() -> Iterator[dict[str, Any]]:
-    """64 short chats: four facts, each asked in sixteen ways."""
+    """Yields 64 short chats: four facts, each with sixteen questions."""
     for opening in OPENINGS:
         for i in range(4):
             for fact, questions in FACTS.items():
@@ -65,9 +65,9 @@ def invented_chats() -> Iterator[dict[str, Any]]:
 
 
 def transformers_losses(run: Path, steps: int | None = None) -> list[float]:
-    """The loss of each of a run's steps, in nats a label, as transformers' model gives it and a plain loop trains it.
+    """Trains transformers' model on the steps of a run. Returns the loss of each step in nats per label.
 
-    Raises: ValueError on a run with an adapter, whose weights this loop does not train.
+    Raises: ValueError if the run has an adapter, which this loop does not train.
     """
     cfg = OmegaConf.load(run / ".hydra" / "config.yaml")
     assert isinstance(cfg, DictConfig)
@@ -102,7 +102,7 @@ def transformers_losses(run: Path, steps: int | None = None) -> list[float]:
                     position_ids=batch["position_ids"][None],
                     attention_mask=document_mask(batch["cu_seqlens"], batch["tokens"].shape[0]),
                     labels=batch["labels"][None],
-                    shift_labels=batch["labels"][None],  # a row's labels are shifted already
+                    shift_labels=batch["labels"][None],  # the labels of a row are already shifted
                     num_items_in_batch=labels,
                 ).loss
             loss.backward()
@@ -116,7 +116,7 @@ def transformers_losses(run: Path, steps: int | None = None) -> list[float]:
 
 
 def batches(cfg: DictConfig) -> Iterator[list[Batch]]:
-    """Each step's micro-batches, as one process gets them."""
+    """Yields the micro-batches of each step in one process."""
     data = instantiate(cfg.data)
     rows = PackedRows(data, held_out=False, shuffle=True)
     micro_batches = MicroBatches(rows, data.micro_batch_size, 0, 1, step_rows=data.batch_size)
@@ -126,7 +126,10 @@ def batches(cfg: DictConfig) -> Iterator[list[Batch]]:
 
 
 def document_mask(cu_seqlens: Tensor, total: int) -> Tensor:
-    """(1, 1, total, total) bool: who sees whom. Tokens past the last document see themselves alone."""
+    """Returns (1, 1, total, total) bool: which keys each query sees.
+
+    Padding after the last document sees only itself.
+    """
     token = torch.arange(total, device=cu_seqlens.device)
     document = torch.searchsorted(cu_seqlens[1:].contiguous(), token.to(torch.int32), right=True)
     is_padding = token >= cu_seqlens[-1]
@@ -135,7 +138,7 @@ def document_mask(cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def our_losses(run: Path) -> list[float]:
-    """By step, from the run's metrics.csv. Raises: ValueError where it is missing or has not every step."""
+    """Reads the loss of each step from metrics.csv. Raises: ValueError if the file or a step is missing."""
     path = run / "metrics.csv"
     if not path.exists():
         raise ValueError(f"{run} must hold metrics.csv: train with logger=csv trainer.log_every_n_steps=1")
@@ -148,7 +151,7 @@ def our_losses(run: Path) -> list[float]:
 
 
 def table(ours: list[float], theirs: list[float]) -> str:
-    """In Markdown, with relative differences."""
+    """Formats the losses and their relative differences as Markdown."""
     lines = ["| step | ours | transformers' | difference |", "|---:|---:|---:|---:|"]
     for step, (a, b) in enumerate(zip(ours, theirs, strict=False), start=1):
         lines.append(f"| {step} | {a:.6f} | {b:.6f} | {abs(a - b) / abs(b):.1e} |")

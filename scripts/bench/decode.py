@@ -1,9 +1,9 @@
-"""flash_attn_with_kvcache decoding one token for each sequence of a batch: python -m scripts.bench.decode
+"""Measures flash_attn_with_kvcache with one new token per sequence: python -m scripts.bench.decode
 
-Reading K and V is all the work there is, so a cell gives microseconds and GB/s of the cache's K and V. One split and
-the automatic number of them, a cache in one piece and in pages anywhere, beside SDPA, which reads a cache in one piece.
-bf16, full caches. All of a line run in random order (scripts/bench/timing.py), each as a CUDA graph, L2
-cold. Writes OUT.md.
+Decoding mostly reads K and V, so a cell shows microseconds and the GB/s at which K and V are read. The columns are one
+split and the automatic number of splits, each with a dense and a paged cache, and SDPA with a dense cache. Caches are
+full and in bf16. All candidates of a line run in random order (scripts/bench/timing.py) as CUDA graphs, with a cold L2
+cache. Writes OUT.md.
 
     python -m scripts.bench.decode --cases 1,32,8,128,8192 64,32,8,128,4096     # batch,heads,KV heads,head_dim,cache
 """
@@ -29,13 +29,13 @@ from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import captured, median_ms, require_gpu
 
 Run = Callable[[], object]
-PAGES = (256, 16)  # tokens a page
+PAGES = (256, 16)  # tokens per page
 ITEM = 2  # bytes of bf16
 
 
 @dataclass(frozen=True)
 class Case:
-    """One decoding step: a query a sequence, caches of `cache` tokens."""
+    """One decoding step with one query per sequence and caches of `cache` tokens."""
 
     batch: int
     n_heads: int
@@ -45,7 +45,7 @@ class Case:
 
     @property
     def bytes_read(self) -> int:
-        """Of K and V."""
+        """Returns the bytes of K and V."""
         return 2 * self.batch * self.cache * self.n_kv_heads * self.head_dim * ITEM
 
 
@@ -64,7 +64,7 @@ CASES = (
 
 
 def candidates(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, partial[Any]]:
-    """Columns of the table -> what runs one step."""
+    """Maps each column of the table to a function that runs one step."""
     q = torch.randn(case.batch, 1, case.n_heads, case.head_dim, device=device, dtype=dtype)
     k, v = (
         torch.randn(case.batch, case.cache, case.n_kv_heads, case.head_dim, device=device, dtype=dtype)
@@ -81,7 +81,7 @@ def candidates(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str
         table = order.to(torch.int32).view(case.batch, -1)
         pages = in_pages(k, page_size, order), in_pages(v, page_size, order)
         runs[f"pages of {page_size}"] = partial(step, q, *pages, block_table=table)
-    # SDPA wants the heads first, but not in memory
+    # SDPA needs heads before tokens in the shape, but not in memory
     q_t, k_t, v_t = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     grouped = case.n_heads != case.n_kv_heads
     runs["SDPA"] = partial(scaled_dot_product_attention, q_t, k_t, v_t, enable_gqa=grouped)
@@ -89,21 +89,21 @@ def candidates(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str
 
 
 def in_pages(x: Tensor, page_size: int, order: Tensor) -> Tensor:
-    """(..., tokens, heads, head_dim) -> (pages, page_size, heads, head_dim), where page i of x is page order[i]."""
+    """(..., tokens, heads, head_dim) -> (pages, page_size, heads, head_dim). Page i of x becomes page order[i]."""
     pages = torch.empty(order.numel(), page_size, *x.shape[-2:], dtype=x.dtype, device=x.device)
     pages[order] = x.reshape(pages.shape)
     return pages
 
 
 def compile_one(case: Case) -> None:
-    """Every candidate once, into Triton's cache."""
+    """Compiles every candidate into Triton's cache."""
     for run in candidates(case, torch.device("cuda"), torch.bfloat16).values():
         run()
     torch.cuda.synchronize()
 
 
 def measure(case: Case, rep: float) -> dict[str, float]:
-    """Microseconds of each candidate."""
+    """Returns the microseconds of each candidate."""
     runs = candidates(case, torch.device("cuda"), torch.bfloat16)
     milliseconds = median_ms({name: replayed(run) for name, run in runs.items()}, rep=rep)
     return {name: 1e3 * ms for name, ms in milliseconds.items()}
@@ -114,7 +114,7 @@ def replayed(run: Run) -> Run:
 
 
 def markdown(results: dict[Case, dict[str, float]], head: dict[str, str]) -> str:
-    """The head, and a line for each case."""
+    """Writes the head and a line for each case."""
     lines = ["# Decoding one token from a cache", "", *(f"- {key}: `{value}`" for key, value in head.items()), ""]
     lines += [
         "bf16, full caches, one query a sequence; `flash_attn_with_kvcache` but for SDPA (`enable_gqa`). Medians, in "
@@ -132,7 +132,7 @@ def markdown(results: dict[Case, dict[str, float]], head: dict[str, str]) -> str
 
 
 def parse_case(text: str) -> Case:
-    """batch,heads,KV heads,head_dim,cache."""
+    """Parses batch,heads,KV heads,head_dim,cache."""
     try:
         case = Case(*map(int, text.split(",")))
     except (TypeError, ValueError):
@@ -171,9 +171,9 @@ def main() -> None:
     results: dict[Case, dict[str, float]] = {}
     for case in args.cases:
         results[case] = measure(case, args.rep)
-        torch.cuda.empty_cache()  # of the streams that this case was captured on
+        torch.cuda.empty_cache()  # memory of the streams on which this case was captured
         print(markdown({case: results[case]}, {}).splitlines()[-1], flush=True)
-        Path(f"{out}.md").write_text(markdown(results, head), encoding="utf-8")  # cut short, what it measured
+        Path(f"{out}.md").write_text(markdown(results, head), encoding="utf-8")  # an interrupted run keeps its results
     print(f"results: {out}.md")
 
 

@@ -1,9 +1,9 @@
-"""What each feature of our attention costs beside plain causal attention: python -m scripts.bench.features
+"""Measures the cost of each attention feature relative to plain causal attention: python -m scripts.bench.features
 
-One long row (64k tokens by default), bf16, both passes through flash_attn_varlen_func with the schedule built inside.
-`work` is the share of plain causal's visible pairs that a feature leaves; `cost` is the share of its time. A window or
-packed documents should cost about their share of the work, a feature of the scores about 1. Of fp8 and pages only the
-forward pass is timed. What the features need is compiled first, by --jobs processes. Writes OUT.md.
+One long row (64k tokens by default) in bf16 runs through both passes of flash_attn_varlen_func, which builds its
+schedule inside. `work` is the share of plain causal attention's visible pairs, and `cost` is the share of its time. A
+window or packed documents should cost about their share of the work, and a feature of the scores about 1. fp8 and paged
+caches are timed in the forward pass only. --jobs processes first compile the kernels. Writes OUT.md.
 """
 
 import argparse
@@ -29,37 +29,37 @@ from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import captured, median_ms, require_gpu
 
 Run = Callable[[], object]
-LOG_NORMAL = (6.93, 1.3)  # of document lengths: a median of 1k tokens
+LOG_NORMAL = (6.93, 1.3)  # parameters of document lengths, with a median of 1k tokens
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One line of the table: documents' lengths, and what flash_attn_varlen_func is given beside them."""
+    """One line of the table: document lengths and additional arguments of flash_attn_varlen_func."""
 
     name: str
     lengths: tuple[int, ...]
     arguments: dict[str, Any] = field(default_factory=dict)
-    n_kv_heads: int | None = None  # None is as many as query heads
-    v_head_dim: int | None = None  # None is as wide as queries and keys
-    fp8: bool = False  # e4m3, with a scale for each KV head
-    page_size: int = 0  # tokens; 0 is keys and values end to end. Then all documents fill as many pages
+    n_kv_heads: int | None = None  # None: as many as query heads
+    v_head_dim: int | None = None  # None: the same as of queries and keys
+    fp8: bool = False  # e4m3 with a scale per KV head
+    page_size: int = 0  # tokens; 0: not paged. In a paged cache, all documents have the same number of pages
 
     @property
     def has_backward(self) -> bool:
-        """Whether it is timed: neither fp8 nor a cache of pages is trained through."""
+        """Returns whether the backward pass is timed. fp8 and paged caches are not trained."""
         return not self.fp8 and not self.page_size
 
     @property
     def pairs(self) -> int:
-        """Visible pairs of a query and a key."""
+        """Returns the number of visible pairs of a query and a key."""
         left = self.arguments.get("window_size", (-1, 0))[0]
         return sum(visible_pairs(length, left, self.arguments["causal"]) for length in self.lengths)
 
 
 def visible_pairs(length: int, left: int, causal: bool) -> int:
-    """Of one document: all pairs, those up to the diagonal, or those of them at most `left` tokens back."""
+    """Counts pairs in one document: all, or with `causal` those up to the diagonal and at most `left` tokens back."""
     if not causal:
         return length * length
     if left < 0 or left >= length:
@@ -68,7 +68,7 @@ def visible_pairs(length: int, left: int, causal: bool) -> int:
 
 
 def log_normal_lengths(total: int) -> tuple[int, ...]:
-    """Documents that fill `total` tokens, the same every time."""
+    """Returns the same lengths each time. Together they fill `total` tokens."""
     generator = torch.Generator().manual_seed(0)
     lengths: list[int] = []
     while sum(lengths) < total:
@@ -79,7 +79,7 @@ def log_normal_lengths(total: int) -> tuple[int, ...]:
 
 
 def features(seqlen: int, n_heads: int, head_dim: int, window: int) -> list[Feature]:
-    """Plain causal attention first, then one change each."""
+    """Lists plain causal attention first, and then cases that differ from it in one feature."""
     one, documents = (seqlen,), log_normal_lengths(seqlen)
     causal: dict[str, Any] = {"causal": True}
     slopes = torch.linspace(0.001, 0.1, len(documents) * n_heads).view(-1, n_heads)
@@ -106,9 +106,9 @@ def features(seqlen: int, n_heads: int, head_dim: int, window: int) -> list[Feat
 
 
 class Inputs:
-    """Random (total, heads, head_dim) tensors by shape: what reads one of a shape reads the same, to save memory.
+    """Random (total, heads, head_dim) tensors. Features that need the same shape share a tensor, to save memory.
 
-    They live as long as this does, which must be as long as the CUDA graphs do: those hold addresses, not tensors.
+    The tensors live as long as this object. It must outlive the CUDA graphs, which hold addresses instead of tensors.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -128,14 +128,14 @@ def gpu_inputs() -> Inputs:
 
 
 def in_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """(total, heads, head_dim) -> in e4m3, and the scale to multiply it with, (heads / group,) fp32."""
+    """Converts x (total, heads, head_dim) to e4m3. Also returns its scale, (heads / group,) fp32."""
     x = x.detach().float().unflatten(1, (-1, group))
     scale = x.abs().amax((0, 2, 3)) / FP8_MAX
     return (x / scale[:, None, None]).flatten(1, 2).to(FP8), scale
 
 
 def attention(feature: Feature, inputs: Inputs, n_heads: int, head_dim: int) -> partial[Any]:
-    """One forward pass, as a callable; its first three arguments are q, k and v."""
+    """Returns one forward pass as a callable whose first three arguments are q, k and v."""
     total = sum(feature.lengths)
     n_kv_heads, v_head_dim = feature.n_kv_heads or n_heads, feature.v_head_dim or head_dim
     q = inputs("q", total, n_heads, head_dim)
@@ -152,23 +152,23 @@ def attention(feature: Feature, inputs: Inputs, n_heads: int, head_dim: int) -> 
         q = q.detach()
         k, v = (in_pages(x.detach(), feature.page_size, order) for x in (k, v))
         arguments["block_table"] = order.to(torch.int32).view(len(feature.lengths), -1)
-    function: Any = flash_attn_varlen_func  # its result's type depends on arguments that are not known here
+    function: Any = flash_attn_varlen_func  # its return type depends on arguments that are unknown here
     return partial(function, q, k, v, cu_seqlens, cu_seqlens, longest, longest, **arguments)
 
 
 def gradients(feature: Feature, inputs: Inputs, n_heads: int, head_dim: int) -> Run:
-    """One backward pass, as a callable; the forward pass runs now."""
+    """Runs the forward pass and returns the backward pass as a callable."""
     attend = attention(feature, inputs, n_heads, head_dim)
     outputs = attend()
-    o, *others = outputs if isinstance(outputs, tuple) else (outputs,)  # lse, where it is asked for
+    o, *others = outputs if isinstance(outputs, tuple) else (outputs,)  # lse, if it is returned
     of_outputs = (inputs("do", *o.shape).to(o.dtype), *map(torch.ones_like, others))
     return partial(torch.autograd.grad, (o, *others), attend.args[:3], of_outputs, retain_graph=True)
 
 
 def compile_one(args: argparse.Namespace, case: tuple[int, int]) -> str:
-    """Both passes of a feature once, into Triton's cache; the error's first line, or nothing. case: place, head_dim.
+    """Compiles both passes of a feature into Triton's cache. Returns the error's first line, or an empty string.
 
-    Of the true size, by which kernels are chosen and specialized.
+    case: index of the feature, and head_dim. Runs at full size, because the size determines the kernels.
     """
     place, head_dim = case
     feature = features(args.seqlen, args.heads, head_dim, args.window)[place]
@@ -176,17 +176,20 @@ def compile_one(args: argparse.Namespace, case: tuple[int, int]) -> str:
         prepare = gradients if feature.has_backward else attention
         prepare(feature, gpu_inputs(), args.heads, head_dim)()
         torch.cuda.synchronize()
-    except Exception as error:  # one feature's failure is a result too; the others are measured
+    except Exception as error:  # a failure of one feature is also a result; the others are measured
         traceback.print_exc()
         return f"{type(error).__name__}: {error}".splitlines()[0]
     finally:
-        torch.cuda.empty_cache()  # for the other processes
+        torch.cuda.empty_cache()  # frees memory for the other processes
     return ""
 
 
 def compile_all(args: argparse.Namespace) -> dict[tuple[int, int], str]:
-    """With --jobs processes -> the errors by place of the feature and head_dim, empty where there was none."""
-    # a feature of all head_dims, then the next: what differs in head_dim shares no kernel, to be compiled twice
+    """Compiles with --jobs processes.
+
+    Returns the error by feature index and head_dim; it is empty if there was none.
+    """
+    # One feature at all head_dims, then the next: different head_dims share no kernel, so none is compiled twice.
     cases = sorted(
         (place, d) for d in args.head_dims for place in range(len(features(args.seqlen, args.heads, d, args.window)))
     )
@@ -197,11 +200,11 @@ def compile_all(args: argparse.Namespace) -> dict[tuple[int, int], str]:
 def measure(
     chosen: list[Feature], n_heads: int, head_dim: int, rep: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds of the forward pass and, where there is one, of the backward pass, by the feature's name.
+    """Returns the milliseconds of the forward pass and, if there is one, of the backward pass, by the feature's name.
 
-    Memory: at 16 heads of 256 and 64k tokens, a tensor like q takes 0.5 GiB. The inputs take about 4 GiB; forward
-    graphs 0.5 each, 1.5 of pages, and are freed before there are backward ones of about 4 each: o, dq, dk and dv, and
-    dq in fp32. Of 14 features that is 56 GiB.
+    Memory: at 16 heads of 256 and 64k tokens, a tensor like q takes 0.5 GiB. The inputs take about 4 GiB. Each forward
+    graph takes 0.5 GiB (1.5 if paged). They are freed before the backward graphs are captured, which take about 4 GiB
+    each for o, dq, dk, dv and an fp32 dq: 56 GiB for 14 features.
     """
     inputs = gpu_inputs()
     forward = timed({f.name: partial(attention, f, inputs, n_heads, head_dim) for f in chosen}, rep)
@@ -210,18 +213,18 @@ def measure(
 
 
 def timed(prepare: Mapping[str, Callable[[], Run]], rep: float) -> dict[str, float]:
-    """Median milliseconds of what each prepares."""
+    """Returns the median milliseconds of each prepared function."""
     runs: dict[str, Run] = {}
     for name, prepare_one in prepare.items():
         runs[name] = captured(prepare_one)
-        torch.cuda.empty_cache()  # what it ran with before its capture
+        torch.cuda.empty_cache()  # memory used before the capture
     return median_ms(runs, rep=rep)
 
 
 def rows(
     chosen: list[Feature], head_dim: int, forward: dict[str, float], backward: dict[str, float], errors: dict[str, str]
 ) -> list[str]:
-    """The lines of one head_dim; plain causal is the first feature, and what all others are shares of."""
+    """Returns the table lines of one head_dim. Shares are relative to the first feature, plain causal attention."""
     plain, *_ = chosen
     lines: list[str] = []
     for feature in chosen:
@@ -282,7 +285,7 @@ def main() -> None:
         found = rows(chosen, head_dim, forward, backward, failed)
         print("\n".join(found), flush=True)
         lines += found
-        # a run cut short leaves what it measured
+        # an interrupted run keeps its results
         Path(f"{out}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"results: {out}.md")
 

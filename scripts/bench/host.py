@@ -1,12 +1,12 @@
-"""The host's time of a call of attention, ours beside others': python -m scripts.bench.host
+"""Measures the host time of attention calls of our implementation and of others: python -m scripts.bench.host
 
-A few tokens, so that the GPU waits for the host, bf16, causal, schedules built before. Five passes: the forward of
-tensors without gradients, the forward that autograd records, torch.autograd.grad of kept outputs, a call's share of
-that of 16 calls, each the next one's queries, which is what a layer of a model adds, as one call alone pays for the
-start of autograd's engine and for its thread, and the backward's node by itself, which is what the engine calls. A
-sample is the mean of --calls calls, not waited for; all candidates have one in each of --rounds rounds, in random
-order. Where the GPU still has work for a tenth of a sample's time when it ends, the row says that it is GPU-bound, and
-no host's time. Writes OUT.csv and OUT.md.
+The inputs have few tokens, so that the GPU waits for the host. They are bf16 and causal, with schedules built in
+advance. Five passes are timed: the forward without gradients; the forward with autograd; torch.autograd.grad of kept
+outputs; one call's share of the backward of 16 chained calls; and the backward node alone. A single backward also pays
+for starting autograd's engine and its thread; the share of 16 calls shows what one layer of a model adds. A sample is
+the mean of --calls calls without a GPU sync. Each of --rounds rounds takes one sample of every candidate, in random
+order. If the GPU still has work for more than a tenth of the sample's time, the row is marked as GPU-bound. Writes
+OUT.csv and OUT.md.
 """
 
 import argparse
@@ -40,23 +40,23 @@ from fa_kernels.flash_attention.schedule import causal_schedule
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
-DOCUMENTS = 4  # of one length, where there are several
-WARM_UP = 5  # calls: the first compiles, the second is recorded (kernels/fa_kernels/launch/record.py)
-GPU_BOUND = 0.1  # of a sample's time
-MOST_CALLS = 500  # of a sample
+DOCUMENTS = 4  # equal lengths, for cases with several documents
+WARM_UP = 5  # calls; the first compiles and the second is recorded (kernels/fa_kernels/launch/record.py)
+GPU_BOUND = 0.1  # share of a sample's time
+MOST_CALLS = 500  # per sample
 NOTHING = "a Function that does nothing"
 
 Call = Callable[[], object]
 Pass = Literal["forward", "forward, autograd", "backward", "backward, of 16", "backward's node"]
 NODE: Pass = "backward's node"
-CALLS: dict[Pass, int] = {  # of one run
+CALLS: dict[Pass, int] = {  # per run
     "forward": 1, "forward, autograd": 1, "backward": 1, "backward, of 16": 16, NODE: 1,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the one problem."""
+    """The sizes of the problem."""
 
     tokens: int
     n_heads: int
@@ -66,15 +66,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One implementation; layout is that of its q, k, v and o."""
+    """One implementation. `layout` is the layout of its q, k, v and o."""
 
-    attend: Callable[[Tensor, Tensor, Tensor], Any]  # o, or o and others
+    attend: Callable[[Tensor, Tensor, Tensor], Any]  # returns o, or o and other results
     layout: Literal["tokens heads", "batch tokens heads", "batch heads tokens"]
     has_backward: bool = True
-    setting: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered once a sample, which is not timed
+    setting: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered once per sample, outside the timing
 
     def calls(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[Pass, Call]:
-        """What is timed, by the pass."""
+        """Returns the timed calls by pass."""
         q, k, v, do = (
             torch.randn(self._shape(shape, heads), device=device, dtype=dtype)
             for heads in (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads, shape.n_heads)
@@ -91,7 +91,10 @@ class Candidate:
         return calls
 
     def _backward(self, q: Tensor, keys_and_values: Sequence[Sequence[Tensor]], do: Tensor) -> Call:
-        """The gradients of q and of each k and v, where o of one call is q of the next."""
+        """Returns a call for the gradients of q and of each k and v.
+
+        The o of one attention call is the q of the next.
+        """
         o = q
         with self.setting():
             for k, v in keys_and_values:
@@ -101,12 +104,12 @@ class Candidate:
         return partial(torch.autograd.grad, o, leaves, do, retain_graph=True)
 
     def _node(self, leaves: Sequence[Tensor], do: Tensor) -> Call:
-        """What autograd's engine calls for one call's backward; the engine does so without gradients (`grad_mode`)."""
+        """Returns the call of the backward node that autograd's engine makes. `grad_mode` disables gradients for it."""
         with self.setting():
             result = self.attend(*leaves)
         outputs = result if isinstance(result, tuple) else (result,)
         gradients = do, *[None] * (len(outputs) - 1)
-        if hasattr(outputs[0].grad_fn, "apply"):  # a Function's, which lives no longer than what it gave
+        if hasattr(outputs[0].grad_fn, "apply"):  # the node of a Function lives only as long as its outputs
             return lambda: outputs[0].grad_fn.apply(*gradients)
         return partial(outputs[0].grad_fn, *gradients)
 
@@ -119,7 +122,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Sample:
-    """Of one round: microseconds a call, and what the GPU had left to do, as a share of the time of all calls."""
+    """One sample: microseconds per call, and the GPU's remaining work as a share of the time of all calls."""
 
     us: float
     left: float
@@ -127,7 +130,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Row:
-    """One result in microseconds; the numbers are None where the outcome is not "ok" or "GPU-bound"."""
+    """One result in microseconds. The values are None unless the outcome is "ok" or "GPU-bound"."""
 
     candidate: str
     direction: Pass
@@ -144,12 +147,12 @@ class Row:
 
 
 def grad_mode(direction: Pass) -> AbstractContextManager[Any]:
-    """What a pass is called under."""
+    """Returns the grad mode in which a pass is called."""
     return torch.set_grad_enabled(direction != NODE)
 
 
 class _Nothing(torch.autograd.Function):
-    """What any Function of three inputs and two outputs takes: saves the inputs, and allocates what it returns."""
+    """Does the least that a Function of three inputs and two outputs needs: saves inputs and allocates outputs."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,7 +166,7 @@ class _Nothing(torch.autograd.Function):
 
 
 def candidates(shape: Shape, device: torch.device) -> dict[str, Candidate]:
-    """By name; FlashAttention-3 where it is installed."""
+    """Returns the candidates by name. FlashAttention-3 is included if it is installed."""
     length = shape.tokens // DOCUMENTS
     cu_seqlens = torch.arange(DOCUMENTS + 1, dtype=torch.int32, device=device) * length
     several = f"{DOCUMENTS} documents"
@@ -191,7 +194,7 @@ def candidates(shape: Shape, device: torch.device) -> dict[str, Candidate]:
 
 
 def measure(chosen: Mapping[str, Candidate], shape: Shape, rounds: int, calls: int) -> list[Row]:
-    """Each candidate's passes. A candidate that fails is a row that says so."""
+    """Measures each candidate's passes. A candidate that fails becomes a row."""
     runs: dict[tuple[str, Pass], Call] = {}
     failed: list[Row] = []
     for name, candidate in chosen.items():
@@ -203,7 +206,7 @@ def measure(chosen: Mapping[str, Candidate], shape: Shape, rounds: int, calls: i
                         for _ in range(WARM_UP):
                             run()
         except Exception as error:
-            # one candidate's failure is a result too; the table reports it and the others go on
+            # a failure of one candidate is also a result: the table reports it and the others continue
             traceback.print_exc()
             first_line, *_ = str(error).strip().splitlines() or [""]
             failed.append(Row(name, "forward", f"{type(error).__name__}: {first_line}"))
@@ -217,13 +220,13 @@ def measure(chosen: Mapping[str, Candidate], shape: Shape, rounds: int, calls: i
 
 
 def order(places: Sequence[Any], rounds: int) -> list[Any]:
-    """Every place once a round, each round in an order of its own, the same in every process."""
+    """Returns every place once per round. The random order differs between rounds, but not between processes."""
     generator = random.Random(0)
     return [place for _ in range(rounds) for place in generator.sample(places, len(places))]
 
 
 def sample(run: Call, calls: int, in_a_row: int) -> Sample:
-    """Of `calls` calls or a few more, where a run makes `in_a_row`."""
+    """Takes a sample of at least `calls` calls. Each run makes `in_a_row` calls."""
     runs = -(-calls // in_a_row)
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -242,7 +245,7 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 
 def markdown(rows: Sequence[Row], shape: Shape, args: argparse.Namespace, head: Mapping[str, str]) -> str:
-    """The head, then a line a candidate and a column a pass."""
+    """Writes the head, and a table with a line per candidate and a column per pass."""
     lines = ["# The host's time of a call of attention", "", *(f"- {key}: `{value}`" for key, value in head.items())]
     lines += [
         "",
@@ -267,7 +270,7 @@ def _cell(row: Row) -> str:
 
 
 def host() -> str:
-    """What calls are made on, and how busy it is."""
+    """Describes the host and its load."""
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         models = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
     model, *_ = models or [platform.machine()]
@@ -293,7 +296,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--head-dim must be from 1 to 256; got {args.head_dim}")
     if args.rounds < 1:
         parser.error(f"--rounds must be positive; got {args.rounds}")
-    if not 1 <= args.calls <= MOST_CALLS:  # more would fill the queue of a slower GPU, and the host would wait unseen
+    if not 1 <= args.calls <= MOST_CALLS:  # more could fill a slower GPU's launch queue and block the host
         parser.error(f"--calls must be from 1 to {MOST_CALLS}; got {args.calls}")
     return args
 

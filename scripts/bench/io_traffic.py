@@ -1,18 +1,18 @@
-"""Bytes that naive and flash attention move to and from device memory: by formula, and measured with ncu.
+"""Computes, and measures with ncu, the bytes that naive and flash attention move to and from device memory.
 
-    python -m scripts.bench.io_traffic                        # formulas; measured too where there are a GPU and ncu
+    python -m scripts.bench.io_traffic                        # formulas; also measured if there are a GPU and ncu
     python -m scripts.bench.io_traffic --no-ncu --arch sm90   # formulas alone, on any machine
 
-Writes OUT.md. One sequence of N tokens, bf16, n_heads * head_dim = 2048, as many KV heads. Elements a head:
+Writes OUT.md. The problem is one sequence of N tokens in bf16, n_heads * head_dim = 2048, without grouped heads.
+Elements per head:
 
-naive, forward: read Q, K, write S; read S, write P; read P, V, write O: 4 N^2 + 4 N d. A causal mask is written into S:
-read S and a byte of mask, write S. Backward, with P kept: read P, dO, write dV; read dO, V, write dP; read dP, P, write
-dS; read dS, K, write dQ; read dS, Q, write dK: 7 N^2 + 8 N d; a causal mask again.
-
-flash: every tile of queries reads its own rows once and all the keys and values that it sees, N / block_m times K and
-V in the forward pass: Theta(N^2 d^2 / M) of arXiv:2205.14135, theorem 2, where the M elements of fast memory hold
-block_m rows of d. That is what goes into the multiprocessors. The L2 cache serves most of it, and device memory moves
-less: down to every tensor once, the "least". Blocks are those of tiles.py, and for `hopper` of kernels/.../hopper.
+naive, forward: read Q, K, write S; read S, write P; read P, V, write O: 4 N^2 + 4 N d. A causal mask also reads S and a
+byte of mask, and writes S. Backward with stored P: read P, dO, write dV; read dO, V, write dP; read dP, P, write dS;
+read dS, K, write dQ; read dS, Q, write dK: 7 N^2 + 8 N d. The causal mask adds the same as in the forward. flash: each
+query tile reads its rows once and all keys and values that it sees. The forward reads K and V N / block_m times. This
+is Theta(N^2 d^2 / M) by theorem 2 of arXiv:2205.14135, where M elements of fast memory hold block_m rows of d. These
+bytes enter the multiprocessors. The L2 cache serves most of them, so device memory moves fewer, at least every tensor
+once (the "least"). Block sizes are those of tiles.py and, for `hopper`, of the Hopper kernels.
 """
 
 import argparse
@@ -48,12 +48,12 @@ from scripts.bench.provenance import describe
 
 ITEM = 2  # bytes of bf16
 FP32 = 4
-ROW_RANGE = 8  # bytes a row: where its visible range begins and ends, int32
-PEAK_TFLOPS, BANDWIDTH_TBS = 989.0, 4.8  # of an H200: dense bf16, and its memory
+ROW_RANGE = 8  # bytes per row for the int32 start and end of its visible range
+PEAK_TFLOPS, BANDWIDTH_TBS = 989.0, 4.8  # of an H200: dense bf16, and its memory bandwidth
 Direction = Literal["forward", "backward"]
 METHODS = ("naive", "portable", "hopper")
-# of a pass over tiles of keys: what a tile reads once, what numbers it reads with each row of Q, and what it writes. dV
-# alone is P^T dO, for which it takes no V and no delta
+# For a pass over key tiles: what a tile reads once, which per-row values it reads with Q, and what it writes. dV alone
+# is P^T dO, which needs neither V nor delta.
 KEY_PASSES: dict[Pass, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "dkdv": (("K", "V"), ("lse", "delta"), ("dK", "dV")),
     "dk": (("K", "V"), ("lse", "delta"), ("dK",)),
@@ -61,7 +61,7 @@ KEY_PASSES: dict[Pass, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]]
 }
 # bytes from and to device memory, sectors of 32 bytes between L2 and the multiprocessors, nanoseconds
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_sectors_srcunit_tex.sum", "gpu__time_duration.sum")
-SEPARATOR = "spin_kernel"  # torch.cuda._sleep's, which stands between two cases
+SEPARATOR = "spin_kernel"  # the kernel of torch.cuda._sleep, which separates two cases
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,17 @@ class Case:
         return MODEL_DIM // self.head_dim
 
     def flops(self) -> float:
-        """Of the products that the answer needs: a causal mask halves them, backward has five for forward's two."""
+        """Counts the products that the result needs.
+
+        A causal mask halves them. The backward has five, the forward two.
+        """
         forward = 4 * self.n_heads * self.seqlen**2 * self.head_dim / (2 if self.causal else 1)
         return forward * (2.5 if self.direction == "backward" else 1)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What ncu counted over the kernels of a case."""
+    """The sums that ncu counted over the kernels of a case."""
 
     read: float  # bytes
     written: float
@@ -95,7 +98,10 @@ class Measured:
 
 
 def transfers(case: Case, arch: Arch) -> dict[str, int]:
-    """Bytes of every transfer of a case, by name, over all heads; flash as if there were no cache."""
+    """Returns the bytes of every transfer of a case by name, over all heads.
+
+    Flash is counted as if there were no cache.
+    """
     if case.method == "naive":
         per_head = _naive_forward(case) if case.direction == "forward" else _naive_backward(case)
     elif case.direction == "forward":
@@ -160,9 +166,9 @@ def _portable_backward(case: Case, arch: Arch) -> dict[str, int]:
 
 
 def _recomputing_backward(case: Case, key_blocks: dict[Pass, int], query_blocks: tuple[int, int]) -> dict[str, int]:
-    """Passes over tiles of keys, of which key_blocks gives the length, then one over tiles of queries.
+    """Counts passes over key tiles, whose lengths are `key_blocks`, and then a pass over query tiles.
 
-    query_blocks are that one's queries of a tile and keys of a block.
+    query_blocks: queries per tile and keys per block of the pass over query tiles.
     """
     rows, ranges = case.seqlen * case.head_dim * ITEM, case.seqlen * ROW_RANGE
     sizes: dict[str, int] = {}
@@ -212,7 +218,7 @@ def _hopper_backward(case: Case) -> dict[str, int]:
 
 
 def _blocks(case: Case, arch: Arch, direction: Pass) -> tuple[int, int]:
-    """Queries and keys of a block."""
+    """Returns the queries and keys per block."""
     if case.method == "hopper":
         tiles = hopper_fwd.forward_tiles(case.head_dim, length_class_of(case.seqlen))
         return tiles.consumers * hopper_fwd.ROWS, tiles.block_n
@@ -221,7 +227,7 @@ def _blocks(case: Case, arch: Arch, direction: Pass) -> tuple[int, int]:
 
 
 def keys_read(seqlen: int, block_m: int, block_n: int, *, causal: bool) -> int:
-    """Rows of K that the tiles of queries of one head load together; a block ends at the last token."""
+    """Counts the rows of K that the query tiles of one head load. The last block ends with the sequence."""
     if not causal:
         return math.ceil(seqlen / block_m) * seqlen
     ends = (min(first + block_m, seqlen) for first in range(0, seqlen, block_m))
@@ -229,26 +235,26 @@ def keys_read(seqlen: int, block_m: int, block_n: int, *, causal: bool) -> int:
 
 
 def queries_read(seqlen: int, block_n: int, *, causal: bool) -> int:
-    """Rows of Q that the tiles of keys of one head load together; a tile begins at the first that sees it."""
+    """Counts the rows of Q that the key tiles of one head load. With `causal`, a tile starts at its own first row."""
     return sum(seqlen - (first if causal else 0) for first in range(0, seqlen, block_n))
 
 
 def least_bytes(case: Case) -> int:
-    """Every tensor once: Q, K, V, O, lse; for the backward pass also dO and the three gradients."""
+    """Counts every tensor once: Q, K, V, O and lse; in the backward pass also dO and the three gradients."""
     rows, row_values = case.seqlen * case.head_dim * ITEM, case.seqlen * FP32
     per_head = 4 * rows + row_values if case.direction == "forward" else 8 * rows + row_values
     return per_head * case.n_heads
 
 
 def order_bytes(case: Case, arch: Arch) -> float:
-    """With a constant of 1: N^2 + N d elements for naive, N^2 d^2 / M for flash; M fit in a program's shared memory."""
+    """Bounds without their constants: N^2 + N d elements for naive, N^2 d^2 / M for flash with M in shared memory."""
     n, d = case.seqlen, case.head_dim
     elements = n * n + n * d if case.method == "naive" else n * n * d * d / (SHARED_LIMIT[arch] / ITEM)
     return elements * ITEM * case.n_heads
 
 
 def roofline(flops: float, moved: float, peak_tflops: float, bandwidth_tbs: float) -> tuple[float, float, str]:
-    """FLOP a byte, the TFLOP/s that peak and memory allow, and which of the two binds."""
+    """Returns FLOP per byte, the attainable TFLOP/s, and whether memory or compute limits it."""
     intensity = flops / moved
     by_memory = intensity * bandwidth_tbs
     return intensity, min(by_memory, peak_tflops), "memory" if by_memory < peak_tflops else "compute"
@@ -266,7 +272,7 @@ def cases_of(args: argparse.Namespace, arch: Arch) -> list[Case]:
 
 
 def _naive(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
-    """Each matrix written out, (heads, tokens, head_dim); q comes scaled, so that nothing but the formula's moves."""
+    """Stores each matrix (heads, tokens, head_dim). q is already scaled, so only the transfers of the formula occur."""
     scores = q @ k.transpose(-2, -1)
     if hidden is not None:
         scores = scores.masked_fill_(hidden, -math.inf)
@@ -274,7 +280,7 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
 
 
 def prepared(case: Case) -> Callable[[], object]:
-    """The pass of a case as a callable; inputs and, for the backward pass, the forward pass lie behind it."""
+    """Returns the pass as a callable. Inputs and, for the backward pass, the forward pass are already computed."""
     heads, tokens, width = case.n_heads, case.seqlen, case.head_dim
     shape = (heads, tokens, width) if case.method == "naive" else (1, tokens, heads, width)
     q, k, v, do = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))
@@ -298,10 +304,10 @@ def prepared(case: Case) -> Callable[[], object]:
 
 
 def run_under_ncu(cases: list[Case]) -> None:
-    """Runs every case once between the profiler's marks, a separator's kernel after each."""
+    """Runs every case once between the profiler's start and stop, followed by a separator kernel."""
     for case in cases:
         work = prepared(case)
-        work()  # compiles, and chooses among libraries' kernels
+        work()  # compiles kernels and lets libraries choose theirs
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaProfilerStart()
         work()
@@ -313,7 +319,7 @@ def run_under_ncu(cases: list[Case]) -> None:
 
 
 def measure(ncu: str, cases: list[Case], arguments: list[str]) -> list[Measured]:
-    """Runs this script again, under ncu; a RuntimeError says why there is no result."""
+    """Runs this script again under ncu. Raises: RuntimeError if there is no result; it gives the reason."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "ncu.csv")
         command = [
@@ -336,14 +342,14 @@ def measure(ncu: str, cases: list[Case], arguments: list[str]) -> list[Measured]
 
 
 def read_counts(text: str) -> Iterator[Measured]:
-    """Sums ncu's raw CSV, a line a kernel, over the kernels before each separator."""
+    """Sums ncu's raw CSV, which has one line per kernel, over the kernels before each separator."""
     lines = text.splitlines()
     start = next((index for index, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
         return
     total = dict.fromkeys(METRICS, 0.0)
     for row in csv.DictReader(lines[start:]):
-        if not row["ID"]:  # the line of units
+        if not row["ID"]:  # the line that contains the units
             continue
         if SEPARATOR not in row["Kernel Name"]:
             for metric in METRICS:
@@ -362,7 +368,7 @@ def markdown(
     peak_tflops: float,
     bandwidth_tbs: float,
 ) -> str:
-    """The head, the table, and the naive formulas spelt out for its first case."""
+    """Writes the head, the table, and the naive formulas with the values of the first case."""
     causal = "causal" if cases[0].causal else "not causal"
     lines = [
         "# Bytes moved by attention, and the roofline",
@@ -434,7 +440,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available() and not interpreted()
     arch: Arch = args.arch or (arch_of(torch.device("cuda")) if on_gpu else "sm90")
     if arch == "unknown":
-        arch = "sm80"  # whose entries such a GPU begins from
+        arch = "sm80"  # tile search for such a GPU starts from these entries
     cases = cases_of(args, arch)
     if args.under_ncu:
         run_under_ncu(cases)

@@ -1,22 +1,22 @@
-"""What each memory lever costs: time a step, GPU and host memory, alone and together.
+"""Measures the cost of each memory lever, alone and combined: time per step, GPU memory and host memory.
 
     python -m scripts.bench.memory                                           # llama_1b at 32k and 131k, one GPU
     python -m scripts.bench.memory --seq-lens 32768 --combinations selective selective+offload --profile
-    python -m scripts.bench.memory --seconds-budget 560 --resume             # what a call before left out
+    python -m scripts.bench.memory --seconds-budget 560 --resume             # continue an earlier call
 
-A step is forward, backward, the optimizer and zero_grad on one document of seq_len random tokens, without clipping, as
-conf/train.yaml composes them. Each measurement runs in a process of its own, so running out of memory is a result. Time
-is the host's, with a wait for the device before and after the optimizer. Peak is the CUDA allocator's over all steps
-(on a CPU the process's); host GiB is what the offloading of states and of the optimizer holds.
+A step is forward, backward, optimizer and zero_grad on one document of seq_len random tokens, without clipping,
+composed from conf/train.yaml. Each measurement runs in a new process, so that running out of memory is a result. Time
+is the host's, with a device sync before and after the optimizer. Peak is the CUDA allocator's over all steps (on a CPU,
+that of the process). Host GiB is the memory that offloaded states and the offloaded optimizer use.
 
-A combination is CHECKPOINTING[+LEVER...]: none, selective or full, then offload, mlp_chunk[=TOKENS],
-loss_chunk=TOKENS or loss_chunk=all (4096 where it is not named, as in conf/memory), an optimizer of conf/optimizer, and
-bf16-true (bf16-mixed where it is not named; fp32 on a CPU). Those with another optimizer or bf16-true run at the first
-length only: an optimizer's time does not depend on tokens. A combination follows the one that it is compared with, and
-every other round goes backwards, so that a GPU that slows down slows both.
+A combination is CHECKPOINTING[+LEVER...]. CHECKPOINTING is none, selective or full. A LEVER is offload,
+mlp_chunk[=TOKENS], loss_chunk=TOKENS or loss_chunk=all (default 4096, as in conf/memory), an optimizer of
+conf/optimizer, or bf16-true (default bf16-mixed; fp32 on a CPU). Other optimizers and bf16-true run at the first length
+only, because the time of an optimizer does not depend on the tokens. A combination runs right after the one it is
+compared with. Every second round runs in reverse order, so that a GPU that becomes slower affects both alike.
 
---profile takes one step with and without offload at the first length under torch.profiler: how much of the copies runs
-beside kernels, and how long the compute stream stands still.
+--profile records one step with and without offload at the first length by torch.profiler. It shows how much of the
+copies overlaps with kernels, and how long the compute stream is idle.
 Writes memory.md and memory.json to the folder OUT after every measurement, and traces for https://ui.perfetto.dev.
 """
 
@@ -66,7 +66,7 @@ from scripts.composed import composed
 
 
 def configuration(case: Case) -> DictConfig:
-    """conf/train.yaml as train.py composes it, for this case."""
+    """Composes conf/train.yaml for this case, like train.py."""
     levers = levers_of(case.combination)
     chosen = [
         f"preset={'gpu' if case.device == 'cuda' else 'cpu'}",
@@ -87,7 +87,7 @@ def configuration(case: Case) -> DictConfig:
 
 
 def measure(case: Case) -> Row:
-    """Runs the case in this process. Errors other than running out of memory are raised."""
+    """Runs the case in this process. Raises any error except running out of memory."""
     torch.manual_seed(0)
     config, device = configuration(case), torch.device(case.device)
     try:
@@ -116,7 +116,7 @@ def measure(case: Case) -> Row:
 
 
 class Stepper:
-    """Takes the steps of one case; `loss` is the last step's."""
+    """Runs the steps of one case. `loss` is the loss of the last step."""
 
     def __init__(self, case: Case, loss: Loss, optimizer: Optimizer) -> None:
         self.case, self.mean_loss, self.optimizer = case, loss, optimizer
@@ -124,7 +124,7 @@ class Stepper:
         self.mixed = case.device == "cuda" and levers_of(case.combination).precision == "bf16-mixed"
 
     def step(self) -> tuple[float, float]:
-        """Milliseconds of one step, and of the optimizer in it."""
+        """Returns the milliseconds of one step and of its optimizer."""
         start = time.perf_counter()
         with torch.autocast(self.case.device, torch.bfloat16) if self.mixed else nullcontext():
             value = self.mean_loss()
@@ -139,20 +139,20 @@ class Stepper:
         return (end - start) * 1e3, (end - before) * 1e3
 
     def timed(self) -> tuple[list[float], list[float]]:
-        """Milliseconds of each timed step, and of the optimizer in each."""
+        """Returns the milliseconds of each timed step and of its optimizer."""
         times: list[tuple[float, float]] = []
         warmup, steps = WARMUP, self.case.steps
         while len(times) < warmup + steps:
             times.append(self.step())
-            # the first step compiles, so only a second one says how fast a case is
+            # the first step compiles, so only a later step shows how fast a case is
             if len(times) == WARMUP and times[-1][0] > self.case.slow_step * 1e3:
                 warmup, steps = WARMUP - 1, min(steps, FEWEST_STEPS)
         whole, of_optimizer = zip(*times[warmup:], strict=True)
         return list(whole), list(of_optimizer)
 
     def profiled(self, trace: Path) -> Overlap | None:
-        """One more step, whose trace goes to `trace`; None where there is no GPU."""
-        plan = schedule(wait=0, warmup=1, active=1)  # the profiler's own start is in the first
+        """Runs one more step and writes its trace to `trace`. Returns None without a GPU."""
+        plan = schedule(wait=0, warmup=1, active=1)  # the profiler starts up in the warm-up step
         with profile(
             schedule=plan, on_trace_ready=lambda done: done.export_chrome_trace(str(trace)), acc_events=True
         ) as profiler:
@@ -169,7 +169,7 @@ class Stepper:
 
 
 def host_bytes(model: nn.Module, optimizer: Optimizer) -> int:
-    """What waits in host memory by memory.offload and by optimizer=adamw_offload, between steps."""
+    """Returns the bytes in host memory between steps that memory.offload and optimizer=adamw_offload use."""
     assert isinstance(model, GPT)
     found = 0
     if model.offload is not None and model.offload.pool is not None:
@@ -183,7 +183,7 @@ def host_bytes(model: nn.Module, optimizer: Optimizer) -> int:
 
 
 def run_apart(case: Case, timeout: float) -> Row:
-    """The case in a process of its own, to its end. Raises: subprocess.TimeoutExpired after `timeout` seconds."""
+    """Runs the case in a new process until it ends. Raises: subprocess.TimeoutExpired after `timeout` seconds."""
     process = subprocess.Popen(
         [sys.executable, "-m", "scripts.bench.memory", "--case", json.dumps(asdict(case))],
         cwd=REPOSITORY,
@@ -195,10 +195,10 @@ def run_apart(case: Case, timeout: float) -> Row:
     try:
         out, errors = process.communicate(timeout=timeout)
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)  # with the processes that compile for it
+        os.killpg(process.pid, signal.SIGKILL)  # also ends the processes that compile for it
         process.communicate()
         raise
-    if process.returncode == -signal.SIGKILL:  # how Linux ends a process when the host's memory is out
+    if process.returncode == -signal.SIGKILL:  # Linux kills a process this way when the host runs out of memory
         return Row(case.seq_len, case.combination, "out of memory")
     if process.returncode:
         reason = (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
@@ -208,7 +208,7 @@ def run_apart(case: Case, timeout: float) -> Row:
 
 
 def cases_of(args: argparse.Namespace, device: Device) -> list[Case]:
-    """Of one round, in the order in which they run: first the levers at every length, then what needs one length."""
+    """Lists the cases of one round in order: first the levers at every length, then what needs one length only."""
 
     def case(seq_len: int, name: str) -> Case:
         settings = args.attention, args.compile, args.steps, args.slow_step, tuple(args.overrides)
@@ -225,7 +225,7 @@ def case_of(settings: dict[str, Any]) -> Case:
 
 
 def read_results(path: Path, head: dict[str, str]) -> tuple[list[Row], list[Row]]:
-    """Rows and profiles of an earlier call. Raises: ValueError where it measured something else."""
+    """Reads rows and profiles of an earlier call. Raises: ValueError if its settings differ."""
     if not path.exists():
         return [], []
     found = json.loads(path.read_text())
@@ -273,7 +273,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, head: dict[str, str], device: Device) -> None:
-    """All measurements that the budget allows, the profile first: it takes the least."""
+    """Runs all measurements that the budget allows. The profile comes first, because it takes the least time."""
     begin, out = time.monotonic(), args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     rows, profiles = read_results(out / "memory.json", head) if args.resume else ([], [])

@@ -8,7 +8,7 @@ from scripts.bench.training_case import CONF, Device
 SEQ_LENS = (32768, 131072)
 MLP_CHUNK = 16384  # tokens, as in conf/memory/offload.yaml
 LOSS_CHUNK = 4096  # tokens, as in conf/memory/default.yaml
-# each beside what it is compared with, the most wanted first: a budget may end the run
+# Each stands next to the one it is compared with. The most important come first, because a budget may end the run.
 COMBINATIONS = (
     "selective",
     "selective+offload",
@@ -38,7 +38,7 @@ OFF: dict[Lever, Any] = {
 
 @dataclass(frozen=True)
 class Levers:
-    """One combination; mlp_chunk and loss_chunk in tokens, None for all at once."""
+    """One combination. mlp_chunk and loss_chunk are in tokens; None means all tokens at once."""
 
     checkpointing: str = "none"
     offload: bool = False
@@ -49,7 +49,7 @@ class Levers:
 
     @property
     def name(self) -> str:
-        """As levers_of reads it."""
+        """Returns the name that levers_of parses."""
         parts = [self.checkpointing]
         parts += ["offload"] if self.offload else []
         if self.mlp_chunk is not None:
@@ -61,7 +61,7 @@ class Levers:
         return "+".join(parts)
 
     def without(self, lever: Lever) -> "Levers | None":
-        """The same with `lever` off; None where it is off already."""
+        """Returns the same combination with `lever` off, or None if it is already off."""
         return replace(self, **{lever: OFF[lever]}) if getattr(self, lever) != OFF[lever] else None
 
 
@@ -73,29 +73,29 @@ class Case:
     device: Device
     attention: str
     compiled: bool
-    steps: int  # timed ones
-    slow_step: float  # seconds, from which a case times FEWEST_STEPS
+    steps: int  # number of timed steps
+    slow_step: float  # seconds; a case with slower steps times FEWEST_STEPS
     overrides: tuple[str, ...] = ()
-    trace: str = ""  # where the trace of one more step goes
+    trace: str = ""  # file for the trace of one more step
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement; numbers are None and lists are empty unless outcome is "ok"."""
+    """One measurement. Values are None and lists are empty unless outcome is "ok"."""
 
     seq_len: int
     combination: str
     outcome: str  # "ok", "out of memory" or "failed: REASON"
     step_ms: list[float] = field(default_factory=list)  # of each timed step
-    optimizer_ms: list[float] = field(default_factory=list)  # of that, in the optimizer
+    optimizer_ms: list[float] = field(default_factory=list)  # the optimizer's part of each timed step
     peak_gib: float | None = None
     host_gib: float | None = None
-    loss: float | None = None  # nats a label, of the last step
-    overlap: dict[str, float] | None = None  # fields of Overlap, where the case wanted a trace of a GPU
+    loss: float | None = None  # nats per label in the last step
+    overlap: dict[str, float] | None = None  # the fields of Overlap, if the case writes a GPU trace
 
 
 def levers_of(name: str) -> Levers:
-    """From a combination's name. Raises: ValueError on a name that is none."""
+    """Parses a combination's name. Raises: ValueError if it is not a valid name."""
     checkpointing, *parts = name.split("+")
     optimizers = sorted(path.stem for path in (CONF / "optimizer").glob("*.yaml"))
     found: dict[str, Any] = {"checkpointing": checkpointing}

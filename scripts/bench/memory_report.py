@@ -9,7 +9,7 @@ from scripts.bench.overlap import Overlap
 
 
 def pooled(rows: Iterable[Row]) -> list[Row]:
-    """One row a length and combination, with the times of all its rounds; the first failure stands for all."""
+    """Pools the times of all rounds by length and combination. A failure in one round stands for all."""
     by_case: dict[tuple[int, str], Row] = {}
     for row in rows:
         key = row.seq_len, row.combination
@@ -27,7 +27,7 @@ def pooled(rows: Iterable[Row]) -> list[Row]:
 
 
 def slowdown(row: Row, lever: Lever, rows: Sequence[Row]) -> float | None:
-    """Time of the row over that of the same combination without `lever`, less 1; None where either is missing."""
+    """Returns the relative slowdown against the same combination without `lever`, or None if either is missing."""
     other = levers_of(row.combination).without(lever)
     without = next((r for r in rows if other and r.combination == other.name and r.seq_len == row.seq_len), None)
     if without is None or not row.step_ms or not without.step_ms:
@@ -36,7 +36,7 @@ def slowdown(row: Row, lever: Lever, rows: Sequence[Row]) -> float | None:
 
 
 def markdown(rows: Sequence[Row], profiles: Sequence[Row], left: Sequence[str], head: dict[str, str]) -> str:
-    """The head, each lever's slowdown by length, then all measurements."""
+    """Writes the head, the slowdown of each lever by length, and all measurements."""
     rows = pooled(rows)
     seq_lens = list(dict.fromkeys(row.seq_len for row in rows))
     lines = ["# What each memory lever costs", "", *(f"- {key}: `{value}`" for key, value in head.items()), ""]
@@ -65,7 +65,7 @@ def markdown(rows: Sequence[Row], profiles: Sequence[Row], left: Sequence[str], 
 
 
 def cells(row: Row) -> list[str]:
-    """A line of the table of all measurements."""
+    """Returns the cells of a measurement in the table of all measurements."""
     times = "–"
     if row.step_ms:
         spread = f"{min(row.step_ms):,.1f} to {max(row.step_ms):,.1f}, {len(row.step_ms)} steps"
@@ -83,7 +83,7 @@ def cells(row: Row) -> list[str]:
 
 
 def profile_text(row: Row) -> str:
-    """What the trace of one step says."""
+    """Describes the trace of one step."""
     about = f"Profile of one step, {row.combination}, {row.seq_len:,} tokens"
     if row.overlap is None:
         return f"{about}: {'no kernels, so nothing to overlap' if row.outcome == 'ok' else row.outcome}."

@@ -1,4 +1,4 @@
-"""How much of a step's copies runs at the same time as its kernels, from a trace of torch.profiler."""
+"""Computes from a trace of torch.profiler how much of a step's copies overlaps with its kernels."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -10,18 +10,18 @@ Span = tuple[float, float]  # start and end, in the microseconds of a trace
 
 @dataclass(frozen=True)
 class Overlap:
-    """One step with copies beside its kernels, in milliseconds."""
+    """The times of one step and of its copies, in milliseconds."""
 
     step: float
     to_host: float
     to_device: float
-    hidden: float  # of both, beside kernels of the compute stream
-    idle: float  # of the compute stream
-    waiting: float  # of that, while a copy ran: what offload can be to blame for
+    hidden: float  # copies of both directions during kernels of the compute stream
+    idle: float  # idle time of the compute stream
+    waiting: float  # idle time during a copy, which offload may have caused
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The same moments as disjoint spans in order."""
+    """Returns disjoint, ordered spans that cover the same moments."""
     disjoint: list[Span] = []
     for start, end in sorted(spans):
         if disjoint and start <= disjoint[-1][1]:
@@ -32,7 +32,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def common(some: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """The moments that two lists of disjoint, ordered spans share."""
+    """Returns the intersection of two lists of disjoint, ordered spans."""
     shared: list[Span] = []
     i = j = 0
     while i < len(some) and j < len(others):
@@ -51,9 +51,9 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def overlap(step: Span, compute: Iterable[Span], to_host: Iterable[Span], to_device: Iterable[Span]) -> Overlap:
-    """From what ran on the compute stream and what was copied, in microseconds; outside of `step` nothing counts.
+    """Measures one step from the spans of the compute stream and of copies, in microseconds, within `step`.
 
-    Both directions may be copied at once: to_host and to_device each count in full, and so does what is hidden of each.
+    Copies in both directions may run at once: each counts in full, and so does its overlap with kernels.
     """
     computing, out, back = (common(merged(spans), [step]) for spans in (compute, to_host, to_device))
     edges = [step[0], *(moment for span in computing for moment in span), step[1]]
@@ -69,7 +69,10 @@ def overlap(step: Span, compute: Iterable[Span], to_host: Iterable[Span], to_dev
 
 
 def overlap_of(events: Sequence[dict[str, Any]]) -> Overlap | None:
-    """Of a chrome trace with one range `step`; None without kernels. The busiest stream is the one that computes."""
+    """Analyses a Chrome trace with one range `step`.
+
+    Returns None without kernels. The busiest stream is the compute stream.
+    """
     ranges = [event for event in events if event.get("cat") == "user_annotation" and event["name"] == "step"]
     streams: dict[int, list[Span]] = defaultdict(list)
     copies: dict[str, list[Span]] = {"DtoH": [], "HtoD": []}

@@ -1,10 +1,10 @@
-"""Time and padding of best-fit packing on documents of random lengths, on one core.
+"""Measures time and padding of best-fit packing for documents of random lengths, on one core.
 
     python -m scripts.bench.packing                        # 1,000,000 documents, rows of 2048, 8192 and 32768 tokens
     python -m scripts.bench.packing --documents 10000000 --seq-lens 8192
 
-Lengths are drawn from a log-normal distribution: median 400 tokens, mean about 1,000, 1% over 9,600, as of web pages.
-Those longer than a row are split. Nothing is tokenised or read: a plan needs lengths alone.
+Lengths have a log-normal distribution like that of web pages: median 400 tokens, mean about 1,000, 1% above 9,600.
+Documents longer than a row are split. Nothing is tokenised or read, because a plan needs only lengths.
 """
 
 import argparse
@@ -16,17 +16,17 @@ import numpy as np
 
 from fa_train.data.packing.best_fit import make_plan, report_plan
 
-MEDIAN, SIGMA, LONGEST = 400, 1.366, 200_000  # tokens; SIGMA is of the natural logarithm
+MEDIAN, SIGMA, LONGEST = 400, 1.366, 200_000  # tokens; SIGMA refers to the natural logarithm
 
 
 def lengths_of(documents: int, seed: int) -> np.ndarray:
-    """(documents,) int64, 1 to LONGEST."""
+    """Returns (documents,) int64 lengths from 1 to LONGEST."""
     drawn = np.random.default_rng(seed).lognormal(np.log(MEDIAN), SIGMA, documents)
     return np.clip(drawn, 1, LONGEST).astype(np.int64)
 
 
 def measure(lengths: np.ndarray, seq_len: int, runs: int) -> dict[str, float]:
-    """Seconds of the fastest and slowest of the runs, each of all documents; rows; the share that is not padding."""
+    """Returns the seconds of the fastest and slowest run, the number of rows, and the share that is not padding."""
     seconds = []
     for _ in range(runs):
         start = time.perf_counter()

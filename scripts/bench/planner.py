@@ -1,8 +1,8 @@
-"""How far the planner is from the truth: python -m scripts.bench.planner [--only llama_1b] [--seconds 200]
+"""Compares the planner's predictions with measured peaks: python -m scripts.bench.planner [--only llama_1b]
 
-Each configuration takes two training steps on one document as LitGPT takes them (forward, backward, clipping, the
-optimizer, gradients freed); its peak is torch.cuda.max_memory_allocated. Writes OUT.md, and OUT.json, which
-tests/memory/planner/test_planner.py holds the formula to when it stands there as peaks_<gpu>.json.
+Each configuration runs two training steps on one document like LitGPT: forward, backward, clipping and optimizer, after
+which gradients are freed. The peak is torch.cuda.max_memory_allocated. Writes OUT.md and OUT.json. The latter, saved as
+peaks_<gpu>.json, is what tests/memory/planner/test_planner.py compares the formula with.
 """
 
 import argparse
@@ -28,12 +28,12 @@ from fa_train.models.gpt import GPT
 from scripts.bench.provenance import describe, results_prefix
 from scripts.composed import composed
 
-GPT2_VOCABULARY = 50257  # for models whose size leaves it to the tokenizer
+GPT2_VOCABULARY = 50257  # for models whose config leaves the size to the tokenizer
 
 
 @dataclass(frozen=True)
 class Run:
-    """One configuration: the values of train.py's keys, and how many micro-batches a step has."""
+    """One configuration: values of train.py's keys, and the number of micro-batches per step."""
 
     model: str
     tokens: int
@@ -82,7 +82,7 @@ RUNS = [
 
 
 def measure(run: Run) -> tuple[Plan, float, float]:
-    """The plan of a run, its peak in GiB, and the seconds of its second step."""
+    """Returns the plan of a run, its peak in GiB, and the seconds of its second step."""
     overrides = [
         "preset=gpu",
         f"model={run.model}",
@@ -127,7 +127,7 @@ def measure(run: Run) -> tuple[Plan, float, float]:
 
 
 def train_step(model: GPT, optimizer: torch.optim.Optimizer, run: Run) -> None:
-    """On random tokens, one document a micro-batch."""
+    """Runs a step on random tokens, with one document per micro-batch."""
     tokens = torch.randint(model.config.vocab_size, (run.tokens,), device="cuda")
     cu_seqlens = torch.tensor([0, run.tokens], dtype=torch.int32, device="cuda")
     positions = torch.arange(run.tokens, device="cuda")
@@ -143,7 +143,7 @@ def train_step(model: GPT, optimizer: torch.optim.Optimizer, run: Run) -> None:
 
 
 def table(rows: list[dict[str, Any]], head: dict[str, str]) -> str:
-    """The results as Markdown."""
+    """Formats the results as Markdown."""
     lines = ["# Predicted and measured peaks", "", *(f"- {key}: `{value}`" for key, value in head.items()), ""]
     errors = [abs(row["predicted_gib"] / row["peak_gib"] - 1) for row in rows]
     lines += [f"{sum(error <= 0.05 for error in errors)} of {len(rows)} within 5%, the worst {max(errors):.1%}.", ""]

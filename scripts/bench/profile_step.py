@@ -1,20 +1,20 @@
-"""One training step under torch.profiler: time by part, a trace for Perfetto, and memory by component.
+"""Profiles one training step with torch.profiler: time by part, a trace for Perfetto, and memory by component.
 
     python -m scripts.bench.profile_step model=llama_1b seq_len=32768
     python -m scripts.bench.profile_step model=gpt2 memory=offload hydra.run.dir=runs/profile_offload
 
-Overrides are train.py's, and so are the model, the optimizer and the loop: conf/train.yaml is composed as it does.
-Only data=synthetic, logger=csv and batch_size=1 (one micro-batch a step) are chosen here where the command does not,
-and no checkpoint is written; +commit=HASH is for the head of the table, where the files are a copy without git.
+The overrides, the model, the optimizer and the loop are train.py's, composed from conf/train.yaml. The script sets
+data=synthetic, logger=csv and batch_size=1 (one micro-batch per step) unless the command sets them, and writes no
+checkpoint. +commit=HASH is printed in the head of the table, for files that are not a git checkout.
 Writes to the run's folder:
 
-- profile.md and profile.csv: the parts of the step, exclusive, so that with idle they sum to its time. What runs beside
-  a computing kernel (copies, communication) counts only where it runs alone; `kernels` is its time in full.
+- profile.md and profile.csv: exclusive times of the parts, which sum, with idle, to the time of the step. Copies and
+  communication count only while no kernel computes; the column `kernels` has their full time.
 - trace.json.gz, for https://ui.perfetto.dev
-- memory.png: allocated memory over the step, by component, over the host's time: that is when memory changes hands.
+- memory.png: allocated memory by component over the host's time, because the host allocates and frees memory.
 
-A kernel belongs to the operator that launched it (attention, loss, optimizer), else to the part that its name tells.
-On a CPU the same is done with torch's operators, each for the time in which it calls no other.
+A kernel belongs to the operator that launched it (attention, loss, optimizer), or else to the part that its name
+implies. On a CPU, torch's operators take the place of kernels, without the time of the operators that they call.
 """
 
 import csv
@@ -48,16 +48,16 @@ from scripts.bench.step_trace import COPIES, Step, exclusive, hidden, step_of
 from scripts.bench.training_case import CONF
 
 DEFAULTS = {"data": "synthetic", "logger": "csv", "batch_size": "1"}
-WARMUP = 4  # steps without the profiler: the first two compile and allocate, the others say what profiling costs
-TOP = 25  # kernels listed by name
+WARMUP = 4  # steps without the profiler: two compile and allocate, the others show the cost of profiling
+TOP = 25  # number of kernels listed by name
 
 
 class StepProfiler(Callback):
-    """Times WARMUP steps, then profiles one; `folder` gets the trace."""
+    """Times WARMUP steps and then profiles one. The trace is written to `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.milliseconds: list[float] = []  # of the steps without the profiler
+        self.milliseconds: list[float] = []  # of steps without the profiler
         self.trace = folder / "trace.json.gz"
         self.before: dict[int, tuple[str, int]] = {}
         self.gradients: set[int] = set()
@@ -85,7 +85,7 @@ class StepProfiler(Callback):
     ) -> None:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         self.gradients = {p.grad.untyped_storage().data_ptr() for p in parameters if p.grad is not None}
-        self._enter("optimizer")  # clipping too
+        self._enter("optimizer")  # including clipping
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -101,7 +101,7 @@ class StepProfiler(Callback):
 
     def _start_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         _wait(pl_module.device)
-        if trainer.global_step == WARMUP:  # a step for the profiler to start up in
+        if trainer.global_step == WARMUP:  # the profiler starts up in this step
             self._profiler = _profiler(pl_module.device)
             self._profiler.start()
         elif self._profiler is not None and trainer.global_step == WARMUP + 1:
@@ -148,7 +148,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _addresses(module: L.LightningModule, optimizers: list[torch.optim.Optimizer]) -> dict[int, tuple[str, int]]:
-    """Component and bytes of what lasts from step to step and of the last step's gradients, by address."""
+    """Maps addresses to component and bytes, for persistent tensors and the gradients of the last step."""
     parameters = list(module.parameters())
     moments = [
         value
@@ -157,7 +157,7 @@ def _addresses(module: L.LightningModule, optimizers: list[torch.optim.Optimizer
         for value in state.values()
         if isinstance(value, Tensor) and value.device == module.device
     ]
-    # a CPU's allocator does not report that memory of before the profiler is freed, and these are in every step
+    # On a CPU, the allocator does not report that memory from before the profiler's start is freed, so leave it out.
     known = module.device.type == "cuda"
     gradients = [p.grad for p in parameters if p.grad is not None and known]
     return {
@@ -168,7 +168,7 @@ def _addresses(module: L.LightningModule, optimizers: list[torch.optim.Optimizer
 
 
 def table(step: Step) -> list[tuple[str, float, float, float, int]]:
-    """A row a part: its exclusive milliseconds and share of the step, its kernels' milliseconds, their number."""
+    """Returns for each part: exclusive milliseconds, share of the step, milliseconds and number of its kernels."""
     parts, whole = exclusive(step), step.end - step.start
     kernels, numbers = Counter[str](), Counter[str]()
     for interval in step.intervals:
@@ -178,7 +178,7 @@ def table(step: Step) -> list[tuple[str, float, float, float, int]]:
 
 
 def report(step: Step, head: dict[str, str]) -> str:
-    """profile.md."""
+    """Writes the text of profile.md."""
     lines = ["# Where a training step's time goes", "", *(f"- {key}: `{value}`" for key, value in head.items()), ""]
     kind = "kernels" if step.on_gpu else "operators"
     if step.on_gpu:
@@ -186,7 +186,7 @@ def report(step: Step, head: dict[str, str]) -> str:
         if copies:
             share = hidden(step.intervals, COPIES) / copies
             lines += [f"{share:.1%} of the copies' {copies / 1e3:.1f} ms ran beside computing kernels.", ""]
-    # an operator's own time includes those that it calls, so only kernels' add up
+    # The time of an operator includes the operators it calls, so only times of kernels add up.
     lines += [f"| part | ms | share | {kind} | {'kernels ms' if step.on_gpu else ''} |", "|:--|--:|--:|--:|--:|"]
     rows = table(step)
     for part, ms, share, kernels_ms, number in rows:
@@ -206,13 +206,13 @@ def report(step: Step, head: dict[str, str]) -> str:
 
 
 def profile_step(cfg: DictConfig, folder: Path) -> None:
-    """Trains for as many steps as are needed, and writes what this script writes to `folder`."""
+    """Trains for as many steps as needed and writes the results to `folder`."""
     cfg.max_steps = WARMUP + 2
-    cfg.callbacks.checkpoint = None  # of a run that is thrown away
+    cfg.callbacks.checkpoint = None  # the run is thrown away
     trainer, lit_gpt, data = train.build(cfg)
     assert isinstance(lit_gpt, LitGPT)
     profiler = StepProfiler(folder)
-    # before the callbacks that wait for the device
+    # insert it before the callbacks that wait for the device
     trainer.callbacks.insert(0, profiler)  # type: ignore[attr-defined]
     trainer.fit(lit_gpt, datamodule=data)
     if not trainer.is_global_zero:

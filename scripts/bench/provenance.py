@@ -1,4 +1,4 @@
-"""Where and how a measurement was made: what heads every page of scripts/results, and the name of its file."""
+"""The head of every results page: where and how a measurement was made. Also chooses the page's file name."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ import triton
 
 
 def describe(command: str, commit: str | None, today: date) -> dict[str, str]:
-    """What a reader needs to repeat the measurement; without a `commit`, git is asked."""
+    """Returns what a reader needs to repeat the measurement. Asks git if `commit` is None."""
     if commit is None:
         git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
         commit = git.stdout.strip() if git.returncode == 0 else "unknown: no git checkout, and no --commit"
@@ -26,6 +26,6 @@ def describe(command: str, commit: str | None, today: date) -> dict[str, str]:
 
 
 def results_prefix(what: str, today: date) -> Path:
-    """scripts/results/<what>_<gpu>_<yyyymm>, of the GPU at hand."""
+    """Returns scripts/results/<what>_<gpu>_<yyyymm> for the present GPU."""
     gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
     return Path(__file__).parents[1] / "results" / f"{what}_{gpu}_{today:%Y%m}"

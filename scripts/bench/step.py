@@ -1,19 +1,19 @@
-"""Tokens/s, memory and MFU of a whole training step: ours beside Hugging Face transformers with Liger's kernels.
+"""Compares tokens/s, memory and MFU of a training step with Hugging Face transformers and Liger's kernels.
 
     python -m scripts.bench.step                                            # llama_1b at 8k, 32k and 128k, one GPU
     python -m scripts.bench.step --seq-lens 8192 --variants ours-none-compiled hf
     python -m scripts.bench.step --cases 8192:ours-none 131072:hf-checkpointing model.n_layers=8
 
-A step is forward, backward, AdamW and zero_grad on one document of seq_len random tokens, the same for everybody: fp32
-weights, bf16 autocast, this repository's optimizer over conf/optimizer, no clipping of gradients. Each case runs in a
-process of its own, so running out of memory is a result. Time is the host's, with a wait for the device after each
-step. Peak and reserved are the CUDA allocator's over all steps; on a CPU, peak is the process's. MFU counts FLOPs as
-fa_train/flops.py does: causal attention, nothing for recomputation.
+A step is forward, backward, AdamW and zero_grad on one document of seq_len random tokens. All variants use fp32
+weights, bf16 autocast, this repository's optimizer from conf/optimizer, and no gradient clipping. Each case runs in a
+new process, so that running out of memory is a result. Time is the host's, with a device sync after each step. Peak and
+reserved are the CUDA allocator's over all steps; on a CPU, peak is that of the process. MFU counts FLOPs like
+fa_train/flops.py: causal attention, nothing for recomputation.
 
-Variants: ours-MEMORY[-compiled][-portable], with MEMORY one of conf/memory, compiled by torch.compile as
-lit_gpt.compile_model=true does, portable without the kernels for Hopper (FLASH_ATTENTION_BACKEND); hf and
-hf-checkpointing, which are LlamaForCausalLM with SDPA and Liger's RMSNorm, RoPE, SwiGLU and fused linear cross
-entropy. Where Liger cannot run, a row of plain transformers says so.
+Variants of ours are ours-MEMORY[-compiled][-portable]. MEMORY is a config of conf/memory, `compiled` means
+lit_gpt.compile_model=true, and `portable` disables the Hopper kernels (FLASH_ATTENTION_BACKEND). The variants hf and
+hf-checkpointing are LlamaForCausalLM with SDPA and Liger's RMSNorm, RoPE, SwiGLU and fused linear cross entropy. If
+Liger cannot run, the row says so and measures plain transformers.
 Writes OUT.csv and OUT.md after every case.
 """
 
@@ -71,12 +71,12 @@ VARIANTS = (
 
 
 class CannotRunError(Exception):
-    """Why a variant cannot be measured here at all."""
+    """The reason that a variant cannot be measured on this machine."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One implementation and its settings; memory is for ours, checkpointing for the peer."""
+    """One implementation and its settings. `memory` applies to ours, `checkpointing` to the peer."""
 
     ours: bool
     memory: str = "none"
@@ -91,15 +91,15 @@ class Case:
     seq_len: int  # tokens, one document
     variant: str
     device: Device
-    attention: str  # of ours
-    steps: int  # timed ones
-    slow_step: float  # seconds, from which a case times FEWEST_STEPS
+    attention: str  # applies to ours only
+    steps: int  # number of timed steps
+    slow_step: float  # seconds; a case with slower steps times FEWEST_STEPS
     overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Row:
-    """One result; numbers are None unless outcome is "ok", mfu also without a known peak."""
+    """One result. Values are None unless outcome is "ok"; mfu is also None without a known peak."""
 
     seq_len: int
     variant: str
@@ -112,13 +112,13 @@ class Row:
     peak_gib: float | None = None
     reserved_gib: float | None = None
     mfu: float | None = None
-    loss: float | None = None  # nats a label, of the last step
-    finite: bool | None = None  # whether the losses of all steps were
+    loss: float | None = None  # nats per label in the last step
+    finite: bool | None = None  # whether the losses of all steps were finite
     note: str = ""
 
 
 def variant_of(name: str) -> Variant:
-    """From its name. Raises: ValueError on a name that is none."""
+    """Parses a variant's name. Raises: ValueError if it is not a valid name."""
     kind, *settings = name.split("-")
     memories = sorted(path.stem for path in (CONF / "memory").glob("*.yaml"))
     if kind == "hf" and settings in ([], ["checkpointing"]):
@@ -132,7 +132,7 @@ def variant_of(name: str) -> Variant:
 
 
 def configuration(case: Case) -> DictConfig:
-    """conf/train.yaml as train.py composes it, for this case."""
+    """Composes conf/train.yaml for this case, like train.py."""
     variant = variant_of(case.variant)
     chosen = [
         f"preset={'gpu' if case.device == 'cuda' else 'cpu'}",
@@ -149,9 +149,9 @@ def configuration(case: Case) -> DictConfig:
 
 
 def peer_loss(config: DictConfig, device: torch.device, checkpointing: bool) -> tuple[nn.Module, Loss, str]:
-    """LlamaForCausalLM of the same sizes, its mean loss over one document of random tokens, and what it lacks.
+    """Returns a LlamaForCausalLM of the same sizes, its mean loss over a document of random tokens, and what it lacks.
 
-    Raises: CannotRunError where transformers is not installed or its Llama is not this model.
+    Raises: CannotRunError if transformers is not installed or its Llama differs from this model.
     """
     if find_spec("transformers") is None:
         raise CannotRunError("transformers is not installed")
@@ -194,14 +194,14 @@ def peer_loss(config: DictConfig, device: torch.device, checkpointing: bool) -> 
 
 
 def without_liger(device: torch.device) -> str:
-    """Why the peer runs without Liger's kernels; empty where it has them."""
+    """Returns the reason that the peer runs without Liger's kernels, or an empty string if it has them."""
     if find_spec("liger_kernel") is None:
         return "plain transformers: liger-kernel is not installed"
     return "" if device.type == "cuda" else "plain transformers: Liger's kernels need a GPU"
 
 
 def measure(case: Case) -> Row:
-    """Runs the case in this process. Errors other than running out of memory are raised."""
+    """Runs the case in this process. Raises any error except running out of memory."""
     torch.manual_seed(0)
     config, device, variant = configuration(case), torch.device(case.device), variant_of(case.variant)
     note = ""
@@ -239,7 +239,7 @@ def measure(case: Case) -> Row:
 
 
 def time_steps(case: Case, loss: Loss, optimizer: torch.optim.Optimizer) -> tuple[list[float], list[float]]:
-    """Milliseconds of each timed step, and the losses of all steps."""
+    """Returns the milliseconds of each timed step and the losses of all steps."""
     cuda = case.device == "cuda"
     milliseconds: list[float] = []
     losses: list[float] = []
@@ -256,14 +256,14 @@ def time_steps(case: Case, loss: Loss, optimizer: torch.optim.Optimizer) -> tupl
         seconds = time.perf_counter() - start
         milliseconds.append(seconds * 1e3)
         losses.append(value.item())
-        # the first step compiles, so only a second one says how fast a case is
+        # the first step compiles, so only a later step shows how fast a case is
         if len(milliseconds) == WARMUP and seconds > case.slow_step:
             warmup, steps = WARMUP - 1, min(steps, FEWEST_STEPS)
     return milliseconds[warmup:], losses
 
 
 def mfu(config: DictConfig, step_ms: float, device: Device) -> float | None:
-    """Of one step, by this repository's model; None where the device's peak is not known."""
+    """Returns the MFU of one step, or None if the device's peak is unknown. FLOPs are those of our model."""
     peak = peak_flops(torch.cuda.get_device_name(), torch.bfloat16) if device == "cuda" else None
     if peak is None:
         return None
@@ -273,7 +273,7 @@ def mfu(config: DictConfig, step_ms: float, device: Device) -> float | None:
 
 
 def run_apart(case: Case, timeout: float) -> Row:
-    """The case in a process of its own, to its end, for at most `timeout` seconds."""
+    """Runs the case in a new process until it ends, for at most `timeout` seconds."""
     command = [sys.executable, "-m", "scripts.bench.step", "--case", json.dumps(asdict(case))]
     backend = "portable" if variant_of(case.variant).portable else "auto"
     process = subprocess.Popen(
@@ -288,12 +288,12 @@ def run_apart(case: Case, timeout: float) -> Row:
     try:
         out, errors = process.communicate(timeout=timeout)
     except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)  # with the processes that compile for it
+        os.killpg(process.pid, signal.SIGKILL)  # also ends the processes that compile for it
         process.communicate()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         return Row(case.seq_len, case.variant, f"failed: not done after {timeout:g} s")
-    if process.returncode == -signal.SIGKILL:  # how Linux ends a process when the host's memory is out
+    if process.returncode == -signal.SIGKILL:  # Linux kills a process this way when the host runs out of memory
         return Row(case.seq_len, case.variant, "oom", note="the host's memory")
     if process.returncode:
         reason = (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
@@ -307,7 +307,7 @@ def case_of(settings: dict[str, Any]) -> Case:
 
 
 def write(rows: list[Row], head: dict[str, str], out: Path) -> None:
-    """OUT.csv and OUT.md."""
+    """Writes OUT.csv and OUT.md."""
     names = [field.name for field in fields(Row)]
     with Path(f"{out}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, names)
@@ -323,7 +323,7 @@ def write(rows: list[Row], head: dict[str, str], out: Path) -> None:
 
 
 def cells(row: Row, rows: list[Row]) -> list[str]:
-    """A line of the table, beside the peers among `rows`."""
+    """Returns the cells of a row, including its comparison with the peers among `rows`."""
     outcome = "" if row.outcome == "ok" else row.outcome
     note = "; ".join(part for part in (outcome, row.note) if part).replace("|", "/")
     gib = [_shown(row.peak_gib, ".2f"), _shown(row.reserved_gib, ".2f")]
@@ -348,13 +348,13 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def best_peer(rows: list[Row], seq_len: int) -> float | None:
-    """tokens/s of the fastest peer at this length."""
+    """Returns the tokens/s of the fastest peer at this length."""
     rates = [row.tokens_per_s for row in rows if row.seq_len == seq_len and row.variant.startswith("hf")]
     return max((rate for rate in rates if rate is not None), default=None)
 
 
 def parse_case(text: str) -> tuple[int, str]:
-    """SEQ_LEN:VARIANT. Raises: ValueError on anything else."""
+    """Parses SEQ_LEN:VARIANT. Raises: ValueError on anything else."""
     seq_len, _, name = text.partition(":")
     if not seq_len.isdecimal() or int(seq_len) < 1:
         raise ValueError(f"a case is SEQ_LEN:VARIANT with a positive SEQ_LEN; got {text}")
@@ -415,7 +415,7 @@ def main() -> None:
     for case in cases:
         rows.append(run_apart(case, args.timeout))
         print(" | ".join(cells(rows[-1], rows)), flush=True)
-        write(rows, head, out)  # a run cut short leaves what it measured
+        write(rows, head, out)  # an interrupted run keeps its results
     print(f"results: {out}.*")
 
 

@@ -1,4 +1,4 @@
-"""Allocated memory over a training step, by component, from a trace of torch.profiler."""
+"""Computes allocated memory over a training step by component, from a trace of torch.profiler."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from scripts.bench.step_trace import LOSS, OPERATORS, OPTIMIZER, Event, Ranges
 
 WEIGHTS, STATE, GRADIENTS = "weights", "optimizer state", "gradients"
 KEPT, ATTENTION, TEMPORARY, OTHER = "kept for the backward", "attention", "temporary", "other"
-COMPONENTS = {  # from the bottom of the picture; the palette of Okabe and Ito
+COMPONENTS = {  # in the order of the plot, from bottom to top; the palette of Okabe and Ito
     WEIGHTS: "#0072B2",
     STATE: "#56B4E9",
     GRADIENTS: "#009E73",
@@ -25,16 +25,16 @@ COMPONENTS = {  # from the bottom of the picture; the palette of Okabe and Ito
 def memory_over_time(
     events: Sequence[Event], before: dict[int, tuple[str, int]], gradients: set[int], device: torch.device
 ) -> tuple[list[float], dict[str, list[int]]]:
-    """Moments (microseconds), and the bytes that each component has from then on.
+    """Returns the moments of changes (microseconds) and the bytes of each component from then on.
 
-    before: component and bytes of what was allocated when the step began, by address; gradients: where the parameters'
-    gradients are when the optimizer begins.
+    before: component and bytes of memory allocated before the step, by address. gradients: addresses of the parameters'
+    gradients when the optimizer starts.
     """
     ranges = [event for event in events if event.get("cat") in ("cpu_op", "user_annotation")]
     operators = Ranges.of(ranges, OPERATORS)
     forwards = sorted((event["ts"], event["ts"] + event["dur"]) for event in ranges if event["name"] == "step: forward")
     optimizer = max((event["ts"] for event in ranges if event["name"] == "step: optimizer"), default=0.0)
-    kind = 1 if device.type == "cuda" else 0  # of c10::DeviceType
+    kind = 1 if device.type == "cuda" else 0  # values of c10::DeviceType
     changes = sorted(
         (
             event
@@ -45,7 +45,7 @@ def memory_over_time(
         ),
         key=lambda event: (event["ts"], event["args"].get("Ev Idx", 0)),
     )
-    freed: dict[int, float] = {}  # by the number of an allocation, when its address was freed
+    freed: dict[int, float] = {}  # by the index of an allocation: when its address was freed
     last: dict[int, int] = {}
     for number, event in enumerate(changes):
         address = event["args"]["Addr"]
@@ -85,7 +85,7 @@ def memory_over_time(
 
 
 def draw_memory(moments: Sequence[float], over_time: dict[str, list[int]], start: float, title: str) -> Figure:
-    """Stacked components over the milliseconds since `start`; each value holds until the next."""
+    """Plots stacked components over the milliseconds since `start`. Each value holds until the next one."""
     figure = Figure(figsize=(11, 6), layout="constrained")
     axes = figure.subplots()
     corners = [(moment - start) / 1e3 for moment in moments for _ in range(2)][1:]

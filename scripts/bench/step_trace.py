@@ -1,4 +1,4 @@
-"""The parts of a training step in a trace of torch.profiler, and the time of each."""
+"""Finds the parts of a training step in a trace of torch.profiler, and the time of each."""
 
 import re
 from bisect import bisect_right
@@ -22,8 +22,8 @@ PARTS = (
     COMMUNICATION,
     IDLE,
 )
-ASIDE = (COPIES, COMMUNICATION)  # engines of their own: hidden behind whatever computes meanwhile
-# kernels of this repository, torch, cuDNN, cuBLAS, NCCL, Liger and inductor, and torch's operators; the first counts
+ASIDE = (COPIES, COMMUNICATION)  # they run on separate engines and can be hidden behind computation
+# Kernels of this repository, torch, cuDNN, cuBLAS, NCCL, Liger and inductor, and torch's operators. First match wins.
 NAMES = tuple(
     (part, re.compile(pattern, re.IGNORECASE))
     for part, pattern in (
@@ -48,19 +48,19 @@ NAMES = tuple(
         (NORMS, r"norm|rsqrt|GammaBeta"),
     )
 )
-# what these ranges of the host launch is theirs, whatever its name
+# kernels that these host ranges launch belong to the given part, whatever their names
 OPERATORS = {
     "flash_attention::forward": ATTENTION_FORWARD,
     "flash_attention::backward": ATTENTION_BACKWARD,
     "fa_train::linear_cross_entropy": LOSS,
     "step: optimizer": OPTIMIZER,
 }
-Event = dict[str, Any]  # of a chrome trace: name, cat, ts and dur in microseconds, tid, args
+Event = dict[str, Any]  # of a Chrome trace: name, cat, ts and dur in microseconds, tid, args
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Something that ran, in microseconds."""
+    """A kernel, copy or operator that ran, in microseconds."""
 
     start: float
     end: float
@@ -70,7 +70,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Ranges:
-    """Ranges of host threads that do not nest, by thread, each with what it stands for."""
+    """Host ranges that do not nest, by thread. Each has the part it stands for."""
 
     by_thread: dict[int, list[Interval]]
 
@@ -86,7 +86,7 @@ class Ranges:
         return cls(dict(by_thread))
 
     def at(self, thread: int, moment: float) -> Interval | None:
-        """The range that the thread was in."""
+        """Returns the range in which the thread was at a moment, or None."""
         ranges = self.by_thread.get(thread, [])
         before = bisect_right(ranges, moment, key=lambda interval: interval.start)
         return ranges[before - 1] if before and moment < ranges[before - 1].end else None
@@ -94,7 +94,7 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a trace: what ran from start to end (microseconds), on the GPU or, without one, on the host."""
+    """One step: what ran from start to end (microseconds), on the GPU or, without a GPU, on the host."""
 
     start: float
     end: float
@@ -103,12 +103,12 @@ class Step:
 
 
 def part_of(kernel_name: str) -> str:
-    """The part of a step that a kernel, or an operator of torch, belongs to by its name."""
+    """Returns the part of a step to which a kernel or an operator of torch belongs, judged by its name."""
     return next((part for part, pattern in NAMES if pattern.search(kernel_name)), ELEMENTWISE)
 
 
 def idle(intervals: Iterable[Interval], start: float, end: float) -> float:
-    """How much of start to end no interval covers."""
+    """Returns the time from start to end that no interval covers."""
     uncovered, reached = 0.0, start
     for interval in sorted(intervals, key=lambda interval: interval.start):
         uncovered += max(0.0, min(interval.start, end) - reached)
@@ -117,10 +117,10 @@ def idle(intervals: Iterable[Interval], start: float, end: float) -> float:
 
 
 def exclusive(step: Step) -> dict[str, float]:
-    """Microseconds of each part, idle too; they sum to the step's.
+    """Returns the microseconds of each part and of idle time, which sum to the step's time.
 
-    Each moment counts once: on a GPU for what computes, and of several kernels for the one that began first; on the
-    host for the innermost operator, the one that began last.
+    Each moment counts for one part. On a GPU, computing kernels take precedence over copies, and among several kernels
+    the one that started first. On the host, it is the innermost operator, which started last.
     """
 
     def rank(interval: Interval) -> tuple[bool, float]:
@@ -129,7 +129,7 @@ def exclusive(step: Step) -> dict[str, float]:
     parts = dict.fromkeys(PARTS, 0.0)
     clipped = [(max(i.start, step.start), min(i.end, step.end), i) for i in step.intervals]
     clipped = [(start, end, interval) for start, end, interval in clipped if start < end]
-    # at one moment, ends come before starts
+    # at equal times, ends come before starts
     changes = sorted(
         [(start, 1, number) for number, (start, _, _) in enumerate(clipped)]
         + [(end, 0, number) for number, (_, end, _) in enumerate(clipped)]
@@ -150,7 +150,7 @@ def exclusive(step: Step) -> dict[str, float]:
 
 
 def hidden(intervals: Sequence[Interval], part: str) -> float:
-    """Microseconds in which `part` ran while something else than copies and communication did."""
+    """Returns the microseconds in which `part` overlapped with computing kernels."""
     computing = [interval for interval in intervals if interval.part not in ASIDE]
     return sum(
         (interval.end - interval.start) - idle(_near(computing, interval), interval.start, interval.end)
@@ -164,14 +164,14 @@ def _near(intervals: Sequence[Interval], other: Interval) -> list[Interval]:
 
 
 def step_of(events: Sequence[Event]) -> Step:
-    """What a trace with the range `step` has of it."""
+    """Extracts the step from a trace that has a range named `step`."""
     whole = next(event for event in events if event.get("cat") == "user_annotation" and event["name"] == "step")
     start, end = whole["ts"], whole["ts"] + whole["dur"]
     inside = [event for event in events if event.get("ph") == "X" and start <= event["ts"] < end]
     of_host = [event for event in inside if event.get("cat") in ("cpu_op", "user_annotation")]
     owners = Ranges.of(of_host, OPERATORS)
     device = [event for event in inside if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    # a kernel knows its launch by a number, and the launch knows the thread that was in an operator
+    # a correlation id links a kernel to its launch, whose thread was inside an operator
     launches = {
         event["args"]["correlation"]: event
         for event in inside

@@ -1,4 +1,4 @@
-"""The GPU's time of several candidates, each replayed as a CUDA graph, in random order."""
+"""Measures the GPU time of several candidates, which are replayed as CUDA graphs in random order."""
 
 import os
 import random
@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import triton
 
-FEWEST = 6  # runs of which a median is taken
+FEWEST = 6  # minimum number of runs in a median
 
 
 def require_gpu(script: str) -> None:
-    """Ends a script where there is no GPU, or where Triton would interpret kernels."""
+    """Ends a script if there is no GPU, or if Triton would interpret kernels."""
     if not torch.cuda.is_available():
         sys.exit(f"{script} needs a CUDA GPU; torch sees none on this machine")
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -21,10 +21,10 @@ def require_gpu(script: str) -> None:
 
 
 def captured(prepare: Callable[[], Callable[[], object]]) -> Callable[[], object]:
-    """What replays the function that `prepare` returns as a CUDA graph, so that no host's time is in a timing of it.
+    """Captures the function that `prepare` returns as a CUDA graph, so that a timing contains no host time.
 
-    prepare is called on the stream of the graph, where autograd then runs a backward pass too. What cannot be captured
-    is launched anew each time, which stderr says.
+    `prepare` is called on the stream of the graph, because autograd runs a backward pass on the stream of its forward
+    pass. A function that cannot be captured is launched each time, and a message on stderr says so.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -45,19 +45,20 @@ def captured(prepare: Callable[[], Callable[[], object]]) -> Callable[[], object
 
     def replay() -> object:
         graph.replay()
-        return run  # what it reads must live as long as the graph
+        return run  # its inputs must live as long as the graph
 
     return replay
 
 
 def median_ms(runs: Mapping[str, Callable[[], object]], *, rep: float = 60) -> dict[str, float]:
-    """The median milliseconds of each, all their runs in one order drawn at random, the same in every process.
+    """Returns the median milliseconds of each candidate. All runs have one random order, the same in every process.
 
-    A GPU's clock falls as it grows hot, so what follows a kernel that leaves it hot seems slower: in turns, with the
-    same two neighbours each time, by up to 2% on an H200, where a random order gives one kernel under two names the
-    same time within 0.3%. The L2 cache is cleared before each run.
+    A hot GPU lowers its clock, so a kernel seems slower after one that heats the GPU. In alternating order, with the
+    same neighbours each time, this bias reaches 2% on an H200. In random order, equal kernels agree within 0.3%. The L2
+    cache is cleared before each run.
 
-    Units: rep is the milliseconds that each runs in all, but FEWEST times at least, after two runs that do not count.
+    Units: `rep` is the total milliseconds per candidate. Each candidate runs at least FEWEST times, after two warm-up
+    runs.
     """
     driver = triton.runtime.driver.active
     cache = driver.get_empty_cache_for_benchmark()

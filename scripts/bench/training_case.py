@@ -1,4 +1,4 @@
-"""What the benchmarks of a training step share: our model's loss, its memory, and steps before the clock starts."""
+"""Shared by the benchmarks of a training step: the loss of our model, its memory, and the number of warm-up steps."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,15 +16,15 @@ from fa_train.models.attention import require_backend
 
 REPOSITORY = Path(__file__).parents[2]
 CONF = REPOSITORY / "conf"
-WARMUP = 2  # steps: the first allocates the optimizer's state and compiles kernels
-FEWEST_STEPS = 2  # timed ones of a case whose steps are slow
-VOCABULARY = 50257  # where conf/model leaves it to the tokenizer
+WARMUP = 2  # steps; the first allocates the optimizer's state and compiles kernels
+FEWEST_STEPS = 2  # number of timed steps of a slow case
+VOCABULARY = 50257  # for models whose config leaves the size to the tokenizer
 Device = Literal["cuda", "cpu"]
 Loss = Callable[[], Tensor]
 
 
 def our_loss(config: DictConfig, device: torch.device) -> tuple[nn.Module, Loss]:
-    """The model, and the mean loss of LitGPT's own forward over one document of random tokens."""
+    """Returns the model, and the mean loss of LitGPT's forward over one document of random tokens."""
     require_backend(instantiate(config.attention), device)
     with device:
         lit_gpt: LitGPT = instantiate(config.lit_gpt, model=instantiate(config.model))
@@ -39,6 +39,6 @@ def our_loss(config: DictConfig, device: torch.device) -> tuple[nn.Module, Loss]
 
 
 def memory_gib(device: torch.device) -> tuple[float, float | None]:
-    """This process's peak and, on a GPU, what it reserved."""
+    """Returns the peak memory of this process and, on a GPU, its reserved memory."""
     found = memory(device)
     return found["perf/peak_gib"], found.get("perf/reserved_gib")

@@ -1,4 +1,4 @@
-"""Measures tiles for the portable kernels on the GPU at hand and prints the best in the form of tiles.py's table.
+"""Measures tiles for the portable kernels on the present GPU and prints the best ones as entries of tiles.py's table.
 
     python -m scripts.bench.tune_tiles                                         # every head_dim and pass of the table
     python -m scripts.bench.tune_tiles --near                                  # the same, a quarter of the candidates
@@ -6,14 +6,14 @@
     python -m scripts.bench.tune_tiles --head-dims 128 --passes fwd --tiles 128,64,8,3 128,128,8,2
     python -m scripts.bench.tune_tiles --dtype float32 --head-dims 64 128       # fp32; or tf32
 
-Candidates are powers of two of block_m and block_n, warps and stages, of which the shared memory fits
-(tiles.shared_bytes) and the fp32 tiles leave registers for the rest; --near takes of them those one step from the
-table's entry, and it; --tiles names them instead. They are compiled first, by --jobs processes, then timed one by one:
-one causal document of --seqlen tokens, n_heads * head_dim = 2048 or a little less. TFLOP/s counts a kernel's own
-products (forward 2, dkdv 4, dk 3, dv 2, dq 3), halved for causality. Entries dk and dv belong into the table where they
-take less time together than dkdv. --dtype float32 is for the table of 4-byte dtypes: each product is three of TF32.
-tf32 is fp32 with one of them instead, as torch.backends.cuda.matmul allows; it takes the same entries, and so has the
-same candidates.
+Candidates combine powers of two for block_m and block_n, warps and stages. They must fit in shared memory
+(tiles.shared_bytes), and their fp32 tiles must leave registers for other values. --near tries only the table's entry
+and the candidates one step from it. --tiles names the candidates. --jobs processes compile them first; then they are
+timed one by one on a causal document of --seqlen tokens, with n_heads * head_dim = 2048 or slightly less. TFLOP/s
+counts the matmuls of a kernel (forward 2, dkdv 4, dk 3, dv 2, dq 3), halved for causality. The table should have dk and
+dv if they take less time together than dkdv. --dtype float32 is for the table of 4-byte dtypes, where each product is
+three TF32 matmuls. tf32 uses one TF32 matmul, as torch.backends.cuda.matmul allows, with the same entries and
+candidates.
 Writes OUT.md: the head, a table for each head_dim and pass, and the entries.
 """
 
@@ -44,21 +44,21 @@ from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
 Products = Literal["bfloat16", "float32", "tf32"]
-# tl.dot's input_precision, as tiles.precision_of has it
+# input_precision of tl.dot, as in tiles.precision_of
 PRECISION: dict[Products, str] = {"bfloat16": "ieee", "float32": "tf32x3", "tf32": "tf32"}
 ITEMSIZE: dict[Products, int] = {"bfloat16": 2, "float32": 4, "tf32": 4}
 PASSES: tuple[Pass, ...] = get_args(Pass)
 PRODUCTS = {"fwd": 2, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3}
-APART: tuple[Pass, ...] = ("dk", "dv")  # instead of dkdv
+APART: tuple[Pass, ...] = ("dk", "dv")  # replace dkdv
 BLOCKS, WARPS, STAGES = (32, 64, 128), (4, 8), (2, 3, 4)
-# head_dim from which on dK and dV may be faster apart, and one stage faster than many: blocks of four hardly fit, and
-# two programs on a multiprocessor, each with one, wait in turns
+# From this head_dim on, separate kernels for dK and dV may be faster, and one stage may be faster than several: large
+# blocks hardly fit, and two programs with one stage each can alternate on a multiprocessor.
 WIDE, WIDE_STAGES = 192, (1, 2, 3)
-# fp32 numbers a thread holds in accumulators and scores: all the best found on an H200 have less, and of the 255
-# registers something must be left for addresses
+# Maximum number of fp32 elements of accumulators and scores per thread. The best tiles on an H200 have fewer. Some of
+# the 255 registers must be left for addresses.
 MAX_HELD = 224
-# of 4-byte dtypes: halves of numbers take twice the shared memory, and products with a lower half accumulate beside the
-# others, so that half as much is held
+# For 4-byte dtypes. Splitting elements in two halves doubles shared memory, and products of lower halves need separate
+# accumulators, so a thread may hold half as many elements.
 BLOCKS_OF_4_BYTES, STAGES_OF_4_BYTES, MAX_HELD_OF_4_BYTES = (16, 32, 64, 128), (1, 2), MAX_HELD // 2
 
 
@@ -72,7 +72,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Result:
-    """ms is None where the candidate failed, and error then says how."""
+    """ms is None if the candidate failed; `error` then has the reason."""
 
     candidate: Candidate
     ms: float | None
@@ -83,7 +83,7 @@ class Result:
 def candidates(
     arch: Arch, head_dim: int, direction: Pass, limit: int, products: Products = "bfloat16"
 ) -> Iterator[TileConfig]:
-    """What is worth compiling for one entry on a GPU with `limit` bytes of shared memory a program."""
+    """Yields candidates for one entry on a GPU with `limit` bytes of shared memory per program."""
     itemsize = ITEMSIZE[products]
     if direction in APART and (head_dim < WIDE or itemsize > 2):
         return
@@ -98,25 +98,28 @@ def candidates(
 
 
 def has_rows_for_warps(tiles: TileConfig, head_dim: int, direction: Pass) -> bool:
-    """Of 16 rows a warp; with 8, pairs of warps compute the same scores.
+    """Returns whether each warp has 16 rows. With 8 rows, pairs of warps would compute the same scores.
 
-    But of 256 columns, registers or memory may not hold more rows.
+    At 256 columns 8 rows suffice, because registers or memory may not hold more.
     """
     rows = tiles.block_n if direction in ("dkdv", *APART) else tiles.block_m
     return rows >= (8 if head_dim > WIDE else 16) * tiles.num_warps
 
 
 def has_scores_for_threads(tiles: TileConfig) -> bool:
-    """Of one score a thread: of fp32, more rows often do not fit, and mma.sync's warps share the columns too."""
+    """Returns whether each thread has a score.
+
+    More fp32 rows often do not fit, and warps of mma.sync can split columns.
+    """
     return tiles.block_m * tiles.block_n >= 32 * tiles.num_warps
 
 
 def near(
     arch: Arch, head_dim: int, direction: Pass, limit: int, products: Products = "bfloat16"
 ) -> Iterator[TileConfig]:
-    """The table's entry, then the candidates that differ from it in one size, by one step.
+    """Yields the table's entry, and then the candidates that differ from it by one step in one size.
 
-    dk and dv, where dkdv is all that the table has: the entry of the next head_dim with both, if there is one.
+    For dk and dv without an entry, the search starts from the next larger head_dim that has entries for both, if any.
     """
     itemsize = ITEMSIZE[products]
     worthwhile = list(candidates(arch, head_dim, direction, limit, products))
@@ -128,12 +131,12 @@ def near(
 
 
 def is_listed(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> bool:
-    """Whether the table has an entry: of dk and dv, only where they are taken apart."""
+    """Returns whether the table has an entry. Only some have dk and dv instead of dkdv."""
     return direction not in APART or direction in key_passes(arch, head_dim, itemsize)
 
 
 def one_step(tiles: TileConfig, entry: TileConfig) -> bool:
-    """Whether a block or the warps are doubled or halved, or there is one stage more or less, and nothing else."""
+    """Returns whether exactly one value differs: a block or the warps by a factor of 2, or the stages by 1."""
     changed = [(a, b) for a, b in zip(astuple(tiles)[:3], astuple(entry)[:3], strict=True) if a != b]
     stages = abs(tiles.num_stages - entry.num_stages)
     if not changed:
@@ -142,7 +145,7 @@ def one_step(tiles: TileConfig, entry: TileConfig) -> bool:
 
 
 def held_a_thread(tiles: TileConfig, head_dim: int, direction: Pass) -> int:
-    """fp32 numbers of the outputs' tiles, and of the scores', for S and in the backward pass also dP, in a thread."""
+    """Returns the fp32 elements per thread: the output tiles, the scores S and, in the backward pass, dP."""
     scores = tiles.block_m * tiles.block_n
     held = {
         "fwd": tiles.block_m * head_dim + scores,
@@ -155,7 +158,7 @@ def held_a_thread(tiles: TileConfig, head_dim: int, direction: Pass) -> int:
 
 
 def launcher(candidate: Candidate, seqlen: int) -> Callable[[], object]:
-    """One launch of the candidate's kernel and of no other, as a callable."""
+    """Returns a callable that launches only the candidate's kernel."""
     head_dim, direction = candidate.head_dim, candidate.direction
     shape = (seqlen, MODEL_DIM // head_dim, head_dim)
     dtype = torch.bfloat16 if candidate.products == "bfloat16" else torch.float32
@@ -177,7 +180,7 @@ def launcher(candidate: Candidate, seqlen: int) -> Callable[[], object]:
         return run_forward
     o, lse = forward.attention_forward(q, k, v, schedule, features, q.dtype)
     delta = attention_delta(o, do, None)
-    # the other kernel of the backward pass gets no tiles to work
+    # give the other kernel of the backward pass no tiles
     none = schedule.key_tiles[:0]
     half = schedule._replace(key_tiles=none) if direction == "dq" else schedule._replace(query_tiles=none)
 
@@ -193,17 +196,17 @@ def launcher(candidate: Candidate, seqlen: int) -> Callable[[], object]:
 
 
 def compile_one(candidate: Candidate) -> tuple[Candidate, str]:
-    """Compiles into Triton's cache; the error's first line, or nothing."""
+    """Compiles a candidate into Triton's cache. Returns the error's first line, or an empty string."""
     try:
         launcher(candidate, 256)()
         torch.cuda.synchronize()
-    except Exception as error:  # whatever Triton, ptxas or the driver has against it is a result
+    except Exception as error:  # any failure in Triton, ptxas or the driver is a result
         return candidate, f"{type(error).__name__}: {error}".splitlines()[0]
     return candidate, ""
 
 
 def measure(chosen: list[Candidate], seqlen: int, jobs: int, warmup: float, rep: float) -> Iterator[Result]:
-    """Compiles all with `jobs` processes, then times one after the other."""
+    """Compiles all candidates with `jobs` processes and then times one after the other."""
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         errors = dict(pool.imap_unordered(compile_one, chosen))
     for candidate in chosen:
@@ -215,13 +218,13 @@ def measure(chosen: list[Candidate], seqlen: int, jobs: int, warmup: float, rep:
 
 
 def flops(candidate: Candidate, seqlen: int) -> float:
-    """Of a kernel's own products over one causal document."""
+    """Counts the FLOPs of a kernel's matmuls over one causal document."""
     n_heads = MODEL_DIM // candidate.head_dim
     return PRODUCTS[candidate.direction] * 2 * n_heads * seqlen**2 * candidate.head_dim / 2
 
 
 def best(results: list[Result]) -> dict[tuple[int, Pass], Result]:
-    """The fastest of each (head_dim, pass) that ran."""
+    """Returns the fastest result for each (head_dim, pass)."""
     fastest: dict[tuple[int, Pass], Result] = {}
     for result in results:
         key = (result.candidate.head_dim, result.candidate.direction)
@@ -231,7 +234,7 @@ def best(results: list[Result]) -> dict[tuple[int, Pass], Result]:
 
 
 def entries(results: list[Result], name: str) -> str:
-    """The lines of tiles.py's table; `name` is the architecture's."""
+    """Formats the lines of tiles.py's table. `name` is the name of the architecture."""
     order = {direction: place for place, direction in enumerate(PASSES)}
     lines = [
         f'    ("{name}", {head_dim}, "{direction}"): TileConfig{astuple(result.candidate.tiles)},'
@@ -243,7 +246,7 @@ def entries(results: list[Result], name: str) -> str:
 
 
 def markdown(results: list[Result], head: dict[str, str], arch: Arch, name: str, seqlen: int) -> str:
-    """The head, a table for each (head_dim, pass), fastest first, and the entries. All results have like products."""
+    """Writes the head, a table for each (head_dim, pass) sorted by time, and the entries. Results share one dtype."""
     products: Products = results[0].candidate.products if results else "bfloat16"
     lines = ["# Tiles of the portable kernels", "", *(f"- {key}: `{value}`" for key, value in head.items())]
     lines += [
@@ -275,7 +278,7 @@ def markdown(results: list[Result], head: dict[str, str], arch: Arch, name: str,
 
 
 def parse_tiles(text: str) -> TileConfig:
-    """block_m,block_n,warps,stages."""
+    """Parses block_m,block_n,num_warps,num_stages."""
     try:
         tiles = TileConfig(*map(int, text.split(",")))
     except (TypeError, ValueError):
