@@ -27,87 +27,109 @@ class Moment:
 
 def moments_of(plan: Plan) -> list[Moment]:
     """Returns the moments of a step at which memory use can peak."""
-    model, levers, run = plan.model, plan.levers, plan.run
-    block, again = Block(plan), levers.checkpointing != "none"
-    vocabulary = model.vocab_size * model.dim * run.weight_bytes
-    gradients = sum(trained_sizes(plan)) * run.gradient_bytes // run.ranks
-    rounded = block.rounded_weights()
-    cached = run.eager and run.adapters is None  # autocast does not cache its copies of frozen weights
-    rounded_in_forward = model.n_layers * (rounded + block.rounded_down() * cached) if cached or not again else 0
-    boundaries = model.n_layers * block.boundary() - (model.n_layers - 1) * block.sent()
-    # GPU memory of the previous blocks' states, whose copies may still run
-    underway = min(IN_FLIGHT if levers.offloads_all else 1, model.n_layers - 1) * block.sent()
-    lagging = underway if levers.offloads_all else 0  # also after the last block
-    data = run.tokens * (3 * 8 + 4 * 4)  # tokens, labels and positions; the schedule's four range ends
-    data += run.tokens * model.heads.dim * 4 if model.positions == "rope" else 0  # cosines and sines
-    last_norm = block.x + block.statistics + 2 * block.x  # its input, and two more: its output and gradients
-    # the gradient of the head's weight; if tied, it is kept until the embedding's gradient is added
-    of_head = vocabulary if model.tied or not run.accumulates or run.ranks > 1 else 0
-    of_block = sum(block_sizes(model)) * run.weight_bytes // run.ranks
-    embeddings = vocabulary
-    # gradients that are averaged over ranks at the end, and their fp32 copies
-    outer = sum(outer_sizes(model)) * (run.weight_bytes + 4) if run.ranks > 1 and run.adapters is None else 0
-    if run.adapters:  # frozen weights have no gradients
-        of_head = embeddings = 0
-        of_block = gradients // model.n_layers
-    before = gradients if run.accumulates else 0  # gradients of the step's earlier micro-batches
-    forward, in_forward = max(block.forward().items(), key=_nbytes)
-    moments = [
-        Moment(
-            f"{forward} of the last block",
-            gradients=before,
-            rounded_weights=rounded_in_forward or rounded + block.rounded_down(),
-            activations=boundaries,
-            outside=data,
-            working=underway + in_forward - block.boundary(),
-        ),
-        Moment(
-            "the loss",
-            gradients=before,
-            rounded_weights=rounded_in_forward,
-            activations=boundaries,
-            outside=data + last_norm,
-            loss=loss_bytes(plan),
-            working=lagging,
-        ),
-        Moment(
-            "the last norm's backward",
-            gradients=before,
-            rounded_weights=0 if again else model.n_layers * rounded,
-            activations=boundaries,
-            outside=data + last_norm,
-            loss=of_head,
-            working=lagging,
-        ),
-        Moment(
-            "the embedding's backward",
-            gradients=gradients - (0 if run.accumulates else embeddings // run.ranks),
-            outside=data,
-            # the gradient of a tied embedding is added to the head's gradient in place
-            working=(block.x + 2 * embeddings if model.tied else block.x + embeddings) + outer,
-        ),
-        Moment("the optimizer", gradients=gradients, outside=data, working=optimizer_working(plan)),
-    ]
-    # in the backward, each block frees its activations and adds gradients, unless gradients already exist
-    backward, in_backward = max(block.backward().items(), key=_nbytes)
-    for left, which in {model.n_layers: "last", 2: "second", 1: "first"}.items():
-        if left > model.n_layers:
-            continue
-        fetched = (
-            block.sent() if (again or levers.offloads_all) and left > 1 else 0
-        )  # the next block's states, fetched early
-        moments.append(
+    step = _Step(plan)
+    return [*step.around_the_loss(), *step.last_moments(), *step.backward_of_blocks()]
+
+
+class _Step:
+    """The sizes, in bytes, that the moments of one step share."""
+
+    def __init__(self, plan: Plan) -> None:
+        model, levers, run = plan.model, plan.levers, plan.run
+        self.plan, self.model, self.run = plan, model, run
+        self.block, self.again = Block(plan), levers.checkpointing != "none"
+        self.fetches_early = self.again or levers.offloads_all
+        self.embeddings = 0 if run.adapters else model.vocab_size * model.dim * run.weight_bytes  # 0: no gradient
+        self.gradients = sum(trained_sizes(plan)) * run.gradient_bytes // run.ranks
+        self.before = self.gradients if run.accumulates else 0  # gradients of the step's earlier micro-batches
+        # the gradient of the head's weight; if tied, it is kept until the embedding's gradient is added
+        self.of_head = self.embeddings if model.tied or not run.accumulates or run.ranks > 1 else 0
+        self.data = run.tokens * (3 * 8 + 4 * 4)  # tokens, labels and positions; the schedule's four range ends
+        self.data += run.tokens * model.heads.dim * 4 if model.positions == "rope" else 0  # cosines and sines
+        # GPU memory of the previous blocks' states, whose copies may still run
+        self.underway = min(IN_FLIGHT if levers.offloads_all else 1, model.n_layers - 1) * self.block.sent()
+        self.lagging = self.underway if levers.offloads_all else 0  # also after the last block
+
+    def around_the_loss(self) -> list[Moment]:
+        """From the forward of the last block to the last norm's backward, when all blocks hold what they keep."""
+        block, n_layers = self.block, self.model.n_layers
+        rounded = block.rounded_weights()
+        cached = self.run.eager and self.run.adapters is None  # autocast does not cache its copies of frozen weights
+        kept = cached or not self.again
+        rounded_in_forward = n_layers * (rounded + block.rounded_down() * cached) if kept else 0
+        boundaries = n_layers * block.boundary() - (n_layers - 1) * block.sent()
+        last_norm = block.x + block.statistics + 2 * block.x  # its input, and two more: its output and gradients
+        forward, in_forward = max(block.forward().items(), key=_nbytes)
+        return [
+            Moment(
+                f"{forward} of the last block",
+                gradients=self.before,
+                rounded_weights=rounded_in_forward or rounded + block.rounded_down(),
+                activations=boundaries,
+                outside=self.data,
+                working=self.underway + in_forward - block.boundary(),
+            ),
+            Moment(
+                "the loss",
+                gradients=self.before,
+                rounded_weights=rounded_in_forward,
+                activations=boundaries,
+                outside=self.data + last_norm,
+                loss=loss_bytes(self.plan),
+                working=self.lagging,
+            ),
+            Moment(
+                "the last norm's backward",
+                gradients=self.before,
+                rounded_weights=0 if self.again else n_layers * rounded,
+                activations=boundaries,
+                outside=self.data + last_norm,
+                loss=self.of_head,
+                working=self.lagging,
+            ),
+        ]
+
+    def last_moments(self) -> list[Moment]:
+        """The embedding's backward and the optimizer, when all gradients exist and no block keeps anything."""
+        model, run, embeddings = self.model, self.run, self.embeddings
+        # gradients that are averaged over ranks at the end, and their fp32 copies
+        outer = sum(outer_sizes(model)) * (run.weight_bytes + 4) if run.ranks > 1 and run.adapters is None else 0
+        return [
+            Moment(
+                "the embedding's backward",
+                gradients=self.gradients - (0 if run.accumulates else embeddings // run.ranks),
+                outside=self.data,
+                # the gradient of a tied embedding is added to the head's gradient in place
+                working=(self.block.x + 2 * embeddings if model.tied else self.block.x + embeddings) + outer,
+            ),
+            Moment("the optimizer", gradients=self.gradients, outside=self.data, working=optimizer_working(self.plan)),
+        ]
+
+    def backward_of_blocks(self) -> list[Moment]:
+        """The backward of the last, the second and the first block.
+
+        Each block frees its activations and adds gradients, unless gradients already exist.
+        """
+        block, n_layers, run = self.block, self.model.n_layers, self.run
+        rounded = block.rounded_weights()
+        of_block = sum(block_sizes(self.model)) * run.weight_bytes // run.ranks
+        if run.adapters:  # frozen weights have no gradients
+            of_block = self.gradients // n_layers
+        backward, in_backward = max(block.backward().items(), key=_nbytes)
+        return [
             Moment(
                 f"{backward} of the {which} block",
-                gradients=before or (model.n_layers - left) * of_block,
-                rounded_weights=rounded if again else left * rounded,
+                gradients=self.before or (n_layers - left) * of_block,
+                rounded_weights=rounded if self.again else left * rounded,
                 activations=left * block.boundary() - (left - 1) * block.sent(),
-                outside=data,
-                loss=of_head,
-                working=fetched + in_backward - block.boundary(),
+                outside=self.data,
+                loss=self.of_head,
+                # the states of the next block are fetched early
+                working=(block.sent() if self.fetches_early and left > 1 else 0) + in_backward - block.boundary(),
             )
-        )
-    return moments
+            for left, which in {n_layers: "last", 2: "second", 1: "first"}.items()
+            if left <= n_layers
+        ]
 
 
 def _nbytes(item: tuple[str, int]) -> int:
