@@ -70,28 +70,28 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     lengths = [2**n for n in (range(10, 21) if cuda else range(8, 11))]
     alone = [2**n for n in (range(10, 17, 2) if cuda else range(8, 11))]
     chosen = ["naive", "chunked", "sdpa", "flash"] if cuda else ["naive", "chunked", "sdpa"]
-    parser.add_argument("overrides", nargs="*", help="Hydra overrides of model, attention, memory and optimizer")
-    parser.add_argument("--only", choices=("step", "attention"), help="one of the two sweeps")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides for model, attention, memory and optimizer")
+    parser.add_argument("--only", choices=("step", "attention"), help="run one of the two sweeps only")
     parser.add_argument("--model", choices=models, default="gpt2" if cuda else "nano")
     parser.add_argument("--attentions", nargs="+", choices=attentions, default=chosen)
-    parser.add_argument("--seq-lens", type=int, nargs="+", default=lengths, help="tokens, of a training step")
+    parser.add_argument("--seq-lens", type=int, nargs="+", default=lengths, help="tokens of a training step")
     parser.add_argument("--precision", choices=("bf16-mixed", "32-true"), default="bf16-mixed" if cuda else "32-true")
-    parser.add_argument("--attention-seq-lens", type=int, nargs="+", default=alone, help="tokens, of attention alone")
+    parser.add_argument("--attention-seq-lens", type=int, nargs="+", default=alone, help="tokens of attention alone")
     parser.add_argument("--n-heads", type=int, nargs="+", default=[16, 32] if cuda else [4, 8])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128] if cuda else [32, 64])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16", "fp32"] if cuda else ["fp32"])
-    parser.add_argument("--steps", type=int, default=10 if cuda else 3, help="timed steps of a case, at most")
-    parser.add_argument("--seconds", type=float, default=5.0, help="after which a case begins no more steps")
+    parser.add_argument("--steps", type=int, default=10 if cuda else 3, help="maximum number of timed steps of a case")
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds after which a case begins no more steps")
     parser.add_argument(
-        "--max-step-seconds", type=float, default=30.0, help="longer steps, by the shorter lengths' times, are not run"
+        "--max-step-seconds", type=float, default=30.0, help="seconds; steps predicted to be longer are not run"
     )
-    parser.add_argument("--timeout", type=float, default=900, help="seconds a case may take")
+    parser.add_argument("--timeout", type=float, default=900, help="time limit of a case in seconds")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no case begins")
     parser.add_argument("--no-wandb", action="store_true", help="write files only")
-    parser.add_argument("--project", default="fa_train", help="on Weights & Biases")
-    parser.add_argument("--group", help="on Weights & Biases; ablate_memory and the name of OUT")
-    parser.add_argument("--commit", help="for the head of the tables, where the files are a copy without git")
-    parser.add_argument("--out", type=Path, help="folder of the results; runs/ablate_memory/<model>_<device>")
+    parser.add_argument("--project", default="fa_train", help="project on Weights & Biases")
+    parser.add_argument("--group", help="group on Weights & Biases; default: ablate_memory and the name of OUT")
+    parser.add_argument("--commit", help="commit for the head of the tables, if git is not available")
+    parser.add_argument("--out", type=Path, help="folder of the results; default: runs/ablate_memory/<model>_<device>")
     args = parser.parse_args(arguments)
     positive = ("steps", "seconds", "max_step_seconds", "timeout", "budget")
     for name in (*positive, "seq_lens", "attention_seq_lens", "n_heads", "head_dims"):

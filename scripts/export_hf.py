@@ -102,10 +102,14 @@ def _run_folder(checkpoint: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="a .ckpt of a run, still in the run's folder")
-    parser.add_argument("folder", type=Path, help="where to write, new or without a model")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; the base model's by default, else the trained")
-    parser.add_argument("--adapter", action="store_true", help="write what LoRA trained alone, for peft")
-    parser.add_argument("overrides", nargs="*", help="of the run's config, such as model.pretrained=moved/folder")
+    parser.add_argument("folder", type=Path, help="output folder, new or without a model")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="dtype of the weights; default: the base model's, or the trained"
+    )
+    parser.add_argument("--adapter", action="store_true", help="write only the LoRA adapter, for peft")
+    parser.add_argument(
+        "overrides", nargs="*", help="overrides of the run's config, such as model.pretrained=moved/folder"
+    )
     arguments: dict[str, Any] = vars(parser.parse_args())
     try:
         export(**arguments)

@@ -89,14 +89,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a folder, a name on the Hugging Face hub, or a .ckpt still in its run's folder")
     asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--prompt", help="text to go on from")
-    asked.add_argument("--chat", help="a user's turn, put into the tokenizer's chat template")
+    asked.add_argument("--prompt", help="text to continue")
+    asked.add_argument("--chat", help="a user's message for the tokenizer's chat template")
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token")
-    parser.add_argument("--top-p", type=float, default=1.0, help="of the probability, the most likely tokens first")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: always take the most likely token")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="sample from the most likely tokens with this total probability"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; as stored on a GPU, float32 on the CPU")
-    parser.add_argument("--device", help="cuda where there is one, else cpu")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="dtype of the weights; default: the stored one on a GPU, float32 on the CPU"
+    )
+    parser.add_argument("--device", help="default: cuda if available, else cpu")
     try:
         print(answer(**vars(parser.parse_args())))
     except (ValueError, HydraException, OmegaConfBaseException) as error:

@@ -127,9 +127,9 @@ def markdown(head: dict[str, str], found: list[Change], metrics: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", help="of train.py")
-    parser.add_argument("--minutes", type=float, default=9, help="how long to train, starting up included")
-    parser.add_argument("--commit", help="for the head of the page, where the files are a copy without git")
+    parser.add_argument("overrides", nargs="*", help="overrides of train.py")
+    parser.add_argument("--minutes", type=float, default=9, help="training time, including startup")
+    parser.add_argument("--commit", help="commit for the head of the page, if git is not available")
     parser.add_argument("--out", type=Path, default=Path("soak"), help="prefix of the page")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

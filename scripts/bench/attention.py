@@ -349,18 +349,24 @@ def installed(module: str) -> bool:
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--seqlens", type=int, nargs="*", default=[2**n for n in range(10, 17)], help="none: skip dense"
+        "--seqlens",
+        type=int,
+        nargs="*",
+        default=[2**n for n in range(10, 17)],
+        help="tokens; without a value, skip dense workloads",
     )
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--groups", type=int, nargs="+", default=[1], help="query heads for each KV head")
-    parser.add_argument("--model-dim", type=int, default=MODEL_DIM, help="n_heads * head_dim, or just below")
-    parser.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS, help="tokens of a batch of short sequences")
+    parser.add_argument("--groups", type=int, nargs="+", default=[1], help="query heads per KV head")
+    parser.add_argument("--model-dim", type=int, default=MODEL_DIM, help="upper limit of n_heads * head_dim")
+    parser.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS, help="tokens per batch of short sequences")
     parser.add_argument("--backends", nargs="+", choices=DENSE_BACKENDS, help="default: all that are installed")
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--varlen", action="store_true", help="packed documents too")
-    parser.add_argument("--rep", type=float, default=60, help="milliseconds each backend runs in all")
-    parser.add_argument("--commit", help="for the head of the table, where the files are a copy without git")
-    parser.add_argument("--out", type=Path, help="prefix of the results; scripts/results/attention_<gpu>_<yyyymm>")
+    parser.add_argument("--varlen", action="store_true", help="also measure packed documents")
+    parser.add_argument("--rep", type=float, default=60, help="total milliseconds per backend")
+    parser.add_argument("--commit", help="commit for the head of the table, if git is not available")
+    parser.add_argument(
+        "--out", type=Path, help="prefix of the results; default: scripts/results/attention_<gpu>_<yyyymm>"
+    )
     args = parser.parse_args(arguments)
     if not all(0 < head_dim <= 256 for head_dim in args.head_dims):
         parser.error(f"--head-dims must lie between 1 and 256; got {args.head_dims}")

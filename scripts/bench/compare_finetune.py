@@ -164,8 +164,8 @@ def main() -> None:
     chats = commands.add_parser("chats", help="write the chats")
     chats.add_argument("path", type=Path)
     run = commands.add_parser("run", help="compare a run")
-    run.add_argument("run", type=Path, help="its folder, with .hydra/config.yaml and metrics.csv")
-    run.add_argument("--steps", type=int, help="the first so many")
+    run.add_argument("run", type=Path, help="the run's folder, with .hydra/config.yaml and metrics.csv")
+    run.add_argument("--steps", type=int, help="number of steps to compare; default: all")
     arguments = parser.parse_args()
     if arguments.command == "chats":
         lines = [json.dumps(chat) + "\n" for chat in invented_chats()]

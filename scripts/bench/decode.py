@@ -149,10 +149,14 @@ def parse_case(text: str) -> Case:
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=parse_case, nargs="+", default=list(CASES), metavar="CASE")
-    parser.add_argument("--rep", type=float, default=20, help="milliseconds each candidate of a case runs in all")
-    parser.add_argument("--jobs", type=int, default=min(15, os.cpu_count() or 1), help="processes that compile first")
-    parser.add_argument("--commit", help="for the head of the table, where the files are a copy without git")
-    parser.add_argument("--out", type=Path, help="prefix of the results; scripts/results/decode_<gpu>_<yyyymm>")
+    parser.add_argument("--rep", type=float, default=20, help="total milliseconds per candidate of a case")
+    parser.add_argument(
+        "--jobs", type=int, default=min(15, os.cpu_count() or 1), help="number of processes that compile kernels first"
+    )
+    parser.add_argument("--commit", help="commit for the head of the table, if git is not available")
+    parser.add_argument(
+        "--out", type=Path, help="prefix of the results; default: scripts/results/decode_<gpu>_<yyyymm>"
+    )
     args = parser.parse_args(arguments)
     if args.jobs < 1 or args.rep <= 0:
         parser.error(f"--jobs and --rep must be positive; got {args.jobs} and {args.rep}")

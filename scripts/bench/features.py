@@ -244,13 +244,17 @@ def rows(
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seqlen", type=int, default=65536, help="tokens")
-    parser.add_argument("--window", type=int, default=4096, help="tokens to the left")
-    parser.add_argument("--heads", type=int, default=16, help="a multiple of 4")
+    parser.add_argument("--window", type=int, default=4096, help="tokens to the left in a window")
+    parser.add_argument("--heads", type=int, default=16, help="number of query heads, a multiple of 4")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 96, 128, 192, 256])
-    parser.add_argument("--rep", type=float, default=100, help="milliseconds each feature runs in all")
-    parser.add_argument("--jobs", type=int, default=min(15, os.cpu_count() or 1), help="processes that compile")
-    parser.add_argument("--commit", help="for the head of the table, where the files are a copy without git")
-    parser.add_argument("--out", type=Path, help="prefix of the results; scripts/results/features_<gpu>_<yyyymm>")
+    parser.add_argument("--rep", type=float, default=100, help="total milliseconds per feature")
+    parser.add_argument(
+        "--jobs", type=int, default=min(15, os.cpu_count() or 1), help="number of processes that compile kernels"
+    )
+    parser.add_argument("--commit", help="commit for the head of the table, if git is not available")
+    parser.add_argument(
+        "--out", type=Path, help="prefix of the results; default: scripts/results/features_<gpu>_<yyyymm>"
+    )
     args = parser.parse_args(arguments)
     if args.heads < 4 or args.heads % 4:
         parser.error(f"--heads must be a multiple of 4; got {args.heads}")

@@ -279,14 +279,14 @@ def host() -> str:
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=256, help=f"a multiple of {DOCUMENTS}")
+    parser.add_argument("--tokens", type=int, default=256, help=f"number of tokens, a multiple of {DOCUMENTS}")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=15, help="samples of each pass")
-    parser.add_argument("--calls", type=int, default=200, help="of which a sample is the mean")
-    parser.add_argument("--commit", help="for the head of the table, where the files are a copy without git")
-    parser.add_argument("--out", type=Path, help="prefix of the results; scripts/results/host_<gpu>_<yyyymm>")
+    parser.add_argument("--rounds", type=int, default=15, help="number of samples of each pass")
+    parser.add_argument("--calls", type=int, default=200, help="number of calls per sample")
+    parser.add_argument("--commit", help="commit for the head of the table, if git is not available")
+    parser.add_argument("--out", type=Path, help="prefix of the results; default: scripts/results/host_<gpu>_<yyyymm>")
     args = parser.parse_args(arguments)
     if args.tokens < DOCUMENTS or args.tokens % DOCUMENTS:
         parser.error(f"--tokens must be a multiple of {DOCUMENTS}; got {args.tokens}")

@@ -419,12 +419,18 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128], help=f"divisors of {MODEL_DIM}")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=False)
-    parser.add_argument("--arch", choices=list(SHARED_LIMIT), help="whose tiles; this GPU's, or sm90 without one")
-    parser.add_argument("--ncu", action=argparse.BooleanOptionalAction, default=True, help="measure, where ncu is")
+    parser.add_argument(
+        "--arch", choices=list(SHARED_LIMIT), help="architecture of the tiles; default: this GPU's, or sm90"
+    )
+    parser.add_argument(
+        "--ncu", action=argparse.BooleanOptionalAction, default=True, help="also measure if ncu is installed"
+    )
     parser.add_argument("--peak-tflops", type=float, default=PEAK_TFLOPS)
     parser.add_argument("--bandwidth-tbs", type=float, default=BANDWIDTH_TBS)
-    parser.add_argument("--commit", help="for the head of the table, where the files are a copy without git")
-    parser.add_argument("--out", type=Path, help="prefix of the result; scripts/results/io_traffic_<gpu>_<yyyymm>")
+    parser.add_argument("--commit", help="commit for the head of the table, if git is not available")
+    parser.add_argument(
+        "--out", type=Path, help="prefix of the result; default: scripts/results/io_traffic_<gpu>_<yyyymm>"
+    )
     parser.add_argument("--under-ncu", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     for head_dim in args.head_dims:

@@ -239,22 +239,28 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     models, attentions = ([path.stem for path in (CONF / name).glob("*.yaml")] for name in ("model", "attention"))
-    parser.add_argument("--overrides", nargs="+", default=[], metavar="NAME=VALUE", help="Hydra's, of conf/train.yaml")
+    parser.add_argument(
+        "--overrides", nargs="+", default=[], metavar="NAME=VALUE", help="Hydra overrides of conf/train.yaml"
+    )
     parser.add_argument("--model", choices=sorted(models), default="llama_1b")
     parser.add_argument("--seq-lens", type=int, nargs="+", default=list(SEQ_LENS), help="tokens")
     parser.add_argument(
-        "--combinations", nargs="*", default=list(COMBINATIONS), help="none of them for --profile alone"
+        "--combinations", nargs="*", default=list(COMBINATIONS), help="without a value, only --profile runs"
     )
     parser.add_argument("--attention", choices=sorted(attentions), default="flash" if cuda else "sdpa")
-    parser.add_argument("--compile", action="store_true", help="torch.compile of each block, as preset=gpu trains")
-    parser.add_argument("--profile", action="store_true", help="of one step with and without offload")
-    parser.add_argument("--rounds", type=int, default=1, help="how often each combination is measured")
-    parser.add_argument("--steps", type=int, default=5, help=f"timed steps of a measurement, after {WARMUP}")
-    parser.add_argument("--slow-step", type=float, default=6, help=f"seconds of a step that make it {FEWEST_STEPS}")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds a measurement may take")
-    parser.add_argument("--seconds-budget", type=float, default=math.inf, help="seconds for all; the rest is left out")
-    parser.add_argument("--resume", action="store_true", help="measure only what OUT does not have yet")
-    parser.add_argument("--commit", help="for the head of the table, where the files are a copy without git")
+    parser.add_argument("--compile", action="store_true", help="use torch.compile for each block, as preset=gpu does")
+    parser.add_argument("--profile", action="store_true", help="profile one step with and without offload")
+    parser.add_argument("--rounds", type=int, default=1, help="number of times each combination is measured")
+    parser.add_argument("--steps", type=int, default=5, help=f"timed steps of a measurement, after {WARMUP} others")
+    parser.add_argument(
+        "--slow-step", type=float, default=6, help=f"seconds; slower steps are timed {FEWEST_STEPS} times"
+    )
+    parser.add_argument("--timeout", type=float, default=300, help="time limit of a measurement in seconds")
+    parser.add_argument(
+        "--seconds-budget", type=float, default=math.inf, help="total seconds; later measurements are left out"
+    )
+    parser.add_argument("--resume", action="store_true", help="measure only what is missing in OUT")
+    parser.add_argument("--commit", help="commit for the head of the table, if git is not available")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "runs" / "bench_memory", help="folder of the results")
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)

@@ -162,11 +162,15 @@ def table(rows: list[dict[str, Any]], head: dict[str, str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", default="", help="a part of the configurations' text, such as llama_1b or compiled=True"
+        "--only", default="", help="run configurations whose text contains this, such as llama_1b or compiled=True"
     )
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begins no configuration after these")
-    parser.add_argument("--commit", help="for the head of the table, where the files are a copy without git")
-    parser.add_argument("--out", type=Path, help="prefix of the results; scripts/results/planner_<gpu>_<yyyymm>")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no configuration after this many seconds"
+    )
+    parser.add_argument("--commit", help="commit for the head of the table, if git is not available")
+    parser.add_argument(
+        "--out", type=Path, help="prefix of the results; default: scripts/results/planner_<gpu>_<yyyymm>"
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench_planner needs a CUDA GPU; torch sees none on this machine")

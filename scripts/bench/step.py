@@ -366,16 +366,22 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     models, attentions = ([path.stem for path in (CONF / name).glob("*.yaml")] for name in ("model", "attention"))
-    parser.add_argument("overrides", nargs="*", help="Hydra overrides of conf/train.yaml; sizes are the peer's too")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides of conf/train.yaml; sizes also apply to the peer")
     parser.add_argument("--model", choices=sorted(models), default="llama_1b")
     parser.add_argument("--seq-lens", type=int, nargs="+", default=list(SEQ_LENS), help="tokens")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
-    parser.add_argument("--cases", nargs="+", metavar="SEQ_LEN:VARIANT", help="these, not each variant at each length")
-    parser.add_argument("--attention", choices=sorted(attentions), default="flash" if cuda else "sdpa", help="of ours")
-    parser.add_argument("--steps", type=int, default=5, help=f"timed steps of a case, after {WARMUP}")
-    parser.add_argument("--slow-step", type=float, default=6, help=f"seconds of a step that make it {FEWEST_STEPS}")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds a case may take")
-    parser.add_argument("--commit", help="for the head of the table, where the files are a copy without git")
+    parser.add_argument(
+        "--cases", nargs="+", metavar="SEQ_LEN:VARIANT", help="run these instead of each variant at each length"
+    )
+    parser.add_argument(
+        "--attention", choices=sorted(attentions), default="flash" if cuda else "sdpa", help="attention of our variants"
+    )
+    parser.add_argument("--steps", type=int, default=5, help=f"timed steps of a case, after {WARMUP} others")
+    parser.add_argument(
+        "--slow-step", type=float, default=6, help=f"seconds; slower steps are timed {FEWEST_STEPS} times"
+    )
+    parser.add_argument("--timeout", type=float, default=300, help="time limit of a case in seconds")
+    parser.add_argument("--commit", help="commit for the head of the table, if git is not available")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "runs" / "bench_step", help="prefix of the results")
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)

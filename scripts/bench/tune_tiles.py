@@ -293,18 +293,24 @@ def parse_tiles(text: str) -> TileConfig:
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS), help="any from 8 to 256")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS), help="values from 8 to 256")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--near", action="store_true", help="the table's entries, and what is one step from them")
-    which.add_argument("--tiles", type=parse_tiles, nargs="+", help="block_m,block_n,num_warps,num_stages")
-    parser.add_argument("--dtype", choices=get_args(Products), default="bfloat16", help="tf32: of fp32's products")
+    which.add_argument("--near", action="store_true", help="try the table's entries and tiles one step from them")
+    which.add_argument("--tiles", type=parse_tiles, nargs="+", help="tiles as block_m,block_n,num_warps,num_stages")
+    parser.add_argument(
+        "--dtype", choices=get_args(Products), default="bfloat16", help="tf32: fp32 with one TF32 matmul"
+    )
     parser.add_argument("--seqlen", type=int, default=16384, help="tokens")
-    parser.add_argument("--warmup", type=float, default=30, help="milliseconds a timing warms up")
-    parser.add_argument("--rep", type=float, default=80, help="milliseconds a timing repeats")
-    parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes that compile")
-    parser.add_argument("--commit", help="for the head of the tables, where the files are a copy without git")
-    parser.add_argument("--out", type=Path, help="prefix of the result; scripts/results/portable_tiles_<gpu>_<yyyymm>")
+    parser.add_argument("--warmup", type=float, default=30, help="milliseconds of warm-up per timing")
+    parser.add_argument("--rep", type=float, default=80, help="milliseconds of measurement per timing")
+    parser.add_argument(
+        "--jobs", type=int, default=min(16, os.cpu_count() or 1), help="number of processes that compile kernels"
+    )
+    parser.add_argument("--commit", help="commit for the head of the tables, if git is not available")
+    parser.add_argument(
+        "--out", type=Path, help="prefix of the result; default: scripts/results/portable_tiles_<gpu>_<yyyymm>"
+    )
     args = parser.parse_args(arguments)
     for head_dim in args.head_dims:
         if not 8 <= head_dim <= 256 or head_dim % 8:

@@ -28,10 +28,10 @@ def part_of(cases: list[Case], part: str) -> list[Case]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", default="1/1", help="i/n: every n-th case, from the i-th on")
+    parser.add_argument("--part", default="1/1", help="i/n: every n-th case, starting with the i-th")
     parser.add_argument("--only", default="", help="run the cases whose names contain this text")
     parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes that share the GPU")
-    parser.add_argument("--list", action="store_true", help="print the names of the cases, and run none")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases without running them")
     arguments = parser.parse_args()
     require_gpu("tests.gpu_check")
     device = torch.device("cuda", torch.cuda.current_device())

@@ -166,8 +166,8 @@ def differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the hashes to this file")
-    parser.add_argument("--compare", type=Path, help="exit with 1 unless the hashes are those of this file")
-    parser.add_argument("--only", default="", metavar="TEXT", help="take only the cases whose name contains TEXT")
+    parser.add_argument("--compare", type=Path, help="exit with 1 if the hashes differ from this file's")
+    parser.add_argument("--only", default="", metavar="TEXT", help="hash only the cases whose names contain TEXT")
     arguments = parser.parse_args()
     before = json.loads(arguments.compare.read_text()) if arguments.compare else None
     if before and before["triton"] != triton.__version__:

@@ -174,7 +174,7 @@ def test_a_mistake_ends_the_script_with_one_line(arguments, message, tmp_path):
 
 def test_help_is_what_the_script_says_of_itself(tmp_path):
     done = processes.finish(REPOSITORY / "scripts" / "plan_memory.py", ["--help"], tmp_path, quiet_environment())
-    assert done.returncode == 0 and done.stdout.startswith("What a run will take") and not done.stderr
+    assert done.returncode == 0 and done.stdout.startswith("Predicts the GPU and host memory") and not done.stderr
 
 
 @pytest.fixture
