@@ -25,7 +25,7 @@ def require_reach(model: GPT, seq_len: int, max_doc_len: int | None, reset_posit
     reach = None if model.origin is None or model.config.positions != "rope" or is_dynamic else model.config.max_seq_len
     if reach is not None and longest > reach:
         raise ValueError(
-            f"seq_len must be at most the {reach} tokens that the checkpoint reaches; got {seq_len}. "
+            f"seq_len must be at most the {reach} tokens that the checkpoint supports; got {seq_len}. "
             f"Use experiment=extend_context, or data.packing=best_fit data.max_doc_len={reach}"
         )
 
@@ -41,14 +41,14 @@ def require_shardable(run: RunSize, *, samples: bool) -> None:
             "strategy=fsdp must have at least 2 devices; got 1. Choose strategy=auto, or trainer.devices=2"
         )
     if run.adapters is not None and run.adapters.quantised:
-        raise ValueError("strategy=fsdp cannot shard weights in 4 bits; got adapter=qlora. Choose adapter=lora")
+        raise ValueError("strategy=fsdp cannot shard 4-bit weights; got adapter=qlora. Choose adapter=lora")
     if run.optimizer in ("adamw_8bit", "adamw_offload"):
         raise ValueError(
-            "strategy=fsdp must have optimizer=adamw, or adamw_bf16 with trainer.precision=bf16-true: it shards their "
-            f"states itself; got {run.optimizer}"
+            "strategy=fsdp must have optimizer=adamw, or optimizer=adamw_bf16 with trainer.precision=bf16-true; "
+            f"got {run.optimizer}"
         )
     if samples:
-        raise ValueError("strategy=fsdp must have callbacks.sample=null: rank 0 has a part of the weights; got one")
+        raise ValueError("strategy=fsdp must have callbacks.sample=null, because rank 0 lacks some weights; got one")
 
 
 def machine() -> str:

@@ -184,7 +184,7 @@ def extended(folder: Path, *overrides: str) -> list[str]:
 def test_rows_are_no_longer_than_the_checkpoint_reaches(tmp_path):
     with composed(tmp_path, *settings(tmp_path), "seq_len=256") as cfg:
         message = (
-            "seq_len must be at most the 64 tokens that the checkpoint reaches; got 256. Use experiment=extend_context"
+            "seq_len must be at most the 64 tokens that the checkpoint supports; got 256. Use experiment=extend_context"
         )
         with pytest.raises(ValueError, match=message):
             train.build(cfg)

@@ -95,7 +95,7 @@ class Checkpoint(CheckpointCallback):
             except CheckpointError as error:  # must not replace the exception that ended the run
                 trainer.print(f"error: {error}")
         if self.saved:
-            trainer.print(f"checkpoint: {self.saved[-1]}; ckpt_path=last goes on from it")
+            trainer.print(f"checkpoint: {self.saved[-1]}; ckpt_path=last resumes from it")
         if isinstance(exception, SIGTERMException):
             wait_for_other_ranks(trainer)
 

@@ -60,7 +60,7 @@ class GracefulInterrupt(Callback):
         if self._asked_at is None:
             self._asked_at = time.monotonic()
             if self._trainer.is_global_zero:  # print() is not safe in a signal handler
-                os.write(1, b"\ninterrupted: saving after this step; once more (Ctrl-C or SIGTERM) stops at once\n")
+                os.write(1, b"\ninterrupted: saving after this step; a second Ctrl-C or SIGTERM stops at once\n")
             if not self._agreement:
                 replace_private("lightning", self._connector, "received_sigterm", True)
         elif time.monotonic() - self._asked_at > 1:  # torchrun repeats a Ctrl-C that the terminal already sent

@@ -86,8 +86,8 @@ class Monitor(Callback):
         if self.max_skipped_steps is not None and longest_skip >= self.max_skipped_steps:
             wait_for_other_ranks(trainer)  # all ranks get here at the same step
             raise DivergedError(
-                f"the gradients of {longest_skip:.0f} optimizer steps in a row were not finite, by step "
-                f"{trainer.global_step}; those steps changed nothing. Try a lower optimizer.lr, or allow more with "
+                f"the gradients of {longest_skip:.0f} consecutive optimizer steps were not finite, by step "
+                f"{trainer.global_step}; these steps were skipped. Try a lower optimizer.lr, or increase "
                 "callbacks.monitor.max_skipped_steps"
             )
 

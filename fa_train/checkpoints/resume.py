@@ -29,7 +29,7 @@ def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], obje
         else:
             return str(path)
     if found:
-        raise ValueError(f"ckpt_path=last found no whole checkpoint among {len(found)} below {runs}")
+        raise ValueError(f"ckpt_path=last found no intact checkpoint among {len(found)} below {runs}")
     raise ValueError(f"ckpt_path=last found no checkpoint below {runs}; run_name chooses the folder")
 
 
@@ -38,4 +38,4 @@ def finished(ckpt_path: str | None, max_steps: int) -> str | None:
     done = global_step(Path(ckpt_path)) if ckpt_path else 0
     if done < max_steps:
         return None
-    return f"nothing to do: {ckpt_path} has done {done} of max_steps={max_steps} steps. Increase max_steps to go on"
+    return f"nothing to do: {ckpt_path} has done {done} of max_steps={max_steps} steps. Increase max_steps to continue"

@@ -220,7 +220,7 @@ def _require_settings(
     if not prompt:
         raise ValueError("a prompt must have at least 1 token; got none")
     if not all(0 <= token < vocab_size for token in prompt):
-        raise ValueError(f"a prompt's tokens must be of the model's {vocab_size}; got {max(prompt)}")
+        raise ValueError(f"a prompt's tokens must be below the model's vocab_size={vocab_size}; got {max(prompt)}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1; got {max_new_tokens}")
     if not 0.0 <= temperature < float("inf"):

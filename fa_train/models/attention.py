@@ -51,7 +51,7 @@ def require_softcap(attention: Attention, softcap: float) -> None:
     if softcap and _function(attention) is sdpa_attention:
         raise ValueError(
             f"attention=sdpa cannot cap scores, and this model caps them at {softcap}. "
-            "Use attention=flash, or attention=chunked or naive where there is no CUDA GPU"
+            "Use attention=flash, or attention=chunked or naive without a CUDA GPU"
         )
 
 

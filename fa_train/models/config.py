@@ -45,10 +45,10 @@ class Family:
     def __post_init__(self) -> None:
         for name, value in (("softcap", self.softcap), ("logit_softcap", self.logit_softcap)):
             if not 0.0 <= value < float("inf"):
-                raise ValueError(f"model.family.{name} must be at least 0, where 0 is none; got {value}")
+                raise ValueError(f"model.family.{name} must be at least 0 (0 disables it); got {value}")
         for window in self.windows or ():
             if window is not None and window < 1:
-                raise ValueError(f"model.family.windows must be of at least 1 token or null; got {window}")
+                raise ValueError(f"model.family.windows must each be at least 1 token or null; got {window}")
 
 
 class Heads(NamedTuple):
@@ -201,5 +201,5 @@ class ModelConfig:
         if values is None:
             return [default] * self.n_layers
         if len(values) != self.n_layers:
-            raise ValueError(f"model.family.{name} must be of model.n_layers={self.n_layers} layers; got {len(values)}")
+            raise ValueError(f"model.family.{name} must have model.n_layers={self.n_layers} entries; got {len(values)}")
         return list(values)

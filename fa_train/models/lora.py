@@ -33,7 +33,12 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 PREFIX = "base_model.model."  # the prefix of every tensor name in peft's files
 ALL_LINEAR = "all-linear"
 BLOCK, SCALER_BLOCK = 64, 256  # elements per scale and scales per second-level scale, as in QLoRA and torchao
-NF4_PARTS = ("quantized_scalers", "quantization_factor", "scaler_mean", "nf4")  # the tensors in addition to the codes
+NF4_PARTS = (
+    "quantized_scalers",
+    "quantization_factor",
+    "scaler_mean",
+    "nf4",
+)  # the tensors in addition to the codes
 
 
 def whole_model(model: GPT) -> GPT:
@@ -118,7 +123,9 @@ class LoRA:
             useless = [t for t in self.target_modules if not any(_ends_with(name, t) for name in names)]
         if useless:
             known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
-            raise ValueError(f"adapter.target_modules must be of {known} or {ALL_LINEAR}; got {', '.join(useless)}")
+            raise ValueError(
+                f"adapter.target_modules must be {ALL_LINEAR} or name some of {known}; got {', '.join(useless)}"
+            )
 
     def _require_no_recomputation(self, model: GPT) -> None:
         """Checks that no block with dropout is recomputed, because recomputation draws other random numbers."""
@@ -276,7 +283,7 @@ def quantised(weight: Tensor, what: str) -> tuple[Tensor, dict[str, Tensor]]:
     Raises: ValueError if torchao is missing, or the number of elements is not a multiple of 64.
     """
     if weight.numel() % BLOCK:
-        raise ValueError(f"adapter.quantization=nf4 needs matrices of a multiple of {BLOCK} numbers; {what} has "
+        raise ValueError(f"adapter.quantization=nf4 needs matrices with a multiple of {BLOCK} elements; {what} has "
                          f"{weight.numel()}")  # fmt: skip
     n_blocks = weight.numel() // BLOCK
     scaler_block = math.gcd(n_blocks, SCALER_BLOCK)
@@ -368,7 +375,7 @@ def save_adapter(model: GPT, folder: str | Path, base: str | None) -> None:
     folder = Path(folder)
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in adapter_tensors(model).items()}
     if not tensors:
-        raise ValueError("an adapter can only be saved of a model trained with adapter=lora or adapter=qlora")
+        raise ValueError("only a model trained with adapter=lora or adapter=qlora has an adapter to save")
     if (folder / ADAPTER_CONFIG).exists() or (folder / ADAPTER_WEIGHTS).exists():
         raise ValueError(f"the export's folder must be new or without an adapter; got {folder}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -449,7 +456,7 @@ def _settings(folder: Path, own: LoRA) -> LoRA:
         raise ValueError(f"{path}: not supported: {', '.join(f'{n}={json.dumps(config[n])}' for n in unknown)}")
     missing = sorted(READ - {"use_rslora"} - config.keys())
     if missing:
-        raise ValueError(f"{path} must have {', '.join(missing)}; it has not")
+        raise ValueError(f"{path} must have {', '.join(missing)}; it does not")
     return replace(own, **{name: config[name] for name in READ & config.keys()})
 
 

@@ -17,7 +17,7 @@ def require_stream(tokens: Tensor, cu_seqlens: Tensor | None, **like_tokens: Ten
         )
     for name, x in like_tokens.items():
         if x is not None and x.shape != tokens.shape:
-            raise ValueError(f"{name} must be of tokens' shape {tuple(tokens.shape)}; got {tuple(x.shape)}")
+            raise ValueError(f"{name} must have the shape of tokens, {tuple(tokens.shape)}; got {tuple(x.shape)}")
 
 
 def windowed_schedule(

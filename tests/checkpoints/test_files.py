@@ -200,7 +200,7 @@ def test_last_falls_back_to_the_newest_whole_checkpoint(file, tmp_path):
     assert checkpoint_path("last", tmp_path, said.append) == str(file)
     assert [line.split(" is damaged")[0][-17:] for line in said] == ["step_0000005.ckpt", "step_0000004.ckpt"]
     file.unlink()
-    with pytest.raises(ValueError, match="found no whole checkpoint among 2 below"):
+    with pytest.raises(ValueError, match="found no intact checkpoint among 2 below"):
         checkpoint_path("last", tmp_path, said.append)
 
 

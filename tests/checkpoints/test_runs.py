@@ -168,7 +168,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_older_checkpoints(tmp_path):
     assert checkpoints(folder.parent) == ["step_0000001.ckpt", "step_0000002.ckpt"]
     for name in checkpoints(folder.parent):
         require_whole(folder / name)
-    assert "ckpt_path=last goes on from it" in done.stdout
+    assert "ckpt_path=last resumes from it" in done.stdout
 
 
 class Spoil(Callback):

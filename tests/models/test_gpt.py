@@ -385,7 +385,7 @@ def test_a_tied_head_is_the_embedding():
             {"positions": "learned", "max_seq_len": None}, "max_seq_len must be at least 1; got None", id="no-length"
         ),
         pytest.param(
-            {"family": Family(windows=(4,))}, "family.windows must be of model.n_layers=2 layers; got 1", id="windows"
+            {"family": Family(windows=(4,))}, "family.windows must have model.n_layers=2 entries; got 1", id="windows"
         ),
         pytest.param(
             {"family": Family(rope_layers=(True,) * 3)}, "family.rope_layers must be of .*=2 layers; got 3", id="rope"
@@ -404,8 +404,8 @@ def test_impossible_sizes(overrides, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        pytest.param({"windows": (4, 0)}, "family.windows must be of at least 1 token or null; got 0", id="window"),
-        pytest.param({"softcap": -1.0}, "family.softcap must be at least 0, where 0 is none; got -1.0", id="softcap"),
+        pytest.param({"windows": (4, 0)}, "family.windows must each be at least 1 token or null; got 0", id="window"),
+        pytest.param({"softcap": -1.0}, r"family.softcap must be at least 0 \(0 disables it\); got -1.0", id="softcap"),
         pytest.param({"logit_softcap": float("inf")}, "family.logit_softcap must be .* got inf", id="logits"),
     ],
 )

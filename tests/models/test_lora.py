@@ -242,8 +242,14 @@ def test_an_adapter_goes_on_where_it_was_saved(tmp_path):
         pytest.param({"lora_dropout": 1.0}, "adapter.lora_dropout must be at least 0 and less than 1", id="dropout"),
         pytest.param({"target_modules": []}, "adapter.target_modules must name at least one module", id="none"),
         pytest.param({"quantization": "int3"}, "adapter.quantization must be nf4 or null; got int3", id="bits"),
-        pytest.param({"target_modules": ["q_proj", "lm_head"]}, "must be of q_proj, .* got lm_head", id="target"),
-        pytest.param({"target_modules": "nothing"}, "must be of q_proj, .* or all-linear; got nothing", id="regex"),
+        pytest.param(
+            {"target_modules": ["q_proj", "lm_head"]},
+            "must be all-linear or name some of q_proj, .* got lm_head",
+            id="target",
+        ),
+        pytest.param(
+            {"target_modules": "nothing"}, "must be all-linear or name some of q_proj, .*; got nothing", id="regex"
+        ),
         pytest.param({"lora_dropout": 0.1}, "adapter.lora_dropout=0.1 needs memory.checkpointing=none", id="recompute"),
     ],
 )
@@ -294,7 +300,7 @@ def test_files_that_are_not_there_or_broken(tmp_path):
     (tmp_path / "a/adapter_model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="is not a whole safetensors file"):
         load_adapter(model, tmp_path / "a")
-    with pytest.raises(ValueError, match="only be saved of a model trained with adapter=lora"):
+    with pytest.raises(ValueError, match="only a model trained with adapter=lora"):
         save_adapter(small_gpt(levers(), CPU), tmp_path / "b", None)
 
 

@@ -278,7 +278,7 @@ def test_a_base_that_a_seed_drew_is_drawn_again(kind, tmp_path):
 
 
 def test_only_a_run_with_an_adapter_has_one(scratch, tmp_path):
-    with pytest.raises(ValueError, match="only be saved of a model trained with adapter=lora"):
+    with pytest.raises(ValueError, match="only a model trained with adapter=lora"):
         export_hf.export(scratch, tmp_path / "out", [], None, adapter=True)
 
 

@@ -268,7 +268,7 @@ def test_train_prints_how_far_auto_reaches(tmp_path):
 @pytest.mark.usefixtures("an_h200")
 def test_another_attention_is_not_promised_what_flash_needs():
     printed = planner.summary(predict(GPT2), CUDA, processes=1, attention="naive")
-    assert "attention=naive takes more, which is not planned" in printed and "that fits is" not in printed
+    assert "attention=naive needs more, which is not planned" in printed and "that fits is" not in printed
 
 
 @pytest.mark.parametrize("in_sweep", [False, True], ids=["run", "sweep"])

@@ -130,7 +130,7 @@ def load_plan(
     try:
         return np.load(path, mmap_mode="r")
     except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"{path} must be whole; it cannot be read: {error}. Delete it to have it made anew") from error
+        raise ValueError(f"{path} is damaged: {error}. Delete it, and the next run writes it again") from error
 
 
 def report_plan(

@@ -124,7 +124,7 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
         found = ", ".join(present) or "nothing"
         raise ValueError(f"a chat must have messages, conversations, or prompt and completion; {where} has {found}")
     if not any(message["role"] == "assistant" for message in messages[learn_from:]):
-        raise ValueError(f"a chat must have an assistant's turn to learn; {where} has none")
+        raise ValueError(f"a chat must have an assistant's message to learn; {where} has none")
     return Chat(where, messages, _tools(present.get("tools"), where), learn_from)
 
 
@@ -137,7 +137,7 @@ def _from_sharegpt(value: Any, where: str) -> list[Message]:
     messages = []
     for number, turn in enumerate(_list(value, "conversations", where)):
         if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
-            raise ValueError(f"a turn of conversations must have from and value; {where}, turn {number} is {turn!r}")
+            raise ValueError(f"each of conversations must have from and value; {where}, message {number} is {turn!r}")
         messages.append({"role": SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]})
     return messages
 
@@ -157,13 +157,13 @@ def _message(value: Any, where: str) -> Message:
         raise ValueError(f"a role must be one of {', '.join(ROLES)}; {where} has {role!r}")
     if message.get("weight", 1) != 1:  # in OpenAI's format, 0 excludes a message from training
         raise ValueError(
-            f"a message's weight must be 1 or left out; {where} has {message['weight']!r}. Of a prompt and its "
-            "completion only the completion is learnt"
+            f"a message's weight must be 1 or absent; {where} has {message['weight']!r}. A row of prompt and "
+            "completion trains only the completion"
         )
     calls = message.get("tool_calls")
     if calls:
         if role != "assistant":
-            raise ValueError(f"tool_calls must be an assistant's; {where} is of role {role}")
+            raise ValueError(f"only an assistant's message can have tool_calls; {where} has role {role}")
         message["tool_calls"] = [_tool_call(call, where) for call in _list(calls, "tool_calls", where)]
     if content is None and calls:
         message["content"] = ""  # templates concatenate it with text
@@ -171,7 +171,7 @@ def _message(value: Any, where: str) -> Message:
         found = "none" if content is None else f"a {type(content).__name__}"
         raise ValueError(f"a message must have text as its content; {where} has {found}")
     elif not content.strip() and not calls and role != "tool":  # a tool's result can be empty
-        raise ValueError(f"a message must not be empty; {where}, of role {role}, is")
+        raise ValueError(f"a message must not be empty; {where} with role {role} is empty")
     else:
         message["content"] = content.encode(
             "utf-8", "replace"

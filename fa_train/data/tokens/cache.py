@@ -34,9 +34,11 @@ def make_folder(folder: Path) -> None:
     except OSError as error:
         if error.errno in FULL:
             raise
-        raise ValueError(f"data.cache_dir must be a folder that can be made; got {folder}: {error.strerror}") from error
+        raise ValueError(
+            f"data.cache_dir must be a folder that can be created; got {folder}: {error.strerror}"
+        ) from error
     if not os.access(folder, os.W_OK):
-        raise ValueError(f"data.cache_dir must be a folder that can be written; got {folder}")
+        raise ValueError(f"data.cache_dir must be a writable folder; got {folder}")
 
 
 @contextmanager
@@ -48,6 +50,6 @@ def room_on_disk(folder: Path) -> Iterator[None]:
         if error.errno not in FULL:
             raise
         raise DiskFullError(
-            f"the disk of the cache must have room; {folder} has none left ({error.strerror}). Make room, or set "
-            "data.cache_dir to another disk; whatever was finished is kept"
+            f"the disk of the cache folder {folder} is full ({error.strerror}). Free some space, or set "
+            "data.cache_dir to a folder on another disk. Finished files are kept"
         ) from error

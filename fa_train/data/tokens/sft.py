@@ -36,20 +36,21 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Tokenizer, chat_template: str | None = None) -> None:
         if not isinstance(tokenizer, HFTokenizer):
-            raise ValueError("data.tokenizer must be a tokenizer with a chat template; got null, which is bytes")
+            raise ValueError("data.tokenizer must be a tokenizer with a chat template; got null, which means bytes")
         self.tokenizer: Tokenizer = tokenizer
         self._name, self._hf = tokenizer.name, tokenizer.hf
         if not self._hf.is_fast:
-            raise ValueError(f"data.tokenizer must know where its tokens are in the text; {tokenizer.name} is not fast")
+            raise ValueError(
+                f"data.tokenizer must be a fast tokenizer, which has token offsets; {tokenizer.name} is not"
+            )
         if chat_template is not None:
             file = Path(chat_template).expanduser()
             if not file.is_file():
-                raise ValueError(f"data.chat_template must be null or a file of Jinja; {chat_template} does not exist")
+                raise ValueError(f"data.chat_template must be null or a Jinja file; {chat_template} does not exist")
             self._hf.chat_template = file.read_text(encoding="utf-8")
         if not self._hf.chat_template:
             raise ValueError(
-                f"data.tokenizer must have a chat template; {tokenizer.name} has none: "
-                "data.chat_template=<file> gives it one"
+                f"data.tokenizer must have a chat template; {tokenizer.name} has none: set data.chat_template=<file>"
             )
 
     @property
@@ -106,8 +107,8 @@ class ChatEncoder:
                 continue
             if rendered == text:
                 raise ValueError(
-                    f"a chat template must render {name}; {self._name}'s leaves out those of {chat.where}. Give "
-                    f"data.chat_template=<a file of one that renders them>, or take {name} out of the chat"
+                    f"a chat template must render {name}; {self._name}'s omits those of {chat.where}. Set "
+                    f"data.chat_template=<file> to a template that renders them, or remove {name} from the chat"
                 )
 
     def _turn(self, template: str, chat: Chat, turn: int, text: str) -> tuple[int, int]:
@@ -116,10 +117,10 @@ class ChatEncoder:
         answered, _ = self._render(template, chat, chat.messages[: turn + 1])
         if not (answered.startswith(prompt) and text.startswith(answered)):
             raise ValueError(
-                "a chat template must render a turn the same whatever follows, or mark answers by {% generation %}; "
-                f"{self._name}'s does not for {chat.where}, message {turn}: perhaps it drops the reasoning of earlier "
-                "turns. Give data.chat_template=<a copy of it with the answers marked>, or make each answer a row of "
-                "its own, with what comes before it as its prompt and itself as the completion"
+                "a chat template must render a message the same whatever follows, or mark answers by "
+                f"{{% generation %}}; {self._name}'s does not for {chat.where}, message {turn}. It may drop the "
+                "reasoning in earlier answers. Set data.chat_template=<file> to a copy with marked answers, or make "
+                "each answer a separate row of prompt and completion"
             )
         bare = answered.rstrip()  # a newline after the end token is never sampled
         stop = len(bare) if bare.endswith(self._special_tokens) else len(answered)
@@ -146,7 +147,7 @@ class ChatEncoder:
                 [messages], chat_template=template, return_assistant_tokens_mask=has_blocks, **arguments
             )
         except (TemplateError, TypeError) as error:
-            raise ValueError(f"{self._name}'s chat template must take {chat.where}; it says: {error}") from error
+            raise ValueError(f"{self._name}'s chat template rejects {chat.where}: {error}") from error
         [text], spans = rendered
         return text, spans[0] if has_blocks else []
 

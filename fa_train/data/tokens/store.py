@@ -92,7 +92,7 @@ class Documents:
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:  # a GPU would report no position
             outside = next(token for token in tokens.tolist() if not 0 <= token < self._vocab_size)
             vocabulary = f"0 to {self._vocab_size - 1}"
-            raise _damage(self._files[chunk], f"it has token {outside}, where the vocabulary is {vocabulary}")
+            raise _damage(self._files[chunk], f"token {outside} is outside the vocabulary, {vocabulary}")
         return tokens
 
 
@@ -105,7 +105,7 @@ def _whole_shards(folder: Path) -> list[Path]:
     for name, size in sizes.items():
         found = (folder / name).stat().st_size if (folder / name).exists() else 0
         if found != size:
-            raise _damage(folder / name, f"of {size:,} bytes it has {found:,}")
+            raise _damage(folder / name, f"it has {found:,} of {size:,} bytes")
     return [folder / name for name in sizes]
 
 
@@ -119,7 +119,7 @@ def _read_shard(file: Path) -> pa.Table:
 
 
 def _damage(file: Path, what: str) -> ValueError:
-    return ValueError(f"{file} must be whole; {what}. Delete {file.parent} to have it made anew")
+    return ValueError(f"{file} is damaged: {what}. Delete {file.parent}, and the next run writes it again")
 
 
 def _open_documents(path: Path, held_out: bool, vocab_size: int) -> Documents:

@@ -126,7 +126,7 @@ def fastest_levers(plan: Plan, device: torch.device, processes: int) -> Levers:
     levers = fastest_that_fits(plan, gpu, host)
     if levers is None:
         raise ValueError(
-            f"memory=auto found no levers under which this run fits into {gpu / GIB:.1f} GiB of {device} and "
+            f"memory=auto found no levers with which this run fits in {gpu / GIB:.1f} GiB of {device} and "
             f"{host / GIB:.1f} GiB of host memory. Try {next_lever(plan, gpu, host)}"
         )
     return levers
@@ -181,7 +181,7 @@ def summary(prediction: Prediction, device: torch.device, processes: int, attent
         )
     else:
         length = (
-            f"attention={attention} takes more, which is not planned; with flash {longest:,} is the longest seq_len"
+            f"attention={attention} needs more, which is not planned; with flash the longest seq_len is {longest:,}"
         )
     return (
         f"planned: {prediction.gpu_bytes / GIB:.1f} of {gpu / GIB:.1f} GiB, most at {prediction.moment}\n"

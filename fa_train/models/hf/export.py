@@ -182,7 +182,7 @@ def tokenizer_of(data: Mapping[str, Any]) -> SavesTokenizer | None:
     if data.get("chat_template") is not None:
         template = Path(data["chat_template"]).expanduser()
         if not template.is_file():
-            raise ValueError(f"data.chat_template must be the run's file of Jinja; {template} does not exist")
+            raise ValueError(f"data.chat_template must be the run's Jinja file; {template} does not exist")
         tokenizer.chat_template = template.read_text(encoding="utf-8")
     saved: SavesTokenizer = tokenizer
     return saved
@@ -218,7 +218,7 @@ def _base(build: Build, checkpoint: Path, reference: Mapping[str, Any]) -> GPT:
     """Builds the model with the base weights that its adapter was trained on."""
     drawn_on = reference["drawn_on"] or "cpu"
     if drawn_on == "cuda" and not torch.cuda.is_available():
-        raise CheckpointError(f"{checkpoint} holds an adapter of weights that a GPU drew from a seed; it needs a GPU")
+        raise CheckpointError(f"{checkpoint} holds an adapter for weights that a GPU drew from a seed; it needs a GPU")
     with torch.device("cpu") if drawn_on == "cpu" else DrawnOn(torch.device(drawn_on)):
         return build(reference["vocab_size"])
 

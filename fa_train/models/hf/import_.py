@@ -139,8 +139,8 @@ def _with_rope(
     _, normalised = understood(config, path)
     if not hasattr(normalised, "rope_parameters"):
         raise ValueError(
-            f"model.rope_scaling needs a checkpoint with RoPE; got model_type={config['model_type']}. So do "
-            "model.rope_theta and model.max_seq_len"
+            "model.rope_theta, model.max_seq_len and model.rope_scaling need a checkpoint with RoPE; "
+            f"got model_type={config['model_type']}"
         )
     for name, value in (("rope_theta", theta), ("max_seq_len", max_seq_len)):
         if value is not None and not 1 <= value < float("inf"):
@@ -164,7 +164,7 @@ def _with_rope(
     if max_seq_len is not None and max_seq_len > reach and not is_dynamic:
         if theta is None:
             raise ValueError(
-                f"model.max_seq_len={max_seq_len} is more than the {reach} tokens that {path} reaches: choose another "
+                f"model.max_seq_len={max_seq_len} is more than the {reach} tokens that {path} supports. Set another "
                 "model.rope_scaling, such as {rope_type: yarn}, or model.rope_theta"
             )
         reach = max_seq_len
@@ -212,9 +212,9 @@ def _config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str, Any]:
             architecture = FAMILIES[candidate["model_type"]].architecture
             return {"architectures": [architecture], **candidate, "transformers_version": __version__}
     raise ValueError(
-        "no family of Hugging Face checkpoints is such a model; llama (norm=rmsnorm positions=rope activation=swiglu), "
-        "qwen3 (the same with qk_norm=true), arcee (llama with activation=gelu) and gpt2 (norm=layernorm "
-        "positions=learned activation=gelu bias=true) are"
+        "no supported family of Hugging Face checkpoints has this architecture. Supported are llama (norm=rmsnorm "
+        "positions=rope activation=swiglu), qwen3 (llama with qk_norm=true), arcee (llama with activation=gelu) and "
+        "gpt2 (norm=layernorm positions=learned activation=gelu bias=true)"
     )
 
 

@@ -95,13 +95,16 @@ def _put(model: GPT, place: Place, tensor: Tensor, dtype: torch.dtype | None, wh
         tensor = tensor.T
     wanted = (place.rows.stop - place.rows.start, *parameter.shape[1:])
     if tensor.shape != wanted:
-        raise ValueError(f"{what} must be {_shape(wanted, place)} by config.json; got {_shape(tensor.shape, place)}")
+        raise ValueError(
+            f"{what} must be {_shape(wanted, place)} according to config.json; got {_shape(tensor.shape, place)}"
+        )
     if parameter.is_meta:
         parameter = nn.Parameter(torch.empty(parameter.shape, dtype=dtype or tensor.dtype))
         setattr(module, kind, parameter)
     if dtype is None and tensor.dtype != parameter.dtype:  # parts of a joined matrix, such as queries and keys
         raise ValueError(
-            f"{what} must be {parameter.dtype}, as what it is joined with, or choose a dtype; got {tensor.dtype}"
+            f"{what} must be {parameter.dtype} like the tensors that it is joined with; got {tensor.dtype}. "
+            "Set dtype to convert them"
         )
     with torch.no_grad():
         parameter[place.rows] = tensor.to(parameter.dtype)

@@ -88,7 +88,7 @@ def test_a_full_disk_is_named_and_half_a_cache_never_taken_for_one(corpus, tmp_p
 
     with monkeypatch.context() as patch:
         patch.setattr(pa, "OSFile", sink)
-        with pytest.raises(ValueError, match=rf"the disk of the cache must have room; {cache} has none left"):
+        with pytest.raises(ValueError, match=rf"the disk of the cache folder {cache} is full"):
             prepare(corpus, encoder, cache)
     assert not list(cache.glob("*.arrow"))
     assert encoder.seen[-1] == "line 8", "it stopped at the third shard"
@@ -103,7 +103,7 @@ def test_a_full_disk_is_named_by_the_plan_too(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(np, "save", full)
-    with pytest.raises(ValueError, match="the disk of the cache must have room"):
+    with pytest.raises(ValueError, match="the disk of the cache folder"):
         load_plan(np.array([3, 9]), 8, 8, "split", tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -139,17 +139,17 @@ def overwrite(shard, values):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut, r"of \d+ bytes it has \d+"),
-        (Path.unlink, r"of \d+ bytes it has 0"),
+        (cut, r"it has \d+ of \d+ bytes"),
+        (Path.unlink, r"it has 0 of \d+ bytes"),
         (garble_offsets, "it cannot be read"),
-        (garble_tokens, "it has token -1, where the vocabulary is 0 to 258"),
+        (garble_tokens, "token -1 is outside the vocabulary, 0 to 258"),
     ],
 )
 def test_a_damaged_shard_is_named(corpus, tmp_path, damage, message):
     path = prepare(corpus, Counting(), tmp_path / "cache")
     damage(path / "000003.arrow")
     with pytest.raises(
-        ValueError, match=f"{path / '000003.arrow'} must be whole; {message}.* Delete {path} to have it made anew"
+        ValueError, match=f"{path / '000003.arrow'} is damaged: {message}.* Delete {path}, and the next run writes it"
     ):
         for held_out in (False, True):
             list(read(path, held_out=held_out))
@@ -158,7 +158,7 @@ def test_a_damaged_shard_is_named(corpus, tmp_path, damage, message):
 def test_shards_without_their_list_are_no_cache(corpus, tmp_path):
     path = prepare(corpus, Counting(), tmp_path / "cache")
     (path / "shards.json").unlink()
-    with pytest.raises(ValueError, match=f"{path / 'shards.json'} must be whole; .* Delete {path} to have it made"):
+    with pytest.raises(ValueError, match=f"{path / 'shards.json'} is damaged: .* Delete {path}, and the next run"):
         read(path, held_out=False)
 
 
@@ -166,7 +166,7 @@ def test_a_damaged_plan_is_named(tmp_path):
     load_plan(np.array([3, 9]), 8, 8, "split", tmp_path)
     [plan] = tmp_path.iterdir()
     plan.write_bytes(plan.read_bytes()[:-8])
-    with pytest.raises(ValueError, match=f"{plan} must be whole; .* Delete it to have it made anew"):
+    with pytest.raises(ValueError, match=f"{plan} is damaged: .* Delete it, and the next run writes it again"):
         load_plan(np.array([3, 9]), 8, 8, "split", tmp_path)
 
 
@@ -191,8 +191,8 @@ def test_tokens_outside_the_vocabulary_are_named(corpus, tmp_path):
 def test_a_folder_that_cannot_be_made_or_written_is_named(corpus, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     for cache in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ValueError, match=f"data.cache_dir must be a folder that can be made; got {cache}: "):
+        with pytest.raises(ValueError, match=f"data.cache_dir must be a folder that can be created; got {cache}: "):
             prepare(corpus, Counting(), cache)
     monkeypatch.setattr("fa_train.data.tokens.cache.os.access", lambda folder, mode: False)
-    with pytest.raises(ValueError, match=f"data.cache_dir must be a folder that can be written; got {tmp_path}"):
+    with pytest.raises(ValueError, match=f"data.cache_dir must be a writable folder; got {tmp_path}"):
         prepare(corpus, Counting(), tmp_path)

@@ -109,7 +109,8 @@ def test_a_template_that_forgets_is_named_unless_it_marks_answers(tmp_path):
     two = {"messages": [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]}
     chat_encoder = encoder(tmp_path / "forgetful", FORGETFUL)
     with pytest.raises(
-        ValueError, match=r"render a turn the same whatever follows.*chats.jsonl, line 1, message 1.*data.chat_template"
+        ValueError,
+        match=r"render a message the same whatever follows.*chats.jsonl, line 1, message 1.*data.chat_template",
     ):
         encode(chat_encoder, two)
     as_rows = [{"prompt": two["messages"][:last], "completion": two["messages"][last : last + 1]} for last in (1, 3)]
@@ -125,17 +126,15 @@ def test_a_template_that_forgets_is_named_unless_it_marks_answers(tmp_path):
 
 def test_what_the_template_refuses_is_named(tmp_path):
     refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('users begin') }}{% endif %}" + CHATML
-    with pytest.raises(ValueError, match=r"chat template must take chats.jsonl, line 1; it says: users begin"):
+    with pytest.raises(ValueError, match=r"chat template rejects chats.jsonl, line 1: users begin"):
         encode(encoder(tmp_path, refusing), MULTI_TURN)
 
 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        pytest.param(
-            CHATML.replace(TOOLS, ""), "must render tools; .* leaves out those of chats.jsonl, line 1", id="tools"
-        ),
-        pytest.param(TOOLS + PLAIN, "must render tool_calls; .* leaves out those of chats.jsonl, line 1", id="calls"),
+        pytest.param(CHATML.replace(TOOLS, ""), "must render tools; .* omits those of chats.jsonl, line 1", id="tools"),
+        pytest.param(TOOLS + PLAIN, "must render tool_calls; .* omits those of chats.jsonl, line 1", id="calls"),
     ],
 )
 def test_a_template_that_leaves_tools_out_is_named(tmp_path, template, message):
@@ -154,12 +153,12 @@ def test_a_tokenizer_without_a_template_is_named_and_may_be_given_one(tmp_path):
     folder = save_tokenizer(tmp_path, None)
     with pytest.raises(ValueError, match=f"data.tokenizer must have a chat template; {folder} has none"):
         ChatEncoder(HFTokenizer(folder))
-    with pytest.raises(ValueError, match="must be a tokenizer with a chat template; got null, which is bytes"):
+    with pytest.raises(ValueError, match="must be a tokenizer with a chat template; got null, which means bytes"):
         ChatEncoder(ByteTokenizer())
     (tmp_path / "chatml.jinja").write_text(CHATML)
     given = ChatEncoder(HFTokenizer(folder), str(tmp_path / "chatml.jinja"))
     assert runs(given, encode(given, PAIR)) == ["is 4.<|im_end|>"]
-    with pytest.raises(ValueError, match=r"data.chat_template must be null or a file of Jinja; nowhere.jinja"):
+    with pytest.raises(ValueError, match=r"data.chat_template must be null or a Jinja file; nowhere.jinja"):
         ChatEncoder(HFTokenizer(folder), "nowhere.jinja")
 
 

@@ -118,11 +118,11 @@ def test_base_and_length_of_a_llama_before_transformers_5(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        pytest.param("llama", {}, "max_seq_len=160 is more than the 64 tokens that .* reaches: choose", id="nothing"),
+        pytest.param("llama", {}, "max_seq_len=160 is more than the 64 tokens that .* supports", id="nothing"),
         pytest.param("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "more than the 128", id="factor"),
         pytest.param("llama", {"rope_scaling": {"rope_type": "default"}}, "more than the 64 tokens", id="removed"),
         pytest.param("llama", {"rope_theta": -1.0}, "rope_theta must be at least 1; got -1.0", id="theta"),
-        pytest.param("gpt2", {}, "rope_scaling needs a checkpoint with RoPE; got model_type=gpt2", id="learned"),
+        pytest.param("gpt2", {}, "rope_scaling need a checkpoint with RoPE; got model_type=gpt2", id="learned"),
     ],
 )
 def test_a_length_out_of_reach_is_named(name, options, message, checkpoint):

@@ -93,7 +93,7 @@ def test_own_models_are_exported(name, tmp_path):
     ],
 )
 def test_a_model_of_no_family_is_not_exported(arguments, tmp_path):
-    with pytest.raises(ValueError, match="no family of Hugging Face checkpoints is such a model"):
+    with pytest.raises(ValueError, match="no supported family of Hugging Face checkpoints has this architecture"):
         save_pretrained(build(**arguments), tmp_path)
     assert not (tmp_path / "config.json").exists()
 
