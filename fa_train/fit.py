@@ -1,4 +1,4 @@
-"""Runs Lightning's fit, and handles its possible ends."""
+"""Runs Lightning's fit, and handles interrupts, divergence and lack of memory."""
 
 import sys
 

@@ -92,7 +92,7 @@ class Checkpoint(CheckpointCallback):
         if self.save_on_exception and (alone or isinstance(exception, SIGTERMException)):
             try:
                 self._save(trainer, pl_module)
-            except CheckpointError as error:  # must not replace the exception that ended the run
+            except CheckpointError as error:  # printed only, because the exception that ended the run is raised
                 trainer.print(f"error: {error}")
         if self.saved:
             trainer.print(f"checkpoint: {self.saved[-1]}; ckpt_path=last resumes from it")

@@ -48,7 +48,7 @@ def write_file(content: Mapping[str, Any], path: Path) -> None:
 def not_written(path: Path, error: BaseException) -> CheckpointError:
     """Returns the one-line error for a failed save. Re-raises `error` if the operating system did not cause it."""
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):  # torch raises its own error from it
+    while cause is not None and not isinstance(cause, OSError):  # torch wraps it in its own error
         cause = cause.__cause__ or cause.__context__
     if cause is None:
         raise error

@@ -24,7 +24,7 @@ class PackedRows:
     """An endless sequence of rows, one epoch after another. Each epoch is shuffled by (seed, epoch).
 
     In a mix, each source is shuffled separately.
-    In validation, only the first `counted` rows have labels. Later rows fill the last micro-batches.
+    In validation, only the first `counted` rows have labels. Rows after them complete the last micro-batches.
     Raises: ValueError if packing keeps no token of a source that has training documents.
     """
 

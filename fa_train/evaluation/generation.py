@@ -183,7 +183,7 @@ def stop_tokens(model: GPT, eos_id: int | None) -> set[int]:
 def _evaluating(model: GPT, capacity: int | None) -> Iterator[None]:
     """Prepares the model for generation, and restores it at the end.
 
-    Inside, the model has no dropout, runs in eager mode and computes only the last token's logits. capacity: the
+    Meanwhile the model has no dropout, runs in eager mode and computes only the last token's logits. capacity: the
     number of tokens that each layer's cache can hold; None means no cache.
     """
     was_training = model.training

@@ -8,13 +8,12 @@ Saved-tensor hooks around each block replace tensors by a `_State`: the block's 
 one row per token. A state is a whole storage, because q, k and v are views of one. autograd owns the states, so their
 lifetime is correct for every wrapper of a block, including torch.compile.
 
-Order on the device, where `copies` is the side stream and `compute` is autograd's stream:
-- To the host: `copies` waits for `compute`, which wrote the state. The state's GPU memory is freed only after
-  `compute` waits for the copy. That is two blocks later, or IN_FLIGHT + 1 blocks later with "all".
-- From the host: `compute` allocates, `copies` waits for `compute` and copies, then `compute` waits for `copies`.
-- Host buffers return to the pool when the graph is freed. All copies use one stream, so a buffer's last copy from the
-  host ends before the next copy to it. The host never waits.
-record_stream is not used, because it would free the memory later, at a time that depends on the host.
+A copy to the host starts after the compute stream has written the state. The state's GPU memory is freed once the
+compute stream has waited for the copy, two blocks later, or IN_FLIGHT + 1 blocks later with "all". For a copy back to
+the GPU, the compute stream allocates memory, the side stream copies, and the compute stream waits for the copy.
+Host buffers return to the pool when the graph is freed. All copies use one stream, so a buffer's last copy to the GPU
+ends before the next copy into the buffer. The host never waits. record_stream is not used, because it would free the
+memory later, at a time that depends on the host.
 """
 
 import mmap

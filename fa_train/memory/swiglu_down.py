@@ -36,7 +36,7 @@ def swiglu_down(projected: Tensor, down: Tensor, down_bias: Tensor | None) -> Te
 
 
 class _SwigluDown(torch.autograd.Function):
-    """`swiglu_down` after all arguments were converted to one dtype."""
+    """The autograd function of `swiglu_down`. All arguments have one dtype."""
 
     @staticmethod
     def forward(ctx: Any, projected: Tensor, down: Tensor, down_bias: Tensor | None) -> Tensor:

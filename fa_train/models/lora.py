@@ -38,7 +38,7 @@ NF4_PARTS = (
     "quantization_factor",
     "scaler_mean",
     "nf4",
-)  # the tensors in addition to the codes
+)  # the scales and the table of values, in addition to the codes
 
 
 def whole_model(model: GPT) -> GPT:
@@ -52,8 +52,8 @@ class LoRA:
 
     r: the rank, the columns of B and the rows of A. lora_alpha: B A is multiplied by lora_alpha / r, or by
     lora_alpha / sqrt(r) with use_rslora (arXiv:2312.03732). lora_dropout: the dropout probability of adapter inputs.
-    target_modules: a list of Hugging Face's names, such as q_proj, or ends of names after a dot; "all-linear"
-    for all linear layers of the blocks; any other string is a regular expression for whole names.
+    target_modules: a list of Hugging Face's names or of their last parts, such as q_proj. "all-linear" means all
+    linear layers of the blocks. Any other string is a regular expression for full names.
     quantization: "nf4" quantizes the blocks' weights to 4 bits with torchao; None does not.
     path: the folder of an adapter to continue training. Its r, lora_alpha, use_rslora and target_modules replace these.
     A is initialised like nn.Linear's weight. B is 0, so that training starts from the base model. A and B are always
@@ -140,8 +140,8 @@ class LoRA:
 class LoRALinear(nn.Linear):
     """A frozen linear layer with adapters, quantized weights, or both. Computes x W^T + scale * (x A^T) B^T.
 
-    lora_A, lora_B: (r, in_features) and (rows, r) fp32, by the last part of the rows' name in Hugging Face's model. An
-    adapter covers only its rows of W.
+    lora_A, lora_B: (r, in_features) and (rows, r) fp32. Their keys are the last parts of Hugging Face's names, such as
+    q_proj. An adapter covers only its rows of W.
     With 4-bit weights, `weight` holds the codes, (out_features * in_features / 2,) uint8 with two codes per byte. `nf4`
     holds the scales, as in torchao's NF4Tensor.
     """

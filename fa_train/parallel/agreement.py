@@ -19,7 +19,7 @@ class Agreement:
         self._asked: dist.Work | None = None
 
     def any(self, yes: bool) -> bool:
-        """Starts the next all-reduce with this rank's answer. Returns whether the last one found a yes."""
+        """Returns whether the last all-reduce found a yes. If not, starts the next one with this rank's answer."""
         if self._asked is not None:
             self._asked.wait()
         if self._answer.item():

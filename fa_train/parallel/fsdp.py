@@ -37,7 +37,7 @@ SHARDED_MESH = "data_parallel"  # Lightning's name for the mesh dimension of dat
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
-    """Lightning's strategy for sharded models, with a mesh of one dimension that has all ranks.
+    """Lightning's strategy for sharded models, whose mesh has a single dimension with all ranks.
 
     A checkpoint is a folder with one part per rank. Any number of ranks can load it. They can also load the checkpoint
     file of an unsharded run.

@@ -136,7 +136,7 @@ def load_plan(
 def report_plan(
     plan: np.ndarray, lengths: np.ndarray, seq_len: int, policy: LongDocuments, loss_mask: LossMask | None = None
 ) -> PackingReport:
-    """Returns the counts of documents and tokens of a plan; with a loss_mask, of labels too."""
+    """Returns the counts of documents and tokens of a plan, and those of labels if loss_mask is given."""
     tokens_kept = np.bincount(plan[:, DOCUMENT], plan[:, STOP] - plan[:, START], len(lengths)).astype(np.int64)
     n_pieces = np.bincount(plan[:, DOCUMENT], minlength=len(lengths))
     lost = lengths - tokens_kept

@@ -107,7 +107,7 @@ def _shards(corpus: Corpus[Any]) -> Iterator[list[Keyed]]:
 
 
 def _start_worker(encoder: Encoder[Any]) -> None:
-    global _worker_encoder  # sent once per process, because a tokenizer can have megabytes
+    global _worker_encoder  # sent once per process, because a tokenizer can be several megabytes large
     _worker_encoder = encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the pool already runs in parallel
     Thread(target=_end_with_parent, daemon=True).start()

@@ -39,7 +39,7 @@ class Documents:
     """The training or held-out documents of a prepared corpus. Item i is a memory-mapped array, (length,) int32.
 
     loss_mask is None if all tokens have a loss. A small corpus may have no held-out document, or only held-out ones.
-    The end of the longest document is then held out instead. If chats have this problem, the last chat is held out.
+    The end of the longest document is then held out instead. In a corpus of chats, the last chat is held out.
     Raises: ValueError if a file is missing, truncated or damaged. Reading a document raises ValueError if a token is
     not in 0 to vocab_size - 1.
     """

@@ -76,7 +76,7 @@ class Block:
         return self.activated() if self.run.adapters else 0
 
     def kept(self) -> int:
-        """Returns the bytes that autograd saves of a block without activation checkpointing."""
+        """Returns the bytes that autograd saves for a block without activation checkpointing."""
         return self.attention_kept() + self.ffn_kept()
 
     def boundary(self) -> int:
@@ -193,15 +193,15 @@ class Block:
         return held + workspace + self.qkv + (0 if self.eager else self._held_by_compiled_code())
 
     def _held_by_compiled_code(self) -> int:
-        """Returns the bytes that compiled code still holds during attention's backward and eager code has freed.
+        """Returns the bytes that compiled code still holds during attention's backward, but eager code has freed.
 
         The order of operations is that of torch 2.11's inductor on an H200.
         """
         held = self.x  # the gradient of the block's output, because the compiled block is one autograd node
         if self.run.adapters:
             return held
-        # a kernel at the end computes the gradients of both norms' weights, from attention's projected output and the
-        # FFN's input gradient; blocks with GPT.may_add_later hold one tensor less, which no recorded peak covers
+        # The last kernel computes the weight gradients of both norms from attention's projected output and the FFN's
+        # input gradient. Blocks with GPT.may_add_later hold one tensor less, but no peak was measured for them.
         held += 2 * self.x_rounded + self.statistics
         # attention's output, for the gradient of the output projection
         held += self.x_rounded if self.run.mixed and not self.levers.mlp_chunk else 0

@@ -106,8 +106,8 @@ def fastest_that_fits(plan: Plan, gpu_bytes: int, host_bytes: int) -> Levers | N
 def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
     """Returns overrides of train.py that make a run fit, or "" if it already fits.
 
-    Tries fewer rows per micro-batch first, then levers, smaller optimizer states and a lower precision. If nothing
-    fits, the result contains the longest seq_len that does.
+    Tries fewer rows per micro-batch first, then levers, smaller optimizer states and a lower precision. If these are
+    not enough, the overrides also set the longest seq_len that fits.
     """
     rows = plan.run.rows
     for fewer in (n for n in range(rows, 0, -1) if rows % n == 0):

@@ -111,7 +111,7 @@ def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
     """Loads a trained model to the CPU. Returns it and its number of optimizer steps.
 
     The frozen base of an adapter is not in the checkpoint, so it is loaded or drawn again.
-    Raises: CheckpointError if the checkpoint is damaged, does not fit the model of `build`, or is not finite.
+    Raises: CheckpointError if the checkpoint is damaged, does not fit the model of `build`, or has NaN or infinity.
     """
     require_whole(checkpoint)
     if checkpoint.is_dir():
