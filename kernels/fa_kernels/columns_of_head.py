@@ -1,12 +1,12 @@
-"""How the columns of a head are held: its width need not be a power of two."""
+"""The column blocks of a head: its width need not be a power of two, but a block must be one."""
 
 import triton
 
 
 def split_columns(width: int, itemsize: int = 2) -> tuple[int, int]:
-    """The two powers of two, the second perhaps 0, that hold `width` columns with the least padding.
+    """Returns the two powers of two, the second may be 0, that hold `width` columns with the least padding.
 
-    Each part has at least 16 columns, or 32 in fp8 (itemsize 1), because tl.dot takes no fewer.
+    Each block has at least 16 columns, or 32 in fp8 (itemsize 1), because tl.dot needs as many.
 
     >>> [split_columns(d) for d in (8, 64, 80, 96, 104, 192)]
     [(16, 0), (64, 0), (64, 16), (64, 32), (128, 0), (128, 64)]
@@ -20,3 +20,8 @@ def split_columns(width: int, itemsize: int = 2) -> tuple[int, int]:
         return first, 0
     second = max(least, triton.next_power_of_2(rest))
     return (2 * first, 0) if second >= first else (first, second)
+
+
+def columns_of(width: int, itemsize: int = 2) -> tuple[int, ...]:
+    """Returns the widths of the one or two column blocks of a head: `split_columns` without zeros."""
+    return tuple(block for block in split_columns(width, itemsize) if block)

@@ -1,4 +1,8 @@
-"""NaN of one document stays out of the others: kernels contain it, or mark the tiles to compute again."""
+"""Keeps NaN of one document out of the others.
+
+A kernel either isolates NaN while it computes (`isolate_nan`), or marks rows that contain NaN. portable/repair.py then
+computes the marked tiles again.
+"""
 
 import torch
 import triton
@@ -7,16 +11,16 @@ from torch import Tensor
 
 from fa_kernels.device import ceil_div
 
-ROWS_PER_MARK = tl.constexpr(64)  # at least half a tile of any kernel here
+ROWS_PER_MARK = tl.constexpr(64)  # at least half a tile of any kernel
 
 
 @triton.jit
 def isolate_nan(x):
-    """Rows [N, D] that not every row of the program sees -> the same with 0 for what is not finite, and [N] 0 or NaN.
+    """Returns x [N, D] with 0 for each element that is not finite, and [N]: NaN for rows that had one, else 0.
 
-    An invisible row has a weight of 0, but 0 times NaN is NaN: it would leave its document through the product. The
-    second result, added to the weights of the visible, keeps NaN where it belongs. Of one document nobody asks for
-    that, and kernels compile without: it doubles a masked loop's instructions.
+    x holds rows that some rows of the program do not see. Their weight is 0, but 0 * NaN is NaN, which would leave its
+    document through the matmul. Adding the second result to the weights of visible rows keeps NaN where it belongs.
+    This doubles the instructions of a masked loop, so kernels for one document are compiled without it.
     """
     zeros = x * 0.0  # NaN where x is not finite
     return tl.where(zeros == 0.0, x, 0.0), tl.sum(zeros.to(tl.float32), axis=1)

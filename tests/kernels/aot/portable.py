@@ -22,7 +22,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fa_kernels.columns_of_head import split_columns
+from fa_kernels.columns_of_head import columns_of
 from fa_kernels.flash_attention.portable.backward import _dkdv_kernel, _dq_kernel
 from fa_kernels.flash_attention.portable.forward import _fwd_kernel
 from fa_kernels.flash_attention.portable.repair import _repair_bwd_kernel, _repair_fwd_kernel
@@ -103,11 +103,10 @@ def compile_case_to_ptx(arch, head_dim, v_head_dim, direction, itemsize):
 def source_of(kernel, tiles, of_queries, head_dim, v_head_dim, direction, itemsize, contain, precision):
     """Specialises the kernel of one pass like a launch without features. `of_queries` are the tiles of dQ."""
     rows = tiles.block_n if direction in ("dkdv", "dk", "dv") else tiles.block_m
-    d_1, d_2 = split_columns(head_dim, itemsize)
-    dv_1, dv_2 = split_columns(v_head_dim, itemsize)
     constants = dict(
         HAS_SINKS=False, HAS_SOFTCAP=False, HAS_ALIBI=False, GROUP=4,
-        D=head_dim, D_1=d_1, D_2=d_2, DV=v_head_dim, DV_1=dv_1, DV_2=dv_2,
+        D=head_dim, D_COLUMNS=columns_of(head_dim, itemsize),
+        DV=v_head_dim, DV_COLUMNS=columns_of(v_head_dim, itemsize),
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, DKDV_M=tiles.block_m, DKDV_N=tiles.block_n,
         DQ_M=of_queries.block_m, DQ_N=of_queries.block_n, TILES_PER_WORK_TILE=128 // rows, LOOK=256,
         PRECISION=precision,

@@ -1,8 +1,8 @@
-"""The backward pass by recomputation: dK and dV a tile of keys at a time, then dQ a tile of queries at a time.
+"""The backward pass by recomputation: dK and dV for each tile of keys, then dQ for each tile of queries.
 
-Two kernels recompute the scores twice (seven matmuls where one fused pass needs five), but each output has one owner:
-no atomics, and gradients are bitwise repeatable (arXiv:2307.08691, Alg. 2, with its loops taken apart). For heads so
-wide that dK and dV of one tile overflow the registers, the first kernel is launched for each of them: eight matmuls.
+This is arXiv:2307.08691, Alg. 2, with one kernel per loop. The scores are computed twice, which makes seven matmuls
+instead of five. In return each output has one owner: there are no atomics, and gradients are bitwise repeatable.
+If dK and dV of a tile would overflow the registers, the first kernel runs once for each of them: eight matmuls.
 """
 
 from typing import Any
@@ -12,12 +12,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_kernels.columns_of_head import split_columns
+from fa_kernels.columns_of_head import columns_of
 from fa_kernels.device import LOG2_E, arch_of
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.masks import is_visible, tile_range
-from fa_kernels.flash_attention.nan_isolation import isolate_nan
-from fa_kernels.flash_attention.portable.load import load_part, store_part
+from fa_kernels.flash_attention.portable.columns import (
+    add_to_columns,
+    by_block,
+    by_tensor,
+    dot_of_columns,
+    isolate_nan_columns,
+    load_block,
+    load_both,
+    load_columns,
+    store_block,
+    with_rest,
+    zero_columns,
+)
 from fa_kernels.flash_attention.schedule import WORK_TILE, Schedule
 from fa_kernels.flash_attention.scores import alibi_bias, cap, load_alibi
 from fa_kernels.flash_attention.tile_order import grid_of_tiles, heads_per_section, tile_and_head
@@ -29,7 +40,7 @@ from fa_kernels.launch.record import launch
 def _probabilities(
     scores, lse, bias, softmax_scale, softcap, dtype: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
 ):  # fmt: skip
-    """2^(logits - lse) again from q . k, and how the logits grow with it (over softmax_scale). lse is in log2."""
+    """p = 2^(logits - lse) from q . k, and d logits / d (q . k) over softmax_scale. lse is in log2 units."""
     growth = 1.0
     if HAS_SOFTCAP:
         scores, t = cap(scores, softmax_scale, softcap, dtype)
@@ -43,39 +54,31 @@ def _probabilities(
 
 @triton.jit
 def _accumulate_dk_dv(
-    dk, dk_2, dv, dv_2, k, k_2, v, v_2, q_ptr, do_ptr, lse_ptr, delta_ptr, start, end, query_start, query_end,
+    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, start, end, query_start, query_end,
     total_q, stride_qt, stride_dot, softmax_scale, softcap, slopes_ptr, aligned_ptr, document_ptr, stride_slopes,
     head, keys,
     MASKED: tl.constexpr, ISOLATE_NAN: tl.constexpr, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
-    DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, D: tl.constexpr, D_COLUMNS: tl.constexpr,
+    DV: tl.constexpr, DV_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Takes the queries start to end of one head into dK and dV of one tile of keys. Scores are held transposed."""
+    """Adds the queries start to end of one head to dK and dV of one tile of keys. Scores are transposed, [N, M]."""
     for m in range(start, end, BLOCK_M):
         queries = m + tl.arange(0, BLOCK_M)
         inside = queries < total_q
-        q = load_part(q_ptr, m, stride_qt, total_q, 0, D_1, D, BLOCK_M, MASKED)  # [M, D_1]
-        do = load_part(do_ptr, m, stride_dot, total_q, 0, DV_1, DV, BLOCK_M, MASKED)  # [M, DV_1]
-        q_2 = load_part(q_ptr, m, stride_qt, total_q, D_1, D_2, D, BLOCK_M, MASKED) if D_2 else q
-        do_2 = load_part(do_ptr, m, stride_dot, total_q, DV_1, DV_2, DV, BLOCK_M, MASKED) if DV_2 else do
+        q, do = load_both(
+            q_ptr, do_ptr, m, stride_qt, stride_dot, total_q, D_COLUMNS, D, DV_COLUMNS, DV, BLOCK_M, MASKED
+        )
         if ISOLATE_NAN and HAS_DK:
-            q, _ = isolate_nan(q)  # where it is visible, its lse is NaN too
-            if D_2:
-                q_2, _ = isolate_nan(q_2)
+            q, _ = isolate_nan_columns(q)  # where a query is visible, its lse is NaN too
         if ISOLATE_NAN and HAS_DV:
-            do, nan_rows = isolate_nan(do)
-            if DV_2:
-                do_2, nan_rows_2 = isolate_nan(do_2)
-                nan_rows += nan_rows_2
+            do, nan_rows = isolate_nan_columns(do)
         if MASKED:
             lse = tl.load(lse_ptr + queries, mask=inside, other=0.0)
             delta = tl.load(delta_ptr + queries, mask=inside, other=0.0)
         else:
             lse = tl.load(lse_ptr + queries)
             delta = tl.load(delta_ptr + queries)
-        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [N, M]
-        if D_2:
-            scores = tl.dot(k_2, tl.trans(q_2), scores, input_precision=PRECISION)
+        scores = dot_of_columns(k, q, PRECISION)  # [N, M]
         bias = scores
         if HAS_ALIBI:
             slope, aligned = load_alibi(
@@ -83,7 +86,7 @@ def _accumulate_dk_dv(
             )
             bias = alibi_bias(slope[None, :], aligned[None, :], keys[:, None])
         lse = (lse * LOG2_E)[None, :]
-        p, growth = _probabilities(scores, lse, bias, softmax_scale, softcap, k.dtype, HAS_SOFTCAP, HAS_ALIBI)
+        p, growth = _probabilities(scores, lse, bias, softmax_scale, softcap, k[0].dtype, HAS_SOFTCAP, HAS_ALIBI)
         if MASKED:
             # selected after the exponential: a row that sees nothing has lse = -inf
             visible = is_visible(queries, query_start, query_end)
@@ -91,22 +94,14 @@ def _accumulate_dk_dv(
                 p += nan_rows[None, :]
             p = tl.where(visible, p, 0.0)
         if HAS_DV:
-            p_low = p.to(do.dtype)
-            dv = tl.dot(p_low, do, dv, input_precision=PRECISION)
-            if DV_2:
-                dv_2 = tl.dot(p_low, do_2, dv_2, input_precision=PRECISION)
+            dv = add_to_columns(dv, p.to(do[0].dtype), do, PRECISION)
         if HAS_DK:
-            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [N, M]
-            if DV_2:
-                dp = tl.dot(v_2, tl.trans(do_2), dp, input_precision=PRECISION)
+            dp = dot_of_columns(v, do, PRECISION)  # [N, M]
             ds = p * (dp - delta[None, :]) * growth
             if MASKED:
                 ds = tl.where(visible, ds, 0.0)  # delta may be NaN
-            ds = ds.to(q.dtype)
-            dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-            if D_2:
-                dk_2 = tl.dot(ds, q_2, dk_2, input_precision=PRECISION)
-    return dk, dk_2, dv, dv_2
+            dk = add_to_columns(dk, ds.to(q[0].dtype), q, PRECISION)
+    return dk, dv
 
 
 @triton.jit
@@ -118,14 +113,14 @@ def dkdv_tile(
     total_q, total_k, n_kv_heads, softmax_scale, softcap,
     HAS_DK: tl.constexpr, HAS_DV: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     GROUP: tl.constexpr,
-    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    D: tl.constexpr, D_COLUMNS: tl.constexpr, DV: tl.constexpr, DV_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ISOLATE_NAN: tl.constexpr,
     PHASES: tl.constexpr,
 ):  # fmt: skip
-    """dK (HAS_DK) and dV (HAS_DV) of BLOCK_N keys of one KV head, from `first` on, over all query heads that share it.
+    """Computes dK (HAS_DK) and dV (HAS_DV) of BLOCK_N keys of one KV head, from `first` on, over its query heads.
 
-    In 3 phases, blocks that every key is seen in whole need no mask; in 1, all are masked: the least code.
-    ISOLATE_NAN keeps NaN in its document; without, it may reach all keys of the tile.
+    With PHASES 3, blocks whose queries see every key need no mask. With 1, all blocks are masked: less code.
+    Without ISOLATE_NAN, NaN of one document may reach all keys of the tile.
     """
     keys = first + tl.arange(0, BLOCK_N)  # [N]
     inside = keys < total_k
@@ -139,39 +134,41 @@ def dkdv_tile(
     kv_head_64 = kv_head.to(tl.int64)
     k_ptr += kv_head_64 * stride_kh
     v_ptr += kv_head_64 * stride_vh
-    k = load_part(k_ptr, first, stride_kt, total_k, 0, D_1, D, BLOCK_N, True)  # [N, D_1]
-    v = load_part(v_ptr, first, stride_vt, total_k, 0, DV_1, DV, BLOCK_N, True) if HAS_DK else k  # [N, DV_1]
-    k_2 = load_part(k_ptr, first, stride_kt, total_k, D_1, D_2, D, BLOCK_N, True) if D_2 else k
-    v_2 = load_part(v_ptr, first, stride_vt, total_k, DV_1, DV_2, DV, BLOCK_N, True) if HAS_DK and DV_2 else v
-    dk = tl.zeros([BLOCK_N, D_1 if HAS_DK else 1], tl.float32)
-    dv = tl.zeros([BLOCK_N, DV_1 if HAS_DV else 1], tl.float32)
-    dk_2 = tl.zeros([BLOCK_N, D_2 if HAS_DK and D_2 else 1], tl.float32)
-    dv_2 = tl.zeros([BLOCK_N, DV_2 if HAS_DV and DV_2 else 1], tl.float32)
-    # what the three phases have in common, hoisted out of this loop, is more than the registers hold
+    if HAS_DK:
+        k, v = load_both(
+            k_ptr, v_ptr, first, stride_kt, stride_vt, total_k, D_COLUMNS, D, DV_COLUMNS, DV, BLOCK_N, True
+        )
+    else:
+        k = load_columns(k_ptr, first, stride_kt, total_k, D_COLUMNS, D, BLOCK_N, True)
+        v = ()
+    gradients = by_block(
+        zero_columns(D_COLUMNS, BLOCK_N) if HAS_DK else (), zero_columns(DV_COLUMNS, BLOCK_N) if HAS_DV else ()
+    )
+    # what the three phases have in common does not fit the registers if it is hoisted out of this loop
     for member in tl.range(GROUP, disable_licm=True):
         head = kv_head * GROUP + member
         head_64 = head.to(tl.int64)
+        dk, dv = by_tensor(gradients)
         for phase in tl.static_range(PHASES):
-            dk, dk_2, dv, dv_2 = _accumulate_dk_dv(
-                dk, dk_2, dv, dv_2, k, k_2, v, v_2, q_ptr + head_64 * stride_qh, do_ptr + head_64 * stride_doh,
+            dk, dv = _accumulate_dk_dv(
+                dk, dv, k, v, q_ptr + head_64 * stride_qh, do_ptr + head_64 * stride_doh,
                 lse_ptr + head_64 * total_q, delta_ptr + head_64 * total_q,
                 start if phase == 0 else whole_start if phase == 1 else whole_end,
                 whole_start if phase == 0 else whole_end if phase == 1 else end,
                 query_start, query_end, total_q, stride_qt, stride_dot, softmax_scale, softcap,
                 slopes_ptr, aligned_ptr, document_ptr, stride_slopes, head, keys,
-                phase != 1, phase != 1 and ISOLATE_NAN, HAS_DK, HAS_DV, HAS_SOFTCAP, HAS_ALIBI, D, D_1, D_2, DV, DV_1,
-                DV_2, BLOCK_M, PRECISION,
+                phase != 1, phase != 1 and ISOLATE_NAN, HAS_DK, HAS_DV, HAS_SOFTCAP, HAS_ALIBI,
+                D, D_COLUMNS, DV, DV_COLUMNS, BLOCK_M, PRECISION,
             )  # fmt: skip
+        gradients = by_block(dk, dv)
+    dk, dv = by_tensor(gradients)
     dk_ptr += kv_head_64 * D
     dv_ptr += kv_head_64 * DV
-    if HAS_DK:
-        store_part(dk_ptr, dk * softmax_scale, first, n_kv_heads * D, total_k, 0, D_1, D, BLOCK_N)
-    if HAS_DV:
-        store_part(dv_ptr, dv, first, n_kv_heads * DV, total_k, 0, DV_1, DV, BLOCK_N)
-    if HAS_DK and D_2:
-        store_part(dk_ptr, dk_2 * softmax_scale, first, n_kv_heads * D, total_k, D_1, D_2, D, BLOCK_N)
-    if HAS_DV and DV_2:
-        store_part(dv_ptr, dv_2, first, n_kv_heads * DV, total_k, DV_1, DV_2, DV, BLOCK_N)
+    for i in tl.static_range(2):
+        if i < len(dk):
+            store_block(dk_ptr, dk[i] * softmax_scale, first, n_kv_heads * D, total_k, i, D_COLUMNS, D, BLOCK_N)
+        if i < len(dv):
+            store_block(dv_ptr, dv[i], first, n_kv_heads * DV, total_k, i, DV_COLUMNS, DV, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["total_q", "total_k", "n_kv_heads", "n_tiles", "section"])
@@ -182,7 +179,7 @@ def _dkdv_kernel(
     total_q, total_k, n_kv_heads, softmax_scale, softcap, tiles_ptr, n_tiles, section,
     HAS_DK: tl.constexpr, HAS_DV: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     GROUP: tl.constexpr,
-    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    D: tl.constexpr, D_COLUMNS: tl.constexpr, DV: tl.constexpr, DV_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ISOLATE_NAN: tl.constexpr,
     TILES_PER_WORK_TILE: tl.constexpr,
 ):  # fmt: skip
@@ -197,49 +194,43 @@ def _dkdv_kernel(
         slopes_ptr, aligned_ptr, document_ptr,
         stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
         total_q, total_k, n_kv_heads, softmax_scale, softcap,
-        HAS_DK, HAS_DV, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION,
+        HAS_DK, HAS_DV, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_COLUMNS, DV, DV_COLUMNS, BLOCK_M, BLOCK_N, PRECISION,
         ISOLATE_NAN, 3,
     )  # fmt: skip
 
 
 @triton.jit
 def _accumulate_dq(
-    dq, dq_2, q, q_2, do, do_2, lse, delta, k_ptr, v_ptr, start, end, key_start, key_end, total_k, stride_kt,
+    dq, q, do, lse, delta, k_ptr, v_ptr, start, end, key_start, key_end, total_k, stride_kt,
     stride_vt, softmax_scale, softcap, slope, aligned,
     MASKED: tl.constexpr, ISOLATE_NAN: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-    D: tl.constexpr,
-    D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    D: tl.constexpr, D_COLUMNS: tl.constexpr, DV: tl.constexpr, DV_COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Takes the keys start to end into dQ of one tile of queries."""
+    """Adds the keys start to end to dQ of one tile of queries."""
     for n in range(start, end, BLOCK_N):
-        k = load_part(k_ptr, n, stride_kt, total_k, 0, D_1, D, BLOCK_N, MASKED)  # [N, D_1]
-        v = load_part(v_ptr, n, stride_vt, total_k, 0, DV_1, DV, BLOCK_N, MASKED)  # [N, DV_1]
-        k_2 = load_part(k_ptr, n, stride_kt, total_k, D_1, D_2, D, BLOCK_N, MASKED) if D_2 else k
+        k = load_block(k_ptr, n, stride_kt, total_k, 0, D_COLUMNS, D, BLOCK_N, MASKED)  # [N, D_COLUMNS[0]]
+        v = load_block(v_ptr, n, stride_vt, total_k, 0, DV_COLUMNS, DV, BLOCK_N, MASKED)
+        k = with_rest(k, k_ptr, n, stride_kt, total_k, D_COLUMNS, D, BLOCK_N, MASKED)
         if ISOLATE_NAN:
-            k, _ = isolate_nan(k)  # where it is visible, lse is NaN too
-            if D_2:
-                k_2, _ = isolate_nan(k_2)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
-        if D_2:
-            scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision=PRECISION)
+            k, _ = isolate_nan_columns(k)  # where a key is visible, lse is NaN too
+        scores = dot_of_columns(q, k, PRECISION)  # [M, N]
         keys = n + tl.arange(0, BLOCK_N)
         bias = alibi_bias(slope[:, None], aligned[:, None], keys[None, :]) if HAS_ALIBI else scores
-        p, growth = _probabilities(scores, lse[:, None], bias, softmax_scale, softcap, k.dtype, HAS_SOFTCAP, HAS_ALIBI)
+        p, growth = _probabilities(
+            scores, lse[:, None], bias, softmax_scale, softcap, k[0].dtype, HAS_SOFTCAP, HAS_ALIBI
+        )
         if MASKED:
             p = tl.where(is_visible(keys, key_start, key_end), p, 0.0)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [M, N]
-        if DV_2:
-            v_2 = load_part(v_ptr, n, stride_vt, total_k, DV_1, DV_2, DV, BLOCK_N, MASKED)
-            dp = tl.dot(do_2, tl.trans(v_2), dp, input_precision=PRECISION)
+        dp = tl.dot(do[0], tl.trans(v), input_precision=PRECISION)  # [M, N]
+        for i in tl.static_range(1, len(DV_COLUMNS)):
+            v = load_block(v_ptr, n, stride_vt, total_k, i, DV_COLUMNS, DV, BLOCK_N, MASKED)
+            dp = tl.dot(do[i], tl.trans(v), dp, input_precision=PRECISION)
         ds = p * (dp - delta[:, None]) * growth
         if MASKED:
             ds = tl.where(is_visible(keys, key_start, key_end), ds, 0.0)
-        ds = ds.to(k.dtype)
-        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
-        if D_2:
-            dq_2 = tl.dot(ds, k_2, dq_2, input_precision=PRECISION)
-    return dq, dq_2
+        dq = add_to_columns(dq, ds.to(k[0].dtype), k, PRECISION)
+    return dq
 
 
 @triton.jit
@@ -250,11 +241,11 @@ def dq_tile(
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
     total_q, total_k, n_heads, softmax_scale, softcap,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    D: tl.constexpr, D_COLUMNS: tl.constexpr, DV: tl.constexpr, DV_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ISOLATE_NAN: tl.constexpr,
     PHASES: tl.constexpr,
 ):  # fmt: skip
-    """dQ of BLOCK_M queries of one head, from `first` on. PHASES and ISOLATE_NAN are as in dkdv_tile."""
+    """Computes dQ of BLOCK_M queries of one head, from `first` on. PHASES and ISOLATE_NAN are as in dkdv_tile."""
     rows = first + tl.arange(0, BLOCK_M)  # [M]
     inside = rows < total_q
     key_start = tl.load(key_start_ptr + rows, mask=inside, other=0)
@@ -269,28 +260,23 @@ def dq_tile(
     do_ptr += head_64 * stride_doh
     k_ptr += head_64 // GROUP * stride_kh
     v_ptr += head_64 // GROUP * stride_vh
-    q = load_part(q_ptr, first, stride_qt, total_q, 0, D_1, D, BLOCK_M, True)  # [M, D_1]
-    do = load_part(do_ptr, first, stride_dot, total_q, 0, DV_1, DV, BLOCK_M, True)  # [M, DV_1]
-    q_2 = load_part(q_ptr, first, stride_qt, total_q, D_1, D_2, D, BLOCK_M, True) if D_2 else q
-    do_2 = load_part(do_ptr, first, stride_dot, total_q, DV_1, DV_2, DV, BLOCK_M, True) if DV_2 else do
+    q, do = load_both(q_ptr, do_ptr, first, stride_qt, stride_dot, total_q, D_COLUMNS, D, DV_COLUMNS, DV, BLOCK_M, True)
     lse = tl.load(lse_ptr + head_64 * total_q + rows, mask=inside, other=0.0) * LOG2_E
     delta = tl.load(delta_ptr + head_64 * total_q + rows, mask=inside, other=0.0)
     slope, aligned = load_alibi(slopes_ptr, aligned_ptr, document_ptr, stride_slopes, rows, head, inside, HAS_ALIBI)
-    dq = tl.zeros([BLOCK_M, D_1], tl.float32)
-    dq_2 = tl.zeros([BLOCK_M, D_2 if D_2 else 1], tl.float32)
+    dq = zero_columns(D_COLUMNS, BLOCK_M)
     for phase in tl.static_range(PHASES):
-        dq, dq_2 = _accumulate_dq(
-            dq, dq_2, q, q_2, do, do_2, lse, delta, k_ptr, v_ptr,
+        dq = _accumulate_dq(
+            dq, q, do, lse, delta, k_ptr, v_ptr,
             start if phase == 0 else whole_start if phase == 1 else whole_end,
             whole_start if phase == 0 else whole_end if phase == 1 else end,
             key_start, key_end, total_k, stride_kt, stride_vt, softmax_scale, softcap, slope, aligned,
-            phase != 1, phase != 1 and ISOLATE_NAN, HAS_SOFTCAP, HAS_ALIBI, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_N,
+            phase != 1, phase != 1 and ISOLATE_NAN, HAS_SOFTCAP, HAS_ALIBI, D, D_COLUMNS, DV, DV_COLUMNS, BLOCK_N,
             PRECISION,
         )  # fmt: skip
     dq_ptr += head_64 * D
-    store_part(dq_ptr, dq * softmax_scale, first, n_heads * D, total_q, 0, D_1, D, BLOCK_M)
-    if D_2:
-        store_part(dq_ptr, dq_2 * softmax_scale, first, n_heads * D, total_q, D_1, D_2, D, BLOCK_M)
+    for i in tl.static_range(len(D_COLUMNS)):
+        store_block(dq_ptr, dq[i] * softmax_scale, first, n_heads * D, total_q, i, D_COLUMNS, D, BLOCK_M)
 
 
 @triton.jit(do_not_specialize=["total_q", "total_k", "n_heads", "n_tiles", "section"])
@@ -300,7 +286,7 @@ def _dq_kernel(
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
     total_q, total_k, n_heads, softmax_scale, softcap, tiles_ptr, n_tiles, section,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    D: tl.constexpr, D_COLUMNS: tl.constexpr, DV: tl.constexpr, DV_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ISOLATE_NAN: tl.constexpr,
     TILES_PER_WORK_TILE: tl.constexpr,
 ):  # fmt: skip
@@ -315,7 +301,7 @@ def _dq_kernel(
         slopes_ptr, aligned_ptr, document_ptr,
         stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
         total_q, total_k, n_heads, softmax_scale, softcap,
-        HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N, PRECISION, ISOLATE_NAN, 3,
+        HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_COLUMNS, DV, DV_COLUMNS, BLOCK_M, BLOCK_N, PRECISION, ISOLATE_NAN, 3,
     )  # fmt: skip
 
 
@@ -357,7 +343,7 @@ def attention_backward(
 
 
 def backward_arguments(q: Tensor, k: Tensor, v: Tensor, do: Tensor, heads: int, features: Features) -> tuple[Any, ...]:
-    """What all three kernels take after their tensors: ALiBi, strides, sizes, scales."""
+    """The arguments of all three kernels after their tensors: ALiBi, strides, sizes, scales."""
     return (
         *features.pointers()[1:],
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2], features.stride_slopes(),
@@ -367,8 +353,8 @@ def backward_arguments(q: Tensor, k: Tensor, v: Tensor, do: Tensor, heads: int, 
 
 def backward_constants(q: Tensor, v: Tensor, features: Features) -> dict[str, Any]:
     """The constants of all three kernels, except tiles."""
-    (d_1, d_2), (dv_1, dv_2) = split_columns(q.shape[2]), split_columns(v.shape[2])
     return dict(
         HAS_SOFTCAP=features.softcap != 0.0, HAS_ALIBI=bool(features.alibi), GROUP=q.shape[1] // v.shape[1],
-        D=q.shape[2], D_1=d_1, D_2=d_2, DV=v.shape[2], DV_1=dv_1, DV_2=dv_2, PRECISION=precision_of(q),
+        D=q.shape[2], D_COLUMNS=columns_of(q.shape[2]), DV=v.shape[2], DV_COLUMNS=columns_of(v.shape[2]),
+        PRECISION=precision_of(q),
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Few queries over a long cache of keys and values: append, attention in splits of the keys, merge by lse.
+"""Decoding: few queries over a long cache of keys and values. Append, attention in splits of the keys, merge by lse.
 
-With one query a sequence there are too few tiles of queries to fill a GPU, so the keys of a sequence are split over
-programs, and their fp32 partial outputs are merged by lse (Flash-Decoding, pytorch.org/blog/flash-decoding; the merge
-is arXiv:2307.08691, section 3.1). All query heads of a group stand in one tile, so that a key is read once for all.
+With one query per sequence there are too few tiles of queries to fill a GPU. So the keys of a sequence are split over
+programs, and the fp32 partial outputs are merged by lse (Flash-Decoding, pytorch.org/blog/flash-decoding; the merge is
+arXiv:2307.08691, section 3.1). One tile holds all query heads of a group, so that each key is read once.
 """
 
 from dataclasses import dataclass, replace
@@ -15,33 +15,29 @@ from torch import Tensor
 
 from fa_kernels.device import LOG2_E, Arch, arch_of, interpreted, multiprocessors
 from fa_kernels.flash_attention.masks import is_visible
-from fa_kernels.flash_attention.portable.load import load_part
+from fa_kernels.flash_attention.portable.columns import load_columns
 from fa_kernels.flash_attention.scores import alibi_bias, cap
 from fa_kernels.flash_attention.softmax import online_softmax_step
 from fa_kernels.flash_attention.tiles import TileConfig, fit, precision_of, tile_config
 
 MAX_SPLITS = 128
-MIN_SPLIT = 256  # keys: below this a split costs more in its merge than it saves
+MIN_SPLIT = 256  # keys: a smaller split costs more in its merge than it saves
 APPEND_ROWS = 16  # new tokens that one program appends
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values of a batch, in pages that are found through a table.
+    """Keys and values of a batch, in pages that a table lists.
 
-    A cache without a block table is one with a page a sequence. Positions are counted from the start of a sequence's
-    first page, padding on the left included.
-
-    Shapes: k (n_pages, page_size, n_kv_heads, head_dim) and v, of another width perhaps; seqlens (batch,) int32,
-    tokens held before this call's are appended; table (batch, pages a sequence) int32, or None where sequence i is
-    page i; leftpad (batch,) int32, the first position that counts, or None for 0.
+    A cache without a block table has one page per sequence. Positions count from the start of a sequence's first page,
+    and include padding on the left.
     """
 
-    k: Tensor
-    v: Tensor
-    seqlens: Tensor
-    table: Tensor | None
-    leftpad: Tensor | None
+    k: Tensor  # (n_pages, page_size, n_kv_heads, head_dim)
+    v: Tensor  # like k; its head_dim may differ
+    seqlens: Tensor  # (batch,) int32, tokens held before this call appends
+    table: Tensor | None  # (batch, pages per sequence) int32, or None if sequence i is page i
+    leftpad: Tensor | None  # (batch,) int32, the first position that counts, or None for 0
 
     @property
     def capacity(self) -> int:
@@ -58,8 +54,8 @@ class Cache:
 class Rotary:
     """Rotary embedding (arXiv:2104.09864): cos and sin (positions, rotary_dim / 2), rows dense.
 
-    interleaved pairs columns 0 and 1, 2 and 3; otherwise 0 and rotary_dim / 2, and so on. Columns past rotary_dim
-    stay as they are.
+    If `interleaved`, columns 0 and 1, 2 and 3 are pairs; otherwise 0 and rotary_dim / 2, and so on. Columns past
+    rotary_dim are not rotated.
     """
 
     cos: Tensor
@@ -89,11 +85,11 @@ def _load_rotated(
             pair = cols % HALF
             is_first = cols < HALF
             partner_cols = tl.where(is_first, cols + HALF, cols - HALF)
-        turned = (inside & (positions < seqlen_rotary))[:, None] & (cols < ROTARY)[None, :]
-        partner = tl.load(row_ptrs[:, None] + partner_cols[None, :], mask=turned, other=0.0).to(tl.float32)
+        has_angle = (inside & (positions < seqlen_rotary))[:, None] & (cols < ROTARY)[None, :]
+        partner = tl.load(row_ptrs[:, None] + partner_cols[None, :], mask=has_angle, other=0.0).to(tl.float32)
         angles = positions[:, None].to(tl.int64) * stride_cos + pair[None, :]
-        cos = tl.load(cos_ptr + angles, mask=turned, other=1.0).to(tl.float32)
-        sin = tl.load(sin_ptr + angles, mask=turned, other=0.0).to(tl.float32)
+        cos = tl.load(cos_ptr + angles, mask=has_angle, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + angles, mask=has_angle, other=0.0).to(tl.float32)
         rotated = tile.to(tl.float32) * cos + partner * tl.where(is_first[None, :], -sin, sin)
         tile = rotated.to(tile.dtype)
     return tile
@@ -108,7 +104,7 @@ def _append_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr,
     ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_T new tokens of one sequence and head, at the end of what the cache holds."""
+    """One program appends BLOCK_T new tokens of one sequence and head."""
     sequence = (tl.program_id(0) // n_blocks).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) % n_blocks * BLOCK_T + tl.arange(0, BLOCK_T)  # [T]
@@ -141,9 +137,9 @@ def _append_kernel(
 
 
 def append_to_cache(k: Tensor, v: Tensor, cache: Cache, rotary: Rotary | None) -> None:
-    """k (batch, seqlen_new, n_kv_heads, head_dim), v likewise -> written behind the tokens that the cache holds.
+    """Writes k and v (batch, seqlen_new, n_kv_heads, head_dim) after the tokens that the cache holds.
 
-    k is turned by the angles of the positions where it lands. What does not fit is dropped.
+    k is rotated by the angles of its new positions. What does not fit is dropped.
     """
     batch, seqlen_new, n_kv_heads, head_dim = k.shape
     v_head_dim = v.shape[-1]
@@ -169,10 +165,10 @@ def _attend(
     HAS_ALIBI: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Takes the keys start to end, from a multiple of BLOCK_N on, into the running softmax of one tile of queries."""
+    """Adds the keys start to end to the running softmax of one tile of queries. start is a multiple of BLOCK_N."""
     for n_64 in range(start, end, BLOCK_N):
         n = tl.cast(n_64, tl.int32)
-        if PAGED:  # BLOCK_N divides a page, so that a block lies in one
+        if PAGED:  # BLOCK_N divides a page, so a block is in one page
             # a wrong entry reads another page, but never outside the cache
             page = tl.minimum(tl.maximum(tl.load(table_ptr + n // page_size), 0), n_pages - 1).to(tl.int64)
             within = (n % page_size).to(tl.int64)
@@ -181,7 +177,7 @@ def _attend(
         k_block = k_ptr + (page * stride_kp + within * stride_kt)
         v_block = v_ptr + (page * stride_vp + within * stride_vt)
         n_left = n_keys - n
-        k = load_part(k_block, 0, stride_kt, n_left, 0, BLOCK_D, D, BLOCK_N, MASKED)  # [N, BLOCK_D]
+        k = load_columns(k_block, 0, stride_kt, n_left, (BLOCK_D,), D, BLOCK_N, MASKED)[0]  # [N, BLOCK_D]
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
         keys = n + tl.arange(0, BLOCK_N)
         to_log2 = softmax_scale * LOG2_E
@@ -194,7 +190,7 @@ def _attend(
         if MASKED:
             scores = tl.where(is_visible(keys, key_start, key_end), scores, float("-inf"))
         p, rescale, row_max, row_sum = online_softmax_step(scores, row_max, row_sum, to_log2, MASKED)
-        v = load_part(v_block, 0, stride_vt, n_left, 0, BLOCK_DV, DV, BLOCK_N, MASKED)  # [N, BLOCK_DV]
+        v = load_columns(v_block, 0, stride_vt, n_left, (BLOCK_DV,), DV, BLOCK_N, MASKED)[0]  # [N, BLOCK_DV]
         if MASKED and HAS_LEFTPAD:  # padding may hold NaN, and 0 * NaN is NaN
             v = tl.where((keys >= first_key)[:, None], v, 0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
@@ -218,13 +214,13 @@ def _decode_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M rows of one sequence and kv head over one of n_splits parts of the keys that they see.
+    """One program: BLOCK_M rows of one sequence and KV head over one of n_splits parts of the keys that they see.
 
-    A row is a query of one head: row r is token r // GROUP, and head r % GROUP of the group. o (n_splits, batch,
-    seqlen_q, n_heads, DV) and lse (n_splits, batch, n_heads, seqlen_q) are dense; with one split they are the result.
-    A head of D columns is held in a tile of BLOCK_D columns, a power of two; the columns past D are 0. DV and BLOCK_DV
-    are alike. Heads must not be held in two parts, as the forward pass holds them: if K or V passes through registers
-    on its way to shared memory, ptxas 12.8 computes some matrix descriptors from the wrong uniform register.
+    A row is a query of one head: row r is token r // GROUP and head r % GROUP of the group. o (n_splits, batch,
+    seqlen_q, n_heads, DV) and lse (n_splits, batch, n_heads, seqlen_q) are dense. With one split they are the result.
+    A head of D columns is one block of BLOCK_D columns, a power of two, with zeros past D; DV and BLOCK_DV likewise.
+    Two column blocks are not possible: if K or V passes through registers on its way to shared memory, ptxas 12.8
+    computes some matrix descriptors from the wrong uniform register.
     """
     program = tl.program_id(0)
     tile = program % n_tiles
@@ -247,7 +243,7 @@ def _decode_kernel(
     key_start = tl.maximum(aligned - left, first_key)
     key_end = tl.minimum(aligned + right + 1, n_keys)
 
-    # the tile's first token and its last see all that others of it see
+    # the tile's first and last token see everything that its other tokens see
     first_aligned = n_keys - seqlen_q + tile * BLOCK_M // GROUP
     last_aligned = n_keys - seqlen_q + (tl.minimum((tile + 1) * BLOCK_M, n_rows) - 1) // GROUP
     start = tl.maximum(first_aligned - left, first_key) // BLOCK_N * BLOCK_N
@@ -260,8 +256,8 @@ def _decode_kernel(
     whole_end = tl.minimum(first_aligned + right + 1, n_keys) // BLOCK_N * BLOCK_N
     whole_end = tl.maximum(tl.minimum(whole_end, end), whole_start)
 
-    # int64 already outside of the loops: the compiler widens their counters for the addresses anyway, and where it does
-    # so itself it splits their entries, whereupon ptxas serialises wgmma (C7515)
+    # int64 outside of the loops: if the compiler widens the counters itself, it splits the loops' entries, and ptxas
+    # then serialises wgmma (C7515)
     start, whole_start = start.to(tl.int64), whole_start.to(tl.int64)
     whole_end, end = whole_end.to(tl.int64), end.to(tl.int64)
 
@@ -284,7 +280,7 @@ def _decode_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    # blocks that some row sees in part, then those that every row sees whole, then again in part
+    # first blocks that some row sees in part, then blocks that every row sees whole, then blocks seen in part
     for phase in tl.static_range(3):
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, k_ptr, v_ptr, table_ptr, page,
@@ -313,7 +309,7 @@ def _merge_kernel(
     partial_ptr, partial_lse_ptr, o_ptr, lse_ptr, seqlen_q, n_heads, n_rows, n_splits,
     DV: tl.constexpr, BLOCK_D: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One program: the outputs of all splits for one query of one head, weighted by their share of the softmax."""
+    """One program sums the outputs of all splits for one query of one head, weighted by their share of the softmax."""
     row = tl.program_id(0).to(tl.int64)  # of (batch, seqlen_q, n_heads)
     head, token, sequence = row % n_heads, row // n_heads % seqlen_q, row // n_heads // seqlen_q
     lse_row = (sequence * n_heads + head) * seqlen_q + token
@@ -351,11 +347,11 @@ def decode_attention(
     right: int,
     n_splits: int,
 ) -> tuple[Tensor, Tensor]:
-    """(batch, seqlen_q, n_heads, head_dim) -> o of v's head_dim in q's dtype, lse (batch, n_heads, seqlen_q) fp32.
+    """q (batch, seqlen_q, n_heads, head_dim) -> o of v's head_dim in q's dtype, lse (batch, n_heads, seqlen_q) fp32.
 
-    The cache holds seqlen_new tokens more than its seqlens say. With rotary, query i stands at position seqlens + i
-    if rotary_by_token, else all at seqlens. slopes (n_heads,) or (batch, n_heads) fp32, rows dense. left and right:
-    tokens before and after the query, -1 unbounded. n_splits 0 chooses.
+    The cache holds seqlen_new tokens more than its seqlens say. Query i has the angles of position seqlens + i if
+    rotary_by_token, else those of seqlens. slopes: (n_heads,) or (batch, n_heads) fp32, rows dense. left, right:
+    tokens on each side of the aligned key, -1 unbounded. n_splits: 0 chooses.
     """
     batch, seqlen_q, n_heads, head_dim = q.shape
     n_pages, page_size, n_kv_heads, v_head_dim = cache.v.shape
@@ -410,14 +406,14 @@ def decode_attention(
 
 
 def padded_width(width: int) -> int:
-    """Columns of the tile that holds a head of `width` columns: a power of two, at least the 16 that tl.dot needs."""
+    """Columns of the one block that holds a head: a power of two, at least the 16 that tl.dot needs."""
     return max(16, triton.next_power_of_2(width))
 
 
 def decode_tiles(
     arch: Arch, head_dim: int, v_head_dim: int, itemsize: int, n_rows: int, paged: bool, limit: int
 ) -> TileConfig:
-    """The tiles for n_rows queries of a kv head: those of the forward pass where they fill one, else flat ones.
+    """Returns the tiles for n_rows queries of a KV head: the forward pass's if the rows fill one, else flat ones.
 
     limit: bytes of shared memory that a program may take.
     """
@@ -429,24 +425,24 @@ def decode_tiles(
     if block_m > 64 or block_m * widest * itemsize > 64 * 128 * 2:
         tiles = tile_config(arch, widest, "fwd", itemsize)
     else:
-        # 16-bit: 32 KiB of K and V a stage at most, so that two programs or more fit on an SM with what they fetch
+        # 16-bit: at most 32 KiB of K and V per stage, so that two or more programs fit on an SM
         block_n = 16 if itemsize == 4 else 64 if widest <= 128 else 32
         tiles = TileConfig(block_m, block_n, num_warps=4, num_stages=3 if block_m < 64 else 2)
     tiles = fit(arch, tiles, head_dim, v_head_dim, "fwd", itemsize, limit)
-    # the look-up of a page and the load that waits for it share the stages of the pipeline
+    # looking up a page and the load that needs it share the pipeline's stages
     return replace(tiles, num_stages=2 * tiles.num_stages - 1) if paged else tiles
 
 
 def choose_splits(n_programs: int, n_keys: int, n_multiprocessors: int) -> int:
-    """Into how many parts to cut n_keys keys so that the programs fill the GPU: two on each of its multiprocessors.
+    """Returns how many splits of n_keys keys fill the GPU with two programs per multiprocessor.
 
-    n_keys is the most that a tile of queries can see; how many it does see is known to the GPU alone.
+    n_keys is the most that a tile of queries can see. Only the GPU knows how many it does see.
     """
     return max(1, min(2 * n_multiprocessors // n_programs, n_keys // MIN_SPLIT, MAX_SPLITS))
 
 
 def _shared_limit(device: torch.device) -> int:
-    """Bytes that a program may take; the interpreter has no use for it."""
+    """Bytes of shared memory that a program may take; 0 in the interpreter, which ignores it."""
     properties: Any = None if interpreted() else torch.cuda.get_device_properties(device)  # torch's stub lacks it
     return 0 if properties is None else properties.shared_memory_per_block_optin
 

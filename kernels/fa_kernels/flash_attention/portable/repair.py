@@ -22,10 +22,10 @@ def _repair_fwd_kernel(
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_slopes,
     total_q, total_k, n_heads, softmax_scale, softcap, marks_ptr,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    D: tl.constexpr, D_COLUMNS: tl.constexpr, DV: tl.constexpr, DV_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
-    """Few programs: of all tiles of BLOCK_M queries of one head, the marked ones."""
+    """Computes the marked tiles of BLOCK_M queries. There are fewer programs than tiles."""
     n_tiles = tl.cdiv(total_q, BLOCK_M)
     n_items, step = n_tiles * n_heads, tl.num_programs(0)
     for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
@@ -39,7 +39,7 @@ def _repair_fwd_kernel(
                         sinks_ptr, slopes_ptr, aligned_ptr, document_ptr, descale_ptr,
                         stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_slopes,
                         total_q, total_k, n_heads, softmax_scale, softcap,
-                        HAS_SINKS, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, BLOCK_M, BLOCK_N,
+                        HAS_SINKS, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_COLUMNS, DV, DV_COLUMNS, BLOCK_M, BLOCK_N,
                         PRECISION, True, 1,
                     )  # fmt: skip
 
@@ -67,11 +67,11 @@ def _repair_bwd_kernel(
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh, stride_slopes,
     total_q, total_k, n_heads, softmax_scale, softcap, marks_q_ptr, marks_k_ptr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, DV: tl.constexpr, DV_1: tl.constexpr, DV_2: tl.constexpr,
+    D: tl.constexpr, D_COLUMNS: tl.constexpr, DV: tl.constexpr, DV_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr, DKDV_M: tl.constexpr, DKDV_N: tl.constexpr, DQ_M: tl.constexpr, DQ_N: tl.constexpr,
     LOOK: tl.constexpr,
 ):  # fmt: skip
-    """Few programs: the marked ones of all tiles of DKDV_N keys of one KV head, then of DQ_M queries of one head."""
+    """Computes the marked tiles of DKDV_N keys, then those of DQ_M queries. There are fewer programs than tiles."""
     n_kv_heads, step = n_heads // GROUP, tl.num_programs(0)
     n_tiles = tl.cdiv(total_k, DKDV_N)
     n_items = n_tiles * n_kv_heads
@@ -86,7 +86,7 @@ def _repair_bwd_kernel(
                         slopes_ptr, aligned_ptr, document_ptr,
                         stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
                         stride_slopes, total_q, total_k, n_kv_heads, softmax_scale, softcap,
-                        True, True, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, DKDV_M, DKDV_N,
+                        True, True, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_COLUMNS, DV, DV_COLUMNS, DKDV_M, DKDV_N,
                         PRECISION, True, 1,
                     )  # fmt: skip
     n_tiles = tl.cdiv(total_q, DQ_M)
@@ -102,7 +102,7 @@ def _repair_bwd_kernel(
                         slopes_ptr, aligned_ptr, document_ptr,
                         stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
                         stride_slopes, total_q, total_k, n_heads, softmax_scale, softcap,
-                        HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_1, D_2, DV, DV_1, DV_2, DQ_M, DQ_N, PRECISION, True, 1,
+                        HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_COLUMNS, DV, DV_COLUMNS, DQ_M, DQ_N, PRECISION, True, 1,
                     )  # fmt: skip
 
 
@@ -137,5 +137,5 @@ def repair_grid(device: torch.device, n_items: int) -> tuple[int, int]:
     There is one program for each multiprocessor. Few tiles are marked, so a launch that finds none must be short.
     """
     if interpreted():
-        return min(n_items, 3), 4  # few, so that short inputs have more tiles than that
+        return min(n_items, 3), 4  # few, so that short inputs have more tiles than programs
     return min(n_items, multiprocessors(device)), 256
