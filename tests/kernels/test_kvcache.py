@@ -294,7 +294,7 @@ ONE = {"cache_seqlens": 3, "k": NEW, "v": NEW}
         pytest.param({"cache_batch_idx": int32(1)}, r"cache_batch_idx must be \(2,\)", id="batch-idx"),
         pytest.param({"block_table": int32(0, 1)}, r"block_table must be \(batch, pages", id="table-rank"),
         pytest.param(
-            {"block_table": int32([0], [1]), "cache_batch_idx": int32(0, 1)}, "beside a block_table", id="both"
+            {"block_table": int32([0], [1]), "cache_batch_idx": int32(0, 1)}, "if there is a block_table", id="both"
         ),
         pytest.param(
             {"block_table": int32([0], [1]), "k_cache": CACHE[:, :20], "v_cache": CACHE[:, :20]},

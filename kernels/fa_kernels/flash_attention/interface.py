@@ -1,4 +1,4 @@
-"""The public functions: validation, shapes and docstrings; flash-attn's names and meanings (version 2.8)."""
+"""The public functions, with flash-attn's names and meanings (version 2.8). They validate; ops.py computes."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -48,24 +48,37 @@ def flash_attn_func(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
 ) -> Outputs:
-    """Attention over a batch of sequences of one length.
+    """Computes attention over a batch of sequences of one length.
 
-    Shapes: q (batch, seqlen_q, n_heads, head_dim); k, v (batch, seqlen_k, n_kv_heads, head_dim), n_heads a multiple
-    of n_kv_heads; v's head_dim may differ from q's and k's, both at most 256; alibi_slopes (n_heads,) or
-    (batch, n_heads); sinks (n_heads,) -> o (batch, seqlen_q, n_heads, v's head_dim), in out_dtype, else q's. With
-    return_lse also lse (batch, n_heads, seqlen_q); with return_attn_probs o, lse and an empty tensor, which is what
-    flash-attn gives for the probabilities without dropout.
-    Units: softmax_scale multiplies the scores, head_dim**-0.5 by default; window_size in tokens (left, right) beside
-    the query itself, -1 unbounded; softcap bounds a score to softcap * tanh(score / softcap), 0 or less is none; an
-    alibi slope is subtracted for each token of distance; a sink is one more score in the softmax, in nats, without a
-    value; lse in nats, fp32, sinks counted in.
-    causal aligns the last query with the last key. A query that sees no key gives 0, and lse -inf or its sink.
-    Differentiable in q, k, v and sinks, through o and lse. With
-    deterministic, as with torch.use_deterministic_algorithms, gradients are bitwise repeatable.
-    q, k and v may be float8_e4m3fn, without gradients, on GPUs of compute capability 8.9 and newer; o is then bfloat16
-    unless out_dtype says otherwise, and q_descale, k_descale and v_descale (n_kv_heads,) fp32 are what the values of
-    each KV head, and of the query heads that share it, stand for when multiplied with.
-    Raises: ValueError on a shape, dtype or head-count mismatch and on dropout, which is not offered.
+    The last query is aligned with the last key. A query that sees no key gives 0, and lse -inf or its sink.
+    Differentiable in q, k, v and sinks, through o and lse. q, k and v may be float8_e4m3fn, without gradients, on GPUs
+    of compute capability 8.9 and newer.
+
+    Args:
+        q: (batch, seqlen_q, n_heads, head_dim).
+        k: (batch, seqlen_k, n_kv_heads, head_dim). n_heads must be a multiple of n_kv_heads.
+        v: (batch, seqlen_k, n_kv_heads, v_head_dim). head_dim and v_head_dim may differ; both are at most 256.
+        dropout_p: must be 0.0; dropout is not offered.
+        softmax_scale: the factor of the scores; head_dim**-0.5 by default.
+        causal: whether queries see no key to the right of the key that they are aligned with.
+        window_size: how many tokens to the (left, right) of the aligned key are seen, -1 for all.
+        softcap: replaces a score by softcap * tanh(score / softcap); 0 or less for none.
+        alibi_slopes: (n_heads,) or (batch, n_heads) float32, subtracted from a score once per token of distance.
+        deterministic: whether gradients are bitwise repeatable. torch.use_deterministic_algorithms asks for it too.
+        return_attn_probs: whether to return (o, lse, an empty tensor), as flash-attn does without dropout.
+        sinks: (n_heads,) float32, one more score per head in the softmax, in nats, without a value.
+        return_lse: whether to return (o, lse).
+        out_dtype: the dtype of o; by default q's, or bfloat16 for float8_e4m3fn.
+        q_descale: (n_kv_heads,) float32, the factor of q's values in the query heads of each KV head; float8 only.
+        k_descale: (n_kv_heads,) float32, the factor of k's values; float8 only.
+        v_descale: (n_kv_heads,) float32, the factor of v's values; float8 only.
+
+    Returns:
+        o (batch, seqlen_q, n_heads, v_head_dim). lse (batch, n_heads, seqlen_q) is float32 in nats and counts sinks.
+
+    Raises:
+        ValueError: if a shape, dtype, device or head count does not fit, or dropout_p is not 0.0.
+
     Source: FlashAttention-2, arXiv:2307.08691, Alg. 1 and 2.
     """
     if not q.ndim == k.ndim == v.ndim == 4:
@@ -76,7 +89,7 @@ def flash_attn_func(
     _require_offered(dropout_p, out_dtype)
     window = window_of(window_size)
     schedule = kept_schedule(batch, seqlen_q, seqlen_k, q, causal, window)
-    # before the GPU is asked for anything: without what follows here that is attention, and the backend checks
+    # checks before any GPU work. If none but attention's own follows, the backend checks
     if schedule is None or alibi_slopes is not None or q.dtype == FP8:
         require_consistent(q, k, v, sinks)
     alibi = []
@@ -84,20 +97,9 @@ def flash_attn_func(
         alibi = _alibi(alibi_slopes, *dense_cu_seqlens(batch, seqlen_q, seqlen_k, q.device), q)
     if schedule is None:
         schedule = dense_schedule(batch, seqlen_q, seqlen_k, q.device, causal=causal, window_size=window)
-    o, lse = _attend(
-        q,
-        k,
-        v,
-        schedule,
-        alibi,
-        softmax_scale,
-        softcap,
-        sinks,
-        out_dtype,
-        deterministic,
-        (q_descale, k_descale, v_descale),
-        return_lse or return_attn_probs,
-    )
+    features = _features(q, k, softmax_scale, softcap, sinks, alibi, (q_descale, k_descale, v_descale))
+    wants_lse = return_lse or return_attn_probs
+    o, lse = flash_attention_forward(q, k, v, schedule, features, _dtype_of_o(q, out_dtype), deterministic, wants_lse)
     if lse is not None:
         lse = lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
     return _outputs(o, lse, q, return_attn_probs)
@@ -128,39 +130,40 @@ def flash_attn_varlen_func(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
 ) -> Outputs:
-    """Attention over documents packed end to end.
+    """Computes attention over documents packed end to end.
 
-    Shapes: q (total_q, n_heads, head_dim); k, v (total_k, n_kv_heads, head_dim); cu_seqlens_q and cu_seqlens_k
-    (n_docs + 1,) int32, where document i is the rows cu_seqlens[i] to cu_seqlens[i + 1]; alibi_slopes (n_heads,) or
-    (n_docs, n_heads) -> o (total_q, n_heads, v's head_dim); with return_lse also lse (n_heads, total_q).
-    Documents may be empty; rows past the last one give 0 and lse -inf (or their sink).
-    With a block_table (n_docs, pages a document) int32, k and v are pages (n_pages, page_size, n_kv_heads, head_dim),
-    and key j of document i lies in page block_table[i, j // page_size]; entries past a document's keys are never
-    looked at. They are copied to n_docs * max_seqlen_k rows first: flash_attn_with_kvcache reads pages in place.
-    Everything else as flash_attn_func. max_seqlen_k, which may be too large at some cost in speed, is for the choice
-    of kernels, in compiled code the mean length is; max_seqlen_q is flash-attn's and not needed here.
-    Raises: ValueError as flash_attn_func and, where cu_seqlens are on the CPU or FLASH_ATTENTION_DEBUG=1 allows to
-    wait for the GPU, on cu_seqlens that do not start at 0, decrease or end past the last row, on a max_seqlen below the
-    longest document and on pages that are not there. Wrong ones that are not checked give wrong numbers, but nothing
-    is read out of bounds.
+    Document i is rows cu_seqlens[i] to cu_seqlens[i + 1]. Documents may be empty. Rows after the last document give 0,
+    and lse -inf or their sink. Arguments that are not listed here are as for flash_attn_func.
+
+    Args:
+        q: (total_q, n_heads, head_dim).
+        k: (total_k, n_kv_heads, head_dim); with a block_table (n_pages, page_size, n_kv_heads, head_dim).
+        v: (total_k, n_kv_heads, v_head_dim); with a block_table in pages like k.
+        cu_seqlens_q: (n_docs + 1,) int32, where the queries of each document begin and the last one ends.
+        cu_seqlens_k: (n_docs + 1,) int32, the same for keys.
+        max_seqlen_q: at least the queries of the longest document. It is only checked.
+        max_seqlen_k: at least the keys of the longest document. It chooses kernels, except in compiled code, where the
+            mean length does. A larger value costs some speed.
+        alibi_slopes: (n_heads,) or (n_docs, n_heads) float32.
+        block_table: (n_docs, pages per document) int32. Key j of document i is in page block_table[i, j // page_size].
+            Entries after a document's keys are ignored. Pages are first copied to n_docs * max_seqlen_k rows;
+            flash_attn_with_kvcache reads them in place.
+
+    Returns:
+        o (total_q, n_heads, v_head_dim); lse is (n_heads, total_q).
+
+    Raises:
+        ValueError: as flash_attn_func. If cu_seqlens are on the CPU, or FLASH_ATTENTION_DEBUG=1 permits waiting for the
+            GPU, also if cu_seqlens do not start at 0, decrease or end after the last row, if a max_seqlen is below the
+            longest document, or if a page does not exist. Unchecked mistakes give wrong values, but no access out of
+            bounds.
     """
     paged = block_table is not None
     for name, x, in_pages in (("q", q, False), ("k", k, paged), ("v", v, paged)):
         if x.dim() != (4 if in_pages else 3):
             wanted = "(n_pages, page_size, heads, head_dim)" if in_pages else "(total, heads, head_dim)"
             raise ValueError(f"{name} must be {wanted}; got {tuple(x.shape)}")
-    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype != torch.int32:
-            raise ValueError(
-                f"{name} must be (n_docs + 1,) int32; got {tuple(cu_seqlens.shape)} {name_of(cu_seqlens.dtype)}"
-            )
-        if cu_seqlens.device != q.device:
-            raise ValueError(f"{name} must be on q's device {q.device}; got {cu_seqlens.device}")
-    if cu_seqlens_q.numel() != cu_seqlens_k.numel():
-        raise ValueError(
-            "cu_seqlens_q and cu_seqlens_k must hold the same number of documents; "
-            f"got {cu_seqlens_q.numel() - 1} and {cu_seqlens_k.numel() - 1}"
-        )
+    _require_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q.device)
     if block_table is not None:
         k, v = _from_pages(k, v, block_table, cu_seqlens_k, max_seqlen_k)
     if _may_read(cu_seqlens_q):
@@ -168,30 +171,20 @@ def flash_attn_varlen_func(
         _require_documents("k", cu_seqlens_k, k.shape[0], max_seqlen_k)
     _require_offered(dropout_p, out_dtype)
     require_consistent(q, k, v, sinks)
-    o, lse = _attend(
-        q,
-        k,
-        v,
-        build_schedule(
-            cu_seqlens_q,
-            cu_seqlens_k,
-            q.shape[0],
-            k.shape[0],
-            causal=causal,
-            window_size=window_of(window_size),
-            # compiled code would be compiled anew where other lengths choose other kernels, and in torch 2.11 where
-            # max_seqlen_k were so much as handed on
-            seqlen=None if torch.compiler.is_compiling() else _seqlen_that_decides(max_seqlen_k),
-        ),
-        [] if alibi_slopes is None else _alibi(alibi_slopes, cu_seqlens_q, cu_seqlens_k, q),
-        softmax_scale,
-        softcap,
-        sinks,
-        out_dtype,
-        deterministic,
-        (q_descale, k_descale, v_descale),
-        return_lse or return_attn_probs,
+    schedule = build_schedule(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        q.shape[0],
+        k.shape[0],
+        causal=causal,
+        window_size=window_of(window_size),
+        # compiled code would be compiled again for lengths that choose other kernels; torch 2.11 would do so for any
+        seqlen=None if torch.compiler.is_compiling() else _seqlen_that_decides(max_seqlen_k),
     )
+    alibi = [] if alibi_slopes is None else _alibi(alibi_slopes, cu_seqlens_q, cu_seqlens_k, q)
+    features = _features(q, k, softmax_scale, softcap, sinks, alibi, (q_descale, k_descale, v_descale))
+    wants_lse = return_lse or return_attn_probs
+    o, lse = flash_attention_forward(q, k, v, schedule, features, _dtype_of_o(q, out_dtype), deterministic, wants_lse)
     return _outputs(o, lse, q, return_attn_probs)
 
 
@@ -206,10 +199,10 @@ def flash_attn_packed(
     sinks: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Attention under a schedule built once for the batch (`causal_schedule`), which all layers share.
+    """Computes attention under a schedule that is built once per batch (`causal_schedule`) and shared by all layers.
 
-    Shapes: q (total_q, n_heads, head_dim); k, v (total_k, n_kv_heads, head_dim); sinks (n_heads,) -> o like q.
-    Units and errors as flash_attn_func.
+    Shapes: q (total_q, n_heads, head_dim); k, v (total_k, n_kv_heads, head_dim) -> o like q.
+    The other arguments and the errors are those of flash_attn_func.
     """
     if not q.ndim == k.ndim == v.ndim == 3:
         raise ValueError(f"q, k and v must be (tokens, heads, head_dim); got {shapes_of(q, k, v)}")
@@ -218,9 +211,8 @@ def flash_attn_packed(
 
 
 def window_of(window_size: Iterable[SupportsIndex]) -> tuple[int, int]:
-    """(left, right) in tokens, -1 where unbounded.
+    """Returns (left, right) in tokens, -1 for unbounded, from a tuple, list, tensor or NumPy array of two integers.
 
-    The two integers may come as a tuple, a list, a tensor or a NumPy array, as flash-attn takes them.
     Raises: ValueError on anything else.
     """
     try:
@@ -239,29 +231,41 @@ def _require_offered(dropout_p: float, out_dtype: torch.dtype | None) -> None:
         raise ValueError(f"out_dtype must be float16, bfloat16, float32 or float64; got {name_of(out_dtype)}")
 
 
-def _attend(
+def _require_cu_seqlens(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, device: torch.device) -> None:
+    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype != torch.int32:
+            raise ValueError(
+                f"{name} must be (n_docs + 1,) int32; got {tuple(cu_seqlens.shape)} {name_of(cu_seqlens.dtype)}"
+            )
+        if cu_seqlens.device != device:
+            raise ValueError(f"{name} must be on q's device {device}; got {cu_seqlens.device}")
+    if cu_seqlens_q.numel() != cu_seqlens_k.numel():
+        raise ValueError(
+            "cu_seqlens_q and cu_seqlens_k must hold the same number of documents; "
+            f"got {cu_seqlens_q.numel() - 1} and {cu_seqlens_k.numel() - 1}"
+        )
+
+
+def _features(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
-    schedule: Schedule,
-    alibi: Sequence[Tensor],
     softmax_scale: float | None,
     softcap: float,
     sinks: Tensor | None,
-    out_dtype: torch.dtype | None,
-    deterministic: bool,
+    alibi: Sequence[Tensor],
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
-    wants_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention of what is consistent: o like q, of v's head_dim, and lse (n_heads, total_q), None if not wanted."""
-    features = Features(scale_of(q, softmax_scale), max(float(softcap), 0.0), sinks, alibi, _descale(descales, q, k))
-    if out_dtype is None:
-        out_dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
-    return flash_attention_forward(q, k, v, schedule, features, out_dtype, deterministic, wants_lse)
+) -> Features:
+    return Features(scale_of(q, softmax_scale), max(float(softcap), 0.0), sinks, alibi, _descale(descales, q, k))
+
+
+def _dtype_of_o(q: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    if out_dtype is not None:
+        return out_dtype
+    return torch.bfloat16 if q.dtype == FP8 else q.dtype
 
 
 def _alibi(alibi_slopes: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor) -> list[Tensor]:
-    """What Features.alibi holds."""
+    """Returns Features.alibi."""
     n_docs, n_heads = cu_seqlens_q.numel() - 1, q.shape[-2]
     shapes = (n_heads,), (n_docs, n_heads)
     if alibi_slopes.shape not in shapes or alibi_slopes.dtype != torch.float32 or alibi_slopes.device != q.device:
@@ -276,7 +280,7 @@ def _alibi(alibi_slopes: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: 
 def _from_pages(
     k: Tensor, v: Tensor, block_table: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int
 ) -> tuple[Tensor, Tensor]:
-    """Pages (n_pages, page_size, n_kv_heads, head_dim) -> documents end to end, (n_docs * max_seqlen_k, ...)."""
+    """Copies pages (n_pages, page_size, n_kv_heads, head_dim) to documents end to end, (n_docs * max_seqlen_k, ...)."""
     n_docs, (n_pages, page_size) = cu_seqlens_k.numel() - 1, k.shape[:2]
     if k.shape[:2] != v.shape[:2] or n_pages * page_size == 0:
         raise ValueError(f"k and v must have the same pages, one at least; got {tuple(k.shape)} and {tuple(v.shape)}")
@@ -299,7 +303,7 @@ def _from_pages(
         if wrong.numel():
             raise ValueError(f"block_table must be from 0 to {n_pages - 1}; got {wrong.tolist()}")
     token = torch.arange(n_docs * max_seqlen_k, dtype=torch.int32, device=k.device)
-    # rows past the last document are in none, whatever is copied there
+    # rows after the last document belong to none, so their values do not matter
     document = (torch.searchsorted(cu_seqlens_k, token, right=True) - 1).clamp(0, max(0, n_docs - 1))
     place = (token - cu_seqlens_k[document]).clamp(0, capacity - 1)
     page, row = block_table[document, place // page_size].clamp(0, n_pages - 1), place % page_size
@@ -313,7 +317,7 @@ def _outputs(o: Tensor, lse: Tensor | None, q: Tensor, return_attn_probs: bool) 
 
 
 def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Tensor, k: Tensor) -> Tensor | None:
-    """(n_kv_heads,) each -> (2, n_heads) fp32, the factors of each head's scores and of its output; None is 1."""
+    """(n_kv_heads,) each, or None for 1 -> (2, n_heads) fp32: the factors of each head's scores and of its output."""
     if descales[0] is descales[1] is descales[2] is None:
         return None
     n_heads, n_kv_heads = q.shape[-2], k.shape[-2]
@@ -329,13 +333,13 @@ def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Te
 
 
 def _seqlen_that_decides(max_seqlen: int) -> int | None:
-    """What build_schedule takes for the documents' length: the longest one's if it is long, whose work is the most."""
-    # a tensor is not looked at, which would wait for the GPU
+    """The `seqlen` for build_schedule: the longest document's length if it is long, because it then has most work."""
+    # reading a tensor would wait for the GPU
     return max_seqlen if isinstance(max_seqlen, int) and max_seqlen >= LONG_DOCUMENT else None
 
 
 def _may_read(cu_seqlens: Tensor) -> bool:
-    """Whether looking into cu_seqlens waits for nothing that the caller has not asked for."""
+    """Whether reading cu_seqlens is allowed: on the CPU, or on the GPU if the caller permits waiting for it."""
     if torch.compiler.is_compiling():
         return False
     return cu_seqlens.device.type == "cpu" or os.environ.get("FLASH_ATTENTION_DEBUG") == "1"

@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache: attention over a cache of keys and values, for generation; flash-attn's meanings (2.8)."""
+"""flash_attn_with_kvcache: attention over a cache of keys and values, with flash-attn's meanings (version 2.8)."""
 
 from collections.abc import Iterable
 from typing import SupportsIndex
@@ -11,7 +11,7 @@ from fa_kernels.flash_attention.checks import DTYPES, MAX_HEAD_DIM, described, n
 from fa_kernels.flash_attention.interface import window_of
 from fa_kernels.flash_attention.portable.decode import MAX_SPLITS, Cache, Rotary, append_to_cache, decode_attention
 
-PAGE_UNIT = 16  # tokens: the least block of keys that a kernel reads
+PAGE_UNIT = 16  # tokens: the smallest block of keys that a kernel reads
 
 
 @torch.no_grad()
@@ -36,26 +36,43 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of new queries over a cache, to which new k and v are first appended in place; without gradient.
+    """Appends k and v to a cache in place, and computes attention of q over the cache. Without gradient.
 
-    Shapes: q (batch, seqlen_q, n_heads, head_dim); k_cache (batch_cache, seqlen_cache, n_kv_heads, head_dim), or
-    with a block_table (n_pages, page_size, n_kv_heads, head_dim), page_size a multiple of 16; v_cache likewise, whose
-    head_dim may differ, rows of both dense; k and v (batch, seqlen_new, n_kv_heads, head_dim); rotary_cos and
-    rotary_sin (positions, rotary_dim / 2), positions no fewer than a sequence can hold, rotary_dim a multiple of 16;
-    cache_seqlens an int or (batch,) int32, the tokens held before k is appended, the whole cache by default;
-    cache_batch_idx (batch,) int32, the row of the cache that is each sequence's; cache_leftpad (batch,) int32, the
-    first position that counts; block_table (batch, pages a sequence) int32, whose entries past a sequence's length
-    are never looked at; alibi_slopes (n_heads,) or (batch, n_heads) float32 -> o (batch, seqlen_q, n_heads, v's
-    head_dim) in q's dtype; with return_softmax_lse also lse (batch, n_heads, seqlen_q).
-    Units: as flash_attn_func; num_splits is in how many parts a sequence's keys are worked at once, 0 chooses by the
-    GPU and the cache's shape.
-    Key j of k is rotated by the angles of position cache_seqlens + j. With causal or a window so is query i by those
-    of cache_seqlens + i; otherwise all queries stand at cache_seqlens. causal aligns the last query with the last
-    key, appended ones included. A query that sees no key gives 0 and lse -inf.
-    cache_seqlens beyond the cache and wrong entries of cache_batch_idx or block_table are errors where they are on
-    the CPU; on a GPU, where looking would make it wait, they never touch memory outside the cache.
-    Raises: ValueError on a shape, dtype, device or head-count mismatch, on k without cache_seqlens, on rotary angles
-    without k, and on a block_table beside cache_batch_idx.
+    The last query is aligned with the last key, appended ones included. A query that sees no key gives 0 and lse -inf.
+    Key j of k is rotated by the angles of position cache_seqlens + j. With `causal` or a window, query i is rotated by
+    those of cache_seqlens + i, otherwise all queries by those of cache_seqlens.
+
+    Args:
+        q: (batch, seqlen_q, n_heads, head_dim).
+        k_cache: (batch_cache, seqlen_cache, n_kv_heads, head_dim); with a block_table (n_pages, page_size, n_kv_heads,
+            head_dim), page_size a multiple of 16. The last dimension must be dense.
+        v_cache: like k_cache; its head_dim may differ.
+        k: (batch, seqlen_new, n_kv_heads, head_dim), or None to append nothing.
+        v: like k; its head_dim is v_cache's.
+        rotary_cos: (positions, rotary_dim / 2). There must be as many positions as a sequence can hold, and rotary_dim
+            must be a multiple of 16.
+        rotary_sin: like rotary_cos.
+        cache_seqlens: an int or (batch,) int32, the tokens held before k is appended; by default the whole cache.
+        cache_batch_idx: (batch,) int32, the row of the cache that belongs to each sequence.
+        cache_leftpad: (batch,) int32, the first position that counts.
+        block_table: (batch, pages per sequence) int32. Entries after a sequence's length are ignored.
+        softmax_scale: the factor of the scores; head_dim**-0.5 by default.
+        causal: whether queries see no key to the right of the key that they are aligned with.
+        window_size: how many tokens to the (left, right) of the aligned key are seen, -1 for all.
+        softcap: replaces a score by softcap * tanh(score / softcap); 0 or less for none.
+        rotary_interleaved: whether rotary embedding pairs columns 0 and 1, or else 0 and rotary_dim / 2.
+        alibi_slopes: (n_heads,) or (batch, n_heads) float32, subtracted from a score once per token of distance.
+        num_splits: into how many parts a sequence's keys are split; 0 chooses by the GPU and the cache's shape.
+        return_softmax_lse: whether to return (o, lse).
+
+    Returns:
+        o (batch, seqlen_q, n_heads, v_cache's head_dim) in q's dtype; lse (batch, n_heads, seqlen_q) float32 in nats.
+
+    Raises:
+        ValueError: if a shape, dtype, device or head count does not fit; for k without cache_seqlens, angles without k,
+            or a block_table with cache_batch_idx. On the CPU, also for cache_seqlens beyond the cache and wrong entries
+            of cache_batch_idx or block_table; on a GPU these never access memory outside the cache.
+
     Source: Flash-Decoding, pytorch.org/blog/flash-decoding; FlashAttention-2, arXiv:2307.08691.
     """
     require_backend(q.device)
@@ -120,7 +137,7 @@ def append(
     angles: list[Tensor],
     interleaved: bool,
 ) -> None:
-    """Writes k and v behind the seqlens tokens of each sequence; angles: none, or rotary's cos and sin."""
+    """Writes k and v after the `seqlens` tokens of each sequence. `angles` is empty, or rotary's cos and sin."""
     append_to_cache(k, v, Cache(k_cache, v_cache, seqlens, table, None), _rotary(angles, interleaved))
 
 
@@ -199,7 +216,7 @@ def _decode_fake(
 
 @register_flop_formula(torch.ops.flash_attention.decode)
 def _decode_flops(q_shape, k_shape, v_shape, seqlens_shape, seqlen_new, table_shape, *args, **kwargs) -> int:
-    """Every query with every place of its sequence's cache: how full it is, only the GPU knows."""
+    """Counts every query with every position of its sequence's cache: only the GPU knows how full the cache is."""
     batch, seqlen_q, n_heads, head_dim = q_shape
     capacity = k_shape[1] * (1 if table_shape is None else table_shape[1])
     return 2 * batch * seqlen_q * capacity * n_heads * (head_dim + v_shape[-1])
@@ -214,7 +231,7 @@ def _rows_dense(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _require_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None) -> None:
-    """q, the cache and what is appended fit each other."""
+    """ValueError unless q, the cache, k and v fit together."""
     if (k is None) != (v is None):
         raise ValueError(f"k and v must be given together; got only {'v' if k is None else 'k'}")
     new = {} if k is None or v is None else {"k": k, "v": v}
@@ -260,9 +277,9 @@ def _require_int32(name: str, x: Tensor, shape: tuple[int, ...], device: torch.d
 def _page_table(
     k_cache: Tensor, batch: int, cache_batch_idx: Tensor | None, block_table: Tensor | None
 ) -> Tensor | None:
-    """(batch, pages a sequence) int32, rows dense: which page of k_cache is whose. None where sequence i is page i."""
+    """(batch, pages per sequence) int32, rows dense: the pages of each sequence. None if sequence i is page i."""
     if block_table is not None and cache_batch_idx is not None:
-        raise ValueError("cache_batch_idx must be None beside a block_table, which says where each sequence lies")
+        raise ValueError("cache_batch_idx must be None if there is a block_table, which says where each sequence is")
     if block_table is None and k_cache.shape[0] < (batch if cache_batch_idx is None else 1):
         raise ValueError(f"k_cache must hold a row for each of {batch} sequences; got {k_cache.shape[0]}")
     if cache_batch_idx is not None:
@@ -276,7 +293,7 @@ def _page_table(
     n_pages, page_size = k_cache.shape[:2]
     if n_pages == 0 or page_size == 0 or page_size % PAGE_UNIT:
         raise ValueError(
-            f"k_cache must be pages of a multiple of {PAGE_UNIT} tokens beside a block_table; "
+            f"k_cache must be pages of a multiple of {PAGE_UNIT} tokens if there is a block_table; "
             f"got {n_pages} of {page_size}"
         )
     return _rows_dense(block_table)[0]
@@ -285,7 +302,7 @@ def _page_table(
 def _seqlens(
     cache_seqlens: int | Tensor | None, batch: int, capacity: int, seqlen_new: int, appends: bool, device: torch.device
 ) -> Tensor:
-    """(batch,) int32, checked against the cache where that needs no look at the GPU."""
+    """(batch,) int32, checked against the cache if that does not wait for the GPU."""
     if cache_seqlens is None:
         if appends:
             raise ValueError("cache_seqlens must say where k and v are to be appended; got None")
@@ -306,7 +323,7 @@ def _seqlens(
 def _require_pages_in_range(
     k_cache: Tensor, table: Tensor | None, seqlens: Tensor, seqlen_new: int, paged: bool
 ) -> None:
-    """ValueError if a page in use is not in the cache; looked at on the CPU alone."""
+    """ValueError if a page in use is not in the cache; checked on the CPU only."""
     if table is None or not _values(seqlens):
         return
     n_pages, page_size = k_cache.shape[:2]
@@ -318,7 +335,7 @@ def _require_pages_in_range(
 
 
 def _values(x: Tensor) -> list[int]:
-    """What stands in a tensor on the CPU; nothing of one on a GPU, or of one that is being traced."""
+    """The values of a tensor on the CPU; an empty list for one on a GPU or one that is being traced."""
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return []
     return x.tolist()

@@ -1,6 +1,6 @@
-"""Attention over q, k and v that one projection wrote into one tensor: views of it, with flash-attn's names (2.8).
+"""Attention over q, k and v that lie in one tensor, with flash-attn's names and meanings (version 2.8).
 
-The parts are read in place by their strides, and their gradients come back as one tensor.
+q, k and v are views of it, which kernels read in place. Their gradients come back as one tensor.
 """
 
 from collections.abc import Iterable
@@ -27,28 +27,19 @@ def flash_attn_qkvpacked_func(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Outputs:
-    """Self-attention over a batch of sequences of one length.
+    """Computes flash_attn_func of q, k and v in one tensor. The rest is as for flash_attn_func.
 
-    Shapes: qkv (batch, seqlen, 3, n_heads, head_dim) -> o (batch, seqlen, n_heads, head_dim).
-    Everything else as flash_attn_func. Raises: ValueError as it does, and on another shape of qkv.
+    Args:
+        qkv: (batch, seqlen, 3, n_heads, head_dim).
+
+    Returns:
+        o (batch, seqlen, n_heads, head_dim).
     """
-    q, k, v = _parts("qkv", qkv, "batch, seqlen", 3)
+    q, k, v = _views("qkv", qkv, "batch, seqlen", 3)
     return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        sinks=sinks,
-        return_lse=return_lse,
-        out_dtype=out_dtype,
-    )
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        sinks=sinks, return_lse=return_lse, out_dtype=out_dtype,
+    )  # fmt: skip
 
 
 def flash_attn_kvpacked_func(
@@ -67,29 +58,20 @@ def flash_attn_kvpacked_func(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Outputs:
-    """Attention over a batch of sequences of one length, k and v in one tensor.
+    """Computes flash_attn_func of q, and k and v in one tensor. The rest is as for flash_attn_func.
 
-    Shapes: q (batch, seqlen_q, n_heads, head_dim); kv (batch, seqlen_k, 2, n_kv_heads, head_dim), n_heads a multiple
-    of n_kv_heads -> o like q.
-    Everything else as flash_attn_func. Raises: ValueError as it does, and on another shape of kv.
+    Args:
+        q: (batch, seqlen_q, n_heads, head_dim).
+        kv: (batch, seqlen_k, 2, n_kv_heads, head_dim). n_heads must be a multiple of n_kv_heads.
+
+    Returns:
+        o (batch, seqlen_q, n_heads, head_dim).
     """
-    k, v = _parts("kv", kv, "batch, seqlen", 2)
+    k, v = _views("kv", kv, "batch, seqlen", 2)
     return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        sinks=sinks,
-        return_lse=return_lse,
-        out_dtype=out_dtype,
-    )
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        sinks=sinks, return_lse=return_lse, out_dtype=out_dtype,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -109,32 +91,21 @@ def flash_attn_varlen_qkvpacked_func(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Outputs:
-    """Self-attention over documents packed end to end.
+    """Computes flash_attn_varlen_func of q, k and v in one tensor. The rest is as for flash_attn_varlen_func.
 
-    Shapes: qkv (total, 3, n_heads, head_dim); cu_seqlens (n_docs + 1,) int32 -> o (total, n_heads, head_dim).
-    Everything else as flash_attn_varlen_func. Raises: ValueError as it does, and on another shape of qkv.
+    Args:
+        qkv: (total, 3, n_heads, head_dim).
+        cu_seqlens: (n_docs + 1,) int32, where each document begins and the last one ends.
+        max_seqlen: at least the length of the longest document.
+
+    Returns:
+        o (total, n_heads, head_dim).
     """
-    q, k, v = _parts("qkv", qkv, "total", 3)
+    q, k, v = _views("qkv", qkv, "total", 3)
     return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        sinks=sinks,
-        return_lse=return_lse,
-        out_dtype=out_dtype,
-    )
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs, sinks=sinks, return_lse=return_lse, out_dtype=out_dtype,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -157,38 +128,26 @@ def flash_attn_varlen_kvpacked_func(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Outputs:
-    """Attention over documents packed end to end, k and v in one tensor.
+    """Computes flash_attn_varlen_func of q, and k and v in one tensor. The rest is as for flash_attn_varlen_func.
 
-    Shapes: q (total_q, n_heads, head_dim); kv (total_k, 2, n_kv_heads, head_dim), n_heads a multiple of n_kv_heads;
-    cu_seqlens_q, cu_seqlens_k (n_docs + 1,) int32 -> o like q.
-    Everything else as flash_attn_varlen_func. Raises: ValueError as it does, and on another shape of kv.
+    Args:
+        q: (total_q, n_heads, head_dim).
+        kv: (total_k, 2, n_kv_heads, head_dim). n_heads must be a multiple of n_kv_heads.
+
+    Returns:
+        o (total_q, n_heads, head_dim).
     """
-    k, v = _parts("kv", kv, "total", 2)
+    k, v = _views("kv", kv, "total", 2)
     return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        sinks=sinks,
-        return_lse=return_lse,
-        out_dtype=out_dtype,
-    )
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+        sinks=sinks, return_lse=return_lse, out_dtype=out_dtype,
+    )  # fmt: skip
 
 
-def _parts(name: str, joined: Tensor, tokens: str, parts: int) -> tuple[Tensor, ...]:
-    """Views of the parts along the third-last dimension; their gradients are written by one stack."""
+def _views(name: str, joined: Tensor, tokens: str, n_tensors: int) -> tuple[Tensor, ...]:
+    """Views of the tensors along the third-last dimension. Autograd writes their gradients by one stack."""
     dims = tokens.count(",") + 4
-    if joined.dim() != dims or joined.shape[-3] != parts:
-        raise ValueError(f"{name} must be ({tokens}, {parts}, heads, head_dim); got {tuple(joined.shape)}")
+    if joined.dim() != dims or joined.shape[-3] != n_tensors:
+        raise ValueError(f"{name} must be ({tokens}, {n_tensors}, heads, head_dim); got {tuple(joined.shape)}")
     return joined.unbind(-3)
