@@ -10,7 +10,7 @@ import triton.language as tl
 Arch = Literal["interpreter", "sm80", "sm90", "sm100", "unknown"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) is exp2(x * LOG2_E)
-# by compute capability; 12 is consumer Blackwell, which has sm_89's instructions and memory
+# by compute capability; consumer Blackwell (12) has the instructions and the shared memory of sm_89
 _ARCHITECTURES: dict[tuple[int, int], Arch] = {
     (8, 0): "sm80",
     (8, 6): "sm80",
@@ -36,18 +36,18 @@ def arch_of(device: torch.device) -> Arch:
     return _ARCHITECTURES.get(torch.cuda.get_device_capability(device), "unknown")
 
 
-@cache  # each call asks two times
+@cache  # called twice per call of attention
 def is_hopper(device: torch.device) -> bool:
     """Whether a CUDA device is an sm_90."""
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-@cache  # each call asks, up to three times
+@cache  # called up to three times per call of attention
 def multiprocessors(device: torch.device) -> int:
     """The number of streaming multiprocessors of a CUDA device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up. triton.cdiv is a constexpr function, which takes the host 2 us."""
+    """a / b, rounded up. triton.cdiv is a constexpr function and takes the host 2 us."""
     return -(-a // b)

@@ -1,7 +1,7 @@
-"""RMSNorm (arXiv:1910.07467) of a residual stream, in the pass that adds to it; one pass each way.
+"""RMSNorm (arXiv:1910.07467) of a residual stream, in the same pass that adds to the stream.
 
-The backward gives the gradients of the stream and of what was added to it, which are the same numbers, each in its own
-dtype, and sums the weight's gradient as it goes.
+The backward pass computes the gradients of the stream and of what was added to it. They have the same values, each in
+its own dtype. It sums the weight's gradient in the same pass.
 """
 
 from typing import Any
@@ -14,16 +14,15 @@ from torch import Tensor
 
 from fa_kernels.device import multiprocessors
 
-# of one row, 32 a thread; and programs of the backward, where each sums the weight's gradient over many rows. With 512
-# and 8 the backward's 32768 rows of 2048 take 393 and 420 us (of the sum, and of its terms) on an H200, so 364 and 381
-NUMBERS_OF_WARP, PROGRAMS_OF_SM = 1024, 12
+ELEMENTS_PER_WARP = 1024  # of a row, 32 per thread
+PROGRAMS_PER_SM = 12  # of the backward pass; each sums the weight's gradient over many rows
 
 
 @triton.jit
 def _add_norm_kernel(
     x_ptr, added_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, eps, DIM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program takes one row; all is dense."""
+    """One program processes one row. All tensors are dense."""
     row = tl.program_id(0).to(tl.int64)  # 1M tokens x 2048 is 2**31
     cols = tl.arange(0, BLOCK)
     inside = cols < DIM
@@ -43,9 +42,9 @@ def _add_norm_backward_kernel(
     d_sum_ptr, dy_ptr, x_ptr, added_ptr, weight_ptr, rstd_ptr, dx_ptr, d_added_ptr, d_weight_ptr, rows,
     DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program takes every so manieth row, and gives its part of the weight's gradient.
+    """Each program processes rows in a grid-stride loop and writes a partial weight gradient.
 
-    added_ptr is None where x is the sum already, d_added_ptr where dx is for both.
+    added_ptr is None if x is already the sum, d_added_ptr if dx serves for both.
     """
     cols = tl.arange(0, BLOCK)
     inside = cols < DIM
@@ -55,7 +54,7 @@ def _add_norm_backward_kernel(
         row = (first + tl.program_id(0)).to(tl.int64)
         total = _row(x_ptr, row, cols, inside, DIM)
         if added_ptr is not None:
-            # rounded as the forward did
+            # rounded as in the forward pass
             total = (total + _row(added_ptr, row, cols, inside, DIM)).to(x_ptr.dtype.element_ty).to(tl.float32)
         dy = _row(dy_ptr, row, cols, inside, DIM)
         rstd = tl.load(rstd_ptr + row)
@@ -72,17 +71,17 @@ def _add_norm_backward_kernel(
 
 @triton.jit
 def _row(ptr, row, cols, inside, DIM: tl.constexpr):
-    """[BLOCK] fp32."""
+    """The elements of a row, [BLOCK] fp32."""
     return tl.load(ptr + row * DIM + cols, mask=inside, other=0.0).to(tl.float32)
 
 
 def add_rms_norm(
     x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, *, keep_sum: bool
 ) -> tuple[Tensor, Tensor]:
-    """x + added, in x's dtype, and its RMSNorm times weight, taken in fp32, in `dtype`.
+    """Returns x + added in x's dtype, and its RMSNorm times weight, computed in fp32, in `dtype`. Differentiable once.
 
-    Shapes: x and added (rows, dim), weight (dim,) -> two like x. Differentiable once.
-    keep_sum: whether the sum is kept for the backward, or x and added, where those are kept anyhow.
+    Shapes: x and added (rows, dim), weight (dim,) -> two tensors like x.
+    keep_sum: whether the sum is saved for the backward pass, instead of x and added.
     Raises: ValueError on shapes that do not fit.
     """
     if x.dim() != 2 or added.shape != x.shape or weight.shape != x.shape[1:]:
@@ -113,7 +112,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
 @torch.library.custom_op("rmsnorm::add_forward", mutates_args=())
 def forward(x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum, its norm, and the reciprocal of each row's root mean square (rows,) fp32."""
+    """Returns the sum, its norm, and the reciprocal of each row's root mean square, (rows,) fp32."""
     run = _forward_by_kernel if x.is_cuda else _forward_plainly
     return run(x, added, weight, eps, dtype)
 
@@ -130,9 +129,9 @@ def _forward_fake(
 def backward(
     d_sum: Tensor, dy: Tensor, x: Tensor, added: Tensor | None, weight: Tensor, rstd: Tensor, added_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, of added and of weight; x is the sum where added is None.
+    """Returns the gradients of x, added and weight. If added is None, x is the sum.
 
-    The second is of no elements where it would be the first, dtype included.
+    The second is empty if it would equal the first, dtype included.
     """
     run = _backward_by_kernel if x.is_cuda else _backward_plainly
     return run(d_sum, dy, x, added, weight, rstd, added_dtype)
@@ -163,14 +162,14 @@ def _backward_by_kernel(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx, d_added, d_weight = _backward_fake(d_sum, dy, x, added, weight, rstd, added_dtype)
     rows, dim = x.shape
-    programs = min(rows, PROGRAMS_OF_SM * multiprocessors(x.device))
-    parts = weight.new_empty(programs, dim, dtype=torch.float32)
+    programs = min(rows, PROGRAMS_PER_SM * multiprocessors(x.device))
+    d_weights = weight.new_empty(programs, dim, dtype=torch.float32)
     if rows:
         _add_norm_backward_kernel[(programs,)](
             d_sum.contiguous(), dy.contiguous(), x.contiguous(), None if added is None else added.contiguous(),
-            weight, rstd, dx, d_added if d_added.numel() else None, parts, rows, DIM=dim, **_block(dim),
+            weight, rstd, dx, d_added if d_added.numel() else None, d_weights, rows, DIM=dim, **_block(dim),
         )  # fmt: skip
-    return dx, d_added, parts.sum(0).to(d_weight.dtype)
+    return dx, d_added, d_weights.sum(0).to(d_weight.dtype)
 
 
 def _forward_plainly(
@@ -186,7 +185,7 @@ def _forward_plainly(
 def _backward_plainly(
     d_sum: Tensor, dy: Tensor, x: Tensor, added: Tensor | None, weight: Tensor, rstd: Tensor, added_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, in autograd's steps and their order, so that it gives the bits of torch's own on the CPU."""
+    """The same in torch, in autograd's order of operations, so that the CPU gives the same bits as torch."""
     total = x.float() if added is None else (x.float() + added.float()).to(x.dtype).float()
     rstd, dy = rstd[:, None], dy.float()
     normed, d_normed = total * rstd, dy * weight.float()
@@ -197,6 +196,6 @@ def _backward_plainly(
 
 
 def _block(dim: int) -> dict[str, int]:
-    """Of one row, and the warps for it."""
+    """The block that holds a row, and its number of warps."""
     block = triton.next_power_of_2(dim)
-    return {"BLOCK": block, "num_warps": min(max(block // NUMBERS_OF_WARP, 1), 32)}
+    return {"BLOCK": block, "num_warps": min(max(block // ELEMENTS_PER_WARP, 1), 32)}

@@ -1,8 +1,8 @@
 """Rotary position embedding of packed heads in one pass: read once, rotated in fp32, rounded and written once.
 
-The layout is the half-split one of Hugging Face's Llama: channel i turns with channel i + head_dim / 2 (RoFormer,
-arXiv:2104.09864). Queries, keys and values lie side by side in one tensor, so that what autograd keeps of all three is
-one buffer: heads past the first `n_rotated` are copied. Their gradients are three tensors, which the way back joins.
+The layout is the half-split one of Hugging Face's Llama: channel i is paired with channel i + head_dim / 2 (RoFormer,
+arXiv:2104.09864). Queries, keys and values are side by side in one tensor, so that autograd saves one buffer for all
+three. Heads after the first `n_rotated` are copied. The backward pass joins the three gradients into one tensor.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096  # numbers of one program
+BLOCK = 4096  # elements per program
 
 
 @triton.jit(do_not_specialize=["total", "q_heads", "k_heads", "n_heads", "n_rotated"])
@@ -23,9 +23,9 @@ def _rotate_kernel(
     total, q_heads, k_heads, n_heads, n_rotated,
     INVERSE: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One program turns BLOCK_M tokens of one head of three parts, whose heads follow one another in y, which is dense.
+    """One program rotates BLOCK_M tokens of one head of q, k or v, whose heads follow each other in dense y.
 
-    Programs of the same tokens follow one another, so that their angles come from memory once.
+    Programs of the same tokens follow each other, so that their angles are read from memory once.
     """
     rows = tl.program_id(0) // n_heads * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
     head = tl.program_id(0) % n_heads
@@ -34,10 +34,10 @@ def _rotate_kernel(
     # int64: 1M tokens x 32 heads x 128 is past 2**31
     rows_64 = rows.to(tl.int64)[:, None]
     v_head = q_heads + k_heads
-    x_ptr = _of_part(head, q_heads, v_head, q_ptr, k_ptr, v_ptr)
-    stride_t = _of_part(head, q_heads, v_head, q_stride_t, k_stride_t, v_stride_t)
-    stride_h = _of_part(head, q_heads, v_head, q_stride_h, k_stride_h, v_stride_h)
-    x_head = head - _of_part(head, q_heads, v_head, 0, q_heads, v_head)
+    x_ptr = _select(head, q_heads, v_head, q_ptr, k_ptr, v_ptr)
+    stride_t = _select(head, q_heads, v_head, q_stride_t, k_stride_t, v_stride_t)
+    stride_h = _select(head, q_heads, v_head, q_stride_h, k_stride_h, v_stride_h)
+    x_head = head - _select(head, q_heads, v_head, 0, q_heads, v_head)
     x_ptr += rows_64 * stride_t + x_head.to(tl.int64) * stride_h + cols[None, :]
     y_ptr += (rows_64 * n_heads + head) * (2 * HALF) + cols[None, :]
     first = tl.load(x_ptr, mask=mask, other=0.0)
@@ -57,16 +57,16 @@ def _rotate_kernel(
 
 
 @triton.jit
-def _of_part(head, k_head, v_head, q, k, v):
-    """Which of q, k and v is of the part that `head` lies in; k_head and v_head are the first heads of theirs."""
+def _select(head, k_head, v_head, q, k, v):
+    """Selects q, k or v, whichever `head` belongs to. k_head and v_head are the first heads of k and v."""
     return tl.where(head < k_head, q, tl.where(head < v_head, k, v))
 
 
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, n_rotated: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Turns the first n_rotated heads of x by each token's angles; the others are copied.
+    """Rotates the first n_rotated heads of x by each token's angles, and copies the others.
 
     Shapes: x (total, n_heads, head_dim) with a dense last dimension; cos and sin (total, head_dim / 2), fp32, dense.
-    Returns the same shape, dense, in `dtype`, None being x's. Differentiable in x, to any order.
+    Returns a dense tensor of x's shape in `dtype`, by default x's. Differentiable in x, to any order.
     Raises: ValueError on shapes that do not fit.
     """
     _require_angles(x, cos, sin)
@@ -77,7 +77,7 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, n_rotated: int, dtype: tor
 
 
 def rotate_qkv(qkv: Tensor, heads: Sequence[int], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k turned by each token's angles and v as it is: views of one new buffer, whose gradients one pass joins.
+    """Returns q and k rotated by each token's angles, and v unchanged, as views of one new buffer.
 
     Shapes: qkv (total, n_heads + 2 n_kv_heads, head_dim) with a dense last dimension; heads, of q, k and v, are
     n_heads, n_kv_heads, n_kv_heads; cos and sin (total, head_dim / 2), fp32, dense -> q (total, n_heads, head_dim), k
@@ -104,7 +104,7 @@ def _require_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 def _rotate(
     parts: Sequence[Tensor], cos: Tensor, sin: Tensor, n_rotated: int, dtype: torch.dtype, inverse: bool
 ) -> Tensor:
-    """rotate_heads of one part or three joined, of one dtype; with `inverse` by the angles' negatives: its gradient."""
+    """rotate_heads of one tensor, or of three joined. With `inverse`, by the negative angles: the gradient."""
     if not parts[0].is_cuda:
         return _rotate_plainly(parts, cos, sin, n_rotated, dtype, inverse)
     y = _empty(parts, cos, sin, n_rotated, dtype, inverse)
@@ -120,7 +120,7 @@ def _rotate(
 
 
 def _arguments(parts: Sequence[Tensor], cos: Tensor, sin: Tensor, n_rotated: int, y: Tensor) -> list[Any]:
-    """The kernel's. One part stands for all three, as no head is past its own."""
+    """The kernel's arguments. A single tensor is passed three times: no head exceeds its own."""
     dense = [x if x.stride(2) == 1 else x.contiguous() for x in parts]
     q, k, v = dense if len(dense) == 3 else dense * 3
     strides = [stride for x in (q, k, v) for stride in x.stride()[:2]]
@@ -162,7 +162,7 @@ _rotate.register_autograd(_backward, setup_context=_save)
 
 
 class _RotateQKV(torch.autograd.Function):
-    """The operator and its split, whose gradient autograd would join before it is rotated."""
+    """The operator and its split in one: autograd alone would join the gradients in a pass before the rotation."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, heads: tuple[int, int, int], cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
 """SwiGLU (arXiv:2002.05202), silu(gate) * value, over (rows, 2 ffn_dim) with the gate first; one pass each way.
 
-The backward gives the activations again too, in the place of their gradient: a caller that kept only its input needs
-them for the next weight's gradient. The input's own gradient takes the input's place, or a new one where that is kept.
+The backward pass overwrites the activations' gradient with the activations: a caller that saved only its input needs
+them for the next weight's gradient. It writes the input's gradient over the input, or into a new tensor.
 """
 
 import torch
@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024  # columns of one program: 16 bytes a thread and operand in 16 bits
+BLOCK = 1024  # columns per program: 16 bytes per thread and operand in 16-bit dtypes
 
 
 @triton.jit
 def _forward_kernel(projected_ptr, activated_ptr, FFN_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """One program takes BLOCK columns of one row; all is dense."""
+    """One program processes BLOCK columns of one row. All tensors are dense."""
     row, cols, inside = _place(FFN_DIM, BLOCK)
     gate_ptrs = projected_ptr + row * (2 * FFN_DIM) + cols
     gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
@@ -25,7 +25,7 @@ def _forward_kernel(projected_ptr, activated_ptr, FFN_DIM: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _backward_kernel(projected_ptr, d_activated_ptr, d_projected_ptr, FFN_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """The same columns, each read by the program that overwrites it, before; d_projected may be projected."""
+    """One program processes the same columns. d_projected may be projected: each program reads what it overwrites."""
     row, cols, inside = _place(FFN_DIM, BLOCK)
     gate_ptrs = projected_ptr + row * (2 * FFN_DIM) + cols
     d_gate_ptrs = d_projected_ptr + row * (2 * FFN_DIM) + cols
@@ -42,7 +42,7 @@ def _backward_kernel(projected_ptr, d_activated_ptr, d_projected_ptr, FFN_DIM: t
 
 @triton.jit
 def _place(FFN_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """This program's row, its columns [BLOCK] and which of them there are."""
+    """Returns this program's row, its columns [BLOCK], and which of them exist."""
     blocks: tl.constexpr = (FFN_DIM + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     cols = program % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -51,7 +51,7 @@ def _place(FFN_DIM: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def swiglu(projected: Tensor) -> Tensor:
-    """(rows, 2 ffn_dim), dense -> (rows, ffn_dim). Records nothing for autograd."""
+    """(rows, 2 ffn_dim), dense -> (rows, ffn_dim). Not differentiable."""
     rows, ffn_dim = projected.shape[0], projected.shape[1] // 2
     if not projected.is_cuda:
         return _forward_plainly(projected)
@@ -62,20 +62,20 @@ def swiglu(projected: Tensor) -> Tensor:
 
 @torch.library.custom_op("swiglu::backward", mutates_args=("projected", "d_activated"))
 def swiglu_backward(projected: Tensor, d_activated: Tensor) -> None:
-    """Puts the gradient of `projected` in its place, and the activations in that of their gradient.
+    """Overwrites `projected` with its gradient, and `d_activated` with the activations.
 
     Shapes: projected (rows, 2 ffn_dim), d_activated (rows, ffn_dim), both dense.
-    An operator, so that what counts memory on the CPU does not see the temporaries of torch there.
+    It is an operator so that a simulation of memory on the CPU does not count torch's temporaries there.
     """
     _backward(projected, d_activated, d_projected=projected)
 
 
 @torch.library.custom_op("swiglu::gradient", mutates_args=("d_activated",))
 def swiglu_gradient(projected: Tensor, d_activated: Tensor) -> Tensor:
-    """The gradient of `projected`, which stays, unlike d_activated: the activations take its place.
+    """Returns the gradient of `projected`, and overwrites `d_activated` with the activations.
 
     Shapes: projected and its gradient (rows, 2 ffn_dim), d_activated (rows, ffn_dim), all dense.
-    An operator for torch.compile, which copies d_activated only where it is needed later.
+    It is an operator so that torch.compile copies d_activated only if it is needed later.
     """
     d_projected = torch.empty_like(projected)
     _backward(projected, d_activated, d_projected)
@@ -104,7 +104,7 @@ def _forward_plainly(projected: Tensor) -> Tensor:
 
 
 def _backward_plainly(projected: Tensor, d_activated: Tensor, d_projected: Tensor) -> None:
-    """The same; autograd's formulas, step by step."""
+    """The same in torch, for the CPU, by autograd's formulas."""
     gate, value = projected.chunk(2, dim=1)
     d_gate, d_value = d_projected.chunk(2, dim=1)
     silu = F.silu(gate)

@@ -62,7 +62,7 @@ def current_stream_address(device: int) -> int:
 
 
 def apply_without_transforms(function: type[Function]) -> Callable[..., Any]:
-    """`function.apply` minus the functorch layer, which is not needed when no transform is active (2.5 of 8 us).
+    """`function.apply` minus the functorch layer (2.5 of 8 us), which is not needed when no transform is active.
 
     Tensor arguments must have passed `without_dead_wrapper`.
     """

@@ -14,7 +14,7 @@ SHAPES = pytest.mark.parametrize(
     [
         pytest.param(1, 16, id="one-row"),
         pytest.param(5, 24, id="part-of-a-block"),
-        pytest.param(2 * module.PROGRAMS_OF_SM + 3, 32, id="rows-of-a-program"),
+        pytest.param(2 * module.PROGRAMS_PER_SM + 3, 32, id="rows-of-a-program"),
     ],
 )
 # dtypes of x, the addend and y: all fp32, mixed as under autocast, and all fp16

@@ -1,4 +1,4 @@
-"""What a call of attention may be: errors that say what was wanted and what came."""
+"""Checks of the arguments of attention. Their errors say what was wanted and what was given."""
 
 import math
 
@@ -22,10 +22,10 @@ def require_backend(device: torch.device) -> None:
 
 
 def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-    """ValueError unless q, k, v and sinks fit together, and may be what they are, on a device that has kernels.
+    """ValueError unless q, k, v and sinks fit together, have supported types, and are on a device that has kernels.
 
-    Shapes: q (..., n_heads, head_dim), k and v (..., n_kv_heads, head_dim), with tokens before, or (batch, seqlen).
-    All that is asked for is named by the kind of a call (backend.py): calls of a kind that has passed are not checked.
+    Shapes: q (..., n_heads, head_dim), k and v (..., n_kv_heads, head_dim), after (tokens,) or (batch, seqlen).
+    A recorded call is not checked again, so backend._common_key must contain everything that is checked here.
     """
     device, dtype = q.device, q.dtype
     require_backend(device)
@@ -56,13 +56,13 @@ def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) ->
 
 
 def require_differentiable(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """ValueError where one of them requires a gradient that its dtype does not have."""
+    """ValueError if one of them requires a gradient that its dtype does not support."""
     if q.dtype == FP8 and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("float8_e4m3fn q, k and v have no gradients; got some that require them")
 
 
 def scale_of(q: Tensor, softmax_scale: float | None) -> float:
-    """What scores are multiplied by: head_dim**-0.5 by default. Raises: ValueError unless positive and finite."""
+    """The factor of the scores, head_dim**-0.5 by default. Raises: ValueError unless it is positive and finite."""
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     if not 0 < scale < math.inf:
         raise ValueError(f"softmax_scale must be positive and finite; got {scale}")

@@ -1,4 +1,4 @@
-"""delta = rowsum(do * o) - dlse, the row term of softmax's backward (arXiv:2307.08691, Alg. 2), and what sinks get."""
+"""delta = rowsum(do * o) - dlse, the row term of softmax's backward (arXiv:2307.08691, Alg. 2); sinks' gradient."""
 
 import torch
 import triton
@@ -14,7 +14,7 @@ def delta_of_rows(
     o_ptr, do_ptr, dlse_ptr, stride_dot, stride_doh, rows, head, total, n_heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """delta of these rows of a head, 0 past the last one; o is dense, do has a dense last dimension. head is int64."""
+    """delta of these rows of a head, 0 past the last row. o and do's last dimension are dense; head is int64."""
     cols = tl.arange(0, BLOCK_D)
     inside = rows < total
     mask = inside[:, None] & (cols[None, :] < HEAD_DIM)
@@ -57,5 +57,5 @@ def attention_delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
 
 
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """(n_heads,), (n_heads, total) twice -> (n_heads,): a sink's probability times -delta, summed over the rows."""
+    """The gradient of sinks: -delta times a sink's probability, summed over rows. lse, delta: (n_heads, total)."""
     return -(torch.exp(sinks[:, None] - lse) * delta).sum(dim=1)

@@ -1,4 +1,4 @@
-"""Masks as ranges: what a tile of rows sees, which blocks of it need masking, and the mask of one block."""
+"""Masks as ranges: what a tile of rows sees, which blocks need a mask, and the mask of one block."""
 
 import triton
 import triton.language as tl
@@ -6,10 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def tile_range(start_ptr, end_ptr, first, last, BLOCK: tl.constexpr):
-    """What the rows first to last see, cut into start <= whole_start <= whole_end <= end.
+    """Returns start <= whole_start <= whole_end <= end of what the rows first to last see.
 
-    Every row sees all of the BLOCK-sized blocks between whole_start and whole_end; the others need a mask. Ranges
-    only move forwards from row to row, so the first and the last row bound them all.
+    Every row sees all BLOCK-sized blocks between whole_start and whole_end; the other blocks need a mask. Ranges never
+    move backwards from row to row, so the first and the last row bound them all.
     """
     start, last_start = tl.load(start_ptr + first), tl.load(start_ptr + last)
     first_end, end = tl.load(end_ptr + first), tl.load(end_ptr + last)
@@ -20,5 +20,5 @@ def tile_range(start_ptr, end_ptr, first, last, BLOCK: tl.constexpr):
 
 @triton.jit
 def is_visible(cols, row_start, row_end):
-    """[rows, cols]: which columns lie in the range of each row."""
+    """[rows, cols]: whether each column is in the range of each row."""
     return (cols[None, :] >= row_start[:, None]) & (cols[None, :] < row_end[:, None])

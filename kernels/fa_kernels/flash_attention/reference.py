@@ -1,4 +1,4 @@
-"""The truth that tests and scripts compare with: attention by its definition, one document at a time."""
+"""Attention by its definition, one document at a time: what tests and scripts compare with."""
 
 import torch
 from torch import Tensor
@@ -19,10 +19,10 @@ def attention_reference(
     sinks: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over packed documents with every score held in memory, computed and returned in `dtype`.
+    """Computes attention over packed documents in `dtype`, with all scores in memory.
 
-    Shapes, units and meanings as flash_attn_varlen_func -> o (total_q, n_heads, v's head_dim), lse (n_heads, total_q).
-    A query that sees no key, or that no document holds, gives 0, and lse -inf or its sink. Differentiable in both.
+    Arguments are as for flash_attn_varlen_func. Returns o (total_q, n_heads, v's head_dim) and lse (n_heads, total_q).
+    A query that sees no key, or belongs to no document, gives 0, and lse -inf or its sink. Differentiable in both.
     """
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     total_q, n_heads, head_dim = q.shape
@@ -33,7 +33,7 @@ def attention_reference(
     outputs, lses = [], []
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     documents = list(zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False))
-    documents.append((starts_q[-1], total_q, 0, 0))  # rows past the last document see nothing
+    documents.append((starts_q[-1], total_q, 0, 0))  # rows after the last document see nothing
     for index, (q0, q1, k0, k1) in enumerate(documents):
         queries = q[q0:q1].transpose(0, 1)  # [H, M, D]
         keys, values = (x[k0:k1].transpose(0, 1).repeat_interleave(group, dim=0) for x in (k, v))  # [H, N, D]
@@ -53,7 +53,7 @@ def attention_reference(
         # the sink is one more column, without a value
         scores = torch.cat([scores, sink[:, None, None].expand(-1, q1 - q0, 1)], dim=2)
         sees = torch.isfinite(scores.detach()).any(dim=2)
-        # rows that see nothing are softmaxed over zeros and dropped, so that no gradient is NaN
+        # rows that see nothing take the softmax of zeros, which is dropped, so that no gradient is NaN
         safe = scores.masked_fill(~sees[..., None], 0.0)
         outputs.append((safe.softmax(dim=-1)[..., :-1] @ values * sees[..., None]).transpose(0, 1))
         lses.append(safe.logsumexp(dim=-1).masked_fill(~sees, float("-inf")))

@@ -5,19 +5,18 @@ import triton.language as tl
 
 from fa_kernels.device import LOG2_E, interpreted
 
-_INTERPRETED = tl.constexpr(interpreted())  # as of import, when triton.jit asks too
+_INTERPRETED = tl.constexpr(interpreted())  # read at import, like triton.jit does
 
 
 @triton.jit
 def tanh(x, dtype: tl.constexpr):
-    """tanh of fp32 x = score / cap, of q and k in `dtype`; forward and backward take the same, for P to fit its lse.
+    """tanh of fp32 x = score / cap, for q and k in `dtype`. Both passes use the same one, so that P fits its lse.
 
-    bf16, and what is narrower: one instruction, off by 2^-11 of the result at most, hence by 2^-11 of a capped score
-    and by 2^-10 in 1 - tanh^2, where torch's own scores are rounded to bf16, by up to 2^-9, once for each operation
-    on them. fp16 rounds them by 2^-12, and where dK is a sum of 1 - tanh^2 of saturated scores an error of that size
-    could exceed twice torch's: with fp32 it takes 1 - 2 / (e^2x + 1), correct to fp32 rounding in absolute terms.
+    bf16 and narrower dtypes use one instruction with a relative error of 2^-11, below the rounding of bf16 scores.
+    fp16 and fp32 use 1 - 2 / (e^2x + 1), because dK may be a sum of 1 - tanh^2 of saturated scores: in fp16, the
+    instruction's error could exceed twice that of torch.
     """
-    if _INTERPRETED:  # which knows no PTX
+    if _INTERPRETED:  # the interpreter has no PTX
         t = 1.0 - 2.0 / (tl.math.exp2(x * 2.8853900817779268) + 1.0)
     elif dtype == tl.float32 or dtype == tl.float16:
         t = 1.0 - 2.0 * _reciprocal(tl.math.exp2(x * 2.8853900817779268) + 1.0)
@@ -28,13 +27,13 @@ def tanh(x, dtype: tl.constexpr):
 
 @triton.jit
 def _reciprocal(x):
-    """Of 1 and more, up to infinity, within one unit in the last place, which / reaches with four times the code."""
+    """1 / x for x from 1 to infinity, within one unit in the last place; `/` takes four times the code."""
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def cap(scores, softmax_scale, softcap, dtype: tl.constexpr):
-    """softcap * tanh(scale * scores / softcap), in units of log2 (Gemma 2, arXiv:2408.00118), and the tanh."""
+    """Returns softcap * tanh(scale * scores / softcap) in log2 units (Gemma 2, arXiv:2408.00118), and the tanh."""
     t = tanh(scores * (softmax_scale / softcap), dtype)
     return t * (softcap * LOG2_E), t
 

@@ -6,11 +6,11 @@ import triton.language as tl
 
 @triton.jit
 def online_softmax_step(scores, row_max, row_sum, scale_log2, MASKED: tl.constexpr):
-    """Takes one block of scores [M, N] into the running maximum and sum of M rows.
+    """Adds one block of scores [M, N] to the running maximum and sum of M rows.
 
-    Returns p = 2^(scores * scale_log2 - new_max) [M, N], the factor that rescales what was summed under the old
-    maximum [M], and the new maximum (in log2 units) and sum. Only a MASKED block may hold -inf, and a row that has
-    seen nothing but -inf keeps a sum of 0.
+    Returns p = 2^(scores * scale_log2 - new_max) [M, N], the factor [M] that rescales earlier sums to the new maximum,
+    the new maximum in log2 units, and the new sum. Only a MASKED block may contain -inf. A row that has seen nothing
+    but -inf keeps a sum of 0.
     """
     new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
     if MASKED:

@@ -1,4 +1,4 @@
-"""The sizes of the tiles: one frozen table by architecture, head dimension and pass, and what they take."""
+"""Tile sizes: a table by architecture, head dimension and pass, and the shared memory that tiles take."""
 
 import warnings
 from dataclasses import dataclass, replace
@@ -11,12 +11,12 @@ from torch import Tensor
 from fa_kernels.columns_of_head import split_columns
 from fa_kernels.device import Arch, arch_of, interpreted
 
-Pass = Literal["fwd", "dkdv", "dk", "dv", "dq"]  # dkdv is dk and dv by one kernel, from the same scores
+Pass = Literal["fwd", "dkdv", "dk", "dv", "dq"]  # dkdv computes dk and dv in one kernel, from the same scores
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """block_m query tokens by block_n key tokens, worked by num_warps warps with num_stages blocks in flight."""
+    """block_m query tokens by block_n key tokens, for num_warps warps, with num_stages blocks in flight."""
 
     block_m: int
     block_n: int
@@ -24,13 +24,8 @@ class TileConfig:
     num_stages: int
 
 
-# (arch, head_dim of at most this, pass), for 2-byte dtypes. sm90: the best of those tried for each entry on an H200
-# (scripts/bench/tune_tiles.py; scripts/results/portable_tiles_h200_202611.md), one document of 16k tokens, causal.
-# There dk and dv take 3.250 + 2.022 ms at head_dim 256, dkdv at best 9.158; at 192 3.148 + 2.215, but dkdv 4.722. The
-# others are chosen, not measured: sm100 begins from sm90, with less for dK and dV where accumulators of 192 and 256
-# columns would overflow its tensor memory, and sm80 fits the 99 KiB of the smallest GPUs that use it. Where there are
-# dk and dv, dkdv is for fp32 and for repairs of what Hopper's kernels left; (64, 64, 8, 2), its fastest in bf16 at 256,
-# would make the kernel that repairs spill more. tests/kernels/aot/test_portable.py holds every entry to limits.
+# (arch, largest head_dim, pass) for 2-byte dtypes. sm90 is measured (scripts/results/portable_tiles_h200_202611.md);
+# sm80 and sm100 are not. Where dk and dv are listed, dkdv serves fp32 and repairs.
 _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 3),
     ("sm90", 96, "fwd"): TileConfig(128, 64, 8, 3),
@@ -83,11 +78,8 @@ _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm80", 256, "dq"): TileConfig(32, 32, 4, 2),
 }
 
-# The same for 4-byte dtypes. sm90's of 64 and 128 are the best of those tried on an H200 with three TF32 products, as
-# precision_of has them (scripts/results/fp32_tiles_h200_202611.md). The others are chosen, not measured, of 150 that
-# were compiled: upper and lower halves take twice the shared memory, and products with a lower half accumulate beside
-# the others, so that tiles of few rows and eight warps, although by mma.sync, spill least where heads are wide. sm100
-# takes sm80's: with sm90's, the forward passes of 96 and 128 would overflow its tensor memory.
+# The same for 4-byte dtypes. Only sm90 at 64 and 128 is measured (scripts/results/fp32_tiles_h200_202611.md).
+# sm100 uses sm80's entries, because sm90's would overflow its tensor memory.
 _TILES_OF_4_BYTES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 2),
     ("sm90", 96, "fwd"): TileConfig(128, 64, 8, 1),
@@ -122,46 +114,46 @@ _TILES_OF_4_BYTES: dict[tuple[Arch, int, Pass], TileConfig] = {
 }
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-# bytes of shared memory that a program may take on the smallest GPU that uses these entries
+# bytes of shared memory per program on the smallest GPU that uses these entries
 SHARED_LIMIT: dict[Arch, int] = {"sm80": 99 * 1024, "sm90": 227 * 1024, "sm100": 227 * 1024}
 
 
 def tile_config(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
-    """The table's tiles; head_dim is the wider of q's and v's, at most 256, itemsize in bytes."""
+    """Returns the table's tiles. head_dim is the larger of q's and v's, at most 256; itemsize is in bytes."""
     if arch == "interpreter":
         return TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)  # small, so that short inputs have edges
     listed = next(d for d in HEAD_DIMS if head_dim <= d)
-    known: Arch = "sm80" if arch == "unknown" else arch  # the most modest
+    known: Arch = "sm80" if arch == "unknown" else arch  # sm80 needs the least
     if itemsize > 2:
         return _TILES_OF_4_BYTES["sm80" if known == "sm100" else known, listed, direction]
     return _TILES[known, listed, direction]
 
 
 def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
-    """The passes that give dK and dV: both at once, or one after the other where the table has entries for that.
+    """Returns the passes that compute dK and dV: one for both, or one for each if the table lists them.
 
-    Apart, each computes the scores: five products instead of four. But a tile's accumulators take half the registers,
-    and tiles may be twice as long: two warpgroups then share the rows of the scores, which they would each compute.
+    Two passes compute the scores twice, which makes five matmuls instead of four. But each has half the accumulators,
+    so that tiles may be twice as long, and two warpgroups share the rows of the scores.
     """
     if itemsize > 2 and arch != "interpreter":
         return ("dkdv",)
-    table: dict[Arch, Arch] = {"interpreter": "sm90", "unknown": "sm80"}  # the interpreter runs both ways, for tests
+    table: dict[Arch, Arch] = {"interpreter": "sm90", "unknown": "sm80"}  # the interpreter runs both, for tests
     known = table.get(arch, arch)
     apart = (known, next(d for d in HEAD_DIMS if head_dim <= d), "dk") in _TILES
     return ("dk", "dv") if apart else ("dkdv",)
 
 
 def launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
-    """The tiles for one launch on `device`: the table's, or smaller ones where its shared memory asks for them.
+    """Returns the tiles for one launch on `device`: the table's, or smaller ones if its shared memory is too small.
 
-    On a GPU that the table does not know, or whose memory is short, one warning a device.
+    Warns once per device if the table does not list it, or its memory is too small.
     """
     if interpreted():
         return tile_config("interpreter", max(head_dim, v_head_dim), direction, itemsize)
     return _launch_tiles(device, head_dim, v_head_dim, direction, itemsize)
 
 
-@cache  # every launch asks
+@cache  # called at every launch
 def _launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
     arch = arch_of(device)
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the attribute
@@ -173,7 +165,7 @@ def _launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, directio
     return tiles
 
 
-@cache  # once a device
+@cache  # once per device
 def _warn_of_guesses(device: torch.device, limit: int) -> None:
     major, minor = torch.cuda.get_device_capability(device)
     warnings.warn(
@@ -187,11 +179,11 @@ def _warn_of_guesses(device: torch.device, limit: int) -> None:
 def fit(
     arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int, limit: int
 ) -> TileConfig:
-    """`tiles`, or the largest that come from halving them and from fewer stages, within `limit` bytes.
+    """Returns `tiles`, or the largest tiles within `limit` bytes that come from halving them and from fewer stages.
 
     On Hopper a warpgroup of four warps computes 64 rows, so tiles halved to 64 rows get at most four warps. With eight
-    warps and heads in two parts, ptxas 12.8 computes matrix descriptors from the wrong uniform register.
-    Raises: ValueError if not even 16 by 16 fits.
+    warps and two column blocks, ptxas 12.8 computes matrix descriptors from the wrong uniform register.
+    Raises: ValueError if tiles of 16 by 16 do not fit.
     """
     of_keys = direction in ("dkdv", "dk", "dv")
     while True:
@@ -215,11 +207,11 @@ def fit(
 
 
 def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> int:
-    """Bytes of shared memory that a program takes: at least what Triton reports for its code, and not much more.
+    """Returns an upper bound of the bytes of shared memory that a program takes, close to what Triton reports.
 
-    tests/kernels/aot/test_portable.py compares.
+    tests/kernels/aot/test_portable.py compares the two.
     """
-    if arch == "unknown":  # Triton may compile for it as for any of the known ones
+    if arch == "unknown":  # Triton may compile for it as for any known architecture
         return max(shared_bytes(known, tiles, head_dim, v_head_dim, direction, itemsize) for known in SHARED_LIMIT)
     whole = _shared_of_one_product(arch, tiles, head_dim, v_head_dim, direction, itemsize)
     if itemsize == 4:
@@ -228,11 +220,11 @@ def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, 
 
 
 def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass) -> int:
-    """Upper and lower TF32 halves of what the program keeps, and of one block of what it reads beside that.
+    """Bytes for fp32 by three TF32 products: upper and lower halves of the kept tiles and of one block that is read.
 
-    Blocks are fetched ahead as they are and cut in registers; a head's second part is, after its first. mma.sync reads
-    halves from registers, so that a block comes once, for dK and dV twice, the second time transposed. The kernel of
-    decoding, which takes the forward pass's tiles, may have K and V there at one time, and scores twice.
+    Blocks are fetched ahead in fp32 and split in registers, one column block after the other. mma.sync reads halves
+    from registers, so a block is stored once, and for dK and dV once more, transposed. The decode kernel uses the
+    forward pass's tiles; it may hold K and V at the same time, and scores twice.
     """
     (d_1, d_2), (dv_1, dv_2) = split_columns(head_dim), split_columns(v_head_dim)
     of_keys = direction in ("dkdv", "dk", "dv")
@@ -252,37 +244,35 @@ def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_he
 def _shared_of_one_product(
     arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int
 ) -> int:
-    """What the program keeps (Q; Q and dO; K and V; K for dV), the blocks in flight of what it reads beside that, and
-    room for what changes its layout on the way to the tensor cores.
-    """
+    """Bytes for one product: the kept tiles (Q; Q and dO; K and V; K for dV), blocks in flight, and layout changes."""
     qk_width, v_width = (sum(split_columns(width, itemsize)) for width in (head_dim, v_head_dim))
     of_keys = direction in ("dkdv", "dk", "dv")
     kept_rows, read_rows = (tiles.block_n, tiles.block_m) if of_keys else (tiles.block_m, tiles.block_n)
     kept = kept_rows * (qk_width + (0 if direction in ("fwd", "dv") else v_width)) * itemsize
     block = read_rows * (qk_width + v_width) * itemsize
-    row_values = 8 * read_rows if of_keys else 0  # lse and delta are in flight beside Q and dO
+    row_values = 8 * read_rows if of_keys else 0  # lse and delta are in flight with Q and dO
     scores = tiles.block_m * tiles.block_n * itemsize
-    if arch == "sm80" or kept_rows < 64:  # mma.sync, which copies a block to registers before the next one is awaited
+    if arch == "sm80" or kept_rows < 64:  # mma.sync copies a block to registers before it waits for the next one
         in_flight = max(1, tiles.num_stages - 1)
         rewritten = scores if max(head_dim, v_head_dim) >= 128 else 0
-    else:  # wgmma and tcgen05 read a block from shared memory while the next ones come
+    else:  # wgmma and tcgen05 read a block from shared memory while the next ones arrive
         in_flight = tiles.num_stages
         rewritten = 0
         if arch == "sm100":
             rewritten = _rewritten_for_tcgen05(scores, block, read_rows, head_dim, direction, itemsize)
     if itemsize == 1:
         rewritten += read_rows * v_width * 2  # V in fp16
-    if tiles.num_stages == 1:  # nothing is fetched ahead, and K is done with when V comes
-        part = read_rows * max(qk_width, v_width) * itemsize
+    if tiles.num_stages == 1:  # nothing is fetched ahead, and K is no longer needed when V arrives
+        widest = read_rows * max(qk_width, v_width) * itemsize
         if direction == "fwd":
-            return kept + part + scores + 2048
-        made_finite = block if of_keys and kept_rows >= 64 else part  # Q and dO, or K, of masked blocks
-        rewritten = max(rewritten, scores, made_finite)
+            return kept + widest + scores + 2048
+        isolated = block if of_keys and kept_rows >= 64 else widest  # Q and dO, or K, of masked blocks
+        rewritten = max(rewritten, scores, isolated)
     return kept + in_flight * (block + row_values) + rewritten + 2048
 
 
 def _rewritten_for_tcgen05(scores: int, block: int, rows: int, head_dim: int, direction: Pass, itemsize: int) -> int:
-    """Its operands come from shared memory: P and dS, and the masked blocks' K, or Q and dO, made finite, once more."""
+    """Bytes of operands that tcgen05 reads from shared memory: P and dS, and copies of masked blocks without NaN."""
     first, second = split_columns(head_dim)
     if direction in ("fwd", "dv"):  # P stays in tensor memory
         return 0
@@ -292,21 +282,20 @@ def _rewritten_for_tcgen05(scores: int, block: int, rows: int, head_dim: int, di
 
 
 def precision_of(x: Tensor) -> str:
-    """tl.dot's input_precision: how products of x's dtype are made; of 2-byte inputs it says nothing.
+    """Returns tl.dot's input_precision for x's dtype. It has no effect for 2-byte dtypes.
 
-    In fp32 by three TF32 products of the inputs' upper and lower halves, as torch's own attention has them: three times
-    as fast as FMA instructions, which "ieee" means, and as accurate (scripts/results/fp32_tiles_h200_202611.md). Where
-    the user allowed tf32 for torch's own products, by one. Infinities and NaN pass as they do through FMA, for Triton
-    takes 0 for the products with a lower half where their sum is NaN; but what rounds to infinity, a part in 4096 below
-    the largest fp32 number, counts as infinite.
+    fp32 uses three TF32 products of the upper and lower halves of the inputs ("tf32x3"), as torch's own attention does.
+    They are as accurate as FMA instructions ("ieee") and three times as fast. If the user allowed TF32 in torch's
+    matmuls, one product is used. Infinities and NaN pass as through FMA, but what rounds to infinity in TF32, the
+    largest 1/4096 of the fp32 range, counts as infinite.
     """
     if x.dtype != torch.float32 or (x.is_cuda and not _has_tf32(x.device)):
         return "ieee"
-    # allow_tf32, the older name, may not be read where fp32_precision was set; this one knows of both
+    # reading the older allow_tf32 raises an error once fp32_precision was set; fp32_precision reflects both
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
-@cache  # each launch asks
+@cache  # called at every launch
 def _has_tf32(device: torch.device) -> bool:
-    """Whether a CUDA device's tensor cores multiply TF32: from Ampere on."""
+    """Whether a CUDA device's tensor cores support TF32: Ampere and newer."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
