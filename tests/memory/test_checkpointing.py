@@ -26,6 +26,7 @@ COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "com
 
 
 # "selective" keeps no operator of chunked or naive attention. Only naive is tested, because it compiles faster.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "checkpointing", "compiled"),
     [

@@ -49,6 +49,7 @@ def test_every_combination_equals_none(attention, checkpointing, offload, mlp_ch
         assert_like_none(step(model, batch), none, mlp_chunk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_all_levers_around_compiled_blocks(checkpointing, device):
     batch, none = stream(device), step_without_levers("flash", device)

@@ -152,6 +152,7 @@ def test_in_the_model(checkpointing, device, passes):
     assert len(passes) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_keeps_what_autograd_keeps(checkpointing, precision, monkeypatch):

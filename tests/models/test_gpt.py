@@ -272,6 +272,7 @@ def test_a_step_never_waits_for_the_gpu(device):
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "overrides"),
     [

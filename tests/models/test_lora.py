@@ -159,6 +159,7 @@ def test_memory_levers_change_nothing(memory, activation):
     assert_like_none(small(memory, activation=activation), activation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [SELECTIVE, CHUNKS, ALL])
 def test_memory_levers_change_nothing_compiled(memory):
     """Other combinations compile the same graphs: offload is outside the graphs, and "all" contains "full"."""

@@ -68,6 +68,7 @@ def test_memory_levers_change_nothing(memory):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [SELECTIVE, ALL])
 def test_memory_levers_change_nothing_compiled(memory):
     """These cases recompute the dense weights in the backward: of the whole FFN, and by chunks. Each takes seconds."""

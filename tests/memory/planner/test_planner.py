@@ -85,6 +85,7 @@ def test_saved_activations_are_exact(model, precision, checkpointing, mlp_chunk)
     assert two - one == kept_per_layer(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize(
     "model",
@@ -113,6 +114,7 @@ def with_adapters(plan: Plan, quantization: Literal["nf4"] | None = None) -> tup
 
 
 # Half of all combinations. The fourth setting depends on the other three, so any three occur in all combinations.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "precision", "levers"),
     [
@@ -189,6 +191,7 @@ def test_simulated_peaks(levers, case):
     assert predicted_peak(plan) == pytest.approx(simulated_peak(plan), rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mlp_chunk", [None, 8192], ids=["ffn-whole", "ffn-chunks"])
 @pytest.mark.parametrize("offload", [False, "all"])
 @pytest.mark.parametrize("changes", [{"activation": "geglu"}, {"qk_norm": True}], ids=["geglu", "qk-norm"])
@@ -199,6 +202,7 @@ def test_simulated_peaks_of_many_layers(changes, offload, mlp_chunk):
     assert predicted_peak(plan) == pytest.approx(simulated_peak(plan), rel=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("levers", COMBINATIONS, ids=str)
 def test_simulated_peaks_under_every_combination(levers):
     plan = with_levers(changed(GPT2, n_layers=6, seq_len=65536), levers)

@@ -51,6 +51,7 @@ def run_main(monkeypatch, folder, *arguments):
     return json.loads((folder / "memory.json").read_text()), (folder / "memory.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_from_its_command_line(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "run_apart", in_this_process)
     names = ["selective", "selective+offload+mlp_chunk=16", "selective+loss_chunk=all"]
@@ -112,6 +113,7 @@ def test_running_out_of_memory_is_a_row(monkeypatch):
     assert row.outcome == "out of memory" and row.step_ms == [] and row.peak_gib is not None
 
 
+@pytest.mark.slow
 def test_a_case_that_fails_says_why():
     row = run_apart(replace(CASE, overrides=(*TINY, "model.norm=batchnorm")), timeout=120)
     assert row.outcome.startswith("failed: model.norm must be one of") and row.outcome.endswith("got batchnorm")
