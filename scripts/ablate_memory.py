@@ -134,7 +134,7 @@ def main() -> None:
             args.budget,
         )
     except KeyboardInterrupt:
-        print(f"stopped; {path} has what is finished, and the same command continues", file=sys.stderr)
+        print(f"stopped; {path} has the finished cases, and the same command continues", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     head = describe(shlex.join(["python", "-m", "scripts.ablate_memory", *sys.argv[1:]]), args.commit, date.today())
     parts = []

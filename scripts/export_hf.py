@@ -94,9 +94,7 @@ def _run_folder(checkpoint: Path) -> Path:
     for folder in checkpoint.resolve().parents:
         if (folder / ".hydra" / "config.yaml").exists():
             return folder
-    raise ValueError(
-        f"{checkpoint} must lie in its run's folder, beside .hydra/config.yaml; no folder above it has one"
-    )
+    raise ValueError(f"{checkpoint} must be in its run's folder; no folder above it contains .hydra/config.yaml")
 
 
 def main() -> None:

@@ -56,10 +56,10 @@ def main(arguments: list[str]) -> str:
         plan = with_levers(plan, fastest_that_fits(plan, gpu_bytes, host_bytes) or plan.levers)
     lines = [table(plan, gpu_bytes, host_bytes, auto=auto)]
     if not cfg.attention._target_.endswith(".flash_attention"):
-        lines += ["all this is of attention=flash; another may take more, which is not planned"]
+        lines += ["the plan is for attention=flash; other attentions may need more memory"]
     if not torch.cuda.is_available() and (gpu is None or host is None):
         assumed = ["an H200's GPU"] * (gpu is None) + ["this machine's host memory"] * (host is None)
-        lines += [f"assumed: {' and '.join(assumed)}; gpu_gib= and host_gib= name others"]
+        lines += [f"assumed: {' and '.join(assumed)}; set gpu_gib= and host_gib= to change this"]
     return "\n".join(lines)
 
 

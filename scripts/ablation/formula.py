@@ -71,10 +71,10 @@ class Formula:
         terms = [f"{self.fixed / GIB:.3g} GiB"] if self.fixed else []
         terms += [f"{self.per_token} N"] if self.per_token else []
         return (
-            f"Naive attention, {what}: the scores of a layer are 4 N^2 bytes a head, {SCORE * self.n_heads} N^2 in "
-            f"all; at least {' + '.join([*terms, f'{self.per_pair} N^2 bytes'])} exist at once, so it must fail from "
+            f"Naive attention, {what}: the scores of a layer take 4 N^2 bytes per head, {SCORE * self.n_heads} N^2 in "
+            f"all. At least {' + '.join([*terms, f'{self.per_pair} N^2 bytes'])} exist at once, so it must fail from "
             f"N = {self.fails_at(capacity)} tokens on this device of {capacity / GIB:.1f} GiB. It moves N/d + 1 "
-            f"times what it must, d = {self.head_dim}."
+            f"times more bytes than necessary, with d = {self.head_dim}."
         )
 
 

@@ -81,7 +81,7 @@ def require_one_sweep(case: StepCase, others: list[Row[StepCase]]) -> None:
     for other, _ in others:
         same_place = (case.attention, case.seq_len) == (other.attention, other.seq_len)
         if same_place or replace(other, attention=case.attention, seq_len=case.seq_len) != case:
-            sys.exit(f"error: an ablation's jobs must differ in attention and seq_len alone; got {case} and {other}")
+            sys.exit(f"error: an ablation's jobs may differ in attention and seq_len only; got {case} and {other}")
 
 
 def case_of(cfg: DictConfig) -> StepCase:

@@ -161,7 +161,7 @@ def formula_table(
         cells[key] = [*key, *numbers, "must fail" if fails else "may fit"]
     compared = [f"{x}_{kind}" for x, _ in formulas(rows[0][0]) for kind in ("predicted_least", "measured")]
     columns = (*shape, "seq_len", "n_over_d", "scores_4n2_gib", *compared, "expected")
-    return Table(name, "Naive attention: the formula beside what was measured", columns, list(cells.values()))
+    return Table(name, "Naive attention: formula and measurement", columns, list(cells.values()))
 
 
 def shown(value: Cell) -> str:

@@ -163,7 +163,7 @@ def sweep(
                 if expected > max_step_seconds:
                     result = Result(f"not run: a step would take about {expected:.0f} s, {max_step_seconds:g} allowed")
                 elif time.monotonic() > ends:
-                    result = Result(f"not run: the sweep's {budget:g} s were over")
+                    result = Result(f"not run: the sweep's budget of {budget:g} s was over")
                 else:
                     result = finished[case] = run(case)
                     save(finished, path)

@@ -58,12 +58,12 @@ def markdown(rows: list[Row], head: dict[str, str], model_dim: int = MODEL_DIM) 
     lines += [f"- {key}: `{value}`" for key, value in head.items()]
     lines += [
         "",
-        f"bf16, n_heads × head_dim = {model_dim}, or just below. Backends run in random order, but for those of more "
-        f"than {LARGE_GIB:g} GiB; each is replayed as a CUDA graph. A "
+        f"bf16, n_heads × head_dim = {model_dim}, or slightly less. Backends run in random order, except those of more "
+        f"than {LARGE_GIB:g} GiB. Each is replayed as a CUDA graph. A "
         "cell is TFLOP/s · milliseconds (median) · GiB. FLOPs: forward 4 · n_heads · head_dim · Σ length², halved if "
-        "causal; backward 2.5 times that. GiB: the peak beside q, k, v and do, for the backward that of forward and "
-        "backward together. `ours` builds its schedule in every call, `ours-packed` is given it, as every layer of a "
-        "model is, and as `flex` is given its block mask.",
+        "causal; backward 2.5 times that. GiB: the peak in addition to q, k, v and do; for the backward, the peak of "
+        "forward and backward together. `ours` builds its schedule in every call. `ours-packed` gets a schedule, like "
+        "a layer of a model, and `flex` gets a block mask.",
     ]
     for section, causal, direction in dict.fromkeys((row.section, row.causal, row.direction) for row in rows):
         chosen = [row for row in rows if (row.section, row.causal, row.direction) == (section, causal, direction)]

@@ -141,12 +141,12 @@ def our_losses(run: Path) -> list[float]:
     """Reads the loss of each step from metrics.csv. Raises: ValueError if the file or a step is missing."""
     path = run / "metrics.csv"
     if not path.exists():
-        raise ValueError(f"{run} must hold metrics.csv: train with logger=csv trainer.log_every_n_steps=1")
+        raise ValueError(f"{run} must contain metrics.csv: train with logger=csv trainer.log_every_n_steps=1")
     with path.open(encoding="utf-8") as file:
         by_step = {int(row["step"]): float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]}
     steps = sorted(by_step)
     if steps != list(range(steps[0], steps[0] + len(steps))):
-        raise ValueError(f"{path} must have every step: train with trainer.log_every_n_steps=1")
+        raise ValueError(f"{path} must contain every step: train with trainer.log_every_n_steps=1")
     return [by_step[step] for step in steps]
 
 

@@ -117,9 +117,10 @@ def markdown(results: dict[Case, dict[str, float]], head: dict[str, str]) -> str
     """Writes the head and a line for each case."""
     lines = ["# Decoding one token from a cache", "", *(f"- {key}: `{value}`" for key, value in head.items()), ""]
     lines += [
-        "bf16, full caches, one query a sequence; `flash_attn_with_kvcache` but for SDPA (`enable_gqa`). Medians, in "
-        "random order, each replayed as a CUDA graph, L2 cold. A cell is microseconds · GB/s of K and V. `automatic` "
-        "is the default `num_splits` on a cache in one piece, as are `1 split` and SDPA; pages lie anywhere.",
+        "bf16, full caches, one query per sequence. Columns are `flash_attn_with_kvcache`, except SDPA (`enable_gqa`). "
+        "Times are medians in random order, replayed as CUDA graphs with a cold L2 cache. A cell is microseconds · "
+        "GB/s of K and V. `automatic` (the default `num_splits`), `1 split` and SDPA use a dense cache; pages are "
+        "in any order.",
         "",
     ]
     columns = list(next(iter(results.values()), {}))
@@ -136,13 +137,13 @@ def parse_case(text: str) -> Case:
     try:
         case = Case(*map(int, text.split(",")))
     except (TypeError, ValueError):
-        raise argparse.ArgumentTypeError(f"wanted batch,heads,KV heads,head_dim,cache; got {text}") from None
+        raise argparse.ArgumentTypeError(f"must be batch,heads,KV heads,head_dim,cache; got {text}") from None
     if min(astuple(case)) < 1 or case.head_dim > 256:
-        raise argparse.ArgumentTypeError(f"wanted positive numbers, and a head_dim of at most 256; got {text}")
+        raise argparse.ArgumentTypeError(f"values must be positive, and head_dim at most 256; got {text}")
     if case.n_heads % case.n_kv_heads:
-        raise argparse.ArgumentTypeError(f"wanted heads to be a multiple of KV heads; got {text}")
+        raise argparse.ArgumentTypeError(f"heads must be a multiple of KV heads; got {text}")
     if case.cache % max(PAGES):
-        raise argparse.ArgumentTypeError(f"wanted a cache of a multiple of {max(PAGES)} tokens; got {text}")
+        raise argparse.ArgumentTypeError(f"cache must be a multiple of {max(PAGES)} tokens; got {text}")
     return case
 
 

@@ -274,7 +274,11 @@ def main() -> None:
     out: Path = args.out or results_prefix("features", today)
     out.parent.mkdir(parents=True, exist_ok=True)
     head = describe(shlex.join(["python", "-m", "scripts.bench.features", *sys.argv[1:]]), args.commit, today)
-    lines = ["# What each feature costs beside plain causal attention", "", *(f"- {k}: `{v}`" for k, v in head.items())]
+    lines = [
+        "# The cost of each feature relative to plain causal attention",
+        "",
+        *(f"- {k}: `{v}`" for k, v in head.items()),
+    ]
     lines += ["", f"{args.seqlen} tokens, {args.heads} heads, bf16; work and cost are shares of plain causal's.", ""]
     lines += ["| d | feature | work | forward ms | cost | backward ms | cost |", "|--:|:--|--:|--:|--:|--:|--:|"]
     started = time.monotonic()

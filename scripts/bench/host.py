@@ -246,12 +246,12 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 def markdown(rows: Sequence[Row], shape: Shape, args: argparse.Namespace, head: Mapping[str, str]) -> str:
     """Writes the head, and a table with a line per candidate and a column per pass."""
-    lines = ["# The host's time of a call of attention", "", *(f"- {key}: `{value}`" for key, value in head.items())]
+    lines = ["# Host time of an attention call", "", *(f"- {key}: `{value}`" for key, value in head.items())]
     lines += [
         "",
         f"{shape.tokens} tokens, {shape.n_heads} heads for {shape.n_kv_heads}, head_dim {shape.head_dim}, bf16, "
-        f"causal. A cell is the median of {args.rounds} means of {args.calls} calls, their lowest and highest, in "
-        f"microseconds. GPU-bound: the GPU had more than {GPU_BOUND:.0%} of that left to do, so it is no host's time.",
+        f"causal. A cell is the median of {args.rounds} means of {args.calls} calls (lowest to highest) in "
+        f"microseconds. GPU-bound: the GPU had work left for more than {GPU_BOUND:.0%} of that time.",
         "",
         f"| candidate | {' | '.join(CALLS)} |",
         "|:--|" + "--:|" * len(CALLS),

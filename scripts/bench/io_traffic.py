@@ -337,7 +337,7 @@ def measure(ncu: str, cases: list[Case], arguments: list[str]) -> list[Measured]
         raise RuntimeError(said[0] if said else f"ncu ended with {result.returncode}")
     found = list(read_counts(text))
     if len(found) != len(cases):
-        raise RuntimeError(f"ncu's table must hold {len(cases)} cases; found {len(found)}")
+        raise RuntimeError(f"ncu's table must contain {len(cases)} cases; found {len(found)}")
     return found
 
 
@@ -378,8 +378,8 @@ def markdown(
     lines += [
         "",
         f"bf16, one sequence of N tokens, {causal}, n_heads × head_dim = {MODEL_DIM}; tiles of {arch}. Bytes in GB "
-        "(10⁹). **Θ**: N² + Nd elements for naive, N²d²/M for flash, with a constant of 1. **formula**: what the "
-        "kernels read and write, as `scripts/bench/io_traffic.py` says; for flash that is what enters and leaves the "
+        "(10⁹). **Θ**: N² + Nd elements for naive, N²d²/M for flash, without constant factors. **formula**: what the "
+        "kernels read and write (see `scripts/bench/io_traffic.py`). For flash this is the traffic of the "
         "multiprocessors, most of which L2 serves. **least**: every tensor once. **× least**: formula over least; for "
         "naive forward without a mask N/d + 1, less the share of lse. **L2**: measured between L2 and the "
         "multiprocessors; **read**, **written**: measured from and to device memory, with the schedule that flash "

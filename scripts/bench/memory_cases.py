@@ -118,7 +118,7 @@ def levers_of(name: str) -> Levers:
             known = False
     if not known:
         raise ValueError(
-            f"a combination is none, selective or full, then of +offload, +mlp_chunk[=TOKENS], +loss_chunk=TOKENS|all, "
-            f"+bf16-true, +{', +'.join(optimizers)}; got {name}"
+            f"a combination must be none, selective or full, then any of +offload, +mlp_chunk[=TOKENS], "
+            f"+loss_chunk=TOKENS|all, +bf16-true, +{', +'.join(optimizers)}; got {name}"
         )
     return Levers(**found)

@@ -40,7 +40,7 @@ def markdown(rows: Sequence[Row], profiles: Sequence[Row], left: Sequence[str], 
     rows = pooled(rows)
     seq_lens = list(dict.fromkeys(row.seq_len for row in rows))
     lines = ["# What each memory lever costs", "", *(f"- {key}: `{value}`" for key, value in head.items()), ""]
-    lines += ["Slowdown: the median step's time over that of the same combination without the lever, less 1.", ""]
+    lines += ["Slowdown: the median step time relative to the same combination without the lever, minus 1.", ""]
     lines += [f"| lever | combination | {' | '.join(f'{n:,} tokens' for n in seq_lens)} |"]
     lines += ["|:--|:--|" + "--:|" * len(seq_lens)]
     for lever in OFF:
@@ -51,7 +51,7 @@ def markdown(rows: Sequence[Row], profiles: Sequence[Row], left: Sequence[str], 
                 lines.append(f"| {lever} | {name} | {' | '.join(_shown(value, '+.1%') for value in found)} |")
     lines += [
         "",
-        "ms: median of the timed steps, in brackets fastest to slowest. optimizer: that part of the step.",
+        "ms: median of the timed steps (fastest to slowest). optimizer: the optimizer's part of the step.",
         "",
     ]
     lines += ["| seq_len | combination | ms | optimizer ms | peak GiB | host GiB | loss | note |"]
@@ -92,9 +92,9 @@ def profile_text(row: Row) -> str:
     share = f" ({found.hidden / copies:.1%})" if copies else ""
     return (
         f"{about}, {found.step:,.1f} ms: copies {found.to_host:,.1f} ms to the host and {found.to_device:,.1f} ms to "
-        f"the device, of which {found.hidden:,.1f} ms{share} beside kernels of the compute stream; that stream idle "
-        f"{found.idle:,.1f} ms ({found.idle / found.step:.2%} of the step), of which {found.waiting:,.1f} ms "
-        f"({found.waiting / found.step:.2%}) while a copy ran."
+        f"the device. {found.hidden:,.1f} ms{share} overlapped with kernels. The compute stream was idle for "
+        f"{found.idle:,.1f} ms ({found.idle / found.step:.2%} of the step), and for {found.waiting:,.1f} ms "
+        f"({found.waiting / found.step:.2%}) of it a copy ran."
     )
 
 

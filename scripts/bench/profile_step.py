@@ -179,13 +179,13 @@ def table(step: Step) -> list[tuple[str, float, float, float, int]]:
 
 def report(step: Step, head: dict[str, str]) -> str:
     """Writes the text of profile.md."""
-    lines = ["# Where a training step's time goes", "", *(f"- {key}: `{value}`" for key, value in head.items()), ""]
+    lines = ["# Time of a training step by part", "", *(f"- {key}: `{value}`" for key, value in head.items()), ""]
     kind = "kernels" if step.on_gpu else "operators"
     if step.on_gpu:
         copies = sum(i.end - i.start for i in step.intervals if i.part == COPIES)
         if copies:
             share = hidden(step.intervals, COPIES) / copies
-            lines += [f"{share:.1%} of the copies' {copies / 1e3:.1f} ms ran beside computing kernels.", ""]
+            lines += [f"{share:.1%} of the copies' {copies / 1e3:.1f} ms overlapped with computing kernels.", ""]
     # The time of an operator includes the operators it calls, so only times of kernels add up.
     lines += [f"| part | ms | share | {kind} | {'kernels ms' if step.on_gpu else ''} |", "|:--|--:|--:|--:|--:|"]
     rows = table(step)

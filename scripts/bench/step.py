@@ -126,7 +126,7 @@ def variant_of(name: str) -> Variant:
     if kind == "ours" and settings and settings[0] in memories and set(settings[1:]) <= {"compiled", "portable"}:
         return Variant(True, settings[0], "compiled" in settings, "portable" in settings)
     raise ValueError(
-        f"a variant is hf, hf-checkpointing or ours-MEMORY[-compiled][-portable] with MEMORY one of "
+        f"a variant must be hf, hf-checkpointing or ours-MEMORY[-compiled][-portable] with MEMORY one of "
         f"{', '.join(memories)}; got {name}"
     )
 
@@ -315,7 +315,7 @@ def write(rows: list[Row], head: dict[str, str], out: Path) -> None:
         writer.writerows(asdict(row) for row in rows)
     lines = ["# A training step: ours and Hugging Face with Liger", ""]
     lines += [f"- {key}: `{value}`" for key, value in head.items()]
-    lines += ["", "tokens/s and ms are medians of the timed steps; ms in brackets: fastest to slowest.", ""]
+    lines += ["", "tokens/s and ms are medians of the timed steps, with the fastest and slowest ms in brackets.", ""]
     lines += ["| seq_len | variant | tokens/s | × best peer | ms | peak GiB | reserved GiB | MFU | loss | note |"]
     lines += ["|--:|:--|--:|--:|--:|--:|--:|--:|--:|:--|"]
     lines += [f"| {' | '.join(cells(row, rows))} |" for row in rows]
@@ -357,7 +357,7 @@ def parse_case(text: str) -> tuple[int, str]:
     """Parses SEQ_LEN:VARIANT. Raises: ValueError on anything else."""
     seq_len, _, name = text.partition(":")
     if not seq_len.isdecimal() or int(seq_len) < 1:
-        raise ValueError(f"a case is SEQ_LEN:VARIANT with a positive SEQ_LEN; got {text}")
+        raise ValueError(f"a case must be SEQ_LEN:VARIANT with a positive SEQ_LEN; got {text}")
     variant_of(name)
     return int(seq_len), name
 

@@ -106,7 +106,7 @@ def draw_memory(moments: Sequence[float], over_time: dict[str, list[int]], start
         axes.set_ylim(0, 1.12 * peak / GIB)
         handles, labels = axes.get_legend_handles_labels()
         axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    axes.set_xlabel("host's time in the step (ms)")
+    axes.set_xlabel("host time in the step (ms)")
     axes.set_ylabel("allocated (GiB)")
     axes.set_title(title)
     return figure

@@ -251,9 +251,9 @@ def markdown(results: list[Result], head: dict[str, str], arch: Arch, name: str,
     lines = ["# Tiles of the portable kernels", "", *(f"- {key}: `{value}`" for key, value in head.items())]
     lines += [
         "",
-        f"One causal document of {seqlen} tokens, {products}, n_heads × head_dim = {MODEL_DIM} or a little less, as "
-        "many KV heads. Medians. TFLOP/s counts each kernel's own products (forward 2, dkdv 4, dk 3, dv 2, dq 3), "
-        "halved for causality. **Bold**: what `kernels/fa_kernels/flash_attention/tiles.py` had.",
+        f"One causal document of {seqlen} tokens, {products}, n_heads × head_dim = {MODEL_DIM} or slightly less, no "
+        "grouped heads. Times are medians. TFLOP/s counts each kernel's matmuls (forward 2, dkdv 4, dk 3, dv 2, dq 3), "
+        "halved for causality. **Bold**: the present entry of `kernels/fa_kernels/flash_attention/tiles.py`.",
     ]
     for key in dict.fromkeys((result.candidate.direction, result.candidate.head_dim) for result in results):
         direction, head_dim = key
@@ -282,11 +282,11 @@ def parse_tiles(text: str) -> TileConfig:
     try:
         tiles = TileConfig(*map(int, text.split(",")))
     except (TypeError, ValueError):
-        raise argparse.ArgumentTypeError(f"wanted block_m,block_n,num_warps,num_stages; got {text}") from None
+        raise argparse.ArgumentTypeError(f"must be block_m,block_n,num_warps,num_stages; got {text}") from None
     blocks, warps = {16, 32, 64, 128}, {1, 2, 4, 8, 16}
     if not {tiles.block_m, tiles.block_n} <= blocks or tiles.num_warps not in warps or tiles.num_stages < 1:
         raise argparse.ArgumentTypeError(
-            f"wanted blocks of 16, 32, 64 or 128, 1 to 16 warps, a power of two, and stages of 1 or more; got {text}"
+            f"blocks must be 16, 32, 64 or 128, warps 1, 2, 4, 8 or 16, and stages at least 1; got {text}"
         )
     return tiles
 

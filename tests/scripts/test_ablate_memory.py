@@ -249,7 +249,7 @@ def test_steps_that_would_take_too_long_are_not_run_but_may_be_later(tmp_path):
 def test_a_sweep_whose_seconds_are_over_still_reports(tmp_path):
     cases = [case("naive", 32), case("naive", 64), case("sdpa", 32)]
     slow = sweep(cases, tmp_path / "results.jsonl", lambda case: time.sleep(0.2) or Result("ok"), print, 100.0, 0.1)
-    assert [result.outcome for _, result in slow] == ["ok", *["not run: the sweep's 0.1 s were over"] * 2]
+    assert [result.outcome for _, result in slow] == ["ok", *["not run: the sweep's budget of 0.1 s was over"] * 2]
 
 
 def test_expected_seconds_never_shrink_with_length():

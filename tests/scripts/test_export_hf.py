@@ -163,7 +163,7 @@ def test_mistakes_are_named(scratch, tmp_path):
         export_hf.export(tmp_path / "nowhere.ckpt", tmp_path / "out", [], None)
     alone = tmp_path / "alone.ckpt"
     shutil.copy(scratch, alone)
-    with pytest.raises(ValueError, match=r"alone.ckpt must lie in its run's folder"):
+    with pytest.raises(ValueError, match=r"alone.ckpt must be in its run's folder"):
         export_hf.export(alone, tmp_path / "out", [], None)
     with pytest.raises(ValueError, match=r"step_0000003.ckpt does not fit the model: it has no model.blocks.2"):
         export_hf.export(scratch, tmp_path / "out", ["model.n_layers=3"], None)

@@ -43,10 +43,10 @@ def test_arguments():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        pytest.param("1,8,2,64", "wanted batch,heads,KV heads,head_dim,cache; got 1,8,2,64", id="four"),
+        pytest.param("1,8,2,64", "must be batch,heads,KV heads,head_dim,cache; got 1,8,2,64", id="four"),
         pytest.param("1,8,3,64,256", "a multiple of KV heads; got 1,8,3,64,256", id="heads"),
         pytest.param("1,8,2,64,300", "a multiple of 256 tokens; got 1,8,2,64,300", id="cache"),
-        pytest.param("1,8,2,512,256", "a head_dim of at most 256; got 1,8,2,512,256", id="head-dim"),
+        pytest.param("1,8,2,512,256", "head_dim at most 256; got 1,8,2,512,256", id="head-dim"),
     ],
 )
 def test_wrong_cases_are_refused(given, said, capsys):

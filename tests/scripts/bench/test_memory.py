@@ -219,8 +219,8 @@ def test_the_tables():
     assert "| checkpointing | selective | +25.0% | – |" in lines
     assert "| 64 | selective | 100.0 (98.0 to 102.0, 3 steps) | 5.0 | 10.00 | 0.00 | 5.5000 |  |" in lines
     assert "| 128 | none | – | – | 139.00 | – | – | out of memory |" in lines
-    assert "60.0 ms (75.0%) beside kernels" in text and "idle 4.0 ms (2.00% of the step)" in text
-    assert "1.0 ms (0.50%) while a copy ran" in text and "Not measured within the budget: full at 64." in text
+    assert "60.0 ms (75.0%) overlapped with kernels" in text and "idle for 4.0 ms (2.00% of the step)" in text
+    assert "for 1.0 ms (0.50%) of it a copy ran" in text and "Not measured within the budget: full at 64." in text
     for table in text.split("\n\n"):
         assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) <= 1
 

@@ -227,7 +227,7 @@ def test_a_kernel_belongs_to_the_operator_that_launched_it():
         LOSS: 10, MATMULS: 20, ATTENTION_BACKWARD: 5, COPIES: 7, OPTIMIZER: 10, IDLE: 48,
     }  # fmt: skip
     text = report(step, {"GPU": "none"})
-    assert "30.0% of the copies' 0.0 ms ran beside computing kernels." in text
+    assert "30.0% of the copies' 0.0 ms overlapped with computing kernels." in text
     assert "| `nvjet_sm90_tst_128x256` | matmuls | 1 | 0.02 | 20.0% |" in text
 
 

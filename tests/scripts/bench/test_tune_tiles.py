@@ -197,8 +197,8 @@ def test_arguments():
     ("arguments", "said"),
     [
         pytest.param(["--head-dims", "100"], "multiples of 8 from 8 to 256; got 100", id="head-dim"),
-        pytest.param(["--tiles", "64,32,4"], "wanted block_m,block_n,num_warps,num_stages; got 64,32,4", id="three"),
-        pytest.param(["--tiles", "64,48,4,2"], "blocks of 16, 32, 64 or 128", id="not-a-power-of-two"),
+        pytest.param(["--tiles", "64,32,4"], "must be block_m,block_n,num_warps,num_stages; got 64,32,4", id="three"),
+        pytest.param(["--tiles", "64,48,4,2"], "blocks must be 16, 32, 64 or 128", id="not-a-power-of-two"),
         pytest.param(["--passes", "bwd"], "invalid choice: 'bwd'", id="pass"),
         pytest.param(["--dtype", "float16"], "invalid choice: 'float16'", id="dtype"),
         pytest.param(["--jobs", "0"], "--jobs must be positive; got 0", id="jobs"),
