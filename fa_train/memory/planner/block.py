@@ -63,7 +63,7 @@ class Block:
         """
         kept = (self.x if self.eager else self.x_rounded) + self.statistics + self.x_rounded
         if self.levers.mlp_chunk and not keeps_up(self.plan):
-            # torch's chunks are of the norm's unrounded output
+            # torch's chunks are slices of the norm's unrounded output
             return kept + (self.x - self.x_rounded if self.torchs_chunks() else 0)
         return kept + self.up + self.activated_kept() + self.ffn_adapters
 

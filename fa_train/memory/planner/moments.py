@@ -32,7 +32,7 @@ def moments_of(plan: Plan) -> list[Moment]:
 
 
 class _Step:
-    """The sizes, in bytes, that the moments of one step share."""
+    """The sizes in bytes that the moments of a step share."""
 
     def __init__(self, plan: Plan) -> None:
         model, levers, run = plan.model, plan.levers, plan.run
@@ -48,10 +48,13 @@ class _Step:
         self.data += run.tokens * model.heads.dim * 4 if model.positions == "rope" else 0  # cosines and sines
         # GPU memory of the previous blocks' states, whose copies may still run
         self.underway = min(IN_FLIGHT if levers.offloads_all else 1, model.n_layers - 1) * self.block.sent()
-        self.lagging = self.underway if levers.offloads_all else 0  # also after the last block
+        self.lagging = self.underway if levers.offloads_all else 0  # still held after the last block
 
     def around_the_loss(self) -> list[Moment]:
-        """From the forward of the last block to the last norm's backward, when all blocks hold what they keep."""
+        """Returns the moments from the last block's forward to the last norm's backward.
+
+        All blocks then hold their saved tensors.
+        """
         block, n_layers = self.block, self.model.n_layers
         rounded = block.rounded_weights()
         cached = self.run.eager and self.run.adapters is None  # autocast does not cache its copies of frozen weights
@@ -90,7 +93,10 @@ class _Step:
         ]
 
     def last_moments(self) -> list[Moment]:
-        """The embedding's backward and the optimizer, when all gradients exist and no block keeps anything."""
+        """Returns the embedding's backward and the optimizer's update.
+
+        All gradients then exist, and all saved tensors are freed.
+        """
         model, run, embeddings = self.model, self.run, self.embeddings
         # gradients that are averaged over ranks at the end, and their fp32 copies
         outer = sum(outer_sizes(model)) * (run.weight_bytes + 4) if run.ranks > 1 and run.adapters is None else 0
@@ -106,7 +112,7 @@ class _Step:
         ]
 
     def backward_of_blocks(self) -> list[Moment]:
-        """The backward of the last, the second and the first block.
+        """Returns the backward of the last, the second and the first block.
 
         Each block frees its activations and adds gradients, unless gradients already exist.
         """

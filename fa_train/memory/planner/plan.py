@@ -14,7 +14,7 @@ OptimizerKind = Literal["adamw", "adamw_8bit", "adamw_bf16", "adamw_offload"]
 
 
 def require_precision(precision: str) -> None:
-    """Raises: ValueError unless precision is one of `Precision`."""
+    """Raises: ValueError if precision is not one of `Precision`."""
     known = get_args(Precision)
     if precision not in known:
         raise ValueError(f"trainer.precision must be one of {', '.join(known)}; got {precision}")

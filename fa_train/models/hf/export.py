@@ -20,7 +20,7 @@ from fa_train.models.lora import adapted, merge, save_adapter
 from fa_train.parallel.init_on_device import DrawnOn
 from fa_train.parallel.sharded_checkpoint import FolderReader, load_into, read_meta, require_whole, stored_weights
 
-# builds the run's model and adapter for a vocabulary size, from the run's seed, on torch's default device
+# a function of the vocabulary size that builds the run's model and adapter on torch's default device
 Build = Callable[[int], GPT]
 CARD = """---
 {header}
