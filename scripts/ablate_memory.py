@@ -6,7 +6,7 @@
     python -m scripts.ablate_memory --only attention --n-heads 16 32 --head-dims 64 128 --dtypes bf16 fp32
 
 Two sweeps over attention and seq_len run. The first measures a training step of one model on one synthetic document.
-The second measures attention alone, forward and forward + backward. It uses the first value of each of --n-heads,
+The second measures attention alone, in both passes. It uses the first value of each of --n-heads,
 --head-dims and --dtypes, and then changes one of them at a time. Each case runs in a new process, so that a crash or
 running out of memory is a result. A case is skipped if a shorter case with the same settings ran out of memory. It is
 not run if a step would take longer than --max-step-seconds or the time of --budget is over. The script first prints the

@@ -3,9 +3,9 @@
     python -m scripts.generate exported --chat "What is the capital of France?"
     python -m scripts.generate runs/nano/<time>/checkpoints/step_0000300.ckpt --prompt "def " --temperature 0.8
 
-Without --temperature, each token is the most likely one. With it, the same --seed gives the same text. Keys and values
-are cached, and on a GPU flash_attn_with_kvcache reads the cache. A checkpoint is first exported to a temporary folder
-(scripts/export_hf.py), so that the result is that of an exported model.
+Without --temperature, each token is the most likely one. With --temperature, the same --seed gives the same text. Keys
+and values are cached, and on a GPU flash_attn_with_kvcache reads the cache. A checkpoint is first exported to a
+temporary folder (scripts/export_hf.py), so that the result is that of an exported model.
 """
 
 import argparse

@@ -4,8 +4,8 @@
     python -m scripts.plan_memory model=llama_8b seq_len=262144 trainer.precision=bf16-true memory=auto gpu_gib=80
 
 Takes train.py's overrides, with preset=gpu by default. gpu_gib and host_gib set the memory of one GPU and one process.
-By default they are the memory of this machine, with host memory divided among trainer.devices; without a GPU, gpu_gib
-is 139.8, an H200's. With memory=auto, the longest seq_len is that of the levers that reach farthest.
+Their defaults are this machine's memory, with host memory divided among trainer.devices. Without a GPU, gpu_gib is
+139.8, as on an H200. With memory=auto, the longest seq_len is the one that the best levers reach.
 """
 
 import sys
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> str:
 
 
 def plan_of_run(cfg: DictConfig) -> Plan:
-    """Returns the run's plan. The model has no weights. Raises: ValueError if strategy=fsdp cannot shard the run."""
+    """Returns the run's plan from a model without weights. Raises: ValueError if strategy=fsdp cannot shard the run."""
     with torch.device("meta"):
         vocab_size = cfg.model.vocab_size or instantiate(cfg.data).vocab_size
         model = instantiate(cfg.adapter)(instantiate(cfg.model, vocab_size=vocab_size))

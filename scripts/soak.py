@@ -50,7 +50,7 @@ class Change:
 
 
 def soak(overrides: list[str], minutes: float, folder: Path) -> list[Change]:
-    """Runs train.py in `folder` for `minutes`, then interrupts it. Raises: RuntimeError if it ends before that."""
+    """Runs train.py in `folder` for `minutes`, then interrupts it. Raises: RuntimeError if train.py ends earlier."""
     command = [
         sys.executable, str(REPOSITORY / "train.py"), "logger=csv", "max_steps=1000000", "trainer.log_every_n_steps=10",
         f"trainer.val_check_interval={EVERY}", f"callbacks.checkpoint.every_n_train_steps={EVERY}", *overrides,

@@ -28,7 +28,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_finish() -> None:
-    """Excludes the objects that imports created, hundreds of thousands, from later garbage collections."""
+    """Excludes the many objects that imports created from later garbage collections."""
     gc.collect()
     gc.freeze()
 

@@ -16,11 +16,11 @@ REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
 RESULTS = sorted((REPOSITORY / "scripts" / "results").glob("*.md"))
 GUIDES = [*PAGES, REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
-OWN_KEYS = re.compile(r"(workers|gpu_gib|host_gib)=")  # options of scripts that take train.py's overrides otherwise
+OWN_KEYS = re.compile(r"(workers|gpu_gib|host_gib)=")  # options of scripts that otherwise take train.py's overrides
 
 
 def fragments(page: Path) -> list[str]:
-    """Returns the fenced Python blocks. Empty lines come first, so that errors name the line in the page."""
+    """Returns the fenced Python blocks, preceded by empty lines, so that errors name the line in the page."""
     text = page.read_text(encoding="utf-8")
     found = re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return ["\n" * text[: match.start(1)].count("\n") + match[1] for match in found]

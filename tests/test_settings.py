@@ -51,7 +51,7 @@ NOT_OVERRIDDEN = {"_target_", "_args_"}  # an override of these selects another 
 
 
 def is_own(raw: Any, key: str) -> bool:
-    """Returns whether users override this key itself: neither it nor a node that contains it is a copy of another."""
+    """Returns whether users override this key itself. They do not if the key is a copy, or is inside a copy."""
     for name in key.split("."):
         if not isinstance(raw, dict) or name not in raw:
             return False

@@ -1,4 +1,4 @@
-"""A run with a W&B key goes on offline within seconds if the server cannot be used."""
+"""A run with a W&B key continues offline within seconds if the server cannot be used."""
 
 import json
 import socket

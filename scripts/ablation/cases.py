@@ -1,8 +1,8 @@
 """The cases of the attention ablation: a training step of a model, or attention alone.
 
-Peak and reserved memory are the CUDA allocator's. On a CPU, peak is that of the process, including libraries. Times are
-medians. The FLOPs and MFU of a step follow fa_train/flops.py: causal attention, nothing for recomputation.
-Attention alone counts 2 n_heads head_dim N^2 FLOPs forward and 2.5 times as many backward.
+Peak and reserved memory come from the CUDA allocator. On a CPU, the peak is that of the whole process. Times are
+medians. The FLOPs and MFU of a step follow fa_train/flops.py, without recomputation. Attention alone counts 2 n_heads
+head_dim N^2 FLOPs forward and 2.5 times as many backward.
 """
 
 import os
@@ -131,7 +131,7 @@ class Result:
 def configuration(case: StepCase) -> DictConfig:
     """Composes the model, attention, memory and optimizer of the case.
 
-    An override may choose other memory or optimizer.
+    An override may choose another memory or optimizer config.
     """
     groups = {"model": case.model, "attention": case.attention, "memory": "default", "optimizer": "adamw"}
     values = []
@@ -209,7 +209,7 @@ def _measure_attention(case: AttentionCase) -> Result:
 
 
 def attention_passes(case: AttentionCase) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Returns inference-mode forward, and forward with backward, on random inputs with a schedule built in advance."""
+    """Returns two functions: the forward in inference mode, and the forward with the backward, on random inputs."""
     device = torch.device(case.device)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         attend: Attention = instantiate(compose(overrides=[f"+attention={case.attention}"]).attention)
@@ -228,7 +228,7 @@ def attention_passes(case: AttentionCase) -> tuple[Callable[[], object], Callabl
 
 
 def timed(run: Callable[[], object], case: Case) -> tuple[float, int]:
-    """Returns the median milliseconds and the number of runs, which is smaller if the case's seconds are over."""
+    """Returns the median milliseconds and the number of runs. No run starts after the case's seconds are over."""
     milliseconds: list[float] = []
     began = time.perf_counter()
     while True:
@@ -286,7 +286,7 @@ def memory_gib(device: Device) -> tuple[float, float | None]:
 
 
 def capacity(device: Device) -> int:
-    """Returns the bytes that a case can use at most. On a GPU this creates a CUDA context, which takes some of them."""
+    """Returns the bytes that a case can use at most. On a GPU this creates a CUDA context, which uses some of it."""
     if device == "cuda":
         return torch.cuda.get_device_properties(0).total_memory
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

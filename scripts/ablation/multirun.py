@@ -34,7 +34,7 @@ from scripts.ablation.sweep import ProcessError, apart, call_apart, load, save, 
 from scripts.bench.provenance import describe
 
 Train = Callable[[DictConfig], dict[str, float]]
-OF_THE_MODEL = ("model.", "attention.", "memory.", "optimizer.")  # the part of the config that a StepCase has
+OF_THE_MODEL = ("model.", "attention.", "memory.", "optimizer.")  # prefixes of the config keys that a StepCase contains
 
 
 def run_job(train: Train, cfg: DictConfig, timeout: float) -> dict[str, float]:
@@ -77,7 +77,7 @@ def rows(folder: Path, but: Path | None = None) -> list[Row[StepCase]]:
 
 
 def require_one_sweep(case: StepCase, others: list[Row[StepCase]]) -> None:
-    """The table and the picture of one model have a place for each attention and length only."""
+    """A table or picture of one model distinguishes attention and length only."""
     for other, _ in others:
         same_place = (case.attention, case.seq_len) == (other.attention, other.seq_len)
         if same_place or replace(other, attention=case.attention, seq_len=case.seq_len) != case:

@@ -285,7 +285,7 @@ def _draw_panel(axes: Axes, rows: list[Row[AnyCase]], quantity: str) -> None:
 
 
 def length_label(n: int) -> str:
-    """Formats 1024 as 1k and 1048576 as 1M. Other lengths are unchanged if they are not multiples."""
+    """Formats 1024 as 1k and 1048576 as 1M. A length that is not a multiple of 1024 is unchanged."""
     return f"{n >> 20}M" if n % 2**20 == 0 else f"{n >> 10}k" if n % 2**10 == 0 else str(n)
 
 
@@ -314,7 +314,7 @@ def chart(names: list[str], rows: list[Row[AnyCase]], quantity: str, device_byte
 
 
 class Records:
-    """Weights & Biases runs in one group: one for each case, and a summary. With mode None there are none."""
+    """Weights & Biases runs in one group: one for each case, and a summary. With mode None, no runs are created."""
 
     def __init__(self, mode: str | None, project: str, group: str, folder: Path) -> None:
         self.mode, self.project, self.group, self.folder = mode, project, group, folder

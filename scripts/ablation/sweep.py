@@ -1,4 +1,4 @@
-"""Runs the cases of an ablation in separate processes. It can be stopped, and never runs a finished case again.
+"""Runs the cases of an ablation in separate processes. A sweep can be stopped, and never runs a finished case again.
 
 Processes are forked from a server that has done all imports but has not used a GPU, so a case need not import anything.
 CUDA starts in the case's process and ends with it.
@@ -144,7 +144,7 @@ def sweep(
 ) -> list[tuple[Case, Result]]:
     """Returns all cases with their results, in order. Does not run cases again that are ok or oom in `path`.
 
-    A case is skipped if a shorter case of its line ran out of memory. It is not run if the times of shorter cases
+    A case is skipped if a shorter case of its line ran out of memory. A case is not run if the times of shorter cases
     predict a step longer than max_step_seconds, or if `budget` seconds are over. `report` is called for every case that
     ran. The cases of a line must be sorted by length.
     """

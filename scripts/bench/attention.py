@@ -10,7 +10,7 @@ Writes OUT.csv, OUT.md, OUT.png and OUT_rates.png. Running out of memory is a re
 FLOPs: 4 * n_heads * head_dim * (sum of squared lengths) forward, halved if causal, and 2.5 times as many backward. Peak
 memory is what a pass allocates in addition to its inputs (q, k, v and the gradient of o). For the backward, it is the
 peak of forward and backward together. Times are GPU times, because each pass is replayed as a CUDA graph. Block masks
-and schedules are built before the clock starts, except for `ours`, the public function, whose time includes its
+and schedules are built before the clock starts, except for `ours`, the public function, which includes building its
 schedule.
 """
 
@@ -62,7 +62,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """One problem: `batch` rows of `seqlen` tokens. A row is one document, unless `documents` divides a single row."""
+    """One problem: `batch` rows of `seqlen` tokens. `documents`: lengths within a single row."""
 
     head_dim: int
     batch: int
@@ -207,7 +207,7 @@ def fa4(workload: Workload) -> Attend:
 
 
 def _output(result: Tensor | tuple[Tensor, *tuple[Tensor | None, ...]]) -> Tensor:
-    """Returns o of a result that may also contain the lse."""
+    """Returns o from a result that may also contain the lse."""
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -273,7 +273,7 @@ def fill_row(lengths: Iterable[int], total: int) -> tuple[int, ...]:
 
 
 def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) -> list[Row]:
-    """Measures each backend's forward and backward. A failed pass becomes a row, and so do the passes after it."""
+    """Measures each backend's forward and backward. A failed pass, and each pass after it, becomes an error row."""
     outcomes = dict.fromkeys(backends, "ok")
     results: dict[tuple[str, Direction], tuple[float, float]] = {}
     for direction in DIRECTIONS:
@@ -410,7 +410,7 @@ def main() -> None:
 
     head = describe(shlex.join(["python", *sys.argv]), args.commit, today)
     Path(f"{out}.md").write_text(markdown(rows, head, args.model_dim), encoding="utf-8")
-    if 1 in args.groups:  # only these results are plotted
+    if 1 in args.groups:  # only results without grouped heads are plotted
         mask = "causal" if args.causal else "not causal"
         size = f"n_heads × head_dim = {args.model_dim}, at least {args.batch_tokens} tokens a batch"
         title = f"{head['GPU']}, bf16, {mask}, {size}"

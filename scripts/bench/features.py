@@ -1,9 +1,10 @@
 """Measures the cost of each attention feature relative to plain causal attention: python -m scripts.bench.features
 
-One long row (64k tokens by default) in bf16 runs through both passes of flash_attn_varlen_func, which builds its
-schedule inside. `work` is the share of plain causal attention's visible pairs, and `cost` is the share of its time. A
-window or packed documents should cost about their share of the work, and a feature of the scores about 1. fp8 and paged
-caches are timed in the forward pass only. --jobs processes first compile the kernels. Writes OUT.md.
+One long row (64k tokens by default) in bf16 runs through both passes of flash_attn_varlen_func, including the time to
+build its schedule. `work` is the share of plain causal attention's visible pairs, and `cost` is the share of its time.
+The cost of a window or of packed documents should be close to their work. The cost of a feature that changes scores
+should be close to 1. fp8 and paged caches are timed in the forward pass only. Several processes (--jobs) compile the
+kernels first. Writes OUT.md.
 """
 
 import argparse
@@ -41,8 +42,8 @@ class Feature:
     name: str
     lengths: tuple[int, ...]
     arguments: dict[str, Any] = field(default_factory=dict)
-    n_kv_heads: int | None = None  # None: as many as query heads
-    v_head_dim: int | None = None  # None: the same as of queries and keys
+    n_kv_heads: int | None = None  # None: equal to the number of query heads
+    v_head_dim: int | None = None  # None: equal to head_dim
     fp8: bool = False  # e4m3 with a scale per KV head
     page_size: int = 0  # tokens; 0: not paged. In a paged cache, all documents have the same number of pages
 
@@ -68,7 +69,7 @@ def visible_pairs(length: int, left: int, causal: bool) -> int:
 
 
 def log_normal_lengths(total: int) -> tuple[int, ...]:
-    """Returns the same lengths each time. Together they fill `total` tokens."""
+    """Returns document lengths that fill `total` tokens, the same in each call."""
     generator = torch.Generator().manual_seed(0)
     lengths: list[int] = []
     while sum(lengths) < total:
@@ -108,7 +109,7 @@ def features(seqlen: int, n_heads: int, head_dim: int, window: int) -> list[Feat
 class Inputs:
     """Random (total, heads, head_dim) tensors. Features that need the same shape share a tensor, to save memory.
 
-    The tensors live as long as this object. It must outlive the CUDA graphs, which hold addresses instead of tensors.
+    Keep this object as long as the CUDA graphs, because they hold addresses instead of tensors.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -203,8 +204,8 @@ def measure(
     """Returns the milliseconds of the forward pass and, if there is one, of the backward pass, by the feature's name.
 
     Memory: at 16 heads of 256 and 64k tokens, a tensor like q takes 0.5 GiB. The inputs take about 4 GiB. Each forward
-    graph takes 0.5 GiB (1.5 if paged). They are freed before the backward graphs are captured, which take about 4 GiB
-    each for o, dq, dk, dv and an fp32 dq: 56 GiB for 14 features.
+    graph takes 0.5 GiB (1.5 if paged). Forward graphs are freed before the backward graphs are captured. Those take
+    about 4 GiB each for o, dq, dk, dv and an fp32 dq: 56 GiB for 14 features.
     """
     inputs = gpu_inputs()
     forward = timed({f.name: partial(attention, f, inputs, n_heads, head_dim) for f in chosen}, rep)

@@ -1,12 +1,13 @@
 """Measures the host time of attention calls of our implementation and of others: python -m scripts.bench.host
 
-The inputs have few tokens, so that the GPU waits for the host. They are bf16 and causal, with schedules built in
-advance. Five passes are timed: the forward without gradients; the forward with autograd; torch.autograd.grad of kept
-outputs; one call's share of the backward of 16 chained calls; and the backward node alone. A single backward also pays
-for starting autograd's engine and its thread; the share of 16 calls shows what one layer of a model adds. A sample is
-the mean of --calls calls without a GPU sync. Each of --rounds rounds takes one sample of every candidate, in random
-order. If the GPU still has work for more than a tenth of the sample's time, the row is marked as GPU-bound. Writes
-OUT.csv and OUT.md.
+The inputs have few tokens, so that the GPU waits for the host. Inputs are bf16, attention is causal, and schedules are
+built in advance. Five passes are timed: the forward without gradients; the forward with autograd; torch.autograd.grad
+of kept outputs; one call's share of the backward of 16 chained calls; and the backward node alone. A single backward
+includes the start of autograd's engine and thread. The share of 16 calls shows what one layer of a model adds.
+
+A sample is the mean of --calls calls without a GPU sync. Each of --rounds rounds takes one sample of every candidate,
+in random order. If the GPU still has work for more than a tenth of the sample's time, the row is marked as GPU-bound.
+Writes OUT.csv and OUT.md.
 """
 
 import argparse
@@ -42,7 +43,7 @@ from scripts.bench.timing import require_gpu
 
 DOCUMENTS = 4  # equal lengths, for cases with several documents
 WARM_UP = 5  # calls; the first compiles and the second is recorded (kernels/fa_kernels/launch/record.py)
-GPU_BOUND = 0.1  # share of a sample's time
+GPU_BOUND = 0.1  # a row is GPU-bound above this share of a sample's time
 MOST_CALLS = 500  # per sample
 NOTHING = "a Function that does nothing"
 
@@ -104,7 +105,7 @@ class Candidate:
         return partial(torch.autograd.grad, o, leaves, do, retain_graph=True)
 
     def _node(self, leaves: Sequence[Tensor], do: Tensor) -> Call:
-        """Returns the call of the backward node that autograd's engine makes. `grad_mode` disables gradients for it."""
+        """Returns a call of the backward node, as autograd's engine makes it. `grad_mode` disables gradients for it."""
         with self.setting():
             result = self.attend(*leaves)
         outputs = result if isinstance(result, tuple) else (result,)
@@ -220,7 +221,7 @@ def measure(chosen: Mapping[str, Candidate], shape: Shape, rounds: int, calls: i
 
 
 def order(places: Sequence[Any], rounds: int) -> list[Any]:
-    """Returns every place once per round. The random order differs between rounds, but not between processes."""
+    """Lists all places once per round. The random order differs between rounds, but not between processes."""
     generator = random.Random(0)
     return [place for _ in range(rounds) for place in generator.sample(places, len(places))]
 

@@ -3,16 +3,19 @@
     python -m scripts.bench.io_traffic                        # formulas; also measured if there are a GPU and ncu
     python -m scripts.bench.io_traffic --no-ncu --arch sm90   # formulas alone, on any machine
 
-Writes OUT.md. The problem is one sequence of N tokens in bf16, n_heads * head_dim = 2048, without grouped heads.
-Elements per head:
+Writes OUT.md. The problem is one sequence of N tokens in bf16, n_heads * head_dim = 2048, without grouped heads. Both
+methods are counted in elements per head.
 
-naive, forward: read Q, K, write S; read S, write P; read P, V, write O: 4 N^2 + 4 N d. A causal mask also reads S and a
-byte of mask, and writes S. Backward with stored P: read P, dO, write dV; read dO, V, write dP; read dP, P, write dS;
-read dS, K, write dQ; read dS, Q, write dK: 7 N^2 + 8 N d. The causal mask adds the same as in the forward. flash: each
-query tile reads its rows once and all keys and values that it sees. The forward reads K and V N / block_m times. This
-is Theta(N^2 d^2 / M) by theorem 2 of arXiv:2205.14135, where M elements of fast memory hold block_m rows of d. These
-bytes enter the multiprocessors. The L2 cache serves most of them, so device memory moves fewer, at least every tensor
-once (the "least"). Block sizes are those of tiles.py and, for `hopper`, of the Hopper kernels.
+naive, forward: read Q, K, write S; read S, write P; read P, V, write O: 4 N^2 + 4 N d. A causal mask adds: read S and
+one byte of mask per score, write S. Backward with stored P: read P, dO, write dV; read dO, V, write dP; read dP, P,
+write dS; read dS, K, write dQ; read dS, Q, write dK: 7 N^2 + 8 N d. A causal mask adds the same traffic as in the
+forward.
+
+flash: each query tile reads its own rows once, and all keys and values that it sees. The forward therefore reads K and
+V N / block_m times. This is Theta(N^2 d^2 / M) by theorem 2 of arXiv:2205.14135, where M elements of fast memory hold
+block_m rows of d. The multiprocessors load this many bytes. The L2 cache serves most of them, so device memory moves
+fewer bytes, but at least every tensor once (the "least"). Block sizes come from tiles.py or, for `hopper`, from the
+Hopper kernels.
 """
 
 import argparse
@@ -79,10 +82,7 @@ class Case:
         return MODEL_DIM // self.head_dim
 
     def flops(self) -> float:
-        """Counts the products that the result needs.
-
-        A causal mask halves them. The backward has five, the forward two.
-        """
+        """Counts the FLOPs of the necessary matmuls: two in the forward, five in the backward, half if causal."""
         forward = 4 * self.n_heads * self.seqlen**2 * self.head_dim / (2 if self.causal else 1)
         return forward * (2.5 if self.direction == "backward" else 1)
 
@@ -446,7 +446,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available() and not interpreted()
     arch: Arch = args.arch or (arch_of(torch.device("cuda")) if on_gpu else "sm90")
     if arch == "unknown":
-        arch = "sm80"  # tile search for such a GPU starts from these entries
+        arch = "sm80"  # the tiles of such a GPU are derived from these entries
     cases = cases_of(args, arch)
     if args.under_ncu:
         run_under_ncu(cases)

@@ -8,7 +8,7 @@ from scripts.bench.training_case import CONF, Device
 SEQ_LENS = (32768, 131072)
 MLP_CHUNK = 16384  # tokens, as in conf/memory/offload.yaml
 LOSS_CHUNK = 4096  # tokens, as in conf/memory/default.yaml
-# Each stands next to the one it is compared with. The most important come first, because a budget may end the run.
+# Each combination is next to the one it is compared with. The most important come first: a budget may end the run.
 COMBINATIONS = (
     "selective",
     "selective+offload",

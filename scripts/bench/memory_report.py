@@ -9,7 +9,7 @@ from scripts.bench.overlap import Overlap
 
 
 def pooled(rows: Iterable[Row]) -> list[Row]:
-    """Pools the times of all rounds by length and combination. A failure in one round stands for all."""
+    """Pools the times of all rounds by length and combination. If a round failed, the row reports that failure."""
     by_case: dict[tuple[int, str], Row] = {}
     for row in rows:
         key = row.seq_len, row.combination

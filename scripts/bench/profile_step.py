@@ -57,7 +57,7 @@ class StepProfiler(Callback):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.milliseconds: list[float] = []  # of steps without the profiler
+        self.milliseconds: list[float] = []  # times of steps without the profiler
         self.trace = folder / "trace.json.gz"
         self.before: dict[int, tuple[str, int]] = {}
         self.gradients: set[int] = set()
@@ -157,7 +157,7 @@ def _addresses(module: L.LightningModule, optimizers: list[torch.optim.Optimizer
         for value in state.values()
         if isinstance(value, Tensor) and value.device == module.device
     ]
-    # On a CPU, the allocator does not report that memory from before the profiler's start is freed, so leave it out.
+    # A CPU's allocator does not report when older memory is freed, so leave out that memory.
     known = module.device.type == "cuda"
     gradients = [p.grad for p in parameters if p.grad is not None and known]
     return {

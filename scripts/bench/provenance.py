@@ -1,4 +1,4 @@
-"""The head of every results page: where and how a measurement was made. Also chooses the page's file name."""
+"""Describes where and how a measurement was made, for the head of a results page, and names the page's file."""
 
 import os
 import platform

@@ -6,14 +6,14 @@
 
 A step is forward, backward, AdamW and zero_grad on one document of seq_len random tokens. All variants use fp32
 weights, bf16 autocast, this repository's optimizer from conf/optimizer, and no gradient clipping. Each case runs in a
-new process, so that running out of memory is a result. Time is the host's, with a device sync after each step. Peak and
-reserved are the CUDA allocator's over all steps; on a CPU, peak is that of the process. MFU counts FLOPs like
-fa_train/flops.py: causal attention, nothing for recomputation.
+new process, so that running out of memory is a result. Times are host times, with a device sync after each step. Peak
+and reserved memory are the CUDA allocator's maxima over all steps. On a CPU, the peak is that of the process. MFU
+counts FLOPs like fa_train/flops.py, for causal attention and without recomputation.
 
-Variants of ours are ours-MEMORY[-compiled][-portable]. MEMORY is a config of conf/memory, `compiled` means
+Our variants are named ours-MEMORY[-compiled][-portable]. MEMORY is a config of conf/memory, `compiled` means
 lit_gpt.compile_model=true, and `portable` disables the Hopper kernels (FLASH_ATTENTION_BACKEND). The variants hf and
 hf-checkpointing are LlamaForCausalLM with SDPA and Liger's RMSNorm, RoPE, SwiGLU and fused linear cross entropy. If
-Liger cannot run, the row says so and measures plain transformers.
+Liger cannot run, plain transformers is measured and the row says so.
 Writes OUT.csv and OUT.md after every case.
 """
 

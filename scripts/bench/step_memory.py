@@ -45,7 +45,7 @@ def memory_over_time(
         ),
         key=lambda event: (event["ts"], event["args"].get("Ev Idx", 0)),
     )
-    freed: dict[int, float] = {}  # by the index of an allocation: when its address was freed
+    freed: dict[int, float] = {}  # allocation index -> moment when its address was freed
     last: dict[int, int] = {}
     for number, event in enumerate(changes):
         address = event["args"]["Addr"]

@@ -70,7 +70,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Ranges:
-    """Host ranges that do not nest, by thread. Each has the part it stands for."""
+    """Ranges of host threads that do not nest, by thread. Each range belongs to a part of the step."""
 
     by_thread: dict[int, list[Interval]]
 

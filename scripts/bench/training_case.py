@@ -1,4 +1,4 @@
-"""Shared by the benchmarks of a training step: the loss of our model, its memory, and the number of warm-up steps."""
+"""Helpers for the benchmarks of a training step: the loss of our model, its memory, and the number of warm-up steps."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -131,7 +131,7 @@ def near(
 
 
 def is_listed(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> bool:
-    """Returns whether the table has an entry. Only some have dk and dv instead of dkdv."""
+    """Returns whether the table has an entry. Only some head_dims have dk and dv instead of dkdv."""
     return direction not in APART or direction in key_passes(arch, head_dim, itemsize)
 
 

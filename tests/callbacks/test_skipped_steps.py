@@ -1,4 +1,4 @@
-"""An optimizer step without finite gradients changes nothing and is counted. Too many in a row end the run."""
+"""An optimizer step without finite gradients changes nothing and is counted. Many such steps in a row end the run."""
 
 import copy
 import math
@@ -122,7 +122,7 @@ def test_a_step_without_finite_gradients_changes_nothing(name, tmp_path, monkeyp
 def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
     """Runs one of two ranks: for ddp and fsdp, one training run skips the bad step and another undoes it.
 
-    Checks here what only a rank can see.
+    Makes the checks that need two ranks.
     """
     torch.set_num_threads(1)
     os.environ.update(environments[rank])

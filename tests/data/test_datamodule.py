@@ -112,11 +112,11 @@ def chats(tmp_path):
 
 
 class Killed(Exception):
-    """Stands for the end of the process."""
+    """Raised instead of ending the process."""
 
 
 class Recorder(L.LightningModule):
-    """Records batches and trains nothing. It can be killed at a given step."""
+    """Records batches and trains nothing. Raises Killed at a given step."""
 
     def __init__(self, die_at=None):
         super().__init__()

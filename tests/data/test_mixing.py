@@ -1,4 +1,4 @@
-"""A mixture has the requested shares in every stretch of rows. It depends on the seed and the position only."""
+"""A mixture has the requested shares in every stretch of rows. A mixture depends on seed and position only."""
 
 import numpy as np
 import pytest

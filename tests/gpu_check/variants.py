@@ -32,7 +32,7 @@ def own_tiles(width: Width, itemsize: int, device: torch.device) -> Tiles:
 def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[Tiles]:
     """Yields choices of tiles for the passes of one call. Together they contain all tiles that other GPUs use.
 
-    Yields nothing for widths that leave columns unused, because only a mask of columns differs in their code.
+    Yields nothing for widths that leave columns unused, because their code differs by a mask only.
     """
     if not _fills_its_parts(width, itemsize):
         return

@@ -403,7 +403,7 @@ def test_pages_are_gathered_without_a_host_sync():
     ids=["long", "not", "tensor"],
 )
 def test_the_longest_document_decides_where_it_is_long(max_seqlen, seqlen, monkeypatch):
-    """The class comes from the longest document; otherwise one short document would slow down all others."""
+    """A smaller max_seqlen is ignored, so that a document of 513 tokens does not slow down shorter ones."""
     asked = []
     build = interface.build_schedule
     monkeypatch.setattr(interface, "build_schedule", lambda *x, **y: asked.append(y["seqlen"]) or build(*x, **y))

@@ -1,4 +1,4 @@
-"""The compiled kernels under thousands of combinations of shape, mask and feature. A test runs 55 of them.
+"""The compiled kernels under thousands of combinations of shape, mask and feature. A test runs 55.
 
 Each combination is compared with dense attention, forward and backward (see support/attention_check.py). Every pair of
 lengths is combined with every mask. Features, heads and layouts alternate. All their combinations occur at the widths

@@ -156,7 +156,7 @@ def test_shared_bytes_counts_what_is_kept_and_in_flight():
 
 
 def test_shared_bytes_counts_both_halves_of_fp32():
-    """`reported` holds Triton's bytes for kernels of three TF32 products. The estimate is at most 3 KiB larger."""
+    """Compares with Triton's shared memory for three TF32 matmuls. The estimate is at most 3 KiB larger."""
     reported = {
         ("sm90", 64, "fwd"): 131072,
         ("sm90", 128, "fwd"): 196608,

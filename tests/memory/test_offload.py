@@ -182,7 +182,7 @@ def test_no_gradients_no_copies(device):
 
 
 def test_frozen_embedding(device):
-    """The first state needs no gradient, as in fine-tuning of adapters."""
+    """The first state needs no gradient, as in the fine-tuning of adapters."""
     results = []
     for memory in (levers(), levers("full", offload=True), levers(offload="all")):
         model = small_gpt(memory, device, tied=False)

@@ -1,4 +1,4 @@
-"""LoRA: which weights train, every memory lever, and adapter files in peft's format."""
+"""LoRA: the trained weights, all memory levers, and adapter files in peft's format."""
 
 import json
 from pathlib import Path
@@ -189,7 +189,7 @@ def test_adapters_are_fp32_whatever_the_precision(precision):
 
 @pytest.mark.parametrize("name", ["llama-biased-own-head", "gpt2", "qwen2", "qwen3", "gemma2", "arcee-gelu"])
 def test_a_saved_adapter_is_the_formula(name, tmp_path):
-    """Compares with transformers' model after scale B A is added to the weights that the files name."""
+    """The logits equal those of transformers' model with scale B A from the files added to its weights."""
     base = write_base(name, tmp_path / "base")
     settings = lora(use_rslora=name == "qwen2")
     model = randomised(settings(load_pretrained(tmp_path / "base", "naive")))

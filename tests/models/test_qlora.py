@@ -71,7 +71,7 @@ def test_memory_levers_change_nothing(memory):
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [SELECTIVE, ALL])
 def test_memory_levers_change_nothing_compiled(memory):
-    """These cases recompute the dense weights in the backward: of the whole FFN, and by chunks. Each takes seconds."""
+    """The backward recomputes the dense weights, for the whole FFN or for its chunks. Each case takes seconds."""
     found = step(compile_blocks(small(memory, QLORA)), stream(CPU))
     for a, b in zip(found, step(small(settings=QLORA), stream(CPU)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

@@ -96,7 +96,7 @@ def moved(model: nn.Module) -> Tensor:
 
 
 def assert_like_adamw(make: Callable[[nn.Module], Optimizer], model: nn.Module, rounding: float) -> None:
-    """Compares five steps with AdamW. A new optimizer that loads the saved state takes the last two."""
+    """Compares five steps with AdamW's. A new optimizer loads the saved state before the last two steps."""
     exact = small_model()
     train_steps(exact, adamw(exact, fused=False, **SETTINGS), 0, 5)
     optimizer = make(model)

@@ -130,7 +130,7 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
     """Runs one of two ranks. All tests with two ranks share these processes, because starting one takes seconds.
 
     Runs in `folder`: sharded; two_from_two and two_from_one, which continue sharded and whole from step 3; cut,
-    which rank 1 is told to stop; and two_from_cut. Checks here what only the ranks can see.
+    which rank 1 is told to stop; and two_from_cut. Makes the checks that need two ranks.
     """
     torch.set_num_threads(1)
     os.environ.update(environments[rank])

@@ -1,4 +1,4 @@
-"""The planner before a run: scripts/plan_memory.py, the output and refusals of train.py, and memory=auto."""
+"""The memory planner: scripts/plan_memory.py, what train.py prints and refuses, and memory=auto."""
 
 from dataclasses import asdict
 from types import SimpleNamespace

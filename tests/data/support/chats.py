@@ -71,7 +71,7 @@ def write_jsonl(path, rows):
 
 
 def many_chats(n=60):
-    """Returns the same chats on each call, of many lengths."""
+    """Returns chats of many lengths, the same in each call."""
     return [
         {
             "messages": [

@@ -20,7 +20,7 @@ from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
 
 
 class Masked(Numbered):
-    """Numbered documents with loss masks of the cache's own class, in two chunks."""
+    """Numbered documents whose loss masks are stored in the cache's class, in two chunks."""
 
     def __init__(self, masks):
         super().__init__([len(mask) for mask in masks])

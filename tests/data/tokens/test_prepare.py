@@ -21,7 +21,7 @@ from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
-    """Makes twenty documents and a shard size of three."""
+    """Writes twenty documents and limits shards to three documents."""
     monkeypatch.setattr(module, "SHARD", 3)
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(20)))
     return TextCorpus(str(tmp_path / "texts.jsonl"), "text")
@@ -49,7 +49,7 @@ def test_any_number_of_processes_writes_the_same_bytes(corpus, tmp_path):
 
 
 class Killed(BaseException):
-    """Stands for the end of the process."""
+    """Raised instead of ending the process."""
 
 
 class Counting(TextEncoder):

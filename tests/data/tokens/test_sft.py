@@ -1,4 +1,4 @@
-"""Only the assistant's messages of a chat have labels, and the tokens are those of the template's own text."""
+"""Only the assistant's messages of a chat have labels, and the tokens equal those of the rendered template."""
 
 import numpy as np
 import pytest
@@ -70,7 +70,7 @@ def test_tokens_and_mask_are_those_of_apply_chat_template(tmp_path, template):
 @pytest.mark.parametrize("template", [CHATML, WITH_BLOCKS, PLAIN])
 @pytest.mark.parametrize("answer", ["4.", " 4.", "\n4.\n", "ü∑🙂 ", "Rome is sunny"])
 def test_the_mask_is_that_of_a_token_by_token_rendering(tmp_path, template, trim_offsets, answer):
-    """Finds a token's characters by decoding those before it. It is learnt if its first character is an answer's."""
+    """Decoding gives each token's characters. A token is learnt if its first character belongs to an answer."""
     messages = [turn("user", "the weather \n"), turn("assistant", answer), turn("user", "2"), turn("assistant", "so")]
     chat_encoder = encoder(tmp_path, template, trim_offsets=trim_offsets)
     ids, learned = encode(chat_encoder, {"messages": messages})
@@ -99,7 +99,7 @@ def test_a_token_across_the_start_of_an_answer_is_not_learnt():
     # the tokenizer's offsets leave out spaces
     assert learned_tokens(np.array([[0, 2], [4, 5]]), [(3, 5)]).tolist() == [False, False]
     assert learned_tokens(np.array([[0, 3], [4, 5]]), [(3, 5)]).tolist() == [False, True]
-    # the token crosses the end of an answer, so it is how the answer ends
+    # a token across the end of an answer belongs to the answer
     assert learned_tokens(np.array([[0, 3], [3, 6], [6, 7]]), [(3, 5)]).tolist() == [False, True, False]
     # two tokens share one character
     assert learned_tokens(np.array([[0, 1], [0, 1], [1, 2]]), [(1, 2)]).tolist() == [False, False, True]

@@ -28,7 +28,7 @@ def descriptor(dtype, block):
 
 
 def compile_keys(dtype, group, softcap, marks):
-    """Compiles the kernel that computes only dK and dV at head_dim 128. It is used with a soft cap."""
+    """Compiles the kernel that computes only dK and dV at head_dim 128. Calls with a soft cap use it."""
     assert softcap == "1"
     signature = {"rows_desc": descriptor("fp32", [keys.BLOCK_M])} | dict.fromkeys(("softmax_scale", "softcap"), "fp32")
     signature |= dict.fromkeys(("tiles_ptr", "query_start_ptr", "query_end_ptr", "spoiled_ptr"), "*i32")

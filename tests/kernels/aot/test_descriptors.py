@@ -5,7 +5,7 @@ import pytest
 from tests.kernels.aot.descriptors import misplaced_in
 from tests.kernels.aot.reports import compile_all
 
-# Head columns in two blocks, with padding columns. Contiguous rows of one KV head are not aligned to 16 bytes.
+# These heads have two blocks of columns, with padding. Contiguous rows of one KV head are not aligned to 16 bytes.
 UNALIGNED = [*(f"sm90-72-72-{direction}-2" for direction in ("fwd", "dkdv", "dq")), "sm90-136-136-fwd-2"]
 UNALIGNED_DECODE = "sm90-72-64-dense"
 # machine code of ptxas 12.8, from two kernels that gave wrong results on an H100

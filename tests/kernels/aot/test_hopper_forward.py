@@ -35,7 +35,7 @@ SPILLS = {
 SHARED = 227 * 1024  # bytes that a program may use
 
 
-# Left to a machine with a GPU and more cores. At 96 the fp32 output limits the number of stages, so those stay here.
+# These cases are left to a machine with a GPU. Cases of 96 stay here, where the fp32 output limits the stages.
 SLOW = [case for case in SPILLS if "sinks" in case and not case.startswith(("128", "96-long"))]
 
 

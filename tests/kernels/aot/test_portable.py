@@ -135,7 +135,7 @@ OF_4_BYTES = {
     ("sm100", 256, "dkdv"): (912, "HMMA"),
     ("sm100", 256, "dq"): (288, "HMMA"),
 }
-# ptxas serialises these matmuls and warns about it. The tile is the fastest on an H200 all the same.
+# ptxas serialises these matmuls and warns about it. The tile is nevertheless the fastest on an H200.
 SERIALISED = {"sm90-192-192-dkdv-2": {"C7512"}}
 TENSOR_MEMORY = 512  # columns, on sm100
 # Allowed ratio of shared_bytes to what Triton reports. shared_bytes assumes the largest layout that the compiler may
@@ -147,7 +147,7 @@ UNUSUAL = (
     *("sm90-128-128-fwd-1", "sm90-80-80-fwd-1", "sm90-16-16-fwd-1"),
 )
 MODULE = "tests.kernels.aot.portable"
-# Left to a machine with a GPU and more cores. This machine compiles one head_dim of sm80 and sm100, and one of the two
+# A machine with a GPU compiles the others. This machine compiles one head_dim of sm80 and sm100, and one of the two
 # kernels of each head_dim of sm90.
 SLOW_CONTAINING = [entry for entry in CONTAINING if entry[0] in (96, 192)]
 HERE = {("sm90", head_dim) for head_dim, _ in SLOW_CONTAINING} | {("sm80", 128), ("sm100", 128)}

@@ -1,4 +1,4 @@
-"""The Hopper backward on a GPU: NaN stays in its head, dK and dV are repeatable, and dQ is if deterministic."""
+"""The Hopper backward on a GPU: NaN stays in its head; dK and dV are repeatable, and a deterministic dQ too."""
 
 import pytest
 import torch

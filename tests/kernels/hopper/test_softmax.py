@@ -14,7 +14,7 @@ from tests.kernels.test_flash_attention import cumulative
 
 pytestmark = NEEDS_SM_90
 
-# By how much each block of 64 keys raises the base-2 exponents. Later keys are visited first.
+# Rise of the base-2 exponents from one block of 64 keys to the next. Later keys are visited first.
 RISES = [-300.0, -15.0, 0.5, 7.5, 8.5, 14.5, 15.5, 40.0, 300.0]
 ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # relative error of rounding to nearest
 LENGTHS = {"whole": [700], "causal": [150, 3, 247, 300]}  # lengths of documents; several share a tile

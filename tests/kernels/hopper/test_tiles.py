@@ -1,6 +1,6 @@
 """Each tile of the Hopper forward under each mask and feature, with heads that are columns of wider rows.
 
-The tests name the tiles directly, because a call chooses those for long documents at lengths too long for a reference.
+The tests choose the tiles directly. Calls use the tiles for long documents only at lengths too long for a reference.
 """
 
 import itertools

@@ -15,7 +15,7 @@ pytestmark = NEEDS_SM_90
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_time_slices_change_nothing(dtype):
-    """Runs one process per case at the same time. A pass takes some milliseconds, about as long as a time slice.
+    """Runs one process per case, all at the same time. A pass takes some milliseconds, about as long as a time slice.
 
     The test shows nothing under MPS, which runs processes concurrently.
     """

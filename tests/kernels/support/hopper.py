@@ -1,4 +1,4 @@
-"""Shared by the tests of the Hopper kernels: the GPU they need, the tiles of a call, and calls with many items."""
+"""Helpers for the tests of the Hopper kernels: the GPU they need, the tiles of a call, and calls with many items."""
 
 from typing import get_args
 

@@ -21,7 +21,7 @@ from tests.kernels.aot.portable import compile_to_ptx
 from tests.kernels.support import replayed_launches
 
 BF16 = torch.bfloat16
-COMPILED: dict[int, Any] = {}  # by the handle that a launch names
+COMPILED: dict[int, Any] = {}  # compiled kernels by the handle in a launch
 
 
 def compile_call(name: str, keep: Callable[[Callable[[], CompiledKernel]], Any]) -> list[tuple[tuple[int, ...], Any]]:

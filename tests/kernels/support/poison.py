@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 
 from fa_kernels import torch_private
 
-RECORDER = "fa_kernels.launch.record"  # its recordings must not contain the fill
+RECORDER = "fa_kernels.launch.record"  # recorded calls must not contain the fill
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The search for memory levers: which fit, which cost the least, which are advised. Costs are compared with an H200."""
+"""The search for memory levers that fit, cost the least, or are advised. Costs are compared with times on an H200."""
 
 from typing import Any
 
@@ -101,7 +101,7 @@ def test_auto_ranks_levers_as_they_were_measured(tokens):
 
 @pytest.mark.parametrize("tokens", STEP_MS)
 def test_auto_takes_chunks_before_host_memory(tokens):
-    """Both cost less than can be measured, but pinned memory is shared by the whole machine."""
+    """Neither costs measurable time, but pinned memory is shared by the whole machine."""
     plan = changed(LLAMA_1B, seq_len=tokens, compiled=True)
     none, chunks, copies, both = (
         extra_seconds(with_levers(plan, Levers("selective", offload, mlp_chunk)))

@@ -77,7 +77,7 @@ class FusedRMSNorm(torch.autograd.Function):
 
 
 def _attention_backward(do, dlse, q, k, v, o, lse, *rest):
-    """Makes the allocations of attention's backward in order: the Hopper kernels', or in fp32 the portable ones'."""
+    """Makes the allocations of attention's backward in order. fp32 uses the portable kernels."""
     delta, hopper = torch.empty_like(lse), q.dtype != torch.float32
     rows = lse.new_empty(2 * hopper, *lse.shape)
     dq_sum = torch.empty(q.shape if hopper else 0, dtype=torch.float32)
@@ -147,7 +147,7 @@ class Step:
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Replaces CPU code by what a GPU does: fused RMSNorm, in-place loss, matmuls that accumulate, and host memory."""
+    """Makes CPU code allocate like a GPU: fused RMSNorm, in-place loss, matmuls that accumulate, and host memory."""
 
     def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(labels, dtype=torch.float32), logits

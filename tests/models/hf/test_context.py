@@ -62,7 +62,7 @@ def reached(folder: Path, tmp_path: Path, **options) -> dict:
     return config
 
 
-# Both checkpoints have 64 tokens. llama has no scaling; llama-3.1 was trained on 32 of them, by its config.
+# Both checkpoints reach 64 tokens. llama has no scaling; the config of llama-3.1 says that 32 tokens were trained.
 @pytest.mark.parametrize(
     ("name", "options", "parameters", "reach"),
     [
