@@ -50,7 +50,7 @@ def run(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     done = command_line(folder, *settings(folder), f"adapter={request.param}", "optimizer.lr=0.02")
     assert done.returncode == 0, done.stderr
-    fit = done.stdout.split("done:")[0]  # printed by on_fit_end, after Lightning has moved the model off the GPU
+    fit = done.stdout.split("done:")[0]  # on_fit_end prints this after Lightning has moved the model off the GPU
     assert "sample after 0 steps" in fit and f"sample after {STEPS} steps" in fit
     [finished] = (folder / "runs/finetune").iterdir()
     return finished

@@ -148,7 +148,7 @@ class Report(Callback):
 
 def report(config: DictConfig) -> None:
     """Writes all results, and then ends the program with status 1 if a job failed."""
-    HydraConfig.instance().set_config(config)  # the logger's group needs it, and the last job's is gone
+    HydraConfig.instance().set_config(config)  # the logger needs Hydra's config, which the last job has removed
     GlobalHydra.instance().clear()  # the formula composes its own config
     folder = Path(config.hydra.sweep.dir).resolve()
     jobs = rows(folder / "cases")

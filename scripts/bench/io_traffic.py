@@ -6,10 +6,10 @@
 Writes OUT.md. The problem is one sequence of N tokens in bf16, n_heads * head_dim = 2048, without grouped heads. Both
 methods are counted in elements per head.
 
-naive, forward: read Q, K, write S; read S, write P; read P, V, write O: 4 N^2 + 4 N d. A causal mask adds: read S and
-one byte of mask per score, write S. Backward with stored P: read P, dO, write dV; read dO, V, write dP; read dP, P,
-write dS; read dS, K, write dQ; read dS, Q, write dK: 7 N^2 + 8 N d. A causal mask adds the same traffic as in the
-forward.
+naive, forward: read Q, K, write S; read S, write P; read P, V, write O; in total 4 N^2 + 4 N d. A causal mask adds:
+read S and one byte of mask per score, write S. Backward with stored P: read P, dO, write dV; read dO, V, write dP; read
+dP, P, write dS; read dS, K, write dQ; read dS, Q, write dK; in total 7 N^2 + 8 N d. A causal mask adds the same traffic
+as in the forward.
 
 flash: each query tile reads its own rows once, and all keys and values that it sees. The forward therefore reads K and
 V N / block_m times. This is Theta(N^2 d^2 / M) by theorem 2 of arXiv:2205.14135, where M elements of fast memory hold
@@ -280,7 +280,7 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
 
 
 def prepared(case: Case) -> Callable[[], object]:
-    """Returns the pass as a callable. Inputs and, for the backward pass, the forward pass are already computed."""
+    """Returns the pass as a callable. Its inputs and, for a backward pass, the forward pass are already computed."""
     heads, tokens, width = case.n_heads, case.seqlen, case.head_dim
     shape = (heads, tokens, width) if case.method == "naive" else (1, tokens, heads, width)
     q, k, v, do = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))

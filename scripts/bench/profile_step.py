@@ -8,7 +8,7 @@ data=synthetic, logger=csv and batch_size=1 (one micro-batch per step) unless th
 checkpoint. +commit=HASH is printed in the head of the table, for files that are not a git checkout.
 Writes to the run's folder:
 
-- profile.md and profile.csv: exclusive times of the parts, which sum, with idle, to the time of the step. Copies and
+- profile.md and profile.csv: exclusive times of the parts. With idle time, they sum to the step's time. Copies and
   communication count only while no kernel computes; the column `kernels` has their full time.
 - trace.json.gz, for https://ui.perfetto.dev
 - memory.png: allocated memory by component over the host's time, because the host allocates and frees memory.

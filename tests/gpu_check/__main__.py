@@ -1,9 +1,9 @@
 """Runs every compiled form of every kernel once on a GPU, and compares it with torch: python -m tests.gpu_check
 
 The tile tables give the cases. The portable kernels run with the tiles of every GPU in the tables, and with those that
-`fit` makes for less shared memory. Hopper's kernels run in each of their compiled forms. The kernels that read a cache
-and the fused operations run too. The CPU tests never run compiled machine code, so a kernel change is finished only
-when this check has passed.
+`fit` makes for less shared memory. Hopper's kernels run in each of their compiled forms. The decoding kernels and the
+fused operations run too. The CPU tests never run compiled machine code, so a kernel change is finished only when this
+check has passed.
 """
 
 import argparse

@@ -253,7 +253,7 @@ def test_non_contiguous_inputs_and_gradient():
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("alibi", [False, True])
 def test_a_batch_of_any_layout(batch, alibi):
-    """Tokens are before or after heads, or q, k and v share a tensor. No view of tokens describes the gradient."""
+    """Tokens are before or after heads, or q, k and v share a tensor. The gradient must be copied."""
     q, k, v = torch.randn(3, batch, 4, 21, 16, device=DEVICE)
     slopes = torch.rand(4, device=DEVICE) if alibi else None
     do = torch.randn(batch, 4, 21, 16, device=DEVICE).transpose(1, 2)

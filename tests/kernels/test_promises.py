@@ -53,7 +53,7 @@ def test_deterministic_gradients_are_bitwise_equal_in_twenty_runs(head_dim, dtyp
     for _ in range(19):
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
     on_hopper = os.environ["FLASH_ATTENTION_BACKEND"] == "auto" and is_hopper(do.device)
-    assert bool(launches) == on_hopper  # may be fewer than 20, because later calls replay recorded launches
+    assert bool(launches) == on_hopper  # there may be fewer than 20 launches, because later calls replay recorded ones
 
 
 def test_neither_pass_waits_for_the_gpu():
@@ -67,7 +67,7 @@ def test_neither_pass_waits_for_the_gpu():
         dense = [x.detach().unflatten(0, (2, -1)) for x in inputs]
         flash_attn_func(*dense, causal=True)
 
-    run()  # compiles the kernels
+    run()  # the first run compiles the kernels
     torch.cuda.set_sync_debug_mode("error")
     try:
         run()

@@ -62,7 +62,7 @@ def test_forward(head_dim, out_dtype, spoiled, marks):
     (q, k, v, _), schedule = problem(head_dim, spoiled)
     for tiles in tiles_of(head_dim):
         if out_dtype == torch.float32 and tiles.stages > fwd.WIDE_O_STAGES:
-            continue  # the fp32 output does not fit
+            continue  # an fp32 output does not fit in shared memory
         o, _ = fwd.run_forward(q, k, v, schedule, Features(head_dim**-0.5, 0.0, None, ()), out_dtype, tiles)
         assert torch.equal(marks.pop(), not_finite(o))
         assert o.isfinite().all() == (spoiled == "nothing")

@@ -280,7 +280,7 @@ def replays(call: Callable[..., tuple[Tensor, ...]], first: tuple[Tensor, ...], 
 
 
 def unclear() -> list[str]:
-    """Lists the calls that must not be replayed, because something would be missing or stale, but are."""
+    """Lists calls that are replayed although a part of them would be missing or stale."""
     o, do, other = torch.zeros(3, TOTAL, 4, 64)
 
     calls: dict[str, Callable[..., tuple[Tensor, ...]]] = {
@@ -295,7 +295,7 @@ def unclear() -> list[str]:
 
 
 def misplaced() -> list[str]:
-    """Lists the addresses for which a recording must not be played, but is."""
+    """Lists inputs whose addresses differ from a recording's, although the recording is played."""
     o, do = torch.zeros(2, TOTAL, 4, 64)
     shifted = torch.zeros(o.numel() + 1)[1:].view_as(o)
     third = {
@@ -355,7 +355,7 @@ def asked_again(change: Any) -> Iterator[None]:
 
 
 def ordinary() -> list[str]:
-    """Lists the settings in which Triton must launch every kernel itself, but does not."""
+    """Lists the settings that must disable recorded launches, but do not."""
     runtime = triton.knobs.runtime
     changes: dict[str, Callable[[], Any]] = {
         "a hook on launches": lambda: mock.patch.object(runtime, "launch_enter_hook", lambda *_: None),

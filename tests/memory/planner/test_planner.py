@@ -98,7 +98,7 @@ def test_saved_activations_are_exact(model, precision, checkpointing, mlp_chunk)
     ],
 )
 def test_saved_activations_are_exact_where_compiled(model, checkpointing):
-    """Of llama_1b's 63,624 bytes per token, 32,768 are the FFN's first product. Nothing computed from it is kept."""
+    """Of llama_1b's 63,624 bytes per token, 32,768 are the FFN's first product. Nothing derived from it is kept."""
     plan = changed(model, n_layers=1, vocab_size=64, seq_len=1024, checkpointing=checkpointing, compiled=True)
     assert kept_by_compiled_block(lambda: build(plan), plan.run.tokens, plan.run.precision) == kept_per_layer(plan)
 

@@ -37,7 +37,7 @@ def test_all_candidates_of_one_document_compute_the_same(device):
     results = {}
     for name, candidate in candidates(SHAPE, device).items():
         if "cuDNN" in name and device.type == "cpu":
-            continue  # computes nothing in the interpreter
+            continue  # this candidate computes nothing in the interpreter
         torch.manual_seed(0)
         # fp16, because Triton's interpreter computes bf16 incorrectly
         leading = 1 if candidate.layout == "tokens heads" else 2
@@ -70,7 +70,7 @@ def test_passes_run_and_give_gradients_of_q_k_and_v(device):
         assert calls.keys() == CALLS.keys()
         with candidate.setting():
             of_forward, recorded = (calls[direction]() for direction in ("forward", "forward, autograd"))
-            gradients = [calls["backward"]() for _ in range(2)][-1]  # the kept outputs are used twice
+            gradients = [calls["backward"]() for _ in range(2)][-1]  # the backward runs twice on the same outputs
             in_a_row = calls["backward, of 16"]()
             with grad_mode(NODE):
                 of_node = calls[NODE]()

@@ -199,7 +199,7 @@ def test_slowdowns():
     assert slowdown(ROWS[4], "offload", ROWS) == pytest.approx(0.02)
     assert slowdown(ROWS[0], "checkpointing", ROWS) == pytest.approx(0.25)
     assert slowdown(ROWS[3], "checkpointing", ROWS) is None  # "none" ran out of memory
-    assert slowdown(ROWS[0], "offload", ROWS) is None  # this combination has no offload
+    assert slowdown(ROWS[0], "offload", ROWS) is None  # the combination of this row has no offload
 
 
 def test_rounds_are_pooled():
@@ -258,7 +258,7 @@ def test_a_trace():
         event("gpu_user_annotation", "step", 100, 900, 7),
         event("kernel", "gemm", 100, 700, 7),
         event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 800, 100, 7),  # counts as a kernel
-        event("kernel", "zero", 950, 40, 9),  # another stream, which does not count
+        event("kernel", "zero", 950, 40, 9),  # kernels of another stream do not count
         event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 50, 100, 13),
         event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 850, 100, 13),
         {"ph": "M", "name": "process_name", "args": {}},
