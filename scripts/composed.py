@@ -9,6 +9,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from fa_train import compat, settings
 
+CONF = Path(__file__).resolve().parents[1] / "conf"
+
+
+def options(group: str) -> list[str]:
+    """The names that a group of conf/ can be set to. A file whose name starts with _ holds keys that they share."""
+    return sorted(path.stem for path in (CONF / group).glob("[!_]*.yaml"))
+
 
 def composed(overrides: list[str]) -> DictConfig:
     """Composes and checks the config like train.py on a machine with a GPU.
@@ -18,7 +25,7 @@ def composed(overrides: list[str]) -> DictConfig:
     OmegaConf.register_new_resolver("auto_preset", lambda: "gpu", replace=True)
     if not OmegaConf.has_resolver("sweep_group"):  # a script that imports train.py already has one
         OmegaConf.register_new_resolver("sweep_group", lambda: None)
-    with initialize_config_dir(str(Path(__file__).resolve().parents[1] / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("train", [*overrides, "hydra.runtime.output_dir=."], return_hydra_config=True)
     HydraConfig.instance().set_config(cfg)  # for interpolations such as ${hydra:runtime.choices.model}
     with open_dict(cfg):

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from scripts.bench.training_case import CONF, Device
+from scripts.bench.training_case import Device
+from scripts.composed import options
 
 SEQ_LENS = (32768, 131072)
 MLP_CHUNK = 16384  # tokens, as in conf/memory/offload.yaml
@@ -97,7 +98,7 @@ class Row:
 def levers_of(name: str) -> Levers:
     """Parses a combination's name. Raises: ValueError if it is not a valid name."""
     checkpointing, *parts = name.split("+")
-    optimizers = sorted(path.stem for path in (CONF / "optimizer").glob("*.yaml"))
+    optimizers = options("optimizer")
     found: dict[str, Any] = {"checkpointing": checkpointing}
     known = checkpointing in ("none", "selective", "full")
     for part in parts:
