@@ -89,6 +89,9 @@ def check(cfg: DictConfig) -> None:
     for group in settings.ONE_OPTION:
         if group in cfg and group not in chosen:  # Hydra lists no choice if it merged several options
             raise ValueError(f"{group} must be one option of conf/{group}; got a list of them")
+    for group, option in cfg.choices.items():
+        if option != chosen.get(group):
+            raise ValueError(f"choices.{group} only records the option; choose one with {group}={option}")
     settings.require_given(to_container(cfg, resolve=False))
     settings.check(to_container(cfg))
 
@@ -136,7 +139,7 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
         trainer.strategy.root_device,
         trainer.num_devices,
         auto=bool(cfg.memory.get("auto")),
-        attention=HydraConfig.get().runtime.choices["attention"],
+        attention=cfg.choices.attention,
         in_sweep=in_sweep(),
         say=trainer.print,
     )
@@ -154,8 +157,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
     if nothing_to_do := decided_by_rank_zero("steps", partial(resume.finished, ckpt_path, cfg.max_steps)):
         trainer.print(nothing_to_do)
         return results(trainer)
-    preset = HydraConfig.get().runtime.choices["preset"]
-    trainer.print(f"preset={preset} on {preflight.machine()}, run in {trainer.default_root_dir}")
+    trainer.print(f"preset={cfg.choices.preset} on {preflight.machine()}, run in {trainer.default_root_dir}")
     config = to_container(cfg)
     for logger in trainer.loggers:
         logger.log_hyperparams(config)

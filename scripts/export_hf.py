@@ -47,15 +47,12 @@ def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | No
 def saved_config(run: Path, overrides: list[str]) -> DictConfig:
     """Reads the config from a run's folder, applies overrides, and renames targets that have moved since.
 
-    Raises: ValueError if the file is not a run's config.
+    `choices` comes from hydra.yaml, where runs of every version have it.
+    Raises: ValueError if a file is not a run's.
     """
-    path = run / ".hydra" / "config.yaml"
-    try:
-        saved = OmegaConf.load(path)
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} must be a run's config: {' '.join(str(error).split())}") from error
-    if not isinstance(saved, DictConfig) or "model" not in saved:
-        raise ValueError(f"{path} must be a run's config; it has no model")
+    saved = _loaded(run / ".hydra" / "config.yaml", needs="model")
+    hydra = _loaded(run / ".hydra" / "hydra.yaml", needs="hydra.runtime.choices")
+    saved.choices = OmegaConf.select(hydra, "hydra.runtime.choices")
     OmegaConf.set_struct(saved, True)  # makes an override of an unknown key an error
     try:
         cfg = OmegaConf.merge(saved, OmegaConf.from_dotlist(overrides))
@@ -65,6 +62,17 @@ def saved_config(run: Path, overrides: list[str]) -> DictConfig:
     for key, target in compat.moved_targets(cast(dict[str, Any], OmegaConf.to_container(cfg))).items():
         OmegaConf.update(cfg, key, target)
     return cfg
+
+
+def _loaded(path: Path, needs: str) -> DictConfig:
+    """Reads a file that Hydra wrote. It must have the key `needs`."""
+    try:
+        saved = OmegaConf.load(path)
+    except (YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ValueError(f"{path} must be a run's config: {' '.join(str(error).split())}") from error
+    if not isinstance(saved, DictConfig) or OmegaConf.select(saved, needs) is None:
+        raise ValueError(f"{path} must be a run's config; it has no {needs}")
+    return saved
 
 
 def load(checkpoint: Path, cfg: DictConfig) -> tuple[GPT, int]:

@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> str:
     if auto:
         plan = with_levers(plan, fastest_that_fits(plan, gpu_bytes, host_bytes) or plan.levers)
     lines = [table(plan, gpu_bytes, host_bytes, auto=auto)]
-    if not cfg.attention._target_.endswith(".flash_attention"):
+    if cfg.choices.attention != "flash":
         lines += ["the plan is for attention=flash; other attentions may need more memory"]
     if not torch.cuda.is_available() and (gpu is None or host is None):
         assumed = ["an H200's GPU"] * (gpu is None) + ["this machine's host memory"] * (host is None)
@@ -69,7 +69,7 @@ def plan_of_run(cfg: DictConfig) -> Plan:
         vocab_size = cfg.model.vocab_size or instantiate(cfg.data).vocab_size
         model = instantiate(cfg.adapter)(instantiate(cfg.model, vocab_size=vocab_size))
     world_size = _devices(cfg) * cfg.trainer.num_nodes
-    sharded = cfg.strategy._target_.endswith(".FullyShardedStrategy")
+    sharded = cfg.choices.strategy == "fsdp"
     plan = plan_of(
         model,
         precision=cfg.trainer.precision,

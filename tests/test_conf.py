@@ -4,6 +4,7 @@ import pytest
 import torch
 from hydra.errors import HydraException
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
 import train
 from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
@@ -19,7 +20,7 @@ NEEDED = {
 
 def options():
     for group in sorted(path for path in CONF.iterdir() if path.is_dir()):
-        for file in sorted(group.glob("*.yaml")):
+        for file in sorted(group.glob("[!_]*.yaml")):
             if group.name not in ("model", "experiment", "preset"):  # tests/models builds the models
                 yield pytest.param(group.name, file.stem, id=f"{group.name}={file.stem}")
 
@@ -38,7 +39,34 @@ def test_every_option_builds_a_run(group, option, tmp_path, device):
     assert data.seq_len == 64
 
 
-@pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("base", ["data/_base", "model/_decoder", "optimizer/_adamw"])
+def test_no_option_repeats_what_its_base_says(base):
+    path = CONF / f"{base}.yaml"
+    shared = OmegaConf.to_container(OmegaConf.load(path))
+    options = {file: OmegaConf.to_container(OmegaConf.load(file)) for file in path.parent.glob("[!_]*.yaml")}
+    options = {file: keys for file, keys in options.items() if path.stem in keys.get("defaults", [])}
+    assert len(options) > 2
+    for file, keys in options.items():
+        repeated = {key for key in keys.keys() & shared.keys() if keys[key] == shared[key] and keys[key] is not None}
+        assert not repeated, file
+
+
+def test_the_choices_name_the_option_of_each_group(tmp_path):
+    with composed(tmp_path, "preset=cpu", "attention=naive", "optimizer=adamw_bf16", "logger=csv") as cfg:
+        found = train.to_container(cfg)["choices"]
+    assert found == {
+        "preset": "cpu", "experiment": None, "model": "nano", "attention": "naive", "data": "stdlib",
+        "memory": "default", "adapter": "none", "optimizer": "adamw_bf16", "scheduler": "warmup_cosine",
+        "strategy": "auto", "logger": "csv",
+    }  # fmt: skip
+
+
+def test_a_base_is_no_option(tmp_path):
+    with composed(tmp_path, "data=_base") as cfg, pytest.raises(ValueError, match=r"data\._target_ must be given"):
+        train.build(cfg)
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("[!_]*.yaml")), ids=lambda path: path.stem)
 @pytest.mark.parametrize("preset", ["cpu", "gpu"])
 def test_every_experiment_composes_and_says_its_command(path, preset, tmp_path):
     package, command = path.read_text().splitlines()[:2]
@@ -86,6 +114,7 @@ def test_presets_are_what_the_readme_says(tmp_path):
         pytest.param(["ckpt_path=nowhere.ckpt"], "ckpt_path must be a checkpoint or `last`; nowhere.ckpt", id="ckpt"),
         pytest.param(["ckpt_path=last", "run_name=never"], "ckpt_path=last found no checkpoint below", id="last"),
         pytest.param(["model.nonsense=1"], "nonsense", id="unknown-key"),
+        pytest.param(["choices.model=gpt2"], "choose one with model=gpt2", id="choice"),
     ],
 )  # fmt: skip
 def test_impossible_values_are_named(overrides, message, tmp_path):

@@ -11,7 +11,10 @@ from fa_train.callbacks.monitor import monitor_of
 
 
 class StepProgress(ProgressBar):
-    """A progress bar over optimizer steps with the latest metrics. Without a terminal, it prints one line per log."""
+    """A progress bar over optimizer steps with the latest metrics. Without a terminal, it prints one line per log.
+
+    Lightning's own bars count micro-batches, so 4 in a step end at "160/40", and print no metrics without a terminal.
+    """
 
     def __init__(self) -> None:
         super().__init__()

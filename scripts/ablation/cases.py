@@ -26,13 +26,14 @@ from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.flops import peak_flops, train_flops
 from fa_train.models.attention import Attention, require_backend
 from fa_train.models.gpt import GPT
+from scripts.composed import CONF
 
-CONF = Path(__file__).parents[2] / "conf"
 GIB = 2**30
 WARMUP = 2  # untimed runs, if a case has more runs
 SHORT = 256  # tokens of the first step, which compiles kernels and allocates the optimizer's state
 VOCABULARIES = {"nano": 259}  # models that leave the size to the tokenizer: 256 bytes and three special tokens
 GPT2_VOCABULARY = 50257
+REPLACEABLE = ("memory", "optimizer")  # groups whose option an override may choose
 Device = Literal["cuda", "cpu"]
 Precision = Literal["bf16-mixed", "32-true"]
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -128,19 +129,20 @@ class Result:
         return self.outcome in ("ok", "oom") or self.outcome.startswith("skipped")
 
 
+def options_of(case: StepCase) -> dict[str, str]:
+    """The option that each group of a case's configuration is set to."""
+    groups = {"model": case.model, "attention": case.attention, "memory": "default", "optimizer": "adamw"}
+    chosen = (override.partition("=") for override in case.overrides)
+    return groups | {name: value for name, _, value in chosen if name in REPLACEABLE}
+
+
 def configuration(case: StepCase) -> DictConfig:
     """Composes the model, attention, memory and optimizer of the case.
 
     An override may choose another memory or optimizer config.
     """
-    groups = {"model": case.model, "attention": case.attention, "memory": "default", "optimizer": "adamw"}
-    values = []
-    for override in case.overrides:
-        name, _, value = override.partition("=")
-        if name in ("memory", "optimizer"):
-            groups[name] = value
-        else:
-            values.append(override)
+    groups = options_of(case)
+    values = [override for override in case.overrides if override.partition("=")[0] not in REPLACEABLE]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose(overrides=[*(f"+{name}={value}" for name, value in groups.items()), *values])
     if config.model.vocab_size is None:

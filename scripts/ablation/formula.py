@@ -24,7 +24,7 @@ import torch
 from hydra.utils import instantiate
 
 from fa_train.models.gpt import GPT
-from scripts.ablation.cases import DTYPES, GIB, AttentionCase, StepCase, configuration
+from scripts.ablation.cases import DTYPES, GIB, AttentionCase, StepCase, configuration, options_of
 
 SCORE = 4  # bytes in fp32
 MASK = 1
@@ -88,8 +88,7 @@ def step_formula(case: StepCase) -> Formula:
     others = sizes.n_layers - 1 if config.memory.checkpointing == "none" else 0
     per_pair = others * (KEPT[operand] * sizes.n_heads + MASK) + BACKWARD * sizes.n_heads + MASK
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    optimizer = config.optimizer._target_.rpartition(".")[2]
-    state = PARAMETER_BYTES.get(optimizer, LEAST_PARAMETER_BYTES) * parameters
+    state = PARAMETER_BYTES.get(options_of(case)["optimizer"], LEAST_PARAMETER_BYTES) * parameters
     return Formula(sizes.n_heads, sizes.heads.dim, state, 0, per_pair)
 
 

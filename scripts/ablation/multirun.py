@@ -157,7 +157,7 @@ def report(config: DictConfig) -> None:
     parts = [step_part(jobs, device_bytes, head["GPU"])]
     write_files(parts, head, folder)
     logger = config.logger
-    on_wandb = logger._target_.endswith("WandbLogger")
+    on_wandb = config.choices.logger == "wandb"
     mode = instantiate(logger.mode) if on_wandb else None
     Records(mode, logger.get("project"), logger.get("group"), folder).summary(parts, head)
     print(f"results: {folder}")

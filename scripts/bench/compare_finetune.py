@@ -24,7 +24,7 @@ import torch
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from fa_train.data.batches import MicroBatches, PackedRows
@@ -33,6 +33,7 @@ from fa_train.data.packing.rows import IGNORE_INDEX
 from fa_train.errors import explain
 from fa_train.optim.adamw import parameter_groups
 from fa_train.optim.schedule import warmup_cosine
+from scripts.export_hf import saved_config
 
 FACTS = {  # questions and answers about an island that does not exist, several questions for each fact
     "The lighthouse of Vashmoor is painted green.": [
@@ -69,10 +70,9 @@ def transformers_losses(run: Path, steps: int | None = None) -> list[float]:
 
     Raises: ValueError if the run has an adapter, which this loop does not train.
     """
-    cfg = OmegaConf.load(run / ".hydra" / "config.yaml")
-    assert isinstance(cfg, DictConfig)
-    if not cfg.adapter._target_.endswith(".whole_model"):
-        raise ValueError(f"a run to compare must have adapter=none; {run} has {cfg.adapter._target_}")
+    cfg = saved_config(run, [])
+    if cfg.choices.adapter != "none":
+        raise ValueError(f"a run to compare must have adapter=none; {run} has adapter={cfg.choices.adapter}")
     from transformers import AutoModelForCausalLM
 
     device = torch.device("cuda" if torch.cuda.is_available() and cfg.trainer.accelerator != "cpu" else "cpu")

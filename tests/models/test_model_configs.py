@@ -23,7 +23,7 @@ def build(model: str, attention: str = "sdpa", overrides: tuple[str, ...] = ()) 
 
 
 def groups(folder: str) -> list[str]:
-    return sorted(path.stem for path in (CONF / folder).glob("*.yaml"))
+    return sorted(path.stem for path in (CONF / folder).glob("[!_]*.yaml"))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
@@ -79,6 +80,7 @@ def train_in(folder: Path, corpus: Path, *overrides: str) -> Path:
             (folder / ".hydra").mkdir()
             settings = OmegaConf.masked_copy(cfg, [str(name) for name in cfg if name != "hydra"])
             OmegaConf.save(settings, folder / ".hydra" / "config.yaml")
+            OmegaConf.save(HydraConfig.instance().cfg, folder / ".hydra" / "hydra.yaml")
         train.train(cfg)
     return folder
 

@@ -138,7 +138,7 @@ def test_the_card_says_what_was_trained(scratch, finetuned, tmp_path):
 def test_the_card_links_to_a_base_on_the_hub():
     config = {
         "model": {"pretrained": "HuggingFaceTB/SmolLM2-135M"}, "seq_len": 64, "batch_size": 4, "seed": 0,
-        "data": {"_target_": "fa_train.data.datamodule.sft_data", "path": "hf:/data/owner/chats:train"},
+        "choices": {"data": "sft"}, "data": {"path": "hf:/data/owner/chats:train"},
     }  # fmt: skip
     card = model_card("run", config, 3, {}, 10, adapter=False)
     assert "\nbase_model: HuggingFaceTB/SmolLM2-135M\n" in card and "| Data | sft: hf:chats:train |" in card

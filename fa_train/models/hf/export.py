@@ -93,7 +93,7 @@ def write(
         raise ValueError(f"an adapter is written in float32, without --dtype; got {dtype}")
     if model.config.max_seq_len is None:  # the length of the training rows
         model.config = replace(model.config, max_seq_len=config["seq_len"])
-    tokenizer = tokenizer_of(config["data"])
+    tokenizer = tokenizer_of(config)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if adapter:
         save_adapter(model, folder, config["model"].get("pretrained"))
@@ -148,7 +148,7 @@ def model_card(
     rows = {
         "Base model": base or "none: trained from scratch",
         "Parameters": f"{parameters / 1e6:,.1f}M",
-        "Data": _data(config["data"]),
+        "Data": _data(config),
         "Optimizer steps": f"{step:,}",
         "Sequence length": f"{config['seq_len']:,} tokens",
         "Sequences a step": f"{config['batch_size']:,}",
@@ -170,10 +170,11 @@ def model_card(
     return CARD.format(title=title, header="\n".join(header), table="\n".join(table))
 
 
-def tokenizer_of(data: Mapping[str, Any]) -> SavesTokenizer | None:
-    """Returns the tokenizer of a run's `data`, with its chat template. Returns None for random tokens."""
-    if data["_target_"].endswith(".synthetic_data"):
+def tokenizer_of(config: Mapping[str, Any]) -> SavesTokenizer | None:
+    """Returns the tokenizer of a run's data, with its chat template. Returns None for random tokens."""
+    if config["choices"]["data"] == "synthetic":
         return None
+    data = config["data"]
     if data.get("tokenizer") is None:
         return byte_tokenizer()
     from transformers import AutoTokenizer
@@ -223,9 +224,9 @@ def _base(build: Build, checkpoint: Path, reference: Mapping[str, Any]) -> GPT:
         return build(reference["vocab_size"])
 
 
-def _data(data: Mapping[str, Any]) -> str:
+def _data(config: Mapping[str, Any]) -> str:
     """Describes a run's training data, without folders of this machine."""
-    kind = data["_target_"].rpartition(".")[2].removesuffix("_data")
+    kind, data = config["choices"]["data"], config["data"]
     path, name = str(data.get("path") or ""), str(data.get("name") or "")
     if path.startswith("hf:"):
         dataset, *parts = path.removeprefix("hf:").split(":")
