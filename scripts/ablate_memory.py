@@ -19,7 +19,6 @@ of the cases.
 """
 
 import argparse
-import math
 import shlex
 import signal
 import sys
@@ -33,11 +32,13 @@ import torch
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from scripts.ablation.cases import CONF, DTYPES, AttentionCase, Case, Device, StepCase, capacity
+from scripts.ablation.cases import DTYPES, AttentionCase, Case, Device, StepCase, capacity
 from scripts.ablation.formula import Formula, attention_formula, step_formula
 from scripts.ablation.report import Records, attention_part, step_part, write_files
 from scripts.ablation.sweep import ProcessError, call_apart, run_apart, sweep
+from scripts.bench.command_line import add_results, add_time_limits, require_overrides, require_positive
 from scripts.bench.provenance import describe
+from scripts.composed import options
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -66,14 +67,13 @@ def attention_cases(args: argparse.Namespace, device: Device) -> list[Case]:
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    models, attentions = (sorted(path.stem for path in (CONF / name).glob("*.yaml")) for name in ("model", "attention"))
     lengths = [2**n for n in (range(10, 21) if cuda else range(8, 11))]
     alone = [2**n for n in (range(10, 17, 2) if cuda else range(8, 11))]
     chosen = ["naive", "chunked", "sdpa", "flash"] if cuda else ["naive", "chunked", "sdpa"]
     parser.add_argument("overrides", nargs="*", help="Hydra overrides for model, attention, memory and optimizer")
     parser.add_argument("--only", choices=("step", "attention"), help="run one of the two sweeps only")
-    parser.add_argument("--model", choices=models, default="gpt2" if cuda else "nano")
-    parser.add_argument("--attentions", nargs="+", choices=attentions, default=chosen)
+    parser.add_argument("--model", choices=options("model"), default="gpt2" if cuda else "nano")
+    parser.add_argument("--attentions", nargs="+", choices=options("attention"), default=chosen)
     parser.add_argument("--seq-lens", type=int, nargs="+", default=lengths, help="tokens of a training step")
     parser.add_argument("--precision", choices=("bf16-mixed", "32-true"), default="bf16-mixed" if cuda else "32-true")
     parser.add_argument("--attention-seq-lens", type=int, nargs="+", default=alone, help="tokens of attention alone")
@@ -85,21 +85,15 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--max-step-seconds", type=float, default=30.0, help="seconds; steps predicted to be longer are not run"
     )
-    parser.add_argument("--timeout", type=float, default=900, help="time limit of a case in seconds")
-    parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no case begins")
     parser.add_argument("--no-wandb", action="store_true", help="write files only")
     parser.add_argument("--project", default="fa_train", help="project on Weights & Biases")
     parser.add_argument("--group", help="group on Weights & Biases; default: ablate_memory and the name of OUT")
-    parser.add_argument("--commit", help="commit for the head of the tables, if git is not available")
-    parser.add_argument("--out", type=Path, help="folder of the results; default: runs/ablate_memory/<model>_<device>")
+    add_time_limits(parser, timeout=900, budget=True)
+    add_results(parser, "runs/ablate_memory/<model>_<device>", kind="folder")
     args = parser.parse_args(arguments)
     positive = ("steps", "seconds", "max_step_seconds", "timeout", "budget")
-    for name in (*positive, "seq_lens", "attention_seq_lens", "n_heads", "head_dims"):
-        found = getattr(args, name)
-        if min(found if isinstance(found, list) else [found]) <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be positive; got {found}")
-    if malformed := [override for override in args.overrides if "=" not in override]:
-        parser.error(f"overrides must be name=value; got {' '.join(malformed)}")
+    require_positive(parser, args, (*positive, "seq_lens", "attention_seq_lens", "n_heads", "head_dims"))
+    require_overrides(parser, args.overrides)
     return args
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
+from scripts.bench.command_line import add_results
 from scripts.bench.provenance import describe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -129,8 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="overrides of train.py")
     parser.add_argument("--minutes", type=float, default=9, help="training time, including startup")
-    parser.add_argument("--commit", help="commit for the head of the page, if git is not available")
-    parser.add_argument("--out", type=Path, default=Path("soak"), help="prefix of the page")
+    add_results(parser, Path("soak"))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "run")

@@ -50,6 +50,7 @@ from scripts.bench.attention_report import (
     markdown,
     write_csv,
 )
+from scripts.bench.command_line import add_results
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import captured, median_ms, require_gpu
 
@@ -363,10 +364,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--varlen", action="store_true", help="also measure packed documents")
     parser.add_argument("--rep", type=float, default=60, help="total milliseconds per backend")
-    parser.add_argument("--commit", help="commit for the head of the table, if git is not available")
-    parser.add_argument(
-        "--out", type=Path, help="prefix of the results; default: scripts/results/attention_<gpu>_<yyyymm>"
-    )
+    add_results(parser, "scripts/results/attention_<gpu>_<yyyymm>")
     args = parser.parse_args(arguments)
     if not all(0 < head_dim <= 256 for head_dim in args.head_dims):
         parser.error(f"--head-dims must lie between 1 and 256; got {args.head_dims}")

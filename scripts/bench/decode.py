@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fa_kernels import flash_attn_with_kvcache
+from scripts.bench.command_line import add_results
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import captured, median_ms, require_gpu
 
@@ -154,10 +155,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--jobs", type=int, default=min(15, os.cpu_count() or 1), help="number of processes that compile kernels first"
     )
-    parser.add_argument("--commit", help="commit for the head of the table, if git is not available")
-    parser.add_argument(
-        "--out", type=Path, help="prefix of the results; default: scripts/results/decode_<gpu>_<yyyymm>"
-    )
+    add_results(parser, "scripts/results/decode_<gpu>_<yyyymm>")
     args = parser.parse_args(arguments)
     if args.jobs < 1 or args.rep <= 0:
         parser.error(f"--jobs and --rep must be positive; got {args.jobs} and {args.rep}")

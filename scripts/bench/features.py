@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from fa_kernels import flash_attn_varlen_func
+from scripts.bench.command_line import add_results
 from scripts.bench.decode import in_pages
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import captured, median_ms, require_gpu
@@ -252,10 +253,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--jobs", type=int, default=min(15, os.cpu_count() or 1), help="number of processes that compile kernels"
     )
-    parser.add_argument("--commit", help="commit for the head of the table, if git is not available")
-    parser.add_argument(
-        "--out", type=Path, help="prefix of the results; default: scripts/results/features_<gpu>_<yyyymm>"
-    )
+    add_results(parser, "scripts/results/features_<gpu>_<yyyymm>")
     args = parser.parse_args(arguments)
     if args.heads < 4 or args.heads % 4:
         parser.error(f"--heads must be a multiple of 4; got {args.heads}")

@@ -38,6 +38,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from fa_kernels import flash_attn_func
 from fa_kernels.flash_attention.interface import flash_attn_packed
 from fa_kernels.flash_attention.schedule import causal_schedule
+from scripts.bench.command_line import add_results
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
@@ -286,8 +287,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=15, help="number of samples of each pass")
     parser.add_argument("--calls", type=int, default=200, help="number of calls per sample")
-    parser.add_argument("--commit", help="commit for the head of the table, if git is not available")
-    parser.add_argument("--out", type=Path, help="prefix of the results; default: scripts/results/host_<gpu>_<yyyymm>")
+    add_results(parser, "scripts/results/host_<gpu>_<yyyymm>")
     args = parser.parse_args(arguments)
     if args.tokens < DOCUMENTS or args.tokens % DOCUMENTS:
         parser.error(f"--tokens must be a multiple of {DOCUMENTS}; got {args.tokens}")

@@ -47,6 +47,7 @@ from fa_kernels.flash_attention.hopper.forward import kernel as hopper_fwd
 from fa_kernels.flash_attention.schedule import WORK_TILE, length_class_of
 from fa_kernels.flash_attention.tiles import SHARED_LIMIT, Pass, key_passes, tile_config
 from scripts.bench.attention import MODEL_DIM
+from scripts.bench.command_line import add_results
 from scripts.bench.provenance import describe
 
 ITEM = 2  # bytes of bf16
@@ -427,11 +428,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--peak-tflops", type=float, default=PEAK_TFLOPS)
     parser.add_argument("--bandwidth-tbs", type=float, default=BANDWIDTH_TBS)
-    parser.add_argument("--commit", help="commit for the head of the table, if git is not available")
-    parser.add_argument(
-        "--out", type=Path, help="prefix of the result; default: scripts/results/io_traffic_<gpu>_<yyyymm>"
-    )
     parser.add_argument("--under-ncu", action="store_true", help=argparse.SUPPRESS)
+    add_results(parser, "scripts/results/io_traffic_<gpu>_<yyyymm>")
     args = parser.parse_args(arguments)
     for head_dim in args.head_dims:
         if not 8 <= head_dim <= 256 or MODEL_DIM % head_dim:

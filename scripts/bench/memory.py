@@ -2,7 +2,7 @@
 
     python -m scripts.bench.memory                                           # llama_1b at 32k and 131k, one GPU
     python -m scripts.bench.memory --seq-lens 32768 --combinations selective selective+offload --profile
-    python -m scripts.bench.memory --seconds-budget 560 --resume             # continue an earlier call
+    python -m scripts.bench.memory --budget 560 --resume             # continue an earlier call
 
 A step is forward, backward, optimizer and zero_grad on one document of seq_len random tokens, without clipping,
 composed from conf/train.yaml. Each measurement runs in a new process, so that running out of memory is a result. Times
@@ -47,12 +47,12 @@ import train
 from fa_train.callbacks.monitor import GIB
 from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.models.gpt import GPT
+from scripts.bench.command_line import add_results, add_time_limits, require_overrides, require_positive
 from scripts.bench.memory_cases import COMBINATIONS, PROFILED, SEQ_LENS, Case, Row, levers_of
 from scripts.bench.memory_report import cells, markdown, profile_text
 from scripts.bench.overlap import Overlap, overlap_of
 from scripts.bench.provenance import describe
 from scripts.bench.training_case import (
-    CONF,
     FEWEST_STEPS,
     REPOSITORY,
     VOCABULARY,
@@ -62,7 +62,7 @@ from scripts.bench.training_case import (
     memory_gib,
     our_loss,
 )
-from scripts.composed import composed
+from scripts.composed import composed, options
 
 
 def configuration(case: Case) -> DictConfig:
@@ -238,16 +238,15 @@ def read_results(path: Path, head: dict[str, str]) -> tuple[list[Row], list[Row]
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    models, attentions = ([path.stem for path in (CONF / name).glob("*.yaml")] for name in ("model", "attention"))
     parser.add_argument(
         "--overrides", nargs="+", default=[], metavar="NAME=VALUE", help="Hydra overrides of conf/train.yaml"
     )
-    parser.add_argument("--model", choices=sorted(models), default="llama_1b")
+    parser.add_argument("--model", choices=options("model"), default="llama_1b")
     parser.add_argument("--seq-lens", type=int, nargs="+", default=list(SEQ_LENS), help="tokens")
     parser.add_argument(
         "--combinations", nargs="*", default=list(COMBINATIONS), help="without a value, only --profile runs"
     )
-    parser.add_argument("--attention", choices=sorted(attentions), default="flash" if cuda else "sdpa")
+    parser.add_argument("--attention", choices=options("attention"), default="flash" if cuda else "sdpa")
     parser.add_argument("--compile", action="store_true", help="use torch.compile for each block, as preset=gpu does")
     parser.add_argument("--profile", action="store_true", help="profile one step with and without offload")
     parser.add_argument("--rounds", type=int, default=1, help="number of times each combination is measured")
@@ -255,26 +254,18 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--slow-step", type=float, default=6, help=f"seconds; slower steps are timed {FEWEST_STEPS} times"
     )
-    parser.add_argument("--timeout", type=float, default=300, help="time limit of a measurement in seconds")
-    parser.add_argument(
-        "--seconds-budget", type=float, default=math.inf, help="total seconds; later measurements are left out"
-    )
     parser.add_argument("--resume", action="store_true", help="measure only what is missing in OUT")
-    parser.add_argument("--commit", help="commit for the head of the table, if git is not available")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "runs" / "bench_memory", help="folder of the results")
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
+    add_time_limits(parser, timeout=300, budget=True)
+    add_results(parser, REPOSITORY / "runs" / "bench_memory", kind="folder")
     args = parser.parse_args(arguments)
-    for name in ("steps", "slow_step", "timeout", "seconds_budget", "rounds", "seq_lens"):
-        found = getattr(args, name)
-        if min(found if isinstance(found, list) else [found]) <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be positive; got {found}")
+    require_positive(parser, args, ("steps", "slow_step", "timeout", "budget", "rounds", "seq_lens"))
     try:
         for name in args.combinations:
             levers_of(name)
     except ValueError as error:
         parser.error(str(error))
-    if malformed := [override for override in args.overrides if "=" not in override]:
-        parser.error(f"--overrides must be name=value; got {' '.join(malformed)}")
+    require_overrides(parser, args.overrides, "--overrides")
     return args
 
 
@@ -291,7 +282,7 @@ def run(args: argparse.Namespace, head: dict[str, str], device: Device) -> None:
         (out / "memory.md").write_text(markdown(rows, profiles, left, head), encoding="utf-8")
 
     def take(case: Case, to: list[Row]) -> None:
-        remaining = args.seconds_budget - (time.monotonic() - begin)
+        remaining = args.budget - (time.monotonic() - begin)
         limit = min(args.timeout, remaining)
         try:
             if remaining <= 0:

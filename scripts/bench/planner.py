@@ -25,6 +25,7 @@ from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.predict import GIB, predict
 from fa_train.memory.planner.run import plan_of
 from fa_train.models.gpt import GPT
+from scripts.bench.command_line import add_results, add_time_limits
 from scripts.bench.provenance import describe, results_prefix
 from scripts.composed import composed
 
@@ -164,13 +165,8 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", help="run configurations whose text contains this, such as llama_1b or compiled=True"
     )
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="begin no configuration after this many seconds"
-    )
-    parser.add_argument("--commit", help="commit for the head of the table, if git is not available")
-    parser.add_argument(
-        "--out", type=Path, help="prefix of the results; default: scripts/results/planner_<gpu>_<yyyymm>"
-    )
+    add_time_limits(parser, budget=True)
+    add_results(parser, "scripts/results/planner_<gpu>_<yyyymm>")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench_planner needs a CUDA GPU; torch sees none on this machine")
@@ -179,7 +175,7 @@ def main() -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     head = describe(shlex.join(["python", "-m", "scripts.bench.planner", *sys.argv[1:]]), args.commit, today)
     for run in RUNS:
-        if args.only not in repr(run) or time.monotonic() - begin > args.seconds:
+        if args.only not in repr(run) or time.monotonic() - begin > args.budget:
             continue
         plan, peak, seconds = measure(run)
         predicted = predict(plan).allocated / GIB

@@ -45,7 +45,8 @@ from fa_train.lit_gpt import LitGPT
 from scripts.bench.provenance import describe
 from scripts.bench.step_memory import GRADIENTS, STATE, WEIGHTS, draw_memory, memory_over_time
 from scripts.bench.step_trace import COPIES, Step, exclusive, hidden, step_of
-from scripts.bench.training_case import CONF
+from scripts.bench.training_case import wait
+from scripts.composed import CONF
 
 DEFAULTS = {"data": "synthetic", "logger": "csv", "batch_size": "1"}
 WARMUP = 4  # steps without the profiler: two compile and allocate, the others show the cost of profiling
@@ -93,14 +94,14 @@ class StepProfiler(Callback):
         self._leave()
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        _wait(pl_module.device)
+        wait(pl_module.device)
         if self._recording:
             self._stop(pl_module)
         elif self._profiler is None:
             self.milliseconds.append((time.perf_counter() - self._start) * 1e3)
 
     def _start_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        _wait(pl_module.device)
+        wait(pl_module.device)
         if trainer.global_step == WARMUP:  # the profiler starts up in this step
             self._profiler = _profiler(pl_module.device)
             self._profiler.start()
@@ -140,11 +141,6 @@ class StepProfiler(Callback):
 def _profiler(device: torch.device) -> profile:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     return profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=1), profile_memory=True)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _addresses(module: L.LightningModule, optimizers: list[torch.optim.Optimizer]) -> dict[int, tuple[str, int]]:
@@ -240,7 +236,7 @@ def profile_step(cfg: DictConfig, folder: Path) -> None:
         writer.writerows(table(step))
     inside = [event for event in events if step.start <= event.get("ts", -1) < step.end]
     moments, over_time = memory_over_time(inside, profiler.before, profiler.gradients, device)
-    title = f"{HydraConfig.get().runtime.choices['model']}, {tokens} tokens, {head['GPU']}"
+    title = f"{cfg.choices.model}, {tokens} tokens, {head['GPU']}"
     draw_memory(moments, over_time, step.start, title).savefig(folder / "memory.png", dpi=150)
     print(f"results: {folder}")
 

@@ -4,11 +4,12 @@
     python -m scripts.bench.step --seq-lens 8192 --variants ours-none-compiled hf
     python -m scripts.bench.step --cases 8192:ours-none 131072:hf-checkpointing model.n_layers=8
 
-A step is forward, backward, AdamW and zero_grad on one document of seq_len random tokens. All variants use fp32
-weights, bf16 autocast, this repository's optimizer from conf/optimizer, and no gradient clipping. Each case runs in a
-new process, so that running out of memory is a result. Times are host times, with a device sync after each step. Peak
-and reserved memory are the CUDA allocator's maxima over all steps. On a CPU, the peak is that of the process. MFU
-counts FLOPs like fa_train/flops.py, for causal attention and without recomputation.
+A step trains on one document of seq_len random tokens. Both sides use fp32 weights, bf16 autocast and the optimizer of
+conf/optimizer. Our variants take the steps of train.py: LitGPT in Lightning's loop, with clipping and Monitor. The peer
+takes the steps of a plain loop: forward, backward, optimizer. Each case runs in a new process, so that running out of
+memory is a result. Times are host times, with a device sync after each step. Peak and reserved memory are the CUDA
+allocator's maxima over all steps. On a CPU, the peak is that of the process. MFU counts FLOPs like fa_train/flops.py,
+for causal attention and without recomputation.
 
 Our variants are named ours-MEMORY[-compiled][-portable]. MEMORY is a config of conf/memory, `compiled` means
 lit_gpt.compile_model=true, and `portable` disables the Hopper kernels (FLASH_ATTENTION_BACKEND). The variants hf and
@@ -44,19 +45,21 @@ import train  # registers the resolvers that conf/train.yaml needs
 from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.flops import peak_flops, train_flops
 from fa_train.models.gpt import GPT
+from scripts.bench.command_line import add_results, add_time_limits, require_overrides, require_positive
 from scripts.bench.provenance import describe
 from scripts.bench.training_case import (
-    CONF,
     FEWEST_STEPS,
     REPOSITORY,
     VOCABULARY,
     WARMUP,
     Device,
     Loss,
+    StepTimes,
     memory_gib,
-    our_loss,
+    wait,
 )
-from scripts.composed import composed
+from scripts.bench.training_case import measure as measure_ours
+from scripts.composed import composed, options
 
 SEQ_LENS = (8192, 32768, 131072)
 VARIANTS = (
@@ -120,7 +123,7 @@ class Row:
 def variant_of(name: str) -> Variant:
     """Parses a variant's name. Raises: ValueError if it is not a valid name."""
     kind, *settings = name.split("-")
-    memories = sorted(path.stem for path in (CONF / "memory").glob("*.yaml"))
+    memories = options("memory")
     if kind == "hf" and settings in ([], ["checkpointing"]):
         return Variant(ours=False, checkpointing=bool(settings))
     if kind == "ours" and settings and settings[0] in memories and set(settings[1:]) <= {"compiled", "portable"}:
@@ -140,11 +143,16 @@ def configuration(case: Case) -> DictConfig:
         f"attention={case.attention}",
         f"memory={variant.memory}",
         f"seq_len={case.seq_len}",
+        f"max_steps={WARMUP + case.steps}",
+        "data=synthetic",
+        "batch_size=1",
+        f"trainer.accelerator={'gpu' if case.device == 'cuda' else 'cpu'}",
         f"lit_gpt.compile_model={str(variant.compiled).lower()}",
     ]
     config = composed([*chosen, *case.overrides])
     if config.model.vocab_size is None:
         config.model.vocab_size = VOCABULARY
+    config.data.vocab_size = config.model.vocab_size
     return config
 
 
@@ -204,13 +212,13 @@ def measure(case: Case) -> Row:
     """Runs the case in this process. Raises any error except running out of memory."""
     torch.manual_seed(0)
     config, device, variant = configuration(case), torch.device(case.device), variant_of(case.variant)
-    note = ""
+    note, times = "", StepTimes(case.steps, case.slow_step)
     try:
         if variant.ours:
-            model, loss = our_loss(config, device)
+            measure_ours(config, device, times)
         else:
             model, loss, note = peer_loss(config, device, variant.checkpointing)
-        milliseconds, losses = time_steps(case, loss, instantiate(config.optimizer)(model))
+            time_steps(loss, instantiate(config.optimizer)(model), device, times)
     except CannotRunError as error:
         return Row(case.seq_len, case.variant, f"missing: {error}")
     except Exception as error:
@@ -219,47 +227,36 @@ def measure(case: Case) -> Row:
         peak, reserved = memory_gib(device)
         return Row(case.seq_len, case.variant, "oom", peak_gib=peak, reserved_gib=reserved, note=note)
     peak, reserved = memory_gib(device)
-    step_ms = statistics.median(milliseconds)
+    step_ms = statistics.median(times.milliseconds)
     return Row(
         case.seq_len,
         case.variant,
         "ok",
         tokens_per_s=case.seq_len / step_ms * 1e3,
         step_ms=step_ms,
-        step_ms_min=min(milliseconds),
-        step_ms_max=max(milliseconds),
-        steps=len(milliseconds),
+        step_ms_min=min(times.milliseconds),
+        step_ms_max=max(times.milliseconds),
+        steps=len(times.milliseconds),
         peak_gib=peak,
         reserved_gib=reserved,
         mfu=mfu(config, step_ms, case.device),
-        loss=losses[-1],
-        finite=all(map(math.isfinite, losses)),
+        loss=times.losses[-1],
+        finite=all(map(math.isfinite, times.losses)),
         note=note,
     )
 
 
-def time_steps(case: Case, loss: Loss, optimizer: torch.optim.Optimizer) -> tuple[list[float], list[float]]:
-    """Returns the milliseconds of each timed step and the losses of all steps."""
-    cuda = case.device == "cuda"
-    milliseconds: list[float] = []
-    losses: list[float] = []
-    warmup, steps = WARMUP, case.steps
-    while len(milliseconds) < warmup + steps:
+def time_steps(loss: Loss, optimizer: torch.optim.Optimizer, device: torch.device, times: StepTimes) -> None:
+    """Fills `times` with steps of a plain loop: forward, backward, optimizer."""
+    while not times.complete:
         start = time.perf_counter()
-        with torch.autocast(case.device, torch.bfloat16) if cuda else nullcontext():
+        with torch.autocast(device.type, torch.bfloat16) if device.type == "cuda" else nullcontext():
             value = loss()
         value.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if cuda:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        milliseconds.append(seconds * 1e3)
-        losses.append(value.item())
-        # the first step compiles, so only a later step shows how fast a case is
-        if len(milliseconds) == WARMUP and seconds > case.slow_step:
-            warmup, steps = WARMUP - 1, min(steps, FEWEST_STEPS)
-    return milliseconds[warmup:], losses
+        wait(device)
+        times.add(time.perf_counter() - start, value.item())
 
 
 def mfu(config: DictConfig, step_ms: float, device: Device) -> float | None:
@@ -365,38 +362,31 @@ def parse_case(text: str) -> tuple[int, str]:
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    models, attentions = ([path.stem for path in (CONF / name).glob("*.yaml")] for name in ("model", "attention"))
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of conf/train.yaml; sizes also apply to the peer")
-    parser.add_argument("--model", choices=sorted(models), default="llama_1b")
+    parser.add_argument("--model", choices=options("model"), default="llama_1b")
     parser.add_argument("--seq-lens", type=int, nargs="+", default=list(SEQ_LENS), help="tokens")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument(
         "--cases", nargs="+", metavar="SEQ_LEN:VARIANT", help="run these instead of each variant at each length"
     )
-    parser.add_argument(
-        "--attention", choices=sorted(attentions), default="flash" if cuda else "sdpa", help="attention of our variants"
-    )
+    attention = "flash" if cuda else "sdpa"
+    parser.add_argument("--attention", choices=options("attention"), default=attention, help="attention of ours")
     parser.add_argument("--steps", type=int, default=5, help=f"timed steps of a case, after {WARMUP} others")
     parser.add_argument(
         "--slow-step", type=float, default=6, help=f"seconds; slower steps are timed {FEWEST_STEPS} times"
     )
-    parser.add_argument("--timeout", type=float, default=300, help="time limit of a case in seconds")
-    parser.add_argument("--commit", help="commit for the head of the table, if git is not available")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "runs" / "bench_step", help="prefix of the results")
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
+    add_time_limits(parser, timeout=300)
+    add_results(parser, REPOSITORY / "runs" / "bench_step")
     args = parser.parse_args(arguments)
-    for name in ("steps", "slow_step", "timeout", "seq_lens"):
-        found = getattr(args, name)
-        if min(found if isinstance(found, list) else [found]) <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be positive; got {found}")
+    require_positive(parser, args, ("steps", "slow_step", "timeout", "seq_lens"))
     try:
         for name in args.variants:
             variant_of(name)
         args.cases = [parse_case(case) for case in args.cases] if args.cases else None
     except ValueError as error:
         parser.error(str(error))
-    if malformed := [override for override in args.overrides if "=" not in override]:
-        parser.error(f"overrides must be name=value; got {' '.join(malformed)}")
+    require_overrides(parser, args.overrides)
     return args
 
 

@@ -1,26 +1,112 @@
 """Helpers for the benchmarks of a training step: the loss of our model, its memory, and the number of warm-up steps."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import lightning as L
 import torch
 from hydra.utils import instantiate
+from lightning.pytorch.callbacks import Callback
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from fa_train.callbacks.monitor import memory
+from fa_train.data.datamodule import PackedDataModule
 from fa_train.data.packing.collate import Batch
 from fa_train.lit_gpt import LitGPT
 from fa_train.models.attention import require_backend
 
 REPOSITORY = Path(__file__).parents[2]
-CONF = REPOSITORY / "conf"
 WARMUP = 2  # steps; the first allocates the optimizer's state and compiles kernels
 FEWEST_STEPS = 2  # number of timed steps of a slow case
 VOCABULARY = 50257  # for models whose config leaves the size to the tokenizer
 Device = Literal["cuda", "cpu"]
 Loss = Callable[[], Tensor]
+
+
+class StepTimes:
+    """The times and losses of a case's steps, until there are enough of them.
+
+    slow_step: seconds. If the second step takes longer, FEWEST_STEPS are timed, after one.
+    """
+
+    def __init__(self, steps: int, slow_step: float) -> None:
+        self.warmup, self.steps, self.slow_step = WARMUP, steps, slow_step
+        self.losses: list[float] = []  # of all steps
+        self._milliseconds: list[float] = []
+
+    @property
+    def complete(self) -> bool:
+        return len(self._milliseconds) >= self.warmup + self.steps
+
+    @property
+    def milliseconds(self) -> list[float]:
+        """Of the timed steps."""
+        return self._milliseconds[self.warmup :]
+
+    def add(self, seconds: float, loss: float) -> None:
+        self._milliseconds.append(seconds * 1e3)
+        self.losses.append(loss)
+        # the first step compiles, so only the second one says how fast a case is
+        if len(self._milliseconds) == WARMUP and seconds > self.slow_step:
+            self.warmup, self.steps = WARMUP - 1, min(self.steps, FEWEST_STEPS)
+
+
+class StepTimer(Callback):
+    """Times each optimizer step until the device has done it, and ends the run when there are enough."""
+
+    def __init__(self, times: StepTimes) -> None:
+        self.times = times
+        self._start = 0.0
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            wait(pl_module.device)
+            self._start = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        wait(pl_module.device)
+        seconds = time.perf_counter() - self._start
+        assert isinstance(pl_module, LitGPT)
+        self.times.add(seconds, pl_module.step_loss.item())
+        trainer.should_stop = self.times.complete
+
+
+def measure(config: DictConfig, device: torch.device, times: StepTimes) -> None:
+    """Trains as train.py does, with LitGPT, its data and Lightning's loop, and fills `times`.
+
+    The memory is not planned first, so running out of it is a result. Nothing is logged or saved.
+    """
+    require_backend(instantiate(config.attention), device)
+    data: PackedDataModule = instantiate(config.data)
+    timer = StepTimer(times)  # first, so that it times no other callback
+    trainer: L.Trainer = instantiate(
+        config.trainer,
+        callbacks=[timer, instantiate(config.callbacks.monitor)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        limit_val_batches=0,
+    )
+    trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
+    with device:
+        model = instantiate(config.model)
+    trainer.fit(instantiate(config.lit_gpt, model=model), datamodule=data)
+    assert times.complete
+
+
+def wait(device: torch.device) -> None:
+    """Waits until the device has done what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def our_loss(config: DictConfig, device: torch.device) -> tuple[nn.Module, Loss]:

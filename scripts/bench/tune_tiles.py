@@ -40,6 +40,7 @@ from fa_kernels.flash_attention.portable import backward, forward
 from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_kernels.flash_attention.tiles import HEAD_DIMS, Pass, TileConfig, key_passes, shared_bytes, tile_config
 from scripts.bench.attention import MODEL_DIM
+from scripts.bench.command_line import add_results
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
@@ -307,10 +308,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--jobs", type=int, default=min(16, os.cpu_count() or 1), help="number of processes that compile kernels"
     )
-    parser.add_argument("--commit", help="commit for the head of the tables, if git is not available")
-    parser.add_argument(
-        "--out", type=Path, help="prefix of the result; default: scripts/results/portable_tiles_<gpu>_<yyyymm>"
-    )
+    add_results(parser, "scripts/results/portable_tiles_<gpu>_<yyyymm>")
     args = parser.parse_args(arguments)
     for head_dim in args.head_dims:
         if not 8 <= head_dim <= 256 or head_dim % 8:

@@ -85,7 +85,7 @@ def test_going_on_after_a_budget(tmp_path, monkeypatch):
 
     monkeypatch.setattr(memory, "run_apart", slow)
     common_arguments = ["--seq-lens", "64", "--combinations", "none", "full", "--timeout", "2000"]
-    found, text = run_main(monkeypatch, tmp_path, *common_arguments, "--seconds-budget", "500")
+    found, text = run_main(monkeypatch, tmp_path, *common_arguments, "--budget", "500")
     assert found["rows"] == [] and "Not measured within the budget: none at 64, full at 64." in text
     found, text = run_main(monkeypatch, tmp_path, *common_arguments[:4], "--timeout", "2000")
     assert len(found["rows"]) == 1 and "Not measured" not in text

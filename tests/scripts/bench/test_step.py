@@ -9,6 +9,7 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
+import train
 from scripts.bench import step
 from scripts.bench.step import (
     Case,
@@ -26,7 +27,9 @@ from scripts.bench.step import (
     variant_of,
     write,
 )
-from scripts.bench.training_case import FEWEST_STEPS, our_loss
+from scripts.bench.training_case import FEWEST_STEPS, StepTimes, our_loss
+from scripts.bench.training_case import measure as measure_ours
+from tests.support.training import column, composed
 
 TINY = (
     "model.n_layers=2", "model.dim=32", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=64",
@@ -106,7 +109,7 @@ def test_running_out_of_memory_is_a_row(monkeypatch):
     def fail(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(step, "time_steps", fail)
+    monkeypatch.setattr(step, "measure_ours", fail)
     row = measure(CASE)
     assert row.outcome == "oom" and row.tokens_per_s is None and row.peak_gib is not None
 
@@ -126,10 +129,25 @@ def test_a_case_that_fails_says_why():
 def test_a_slow_case_does_fewer_steps(slow_step, timed, steps):
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    case = replace(CASE, steps=4, slow_step=slow_step)
-    milliseconds, losses = time_steps(case, lambda: weight.square().sum(), optimizer)
-    assert len(milliseconds) == timed and len(losses) == steps
-    assert losses == pytest.approx([3 * 0.64**n for n in range(steps)])  # each step uses its own gradient only
+    plain, ours = StepTimes(4, slow_step), StepTimes(4, slow_step)
+    time_steps(lambda: weight.square().sum(), optimizer, torch.device("cpu"), plain)
+    assert plain.losses == pytest.approx([3 * 0.64**n for n in range(steps)])  # each step uses its own gradient only
+    measure_ours(configuration(replace(CASE, steps=4)), torch.device("cpu"), ours)
+    for times in (plain, ours):
+        assert len(times.milliseconds) == timed and len(times.losses) == steps
+
+
+def test_ours_takes_the_steps_of_a_run(tmp_path):
+    """The benchmark's losses are those that train.py logs with the same settings."""
+    own = ["memory=none", "lit_gpt.compile_model=false", "trainer.log_every_n_steps=1"]
+    own += ["preset=cpu", "model=nano", "attention=sdpa", "seq_len=64", "max_steps=4", "data=synthetic", "batch_size=1"]
+    own += ["data.vocab_size=259", "trainer.accelerator=cpu", "logger=csv", "callbacks.checkpoint=null", *TINY]
+    with composed(tmp_path, *own) as cfg:
+        train.train(cfg)
+    times = StepTimes(2, slow_step=60)
+    torch.manual_seed(0)
+    measure_ours(configuration(CASE), torch.device("cpu"), times)
+    assert times.losses == pytest.approx(list(column(tmp_path, "train/loss").values()), rel=1e-6)
 
 
 @pytest.mark.parametrize(

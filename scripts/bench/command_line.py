@@ -1,0 +1,46 @@
+"""Command-line options that the benchmarks share."""
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def add_results(parser: argparse.ArgumentParser, default: Path | str, kind: str = "prefix") -> None:
+    """Adds --commit and --out.
+
+    default: a path; or a pattern such as scripts/results/host_<gpu>_<yyyymm>, for which --out is then None.
+    """
+    path = default if isinstance(default, Path) else None
+    parser.add_argument("--commit", help="for the head of the results, if the files are a copy without git")
+    parser.add_argument("--out", type=Path, default=path, help=f"{kind} of the results; by default {shown(default)}")
+
+
+def add_time_limits(parser: argparse.ArgumentParser, timeout: float | None = None, budget: bool = False) -> None:
+    """Adds --timeout, which ends a case that takes longer, and --budget, which leaves out the cases that remain."""
+    if timeout is not None:
+        parser.add_argument("--timeout", type=float, default=timeout, help="seconds that a case may take")
+    if budget:
+        parser.add_argument(
+            "--budget", type=float, default=math.inf, help="seconds for all; cases that remain are left out"
+        )
+
+
+def require_positive(parser: argparse.ArgumentParser, args: argparse.Namespace, names: Sequence[str]) -> None:
+    """Ends the program with a message if one of these options, or an item of a list, is not positive."""
+    for name in names:
+        found = getattr(args, name)
+        if min(found if isinstance(found, list) else [found]) <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be positive; got {found}")
+
+
+def require_overrides(parser: argparse.ArgumentParser, overrides: Sequence[str], name: str = "overrides") -> None:
+    """Ends the program with a message if one of Hydra's overrides is not name=value."""
+    if malformed := [override for override in overrides if "=" not in override]:
+        parser.error(f"{name} must be name=value; got {' '.join(malformed)}")
+
+
+def shown(path: Path | str) -> str:
+    """A path in the words of the help: relative to the repository if it is inside."""
+    root = Path(__file__).parents[2]
+    return str(path.relative_to(root)) if isinstance(path, Path) and path.is_relative_to(root) else str(path)
