@@ -120,7 +120,7 @@ def exclusive(step: Step) -> dict[str, float]:
     """Returns the microseconds of each part and of idle time, which sum to the step's time.
 
     Each moment counts for one part. On a GPU, computing kernels take precedence over copies, and among several kernels
-    the one that started first. On the host, it is the innermost operator, which started last.
+    the one that started first. On the host, the innermost operator counts, which started last.
     """
 
     def rank(interval: Interval) -> tuple[bool, float]:

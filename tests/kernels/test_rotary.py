@@ -166,7 +166,7 @@ def test_qkv_is_differentiable_to_any_order(device):
     exact_qkv = qkv.detach().double().requires_grad_()
 
     def orders(x, y):
-        """Returns a function of y and three higher-order gradients with respect to x."""
+        """Returns a scalar of y and its first three derivatives with respect to x."""
         found = [(y**4).sum()]
         for _ in range(3):
             found += [torch.autograd.grad(found[-1].sin().sum(), x, create_graph=True)[0]]
