@@ -189,7 +189,7 @@ def test_partial_outputs_in_fp32_merge_to_the_whole():
         torch.testing.assert_close(ours, exact, rtol=5e-3, atol=5e-3)
 
 
-def test_fp8_may_stand_beside_sinks_that_require_a_gradient():
+def test_fp8_with_sinks_that_require_a_gradient():
     """A model's sinks require a gradient if it is evaluated without torch.no_grad."""
     q, k, v, *_ = (x.detach().to(torch.float8_e4m3fn) for x in draw(20, 20, 2, 1, 16))
     sinks = torch.zeros(2, device=DEVICE)

@@ -402,7 +402,7 @@ def test_pages_are_gathered_without_a_host_sync():
     [(LONG_DOCUMENT, LONG_DOCUMENT), (LONG_DOCUMENT - 1, None), (torch.tensor(LONG_DOCUMENT), None)],
     ids=["long", "not", "tensor"],
 )
-def test_the_longest_document_decides_where_it_is_long(max_seqlen, seqlen, monkeypatch):
+def test_a_long_max_seqlen_sets_the_length_class(max_seqlen, seqlen, monkeypatch):
     """A smaller max_seqlen is ignored, so that a document of 513 tokens does not slow down shorter ones."""
     asked = []
     build = interface.build_schedule

@@ -163,7 +163,7 @@ def test_strided_inputs():
     )
 
 
-def test_nothing_requires_a_gradient():
+def test_outputs_require_no_gradient():
     q, k_cache, v_cache = (draw(1, 8, 2, 16).requires_grad_() for _ in range(3))
     new = draw(1, 1, 2, 16).requires_grad_()
     o = flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=3)

@@ -53,7 +53,7 @@ def test_nan_stays_in_its_document_and_shows_there(head_dim, index, value, devic
 
 @pytest.mark.parametrize("several", [True, False], ids=["several-documents", "one-document"])
 @pytest.mark.parametrize("head_dim", [AT_ONCE, APART])
-def test_one_document_pays_nothing_for_it(head_dim, several, device, monkeypatch):
+def test_one_document_skips_nan_isolation(head_dim, several, device, monkeypatch):
     isolated = []
 
     class Recorder:

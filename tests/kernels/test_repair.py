@@ -102,7 +102,7 @@ def test_dq_is_marked_where_its_sum_is_not_finite(device, head_dim):
     assert spoiled.tolist() == [[0, 0, 1], [1, 0, 0], [1, 0, 0]]
 
 
-def test_no_rows_are_no_programs(device):
+def test_empty_inputs_launch_no_program(device):
     empty = torch.empty(0, HEADS, 48, device=device)
     schedule = causal_schedule(None, TOTAL, device)
     repair_forward(
@@ -111,7 +111,7 @@ def test_no_rows_are_no_programs(device):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiled programs look at more than the tests have")
-def test_interpreted_programs_have_more_tiles_than_they_look_at_once():
+def test_interpreted_programs_have_more_tiles_than_one_step_reads():
     """The tests above need more tiles than the programs look at in their first step."""
     tiles = HEADS * -(-TOTAL // 32)
     programs, look = repair_grid(torch.device("cpu"), tiles)

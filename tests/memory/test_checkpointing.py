@@ -110,7 +110,7 @@ def test_attention_without_an_operator_is_recomputed(checkpointing, device):
         pytest.param("selective", True, ["lse", "o", "x"], id="selective-compiled"),
     ],
 )
-def test_what_a_block_keeps(checkpointing, compiled, expected, device):
+def test_tensors_that_a_block_keeps(checkpointing, compiled, expected, device):
     model = small_gpt(levers(checkpointing), device, "flash", n_layers=1, positions="none")
     if compiled:
         compile_blocks(model)

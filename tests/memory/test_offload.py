@@ -303,7 +303,7 @@ def test_pinned_memory_is_whole_pages_of_the_exact_size(monkeypatch):
         ("none", "all", 512),
     ],
 )
-def test_copies_that_lag_behind(checkpointing, offloaded, mlp_chunk, compiled, device, monkeypatch):
+def test_slow_copies_change_no_result(checkpointing, offloaded, mlp_chunk, compiled, device, monkeypatch):
     """Delays each copy, so that code that does not wait for copies would read or overwrite the wrong memory."""
     batch = stream(device, [4000, 96])
     expected = step(small_gpt(levers(checkpointing), device, n_layers=6), batch)

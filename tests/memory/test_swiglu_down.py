@@ -181,7 +181,7 @@ class Sharded(Tensor):
     """Stands for tensor subclasses such as DTensor."""
 
 
-def test_what_trains_plainly(device):
+def test_which_layers_train_plainly(device):
     frozen, sharded = nn.Linear(8, 4), nn.Linear(8, 4)
     frozen.weight.requires_grad_(False)
     sharded.weight = nn.Parameter(sharded.weight.detach().as_subclass(Sharded))

@@ -395,7 +395,7 @@ def test_weights_in_host_memory_have_the_numbers_of_a_device(drawing, tmp_path):
     assert torch.equal(*after)
 
 
-def test_only_what_is_drawn_is_drawn_elsewhere():
+def test_only_random_values_come_from_the_other_device():
     with DrawnOn(torch.device("meta")):  # the meta device has no data to copy
         assert torch.ones(3).mul_(2).sum() == 6
         torch.empty(3, device="meta").normal_()

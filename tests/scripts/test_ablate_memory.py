@@ -398,7 +398,7 @@ def test_charts_mark_where_memory_ran_out(parts):
     assert attention.charts["attention_step_ms"].keys[:2] == [naive, f"{naive} OOM"]
 
 
-def test_the_tables_have_every_result_and_the_formula_beside_it(parts):
+def test_the_tables_have_every_result_and_the_formula(parts):
     text = markdown(parts, HEAD)
     assert "| naive | 1024 | ok | 2 | 2.5 | 10 | 102400 | 1.5 | 0.25 | – | 0 |" in text
     assert "| naive | 2048 | oom | 79 | 80 | – | – | – | – | – | 1 |" in text

@@ -51,7 +51,7 @@ def test_what_does_not_fit_gets_advice():
     assert "next lever: data.micro_batch_size=2" in table
 
 
-def test_the_longest_is_of_a_row():
+def test_the_longest_length_is_of_one_row():
     def longest(*overrides: str) -> int:
         table = main(["model=gpt2", "gpu_gib=139", "host_gib=100", *overrides])
         return int(table.partition("longest seq_len that fits: ")[2].splitlines()[0].replace(",", ""))
@@ -68,7 +68,7 @@ def test_auto_is_planned_too():
     assert "checkpointing=none" not in few and "fits: yes" in few
 
 
-def test_the_longest_of_auto_is_not_of_what_it_chose():
+def test_the_longest_length_of_auto_uses_the_best_levers():
     table = main(["model=llama_1b", "memory=auto", "seq_len=8192", "gpu_gib=139.8", "host_gib=120"])
     longest = longest_of_all_levers(changed(LLAMA_1B, compiled=True, accumulates=True), int(139.8 * GIB), HOST)
     assert "checkpointing=none" in table and f"longest seq_len that fits: {longest:,}" in table
@@ -92,7 +92,7 @@ def test_processes_of_a_machine_share_its_host_memory(devices, gib, monkeypatch)
     assert f"host                0.00 GiB of {gib}" in table
 
 
-def test_what_the_plan_rests_on_is_said(monkeypatch):
+def test_assumptions_of_the_plan_are_printed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assumed = main(["model=gpt2"]).splitlines()[-1]
     assert assumed.startswith("assumed: an H200's GPU and this machine's host memory; ")
@@ -200,7 +200,7 @@ def test_a_run_that_cannot_fit_is_refused():
 
 
 @pytest.mark.usefixtures("an_h200")
-def test_what_is_a_little_too_much_may_still_try():
+def test_a_run_slightly_over_the_memory_may_start():
     longest = longest_seq_len(LLAMA_1B, int(139.8 * GIB), HOST)
     tight = changed(LLAMA_1B, seq_len=longest + 4096)
     assert 1.0 < planner.require_memory(tight, CUDA, 1).gpu_bytes / (139.8 * GIB) < 1.1
@@ -266,7 +266,7 @@ def test_train_prints_how_far_auto_reaches(tmp_path):
 
 
 @pytest.mark.usefixtures("an_h200")
-def test_another_attention_is_not_promised_what_flash_needs():
+def test_the_plan_of_another_attention_has_a_warning():
     printed = planner.summary(predict(GPT2), CUDA, processes=1, attention="naive")
     assert "attention=naive needs more, which is not planned" in printed and "that fits is" not in printed
 

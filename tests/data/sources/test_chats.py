@@ -16,7 +16,7 @@ def chats(path):
     return [chat for _, chat in ChatCorpus(str(path)).documents()]
 
 
-def test_every_form_is_one():
+def test_all_formats_give_the_same_chat():
     sharegpt = {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "is 4."}]}
     messages_pair = {"prompt": [QUESTION], "completion": [ANSWER]}
     for row in ({"messages": [QUESTION, ANSWER]}, sharegpt, PAIR, messages_pair, PAIR | {"tools": None, "id": 3}):

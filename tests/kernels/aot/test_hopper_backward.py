@@ -60,7 +60,7 @@ def stores_of_sums(dtype, kernel, group, softcap, marks):
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_tiles_that_take_turns(head_dim, dtype, softcap):
+def test_ordered_tiles_have_one_semaphore_per_step(head_dim, dtype, softcap):
     """Each step has one semaphore, and no program waits for an item that has not started."""
     tiles = fused.tiles_of(head_dim, dtype, softcap, ordered=True)
     if tiles is None:
@@ -81,7 +81,7 @@ def test_registers_of_three_groups():
 @pytest.mark.parametrize("with_dlse", [False, True])
 @pytest.mark.parametrize("head_dim", [8, 96])
 @pytest.mark.parametrize("total", [pytest.param(128, id="whole"), pytest.param(70, id="padded")])
-def test_what_is_prepared(device, total, head_dim, with_dlse, dtype):
+def test_prepared_rows_delta_and_sums(device, total, head_dim, with_dlse, dtype):
     """Padding rows contribute nothing. delta is rowsum(do * o) in any dtype. Sums and semaphores are initialised."""
     o = torch.randn(total, 3, head_dim, device=device).to(dtype)
     do = torch.randn(3, total, head_dim + 8, device=device).to(dtype)[..., :head_dim].transpose(0, 1)
@@ -105,7 +105,7 @@ def test_what_is_prepared(device, total, head_dim, with_dlse, dtype):
 
 
 @pytest.mark.parametrize(("sums", "ordered"), [(False, False), (True, False), (False, True)])
-def test_what_is_not_asked_for_is_not_prepared(device, sums, ordered):
+def test_only_requested_buffers_are_prepared(device, sums, ordered):
     """Every word of the prepared buffers is written, and nothing outside them."""
     made = []
     with pytest.MonkeyPatch.context() as patch:

@@ -58,7 +58,7 @@ def test_two_streams_at_the_same_time(head_dim):
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward", "deterministic"])
-def test_a_graph_replayed_beside_launches_of_the_stream_it_was_captured_on(pass_):
+def test_a_graph_replayed_alongside_launches_on_its_capture_stream(pass_):
     lengths = [700, 300, 3000]
     if pass_ == "forward":
         one = problem(lengths, 128)

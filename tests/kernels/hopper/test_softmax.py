@@ -62,7 +62,7 @@ def test_a_maximum_that_rises_late(head_dim, dtype, rise, mask, sink):
 @pytest.mark.parametrize("filler", [0.0, 30.0])
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("head_dim", fwd.FORWARD_TILES)
-def test_no_row_depends_on_the_rows_beside_it(head_dim, dtype, filler):
+def test_no_row_depends_on_other_rows_of_its_tile(head_dim, dtype, filler):
     """Changing other documents or later tokens of the same tile changes no bit, although they share warps."""
     lengths = [333, 301, 404]
     cu, total = cumulative(lengths), sum(lengths)

@@ -40,7 +40,7 @@ def test_every_kernel_is_launched_where_it_can_be_noted():
     assert past == ["decode.py"]  # decoding is not replayed
 
 
-def test_who_wants_to_see_the_operator_does(device, monkeypatch):
+def test_a_mode_or_a_profiler_sees_the_operator(device, monkeypatch):
     """A call uses torch's dispatcher if a mode or a profiler is active, and bypasses it otherwise."""
     q, k, v = torch.randn(3, 1, 20, 2, 16, device=device)
     operators = []
@@ -59,7 +59,7 @@ def test_who_wants_to_see_the_operator_does(device, monkeypatch):
     assert {"flash_attention::forward", "flash_attention::backward"} <= names
 
 
-def test_a_tensor_of_its_own_class_sees_the_operator(device, monkeypatch):
+def test_a_tensor_subclass_sees_the_operator(device, monkeypatch):
     """One tensor of a subclass among q, k and v is enough. A Parameter counts as a plain tensor."""
 
     class Seeing(torch.Tensor):
@@ -75,7 +75,7 @@ def test_a_tensor_of_its_own_class_sees_the_operator(device, monkeypatch):
     assert operators
 
 
-def test_a_tensor_that_a_transform_left_behind_is_taken(device):
+def test_a_tensor_left_by_a_transform_is_unwrapped(device):
     """Function.apply unwraps the tensor. The transform's wrapper has no data."""
     schedule = causal_schedule(None, 20, device)
     q, k = torch.randn(20, 2, 16, device=device), torch.randn(20, 2, 16, device=device, requires_grad=True)
@@ -85,14 +85,14 @@ def test_a_tensor_that_a_transform_left_behind_is_taken(device):
     assert torch.equal(got, expected)
 
 
-def test_a_transform_is_told_that_it_cannot_be(device):
+def test_functorch_transforms_are_refused(device):
     q, k, v = torch.randn(3, 20, 2, 16, device=device)
     schedule = causal_schedule(None, 20, device)
     with pytest.raises(RuntimeError, match="functorch"):
         torch.func.grad(lambda x: flash_attn_packed(x, k, v, schedule).sum())(q)
 
 
-def test_a_tangent_is_refused(device):
+def test_forward_mode_gradients_are_refused(device):
     """Otherwise both the operator and the direct call would silently drop the tangent."""
     q, k, v = torch.randn(3, 20, 2, 16, device=device)
     schedule = causal_schedule(None, 20, device)
@@ -109,7 +109,7 @@ def test_tensors_without_data_have_shapes(monkeypatch):
 
 
 @pytest.mark.parametrize("device_type", ["meta", "cpu"])
-def test_what_is_not_consistent_is_named_with_and_without_data(device_type, monkeypatch):
+def test_inconsistent_inputs_are_named_with_and_without_data(device_type, monkeypatch):
     monkeypatch.setattr(checks, "require_backend", lambda _: None)
     q, k = torch.zeros(20, 4, 16, device=device_type), torch.zeros(20, 3, 16, device=device_type)
     with pytest.raises(ValueError, match="n_heads must be a multiple of n_kv_heads; got 4 and 3"):
@@ -325,7 +325,7 @@ def test_the_inputs_are_all_tensors_of_a_call():
         pytest.param({"sinks": torch.zeros(2, device="meta")}, id="device-of-sinks"),
     ],
 )
-def test_what_is_not_consistent_is_another_key(wrong, on_gpu_0, monkeypatch):
+def test_inconsistent_inputs_have_another_key(wrong, on_gpu_0, monkeypatch):
     """A replayed call is not checked again, so inconsistent inputs must have another key."""
     monkeypatch.setattr(checks, "require_backend", lambda _: None)
     one = torch.zeros(20, 1, 16)
@@ -353,7 +353,7 @@ def test_an_address_of_two_tensors_is_not_guessed():
         recorder._place(torch.zeros(3).data_ptr())
 
 
-def test_what_a_call_allocates_is_allocated_again():
+def test_allocations_of_a_call_are_repeated():
     recorder = record._Recorder([])
     outputs = recorder.watch(lambda: (torch.empty(2, 3, dtype=torch.float16), torch.empty(4, dtype=torch.int32)), ())
     recording = recorder.recording(outputs, 0)
@@ -363,7 +363,7 @@ def test_what_a_call_allocates_is_allocated_again():
         assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride()) and x.data_ptr() != y.data_ptr()
 
 
-def test_a_view_that_a_call_returns_is_allocated_as_it_is():
+def test_a_returned_view_keeps_its_shape():
     recorder = record._Recorder([])
     outputs = recorder.watch(lambda: (torch.empty(6, 4).view(2, 3, 4), torch.empty(4)), ())
     recording = recorder.recording(outputs, 0)
@@ -402,7 +402,7 @@ def addresses_of(made):
     return found, len(recording.allocations)
 
 
-def test_what_a_call_drops_shares_an_allocation():
+def test_temporaries_share_an_allocation():
     """Temporaries share one allocation and do not overlap."""
     sizes = 100, 4096, 1, 513
     found, n_allocations = addresses_of(sizes)
@@ -413,13 +413,13 @@ def test_what_a_call_drops_shares_an_allocation():
     assert all(after - start >= size for start, after, size in zip(starts, [*starts[1:], end], sizes, strict=True))
 
 
-def test_what_is_large_is_allocated_by_itself(monkeypatch):
+def test_a_large_tensor_has_a_separate_allocation(monkeypatch):
     monkeypatch.setattr(record, "SHARED_BYTES", 1000)
     assert addresses_of([100, 1001, 1000])[1] == 4
     assert addresses_of([1001])[1] == 3
 
 
-def test_inputs_that_no_launch_reads_are_not_asked():
+def test_addresses_of_unused_inputs_are_not_read():
     tensors = [torch.zeros(4) for _ in range(3)]
     recorder = record._Recorder([tensors[0], None, *tensors[1:]])
     recorder.add(torch.zeros(4), lambda: torch.zeros(4))
@@ -470,7 +470,7 @@ def test_the_launcher_is_left_out_unless_it_allocates(version, scratch, wanted, 
     assert found == [wanted]
 
 
-def test_inputs_that_were_one_must_be_one_again():
+def test_inputs_that_were_the_same_tensor_must_be_again():
     one, other = torch.zeros(4), torch.zeros(4)
     recorder = record._Recorder([one, one.view(2, 2), other])
     assert recorder._place(one.data_ptr()) == (0, 0)

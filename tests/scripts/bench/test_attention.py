@@ -99,7 +99,7 @@ def test_a_failure_is_a_row_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> 
     assert [r.outcome for r in rows] == ["RuntimeError: no kernel"] * 2
 
 
-def test_all_take_turns_but_those_that_fill_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends_alternate_unless_they_need_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[list[str]] = []
 
     def prepare(backend: Backend, *_: object) -> tuple[str, float]:

@@ -85,7 +85,7 @@ def test_passes_run_and_give_gradients_of_q_k_and_v(device):
             assert all(torch.equal(a, b) for a, b in zip(of_node[:3], gradients, strict=True)), name
 
 
-def test_what_is_waited_for_is_not_in_the_time(monkeypatch):
+def test_waiting_is_not_in_the_time(monkeypatch):
     now = [0.0]
 
     def passes(seconds):

@@ -63,7 +63,7 @@ def test_candidates_fit_and_hold_the_entry_of_the_table(head_dim, direction):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_what_is_measured_is_what_a_launch_runs(dtype):
+def test_measured_precisions_are_those_of_launches(dtype):
     name = str(dtype).removeprefix("torch.")
     assert PRECISION[name] == precision_of(torch.empty(0, dtype=dtype))
     assert ITEMSIZE[name] == dtype.itemsize
@@ -125,7 +125,7 @@ def test_one_step(sizes, near_it):
     assert one_step(TileConfig(*sizes), TileConfig(128, 64, 8, 3)) is near_it
 
 
-def test_what_would_spill_is_no_candidate():
+def test_tiles_that_spill_are_no_candidates():
     # This tile spills and was slow on an H200. Four warps on half the keys were almost five times faster.
     assert TileConfig(64, 128, 4, 2) not in candidates("sm90", 64, "dkdv", SHARED_LIMIT["sm90"])
 
