@@ -3,8 +3,8 @@
     python -m scripts.export_hf runs/nano/2026-11-21_07-32-06/checkpoints/step_0000300.ckpt exported
 
 A run with export=true does this at its end. A run with adapter=lora or adapter=qlora is exported with the adapter
-merged into the weights. --adapter exports the adapter alone, for peft. A checkpoint is a file, or the folder that a
-sharded run writes. It is read into host memory, without a GPU.
+merged into the weights. The option --adapter exports the adapter alone, for peft. A checkpoint is a file, or the folder
+that a sharded run writes. It is read into host memory, without a GPU.
 """
 
 import argparse

@@ -28,7 +28,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_finish() -> None:
-    """Excludes the many objects that imports created from later garbage collections."""
+    """Keeps the garbage collector from scanning the many objects that imports have created."""
     gc.collect()
     gc.freeze()
 

@@ -29,7 +29,7 @@ from fa_train.models.gpt import GPT
 from scripts.composed import CONF
 
 GIB = 2**30
-WARMUP = 2  # untimed runs, if a case has more runs
+WARMUP = 2  # untimed runs at the start of a case, unless it has fewer runs
 SHORT = 256  # tokens of the first step, which compiles kernels and allocates the optimizer's state
 VOCABULARIES = {"nano": 259}  # models that leave the size to the tokenizer: 256 bytes and three special tokens
 GPT2_VOCABULARY = 50257

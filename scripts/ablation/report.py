@@ -314,7 +314,7 @@ def chart(names: list[str], rows: list[Row[AnyCase]], quantity: str, device_byte
 
 
 class Records:
-    """Weights & Biases runs in one group: one for each case, and a summary. With mode None, no runs are created."""
+    """Writes a Weights & Biases run for each case and a summary, all in one group. With mode None, it writes none."""
 
     def __init__(self, mode: str | None, project: str, group: str, folder: Path) -> None:
         self.mode, self.project, self.group, self.folder = mode, project, group, folder

@@ -320,7 +320,7 @@ def run_under_ncu(cases: list[Case]) -> None:
 
 
 def measure(ncu: str, cases: list[Case], arguments: list[str]) -> list[Measured]:
-    """Runs this script again under ncu. Raises: RuntimeError if there is no result; it gives the reason."""
+    """Runs this script again under ncu. Raises: RuntimeError with the reason if there is no result."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "ncu.csv")
         command = [

@@ -15,8 +15,8 @@ conf/optimizer, or bf16-true (default bf16-mixed; fp32 on a CPU). Other optimize
 only, because the time of an optimizer does not depend on the tokens. Combinations that are compared run one after the
 other. Every second round runs in reverse order, so that a GPU that becomes slower affects both alike.
 
---profile profiles one step with and without offload at the first length. The profile shows how much of the copies
-overlaps with kernels, and how long the compute stream is idle.
+The option --profile profiles one step with and without offload at the first length. The profile shows how much of the
+copies overlaps with kernels, and how long the compute stream is idle.
 Writes memory.md and memory.json to the folder OUT after every measurement, and traces for https://ui.perfetto.dev.
 """
 

@@ -4,8 +4,8 @@
     python -m scripts.bench.profile_step model=gpt2 memory=offload hydra.run.dir=runs/profile_offload
 
 The script takes train.py's overrides and runs its model, optimizer and loop. The script sets data=synthetic, logger=csv
-and batch_size=1 (one micro-batch per step) unless the command sets them, and writes no checkpoint. +commit=HASH is
-printed in the head of the table, for files that are not a git checkout.
+and batch_size=1 (one micro-batch per step) unless the command sets them, and writes no checkpoint. The value of
++commit=HASH is printed in the head of the table, for files that are not a git checkout.
 Writes to the run's folder:
 
 - profile.md and profile.csv: exclusive times of the parts. With idle time, they sum to the step's time. Copies and

@@ -7,13 +7,13 @@
     python -m scripts.bench.tune_tiles --dtype float32 --head-dims 64 128       # fp32; or tf32
 
 Candidates combine powers of two for block_m and block_n, warps and stages. They must fit in shared memory
-(tiles.shared_bytes), and their fp32 tiles must leave registers for other values. --near tries only the table's entry
-and the candidates one step from it. --tiles names the candidates. --jobs processes compile them first; then they are
-timed one by one on a causal document of --seqlen tokens, with n_heads * head_dim = 2048 or slightly less. TFLOP/s
-counts the matmuls of a kernel (forward 2, dkdv 4, dk 3, dv 2, dq 3), halved for causality. The table should have dk and
-dv if they take less time together than dkdv. --dtype float32 is for the table of 4-byte dtypes, where each product is
-three TF32 matmuls. tf32 uses one TF32 matmul, as torch.backends.cuda.matmul allows, with the same entries and
-candidates.
+(tiles.shared_bytes), and their fp32 tiles must leave registers for other values. The option --near tries only the
+table's entry and the candidates one step from it. The option --tiles names the candidates. Several processes (--jobs)
+compile them first. Then they are timed one by one on a causal document of --seqlen tokens, with n_heads * head_dim =
+2048 or slightly less. TFLOP/s counts the matmuls of a kernel (forward 2, dkdv 4, dk 3, dv 2, dq 3), halved for
+causality. The table should have dk and dv if they take less time together than dkdv. The option --dtype float32 is for
+the table of 4-byte dtypes, where each product is three TF32 matmuls. tf32 uses one TF32 matmul, as
+torch.backends.cuda.matmul allows, with the same entries and candidates.
 Writes OUT.md: the head, a table for each head_dim and pass, and the entries.
 """
 

@@ -157,7 +157,7 @@ def compile_to_ptx(source, capability, options):
 
 
 def ptxas(ptx, capability):
-    """Returns registers, spills, C75xx warnings, tensor-core instruction and misplaced descriptors before Blackwell."""
+    """Returns registers, spills, C75xx warnings, tensor-core instruction and misplaced descriptors. Not for sm100."""
     suffix = "a" if capability == 90 else ""
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
