@@ -67,8 +67,8 @@ def generate(
 class CachedAttention:
     """The attention of one layer with a key-value cache. The first call gets the prompt, later calls one token each.
 
-    attention: the layer's attention, used for the prompt. Later tokens use flash_attn_with_kvcache if it is
-    `flash_attention`, otherwise plain torch.
+    attention: the layer's attention, used for the prompt. If it is `flash_attention`, later tokens use
+    flash_attn_with_kvcache. Otherwise they use plain torch.
     window: in tokens, including the query; None means all. capacity: the maximum number of cached tokens.
     """
 
@@ -93,7 +93,7 @@ class CachedAttention:
         if self.length == 0:
             self.k, self.v = (x.new_zeros(self.capacity, *x.shape[1:]) for x in (k, v))
             self._append(k, v)
-            known = {name: value for name, value in scores.items() if value}  # an attention may lack unused options
+            known = {name: value for name, value in scores.items() if value}  # a custom attention may lack options
             return self.attention(q, k, v, schedule, **known)
         assert q.shape[0] == 1
         if self.is_flash:

@@ -178,7 +178,7 @@ class _Underway:
         self.blocks: deque[list[tuple[Tensor, torch.cuda.Event | None]]] = deque()
 
     def next_block(self) -> None:
-        """Starts a new block, and releases the blocks that are older than the limit."""
+        """Starts a new block. Releases the oldest blocks if more than the limit are held."""
         self.let_go(self.keep)
         self.blocks.append([])
 

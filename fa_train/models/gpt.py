@@ -248,7 +248,7 @@ class SelfAttention(nn.Module):
         self.attention = attention
         self.split_heads = _head_splitter(config.qk_norm, rotates, checkpointed)
         scores = {"softmax_scale": config.extras.softmax_scale, "softcap": config.extras.softcap}
-        self.scores = {name: value for name, value in scores.items() if value}  # an attention may lack unused options
+        self.scores = {name: value for name, value in scores.items() if value}  # a custom attention may lack options
 
     def forward(self, x: Tensor, schedule: Schedule, rotary: RotaryTable | None) -> Tensor:
         """Shapes: x (total, dim) -> (total, dim)."""

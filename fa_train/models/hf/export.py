@@ -87,7 +87,7 @@ def write(
     metrics: the run's latest metrics, by name.
     dtype: the dtype of the weights; None means the base model's stored dtype, or the trained dtype without a base.
     adapter: True writes only the adapter, in fp32, without merging it.
-    Raises: ValueError if adapter is True and the model has no adapter or dtype is set.
+    Raises: ValueError if adapter is True, but dtype is set or the model has no adapter.
     """
     if adapter and dtype is not None:
         raise ValueError(f"an adapter is written in float32, without --dtype; got {dtype}")
