@@ -43,7 +43,7 @@ from fa_kernels.device import Arch, arch_of, interpreted
 from fa_kernels.flash_attention import backend
 from fa_kernels.flash_attention.hopper.backward import choose as hopper_bwd
 from fa_kernels.flash_attention.hopper.backward import items, wide
-from fa_kernels.flash_attention.hopper.forward import kernel as hopper_fwd
+from fa_kernels.flash_attention.hopper.forward.config import FORWARD_CONFIGS, ROWS, forward_config
 from fa_kernels.flash_attention.schedule import WORK_TILE, length_class_of
 from fa_kernels.flash_attention.tiles import SHARED_LIMIT, Pass, key_passes, tile_config
 from scripts.bench.attention import MODEL_DIM
@@ -221,8 +221,8 @@ def _hopper_backward(case: Case) -> dict[str, int]:
 def _blocks(case: Case, arch: Arch, direction: Pass) -> tuple[int, int]:
     """Returns the queries and keys per block."""
     if case.method == "hopper":
-        tiles = hopper_fwd.forward_tiles(case.head_dim, length_class_of(case.seqlen))
-        return tiles.consumers * hopper_fwd.ROWS, tiles.block_n
+        of_hopper = forward_config(case.head_dim, length_class_of(case.seqlen))
+        return of_hopper.consumers * ROWS, of_hopper.block_n
     config = tile_config(arch, case.head_dim, direction, ITEM)
     return config.block_m, config.block_n
 
@@ -262,7 +262,7 @@ def roofline(flops: float, moved: float, peak_tflops: float, bandwidth_tbs: floa
 
 
 def cases_of(args: argparse.Namespace, arch: Arch) -> list[Case]:
-    on_hopper: dict[str, set[int]] = {"forward": set(hopper_fwd.FORWARD_TILES), "backward": set(hopper_bwd.HEAD_DIMS)}
+    on_hopper: dict[str, set[int]] = {"forward": set(FORWARD_CONFIGS), "backward": set(hopper_bwd.HEAD_DIMS)}
     return [
         Case(method, direction, seqlen, head_dim, args.causal)
         for head_dim, seqlen in product(args.head_dims, args.seqlens)

@@ -11,7 +11,7 @@ import torch
 from fa_kernels.device import is_hopper
 from fa_kernels.flash_attention.checks import FP8
 from fa_kernels.flash_attention.hopper.backward.choose import HEAD_DIMS as HOPPER_HEAD_DIMS
-from fa_kernels.flash_attention.hopper.forward.kernel import forward_tiles
+from fa_kernels.flash_attention.hopper.forward.config import forward_config
 from fa_kernels.flash_attention.schedule import LengthClass
 from tests.gpu_check.attention import HEADS, check_hopper, check_portable
 from tests.gpu_check.decode import check_decode
@@ -71,7 +71,7 @@ def hopper_cases() -> Iterator[Case]:
     for dtype, head_dim in product(HALF, HOPPER_HEAD_DIMS):
         seen = set()
         for length_class, wide_o in product(get_args(LengthClass), (False, True)):
-            tiles = forward_tiles(head_dim, length_class, wide_o)
+            tiles = forward_config(head_dim, length_class, wide_o)
             if tiles in seen or (wide_o and tiles.o_in_q):
                 continue
             seen.add(tiles)

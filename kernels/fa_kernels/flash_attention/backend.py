@@ -17,6 +17,7 @@ from fa_kernels.flash_attention.delta import attention_delta
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.hopper.backward import choose as hopper_bwd
 from fa_kernels.flash_attention.hopper.forward import kernel as hopper_fwd
+from fa_kernels.flash_attention.hopper.forward.config import FORWARD_CONFIGS
 from fa_kernels.flash_attention.portable import backward as portable_bwd
 from fa_kernels.flash_attention.portable import forward as portable_fwd
 from fa_kernels.flash_attention.schedule import Schedule
@@ -51,7 +52,7 @@ def forward(
     tokens = q.shape[:-2]
     q, k, v = packed(q), packed(k), packed(v)
     supported = hopper_fwd.supports(q, k, v, features, out_dtype)
-    on_hopper = _takes_hopper(supported, "forward", hopper_fwd.FORWARD_TILES, q, v)
+    on_hopper = _takes_hopper(supported, "forward", FORWARD_CONFIGS, q, v)
     attention_forward = hopper_fwd.attention_forward if on_hopper else portable_fwd.attention_forward
     o, lse = attention_forward(q, k, v, schedule, features, out_dtype)
     return o.view(*tokens, *o.shape[1:]), lse

@@ -15,6 +15,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from fa_kernels.columns_of_head import split_columns
 from fa_kernels.flash_attention.hopper.backward import fused, keys, queries, wide
 from fa_kernels.flash_attention.hopper.backward.dq_sum import ROW_ALIGNMENT
+from fa_kernels.flash_attention.hopper.backward.fused_config import config_of
+from fa_kernels.flash_attention.hopper.backward.items import BLOCK_N, SUM_BLOCK
 from tests.kernels.aot.portable import compile_to_ptx, idle_barriers, ptxas
 
 DTYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
@@ -31,7 +33,7 @@ def compile_keys(dtype, group, softcap, marks):
     """Compiles the kernel that computes only dK and dV at head_dim 128. Calls with a soft cap use it."""
     assert softcap == "1"
     signature = {"rows_desc": descriptor("fp32", [keys.BLOCK_M])} | dict.fromkeys(("softmax_scale", "softcap"), "fp32")
-    signature |= dict.fromkeys(("tiles_ptr", "query_start_ptr", "query_end_ptr", "spoiled_ptr"), "*i32")
+    signature |= dict.fromkeys(("tiles_ptr", "query_start_ptr", "query_end_ptr", "marks_ptr"), "*i32")
     for name in ("q", "do", "k", "v", "dk", "dv"):
         rows = keys.BLOCK_M if name in ("q", "do") else keys.BLOCK_N
         signature[f"{name}_desc"] = descriptor(dtype, [rows, 128])
@@ -45,26 +47,25 @@ def compile_keys(dtype, group, softcap, marks):
 def compile_three_groups(dtype, head_dim, group, softcap, marks, ordered=False):
     """Compiles the kernel that computes all three gradients."""
     head_dim = int(head_dim)
-    tiles = fused.tiles_of(head_dim, TORCH_DTYPES[dtype], float(softcap), ordered)
+    config = config_of(head_dim, TORCH_DTYPES[dtype], float(softcap), ordered, int(group))
     kernel = fused._bwd_kernel
     d_1, d_2 = split_columns(head_dim)
-    signature = dict(rows_desc=descriptor("fp32", [tiles.block_m]), softmax_scale="fp32", softcap="fp32")
+    signature = dict(rows_desc=descriptor("fp32", [config.block_m]), softmax_scale="fp32", softcap="fp32")
     signature |= dict.fromkeys(("counter_ptr", "tiles_ptr", "query_start_ptr", "query_end_ptr"), "*i32")
-    signature["spoiled_ptr"] = "*i32"
+    signature["marks_ptr"] = "*i32"
     rest = {}
     for part, width in (("", d_1), ("_2", d_2)):
         for name in ("q", "do", "k", "v", "dk", "dv", "sum"):
-            rows = tiles.block_m if name in ("q", "do") else fused.BLOCK_N
+            rows = config.block_m if name in ("q", "do") else BLOCK_N
             block, kind = [rows, width], dtype
             if name == "sum":
-                block, kind = [2 * min(width, fused.SUM_BLOCK), 32], "fp32"
+                block, kind = [2 * min(width, SUM_BLOCK), 32], "fp32"
             (signature if width else rest)[f"{name}{part}_desc"] = descriptor(kind, block) if width else None
     constants = dict(
-        HAS_SOFTCAP=softcap == "1", GROUP=int(group), D_2=d_2, ALIGNMENT=fused.SUM_BLOCK,
-        STAGES=tiles.stages, DS_STAGES=tiles.ds_stages, HALVES=tiles.halves, AHEAD=tiles.ahead,
+        CONFIG=config, HAS_SOFTCAP=softcap == "1", GROUP=int(group), ALIGNMENT=SUM_BLOCK,
         REGISTERS=fused.GROUP_REGISTERS, **rest,
     )  # fmt: skip
-    constants |= without(marks, tiles.dynamic)
+    constants |= without(marks, config.dynamic)
     if ordered:
         constants |= {"tiles_ptr": None, "REGISTERS": fused.ORDERED_REGISTERS}
         signature["semaphore_ptr"] = "*i32"
@@ -78,14 +79,14 @@ def compile_wide(dtype, group, softcap, marks):
     blocks = [wide.BLOCK, wide.HEAD_DIM]
     kernel = wide._dkdv_kernel
     constants = dict(
-        HAS_SOFTCAP=softcap == "1", GROUP=int(group), STAGES=wide.STAGES, PARTS=wide.PARTS,
+        HAS_SOFTCAP=softcap == "1", GROUP=int(group), STAGES=wide.STAGES, TILES_PER_WORK_TILE=wide.TILES_PER_WORK_TILE,
         REGISTERS=wide.REGISTERS,
     )  # fmt: skip
     if marks == "0":
-        constants["spoiled_ptr"] = None
+        constants["marks_ptr"] = None
     signature = dict(softmax_scale="fp32", softcap="fp32")
     signature |= {name: descriptor(dtype, blocks) for name in kernel.arg_names if name.endswith("_desc")}
-    pointers = ("tiles_ptr", "query_start_ptr", "query_end_ptr", "spoiled_ptr")
+    pointers = ("tiles_ptr", "query_start_ptr", "query_end_ptr", "marks_ptr")
     signature |= dict.fromkeys(pointers, "*i32") | dict(rows_desc=descriptor("fp32", blocks[:1]))
     return compile_source(kernel, signature, constants, wide.THREAD_REGISTERS)
 
@@ -98,7 +99,7 @@ def compile_queries(dtype, head_dim, group, softcap, marks):
         ARRIVALS=tiles.arrivals, REGISTERS=queries.REGISTERS,
     )  # fmt: skip
     signature = dict(softmax_scale="fp32", softcap="fp32", lse_ptr="*fp32", delta_ptr="*fp32")
-    signature |= dict.fromkeys(("tiles_ptr", "key_start_ptr", "key_end_ptr", "spoiled_ptr"), "*i32")
+    signature |= dict.fromkeys(("tiles_ptr", "key_start_ptr", "key_end_ptr", "marks_ptr"), "*i32")
     for name in ("q", "k", "v", "do", "dq"):
         rows = tiles.block_n if name in "kv" else queries.BLOCK_M
         signature[f"{name}_desc"] = descriptor(dtype, [rows, int(head_dim)])
@@ -107,7 +108,7 @@ def compile_queries(dtype, head_dim, group, softcap, marks):
 
 def without(marks, dynamic=True):
     """Returns the pointers that are None at a launch."""
-    return ({} if marks == "1" else {"spoiled_ptr": None}) | ({} if dynamic else {"counter_ptr": None})
+    return ({} if marks == "1" else {"marks_ptr": None}) | ({} if dynamic else {"counter_ptr": None})
 
 
 def compile_source(kernel, signature, constants, registers):

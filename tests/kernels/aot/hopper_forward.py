@@ -11,7 +11,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from fa_kernels.columns_of_head import split_columns
-from fa_kernels.flash_attention.hopper.forward.kernel import ROWS, _fwd_kernel, forward_tiles
+from fa_kernels.flash_attention.hopper.forward.config import ROWS, forward_config
+from fa_kernels.flash_attention.hopper.forward.kernel import _fwd_kernel
 from tests.kernels.aot.portable import compile_to_ptx, idle_barriers, ptxas
 
 ELEMENT = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
@@ -24,17 +25,17 @@ def descriptor(dtype, rows, columns):
     return f"tensordesc<{dtype}{block},{layout!r}>"
 
 
-def compile_forward(tiles, head_dim, dtype, out_dtype, features):
+def compile_forward(config, head_dim, dtype, out_dtype, features):
     """Compiles the forward kernel for these tiles."""
     constants = {"HAS_SINKS": "sinks" in features, "HAS_SOFTCAP": "softcap" in features}
-    constants |= tiles.constants()
+    constants |= {"CONFIG": config}
     if "marks" not in features:
-        constants["spoiled_ptr"] = None
-    if not tiles.dynamic:
+        constants["marks_ptr"] = None
+    if not config.dynamic:
         constants["counter_ptr"] = None
     names, descriptors = _fwd_kernel.arg_names, {}
     for part, columns in zip(("", "_2"), split_columns(head_dim), strict=True):
-        for operand, rows in (("q", ROWS), ("k", tiles.block_n), ("v", tiles.block_n), ("o", ROWS)):
+        for operand, rows in (("q", ROWS), ("k", config.block_n), ("v", config.block_n), ("o", ROWS)):
             kind = descriptor(out_dtype if operand == "o" else dtype, rows, columns) if columns else None
             (descriptors if columns else constants)[f"{operand}{part}_desc"] = kind
     signature = (
@@ -49,21 +50,21 @@ def compile_forward(tiles, head_dim, dtype, out_dtype, features):
             "tiles_ptr": "*i32",
             "key_start_ptr": "*i32",
             "key_end_ptr": "*i32",
-            "spoiled_ptr": "*i32",
+            "marks_ptr": "*i32",
         }
     )
     signature |= dict.fromkeys(constants, "constexpr")
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n].startswith("*")}
     places = {(names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(_fwd_kernel, signature, constexprs=places, attrs=attributes)
-    options = {"num_warps": 4, "maxnreg": tiles.registers()[2]}
+    options = {"num_warps": 4, "maxnreg": config.registers[2]}
     return compile_to_ptx(source, 90, options)
 
 
 def compile_case(head_dim, documents, dtype, out_dtype, features):
     """Compiles the kernel of one case."""
-    tiles = forward_tiles(int(head_dim), documents, out_dtype == "fp32")
-    return compile_forward(tiles, int(head_dim), dtype, out_dtype, features)
+    config = forward_config(int(head_dim), documents, out_dtype == "fp32")
+    return compile_forward(config, int(head_dim), dtype, out_dtype, features)
 
 
 def report(case):

@@ -10,6 +10,7 @@ from fa_kernels.flash_attention import backend
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.hopper.backward import choose as bwd
 from fa_kernels.flash_attention.hopper.backward import dq_sum, fused, items, keys, order, wide
+from fa_kernels.flash_attention.hopper.backward.fused_config import CAPPED_CONFIGS, CONFIGS, config_of
 from fa_kernels.flash_attention.portable import backward as portable_bwd
 from fa_kernels.flash_attention.schedule import causal_schedule
 from tests.kernels.aot.hopper_backward import TORCH_DTYPES
@@ -53,20 +54,20 @@ def stores_of_sums(dtype, kernel, group, softcap, marks):
     if not head_dim.isdigit():
         return 0
     ordered = kernel != head_dim
-    tiles = fused.tiles_of(int(head_dim), TORCH_DTYPES[dtype], float(softcap), ordered)
-    return tiles.block_m * int(head_dim) // (4 * 128)
+    config = config_of(int(head_dim), TORCH_DTYPES[dtype], float(softcap), ordered)
+    return config.block_m * int(head_dim) // (4 * 128)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_ordered_tiles_have_one_semaphore_per_step(head_dim, dtype, softcap):
+def test_ordered_configs_have_one_semaphore_per_step(head_dim, dtype, softcap):
     """Each step has one semaphore, and no program waits for an item that has not started."""
-    tiles = fused.tiles_of(head_dim, dtype, softcap, ordered=True)
-    if tiles is None:
-        assert fused.tiles_of(head_dim, dtype, softcap) is None
+    config = config_of(head_dim, dtype, softcap, ordered=True)
+    if config is None:
+        assert config_of(head_dim, dtype, softcap) is None
     else:
-        assert tiles.block_m == items.SUM_BLOCK and not tiles.dynamic
+        assert config.block_m == items.SUM_BLOCK and not config.dynamic
 
 
 def test_registers_of_three_groups():
@@ -90,8 +91,8 @@ def test_prepared_rows_delta_and_sums(device, total, head_dim, with_dlse, dtype)
     expected = (o.double() * do.double()).sum(-1).T - (dlse if with_dlse else 0)
     got = dq_sum.prepare(o, do, dlse if with_dlse else None, lse, sums=True, ordered=True, keeps_delta=True)
     rows, delta, sums_of_dq, semaphores = got
-    tables = fused.TILES, fused.CAPPED_TILES
-    of_one = [tiles.block_m for table in tables for tiles in table.values()]
+    tables = CONFIGS, CAPPED_CONFIGS
+    of_one = [config.block_m for table in tables for config in table.values()]
     longest = max(wide.BLOCK, keys.BLOCK_M, *of_one)
     assert rows.shape[:2] == (2, 3) and rows.shape[2] % 4 == 0  # a multiple of four, which TMA requires
     assert rows.shape[2] >= total - 1 + longest, "the last block of queries reads the next head's lse and delta"

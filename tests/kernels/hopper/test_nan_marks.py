@@ -6,6 +6,7 @@ import torch
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.hopper.backward import choose as bwd
 from fa_kernels.flash_attention.hopper.forward import kernel as fwd
+from fa_kernels.flash_attention.hopper.forward.config import WIDE_O_STAGES
 from fa_kernels.flash_attention.nan_isolation import new_marks
 from fa_kernels.flash_attention.schedule import build_schedule
 from tests.kernels.support.hopper import NEEDS_SM_90, tiles_of
@@ -61,7 +62,7 @@ def not_finite(*of_rows):
 def test_forward(head_dim, out_dtype, spoiled, marks):
     (q, k, v, _), schedule = problem(head_dim, spoiled)
     for tiles in tiles_of(head_dim):
-        if out_dtype == torch.float32 and tiles.stages > fwd.WIDE_O_STAGES:
+        if out_dtype == torch.float32 and tiles.stages > WIDE_O_STAGES:
             continue  # an fp32 output does not fit in shared memory
         o, _ = fwd.run_forward(q, k, v, schedule, Features(head_dim**-0.5, 0.0, None, ()), out_dtype, tiles)
         assert torch.equal(marks.pop(), not_finite(o))

@@ -5,17 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fa_kernels.flash_attention.hopper.backward import fused
+from fa_kernels.flash_attention.hopper.backward.fused_config import CAPPED_CONFIGS, CONFIGS, config_of
 from fa_kernels.flash_attention.hopper.forward import kernel as fwd
+from fa_kernels.flash_attention.hopper.forward.config import FORWARD_CONFIGS
 from tests.kernels.support.hopper import NEEDS_SM_90, backward_problem, gradients, problem, tiles_of
 
 pytestmark = NEEDS_SM_90
 
 DYNAMIC = [
     pytest.param(table, key, id=f"{key[1]}-{key[0]}-{name}".removeprefix("torch."))
-    for name, table in (("plain", fused.TILES), ("capped", fused.CAPPED_TILES))
-    for key, tiles in table.items()
-    if tiles.dynamic
+    for name, table in (("plain", CONFIGS), ("capped", CAPPED_CONFIGS))
+    for key, config in table.items()
+    if config.dynamic
 ]
 
 
@@ -31,7 +32,7 @@ def problems(head_dim):
     """Yields pairs of calls: of the forward pass and, if the backward pass sums dQ, of the backward pass."""
     lengths = [2048, 2048], [700, 300, 3000]
     yield [problem(x, head_dim) for x in lengths]
-    if fused.tiles_of(head_dim, torch.bfloat16, softcap=0.0) is not None:
+    if config_of(head_dim, torch.bfloat16, softcap=0.0) is not None:
         for deterministic in (False, True):
             yield [backward_problem(x, x, head_dim, deterministic=deterministic) for x in lengths]
 
@@ -41,7 +42,7 @@ def assert_same(results, expected):
         assert all(torch.equal(x, y) for x, y in zip(result, expected, strict=True))
 
 
-@pytest.mark.parametrize("head_dim", fwd.FORWARD_TILES)
+@pytest.mark.parametrize("head_dim", FORWARD_CONFIGS)
 def test_two_streams_at_the_same_time(head_dim):
     for pair in problems(head_dim):
         expected = [run(one) for one in pair]
@@ -82,7 +83,7 @@ def test_a_graph_replayed_alongside_launches_on_its_capture_stream(pass_):
 
 
 @pytest.mark.parametrize("lengths", [[2048, 2048], [700, 0, 300, 3000, 1], [9000]], ids=["equal", "ragged", "long"])
-@pytest.mark.parametrize("head_dim", fwd.FORWARD_TILES)
+@pytest.mark.parametrize("head_dim", FORWARD_CONFIGS)
 def test_plain_and_persistent_grids_give_the_same_bits(head_dim, lengths):
     one = problem(lengths, head_dim)
     for tiles in tiles_of(head_dim):
@@ -98,7 +99,7 @@ def test_plain_and_persistent_grids_give_the_same_bits(head_dim, lengths):
 @pytest.mark.parametrize(("table", "key"), DYNAMIC)
 def test_plain_and_persistent_grids_of_the_backward_give_the_same(monkeypatch, table, key, lengths_q, lengths_k):
     """dK and dV are bitwise equal. dQ differs by the order of its fp32 sum only."""
-    softcap = 30.0 if table is fused.CAPPED_TILES else 0.0
+    softcap = 30.0 if table is CAPPED_CONFIGS else 0.0
     one = backward_problem(lengths_q, lengths_k, *key, softcap)
     persistent = [gradients(*one) for _ in range(3)]
     monkeypatch.setitem(table, key, replace(table[key], dynamic=False))

@@ -7,6 +7,7 @@ import torch
 
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.hopper.forward import kernel as fwd
+from fa_kernels.flash_attention.hopper.forward.config import FORWARD_CONFIGS, WIDE_O_STAGES
 from fa_kernels.flash_attention.reference import attention_reference
 from fa_kernels.flash_attention.schedule import build_schedule
 from tests.kernels.support.hopper import NEEDS_SM_90, tiles_of
@@ -29,7 +30,7 @@ def draw(total, head_dim, dtype=torch.float32):
 @pytest.mark.parametrize("mask", LENGTHS)
 @pytest.mark.parametrize("rise", RISES)
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-@pytest.mark.parametrize("head_dim", fwd.FORWARD_TILES)
+@pytest.mark.parametrize("head_dim", FORWARD_CONFIGS)
 def test_a_maximum_that_rises_late(head_dim, dtype, rise, mask, sink):
     """Every seventh row rises, so each warp has both kinds of rows. o is fp32 if it fits in shared memory."""
     lengths, causal = LENGTHS[mask], mask == "causal"
@@ -51,7 +52,7 @@ def test_a_maximum_that_rises_late(head_dim, dtype, rise, mask, sink):
     magnitude = torch.einsum("ihd,jhd->hij", q.double().abs(), k.double().abs()).amax(2) * features.softmax_scale
     of_score = (head_dim / 16 + 2) * 2.0**-23 * magnitude  # the error of a score, (n_heads, total)
     for tiles in tiles_of(head_dim):
-        has_room = not tiles.o_in_q and tiles.stages <= fwd.WIDE_O_STAGES
+        has_room = not tiles.o_in_q and tiles.stages <= WIDE_O_STAGES
         o, lse = fwd.run_forward(q, k, v, schedule, features, torch.float32 if has_room else dtype, tiles)
         roundings = 1.1 if has_room else 2.1  # of the probabilities, and of o unless it is fp32
         of_row = roundings * ROUNDING[dtype] + 2 * of_score.T.unsqueeze(2)
@@ -61,7 +62,7 @@ def test_a_maximum_that_rises_late(head_dim, dtype, rise, mask, sink):
 
 @pytest.mark.parametrize("filler", [0.0, 30.0])
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-@pytest.mark.parametrize("head_dim", fwd.FORWARD_TILES)
+@pytest.mark.parametrize("head_dim", FORWARD_CONFIGS)
 def test_no_row_depends_on_other_rows_of_its_tile(head_dim, dtype, filler):
     """Changing other documents or later tokens of the same tile changes no bit, although they share warps."""
     lengths = [333, 301, 404]

@@ -10,6 +10,7 @@ import torch
 
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.hopper.forward import kernel as fwd
+from fa_kernels.flash_attention.hopper.forward.config import FORWARD_CONFIGS
 from fa_kernels.flash_attention.reference import attention_reference
 from fa_kernels.flash_attention.schedule import build_schedule
 from tests.kernels.support.hopper import NEEDS_SM_90, tiles_of
@@ -25,7 +26,7 @@ LENGTHS = [([700], [700]), ([500], [900]), ([150, 0, 3, 247, 300], [150, 7, 40, 
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", fwd.FORWARD_TILES)
+@pytest.mark.parametrize("head_dim", FORWARD_CONFIGS)
 def test_as_accurate_as_torch(head_dim, dtype, with_sinks, softcap, device):
     generator = torch.Generator(device).manual_seed(0)
 

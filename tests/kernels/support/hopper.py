@@ -8,6 +8,7 @@ import torch
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.hopper.backward import choose as bwd
 from fa_kernels.flash_attention.hopper.forward import kernel as fwd
+from fa_kernels.flash_attention.hopper.forward.config import ForwardConfig, forward_config
 from fa_kernels.flash_attention.schedule import LengthClass, build_schedule, causal_schedule
 
 NEEDS_SM_90 = [
@@ -18,10 +19,10 @@ NEEDS_SM_90 = [
 ]
 
 
-def tiles_of(head_dim: int) -> set[fwd.ForwardTiles]:
+def tiles_of(head_dim: int) -> set[ForwardConfig]:
     """Returns the forward tiles for documents of any length and any output dtype."""
     return {
-        fwd.forward_tiles(head_dim, length_class, wide_o)
+        forward_config(head_dim, length_class, wide_o)
         for length_class in get_args(LengthClass)
         for wide_o in (False, True)
     }

@@ -14,16 +14,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from fa_kernels.flash_attention.hopper.backward import fused, items, keys, order, queries, wide
+from fa_kernels.flash_attention.hopper.backward import fused_consumer, fused_dq, items, keys, order, queries, wide
 from fa_kernels.flash_attention.hopper.backward.order import _raise, _wait_for, note_added
-from fa_kernels.flash_attention.hopper.forward import columns
+from fa_kernels.flash_attention.hopper.forward import columns, consumer
+from fa_kernels.flash_attention.hopper.forward import items as forward_items
 from fa_kernels.flash_attention.hopper.forward import kernel as fwd
+from fa_kernels.flash_attention.hopper.primitives import ring
 from fa_kernels.flash_attention.hopper.primitives.barriers import hand_back, hand_over, named_barrier
 from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
 from fa_kernels.flash_attention.hopper.primitives.queue import post, read, take
 from tests.kernels.support.hopper import backward_problem, gradients, problem
 
-MODULES = fwd, columns, keys, queries, items, fused, wide, order
+MODULES = forward_items, consumer, columns, keys, queries, items, fused_consumer, fused_dq, wide, order, ring
 RUNS = 3
 DOCUMENTS = {"short": [64] * 150, "ragged": [700, 1, 300, 3000, 2000]}
 
@@ -67,9 +69,9 @@ def _named_barrier(BARRIER: gl.constexpr, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def _mark_rows(x, rest, first, head, total, spoiled_ptr, GROUP: gl.constexpr, THREADS: gl.constexpr = 128):
+def _mark_rows(columns, first, head, total, marks_ptr, WARPGROUP: gl.constexpr, THREADS: gl.constexpr = 128):
     _sleep()
-    mark_rows(x, rest, first, head, total, spoiled_ptr, GROUP, THREADS)
+    mark_rows(columns, first, head, total, marks_ptr, WARPGROUP, THREADS)
     _sleep()
 
 
@@ -80,16 +82,16 @@ def _take(counter_ptr):
 
 
 @gluon.jit
-def _post(queue, turn, fields):
+def _post(queue, item_index, fields):
     _sleep()
-    post(queue, turn, fields)
+    post(queue, item_index, fields)
     _sleep()
 
 
 @gluon.jit
-def _read(queue, turn):
+def _read(queue, item_index):
     _sleep()
-    values = read(queue, turn)
+    values = read(queue, item_index)
     _sleep()
     return values
 
@@ -102,9 +104,9 @@ def _wait_for_semaphore(semaphore, number):
 
 
 @gluon.jit
-def _note_added(turns, step, PENDING: gl.constexpr):
+def _note_added(dq_order, step, PENDING: gl.constexpr):
     _sleep()
-    note_added(turns, step, PENDING)
+    note_added(dq_order, step, PENDING)
     _sleep()
 
 

@@ -1,10 +1,11 @@
-"""The passes before and after the backward kernels: the rows' lse and delta for TMA, and the fp32 accumulator of dQ.
+"""The passes before and after the backward kernels: lse and delta in the form that TMA loads, and the fp32 sum of dQ.
 
-The pass before is one, of a program for 64 rows of a head: it reads o and do for delta, and clears as much of dQ's sum.
+The pass before is one kernel with a program for each 64 rows of a head. It computes delta from o and do, and clears the
+same rows of the sum.
 
-The accumulator is (n, 1, 32): blocks of 64 queries after one another, in each of these all heads, and of a head each 64
-columns, or the 32 after the first 64, in the order of threads (registers.py). Those are 16 KiB in a row, or 8, so one
-TMA operation adds them, and shared memory takes them in half the cycles.
+The sum of dQ is (n, 1, 32): blocks of 64 queries, in each all heads, and for each head its blocks of 64 columns,
+or of the 32 after the first 64, in the order of threads (registers.py). It takes 16 or 8 KiB in a row, so that one TMA
+operation adds it.
 """
 
 from functools import partial
@@ -32,13 +33,15 @@ def _prepare_kernel(
     total, padded, n_heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """One program: lse and delta of BLOCK rows of a head. What else they have, unless it is None: the sum of dQ is set
-    to 0, WORDS at a time, the semaphore to NOBODY, and delta is kept once more, in attention_delta's order.
+    """One program: lse and delta of BLOCK rows of a head.
+
+    Of the other outputs, those that are not None: the sum of dQ is set to 0, WORDS elements at a time, the semaphore to
+    NOBODY, and delta is stored once more in the layout of attention_delta.
     """
     unit, head = tl.program_id(0) // n_heads, (tl.program_id(0) % n_heads).to(tl.int64)
     rows = unit * BLOCK + tl.arange(0, BLOCK)
     inside = rows < total
-    if unit * BLOCK < total:  # past the last row there is nothing but the rows that take no part
+    if unit * BLOCK < total:  # later rows are padding of lse and delta alone
         if dq_ptr is not None:
             dq_ptr += tl.program_id(0).to(tl.int64) * (BLOCK * HEAD_DIM)
             for word in tl.static_range(0, BLOCK * HEAD_DIM, WORDS):
@@ -46,7 +49,7 @@ def _prepare_kernel(
         if semaphore_ptr is not None:
             tl.store(semaphore_ptr + tl.program_id(0), NOBODY)
     lse = tl.load(lse_ptr + head * total + rows, mask=inside, other=float("-inf"))
-    # 2^(score - inf) is 0: a row that sees nothing, or is none, takes no part
+    # 2^(score - inf) is 0: a row that sees no key, or is padding, contributes nothing
     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
     tl.store(rows_ptr + head * padded + rows, lse, mask=rows < padded)
     delta = delta_of_rows(
@@ -58,13 +61,12 @@ def _prepare_kernel(
 
 
 class Prepared(NamedTuple):
-    """What the kernels take beside q, k, v and do; None is what is not asked for.
+    """What the kernels read besides q, k, v and do. A field that `prepare` was not asked for is None.
 
-    Shapes: rows (2, n_heads, padded) fp32: lse in units of log2, +inf where a row sees no key, and delta. A head's
-    total_q are followed by rows that take no part, as many as the longest block of queries of a kernel has, so that its
-    last block reads no other head's: P is 0 there, but times NaN in that head's delta it would be NaN in dS, and so in
-    all of dK. delta (n_heads, total_q) fp32, attention_delta's. dq_sum fp32, zeros for the sum of dQ. semaphores of
-    order.py, int32, of each 64 queries all heads.
+    rows (2, n_heads, padded) fp32: lse in units of log2, +inf where a row sees no key, and delta. Each head's total_q
+    rows are followed by padding, so that its last block of queries reads no other head's rows: NaN in their delta would
+    reach all of dK. delta (n_heads, total_q) fp32: that of attention_delta. dq_sum fp32: zeros. semaphores of order.py,
+    int32: for each 64 queries, all heads.
     """
 
     rows: Tensor
@@ -76,9 +78,10 @@ class Prepared(NamedTuple):
 def prepare(
     o: Tensor, do: Tensor, dlse: Tensor | None, lse: Tensor, *, sums: bool, ordered: bool, keeps_delta: bool
 ) -> Prepared:
-    """One launch: o and do (total_q, n_heads, head_dim), in any dtype, lse and dlse (n_heads, total_q) fp32.
+    """Prepares the backward pass in one launch.
 
-    o is dense, do has a dense last dimension. sums: dq_sum is wanted, and, if they are `ordered`, semaphores.
+    Shapes: o, do (total_q, n_heads, head_dim), in any dtype; lse, dlse (n_heads, total_q) fp32. o is dense, and do has
+    a dense last dimension. sums: dq_sum is wanted, and semaphores too if the sums are `ordered`.
     """
     total, n_heads, head_dim = o.shape
     padded = ceil_div(total + WORK_TILE, ROW_ALIGNMENT) * ROW_ALIGNMENT
@@ -103,9 +106,9 @@ def prepare(
 def _finish_columns(
     sum_ptr, dq_ptr, rows, column, total, row_stride, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Scales and rounds COLUMNS columns of `rows`; NaN where one of them is not finite, else 0."""
+    """Scales and rounds COLUMNS columns of `rows`. Returns NaN if an element is not finite, else 0."""
     sums = tl.load(sum_ptr + tl.arange(0, ROWS * COLUMNS))
-    # back from the order of threads.in_order_of_threads
+    # the inverse of registers.in_order_of_threads
     sums = tl.permute(tl.reshape(sums, [COLUMNS // 8, ROWS // 16, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
     inside = (rows < total)[:, None]
     sums = tl.where(inside, tl.reshape(sums, [ROWS, COLUMNS]), 0.0)
@@ -117,9 +120,9 @@ def _finish_columns(
 
 @triton.jit(do_not_specialize=["total", "n_heads"])
 def _finish_kernel(
-    sum_ptr, dq_ptr, spoiled_ptr, scale, total, n_heads, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
+    sum_ptr, dq_ptr, marks_ptr, scale, total, n_heads, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program scales and rounds BLOCK rows of a head, and sets their mark of NaN unless spoiled is None."""
+    """One program scales and rounds BLOCK rows of a head, and writes their mark of NaN unless marks_ptr is None."""
     unit, head = tl.program_id(0) // n_heads, tl.program_id(0) % n_heads
     rows = unit * BLOCK + tl.arange(0, BLOCK)
     sum_ptr += tl.program_id(0).to(tl.int64) * (BLOCK * HEAD_DIM)
@@ -129,21 +132,21 @@ def _finish_kernel(
             sum_ptr + BLOCK * column, dq_ptr, rows, head * HEAD_DIM + column, total, n_heads * HEAD_DIM, scale, BLOCK,
             min(BLOCK, HEAD_DIM - column),
         )  # fmt: skip
-    if spoiled_ptr is not None:
+    if marks_ptr is not None:
         tl.static_assert(BLOCK == ROWS_PER_MARK)
-        mark = spoiled_ptr + head.to(tl.int64) * tl.cdiv(total, BLOCK) + unit
+        mark = marks_ptr + head.to(tl.int64) * tl.cdiv(total, BLOCK) + unit
         tl.store(mark, (zero != 0.0).to(tl.int32))
 
 
-def finish(dq_sum: Tensor, softmax_scale: float, spoiled: Tensor | None, like: Tensor) -> Tensor:
-    """`prepare`'s sum of dS K -> dq, dense, in the shape (total_q, n_heads, head_dim) and dtype of `like`.
+def finish(dq_sum: Tensor, softmax_scale: float, marks: Tensor | None, like: Tensor) -> Tensor:
+    """Converts the sum of dS K to dq, dense, in the shape (total_q, n_heads, head_dim) and dtype of `like`.
 
-    spoiled (nan_isolation.new_marks) gets the marks of NaN in dq.
+    marks (nan_isolation.new_marks): NaN in dq.
     """
     total, n_heads, head_dim = like.shape
     dq = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     launch(
         _finish_kernel, (ceil_div(total, SUM_BLOCK) * n_heads,),
-        dq_sum, dq, spoiled, softmax_scale, total, n_heads, HEAD_DIM=head_dim, BLOCK=SUM_BLOCK, num_warps=8,
+        dq_sum, dq, marks, softmax_scale, total, n_heads, HEAD_DIM=head_dim, BLOCK=SUM_BLOCK, num_warps=8,
     )  # fmt: skip
     return dq

@@ -1,9 +1,10 @@
-"""What the backward kernels of 128 keys an item share: an item's steps, their buffers, and how they are loaded.
+"""Items of the backward kernels whose programs own keys: which steps they have, their buffers, and how they are loaded.
 
-An item is 128 keys of one KV head, and a step a block of queries of one head. An item visits those that see its keys,
-head by head of a KV head's group, or from the last to the first, each for all heads (BACKWARDS, for order.py). A
-program works one item, or takes items from a queue (queue.py). fused.py has all of it, keys.py what one
-item a program needs, wide.py the order of the steps.
+An item is 128 keys of one KV head. It visits the queries that see these keys, for all query heads of the KV head. A
+step is a block of queries of one head. Steps go through a head's queries and then to the next head. With BACKWARDS
+(order.py) they go from the last block of queries to the first, and visit all heads for each block.
+
+A program works one item, or takes items from a queue (queue.py). fused.py and keys.py use all of this, wide.py a part.
 """
 
 from triton.experimental import gluon
@@ -11,9 +12,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from fa_kernels.flash_attention.hopper.primitives.barriers import WARPGROUP
-from fa_kernels.flash_attention.hopper.primitives.queue import DRAWN_BEFORE, item_of, post, take
+from fa_kernels.flash_attention.hopper.primitives.columns import nbytes_of, new_buffer, start_load
+from fa_kernels.flash_attention.hopper.primitives.queue import DRAWN_BEFORE, field, item_of, post, take
+from fa_kernels.flash_attention.hopper.primitives.registers import keep_columns
+from fa_kernels.flash_attention.hopper.primitives.ring import new_barriers, wait_empty
+from fa_kernels.flash_attention.hopper.primitives.structure import structure
 from fa_kernels.flash_attention.schedule import WORK_TILE
-from fa_kernels.flash_attention.tile_order import tile_and_head
 
 BLOCK_N = WORK_TILE  # keys of an item, 64 for each of two warpgroups
 SUM_BLOCK = 64  # rows of dQ, and at most columns, that one warpgroup adds at a time
@@ -24,41 +28,106 @@ SIZES = (
 )  # fmt: skip
 
 
+@structure
+class Item:
+    """The keys of one KV head from `first` on, and the queries from `start` to `end` that see some of them."""
+
+    first: gl.tensor
+    kv_head: gl.tensor
+    start: gl.tensor  # a multiple of the alignment that `locate_item` is given
+    end: gl.tensor
+    n_steps: gl.tensor
+
+
+@structure
+class Descriptors:
+    """What the producer loads. q, k, v, do: a tuple for the columns of a head; rows: lse and delta, as one vector."""
+
+    q: tuple
+    k: tuple
+    v: tuple
+    do: tuple
+    rows: gl.tensor
+
+
+@structure
+class Inputs:
+    """What the producer loads, and where heads begin in it."""
+
+    descs: Descriptors
+    stride_qh: gl.tensor
+    stride_kh: gl.tensor
+    stride_vh: gl.tensor
+    stride_doh: gl.tensor
+    padded: gl.tensor  # length of one head's lse
+
+
+@structure
+class Buffers:
+    """What a program has in shared memory, a tuple for the columns of a head: Q and dO of steps, K and V of items."""
+
+    q: tuple  # [STAGES, M, columns]
+    do: tuple
+    lse: gl.shared_memory_descriptor  # [STAGES, M]
+    delta: gl.shared_memory_descriptor
+    k: tuple  # [ITEMS, N, columns]
+    v: tuple
+
+
+@structure
+class Barriers:
+    """mbarriers for each item's K and V [ITEMS], and for each step's Q and dO [STAGES]."""
+
+    kv_full: gl.shared_memory_descriptor
+    kv_empty: gl.shared_memory_descriptor  # dK and dV have left the buffers of K and V
+    q_full: gl.shared_memory_descriptor  # Q and lse are there
+    do_full: gl.shared_memory_descriptor  # dO and delta are there
+    empty: gl.shared_memory_descriptor  # both consumers have read Q and dO
+
+
+@structure
+class Visible:
+    """The queries that see each key, start <= query < end, and those between which a query sees all of the keys."""
+
+    start: gl.tensor
+    end: gl.tensor
+    whole_start: gl.tensor
+    whole_end: gl.tensor
+
+
 @gluon.jit
-def decode(
-    item, order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ALIGNMENT: gl.constexpr
+def locate_item(
+    index, order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ALIGNMENT: gl.constexpr
 ):  # fmt: skip
-    """An item's first key, its KV head, the first query to visit, where they end, and the number of steps."""
-    tiles_ptr, n_tiles, n_kv_heads, section = order
-    query_start_ptr, query_end_ptr, total_k = ranges
-    tile, kv_head = tile_and_head(item, tiles_ptr, n_tiles, n_kv_heads, section, 1)
+    """The item with an index of the launch. ranges: of queries. Its first query is rounded down to ALIGNMENT."""
+    tile, kv_head = order.locate(index)
     first = tile * BLOCK_N
-    last = gl.minimum(first + BLOCK_N, total_k) - 1
-    start = gl.load(query_start_ptr + first) // ALIGNMENT * ALIGNMENT
-    end = gl.load(query_end_ptr + last)
-    n_steps = gl.maximum(end - start + BLOCK_M - 1, 0) // BLOCK_M * GROUP
-    return first, kv_head, start, end, n_steps
+    last = gl.minimum(first + BLOCK_N, ranges.total) - 1
+    start = gl.load(ranges.start + first) // ALIGNMENT * ALIGNMENT
+    end = gl.load(ranges.end + last)
+    return Item(first, kv_head, start, end, gl.maximum(end - start + BLOCK_M - 1, 0) // BLOCK_M * GROUP)
 
 
 @gluon.jit
-def first_step(found, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr):
-    """The block of queries and the head with which an item begins, of which `decode` found so much.
-
-    Backwards BLOCK_M must be `decode`'s ALIGNMENT.
-    """
-    _, kv_head, m, end, _ = found
-    if BACKWARDS:  # not out of the number of steps, or LLVM keeps that in one more register
-        m = (end - 1) // BLOCK_M * BLOCK_M
-    return m, kv_head * GROUP
+def posted_item(fields):
+    """The item that `produce` posted."""
+    return Item(field(fields, 0), field(fields, 1), field(fields, 2), field(fields, 3), field(fields, 4))
 
 
 @gluon.jit
-def next_step(
-    m, head, start, end, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr = False
-):  # fmt: skip
-    """The block of queries after m; after a head's last one, the first of the next head.
+def first_step(item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr):
+    """The first query and the head of an item's first step. With BACKWARDS, the item must be aligned to BLOCK_M."""
+    m = item.start
+    if BACKWARDS:  # computed from the number of steps, it would take LLVM one more register
+        m = (item.end - 1) // BLOCK_M * BLOCK_M
+    return m, item.kv_head * GROUP
 
-    Or backwards: the same block of the next head; after the group's last head, the block before m.
+
+@gluon.jit
+def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr = False):
+    """The first query and the head of the next step: the next block of queries, then the next head.
+
+    With BACKWARDS: the next head for the same block, then the block before.
     """
     if BACKWARDS:
         if GROUP > 1:
@@ -71,81 +140,74 @@ def next_step(
         return m, head
     m += BLOCK_M
     if GROUP > 1:
-        wraps = m >= end
+        wraps = m >= item.end
         head = gl.where(wraps, head + 1, head)
-        m = gl.where(wraps, start, m)
+        m = gl.where(wraps, item.start, m)
     return m, head
 
 
 @gluon.jit
-def product(a, b):
-    """a b in bf16, two at a time: Triton would multiply in fp32 and round."""
-    gl.static_assert(a.dtype == gl.bfloat16 and b.dtype == gl.bfloat16)
-    return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], gl.bfloat16, True, 2)
+def visible_queries(ranges, first, KEYS: gl.constexpr, layout: gl.constexpr):
+    """Which queries see each of KEYS keys from `first` on, in `layout`.
 
-
-@gluon.jit
-def seen_by(ranges, first, KEYS: gl.constexpr, layout: gl.constexpr):
-    """Where the queries that see each of KEYS keys from `first` on start and end, and where those that see all do.
-
-    A step between the latter two needs no mask: ranges only move forwards from key to key, except past the last one.
+    A block of queries between whole_start and whole_end needs no mask, because ranges only ascend.
     """
-    query_start_ptr, query_end_ptr, total_k = ranges
     keys = first + gl.arange(0, KEYS, layout=layout)
-    # keys past the last one are seen by no query: their P would be 2^-lse, without bound
-    query_start = gl.load(query_start_ptr + keys, mask=keys < total_k, other=0x7FFFFFFF)
-    query_end = gl.load(query_end_ptr + keys, mask=keys < total_k, other=0)
+    # No query sees keys past the last one: their P would be 2^-lse, which has no bound.
+    start = gl.load(ranges.start + keys, mask=keys < ranges.total, other=0x7FFFFFFF)
+    end = gl.load(ranges.end + keys, mask=keys < ranges.total, other=0)
     last = first + KEYS - 1
-    whole_start = gl.load(query_start_ptr + last, mask=last < total_k, other=0x7FFFFFFF)
-    whole_end = gl.load(query_end_ptr + first, mask=first < total_k, other=0)
-    return query_start, query_end, whole_start, whole_end
+    whole_start = gl.load(ranges.start + last, mask=last < ranges.total, other=0x7FFFFFFF)
+    whole_end = gl.load(ranges.end + first, mask=first < ranges.total, other=0)
+    return Visible(start, end, whole_start, whole_end)
 
 
 @gluon.jit
-def new_buffers(q_desc, k_desc, v_desc, do_desc, rows_desc, STAGES: gl.constexpr, ITEMS: gl.constexpr):
-    """Q and dO [STAGES, M, D], lse and delta [STAGES, M], K and V [ITEMS, N, D] of a program."""
-    dtype: gl.constexpr = q_desc.dtype
-    BLOCK_M: gl.constexpr = q_desc.block_type.shape[0]
-    BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
-    D: gl.constexpr = q_desc.block_type.shape[1]
-    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], q_desc.layout)
-    do_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D], do_desc.layout)
-    lse_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], rows_desc.layout)
-    delta_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], rows_desc.layout)
-    k_bufs = gl.allocate_shared_memory(dtype, [ITEMS, BLOCK_N, D], k_desc.layout)
-    v_bufs = gl.allocate_shared_memory(dtype, [ITEMS, BLOCK_N, D], v_desc.layout)
-    return q_bufs, do_bufs, lse_bufs, delta_bufs, k_bufs, v_bufs
+def hide(p, visible, m):
+    """P^T [keys, queries from m on], 0 where a query does not see a key."""
+    if (m < visible.whole_start) | (m + p.shape[1] > visible.whole_end):
+        p = keep_columns(p, visible.start - m, visible.end - m, 0.0)
+    return p
 
 
 @gluon.jit
-def new_rest_buffers(q_2_desc, k_2_desc, v_2_desc, do_2_desc, STAGES: gl.constexpr, ITEMS: gl.constexpr):
-    """Those of the columns after the first: Q and dO [STAGES, M, D_2], K and V [ITEMS, N, D_2]."""
-    dtype: gl.constexpr = q_2_desc.dtype
-    BLOCK_M: gl.constexpr = q_2_desc.block_type.shape[0]
-    BLOCK_N: gl.constexpr = k_2_desc.block_type.shape[0]
-    D_2: gl.constexpr = q_2_desc.block_type.shape[1]
-    q_2_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D_2], q_2_desc.layout)
-    do_2_bufs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, D_2], do_2_desc.layout)
-    k_2_bufs = gl.allocate_shared_memory(dtype, [ITEMS, BLOCK_N, D_2], k_2_desc.layout)
-    v_2_bufs = gl.allocate_shared_memory(dtype, [ITEMS, BLOCK_N, D_2], v_2_desc.layout)
-    return q_2_bufs, do_2_bufs, k_2_bufs, v_2_bufs
+def new_buffers(descs, STAGES: gl.constexpr, ITEMS: gl.constexpr):
+    """Buffers for the first columns of a head."""
+    BLOCK_M: gl.constexpr = descs.q[0].block_type.shape[0]
+    q, do = new_buffer(descs.q[0], STAGES), new_buffer(descs.do[0], STAGES)
+    lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], descs.rows.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], descs.rows.layout)
+    k, v = new_buffer(descs.k[0], ITEMS), new_buffer(descs.v[0], ITEMS)
+    return Buffers((q,), (do,), lse, delta, (k,), (v,))
 
 
 @gluon.jit
-def new_barriers(STAGES: gl.constexpr, ITEMS: gl.constexpr):
-    """Of each place of K and V that they are there and, where there are two, that it is free. One has no such barrier
-    (barriers.py says why not), and kv_full in its place.
+def with_all_columns(buffers, descs):
+    """`new_buffers`, with buffers for the other columns."""
+    STAGES: gl.constexpr = buffers.lse.shape[0]
+    ITEMS: gl.constexpr = buffers.k[0].shape[0]
+    q, do, k, v = buffers.q, buffers.do, buffers.k, buffers.v
+    for i in gl.static_range(1, len(descs.q)):
+        q += (new_buffer(descs.q[i], STAGES),)
+        do += (new_buffer(descs.do[i], STAGES),)
+        k += (new_buffer(descs.k[i], ITEMS),)
+        v += (new_buffer(descs.v[i], ITEMS),)
+    return Buffers(q, do, buffers.lse, buffers.delta, k, v)
 
-    Of each stage that Q and lse are there, that dO and delta are, and that it is free. TMA tells what is there, all
-    threads of both consumers what is free.
+
+@gluon.jit
+def new_item_barriers(STAGES: gl.constexpr, ITEMS: gl.constexpr):
+    """Initialised barriers. TMA arrives at full ones, all threads of both consumers at empty ones.
+
+    With one item kv_empty is kv_full, because a kernel must use each barrier (barriers.py).
     """
-    kv_full = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
+    kv_full = new_barriers(ITEMS)
     kv_empty = kv_full
     if ITEMS > 1:
-        kv_empty = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        kv_empty = new_barriers(ITEMS)
+    q_full = new_barriers(STAGES)
+    do_full = new_barriers(STAGES)
+    empty = new_barriers(STAGES)
     for i in gl.static_range(ITEMS):
         mbarrier.init(kv_full.index(i), count=1)
         if ITEMS > 1:
@@ -154,106 +216,95 @@ def new_barriers(STAGES: gl.constexpr, ITEMS: gl.constexpr):
         mbarrier.init(q_full.index(stage), count=1)
         mbarrier.init(do_full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2 * WARPGROUP)
-    return kv_full, kv_empty, q_full, do_full, empty
+    return Barriers(kv_full, kv_empty, q_full, do_full, empty)
 
 
 @gluon.jit
-def load_keys(loads, buffers, rest_bufs, kv_full, place, first, kv_head):
-    """Starts to load K and V of an item; rest_bufs None, or of the columns that are parts of their own."""
-    descs, rest_descs, _, strides, _, _ = loads
-    _, stride_kh, stride_vh, _ = strides
-    _, k_desc, v_desc, _ = descs
-    _, _, _, _, k_bufs, v_bufs = buffers
-    BYTES: gl.constexpr = k_desc.block_type.nbytes + (rest_descs[1].block_type.nbytes if rest_bufs is not None else 0)
+def load_keys(inputs, buffers, kv_full, place, item):
+    """Starts to load K and V of an item."""
     full = kv_full.index(place)
-    mbarrier.expect(full, 2 * BYTES)
-    tma.async_copy_global_to_shared(k_desc, [first, kv_head * stride_kh], full, k_bufs.index(place))
-    tma.async_copy_global_to_shared(v_desc, [first, kv_head * stride_vh], full, v_bufs.index(place))
-    if rest_bufs is not None:
-        _, k_2_desc, v_2_desc, _ = rest_descs
-        _, _, k_2_bufs, v_2_bufs = rest_bufs
-        tma.async_copy_global_to_shared(k_2_desc, [first, kv_head * stride_kh], full, k_2_bufs.index(place))
-        tma.async_copy_global_to_shared(v_2_desc, [first, kv_head * stride_vh], full, v_2_bufs.index(place))
+    mbarrier.expect(full, 2 * nbytes_of(inputs.descs.k))
+    for i in gl.static_range(len(buffers.k)):
+        k, v = (inputs.descs.k[i],), (inputs.descs.v[i],)
+        start_load(k, item.first, item.kv_head * inputs.stride_kh, full, (buffers.k[i],), place)
+        start_load(v, item.first, item.kv_head * inputs.stride_vh, full, (buffers.v[i],), place)
 
 
 @gluon.jit
-def load_step(loads, buffers, rest_bufs, barriers, stage, m, head):
-    """Starts to load Q, dO, lse and delta of one step into an empty stage."""
-    descs, rest_descs, rows_desc, strides, padded_q, delta_rows = loads
-    stride_qh, _, _, stride_doh = strides
-    q_desc, _, _, do_desc = descs
-    q_bufs, do_bufs, lse_bufs, delta_bufs, _, _ = buffers
-    _, _, q_full, do_full, _ = barriers
-    BYTES: gl.constexpr = q_desc.block_type.nbytes + (rest_descs[0].block_type.nbytes if rest_bufs is not None else 0)
-    q_here, do_here = q_full.index(stage), do_full.index(stage)
-    row = head * padded_q + m
-    mbarrier.expect(q_here, BYTES + rows_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(q_desc, [m, head * stride_qh], q_here, q_bufs.index(stage))
-    if rest_bufs is not None:
-        tma.async_copy_global_to_shared(rest_descs[0], [m, head * stride_qh], q_here, rest_bufs[0].index(stage))
-    tma.async_copy_global_to_shared(rows_desc, [row], q_here, lse_bufs.index(stage))
-    mbarrier.expect(do_here, BYTES + rows_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(do_desc, [m, head * stride_doh], do_here, do_bufs.index(stage))
-    if rest_bufs is not None:
-        tma.async_copy_global_to_shared(rest_descs[3], [m, head * stride_doh], do_here, rest_bufs[1].index(stage))
-    tma.async_copy_global_to_shared(rows_desc, [delta_rows + row], do_here, delta_bufs.index(stage))
+def load_step(inputs, delta_start, buffers, barriers, stage, m, head):
+    """Starts to load Q, dO, lse and delta of one step into an empty stage. delta_start: where delta begins."""
+    BYTES: gl.constexpr = nbytes_of(inputs.descs.q) + inputs.descs.rows.block_type.nbytes
+    q_full, do_full = barriers.q_full.index(stage), barriers.do_full.index(stage)
+    row = head * inputs.padded + m
+    mbarrier.expect(q_full, BYTES)
+    start_load(inputs.descs.q, m, head * inputs.stride_qh, q_full, buffers.q, stage)
+    tma.async_copy_global_to_shared(inputs.descs.rows, [row], q_full, buffers.lse.index(stage))
+    mbarrier.expect(do_full, BYTES)
+    start_load(inputs.descs.do, m, head * inputs.stride_doh, do_full, buffers.do, stage)
+    tma.async_copy_global_to_shared(inputs.descs.rows, [delta_start + row], do_full, buffers.delta.index(stage))
 
 
 @gluon.jit
 def _produce_item(
-    found, turn, done, counter_ptr, loads, buffers, rest_bufs, barriers, GROUP: gl.constexpr, BACKWARDS: gl.constexpr
+    item,
+    item_index,
+    done,
+    counter_ptr,
+    inputs,
+    delta_start,
+    buffers,
+    barriers,
+    GROUP: gl.constexpr,
+    BACKWARDS: gl.constexpr,
 ):
-    """One warp: fills the buffers for one item, in the order in which the consumers empty them.
+    """Fills the buffers for one item, in the order in which the consumers empty them. For one warp.
 
-    The item is the program's number `turn`, and `done` the steps of those before it. Returns those done with it, and a
-    ticket for another item if counter_ptr is not None.
+    item_index: its number in this program; done: the steps of the items before it. Returns the steps done, and a ticket
+    for another item if counter_ptr is not None.
     """
-    STAGES: gl.constexpr = buffers[0].shape[0]
-    BLOCK_M: gl.constexpr = buffers[0].shape[1]
-    ITEMS: gl.constexpr = buffers[4].shape[0]
-    kv_full, kv_empty, _, _, empty = barriers
-    first, kv_head, start, end, n_steps = found
-    m, head = first_step(found, GROUP, BLOCK_M, BACKWARDS)
-    place = turn % ITEMS
+    STAGES: gl.constexpr = buffers.q[0].shape[0]
+    BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
+    ITEMS: gl.constexpr = buffers.k[0].shape[0]
+    m, head = first_step(item, GROUP, BLOCK_M, BACKWARDS)
+    place = item_index % ITEMS
     if counter_ptr is not None:
-        mbarrier.wait(kv_empty.index(place), (turn // ITEMS) & 1 ^ 1)
-    load_keys(loads, buffers, rest_bufs, kv_full, place, first, kv_head)
-    DRAWS: gl.constexpr = 0 if counter_ptr is None else 1  # a turn more, because an item may have no step
-    draw_at = gl.maximum(n_steps - DRAWN_BEFORE, 0)
+        wait_empty(barriers.kv_empty, item_index)
+    load_keys(inputs, buffers, barriers.kv_full, place, item)
+    DRAWS: gl.constexpr = 0 if counter_ptr is None else 1  # one iteration more, because an item may have no step
+    draw_at = gl.maximum(item.n_steps - DRAWN_BEFORE, 0)
     ticket = 0
-    for step in range(n_steps + DRAWS):
+    for step in range(item.n_steps + DRAWS):
         if DRAWS:
             if step == draw_at:
                 ticket = take(counter_ptr)
-        if step < n_steps:
-            stage = done % STAGES
-            mbarrier.wait(empty.index(stage), (done // STAGES) & 1 ^ 1)
-            load_step(loads, buffers, rest_bufs, barriers, stage, m, head)
-            m, head = next_step(m, head, start, end, GROUP, BLOCK_M, BACKWARDS)
+        if step < item.n_steps:
+            wait_empty(barriers.empty, done)
+            load_step(inputs, delta_start, buffers, barriers, done % STAGES, m, head)
+            m, head = next_step(m, head, item, GROUP, BLOCK_M, BACKWARDS)
             done += 1
     return done, ticket
 
 
 @gluon.jit
 def produce(
-    loads, buffers, rest_bufs, barriers, order, ranges, queue, counter_ptr, n_items, GROUP: gl.constexpr,
+    inputs, delta_start, buffers, barriers, order, ranges, queue, counter_ptr, n_items, GROUP: gl.constexpr,
     ALIGNMENT: gl.constexpr, BACKWARDS: gl.constexpr = False,
 ):  # fmt: skip
-    """One warp: `_produce_item` of the program's item, or of every item that it takes if there is a queue."""
-    BLOCK_M: gl.constexpr = buffers[0].shape[1]
-    BLOCK_N: gl.constexpr = buffers[4].shape[1]
+    """One warp: loads the program's item, or each item that it takes if there is a queue."""
+    BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
+    BLOCK_N: gl.constexpr = buffers.k[0].shape[1]
     if queue is None:
-        found = decode(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
-        _produce_item(found, 0, gl.to_tensor(0), counter_ptr, loads, buffers, rest_bufs, barriers, GROUP, BACKWARDS)
+        item = locate_item(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+        _produce_item(item, 0, gl.to_tensor(0), counter_ptr, inputs, delta_start, buffers, barriers, GROUP, BACKWARDS)
     else:
-        turn, done = 0, 0
-        item = gl.program_id(0)
-        while item < n_items:
-            found = decode(item, order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
-            post(queue, turn, found)
+        item_index, done = 0, 0
+        index = gl.program_id(0)
+        while index < n_items:
+            item = locate_item(index, order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+            post(queue, item_index, (item.first, item.kv_head, item.start, item.end, item.n_steps))
             done, ticket = _produce_item(
-                found, turn, done, counter_ptr, loads, buffers, rest_bufs, barriers, GROUP, BACKWARDS
+                item, item_index, done, counter_ptr, inputs, delta_start, buffers, barriers, GROUP, BACKWARDS
             )
-            turn += 1
-            item = item_of(ticket, counter_ptr, n_items)
-        post(queue, turn, (-1,))
+            item_index += 1
+            index = item_of(ticket, counter_ptr, n_items)
+        post(queue, item_index, (-1,))

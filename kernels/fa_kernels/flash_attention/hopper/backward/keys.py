@@ -1,8 +1,9 @@
-"""dK and dV alone at head_dim 128, for Hopper: fp16 under a soft cap, which leaves fused.py no registers.
+"""dK and dV alone at head_dim 128, for Hopper: fp16 under a soft cap, for which fused.py has too few registers.
 
-One producer warp loads Q, dO, lse and delta through TMA; two warpgroups hold half of a tile of keys each. S and dP are
+One producer warp loads Q, dO, lse and delta through TMA. Two warpgroups hold half of a tile of keys each. S and dP are
 computed transposed, [keys, queries], so that P^T and dS^T feed dV and dK from registers. A program works one item, 128
-keys of a KV head. Nothing is added in memory, so every run gives the same bits.
+keys of a KV head. Each output has one owner, so every run gives the same bits.
+
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
 
@@ -24,16 +25,21 @@ from fa_kernels.flash_attention.hopper.backward.dq_sum import ROW_ALIGNMENT
 from fa_kernels.flash_attention.hopper.backward.items import (
     BLOCK_N,
     SIZES,
-    decode,
-    new_barriers,
+    Descriptors,
+    Inputs,
+    first_step,
+    hide,
+    locate_item,
     new_buffers,
+    new_item_barriers,
     next_step,
     produce,
-    seen_by,
+    visible_queries,
 )
 from fa_kernels.flash_attention.hopper.primitives.barriers import HALVES_BARRIER, hand_back, meet, named_barrier
 from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
-from fa_kernels.flash_attention.hopper.primitives.registers import keep_columns
+from fa_kernels.flash_attention.hopper.primitives.ring import place_of
+from fa_kernels.flash_attention.hopper.primitives.work import Ranges, Scale, TileOrder
 from fa_kernels.flash_attention.schedule import Schedule
 from fa_kernels.flash_attention.scores import cap
 from fa_kernels.flash_attention.tile_order import kv_heads_per_section
@@ -48,13 +54,12 @@ REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
 
 @gluon.jit
 def _consume(
-    HALF: gl.constexpr, out_desc, buffers, barriers, order, ranges, spoiled_ptr, softmax_scale, softcap,
-    GROUP: gl.constexpr, ALIGNMENT: gl.constexpr,
+    HALF: gl.constexpr, out_desc, buffers, barriers, order, ranges, marks_ptr, scale, GROUP: gl.constexpr,
+    ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: dK and dV of half an item's keys. HALF 0 writes dK, 1 dV."""
-    q_bufs, do_bufs, lse_bufs, delta_bufs, k_bufs, v_bufs = buffers
-    kv_full, _, q_full, do_full, empty = barriers
-    k_buf, v_buf = k_bufs.index(0), v_bufs.index(0)
+    """One warpgroup: dK and dV of half an item's keys. HALF 0 writes dK, 1 writes dV."""
+    q_bufs, do_bufs = buffers.q[0], buffers.do[0]
+    k_buf, v_buf = buffers.k[0].index(0), buffers.v[0].index(0)
     STAGES: gl.constexpr = q_bufs.shape[0]
     BLOCK_M: gl.constexpr = q_bufs.shape[1]
     D: gl.constexpr = q_bufs.shape[2]
@@ -67,89 +72,82 @@ def _consume(
     queries_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     keys_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
 
-    first, kv_head, m, end, n_steps = decode(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
-    start, head = m, kv_head * GROUP
-    first_here = first + HALF * KEYS
-    query_start, query_end, whole_start, whole_end = seen_by(ranges, first_here, KEYS, keys_layout)
+    item = locate_item(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+    m, head = first_step(item, GROUP, BLOCK_M, False)
+    first = item.first + HALF * KEYS  # of this half
+    visible = visible_queries(ranges, first, KEYS, keys_layout)
     k_half = k_buf.slice(HALF * KEYS, KEYS, dim=0)  # [64, D]
     v_half = v_buf.slice(HALF * KEYS, KEYS, dim=0)
     no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=scores_layout)
     dk = gl.zeros([KEYS, D], gl.float32, layout=kv_layout)
     dv = gl.zeros([KEYS, D], gl.float32, layout=kv_layout)
-    mbarrier.wait(kv_full.index(0), 0)
-    for step in range(n_steps):
-        stage, phase = step % STAGES, (step // STAGES) & 1
+    mbarrier.wait(barriers.kv_full.index(0), 0)
+    for step in range(item.n_steps):
+        stage, phase = place_of(step, STAGES)
         q, do = q_bufs.index(stage), do_bufs.index(stage)  # [M, D]
-        mbarrier.wait(q_full.index(stage), phase)
+        mbarrier.wait(barriers.q_full.index(stage), phase)
         scores = warpgroup_mma(k_half, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [64, M]
-        mbarrier.wait(do_full.index(stage), phase)
+        mbarrier.wait(barriers.do_full.index(stage), phase)
         dp = warpgroup_mma(v_half, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
-        lse = gl.expand_dims(lse_bufs.index(stage).load(queries_layout), 0)
-        scores, t = cap(scores, softmax_scale, softcap, dtype)
+        lse = gl.expand_dims(buffers.lse.index(stage).load(queries_layout), 0)
+        scores, t = cap(scores, scale.softmax, scale.softcap, dtype)
         slope = 1.0 - t * t
-        p = gl.exp2(scores - lse)
-        if (m < whole_start) | (m + BLOCK_M > whole_end):
-            p = keep_columns(p, query_start - m, query_end - m, 0.0)
+        p = hide(gl.exp2(scores - lse), visible, m)
         p_low = p.to(dtype)
         p = p * slope
         dp = warpgroup_mma_wait(0, deps=[dp])
         dv = warpgroup_mma(gl.convert_layout(p_low, operand_layout), do, dv, is_async=True)
-        delta = gl.expand_dims(delta_bufs.index(stage).load(queries_layout), 0)
+        delta = gl.expand_dims(buffers.delta.index(stage).load(queries_layout), 0)
         ds = (p * (dp - delta)).to(dtype)
         dk = warpgroup_mma(gl.convert_layout(ds, operand_layout), q, dk, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
-        hand_back(empty.index(stage))
-        m, head = next_step(m, head, start, end, GROUP, BLOCK_M)
-    if spoiled_ptr is not None:
-        mark_rows(dk + dv, None, first_here, kv_head, ranges[2], spoiled_ptr, HALF)
-    # dK and dV leave through the buffers of K and V, of which each warpgroup read its own half: when all its warps have
+        hand_back(barriers.empty.index(stage))
+        m, head = next_step(m, head, item, GROUP, BLOCK_M)
+    if marks_ptr is not None:
+        mark_rows((dk + dv,), first, item.kv_head, ranges.total, marks_ptr, HALF)
+    # dK and dV leave through the buffers of K and V, once all warps of this warpgroup have read their half.
     meet()
-    k_half.store((dk * softmax_scale).to(dtype))
+    k_half.store((dk * scale.softmax).to(dtype))
     v_half.store(dv.to(dtype))
     fence_async_shared()
     named_barrier(HALVES_BARRIER, 256)
-    tma.async_copy_shared_to_global(out_desc, [first, kv_head * D], k_buf if HALF == 0 else v_buf)
+    tma.async_copy_shared_to_global(out_desc, [item.first, item.kv_head * D], k_buf if HALF == 0 else v_buf)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=SIZES)
 def _dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc,
-    tiles_ptr, query_start_ptr, query_end_ptr, spoiled_ptr, softmax_scale, softcap,
+    tiles_ptr, query_start_ptr, query_end_ptr, marks_ptr, softmax_scale, softcap,
     n_items, n_tiles, n_kv_heads, section, total_k, padded_q, stride_qh, stride_kh, stride_vh, stride_doh,
     GROUP: gl.constexpr, STAGES: gl.constexpr, ALIGNMENT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """An item: 128 keys of one KV head, over all query heads that share it. Program i works item i.
 
-    spoiled_ptr is None, or where to mark NaN in dK and dV (nan_marks.py).
+    marks_ptr is None, or where to mark NaN in dK and dV (nan_marks.py).
     """
-    buffers = new_buffers(q_desc, k_desc, v_desc, do_desc, rows_desc, STAGES, 1)
-    barriers = new_barriers(STAGES, 1)
-    order = (tiles_ptr, n_tiles, n_kv_heads, section)
-    ranges = (query_start_ptr, query_end_ptr, total_k)
-    loads = (
-        (q_desc, k_desc, v_desc, do_desc), None, rows_desc, (stride_qh, stride_kh, stride_vh, stride_doh), padded_q,
-        n_kv_heads * GROUP * padded_q,
-    )  # fmt: skip
+    descs = Descriptors((q_desc,), (k_desc,), (v_desc,), (do_desc,), rows_desc)
+    buffers = new_buffers(descs, STAGES, 1)
+    barriers = new_item_barriers(STAGES, 1)
+    order = TileOrder(tiles_ptr, n_tiles, n_kv_heads, section)
+    ranges = Ranges(query_start_ptr, query_end_ptr, total_k)
+    scale = Scale(softmax_scale, softcap)
+    delta_start = n_kv_heads * GROUP * padded_q
+    inputs = Inputs(descs, stride_qh, stride_kh, stride_vh, stride_doh, padded_q)
     gl.warp_specialize([
-        (_consume, (0, dk_desc, buffers, barriers, order, ranges, spoiled_ptr, softmax_scale, softcap, GROUP,
-                    ALIGNMENT)),
-        (_consume, (1, dv_desc, buffers, barriers, order, ranges, spoiled_ptr, softmax_scale, softcap, GROUP,
-                    ALIGNMENT)),
-        (produce, (loads, buffers, None, barriers, order, ranges, None, None, n_items, GROUP, ALIGNMENT)),
+        (_consume, (0, dk_desc, buffers, barriers, order, ranges, marks_ptr, scale, GROUP, ALIGNMENT)),
+        (_consume, (1, dv_desc, buffers, barriers, order, ranges, marks_ptr, scale, GROUP, ALIGNMENT)),
+        (produce, (inputs, delta_start, buffers, barriers, order, ranges, None, None, n_items, GROUP, ALIGNMENT)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 def gradients_of_keys(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, spoiled: Tensor | None, schedule: Schedule,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, marks: Tensor | None, schedule: Schedule,
     features: Features,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """-> dk, dv, dense.
-
-    rows as dq_sum.Prepared has them; spoiled (nan_isolation.new_marks) gets the marks of NaN in dk and dv.
-    """
+    """Returns dk and dv, dense. rows: lse and delta of dq_sum.Prepared. marks: nan_isolation.new_marks."""
     n_heads = q.shape[1]
     total_k, n_kv_heads, _ = k.shape
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
@@ -163,7 +161,7 @@ def gradients_of_keys(
     launch(
         _dkdv_kernel, (n_items,),
         *descs[:4], elements(rows, BLOCK_M), *descs[4:],
-        schedule.key_tiles, schedule.query_start, schedule.query_end, spoiled, features.softmax_scale, features.softcap,
+        schedule.key_tiles, schedule.query_start, schedule.query_end, marks, features.softmax_scale, features.softcap,
         n_items, n_tiles, n_kv_heads, section, total_k, rows.shape[-1],
         q.stride(1), k.stride(1), v.stride(1), do.stride(1),
         GROUP=n_heads // n_kv_heads, STAGES=STAGES, ALIGNMENT=ROW_ALIGNMENT,

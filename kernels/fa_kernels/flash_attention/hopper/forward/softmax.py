@@ -1,25 +1,16 @@
 """The running softmax of the forward kernel, and how its probabilities and output travel in registers.
 
 Online softmax (arXiv:1805.02867) takes exponentials under the largest score so far, so it waits for the maximum of each
-block: 64 comparisons and four shuffles of each thread at 128 keys. But a smaller number would do as well, unless
-exponentials under it overflow: fp32 and bf16 are as precise at 2^15 as at 1. So a row takes the maximum of its first
-block, and exponentials of the others under it at once. Where a thread's sum of them exceeds 2^15, its warp takes them
-again, under maxima raised in those rows. No probability exceeds 2^15 then, which fp16 holds too.
+block. A smaller number would do as well unless exponentials under it overflow: fp32 and bf16 are as precise at 2^15 as
+at 1. So a row takes the maximum of its first block, and computes the exponentials of later blocks under it at once. If
+a thread's sum of them exceeds 2^15, its warp computes them again under maxima raised in those rows. No probability then
+exceeds 2^15, which fp16 holds too. In bf16, o is as accurate as torch's, which rounds P too.
 
-TFLOP/s of an H200, causal, head_dim 128, in one run: at 16k 682 where the maximum of each block comes first (and o is
-rescaled only where that has grown by 2^8) gives 643, and FlashAttention-3 667; at 2k 538, 530 and 527. Scores that make
-every block raise a maximum were not timed: those are taken twice.
+Until the sum is known, scores and probabilities are both in registers. MAX_FIRST looks at the scores first: it needs no
+room for both, but takes the comparisons, and shuffles where a maximum rises.
 
-Where a row's weight lies on few keys, their probabilities are 1 under the row's own maximum, and rounding leaves them;
-under another number it does not. In bf16 o is then as far from exact as torch's, which rounds P too: computed on a CPU
-for 1024 keys and scores of standard deviation 6 in exponents of two, 2.27e-3 of its size (root mean square), torch
-2.27e-3, under running maxima 1.73e-3, of which o's own rounding is 1.66e-3. For a deviation of 1 all three are alike.
-
-Until the sum is known, scores and probabilities are both in registers. MAX_FIRST looks at the scores first instead. It
-needs no room for both, but the comparisons; shuffles, too, only where a maximum rises.
-
-The maximum and the sum of a row are kept as registers.PER_ROW has it, the sum in eight parts, so that no step waits for
-the other threads of a row.
+The maximum and the sum of a row are held in the layout registers.PER_ROW. The sum is held in eight parts, so that no
+step waits for the other threads of a row.
 """
 
 from triton.experimental import gluon
@@ -35,8 +26,8 @@ from fa_kernels.flash_attention.hopper.primitives.registers import (
 )
 from fa_kernels.flash_attention.scores import cap
 
-# Stands for an invisible score and for the maximum of nothing. A power of two: its product with the scale is exact,
-# so that fma(s, c, -m * c) is 0 for a row that has seen nothing else, and never infinite.
+# An invisible score, and the maximum of no scores. A power of two, so that its product with the scale is exact: then
+# fma(s, c, -m * c) is 0 for a row that has seen no key, and never infinite.
 HIDDEN = gl.constexpr(-(2.0**99))
 LN_2 = gl.constexpr(0.6931471805599453)
 _LARGEST_SUM = gl.constexpr(2.0**15)  # of a thread's probabilities of a row and a block
@@ -45,7 +36,7 @@ _LARGEST_RISE = gl.constexpr(8.0)  # of an exponent of two over the maximum's, w
 
 @gluon.jit
 def scale_to_log2(softmax_scale, HAS_SOFTCAP: gl.constexpr):
-    """What turns scores into exponents of two; `cap` has done it already."""
+    """The factor that turns scores into exponents of two. With a soft cap, `cap` has applied it."""
     scale = softmax_scale * LOG2_E
     if HAS_SOFTCAP:
         scale = 1.0
@@ -54,7 +45,7 @@ def scale_to_log2(softmax_scale, HAS_SOFTCAP: gl.constexpr):
 
 @gluon.jit
 def begin(sink, ROWS: gl.constexpr, HAS_SINKS: gl.constexpr):
-    """The maximum and the sum [M, 8] of rows that have seen nothing, or only a sink, given in units of scores."""
+    """The maximum and the sum [M, 8] of rows that have seen no key, or only a sink, which is in units of scores."""
     row_sum = gl.zeros([ROWS, 8], gl.float32, layout=PER_ROW)
     row_max = row_sum + (sink if HAS_SINKS else HIDDEN)
     if HAS_SINKS:  # a logit that every row sees and that has no value
@@ -64,27 +55,29 @@ def begin(sink, ROWS: gl.constexpr, HAS_SINKS: gl.constexpr):
 
 
 @gluon.jit
-def visible(scores, softmax_scale, softcap, key, key_start, key_end, at_edge,
-            dtype: gl.constexpr, MASK: gl.constexpr, HAS_SOFTCAP: gl.constexpr):  # fmt: skip
-    """The scores [M, N] of the keys from `key` on, capped, and HIDDEN where a row does not see a key.
+def visible(
+    scores, scale, queries, key, at_edge, dtype: gl.constexpr, MASK: gl.constexpr, HAS_SOFTCAP: gl.constexpr
+):  # fmt: skip
+    """The scores [M, N] of `queries` and the keys from `key` on, capped, and HIDDEN where a query does not see a key.
 
     MASK is `always`, `never`, or `at_edge`: where that is true.
     """
     if HAS_SOFTCAP:
-        scores, _ = cap(scores, softmax_scale, softcap, dtype)
+        scores, _ = cap(scores, scale.softmax, scale.softcap, dtype)
     if MASK == "always":
-        scores = keep_columns(scores, key_start - key, key_end - key, HIDDEN)
+        scores = keep_columns(scores, queries.key_start - key, queries.key_end - key, HIDDEN)
     elif MASK == "at_edge":
         if at_edge:
-            scores = keep_columns(scores, key_start - key, key_end - key, HIDDEN)
+            scores = keep_columns(scores, queries.key_start - key, queries.key_end - key, HIDDEN)
     return scores
 
 
 @gluon.jit
 def exponentials(scores, row_max, row_sum, softmax_scale, dtype: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
                  MAX_FIRST: gl.constexpr):  # fmt: skip
-    """p of scores [M, N] as pairs of `dtype` [M, N / 2], the maximum that it is under, the sum with it, and the factor
-    [M, 8] for what was summed under the old maximum, 1 as a rule. Maxima are in units of scores.
+    """Returns p of scores [M, N] as pairs of `dtype` [M, N / 2], its maximum, the sum with p, and a factor [M, 8].
+
+    The factor, usually 1, is for what was summed under the old maximum. Maxima are in units of scores.
     """
     scale = gl.zeros_like(scores) + scale_to_log2(softmax_scale, HAS_SOFTCAP)
     p, row_max, row_sum, factor = map_threads(
@@ -96,7 +89,7 @@ def exponentials(scores, row_max, row_sum, softmax_scale, dtype: gl.constexpr, H
 
 @gluon.jit
 def operand(pairs, dtype: gl.constexpr, o):
-    """p as the first operand, in registers, of the product that is added to o."""
+    """p as the first operand, in registers, of the matmul that is added to o."""
     OUT: gl.constexpr = o.type.layout
     low, high = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], (gl.int16, gl.int16), True, 1)
     p = gl.reshape(gl.join(low, high), [pairs.shape[0], pairs.shape[1] * 2]).to(dtype, bitcast=True)
@@ -105,7 +98,7 @@ def operand(pairs, dtype: gl.constexpr, o):
 
 @gluon.jit
 def rescale(o, factor):
-    """o [M, D] times factor [M, 8] of its rows; jumps over it where all 16 rows of a warp have a factor of 1."""
+    """o [M, D] times factor [M, 8] of its rows. A warp skips it if all its 16 rows have a factor of 1."""
     n: gl.constexpr = o.shape[1] // 2  # a thread's values
     values = [o, along_rows(factor, o)]
     return gl.inline_asm_elementwise(_multiply_asm(n), _multiply_constraints(n), values, gl.float32, False, n)
@@ -119,7 +112,7 @@ def of_rows(row_max, row_sum, ROW: gl.constexpr):
 
 @gluon.jit
 def _of_thread(values, dtype: gl.constexpr, MAX_FIRST: gl.constexpr):
-    """`exponentials` for what one thread holds of scores, row_max, row_sum and the scale: rows 0 and 1, each by two."""
+    """`exponentials` for one thread: its values of scores, row_max, row_sum and the scale, of two rows each."""
     N: gl.constexpr = len(values) // 4
     max_0, max_1, scale = values[N], values[N + 2], values[3 * N]
     sums = (values[2 * N], values[2 * N + 1], values[2 * N + 2], values[2 * N + 3])
@@ -161,9 +154,9 @@ def _repeated(four, N: gl.constexpr):
 
 @gluon.jit
 def _under(scores, N: gl.constexpr, exponent_0, exponent_1, scale, dtype: gl.constexpr):
-    """p in pairs, each of them twice, and their sums over every fourth of the N scores; exponents are maxima's.
+    """p in pairs, each pair twice, and its sums over every fourth of the N scores. Exponents are those of the maxima.
 
-    By fma by name: if left to the compiler, it rounds the products once more where p is taken again, and so changes the
+    fma is written out. The compiler would round the products once more where p is computed again, and so change the
     bits of rows whose maxima have not risen.
     """
     p = ()
@@ -175,13 +168,13 @@ def _under(scores, N: gl.constexpr, exponent_0, exponent_1, scale, dtype: gl.con
         d = gl.exp2(gl.fma(scores[i + 3], scale, -exponent_1))
         sums = (sums[0] + a, sums[1] + b, sums[2] + c, sums[3] + d)
         of_0, of_1 = _pair(a, b, dtype), _pair(c, d, dtype)
-        p += (of_0, of_0, of_1, of_1)  # type: ignore[assignment]
+        p += (of_0, of_0, of_1, of_1)
     return p, sums
 
 
 @gluon.jit
 def _maxima(scores, N: gl.constexpr):
-    """The largest of a thread's scores of each row."""
+    """The largest of a thread's scores, for each of its two rows."""
     max_0, max_1 = gl.maximum(scores[0], scores[1]), gl.maximum(scores[2], scores[3])
     for i in gl.static_range(4, N, 4):
         max_0 = gl.maximum(max_0, gl.maximum(scores[i], scores[i + 1]))
@@ -191,10 +184,10 @@ def _maxima(scores, N: gl.constexpr):
 
 @gluon.jit
 def _raise(old, new, rises, scale):
-    """The maximum of a row, and the factor for what is under the old one.
+    """Returns the maximum of a row, and the factor for what was summed under the old one.
 
-    Of a row that `rises`, by what its own four threads hold. The others of the warp keep theirs, so that no row's bits
-    depend on another's, which may be a later token or of another document.
+    Only a row that `rises` changes, by what its own four threads hold. So no row's bits depend on another row, which
+    may be a later token or belong to another document.
     """
     new = gl.where(rises, gl.maximum(old, new), old)
     return new, gl.exp2((old - new) * scale)
@@ -210,7 +203,7 @@ def _of_four_threads(x):
 
 @gluon.jit
 def _any_thread(condition):
-    """Whether it holds in any thread of the warp, so that all take the same way."""
+    """Whether the condition holds in any thread of the warp, so that all threads take the same path."""
     asm: gl.constexpr = """{ .reg .pred p; setp.ne.s32 p, $1, 0;
         vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"""
     return gl.inline_asm_elementwise(asm, "=r,r", [condition.to(gl.int32)], gl.int32, True, 1) != 0
@@ -228,7 +221,7 @@ def _pair(low, high, dtype: gl.constexpr):
 
 @gluon.constexpr_function
 def _multiply_asm(n):
-    # of n values, pairs of columns of row i and of row i + 8 take turns
+    # n values alternate between pairs of columns of row i and of row i + 8
     lines = ["{", ".reg .pred p, r;", f"setp.neu.f32 p, ${2 * n}, 0f3F800000;"]
     lines += [f"setp.neu.or.f32 p, ${2 * n + 2}, 0f3F800000, p;", "vote.sync.any.pred r, p, 0xffffffff;"]
     lines += [f"mov.f32 ${i}, ${n + i};" for i in range(n)]

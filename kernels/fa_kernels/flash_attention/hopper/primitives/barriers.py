@@ -1,12 +1,8 @@
-"""Turns between the consumer warpgroups, and how they hand buffers to others.
+"""Barriers between the warps of a program, and two operations of the async proxy that go with them.
 
-While one holds the tensor cores, the others do their softmax: the ping-pong of FlashAttention-3 (arXiv:2407.08608,
-section 3.1).
-
-A kernel must have no mbarrier that it does not use. Triton gives the place of one that is only initialised to another
-buffer, and PTX forbids to use such memory otherwise before mbarrier.inval. As long as a GPU has one process nothing
-comes of it. Where processes have it in turns, and one ends in the middle of a kernel, those 8 bytes were found to be
-the mbarrier again (run 34 of scripts/results/hopper_kernels_h200_202611.md: they were dS, and dQ had NaN).
+A kernel must use every mbarrier that it allocates. If an mbarrier is only initialised, Triton gives its memory to
+another buffer, and PTX forbids that before mbarrier.inval. When processes share a GPU in time slices, those 8 bytes can
+become the mbarrier again.
 """
 
 from triton._C.libtriton import ir
@@ -16,17 +12,17 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 # Numbers of the hardware's named barriers. Triton uses 0, 1 and one for each worker partition; 8 to 15 are free.
-TURN_BARRIER = gl.constexpr(8)  # forward: 8, 9 and 10, one for each consumer
+PINGPONG_BARRIER = gl.constexpr(8)  # forward: 8, 9 and 10, one for each consumer
 HALVES_BARRIER = gl.constexpr(10)  # backward: the two warpgroups of an item
-MARKS_BARRIER = gl.constexpr(11)  # 11 to 15, one for each group of nan_marks.mark_rows
-WARPGROUP = gl.constexpr(128)  # threads, each of which hands back
-# blocks a warpgroup until all its threads are there; Triton 3.7 has another name for it
+MARKS_BARRIER = gl.constexpr(11)  # 11 to 15: the warpgroups that call nan_marks.mark_rows for the same rows
+WARPGROUP = gl.constexpr(128)  # threads
+# Blocks a warpgroup until all its threads arrive. The name differs between Triton 3.6 and 3.7.
 meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
 @gluon.jit
 def _run(INSTRUCTION: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr):
-    # volatile and scalar, so that every thread of the partition runs it once; the result is only there to have one
+    # Volatile and scalar, so that each thread of the partition runs it once. The result has no meaning.
     gl.inline_asm_elementwise(
         f"{INSTRUCTION} {BARRIER}, {THREADS}; mov.u32 $0, 0;", "=r,~{memory}", [], gl.int32, False, 1
     )
@@ -39,25 +35,27 @@ def named_barrier(BARRIER: gl.constexpr, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def wait_turn(CONSUMER: gl.constexpr):
-    """Blocks this consumer's four warps until the one before it has passed the turn on."""
-    _run("barrier.cta.sync.aligned", TURN_BARRIER + CONSUMER, 256)
+def wait_pingpong(CONSUMER: gl.constexpr):
+    """Blocks this consumer's warpgroup until the consumer before it calls `pass_pingpong`.
+
+    With ping-pong, one consumer issues matmuls while the others compute their softmax (arXiv:2407.08608, section 3.1).
+    """
+    _run("barrier.cta.sync.aligned", PINGPONG_BARRIER + CONSUMER, 256)
 
 
 @gluon.jit
-def pass_turn(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Lets the next consumer go on; does not block."""
-    _run("barrier.cta.arrive.aligned", TURN_BARRIER + (CONSUMER + 1) % CONSUMERS, 256)
+def pass_pingpong(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Lets the next consumer go on. Does not block."""
+    _run("barrier.cta.arrive.aligned", PINGPONG_BARRIER + (CONSUMER + 1) % CONSUMERS, 256)
 
 
 @gluon.jit
 def hand_back(empty):
     """Arrives at an mbarrier that counts WARPGROUP for each reader of a buffer: this warpgroup has read it.
 
-    mbarrier.arrive lets one thread arrive for all, so it holds the warpgroup up until its last warp is there, and
-    Triton puts such a barrier before the next product too. Here each thread arrives for itself, by the instruction for
-    its copies by cp.async, of which it has none. That orders nothing that a thread has stored: it is for buffers that
-    have only been read, by products and TMA that have been waited for and by loads whose values have been used.
+    With mbarrier.arrive one thread arrives for all, and the warpgroup waits for its last warp. Here each thread arrives
+    for itself, by cp.async's arrive instruction. It orders no stores: the buffer must only have been read, by matmuls
+    and TMA that were waited for and by loads whose values were used.
     """
     async_copy.mbarrier_arrive(empty, increment_count=False)
 
@@ -66,8 +64,8 @@ def hand_back(empty):
 def hand_over(full):
     """Arrives at an mbarrier that counts WARPGROUP for each writer of a buffer: this warpgroup has stored its part.
 
-    For products and TMA, which read it by the async proxy. Each thread arrives for itself, as in `hand_back`, which
-    orders nothing: so each first fences what it has stored, for that proxy and then for whoever waits.
+    The readers are matmuls and TMA, which use the async proxy. Each thread arrives for itself, so each first fences its
+    stores, for that proxy and for the threads that wait.
     """
     fence_async_shared()
     gl.inline_asm_elementwise("fence.acq_rel.cta; mov.u32 $0, 0;", "=r,~{memory}", [], gl.int32, False, 1)
@@ -76,9 +74,9 @@ def hand_over(full):
 
 @gl._core.builtin
 def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
-    """Adds a tile of shared memory to global memory: cp.reduce.async.bulk.tensor, waited for by tma.store_wait.
+    """Adds a tile of shared memory to global memory (cp.reduce.async.bulk.tensor). Wait with tma.store_wait.
 
-    Triton 3.6 and 3.7 build the operation but do not export it. Rows past the tensor's end are left out.
+    Triton 3.6 and 3.7 can build the operation but do not export it. Rows past the tensor's end are left out.
     """
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     kind = ir.DESCRIPTOR_REDUCE_KIND.ADD

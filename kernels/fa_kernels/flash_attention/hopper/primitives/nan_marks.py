@@ -1,11 +1,10 @@
-"""Marks of NaN for the portable kernels to repair: the Hopper kernels multiply across the edges of documents.
+"""Marks of NaN for the portable kernels to repair.
 
-An invisible pair has a P of 0 (a dS of 0 or NaN), but 0 times the NaN of a neighbour is NaN, in every row of the tile.
-To keep NaN out of each product, as nan_isolation.contain does, would cost registers and time in every loop over masked
-blocks. Instead, rows that end as NaN are marked, and the portable kernels, which contain NaN, compute their tiles
-again.
+The Hopper kernels multiply across the edges of documents. P of an invisible pair is 0, but 0 times NaN is NaN, so NaN
+of one document reaches each row of a tile that holds it too. To isolate NaN in each product would cost registers and
+time. Instead the kernels mark rows that end as NaN, and the portable kernels compute the tiles of those rows again.
 
-Each mark is written once, by those that own its rows, whether they are spoiled or not: so nobody zeroes marks before.
+The owner of 64 rows writes their mark, 0 or 1, so marks need no initial value.
 """
 
 from triton.experimental import gluon
@@ -16,20 +15,20 @@ from fa_kernels.flash_attention.nan_isolation import ROWS_PER_MARK
 
 
 @gluon.jit
-def mark_rows(x, rest, first, head, total, spoiled_ptr, GROUP: gl.constexpr, THREADS: gl.constexpr = 128):
+def mark_rows(columns, first, head, total, marks_ptr, WARPGROUP: gl.constexpr, THREADS: gl.constexpr = 128):
     """Marks (nan_isolation.new_marks) the 64 rows of a head from `first` on: 1 if one has NaN or infinity, else 0.
 
-    x and rest: what the warpgroup holds of those rows, [64, D] and [64, D_2]; rest may be None. Waits until THREADS
-    threads, the warpgroups that hold all that the mark is of, are here; others have another GROUP, below 5.
+    columns: what the warpgroup holds of those rows, a tuple of [64, D] for the columns of a head. THREADS: those of all
+    warpgroups that hold a part of the rows; they meet here. WARPGROUP: a number below 5 that no others use.
     """
     if first < total:
-        zeros = gl.sum(x * 0.0, 1)  # NaN where a row is not finite
-        if rest is not None:
-            zeros += gl.convert_layout(gl.sum(rest * 0.0, 1), zeros.type.layout, assert_trivial=True)
-        spoiled_ptr += head.to(gl.int64) * gl.cdiv(total, ROWS_PER_MARK) + first // ROWS_PER_MARK
-        # a thread has two rows; the barrier tells every one whether any has NaN, and all store that
+        zeros = gl.sum(columns[0] * 0.0, 1)  # NaN where a row is not finite
+        for i in gl.static_range(1, len(columns)):
+            zeros += gl.convert_layout(gl.sum(columns[i] * 0.0, 1), zeros.type.layout, assert_trivial=True)
+        marks_ptr += head.to(gl.int64) * gl.cdiv(total, ROWS_PER_MARK) + first // ROWS_PER_MARK
+        # A thread holds two rows. The barrier tells each thread whether any has NaN, and all store the same mark.
         asm: gl.constexpr = f"""{{ .reg .pred p; .reg .b32 mark; setp.nan.f32 p, $2, $3;
-            barrier.cta.red.or.aligned.pred p, {MARKS_BARRIER + GROUP}, {THREADS}, p;
+            barrier.cta.red.or.aligned.pred p, {MARKS_BARRIER + WARPGROUP}, {THREADS}, p;
             selp.b32 mark, 1, 0, p; st.global.b32 [$4], mark; mov.b32 $0, 0; mov.b32 $1, 0; }}"""
-        ptr = spoiled_ptr.to(gl.int64)
+        ptr = marks_ptr.to(gl.int64)
         gl.inline_asm_elementwise(asm, "=r,=r,f,f,l,l,~{memory}", [zeros, ptr], gl.int32, False, 2)

@@ -1,11 +1,10 @@
-"""A queue of work items: persistent programs take the next one from a counter, and hand it to their warpgroups.
+"""A queue of work items: a persistent program takes items from a counter and hands them to its warpgroups.
 
-A static split of the items over the programs ends when the unluckiest program does; a counter lets whoever is done
-take the next. One warp of a program takes items and posts what it found of each (up to 32 numbers) in one of two slots
-of shared memory, which its warpgroups read, so that one warp waits for global memory where many would.
+Program i works item i first, then item (number of programs) + ticket. A launch therefore hands out as many tickets as
+it has items, and the warp that draws the last ticket sets the counter back to 0 for the next launch.
 
-Program i works item i first and then item (number of programs) + ticket, so that a launch hands out exactly as many
-tickets as it has items, and whoever draws the last one sets the counter back to 0 for the next launch.
+One warp of a program draws tickets. It posts up to 32 integers for each item in one of two slots of shared memory,
+which the warpgroups read. So one warp waits for global memory, and the others wait for a barrier.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -17,35 +16,37 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from fa_kernels.device import multiprocessors
+from fa_kernels.flash_attention.hopper.primitives.ring import new_barriers
+from fa_kernels.flash_attention.hopper.primitives.structure import structure
 from fa_kernels.launch.record import lasting
 
 _FIELDS = gl.constexpr(32)
-# the backward kernels draw the next item when so many steps of this one are left to load: early enough to have the
-# answer in time, and late enough not to hold, with much left to do, an item that an idle program could take
+# The backward kernels draw the next ticket when so many steps are left to load. An earlier draw could keep the item
+# from an idle program, and a later one would come too late.
 DRAWN_BEFORE = gl.constexpr(4)
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def counter(device: torch.device) -> Tensor:
-    """(1,) int32 on `device`, 0 when the next launch on the current stream begins, which leaves it 0.
+    """Returns the counter for the next launch on the current stream: (1,) int32, 0 before and after each launch.
 
-    One counter for each stream: launches on one stream follow one another, but two on different streams may run at the
-    same time and would take each other's tickets. A CUDA graph may be replayed on any stream, so while one is captured
-    every launch gets a counter of its own, zeroed within the graph. Never waits for the GPU.
+    Each stream has its own counter, because launches on two streams may run at the same time. A CUDA graph may be
+    replayed on any stream. While a graph is captured, each launch gets a new counter, which the graph sets to 0. Never
+    waits for the GPU.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device)
     key = device, stream.cuda_stream
     if key not in _COUNTERS:
-        # by another thread: torch.compile(mode="reduce-overhead") lends this one a memory pool that it empties later
+        # In another thread: torch.compile(mode="reduce-overhead") may have lent this one a memory pool that it empties.
         with ThreadPoolExecutor(1) as thread:
             _COUNTERS[key] = thread.submit(_zero, stream).result()
     return _COUNTERS[key]
 
 
 def programs_of(n_items: int, device: torch.device, dynamic: bool) -> tuple[int, Tensor | None]:
-    """How many programs a launch has, and the counter that its kernel takes; without one, a program works one item."""
+    """Returns the number of programs and their counter. Unless `dynamic`, each program works one item: no counter."""
     if not dynamic:
         return n_items, None
     return min(n_items, multiprocessors(device)), lasting(counter(device))
@@ -56,21 +57,30 @@ def _zero(stream: torch.cuda.Stream) -> Tensor:
         return torch.zeros(1, dtype=torch.int32, device=stream.device)
 
 
+@structure
+class Queue:
+    """Two slots for items, with mbarriers: full, an item was posted; empty, all warpgroups have read it."""
+
+    slots: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
 @gluon.jit
 def new_queue(READERS: gl.constexpr):
-    """Two slots for items and their barriers; READERS warpgroups read each item."""
+    """A queue whose items are read by READERS warpgroups."""
     slots = gl.allocate_shared_memory(gl.int32, [2, _FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    full = new_barriers(2)
+    empty = new_barriers(2)
     for i in gl.static_range(2):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=READERS)
-    return slots, full, empty
+    return Queue(slots, full, empty)
 
 
 @gluon.jit
 def take(counter_ptr):
-    """For a single warp: draws a ticket. In lane 0 alone, and in flight until `item_of` asks for it."""
+    """Draws a ticket. For one warp, in lane 0. Call `item_of` to wait for the result."""
     asm: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 $0, 0; "
         "@p atom.global.add.u32 $0, [$1], 1; }"
@@ -80,46 +90,38 @@ def take(counter_ptr):
 
 @gluon.jit
 def item_of(ticket, counter_ptr, n_items):
-    """The item that a ticket stands for, in every lane; n_items or more: there is none left."""
+    """Returns the item of a ticket in every lane. n_items or more means that none is left."""
     ticket = gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [ticket], gl.int32, False, 1)
-    if ticket == n_items - 1:  # nobody draws after this one
+    if ticket == n_items - 1:  # the last ticket of the launch
         gl.store(counter_ptr, 0)
     return ticket + gl.num_programs(0)
 
 
 @gluon.jit
-def post(queue, turn, fields):
-    """For a single warp: hands the tuple of int32 scalars to the readers as the program's item number `turn`."""
-    slots, full, empty = queue
+def post(queue, item_index, fields):
+    """Hands a tuple of int32 scalars to the readers. For one warp. item_index: the item's number in this program."""
     index = gl.arange(0, _FIELDS, layout=gl.BlockedLayout([1], [32], [1], [0]))
     values = gl.where(index == 0, fields[0], 0)
     for i in gl.static_range(1, len(fields)):
         values = gl.where(index == i, fields[i], values)
-    slot = turn % 2
-    mbarrier.wait(empty.index(slot), (turn // 2) & 1 ^ 1)
-    slots.index(slot).store(values)
-    mbarrier.arrive(full.index(slot), count=1)
+    slot = item_index % 2
+    mbarrier.wait(queue.empty.index(slot), (item_index // 2) & 1 ^ 1)
+    queue.slots.index(slot).store(values)
+    mbarrier.arrive(queue.full.index(slot), count=1)
 
 
 @gluon.jit
-def read(queue, turn):
-    """For a warpgroup: the program's item number `turn`, as `field` takes it; waits until it is posted."""
-    slots, full, empty = queue
-    slot = turn % 2
-    mbarrier.wait(full.index(slot), (turn // 2) & 1)
-    values = slots.index(slot).load(gl.BlockedLayout([32], [32], [4], [0]))  # all of them in every thread
-    mbarrier.arrive(empty.index(slot), count=1)
+def read(queue, item_index):
+    """Waits until an item is posted and returns its fields, for `field`. For one warpgroup."""
+    slot = item_index % 2
+    mbarrier.wait(queue.full.index(slot), (item_index // 2) & 1)
+    values = queue.slots.index(slot).load(gl.BlockedLayout([32], [32], [4], [0]))  # all fields in every thread
+    mbarrier.arrive(queue.empty.index(slot), count=1)
     return values
 
 
 @gluon.jit
 def field(values, INDEX: gl.constexpr):
-    """Number INDEX of what was posted; all in one thread's registers, the sum folds into picking one of them."""
+    """Field INDEX of what was posted. A thread holds all fields in registers, so the sum compiles to one move."""
     index = gl.arange(0, _FIELDS, layout=gl.BlockedLayout([32], [32], [4], [0]))
     return gl.sum(gl.where(index == INDEX, values, 0), 0)
-
-
-@gluon.jit
-def five_fields(values):
-    """The first five numbers of what was posted."""
-    return field(values, 0), field(values, 1), field(values, 2), field(values, 3), field(values, 4)

@@ -1,15 +1,14 @@
-"""Functions of all values of an accumulator that a thread holds, and numbers that it keeps of each of its rows.
+"""Functions of the values of an accumulator that a thread holds in registers.
 
-Of a warpgroup's accumulator [64, N] a thread holds N / 2 values: of row i and of row i + 8 in turns a pair of adjacent
-columns, the next pair eight columns on. PER_ROW [64, 8] is such an accumulator too, of which it holds four values. A
-number of each row fills it, twice in each of four threads, or is the sum of all eight columns.
+Of a warpgroup's accumulator [64, N] a thread holds N / 2 values: a pair of adjacent columns of row i, the same pair of
+row i + 8, then the pairs eight columns on. PER_ROW [64, 8] is such an accumulator with one value for each row: the
+value fills all eight columns, or is the sum of them. A thread holds four values of it.
 
-Rows of fp32 are written to shared memory 8 bytes at a time, by threads of which two and two use the same banks. Where
-it does not matter how an accumulator lies there, `in_order_of_threads` takes half the cycles: 16 bytes of a thread side
-by side.
+Rows of fp32 are stored to shared memory 8 bytes at a time, and pairs of threads hit the same banks. If the order in
+memory is free, `in_order_of_threads` stores 16 bytes of a thread at a time, in half the cycles.
 
-`keep_columns` masks by one bit for each column, which takes a third of the instructions of two comparisons each: ptxas
-turns tests of single bits into R2P, which moves seven bits into predicates at once.
+`keep_columns` holds a row's visible columns as bits of a register. ptxas turns tests of single bits into R2P, which
+moves seven of them to predicates at once: a third of the instructions of two comparisons for each element.
 """
 
 from triton.experimental import gluon
@@ -17,6 +16,18 @@ from triton.experimental.gluon import language as gl
 from triton.language import core
 
 PER_ROW = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
+
+
+@gluon.constexpr_function
+def accumulator(n):
+    """The layout of a warpgroup's accumulator [64, n]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
+
+
+@gluon.constexpr_function
+def operand(n):
+    """The layout of a first operand in registers, for an accumulator [64, n]."""
+    return gl.DotOperandLayout(operand_index=0, parent=accumulator(n), k_width=2)
 
 
 class _OneTuple:
@@ -33,9 +44,9 @@ class _OneTuple:
 def map_threads(function, tensors, constants, _semantic=None, _generator=None):
     """Calls `function` in each thread with a tuple of all its values of `tensors`, one tensor after another.
 
-    It is called with `constants` too, and returns as many values for each tensor of the result. It must be free of side
-    effects; a whole warp may vote and shuffle where all of it goes the same way. Gluon's map_elementwise, of Triton 3.6
-    and 3.7, has an argument for each value in place of the tuple.
+    `constants` are further arguments. The function returns as many values for each tensor of the result. It must have
+    no side effects. It may vote and shuffle where the whole warp takes the same path. Gluon's map_elementwise (Triton
+    3.6 and 3.7) passes each value as an argument instead of a tuple.
     """
     pack = tensors[0].numel.value // 128
     generator = _OneTuple(_generator, [core.constexpr(x) for x in constants])
@@ -44,7 +55,7 @@ def map_threads(function, tensors, constants, _semantic=None, _generator=None):
 
 @gluon.jit
 def along_rows(x, like):
-    """x [64, 8] over and over, in the shape and the layout of `like` [64, N]; moves nothing."""
+    """Repeats x [64, 8] along the columns, in the shape and the layout of `like` [64, N]. Moves no data."""
     for _ in gl.static_range(_doublings(like.shape[1])):
         x = gl.reshape(gl.permute(gl.join(x, x), [0, 2, 1]), [x.shape[0], x.shape[1] * 2])
     return gl.convert_layout(x, like.type.layout, assert_trivial=True)
@@ -52,7 +63,7 @@ def along_rows(x, like):
 
 @gluon.jit
 def first_columns(x):
-    """The inverse: the first eight columns of x [64, N]."""
+    """Returns the first eight columns of x [64, N]: the inverse of `along_rows`."""
     for _ in gl.static_range(_doublings(x.shape[1])):
         x, _ = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))
     return gl.convert_layout(x, PER_ROW, assert_trivial=True)
@@ -60,10 +71,10 @@ def first_columns(x):
 
 @gluon.jit
 def in_order_of_threads(x):
-    """An accumulator x [64, N] as [2 N, 32] with eight threads' four numbers in a row; moves nothing.
+    """Views an accumulator x [64, N] as [2 N, 32], with four values of each of eight threads in a row. Moves no data.
 
-    Of the bits of a number's place there, the lowest is that of its column, then come bit 3 of its row, bits 1 and 2 of
-    the column, 0 to 2, 4 and 5 of the row, and the rest of the column.
+    The bits of an element's index in that view, from the lowest: bit 0 of its column, bit 3 of its row, bits 1 and 2 of
+    the column, bits 0 to 2, 4 and 5 of the row, and the other bits of the column.
     """
     x = gl.reshape(x, [4, 2, 8, x.shape[1] // 8, 4, 2])
     return gl.reshape(gl.permute(x, [3, 0, 2, 4, 1, 5]), [x.shape[3] * 16, 32])
@@ -76,19 +87,19 @@ def _doublings(n):
 
 @gluon.jit
 def keep_columns(x, start, end, OTHERWISE: gl.constexpr):
-    """x [M, N] where start <= column < end, elsewhere OTHERWISE; start and end [M], in the layout of x's rows.
+    """Returns x [M, N] where start <= column < end, and OTHERWISE elsewhere. start, end: [M].
 
-    x is fp32 in the layout of a warpgroup's accumulator, N at most 128.
+    x is fp32 in the layout of a warpgroup's accumulator, start and end in that of its rows. N is at most 128.
     """
-    n: gl.constexpr = x.shape[1] // 2  # a thread holds two rows' quarters
+    n: gl.constexpr = x.shape[1] // 2  # two rows, a quarter of each
     start, end = gl.expand_dims(start, 1), gl.expand_dims(end, 1)
     return gl.inline_asm_elementwise(_asm(n, OTHERWISE), _constraints(n), [x, start, end], gl.float32, True, n)
 
 
 @gluon.constexpr_function
 def _asm(n, otherwise):
-    # Of a thread's n values, pairs of columns of row i and of row i + 8 take turns. Bit 2 g + e of a row's mask is
-    # column 8 g + 2 (lane % 4) + e.
+    # A thread's n values alternate between pairs of row i and of row i + 8. Bit 2 g + e of a row's mask is column
+    # 8 g + 2 (lane % 4) + e.
     lines = ["{", ".reg .b32 lane, a, b, c, m0, m1;", ".reg .pred p;"]
     lines += ["mov.u32 lane, %laneid;", "and.b32 lane, lane, 3;", "shl.b32 lane, lane, 1;"]
     for row in (0, 1):
@@ -103,7 +114,7 @@ def _asm(n, otherwise):
 
 @gluon.constexpr_function
 def _below(mask, column):
-    # the bits of the columns before the operand: two for each whole group of 8, and of the next one 0 to 2
+    # The bits of the columns before the operand: two for each whole group of 8, and 0 to 2 of the next group.
     return [
         f"sub.s32 a, ${column}, lane;",
         "max.s32 a, a, 0;",

@@ -1,0 +1,423 @@
+"""The consumers of the fused backward kernel (fused.py): S, P, dP and dS of 64 keys, and dK and dV.
+
+A step computes S^T = K Q^T and dP^T = V dO^T, writes dS^T for the dQ warpgroup, and adds P^T dO to dV and dS^T Q to dK.
+`_step` does this in order. `_step_ahead` also begins S of the next step, so that the tensor cores have work meanwhile.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from fa_kernels.device import LOG2_E
+from fa_kernels.flash_attention.hopper.backward.items import (
+    Barriers,
+    Buffers,
+    Visible,
+    first_step,
+    hide,
+    locate_item,
+    next_step,
+    posted_item,
+    visible_queries,
+)
+from fa_kernels.flash_attention.hopper.primitives.barriers import (
+    HALVES_BARRIER,
+    hand_back,
+    hand_over,
+    meet,
+    named_barrier,
+)
+from fa_kernels.flash_attention.hopper.primitives.columns import (
+    begin_scores,
+    begin_scores_at,
+    both_at,
+    rows_at,
+    width_of,
+    with_rest_at,
+)
+from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
+from fa_kernels.flash_attention.hopper.primitives.queue import field, read
+from fa_kernels.flash_attention.hopper.primitives.registers import accumulator, operand
+from fa_kernels.flash_attention.hopper.primitives.ring import Ring, place_of, wait_full
+from fa_kernels.flash_attention.hopper.primitives.structure import structure
+from fa_kernels.flash_attention.hopper.primitives.work import Ranges, Scale
+from fa_kernels.flash_attention.scores import cap
+
+
+@structure
+class Work:
+    """What both consumers of a program share. marks: a pointer, or None where NaN is not marked."""
+
+    buffers: Buffers
+    barriers: Barriers
+    ds: Ring  # buffers [DS_STAGES, keys, queries]
+    ranges: Ranges
+    marks: gl.tensor
+    scale: Scale
+
+
+@structure
+class Keys:
+    """What a consumer uses of its 64 keys in each step: K and V, a tuple for a head's columns, and who sees them."""
+
+    k: tuple  # [64, columns], in registers or in shared memory
+    v: tuple
+    visible: Visible
+
+
+@structure
+class Step:
+    """A step's number and first query, and the places of its Q and dO, and of its dS, in their rings, with phases."""
+
+    number: gl.tensor
+    m: gl.tensor
+    stage: gl.tensor
+    phase: gl.tensor
+    ds_stage: gl.tensor
+    ds_phase: gl.tensor
+
+
+@structure
+class Gradients:
+    """dK and dV [64, columns] of one block of columns."""
+
+    dk: gl.tensor
+    dv: gl.tensor
+
+
+@structure
+class Probabilities:
+    """P^T [64, M] in 16 bits for dV, and the factor of dP - delta in dS^T: P, times the slope of a soft cap."""
+
+    low: gl.tensor
+    factor: gl.tensor
+
+
+@gluon.jit
+def _no_gradients(buffers, KEYS: gl.constexpr):
+    """Zeros, for each block of columns."""
+    gradients = ()
+    for i in gl.static_range(len(buffers.k)):
+        gradients += (_zero_gradients(KEYS, buffers.k[i].shape[2]),)
+    return gradients
+
+
+@gluon.jit
+def _zero_gradients(KEYS: gl.constexpr, COLUMNS: gl.constexpr):
+    dk = gl.zeros([KEYS, COLUMNS], gl.float32, layout=accumulator(COLUMNS))
+    dv = gl.zeros([KEYS, COLUMNS], gl.float32, layout=accumulator(COLUMNS))
+    return Gradients(dk, dv)
+
+
+@gluon.jit
+def _read_rows(rows, stage, LAYOUT: gl.constexpr):
+    """lse or delta of a step."""
+    return rows.index(stage).load(gl.SliceLayout(0, LAYOUT))
+
+
+@gluon.jit
+def _probabilities(
+    scores, lse, m, visible, scale, dtype: gl.constexpr, HALVES: gl.constexpr, HAS_SOFTCAP: gl.constexpr
+):  # fmt: skip
+    """S^T [64, M] of the queries from `m` on -> `Probabilities`."""
+    lse = gl.expand_dims(lse, 0)
+    if HAS_SOFTCAP:
+        scores, t = cap(scores, scale.softmax, scale.softcap, dtype)
+        p = gl.exp2(scores - lse)
+    else:
+        p = gl.exp2(scores * (scale.softmax * LOG2_E) - lse)
+    p = hide(p, visible, m)
+    p_low = p.to(dtype)
+    factor = p_low if HALVES else p
+    if HAS_SOFTCAP:
+        slope = 1.0 - t * t
+        factor = _product(p_low, slope.to(dtype)) if HALVES else p * slope
+    return Probabilities(p_low, factor)
+
+
+@gluon.jit
+def _product(a, b):
+    """a b in bf16, two elements at a time. Triton would multiply in fp32 and round."""
+    gl.static_assert(a.dtype == gl.bfloat16 and b.dtype == gl.bfloat16)
+    return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], gl.bfloat16, True, 2)
+
+
+@gluon.jit
+def _begin_dv(gradients, p_low, do):
+    """Starts dV += P^T dO."""
+    begun = ()
+    for i in gl.static_range(len(gradients)):
+        dv = gradients[i].dv
+        p = gl.convert_layout(p_low, operand(dv.shape[1]))
+        begun += (Gradients(gradients[i].dk, warpgroup_mma(p, do[i], dv, is_async=True)),)
+    return begun
+
+
+@gluon.jit
+def _begin_dk(gradients, ds, q):
+    """Starts dK += dS^T Q."""
+    begun = ()
+    for i in gl.static_range(len(gradients)):
+        dk = gradients[i].dk
+        ds_operand = gl.convert_layout(ds, operand(dk.shape[1]))
+        begun += (Gradients(warpgroup_mma(ds_operand, q[i], dk, is_async=True), gradients[i].dv),)
+    return begun
+
+
+@gluon.jit
+def _wait_for_gradients(gradients, others):
+    """Waits for all matmuls. Returns the gradients and `others`, a tuple of accumulators."""
+    deps = others
+    for i in gl.static_range(len(gradients)):
+        deps += (gradients[i].dv,)
+    for i in gl.static_range(len(gradients)):
+        deps += (gradients[i].dk,)
+    done = warpgroup_mma_wait(0, deps=deps)
+    N_OTHERS: gl.constexpr = len(others)
+    N_COLUMNS: gl.constexpr = len(gradients)
+    waited = ()
+    for i in gl.static_range(N_COLUMNS):
+        waited += (Gradients(done[N_OTHERS + N_COLUMNS + i], done[N_OTHERS + i]),)
+    return waited, done[:N_OTHERS]
+
+
+@gluon.jit
+def _write_ds(p, dp, delta, ds, stage, HALF: gl.constexpr, CONFIG: gl.constexpr):
+    """Computes dS^T [64, M] of this half, writes it to a stage of the ring, and returns it in 16 bits."""
+    KEYS: gl.constexpr = dp.shape[0]
+    difference = dp - gl.expand_dims(delta, 0)
+    if CONFIG.halves:
+        values = _product(p.factor, difference.to(p.low.dtype))
+    else:
+        values = (p.factor * difference).to(p.low.dtype)
+    ds.buffers.index(stage).slice(HALF * KEYS, KEYS, dim=0).store(values)
+    if CONFIG.each_hands_over:
+        hand_over(ds.full.index(stage))
+    else:
+        fence_async_shared()
+        mbarrier.arrive(ds.full.index(stage), count=1)
+    return values
+
+
+@gluon.jit
+def _step(gradients, step, keys, work, HALF: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr):
+    """One step of a consumer. Returns the gradients and the next step's place, with its phase.
+
+    dP is begun when S has become P, because the registers do not hold both.
+    """
+    buffers, barriers = work.buffers, work.barriers
+    stage = step.stage
+    q, do = both_at(buffers.q, buffers.do, stage)  # [M, columns]
+    KEYS: gl.constexpr = keys.k[0].shape[0]
+    BLOCK_M: gl.constexpr = q[0].shape[0]
+    SCORES: gl.constexpr = accumulator(BLOCK_M)
+    N_COLUMNS: gl.constexpr = len(q)
+    no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=SCORES)
+    mbarrier.wait(barriers.q_full.index(stage), step.phase)
+    scores = begin_scores(keys.k, q, no_scores)  # [64, M]
+    if CONFIG.lse_early:
+        lse = _read_rows(buffers.lse, stage, SCORES)
+    mbarrier.wait(barriers.do_full.index(stage), step.phase)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    if not CONFIG.lse_early:
+        lse = _read_rows(buffers.lse, stage, SCORES)
+    p = _probabilities(scores, lse, step.m, keys.visible, work.scale, q[0].dtype, CONFIG.halves, HAS_SOFTCAP)
+    next_stage, next_phase = _next_place(step, step.number + 1, buffers.lse.shape[0])
+    dp = begin_scores(keys.v, do, no_scores)
+    if CONFIG.halves:
+        gradients = _begin_dv(gradients, p.low, do)
+    if CONFIG.delta_early:
+        delta = _read_rows(buffers.delta, stage, SCORES)
+    dp = warpgroup_mma_wait(N_COLUMNS if CONFIG.halves else 0, deps=[dp])
+    work.ds.wait_empty(step.ds_stage, step.ds_phase)
+    if not CONFIG.delta_early:
+        delta = _read_rows(buffers.delta, stage, SCORES)
+    ds = _write_ds(p, dp, delta, work.ds, step.ds_stage, HALF, CONFIG)
+    if not CONFIG.halves:  # before, P was in registers, and there was no room for its operand
+        gradients = _begin_dv(gradients, p.low, do)
+    gradients, _ = _wait_for_gradients(_begin_dk(gradients, ds, q), ())
+    hand_back(barriers.empty.index(stage))
+    return gradients, next_stage, next_phase
+
+
+@gluon.jit
+def _step_ahead(
+    scores, gradients, step, stop, keys, work, HALF: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr
+):  # fmt: skip
+    """One step of a consumer whose S is complete. Returns S of the next step too, which was computed meanwhile.
+
+    Past an item's last step, Q of the next stage may be anything, and nothing reads the S that is returned.
+    """
+    buffers, barriers = work.buffers, work.barriers
+    stage = step.stage
+    q, do = both_at(buffers.q, buffers.do, stage)  # [M, columns]
+    SCORES: gl.constexpr = scores.type.layout
+    N_COLUMNS: gl.constexpr = len(q)
+    no_scores = gl.zeros_like(scores)
+    if CONFIG.lse_early:
+        lse = _read_rows(buffers.lse, stage, SCORES)
+    mbarrier.wait(barriers.do_full.index(stage), step.phase)
+    dp = begin_scores(keys.v, do, no_scores)  # [64, M]
+    if not CONFIG.lse_early:
+        lse = _read_rows(buffers.lse, stage, SCORES)
+    p = _probabilities(scores, lse, step.m, keys.visible, work.scale, q[0].dtype, CONFIG.halves, HAS_SOFTCAP)
+    following = step.number + 1
+    next_stage, next_phase = _next_place(step, following, buffers.lse.shape[0])
+    q_next = buffers.q[0].index(next_stage)
+    mbarrier.wait(barriers.q_full.index(next_stage), next_phase, pred=following < stop)
+    if CONFIG.after_dp:  # nothing waits between S and dS, so that ptxas mixes their instructions
+        gradients = _begin_dv(gradients, p.low, do)
+        work.ds.wait_empty(step.ds_stage, step.ds_phase)
+        dp = warpgroup_mma_wait(N_COLUMNS, deps=[dp])
+        scores = begin_scores_at(keys.k, q_next, buffers.q, next_stage, no_scores)
+    else:
+        scores = begin_scores_at(keys.k, q_next, buffers.q, next_stage, no_scores)
+        gradients = _begin_dv(gradients, p.low, do)
+        dp = warpgroup_mma_wait(2 * N_COLUMNS, deps=[dp])
+        work.ds.wait_empty(step.ds_stage, step.ds_phase)
+    delta = _read_rows(buffers.delta, stage, SCORES)
+    ds = _write_ds(p, dp, delta, work.ds, step.ds_stage, HALF, CONFIG)
+    gradients, others = _wait_for_gradients(_begin_dk(gradients, ds, q), (scores,))
+    hand_back(barriers.empty.index(stage))
+    return others[0], gradients, next_stage, next_phase
+
+
+@gluon.jit
+def _next_place(step, following, STAGES: gl.constexpr):
+    """The place of Q and dO of the `following` step, and its phase."""
+    if STAGES & (STAGES - 1) == 0:
+        stage, phase = place_of(following, STAGES)
+    else:
+        is_last = step.stage == STAGES - 1
+        stage, phase = gl.where(is_last, 0, step.stage + 1), gl.where(is_last, step.phase ^ 1, step.phase)
+    return stage, phase
+
+
+@gluon.jit
+def _rows_in_registers(tiles, LAYOUT: gl.constexpr):
+    """The tiles as first operands of matmuls."""
+    values = ()
+    for i in gl.static_range(len(tiles)):
+        values += (tiles[i].load(LAYOUT),)
+    return values
+
+
+@gluon.jit
+def _consume_item(
+    item, item_index, done, HALF: gl.constexpr, out_descs, work, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    GROUP: gl.constexpr, BACKWARDS: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: dK and dV of half an item's keys, and that half of dS^T for dQ. HALF 0 stores dK, 1 stores dV.
+
+    item_index: the item's number in this program; done: the steps of the items before it. Returns the steps done.
+    """
+    buffers, barriers = work.buffers, work.barriers
+    STAGES: gl.constexpr = buffers.q[0].shape[0]
+    DS_STAGES: gl.constexpr = work.ds.buffers.shape[0]
+    ITEMS: gl.constexpr = buffers.k[0].shape[0]
+    BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
+    KEYS: gl.constexpr = buffers.k[0].shape[1] // 2
+    SCORES: gl.constexpr = accumulator(BLOCK_M)
+    COUNTED: gl.constexpr = STAGES & (STAGES - 1) != 0  # a division by three takes registers
+    KEYS_FIT: gl.constexpr = CONFIG.ahead and len(buffers.k) == 1  # in registers, of two blocks of columns they do not
+    m, head = first_step(item, GROUP, BLOCK_M, BACKWARDS)
+    stop = done + item.n_steps
+    place = item_index % ITEMS
+    k_first, v_first = buffers.k[0].index(place), buffers.v[0].index(place)
+    first = item.first + HALF * KEYS  # of this half
+    visible = visible_queries(work.ranges, first, KEYS, gl.SliceLayout(1, SCORES))
+    k_tiles, v_tiles = with_rest_at((k_first,), buffers.k, place), with_rest_at((v_first,), buffers.v, place)
+    k, v = rows_at(k_tiles, HALF * KEYS, KEYS), rows_at(v_tiles, HALF * KEYS, KEYS)  # [64, columns]
+    gradients = _no_gradients(buffers, KEYS)
+    stage, phase = place_of(done, STAGES)
+    wait_full(barriers.kv_full, item_index)
+    keys = Keys(k, v, visible)
+    if KEYS_FIT:
+        in_registers: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2)
+        keys = Keys(_rows_in_registers(k, in_registers), _rows_in_registers(v, in_registers), visible)
+    if CONFIG.ahead:
+        mbarrier.wait(barriers.q_full.index(stage), phase, pred=item.n_steps > 0)
+        no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=SCORES)
+        scores = begin_scores_at(keys.k, buffers.q[0].index(stage), buffers.q, stage, no_scores)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+    if ITEMS > 1:
+        if item_index > 0:  # by now dK and dV of the item before have left
+            tma.store_wait(0)
+            hand_back(barriers.kv_empty.index((item_index - 1) % ITEMS))
+    meet()  # or Triton puts such a barrier into every step, for what was waited for above
+    for number in range(done, stop):
+        if not COUNTED:
+            stage, phase = place_of(number, STAGES)
+        ds_stage, ds_phase = stage, phase
+        if DS_STAGES != STAGES:
+            ds_stage, ds_phase = place_of(number, DS_STAGES)
+        step = Step(number, m, stage, phase, ds_stage, ds_phase)
+        if CONFIG.ahead:
+            scores, gradients, next_stage, next_phase = _step_ahead(
+                scores, gradients, step, stop, keys, work, HALF, CONFIG, HAS_SOFTCAP
+            )
+        else:
+            gradients, next_stage, next_phase = _step(gradients, step, keys, work, HALF, CONFIG, HAS_SOFTCAP)
+        m, head = next_step(m, head, item, GROUP, BLOCK_M, BACKWARDS)
+        if COUNTED:
+            stage, phase = next_stage, next_phase
+    if work.marks is not None:
+        mark_rows(_sums_of(gradients), first, item.kv_head, work.ranges.total, work.marks, HALF)
+    _store_gradients(item, gradients, k, v, k_tiles, v_tiles, stop, HALF, out_descs, work)
+    return stop
+
+
+@gluon.jit
+def _sums_of(gradients):
+    """dK + dV for each block of columns: NaN where either has NaN."""
+    sums = ()
+    for i in gl.static_range(len(gradients) - 1, -1, -1):
+        sums = (gradients[i].dk + gradients[i].dv,) + sums  # noqa: RUF005  Gluon knows no stars
+    return sums
+
+
+@gluon.jit
+def _store_gradients(item, gradients, k, v, k_tiles, v_tiles, stop, HALF: gl.constexpr, out_descs, work):
+    """Starts to store dK and dV, through the buffers of V and K. k, v: this consumer's rows of them."""
+    dtype: gl.constexpr = k[0].dtype
+    HEAD_DIM: gl.constexpr = width_of(k)
+    meet()  # all warps have read their half of K and V
+    for i in gl.static_range(len(gradients)):
+        v[i].store(gradients[i].dv.to(dtype))
+    final = stop - 1
+    wait_full(work.ds.empty, final, pred=item.n_steps > 0)  # dQ has read K
+    for i in gl.static_range(len(gradients)):
+        k[i].store((gradients[i].dk * work.scale.softmax).to(dtype))
+    fence_async_shared()
+    named_barrier(HALVES_BARRIER, 256)  # both halves are there
+    tiles = k_tiles if HALF == 0 else v_tiles
+    for i in gl.static_range(len(tiles)):
+        tma.async_copy_shared_to_global(out_descs[i], [item.first, item.kv_head * HEAD_DIM], tiles[i])
+
+
+@gluon.jit
+def consume(
+    HALF: gl.constexpr, out_descs, work, order, queue, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    GROUP: gl.constexpr, ALIGNMENT: gl.constexpr, BACKWARDS: gl.constexpr,
+):  # fmt: skip
+    """`_consume_item` for the program's item, or for each item of the queue if there is one."""
+    BLOCK_M: gl.constexpr = work.buffers.q[0].shape[1]
+    BLOCK_N: gl.constexpr = work.buffers.k[0].shape[1]
+    if queue is None:
+        item = locate_item(gl.program_id(0), order, work.ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+        _consume_item(item, 0, 0, HALF, out_descs, work, CONFIG, HAS_SOFTCAP, GROUP, BACKWARDS)
+    else:
+        item_index, done = 0, 0
+        fields = read(queue, item_index)
+        while field(fields, 0) >= 0:
+            item = posted_item(fields)
+            done = _consume_item(item, item_index, done, HALF, out_descs, work, CONFIG, HAS_SOFTCAP, GROUP, BACKWARDS)
+            item_index += 1
+            fields = read(queue, item_index)
+    tma.store_wait(0)

@@ -1,0 +1,142 @@
+"""The dQ warpgroup of the fused backward kernel (fused.py): dQ = dS K, added to the sum in global memory by TMA."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from fa_kernels.flash_attention.hopper.backward.items import (
+    first_step,
+    locate_item,
+    next_step,
+    posted_item,
+)
+from fa_kernels.flash_attention.hopper.backward.order import (
+    note_added,
+)
+from fa_kernels.flash_attention.hopper.primitives.barriers import (
+    tma_reduce_add,
+)
+from fa_kernels.flash_attention.hopper.primitives.columns import (
+    at,
+    width_of,
+)
+from fa_kernels.flash_attention.hopper.primitives.queue import field, read
+from fa_kernels.flash_attention.hopper.primitives.registers import accumulator, in_order_of_threads
+from fa_kernels.flash_attention.hopper.primitives.ring import place_of, wait_full
+from fa_kernels.flash_attention.hopper.primitives.structure import structure
+
+SUMS = gl.constexpr(2)  # pieces of dQ on their way to memory
+
+
+@structure
+class Sum:
+    """Where dQ of one block of columns goes: a descriptor of the sum, and buffers [places, rows, 32] or [rows, 32]."""
+
+    desc: gl.tensor
+    buffers: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def _sum_item(item, item_index, done, sums, ds, k_bufs, kv_full, n_heads, dq_order, GROUP: gl.constexpr):
+    """One warpgroup: dQ of each step of an item, added to the sum in memory. Returns the steps done.
+
+    item_index and done are those of `_consume_item`. dq_order is None, or barriers of order.py for the only item.
+    """
+    DS_STAGES: gl.constexpr = ds.buffers.shape[0]
+    BLOCK_M: gl.constexpr = ds.buffers.shape[2]
+    ITEMS: gl.constexpr = k_bufs[0].shape[0]
+    m, head = first_step(item, GROUP, BLOCK_M, dq_order is not None)
+    stop = done + item.n_steps
+    k = at(k_bufs, item_index % ITEMS)
+    # an item without steps may be over for the others, and K of the next but one there, before this is asked
+    wait_full(kv_full, item_index, pred=item.n_steps > 0)
+    for step in range(done, stop):
+        stage, phase = place_of(step, DS_STAGES)
+        ds_tile = ds.buffers.index(stage)  # [N, M]
+        if dq_order is not None:
+            mbarrier.wait(dq_order.due.index(stage), phase)
+        ds.wait_full(stage, phase)
+        _add_step(step, m, head, sums, ds, ds_tile, stage, k, n_heads)
+        if dq_order is not None:  # what this step adds is still on its way
+            note_added(dq_order, step - 1, _pieces_of(sums, BLOCK_M, k))
+        m, head = next_step(m, head, item, GROUP, BLOCK_M, dq_order is not None)
+    if dq_order is not None:
+        note_added(dq_order, stop - 1, 0)
+    return stop
+
+
+@gluon.constexpr_function
+def _pieces_of(sums, block_m, k):
+    """How many pieces of dQ a step adds."""
+    rows = sums[0].buffers.shape[1] // 2
+    across = sum(tile.shape[1] // (part.buffers.shape[-2] // 2) for part, tile in zip(sums, k, strict=True))
+    return block_m // rows * across
+
+
+@gluon.jit
+def _add_step(step, m, head, sums, ds, ds_tile, stage, k, n_heads):
+    """Adds dQ of one step to the sum, and releases the step's stage of dS."""
+    ROWS: gl.constexpr = sums[0].buffers.shape[1] // 2  # queries of a piece
+    for i in gl.static_range(len(k)):
+        _add_columns(
+            step, m, head, sums[i].desc, sums[i].buffers, ds, ds_tile, stage, k[i], n_heads, ROWS, width_of(k),
+            width_of(k[:i]), i == len(k) - 1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _add_columns(
+    step, m, head, desc, buffers, ds, ds_tile, stage, k, n_heads, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BEFORE: gl.constexpr, IS_LAST: gl.constexpr,
+):  # fmt: skip
+    """`_add_step` for a block of columns, with BEFORE columns before it: pieces of ROWS queries, at most 64 columns."""
+    BLOCK_M: gl.constexpr = ds.buffers.shape[2]
+    COLUMNS: gl.constexpr = buffers.shape[-2] // 2  # of a piece
+    ACROSS: gl.constexpr = k.shape[1] // COLUMNS
+    PIECES: gl.constexpr = BLOCK_M // ROWS * ACROSS
+    ROWS_EACH: gl.constexpr = 2 * HEAD_DIM  # rows of the sum for ROWS queries of a head
+    no_dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout=accumulator(COLUMNS))
+    for piece in gl.static_range(PIECES):
+        ds_rows = ds_tile.slice(piece // ACROSS * ROWS, ROWS, dim=1).permute((1, 0))
+        k_columns = k.slice(piece % ACROSS * COLUMNS, COLUMNS, dim=1)
+        dq = warpgroup_mma(ds_rows, k_columns, no_dq, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        if piece == PIECES - 1 and IS_LAST:
+            ds.release(stage)
+        buffer = buffers
+        if len(buffers.shape) == 3:
+            buffer = buffers.index((PIECES * step + piece) % buffers.shape[0])
+        tma.store_wait(SUMS - 1)  # the sum before in this buffer has left it
+        buffer.store(in_order_of_threads(dq))
+        fence_async_shared()
+        unit = m // ROWS + piece // ACROSS
+        row = (unit * n_heads + head) * ROWS_EACH + (2 * BEFORE + piece % ACROSS * 2 * COLUMNS)
+        tma_reduce_add(desc, [row, 0], buffer)
+
+
+@gluon.jit
+def sum_queries(
+    sums, ds, k_bufs, kv_full, order, ranges, queue, dq_order, GROUP: gl.constexpr, ALIGNMENT: gl.constexpr
+):
+    """`_sum_item` for the program's item, or for each item of the queue if there is one."""
+    BLOCK_N: gl.constexpr = ds.buffers.shape[1]
+    BLOCK_M: gl.constexpr = ds.buffers.shape[2]
+    n_heads = order.n_heads * GROUP
+    if queue is None:
+        item = locate_item(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
+        _sum_item(item, 0, 0, sums, ds, k_bufs, kv_full, n_heads, dq_order, GROUP)
+    else:
+        item_index, done = 0, 0
+        fields = read(queue, item_index)
+        while field(fields, 0) >= 0:
+            item = posted_item(fields)
+            done = _sum_item(item, item_index, done, sums, ds, k_bufs, kv_full, n_heads, dq_order, GROUP)
+            item_index += 1
+            fields = read(queue, item_index)
+    tma.store_wait(0)

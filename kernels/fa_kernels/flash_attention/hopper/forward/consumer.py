@@ -1,0 +1,279 @@
+"""The consumers of the forward kernel (kernel.py): the attention of 64 queries of each item."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
+
+from fa_kernels.device import LOG2_E
+from fa_kernels.flash_attention.hopper.forward import columns, softmax
+from fa_kernels.flash_attention.hopper.forward.columns import Output
+from fa_kernels.flash_attention.hopper.forward.items import Item, Rings, Visits
+from fa_kernels.flash_attention.hopper.forward.softmax import HIDDEN, LN_2
+from fa_kernels.flash_attention.hopper.primitives.barriers import pass_pingpong, wait_pingpong
+from fa_kernels.flash_attention.hopper.primitives.columns import (
+    at,
+    begin_scores_at,
+)
+from fa_kernels.flash_attention.hopper.primitives.queue import (
+    Queue,
+    field,
+    read,
+)
+from fa_kernels.flash_attention.hopper.primitives.registers import accumulator
+from fa_kernels.flash_attention.hopper.primitives.ring import place_of
+from fa_kernels.flash_attention.hopper.primitives.structure import structure
+from fa_kernels.flash_attention.hopper.primitives.work import Ranges, Scale
+
+
+@structure
+class Work:
+    """What all consumers of a program share. sinks: a pointer, not read without sinks."""
+
+    out: Output
+    lse: gl.tensor
+    sinks: gl.tensor
+    scale: Scale
+    rings: Rings
+    queue: Queue
+    ranges: Ranges
+
+
+@structure
+class Queries:
+    """A consumer's 64 queries: Q, a tuple for the columns of a head, and the keys that each sees."""
+
+    q: tuple
+    key_start: gl.tensor
+    key_end: gl.tensor
+
+
+@structure
+class Running:
+    """What a consumer carries from block to block: the softmax of its rows, o, and P of the last block.
+
+    P is not yet multiplied with V. It is held as packed pairs, because two bf16 would take a register each.
+    """
+
+    row_max: gl.tensor
+    row_sum: gl.tensor
+    o: tuple
+    p: gl.tensor
+
+
+@gluon.jit
+def _pass_over(block, rings):
+    """A block that this consumer does not visit. The waits keep it from releasing a stage's next block."""
+    STAGES: gl.constexpr = rings.k.buffers[0].shape[0]
+    stage, phase = place_of(block, STAGES)
+    rings.k.wait_full(stage, phase)
+    rings.k.release(stage)
+    rings.v.wait_full(stage, phase)
+    rings.v.release(stage)
+    return block + 1
+
+
+@gluon.jit
+def _visit(
+    block, key, at_edge, more, running, queries, work, CONSUMER: gl.constexpr, MASK: gl.constexpr,
+    CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """One block of keys, from `key` on. Its K has landed; if there are `more` blocks, the next one's will have.
+
+    ptxas forces the order. The wait for the next K stands between the exponentials and the wait for P V: it ends a
+    basic block, without which ptxas moves the latter wait above the exponentials and nothing overlaps. No accumulator
+    is in flight over the loop's end, or every matmul waits for the one before (C7512, C7514).
+    """
+    k, v, q = work.rings.k, work.rings.v, queries.q
+    CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]
+    STAGES: gl.constexpr = k.buffers[0].shape[0]
+    dtype: gl.constexpr = q[0].dtype
+    o = running.o
+    stage, last = block % STAGES, (block - 1) % STAGES
+    operands = columns.operands(running.p, o, q)
+    if CONFIG.pingpong:
+        wait_pingpong(CONSUMER)
+    scores_token = _begin_scores(q, k, stage)
+    mbarrier.wait(v.full.index(last), ((block - 1) // STAGES) & 1)
+    o_tokens = columns.begin_values(operands, v.buffers, last, o)
+    if CONFIG.pingpong:
+        pass_pingpong(CONSUMER, CONSUMERS)
+    if CONFIG.pv_first:
+        values = columns.wait_for((scores_token,) + o_tokens)  # noqa: RUF005  Gluon knows no stars
+        scores, o = values[0], values[1:]
+        v.release(last)
+    else:
+        scores = warpgroup_mma_wait(len(o), deps=[scores_token])
+    k.release(stage)
+    scores = softmax.visible(scores, work.scale, queries, key, at_edge, dtype, MASK, HAS_SOFTCAP)
+    p, row_max, row_sum, factor = softmax.exponentials(
+        scores, running.row_max, running.row_sum, work.scale.softmax, dtype, HAS_SOFTCAP, CONFIG.max_first
+    )
+    block += 1
+    mbarrier.wait(k.full.index(block % STAGES), (block // STAGES) & 1, pred=more)
+    if not CONFIG.pv_first:
+        o = columns.wait_for(o_tokens)
+        v.release(last)
+    return block, Running(row_max, row_sum, columns.rescale(o, factor), p)
+
+
+@gluon.jit
+def _begin_scores(q, k, stage):
+    """Starts Q K^T of a stage."""
+    ROWS_EACH: gl.constexpr = q[0].shape[0]
+    BLOCK_N: gl.constexpr = k.buffers[0].shape[1]
+    zeros = gl.zeros([ROWS_EACH, BLOCK_N], gl.float32, layout=accumulator(BLOCK_N))
+    return begin_scores_at(q, k.buffers[0].index(stage), k.buffers, stage, zeros)
+
+
+@gluon.jit
+def _visit_first(
+    block, key, begin, stop, running, queries, work, item_index, CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """The first block of keys of an item, `begin` of those before `stop`. There is no P of a block before."""
+    k, q = work.rings.k, queries.q
+    CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]
+    STAGES: gl.constexpr = k.buffers[0].shape[0]
+    dtype: gl.constexpr = q[0].dtype
+    mbarrier.wait(work.rings.q.full.index(CONSUMER), item_index & 1)
+    stage = block % STAGES
+    mbarrier.wait(k.full.index(stage), (block // STAGES) & 1)
+    if CONFIG.pingpong:
+        wait_pingpong(CONSUMER)
+    scores_token = _begin_scores(q, k, stage)
+    if CONFIG.pingpong:
+        pass_pingpong(CONSUMER, CONSUMERS)
+    scores = warpgroup_mma_wait(0, deps=[scores_token])
+    k.release(stage)
+    scores = softmax.visible(scores, work.scale, queries, key, True, dtype, "always", HAS_SOFTCAP)
+    p, row_max, row_sum, _ = softmax.exponentials(
+        scores, running.row_max, running.row_sum, work.scale.softmax, dtype, HAS_SOFTCAP, True
+    )
+    block += 1
+    mbarrier.wait(k.full.index(block % STAGES), (block // STAGES) & 1, pred=begin + 1 < stop)
+    return block, Running(row_max, row_sum, running.o, p)
+
+
+@gluon.jit
+def _consume_item(
+    fields, item_index, block, q, to_log2, work, CONSUMER: gl.constexpr, CONFIG: gl.constexpr, HAS_SINKS: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """The attention of 64 queries of an item. Returns the number of blocks of all items so far.
+
+    to_log2: softmax.scale_to_log2.
+    """
+    rings, ranges = work.rings, work.ranges
+    ROWS_EACH: gl.constexpr = rings.q.buffers[0].shape[1]
+    STAGES: gl.constexpr = rings.k.buffers[0].shape[0]
+    BLOCK_N: gl.constexpr = rings.k.buffers[0].shape[1]
+    ROW: gl.constexpr = gl.SliceLayout(1, accumulator(BLOCK_N))
+    first, head, end, n_blocks = field(fields, 0), field(fields, 1), field(fields, 2), field(fields, 3)
+    first += CONSUMER * ROWS_EACH
+    row = first + gl.arange(0, ROWS_EACH, layout=ROW)
+    inside = row < ranges.total
+    key_start = gl.load(ranges.start + row, mask=inside, other=0)
+    key_end = gl.load(ranges.end + row, mask=inside, other=0)
+    queries = Queries(q, key_start, key_end)
+    sink = 0.0
+    if HAS_SINKS:
+        sink = gl.load(work.sinks + head) * LOG2_E / to_log2
+    row_max, row_sum = softmax.begin(sink, ROWS_EACH, HAS_SINKS)
+    running = Running(row_max, row_sum, columns.no_output(q), None)
+    if CONFIG.ranged:
+        begin, stop = field(fields, 4 + 4 * CONSUMER), field(fields, 5 + 4 * CONSUMER)
+        visits = Visits(begin, stop, field(fields, 6 + 4 * CONSUMER), field(fields, 7 + 4 * CONSUMER))
+        key = end - (begin + 1) * BLOCK_N
+        for _ in range(begin):
+            block = _pass_over(block, rings)
+        block, running = _visit_first(
+            block, key, begin, stop, running, queries, work, item_index, CONSUMER, CONFIG, HAS_SOFTCAP
+        )
+        block, running = _visit_range(block, visits, end, running, queries, work, CONSUMER, CONFIG, HAS_SOFTCAP)
+    else:
+        item = Item(first, head, end, n_blocks, field(fields, 4), field(fields, 5))
+        block, running = _visit_first(
+            block, item.first_key(0, BLOCK_N), 0, n_blocks, running, queries, work, item_index, CONSUMER, CONFIG,
+            HAS_SOFTCAP,
+        )  # fmt: skip
+        block, running = _visit_all(block, item, running, queries, work, CONSUMER, CONFIG, HAS_SOFTCAP)
+
+    if not CONFIG.o_in_q:
+        mbarrier.arrive(rings.q.empty.index(CONSUMER), count=1)
+    stage = (block - 1) % STAGES
+    operands = columns.operands(running.p, running.o, q)
+    mbarrier.wait(rings.v.full.index(stage), ((block - 1) // STAGES) & 1)
+    o = columns.wait_for(columns.begin_values(operands, rings.v.buffers, stage, running.o))
+    rings.v.release(stage)
+    if CONFIG.ranged:
+        for _ in range(visits.stop, n_blocks):
+            block = _pass_over(block, rings)
+
+    row_max, row_sum = softmax.of_rows(running.row_max, running.row_sum, ROW)
+    # a row that sees no key gives 0 and -inf; one that sees nothing but NaN keeps its maximum too
+    sees = (row_max > 0.5 * HIDDEN) | (row_sum != row_sum)
+    lse = gl.where(sees, (row_max * to_log2 + gl.log2(row_sum)) * LN_2, float("-inf"))
+    gl.store(work.lse + head.to(gl.int64) * ranges.total + row, lse, mask=inside)
+    columns.store(o, row_sum, sees, first, head, ranges.total, work.out, CONSUMER)
+    if CONFIG.o_in_q:
+        tma.store_wait(0)
+        mbarrier.arrive(rings.q.empty.index(CONSUMER), count=1)
+    return block
+
+
+@gluon.jit
+def _visit_range(
+    block, visits, end, running, queries, work, CONSUMER: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr
+):  # fmt: skip
+    """The blocks after the first that this consumer's own rows see."""
+    BLOCK_N: gl.constexpr = work.rings.k.buffers[0].shape[1]
+    for step in range(visits.begin + 1, visits.stop):
+        key = end - (step + 1) * BLOCK_N
+        at_edge = (step < visits.right) | (step >= visits.left)
+        block, running = _visit(
+            block, key, at_edge, step + 1 < visits.stop, running, queries, work, CONSUMER, "at_edge", CONFIG,
+            HAS_SOFTCAP,
+        )  # fmt: skip
+    return block, running
+
+
+@gluon.jit
+def _visit_all(
+    block, item, running, queries, work, CONSUMER: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr
+):  # fmt: skip
+    """All blocks of the item after the first: those that need a mask, then the whole ones."""
+    BLOCK_N: gl.constexpr = work.rings.k.buffers[0].shape[1]
+    n_masked = gl.maximum(item.n_right + item.n_left, 1)
+    for step in range(1, n_masked):
+        key = item.first_key(step, BLOCK_N)
+        block, running = _visit(
+            block, key, True, step + 1 < item.n_blocks, running, queries, work, CONSUMER, "always", CONFIG, HAS_SOFTCAP
+        )
+    for step in range(n_masked, item.n_blocks):
+        key = item.first_key(step, BLOCK_N)
+        block, running = _visit(
+            block, key, False, step + 1 < item.n_blocks, running, queries, work, CONSUMER, "never", CONFIG, HAS_SOFTCAP
+        )
+    return block, running
+
+
+@gluon.jit
+def consume(
+    CONSUMER: gl.constexpr, work, CONFIG: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr
+):  # fmt: skip
+    """One warpgroup: the attention of 64 queries of each item."""
+    CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]
+    q = at(work.rings.q.buffers, CONSUMER)
+    to_log2 = softmax.scale_to_log2(work.scale.softmax, HAS_SOFTCAP)
+    block = 0  # of all items, for the place in the rings
+    item_index = 0
+    if CONSUMER == CONSUMERS - 1 and CONFIG.pingpong:
+        pass_pingpong(CONSUMER, CONSUMERS)  # the first consumer goes first
+    fields = read(work.queue, item_index)
+    while field(fields, 0) >= 0:
+        block = _consume_item(fields, item_index, block, q, to_log2, work, CONSUMER, CONFIG, HAS_SINKS, HAS_SOFTCAP)
+        item_index += 1
+        fields = read(work.queue, item_index)
+    tma.store_wait(0)
+    if CONSUMER == 0 and CONFIG.pingpong:
+        wait_pingpong(CONSUMER)  # the last consumer's last pass, which no other consumer waits for

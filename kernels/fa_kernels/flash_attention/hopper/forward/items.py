@@ -1,0 +1,159 @@
+"""Items of the forward kernel, and the producer: the warp that takes them, posts them, and loads Q, K and V."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from fa_kernels.flash_attention.hopper.primitives.columns import (
+    nbytes_of,
+    start_load,
+)
+from fa_kernels.flash_attention.hopper.primitives.queue import (
+    item_of,
+    post,
+    take,
+)
+from fa_kernels.flash_attention.hopper.primitives.ring import Ring
+from fa_kernels.flash_attention.hopper.primitives.structure import structure
+
+
+@structure
+class Item:
+    """A tile of queries of one head, from `first` on, and the blocks of keys that it reads.
+
+    Blocks are counted backwards from `end`. Not every row sees the first n_right of n_blocks up to their end, nor the
+    last n_left from their start; between them are whole ones. There is at least one block, so that rows without keys
+    need no path of their own.
+    """
+
+    first: gl.tensor
+    head: gl.tensor
+    end: gl.tensor
+    n_blocks: gl.tensor
+    n_right: gl.tensor
+    n_left: gl.tensor
+
+    @gluon.jit
+    def first_key(self, step, BLOCK_N: gl.constexpr):
+        """The first key of the block that is visited at `step`: blocks that need a mask come first."""
+        n_right, n_left = self.n_right, self.n_left
+        whole = self.n_blocks - n_left - n_right
+        block = gl.where(step < n_right, step, gl.where(step < n_right + n_left, step + whole, step - n_left))
+        return self.end - (block + 1) * BLOCK_N
+
+
+@structure
+class Visits:
+    """The blocks of an item that 64 of its rows visit, begin <= b < stop. All rows see right <= b < left whole."""
+
+    begin: gl.tensor
+    stop: gl.tensor
+    right: gl.tensor
+    left: gl.tensor
+
+
+@structure
+class Rings:
+    """Q of each consumer, and blocks of K and of V. Buffers are tuples for the columns of a head."""
+
+    q: Ring
+    k: Ring
+    v: Ring
+
+
+@structure
+class Inputs:
+    """What the producer loads, descriptors in tuples for the columns of a head, and where heads begin."""
+
+    q: tuple
+    k: tuple
+    v: tuple
+    stride_qh: gl.tensor
+    stride_kh: gl.tensor
+    stride_vh: gl.tensor
+    group: gl.tensor  # query heads per KV head
+
+
+@gluon.jit
+def _locate_item(index, order, ranges, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The item with an index of the launch. ranges: of keys."""
+    tile, head = order.locate(index)
+    first = tile * BLOCK_M
+    last = gl.minimum(first + BLOCK_M, ranges.total) - 1
+    start, last_start = gl.load(ranges.start + first), gl.load(ranges.start + last)
+    first_end, end = gl.load(ranges.end + first), gl.load(ranges.end + last)
+    n_blocks = gl.maximum(gl.cdiv(end - start, BLOCK_N), 1)
+    n_right = gl.minimum(gl.cdiv(end - first_end, BLOCK_N), n_blocks)
+    n_left = n_blocks - gl.maximum((end - last_start) // BLOCK_N, n_right)
+    return Item(first, head, end, n_blocks, n_right, n_left)
+
+
+@gluon.jit
+def _visits_of_rows(first, item, ranges, BLOCK_N: gl.constexpr):
+    """The fields of `Visits`, for 64 rows from `first` on. Rows past the last query count as the last."""
+    first = gl.minimum(first, ranges.total - 1)
+    last = gl.minimum(first + 64, ranges.total) - 1
+    start, last_start = gl.load(ranges.start + first), gl.load(ranges.start + last)
+    first_end, last_end = gl.load(ranges.end + first), gl.load(ranges.end + last)
+    begin = gl.minimum((item.end - last_end) // BLOCK_N, item.n_blocks - 1)
+    stop = gl.maximum(gl.cdiv(item.end - start, BLOCK_N), begin + 1)
+    return begin, stop, gl.cdiv(item.end - first_end, BLOCK_N), (item.end - last_start) // BLOCK_N
+
+
+@gluon.jit
+def _post_item(queue, item_index, item, ranges, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, RANGED: gl.constexpr):
+    """Hands an item to the consumers, with the visits of each if they differ (RANGED)."""
+    if RANGED:
+        fields = (item.first, item.head, item.end, item.n_blocks)
+        for consumer in gl.static_range(CONSUMERS):
+            fields = fields + _visits_of_rows(item.first + consumer * 64, item, ranges, BLOCK_N)
+        post(queue, item_index, fields)
+    else:
+        post(queue, item_index, (item.first, item.head, item.end, item.n_blocks, item.n_right, item.n_left))
+
+
+@gluon.jit
+def produce(inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG: gl.constexpr):
+    """One warp: takes items, loads the queries of each, then its blocks of K and V into the rings."""
+    CONSUMERS: gl.constexpr = rings.q.buffers[0].shape[0]
+    ROWS_EACH: gl.constexpr = rings.q.buffers[0].shape[1]
+    STAGES: gl.constexpr = rings.k.buffers[0].shape[0]
+    BLOCK_N: gl.constexpr = rings.k.buffers[0].shape[1]
+    block = 0  # of all items, for the place in the rings
+    item_index = 0
+    index = gl.program_id(0)
+    while index < n_items:
+        item = _locate_item(index, order, ranges, ROWS_EACH * CONSUMERS, BLOCK_N)
+        _post_item(queue, item_index, item, ranges, CONSUMERS, BLOCK_N, CONFIG.ranged)
+        if counter_ptr is not None:
+            ticket = take(counter_ptr)
+        for consumer in gl.static_range(CONSUMERS):  # a barrier each, so that the first can start early
+            mbarrier.wait(rings.q.empty.index(consumer), item_index & 1 ^ 1)
+            row = item.first + consumer * ROWS_EACH
+            _load(rings.q, consumer, inputs.q, row, item.head * inputs.stride_qh)
+        for step in range(item.n_blocks):
+            if CONFIG.ranged:
+                key = item.end - (step + 1) * BLOCK_N
+            else:
+                key = item.first_key(step, BLOCK_N)
+            stage = block % STAGES
+            empty = (block // STAGES) & 1 ^ 1
+            mbarrier.wait(rings.k.empty.index(stage), empty)
+            _load(rings.k, stage, inputs.k, key, item.head // inputs.group * inputs.stride_kh)
+            mbarrier.wait(rings.v.empty.index(stage), empty)
+            _load(rings.v, stage, inputs.v, key, item.head // inputs.group * inputs.stride_vh)
+            block += 1
+        item_index += 1
+        if counter_ptr is not None:
+            index = item_of(ticket, counter_ptr, n_items)
+        else:
+            index = n_items
+    post(queue, item_index, (-1,))
+
+
+@gluon.jit
+def _load(ring, place, descs, row, column):
+    """Starts to fill a place of a ring."""
+    full = ring.full.index(place)
+    mbarrier.expect(full, nbytes_of(descs))
+    start_load(descs, row, column, full, ring.buffers, place)
