@@ -113,7 +113,9 @@ def test_an_export_that_fails_leaves_the_checkpoint_and_nothing_half(tmp_path, m
     [checkpoint] = (tmp_path / "run").rglob("*.ckpt")
     assert f"scripts.export_hf {checkpoint}" in str(caught.value)
     assert torch.load(checkpoint, weights_only=True)["global_step"] == 2
-    assert [path.name for path in (tmp_path / "run").glob("exported*")] == ["exported_adapter"], "that one was whole"
+    assert [path.name for path in (tmp_path / "run").glob("exported*")] == ["exported_adapter"], (
+        "the earlier export was complete"
+    )
     assert json.loads((tmp_path / "run" / "result.json").read_text())["train/loss"] > 0
 
 

@@ -82,7 +82,7 @@ def test_torchaos_states_are_known():
 def test_packages_with_private_or_moving_parts_are_bounded_on_both_sides(package):
     bounds = BOUNDS[package]
     assert {spec.operator for spec in bounds} == {">=", "<"}
-    assert version(package) in bounds, "what is installed here is tested"
+    assert version(package) in bounds, "the installed version must be a tested one"
 
 
 @pytest.mark.parametrize("package", TESTED)

@@ -139,7 +139,7 @@ def test_a_terminated_run_resumes_with_the_same_losses(tmp_path):
     whole = column(folder, "train/loss")
     overrides = tiny(tmp_path, "run_name=cut")
     cut = column(start_and_stop(tmp_path, overrides, 7, signal.SIGTERM), "train/loss")
-    assert len(cut) < 20, "it ended before the signal came"
+    assert len(cut) < 20, "the run ended before the signal came"
     rest = column(start_and_finish(tmp_path, *overrides, "ckpt_path=last"), "train/loss")
     assert min(rest) == max(cut) + 1 and max(rest) == 20
     assert cut | rest == whole
@@ -165,10 +165,12 @@ def test_a_run_killed_twice_has_the_rows_and_losses_of_one(tmp_path):
         last = max(seen_rows)  # some of its micro-batches may be missing
         assert all(seen_rows[step] == rows[step] for step in seen_rows if step != last)
         assert set(seen_rows[last]) <= set(rows[last])
-        assert min(seen) % 3 == 1 and min(seen_rows) == min(seen) - 1, "it starts at a checkpoint"
+        assert min(seen) % 3 == 1 and min(seen_rows) == min(seen) - 1, "the run starts at a checkpoint"
         covered |= seen.keys()
     assert covered == losses.keys()
-    assert 4 <= min(column(parts[1], "train/loss")) < min(column(parts[2], "train/loss")), "each goes on later"
+    assert 4 <= min(column(parts[1], "train/loss")) < min(column(parts[2], "train/loss")), (
+        "each run continues from a later step"
+    )
 
 
 def test_a_checkpoint_is_no_ckpt_before_it_is_whole(tmp_path, monkeypatch):

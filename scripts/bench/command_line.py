@@ -12,7 +12,7 @@ def add_results(parser: argparse.ArgumentParser, default: Path | str, kind: str 
     default: a path; or a pattern such as scripts/results/host_<gpu>_<yyyymm>, for which --out is then None.
     """
     path = default if isinstance(default, Path) else None
-    parser.add_argument("--commit", help="for the head of the results, if the files are a copy without git")
+    parser.add_argument("--commit", help="commit for the head of the results, if git is not available")
     parser.add_argument("--out", type=Path, default=path, help=f"{kind} of the results; by default {shown(default)}")
 
 
@@ -41,6 +41,6 @@ def require_overrides(parser: argparse.ArgumentParser, overrides: Sequence[str],
 
 
 def shown(path: Path | str) -> str:
-    """A path in the words of the help: relative to the repository if it is inside."""
+    """Returns the path that the help shows: relative to the repository if it is inside."""
     root = Path(__file__).parents[2]
     return str(path.relative_to(root)) if isinstance(path, Path) and path.is_relative_to(root) else str(path)

@@ -186,7 +186,7 @@ def test_five_skipped_steps_in_a_row_end_a_run(ranks, tmp_path):
     assert errors[0].startswith("error: the gradients of 5 consecutive optimizer steps were not finite, by step 12")
     assert not list(tmp_path.rglob("exported*"))
     names = sorted(path.name for path in tmp_path.rglob("*.ckpt"))
-    assert names == ["step_0000004.ckpt", "step_0000008.ckpt"], "what has diverged replaces no older checkpoint"
+    assert names == ["step_0000004.ckpt", "step_0000008.ckpt"], "a diverged model must not replace an older checkpoint"
     [metrics] = tmp_path.rglob("metrics.csv")
     assert column(metrics.parent, "train/skipped_steps") == {4: 0, 8: 3, 12: 5}
 

@@ -234,7 +234,7 @@ def test_last_skips_a_damaged_checkpoint_and_says_so(trained, tmp_path):
     assert sorted(column(metrics.parent, "train/loss")) == [2, 3]
     for misleading in ("You're resuming from a checkpoint", "Previous log files"):
         assert misleading not in done.stderr
-    assert not done.stderr.strip(), "a resume warns of nothing"
+    assert not done.stderr.strip(), "resuming must not print a warning"
 
 
 def test_a_finished_run_says_so_and_changes_nothing(trained, tmp_path):

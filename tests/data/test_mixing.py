@@ -52,7 +52,7 @@ def sources_of(rows, first, count):
 def test_rows_are_shared_by_weight(packing):
     rows = PackedRows(make(packing=packing), held_out=False, shuffle=True)
     for first in range(0, 400, 8):
-        assert abs((sources_of(rows, first, 8) == 0).sum() - 6) <= 1, "of every step"
+        assert abs((sources_of(rows, first, 8) == 0).sum() - 6) <= 1, "the share must hold in every step"
     assert (sources_of(rows, 0, 400) == 0).mean() == 0.75
 
 
@@ -96,7 +96,7 @@ def test_a_source_is_gone_through_before_it_starts_over():
         whole = sorted(source * BASE + i * 1000 + k for i, n in enumerate(lengths) for k in range(n))
         epochs = [np.concatenate(own[i : i + per_epoch]) for i in range(0, 50, per_epoch)]
         assert all(sorted(epoch[epoch != PAD]) == whole for epoch in epochs)
-        assert any(not np.array_equal(epochs[0], epoch) for epoch in epochs), "shuffled anew"
+        assert any(not np.array_equal(epochs[0], epoch) for epoch in epochs), "each round has another order"
 
 
 def test_a_step_has_the_same_rows_on_any_number_of_gpus():
@@ -116,12 +116,12 @@ def test_a_step_has_the_same_rows_on_any_number_of_gpus():
 
 def test_the_seed_and_the_place_decide_alone():
     first, again, other = (PackedRows(make(seed=seed), held_out=False, shuffle=True) for seed in (1, 1, 2))
-    assert np.array_equal(tokens_of(first, 50, 20), tokens_of(again, 50, 20)), "whatever came before"
+    assert np.array_equal(tokens_of(first, 50, 20), tokens_of(again, 50, 20)), "rows must not depend on earlier calls"
     assert not np.array_equal(tokens_of(first, 50, 20), tokens_of(other, 50, 20))
     three = make((3, 1, 4), ((5, 9, 16, 12, 3, 8, 14), (16, 16, 7), (16,)))
     rows = PackedRows(three, held_out=False, shuffle=True)
     alone = [[row.tolist() for row in tokens_of(x, 0, 160) if row[0] < BASE][:50] for x in (first, rows)]
-    assert alone[0] == alone[1], "a source is shuffled alike whatever it is mixed with"
+    assert alone[0] == alone[1], "a source's order must not depend on the other sources"
 
 
 def test_a_resumed_run_goes_on_where_it_stopped(tmp_path):

@@ -315,7 +315,7 @@ def test_bad_input_is_named(arguments, message):
         flash_attn_with_kvcache(**{"q": Q, "k_cache": CACHE, "v_cache": CACHE} | arguments)
 
 
-@pytest.mark.skipif(GPU, reason="values on a GPU are not looked at")
+@pytest.mark.skipif(GPU, reason="values on a GPU are not checked")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

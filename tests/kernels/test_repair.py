@@ -110,7 +110,7 @@ def test_empty_inputs_launch_no_program(device):
     )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="compiled programs look at more than the tests have")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiled programs read more tiles at once than the tests have")
 def test_interpreted_programs_have_more_tiles_than_one_step_reads():
     """The tests above need more tiles than the programs read in their first step."""
     tiles = HEADS * -(-TOTAL // 32)

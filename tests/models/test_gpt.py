@@ -316,10 +316,10 @@ def test_the_ffn_keeps_what_it_projected_and_repeats_no_product(activation, devi
     with torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(tuple(s.shape)) or s, lambda s: s):
         y = ffn(x)
     activations = [shape for shape in saved if shape[:1] == (5,)]
-    assert sorted(activations) == [(5, 16), tuple(ffn.up(x).shape)], "its input and what up made of it"
+    assert sorted(activations) == [(5, 16), tuple(ffn.up(x).shape)], "the FFN keeps its input and the result of `up`"
     with Products() as products:
         gradients = torch.autograd.grad(y, [x, ffn.up.weight, ffn.down.weight], dy)
-    assert products.times == 4, "two for each weight"
+    assert products.times == 4, "the backward needs two matmuls per weight"
     plain = torch.autograd.grad(ffn.at_once(x), [x, ffn.up.weight, ffn.down.weight], dy)
     assert all(map(torch.equal, gradients, plain))
 

@@ -138,7 +138,7 @@ def test_a_scaling_in_two_spellings():
     assert named == rope_scaling({"rope_type": "linear", "factor": 2.0}, 77)
     assert rope_scaling({"rope_type": "default"}, None) is None
     own = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 5}
-    assert rope_scaling(own, 77).original_max_position_embeddings == 5, "what is said counts"
+    assert rope_scaling(own, 77).original_max_position_embeddings == 5, "an explicit value takes precedence"
 
 
 @pytest.mark.parametrize(

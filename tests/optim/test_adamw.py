@@ -81,7 +81,9 @@ def train_steps(model: nn.Module, optimizer: Optimizer, first: int, last: int) -
             loss.backward()
             shown = [p for group in optimizer.param_groups for p in group["params"]]
             assert {id(p) for p in shown} == {id(p) for p in parameters}
-            assert all(type(group["lr"]) is float for group in optimizer.param_groups), "callbacks record it"
+            assert all(type(group["lr"]) is float for group in optimizer.param_groups), (
+                "callbacks record the learning rate"
+            )
             torch._foreach_mul_([p.grad for p in shown], 0.1)
             return loss.detach()
 
@@ -182,7 +184,7 @@ def test_offloaded_optimizer_steps_like_adamw():
         return OffloadedAdamW(parameter_groups(model, 0.1), lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
 
     assert_like_adamw(make, small_model(), rounding=1e-5)
-    assert not make(small_model()).state, "Lightning would move it to the GPU"
+    assert not make(small_model()).state, "Lightning would move this state to the GPU"
 
 
 @pytest.mark.usefixtures("one_device")

@@ -219,7 +219,9 @@ def test_two_ranks_have_the_losses_of_one(whole_run, sharded_run):
 
 def test_a_sharded_checkpoint_is_a_folder_with_a_part_a_rank(sharded_run):
     checkpoints = sorted((sharded_run / "checkpoints").iterdir())
-    assert [path.name for path in checkpoints] == ["step_0000003.ckpt", "step_0000006.ckpt"], "none is .partial"
+    assert [path.name for path in checkpoints] == ["step_0000003.ckpt", "step_0000006.ckpt"], (
+        "no checkpoint is .partial"
+    )
     sizes = [[(path / f"__{rank}_0.distcp").stat().st_size for rank in range(2)] for path in checkpoints]
     for first, second in sizes:
         assert 0.4 < first / (first + second) < 0.6, "no rank has the whole model"
@@ -364,7 +366,7 @@ def stopped_run(shared) -> Path:
 
 def test_a_signal_to_all_processes_saves_and_stops(stopped_run):
     steps = sorted(column(stopped_run, "train/loss"))
-    assert 7 <= len(steps) < 40, "it ended before the signal came"
+    assert 7 <= len(steps) < 40, "the run ended before the signal came"
     assert [path.name for path in (stopped_run / "checkpoints").iterdir()] == [f"step_{steps[-1]:07d}.ckpt"]
 
 

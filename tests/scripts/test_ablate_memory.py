@@ -138,7 +138,7 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_continues(tmp_path):
     done = processes.finish(program, arguments, REPOSITORY, environment())
     assert done.returncode == 0, done.stderr
     assert [case.attention for case in load(path)] == ["naive", "chunked", "sdpa"]
-    assert kept.items() <= load(path).items(), "what was finished is not measured again"
+    assert kept.items() <= load(path).items(), "finished cases are not measured again"
 
 
 class References(HTMLParser):

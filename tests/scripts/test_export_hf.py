@@ -109,7 +109,7 @@ def test_a_fine_tuned_checkpoint_is_exported(finetuned, tmp_path):
     export_hf.export(finetuned, tmp_path / "out", [], "float32")
     expected = trained(finetuned)
     torch.testing.assert_close(logits(tmp_path / "out"), expected, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(logits(base), expected, atol=1e-2), "training changes the base model"
+    assert not torch.allclose(logits(base), expected, atol=1e-2), "training must change the base model"
     export_hf.export(finetuned, tmp_path / "as-base", [], None)
     weights = load_pretrained(tmp_path / "as-base").token_embedding.weight
     assert weights.dtype == torch.bfloat16, "as the base model is stored"
@@ -197,7 +197,7 @@ def adapter_run(request, tmp_path_factory) -> tuple[str, Path, Path]:
 def test_a_run_with_an_adapter_is_exported(adapter_run, tmp_path):
     kind, base, checkpoint = adapter_run
     expected = trained(checkpoint)
-    assert not torch.allclose(logits(base), expected, atol=1e-2), "training changes what it computes"
+    assert not torch.allclose(logits(base), expected, atol=1e-2), "training must change the logits"
     export_hf.export(checkpoint, tmp_path / "merged", [], "float32")
     torch.testing.assert_close(logits(tmp_path / "merged"), expected, rtol=1e-4, atol=1e-4)
 

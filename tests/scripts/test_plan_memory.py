@@ -238,7 +238,7 @@ def test_train_fills_in_what_auto_chose(tmp_path, monkeypatch):
     monkeypatch.setattr(planner, "fastest_levers", lambda plan, device, processes: chosen)
     with composed(tmp_path, *tiny(tmp_path, "memory=auto")) as cfg:
         _, lit_gpt, _ = train.build(cfg)
-        assert {name: cfg.memory[name] for name in asdict(chosen)} == asdict(chosen), "what loggers record"
+        assert {name: cfg.memory[name] for name in asdict(chosen)} == asdict(chosen), "loggers record these values"
     model = lit_gpt.model
     assert model.offload is not None
     assert (model.memory.checkpointing, model.memory.mlp_chunk) == ("selective", 32)

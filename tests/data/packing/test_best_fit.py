@@ -96,7 +96,9 @@ def test_every_token_is_there_once_or_counted(lengths, seq_len, data, policy):
     assert (report.documents, report.documents_empty) == (len(lengths), lengths.count(0))
     assert sum(count for _, count in report.histogram) == len(lengths)
     labelled = sum(int((row.labels != IGNORE_INDEX).sum()) for row in rows)
-    assert labelled == sum(max(0, n - 1) for n in kept), "each kept token but a document's first, once"
+    assert labelled == sum(max(0, n - 1) for n in kept), (
+        "each kept token except the first of a document is a label once"
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -157,7 +159,7 @@ def test_rows_are_shuffled_by_seed_and_epoch_alone():
     assert not torch.equal(first, second)
     assert sorted(first.tolist()) == sorted(second.tolist())
     fresh = PackedRows(make(lengths), held_out=False, shuffle=True)
-    assert torch.equal(fresh.batch(n + 3, 1)["tokens"], second[3]), "whatever came before"
+    assert torch.equal(fresh.batch(n + 3, 1)["tokens"], second[3]), "rows must not depend on earlier calls"
     other = PackedRows(make(lengths, seed=2), held_out=False, shuffle=True).batch(0, n)["tokens"].view(n, 16)
     assert not torch.equal(first, other)
 

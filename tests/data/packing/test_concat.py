@@ -55,7 +55,9 @@ def test_every_token_is_there_once_and_labels_stay_within_documents(lengths, seq
             if label != IGNORE_INDEX:
                 assert label == token + 1, "the next token of the same document"
                 labelled += 1
-    assert labelled == sum(max(0, length - 1) for length in lengths), "each token but a document's first, once"
+    assert labelled == sum(max(0, length - 1) for length in lengths), (
+        "each token except the first of a document is a label once"
+    )
 
 
 @settings(max_examples=200, deadline=None)

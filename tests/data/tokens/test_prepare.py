@@ -70,7 +70,7 @@ def test_a_killed_process_loses_at_most_a_shard(corpus, tmp_path):
     cache = tmp_path / "cache"
     with pytest.raises(Killed):
         prepare(corpus, Counting(die_at="line 13"), cache)
-    assert not list(cache.glob("*.arrow")), "not yet a cache"
+    assert not list(cache.glob("*.arrow")), "an incomplete cache is not a cache"
     second = Counting()
     path = prepare(corpus, second, cache)
     assert second.seen == [f"line {i}" for i in range(12, 20)]

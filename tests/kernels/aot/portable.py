@@ -181,7 +181,7 @@ def resources(log):
 def idle_barriers(ttgir):
     """Lists the mbarriers of a Gluon kernel that no warp group receives. ptxas may reuse their memory."""
     barriers = re.findall(r"(%\S+) = ttg\.local_alloc\b.*-> !ttg\.memdesc<\S*xi64,", ttgir)
-    assert barriers, "the pattern finds none"
+    assert barriers, "the pattern finds no barrier"
     (handed,) = re.findall(r"ttg\.warp_specialize\((.*?)\)", ttgir)
     return sorted(set(barriers) - set(handed.split(", ")))
 

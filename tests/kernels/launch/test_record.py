@@ -371,7 +371,7 @@ def test_a_returned_view_keeps_its_shape():
     assert [x.shape for x in recording.play([])] == [(2, 3, 4), (4,)]
     part = record._Recorder([])
     outputs = part.watch(lambda: (torch.empty(6, 4)[:3],), ())
-    assert part.recording(outputs, 0) is record._Known.UNCLEAR, "the rest of it would be left out"
+    assert part.recording(outputs, 0) is record._Known.UNCLEAR, "only a part of the allocation is returned"
 
 
 def recorded(recorder, addresses, outputs=()):
@@ -406,7 +406,7 @@ def test_temporaries_share_an_allocation():
     """Temporaries share one allocation and do not overlap."""
     sizes = 100, 4096, 1, 513
     found, n_allocations = addresses_of(sizes)
-    assert n_allocations == 3, "the output, what is lasting, and one for all else"
+    assert n_allocations == 3, "the output, the lasting tensor, and one allocation for the temporaries"
     starts, end = record._in_a_row(sizes)
     assert [address - found[0] for address in found] == starts
     assert all(start % record.SLICE_ALIGNMENT == 0 for start in starts)

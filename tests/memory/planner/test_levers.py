@@ -55,13 +55,13 @@ def test_auto_takes_the_cheapest_that_fits():
         assert levers is not None
         chosen = with_levers(plan, levers)
         assert fits(predict(chosen), gib * GIB, HOST)
-        assert extra_seconds(chosen) >= previous, "less memory, more time"
+        assert extra_seconds(chosen) >= previous, "less memory must cost more time"
         previous = extra_seconds(chosen)
         cheaper = [one for one in COMBINATIONS if extra_seconds(with_levers(plan, one)) < previous]
         assert not any(fits(predict(with_levers(plan, one)), gib * GIB, HOST) for one in cheaper)
     assert fastest_that_fits(plan, 250 * GIB, HOST) == Levers("none", False, None)
     crowded = fastest_that_fits(plan, 40 * GIB, 0)
-    assert crowded is None or not crowded.offload, "no host memory, no offload"
+    assert crowded is None or not crowded.offload, "offload needs host memory"
 
 
 # Milliseconds of a compiled step by tokens and levers, from memory_llama_1b_32k_h200_202611.md and
@@ -144,7 +144,7 @@ def test_following_the_advice_helps(plan, gpu_gib):
         known: dict[str, Any] = {"true": True, "false": False, "null": None}
         value = known.get(value, int(value) if value.isdigit() else value)
         before, plan = plan, changed(plan, **{field: value})
-        assert plan != before, "advice changes something"
+        assert plan != before, "advice must change the setting"
     assert fits(predict(plan), gpu_bytes, HOST)
     assert next_lever(plan, gpu_bytes, HOST) == ""
 

@@ -102,7 +102,7 @@ def test_the_checkpoints_own_scaling_goes_further(checkpoint, tmp_path):
     folder = edit_config(checkpoint("llama-yarn"), rope_parameters=YARN | {"beta_fast": 8.0, "attention_factor": 1.3})
     written = reached(folder, tmp_path, rope_scaling={"rope_type": None}, max_seq_len=160)["rope_parameters"]
     assert (written["factor"], written["original_max_position_embeddings"], written["beta_fast"]) == (10.0, 16, 8.0)
-    assert "attention_factor" not in written, "it was the old factor's"
+    assert "attention_factor" not in written, "the attention factor belongs to the old scaling"
 
 
 def test_base_and_length_of_a_llama_before_transformers_5(checkpoint, tmp_path):

@@ -94,7 +94,7 @@ def test_weights_are_read_one_at_a_time(checkpoint, monkeypatch):
     read = weights._put
 
     def put(model, place, tensor, dtype, what):
-        assert sum(reference() is not None for reference in living) <= 1, "a second tensor is held"
+        assert sum(reference() is not None for reference in living) <= 1, "a second tensor is in memory"
         living.append(weakref.ref(tensor))
         read(model, place, tensor, dtype, what)
 

@@ -43,7 +43,9 @@ def test_a_multirun_with_jobs_that_run_out_of_memory(tmp_path):
     # 6 N T + 6 layers n_heads head_dim T^2, as in test_ablate_memory, with a head of 300 x 32
     flops = 6 * (2 * (32 * 64 + 32 * 32 + 32 * 128 + 64 * 32) + 300 * 32) * 32 + 6 * 2 * 32 * 32**2
     assert float(first["tflops"]) * 1e12 * float(first["step_ms"]) / 1e3 == pytest.approx(flops)
-    assert "step 3/3" in (folder / "cases" / "0000.log").read_text() and "step 3/3" not in done.stdout, "not apart"
+    assert "step 3/3" in (folder / "cases" / "0000.log").read_text() and "step 3/3" not in done.stdout, (
+        "the output of a job goes to its log only"
+    )
     assert (folder / "ablation.png").read_bytes().startswith(b"\x89PNG")
     assert "must fail" in (folder / "ablation_formula.csv").read_text()
     assert_self_contained((folder / "ablation.html").read_text())
@@ -89,9 +91,9 @@ def job(tmp_path, monkeypatch):
 def test_jobs_are_skipped_continued_and_tried_again(job):
     assert job(0, "naive", 64, "ok") == ({"peak_gib": 1.0}, 1)
     assert job(1, "naive", 128, "oom") == ({"peak_gib": 1.0, "oom": 1.0}, 1)
-    assert job(2, "naive", 256, "ok") == ({}, 0), "a shorter one ran out of memory"
+    assert job(2, "naive", 256, "ok") == ({}, 0), "a shorter job ran out of memory"
     assert job(3, "naive", 32, "ok")[1] == 1
-    assert job(4, "sdpa", 256, "failed: crash")[1] == 1, "another attention did"
+    assert job(4, "sdpa", 256, "failed: crash")[1] == 1, "only naive attention ran out of memory"
     assert [job(0, "naive", 64, "ok")[1], job(1, "naive", 128, "ok")[1], job(4, "sdpa", 256, "ok")[1]] == [0, 0, 1]
 
 
