@@ -108,7 +108,7 @@ class LitGPT(L.LightningModule):
         self.step_grad_norm = whole(torch.linalg.vector_norm(torch.stack(norms))) * scale
         if gradient_clip_val:
             scale = scale * (gradient_clip_val / (self.step_grad_norm + 1e-6)).clamp(max=1.0)
-        skipped = ~self.step_grad_norm.isfinite()  # equal on all ranks, because the norm is
+        skipped = ~self.step_grad_norm.isfinite()  # equal on all ranks, like the norm
         self._count(skipped)
         scale_or_skip(optimizer, gradients, scale, skipped)
         self._seed_generators(FOR_UPDATE)

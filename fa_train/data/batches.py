@@ -54,7 +54,7 @@ class PackedRows:
         self.deal = lru_cache(maxsize=2)(self._deal)  # computed once per step, not once per micro-batch
 
     def batch(self, first: int, count: int) -> Batch:
-        """Returns the rows first to first + count - 1, concatenated."""
+        """Returns `count` rows from index `first` on, concatenated."""
         return self.gather(range(first, first + count))
 
     def gather(self, indices: Sequence[int]) -> Batch:
@@ -83,7 +83,7 @@ class PackedRows:
         return round(sum(self.rows.cost(index) for index in rows) / len(rows) / seq_len)
 
     def _deal(self, first: int, count: int, size: int, world_size: int) -> np.ndarray:
-        """Assigns the rows first to first + count - 1 to micro-batches and ranks.
+        """Assigns `count` rows from index `first` on to micro-batches and ranks.
 
         Returns row indices, (accumulation, world_size, size). Micro-batches have similar attention costs. If all rows
         cost the same, as without the document mask, rows keep their order and go to the ranks round-robin.

@@ -249,7 +249,7 @@ def nf4_weight(
     out_features: int,
     in_features: int,
 ) -> Tensor:
-    """Dequantizes a weight to (out_features, in_features), in the dtype of nf4.
+    """Dequantizes a weight to (out_features, in_features). The result has the dtype of `nf4`.
 
     This is an operator, because torch.compile cannot trace torchao's tensor class.
     """

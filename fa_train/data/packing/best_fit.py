@@ -28,7 +28,7 @@ ROW, DOCUMENT, START, STOP = range(4)  # columns of a plan
 
 @dataclass(frozen=True)
 class Pieces:
-    """Parts of documents to pack: a document's index and its tokens start to stop - 1. Shapes: (n_pieces,) int64."""
+    """Parts of documents to pack. Piece i is document[i][start[i]:stop[i]]. Shapes: (n_pieces,) int64."""
 
     document: np.ndarray
     start: np.ndarray

@@ -59,7 +59,7 @@ def pack_row(
 
 
 def documents_of_row(ends: np.ndarray, begin: int, end: int) -> tuple[int, np.ndarray]:
-    """Finds the documents that have tokens from begin to end - 1 in a stream. ends: cumulative document lengths.
+    """Finds the documents that overlap stream[begin:end]. ends: the cumulative document lengths of the stream.
 
     Returns the index of the first document, and where each document starts relative to begin, (n,) int64.
     The first start is at most 0.

@@ -20,7 +20,7 @@ class LossMask(Protocol):
     def __getitem__(self, index: int) -> np.ndarray: ...
 
     def count(self, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """Returns how many of the tokens start to stop - 1 of each document have a loss. Shapes: (n,) int64."""
+        """Returns the number of tokens with a loss in document[i][start[i]:stop[i]] for each i. Shapes: (n,) int64."""
 
 
 class PackableDocuments(Protocol):

@@ -57,7 +57,7 @@ class StdlibCorpus:
 
 
 class TextCorpus:
-    """Text files: a file, a folder or a glob.
+    """Text documents from a file, a folder or a glob.
 
     A .txt or .md file is one document. Each row of a .jsonl or .parquet file is one document.
     Raises: ValueError if there is nothing to read, a file has another suffix, or a row lacks text_column.

@@ -137,7 +137,7 @@ class StoredMask:
         return self._values[self._chunk[index]][start : start + self._length[index]]
 
     def count(self, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """Returns how many of the tokens start to stop - 1 of each document have a loss. Shapes: (n,) int64."""
+        """Returns the number of tokens with a loss in document[i][start[i]:stop[i]] for each i. Shapes: (n,) int64."""
         chunk, origin = self._chunk[document], self._start[document]
         counts = np.empty(len(document), np.int64)
         order = np.argsort(chunk, kind="stable")

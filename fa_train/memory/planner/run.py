@@ -89,7 +89,7 @@ def plan_memory(
 ) -> Levers:
     """Returns the run's levers; memory=auto chooses them here. Passes a summary for a run on a GPU to `say`.
 
-    processes: the number of processes that share this machine's memory. attention: the option of conf/attention.
+    processes: the number of processes that share this machine's memory. attention: the chosen option of conf/attention.
     Raises: ValueError if the run cannot fit. In a sweep, a step may run out of GPU memory, because that is a result.
     """
     if auto:
