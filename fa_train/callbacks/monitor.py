@@ -101,7 +101,7 @@ class Monitor(Callback):
         self._window_start += time.perf_counter() - self._validation_start
 
     def summary(self) -> dict[str, float]:
-        """Returns the newest value of each metric. tokens_per_s is the median, which the slow first steps barely affect."""
+        """Returns the newest value of each metric. tokens_per_s is the median, so slow first steps hardly matter."""
         return self.latest | ({"perf/tokens_per_s": statistics.median(self._rates)} if self._rates else {})
 
     def _log(self, trainer: L.Trainer, metrics: dict[str, float]) -> None:

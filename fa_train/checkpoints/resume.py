@@ -8,7 +8,7 @@ from fa_train.parallel.sharded_checkpoint import global_step, require_whole
 
 
 def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], object] = print) -> str | None:
-    """Returns the path of the checkpoint to resume from, or None. For `last`, searches `runs` for the newest intact one.
+    """Returns the path of the checkpoint to resume from, or None. For `last`, finds the newest intact one in `runs`.
 
     say: called with a line for each damaged checkpoint that `last` skips.
     Raises: ValueError if the checkpoint does not exist, is damaged or is not a checkpoint.

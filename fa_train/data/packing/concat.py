@@ -22,7 +22,7 @@ def max_documents_in_row(lengths: np.ndarray, seq_len: int) -> int:
     """Returns an upper bound on the documents in one row, for any order. Padding counts as a document."""
     if not (lengths % seq_len).any():
         return 1  # each row is within one document
-    # the shortest documents give the most whole documents per row; the ends of the row can cut two more
+    # at most, the shortest documents fill the row, and each end of the row cuts one more
     whole = int(np.searchsorted(np.cumsum(np.sort(lengths)), seq_len + 1, side="right"))
     return min(whole + 3, seq_len)
 

@@ -107,8 +107,8 @@ class PackingReport:
 def length_histogram(lengths: np.ndarray) -> Histogram:
     """Returns a histogram of document lengths: one entry (longest, documents) per power of two.
 
-    An entry counts the documents with more than longest / 2 and at most longest tokens. Empty documents count as one
-    token long.
+    An entry counts the documents with more than longest / 2 and at most longest tokens. An empty document counts
+    as a document of one token.
     """
     if not len(lengths):
         return ()

@@ -53,7 +53,7 @@ def weights_bytes(plan: Plan) -> int:
 
 
 def gathered_bytes(plan: Plan) -> int:
-    """Returns the peak bytes of weights and gradients that FSDP2 gathers on a rank. The formula is not measured.
+    """Returns the peak bytes of weights and gradients that FSDP2 gathers on a rank. The formula is unverified.
 
     They are all weights outside the blocks, the weights of two blocks, and the gradients of one block with an fp32
     copy.
