@@ -1,0 +1,107 @@
+"""A call takes the registered operator if something observes it, and otherwise the direct path (ops.py)."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
+
+from fa_kernels import flash_attn_func
+from fa_kernels.flash_attention import backend, checks, ops
+from fa_kernels.flash_attention.interface import flash_attn_packed
+from fa_kernels.flash_attention.schedule import causal_schedule
+
+
+def test_a_mode_or_a_profiler_sees_the_operator(device, monkeypatch):
+    """A call uses torch's dispatcher if a mode or a profiler is active, and bypasses it otherwise."""
+    q, k, v = torch.randn(3, 1, 20, 2, 16, device=device)
+    operators = []
+    for name in ("forward_operator", "backward_operator"):
+        operator = getattr(ops, name)
+        monkeypatch.setattr(ops, name, lambda *x, f=operator, name=name: operators.append(name) or f(*x))
+    flash_attn_func(q, k, v)
+    assert operators == []
+    with FlopCounterMode(display=False) as flops:
+        flash_attn_func(q, k, v)
+    assert operators == ["forward_operator"] and flops.get_total_flops() == 4 * 20 * 20 * 2 * 16
+    with torch.profiler.profile() as profile:
+        flash_attn_func(q.clone().requires_grad_(), k, v).sum().backward()
+    assert operators == ["forward_operator", "forward_operator", "backward_operator"]
+    names = {event.name for event in profile.events()}
+    assert {"flash_attention::forward", "flash_attention::backward"} <= names
+
+
+def test_a_tensor_subclass_sees_the_operator(device, monkeypatch):
+    """One tensor of a subclass among q, k and v is enough. A Parameter counts as a plain tensor."""
+
+    class Seeing(torch.Tensor):
+        pass
+
+    operators = []
+    forward = ops.forward_operator
+    monkeypatch.setattr(ops, "forward_operator", lambda *x: operators.append(1) or forward(*x))
+    q, k, v = torch.randn(3, 1, 20, 2, 16, device=device)
+    flash_attn_func(q, k, v, sinks=torch.nn.Parameter(torch.zeros(2, device=device), requires_grad=False))
+    assert not operators
+    flash_attn_func(q, k.as_subclass(Seeing), v)
+    assert operators
+
+
+def test_a_tensor_left_by_a_transform_is_unwrapped(device):
+    """Function.apply unwraps the tensor. The transform's wrapper has no data."""
+    schedule = causal_schedule(None, 20, device)
+    q, k = torch.randn(20, 2, 16, device=device), torch.randn(20, 2, 16, device=device, requires_grad=True)
+    left = []
+    torch.func.grad(lambda x: (left.append(x), x.sum())[1])(q)
+    got, expected = (torch.autograd.grad(flash_attn_packed(x, k, k, schedule).sum(), k)[0] for x in (left[0], q))
+    assert torch.equal(got, expected)
+
+
+def test_functorch_transforms_are_refused(device):
+    q, k, v = torch.randn(3, 20, 2, 16, device=device)
+    schedule = causal_schedule(None, 20, device)
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda x: flash_attn_packed(x, k, v, schedule).sum())(q)
+
+
+def test_forward_mode_gradients_are_refused(device):
+    """Otherwise both the operator and the direct call would silently drop the tangent."""
+    q, k, v = torch.randn(3, 20, 2, 16, device=device)
+    schedule = causal_schedule(None, 20, device)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda x: flash_attn_packed(x, k, v, schedule), (q,), (q,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        flash_attn_packed(q, k, forward_ad.make_dual(v, v), schedule)
+
+
+def test_tensors_without_data_have_shapes(monkeypatch):
+    monkeypatch.setattr(checks, "require_backend", lambda _: None)
+    q = torch.empty(1, 20, 2, 16, device="meta")
+    assert flash_attn_func(q, q, q).shape == q.shape
+
+
+@pytest.mark.parametrize("device_type", ["meta", "cpu"])
+def test_inconsistent_inputs_are_named_with_and_without_data(device_type, monkeypatch):
+    monkeypatch.setattr(checks, "require_backend", lambda _: None)
+    q, k = torch.zeros(20, 4, 16, device=device_type), torch.zeros(20, 3, 16, device=device_type)
+    with pytest.raises(ValueError, match="n_heads must be a multiple of n_kv_heads; got 4 and 3"):
+        flash_attn_packed(q, k, k, causal_schedule(None, 20, q.device))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_batch_is_copied_only_where_no_view_packs_it(batch):
+    """A call that makes a copy while it is recorded is never replayed."""
+    parts = torch.zeros(batch, 20, 3, 2, 16).unbind(2)
+    heads_first = torch.zeros(batch, 2, 20, 16).transpose(1, 2)
+    columns_last = torch.zeros(batch, 20, 16, 2).transpose(2, 3)
+    for x, copied in ((parts[1], False), (heads_first, batch > 1), (columns_last, True)):
+        y = backend.in_order(x)
+        assert (y is not x) == copied and torch.equal(x, y)
+        assert backend.packed(y).data_ptr() == y.data_ptr() and y.stride(-1) == 1
+
+
+def test_compiled_autograd_takes_the_operator(device):
+    q, k, v = (torch.randn(1, 20, 2, 16, device=device, requires_grad=True) for _ in range(3))
+    expected = torch.autograd.grad(flash_attn_func(q, k, v).sum(), q)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        flash_attn_func(q, k, v).sum().backward()
+    assert torch.equal(q.grad, expected[0])
