@@ -13,7 +13,7 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 
 
 def options(group: str) -> list[str]:
-    """The names that a group of conf/ can be set to. A file whose name starts with _ holds keys that they share."""
+    """Lists the options of a group of conf/. Files whose names start with _ contain keys that options share."""
     return sorted(path.stem for path in (CONF / group).glob("[!_]*.yaml"))
 
 

@@ -47,8 +47,8 @@ def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | No
 def saved_config(run: Path, overrides: list[str]) -> DictConfig:
     """Reads the config from a run's folder, applies overrides, and renames targets that have moved since.
 
-    `choices` comes from hydra.yaml, where runs of every version have it.
-    Raises: ValueError if a file is not a run's.
+    Runs of every version have `choices` in hydra.yaml, so they are read from there.
+    Raises: ValueError if a file is not a run's config.
     """
     saved = _loaded(run / ".hydra" / "config.yaml", needs="model")
     hydra = _loaded(run / ".hydra" / "hydra.yaml", needs="hydra.runtime.choices")
@@ -65,7 +65,7 @@ def saved_config(run: Path, overrides: list[str]) -> DictConfig:
 
 
 def _loaded(path: Path, needs: str) -> DictConfig:
-    """Reads a file that Hydra wrote. It must have the key `needs`."""
+    """Reads a file that Hydra wrote, and requires it to have the key `needs`."""
     try:
         saved = OmegaConf.load(path)
     except (YAMLError, UnicodeDecodeError, OSError) as error:

@@ -105,7 +105,7 @@ def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16(tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("ends", "one"), [((0, TOTAL), True), ((0, 9, TOTAL), False), ((0, TOTAL, TOTAL), False)])
 def test_a_batch_of_one_document_is_known_to_be_one(ends, one, monkeypatch):
-    """The shape of cu_seqlens shows it without a GPU sync. Without this check, SDPA would use a mask of all pairs."""
+    """The shape of cu_seqlens shows this without a GPU sync. Without this check, SDPA would use a mask of all pairs."""
     seen = []
     monkeypatch.setattr(gpt, "windowed_schedule", lambda *x, f=gpt.windowed_schedule: seen.append(f(*x)) or seen[-1])
     model = small_gpt(levers(), torch.device("cpu"), n_layers=1)

@@ -33,7 +33,7 @@ WARMUP = 2  # untimed runs at the start of a case, unless it has fewer runs
 SHORT = 256  # tokens of the first step, which compiles kernels and allocates the optimizer's state
 VOCABULARIES = {"nano": 259}  # models that leave the size to the tokenizer: 256 bytes and three special tokens
 GPT2_VOCABULARY = 50257
-REPLACEABLE = ("memory", "optimizer")  # groups whose option an override may choose
+REPLACEABLE = ("memory", "optimizer")  # an override may choose another option of these groups
 Device = Literal["cuda", "cpu"]
 Precision = Literal["bf16-mixed", "32-true"]
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -130,7 +130,7 @@ class Result:
 
 
 def options_of(case: StepCase) -> dict[str, str]:
-    """The option that each group of a case's configuration is set to."""
+    """Returns the option chosen for each group of a case's configuration."""
     groups = {"model": case.model, "attention": case.attention, "memory": "default", "optimizer": "adamw"}
     chosen = (override.partition("=") for override in case.overrides)
     return groups | {name: value for name, _, value in chosen if name in REPLACEABLE}

@@ -9,7 +9,7 @@ from pathlib import Path
 def add_results(parser: argparse.ArgumentParser, default: Path | str, kind: str = "prefix") -> None:
     """Adds --commit and --out.
 
-    default: a path; or a pattern such as scripts/results/host_<gpu>_<yyyymm>, for which --out is then None.
+    default: a path, or a pattern such as scripts/results/host_<gpu>_<yyyymm>. With a pattern, --out is None by default.
     """
     path = default if isinstance(default, Path) else None
     parser.add_argument("--commit", help="commit for the head of the results, if git is not available")
@@ -17,7 +17,7 @@ def add_results(parser: argparse.ArgumentParser, default: Path | str, kind: str 
 
 
 def add_time_limits(parser: argparse.ArgumentParser, timeout: float | None = None, budget: bool = False) -> None:
-    """Adds --timeout, which ends a case that takes longer, and --budget, which leaves out the cases that remain."""
+    """Adds --timeout, the limit of one case, and --budget, the limit of all cases."""
     if timeout is not None:
         parser.add_argument("--timeout", type=float, default=timeout, help="seconds that a case may take")
     if budget:

@@ -110,7 +110,7 @@ def features(seqlen: int, n_heads: int, head_dim: int, window: int) -> list[Feat
 class Inputs:
     """Random (total, heads, head_dim) tensors. Features that need the same shape share a tensor, to save memory.
 
-    Keep this object as long as the CUDA graphs, because they hold addresses instead of tensors.
+    Keep this object alive as long as the CUDA graphs, because they hold addresses instead of tensors.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -27,9 +27,9 @@ Loss = Callable[[], Tensor]
 
 
 class StepTimes:
-    """The times and losses of a case's steps, until there are enough of them.
+    """Collects the times and losses of a case's steps.
 
-    slow_step: seconds. If the second step takes longer, FEWEST_STEPS are timed, after one.
+    slow_step: seconds. If the second step takes longer, only FEWEST_STEPS more steps are timed.
     """
 
     def __init__(self, steps: int, slow_step: float) -> None:
@@ -43,19 +43,19 @@ class StepTimes:
 
     @property
     def milliseconds(self) -> list[float]:
-        """Of the timed steps."""
+        """The milliseconds of the timed steps."""
         return self._milliseconds[self.warmup :]
 
     def add(self, seconds: float, loss: float) -> None:
         self._milliseconds.append(seconds * 1e3)
         self.losses.append(loss)
-        # the first step compiles, so only the second one says how fast a case is
+        # the first step compiles, so only the second step shows how fast a case is
         if len(self._milliseconds) == WARMUP and seconds > self.slow_step:
             self.warmup, self.steps = WARMUP - 1, min(self.steps, FEWEST_STEPS)
 
 
 class StepTimer(Callback):
-    """Times each optimizer step until the device has done it, and ends the run when there are enough."""
+    """Times each optimizer step, with a device sync after it, and ends the run after enough steps."""
 
     def __init__(self, times: StepTimes) -> None:
         self.times = times
@@ -81,13 +81,13 @@ class StepTimer(Callback):
 
 
 def measure(config: DictConfig, device: torch.device, times: StepTimes) -> None:
-    """Trains as train.py does, with LitGPT, its data and Lightning's loop, and fills `times`.
+    """Trains like train.py, with LitGPT, its data and Lightning's loop, and fills `times`.
 
-    The memory is not planned first, so running out of it is a result. Nothing is logged or saved.
+    The planner does not check the memory, so a run may run out of it. Nothing is logged or saved.
     """
     require_backend(instantiate(config.attention), device)
     data: PackedDataModule = instantiate(config.data)
-    timer = StepTimer(times)  # first, so that it times no other callback
+    timer = StepTimer(times)  # the first callback, so that the times do not include other callbacks
     trainer: L.Trainer = instantiate(
         config.trainer,
         callbacks=[timer, instantiate(config.callbacks.monitor)],
@@ -104,7 +104,7 @@ def measure(config: DictConfig, device: torch.device, times: StepTimes) -> None:
 
 
 def wait(device: torch.device) -> None:
-    """Waits until the device has done what was asked of it."""
+    """Waits until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,4 +1,4 @@
-"""The Hopper backward on a GPU: NaN stays in its head; dK and dV are repeatable, and a deterministic dQ too."""
+"""The Hopper backward on a GPU. NaN stays in its head. dK, dV and a deterministic dQ are repeatable."""
 
 import pytest
 import torch

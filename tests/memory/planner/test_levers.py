@@ -1,4 +1,4 @@
-"""The search for memory levers that fit, cost the least, or are advised. Costs are compared with times on an H200."""
+"""The search for memory levers that fit or cost the least, and its advice. Costs are compared with an H200's times."""
 
 from typing import Any
 

@@ -251,7 +251,7 @@ def test_memory_by_component():
         changed(41, 50, -64, 1000 - 8),  # the gradient of the last step
         changed(45, 200, 64, 1000 + 56, tid=2),  # the new gradient, at the address of a freed tensor
         changed(50, 100, -8, 1000 + 48, tid=2),
-        changed(60, 999, -20, 1000 + 28, tid=2),  # freed memory of an unknown component from before the step
+        changed(60, 999, -20, 1000 + 28, tid=2),  # freed, but allocated before the step by an unknown component
         changed(96, 200, -64, 1000 - 36),  # zero_grad
     ]
     before = {1: (WEIGHTS, 500), 50: (GRADIENTS, 64)}
