@@ -3,10 +3,11 @@
 A score belongs to one query and one key of one head. Softmax runs in fp32, so the scores alone take 4 N^2 bytes per
 head. fa_train.models.attention.naive_attention needs this many bytes per score, for operands of 2 and of 4 bytes:
 
-                                           2   4
-    kept from forward to backward:         6   4   the softmax's output in fp32, and its copy for P V
-    peak in the forward:                  10   8   masked scores, their copy in fp32, the softmax's output
-    peak in the backward:                 12  12   the softmax's output, its gradient, the scores' gradient
+| when | 2 | 4 | tensors |
+|:--|--:|--:|:--|
+| kept from forward to backward | 6 | 4 | the softmax's output in fp32, and its copy for P V |
+| peak in the forward | 10 | 8 | masked scores, their copy in fp32, the softmax's output |
+| peak in the backward | 12 | 12 | the softmax's output, its gradient, the scores' gradient |
 
 The mask adds one byte per query and key, shared by all heads. A training step keeps the tensors of all layers but the
 last. The last layer's backward runs first and needs the peak. Checkpointing keeps one layer at a time, and so does

@@ -295,7 +295,7 @@ def unclear() -> list[str]:
 
 
 def misplaced() -> list[str]:
-    """Lists inputs whose addresses differ from a recording's, although the recording is played."""
+    """Lists inputs that replay a recording although their addresses do not fit it."""
     o, do = torch.zeros(2, TOTAL, 4, 64)
     shifted = torch.zeros(o.numel() + 1)[1:].view_as(o)
     third = {
