@@ -389,7 +389,7 @@ def test_a_tied_head_is_the_embedding():
             {"family": Family(windows=(4,))}, "family.windows must have model.n_layers=2 entries; got 1", id="windows"
         ),
         pytest.param(
-            {"family": Family(rope_layers=(True,) * 3)}, "family.rope_layers must be of .*=2 layers; got 3", id="rope"
+            {"family": Family(rope_layers=(True,) * 3)}, "family.rope_layers must have .*=2 entries; got 3", id="rope"
         ),
         pytest.param({"family": Family(softcap=50.0)}, "attention=sdpa cannot cap scores", id="sdpa-softcap"),
         pytest.param(

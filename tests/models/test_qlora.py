@@ -123,7 +123,7 @@ def test_shapes_on_meta_are_the_real_ones():
 
 
 def test_matrices_that_do_not_fill_blocks_are_named():
-    with pytest.raises(ValueError, match=r"multiple of 64 numbers; blocks.0.*weight has 90"):
+    with pytest.raises(ValueError, match=r"multiple of 64 elements; blocks.0.*weight has 90"):
         quantised(torch.zeros(9, 10), "blocks.0.attention.qkv.weight")
 
 
