@@ -288,8 +288,8 @@ class _Pack:
 
     def __call__(self, saved: Tensor) -> "Tensor | _View":
         assert self.x is not None and self.forward_pass is not None
-        leaves = _is_of_tokens if self.forward_pass.everything else _is
-        if not leaves(saved, self.x):
+        is_offloaded = _has_row_per_token if self.forward_pass.everything else _is_same_tensor
+        if not is_offloaded(saved, self.x):
             return saved.detach()  # without detach(), a node's result would form a reference cycle
         storage = saved.untyped_storage()
         state = self.states.get(storage._cdata)
@@ -311,7 +311,7 @@ def _unpack(saved: Tensor | _View) -> Tensor:
     return saved.state.get().view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
 
 
-def _is(saved: Tensor, x: Tensor) -> bool:
+def _is_same_tensor(saved: Tensor, x: Tensor) -> bool:
     """Returns whether `saved` is x. autograd passes another Python object for the same tensor."""
     return (
         saved.data_ptr() == x.data_ptr()
@@ -321,7 +321,7 @@ def _is(saved: Tensor, x: Tensor) -> bool:
     )
 
 
-def _is_of_tokens(saved: Tensor, x: Tensor) -> bool:
+def _has_row_per_token(saved: Tensor, x: Tensor) -> bool:
     """Returns whether `saved`, or the tensor it is a view of, has one row per token of x and is large enough.
 
     Weights are never offloaded.

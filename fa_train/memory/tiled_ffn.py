@@ -217,9 +217,9 @@ def mlp_backward(
         up, up_bias, down, _ = _rounded(x.dtype, *weights)
         for rows in _chunks(x.shape[0], chunk_size):
             if projected is None:
-                again = F.linear(x[rows], up, up_bias)
-                activated, d_projected = _activation_backward(again, dy[rows] @ down, activation, in_place=True)
-                del again
+                recomputed = F.linear(x[rows], up, up_bias)
+                activated, d_projected = _activation_backward(recomputed, dy[rows] @ down, activation, in_place=True)
+                del recomputed
             else:
                 kept = projected[rows]
                 activated, d_projected = _activation_backward(kept, dy[rows] @ down, activation, in_place=False)

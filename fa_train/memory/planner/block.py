@@ -64,7 +64,7 @@ class Block:
         kept = (self.x if self.eager else self.x_rounded) + self.statistics + self.x_rounded
         if self.levers.mlp_chunk and not keeps_up(self.plan):
             # torch's chunks are slices of the norm's unrounded output
-            return kept + (self.x - self.x_rounded if self.torchs_chunks() else 0)
+            return kept + (self.x - self.x_rounded if self.is_torch_chunked() else 0)
         return kept + self.up + self.activated_kept() + self.ffn_adapters
 
     def activated(self) -> int:
@@ -79,17 +79,17 @@ class Block:
         """Returns the bytes that autograd saves for a block without activation checkpointing."""
         return self.attention_kept() + self.ffn_kept()
 
-    def boundary(self) -> int:
-        """Returns the bytes of a block that are kept from its forward to its backward, on the GPU or the host."""
+    def saved(self) -> int:
+        """Returns the bytes that a block saves from its forward to its backward, on the GPU or the host."""
         if self.levers.checkpointing == "none":
             return self.kept()
         return self.x + (self.q + self.lse if self.levers.checkpointing == "selective" else 0)
 
-    def torchs_chunks(self) -> bool:
-        """Returns whether the model uses fa_train.models.ffn.TorchChunkedFFN."""
+    def is_torch_chunked(self) -> bool:
+        """Returns whether the FFN is fa_train.models.ffn.TorchChunkedFFN."""
         return self.levers.mlp_chunk is not None and (self.run.adapters is not None or self.model.activation == "geglu")
 
-    def sent(self) -> int:
+    def offloaded(self) -> int:
         """Returns the bytes of a block that are offloaded to the host."""
         if not self.levers.offloads_all:
             return self.x if self.levers.offload else 0
@@ -104,18 +104,18 @@ class Block:
         ffn = self._ffn_forward()
         if self.levers.checkpointing != "none":  # tensors are freed after their last use
             activated = self.up + self.activated()
-            ffn = self.boundary() + 2 * self.x + (self._chunk_forward() if self.levers.mlp_chunk else activated)
+            ffn = self.saved() + 2 * self.x + (self._chunk_forward() if self.levers.mlp_chunk else activated)
         return {"attention": self._attention_forward(), "FFN": ffn}
 
     def backward(self) -> dict[str, int]:
         """Returns the peak bytes in each part of the backward, including the recomputed forward if there is one."""
-        again = {}
+        recomputed = {}
         if self.levers.checkpointing != "none":
             waiting = self.x + (self.x_rounded if self.run.mixed else 0)  # the gradient of the block's output
             ffn = self.kept() + self._argument()  # recomputation stops before the activations or the last product
             parts = {"attention": self._attention_forward(), "FFN": ffn}
-            again = {f"{part} again": waiting + nbytes for part, nbytes in parts.items()}
-        return again | {
+            recomputed = {f"{part} again": waiting + nbytes for part, nbytes in parts.items()}
+        return recomputed | {
             "FFN's backward": self._ffn_backward(),
             "norm's backward": self._norm_backward(),
             "attention's backward": self._attention_backward(),
@@ -141,7 +141,7 @@ class Block:
             return 0
         # GELU works in place unless its input is kept
         operands = 1 if keeps_up(self.plan) or not self.model.gated else 3
-        if self.torchs_chunks():
+        if self.is_torch_chunked():
             operands = 4 if self.model.gated else 2
         return self._ffn_rounded() + self._chunk(self.run.tokens) * operands
 
@@ -149,24 +149,24 @@ class Block:
         """Returns the peak bytes of the FFN's backward."""
         held = self.kept() + self.x
         if self.levers.checkpointing == "selective" and not self.eager and not self.run.adapters:
-            held -= self.attention_kept() - self.boundary()  # compiled code recomputes q, k and v later
+            held -= self.attention_kept() - self.saved()  # compiled code recomputes q, k and v later
         rounded = self.x_rounded if self.run.mixed else 0  # the gradient of the FFN's output
         if self.run.adapters:  # the activations get two gradients, one through the frozen weight and one through A
             chunk = self._chunk(self.run.tokens)
             if not self.levers.mlp_chunk:
                 return held + 2 * chunk + self._dequantised()
-            again = (5 if self.model.gated else 3) * chunk + self._ffn_rounded() + self.ffn_adapters
-            return held + rounded + again + 2 * chunk + self._dequantised()
+            recomputed = (5 if self.model.gated else 3) * chunk + self._ffn_rounded() + self.ffn_adapters
+            return held + rounded + recomputed + 2 * chunk + self._dequantised()
         if not self.levers.mlp_chunk:  # recomputes the activations and autocast's copy of the last weight
-            again = self.activated() + self.rounded_down()
-            of_operand = rounded + again + self.hidden + self.down_weight * self.run.compute_bytes
+            recomputed = self.activated() + self.rounded_down()
+            of_operand = rounded + recomputed + self.hidden + self.down_weight * self.run.compute_bytes
             # the gradient of the last weight, which compiled code returns only at the end of the block
             its_own = 0 if self.eager and self.run.accumulates else self.down_weight * self.run.weight_bytes
             of_factors = self.hidden * (4 if self.eager else 3) + its_own if self.model.gated else 0
             return held + max(of_operand, of_factors)
         weights = (self.up_weight + self.down_weight) * 4
         chunk = self._chunk(self.run.tokens)
-        if self.torchs_chunks():  # recomputed chunk, gradients of its tensors and of the weights
+        if self.is_torch_chunked():  # recomputed chunk, gradients of its tensors and of the weights
             return held + rounded + 7 * chunk + self._ffn_rounded() + weights
         d_projected = (2 if self.model.gated else 1) * chunk  # overwrites its operand, as do the activations
         chunks = d_projected + chunk

@@ -12,7 +12,7 @@ from fa_train.memory.checkpointing import Checkpointing
 from fa_train.memory.memory import Levers
 from fa_train.memory.planner.block import keeps_up
 from fa_train.memory.planner.plan import OptimizerKind, Plan
-from fa_train.memory.planner.predict import Prediction, predict, sent_per_layer
+from fa_train.memory.planner.predict import Prediction, offloaded_per_layer, predict
 
 MLP_CHUNK = 16384  # tokens: large enough to fill a GPU
 LINK = 5e10  # bytes per second to and from the host, about that of an H200
@@ -88,7 +88,7 @@ def extra_seconds(plan: Plan) -> float:
     if levers.mlp_chunk:
         seconds += (0 if keeps_up(plan) else up) + LAUNCH * (tokens / levers.mlp_chunk)
     if levers.offload:
-        forward, copy = attention + projections + up + down, sent_per_layer(plan) / LINK
+        forward, copy = attention + projections + up + down, offloaded_per_layer(plan) / LINK
         seconds += max(0.0, copy - forward) + max(0.0, copy - 2 * forward) + BESIDE_COPIES * 3 * forward
     return plan.model.n_layers * seconds
 

@@ -37,8 +37,8 @@ class _Step:
     def __init__(self, plan: Plan) -> None:
         model, levers, run = plan.model, plan.levers, plan.run
         self.plan, self.model, self.run = plan, model, run
-        self.block, self.again = Block(plan), levers.checkpointing != "none"
-        self.fetches_early = self.again or levers.offloads_all
+        self.block, self.recomputes = Block(plan), levers.checkpointing != "none"
+        self.fetches_early = self.recomputes or levers.offloads_all
         self.embeddings = 0 if run.adapters else model.vocab_size * model.dim * run.weight_bytes  # 0: no gradient
         self.gradients = sum(trained_sizes(plan)) * run.gradient_bytes // run.ranks
         self.before = self.gradients if run.accumulates else 0  # gradients of the step's earlier micro-batches
@@ -47,7 +47,7 @@ class _Step:
         self.data = run.tokens * (3 * 8 + 4 * 4)  # tokens, labels and positions; the schedule's four range ends
         self.data += run.tokens * model.heads.dim * 4 if model.positions == "rope" else 0  # cosines and sines
         # GPU memory of the previous blocks' states, whose copies may still run
-        self.underway = min(IN_FLIGHT if levers.offloads_all else 1, model.n_layers - 1) * self.block.sent()
+        self.underway = min(IN_FLIGHT if levers.offloads_all else 1, model.n_layers - 1) * self.block.offloaded()
         self.lagging = self.underway if levers.offloads_all else 0  # still held after the last block
 
     def around_the_loss(self) -> list[Moment]:
@@ -58,9 +58,9 @@ class _Step:
         block, n_layers = self.block, self.model.n_layers
         rounded = block.rounded_weights()
         cached = self.run.eager and self.run.adapters is None  # autocast does not cache its copies of frozen weights
-        kept = cached or not self.again
+        kept = cached or not self.recomputes
         rounded_in_forward = n_layers * (rounded + block.rounded_down() * cached) if kept else 0
-        boundaries = n_layers * block.boundary() - (n_layers - 1) * block.sent()
+        activations = n_layers * block.saved() - (n_layers - 1) * block.offloaded()
         last_norm = block.x + block.statistics + 2 * block.x  # its input, and two more: its output and gradients
         forward, in_forward = max(block.forward().items(), key=_nbytes)
         return [
@@ -68,15 +68,15 @@ class _Step:
                 f"{forward} of the last block",
                 gradients=self.before,
                 rounded_weights=rounded_in_forward or rounded + block.rounded_down(),
-                activations=boundaries,
+                activations=activations,
                 outside=self.data,
-                working=self.underway + in_forward - block.boundary(),
+                working=self.underway + in_forward - block.saved(),
             ),
             Moment(
                 "the loss",
                 gradients=self.before,
                 rounded_weights=rounded_in_forward,
-                activations=boundaries,
+                activations=activations,
                 outside=self.data + last_norm,
                 loss=loss_bytes(self.plan),
                 working=self.lagging,
@@ -84,8 +84,8 @@ class _Step:
             Moment(
                 "the last norm's backward",
                 gradients=self.before,
-                rounded_weights=0 if self.again else n_layers * rounded,
-                activations=boundaries,
+                rounded_weights=0 if self.recomputes else n_layers * rounded,
+                activations=activations,
                 outside=self.data + last_norm,
                 loss=self.of_head,
                 working=self.lagging,
@@ -126,12 +126,12 @@ class _Step:
             Moment(
                 f"{backward} of the {which} block",
                 gradients=self.before or (n_layers - left) * of_block,
-                rounded_weights=rounded if self.again else left * rounded,
-                activations=left * block.boundary() - (left - 1) * block.sent(),
+                rounded_weights=rounded if self.recomputes else left * rounded,
+                activations=left * block.saved() - (left - 1) * block.offloaded(),
                 outside=self.data,
                 loss=self.of_head,
                 # the states of the next block are fetched early
-                working=(block.sent() if self.fetches_early and left > 1 else 0) + in_backward - block.boundary(),
+                working=(block.offloaded() if self.fetches_early and left > 1 else 0) + in_backward - block.saved(),
             )
             for left, which in {n_layers: "last", 2: "second", 1: "first"}.items()
             if left <= n_layers

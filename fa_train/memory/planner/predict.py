@@ -88,7 +88,7 @@ def predict(plan: Plan) -> Prediction:
         working=largest.working,
         libraries=LIBRARIES,
         overhead=CONTEXT + int(FRAGMENTATION * (weights + optimizer + largest.total())),
-        host=host + (plan.model.n_layers - 1) * Block(plan).sent(),
+        host=host + (plan.model.n_layers - 1) * Block(plan).offloaded(),
     )
 
 
@@ -99,9 +99,9 @@ def kept_per_layer(plan: Plan) -> int:
     """
     block = Block(plan)
     rounded = block.rounded_weights() if plan.levers.checkpointing == "none" else 0
-    return block.boundary() - block.sent() + rounded
+    return block.saved() - block.offloaded() + rounded
 
 
-def sent_per_layer(plan: Plan) -> int:
+def offloaded_per_layer(plan: Plan) -> int:
     """Returns the bytes that are offloaded to the host per block, except the last."""
-    return Block(plan).sent()
+    return Block(plan).offloaded()
