@@ -109,9 +109,9 @@ class MicroBatches(Dataset[Batch]):
         self.step_rows = size * world_size if step_rows is None else step_rows
 
     def __getitem__(self, index: int) -> Batch:
-        step, turn = divmod(index, self.step_rows // (self.size * self.world_size))
+        step, micro_batch = divmod(index, self.step_rows // (self.size * self.world_size))
         dealt = self.rows.deal(step * self.step_rows, self.step_rows, self.size, self.world_size)
-        indices = dealt[turn, self.rank].tolist()
+        indices = dealt[micro_batch, self.rank].tolist()
         return {**self.rows.gather(indices), "first_row": indices[0]}
 
 

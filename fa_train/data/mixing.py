@@ -88,9 +88,9 @@ class MixedRows:
         self.max_documents = max(source.max_documents for source in sources)
 
     def _locate(self, index: int) -> tuple[ShuffledRows, int]:
-        turn, place = divmod(index, self.per_epoch)
-        source = int(self.order[place])
-        return self.sources[source], turn * int(self._counts[source]) + int(self._before[place])
+        cycle, position = divmod(index, self.per_epoch)
+        source = int(self.order[position])
+        return self.sources[source], cycle * int(self._counts[source]) + int(self._before[position])
 
     def row(self, index: int) -> Row:
         source, own_index = self._locate(index)

@@ -84,7 +84,8 @@ class YarnScaling(RopeScaling):
 
     def frequencies(self, theta: float, head_dim: int, position_ids: Tensor) -> Tensor:
         plain = plain_frequencies(theta, head_dim, position_ids.device)
-        low, high = (self._channel_of(turns, theta, head_dim) for turns in (self.beta_fast or 32, self.beta_slow or 1))
+        ends = self.beta_fast or 32, self.beta_slow or 1
+        low, high = (self._channel_of(rotations, theta, head_dim) for rotations in ends)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_dim - 1)
@@ -103,11 +104,10 @@ class YarnScaling(RopeScaling):
     def _mscale(self, weight: float) -> float:
         return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
 
-    def _channel_of(self, turns: float, theta: float, head_dim: int) -> float:
-        """Returns the channel that makes `turns` rotations over the original length."""
-        return (
-            head_dim * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
-        )
+    def _channel_of(self, rotations: float, theta: float, head_dim: int) -> float:
+        """Returns the channel whose angle makes this number of rotations over the original length."""
+        original = self.original_max_position_embeddings
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class Llama3Scaling(RopeScaling):
 
     def frequencies(self, theta: float, head_dim: int, position_ids: Tensor) -> Tensor:
         plain = plain_frequencies(theta, head_dim, position_ids.device)
-        turns = self.original_max_position_embeddings * plain / (2 * math.pi)
-        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        rotations = self.original_max_position_embeddings * plain / (2 * math.pi)
+        kept = ((rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
         return plain / self.factor * (1 - kept) + plain * kept
 
 

@@ -28,8 +28,8 @@ def deal(costs: np.ndarray, size: int, world_size: int) -> np.ndarray:
     rounds = np.argsort(-sums, kind="stable").reshape(-1, world_size)
     dealt = np.empty((len(rounds), world_size, size), np.int64)
     had = np.zeros(world_size, sums.dtype)
-    for turn, micro_batches in enumerate(rounds):
+    for round_index, micro_batches in enumerate(rounds):
         ranks = np.argsort(had, kind="stable")
-        dealt[turn, ranks] = [members[index] for index in micro_batches]
+        dealt[round_index, ranks] = [members[index] for index in micro_batches]
         had[ranks] += sums[micro_batches]
     return dealt

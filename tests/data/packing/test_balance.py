@@ -66,8 +66,9 @@ def test_steps_are_dealt_by_squared_lengths():
     assert sorted(map(rows.rows.cost, range(rows.per_epoch))) == [32] * 6 + [256] * 2
     for step in range(4):  # each step is an epoch
         ranks = [MicroBatches(rows, 1, rank, 2, step_rows=8) for rank in range(2)]
-        edges = [[rank[step * 4 + turn]["cu_seqlens"].numpy() for rank in ranks] for turn in range(4)]
-        assert [[(np.diff(x) ** 2).sum() for x in turn] for turn in edges] == [[256, 256], *[[32, 32]] * 3]
+        edges = [[rank[step * 4 + index]["cu_seqlens"].numpy() for rank in ranks] for index in range(4)]
+        costs = [[(np.diff(x) ** 2).sum() for x in micro_batch] for micro_batch in edges]
+        assert costs == [[256, 256], *[[32, 32]] * 3]
     unmasked = PackedRows(make([16, 2] * 8, document_mask=False), held_out=False, shuffle=False)
     assert np.array_equal(unmasked.deal(0, 8, 2, 2).ravel(), np.arange(8)), "without the mask every row costs the same"
 
