@@ -91,7 +91,7 @@ def test_a_run_leaves_what_was_trained_in_its_folder(run, tmp_path):
         assert path.read_bytes() == (run / path.relative_to(tmp_path)).read_bytes(), "the script writes the same"
 
 
-def test_the_exported_template_is_the_one_that_was_learnt(tmp_path):
+def test_the_exported_template_is_the_one_of_the_training(tmp_path):
     (tmp_path / "template.jinja").write_text(PLAIN)
     overrides = [f"data.chat_template={tmp_path / 'template.jinja'}", "max_steps=1", "trainer.val_check_interval=1"]
     with composed(tmp_path / "run", *settings(tmp_path), *overrides) as cfg:

@@ -259,7 +259,7 @@ def sft_data(
     cache_dir: str | None,
     **packing: Unpack[PackingOptions],
 ) -> PackedDataModule:
-    """Returns the data module of chats. The model learns the assistant's messages.
+    """Returns the data module of chats. The model is trained on the assistant's messages.
 
     chat_template: a Jinja file; None means the tokenizer's own template.
     """

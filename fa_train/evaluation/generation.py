@@ -120,8 +120,8 @@ class CachedAttention:
 class Sample:
     """Prints the model's answer to one chat, and appends it to samples.jsonl in the run's folder.
 
-    chats: a path as in data.path. The prompt is the first held-out chat up to its first learned answer, or the first
-    chat if none is held out. If no chat has a message before its first learned answer, nothing is sampled.
+    chats: a path as in data.path. The prompt is the first held-out chat up to its first trained answer, or the first
+    chat if none is held out. If no chat has a message before its first trained answer, nothing is sampled.
     Decoding is greedy, up to max_new_tokens.
     """
 
@@ -149,15 +149,15 @@ class Sample:
 
 
 def sampled_chat(path: str) -> tuple[list[Message], list[dict[str, Any]] | None] | None:
-    """Returns the messages before the first learned answer of a chat, and the chat's tools.
+    """Returns the messages before the first trained answer of a chat, and the chat's tools.
 
     The chat is the first held-out one, or the first one if none is held out. Returns None if no chat has a message
-    before its first learned answer.
+    before its first trained answer.
     """
     first = None
     for key, chat in ChatCorpus(path).documents():
-        learned = (i for i, m in enumerate(chat.messages) if i >= chat.learn_from and m["role"] == "assistant")
-        asked = chat.messages[: next(learned)]
+        trained_on = (i for i, m in enumerate(chat.messages) if i >= chat.trained_from and m["role"] == "assistant")
+        asked = chat.messages[: next(trained_on)]
         if asked and is_held_out(key):
             return asked, chat.tools
         first = first or ((asked, chat.tools) if asked else None)

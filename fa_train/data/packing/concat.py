@@ -49,8 +49,8 @@ def pack_row(
         cuts = np.append(cuts, n_real)
     labels = stream[1:].copy()
     if documents.loss_mask is not None:
-        learned = np.concatenate([documents.loss_mask[index][span] for index, span in pieces])
-        labels[: n_real - 1][~learned[1:]] = IGNORE_INDEX
+        loss_mask = np.concatenate([documents.loss_mask[index][span] for index, span in pieces])
+        labels[: n_real - 1][~loss_mask[1:]] = IGNORE_INDEX
     labels[cuts - 1] = IGNORE_INDEX
     labels[n_real:] = IGNORE_INDEX
     boundaries = row_boundaries(cuts, seq_len)

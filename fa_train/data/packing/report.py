@@ -10,7 +10,7 @@ Histogram = tuple[tuple[int, int], ...]  # (longest, documents)
 
 @dataclass(frozen=True)
 class LabelCounts:
-    """Label counts for a corpus that trains only some of its tokens.
+    """Label counts for a corpus in which only some tokens are trained on.
 
     labels_in - labels_packed labels were lost with truncated and dropped tokens. pieces_unlearned: packed documents
     or pieces without any label, which cost time and train nothing.
@@ -42,7 +42,7 @@ class PackingReport:
     rows: int
     seq_len: int
     histogram: Histogram
-    labels: LabelCounts | None = None  # None: every token is trained
+    labels: LabelCounts | None = None  # None: all tokens are trained on
     documents_held_out: int | None = None
     tokens_held_out: int | None = None
 

@@ -15,16 +15,16 @@ IGNORE_INDEX = -100
 
 
 class LossMask(Protocol):
-    """Which tokens of each document have a loss. Item i is (lengths[i],) bool."""
+    """Which tokens of each document are trained on. Item i is (lengths[i],) bool."""
 
     def __getitem__(self, index: int) -> np.ndarray: ...
 
     def count(self, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """Returns the number of tokens with a loss in document[i][start[i]:stop[i]] for each i. Shapes: (n,) int64."""
+        """Returns how many tokens of document[i][start[i]:stop[i]] are trained on, for each i. Shapes: (n,) int64."""
 
 
 class PackableDocuments(Protocol):
-    """Documents by index. Item i holds the tokens of document i, (lengths[i],). loss_mask None: all have a loss."""
+    """Documents by index. Item i holds the tokens of document i, (lengths[i],). loss_mask None: all are trained on."""
 
     lengths: np.ndarray
     loss_mask: LossMask | None

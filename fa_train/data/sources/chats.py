@@ -20,7 +20,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Chat:
-    """One chat. The model learns the assistant's messages from index `learn_from` on.
+    """One chat. The model is trained on the assistant's messages from index `trained_from` on.
 
     where: the file and line, for errors.
     """
@@ -28,7 +28,7 @@ class Chat:
     where: str
     messages: list[Message]
     tools: list[dict[str, Any]] | None
-    learn_from: int
+    trained_from: int
 
     def __len__(self) -> int:
         """Returns the number of characters in the messages."""
@@ -42,8 +42,8 @@ class ChatCorpus:
     configs needs hf:<name>:<config>:<split>. The name can be a dataset on the hub or a folder.
     A row has one of three forms: {"messages": [{"role", "content", ...}, ...]},
     {"conversations": [{"from", "value"}, ...]}, or {"prompt", "completion"}. A prompt or completion is text or a list
-    of messages, and the model learns only the completion. A row can also have "tools", a list of JSON schemas or the
-    JSON text of such a list.
+    of messages, and the model is trained on the completion only. A row can also have "tools", a list of JSON schemas
+    or the JSON text of such a list.
     Raises: ValueError if there is nothing to read or a row has another form.
     """
 
@@ -111,34 +111,37 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
     Raises: ValueError with `where` in its text if a field is missing, a message is empty or a role is unknown.
     """
     present = {name: value for name, value in row.items() if value is not None}
-    learn_from = 0
+    trained_from = 0
     if "messages" in present:
         messages = _messages(present["messages"], where)
     elif "conversations" in present:
         messages = _messages(_from_sharegpt(present["conversations"], where), where)
     elif "prompt" in present and "completion" in present:
-        prompt = _turns(present["prompt"], "user", where)
-        learn_from = len(prompt)
-        messages = prompt + _turns(present["completion"], "assistant", where)
+        prompt = _prompt_or_completion(present["prompt"], "user", where)
+        trained_from = len(prompt)
+        messages = prompt + _prompt_or_completion(present["completion"], "assistant", where)
     else:
         found = ", ".join(present) or "nothing"
         raise ValueError(f"a chat must have messages, conversations, or prompt and completion; {where} has {found}")
-    if not any(message["role"] == "assistant" for message in messages[learn_from:]):
-        raise ValueError(f"a chat must have an assistant's message to learn; {where} has none")
-    return Chat(where, messages, _tools(present.get("tools"), where), learn_from)
+    if not any(message["role"] == "assistant" for message in messages[trained_from:]):
+        raise ValueError(f"a chat must have an assistant's message to train on; {where} has none")
+    return Chat(where, messages, _tools(present.get("tools"), where), trained_from)
 
 
-def _turns(value: Any, role: str, where: str) -> list[Message]:
+def _prompt_or_completion(value: Any, role: str, where: str) -> list[Message]:
     """Returns the messages of a prompt or completion. Text becomes one message."""
     return _messages([{"role": role, "content": value}] if isinstance(value, str) else value, where)
 
 
 def _from_sharegpt(value: Any, where: str) -> list[Message]:
     messages = []
-    for number, turn in enumerate(_list(value, "conversations", where)):
-        if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
-            raise ValueError(f"each of conversations must have from and value; {where}, message {number} is {turn!r}")
-        messages.append({"role": SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn["value"]})
+    for number, message in enumerate(_list(value, "conversations", where)):
+        if not isinstance(message, dict) or not {"from", "value"} <= message.keys():
+            raise ValueError(
+                f"each of conversations must have from and value; {where}, message {number} is {message!r}"
+            )
+        role = SHAREGPT_ROLES.get(message["from"], message["from"])
+        messages.append({"role": role, "content": message["value"]})
     return messages
 
 

@@ -1,4 +1,4 @@
-"""Encoders convert documents to tokens and mark the tokens that have a loss."""
+"""Encoders convert documents to tokens and mark the tokens that are trained on."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeVar
@@ -11,20 +11,20 @@ Document = TypeVar("Document", contravariant=True)
 
 
 class Encoded(NamedTuple):
-    """One encoded document: its tokens, (length,) int32, and whether each token has a loss, (length,) bool.
+    """One encoded document: its tokens, (length,) int32, and whether each token is trained on, (length,) bool.
 
-    learned None means that all tokens have a loss.
+    loss_mask None means that all tokens are trained on.
     """
 
     tokens: np.ndarray
-    learned: np.ndarray | None
+    loss_mask: np.ndarray | None
 
 
 class Encoder(Protocol[Document]):
     """Converts documents to tokens. It must be picklable, because worker processes receive a copy."""
 
     tokenizer: Tokenizer
-    masked: bool  # whether a loss mask is stored, because some tokens have no loss
+    masked: bool  # whether a loss mask is stored, because some tokens are not trained on
 
     @property
     def identity(self) -> str:
@@ -35,7 +35,7 @@ class Encoder(Protocol[Document]):
 
 
 class TextEncoder:
-    """Encodes text between the tokenizer's bos and eos. All tokens have a loss."""
+    """Encodes text between the tokenizer's bos and eos. All tokens are trained on."""
 
     masked = False
 

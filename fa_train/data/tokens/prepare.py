@@ -29,7 +29,7 @@ SHARD_CHARACTERS = 2**24  # a shard ends after this many characters, because it 
 BATCH = 256  # documents per call of the tokenizer
 TOKENS = pa.field("tokens", pa.large_list(pa.int32()))
 HELD_OUT = pa.field("held_out", pa.bool_())
-LEARNED = pa.field("learned", pa.large_list(pa.uint8()))  # 0 or 1 per token; absent if all tokens have a loss
+LOSS_MASK = pa.field("learned", pa.large_list(pa.uint8()))  # 0 or 1 per token; absent if all are trained on
 Keyed = tuple[str, Any]  # (key, document)
 
 _worker_encoder: Encoder[Any]  # set in each process of the pool
@@ -128,7 +128,7 @@ def _write_in_worker(shard: Sequence[Keyed], file: Path) -> int:
 def _write(encoder: Encoder[Any], shard: Sequence[Keyed], file: Path) -> int:
     """Writes one shard unless it exists. Returns its number of documents."""
     if not file.exists():
-        schema = pa.schema([TOKENS, HELD_OUT, LEARNED] if encoder.masked else [TOKENS, HELD_OUT])
+        schema = pa.schema([TOKENS, HELD_OUT, LOSS_MASK] if encoder.masked else [TOKENS, HELD_OUT])
         partial = file.with_suffix(".partial")
         with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
             for begin in range(0, len(shard), BATCH):
@@ -145,8 +145,8 @@ def _columns(encoded: Sequence[Encoded], keys: Sequence[str], *, masked: bool) -
     tokens = np.concatenate([document.tokens for document in encoded])
     columns = [pa.LargeListArray.from_arrays(ends, pa.array(tokens)), pa.array(map(is_held_out, keys))]
     if masked:
-        learned = np.concatenate([document.learned for document in encoded]).view(np.uint8)
-        columns.append(pa.LargeListArray.from_arrays(ends, pa.array(learned)))
+        loss_mask = np.concatenate([document.loss_mask for document in encoded]).view(np.uint8)
+        columns.append(pa.LargeListArray.from_arrays(ends, pa.array(loss_mask)))
     return columns
 
 

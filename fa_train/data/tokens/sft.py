@@ -1,4 +1,4 @@
-"""Converts chats to tokens with a chat template. The model learns the assistant's messages.
+"""Converts chats to tokens with a chat template. The model is trained on the assistant's messages.
 
 A chat is rendered to text first, and the characters of the assistant's messages are found in it. If the template has
 {% generation %} blocks, they mark these characters. Otherwise the prompt before a message is rendered too, and the
@@ -68,29 +68,29 @@ class ChatEncoder:
             verbose=False,
         )
         return [
-            Encoded(np.asarray(ids, np.int32), learned_tokens(np.asarray(offsets).reshape(-1, 2), learned))
-            for ids, offsets, learned in zip(encoded["input_ids"], encoded["offset_mapping"], spans, strict=True)
+            Encoded(np.asarray(ids, np.int32), starts_in_spans(np.asarray(offsets).reshape(-1, 2), chat_spans))
+            for ids, offsets, chat_spans in zip(encoded["input_ids"], encoded["offset_mapping"], spans, strict=True)
         ]
 
     def render(self, chat: Chat) -> tuple[str, Spans]:
-        """Returns the text of a chat, and the spans of characters that the model learns."""
+        """Returns the text of a chat, and the spans of characters that the model is trained on."""
         template = self._hf.get_chat_template(tools=chat.tools)
         has_blocks = GENERATION.search(template) is not None
         text, spans = self._render(template, chat, chat.messages, has_blocks=has_blocks)
         self._require_tools(template, chat, text)
-        turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
-        learned = [turn for turn in turns if turn >= chat.learn_from]
+        answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        trained_on = [i for i in answers if i >= chat.trained_from]
         if not has_blocks:
-            spans = [self._turn(template, chat, turn, text) for turn in learned]
-        elif learned != turns:  # a block does not tell which message it belongs to
-            begin, _ = self._turn(template, chat, learned[0], text)
+            spans = [self._answer_span(template, chat, i, text) for i in trained_on]
+        elif trained_on != answers:  # a block does not tell which message it belongs to
+            begin, _ = self._answer_span(template, chat, trained_on[0], text)
             spans = [(start, stop) for start, stop in spans if start >= begin]
         return text, spans
 
     def _require_tools(self, template: str, chat: Chat, text: str) -> None:
         """Checks that the template renders tools and tool calls. Raises: ValueError if it omits them.
 
-        Some old templates do. The model would then learn an empty answer instead of a tool call.
+        Some old templates do. The model would then be trained on an empty answer instead of a tool call.
         """
         without = {
             "tools": replace(chat, tools=None),
@@ -111,14 +111,14 @@ class ChatEncoder:
                     f"data.chat_template=<file> to a template that renders them, or remove {name} from the chat"
                 )
 
-    def _turn(self, template: str, chat: Chat, turn: int, text: str) -> tuple[int, int]:
-        """Returns the span of the answer chat.messages[turn] in the whole text, including its end token."""
-        prompt, _ = self._render(template, chat, chat.messages[:turn], add_generation_prompt=True)
-        answered, _ = self._render(template, chat, chat.messages[: turn + 1])
+    def _answer_span(self, template: str, chat: Chat, index: int, text: str) -> tuple[int, int]:
+        """Returns the span of the answer chat.messages[index] in the whole text, including its end token."""
+        prompt, _ = self._render(template, chat, chat.messages[:index], add_generation_prompt=True)
+        answered, _ = self._render(template, chat, chat.messages[: index + 1])
         if not (answered.startswith(prompt) and text.startswith(answered)):
             raise ValueError(
                 "a chat template must render a message the same whatever follows, or mark answers by "
-                f"{{% generation %}}; {self._name}'s does not for {chat.where}, message {turn}. It may drop the "
+                f"{{% generation %}}; {self._name}'s does not for {chat.where}, message {index}. It may drop the "
                 "reasoning in earlier answers. Set data.chat_template=<file> to a copy with marked answers, or make "
                 "each answer a separate row of prompt and completion"
             )
@@ -156,7 +156,7 @@ class ChatEncoder:
         return tuple(str(token) for token in self._hf.added_tokens_decoder.values())
 
 
-def learned_tokens(offsets: np.ndarray, spans: Spans) -> np.ndarray:
+def starts_in_spans(offsets: np.ndarray, spans: Spans) -> np.ndarray:
     """Returns whether each token starts in one of the spans, (length,) bool.
 
     offsets: the first character and the end of each token, (length, 2). Some tokenizers leave leading spaces out of
@@ -164,7 +164,7 @@ def learned_tokens(offsets: np.ndarray, spans: Spans) -> np.ndarray:
     """
     ends = np.maximum.accumulate(np.concatenate([[0], offsets[:, 1]]))
     begins = np.minimum(offsets[:, 0], ends[:-1])
-    learned = np.zeros(len(offsets), bool)
+    inside = np.zeros(len(offsets), bool)
     for start, stop in spans:
-        learned |= (begins >= start) & (begins < stop)
-    return learned
+        inside |= (begins >= start) & (begins < stop)
+    return inside

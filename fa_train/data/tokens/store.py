@@ -15,7 +15,7 @@ from fa_train.data.packing.rows import LossMask
 from fa_train.data.sources.chats import ChatCorpus
 from fa_train.data.sources.corpus import Corpus
 from fa_train.data.tokens.encoding import Encoder, TextEncoder
-from fa_train.data.tokens.prepare import FORMAT, SHARDS, write_shards
+from fa_train.data.tokens.prepare import FORMAT, LOSS_MASK, SHARDS, write_shards
 from fa_train.data.tokens.sft import ChatEncoder
 from fa_train.data.tokens.tokenizer import Tokenizer
 
@@ -38,7 +38,7 @@ def prepare(corpus: Corpus[Any], encoder: Encoder[Any], cache_dir: Path, workers
 class Documents:
     """The training or held-out documents of a prepared corpus. Item i is a memory-mapped array, (length,) int32.
 
-    loss_mask is None if all tokens have a loss. A small corpus may have no held-out document, or only held-out ones.
+    loss_mask is None if all tokens are trained on. A small corpus may have no held-out document, or only held-out ones.
     The end of the longest document is then held out instead. In a corpus of chats, the last chat is held out.
     Raises: ValueError if a file is missing, truncated or damaged. Reading a document raises ValueError if a token is
     not in 0 to vocab_size - 1.
@@ -59,7 +59,7 @@ class Documents:
         chunk_index = np.repeat(np.arange(len(chunks)), [len(chunk) for chunk in chunks])
         flags = table["held_out"].to_numpy()
         chosen = flags == held_out
-        masked = "learned" in table.column_names
+        masked = LOSS_MASK.name in table.column_names
         one_sided = flags.all() or not flags.any()
         if one_sided and masked and len(flags) > 1:
             chosen = (np.arange(len(flags)) == len(flags) - 1) == held_out
@@ -76,8 +76,8 @@ class Documents:
         self._start, self._chunk, self.lengths = start[chosen], chunk_index[chosen], length[chosen]
         self.loss_mask: LossMask | None = None
         if masked:
-            learned = [chunk.values.to_numpy().view(bool) for chunk in table["learned"].chunks]
-            self.loss_mask = StoredMask(learned, self._chunk, self._start, self.lengths)
+            masks = [chunk.values.to_numpy().view(bool) for chunk in table[LOSS_MASK.name].chunks]
+            self.loss_mask = StoredMask(masks, self._chunk, self._start, self.lengths)
 
     def __reduce__(self) -> tuple[object, ...]:
         # a data worker that is not forked opens the files again, so that no tokens are pickled
@@ -127,7 +127,7 @@ def _open_documents(path: Path, held_out: bool, vocab_size: int) -> Documents:
 
 
 class StoredMask:
-    """Which tokens of each document have a loss. Item i is a memory-mapped array, (length,) bool."""
+    """Which tokens of each document are trained on. Item i is a memory-mapped array, (length,) bool."""
 
     def __init__(self, values: Sequence[np.ndarray], chunk: np.ndarray, start: np.ndarray, length: np.ndarray) -> None:
         self._values, self._chunk, self._start, self._length = values, chunk, start, length
@@ -137,7 +137,7 @@ class StoredMask:
         return self._values[self._chunk[index]][start : start + self._length[index]]
 
     def count(self, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """Returns the number of tokens with a loss in document[i][start[i]:stop[i]] for each i. Shapes: (n,) int64."""
+        """Returns how many tokens of document[i][start[i]:stop[i]] are trained on, for each i. Shapes: (n,) int64."""
         chunk, origin = self._chunk[document], self._start[document]
         counts = np.empty(len(document), np.int64)
         order = np.argsort(chunk, kind="stable")

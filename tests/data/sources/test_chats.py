@@ -7,9 +7,9 @@ import pyarrow.parquet
 import pytest
 
 from fa_train.data.sources.chats import ChatCorpus, parse_chat
-from tests.data.support.chats import CALL, MULTI_TURN, PAIR, TOOL, many_chats, turn, write_jsonl
+from tests.data.support.chats import CALL, MULTI_TURN, PAIR, TOOL, chat_message, many_chats, write_jsonl
 
-QUESTION, ANSWER = turn("user", "2 + 2?"), turn("assistant", "is 4.")
+QUESTION, ANSWER = chat_message("user", "2 + 2?"), chat_message("assistant", "is 4.")
 
 
 def chats(path):
@@ -22,7 +22,7 @@ def test_all_formats_give_the_same_chat():
     for row in ({"messages": [QUESTION, ANSWER]}, sharegpt, PAIR, messages_pair, PAIR | {"tools": None, "id": 3}):
         chat = parse_chat(row, "")
         assert (chat.messages, chat.tools) == ([QUESTION, ANSWER], None)
-    assert parse_chat(PAIR, "").learn_from == 1 and parse_chat(sharegpt, "").learn_from == 0
+    assert parse_chat(PAIR, "").trained_from == 1 and parse_chat(sharegpt, "").trained_from == 0
 
 
 def test_tools_and_their_arguments_are_objects():
@@ -31,12 +31,12 @@ def test_tools_and_their_arguments_are_objects():
     assert chat.messages[4]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
     assert chat.tools == parse_chat(MULTI_TURN | {"tools": json.dumps([TOOL])}, "").tools == [TOOL]
     bare = {"name": "weather", "arguments": {"city": "Rome"}}
-    row = {"messages": [QUESTION, turn("assistant", "", tool_calls=[bare])]}
+    row = {"messages": [QUESTION, chat_message("assistant", "", tool_calls=[bare])]}
     assert parse_chat(row, "").messages[1]["tool_calls"] == [bare]
 
 
 def test_files_hold_the_same_chats(tmp_path):
-    rows = [{"messages": [QUESTION, ANSWER]}, {"messages": [turn("system", "be brief."), QUESTION, ANSWER]}]
+    rows = [{"messages": [QUESTION, ANSWER]}, {"messages": [chat_message("system", "be brief."), QUESTION, ANSWER]}]
     write_jsonl(tmp_path / "a.jsonl", rows)
     (tmp_path / "b.json").write_text(json.dumps(rows, indent=1))
     pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "c.parquet")
@@ -59,10 +59,10 @@ def with_message(**changes):
         ({"messages": []}, "messages must not be empty; .*line 2 has none"),
         ({"messages": "hello"}, "messages must be a list; .*line 2 has a str"),
         ({"messages": ["hello"]}, "a message must be an object; .*line 2, message 0 is a str"),
-        ({"messages": [QUESTION]}, "must have an assistant's message to learn; .*line 2 has none"),
+        ({"messages": [QUESTION]}, "must have an assistant's message to train on; .*line 2 has none"),
         (
             {"prompt": [QUESTION, ANSWER], "completion": [QUESTION]},
-            "an assistant's message to learn; .*line 2 has none",
+            "an assistant's message to train on; .*line 2 has none",
         ),
         ({"messages": [QUESTION, {"content": "4"}]}, "must have a role; .*line 2, message 1 has content"),
         (with_message(role="bot"), "a role must be one of .*; .*line 2, message 1 has 'bot'"),

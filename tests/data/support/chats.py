@@ -49,7 +49,7 @@ def save_tokenizer(folder, template=CHATML, **options):
     return str(folder)
 
 
-def turn(role, content, **fields):
+def chat_message(role, content, **fields):
     return {"role": role, "content": content, **fields}
 
 
@@ -57,11 +57,16 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 MULTI_TURN = {
     "messages": [
-        turn("system", "be brief."), turn("user", "2 + 2?"), turn("assistant", "4."), turn("user", "the weather 🙂"),
-        turn("assistant", None, tool_calls=[CALL]), turn("tool", "sunny"), turn("assistant", "sunny in Rome\n\n"),
+        chat_message("system", "be brief."),
+        chat_message("user", "2 + 2?"),
+        chat_message("assistant", "4."),
+        chat_message("user", "the weather 🙂"),
+        chat_message("assistant", None, tool_calls=[CALL]),
+        chat_message("tool", "sunny"),
+        chat_message("assistant", "sunny in Rome\n\n"),
     ],
     "tools": [TOOL],
-}  # fmt: skip
+}
 PAIR = {"prompt": "2 + 2?", "completion": "is 4."}
 
 
@@ -75,8 +80,8 @@ def many_chats(n=60):
     return [
         {
             "messages": [
-                turn("user", f"{i} + {i}?"),
-                turn("assistant", "the weather is sunny " * (i % 7 + 1) + str(2 * i)),
+                chat_message("user", f"{i} + {i}?"),
+                chat_message("assistant", "the weather is sunny " * (i % 7 + 1) + str(2 * i)),
             ]
         }
         for i in range(n)

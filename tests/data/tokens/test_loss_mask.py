@@ -39,7 +39,7 @@ masks_of_documents = st.lists(st.lists(st.booleans(), max_size=20), min_size=1, 
 
 @settings(max_examples=200, deadline=None)
 @given(masks_of_documents, st.integers(1, 12), st.sampled_from(["concat", "split", "truncate", "drop"]))
-def test_exactly_the_learnt_tokens_are_labels(masks, seq_len, how):
+def test_exactly_the_tokens_that_are_trained_on_are_labels(masks, seq_len, how):
     documents = Masked(masks)
     if how == "concat":
         layout = Concatenation(documents, seq_len, PAD)
@@ -50,11 +50,11 @@ def test_exactly_the_learnt_tokens_are_labels(masks, seq_len, how):
     labels = [label for row in rows for label in row.labels.tolist() if label != IGNORE_INDEX]
     kept = {"concat": masks, "split": masks, "truncate": [mask[:seq_len] for mask in masks],
             "drop": [mask if len(mask) <= seq_len else [] for mask in masks]}[how]  # fmt: skip
-    expected = [1000 * i + k for i, mask in enumerate(kept) for k, learned in enumerate(mask) if learned and k]
+    expected = [1000 * i + k for i, mask in enumerate(kept) for k, trained_on in enumerate(mask) if trained_on and k]
     assert sorted(labels) == expected
     for row in rows:
-        learnt = row.labels != IGNORE_INDEX
-        assert np.array_equal(row.labels[learnt], row.tokens[learnt] + 1)
+        has_label = row.labels != IGNORE_INDEX
+        assert np.array_equal(row.labels[has_label], row.tokens[has_label] + 1)
     counts = layout.report.labels
     assert (counts.labels_in, counts.labels_packed) == (sum(sum(mask[1:]) for mask in masks), len(labels))
 
@@ -62,18 +62,18 @@ def test_exactly_the_learnt_tokens_are_labels(masks, seq_len, how):
 def test_documents_and_pieces_without_a_label_are_counted():
     masks = [[0] * 6 + [1] * 2, [0] * 3, [0, 1], [1, 0], []]
     expected = {"split": (3, 3), "truncate": (3, 1), "drop": (2, 1)}  # pieces without a label, packed labels
-    for policy, (unlearned, packed) in expected.items():
+    for policy, (without, packed) in expected.items():
         layout = BestFit(Masked(masks), 4, PAD, max_doc_len=None, long_documents=policy, cache_dir=None)
         counts = layout.report.labels
-        assert (counts.pieces_unlearned, counts.labels_in, counts.labels_packed) == (unlearned, 3, packed)
+        assert (counts.pieces_unlearned, counts.labels_in, counts.labels_packed) == (without, 3, packed)
     assert "labels 3: 1 packed, 2 lost; 2 documents or pieces without any" in layout.report.text()
     assert layout.report.metrics()["packing/pieces_unlearned"] == 2
     counts = Concatenation(Masked(masks), 4, PAD).report.labels
     assert (counts.pieces_unlearned, counts.labels_packed) == (2, 3)
 
 
-def answers(hf, learnt):
-    return sorted(hf.decode(learnt).split("<|im_end|>")[:-1])
+def answers(hf, tokens):
+    return sorted(hf.decode(tokens).split("<|im_end|>")[:-1])
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
@@ -89,9 +89,11 @@ def test_chats_from_a_file_to_labels(tmp_path, packing, n):
     # an answer may continue in the next row after concatenation, so keep those rows in order
     rows = PackedRows(data, held_out=False, shuffle=packing == "best_fit")
     batches = [rows.batch(index, 1) for index in range(rows.per_epoch)]
-    learnt = [label for batch in batches for label in batch["labels"].tolist() if label != IGNORE_INDEX]
-    assert answers(hf, learnt) == sorted(answer for answer in every if answer not in kept_back)
+    labels = [label for batch in batches for label in batch["labels"].tolist() if label != IGNORE_INDEX]
+    assert answers(hf, labels) == sorted(answer for answer in every if answer not in kept_back)
     assert data.packing_report().labels.pieces_unlearned == 0
+    for shard in data.source.path.glob("*.arrow"):  # a cache outlives a version, so its columns keep their names
+        assert pa.ipc.open_file(shard).schema.names == ["tokens", "held_out", "learned"]
 
 
 def test_text_has_no_mask_on_disk(tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fa_train.data.sources.chats import parse_chat
-from fa_train.data.tokens.sft import ChatEncoder, learned_tokens
+from fa_train.data.tokens.sft import ChatEncoder, starts_in_spans
 from fa_train.data.tokens.tokenizer import ByteTokenizer, HFTokenizer
 from tests.data.support.chats import (  # fmt: skip
     CALL,
@@ -16,13 +16,13 @@ from tests.data.support.chats import (  # fmt: skip
     TOOL,
     TOOLS,
     WITH_BLOCKS,
+    chat_message,
     save_tokenizer,
-    turn,
 )
 
 PROMPT_OF_MESSAGES = {
-    "prompt": [turn("user", "2 + 2?"), turn("assistant", "5."), turn("user", "really?")],
-    "completion": [turn("assistant", "4.")],
+    "prompt": [chat_message("user", "2 + 2?"), chat_message("assistant", "5."), chat_message("user", "really?")],
+    "completion": [chat_message("assistant", "4.")],
 }
 ROWS = [
     pytest.param(MULTI_TURN, ["4.<|im_end|>", CALL, "sunny in Rome\n\n<|im_end|>"], id="multi-turn-and-tools"),
@@ -42,38 +42,43 @@ def encode(chat_encoder, row):
 
 def runs(chat_encoder, encoded):
     """Returns the text of each run of tokens that have labels."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], encoded.learned.astype(int), [0]]))).reshape(-1, 2)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], encoded.loss_mask.astype(int), [0]]))).reshape(-1, 2)
     return [chat_encoder.tokenizer.hf.decode(encoded.tokens[start:stop]) for start, stop in edges]
 
 
 @pytest.mark.parametrize("template", [CHATML, WITH_BLOCKS], ids=["by-prefixes", "by-generation-blocks"])
-@pytest.mark.parametrize(("row", "learned"), ROWS)
-def test_the_assistants_turns_are_learnt_with_the_token_that_ends_them(tmp_path, template, row, learned):
+@pytest.mark.parametrize(("row", "answers"), ROWS)
+def test_the_assistants_messages_are_trained_on_with_the_token_that_ends_them(tmp_path, template, row, answers):
     chat_encoder = encoder(tmp_path, template)
     call = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call><|im_end|>'
-    assert runs(chat_encoder, encode(chat_encoder, row)) == [call if text is CALL else text for text in learned]
+    assert runs(chat_encoder, encode(chat_encoder, row)) == [call if text is CALL else text for text in answers]
 
 
 @pytest.mark.parametrize("template", [CHATML, WITH_BLOCKS], ids=["by-prefixes", "by-generation-blocks"])
 def test_tokens_and_mask_are_those_of_apply_chat_template(tmp_path, template):
     chat_encoder = encoder(tmp_path, template)
     chat = parse_chat(MULTI_TURN, "")
-    ids, learned = encode(chat_encoder, MULTI_TURN)
+    ids, loss_mask = encode(chat_encoder, MULTI_TURN)
     hf = chat_encoder.tokenizer.hf
     assert hf.apply_chat_template(chat.messages, tools=[TOOL], return_dict=True)["input_ids"] == ids.tolist()
     hf.chat_template = WITH_BLOCKS
     masked = hf.apply_chat_template(chat.messages, tools=[TOOL], return_dict=True, return_assistant_tokens_mask=True)
-    assert masked["assistant_masks"] == learned.astype(int).tolist()
+    assert masked["assistant_masks"] == loss_mask.astype(int).tolist()
 
 
 @pytest.mark.parametrize("trim_offsets", [False, True])
 @pytest.mark.parametrize("template", [CHATML, WITH_BLOCKS, PLAIN])
 @pytest.mark.parametrize("answer", ["4.", " 4.", "\n4.\n", "ü∑🙂 ", "Rome is sunny"])
 def test_the_mask_is_that_of_a_token_by_token_rendering(tmp_path, template, trim_offsets, answer):
-    """Decoding gives each token's characters. A token is learnt if its first character belongs to an answer."""
-    messages = [turn("user", "the weather \n"), turn("assistant", answer), turn("user", "2"), turn("assistant", "so")]
+    """Decoding gives each token's characters. A token is trained on if its first character belongs to an answer."""
+    messages = [
+        chat_message("user", "the weather \n"),
+        chat_message("assistant", answer),
+        chat_message("user", "2"),
+        chat_message("assistant", "so"),
+    ]
     chat_encoder = encoder(tmp_path, template, trim_offsets=trim_offsets)
-    ids, learned = encode(chat_encoder, {"messages": messages})
+    ids, loss_mask = encode(chat_encoder, {"messages": messages})
     whose = b""  # for each byte of the rendered text, 1 if it belongs to an answer
     for message in messages:
         is_answer = message["role"] == "assistant"
@@ -90,23 +95,30 @@ def test_the_mask_is_that_of_a_token_by_token_rendering(tmp_path, template, trim
         places.append(begin)
         begin += len(token)
     assert begin == len(whose)
-    assert [whose[place] for place in places] == learned.astype(int).tolist()
+    assert [whose[place] for place in places] == loss_mask.astype(int).tolist()
 
 
-def test_a_token_across_the_start_of_an_answer_is_not_learnt():
+def test_a_token_across_the_start_of_an_answer_is_not_trained_on():
     # The tokens of "a: " + " b" are "a:" and "  b". The token "  b" cannot follow the prompt "a: ".
-    assert learned_tokens(np.array([[0, 2], [2, 5]]), [(3, 5)]).tolist() == [False, False]
+    assert starts_in_spans(np.array([[0, 2], [2, 5]]), [(3, 5)]).tolist() == [False, False]
     # the tokenizer's offsets leave out spaces
-    assert learned_tokens(np.array([[0, 2], [4, 5]]), [(3, 5)]).tolist() == [False, False]
-    assert learned_tokens(np.array([[0, 3], [4, 5]]), [(3, 5)]).tolist() == [False, True]
+    assert starts_in_spans(np.array([[0, 2], [4, 5]]), [(3, 5)]).tolist() == [False, False]
+    assert starts_in_spans(np.array([[0, 3], [4, 5]]), [(3, 5)]).tolist() == [False, True]
     # a token across the end of an answer belongs to the answer
-    assert learned_tokens(np.array([[0, 3], [3, 6], [6, 7]]), [(3, 5)]).tolist() == [False, True, False]
+    assert starts_in_spans(np.array([[0, 3], [3, 6], [6, 7]]), [(3, 5)]).tolist() == [False, True, False]
     # two tokens share one character
-    assert learned_tokens(np.array([[0, 1], [0, 1], [1, 2]]), [(1, 2)]).tolist() == [False, False, True]
+    assert starts_in_spans(np.array([[0, 1], [0, 1], [1, 2]]), [(1, 2)]).tolist() == [False, False, True]
 
 
 def test_a_template_that_forgets_is_named_unless_it_marks_answers(tmp_path):
-    two = {"messages": [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]}
+    two = {
+        "messages": [
+            chat_message("user", "a"),
+            chat_message("assistant", "b"),
+            chat_message("user", "c"),
+            chat_message("assistant", "d"),
+        ]
+    }
     chat_encoder = encoder(tmp_path / "forgetful", FORGETFUL)
     with pytest.raises(
         ValueError,
@@ -114,8 +126,8 @@ def test_a_template_that_forgets_is_named_unless_it_marks_answers(tmp_path):
     ):
         encode(chat_encoder, two)
     as_rows = [{"prompt": two["messages"][:last], "completion": two["messages"][last : last + 1]} for last in (1, 3)]
-    learnt = [runs(chat_encoder, encode(chat_encoder, row)) for row in as_rows]
-    assert learnt == [["<think>b<|im_end|>"], ["<think>d<|im_end|>"]], "what the error advises"
+    trained_on = [runs(chat_encoder, encode(chat_encoder, row)) for row in as_rows]
+    assert trained_on == [["<think>b<|im_end|>"], ["<think>d<|im_end|>"]], "what the error advises"
     assert runs(chat_encoder, encode(chat_encoder, PAIR)) == ["<think>is 4.<|im_end|>"], "one answer is stable"
     blocks = FORGETFUL.replace("{{ message.content", "{% generation %}{{ message.content").replace(
         "'<|im_end|>' }}", "'<|im_end|>' }}{% endgeneration %}"
