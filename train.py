@@ -30,7 +30,7 @@ from fa_train.models.attention import require_backend
 from fa_train.models.gpt import GPT
 from fa_train.parallel.decisions import decided_by_rank_zero, fresh_folder
 from fa_train.parallel.fsdp import FullyShardedStrategy
-from fa_train.parallel.init_on_device import DrawnOn
+from fa_train.parallel.init_on_device import InitOnDevice
 from fa_train.parallel.sharded_checkpoint import CheckpointFiles
 
 # Lightning 2.6 uses a deprecated torch API in every run
@@ -73,7 +73,7 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDat
     preflight.require_vocabulary(vocab_size, data.vocab_size)
     fill_in_levers(cfg, trainer, vocab_size)
     sharded, device = isinstance(trainer.strategy, FullyShardedStrategy), trainer.strategy.root_device
-    with DrawnOn(device) if sharded else device:  # both draw the same weights
+    with InitOnDevice(device) if sharded else device:  # both draw the same weights
         model = build_model(cfg, vocab_size)
     return trainer, instantiate(cfg.lit_gpt, model=model), data
 

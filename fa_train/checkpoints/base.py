@@ -73,8 +73,8 @@ def base_hash(model: GPT) -> str:
     The hash does not depend on precision, 4-bit quantization or sharding. Each process reads each file once.
     """
     if not _has_files(model):
-        assert model.drawn_hash is not None, "LoRA sets it"
-        return model.drawn_hash
+        assert model.random_base_hash is not None, "LoRA sets it"
+        return model.random_base_hash
     assert model.origin is not None and model.origin.folder is not None
     digest = hashlib.sha256()
     for path in (model.origin.folder / "config.json", *weight_files(model.origin.folder)):
@@ -83,7 +83,7 @@ def base_hash(model: GPT) -> str:
     return digest.hexdigest()
 
 
-def drawn_hash(model: nn.Module) -> str:
+def hash_weights(model: nn.Module) -> str:
     """Returns the SHA-256 of the names, shapes, dtypes and elements of a model's weights."""
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():

@@ -39,11 +39,11 @@ class PackedRows:
         if isinstance(data.source, Mixture):
             # the seed depends on the source's name: its order is the same in every mix
             seeds = [(data.seed, zlib.crc32(name.encode())) if shuffle else None for name in self.layouts]
-            parts = [ShuffledRows(layout, seed) for layout, seed in zip(self.layouts.values(), seeds, strict=True)]
+            sources = [ShuffledRows(layout, seed) for layout, seed in zip(self.layouts.values(), seeds, strict=True)]
             shares = data.source.rows_a_cycle
             # validation reads each row once, and continues with the other sources after one ends
-            counts = np.array([part.per_epoch for part in parts]) if held_out else shares
-            self.rows = MixedRows(parts, interleave(counts, shares))
+            counts = np.array([source.per_epoch for source in sources]) if held_out else shares
+            self.rows = MixedRows(sources, interleave(counts, shares))
         else:
             [layout] = self.layouts.values()
             self.rows = ShuffledRows(layout, (data.seed,) if shuffle else None)
@@ -115,7 +115,7 @@ class MicroBatches(Dataset[Batch]):
         return {**self.rows.gather(indices), "first_row": indices[0]}
 
 
-class From(Sampler[int]):
+class RangeSampler(Sampler[int]):
     """Yields the indices start to stop - 1.
 
     Its length is stop: Lightning compares the length with the number of batches in the whole run, including those

@@ -12,8 +12,8 @@ import lightning as L
 from torch.utils.data import DataLoader
 
 from fa_train.bounds import NonNegativeInt, PositiveInt, Seed
-from fa_train.data.batches import From, MicroBatches, PackedRows
-from fa_train.data.mixing import CYCLE, MixReport, Mixture, Part, Source
+from fa_train.data.batches import MicroBatches, PackedRows, RangeSampler
+from fa_train.data.mixing import CYCLE, MixReport, Mixture, Source, WeightedCorpus
 from fa_train.data.packing.best_fit import BestFit, LongDocuments
 from fa_train.data.packing.concat import Concatenation
 from fa_train.data.packing.report import PackingReport, Report
@@ -150,7 +150,7 @@ class PackedDataModule(L.LightningDataModule):
         )
         done = trainer.global_step * accumulation
         self._count_from(done)
-        return self._loader(dataset, From(done, self.max_steps * accumulation))
+        return self._loader(dataset, RangeSampler(done, self.max_steps * accumulation))
 
     def _count_from(self, done: int) -> None:
         """Sets Lightning's counters of finished micro-batches, from which it finds the ends of steps and runs.
@@ -171,13 +171,14 @@ class PackedDataModule(L.LightningDataModule):
         trainer = self._running_trainer()
         dataset = MicroBatches(rows, self.micro_batch_size, trainer.global_rank, trainer.world_size)
         # every rank gets the same number of full micro-batches: otherwise some ranks would wait forever
-        return self._loader(dataset, From(0, math.ceil(rows.counted / (self.micro_batch_size * trainer.world_size))))
+        n_micro_batches = math.ceil(rows.counted / (self.micro_batch_size * trainer.world_size))
+        return self._loader(dataset, RangeSampler(0, n_micro_batches))
 
     def _running_trainer(self) -> L.Trainer:
         assert self.trainer is not None, "Lightning attaches the trainer before it asks for a loader"
         return self.trainer
 
-    def _loader(self, dataset: MicroBatches, sampler: From) -> DataLoader:
+    def _loader(self, dataset: MicroBatches, sampler: RangeSampler) -> DataLoader:
         return DataLoader(
             dataset,
             batch_size=None,
@@ -268,7 +269,7 @@ def sft_data(
 
 
 def mix_data(
-    sources: Mapping[str, Part],
+    sources: Mapping[str, WeightedCorpus],
     tokenizer: str | None,
     chat_template: str | None,
     cache_dir: str | None,
@@ -276,8 +277,10 @@ def mix_data(
 ) -> PackedDataModule:
     """Returns the data module of several corpora, mixed by weight, with one tokenizer."""
     loaded = load_tokenizer(tokenizer)
-    weights = {name: part.weight for name, part in sources.items()}
-    corpora = {name: TokenizedCorpus(part.corpus, loaded, cache_dir, chat_template) for name, part in sources.items()}
+    weights = {name: source.weight for name, source in sources.items()}
+    corpora = {
+        name: TokenizedCorpus(source.corpus, loaded, cache_dir, chat_template) for name, source in sources.items()
+    }
     return PackedDataModule(Mixture(corpora, weights), **packing)
 
 

@@ -21,26 +21,26 @@ CYCLE = 10_000  # the order of the sources repeats after this many rows; shares 
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightedCorpus:
     """One corpus of a mix. Its share of the rows is its weight divided by the sum of all weights."""
 
     corpus: Corpus
     weight: float
 
 
-def text_part(path: str, text_column: str, weight: PositiveFloat) -> Part:
-    """Returns text files as a part of a mix."""
-    return Part(TextCorpus(path, text_column), weight)
+def text_part(path: str, text_column: str, weight: PositiveFloat) -> WeightedCorpus:
+    """Returns text files with their weight in a mix."""
+    return WeightedCorpus(TextCorpus(path, text_column), weight)
 
 
-def hf_part(name: str, config: str | None, split: str, text_column: str, weight: PositiveFloat) -> Part:
-    """Returns a Hugging Face dataset as a part of a mix."""
-    return Part(HFCorpus(name, config, split, text_column), weight)
+def hf_part(name: str, config: str | None, split: str, text_column: str, weight: PositiveFloat) -> WeightedCorpus:
+    """Returns a Hugging Face dataset with its weight in a mix."""
+    return WeightedCorpus(HFCorpus(name, config, split, text_column), weight)
 
 
-def sft_part(path: str, weight: PositiveFloat) -> Part:
-    """Returns chats as a part of a mix."""
-    return Part(ChatCorpus(path), weight)
+def sft_part(path: str, weight: PositiveFloat) -> WeightedCorpus:
+    """Returns chats with their weight in a mix."""
+    return WeightedCorpus(ChatCorpus(path), weight)
 
 
 def rows_a_cycle(weights: Mapping[str, float]) -> np.ndarray:
@@ -122,14 +122,14 @@ class MixReport:
 
     def metrics(self) -> dict[str, float]:
         """Returns scalars for a logger, by name."""
-        numbers: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for name, report in self.reports.items():
             prefix = f"packing/{name}/"
-            numbers |= {key.replace("packing/", prefix, 1): value for key, value in report.metrics().items()}
-            numbers[f"{prefix}row_share"] = self.row_shares[name]
-            numbers[f"{prefix}token_share"] = self.token_share(name)
-            numbers[f"{prefix}epochs"] = self.epochs(name)
-        return numbers
+            metrics |= {key.replace("packing/", prefix, 1): value for key, value in report.metrics().items()}
+            metrics[f"{prefix}row_share"] = self.row_shares[name]
+            metrics[f"{prefix}token_share"] = self.token_share(name)
+            metrics[f"{prefix}epochs"] = self.epochs(name)
+        return metrics
 
     def charts(self) -> dict[str, Histogram]:
         """Returns histograms for a logger, by name."""

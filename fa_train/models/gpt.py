@@ -50,7 +50,7 @@ class GPT(nn.Module):
     """
 
     origin: Origin | None = None  # set if the weights come from a checkpoint
-    drawn_hash: str | None = None  # the hash of frozen random weights, set by LoRA if there is no origin
+    random_base_hash: str | None = None  # the hash of frozen random weights, set by LoRA if there is no origin
 
     def __init__(
         self, *, attention: Attention, loss: LinearCrossEntropy, memory: Memory | None = None, **config: Any

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fa_train.bounds import FractionBelowOne, PositiveFloat, PositiveInt
-from fa_train.checkpoints.base import drawn_hash
+from fa_train.checkpoints.base import hash_weights
 from fa_train.memory.planner.plan import Adapters
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.import_ import tensor_places
@@ -101,7 +101,7 @@ class LoRA:
         names = [name for parts in linears.values() for name in parts]
         settings._require_names(names)
         if model.origin is None and not model.token_embedding.weight.is_meta:
-            model.drawn_hash = drawn_hash(model)
+            model.random_base_hash = hash_weights(model)
         model.requires_grad_(False)
         for path, parts in linears.items():
             wanted = {name: place for name, place in parts.items() if settings.targets(name)}

@@ -9,7 +9,7 @@ from torch import Tensor
 from fa_kernels.torch_private import TorchDispatchMode
 
 
-class DrawnOn(TorchDispatchMode):
+class InitOnDevice(TorchDispatchMode):
     """A mode in which in-place random functions, as in torch.nn.init, draw on `device` and copy to the tensor.
 
     CPUs and GPUs draw different values from the same seed. The device holds one tensor at a time. A GPU draws the
@@ -23,8 +23,8 @@ class DrawnOn(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        drawn_in_place = torch.Tag.nondeterministic_seeded in func.tags and func.overloadpacket.__name__.endswith("_")
-        if not drawn_in_place or args[0].is_meta:
+        random_in_place = torch.Tag.nondeterministic_seeded in func.tags and func.overloadpacket.__name__.endswith("_")
+        if not random_in_place or args[0].is_meta:
             return func(*args, **(kwargs or {}))
         target: Tensor = args[0]
         drawn = torch.empty_like(target, device=self.device, memory_format=torch.contiguous_format)

@@ -33,7 +33,7 @@ from fa_train.models.attention import sdpa_attention
 from fa_train.models.gpt import GPT
 from fa_train.parallel.agreement import Agreement
 from fa_train.parallel.fsdp import local, shard, whole
-from fa_train.parallel.init_on_device import DrawnOn
+from fa_train.parallel.init_on_device import InitOnDevice
 from fa_train.parallel.sharded_checkpoint import load_sharded
 from scripts import export_hf
 from tests.checkpoints.test_files import Evil
@@ -386,7 +386,7 @@ def test_weights_in_host_memory_have_the_numbers_of_a_device(drawing, tmp_path):
     """Compares the parameters of the model and its adapter, and the random numbers drawn afterwards."""
     models, after = [], []
     with composed(tmp_path, *tiny(tmp_path, "adapter=lora")) as cfg:
-        for context in (torch.device(drawing), DrawnOn(torch.device(drawing))):
+        for context in (torch.device(drawing), InitOnDevice(torch.device(drawing))):
             torch.manual_seed(0)
             with context:
                 models.append(train.build_model(cfg, 259))
@@ -398,7 +398,7 @@ def test_weights_in_host_memory_have_the_numbers_of_a_device(drawing, tmp_path):
 
 
 def test_only_random_values_come_from_the_other_device():
-    with DrawnOn(torch.device("meta")):  # the meta device has no data to copy
+    with InitOnDevice(torch.device("meta")):  # the meta device has no data to copy
         assert torch.ones(3).mul_(2).sum() == 6
         torch.empty(3, device="meta").normal_()
         with pytest.raises(NotImplementedError, match="no data"):
@@ -407,7 +407,7 @@ def test_only_random_values_come_from_the_other_device():
 
 def test_a_sharded_run_draws_on_its_device(tmp_path, monkeypatch):
     devices = []
-    monkeypatch.setattr(train, "DrawnOn", lambda device: devices.append(device) or nullcontext())
+    monkeypatch.setattr(train, "InitOnDevice", lambda device: devices.append(device) or nullcontext())
     with composed(tmp_path, *tiny(tmp_path, *RANKS)) as cfg:
         trainer, lit_gpt, _ = train.build(cfg)
     assert devices == [trainer.strategy.root_device] and lit_gpt.device.type == "cpu"

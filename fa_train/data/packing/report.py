@@ -59,10 +59,10 @@ class PackingReport:
             "tokens_in", "tokens_packed", "tokens_truncated", "tokens_dropped", "documents_held_out",
             "tokens_held_out", "rows", "seq_len",
         )  # fmt: skip
-        numbers = {f"packing/{name}": getattr(self, name) for name in fields if getattr(self, name) is not None}
+        counts = {f"packing/{name}": getattr(self, name) for name in fields if getattr(self, name) is not None}
         lengths = {f"packing/documents_up_to_{longest}": count for longest, count in self.histogram}
         labels = {f"packing/{name}": count for name, count in asdict(self.labels).items()} if self.labels else {}
-        return {**numbers, "packing/efficiency": self.efficiency, **labels, **lengths}
+        return {**counts, "packing/efficiency": self.efficiency, **labels, **lengths}
 
     def charts(self) -> dict[str, Histogram]:
         """Returns histograms for a logger, by name."""

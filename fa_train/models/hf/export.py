@@ -17,7 +17,7 @@ from fa_train.checkpoints.files import CheckpointError, Shapes, all_finite, read
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.import_ import SavesTokenizer, save_pretrained
 from fa_train.models.lora import adapted, merge, save_adapter
-from fa_train.parallel.init_on_device import DrawnOn
+from fa_train.parallel.init_on_device import InitOnDevice
 from fa_train.parallel.sharded_checkpoint import FolderReader, load_into, read_meta, require_whole, stored_weights
 
 # a function of the vocabulary size that builds the run's model and adapter on torch's default device
@@ -217,10 +217,10 @@ def _empty(build: Build, checkpoint: Path, stored: Shapes) -> GPT:
 
 def _base(build: Build, checkpoint: Path, reference: Mapping[str, Any]) -> GPT:
     """Builds the model with the base weights that its adapter was trained on."""
-    drawn_on = reference["drawn_on"] or "cpu"
-    if drawn_on == "cuda" and not torch.cuda.is_available():
+    device_type = reference["drawn_on"] or "cpu"
+    if device_type == "cuda" and not torch.cuda.is_available():
         raise CheckpointError(f"{checkpoint} holds an adapter for weights that a GPU drew from a seed; it needs a GPU")
-    with torch.device("cpu") if drawn_on == "cpu" else DrawnOn(torch.device(drawn_on)):
+    with torch.device("cpu") if device_type == "cpu" else InitOnDevice(torch.device(device_type)):
         return build(reference["vocab_size"])
 
 
