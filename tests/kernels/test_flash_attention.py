@@ -398,7 +398,7 @@ def test_bad_input_is_named(arguments, message, monkeypatch):
 
 def test_max_seqlen_too_small_is_named(monkeypatch):
     monkeypatch.setenv("FLASH_ATTENTION_DEBUG", "1")
-    with pytest.raises(ValueError, match="max_seqlen_k must be at least the longest document, 8; got 7"):
+    with pytest.raises(ValueError, match="max_seqlen_k must be at least the length of the longest document, 8; got 7"):
         flash_attn_varlen_func(Q, KV, KV, CU, CU, 8, 7)
 
 
@@ -423,7 +423,7 @@ def test_wrong_documents_never_read_out_of_bounds(cu):
         ({"alibi_slopes": torch.ones(2, 4)}, r"alibi_slopes must be \(4,\) or \(1, 4\) float32 on .*; got \(2, 4\)"),
         ({"sinks": torch.ones(2)}, r"sinks must be \(4,\) float32 on .*; got \(2,\)"),
         ({"block_table": CU[None]}, r"k must be \(n_pages, page_size, heads, head_dim\); got \(8, 2, 16\)"),
-        ({"v_descale": torch.ones(2)}, "are for float8_e4m3fn; q, k and v are float32"),
+        ({"v_descale": torch.ones(2)}, "q, k and v must be float8_e4m3fn with .*; got float32"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

@@ -242,11 +242,13 @@ TABLE = torch.zeros(2, 2, dtype=torch.int32, device=DEVICE)
         pytest.param({"block_table": TABLE[:1]}, r"block_table must be \(2, pages .*got \(1, 2\) int32", id="rows"),
         pytest.param({"block_table": TABLE[:, :0]}, r"got \(2, 0\) int32", id="no-columns"),
         pytest.param({"block_table": TABLE.long()}, r"int32 on .*; got \(2, 2\) int64", id="dtype"),
-        pytest.param({"block_table": TABLE + 3}, r"from 0 to 2; got \[3, 3, 3\]", id="no-such-page"),
+        pytest.param(
+            {"block_table": TABLE + 3}, r"block_table must hold pages from 0 to 2; got \[3, 3, 3\]", id="no-such-page"
+        ),
         pytest.param({"block_table": TABLE - 1}, r"from 0 to 2; got \[-1, -1, -1\]", id="negative"),
-        pytest.param({"v": PAGES[:2]}, r"same pages, one at least; got \(3, 16, 2, 16\) and \(2, ", id="v"),
-        pytest.param({"k": PAGES[:0], "v": PAGES[:0]}, "same pages, one at least", id="no-pages"),
-        pytest.param({"max_seqlen_k": 33}, "must fit the 32 tokens .*; got 33", id="max-seqlen"),
+        pytest.param({"v": PAGES[:2]}, r"same pages, at least one; got \(3, 16, 2, 16\) and \(2, ", id="v"),
+        pytest.param({"k": PAGES[:0], "v": PAGES[:0]}, "same pages, at least one", id="no-pages"),
+        pytest.param({"max_seqlen_k": 33}, "must be at most 32, .*; got 33", id="max-seqlen"),
         pytest.param({"max_seqlen_k": 8}, "cu_seqlens_k must .* end at 16 or before|at least the longest", id="short"),
     ],
 )

@@ -1,4 +1,7 @@
-"""The public functions, with flash-attn's names and meanings (version 2.8). They validate; ops.py computes."""
+"""The public attention functions. Names and meanings are those of flash-attn 2.8.
+
+The functions here check their arguments and build the schedule. ops.py computes.
+"""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -23,7 +26,7 @@ from fa_kernels.flash_attention.schedule import (
 )
 
 OUT_DTYPES = (*DTYPES, torch.float64)
-UNBOUNDED = 2**30  # tokens: a window from here on is wider than any document, and token indices in int32 leave it room
+UNBOUNDED = 2**30  # tokens: wider windows count as unbounded; a token index plus a window must fit in int32
 
 Outputs = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -50,9 +53,9 @@ def flash_attn_func(
 ) -> Outputs:
     """Computes attention over a batch of sequences of one length.
 
-    The last query is aligned with the last key. A query that sees no key gives 0, and lse -inf or its sink.
-    Differentiable in q, k, v and sinks, through o and lse. q, k and v may be float8_e4m3fn, without gradients, on GPUs
-    of compute capability 8.9 and newer.
+    The last query is aligned with the last key. A query that sees no key has output 0; its lse is the sink of the
+    head, or -inf without sinks. The function is differentiable in q, k, v and sinks, through o and lse.
+    q, k and v may be float8_e4m3fn on GPUs of compute capability 8.9 and newer, without gradients.
 
     Args:
         q: (batch, seqlen_q, n_heads, head_dim).
@@ -60,24 +63,27 @@ def flash_attn_func(
         v: (batch, seqlen_k, n_kv_heads, v_head_dim). head_dim and v_head_dim may differ; both are at most 256.
         dropout_p: must be 0.0; dropout is not offered.
         softmax_scale: the factor of the scores; head_dim**-0.5 by default.
-        causal: whether queries see no key to the right of the key that they are aligned with.
-        window_size: how many tokens to the (left, right) of the aligned key are seen, -1 for all.
-        softcap: replaces a score by softcap * tanh(score / softcap); 0 or less for none.
-        alibi_slopes: (n_heads,) or (batch, n_heads) float32, subtracted from a score once per token of distance.
-        deterministic: whether gradients are bitwise repeatable. torch.use_deterministic_algorithms asks for it too.
+        causal: whether to hide all keys to the right of a query's aligned key.
+        window_size: the number of visible keys to the (left, right) of the aligned key; -1 means all.
+        softcap: replaces each score by softcap * tanh(score / softcap). 0 or a negative value means no capping.
+        alibi_slopes: (n_heads,) or (batch, n_heads) float32. A score is lowered by the slope times the distance in
+            tokens between the key and the aligned key.
+        deterministic: whether gradients are bitwise repeatable. They also are under
+            torch.use_deterministic_algorithms.
         return_attn_probs: whether to return (o, lse, an empty tensor), as flash-attn does without dropout.
-        sinks: (n_heads,) float32, one more score per head in the softmax, in nats, without a value.
+        sinks: (n_heads,) float32, in nats. Each is an additional score in its head's softmax and has no value vector.
         return_lse: whether to return (o, lse).
-        out_dtype: the dtype of o; by default q's, or bfloat16 for float8_e4m3fn.
-        q_descale: (n_kv_heads,) float32, the factor of q's values in the query heads of each KV head; float8 only.
-        k_descale: (n_kv_heads,) float32, the factor of k's values; float8 only.
-        v_descale: (n_kv_heads,) float32, the factor of v's values; float8 only.
+        out_dtype: the dtype of o. The default is q's dtype, or bfloat16 for float8_e4m3fn.
+        q_descale: (n_kv_heads,) float32, the factor of q in all query heads of a KV head; only for float8.
+        k_descale: (n_kv_heads,) float32, the factor of k; only for float8.
+        v_descale: (n_kv_heads,) float32, the factor of v; only for float8.
 
     Returns:
-        o (batch, seqlen_q, n_heads, v_head_dim). lse (batch, n_heads, seqlen_q) is float32 in nats and counts sinks.
+        o (batch, seqlen_q, n_heads, v_head_dim). lse (batch, n_heads, seqlen_q) is float32, in nats, and includes
+        the sinks.
 
     Raises:
-        ValueError: if a shape, dtype, device or head count does not fit, or dropout_p is not 0.0.
+        ValueError: if a shape, a dtype, a device or the number of heads is wrong, or if dropout_p is not 0.0.
 
     Source: FlashAttention-2, arXiv:2307.08691, Alg. 1 and 2.
     """
@@ -89,7 +95,7 @@ def flash_attn_func(
     _require_offered(dropout_p, out_dtype)
     window = window_of(window_size)
     schedule = kept_schedule(batch, seqlen_q, seqlen_k, q, causal, window)
-    # checks before any GPU work. If none but attention's own follows, the backend checks
+    # Arguments are checked before any work on the GPU. If attention is the only such work, the backend checks them.
     if schedule is None or alibi_slopes is not None or q.dtype == FP8:
         require_consistent(q, k, v, sinks)
     alibi = []
@@ -132,31 +138,32 @@ def flash_attn_varlen_func(
 ) -> Outputs:
     """Computes attention over documents packed end to end.
 
-    Document i is rows cu_seqlens[i] to cu_seqlens[i + 1]. Documents may be empty. Rows after the last document give 0,
-    and lse -inf or their sink. Arguments that are not listed here are as for flash_attn_func.
+    Document i is the slice cu_seqlens[i]:cu_seqlens[i + 1] of the rows. Documents may be empty. Rows after the last
+    document have output 0, and their lse is the sink or -inf. flash_attn_func describes the arguments that are not
+    listed here.
 
     Args:
         q: (total_q, n_heads, head_dim).
-        k: (total_k, n_kv_heads, head_dim); with a block_table (n_pages, page_size, n_kv_heads, head_dim).
-        v: (total_k, n_kv_heads, v_head_dim); with a block_table in pages like k.
-        cu_seqlens_q: (n_docs + 1,) int32, where the queries of each document begin and the last one ends.
+        k: (total_k, n_kv_heads, head_dim), or (n_pages, page_size, n_kv_heads, head_dim) with a block_table.
+        v: (total_k, n_kv_heads, v_head_dim), or (n_pages, page_size, n_kv_heads, v_head_dim) with a block_table.
+        cu_seqlens_q: (n_docs + 1,) int32, the first query of each document, then the end of the last document.
         cu_seqlens_k: (n_docs + 1,) int32, the same for keys.
-        max_seqlen_q: at least the queries of the longest document. It is only checked.
-        max_seqlen_k: at least the keys of the longest document. It chooses kernels, except in compiled code, where the
-            mean length does. A larger value costs some speed.
+        max_seqlen_q: a number of queries that no document exceeds. It is only checked.
+        max_seqlen_k: a number of keys that no document exceeds. Kernels are chosen by it, or by the mean length in
+            compiled code. A value that is too large may choose slower kernels.
         alibi_slopes: (n_heads,) or (n_docs, n_heads) float32.
         block_table: (n_docs, pages per document) int32. Key j of document i is in page block_table[i, j // page_size].
-            Entries after a document's keys are ignored. Pages are first copied to n_docs * max_seqlen_k rows;
+            Entries after a document's keys are ignored. This function copies the pages to n_docs * max_seqlen_k rows;
             flash_attn_with_kvcache reads them in place.
 
     Returns:
         o (total_q, n_heads, v_head_dim); lse is (n_heads, total_q).
 
     Raises:
-        ValueError: as flash_attn_func. If cu_seqlens are on the CPU, or FLASH_ATTENTION_DEBUG=1 permits waiting for the
-            GPU, also if cu_seqlens do not start at 0, decrease or end after the last row, if a max_seqlen is below the
-            longest document, or if a page does not exist. Unchecked mistakes give wrong values, but no access out of
-            bounds.
+        ValueError: as flash_attn_func. Values of tensors are also checked if the tensors are on the CPU, or if
+            FLASH_ATTENTION_DEBUG=1 allows the host to wait for the GPU. cu_seqlens must then start at 0, not decrease
+            and not end after the last row. No document may be longer than its max_seqlen, and every page must exist.
+            Mistakes in values that are not checked give wrong results, but no access out of bounds.
     """
     paged = block_table is not None
     for name, x, in_pages in (("q", q, False), ("k", k, paged), ("v", v, paged)):
@@ -178,7 +185,7 @@ def flash_attn_varlen_func(
         k.shape[0],
         causal=causal,
         window_size=window_of(window_size),
-        # compiled code would be compiled again for lengths that choose other kernels; torch 2.11 would do so for any
+        # Compiled code does not use max_seqlen_k: it would be recompiled for each class, in torch 2.11 for each value.
         seqlen=None if torch.compiler.is_compiling() else _seqlen_that_decides(max_seqlen_k),
     )
     alibi = [] if alibi_slopes is None else _alibi(alibi_slopes, cu_seqlens_q, cu_seqlens_k, q)
@@ -199,10 +206,11 @@ def flash_attn_packed(
     sinks: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Computes attention under a schedule that is built once per batch (`causal_schedule`) and shared by all layers.
+    """Computes attention over a packed stream. The schedule says which keys each query sees (`causal_schedule`).
 
+    A schedule is built once per batch, and all layers share it. The other arguments and the errors are those of
+    flash_attn_func.
     Shapes: q (total_q, n_heads, head_dim); k, v (total_k, n_kv_heads, head_dim) -> o like q.
-    The other arguments and the errors are those of flash_attn_func.
     """
     if not q.ndim == k.ndim == v.ndim == 3:
         raise ValueError(f"q, k and v must be (tokens, heads, head_dim); got {shapes_of(q, k, v)}")
@@ -211,9 +219,9 @@ def flash_attn_packed(
 
 
 def window_of(window_size: Iterable[SupportsIndex]) -> tuple[int, int]:
-    """Returns (left, right) in tokens, -1 for unbounded, from a tuple, list, tensor or NumPy array of two integers.
+    """Returns (left, right) in tokens, where -1 means unbounded.
 
-    Raises: ValueError on anything else.
+    `window_size` may be a tuple, a list, a tensor or a NumPy array of two integers. Raises: ValueError on others.
     """
     try:
         left, right = window_size
@@ -280,10 +288,13 @@ def _alibi(alibi_slopes: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: 
 def _from_pages(
     k: Tensor, v: Tensor, block_table: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int
 ) -> tuple[Tensor, Tensor]:
-    """Copies pages (n_pages, page_size, n_kv_heads, head_dim) to documents end to end, (n_docs * max_seqlen_k, ...)."""
+    """Copies k and v from pages to documents packed end to end.
+
+    Shapes: (n_pages, page_size, n_kv_heads, head_dim) -> (n_docs * max_seqlen_k, n_kv_heads, head_dim), each.
+    """
     n_docs, (n_pages, page_size) = cu_seqlens_k.numel() - 1, k.shape[:2]
     if k.shape[:2] != v.shape[:2] or n_pages * page_size == 0:
-        raise ValueError(f"k and v must have the same pages, one at least; got {tuple(k.shape)} and {tuple(v.shape)}")
+        raise ValueError(f"k and v must have the same pages, at least one; got {tuple(k.shape)} and {tuple(v.shape)}")
     if (
         block_table.dim() != 2
         or block_table.shape[0] != n_docs
@@ -292,18 +303,20 @@ def _from_pages(
         or block_table.device != k.device
     ):
         raise ValueError(
-            f"block_table must be ({n_docs}, pages a document) int32 on {k.device}; got {described(block_table)}"
+            f"block_table must be ({n_docs}, pages per document) int32 on {k.device}; got {described(block_table)}"
         )
     capacity = block_table.shape[1] * page_size
     if max_seqlen_k > capacity:
-        raise ValueError(f"max_seqlen_k must fit the {capacity} tokens of a row of block_table; got {max_seqlen_k}")
+        raise ValueError(
+            f"max_seqlen_k must be at most {capacity}, all that a row of block_table can hold; got {max_seqlen_k}"
+        )
     if _may_read(block_table):
         used = torch.arange(0, capacity, page_size, device=k.device) < cu_seqlens_k.diff()[:, None]
         wrong = block_table[used & ((block_table < 0) | (block_table >= n_pages))]
         if wrong.numel():
-            raise ValueError(f"block_table must be from 0 to {n_pages - 1}; got {wrong.tolist()}")
+            raise ValueError(f"block_table must hold pages from 0 to {n_pages - 1}; got {wrong.tolist()}")
     token = torch.arange(n_docs * max_seqlen_k, dtype=torch.int32, device=k.device)
-    # rows after the last document belong to none, so their values do not matter
+    # Rows after the last document belong to no document, so their values do not matter.
     document = (torch.searchsorted(cu_seqlens_k, token, right=True) - 1).clamp(0, max(0, n_docs - 1))
     place = (token - cu_seqlens_k[document]).clamp(0, capacity - 1)
     page, row = block_table[document, place // page_size].clamp(0, n_pages - 1), place % page_size
@@ -317,12 +330,17 @@ def _outputs(o: Tensor, lse: Tensor | None, q: Tensor, return_attn_probs: bool) 
 
 
 def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Tensor, k: Tensor) -> Tensor | None:
-    """(n_kv_heads,) each, or None for 1 -> (2, n_heads) fp32: the factors of each head's scores and of its output."""
+    """Returns (2, n_heads) float32: the factor of each head's scores, then the factor of its output.
+
+    `descales` are those of q, k and v: (n_kv_heads,) each, or None for a factor of 1. Returns None if all are None.
+    """
     if descales[0] is descales[1] is descales[2] is None:
         return None
     n_heads, n_kv_heads = q.shape[-2], k.shape[-2]
     if q.dtype != FP8:
-        raise ValueError(f"q_descale, k_descale and v_descale are for float8_e4m3fn; q, k and v are {name_of(q.dtype)}")
+        raise ValueError(
+            f"q, k and v must be float8_e4m3fn with q_descale, k_descale or v_descale; got {name_of(q.dtype)}"
+        )
     factors = []
     for name, x in zip(("q_descale", "k_descale", "v_descale"), descales, strict=True):
         if x is not None and (x.shape != (n_kv_heads,) or x.dtype != torch.float32):
@@ -333,13 +351,16 @@ def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Te
 
 
 def _seqlen_that_decides(max_seqlen: int) -> int | None:
-    """The `seqlen` for build_schedule: the longest document's length if it is long, because it then has most work."""
-    # reading a tensor would wait for the GPU
+    """Returns build_schedule's `seqlen`: max_seqlen if it is at least LONG_DOCUMENT, else None.
+
+    A long document has most of the work, so the kernels are chosen for it.
+    """
+    # max_seqlen may be a tensor, and reading a tensor would wait for the GPU.
     return max_seqlen if isinstance(max_seqlen, int) and max_seqlen >= LONG_DOCUMENT else None
 
 
 def _may_read(cu_seqlens: Tensor) -> bool:
-    """Whether reading cu_seqlens is allowed: on the CPU, or on the GPU if the caller permits waiting for it."""
+    """Returns whether the values of cu_seqlens may be read. On a GPU the host would have to wait for them."""
     if torch.compiler.is_compiling():
         return False
     return cu_seqlens.device.type == "cpu" or os.environ.get("FLASH_ATTENTION_DEBUG") == "1"
@@ -349,6 +370,10 @@ def _require_documents(side: str, cu_seqlens: Tensor, total: int, max_seqlen: in
     edges = cu_seqlens.tolist()
     longest = max((end - start for start, end in pairwise(edges)), default=0)
     if edges[0] != 0 or edges != sorted(edges) or edges[-1] > total:
-        raise ValueError(f"cu_seqlens_{side} must start at 0, not decrease and end at {total} or before; got {edges}")
+        raise ValueError(
+            f"cu_seqlens_{side} must start at 0, must not decrease and must end at {total} or before; got {edges}"
+        )
     if max_seqlen < longest:
-        raise ValueError(f"max_seqlen_{side} must be at least the longest document, {longest}; got {max_seqlen}")
+        raise ValueError(
+            f"max_seqlen_{side} must be at least the length of the longest document, {longest}; got {max_seqlen}"
+        )

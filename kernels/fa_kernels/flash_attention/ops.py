@@ -1,8 +1,9 @@
-"""Attention as torch sees it: operators with fakes and FLOP formulas, and autograd. No arithmetic.
+"""Attention for torch: the registered operators with their fakes and FLOP formulas, and autograd.
 
-torch.ops.flash_attention.forward and .backward are registered, so that torch.compile does not break the graph at them
-and checkpoint policies can name them. Dispatch and registered autograd take the host longer than a short call takes
-the GPU, so `flash_attention_forward` skips what a call does not need:
+This file does no arithmetic; backend.py runs the kernels. torch.ops.flash_attention.forward and .backward are
+registered operators. torch.compile does not break the graph at them, and checkpoint policies can name them.
+Torch's dispatch and its registered autograd cost more host time than a short call costs on the GPU.
+`flash_attention_forward` therefore skips those that a call does not need:
 
 observed?        gradients?  forward                                        backward
 no               no          backend.forward                                -
@@ -11,8 +12,9 @@ yes, eager       no          forward_operator                               -
 yes, eager       yes         _Attention: forward_operator                   backward_operator
 yes, compiled    either      forward_operator, with registered autograd     backward_operator
 
-A call is observed if someone outside can see the operator (`_observed`). A backward pass asks anew.
-A Schedule travels through an operator as its seven tensors, ALiBi as none or three.
+A call is observed if code outside this file may watch operators (`_observed`). The backward pass checks this again.
+The operators accept no Schedule and no Features. They receive a Schedule as its seven tensors, and ALiBi as a list of
+three tensors, or as an empty list without ALiBi.
 """
 
 from collections.abc import Sequence
@@ -36,7 +38,7 @@ from fa_kernels.torch_private import (
     without_dead_wrapper,
 )
 
-_PLAIN = {Tensor, Parameter, type(None)}  # classes that do not override operators
+_PLAIN = {Tensor, Parameter, type(None)}  # types of arguments that do not override operators
 
 
 @torch.library.custom_op("flash_attention::forward", mutates_args=())
@@ -55,9 +57,11 @@ def forward_operator(
     crosses_documents: bool,
     length_class: str,
 ) -> tuple[Tensor, Tensor]:
-    """q (total_q, n_heads, head_dim), k, v (total_k, n_kv_heads, head_dim) -> o in out_dtype, lse (n_heads, total_q).
+    """Computes o in out_dtype, and lse in fp32.
 
-    `deterministic` concerns the gradients; o and lse are repeatable in any case.
+    `deterministic` only affects the gradients; o and lse are always repeatable.
+    Shapes: q (total_q, n_heads, head_dim); k (total_k, n_kv_heads, head_dim); v (total_k, n_kv_heads, v_head_dim)
+    -> o (total_q, n_heads, v_head_dim), lse (n_heads, total_q).
     """
     features = Features(softmax_scale, softcap, sinks, alibi, descale)
     full_schedule = Schedule.from_tensors(schedule, crosses_documents, cast(LengthClass, length_class))
@@ -100,7 +104,10 @@ def backward_operator(
     deterministic: bool,
     crosses_documents: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of o and lse -> dq, dk, dv, dense, and dsinks (n_heads,), which is empty without sinks."""
+    """Computes dq, dk, dv and dsinks from the gradients of o and lse.
+
+    dq, dk and dv are contiguous and have the shapes of q, k and v. dsinks is (n_heads,), or empty without sinks.
+    """
     full_schedule = Schedule.from_tensors(schedule, crosses_documents)
     features = Features(softmax_scale, softcap, sinks, alibi)
     dq, dk, dv, *delta = backend.backward(do, dlse, q, k, v, o, lse, full_schedule, features, deterministic)
@@ -158,14 +165,14 @@ def _gradients(
     features: Features,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv and dsinks for gradients as autograd passes them; q, k, v and o are as for backend.forward."""
+    """Computes dq, dk, dv and dsinks. `do` and `dlse` come from autograd, so each may be None or have any strides."""
     if do is None:
         do = torch.zeros_like(o)
     do = backend.in_order(do)
     if dlse is not None:
         dlse = dlse.contiguous()
     sinks = features.sinks
-    # the operator reports that it has no second derivative, if one is wanted
+    # Autograd records operators while gradients are enabled, and then reports that this one has no second derivative.
     if torch.is_grad_enabled() or _observed(q, k, v, do, sinks):
         dq, dk, dv, dsinks = backward_operator(
             backend.packed(do), dlse, *map(backend.packed, (q, k, v, o)), lse, schedule.tensors(), features.alibi,
@@ -176,22 +183,22 @@ def _gradients(
     return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, *delta)
 
 
-_Options = tuple[Schedule, Features, torch.dtype, bool, bool]  # of a call; the bools are deterministic and observed
+_Options = tuple[Schedule, Features, torch.dtype, bool, bool]  # schedule, features, out_dtype, deterministic, observed
 
 
 class _Attention(torch.autograd.Function):
-    """The registered autograd without torch's layers around it, which flatten lists of tensors in Python."""
+    """Computes what the registered autograd computes, without torch's wrapper, which flattens lists in Python."""
 
     @staticmethod
     def forward(
         ctx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: _Options, wants_lse: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns o, and lse only if it is wanted: each argument and each output takes host time."""
+        """Returns o, or (o, lse) if wants_lse: each additional output costs host time."""
         o, lse = _forward(q, k, v, *options)
         schedule, features, _, deterministic, _ = options
         ctx.save_for_backward(q, k, v, o, lse, sinks, *features.alibi)
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-        # not saved as tensors: all layers share the schedule
+        # The schedule is not saved with save_for_backward, because all layers share its tensors.
         ctx.options = schedule, features.softmax_scale, features.softcap, deterministic
         ctx.set_materialize_grads(False)
         return (o, lse) if wants_lse else o
@@ -204,7 +211,7 @@ class _Attention(torch.autograd.Function):
         return *_gradients(do, dlse, q, k, v, o, lse, schedule, features, deterministic), None, None
 
 
-_apply_without_functorch = apply_without_transforms(_Attention)  # for calls that nobody observes
+_apply_without_functorch = apply_without_transforms(_Attention)  # for calls that are not observed
 
 
 def _forward(
@@ -217,7 +224,7 @@ def _forward(
     deterministic: bool,
     observed: bool,
 ) -> tuple[Tensor, Tensor]:
-    """o and lse, by the operator if the call is observed."""
+    """Computes o and lse through the operator if the call is observed, else directly through the backend."""
     if not observed:
         return backend.forward(q, k, v, schedule, features, out_dtype)
     require_consistent(q, k, v, features.sinks)
@@ -230,10 +237,11 @@ def _forward(
 
 
 def _observed(q: Tensor, *others: Tensor | None) -> bool:
-    """Whether someone outside can see the operator.
+    """Returns whether code outside this file may watch the operator.
 
-    That is a compiler, a mode (a FLOP counter, a checkpoint policy, fake tensors), a functorch transform, a trace, a
-    profiler, a tensor subclass, or tensors without data. Other calls skip torch's dispatcher, which takes 20 us.
+    The watcher may be a compiler, a dispatch mode (a FLOP counter, a checkpoint policy, fake tensors), a functorch
+    transform, a trace, a profiler or a tensor subclass. Tensors without data also count. All other calls skip torch's
+    dispatcher, which takes 20 us.
     """
     return (
         torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, (q, *others))) or q.is_meta or may_be_watched()
@@ -254,16 +262,16 @@ def flash_attention_forward(
     deterministic: bool,
     wants_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns o in out_dtype, and lse (n_heads, total_q) fp32 or None if it is not wanted. Differentiable.
+    """Returns o in out_dtype, and lse in fp32, or None if lse is not wanted. Both are differentiable.
 
-    Shapes: q (total_q, n_heads, head_dim); k and v (total_k, n_kv_heads, head_dim). Instead of one dimension of tokens
-    there may be two, (batch, seqlen); o then has them too.
+    Shapes: q (total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o (total_q, n_heads, head_dim),
+    lse (n_heads, total_q). q, k and v may have two dimensions (batch, seqlen) in place of total; o then has both too.
     Raises: ValueError as require_consistent and require_differentiable; NotImplementedError on forward-mode tangents.
     """
     sinks = features.sinks
-    # without gradients, the operator too would drop tangents silently
+    # Nothing else would report tangents: without gradients, even the operator drops them silently.
     if may_have_tangents() and any(map(_has_tangent, (q, k, v, sinks))):
-        raise NotImplementedError("attention has no forward-mode derivative; got tangents of its inputs")
+        raise NotImplementedError("attention's inputs must have no forward-mode tangents; got inputs with tangents")
     if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
         q, k, v = backend.in_order(q), backend.in_order(k), backend.in_order(v)
     observed = _observed(q, k, v, sinks)
@@ -273,14 +281,14 @@ def flash_attention_forward(
     )
     if needs_gradients:
         require_differentiable(q, k, v)
-    # a compiler knows operators, but not everything that a Function may do
+    # The compiler understands registered operators, but not every autograd Function.
     if not needs_gradients or torch.compiler.is_compiling():
         o, lse = _forward(q, k, v, *options)
         return o, lse if wants_lse else None
     if observed:
         outputs = _Attention.apply(q, k, v, sinks, options, wants_lse)
     else:
-        # a transform that has ended may have left its wrapper on a tensor
+        # A tensor may still have the wrapper of a functorch transform that has ended.
         q, k, v = without_dead_wrapper(q), without_dead_wrapper(k), without_dead_wrapper(v)
         outputs = _apply_without_functorch(q, k, v, sinks, options, wants_lse)
     return outputs if wants_lse else (outputs, None)
@@ -288,11 +296,11 @@ def flash_attention_forward(
 
 @register_flop_formula(torch.ops.flash_attention.forward)
 def _forward_flops(q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs) -> int:
-    """Counts every query with every key, as torch does for its own attention: masks are on the GPU."""
+    """Counts every pair of a query and a key, as torch does for its own attention, because masks are on the GPU."""
     return 2 * q_shape[0] * k_shape[0] * q_shape[1] * (q_shape[2] + v_shape[2])
 
 
 @register_flop_formula(torch.ops.flash_attention.backward)
 def _backward_flops(do_shape, dlse_shape, q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs) -> int:
-    """Five matmuls: scores, dQ and dK have the keys' head_dim, dP and dV have the values'."""
+    """Counts five matmuls. Those of the scores, dQ and dK use the head_dim of k; those of dP and dV use that of v."""
     return 2 * q_shape[0] * k_shape[0] * q_shape[1] * (3 * q_shape[2] + 2 * v_shape[2])

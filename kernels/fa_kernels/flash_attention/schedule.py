@@ -1,8 +1,9 @@
-"""Which keys each query sees, and the order of tiles: built once per batch, shared by all layers.
+"""The schedule of a batch: which keys each query sees, and the order in which kernels process tiles.
 
-Documents, causality and windows all leave a query one contiguous range of keys. Both ends of that range never decrease
-from one query to the next. So the mask of a batch is two integers per token, each tile of queries reads one contiguous
-range of keys, and only the blocks at both ends of that range need masking.
+A schedule is built once per batch, and all layers share it. Documents, causality and windows all leave a query one
+contiguous range of keys. Both ends of that range never decrease from one query to the next. The mask of a batch is
+therefore two integers per token. Each tile of queries reads one contiguous range of keys, and only the blocks at both
+ends of that range need masking.
 """
 
 from collections.abc import Sequence
@@ -14,12 +15,12 @@ from torch import Tensor
 
 from fa_kernels.flash_attention import schedule_cache
 
-WORK_TILE = 128  # tokens: the unit in which work is ordered; a multiple of every kernel's block of rows
-WIDE_TILE = 192  # tokens: the other unit, for the kernels of Hopper's forward pass whose tiles have 192 rows
-# The bounds between length classes, in keys that a query may see. docs/hopper.md says how each class differs.
-SHORT_DOCUMENT = 2**9  # below it, tiles of keys keep the order of the stream, so that neighbours share queries in L2
+WORK_TILE = 128  # tokens in one entry of query_tiles and key_tiles; a multiple of every kernel's block of rows
+WIDE_TILE = 192  # tokens in one entry of wide_query_tiles; Hopper's forward pass has kernels with tiles of 192 rows
+# The bounds between length classes, in keys that a query may see. docs/hopper.md says how the classes differ.
+SHORT_DOCUMENT = 2**9  # shorter documents keep tiles of keys in stream order: neighbouring tiles share queries in L2
 LONG_DOCUMENT = 2**12
-VERY_LONG_DOCUMENT = 2**16  # from here on, Hopper's forward pass works on few heads at once
+VERY_LONG_DOCUMENT = 2**16  # Hopper's forward pass computes only a few heads at a time from this length on
 
 LengthClass = Literal["short", "medium", "long", "very_long"]
 
@@ -35,23 +36,23 @@ class Schedule(NamedTuple):
     query_start: Tensor  # (total_k,)
     query_end: Tensor  # (total_k,)
     query_tiles: Tensor  # (ceil(total_q / WORK_TILE),), document by document, the longest document first
-    key_tiles: Tensor  # (ceil(total_k / WORK_TILE),), the most work first; in stream order for short documents
+    key_tiles: Tensor  # (ceil(total_k / WORK_TILE),), the longest range first; in stream order for short documents
     wide_query_tiles: Tensor  # (ceil(total_q / WIDE_TILE),), ordered like query_tiles
-    length_class: LengthClass  # what the host knows without waiting for the GPU; it chooses kernels
-    # whether another rule than causality and windows hides tokens: several documents, or tokens after the last one.
-    # Kernels then isolate NaN, which must not leave its document
+    length_class: LengthClass  # chooses kernels; the host computes it without waiting for the GPU
+    # Whether some tokens are hidden by neither causality nor a window: there are several documents, or tokens after
+    # the last document. Kernels then isolate NaN, which must not spread to other documents.
     crosses_documents: bool
-    is_one_causal_document: bool  # known on the host: scaled_dot_product_attention may take is_causal
+    is_one_causal_document: bool  # if True, scaled_dot_product_attention can use is_causal=True instead of a mask
 
     def tensors(self) -> list[Tensor]:
-        """The seven tensors, in order: what an operator can take."""
+        """Returns the seven tensors, in the order of the fields. Operators accept tensors, but no Schedule."""
         return [*self[:7]]
 
     @classmethod
     def from_tensors(
         cls, tensors: Sequence[Tensor], crosses_documents: bool, length_class: LengthClass = "medium"
     ) -> "Schedule":
-        """The inverse of `tensors`. Only the forward pass needs `length_class`."""
+        """Returns a Schedule from the result of `tensors`. Only the forward pass needs `length_class`."""
         key_start, key_end, query_start, query_end, query_tiles, key_tiles, wide_query_tiles = tensors
         ranges = key_start, key_end, query_start, query_end
         orders = query_tiles, key_tiles, wide_query_tiles
@@ -69,25 +70,25 @@ def build_schedule(
     padded: bool = True,
     seqlen: int | None = None,
 ) -> Schedule:
-    """Returns the schedule of packed queries and keys; runs on the GPU without a sync.
+    """Returns the schedule of packed queries and keys. It is computed on the GPU, and the host does not wait for it.
 
     A document's last query is aligned with its last key (flash-attn's bottom-right alignment). Tokens after the last
-    document see nothing and are seen by nothing.
+    document see no token, and no token sees them.
 
     Args:
         cu_seqlens_q, cu_seqlens_k: (n_docs + 1,) int32, both with the same number of documents.
         total_q, total_k: the numbers of rows of q and of k.
-        causal: sets the right side of the window to 0.
-        window_size: tokens to the left and to the right of the aligned key, -1 unbounded.
+        causal: whether to set the right side of the window to 0.
+        window_size: visible tokens to the (left, right) of the aligned key; -1 means unbounded.
         padded: False if the caller knows that no token comes after the last document.
-        seqlen: keys per document, if known; it chooses kernels. By default the mean length does.
+        seqlen: the number of keys per document, from which the length class is chosen. The default is the mean length.
     """
     left, right = window_size
     if causal:
         right = 0
     crosses_documents = padded or cu_seqlens_k.numel() > 2
     mean = total_k // max(1, cu_seqlens_k.numel() - 1)  # padded cu_seqlens count as shorter documents
-    # wrong cu_seqlens may give wrong results, but never ranges outside of q, k and v
+    # Clamping keeps the ranges inside q, k and v even if cu_seqlens are wrong.
     queries = _Side.of(cu_seqlens_q.clamp(0, total_q), total_q)
     keys = queries
     if cu_seqlens_k is not cu_seqlens_q or total_k != total_q:
@@ -132,7 +133,10 @@ def dense_schedule(
     causal: bool,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Schedule:
-    """Returns build_schedule for `batch` documents of one length, which fill q and k. Keeps the last ones built."""
+    """Returns the schedule of `batch` documents of one length, which fill q and k.
+
+    The last schedules are cached (schedule_cache.py).
+    """
     window_size = (window_size[0], window_size[1])
     arguments = batch, seqlen_q, seqlen_k, device, causal, window_size
     build = partial(_build_dense_schedule, *arguments)
@@ -143,8 +147,8 @@ def dense_schedule(
 def kept_schedule(
     batch: int, seqlen_q: int, seqlen_k: int, q: Tensor, causal: bool, window_size: tuple[int, int]
 ) -> Schedule | None:
-    """Returns dense_schedule's result for q's device if it is kept, else None; never builds one."""
-    device = q.get_device() if q.is_cuda else q.device  # the index takes a tenth of the host time of q.device
+    """Returns dense_schedule's result for q's device if it is in the cache, else None. It never builds a schedule."""
+    device = q.get_device() if q.is_cuda else q.device  # get_device() needs a tenth of the host time of q.device
     key = schedule_cache.key_of(batch, seqlen_q, seqlen_k, device, causal, window_size)
     return None if key is None else schedule_cache.find(key)
 
@@ -160,21 +164,24 @@ def _build_dense_schedule(
 
 
 def dense_cu_seqlens(batch: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns cu_seqlens_q and cu_seqlens_k, (batch + 1,) int32; one tensor twice if the lengths are equal."""
+    """Returns cu_seqlens_q and cu_seqlens_k, (batch + 1,) int32. They are the same tensor if the lengths are equal."""
     documents = torch.arange(batch + 1, dtype=torch.int32, device=device)
     cu_seqlens_q = documents * seqlen_q
     return cu_seqlens_q, cu_seqlens_q if seqlen_k == seqlen_q else documents * seqlen_k
 
 
 def alignment(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int) -> tuple[Tensor, Tensor]:
-    """Returns the key that each query is aligned with and the query's document, (total_q,) int32; ALiBi needs both."""
+    """Returns each query's aligned key and its document, both (total_q,) int32. ALiBi needs both."""
     side = _Side.of(cu_seqlens_q, total_q)
     aligned = side.token - side.ends[side.document] + _ends(cu_seqlens_k)[side.document]
     return aligned, (side.document - 1).clamp(0, max(0, cu_seqlens_q.numel() - 2))
 
 
 class _Side(NamedTuple):
-    """The queries or the keys. Documents count from 1; after the last one comes an empty one."""
+    """The documents of the queries, or those of the keys.
+
+    Documents are counted from 1. An empty document follows the last one; tokens after the last document belong to it.
+    """
 
     starts: Tensor  # (n_docs + 2,) int32
     ends: Tensor  # (n_docs + 2,) int32
@@ -184,7 +191,7 @@ class _Side(NamedTuple):
     @classmethod
     def of(cls, cu_seqlens: Tensor, total: int) -> "_Side":
         token = torch.arange(total, device=cu_seqlens.device, dtype=torch.int32)
-        # the number of documents that begin at or before the token; this skips documents of length zero
+        # A token's document is the number of documents that begin at or before it. This skips empty documents.
         document = torch.searchsorted(cu_seqlens, token, right=True, out_int32=True)
         return cls(torch.cat([cu_seqlens[:1], cu_seqlens]), _ends(cu_seqlens), token, document)
 
@@ -194,25 +201,28 @@ def _ends(cu_seqlens: Tensor) -> Tensor:
 
 
 def _paired(own: _Side, other: _Side) -> tuple[Tensor, Tensor, Tensor]:
-    """For each token of the own side: where its document starts and ends on the other side, and its aligned token."""
+    """Returns where each own token's document starts and ends on the other side, and the token it is aligned with.
+
+    "Own" is the side for which ranges are computed, the queries or the keys. Shapes: (total,) int32, three times.
+    """
     start, end = other.starts[own.document], other.ends[own.document]
     return start, end, own.token if own is other else own.token - own.ends[own.document] + end
 
 
 def _visible_ranges(start: Tensor, end: Tensor, aligned: Tensor, *, before: int, after: int) -> tuple[Tensor, Tensor]:
-    """Start and end of the other side's tokens that each token sees: (total,) int32 twice."""
+    """Returns the start and the end of the range that each token sees on the other side: (total,) int32 twice."""
     first = start if before < 0 else torch.clamp(aligned - before if before else aligned, start, end)
     past_last = end if after < 0 else torch.clamp(aligned + (after + 1), start, end)
     return first, past_last
 
 
 def _keys_in_sight(length: int, left: int, right: int) -> int:
-    """How many keys a query may see in a document of `length` keys."""
+    """Returns how many keys a query may see in a document of `length` keys."""
     return length if left < 0 or right < 0 else min(length, left + right + 1)
 
 
 def length_class_of(keys_in_sight: int) -> LengthClass:
-    """The length class of a document whose queries see so many keys."""
+    """Returns the length class of documents whose queries may see `keys_in_sight` keys."""
     if keys_in_sight <= SHORT_DOCUMENT:
         return "short"
     if keys_in_sight < LONG_DOCUMENT:
@@ -221,10 +231,10 @@ def length_class_of(keys_in_sight: int) -> LengthClass:
 
 
 def document_by_document(length: Tensor, tile: int) -> Tensor:
-    """Orders tiles of `tile` queries: the longest document first, and the last tile of a document first.
+    """Returns the order of tiles of `tile` queries: the longest document first, and its last tile first.
 
-    Tiles that run at the same time then share K and V in L2, and the last tiles to run belong to the shortest document.
-    A tile of several documents counts to the longer one of its first and its last query.
+    Tiles that run at the same time then share K and V in L2. The last tiles to run belong to the shortest document.
+    A tile with several documents is sorted by its first or its last document, whichever is longer.
 
     Args:
         length: (total_q,), the number of keys in the document of each query.
@@ -239,7 +249,7 @@ def document_by_document(length: Tensor, tile: int) -> Tensor:
 
 
 def longest_first(start: Tensor, end: Tensor) -> Tensor:
-    """Orders tiles of WORK_TILE tokens by the length of the range that they read, the longest first; stable."""
+    """Returns the order of tiles of WORK_TILE tokens, longest range first. Ties keep the order of the stream."""
     last_end = end[WORK_TILE - 1 :: WORK_TILE]
     if start.numel() % WORK_TILE:
         last_end = torch.cat([last_end, end[-1:]])
