@@ -1,4 +1,4 @@
-"""Fixtures for every test: the device of the kernels, NaN in fresh memory, and a fixed seed."""
+"""Fixtures for every test: the device of the kernels, NaN in uninitialised memory, and a fixed seed."""
 
 import gc
 import os
@@ -34,7 +34,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # slow tests first: one at the end would leave the other workers of pytest-xdist idle
+    # Run slow tests first. A slow test at the end would leave the other workers of pytest-xdist idle.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if kernels_are_compiled():
         return

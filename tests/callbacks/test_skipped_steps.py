@@ -1,4 +1,4 @@
-"""An optimizer step without finite gradients changes nothing and is counted. Many such steps in a row end the run."""
+"""An optimizer step whose gradients are not finite is skipped and counted. Many such steps in a row end the run."""
 
 import copy
 import math
@@ -120,9 +120,9 @@ def test_a_step_without_finite_gradients_changes_nothing(name, tmp_path, monkeyp
 
 
 def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
-    """Runs one of two ranks: for ddp and fsdp, one training run skips the bad step and another undoes it.
+    """Trains one of two ranks and makes the checks that need two ranks.
 
-    Makes the checks that need two ranks.
+    For ddp and for fsdp, one training run skips the bad step and another undoes it.
     """
     torch.set_num_threads(1)
     os.environ.update(environments[rank])
@@ -176,7 +176,10 @@ DIVERGING = [
     ],
 )
 def test_five_skipped_steps_in_a_row_end_a_run(ranks, tmp_path):
-    """Steps 6 to 10 are bad. Validation at 6 and 9 does not reset the count. The next log is at step 12."""
+    """Steps 6 to 10 are bad. Validation after steps 6 and 9 does not reset the count.
+
+    The run ends at step 12, which is the first logged step after step 10.
+    """
     settings = [override for override in SMALL if override != "callbacks.checkpoint=null"]
     overrides = tiny(tmp_path, *settings, *DIVERGING, "batch_size=4", *ranks)
     done = command_line(tmp_path, *overrides, *bad_steps(*range(5, 10)))

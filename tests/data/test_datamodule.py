@@ -23,7 +23,7 @@ OPTIONS = dict(
 
 @pytest.fixture(autouse=True)
 def _short_epochs(monkeypatch):
-    """Shortens an epoch from 2**26 tokens, because every run shuffles the documents of an epoch."""
+    """Shortens an epoch of 2**26 tokens, because every run shuffles all documents of an epoch, which takes time."""
     monkeypatch.setattr("fa_train.data.sources.synthetic.N_TOKENS", 2**14)
 
 

@@ -1,4 +1,4 @@
-"""A mixture has the requested shares in every stretch of rows. A mixture depends on seed and position only."""
+"""A mixture has the requested shares in any range of consecutive rows, and depends only on the seed and position."""
 
 import numpy as np
 import pytest
@@ -70,7 +70,7 @@ def test_shares_hold_from_any_row_on(weights):
 
 
 class Numbers:
-    """Rows that consist of their own index. A row costs as much as its index."""
+    """Stands for the rows of a source. The content and the cost of a row are its index."""
 
     max_documents = 1
 

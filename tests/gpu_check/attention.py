@@ -104,7 +104,7 @@ def _check(
     sinks = torch.randn(n_heads, device=DEVICE) if "sinks" in names else None
     ours = _varlen(lengths, options) if several else _dense(options)
     dlse = torch.randn(n_heads, total, device=DEVICE)
-    # compute short references on the CPU, so that many processes can share the GPU
+    # Compute the reference of short documents on the CPU, so that many processes can share the GPU.
     reference_device = "cpu" if total < 1000 else DEVICE
     compare(ours, (q, k, v), features, sinks, do, dlse, reference_device)
     if several:
@@ -120,7 +120,10 @@ def _require_isolation(
     dlse: Tensor,
     lengths: list[int],
 ) -> None:
-    """NaN in the fourth document may change the others by rounding only: other kernels may repair their tiles."""
+    """Requires that NaN in the fourth document changes the other documents by a rounding error at most.
+
+    A repair kernel may recompute their tiles, and it rounds differently.
+    """
     first, past = sum(lengths[:3]), sum(lengths[:4])
     q, k, v = (x.clone() for x in inputs)
     q[past - 1, 0, -1] = v[first, -1, 0] = torch.nan
@@ -133,7 +136,11 @@ def _require_isolation(
 
 
 def _check_fp8(width: Width, lengths: list[int], several: bool, heads: tuple[int, int]) -> None:
-    """Allows for 11 bits in P, and for the 13 bits that Hopper's tensor cores keep below a sum's largest product."""
+    """Checks the forward pass in fp8 against the fp64 reference.
+
+    The tolerance has two parts. P is rounded to 11 bits. When Hopper's tensor cores add products, they keep 13 bits
+    below the largest product.
+    """
     shapes = _shapes(sum(lengths), heads, width)[:3]
     q, k, v = (torch.randn(shape, device=DEVICE).to(FP8) for shape in shapes)
     cu_seqlens = cumulative(lengths)

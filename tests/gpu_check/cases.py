@@ -20,7 +20,8 @@ from tests.gpu_check.variants import WIDTHS, Tiles, Width, other_decode_tiles, o
 
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = (*HALF, torch.float32)
-# Each tile runs with some of these. tests/kernels/test_matrix.py runs combinations with the tiles of the present GPU.
+# Each tile is tested with some of these features. tests/kernels/test_matrix.py tests their combinations with the tiles
+# of the present GPU.
 FEATURES = (), ("softcap",), ("sinks", "strided"), ("alibi",), ("window", "sinks"), ("bidirectional",)
 PAGE_SIZES = 16, 64, 256
 
@@ -92,7 +93,7 @@ def decode_cases(device: torch.device) -> Iterator[Case]:
     for dtype, width, paged in product(DTYPES, WIDTHS, (False, True)):
         own = own_decode_tiles(width, dtype.itemsize, paged, device)
         others = other_decode_tiles(width, dtype.itemsize, paged, device)
-        # The device's own tiles run with two sets of features, one of them with left padding; other tiles with one.
+        # The device's own tiles run with two sets of features, and one set has left padding. Other tiles run with one.
         for rows, tiles in [case for case in own for _ in range(2)] + others:
             page_size, option = next(page_sizes) if paged else None, next(options)
             sizes = f"{tiles.block_m}x{tiles.block_n}x{tiles.num_warps}x{tiles.num_stages}"

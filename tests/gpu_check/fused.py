@@ -88,7 +88,7 @@ def _compare(names, ours, exact, inputs, gradients, dtype) -> None:
 
 
 def _require_close(name: str, ours: Tensor, truth: Tensor, dtype: torch.dtype) -> None:
-    """Allows a few roundings of the operands' dtype, relative to the largest element."""
+    """Requires an error of at most four units of rounding in the operands' dtype, relative to the largest element."""
     truth = truth.detach()
     floor = 4 * torch.finfo(dtype).eps * truth.abs().max().item()
     assert_as_accurate(name, ours, truth, truth.to(ours.dtype), floor=floor)

@@ -40,14 +40,14 @@ def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[T
     for keys in KEY_PASSES if itemsize > 1 else KEY_PASSES[:1]:
         tiles = {p: distinct_tiles(width, p, itemsize, device) for p in _passes(keys, itemsize)}
         others = {p: [t for t in found if t != own.get(p)] for p, found in tiles.items()}
-        # Try the other way to compute dK and dV only if it uses tiles that the device's own way does not.
+        # dK and dV come from one kernel or from two. Yield the form that the device does not use only for new tiles.
         if all(tiles.values()) and (keys[0] not in tiles or keys[0] in own or any(others[p] for p in keys)):
             for i in range(max(map(len, others.values()))):
                 yield {p: others[p][i % len(others[p])] if others[p] else tiles[p][0] for p in tiles}
 
 
 def _passes(keys: Sequence[Pass], itemsize: int) -> list[Pass]:
-    """Returns the passes of one call if `keys` compute dK and dV. fp8 has no backward pass."""
+    """Returns the passes of a call whose dK and dV are computed by the passes `keys`. fp8 has no backward pass."""
     return ["fwd"] if itemsize == 1 else ["fwd", *keys, "dq"]
 
 
@@ -80,7 +80,7 @@ def own_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.dev
 
 
 def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
-    """Lists the same pairs for other GPUs. The list is empty if a smaller width has the same padded tile."""
+    """Lists such pairs for other GPUs. The list is empty if a smaller width has the same padded tile."""
     padded = padded_width(width[0]), padded_width(width[1])
     if width != next(w for w in WIDTHS if (padded_width(w[0]), padded_width(w[1])) == padded):
         return []
@@ -96,7 +96,7 @@ def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.d
 
 
 def _decode_tiles(arch: Arch, width: Width, itemsize: int, paged: bool, size: int) -> list[tuple[int, TileConfig]]:
-    """Lists the pairs for a GPU with `size` bytes of shared memory per program; empty if nothing fits."""
+    """Lists such pairs for a GPU with `size` bytes of shared memory per program. Returns [] if nothing fits."""
     try:
         return [(rows, decode_tiles(arch, *width, itemsize, rows, paged, size)) for rows in DECODE_ROWS]
     except ValueError:

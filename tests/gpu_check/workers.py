@@ -80,12 +80,12 @@ class _Worker:
 
 
 def _serve(pipe: Connection) -> None:
-    """Runs the cases that come through the pipe until None comes, or until the GPU context is lost."""
+    """Runs each case that it receives from the pipe. Ends when it receives None, or when the GPU context is lost."""
     from triton import knobs
 
     from tests.kernels.support.poison import poisoned_memory
 
-    torch.set_num_threads(1)  # the processes share the cores
+    torch.set_num_threads(1)  # all processes share the CPU cores
     kernels: set[str] = set()
     knobs.runtime.jit_post_compile_hook = lambda **call: kernels.add(f"{call['fn'].name} {call['key']}")
     alive = True
@@ -109,7 +109,7 @@ def _wait_for_gpu() -> None:
 
 
 def _context_lives() -> bool:
-    """Returns False after an illegal access, because the process cannot recover from one."""
+    """Returns False after an illegal memory access. A process cannot recover from such an access."""
     try:
         _wait_for_gpu()
     except RuntimeError:

@@ -41,7 +41,7 @@ from tests.kernels.aot import (
 from tests.kernels.support import launched_kernels
 
 COMMENT = re.compile(r"//.*")
-# A function with a body. A declared function such as __assertfail keeps its name, which says what is called.
+# Matches a function with a body. Functions that are only declared, such as __assertfail, keep their names.
 DEFINED = re.compile(r"^\s*(?:\.visible\s+|\.weak\s+)?\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)", re.MULTILINE)
 SYMBOL = re.compile(r'@"[^"]*"|@[\w$.]+')
 COMPILE: dict[str, Callable[..., CompiledKernel]] = {
@@ -55,7 +55,7 @@ SOURCES: list[str] = []  # the hash of each source, in the order of compilation
 
 
 def all_cases() -> list[str]:
-    """Lists every case, named by its group and its values, for example `hopper_backward bf16-128-4-0-1`."""
+    """Lists the names of all cases. A name has a group and values, for example `hopper_backward bf16-128-4-0-1`."""
     containing = [(arch, head_dim, f"contain_{of}") for arch, head_dim, of in test_portable.LIMITS if arch != "sm90"]
     containing += [("sm90", *entry) for entry in [*test_portable.CONTAINING, *test_portable.REPAIRS]]
     cases = [test_portable.case_of(*entry) for entry in [*test_portable.LIMITS, *containing]]
@@ -85,10 +85,10 @@ def digest(case: str) -> tuple[str, dict[str, str]]:
 
 
 def code_of(compile: Callable[[], CompiledKernel]) -> tuple[str, str]:
-    """Returns the hashes of a kernel's source and code. Stops after the first if CODE contains the second."""
+    """Returns the hashes of a kernel's source and of its code. Does not compile the source if CODE has its code."""
     with contextlib.suppress(Known):
         compiled = compile()
-        # the size of shared memory at a launch is not in the PTX
+        # PTX does not contain the size of shared memory at a launch, so the hash includes it
         CODE[SOURCES[-1]] = hash_of(str(compiled.metadata.shared), normalised(compiled.asm["ptx"]))
     return SOURCES[-1], CODE[SOURCES[-1]]
 
@@ -102,7 +102,10 @@ def start(known: dict[str, str]) -> None:
 
 
 def ending_if_known(make_ir: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `make_ir` of a source: appends the source's hash to SOURCES and raises Known if CODE has its code."""
+    """Wraps the method `make_ir` of a source class.
+
+    The wrapper appends the source's hash to SOURCES. It raises Known if CODE already has the hash of the source's code.
+    """
 
     def make_and_note(source: Any, target: Any, options: Any, *rest: Any) -> Any:
         module = make_ir(source, target, options, *rest)

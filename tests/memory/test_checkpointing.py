@@ -25,7 +25,7 @@ N_LAYERS = 3
 COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 
 
-# "selective" keeps no operator of chunked or naive attention. Only naive is tested, because it compiles faster.
+# "selective" recomputes chunked and naive attention alike. Compiled, only naive is tested, because it compiles faster.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "checkpointing", "compiled"),

@@ -1,4 +1,7 @@
-"""Offload: bitwise equal results, states that leave and return in time, and reused host memory within a budget."""
+"""Offload gives bitwise equal results, copies states in time, and reuses host memory within a budget.
+
+A state is the storage of a tensor that a block saves for its backward.
+"""
 
 import gc
 import mmap
@@ -68,7 +71,10 @@ class Watched(nn.Module):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_states_leave_the_device(checkpointing, compiled, device):
-    """All states leave except the last block's, which is needed at once. Without offload, all states stay."""
+    """All states leave the device except that of the last block, which the backward needs first.
+
+    Without offload, all states stay.
+    """
     for offloaded in (True, False):
         model = small_gpt(levers(checkpointing, offload=offloaded), device, n_layers=4)
         if compiled:
@@ -95,7 +101,7 @@ def test_states_are_back_one_layer_ahead(device, monkeypatch):
 
     monkeypatch.setattr(offload._State, "get", watched)
     step(small_gpt(levers("full", offload=True), device, n_layers=4), stream(device))
-    # Each state has returned when its block needs it. The copy of the next state starts then, not earlier.
+    # Each state is back on the device when its block needs it. Only then does the copy of the next state start.
     assert present == [(True, False, True)] * 3 + [(True, True, True)]
 
 

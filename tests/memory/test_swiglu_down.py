@@ -156,7 +156,7 @@ def test_in_the_model(checkpointing, device, passes):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_keeps_what_autograd_keeps(checkpointing, precision, monkeypatch):
-    """The operator also keeps no rounded copy of the weights."""
+    """A compiled block keeps as many bytes with the operator as with autograd: no rounded copy of the weights."""
     plan = changed(LLAMA_1B, n_layers=1, vocab_size=64, seq_len=64, checkpointing=checkpointing, precision=precision)
     uses = []
 

@@ -1,4 +1,4 @@
-"""The chunked FFN against the FFN over all tokens at once."""
+"""Compares the chunked FFN with an FFN over all tokens at once."""
 
 import pytest
 import torch
@@ -123,7 +123,7 @@ def test_gradients_of_any_layout(layout, device):
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_passes_overwrite_what_they_read(activation, device, monkeypatch):
-    """The backward allocates two tensors of a chunk's size, `projected` and a gradient. Others overwrite these."""
+    """The backward allocates two tensors per chunk, `projected` and a gradient, and writes its results into them."""
     places = []
 
     def spy(projected: Tensor, d_activated: Tensor, activation: str, *, in_place: bool) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""QLoRA: frozen weights in 4 bits, quantised by torchao."""
+"""QLoRA: frozen weights in 4 bits, quantized by torchao."""
 
 import sys
 
@@ -28,7 +28,10 @@ def torch_products(monkeypatch):
 
 
 def rounded_to_nf4(weight: Tensor) -> Tensor:
-    """Rounds each element to the nearest of 16 levels, scaled by the largest of its 64. The scales are not rounded."""
+    """Rounds each element to the nearest of 16 levels times the largest magnitude in its block of 64 elements.
+
+    The scales are not rounded.
+    """
     blocks = weight.reshape(-1, 64)
     scales = blocks.abs().amax(1, keepdim=True)
     return (NF4[(blocks[..., None] / scales[..., None] - NF4).abs().argmin(-1)] * scales).reshape(weight.shape)

@@ -60,7 +60,10 @@ def test_frozen_parameters_are_left_out():
 
 
 def small_model(dtype: torch.dtype = torch.float32, device: str = "cpu") -> nn.Module:
-    """Builds the same model each time. Its matrices are quantised and offloaded; its vectors are too small for that."""
+    """Builds a model that has the same weights in each call.
+
+    Its matrices are large enough to be quantized and offloaded. Its vectors are not.
+    """
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 64)).to(device, dtype)
 

@@ -79,7 +79,7 @@ def test_two_ranks_take_the_decisions_of_rank_zero(ranks, tmp_path):
 
 
 def in_two_processes(rank: int, tmp_path: Path, environments: list[dict[str, str]]) -> None:
-    """Runs one of two ranks. Without rank 0's decisions, the ranks would decide differently."""
+    """Runs the checks of one of two ranks. Without rank 0's decisions, the ranks would decide differently."""
     os.environ.update(environments[rank])
     torch.set_num_threads(1)
     assert [decided_by_rank_zero("question", partial(list, (rank, number))) for number in (5, 6)] == [[0, 5], [0, 6]]

@@ -87,7 +87,7 @@ def train_in(folder: Path, corpus: Path, *overrides: str) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory) -> Path:
-    """Holds the corpus of all runs. Its three validation rows cannot be shared evenly by two ranks."""
+    """Returns the folder of all runs and of their corpus. Two ranks cannot share its three validation rows evenly."""
     folder: Path = tmp_path_factory.mktemp("strategy")
     for number in range(100):
         (write_corpus(folder / "corpus") / f"more_{number}.txt").write_text(f"{number} more " * 20)
@@ -129,10 +129,11 @@ def two_ranks(shared, whole_run, adapter_run) -> Path:
 
 
 def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
-    """Runs one of two ranks. All tests with two ranks share these processes, because starting one takes seconds.
+    """Trains one of two ranks and makes the checks that need two ranks.
 
-    Runs in `folder`: sharded; two_from_two and two_from_one, which continue sharded and whole from step 3; cut,
-    which rank 1 is told to stop; and two_from_cut. Makes the checks that need two ranks.
+    All tests with two ranks share these two processes, because a process takes seconds to start. Each run has a folder
+    below `folder`. The runs two_from_two and two_from_one continue the runs sharded and whole from step 3. A signal to
+    rank 1 stops the run cut, and two_from_cut continues it.
     """
     torch.set_num_threads(1)
     os.environ.update(environments[rank])
@@ -190,7 +191,7 @@ def spoil_one_rank(shared: Path) -> None:
 
 
 def agree(rank: int) -> None:
-    """All ranks see rank 1's yes at the next question, although the ranks ask at different speeds."""
+    """Rank 1 answers yes to question 2. Both ranks get this answer at question 3, although their speeds differ."""
     agreement = Agreement()
     answers = []
     for question in range(5):
@@ -371,7 +372,7 @@ def test_a_signal_to_all_processes_saves_and_stops(stopped_run):
 
 
 def test_a_stopped_run_goes_on_and_stops_by_its_main_process_too(stopped_run, shared):
-    """The last of three parts runs in one process. Together they have the losses of a run that was never stopped."""
+    """A run in three parts has the losses of a run that was never stopped. The last part runs in one process."""
     again = start_and_stop(shared, tiny(shared, *DDP, "ckpt_path=last"), 20, signal.SIGTERM)
     [newest] = (again / "checkpoints").iterdir()
     rest = train_in(shared / "rest", shared, *LONG, f"ckpt_path={newest}")
@@ -441,7 +442,7 @@ def gradients(model: GPT, tokens: Tensor, precision: str) -> tuple[Tensor, dict[
 
 
 def compare_gradients(rank: int) -> None:
-    """Runs one of two ranks. Losses equal those of whole models, and gradients equal the mean over both ranks."""
+    """Losses on a rank equal those of a model that is not sharded, and gradients equal the mean over both ranks."""
     torch.backends.mkldnn.set_flags(False)  # oneDNN lacks bf16 on some machines
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     streams = torch.randint(67, (2, 18), generator=torch.Generator().manual_seed(1))

@@ -191,7 +191,7 @@ def opened(html, folder):
     command += [f"--log-net-log={folder}/net.json", "--virtual-time-budget=2000", "--dump-dom", f"file://{html}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     asked = [event.get("params", {}) for event in json.loads((folder / "net.json").read_text())["events"]]
-    own = "not an origin"  # Chromium's update requests lack an initiator
+    own = "not an origin"  # Chromium's own update requests have no initiator
     return done.stdout, [request["url"] for request in asked if request.get("initiator", own) != own]
 
 
@@ -316,7 +316,7 @@ def test_a_process_killed_by_linux_ran_out_of_memory(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_importing_the_cases_asks_nothing_of_cuda():
-    """CUDA cannot be initialised in a process whose parent has initialised it."""
+    """Importing the cases must not initialise CUDA, because a forked process could not initialise CUDA again."""
     program = """
 import torch
 def refuse(*_): raise AssertionError("CUDA was asked")
@@ -352,9 +352,10 @@ def allocated(run):
 
 @pytest.mark.parametrize(("dtype", "n_heads"), [("fp32", 4), ("fp16", 4), ("fp16", 8)])
 def test_naive_attention_takes_what_its_formula_says(dtype, n_heads):
-    """The formula leaves out terms that are linear in N, so the peak may exceed it by a second mask and 3%.
+    """The peak is at least the formula's, and at most 3% more than the formula's plus a second mask of N^2 bytes.
 
-    The upper bound is tested in fp32 only, because the fp16 matmul of some CPUs copies its operands.
+    The formula has no terms that are linear in N. The upper bound is tested in fp32 only, because the fp16 matmul of
+    some CPUs copies its operands.
     """
     tested = alone("naive", 512, n_heads=n_heads, head_dim=8, dtype=dtype)
     number = {"fp32": torch.float32, "fp16": torch.float16}[dtype]

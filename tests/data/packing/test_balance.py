@@ -29,9 +29,9 @@ def test_ranks_and_rounds_have_like_work(size):
     for first in range(0, 10 * 128, 128):
         step = costs[first : first + 128]
         dealt, in_order = (step[x].sum(axis=2) for x in (deal(step, size, 4), np.arange(128).reshape(-1, 4, size)))
-        # the work of a whole step, at the end of which ranks wait for each other
+        # ranks that wait for each other after every step: the work of each rank in a step
         assert dealt.sum(axis=0).max() <= 1.01 * dealt.sum(axis=0).mean()
-        # the work of each micro-batch, for ranks that wait after every micro-batch
+        # ranks that wait for each other after every micro-batch: the work of each rank in a micro-batch
         waits = [work.max(axis=1).sum() / work.mean(axis=1).sum() for work in (dealt, in_order)]
         assert waits[0] <= 1.05 and waits[1] >= 1.15
 
@@ -60,7 +60,8 @@ def test_a_step_has_the_same_rows_on_any_number_of_gpus():
 
 
 def test_steps_are_dealt_by_squared_lengths():
-    # A row of one document costs 256, a row of eight costs 32. A step runs its two costliest rows at the same time.
+    # A row of one document costs 256. A row of eight documents costs 32. The two ranks run a step's two most expensive
+    # rows at the same time.
     data = make([16, 16, *[2] * 48], batch_size=8, micro_batch_size=1)
     rows = PackedRows(data, held_out=False, shuffle=True)
     assert sorted(map(rows.rows.cost, range(rows.per_epoch))) == [32] * 6 + [256] * 2
@@ -87,7 +88,10 @@ def test_concatenated_rows_are_balanced_too():
 
 @pytest.mark.parametrize("document_mask", [True, False])
 def test_every_batch_says_how_long_a_tokens_document_is(document_mask):
-    """The mean is one int, so that a compiled model is compiled once. Without the mask a row counts as one document."""
+    """mean_seqlen is the same int in every batch, so that a compiled model is compiled once.
+
+    Without the document mask, a row counts as one document.
+    """
     data = make([8] * 6 + [4] * 4, document_mask=document_mask)  # three rows of 8 + 8 tokens and a row of 4
     batches = [MicroBatches(PackedRows(data, held_out=False, shuffle=True), 1, 0, 1)[i] for i in range(4)]
     assert {batch["mean_seqlen"] for batch in batches} == {7 if document_mask else 16}  # (3 * 128 + 64) / 64

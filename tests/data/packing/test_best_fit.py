@@ -126,7 +126,8 @@ def test_labels_positions_boundaries_and_costs(lengths, seq_len, split):
 def test_a_worked_example():
     layout = lay([3, 9, 5, 0, 2], seq_len=8)
     rows = [layout.row(i) for i in range(layout.n_rows)]
-    # Pieces of 8, 5, 3, 2 and 1. The document of 9 continues in another row, so its last label here is known.
+    # The pieces have 8, 5, 3, 2 and 1 tokens. The document of 9 tokens continues in another row, so the last token of
+    # its first piece has a label.
     assert rows[0].tokens.tolist() == [*range(1000, 1008)] and rows[0].labels.tolist() == [*range(1001, 1009)]
     assert rows[1].tokens.tolist() == [*range(2000, 2005), 0, 1, 2]
     assert rows[1].labels.tolist() == [*range(2001, 2005), IGNORE_INDEX, 1, 2, IGNORE_INDEX]

@@ -18,12 +18,12 @@ WITH_BLOCKS = (
     TOOLS + HEAD + "{% if message.role == 'assistant' %}{% generation %}" + BODY + "{% endgeneration %}"
     "{% else %}" + BODY + "{% endif %}" + TAIL
 )  # fmt: skip
-# No special tokens end a message: "user: hi\nassistant: ho\n". Words merge with spaces and newlines into tokens.
+# A template without special tokens: "user: hi\nassistant: ho\n". A token may join a word with spaces and newlines.
 PLAIN = (
     "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
-# removes the reasoning from every message but the last, like the templates of reasoning models
+# Removes the reasoning from every message except the last, like the templates of reasoning models.
 FORGETFUL = HEAD + "{{ '<think>' if loop.last and message.role == 'assistant' }}" + BODY + TAIL
 
 

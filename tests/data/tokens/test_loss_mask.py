@@ -20,7 +20,7 @@ from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
 
 
 class Masked(Numbered):
-    """Numbered documents whose loss masks are stored in the cache's class, in two chunks."""
+    """Numbered documents with loss masks. StoredMask, the class of the token cache, holds the masks in two chunks."""
 
     def __init__(self, masks):
         super().__init__([len(mask) for mask in masks])
@@ -92,7 +92,7 @@ def test_chats_from_a_file_to_labels(tmp_path, packing, n):
     labels = [label for batch in batches for label in batch["labels"].tolist() if label != IGNORE_INDEX]
     assert answers(hf, labels) == sorted(answer for answer in every if answer not in kept_back)
     assert data.packing_report().labels.pieces_unlearned == 0
-    for shard in data.source.path.glob("*.arrow"):  # a cache outlives a version, so its columns keep their names
+    for shard in data.source.path.glob("*.arrow"):  # caches of older versions are read, so columns keep their names
         assert pa.ipc.open_file(shard).schema.names == ["tokens", "held_out", "learned"]
 
 

@@ -1,4 +1,7 @@
-"""Shards do not depend on the number of processes, a restart continues, and an incomplete cache is never used."""
+"""Shards do not depend on the number of processes. Preparation continues after a restart.
+
+An incomplete cache is never used.
+"""
 
 import errno
 import json

@@ -2,8 +2,8 @@
 
     python -m tests.kernels.support.jittered FILE
 
-Run it in a new process, because a kernel is compiled once with the functions that it calls. At each place one warp in 8
-sleeps for up to 4 us, so that an order of events that is merely likely can change.
+Run it in a new process, because a kernel is compiled once together with the functions that it calls. At each
+synchronisation one warp in 8 sleeps for up to 4 us. This changes every order of events that the code does not enforce.
 """
 
 import sys
@@ -133,7 +133,7 @@ SLEEPING = {
 
 
 def let_warps_sleep():
-    """Replaces the functions of all kernels that have not been compiled yet."""
+    """Replaces the synchronisation functions that the kernels call. A kernel that is already compiled stays as it is."""
     for name, sleeping in SLEEPING.items():
         users = [module for module in MODULES if hasattr(module, name)]
         assert users, f"no kernel has a {name}"
@@ -142,7 +142,7 @@ def let_warps_sleep():
 
 
 def calls():
-    """Yields a name, attention_forward or `gradients`, and its arguments, which are the same in every process."""
+    """Yields a name, a function (attention_forward or `gradients`) and its arguments, the same in every process."""
     for documents, lengths in DOCUMENTS.items():
         for head_dim in (64, 96, 128, 256):
             torch.manual_seed(0)
@@ -155,7 +155,10 @@ def calls():
 
 
 def outcomes(run, arguments, name):
-    """Yields, for each of RUNS calls, digests of the repeatable outputs and one head of a dq summed in any order."""
+    """Yields two values for each of RUNS calls: the hashes of the repeatable outputs, and the first head of dq.
+
+    The second value is None if dq is repeatable.
+    """
     for _ in range(RUNS):
         outputs = list(run(*arguments))
         any_order = outputs.pop(0)[:, 0].cpu() if name.startswith("backward") else None

@@ -1,7 +1,7 @@
-"""Compares replayed launches with those that Triton makes, for launch/test_record.py. Kernels are not interpreted.
+"""Compares replayed launches with those that Triton makes, for launch/test_record.py.
 
-A simulated driver below Triton's launcher compiles nothing and notes the arguments of each launch. `differences()`
-returns a line for each case that differs.
+A simulated driver replaces the part of Triton below its launcher. It compiles and runs no kernel, and only records the
+arguments of each launch. `differences()` returns a line for each case that differs.
 """
 
 import gc
@@ -31,7 +31,7 @@ from fa_kernels.flash_attention.schedule import Schedule, build_schedule
 from fa_kernels.launch import record
 
 LAUNCHES: list[tuple[Any, ...]] = []
-ALLOCATED: list[Tensor] = []  # made by a case, and kept so that no two tensors have the same address
+ALLOCATED: list[Tensor] = []  # all tensors of a case, kept so that no two tensors have the same address
 ADDRESSES: set[int] = set()  # addresses of tensors; replayed launches pass them as plain integers
 TOTAL = 128
 
@@ -157,7 +157,7 @@ def _noting(source: str) -> SimpleNamespace:
 
 
 def _named(launches: list[tuple[Any, ...]], inputs: list[Tensor]) -> list[Any]:
-    """Replaces addresses in launches by names: an input and an offset, or new memory in the order of its use."""
+    """Replaces the addresses in launches by names: an input with an offset, or a number for other memory."""
     names: dict[int, str] = {}
     blocks = [range(x.data_ptr(), x.data_ptr() + x.nbytes) for x in ALLOCATED if x.dtype == torch.uint8]
     ADDRESSES.update(x.data_ptr() for x in (*inputs, *ALLOCATED))
@@ -265,7 +265,10 @@ def delta(o: Tensor, do: Tensor) -> tuple[Tensor, ...]:
 
 
 def replays(call: Callable[..., tuple[Tensor, ...]], first: tuple[Tensor, ...], third: tuple[Tensor, ...]) -> bool:
-    """Returns whether the third call with a key is replayed, which means that the function is not called."""
+    """Returns whether the third call with a key is replayed instead of calling the function.
+
+    first: the inputs of the first and second calls. third: the inputs of the third call.
+    """
     record.forget()
     calls = []
 
@@ -280,7 +283,7 @@ def replays(call: Callable[..., tuple[Tensor, ...]], first: tuple[Tensor, ...], 
 
 
 def unclear() -> list[str]:
-    """Lists calls that are replayed although a part of them would be missing or stale."""
+    """Lists the calls that are replayed, although a replay would leave out work or return stale results."""
     o, do, other = torch.zeros(3, TOTAL, 4, 64)
 
     calls: dict[str, Callable[..., tuple[Tensor, ...]]] = {
@@ -295,7 +298,7 @@ def unclear() -> list[str]:
 
 
 def misplaced() -> list[str]:
-    """Lists inputs that replay a recording although their addresses do not fit it."""
+    """Lists the inputs that are replayed, although the recording is for other addresses."""
     o, do = torch.zeros(2, TOTAL, 4, 64)
     shifted = torch.zeros(o.numel() + 1)[1:].view_as(o)
     third = {
@@ -307,7 +310,10 @@ def misplaced() -> list[str]:
 
 
 def launchers() -> list[str]:
-    """Keys that share a kernel share a launcher. Making one per key would take longer than the launches save."""
+    """Returns a line if a second key makes new launchers for the kernels of the first key.
+
+    Keys share launchers, because making a launcher takes longer than replayed launches save.
+    """
     counts = []
     with mock.patch.object(_Driver, "launcher_cls", side_effect=nvidia.CudaLauncher) as made:
         for total in (256, 384):
@@ -318,7 +324,7 @@ def launchers() -> list[str]:
 
 
 def held() -> list[str]:
-    """Recordings and encoded descriptors must not keep the tensors of a call alive."""
+    """Returns a line for each tensor that recordings or encoded descriptors keep alive after a call."""
     record.forget()
     left: list[StorageWeakRef] = []
     for _ in range(3):
@@ -355,7 +361,7 @@ def asked_again(change: Any) -> Iterator[None]:
 
 
 def ordinary() -> list[str]:
-    """Lists the settings that must disable recorded launches, but do not."""
+    """Lists the settings that must disable replayed launches, but do not."""
     runtime = triton.knobs.runtime
     changes: dict[str, Callable[[], Any]] = {
         "a hook on launches": lambda: mock.patch.object(runtime, "launch_enter_hook", lambda *_: None),

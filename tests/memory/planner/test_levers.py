@@ -1,4 +1,4 @@
-"""The search for memory levers that fit or cost the least, and its advice. Costs are compared with an H200's times."""
+"""Tests the search for the cheapest memory levers that fit, its predicted times, and its advice to the user."""
 
 from typing import Any
 
@@ -101,7 +101,7 @@ def test_auto_ranks_levers_as_they_were_measured(tokens):
 
 @pytest.mark.parametrize("tokens", STEP_MS)
 def test_auto_takes_chunks_before_host_memory(tokens):
-    """Neither costs measurable time, but pinned memory is shared by the whole machine."""
+    """Neither lever costs measurable time, but offload takes pinned memory, which the whole machine shares."""
     plan = changed(LLAMA_1B, seq_len=tokens, compiled=True)
     none, chunks, copies, both = (
         extra_seconds(with_levers(plan, Levers("selective", offload, mlp_chunk)))
@@ -118,7 +118,7 @@ def test_auto_takes_chunks_before_host_memory(tokens):
     ],
 )
 def test_copies_save_no_time_where_chunks_are_computed_again(plan):
-    """With offload=all, tiled_mlp keeps only the FFN's first product."""
+    """With offload=all, tiled_mlp keeps only the output of the FFN's first matmul."""
     chunks, copies = (extra_seconds(with_levers(plan, Levers("none", x, 16384))) for x in (False, "all"))
     assert chunks < copies
     plain = changed(LLAMA_1B, seq_len=2**18)
@@ -166,7 +166,7 @@ def test_auto_reaches_as_far_as_any_levers():
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["all-weights", "adapters"])
 def test_advice_for_sharded_weights_is_what_they_can_take(adapters):
-    """fa_train.preflight.require_shardable refuses optimizers with 8-bit states or with states on the host."""
+    """The advice names no optimizer with 8-bit states or with states on the host: require_shardable refuses both."""
     plan = changed(with_adapters(LLAMA_1B)[0] if adapters else LLAMA_1B, ranks=8, seq_len=2**14)
     sizes = {GIB * gib for gib in range(4, 20)}
     advice = {next_lever(plan, gpu_bytes, HOST) for gpu_bytes in sizes}

@@ -1,4 +1,4 @@
-"""The planner's arithmetic against the real model: on fake tensors, on the CPU, and against peaks measured on GPUs."""
+"""Compares the planner's predictions with the real model on fake tensors and on the CPU, and with peaks on GPUs."""
 
 import json
 from collections.abc import Callable
@@ -113,7 +113,7 @@ def with_adapters(plan: Plan, quantization: Literal["nf4"] | None = None) -> tup
         return changed(plan, adapters=adapters_of(adapted())), adapted
 
 
-# Half of all combinations. The fourth setting depends on the other three, so any three occur in all combinations.
+# These are 8 of the 16 combinations of four settings. Every combination of any three settings occurs.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "precision", "levers"),
@@ -128,7 +128,7 @@ def with_adapters(plan: Plan, quantization: Literal["nf4"] | None = None) -> tup
     + [("llama_1b", "bf16-mixed", ("none", "all", mlp_chunk)) for mlp_chunk in (None, 8192)],
 )
 def test_simulated_peaks_of_adapters(model, precision, levers):
-    n_layers = 12 if "all" in levers else 4  # many layers, so that tensors kept by mistake show
+    n_layers = 12 if "all" in levers else 4  # many layers make tensors that are kept by mistake visible
     base = changed({"gpt2": GPT2, "llama_1b": LLAMA_1B}[model], n_layers=n_layers, vocab_size=259, seq_len=32768)
     plan, adapted = with_adapters(with_levers(changed(base, precision=precision), Levers(*levers)))
     step = simulate(adapted, plan.run.tokens, plan.run.precision, accumulates=False)
@@ -147,7 +147,7 @@ def test_frozen_weights_have_no_states_and_4_bits():
 
 
 def test_a_tied_embeddings_gradients_are_added_in_place():
-    """`predict` assumes this. Fake tensors would not show it, so this test uses real ones."""
+    """`predict` assumes addition in place. Autograd does not add fake tensors in place, so the tensors are real."""
     plan = changed(LLAMA_1B, n_layers=1, dim=16, n_heads=2, n_kv_heads=2, head_dim=8, ffn_dim=32, vocab_size=67)
     tokens = torch.arange(20)
     loss = build(plan, sdpa_attention)(tokens, labels=tokens)
@@ -258,7 +258,7 @@ def test_components_add_up():
 @pytest.mark.parametrize("mlp_chunk", [None, 16], ids=["ffn-whole", "ffn-chunks"])
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_host_memory_of_everything(qk_norm, mlp_chunk):
-    """Compares with the bytes that a forward pass requests from the host pool, in fp32 on the CPU."""
+    """Compares the prediction with the bytes that a forward pass in fp32 on the CPU requests from the host pool."""
     plan = changed(SMALL, n_layers=3, activation="swiglu", precision="32-true", qk_norm=qk_norm)
     plan = changed(plan, offload="all", mlp_chunk=mlp_chunk)
     model, tokens, taken = build(plan, sdpa_attention), torch.zeros(plan.run.tokens, dtype=torch.int64), []
@@ -311,7 +311,7 @@ def test_unknown_settings():
     ],
 )
 def test_the_workspace_of_attentions_backward(arch, head_dim, dtype, softcap, elements):
-    """fp32 elements for each query of one head."""
+    """`elements` is the number of fp32 elements for each query of one head."""
     assert backward_workspace(head_dim, dtype, softcap, arch) == 4 * elements
 
 

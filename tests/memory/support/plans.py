@@ -1,4 +1,4 @@
-"""Plans for tests of the planner: two published models, and plans that differ from these in some fields."""
+"""Plans for tests of the planner: the plans of two published models, and a function that changes some fields."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace

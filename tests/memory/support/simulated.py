@@ -1,9 +1,9 @@
 """Simulates a training step on fake tensors and counts its memory, allocation by allocation.
 
-The sizes and lifetimes of torch's storages come from the real model, including the caches of autograd and autocast.
-Fake tensors do not show allocations inside operators. The chunked loss and the chunked FFN therefore run their Python
-code, and the allocations of the Hopper kernels stand for attention's backward. RMSNorm is one operator in each pass, as
-on CUDA.
+The real model runs, so sizes and lifetimes of torch's storages are real, including the caches of autograd and autocast.
+A fake tensor does not show allocations inside an operator. The chunked loss and the chunked FFN are operators, so the
+simulation runs their Python code instead. `_attention_backward` makes the allocations of attention's backward pass.
+RMSNorm is one operator in each pass, as on CUDA.
 """
 
 import weakref
@@ -77,7 +77,7 @@ class FusedRMSNorm(torch.autograd.Function):
 
 
 def _attention_backward(do, dlse, q, k, v, o, lse, *rest):
-    """Makes the allocations of attention's backward in order. fp32 uses the portable kernels."""
+    """Makes the same allocations as attention's backward pass: the portable kernels' in fp32, otherwise Hopper's."""
     delta, hopper = torch.empty_like(lse), q.dtype != torch.float32
     rows = lse.new_empty(2 * hopper, *lse.shape)
     dq_sum = torch.empty(q.shape if hopper else 0, dtype=torch.float32)
@@ -177,7 +177,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 def simulate(build: Callable[[], GPT], tokens: int, precision: str, accumulates: bool) -> Step:
-    """Runs a micro-batch of one document of `tokens`. `accumulates`: gradients of earlier micro-batches exist."""
+    """Runs a micro-batch of one document. tokens: its length. accumulates: earlier micro-batches left gradients."""
     autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext()
     with FakeTensorMode(), as_on_a_gpu(), Live() as live:
         torch.set_default_dtype(torch.bfloat16 if precision == "bf16-true" else torch.float32)
@@ -207,7 +207,7 @@ def simulate(build: Callable[[], GPT], tokens: int, precision: str, accumulates:
 
 
 def kept_by_compiled_block(build: Callable[[], GPT], tokens: int, precision: str) -> int:
-    """Returns the bytes, including x, that the first block keeps for its backward after torch.compile's partition."""
+    """Returns the bytes that the first block, compiled by torch.compile, keeps for its backward. Includes x."""
     autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext()
     storages: dict[int, int] = {}
 

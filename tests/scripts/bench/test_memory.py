@@ -39,7 +39,7 @@ ROWS = [
 
 
 def in_this_process(case, timeout):
-    """Replaces run_apart and saves the seconds that a new process needs for imports."""
+    """Replaces run_apart, which starts a new process. The imports of a new process take seconds."""
     return Row(**json.loads(json.dumps(asdict(measure(case_of(json.loads(json.dumps(asdict(case)))))))))
 
 
@@ -65,7 +65,7 @@ def test_a_run_from_its_command_line(tmp_path, monkeypatch):
         assert row["outcome"] == "ok" and len(row["step_ms"]) == len(row["optimizer_ms"]) == 2
         assert all(0 < part < whole for part, whole in zip(row["optimizer_ms"], row["step_ms"], strict=True))
         assert row["loss"] == pytest.approx(math.log(259), rel=0.1) and row["peak_gib"] > 0
-        # the states before the second and third blocks; the last block's state is not offloaded
+        # Offload copies the inputs of the first and second blocks. The last block's input stays on the device.
         kept = 2 * row["seq_len"] * 32 * 4 if "offload" in row["combination"] else 0
         assert row["host_gib"] * 2**30 == pytest.approx(kept)
     assert "- commit: `abc`" in text and f"torch {torch.__version__}" in text and "--seq-lens 64 96" in text

@@ -45,7 +45,7 @@ ROWS = [
 
 
 def peer_in_this_process(case, timeout):
-    """Replaces run_apart and saves the seconds that a new process needs for imports."""
+    """Replaces run_apart, which starts a new process. The imports of a new process take seconds."""
     return measure(case) if case.variant == "hf" else run_apart(case, timeout)
 
 
