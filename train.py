@@ -148,7 +148,7 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
 
 
 def train(cfg: DictConfig) -> dict[str, float]:
-    """Does one run. Returns its last metrics, with oom=1 if it ran out of memory."""
+    """Trains one run. Returns its last metrics, with oom=1 if it ran out of memory."""
     trainer, lit_gpt, data = build(cfg)
     if cfg.export:
         require_checkpoint(trainer)

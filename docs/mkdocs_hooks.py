@@ -14,7 +14,7 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 
 
 def on_config(config: Any) -> Any:
-    """Removes the one script that the offline plugin loads from the network: search from file:// pages needs it."""
+    """Removes the script that mkdocs' offline plugin loads from the network. Only search on file:// pages needs it."""
     config.extra["polyfills"] = []
     return config
 
@@ -26,7 +26,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links lead to pages of the site; a link to a source file becomes its text."""
+    """Makes links to other pages lead to the site. Replaces a link to a source file with the link's text."""
     here = page.file.src_uri
     source = next((path for path, name in OUTSIDE.items() if name == here), f"docs/{here}")
 

@@ -5,12 +5,13 @@
     python -m scripts.ablate_memory --only step --attentions naive flash memory=full model.n_layers=6 --no-wandb
     python -m scripts.ablate_memory --only attention --n-heads 16 32 --head-dims 64 128 --dtypes bf16 fp32
 
-Two sweeps over attention and seq_len run. The first measures a training step of one model on one synthetic document.
-The second measures attention alone, in both passes. It uses the first value of each of --n-heads,
---head-dims and --dtypes, and then changes one of them at a time. Each case runs in a new process, so that a crash or
-running out of memory is a result. A case is skipped if a shorter case with the same settings ran out of memory. It is
-not run if a step would take longer than --max-step-seconds or the time of --budget is over. The script first prints the
-least memory of naive attention and the length at which naive attention must fail (see scripts/ablation/formula.py).
+The script makes two sweeps over attention and seq_len. The first sweep measures a training step of one model on one
+synthetic document. The second sweep measures attention alone, in both passes. It starts from the first value of each of
+--n-heads, --head-dims and --dtypes, and then changes one of them at a time. Each case runs in a new process, so that a
+crash or running out of memory is a result. A case is skipped if a shorter case with the same settings ran out of
+memory. A case is not run if its step would take longer than --max-step-seconds, or if the time of --budget is over. The
+script first prints the least memory of naive attention and the length at which naive attention must fail (see
+scripts/ablation/formula.py).
 
 OUT/results.jsonl holds the finished cases. After Ctrl-C, the same command continues and tries failed cases again. The
 script writes ablation.csv and attention.csv, the formula in *_formula.csv, a PNG for each sweep, ablation.md and
@@ -106,7 +107,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path, log = folder / "results.jsonl", folder / "cases.log"
     try:
-        # ask in a process that ends, because a CUDA context in this process would take memory from every case
+        # Ask in another process: a CUDA context in this process would take memory from every case.
         device_bytes = call_apart(capacity, (device,), args.timeout, log)
         for text in explanations(cases, device_bytes):
             print(text, flush=True)

@@ -1,4 +1,4 @@
-"""The config of train.py, for scripts that need parts of it."""
+"""Composes the config of train.py for scripts that need parts of it."""
 
 from pathlib import Path
 from typing import Any, cast

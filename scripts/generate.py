@@ -1,11 +1,11 @@
-"""Generates text with a Hugging Face folder or name, or with a checkpoint of train.py, whose adapters are merged.
+"""Generates text with a Hugging Face model (a folder or hub name) or with a checkpoint of train.py.
 
     python -m scripts.generate exported --chat "What is the capital of France?"
     python -m scripts.generate runs/nano/<time>/checkpoints/step_0000300.ckpt --prompt "def " --temperature 0.8
 
 Without --temperature, each token is the most likely one. With --temperature, the same --seed gives the same text. Keys
 and values are cached, and on a GPU flash_attn_with_kvcache reads the cache. A checkpoint is first exported to a
-temporary folder (scripts/export_hf.py), so that the result is that of an exported model.
+temporary folder (scripts/export_hf.py), which also merges its adapters. The result equals that of an exported model.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def answer(
     dtype: Dtype | None = None,
     device: str | None = None,
 ) -> str:
-    """Returns what the model writes after `prompt` or answers to `chat`. Exactly one of the two must be given.
+    """Returns the text that the model writes after `prompt`, or its answer to `chat`. Exactly one must be given.
 
     dtype None means the stored dtype on a GPU and float32 on the CPU. device None means a GPU if there is one.
     Raises: ValueError if the model or its tokenizer is missing, if a chat has no template, and on impossible values.

@@ -3,9 +3,9 @@
     python -m scripts.plan_memory model=llama_1b seq_len=131072 memory=selective
     python -m scripts.plan_memory model=llama_8b seq_len=262144 trainer.precision=bf16-true memory=auto gpu_gib=80
 
-Takes train.py's overrides, with preset=gpu by default. gpu_gib and host_gib set the memory of one GPU and one process.
-Their defaults are this machine's memory, with host memory divided among trainer.devices. Without a GPU, gpu_gib is
-139.8, as on an H200. With memory=auto, the longest seq_len is the one that the best levers reach.
+The script takes train.py's overrides, with preset=gpu by default. gpu_gib and host_gib set the memory of one GPU and of
+one process. Their defaults are this machine's memory; host memory is divided by trainer.devices. Without a GPU, gpu_gib
+is 139.8, as on an H200. With memory=auto, the script prints the longest seq_len that fits with any memory levers.
 """
 
 import sys
@@ -94,9 +94,9 @@ def _devices(cfg: DictConfig) -> int:
 
 
 def table(plan: Plan, gpu_bytes: int, host_bytes: int, auto: bool = False) -> str:
-    """Formats the prediction by component and what follows from it.
+    """Formats the prediction by component, whether the run fits, and the longest seq_len that fits.
 
-    auto: compute the longest seq_len with the levers that reach farthest, instead of the plan's levers.
+    auto: compute the longest seq_len with any levers, instead of the plan's levers.
     """
     prediction, run = predict(plan), plan.run
     longest = (longest_of_all_levers if auto else longest_seq_len)(plan, gpu_bytes, host_bytes)

@@ -31,7 +31,7 @@ def batches(number: int) -> list[dict[str, torch.Tensor]]:
 
 
 class Watched(L.Callback):
-    """Records which micro-batches began with gradients, and the norm of each step."""
+    """Records whether gradients exist when a micro-batch begins, and the gradient norm of each step."""
 
     def __init__(self) -> None:
         self.began_with_gradients: list[bool] = []
@@ -45,7 +45,7 @@ class Watched(L.Callback):
 
 
 def by_hand(model: nn.Module, accumulated: int, clip: float) -> list[float]:
-    """Trains the same without Lightning and returns the norm of each step before clipping."""
+    """Trains a model on the same batches without Lightning. Returns each step's gradient norm before clipping."""
     optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.1), []
     rows = batches(STEPS * accumulated)
     for step in range(STEPS):
@@ -125,7 +125,10 @@ def test_a_batch_of_one_document_is_known_to_be_one(ends, one, monkeypatch):
     ids=["known", "not"],
 )
 def test_the_length_of_documents_chooses_the_kernels(known, length_classes, monkeypatch):
-    """cu_seqlens are padded and reveal little. With a window of 10 tokens, every document counts as short."""
+    """The batch's mean_seqlen determines the length class. In the first layer, so does the window of 10 tokens.
+
+    A batch without mean_seqlen gets a smaller estimate from its padded cu_seqlens: both layers are then "short".
+    """
     monkeypatch.setattr(schedules, "SHORT_DOCUMENT", 8)
     monkeypatch.setattr(schedules, "LONG_DOCUMENT", 12)
     seen = []

@@ -170,7 +170,7 @@ DDP = ("strategy=ddp", "trainer.devices=2")
 
 
 def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
-    """Runs one of two ranks. The name of each run's folder says what it does. Makes the checks that need two ranks."""
+    """Trains one of two ranks and makes the checks that need two ranks. The folder of a run says what it tests."""
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)
     os.environ.update(environments[rank])

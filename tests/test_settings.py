@@ -19,7 +19,7 @@ from fa_train.bounds import Betas, NonNegativeFloat
 from fa_train.errors import explain
 from tests.support.training import CONF, command_line, composed
 
-# Each command lacks some keys. Together they have every kind of node.
+# No command has all keys. Together these commands have every kind of config node.
 COMMANDS = {
     "default": ["preset=cpu"],
     "gpu": ["preset=gpu", "data=synthetic", "logger=csv", "optimizer=adamw_8bit", "strategy=ddp", "attention=chunked"],
@@ -51,7 +51,10 @@ NOT_OVERRIDDEN = {"_target_", "_args_"}  # an override of these selects another 
 
 
 def is_own(raw: Any, key: str) -> bool:
-    """Returns whether users override this key itself. They do not if the key is a copy, or is inside a copy."""
+    """Returns whether the key has a value of its own, which a user can override.
+
+    A key whose value is an interpolation, or which is inside such a value, is a copy of another key.
+    """
     for name in key.split("."):
         if not isinstance(raw, dict) or name not in raw:
             return False

@@ -101,11 +101,11 @@ KINDS: dict[str, type[StepCase] | type[AttentionCase]] = {kind.KIND: kind for ki
 
 @dataclass(frozen=True)
 class Result:
-    """Unknown values are None: all but memory unless outcome is "ok", and mfu without a known peak.
+    """The measured values of one case.
 
-    Units: step_ms is the time of a whole step, or of attention's forward and backward; timed_steps is the number of
-    steps in its median. The forward_* values are of attention alone, and are known even if the backward ran out of
-    memory.
+    If outcome is not "ok", all values except memory are None. mfu is also None if the device's peak is unknown.
+    step_ms: the time of a whole step, or of attention's forward and backward. timed_steps: the number of steps in this
+    median. forward_*: the forward of attention alone, known even if the backward ran out of memory.
     """
 
     outcome: str  # "ok", "oom", "failed: REASON", "skipped: REASON" or "not run: REASON"

@@ -1,7 +1,7 @@
 """The least memory of naive attention, computed before anything runs.
 
-A score belongs to one query and one key of one head. Softmax runs in fp32, so the scores alone take 4 N^2 bytes per
-head. fa_train.models.attention.naive_attention needs this many bytes per score, for operands of 2 and of 4 bytes:
+A score belongs to one query and one key of one head. Softmax is computed in fp32, so the scores alone take 4 N^2 bytes
+per head. fa_train.models.attention.naive_attention needs the following bytes per score, for operands of 2 and 4 bytes:
 
 | when | 2 | 4 | tensors |
 |:--|--:|--:|:--|
@@ -9,13 +9,13 @@ head. fa_train.models.attention.naive_attention needs this many bytes per score,
 | peak in the forward | 10 | 8 | masked scores, their copy in fp32, the softmax's output |
 | peak in the backward | 12 | 12 | the softmax's output, its gradient, the scores' gradient |
 
-The mask adds one byte per query and key, shared by all heads. A training step keeps the tensors of all layers but the
-last. The last layer's backward runs first and needs the peak. Checkpointing keeps one layer at a time, and so does
-`selective`, because it saves flash attention's output only. AdamW in fp32 adds 16 bytes per parameter: weight, gradient
-and two moments. Everything else (hidden states, logits, libraries) is extra, so naive attention must fail if this sum
-exceeds the memory of the device.
-Naive attention reads and writes 4 N^2 + 4 N d elements per head in the forward pass. Only 4 N d elements need to move,
-so the traffic is N/d + 1 times larger (scripts/bench/io_traffic.py counts every transfer).
+The mask adds one byte per query and key, shared by all heads. A training step keeps the tensors of all layers except
+the last. The last layer's backward runs first, and memory peaks there. With activation checkpointing, the tensors of
+one layer exist at a time. This also holds for `selective`, which keeps the output of flash attention but not that of
+naive attention. AdamW in fp32 adds 16 bytes per parameter: weight, gradient and two moments. Hidden states, logits and
+libraries need more memory. Naive attention must therefore fail if this sum exceeds the memory of the device.
+Naive attention reads and writes 4 N^2 + 4 N d elements per head in the forward pass. Only 4 N d elements need to move.
+The traffic is thus N/d + 1 times the necessary traffic (scripts/bench/io_traffic.py counts every transfer).
 """
 
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class Formula:
         return SCORE * self.n_heads * seq_len**2
 
     def traffic_ratio(self, seq_len: int) -> float:
-        """Returns N / d."""
+        """Returns N / d: the elements of the scores that naive attention moves, divided by those that must move."""
         return seq_len / self.head_dim
 
     def explain(self, what: str, capacity: int) -> str:

@@ -1,8 +1,8 @@
 """The attention ablation as a Hydra multirun of train.py, configured by conf/experiment/ablate_attention.yaml.
 
 run_job runs a job in a new process, so that memory starts from zero and a crash affects only that job. At the end,
-Report writes the same files as scripts/ablate_memory.py. The Weights & Biases runs are train.py's; the summary is in
-their group.
+Report writes the same files as scripts/ablate_memory.py. train.py logs each job to Weights & Biases, and Report adds a
+summary to the group of these runs.
 """
 
 import math
@@ -77,7 +77,10 @@ def rows(folder: Path, but: Path | None = None) -> list[Row[StepCase]]:
 
 
 def require_one_sweep(case: StepCase, others: list[Row[StepCase]]) -> None:
-    """A table or picture of one model distinguishes attention and length only."""
+    """Ends the program if a job differs from the others in more than attention and seq_len.
+
+    The tables and pictures distinguish only these two settings.
+    """
     for other, _ in others:
         same_place = (case.attention, case.seq_len) == (other.attention, other.seq_len)
         if same_place or replace(other, attention=case.attention, seq_len=case.seq_len) != case:
@@ -85,7 +88,10 @@ def require_one_sweep(case: StepCase, others: list[Row[StepCase]]) -> None:
 
 
 def case_of(cfg: DictConfig) -> StepCase:
-    """Raises: ValueError if the job is not a training step on one document, which tables and formula assume."""
+    """Returns the case of a job. Raises: ValueError if the job is not a training step on one document.
+
+    The tables and the formula assume one document.
+    """
     wanted = {"data.document_len": cfg.seq_len, "data.micro_batch_size": 1, "trainer.devices": 1}
     for name, value in wanted.items():
         if OmegaConf.select(cfg, name) != value:
@@ -112,9 +118,9 @@ def explanation(case: StepCase) -> str:
 
 
 def measure_job(train: Train, cfg: DictConfig, hydra: Any, case: StepCase) -> Result:
-    """Runs in the job's process.
+    """Trains in the job's process and returns the result.
 
-    Times are medians over the logs, each of which covers trainer.log_every_n_steps steps.
+    A time is the median over all logs. One log covers trainer.log_every_n_steps steps.
     """
     setup_globals()  # Hydra's resolvers
     HydraConfig.instance().cfg = hydra
@@ -136,7 +142,7 @@ def measure_job(train: Train, cfg: DictConfig, hydra: Any, case: StepCase) -> Re
 
 
 class Report(Callback):
-    """Writes the files at the end of a multirun, and its summary to Weights & Biases if the runs are there."""
+    """Writes the files at the end of a multirun. If its runs are on Weights & Biases, logs a summary there too."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         try:

@@ -1,7 +1,4 @@
-"""The results of an ablation:
-
-CSV files, tables, a picture, one page that contains all, and runs on Weights & Biases.
-"""
+"""Writes the results of an ablation: CSV files, tables, pictures, a page with all of them, and W&B runs."""
 
 import base64
 import csv
@@ -19,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from scripts.ablation.cases import GIB, AttentionCase, Case, Result, StepCase
 from scripts.ablation.formula import Formula, attention_formula, step_formula
 
-STYLES = {  # the palette of Okabe and Ito, and a marker each, to tell lines apart without colours
+STYLES = {  # the palette of Okabe and Ito, and different markers, which distinguish lines without colours
     "naive": ("#000000", "o"),
     "chunked": ("#009E73", "D"),
     "sdpa": ("#E69F00", "s"),

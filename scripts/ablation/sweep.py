@@ -1,7 +1,7 @@
 """Runs the cases of an ablation in separate processes. A sweep can be stopped, and never runs a finished case again.
 
-Processes are forked from a server that has done all imports but has not used a GPU, so a case need not import anything.
-CUDA starts in the case's process and ends with it.
+A server process does all imports, but does not use a GPU. The processes of the cases are forked from the server, so
+they need not import anything. Each of them starts CUDA, which ends with the process.
 """
 
 import json
@@ -41,7 +41,7 @@ class ProcessError(RuntimeError):
 def start_server() -> None:
     """Starts the server that forks the processes. It finds modules by PYTHONPATH, not by this process's sys.path."""
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # the NVML check for a GPU does not initialise CUDA, so the process can still fork
+    # torch's NVML check for a GPU does not initialise CUDA, so the server can still fork.
     settings = {"PYTHONPATH": os.pathsep.join(paths), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     with patch.dict(os.environ, settings):
         forkserver.set_forkserver_preload([__name__])
@@ -183,7 +183,10 @@ def skipped(case: Case, before: Iterable[tuple[Case, Result]]) -> Result | None:
 
 
 def expected_seconds(points: list[tuple[int, float]], seq_len: int) -> float:
-    """Fits a N + b N^2, with a and b >= 0, through the last two measured lengths. One length alone gives b = 0."""
+    """Predicts the seconds of a step from a N + b N^2, with a and b >= 0, through the last two measured lengths.
+
+    If only one length was measured, b is 0.
+    """
     if not points:
         return 0.0
     n, seconds = points[-1]

@@ -1,17 +1,17 @@
-"""Time, TFLOP/s and peak memory of attention: naive, SDPA, FlexAttention, FlashAttention-3 and -4, and ours.
+"""Measures time, TFLOP/s and peak memory of attention: naive, SDPA, FlexAttention, FlashAttention-3 and -4, and ours.
 
     python -m scripts.bench.attention                                  # 1k to 64k tokens, d = 64 and 128, causal
     python -m scripts.bench.attention --varlen --seqlens               # packed documents only
     python -m scripts.bench.attention --backends naive ours --head-dims 128 --seqlens 4096 16384
 
 Writes OUT.csv, OUT.md, OUT.png and OUT_rates.png. Running out of memory is a result, not an error. FlashAttention-3
-(`fa3-fwd`, which has no backward) and -4 (`flash-attn-4`) run if they are installed.
+(the package `fa3-fwd`, which has no backward) and FlashAttention-4 (`flash-attn-4`) are measured if they are installed.
 
-FLOPs: 4 * n_heads * head_dim * (sum of squared lengths) forward, halved if causal, and 2.5 times as many backward. Peak
-memory is what a pass allocates in addition to its inputs (q, k, v and the gradient of o). For the backward, it is the
-peak of forward and backward together. Times are GPU times, because each pass is replayed as a CUDA graph. Block masks
-and schedules are built before the clock starts, except for `ours`, the public function, which includes building its
-schedule.
+The forward counts 4 * n_heads * head_dim * (sum of squared lengths) FLOPs, and half of that if it is causal. The
+backward counts 2.5 times as many. Peak memory is the memory that a pass allocates in addition to its inputs (q, k, v
+and the gradient of o). For the backward, it is the peak of forward and backward together. Times are GPU times, because
+each pass is replayed as a CUDA graph. Block masks and schedules are built before the timing starts. Only `ours`, the
+public function, builds its schedule in every call.
 """
 
 import argparse

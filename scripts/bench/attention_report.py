@@ -14,7 +14,7 @@ LARGE_GIB = 4.0
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
-STYLES = {  # the palette of Okabe and Ito, a grey, and a marker each, to tell lines apart without colours
+STYLES = {  # the palette of Okabe and Ito, a grey, and different markers, which distinguish lines without colours
     "naive": ("#000000", "o"),
     "sdpa-flash2": ("#E69F00", "s"),
     "sdpa-cudnn": ("#56B4E9", "^"),

@@ -1,9 +1,9 @@
 """Measures flash_attn_with_kvcache with one new token per sequence: python -m scripts.bench.decode
 
-Decoding mostly reads K and V, so a cell shows microseconds and the GB/s at which K and V are read. The columns are one
-split and the automatic number of splits, each with a dense and a paged cache, and SDPA with a dense cache. Caches are
-full and in bf16. All candidates of a line run in random order (scripts/bench/timing.py) as CUDA graphs, with a cold L2
-cache. Writes OUT.md.
+Decoding mostly reads K and V. A cell of the table therefore shows the microseconds of a call, and the GB/s at which it
+reads K and V. There are columns for one split and for the automatic number of splits, for a dense and a paged cache,
+and for SDPA with a dense cache. Caches are full and in bf16. All candidates of a line run in random order
+(scripts/bench/timing.py) as CUDA graphs, with a cold L2 cache. Writes OUT.md.
 
     python -m scripts.bench.decode --cases 1,32,8,128,8192 64,32,8,128,4096     # batch,heads,KV heads,head_dim,cache
 """

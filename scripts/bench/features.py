@@ -1,10 +1,10 @@
 """Measures the cost of each attention feature relative to plain causal attention: python -m scripts.bench.features
 
-One long row (64k tokens by default) in bf16 runs through both passes of flash_attn_varlen_func, including the time to
-build its schedule. `work` is the share of plain causal attention's visible pairs, and `cost` is the share of its time.
-The cost of a window or of packed documents should be close to their work. The cost of a feature that changes scores
-should be close to 1. fp8 and paged caches are timed in the forward pass only. Several processes (--jobs) compile the
-kernels first. Writes OUT.md.
+The script times both passes of flash_attn_varlen_func on one long row (64k tokens by default) in bf16. The times
+include building the schedule. `work` is the number of visible pairs of a query and a key, divided by that of plain
+causal attention. `cost` is the time, divided by that of plain causal attention. For a window and for packed documents,
+cost should be close to work. For a feature that changes scores, cost should be close to 1. fp8 and paged caches are
+timed in the forward pass only. Several processes (--jobs) compile the kernels first. Writes OUT.md.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Feature:
     n_kv_heads: int | None = None  # None: equal to the number of query heads
     v_head_dim: int | None = None  # None: equal to head_dim
     fp8: bool = False  # e4m3 with a scale per KV head
-    page_size: int = 0  # tokens; 0: not paged. In a paged cache, all documents have the same number of pages
+    page_size: int = 0  # tokens per page; 0: no paged cache. All documents have the same number of pages
 
     @property
     def has_backward(self) -> bool:
@@ -61,7 +61,10 @@ class Feature:
 
 
 def visible_pairs(length: int, left: int, causal: bool) -> int:
-    """Counts pairs in one document: all, or with `causal` those up to the diagonal and at most `left` tokens back."""
+    """Returns the number of visible pairs of a query and a key in one document.
+
+    left: with `causal`, the number of earlier tokens that a query sees; a negative number means all.
+    """
     if not causal:
         return length * length
     if left < 0 or left >= length:
@@ -189,9 +192,10 @@ def compile_one(args: argparse.Namespace, case: tuple[int, int]) -> str:
 def compile_all(args: argparse.Namespace) -> dict[tuple[int, int], str]:
     """Compiles with --jobs processes.
 
-    Returns the error by feature index and head_dim; it is empty if there was none.
+    Returns the error by feature index and head_dim. The error is an empty string if compilation succeeded.
     """
-    # One feature at all head_dims, then the next: different head_dims share no kernel, so none is compiled twice.
+    # All head_dims of a feature come first, then the next feature. Different head_dims share no kernel, so processes
+    # that run at the same time compile different kernels.
     cases = sorted(
         (place, d) for d in args.head_dims for place in range(len(features(args.seqlen, args.heads, d, args.window)))
     )
@@ -204,9 +208,9 @@ def measure(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Returns the milliseconds of the forward pass and, if there is one, of the backward pass, by the feature's name.
 
-    Memory: at 16 heads of 256 and 64k tokens, a tensor like q takes 0.5 GiB. The inputs take about 4 GiB. Each forward
-    graph takes 0.5 GiB (1.5 if paged). Forward graphs are freed before the backward graphs are captured. Those take
-    about 4 GiB each for o, dq, dk, dv and an fp32 dq: 56 GiB for 14 features.
+    Memory: with 16 heads, head_dim 256 and 64k tokens, q takes 0.5 GiB, and all inputs take about 4 GiB. Each forward
+    graph takes 0.5 GiB (1.5 GiB if paged). Forward graphs are freed before the backward graphs are captured. A backward
+    graph takes about 4 GiB for o, dq, dk, dv and an fp32 dq. The graphs of 14 features take 56 GiB.
     """
     inputs = gpu_inputs()
     forward = timed({f.name: partial(attention, f, inputs, n_heads, head_dim) for f in chosen}, rep)

@@ -1,9 +1,13 @@
 """Measures the host time of attention calls of our implementation and of others: python -m scripts.bench.host
 
 The inputs have few tokens, so that the GPU waits for the host. Inputs are bf16, attention is causal, and schedules are
-built in advance. Five passes are timed: the forward without gradients; the forward with autograd; torch.autograd.grad
-of kept outputs; one call's share of the backward of 16 chained calls; and the backward node alone. A single backward
-includes the start of autograd's engine and thread. The share of 16 calls shows what one layer of a model adds.
+built in advance. The table has five times:
+
+- forward: without gradients
+- forward, autograd: with gradients
+- backward: torch.autograd.grad of one call, which includes starting autograd's engine and thread
+- backward, of 16: the backward of 16 chained calls, divided by 16; this is the time that a layer of a model adds
+- backward's node: the backward node alone, without autograd's engine
 
 A sample is the mean of --calls calls without a GPU sync. Each of --rounds rounds takes one sample of every candidate,
 in random order. If the GPU still has work for more than a tenth of the sample's time, the row is marked as GPU-bound.
@@ -93,9 +97,9 @@ class Candidate:
         return calls
 
     def _backward(self, q: Tensor, keys_and_values: Sequence[Sequence[Tensor]], do: Tensor) -> Call:
-        """Returns a call for the gradients of q and of each k and v.
+        """Returns a call that computes the gradients of q and of each k and v.
 
-        The o of one attention call is the q of the next.
+        The output o of one attention call is the input q of the next call.
         """
         o = q
         with self.setting():
@@ -106,7 +110,7 @@ class Candidate:
         return partial(torch.autograd.grad, o, leaves, do, retain_graph=True)
 
     def _node(self, leaves: Sequence[Tensor], do: Tensor) -> Call:
-        """Returns a call of the backward node, as autograd's engine makes it. `grad_mode` disables gradients for it."""
+        """Returns a function that calls the backward node as autograd's engine does."""
         with self.setting():
             result = self.attend(*leaves)
         outputs = result if isinstance(result, tuple) else (result,)

@@ -3,19 +3,19 @@
     python -m scripts.bench.io_traffic                        # formulas; also measured if there are a GPU and ncu
     python -m scripts.bench.io_traffic --no-ncu --arch sm90   # formulas alone, on any machine
 
-Writes OUT.md. The problem is one sequence of N tokens in bf16, n_heads * head_dim = 2048, without grouped heads. Both
-methods are counted in elements per head.
+Writes OUT.md. The problem is one sequence of N tokens in bf16, n_heads * head_dim = 2048, without grouped heads. The
+formulas give elements per head.
 
-naive, forward: read Q, K, write S; read S, write P; read P, V, write O; in total 4 N^2 + 4 N d. A causal mask adds:
-read S and one byte of mask per score, write S. Backward with stored P: read P, dO, write dV; read dO, V, write dP; read
-dP, P, write dS; read dS, K, write dQ; read dS, Q, write dK; in total 7 N^2 + 8 N d. A causal mask adds the same traffic
-as in the forward.
+naive, forward: 4 N^2 + 4 N d. It reads Q, K and writes S; reads S and writes P; reads P, V and writes O. A causal mask
+adds: read S and one byte of mask per score, write S.
+naive, backward with stored P: 7 N^2 + 8 N d. It reads P, dO and writes dV; reads dO, V and writes dP; reads dP, P and
+writes dS; reads dS, K and writes dQ; reads dS, Q and writes dK. A causal mask adds the same traffic as in the forward.
 
 flash: each query tile reads its own rows once, and all keys and values that it sees. The forward therefore reads K and
 V N / block_m times. This is Theta(N^2 d^2 / M) by theorem 2 of arXiv:2205.14135, where M elements of fast memory hold
-block_m rows of d. The multiprocessors load this many bytes. The L2 cache serves most of them, so device memory moves
-fewer bytes, but at least every tensor once (the "least"). Block sizes come from tiles.py or, for `hopper`, from the
-Hopper kernels.
+block_m rows of d. The multiprocessors load this many bytes, most of them from the L2 cache. Device memory moves fewer
+bytes, but at least every tensor once (the "least"). Block sizes come from tiles.py or, for `hopper`, from the Hopper
+kernels.
 """
 
 import argparse
@@ -56,8 +56,8 @@ ROW_RANGE = 8  # bytes per row for the int32 start and end of its visible range
 PEAK_TFLOPS, BANDWIDTH_TBS = 989.0, 4.8  # of an H200: dense bf16, and its memory bandwidth
 Direction = Literal["forward", "backward"]
 METHODS = ("naive", "portable", "hopper")
-# For a pass over key tiles: what a tile reads once, which per-row values it reads with Q, and what it writes. dV alone
-# is P^T dO, which needs neither V nor delta.
+# For a pass over key tiles: the tensors that a tile reads once, the per-row values that it reads with Q, and the
+# tensors that it writes. A pass for dV alone computes P^T dO, which needs neither V nor delta.
 KEY_PASSES: dict[Pass, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "dkdv": (("K", "V"), ("lse", "delta"), ("dK", "dV")),
     "dk": (("K", "V"), ("lse", "delta"), ("dK",)),
@@ -99,9 +99,9 @@ class Measured:
 
 
 def transfers(case: Case, arch: Arch) -> dict[str, int]:
-    """Returns the bytes of every transfer of a case by name, over all heads.
+    """Returns the bytes of every transfer of a case by name, summed over all heads.
 
-    Flash is counted as if there were no cache.
+    For flash, the bytes are those that multiprocessors load, including loads from the L2 cache.
     """
     if case.method == "naive":
         per_head = _naive_forward(case) if case.direction == "forward" else _naive_backward(case)
@@ -248,7 +248,10 @@ def least_bytes(case: Case) -> int:
 
 
 def order_bytes(case: Case, arch: Arch) -> float:
-    """Bounds without their constants: N^2 + N d elements for naive, N^2 d^2 / M for flash with M in shared memory."""
+    """Returns the bytes of the bound without its constant factor.
+
+    The bound is N^2 + N d elements for naive attention, and N^2 d^2 / M for flash with M elements in shared memory.
+    """
     n, d = case.seqlen, case.head_dim
     elements = n * n + n * d if case.method == "naive" else n * n * d * d / (SHARED_LIMIT[arch] / ITEM)
     return elements * ITEM * case.n_heads

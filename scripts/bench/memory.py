@@ -4,19 +4,20 @@
     python -m scripts.bench.memory --seq-lens 32768 --combinations selective selective+offload --profile
     python -m scripts.bench.memory --budget 560 --resume             # continue an earlier call
 
-A step is forward, backward, optimizer and zero_grad on one document of seq_len random tokens, without clipping,
-composed from conf/train.yaml. Each measurement runs in a new process, so that running out of memory is a result. Times
-are host times, with a device sync before and after the optimizer. Peak memory is the CUDA allocator's maximum over all
-steps (on a CPU, that of the process). Host memory is what offloaded states and the offloaded optimizer use.
+A step is forward, backward, optimizer and zero_grad on one document of seq_len random tokens, without clipping. The
+config is composed from conf/train.yaml. Each measurement runs in a new process, so that running out of memory is a
+result. Times are host times, with a device sync before and after the optimizer. Peak memory is the CUDA allocator's
+maximum over all steps (on a CPU, that of the process). Host memory is the memory of offloaded activations and of the
+offloaded optimizer.
 
 A combination is CHECKPOINTING[+LEVER...]. CHECKPOINTING is none, selective or full. A LEVER is offload,
 mlp_chunk[=TOKENS], loss_chunk=TOKENS or loss_chunk=all (default 4096, as in conf/memory), an optimizer of
 conf/optimizer, or bf16-true (default bf16-mixed; fp32 on a CPU). Other optimizers and bf16-true run at the first length
-only, because the time of an optimizer does not depend on the tokens. Combinations that are compared run one after the
-other. Every second round runs in reverse order, so that a GPU that becomes slower affects both alike.
+only, because the time of an optimizer does not depend on the number of tokens. Two combinations that are compared run
+one after the other. Every second round runs in reverse order, so that a GPU that becomes slower affects both alike.
 
-The option --profile profiles one step with and without offload at the first length. The profile shows how much of the
-copies overlaps with kernels, and how long the compute stream is idle.
+The option --profile profiles one step with and without offload at the first length. The profile shows which share of
+the copies overlaps with kernels, and how long the compute stream is idle.
 Writes memory.md and memory.json to the folder OUT after every measurement, and traces for https://ui.perfetto.dev.
 """
 
@@ -208,7 +209,7 @@ def run_apart(case: Case, timeout: float) -> Row:
 
 
 def cases_of(args: argparse.Namespace, device: Device) -> list[Case]:
-    """Lists the cases of one round in order: first the levers at every length, then what needs one length only."""
+    """Lists the cases of one round: first those that run at every length, then those that run at the first length."""
 
     def case(seq_len: int, name: str) -> Case:
         settings = args.attention, args.compile, args.steps, args.slow_step, tuple(args.overrides)

@@ -9,7 +9,8 @@ from scripts.composed import options
 SEQ_LENS = (32768, 131072)
 MLP_CHUNK = 16384  # tokens, as in conf/memory/offload.yaml
 LOSS_CHUNK = 4096  # tokens, as in conf/memory/default.yaml
-# Each combination is next to the one it is compared with. The most important come first: a budget may end the run.
+# Each combination is next to the combination that it is compared with. The most important combinations come first,
+# because a budget may end the run.
 COMBINATIONS = (
     "selective",
     "selective+offload",

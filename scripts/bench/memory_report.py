@@ -27,7 +27,7 @@ def pooled(rows: Iterable[Row]) -> list[Row]:
 
 
 def slowdown(row: Row, lever: Lever, rows: Sequence[Row]) -> float | None:
-    """Returns the relative slowdown against the same combination without `lever`, or None if either is missing."""
+    """Returns the relative slowdown compared with the same combination without `lever`. None if a time is missing."""
     other = levers_of(row.combination).without(lever)
     without = next((r for r in rows if other and r.combination == other.name and r.seq_len == row.seq_len), None)
     if without is None or not row.step_ms or not without.step_ms:

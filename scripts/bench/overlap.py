@@ -53,7 +53,7 @@ def length(spans: Iterable[Span]) -> float:
 def overlap(step: Span, compute: Iterable[Span], to_host: Iterable[Span], to_device: Iterable[Span]) -> Overlap:
     """Measures one step from the spans of the compute stream and of copies, in microseconds, within `step`.
 
-    Copies in both directions may run at once: each counts in full, and so does its overlap with kernels.
+    Copies in both directions may run at the same time. Each copy and its overlap with kernels then count in full.
     """
     computing, out, back = (common(merged(spans), [step]) for spans in (compute, to_host, to_device))
     edges = [step[0], *(moment for span in computing for moment in span), step[1]]

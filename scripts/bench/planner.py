@@ -1,8 +1,8 @@
 """Compares the planner's predictions with measured peaks: python -m scripts.bench.planner [--only llama_1b]
 
-Each configuration runs two training steps on one document like LitGPT: forward, backward, clipping and optimizer, after
-which gradients are freed. The peak is torch.cuda.max_memory_allocated. Writes OUT.md and OUT.json.
-tests/memory/planner/test_planner.py compares the planner with OUT.json if it is saved as peaks_<gpu>.json.
+Each configuration runs two training steps on one document like LitGPT: forward, backward, clipping and optimizer. The
+gradients are then freed. The peak is torch.cuda.max_memory_allocated. Writes OUT.md and OUT.json. If OUT.json is saved
+as tests/memory/planner/peaks_<gpu>.json, test_planner.py compares the planner with it.
 """
 
 import argparse

@@ -3,18 +3,19 @@
     python -m scripts.bench.profile_step model=llama_1b seq_len=32768
     python -m scripts.bench.profile_step model=gpt2 memory=offload hydra.run.dir=runs/profile_offload
 
-The script takes train.py's overrides and runs its model, optimizer and loop. The script sets data=synthetic, logger=csv
-and batch_size=1 (one micro-batch per step) unless the command sets them, and writes no checkpoint. The value of
-+commit=HASH is printed in the head of the table, for files that are not a git checkout.
-Writes to the run's folder:
+The script takes train.py's overrides and runs train.py's model, optimizer and loop. It sets data=synthetic, logger=csv
+and batch_size=1 (one micro-batch per step) unless the command sets them, and writes no checkpoint. In a folder that is
+not a git checkout, +commit=HASH gives the commit that the head of the table shows.
+The script writes to the run's folder:
 
-- profile.md and profile.csv: exclusive times of the parts. With idle time, they sum to the step's time. Copies and
-  communication count only while no kernel computes; the column `kernels` has their full time.
-- trace.json.gz, for https://ui.perfetto.dev
-- memory.png: allocated memory by component over the host's time, because the host allocates and frees memory.
+- profile.md and profile.csv: exclusive times of the parts. Together with idle time, they sum to the step's time. Copies
+  and communication count only while no kernel computes; the column `kernels` has their full time.
+- trace.json.gz: a trace for https://ui.perfetto.dev
+- memory.png: allocated memory by component over host time, because the host allocates and frees memory.
 
-A kernel belongs to the operator that launched it (attention, loss, optimizer), or else to the part that its name
-implies. On a CPU, torch's operators take the place of kernels, without the time of the operators that they call.
+A kernel belongs to the operator that launched it (attention, loss, optimizer). Other kernels belong to the part that
+their name implies. On a CPU, torch's operators take the place of kernels. The time of an operator then excludes the
+operators that it calls.
 """
 
 import csv
@@ -153,7 +154,7 @@ def _addresses(module: L.LightningModule, optimizers: list[torch.optim.Optimizer
         for value in state.values()
         if isinstance(value, Tensor) and value.device == module.device
     ]
-    # A CPU's allocator does not report when older memory is freed, so leave out that memory.
+    # A CPU's allocator does not report when memory from before the step is freed, so leave out that memory.
     known = module.device.type == "cuda"
     gradients = [p.grad for p in parameters if p.grad is not None and known]
     return {
@@ -208,7 +209,7 @@ def profile_step(cfg: DictConfig, folder: Path) -> None:
     trainer, lit_gpt, data = train.build(cfg)
     assert isinstance(lit_gpt, LitGPT)
     profiler = StepProfiler(folder)
-    # insert it before the callbacks that wait for the device
+    # The profiler comes before the callbacks that wait for the device.
     trainer.callbacks.insert(0, profiler)  # type: ignore[attr-defined]
     trainer.fit(lit_gpt, datamodule=data)
     if not trainer.is_global_zero:

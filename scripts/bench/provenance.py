@@ -1,4 +1,4 @@
-"""Describes where and how a measurement was made, for the head of a results page, and names the page's file."""
+"""Makes the head of a results page, which says how and where it was measured, and the name of the page's file."""
 
 import os
 import platform

@@ -5,11 +5,11 @@
     python -m scripts.bench.step --cases 8192:ours-none 131072:hf-checkpointing model.n_layers=8
 
 A step trains on one document of seq_len random tokens. Both sides use fp32 weights, bf16 autocast and the optimizer of
-conf/optimizer. Our variants take the steps of train.py: LitGPT in Lightning's loop, with clipping and Monitor. The peer
-takes the steps of a plain loop: forward, backward, optimizer. Each case runs in a new process, so that running out of
-memory is a result. Times are host times, with a device sync after each step. Peak and reserved memory are the CUDA
-allocator's maxima over all steps. On a CPU, the peak is that of the process. MFU counts FLOPs like fa_train/flops.py,
-for causal attention and without recomputation.
+conf/optimizer. A step of our variants is a step of train.py: LitGPT in Lightning's loop, with clipping and Monitor. A
+step of the peer is a step of a plain loop: forward, backward, optimizer. Each case runs in a new process, so that
+running out of memory is a result. Times are host times, with a device sync after each step. Peak and reserved memory
+are the CUDA allocator's maxima over all steps. On a CPU, the peak is that of the process. MFU counts FLOPs like
+fa_train/flops.py, for causal attention and without recomputation.
 
 Our variants are named ours-MEMORY[-compiled][-portable]. MEMORY is a config of conf/memory, `compiled` means
 lit_gpt.compile_model=true, and `portable` disables the Hopper kernels (FLASH_ATTENTION_BACKEND). The variants hf and
@@ -157,8 +157,9 @@ def configuration(case: Case) -> DictConfig:
 
 
 def peer_loss(config: DictConfig, device: torch.device, checkpointing: bool) -> tuple[nn.Module, Loss, str]:
-    """Returns a LlamaForCausalLM of the same sizes, its mean loss over a document of random tokens, and what it lacks.
+    """Returns a LlamaForCausalLM of the same sizes, and a function for its mean loss over a document of random tokens.
 
+    The third result is the reason that it runs without Liger's kernels, or an empty string.
     Raises: CannotRunError if transformers is not installed or its Llama differs from this model.
     """
     if find_spec("transformers") is None:

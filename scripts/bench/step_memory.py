@@ -25,7 +25,7 @@ COMPONENTS = {  # in the order of the plot, from bottom to top; the palette of O
 def memory_over_time(
     events: Sequence[Event], before: dict[int, tuple[str, int]], gradients: set[int], device: torch.device
 ) -> tuple[list[float], dict[str, list[int]]]:
-    """Returns the moments of changes (microseconds) and the bytes of each component from then on.
+    """Returns the times at which allocated memory changes (microseconds), and each component's bytes from then on.
 
     before: component and bytes of memory allocated before the step, by address. gradients: addresses of the parameters'
     gradients when the optimizer starts.

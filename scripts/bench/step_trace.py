@@ -48,7 +48,7 @@ NAMES = tuple(
         (NORMS, r"norm|rsqrt|GammaBeta"),
     )
 )
-# kernels that these host ranges launch belong to the given part, whatever their names
+# Kernels that are launched within these host ranges belong to the given part, whatever their names.
 OPERATORS = {
     "flash_attention::forward": ATTENTION_FORWARD,
     "flash_attention::backward": ATTENTION_BACKWARD,
@@ -119,8 +119,8 @@ def idle(intervals: Iterable[Interval], start: float, end: float) -> float:
 def exclusive(step: Step) -> dict[str, float]:
     """Returns the microseconds of each part and of idle time, which sum to the step's time.
 
-    Each moment counts for one part. On a GPU, computing kernels take precedence over copies, and among several kernels
-    the one that started first. On the host, the innermost operator counts, which started last.
+    Each moment counts for one part. On a GPU, computing kernels take precedence over copies. If several kernels run,
+    the kernel that started first counts. On the host, the operator that started last counts: it is the innermost one.
     """
 
     def rank(interval: Interval) -> tuple[bool, float]:

@@ -6,14 +6,14 @@
     python -m scripts.bench.tune_tiles --head-dims 128 --passes fwd --tiles 128,64,8,3 128,128,8,2
     python -m scripts.bench.tune_tiles --dtype float32 --head-dims 64 128       # fp32; or tf32
 
-Candidates combine powers of two for block_m and block_n, warps and stages. They must fit in shared memory
-(tiles.shared_bytes), and their fp32 tiles must leave registers for other values. The option --near tries only the
-table's entry and the candidates one step from it. The option --tiles names the candidates. Several processes (--jobs)
-compile them first. Then they are timed one by one on a causal document of --seqlen tokens, with n_heads * head_dim =
-2048 or slightly less. TFLOP/s counts the matmuls of a kernel (forward 2, dkdv 4, dk 3, dv 2, dq 3), halved for
-causality. The table should have dk and dv if they take less time together than dkdv. The option --dtype float32 is for
-the table of 4-byte dtypes, where each product is three TF32 matmuls. tf32 uses one TF32 matmul, as
-torch.backends.cuda.matmul allows, with the same entries and candidates.
+A candidate is a combination of block_m, block_n, warps and stages; the blocks are powers of two. It must fit in shared
+memory (tiles.shared_bytes), and its fp32 tiles must leave registers for other values. With --near, the script tries
+only the table's entry and the candidates that are one step from it. --tiles lists the candidates to try. Several
+processes (--jobs) compile the candidates first. Then the candidates are timed one by one on a causal document of
+--seqlen tokens, with n_heads * head_dim = 2048 or slightly less. TFLOP/s counts the matmuls of a kernel (forward 2,
+dkdv 4, dk 3, dv 2, dq 3), halved for causality. The table should have entries dk and dv instead of dkdv if the two
+kernels take less time together. --dtype float32 tunes the entries for 4-byte dtypes, where each product is three TF32
+matmuls. --dtype tf32 tries the same candidates with one TF32 matmul, as torch.backends.cuda.matmul allows.
 Writes OUT.md: the head, a table for each head_dim and pass, and the entries.
 """
 
@@ -52,14 +52,14 @@ PASSES: tuple[Pass, ...] = get_args(Pass)
 PRODUCTS = {"fwd": 2, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3}
 APART: tuple[Pass, ...] = ("dk", "dv")  # replace dkdv
 BLOCKS, WARPS, STAGES = (32, 64, 128), (4, 8), (2, 3, 4)
-# From this head_dim on, separate kernels for dK and dV may be faster, and one stage may be faster than several: large
-# blocks hardly fit, and two programs with one stage each can alternate on a multiprocessor.
+# From this head_dim on, separate kernels for dK and dV may be faster, because large blocks hardly fit. One stage may be
+# faster than several, because two programs with one stage each can alternate on a multiprocessor.
 WIDE, WIDE_STAGES = 192, (1, 2, 3)
 # Maximum number of fp32 elements of accumulators and scores per thread. The best tiles on an H200 have fewer. Some of
 # the 255 registers must be left for addresses.
 MAX_HELD = 224
-# For 4-byte dtypes. Splitting elements in two halves doubles shared memory, and products of lower halves need separate
-# accumulators, so a thread may hold half as many elements.
+# The limits for 4-byte dtypes. Each element is split in two halves, which doubles shared memory. Products of the lower
+# halves need separate accumulators, so a thread may hold half as many elements.
 BLOCKS_OF_4_BYTES, STAGES_OF_4_BYTES, MAX_HELD_OF_4_BYTES = (16, 32, 64, 128), (1, 2), MAX_HELD // 2
 
 
@@ -73,7 +73,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Result:
-    """ms is None if the candidate failed; `error` then has the reason."""
+    """The median time of a candidate. ms is None if the candidate failed; `error` then has the reason."""
 
     candidate: Candidate
     ms: float | None
@@ -99,18 +99,18 @@ def candidates(
 
 
 def has_rows_for_warps(tiles: TileConfig, head_dim: int, direction: Pass) -> bool:
-    """Returns whether each warp has 16 rows. With 8 rows, pairs of warps would compute the same scores.
+    """Returns whether each warp has 16 rows. If warps had 8 rows, pairs of warps would compute the same scores.
 
-    At 256 columns 8 rows suffice, because registers or memory may not hold more.
+    A head_dim above WIDE needs only 8 rows per warp, because more rows may not fit in registers or memory.
     """
     rows = tiles.block_n if direction in ("dkdv", *APART) else tiles.block_m
     return rows >= (8 if head_dim > WIDE else 16) * tiles.num_warps
 
 
 def has_scores_for_threads(tiles: TileConfig) -> bool:
-    """Returns whether each thread has a score.
+    """Returns whether each thread has at least one score. Used for fp32 instead of `has_rows_for_warps`.
 
-    More fp32 rows often do not fit, and warps of mma.sync can split columns.
+    16 rows per warp often do not fit in fp32. Warps that use mma.sync can split the columns instead.
     """
     return tiles.block_m * tiles.block_n >= 32 * tiles.num_warps
 
@@ -120,7 +120,7 @@ def near(
 ) -> Iterator[TileConfig]:
     """Yields the table's entry, and then the candidates that differ from it by one step in one size.
 
-    For dk and dv without an entry, the search starts from the next larger head_dim that has entries for both, if any.
+    If the table has no entries dk and dv for a head_dim, the search starts from those of the next larger head_dim.
     """
     itemsize = ITEMSIZE[products]
     worthwhile = list(candidates(arch, head_dim, direction, limit, products))
@@ -181,7 +181,7 @@ def launcher(candidate: Candidate, seqlen: int) -> Callable[[], object]:
         return run_forward
     o, lse = forward.attention_forward(q, k, v, schedule, features, q.dtype)
     delta = attention_delta(o, do, None)
-    # give the other kernel of the backward pass no tiles
+    # The backward pass has another kernel; it gets no tiles.
     none = schedule.key_tiles[:0]
     half = schedule._replace(key_tiles=none) if direction == "dq" else schedule._replace(query_tiles=none)
 

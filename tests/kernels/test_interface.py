@@ -1,4 +1,4 @@
-"""The public functions under the calls that flash-attn's users make, torch's transforms, and arbitrary documents."""
+"""Tests the public functions with the calls of flash-attn's users, with torch's transforms and with any documents."""
 
 import inspect
 from types import SimpleNamespace
@@ -375,7 +375,7 @@ def test_any_wrong_documents_stay_in_bounds(edges, causal):
     assert torch.isfinite(o).all()
 
 
-# test_flash_attention.py tests these; the interpreter is too slow to test all widths in both files
+# test_flash_attention.py tests these widths. The interpreter is too slow to test all widths in both files.
 ELSEWHERE = {8, 16, 40, 64, 80, 96, 128, 192, 256}
 OTHER_HEAD_DIMS = [d for d in range(8, 257, 8) if d not in ELSEWHERE] if GPU else [24, 136, 224]
 

@@ -1,9 +1,9 @@
-"""The compiled kernels under thousands of combinations of shape, mask and feature. A test runs 55.
+"""Tests the compiled kernels with thousands of combinations of shape, mask and feature. One test runs 55 of them.
 
 Each combination is compared with dense attention, forward and backward (see support/attention_check.py). Every pair of
-lengths is combined with every mask. Features, heads and layouts alternate. All their combinations occur at the widths
-of Hopper's kernels; fewer occur at other widths, because each needs a compilation. If MATRIX_REPORT names a folder, the
-worst errors are written there together with torch's.
+lengths is combined with every mask. Features, heads and layouts alternate. The head dimensions of Hopper's kernels are
+tested with all combinations of these three. Other head dimensions are tested with fewer, because each combination is
+compiled separately. If MATRIX_REPORT names a folder, the largest errors are written there, next to torch's errors.
 """
 
 import itertools
@@ -40,9 +40,10 @@ ON_HOPPER = [(64, 64), (96, 96), (128, 128), (256, 256)]  # `auto` may use Hoppe
 
 
 def n_rounds(dtype, width) -> int:
-    """Returns how often each of the 55 pairs of lengths and mask is used, each time with other features and layouts.
+    """Returns the number of rounds for this dtype and width.
 
-    Three times are enough for all combinations of features, heads and layouts.
+    A round uses each of the 55 combinations of lengths and mask once, with other features and layouts than before.
+    Three rounds are enough for all combinations of features, heads and layouts.
     """
     if dtype == torch.float32 or width not in ON_HOPPER:
         return 2

@@ -92,7 +92,7 @@ def test_outputs_with_lse(joined_function, function, q_shape, joined_shape):
 
 
 def test_against_the_reference():
-    """Compares one case with the reference, which also shows a mistake in the code that all functions share."""
+    """Compares one case with the reference. This finds mistakes in the code that all functions share."""
     qkv = draw(20, 3, 2, 16)
     results = []
     for dtype in (None, torch.float64, torch.float32):

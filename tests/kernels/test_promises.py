@@ -1,4 +1,7 @@
-"""What attention promises on a GPU apart from accuracy: repeatable, asynchronous, compiled once, any size."""
+"""Tests properties of attention on a GPU other than accuracy.
+
+Results are repeatable, calls are asynchronous, kernels are compiled once, and tensors can have any size.
+"""
 
 import itertools
 import os

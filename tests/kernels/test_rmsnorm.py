@@ -55,7 +55,7 @@ def results(x: Tensor, added: Tensor, weight: Tensor, d_sum: Tensor, dy: Tensor,
 
 
 def exactly(x: Tensor, added: Tensor, weight: Tensor, d_sum: Tensor, dy: Tensor) -> list[Tensor]:
-    """Computes the same in fp64 from the rounded sum."""
+    """Computes the results in fp64, starting from the rounded sum."""
     rounding = (x + added).to(x.dtype).double() - (x.double() + added.double())
     leaves = [tensor.double().requires_grad_() for tensor in (x, added, weight)]
     total = leaves[0] + leaves[1] + rounding

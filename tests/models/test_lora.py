@@ -21,7 +21,7 @@ from tests.models.hf.support.checkpoints import ARCHITECTURES, CHECKPOINTS, VOCA
 from tests.support.training import column, composed, tiny
 
 CPU = torch.device("cpu")
-# Targets are parts of a joined matrix or whole matrices. One list has no layer of the FFN.
+# Targets are whole matrices or parts of joined matrices. With the regular expression, layer 0 has no adapter.
 TARGETS = [
     pytest.param("all-linear", id="all"),
     pytest.param(["q_proj", "v_proj", "up_proj"], id="parts"),

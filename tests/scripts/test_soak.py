@@ -1,4 +1,4 @@
-"""scripts/soak.py tells a steady run from one that slows down or whose memory grows."""
+"""scripts/soak.py distinguishes a steady run from a run that slows down or needs more and more memory."""
 
 import subprocess
 import sys

@@ -1,4 +1,7 @@
-"""Makes Triton's interpreter twice as fast: work that it repeats at every device function is done once per launch."""
+"""Makes Triton's interpreter twice as fast by patching Triton once per launch.
+
+The interpreter patches Triton again for every call of a device function.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

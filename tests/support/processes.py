@@ -83,9 +83,9 @@ def _main(
     errors: Path,
     limit_memory: bool,
 ) -> None:
-    """Runs the program like the interpreter. The process ends without running the atexit functions.
+    """Runs the program like Python's command line, but without the atexit functions at the end.
 
-    These would remove temporary folders of modules, which other processes share.
+    The atexit functions of imported modules would remove temporary folders that other processes share.
     """
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT

@@ -6,7 +6,7 @@ from torch import Tensor
 def assert_as_accurate(
     name: str, ours: Tensor, exact: Tensor, baseline: Tensor, factor: float = 2.0, floor: float = 0.0
 ) -> None:
-    """Requires that `ours` errs at most `factor` times as much as `baseline`, plus one rounding to its dtype.
+    """Requires that the error of `ours` is at most `factor` times that of `baseline`, plus one rounding.
 
     Args:
         name: what is compared, for the error message.

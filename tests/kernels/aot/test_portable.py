@@ -147,8 +147,8 @@ UNUSUAL = (
     *("sm90-128-128-fwd-1", "sm90-80-80-fwd-1", "sm90-16-16-fwd-1"),
 )
 MODULE = "tests.kernels.aot.portable"
-# A machine with a GPU compiles the others. This machine compiles one head_dim of sm80 and sm100, and one of the two
-# kernels of each head_dim of sm90.
+# Only a machine with a GPU runs these slow cases. Without a GPU, tests compile one head_dim of sm80 and of sm100, and
+# some of the kernels of sm90.
 SLOW_CONTAINING = [entry for entry in CONTAINING if entry[0] in (96, 192)]
 HERE = {("sm90", head_dim) for head_dim, _ in SLOW_CONTAINING} | {("sm80", 128), ("sm100", 128)}
 SLOW = [entry for entry in LIMITS if entry[:2] not in HERE or (entry[0] == "sm100" and entry[2] != "fwd")]
@@ -181,7 +181,7 @@ def assert_within_limits(limits):
 
 
 def test_every_entry_has_limits():
-    """Where the table has dk and dv, only repairs and fp32 use the entry dkdv."""
+    """If the table has entries dk and dv for a head_dim, only repair kernels and fp32 use its entry dkdv."""
     apart = {(arch, d, "dkdv") for arch, d, direction in _TILES if direction == "dk"}
     assert set(LIMITS) == set(_TILES) - apart
     assert set(OF_4_BYTES) == set(_TILES_OF_4_BYTES) | {("sm100", *entry[1:]) for entry in _TILES_OF_4_BYTES}

@@ -1,6 +1,7 @@
-"""Each tile of the Hopper forward under each mask and feature, with heads that are columns of wider rows.
+"""Tests each tile of the Hopper forward with each mask and feature, and with heads that are columns of wider rows.
 
-The tests choose the tiles directly. Calls use the tiles for long documents only at lengths too long for a reference.
+The tests choose the tiles directly. A normal call uses some tiles only for long documents, whose reference would take
+too much memory.
 """
 
 import itertools

@@ -165,7 +165,7 @@ def test_strides_that_do_not_matter_are_not_in_the_key():
 
 
 def test_each_option_is_another_key(monkeypatch):
-    """The keys of forward and backward calls differ too. No recording may be played for another call."""
+    """Calls with different options must have different keys, so that no recording is replayed for another call."""
     x, schedule = torch.zeros(20, 2, 16), causal_schedule(None, 20, torch.device("cpu"))
     plain = Features(1.0, 0.0, None, [])
     sinks = torch.zeros(2)
@@ -198,7 +198,7 @@ def test_each_option_is_another_key(monkeypatch):
 
 
 def test_the_inputs_are_all_tensors_of_a_call():
-    """Otherwise the address of a missing tensor would be that of the recorded call."""
+    """A replayed call uses the addresses of its inputs. For any other tensor it would use the recorded address."""
     q, k, v, do, o = torch.zeros(5, 20, 2, 16)
     lse, dlse = torch.zeros(2, 2, 20)
     schedule = causal_schedule(None, 20, torch.device("cpu"))
@@ -381,7 +381,7 @@ def test_inputs_that_were_the_same_tensor_must_be_again():
 
 
 def test_addresses_must_be_aligned():
-    """Triton compiles other code for addresses that are not aligned."""
+    """Triton compiles different code for addresses that are not multiples of 16."""
     recording, ran = recorded(record._Recorder([torch.zeros(4)]), [0])
     assert recording.play([24]) is None and recording.play([32]) == () and ran == [(32,)]
 

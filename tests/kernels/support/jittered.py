@@ -133,7 +133,7 @@ SLEEPING = {
 
 
 def let_warps_sleep():
-    """Replaces the synchronisation functions that the kernels call. A kernel that is already compiled stays as it is."""
+    """Replaces the synchronisation functions that the kernels call. Does not change kernels that are compiled."""
     for name, sleeping in SLEEPING.items():
         users = [module for module in MODULES if hasattr(module, name)]
         assert users, f"no kernel has a {name}"

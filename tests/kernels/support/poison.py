@@ -1,4 +1,4 @@
-"""Fills fresh memory with NaN, so that an output that a kernel does not write cannot pass as zero."""
+"""Fills uninitialised memory with NaN, so that a test finds output elements that a kernel does not write."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,7 +30,7 @@ def poisoned_memory() -> Iterator[None]:
             (torch_private, ("empty_strided_cuda",)),  # allocates memory in recorded calls
         )
         for name in names
-        if getattr(owner, name) is not None  # some versions of torch lack the last one
+        if getattr(owner, name) is not None  # some versions of torch have no empty_strided_cuda
     ]
     for each in patches:
         each.start()

@@ -2,8 +2,8 @@
 
     python -m tests.kernels.support.time_sliced HEAD_DIM DTYPE SOFTCAP
 
-Prints "ready" once its kernels are compiled, waits for a line on stdin and works for SECONDS. Then prints as JSON how
-often each pass gave the right and a wrong result.
+Prints "ready" once its kernels are compiled, waits for a line on stdin, and then runs both passes for SECONDS. At the
+end it prints, as JSON, how many results of each pass were right and how many were wrong.
 """
 
 import json

@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=1 python -m tests.kernels.support.without_private_names
 
-The script imports torch and triton, and forks a process for each name. The process removes the name, imports kernels,
-restores the name for torch itself, and compares both passes with the reference.
+The script imports torch and triton, and forks a process for each name. The process removes the name, imports
+fa_kernels, restores the name for torch itself, and compares both passes with the reference.
 """
 
 import os
