@@ -1,12 +1,12 @@
-"""The column blocks of a head: its width need not be a power of two, but a block must be one."""
+"""Splits the columns of a head into one or two blocks, because a block's width must be a power of two."""
 
 import triton
 
 
 def split_columns(width: int, itemsize: int = 2) -> tuple[int, int]:
-    """Returns the two powers of two, the second may be 0, that hold `width` columns with the least padding.
+    """Returns the widths of the two blocks that hold `width` columns with the least padding. The second may be 0.
 
-    Each block has at least 16 columns, or 32 in fp8 (itemsize 1), because tl.dot needs as many.
+    The widths are powers of two. The minimum is 16 columns, or 32 in fp8 (itemsize 1): tl.dot accepts no fewer.
 
     >>> [split_columns(d) for d in (8, 64, 80, 96, 104, 192)]
     [(16, 0), (64, 0), (64, 16), (64, 32), (128, 0), (128, 64)]
@@ -23,5 +23,5 @@ def split_columns(width: int, itemsize: int = 2) -> tuple[int, int]:
 
 
 def columns_of(width: int, itemsize: int = 2) -> tuple[int, ...]:
-    """Returns the widths of the one or two column blocks of a head: `split_columns` without zeros."""
+    """Returns the widths of a head's column blocks, of which there are one or two (`split_columns` without zeros)."""
     return tuple(block for block in split_columns(width, itemsize) if block)

@@ -1,4 +1,4 @@
-"""Facts about the device that kernels run on, and constants and helpers that all kernels share."""
+"""Properties of the device that kernels run on, and constants and helpers that all kernels share."""
 
 import os
 from functools import cache
@@ -10,7 +10,7 @@ import triton.language as tl
 Arch = Literal["interpreter", "sm80", "sm90", "sm100", "unknown"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) is exp2(x * LOG2_E)
-# by compute capability; consumer Blackwell (12) has the instructions and the shared memory of sm_89
+# Keys are compute capabilities. Consumer Blackwell (12.x) has the instructions and the shared memory of sm_89.
 _ARCHITECTURES: dict[tuple[int, int], Arch] = {
     (8, 0): "sm80",
     (8, 6): "sm80",
@@ -25,29 +25,29 @@ _ARCHITECTURES: dict[tuple[int, int], Arch] = {
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's CPU interpreter."""
+    """Returns whether kernels run in Triton's CPU interpreter."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def arch_of(device: torch.device) -> Arch:
-    """The architecture whose tiles a device uses."""
+    """Returns the architecture whose tile sizes the device uses."""
     if interpreted():
         return "interpreter"
     return _ARCHITECTURES.get(torch.cuda.get_device_capability(device), "unknown")
 
 
-@cache  # called twice per call of attention
+@cache  # every attention call uses this twice
 def is_hopper(device: torch.device) -> bool:
-    """Whether a CUDA device is an sm_90."""
+    """Returns whether a CUDA device is an sm_90."""
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-@cache  # called up to three times per call of attention
+@cache  # every attention call uses this up to three times
 def multiprocessors(device: torch.device) -> int:
-    """The number of streaming multiprocessors of a CUDA device."""
+    """Returns the number of streaming multiprocessors of a CUDA device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up. triton.cdiv is a constexpr function and takes the host 2 us."""
+    """Returns a / b, rounded up. triton.cdiv is a constexpr function and needs 2 us of host time."""
     return -(-a // b)

@@ -1,7 +1,8 @@
-"""RMSNorm (arXiv:1910.07467) of a residual stream, in the same pass that adds to the stream.
+"""RMSNorm (arXiv:1910.07467) fused with the residual addition before it.
 
-The backward pass computes the gradients of the stream and of what was added to it. They have the same values, each in
-its own dtype. It sums the weight's gradient in the same pass.
+The forward kernel adds the output of a layer to the residual stream and normalises the sum. The backward kernel
+computes the gradients of the stream, of the added tensor and of the weight. The first two have the same values, each
+in its own dtype.
 """
 
 from typing import Any
@@ -14,16 +15,16 @@ from torch import Tensor
 
 from fa_kernels.device import multiprocessors
 
-ELEMENTS_PER_WARP = 1024  # of a row, 32 per thread
-PROGRAMS_PER_SM = 12  # of the backward pass; each sums the weight's gradient over many rows
+ELEMENTS_PER_WARP = 1024  # elements of a row that a warp processes, 32 per thread
+PROGRAMS_PER_SM = 12  # programs of the backward kernel; each sums the weight's gradient over its rows
 
 
 @triton.jit
 def _add_norm_kernel(
     x_ptr, added_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, eps, DIM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program processes one row. All tensors are dense."""
-    row = tl.program_id(0).to(tl.int64)  # 1M tokens x 2048 is 2**31
+    """One program processes one row. All tensors are contiguous."""
+    row = tl.program_id(0).to(tl.int64)  # int64: 1M tokens x 2048 elements reach 2**31
     cols = tl.arange(0, BLOCK)
     inside = cols < DIM
     x = _row(x_ptr, row, cols, inside, DIM)
@@ -44,7 +45,7 @@ def _add_norm_backward_kernel(
 ):  # fmt: skip
     """Each program processes rows in a grid-stride loop and writes a partial weight gradient.
 
-    added_ptr is None if x is already the sum, d_added_ptr if dx serves for both.
+    added_ptr is None if x_ptr is already the sum. d_added_ptr is None if x and added have the same gradient and dtype.
     """
     cols = tl.arange(0, BLOCK)
     inside = cols < DIM
@@ -54,7 +55,7 @@ def _add_norm_backward_kernel(
         row = (first + tl.program_id(0)).to(tl.int64)
         total = _row(x_ptr, row, cols, inside, DIM)
         if added_ptr is not None:
-            # rounded as in the forward pass
+            # The sum is rounded to x's dtype, as in the forward pass.
             total = (total + _row(added_ptr, row, cols, inside, DIM)).to(x_ptr.dtype.element_ty).to(tl.float32)
         dy = _row(dy_ptr, row, cols, inside, DIM)
         rstd = tl.load(rstd_ptr + row)
@@ -71,17 +72,18 @@ def _add_norm_backward_kernel(
 
 @triton.jit
 def _row(ptr, row, cols, inside, DIM: tl.constexpr):
-    """The elements of a row, [BLOCK] fp32."""
+    """Loads a row, [BLOCK] fp32."""
     return tl.load(ptr + row * DIM + cols, mask=inside, other=0.0).to(tl.float32)
 
 
 def add_rms_norm(
     x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, *, keep_sum: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns x + added in x's dtype, and its RMSNorm times weight, computed in fp32, in `dtype`. Differentiable once.
+    """Returns the sum x + added in x's dtype, and the sum's RMSNorm times weight in `dtype`.
 
-    Shapes: x and added (rows, dim), weight (dim,) -> two tensors like x.
-    keep_sum: whether the sum is saved for the backward pass, instead of x and added.
+    The norm is computed in fp32. Both results can be differentiated once.
+    Shapes: x and added (rows, dim), weight (dim,) -> two tensors (rows, dim).
+    keep_sum: whether to save the sum for the backward pass. Otherwise x and added are saved.
     Raises: ValueError on shapes that do not fit.
     """
     if x.dim() != 2 or added.shape != x.shape or weight.shape != x.shape[1:]:
@@ -112,7 +114,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
 @torch.library.custom_op("rmsnorm::add_forward", mutates_args=())
 def forward(x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the sum, its norm, and the reciprocal of each row's root mean square, (rows,) fp32."""
+    """Returns the sum, the normalised sum, and the reciprocal of each row's root mean square, (rows,) fp32."""
     run = _forward_by_kernel if x.is_cuda else _forward_plainly
     return run(x, added, weight, eps, dtype)
 
@@ -131,7 +133,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of x, added and weight. If added is None, x is the sum.
 
-    The second is empty if it would equal the first, dtype included.
+    The gradient of `added` is empty if its dtype is that of x, because both gradients are then the same.
     """
     run = _backward_by_kernel if x.is_cuda else _backward_plainly
     return run(d_sum, dy, x, added, weight, rstd, added_dtype)
@@ -175,7 +177,7 @@ def _backward_by_kernel(
 def _forward_plainly(
     x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in torch, for the CPU."""
+    """Computes `forward` with torch, for the CPU."""
     total = (x.float() + added.float()).to(x.dtype)
     wide = total.float()
     rstd = (wide.square().mean(dim=1) + eps).rsqrt()
@@ -185,7 +187,7 @@ def _forward_plainly(
 def _backward_plainly(
     d_sum: Tensor, dy: Tensor, x: Tensor, added: Tensor | None, weight: Tensor, rstd: Tensor, added_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in torch, in autograd's order of operations, so that the CPU gives the same bits as torch."""
+    """Computes `backward` with torch, for the CPU, in autograd's order of operations. Both give the same bits."""
     total = x.float() if added is None else (x.float() + added.float()).to(x.dtype).float()
     rstd, dy = rstd[:, None], dy.float()
     normed, d_normed = total * rstd, dy * weight.float()
@@ -196,6 +198,6 @@ def _backward_plainly(
 
 
 def _block(dim: int) -> dict[str, int]:
-    """The block that holds a row, and its number of warps."""
+    """Returns the launch options for rows of `dim` elements: the block that holds a row, and the number of warps."""
     block = triton.next_power_of_2(dim)
     return {"BLOCK": block, "num_warps": min(max(block // ELEMENTS_PER_WARP, 1), 32)}

@@ -1,8 +1,9 @@
-"""Rotary position embedding of packed heads in one pass: read once, rotated in fp32, rounded and written once.
+"""Rotary position embedding (RoFormer, arXiv:2104.09864) of packed heads.
 
-The layout is the half-split one of Hugging Face's Llama: channel i is paired with channel i + head_dim / 2 (RoFormer,
-arXiv:2104.09864). Queries, keys and values are side by side in one tensor, so that autograd saves one buffer for all
-three. Heads after the first `n_rotated` are copied. The backward pass joins the three gradients into one tensor.
+One kernel reads each element once, rotates it in fp32, rounds it and writes it once. Channel i is paired with channel
+i + head_dim / 2, as in Hugging Face's Llama. Queries, keys and values are side by side in one tensor, so that autograd
+saves one buffer for all three. Heads after the first `n_rotated` are only copied. The backward pass joins the three
+gradients into one tensor.
 """
 
 from collections.abc import Sequence
@@ -23,15 +24,16 @@ def _rotate_kernel(
     total, q_heads, k_heads, n_heads, n_rotated,
     INVERSE: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One program rotates BLOCK_M tokens of one head of q, k or v, whose heads follow each other in dense y.
+    """One program rotates BLOCK_M tokens of one head of q, k or v.
 
-    Programs of the same tokens follow each other, so that their angles are read from memory once.
+    y is contiguous and holds the heads of q, then those of k, then those of v. Programs with the same tokens have
+    consecutive ids, so that their angles stay in the cache.
     """
     rows = tl.program_id(0) // n_heads * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
     head = tl.program_id(0) % n_heads
     cols = tl.arange(0, BLOCK_D)
     mask = (rows < total)[:, None] & (cols < HALF)[None, :]
-    # int64: 1M tokens x 32 heads x 128 is past 2**31
+    # int64: 1M tokens x 32 heads x 128 elements exceed 2**31
     rows_64 = rows.to(tl.int64)[:, None]
     v_head = q_heads + k_heads
     x_ptr = _select(head, q_heads, v_head, q_ptr, k_ptr, v_ptr)
@@ -58,15 +60,20 @@ def _rotate_kernel(
 
 @triton.jit
 def _select(head, k_head, v_head, q, k, v):
-    """Selects q, k or v, whichever `head` belongs to. k_head and v_head are the first heads of k and v."""
+    """Returns one of the values q, k and v: the one of the tensor that `head` belongs to.
+
+    k_head and v_head are the first heads of k and v.
+    """
     return tl.where(head < k_head, q, tl.where(head < v_head, k, v))
 
 
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, n_rotated: int, dtype: torch.dtype | None = None) -> Tensor:
     """Rotates the first n_rotated heads of x by each token's angles, and copies the others.
 
-    Shapes: x (total, n_heads, head_dim) with a dense last dimension; cos and sin (total, head_dim / 2), fp32, dense.
-    Returns a dense tensor of x's shape in `dtype`, by default x's. Differentiable in x, to any order.
+    The result is a contiguous tensor of x's shape in `dtype`; the default is x's dtype. It is differentiable in x, to
+    any order.
+    Shapes: x (total, n_heads, head_dim), with a last dimension of stride 1; cos and sin (total, head_dim / 2), fp32,
+    contiguous.
     Raises: ValueError on shapes that do not fit.
     """
     _require_angles(x, cos, sin)
@@ -77,16 +84,19 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, n_rotated: int, dtype: tor
 
 
 def rotate_qkv(qkv: Tensor, heads: Sequence[int], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q and k rotated by each token's angles, and v unchanged, as views of one new buffer.
+    """Returns q and k rotated by each token's angles, and v unchanged. All three are views of one new buffer.
 
-    Shapes: qkv (total, n_heads + 2 n_kv_heads, head_dim) with a dense last dimension; heads, of q, k and v, are
-    n_heads, n_kv_heads, n_kv_heads; cos and sin (total, head_dim / 2), fp32, dense -> q (total, n_heads, head_dim), k
-    and v (total, n_kv_heads, head_dim). Differentiable in qkv, to any order.
+    The results are differentiable in qkv, to any order. `heads` is (n_heads, n_kv_heads, n_kv_heads), the numbers of
+    heads of q, k and v.
+    Shapes: qkv (total, n_heads + 2 n_kv_heads, head_dim), with a last dimension of stride 1; cos and sin
+    (total, head_dim / 2), fp32, contiguous -> q (total, n_heads, head_dim); k and v (total, n_kv_heads, head_dim).
     Raises: ValueError on shapes that do not fit.
     """
     _require_angles(qkv, cos, sin)
     if len(heads) != 3 or sum(heads) != qkv.shape[1]:
-        raise ValueError(f"heads must be those of q, k and v, {qkv.shape[1]} together as in qkv; got {tuple(heads)}")
+        raise ValueError(
+            f"heads must be three numbers, of q, k and v, with the sum {qkv.shape[1]} as in qkv; got {tuple(heads)}"
+        )
     q, k, v = _RotateQKV.apply(qkv, tuple(heads), cos, sin)
     return q, k, v
 
@@ -104,7 +114,10 @@ def _require_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 def _rotate(
     parts: Sequence[Tensor], cos: Tensor, sin: Tensor, n_rotated: int, dtype: torch.dtype, inverse: bool
 ) -> Tensor:
-    """rotate_heads of one tensor, or of three joined. With `inverse`, by the negative angles: the gradient."""
+    """Rotates the first n_rotated heads of the tensors in `parts`, joined along heads. There are one or three tensors.
+
+    `inverse` negates the angles. That computes the gradient.
+    """
     if not parts[0].is_cuda:
         return _rotate_plainly(parts, cos, sin, n_rotated, dtype, inverse)
     y = _empty(parts, cos, sin, n_rotated, dtype, inverse)
@@ -120,7 +133,7 @@ def _rotate(
 
 
 def _arguments(parts: Sequence[Tensor], cos: Tensor, sin: Tensor, n_rotated: int, y: Tensor) -> list[Any]:
-    """The kernel's arguments. A single tensor is passed three times: no head exceeds its own."""
+    """Returns the kernel's arguments. A single tensor is passed as q, k and v; the kernel then only reads q."""
     dense = [x if x.stride(2) == 1 else x.contiguous() for x in parts]
     q, k, v = dense if len(dense) == 3 else dense * 3
     strides = [stride for x in (q, k, v) for stride in x.stride()[:2]]
@@ -130,7 +143,7 @@ def _arguments(parts: Sequence[Tensor], cos: Tensor, sin: Tensor, n_rotated: int
 def _rotate_plainly(
     parts: Sequence[Tensor], cos: Tensor, sin: Tensor, n_rotated: int, dtype: torch.dtype, inverse: bool
 ) -> Tensor:
-    """The same in torch, for the CPU."""
+    """Computes `_rotate` with torch, for the CPU."""
     x, y = torch.cat(list(parts), dim=1), _empty(parts, cos, sin, n_rotated, dtype, inverse)
     first, second = x[:, :n_rotated].float().chunk(2, dim=-1)
     cos, sin = cos[:, None], -sin[:, None] if inverse else sin[:, None]
@@ -162,7 +175,10 @@ _rotate.register_autograd(_backward, setup_context=_save)
 
 
 class _RotateQKV(torch.autograd.Function):
-    """The operator and its split in one: autograd alone would join the gradients in a pass before the rotation."""
+    """Rotates qkv and splits it. The backward kernel reads the three gradients in place.
+
+    Autograd of the two separate operations would first join the gradients in an additional pass over memory.
+    """
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, heads: tuple[int, int, int], cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:

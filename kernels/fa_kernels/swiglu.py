@@ -1,7 +1,8 @@
-"""SwiGLU (arXiv:2002.05202), silu(gate) * value, over (rows, 2 ffn_dim) with the gate first; one pass each way.
+"""SwiGLU (arXiv:2002.05202): silu(gate) * value, for an input (rows, 2 ffn_dim) that holds the gate, then the value.
 
-The backward pass overwrites the activations' gradient with the activations: a caller that saved only its input needs
-them for the next weight's gradient. It writes the input's gradient over the input, or into a new tensor.
+The forward and the backward pass are one kernel each. The backward pass overwrites the gradient of the activations
+with the activations. The caller needs them for the gradient of the next weight if it saved only the input. The
+gradient of the input overwrites the input, or goes to a new tensor.
 """
 
 import torch
@@ -15,7 +16,7 @@ BLOCK = 1024  # columns per program: 16 bytes per thread and operand in 16-bit d
 
 @triton.jit
 def _forward_kernel(projected_ptr, activated_ptr, FFN_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """One program processes BLOCK columns of one row. All tensors are dense."""
+    """One program processes BLOCK columns of one row. All tensors are contiguous."""
     row, cols, inside = _place(FFN_DIM, BLOCK)
     gate_ptrs = projected_ptr + row * (2 * FFN_DIM) + cols
     gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
@@ -25,7 +26,10 @@ def _forward_kernel(projected_ptr, activated_ptr, FFN_DIM: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _backward_kernel(projected_ptr, d_activated_ptr, d_projected_ptr, FFN_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """One program processes the same columns. d_projected may be projected: each program reads what it overwrites."""
+    """One program processes BLOCK columns of one row.
+
+    d_projected_ptr may equal projected_ptr, because each program overwrites only elements that it has read.
+    """
     row, cols, inside = _place(FFN_DIM, BLOCK)
     gate_ptrs = projected_ptr + row * (2 * FFN_DIM) + cols
     d_gate_ptrs = d_projected_ptr + row * (2 * FFN_DIM) + cols
@@ -42,16 +46,19 @@ def _backward_kernel(projected_ptr, d_activated_ptr, d_projected_ptr, FFN_DIM: t
 
 @triton.jit
 def _place(FFN_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns this program's row, its columns [BLOCK], and which of them exist."""
+    """Returns this program's row, its columns [BLOCK], and a mask of the columns that exist."""
     blocks: tl.constexpr = (FFN_DIM + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     cols = program % blocks * BLOCK + tl.arange(0, BLOCK)
-    # int64: 131k tokens x 2 x 8192 is 2**31
+    # int64: 131k tokens x 2 x 8192 elements reach 2**31
     return (program // blocks).to(tl.int64), cols, cols < FFN_DIM
 
 
 def swiglu(projected: Tensor) -> Tensor:
-    """(rows, 2 ffn_dim), dense -> (rows, ffn_dim). Not differentiable."""
+    """Returns silu(gate) * value. It is not differentiable.
+
+    Shapes: projected (rows, 2 ffn_dim), contiguous -> (rows, ffn_dim).
+    """
     rows, ffn_dim = projected.shape[0], projected.shape[1] // 2
     if not projected.is_cuda:
         return _forward_plainly(projected)
@@ -64,8 +71,8 @@ def swiglu(projected: Tensor) -> Tensor:
 def swiglu_backward(projected: Tensor, d_activated: Tensor) -> None:
     """Overwrites `projected` with its gradient, and `d_activated` with the activations.
 
-    Shapes: projected (rows, 2 ffn_dim), d_activated (rows, ffn_dim), both dense.
-    It is an operator so that a simulation of memory on the CPU does not count torch's temporaries there.
+    Shapes: projected (rows, 2 ffn_dim), d_activated (rows, ffn_dim), both contiguous.
+    This is an operator so that a simulation of memory on the CPU does not count the temporaries of `_backward_plainly`.
     """
     _backward(projected, d_activated, d_projected=projected)
 
@@ -74,8 +81,8 @@ def swiglu_backward(projected: Tensor, d_activated: Tensor) -> None:
 def swiglu_gradient(projected: Tensor, d_activated: Tensor) -> Tensor:
     """Returns the gradient of `projected`, and overwrites `d_activated` with the activations.
 
-    Shapes: projected and its gradient (rows, 2 ffn_dim), d_activated (rows, ffn_dim), all dense.
-    It is an operator so that torch.compile copies d_activated only if it is needed later.
+    Shapes: projected and its gradient (rows, 2 ffn_dim), d_activated (rows, ffn_dim), all contiguous.
+    This is an operator so that torch.compile copies d_activated only if later code reads d_activated.
     """
     d_projected = torch.empty_like(projected)
     _backward(projected, d_activated, d_projected)
@@ -88,7 +95,7 @@ def _gradient_fake(projected: Tensor, d_activated: Tensor) -> Tensor:
 
 
 def _backward(projected: Tensor, d_activated: Tensor, d_projected: Tensor) -> None:
-    """Writes d_projected, which may be projected, and the activations over d_activated."""
+    """Writes d_projected, and overwrites d_activated with the activations. d_projected may be `projected` itself."""
     rows, ffn_dim = d_activated.shape
     if projected.is_cuda:
         arguments = (projected, d_activated, d_projected)
@@ -98,13 +105,13 @@ def _backward(projected: Tensor, d_activated: Tensor, d_projected: Tensor) -> No
 
 
 def _forward_plainly(projected: Tensor) -> Tensor:
-    """The same in torch, for the CPU."""
+    """Computes `swiglu` with torch, for the CPU."""
     gate, value = projected.chunk(2, dim=1)
     return F.silu(gate).mul_(value)
 
 
 def _backward_plainly(projected: Tensor, d_activated: Tensor, d_projected: Tensor) -> None:
-    """The same in torch, for the CPU, by autograd's formulas."""
+    """Computes `_backward` with torch, for the CPU, by autograd's formulas."""
     gate, value = projected.chunk(2, dim=1)
     d_gate, d_value = d_projected.chunk(2, dim=1)
     silu = F.silu(gate)

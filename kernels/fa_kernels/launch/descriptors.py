@@ -1,4 +1,4 @@
-"""TMA descriptors of packed tensors, built once for each address and shape."""
+"""TMA descriptors of packed tensors. A descriptor is built once for each address and shape, and then cached."""
 
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -14,7 +14,7 @@ _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float3
 
 
 class Address(NamedTuple):
-    """Stands for a tensor in a descriptor, so that a cached descriptor does not keep the tensor alive."""
+    """Replaces the tensor in a descriptor, so that a cached descriptor does not keep the tensor alive."""
 
     pointer: int
     dtype: torch.dtype
@@ -24,9 +24,10 @@ class Address(NamedTuple):
 
 
 def rows_of_heads(x: Tensor, block: int) -> TensorDescriptor:
-    """Describes x for loads and stores of `block` tokens of one head at (token, head * x.stride(1)).
+    """Returns a descriptor of x for loads and stores of `block` tokens of one head.
 
-    Reads outside of x give zero. Shapes: x (total, heads, head_dim), for which `loadable` must be true.
+    The coordinates of a load or store are (token, head * x.stride(1)). Reads outside of x return 0.
+    Shapes: x (total, heads, head_dim), for which `loadable` must be True.
     """
     return _rows_of_heads(x.data_ptr(), x.dtype, x.shape, x.stride(), block)
 
@@ -34,9 +35,12 @@ def rows_of_heads(x: Tensor, block: int) -> TensorDescriptor:
 def columns_of_heads(
     *operands: tuple[Tensor, int],
 ) -> tuple[list[TensorDescriptor], list[TensorDescriptor] | list[None]]:
-    """rows_of_heads of each (x, block), for a head's first column block and for its second; None if it has one."""
+    """Returns two lists of descriptors: for the first column block of each operand's heads, and for the second.
+
+    An operand is (x, block), as for `rows_of_heads`. The second list holds None if heads have one column block.
+    """
     first, rest = split_columns(operands[0][0].shape[-1])
-    if not rest:  # a view would cost host time
+    if not rest:  # slicing all columns would cost host time
         return [rows_of_heads(x, block) for x, block in operands], [None] * len(operands)
     columns = slice(None, first), slice(first, None)
     of_first, of_second = ([rows_of_heads(x[..., some], block) for x, block in operands] for some in columns)
@@ -44,12 +48,16 @@ def columns_of_heads(
 
 
 def elements(x: Tensor, block: int) -> TensorDescriptor:
-    """Describes dense x as a vector, for loads of `block` elements; reads outside of x give zero."""
+    """Returns a descriptor of contiguous x as a vector, for loads of `block` elements. Reads outside of x return 0."""
     return _descriptor(x.data_ptr(), x.dtype, (x.numel(),), (1,), (block,))
 
 
 def loadable(x: Tensor) -> bool:
-    """Whether TMA can read x (total, heads, head_dim) in place: strides of 16 bytes, a token's heads in one row."""
+    """Returns whether TMA can read x (total, heads, head_dim) in place.
+
+    The address and the strides must be multiples of 16 bytes, the last dimension must have stride 1, and all heads of
+    a token must lie before the next token.
+    """
     _, heads, head_dim = x.shape
     stride_t, stride_h, stride_d = x.stride()
     step = 16 // x.element_size()
@@ -63,8 +71,7 @@ def loadable(x: Tensor) -> bool:
     )
 
 
-# A training step asks for the same addresses again and again. Building a descriptor takes the host 14 times as long as
-# finding it here.
+# Training steps use the same addresses again. Building a descriptor takes 14 times the host time of a cache hit.
 @lru_cache(maxsize=4096)
 def _rows_of_heads(
     pointer: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], block: int

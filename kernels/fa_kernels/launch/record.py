@@ -1,19 +1,19 @@
-"""Records the launches of a call once, and repeats them for other tensors of the same shapes in little host time.
+"""Records the kernel launches of a call once, and repeats them for other tensors of the same shapes.
 
-Most host time of a call goes into work whose result depends only on shapes, strides, dtypes and options: choosing
-kernels and tiles, and Triton's search for the compiled kernel by about 30 arguments. Only addresses change.
+Repeating saves most of the host time of a call. The host chooses kernels and tiles, and Triton finds the compiled
+kernel from about 30 arguments. The results depend only on shapes, strides, dtypes and options, which form the call's
+key. Only the addresses of tensors differ between two calls with the same key.
 
-`recorded` decorates a function. Its second call with a key runs as usual, under a recorder that notes which tensors it
-allocates and what it passes to `launch`. The recorder traces each address among the arguments to the tensor that begins
-there. Later calls with this key allocate, insert the new addresses and call the compiled kernels' launchers directly.
+`recorded` decorates a function. The second call with a key runs under a recorder. The recorder notes the tensors that
+the call allocates and the arguments of each `launch`, and finds the tensor that each address belongs to. Later calls
+with the key allocate tensors, insert the new addresses and call the launchers of the compiled kernels directly.
 
-A recording belongs to one key, one stream and one device. A call runs as usual if an address is not a multiple of 16
-bytes, a CUDA graph is being captured (it needs its own counter), a tool listens to launches, this version of Triton was
-not tested, or FA_TRAIN_REPLAY=0. A key is never recorded again if its call ran an operator of torch, used an address of
-no known tensor or of two overlapping ones, or if the recorder raised an error; the caller then gets the result of a
-plain call. Keys do not contain tile tables and other module globals. Call `forget()` after changing them.
-
-triton_launcher.py holds what is used of Triton. Of torch, this uses TorchDispatchMode and `_empty_strided_cuda`.
+A recording belongs to one key, one stream and one device. A call is neither recorded nor repeated if an address is not
+a multiple of 16 bytes, if a CUDA graph is being captured (graphs need their own work counters), if a tool has launch
+hooks, if this version of Triton is untested, or if FA_TRAIN_REPLAY=0. Recording fails if the call runs an operator of
+torch, uses an address of an unknown tensor or of two overlapping tensors, or raises an error in the recorder. All later
+calls with this key then run as if undecorated. Tables of tiles and other module globals are not part of a key: call
+`forget()` after changing them.
 """
 
 import logging
@@ -45,12 +45,12 @@ from fa_kernels.launch.triton_launcher import (
 )
 
 VARIABLE = "FA_TRAIN_REPLAY"  # environment variable: 0 switches recording off; read at the first call
-MAX_KEYS = 512  # then all are forgotten, so that lengths that never come again take no memory
-MAX_MAPS = 8192  # encoded descriptors of about 500 bytes: a training step has up to 23 per layer
-MAX_ARGUMENTS = 1024  # lists of arguments, of 1 to 7 KB: a training step has two per layer
-ALIGNMENT = 16  # bytes: Triton compiles other code for pointers that are not a multiple of it
-# Temporaries up to this size share one allocation, as each allocation takes the host 1.4 us or more. Larger ones do
-# not: the host time is hidden behind the GPU's work, and the allocator keeps blocks of their sizes.
+MAX_KEYS = 512  # a new key beyond this number clears all recordings, which frees those of lengths no longer used
+MAX_MAPS = 8192  # cached TMA descriptors, of about 500 bytes each; a training step has up to 23 per layer
+MAX_ARGUMENTS = 1024  # cached lists of arguments, of 1 to 7 KB each; a training step has two per layer
+ALIGNMENT = 16  # bytes: Triton compiles different code for pointers that are not a multiple of 16
+# Temporaries up to this size share one allocation, because each allocation costs at least 1.4 us of host time. Calls
+# with larger temporaries keep the GPU busy for longer than that, and the allocator reuses blocks of the same size.
 SHARED_BYTES = 2**24
 SLICE_ALIGNMENT = 512  # bytes, as in torch's allocator
 
@@ -65,27 +65,27 @@ class _Known(Enum):
 
 
 class _Watched(threading.local):
-    """The recording in progress in this thread; autograd runs a thread for each device."""
+    """The recording in progress in this thread. Autograd runs one thread per device."""
 
     recorder: "_Recorder | None" = None
 
 
 _WATCHED = _Watched()
 _KEYS: dict[Hashable, "_Recording | _Known"] = {}
-_SAID = False  # whether a failure has been logged
+_SAID = False  # whether a failure to record has been logged
 
 
 def recorded(
     describe: Callable[..., tuple[tuple[Hashable, ...], Sequence[Tensor | None]]],
 ) -> Callable[[_Function], _Function]:
-    """Decorates a function whose launches are repeated in later calls with the same key.
+    """Decorates a function so that its launches are recorded, and repeated in later calls with the same key.
 
-    The function's first argument is a tensor. It takes positional arguments, and returns new tensors only.
+    The function must accept positional arguments only, the first of which is a tensor. It must return new tensors only.
 
     Args:
-        describe: takes the function's arguments and returns (key, inputs). The key holds all that the launches depend
-            on, except the addresses of the inputs and the stream: shapes, strides, dtypes, devices and options. The
-            inputs are all tensors that the function reads.
+        describe: a function of the same arguments that returns (key, inputs). The key must contain the shapes, strides,
+            dtypes, devices and options that the launches depend on. It need not contain the stream or addresses. The
+            inputs are all tensors that the decorated function reads.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -103,7 +103,7 @@ def recorded(
 
 
 def _recordable_stream(x: Tensor) -> int | None:
-    """The current stream of x's GPU, or None if a call on x is not to be recorded or repeated."""
+    """Returns the current stream of x's GPU, or None if a call on x must not be recorded or repeated."""
     if not x.is_cuda or not _may_record():
         return None
     device = current_device()
@@ -118,7 +118,7 @@ def _repeat_or_run(
     function: Callable[..., tuple[Tensor, ...]],
     arguments: tuple[Any, ...],
 ) -> tuple[Tensor, ...]:
-    """function(*arguments), by its recorded launches if the key has a recording."""
+    """Returns function(*arguments). It repeats the recorded launches if the key has a recording."""
     known = _KEYS.get(key)
     failure = None
     try:
@@ -132,12 +132,12 @@ def _repeat_or_run(
             _KEYS[key] = recorder.recording(outputs, stream=key[1])
             return outputs
     except Exception as error:
-        failure = f"{type(error).__name__}: {error}"  # the error itself would keep the recorder's tensors alive
+        failure = f"{type(error).__name__}: {error}"  # a string, because the error would keep tensors alive
     if known is None:
         if len(_KEYS) >= MAX_KEYS:
             forget()
         _KEYS[key] = _Known.SEEN_ONCE
-    outputs = function(*arguments)  # raises again if the function itself caused the error
+    outputs = function(*arguments)  # if the function itself raised the error, it raises it again here
     if failure is not None:
         _KEYS[key] = _Known.UNCLEAR
         _say_once(failure)
@@ -145,29 +145,32 @@ def _repeat_or_run(
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Runs kernel[grid](*arguments, **constants), and notes it in the recording in progress."""
+    """Runs kernel[grid](*arguments, **constants), and adds the launch to the recording in progress, if there is one."""
     compiled = kernel[grid](*arguments, **constants)
     if _WATCHED.recorder is not None:
         _WATCHED.recorder.note(kernel, grid, compiled, arguments, constants)
 
 
 def lasting(x: Tensor) -> Tensor:
-    """Returns x, a tensor that all calls with the same key and stream share, neither an input nor allocated by one."""
+    """Returns x, after telling the recording in progress that all later calls with its key and stream use this tensor.
+
+    Such a tensor is neither an input of the call nor allocated by the call.
+    """
     recorder = _WATCHED.recorder
-    if recorder is not None and all(x is not known for known in recorder.tensors):  # another launch may use it too
+    if recorder is not None and all(x is not known for known in recorder.tensors):  # not added by an earlier launch
         recorder.add(x, lambda: x)
     return x
 
 
 def forget() -> None:
-    """Drops all recordings. Call it after changing what keys do not contain, such as tables of tiles."""
+    """Removes all recordings. Call it after changing a module global that keys do not contain, such as tile tables."""
     _KEYS.clear()
     _arguments.cache_clear()
 
 
 @cache
 def _may_record() -> bool:
-    """Whether this version of Triton was tested and FA_TRAIN_REPLAY is not 0.
+    """Returns whether this version of Triton was tested and FA_TRAIN_REPLAY is not 0.
 
     Raises: ValueError if FA_TRAIN_REPLAY is neither 0 nor 1.
     """
@@ -178,19 +181,20 @@ def _may_record() -> bool:
 
 
 def _say_once(failure: str) -> None:
-    """Logs once that a call could not be recorded. warnings.warn is not used: a user may have set it to raise."""
+    """Logs the first failure to record a call. It does not use warnings.warn, which users can configure to raise."""
     global _SAID
     if not _SAID:
         _SAID = True
         logging.getLogger(__name__).warning(
-            "attention could not record its launches, so calls take more host time. %s=0 switches recording off. %s",
+            "attention could not record its kernel launches, so calls take more host time. "
+            "%s=0 switches recording off. The cause was %s",
             VARIABLE,
             failure,
         )
 
 
 class _Launch(NamedTuple):
-    """A function that launches a kernel with its arguments, and a function that picks them from all values."""
+    """One kernel launch: `run` launches the kernel, and `arguments` picks the kernel's arguments from all values."""
 
     run: Callable[..., None]
     arguments: Callable[[list[Any]], tuple[Any, ...]]
@@ -198,39 +202,43 @@ class _Launch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, as the key of a cache
 class _Map:
-    """A TMA descriptor of which all but the address is known."""
+    """A TMA descriptor whose address is filled in when the launch is repeated."""
 
-    place: int  # of its tensor among the addresses
+    place: int  # index of the tensor's address in the list of addresses
     offset: int  # bytes from the start of the tensor; not 0 for the second column block of a head
     descriptor: TensorDescriptor
-    encoding: Any  # Triton's, for this argument of the kernel
+    encoding: Any  # Triton's encoding metadata for this argument of the kernel
 
 
 @lru_cache(maxsize=MAX_MAPS)
 def _encoded(described: _Map, address: int) -> Any:
-    """The encoded descriptor of the memory at `address`."""
+    """Returns the encoded descriptor of the memory at `address`."""
     base = Address(address + described.offset, described.descriptor.base.dtype)
     return encoded(replace(described.descriptor, base=base), described.encoding)
 
 
 @dataclass(frozen=True, eq=False)
 class _Recording:
-    """What a call allocates and launches. It holds no tensor except `lasting` ones.
+    """The allocations and launches of a call. A recording keeps no tensors alive except the `lasting` ones.
 
-    Addresses are, in order: of the inputs that launches read, of the allocations, of the slices of the last allocation.
+    A list of addresses holds those of the inputs that launches read, then those of the allocations, then those of the
+    slices of the last allocation.
     """
 
     read: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]  # picks the inputs that launches read
-    allocations: list[Callable[[], Tensor]]  # if there are slices, they lie in the last one
+    allocations: list[Callable[[], Tensor]]  # if there are slices, the last allocation holds them
     constants: list[Any]
     maps: list[_Map]
     launches: list[_Launch]
-    outputs: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # picks them from the allocations
-    same: list[tuple[int, int]]  # pairs of places whose addresses were equal, so that either may have been meant
-    slices: list[tuple[int, int]]  # place among the addresses, and bytes from there
+    outputs: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # picks the outputs from the allocations
+    same: list[tuple[int, int]]  # pairs of indices whose addresses were equal; a launch may have used either tensor
+    slices: list[tuple[int, int]]  # index of an address, and the distance of the slice from that address in bytes
 
     def play(self, addresses: list[int]) -> tuple[Tensor, ...] | None:
-        """Launches with these addresses of inputs. Returns None, without a launch, if Triton would launch others."""
+        """Repeats the launches for inputs at `addresses`, and returns the outputs.
+
+        Returns None, without a launch, if the recording does not fit these addresses (see `_arguments`).
+        """
         made = [allocate() for allocate in self.allocations]
         addresses += [x.data_ptr() for x in made]
         launches = _arguments(self, tuple(addresses))
@@ -241,13 +249,14 @@ class _Recording:
         return self.outputs(made)
 
 
-@lru_cache(maxsize=MAX_ARGUMENTS)  # the same addresses come again in each step of a training run
+@lru_cache(maxsize=MAX_ARGUMENTS)  # a training step uses the same addresses as the step before
 def _arguments(
     recording: _Recording, addresses: tuple[int, ...]
 ) -> list[tuple[Callable[..., None], tuple[Any, ...]]] | None:
-    """The function that launches each kernel, and its arguments.
+    """Returns, for each launch, the function that launches the kernel and the kernel's arguments.
 
-    None if Triton would launch others: an address is not aligned, or two that were equal at the recording differ now.
+    Returns None if the recording does not fit the addresses: one is not aligned, so that Triton would launch a
+    different kernel, or two addresses differ that were equal in the recorded call.
     """
     if any(address % ALIGNMENT for address in addresses):
         return None
@@ -260,11 +269,11 @@ def _arguments(
 
 
 class _Unclear(Exception):
-    """The call cannot be repeated for other addresses."""
+    """Raised if a call cannot be repeated for other addresses."""
 
 
 class _Recorder(torch_private.TorchDispatchMode):
-    """Watches one call. Holds every tensor that it knows, so that no address becomes another tensor's meanwhile."""
+    """Watches one call. It keeps all tensors of the call alive, so that no address is used again during the call."""
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()
@@ -272,7 +281,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         self.n_inputs = len(inputs)
         self.clear = True
         self.allocations: list[Callable[[], Tensor]] = []
-        self.temporary: list[int] = []  # indices of allocations that the call may drop at its end
+        self.temporary: list[int] = []  # indices of allocations that may be temporaries rather than outputs
         self.constants: list[Any] = []
         self.maps: list[_Map] = []
         self.launches: list[tuple[Any, tuple[int, ...], list[tuple[str, int]]]] = []
@@ -292,18 +301,21 @@ class _Recorder(torch_private.TorchDispatchMode):
             self.temporary.append(len(self.allocations))
             self.add(result, _allocation(result))
         elif not func.is_view:
-            self.clear = False  # GPU work that is no launch of ours
+            self.clear = False  # work on the GPU that is not one of our launches
         return result
 
     def add(self, x: Tensor, again: Callable[[], Tensor]) -> None:
-        """Adds a tensor that launches may use; again() returns the one of another call."""
+        """Adds a tensor that launches may use. again() returns the tensor that a repeated call uses in its place."""
         self.tensors.append(x)
         self.allocations.append(again)
 
     def note(
         self, kernel: Any, grid: tuple[int, ...], compiled: Any, arguments: tuple[Any, ...], constants: dict[str, Any]
     ) -> None:
-        """Notes a launch while its arguments are alive: later, an address may be another tensor's."""
+        """Adds a launch to the recording.
+
+        This must happen while the arguments are alive, because their addresses may belong to other tensors later.
+        """
         if not launches_plainly(kernel):
             self.clear = False
             return
@@ -317,9 +329,9 @@ class _Recorder(torch_private.TorchDispatchMode):
         self.launches.append((compiled, (*grid, 1, 1)[:3], places))
 
     def recording(self, outputs: tuple[Tensor, ...], stream: int) -> _Recording | _Known:
-        """The recording of the call that returned `outputs`, or UNCLEAR if it cannot be repeated."""
-        made = [x for x in self.tensors[self.n_inputs :] if x is not None]  # all of them
-        # not by identity: an output may be a view, as is what torch.empty returns under a mode
+        """Returns the recording of the call that returned `outputs`, or UNCLEAR if the call cannot be repeated."""
+        made = [x for x in self.tensors[self.n_inputs :] if x is not None]  # only inputs can be None
+        # Tensors are compared by address: an output may be a view, and torch.empty returns a view under a mode.
         chosen = [i for output in outputs for i, x in enumerate(made) if _holds(x, output)]
         if not self.clear or len(chosen) != len(outputs):
             return _Known.UNCLEAR
@@ -333,7 +345,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         if shared:
             allocations.append(_allocation(torch.empty(end, dtype=torch.uint8, device=made[shared[0]].device)))
         read = sorted(i for i in self._used() if i < self.n_inputs)
-        # from a place among all tensors to one among the addresses of a _Recording
+        # `places` maps an index in self.tensors to an index in the addresses of a _Recording.
         first_slice = len(read) + len(allocations)
         places = {i: n for n, i in enumerate([*read, *(self.n_inputs + i for i in alone)])}
         places |= {self.n_inputs + i: first_slice + n for n, i in enumerate(shared)}
@@ -345,12 +357,12 @@ class _Recorder(torch_private.TorchDispatchMode):
         return _Recording(_getter(read), allocations, self.constants, maps, launches, returned, same, slices)
 
     def _used(self) -> set[int]:
-        """Indices of the tensors whose addresses matter."""
+        """Returns the indices of the tensors whose addresses are used by the launches or compared (`same`)."""
         in_launches = {i for _, _, places in self.launches for tag, i in places if tag == "address"}
         return in_launches | {x.place for x in self.maps} | {i for pair in self.same for i in pair}
 
     def _launches(self, places: dict[int, int], n_addresses: int, stream: int) -> list[_Launch]:
-        """The launches, whose values are constants, then addresses, then maps."""
+        """Returns the launches. The values that they pick from are the constants, then the addresses, then the maps."""
         n_constants = len(self.constants)
 
         def index_of(tag: str, i: int) -> int:
@@ -364,7 +376,10 @@ class _Recorder(torch_private.TorchDispatchMode):
         ]
 
     def _places(self, x: Any, encodings: Any) -> list[tuple[str, int]]:
-        """Where to find what a launcher takes for the argument x: a tag (constant, address or map) and an index."""
+        """Returns where a repeated call finds the launcher's arguments for the kernel argument x.
+
+        Each is given as (tag, index), with the tag "constant", "address" or "map". A descriptor has several.
+        """
         if isinstance(x, Tensor):
             place, offset = self._place(x.data_ptr())
             if offset:
@@ -373,11 +388,11 @@ class _Recorder(torch_private.TorchDispatchMode):
         if isinstance(x, TensorDescriptor):
             encoding = next(encodings, None)
             if encoding is None:
-                raise _Unclear  # not for TMA
+                raise _Unclear  # the kernel does not use this descriptor with TMA
             self.maps.append(_Map(*self._place(x.base.data_ptr()), x, encoding))
             return [("map", len(self.maps) - 1), *(self._constant(size) for size in (*x.shape, *x.strides))]
         if any(hasattr(y, "data_ptr") for y in (x if isinstance(x, (list, tuple)) else [x])):
-            raise _Unclear  # an address that nothing would replace
+            raise _Unclear  # x contains an address, which a repeated call would not replace
         return [self._constant(x)]
 
     def _constant(self, x: Any) -> tuple[str, int]:
@@ -385,10 +400,11 @@ class _Recorder(torch_private.TorchDispatchMode):
         return "constant", len(self.constants) - 1
 
     def _place(self, address: int) -> tuple[int, int]:
-        """The index of the tensor with this address in its first row, and how many bytes after its start.
+        """Returns the index of the tensor whose first row contains this address, and the address's offset in bytes.
 
-        Later rows do not count, because views of one tensor overlap, such as q, k and v of one projection. If several
-        tensors begin at one address, they must do so again (`same`).
+        Only first rows are searched: views of one tensor overlap in later rows, such as q, k and v of one projection.
+        If several tensors begin at the same address, they must do so in a repeated call too (`same`).
+        Raises: _Unclear if no tensor fits, or if several fit with different offsets.
         """
         found = []
         for i, x in enumerate(self.tensors):
@@ -402,7 +418,7 @@ class _Recorder(torch_private.TorchDispatchMode):
 
 
 def _allocation(x: Tensor) -> Callable[[], Tensor]:
-    """A function that allocates another tensor like x."""
+    """Returns a function that allocates a tensor like x."""
     allocate = torch_private.empty_strided_cuda
     if allocate is not None and x.device.type == "cuda" and x.device.index == torch.cuda.current_device():
         return partial(allocate, tuple(x.shape), x.stride(), x.dtype)
@@ -410,20 +426,23 @@ def _allocation(x: Tensor) -> Callable[[], Tensor]:
 
 
 def _in_a_row(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """The starts of slices of these sizes in bytes, and the end of the last one."""
+    """Returns the starts of slices with these sizes in one allocation, and the end of the last slice, all in bytes."""
     *starts, end = accumulate((-(-size // SLICE_ALIGNMENT) * SLICE_ALIGNMENT for size in sizes), initial=0)
     return starts, end
 
 
 def _getter(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A function that picks the values in these places. itemgetter needs two places or more to return a tuple."""
+    """Returns a function that returns the values at these indices as a tuple.
+
+    itemgetter does so only for two or more indices.
+    """
     if len(places) > 1:
         return itemgetter(*places)
     return lambda values: tuple(values[i] for i in places)
 
 
 def _holds(x: Tensor, y: Tensor) -> bool:
-    """Whether y is x, in the same or another shape, and both are dense."""
+    """Returns whether x and y are contiguous tensors over the same memory. Their shapes may differ."""
     if x.numel() == 0 or x.data_ptr() != y.data_ptr() or x.dtype != y.dtype:
         return False
     return x.numel() == y.numel() and x.is_contiguous() and y.is_contiguous()
