@@ -30,7 +30,7 @@ GROUPS = sorted(path.stem for path in (CONF / "memory").glob("[!_]*.yaml"))
 
 
 def assert_like_none(ours: list[Tensor], none: list[Tensor], mlp_chunk: int | None) -> None:
-    """Requires the results of a step without levers. A chunked FFN adds in another order, so it may round differently."""
+    """Requires the results of a step without levers. A chunked FFN adds in another order, so rounding may differ."""
     if mlp_chunk is None:
         return assert_equal(ours, none)
     for a, b in zip(ours, none, strict=True):
