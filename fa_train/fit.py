@@ -17,7 +17,7 @@ def fit(
     *,
     in_sweep: bool,
 ) -> bool:
-    """Trains the model. Returns True if all steps ran, and False if memory ran out, which the callbacks report.
+    """Trains the model. Returns True if all steps ran, and False if the run was out of memory.
 
     SIGTERM ends the process with status 143. If training diverges, rank 0 raises DivergedError and the other ranks
     exit. In a sweep, all ranks raise it.
@@ -27,7 +27,7 @@ def fit(
     except SIGTERMException:  # otherwise the exit status would be 0
         sys.exit(128 + 15)
     except DivergedError:
-        trainer.strategy.barrier()  # torchrun stops all ranks when one exits, and rank 0 must close the record first
+        trainer.strategy.barrier()  # rank 0 must close the record first: torchrun stops all ranks when one rank exits
         if trainer.is_global_zero or in_sweep:
             raise
         sys.exit(1)  # rank 0 reports the reason

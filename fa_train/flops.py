@@ -31,12 +31,12 @@ Number = TypeVar("Number", float, Tensor)
 def train_flops(model: ModelConfig, total_tokens: int, sum_sq_doc_len: Number) -> Number:
     """Returns the model FLOPs of the forward and backward pass. Recomputed activations do not count.
 
-    The formula is 6 * N * T + 6 * n_layers * n_heads * head_dim * S. T is total_tokens. N counts the weights of all
-    matrices and of the head, without embeddings, norms and biases. S is the sum of squared document lengths.
-    The first term has 2 FLOPs per weight and token in the forward, and twice as many in the backward. In the second
-    term, Q K^T and P V need 4 * head_dim FLOPs per head and visible pair. Causal attention has S / 2 such pairs, and
-    the backward again needs twice as many FLOPs.
-    Frozen weights count too, although LoRA computes no gradients for them. LoRA's MFU is therefore overestimated.
+    The formula is 6 * N * T + 6 * n_layers * n_heads * head_dim * S. T is total_tokens. N is the number of weights in
+    all matrices and the head, without embeddings, norms and biases. S is the sum of squared document lengths.
+    In the first term, the forward needs 2 FLOPs per weight and token, and the backward needs twice as many. In the
+    second term, Q K^T and P V need 4 * head_dim FLOPs per head and visible pair of a query and a key. Causal attention
+    has S / 2 such pairs. The backward again needs twice as many FLOPs as the forward.
+    Frozen weights count too, although LoRA computes no gradients for them. The MFU of LoRA is therefore overestimated.
     If sum_sq_doc_len is a tensor, the result is a tensor, and the host does not wait for the GPU.
     """
     matrices = model.n_layers * sum(model.block_matrices) + model.dim * model.vocab_size

@@ -22,7 +22,7 @@ from fa_train.models.gpt import GPT
 from fa_train.optim.resume import require_same_kind
 from fa_train.parallel.fsdp import is_sharded, local, shard, whole
 
-FOR_MICRO_BATCH, FOR_UPDATE = 1, 2  # the first part of a random seed: what the random numbers are for
+FOR_MICRO_BATCH, FOR_UPDATE = 1, 2  # the first part of a random seed: the purpose of the random numbers
 
 
 class LitGPT(L.LightningModule):
@@ -85,7 +85,7 @@ class LitGPT(L.LightningModule):
         lengths = batch["cu_seqlens"].diff().double()
         self._sums += torch.stack([loss.detach().double(), count_labels(labels), lengths.square().sum()])
         self.micro_batch_tokens = labels.numel()
-        # a provisional divisor: the number of labels in the step is known only after its last micro-batch
+        # This divisor is provisional: the number of labels in the step is known only after the last micro-batch.
         return loss / labels.numel()
 
     def configure_gradient_clipping(

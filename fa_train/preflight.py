@@ -52,5 +52,5 @@ def require_shardable(run: RunSize, *, samples: bool) -> None:
 
 
 def machine() -> str:
-    """Returns the name of the GPU, or says that there is none. The preset depends on it."""
+    """Returns the name of the GPU, or a text that says that there is no GPU. The preset depends on the GPU."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "a machine without a CUDA GPU"

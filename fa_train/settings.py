@@ -49,7 +49,10 @@ class Node:
 
 
 class Root(TypedDict):
-    """The keys at the root, in the order of the check. A node comes before the nodes that contain a copy of it."""
+    """The keys at the root, in the order in which they are checked.
+
+    A node comes before the nodes that contain a copy of it, so that an error names the original key.
+    """
 
     seq_len: PositiveInt
     max_steps: PositiveInt
@@ -225,7 +228,7 @@ def fits(value: Any, hint: Any) -> bool:
         TypeAdapter(list[hint], config=STRICT).validate_python([value])
     except ValidationError:
         return False
-    except (PydanticUserError, SchemaError):  # a hint that pydantic cannot evaluate or test allows any value
+    except (PydanticUserError, SchemaError):  # pydantic cannot check this type hint, so any value is accepted
         return True
     return True
 
@@ -254,7 +257,7 @@ def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
         return Keys(HYDRA_KEYS, frozenset(), others=True)
     keys = _keys_of_parameters(parameters, partial)
     if keys.others and (other := PASSED_ON.get(_name(function))):
-        # the class passes the positional parameters itself, so only keyword-only ones are required
+        # the class passes the positional parameters itself, so only keyword-only parameters are required
         passed_on = _keys_of_parameters(parameters_of(pkgutil.resolve_name(other)) or {}, partial=True)
         keys = Keys({**passed_on.hints, **keys.hints}, passed_on.required | keys.required)
     bounds: dict[str, Any] = {}

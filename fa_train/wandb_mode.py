@@ -6,7 +6,7 @@ import wandb
 
 from fa_train.parallel.decisions import decided_by_rank_zero
 
-TIMEOUT = 5  # seconds that the server has to accept the key
+TIMEOUT = 5  # seconds within which the server must accept the key
 
 
 def wandb_mode() -> str:

@@ -92,7 +92,7 @@ class Checkpoint(CheckpointCallback):
         if self.save_on_exception and (alone or isinstance(exception, SIGTERMException)):
             try:
                 self._save(trainer, pl_module)
-            except CheckpointError as error:  # printed only, because the exception that ended the run is raised
+            except CheckpointError as error:  # print it: the exception that ended the run is still raised
                 trainer.print(f"error: {error}")
         if self.saved:
             trainer.print(f"checkpoint: {self.saved[-1]}; ckpt_path=last resumes from it")
@@ -160,7 +160,9 @@ def require_checkpoint(trainer: L.Trainer) -> None:
 
 
 def export_last(trainer: L.Trainer, build: Build, config: Mapping[str, Any]) -> None:
-    """Exports a finished run on rank 0. It reads the last checkpoint, because no rank of a sharded run has all weights.
+    """Exports a finished run on rank 0. Reads the weights from the last checkpoint.
+
+    In a sharded run no rank has all weights in memory.
 
     Raises: ValueError if the last step was not saved, and the errors of `fa_train.models.hf.export.export_run`.
     """

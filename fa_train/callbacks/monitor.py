@@ -29,8 +29,8 @@ class Monitor(Callback):
     Each log makes one copy from the device to the host; training makes no other copy. Every log contains `tokens`, the
     number of tokens seen so far, which is the x-axis in W&B. perf/* covers the steps since the last log, without
     validation. perf/mfu is absent if the device's peak is unknown. `latest` holds the newest value of each metric.
-    train/skipped_steps counts the skipped optimizer steps (see LitGPT). max_skipped_steps: the run ends at the next log
-    after this many consecutive skipped steps; None sets no limit.
+    train/skipped_steps counts the skipped optimizer steps (see LitGPT).
+    max_skipped_steps: the number of consecutive skipped steps that ends the run, at the next log; None sets no limit.
     Units: losses in nats per label, tokens_per_s over all devices, step_ms in milliseconds, *_gib in GiB on rank 0.
     """
 

@@ -36,5 +36,5 @@ class OutOfMemory(Callback):
 
 
 def is_out_of_memory(exception: BaseException) -> bool:
-    """Returns whether the GPU or the host ran out of memory. torch reports the latter as a RuntimeError."""
+    """Returns whether the GPU or the host ran out of memory. For the host, torch raises a RuntimeError."""
     return isinstance(exception, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(exception)

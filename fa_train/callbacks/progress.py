@@ -13,7 +13,8 @@ from fa_train.callbacks.monitor import monitor_of
 class StepProgress(ProgressBar):
     """A progress bar over optimizer steps with the latest metrics. Without a terminal, it prints one line per log.
 
-    Lightning's own bars count micro-batches, so 4 in a step end at "160/40", and print no metrics without a terminal.
+    Lightning's own bars count micro-batches: with 4 micro-batches per step, 40 steps end at "160/40". They also print
+    no metrics without a terminal.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class StepProgress(ProgressBar):
 
 
 def describe(metrics: dict[str, float]) -> str:
-    """Returns the main metrics as one line, without those that are not yet measured."""
+    """Returns the main metrics as one line. Omits metrics that are not measured yet."""
     shown = {
         "train/loss": "loss {:.4f}",
         "val/loss": "val {:.4f}",

@@ -40,7 +40,7 @@ class Record(Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         explained = not isinstance(exception, ValueError) or isinstance(exception, CheckpointError)
         if not explained and trainer.global_step > self._first_step:
-            traceback.print_exception(exception)  # a wrong setting would have failed before the first step
+            traceback.print_exception(exception)  # not a user's mistake, which ends a run before the first step
         self._write(trainer)
         wandb.finish(exit_code=1)
 

@@ -55,7 +55,7 @@ def require_fit(model: GPT, stored: Shapes, reference: Mapping[str, Any] | None,
     stored: the shapes of the stored weights, by their names in LitGPT. checkpoint: its name in error messages.
     Raises: CheckpointError that names the first difference.
     """
-    # a checkpoint stores a tied head under both names or only as the embedding
+    # A checkpoint stores a tied head under both names, or only under the embedding's name.
     if model.config.tied:
         stored = {name: shape for name, shape in stored.items() if name != f"{PREFIX}head.weight"}
     own = {name: p for name, p in model.named_parameters() if p.requires_grad or reference is None}
@@ -68,7 +68,7 @@ def require_fit(model: GPT, stored: Shapes, reference: Mapping[str, Any] | None,
 
 
 def base_hash(model: GPT) -> str:
-    """Returns the SHA-256 of the base's config.json and weight files. If a seed drew the weights, hashes the weights.
+    """Returns the SHA-256 of the base's config.json and weight files. If a seed drew the weights, returns their hash.
 
     The hash does not depend on precision, 4-bit quantization or sharding. Each process reads each file once.
     """

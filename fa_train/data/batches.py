@@ -21,10 +21,10 @@ SAMPLED_ROWS = 256  # rows sampled to estimate the mean document length
 
 
 class PackedRows:
-    """An endless sequence of rows, one epoch after another. Each epoch is shuffled by (seed, epoch).
+    """An endless sequence of rows, one epoch after another. The seed (seed, epoch) shuffles each epoch.
 
     In a mix, each source is shuffled separately.
-    In validation, only the first `counted` rows have labels. Rows after them complete the last micro-batches.
+    In validation, only the first `counted` rows have labels. Later rows only fill up the last micro-batches.
     Raises: ValueError if packing keeps no token of a source that has training documents.
     """
 
@@ -37,11 +37,11 @@ class PackedRows:
                 raise ValueError(f"packing must keep a document{where}; it keeps none:\n{layout.report.text()}")
         self.rows: ShuffledRows | MixedRows
         if isinstance(data.source, Mixture):
-            # the seed depends on the source's name: its order is the same in every mix
+            # the seed depends on the source's name, so the order of a source is the same in every mix
             seeds = [(data.seed, zlib.crc32(name.encode())) if shuffle else None for name in self.layouts]
             sources = [ShuffledRows(layout, seed) for layout, seed in zip(self.layouts.values(), seeds, strict=True)]
             shares = data.source.rows_a_cycle
-            # validation reads each row once, and continues with the other sources after one ends
+            # validation reads each row once: if a source ends, it continues with the others
             counts = np.array([source.per_epoch for source in sources]) if held_out else shares
             self.rows = MixedRows(sources, interleave(counts, shares))
         else:
@@ -74,8 +74,8 @@ class PackedRows:
     def _mean_seqlen(self, seq_len: int) -> int:
         """Returns the mean document length in tokens, estimated from the first rows. Documents are weighted by length.
 
-        Attention chooses its kernels by this value. It is equal in all steps and on all ranks, because a model is
-        compiled for one choice.
+        Attention chooses its kernels by this value. All steps and ranks must have the same value, because a model is
+        compiled for one choice of kernels.
         """
         rows = range(min(self.per_epoch, SAMPLED_ROWS))
         if not self.document_mask or not rows:
@@ -97,9 +97,9 @@ class PackedRows:
 
 
 class MicroBatches(Dataset[Batch]):
-    """The micro-batches of one rank. A step has step_rows rows, for any number of ranks.
+    """The micro-batches of one rank.
 
-    If step_rows is None, as in validation, a step is one micro-batch per rank.
+    step_rows: the number of rows of a step, over all ranks. None, as in validation: one micro-batch per rank.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class MicroBatches(Dataset[Batch]):
 class RangeSampler(Sampler[int]):
     """Yields the indices start to stop - 1.
 
-    Its length is stop: Lightning compares the length with the number of batches in the whole run, including those
-    before a resume.
+    The length of the sampler is `stop`, not the number of its indices. Lightning compares the length with the number
+    of all batches of the run, including the batches before a resume.
     """
 
     def __init__(self, start: int, stop: int) -> None:

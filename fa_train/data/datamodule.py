@@ -1,4 +1,4 @@
-"""Packed micro-batches for Lightning: a pure function of the seed and the step."""
+"""Makes packed micro-batches for Lightning. They are a pure function of the data, the seed and the step."""
 
 import dataclasses
 import math
@@ -153,9 +153,10 @@ class PackedDataModule(L.LightningDataModule):
         return self._loader(dataset, RangeSampler(done, self.max_steps * accumulation))
 
     def _count_from(self, done: int) -> None:
-        """Sets Lightning's counters of finished micro-batches, from which it finds the ends of steps and runs.
+        """Sets Lightning's counters of finished micro-batches, which determine the ends of steps and of the run.
 
-        Lightning restores them from the checkpoint, whose run may have had another number of micro-batches per step.
+        Lightning restores these counters from the checkpoint. The run that wrote the checkpoint may have had another
+        number of micro-batches per step.
         """
         progress = self._running_trainer().fit_loop.epoch_loop.batch_progress
         state = progress.state_dict()
@@ -170,7 +171,7 @@ class PackedDataModule(L.LightningDataModule):
             return []
         trainer = self._running_trainer()
         dataset = MicroBatches(rows, self.micro_batch_size, trainer.global_rank, trainer.world_size)
-        # every rank gets the same number of full micro-batches: otherwise some ranks would wait forever
+        # All ranks get the same number of full micro-batches. Otherwise some ranks would wait forever.
         n_micro_batches = math.ceil(rows.counted / (self.micro_batch_size * trainer.world_size))
         return self._loader(dataset, RangeSampler(0, n_micro_batches))
 

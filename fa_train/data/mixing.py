@@ -1,7 +1,7 @@
 """Mixes the rows of several sources by weight. Every range of consecutive rows has nearly the requested shares.
 
-Weights are shares of rows, and all rows have the same length. The report also gives shares of tokens without
-padding. Each source uses all its rows once per epoch of that source, in shuffled order.
+A weight determines a source's share of the rows. All rows have the same length, but not the same padding, so the report
+also gives shares of tokens without padding. An epoch of a source contains all its rows once, in shuffled order.
 """
 
 from collections.abc import Mapping, Sequence

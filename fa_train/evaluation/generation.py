@@ -41,8 +41,8 @@ def generate(
     temperature: divides the logits; 0 chooses the most likely token. top_p: samples from the smallest set of most
     likely tokens whose probabilities sum to at least top_p. stop: tokens that end the text.
     seed: equal seeds give equal tokens on the same device. torch's global random state does not change.
-    cached: False computes all tokens again for each new token. rope_type=dynamic always does so, because its rotations
-    depend on the total length.
+    cached: False computes all tokens again for each new token. A model with rope_type=dynamic never uses the cache,
+    because its rotations depend on the total length.
     Raises: ValueError if an argument is out of range, or learned positions do not reach the end of the text.
     """
     _require_settings(prompt, model.config.vocab_size, max_new_tokens, temperature, top_p)
@@ -65,7 +65,7 @@ def generate(
 
 
 class CachedAttention:
-    """The attention of one layer with a key-value cache. The first call gets the prompt, later calls one token each.
+    """The attention of one layer with a key-value cache. The first call gets the prompt, and each later call one token.
 
     attention: the layer's attention, used for the prompt. If it is `flash_attention`, later tokens use
     flash_attn_with_kvcache. Otherwise they use plain torch.
@@ -183,8 +183,8 @@ def stop_tokens(model: GPT, eos_id: int | None) -> set[int]:
 def _evaluating(model: GPT, capacity: int | None) -> Iterator[None]:
     """Prepares the model for generation, and restores it at the end.
 
-    Meanwhile the model has no dropout, runs in eager mode and computes only the last token's logits. capacity: the
-    number of tokens that each layer's cache can hold; None means no cache.
+    During generation the model has no dropout, runs in eager mode and computes only the last token's logits. capacity:
+    the number of tokens that each layer's cache can hold; None means no cache.
     """
     was_training = model.training
     layers = [block.attention for block in model.blocks if isinstance(block, Block)]

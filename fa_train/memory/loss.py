@@ -125,7 +125,7 @@ def _liger_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Does the same as `_torch_cross_entropy` with Liger's kernel, which overwrites the logits with their gradient.
 
-    Calls the kernel directly: Liger's wrappers synchronise with the host twice per call, which a sum does not need.
+    Calls the kernel directly, because Liger's wrappers synchronise with the host twice per call. A sum needs no sync.
     """
     from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel  # the import needs a GPU
 

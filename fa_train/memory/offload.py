@@ -4,13 +4,14 @@ With full activation checkpointing a block keeps only its input. Offloading thes
 most of the memory of very long sequences. memory.offload=all offloads everything that blocks without checkpointing
 keep, and nothing is recomputed. Copies run on a side stream, while other blocks compute.
 
-Saved-tensor hooks around each block replace tensors by a `_State`: the block's input, or with "all" every tensor with
-one row per token. A state is a whole storage, because q, k and v are views of one. autograd owns the states, so their
-lifetime is correct for every wrapper of a block, including torch.compile.
+Saved-tensor hooks around each block replace tensors by a `_State`. With offload=true only the block's input is
+replaced, and with offload=all every tensor with one row per token. A state is a whole storage, because q, k and v are
+views of one storage. autograd owns the states, so their lifetime is correct for every wrapper of a block, including
+torch.compile.
 
-A copy to the host starts after the compute stream has written the state. The state's GPU memory is freed once the
-compute stream has waited for the copy, two blocks later, or IN_FLIGHT + 1 blocks later with "all". For a copy back to
-the GPU, the compute stream allocates memory, the side stream copies, and the compute stream waits for the copy.
+A copy to the host starts after the compute stream has written the state. The compute stream waits for the copy two
+blocks later (IN_FLIGHT + 1 blocks later with "all"), and then the state's GPU memory is freed. For a copy back to the
+GPU, the compute stream allocates memory, the side stream copies, and the compute stream waits for the copy.
 Host buffers return to the pool when the graph is freed. All copies use one stream, so a buffer's last copy to the GPU
 ends before the next copy into the buffer. The host never waits. record_stream is not used, because it would free the
 memory later, at a time that depends on the host.
@@ -155,7 +156,10 @@ class ForwardPass:
             self.pool.require(sum(state.nbytes for state in self.below) * (self.n_layers - 1), everything=True)
 
     def end(self, x: Tensor) -> None:
-        """Call this after the last block. x: its result. With "all", copies may run until x gets its gradient."""
+        """Call this after the last block. x: the last block's result.
+
+        With "all", the states of the last blocks are held until x gets its gradient, so that copies can still run.
+        """
         self.below, underway = [], self.underway
         if self.everything and x.requires_grad:
             x.register_hook(lambda _: underway.let_go())
@@ -171,14 +175,17 @@ class ForwardPass:
 
 
 class _Underway:
-    """Holds the GPU memory of states whose copies to the host may still run. blocks: how many blocks to hold."""
+    """Holds the GPU memory of states whose copies to the host may still run.
+
+    blocks: the number of blocks whose states are held.
+    """
 
     def __init__(self, blocks: int) -> None:
         self.keep = blocks
         self.blocks: deque[list[tuple[Tensor, torch.cuda.Event | None]]] = deque()
 
     def next_block(self) -> None:
-        """Starts a new block. Releases the oldest blocks if more than the limit are held."""
+        """Starts a new block. Releases the oldest blocks if too many are held."""
         self.let_go(self.keep)
         self.blocks.append([])
 
@@ -260,7 +267,7 @@ class _State:
             self.arrived = None
 
     def __del__(self) -> None:
-        # a state can be fetched but never used: wait before its memory is reused
+        # A state can be fetched but never used. Wait for the copy before the memory is reused.
         self._await()
         if self.pool is not None:
             self.pool.give(self.buffer)
@@ -278,7 +285,10 @@ class _View:
 
 
 class _Pack:
-    """The pack hook: replaces the tensors that a block saves. autograd keeps the hook, so `release` empties it."""
+    """The pack hook, which replaces the tensors that a block saves.
+
+    autograd keeps the hook alive after the forward, so `release` empties it.
+    """
 
     def __init__(self, x: Tensor, forward_pass: ForwardPass) -> None:
         self.x: Tensor | None = x
@@ -290,7 +300,7 @@ class _Pack:
         assert self.x is not None and self.forward_pass is not None
         is_offloaded = _has_row_per_token if self.forward_pass.everything else _is_same_tensor
         if not is_offloaded(saved, self.x):
-            return saved.detach()  # without detach(), a node's result would form a reference cycle
+            return saved.detach()  # a node that saves its own result would otherwise be in a reference cycle
         storage = saved.untyped_storage()
         state = self.states.get(storage._cdata)
         if state is None:
@@ -338,8 +348,8 @@ def _has_row_per_token(saved: Tensor, x: Tensor) -> bool:
 def _pinned(nbytes: int) -> Tensor:
     """Returns a pinned host buffer, (nbytes,) uint8.
 
-    torch's own pinned allocator rounds sizes up to a power of two. The buffer has its own pages, because CUDA registers
-    whole pages, and each page only once.
+    torch's own pinned allocator is not used, because it rounds sizes up to a power of two. No page belongs to two
+    buffers, because CUDA registers whole pages, and each page only once.
     """
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     buffer = torch.frombuffer(pages, dtype=torch.uint8)

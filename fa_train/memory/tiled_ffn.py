@@ -1,12 +1,13 @@
 """Computes the FFN in chunks of tokens, so that no (tokens, ffn_dim) tensor exists in the forward or backward.
 
 The forward keeps its input and the weights. The backward recomputes each chunk's activations (ALST, arXiv:2506.13996).
-With `keep`, the result of the first product is kept too; memory.offload=all moves it to the host.
-Outputs and input gradients differ from the unchunked FFN only by rounding: a library can split products with fewer rows
-differently, and a fused kernel rounds SwiGLU once. Weight gradients are accumulated over chunks in fp32.
+With `keep`, the output of the first matmul is kept too; memory.offload=all moves it to the host.
+Outputs and input gradients differ from those of the unchunked FFN only by rounding. The matmul library may split
+products with fewer rows differently, and a fused kernel rounds SwiGLU once. Weight gradients are accumulated over
+chunks in fp32.
 
-Memory traffic determines the speed of everything except the matrix products. The activation kernels therefore work in
-place, and products write directly to the rows of the result.
+Memory traffic determines the speed of everything except the matmuls. The activation kernels therefore overwrite their
+inputs, and matmuls write directly to the rows of the result.
 """
 
 from typing import Any, Literal
@@ -67,10 +68,10 @@ def tiled_mlp(
 
 
 class _Backward(torch.autograd.Function):
-    """The autograd node that computes the gradients. Its result is a placeholder without memory that is never read.
+    """The autograd node that computes the gradients. Its output is a placeholder without memory that is never read.
 
-    Its forward runs before `_Forward`, so that all tensors are saved before the FFN is computed. Activation
-    checkpointing stops recomputing once all tensors are saved, and so does not recompute the FFN's output.
+    The forward of this node runs before `_Forward`, so that all tensors are saved before the FFN is computed.
+    Activation checkpointing stops recomputing once all tensors are saved. It therefore does not recompute the FFN.
     """
 
     @staticmethod

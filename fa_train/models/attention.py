@@ -1,4 +1,4 @@
-"""Four interchangeable implementations of attention. An ablation swaps them and changes nothing else.
+"""Four interchangeable implementations of attention, so that an ablation can change the attention and nothing else.
 
 The schedule defines the mask: query i sees the keys j with key_start[i] <= j < key_end[i]. The output of a query that
 sees no key is 0. The softmax is computed in fp32 for every dtype of q, k and v.
@@ -119,7 +119,7 @@ def sdpa_attention(
         )
         return o[0].transpose(0, 1)
     sees_nothing = _sees_nothing(schedule)
-    # torch's kernels differ for rows without keys, so such a row sees all keys here and is zeroed below
+    # torch's kernels give different results for rows without keys. Such a row sees all keys here, and is zeroed below.
     visible = _visible(schedule.key_start, schedule.key_end, k.shape[0]) | sees_nothing[:, None]
     # torch's kernels do not support a mask with enable_gqa, and would fall back to materialised scores
     k, v = (x.repeat_interleave(n_heads // n_kv_heads, dim=1) for x in (k, v))
@@ -245,7 +245,7 @@ def _visible(key_start: Tensor, key_end: Tensor, n_keys: int) -> Tensor:
 
 
 def _sees_nothing(schedule: Schedule) -> Tensor:
-    """Returns which queries see no key, (total,) bool. They come after the last document."""
+    """Returns which queries see no key, (total,) bool. These queries come after the last document."""
     return schedule.key_start >= schedule.key_end
 
 

@@ -2,10 +2,10 @@
 
 | class | chosen if | saved for the backward |
 |:--|:--|:--|
-| RecomputedFFN | by default | the first product |
-| DenseFFN | an adapter changes a layer | the first product and the activations |
-| TiledFFN | memory.mlp_chunk is set | nothing, or the first product under memory.offload=all |
-| TorchChunkedFFN | mlp_chunk, and GeGLU or an adapter | nothing |
+| RecomputedFFN | by default | up(x) |
+| DenseFFN | an adapter changes a layer | up(x) and the activations |
+| TiledFFN | memory.mlp_chunk is set | nothing, or up(x) with memory.offload=all |
+| TorchChunkedFFN | mlp_chunk is set, and there is GeGLU or an adapter | nothing |
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class FFN(nn.Module):
 
 
 class DenseFFN(FFN):
-    """Keeps up(x) and the activations. An adapter on `down` needs the activations in the backward."""
+    """Keeps up(x) and the activations for the backward. An adapter on `down` needs the activations there."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (total, dim) -> (total, dim)."""
@@ -117,7 +117,7 @@ def _recomputed(ffn: FFN, x: Tensor) -> Tensor:
     return checkpoint(ffn.down_of, ffn.up(x), use_reentrant=False, preserve_rng_state=False)
 
 
-# torch 2.11 saves tensors that pass between nested checkpoints, so a compiled checkpointed block has no inner one
+# torch 2.11 saves tensors that pass between nested checkpoints. A compiled checkpointed block has no nested checkpoint.
 _recomputed_in_checkpoint = EagerOrCompiled(_recomputed, FFN.at_once)
 
 

@@ -62,7 +62,7 @@ class GPT(nn.Module):
         self.memory = memory = Memory("none", False, None, loss) if memory is None else memory
         self.windows, self.ropes, self.head_dim = self.config.windows, self.config.ropes, self.config.heads.dim
         self.embedding_scale, self.logit_softcap = extras.embedding_scale, extras.logit_softcap
-        # checkpointed or offloaded blocks keep their input as one tensor, so it must already be the sum
+        # a checkpointed or offloaded block keeps its input as one tensor, so its residual addition cannot be postponed
         self.may_add_later = memory.checkpointing == "none" and memory.offload is not True
         self.adds_later = False
         self.offload = Offload(self.config.n_layers, memory.offload == "all") if memory.offload else None
@@ -88,7 +88,7 @@ class GPT(nn.Module):
         Projections into the residual stream are divided by sqrt(2 * n_layers) (the GPT-2 paper, section 2.3).
         llama: normal with standard deviation 0.02, the initializer_range in Meta's published config.json.
         """
-        if self.config.tied:  # tied here, because `to_empty` unties them
+        if self.config.tied:  # tie the weights here, because `to_empty` unties them
             self.head.weight = self.token_embedding.weight
         for module in self.modules():
             if isinstance(module, NormModule):
@@ -208,8 +208,8 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the hidden states, and a tensor that the next block must add to them or None.
 
-        x, added: (total, dim). If `added` is given, this block adds it first, and leaves its own last addition to the
-        next block.
+        x, added: (total, dim). If `added` is given, this block first adds it to x, and leaves its own last residual
+        addition to the next block.
         """
         if added is not None:
             return self._adds_later(x, schedule, rotary, added)

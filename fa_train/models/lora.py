@@ -1,9 +1,9 @@
 """LoRA and QLoRA adapters (arXiv:2106.09685, arXiv:2305.14314).
 
-The model's weights are frozen, and quantized to 4 bits for QLoRA. For each matrix, the product of two low-rank
-matrices is trained and added. Names and files are those of peft: either library can load an adapter that the other
-saved. The GPT stores some matrices of a checkpoint as one, such as queries, keys and values. Each part has a separate
-adapter, as in peft.
+The model's weights are frozen, and quantized to 4 bits for QLoRA. For each matrix, two low-rank matrices are trained,
+and their product is added to the matrix. Names and files are those of peft, so each of the two libraries can load the
+other's adapters. The GPT joins some matrices of a checkpoint to one matrix, such as those of queries, keys and values.
+Each part of a joined matrix has a separate adapter, as in peft.
 """
 
 import json
@@ -202,7 +202,10 @@ class LoRALinear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        """Concatenates all A, and puts all scaled B on a block diagonal. Each then needs only one matrix product."""
+        """Concatenates the matrices A, and puts the scaled matrices B on a block diagonal.
+
+        All A then need only one matmul, and so do all B.
+        """
         down = torch.cat([self.lora_A[name] for name in self.rows])
         blocks, end = [], 0
         for name, rows in self.rows.items():

@@ -21,7 +21,7 @@ OptimState8bit: Any = private("torchao", subclass_8bit, "OptimState8bit")
 
 
 class _PlainLearningRate:
-    """Stores the learning rate as a float. It is a tensor only during `step`, because torchao's update needs one."""
+    """Stores the learning rate as a float. Only during `step` it is a tensor, as torchao's update requires."""
 
     param_groups: Groups
     defaults: dict[str, Any]
@@ -99,9 +99,9 @@ class OffloadedAdamW(CPUOffloadOptimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the moments, and copies the weights, which the GPU already has, to the host.
+        """Loads the moments, and copies the current weights from the GPU to the host.
 
-        Settings such as lr are not loaded: `step` passes the current ones to the inner optimizers.
+        Settings such as lr are not loaded: `step` passes the current settings to the inner optimizers.
         """
         super().load_state_dict(state_dict)
         with torch.no_grad():

@@ -1,11 +1,11 @@
-"""Yes-no questions to all ranks, such as whether one of them must stop the run."""
+"""Asks all ranks a yes-or-no question, such as whether any rank must stop the run."""
 
 import torch
 import torch.distributed as dist
 
 
 class Agreement:
-    """Tells every rank whether any rank answered yes. The result is one call late and equal on all ranks.
+    """Tells every rank whether any rank answered yes. All ranks get the same result, one call later.
 
     All ranks must stop at the same step. Otherwise their collectives would not match, and they would wait forever.
     Each call of `any` starts an all-reduce of one integer in a separate gloo group, which does not wait for the GPU.
@@ -19,7 +19,7 @@ class Agreement:
         self._asked: dist.Work | None = None
 
     def any(self, yes: bool) -> bool:
-        """Returns whether the last all-reduce found a yes. If not, starts the next one with this rank's answer."""
+        """Returns whether any rank answered yes before. If not, starts an all-reduce with this rank's answer."""
         if self._asked is not None:
             self._asked.wait()
         if self._answer.item():

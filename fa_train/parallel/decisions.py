@@ -64,7 +64,10 @@ def _ranks() -> ClusterEnvironment | None:
 
 @cache
 def _store() -> TCPStore:
-    """Returns the store of torchrun's agent, or one that rank 0 hosts until it exits: other ranks may be late."""
+    """Returns the store of torchrun's agent, or else a store that rank 0 hosts.
+
+    Rank 0 hosts it until it exits, because other ranks may be late.
+    """
     ranks = _ranks()
     assert ranks is not None
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

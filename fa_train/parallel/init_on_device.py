@@ -1,4 +1,7 @@
-"""Initialises weights in host memory with a GPU's random numbers. Sharded and unsharded runs then start equal."""
+"""Initialises weights in host memory with a GPU's random numbers.
+
+Sharded and unsharded runs then start with the same weights.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +13,9 @@ from fa_kernels.torch_private import TorchDispatchMode
 
 
 class InitOnDevice(TorchDispatchMode):
-    """A mode in which in-place random functions, as in torch.nn.init, draw on `device` and copy to the tensor.
+    """A mode in which in-place random functions, such as those in torch.nn.init, draw on `device`.
+
+    The mode copies the drawn values to the tensor.
 
     CPUs and GPUs draw different values from the same seed. The device holds one tensor at a time. A GPU draws the
     weights of llama_8b in seconds; one CPU core needs minutes.

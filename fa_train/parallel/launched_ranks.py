@@ -14,10 +14,10 @@ SubprocessScriptLauncher = private("lightning", launchers, "_SubprocessScriptLau
 
 
 def wait_for_other_ranks(trainer: L.Trainer) -> None:
-    """Makes this process wait, when it exits, for the ranks that it started. They may exit with a nonzero status.
+    """Makes this process wait at its exit for the ranks that it started. They may exit with a nonzero status.
 
-    Lightning's observer would treat that status as a failure and kill this process, perhaps before it has finished. The
-    wait starts after the process group is destroyed, because NCCL needs all ranks for that.
+    Lightning's observer would treat a nonzero status as a failure and kill this process, perhaps before it has
+    finished. The wait starts after the process group is destroyed, because NCCL needs all ranks to destroy it.
     """
     launcher = trainer.strategy.launcher
     if isinstance(launcher, SubprocessScriptLauncher):

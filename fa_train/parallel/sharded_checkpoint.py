@@ -148,7 +148,7 @@ def global_step(checkpoint: Path) -> int:
 def load_sharded(folder: Path) -> dict[str, Any]:
     """Reads a sharded checkpoint into host memory, in the format of an unsharded run.
 
-    torch's dcp_to_torch_save would unpickle the folder without an allow-list, and write a second copy to the disk.
+    torch's dcp_to_torch_save is not used: it unpickles the folder without an allow-list, and writes a second copy.
     Raises: CheckpointError if the folder is not a sharded checkpoint.
     """
     checkpoint = read_meta(folder)

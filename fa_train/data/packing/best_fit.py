@@ -56,8 +56,8 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Returns the row of each piece, (n,) int64. Rows are numbered in the order of their first piece.
 
     lengths: 1 to capacity tokens. Ties are resolved by index.
-    If a row is the best fit for one piece, it stays the best fit for the next pieces of the same length. The row
-    therefore takes room // length pieces at once.
+    A row that is the best fit for a piece is also the best fit for the next pieces of the same length. The row
+    therefore gets room // length pieces at once.
     """
     assert len(lengths) == 0 or (lengths.min() >= 1 and lengths.max() <= capacity)
     order = np.argsort(-lengths, kind="stable")
@@ -162,7 +162,7 @@ def _count_labels(plan: np.ndarray, lengths: np.ndarray, policy: LongDocuments, 
     document, start, stop = plan[:, DOCUMENT], plan[:, START], plan[:, STOP]
     last = np.minimum(
         stop + (policy == "split"), lengths[document]
-    )  # the last label of a piece is the next piece's first token
+    )  # the last label of a piece is the first token of the next piece
     packed = loss_mask.count(document, start + 1, last)
     everything = np.arange(len(lengths))
     first = np.minimum(1, lengths)  # nothing predicts a document's first token

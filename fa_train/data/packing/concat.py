@@ -1,8 +1,8 @@
 """Concatenates shuffled documents and cuts them into rows of equal length. No token is lost.
 
-Row r has the seq_len + 1 tokens that start at r * seq_len. Its inputs are the first seq_len tokens and its labels are
-the last seq_len tokens, so consecutive rows share one token. A label is never a token of the next document. A document
-that a row end cuts continues in the next row as a separate document. The last row is padded.
+Row r has the seq_len + 1 tokens that start at r * seq_len. The first seq_len tokens are the row's inputs, and the last
+seq_len tokens are its labels, so consecutive rows share one token. A label is never a token of the next document. If a
+row end cuts a document, the rest of the document is a separate document in the next row. The last row is padded.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ def max_documents_in_row(lengths: np.ndarray, seq_len: int) -> int:
     """Returns an upper bound on the documents in one row, for any order. Padding counts as a document."""
     if not (lengths % seq_len).any():
         return 1  # each row is within one document
-    # at most, the shortest documents fill the row, and each end of the row cuts one more
+    # The bound: the shortest documents fill the row, and each end of the row cuts one more document.
     whole = int(np.searchsorted(np.cumsum(np.sort(lengths)), seq_len + 1, side="right"))
     return min(whole + 3, seq_len)
 
@@ -132,7 +132,7 @@ class Concatenation:
 
 
 def _count_labels(loss_mask: LossMask, lengths: np.ndarray) -> LabelCounts:
-    # every token except a document's first is the label of the token before it, also across row ends
+    # Every token except the first of a document is the label of the previous token, also across row ends.
     counts = loss_mask.count(np.arange(len(lengths)), np.minimum(1, lengths), lengths)
     n_labels = int(counts.sum())
     return LabelCounts(

@@ -68,7 +68,10 @@ class Layout(Protocol):
 
 
 class ShuffledRows:
-    """An endless sequence of rows, epoch after epoch. Each epoch is shuffled by (*seed, epoch); None: not shuffled."""
+    """An endless sequence of rows, one epoch after another.
+
+    The seed (*seed, epoch) shuffles each epoch. If `seed` is None, rows are not shuffled.
+    """
 
     def __init__(self, layout: Layout, seed: tuple[int, ...] | None) -> None:
         self.layout, self.seed = layout, seed

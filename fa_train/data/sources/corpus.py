@@ -121,7 +121,7 @@ class HFCorpus:
         return len(self.dataset)
 
     def fingerprint(self) -> str:
-        # the hash that `datasets` computes from the revision or the folder's files, and from all transforms
+        # `datasets` computes this hash from the dataset's revision or the folder's files, and from all transforms
         return f"{private('datasets', self.dataset, '_fingerprint')}-{self.text_column}"
 
 

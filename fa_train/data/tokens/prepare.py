@@ -38,11 +38,11 @@ _worker_encoder: Encoder[Any]  # set in each process of the pool
 def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers: int) -> None:
     """Writes the folder `path` with the shards 000000.arrow, 000001.arrow, …, in the order of the documents.
 
-    Shards are first written to a folder next to `path`, where a restart finds them. The last step renames that folder.
-    Another process that prepares the same corpus waits. shards.json lists the size of each shard in bytes, so that a
-    reader can detect a missing or truncated shard.
-    Raises: ValueError if the corpus is empty, a document cannot be encoded or the disk is full. Only a full disk keeps
-    the finished shards for a restart.
+    Shards are first written to a folder next to `path`, and the finished folder is then renamed. A restart continues in
+    the unfinished folder. Another process that prepares the same corpus waits. shards.json lists the size of each shard
+    in bytes, so that a reader can detect a missing or truncated shard.
+    Raises: ValueError if the corpus is empty, a document cannot be encoded or the disk is full. Unless the disk is full,
+    such an error deletes the finished shards.
     """
     unfinished = path.with_name(f"unfinished-{path.stem}")
     with room_on_disk(path.parent):
@@ -82,7 +82,7 @@ def _written(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers: 
         for shard, file in tasks:
             yield _write(encoder, shard, file)
         return
-    context = multiprocessing.get_context("spawn")  # a fork would lose the tokenizer's threads
+    context = multiprocessing.get_context("spawn")  # a forked process would lack the tokenizer's threads
     with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(encoder,)) as pool:
         running: set[Future[int]] = set()
         for shard, file in tasks:

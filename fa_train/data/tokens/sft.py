@@ -1,8 +1,8 @@
 """Converts chats to tokens with a chat template. The model is trained on the assistant's messages.
 
-A chat is rendered to text first, and the characters of the assistant's messages are found in it. If the template has
-{% generation %} blocks, they mark these characters. Otherwise the prompt before a message is rendered too, and the
-message is the text after that prompt. The whole text is then tokenised at once, and the tokenizer's offsets map
+A chat is first rendered to text. Then the characters of the assistant's messages are found in the text. If the template
+has {% generation %} blocks, these mark the characters. Otherwise the messages before an answer are also rendered alone,
+and the answer is the text that follows them. The whole text is tokenised at once, and the tokenizer's offsets map
 characters to tokens.
 """
 
@@ -82,7 +82,7 @@ class ChatEncoder:
         trained_on = [i for i in answers if i >= chat.trained_from]
         if not has_blocks:
             spans = [self._answer_span(template, chat, i, text) for i in trained_on]
-        elif trained_on != answers:  # a block does not tell which message it belongs to
+        elif trained_on != answers:  # it is unknown which message a block belongs to
             begin, _ = self._answer_span(template, chat, trained_on[0], text)
             spans = [(start, stop) for start, stop in spans if start >= begin]
         return text, spans
@@ -90,7 +90,7 @@ class ChatEncoder:
     def _require_tools(self, template: str, chat: Chat, text: str) -> None:
         """Checks that the template renders tools and tool calls. Raises: ValueError if it omits them.
 
-        Some old templates do. The model would then be trained on an empty answer instead of a tool call.
+        Some old templates omit tool calls. The model would then be trained on an empty answer.
         """
         without = {
             "tools": replace(chat, tools=None),
@@ -103,7 +103,7 @@ class ChatEncoder:
                 continue
             try:
                 rendered, _ = self._render(template, bare, bare.messages)
-            except ValueError:  # the template reads them
+            except ValueError:  # the template rejects a chat without them, so it reads them
                 continue
             if rendered == text:
                 raise ValueError(

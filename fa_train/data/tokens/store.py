@@ -80,7 +80,7 @@ class Documents:
             self.loss_mask = StoredMask(masks, self._chunk, self._start, self.lengths)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # a data worker that is not forked opens the files again, so that no tokens are pickled
+        # A data worker that is not forked opens the files again. Otherwise all tokens would be pickled.
         return _open_documents, self._source
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class Documents:
     def __getitem__(self, index: int) -> np.ndarray:
         start, chunk = self._start[index], self._chunk[index]
         tokens = self._values[chunk][start : start + self.lengths[index]]
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:  # a GPU would report no position
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:  # a GPU's error names no document
             outside = next(token for token in tokens.tolist() if not 0 <= token < self._vocab_size)
             vocabulary = f"0 to {self._vocab_size - 1}"
             raise _damage(self._files[chunk], f"token {outside} is outside the vocabulary, {vocabulary}")

@@ -1,4 +1,4 @@
-"""Counts the tensors of one decoder block, as the model's code allocates and saves them."""
+"""Computes the sizes of the tensors that the code of one decoder block allocates and saves."""
 
 from fa_kernels.flash_attention.backend import backward_workspace
 from fa_train.memory.offload import worth_a_copy
@@ -34,7 +34,7 @@ class Block:
     def rounded_weights(self) -> int:
         """Returns the bytes of the weight copies that autocast makes and autograd keeps.
 
-        A tiled FFN frees its copies. Sharded blocks need no copies, because they are gathered in autocast's dtype.
+        A tiled FFN frees its copies. Sharded blocks need no copies, because FSDP gathers them in autocast's dtype.
         """
         if not self.run.mixed or self.run.ranks > 1 or (self.run.adapters and self.run.adapters.quantised):
             return 0
@@ -59,7 +59,7 @@ class Block:
     def ffn_kept(self) -> int:
         """Returns the bytes that are saved from the hidden state after attention to the FFN's output.
 
-        Compiled code does not save that hidden state, but adds its two terms again.
+        Compiled code does not save this hidden state, but recomputes it as the sum of its two terms.
         """
         kept = (self.x if self.eager else self.x_rounded) + self.statistics + self.x_rounded
         if self.levers.mlp_chunk and not keeps_up(self.plan):
@@ -151,7 +151,7 @@ class Block:
         if self.levers.checkpointing == "selective" and not self.eager and not self.run.adapters:
             held -= self.attention_kept() - self.saved()  # compiled code recomputes q, k and v later
         rounded = self.x_rounded if self.run.mixed else 0  # the gradient of the FFN's output
-        if self.run.adapters:  # the activations get two gradients, one through the frozen weight and one through A
+        if self.run.adapters:  # the activations have two gradients: through the frozen weight, and through A
             chunk = self._chunk(self.run.tokens)
             if not self.levers.mlp_chunk:
                 return held + 2 * chunk + self._dequantised()
@@ -168,7 +168,7 @@ class Block:
         chunk = self._chunk(self.run.tokens)
         if self.is_torch_chunked():  # recomputed chunk, gradients of its tensors and of the weights
             return held + rounded + 7 * chunk + self._ffn_rounded() + weights
-        d_projected = (2 if self.model.gated else 1) * chunk  # overwrites its operand, as do the activations
+        d_projected = (2 if self.model.gated else 1) * chunk  # it overwrites its operand, and so do the activations
         chunks = d_projected + chunk
         if self.run.compute_bytes == 4:  # products in lower precision are accumulated without a temporary
             chunks = max(self.down_weight * 4 + chunks, self.up_weight * 4 + d_projected)
@@ -179,7 +179,7 @@ class Block:
     def _norm_backward(self) -> int:
         """Returns the peak bytes of the backward of the FFN's norm.
 
-        They include its input, and the gradients of its output, of its input and of the residual.
+        The peak includes the norm's input, and the gradients of its output, of its input and of the residual.
         """
         between = self.x if self.eager else self.x_rounded
         return self.attention_kept() + between + self.statistics + 3 * self.x
@@ -223,5 +223,5 @@ class Block:
 
 
 def keeps_up(plan: Plan) -> bool:
-    """Returns whether a tiled FFN keeps the result of its first product. It does so only with offload="all"."""
+    """Returns whether a tiled FFN keeps the output of its first matmul, which it does only with offload="all"."""
     return plan.levers.offloads_all and plan.run.adapters is None and plan.model.activation != "geglu"

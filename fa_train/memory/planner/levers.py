@@ -20,8 +20,8 @@ LINK = 5e10  # bytes per second to and from the host, about that of an H200
 FLOPS = 7e14
 # FLOP/s of attention's forward, from the same page and from memory_llama_1b_131k_h200_202611.md
 ATTENTION_FLOPS = 5.5e14
-# The costs of copies (a fraction of compute time) and of a chunk (seconds) are too small to measure. They only order
-# combinations that are otherwise equally fast: chunks come before copies, which need pinned host memory.
+# The cost of copies (a fraction of compute time) and the cost of a chunk (seconds) are too small to measure. They only
+# order combinations that are otherwise equally fast. Chunks are preferred to copies, which need pinned host memory.
 BESIDE_COPIES, LAUNCH = 0.002, 2e-5
 
 
@@ -73,7 +73,7 @@ def longest_of_all_levers(plan: Plan, gpu_bytes: int, host_bytes: int) -> int:
 def extra_seconds(plan: Plan) -> float:
     """Estimates the seconds that the levers add to a micro-batch of one document.
 
-    They recompute activations and wait for copies to and from the host.
+    The time is spent on recomputing activations and on waiting for copies to and from the host.
     """
     levers, tokens = plan.levers, plan.run.tokens
     qkv_weight, out_weight, up_weight, down_weight = plan.model.block_matrices
@@ -106,8 +106,8 @@ def fastest_that_fits(plan: Plan, gpu_bytes: int, host_bytes: int) -> Levers | N
 def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
     """Returns overrides of train.py that make a run fit, or "" if it already fits.
 
-    Tries fewer rows per micro-batch first, then levers, smaller optimizer states and a lower precision. If these are
-    not enough, the overrides also set the longest seq_len that fits.
+    Tries fewer rows per micro-batch first, then levers, smaller optimizer states and a lower precision. If all these
+    changes are not enough, the overrides also set the longest seq_len that fits.
     """
     rows = plan.run.rows
     for fewer in (n for n in range(rows, 0, -1) if rows % n == 0):

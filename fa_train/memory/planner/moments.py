@@ -53,7 +53,7 @@ class _Step:
     def around_the_loss(self) -> list[Moment]:
         """Returns the moments from the last block's forward to the last norm's backward.
 
-        All blocks then hold their saved tensors.
+        At these moments, all blocks hold their saved tensors.
         """
         block, n_layers = self.block, self.model.n_layers
         rounded = block.rounded_weights()
@@ -61,7 +61,7 @@ class _Step:
         kept = cached or not self.recomputes
         rounded_in_forward = n_layers * (rounded + block.rounded_down() * cached) if kept else 0
         activations = n_layers * block.saved() - (n_layers - 1) * block.offloaded()
-        last_norm = block.x + block.statistics + 2 * block.x  # its input, and two more: its output and gradients
+        last_norm = block.x + block.statistics + 2 * block.x  # the norm's input, and two more for output and gradients
         forward, in_forward = max(block.forward().items(), key=_nbytes)
         return [
             Moment(
@@ -93,9 +93,9 @@ class _Step:
         ]
 
     def last_moments(self) -> list[Moment]:
-        """Returns the embedding's backward and the optimizer's update.
+        """Returns the moments of the embedding's backward and of the optimizer's update.
 
-        All gradients then exist, and all saved tensors are freed.
+        At these moments, all gradients exist, and all saved tensors have been freed.
         """
         model, run, embeddings = self.model, self.run, self.embeddings
         # gradients that are averaged over ranks at the end, and their fp32 copies
@@ -112,9 +112,9 @@ class _Step:
         ]
 
     def backward_of_blocks(self) -> list[Moment]:
-        """Returns the backward of the last, the second and the first block.
+        """Returns the moments of the backward of the last, the second and the first block.
 
-        Each block frees its activations and adds gradients, unless gradients already exist.
+        A block's backward frees its activations and allocates its gradients, unless they already exist.
         """
         block, n_layers, run = self.block, self.model.n_layers, self.run
         rounded = block.rounded_weights()

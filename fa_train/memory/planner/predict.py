@@ -93,9 +93,9 @@ def predict(plan: Plan) -> Prediction:
 
 
 def kept_per_layer(plan: Plan) -> int:
-    """Returns the bytes that the GPU keeps per block, except the last, between forward and backward.
+    """Returns the bytes that the GPU keeps between forward and backward for each block except the last.
 
-    They include copies of weights.
+    Copies of weights are included.
     """
     block = Block(plan)
     rounded = block.rounded_weights() if plan.levers.checkpointing == "none" else 0
@@ -103,5 +103,5 @@ def kept_per_layer(plan: Plan) -> int:
 
 
 def offloaded_per_layer(plan: Plan) -> int:
-    """Returns the bytes that are offloaded to the host per block, except the last."""
+    """Returns the bytes that are offloaded to the host for each block except the last."""
     return Block(plan).offloaded()

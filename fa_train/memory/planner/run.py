@@ -28,7 +28,7 @@ from fa_train.models.lora import adapters_of
 from fa_train.optim import adamw
 from fa_train.parallel.decisions import decided_by_rank_zero
 
-CERTAIN = 1.1  # a run with more than this multiple of the device's memory is refused; predictions err by less
+CERTAIN = 1.1  # a run that needs more than this multiple of the device's memory is refused
 OPTIMIZERS: dict[object, OptimizerKind] = {
     adamw.adamw: "adamw",
     adamw.adamw_8bit: "adamw_8bit",
@@ -87,10 +87,13 @@ def plan_memory(
     in_sweep: bool,
     say: Callable[[str], object],
 ) -> Levers:
-    """Returns the run's levers; memory=auto chooses them here. Passes a summary for a run on a GPU to `say`.
+    """Returns the memory levers of the run. With memory=auto, this function chooses them.
+
+    say: called with a summary of the prediction if the run is on a GPU.
 
     processes: the number of processes that share this machine's memory. attention: the chosen option of conf/attention.
-    Raises: ValueError if the run cannot fit. In a sweep, a step may run out of GPU memory, because that is a result.
+    Raises: ValueError if the run cannot fit. In a sweep, a run that exceeds the GPU's memory is not refused, because
+    running out of memory is a result.
     """
     if auto:
         chosen = decided_by_rank_zero("memory", lambda: asdict(fastest_levers(plan, device, processes)))

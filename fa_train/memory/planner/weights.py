@@ -41,7 +41,7 @@ def trained_sizes(plan: Plan) -> list[int]:
 
 
 def weights_bytes(plan: Plan) -> int:
-    """Returns the bytes of all parameters. With sharding, returns this rank's shard and what it gathers."""
+    """Returns the bytes of all parameters. With sharding: the bytes of this rank's shard and of gathered weights."""
     model, run = plan.model, plan.run
     own = sum(parameter_sizes(model)) * run.weight_bytes
     if run.adapters is None:
@@ -55,7 +55,7 @@ def weights_bytes(plan: Plan) -> int:
 def gathered_bytes(plan: Plan) -> int:
     """Returns the peak bytes of weights and gradients that FSDP2 gathers on a rank. The formula is unverified.
 
-    They are all weights outside the blocks, the weights of two blocks, and the gradients of one block with an fp32
+    It counts all weights outside the blocks, the weights of two blocks, and the gradients of one block with an fp32
     copy.
     """
     run = plan.run

@@ -1,7 +1,7 @@
 """The supported families of Hugging Face checkpoints: how each one's config.json and tensors map to a GPT.
 
-A family is one model_type. It lists every field of config.json that is read, that must have a certain value, or that
-has no effect here. Any other field is an error.
+A family is one model_type. It lists three kinds of fields of config.json: fields that are read, fields that must have a
+certain value, and fields that have no effect here. Any other field is an error.
 """
 
 import copy
@@ -242,7 +242,8 @@ def scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
     return {"rope_type": kind} | fields
 
 
-# the model_type of a model that also reads images, and the fields of its config.json that apply to both parts
+# The model_type of a model that also reads images. SHARED_WITH_IMAGES are fields outside its text_config that apply to
+# the language model.
 WITH_IMAGES = "gemma3"
 SHARED_WITH_IMAGES = (
     "dtype", "torch_dtype", "transformers_version", "tie_word_embeddings", "bos_token_id", "eos_token_id",

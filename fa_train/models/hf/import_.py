@@ -132,9 +132,9 @@ def _with_rope(
     theta: float | None,
     max_seq_len: int | None,
 ) -> dict[str, Any]:
-    """Returns config.json with another RoPE scaling or base, and the length that these support.
+    """Returns config.json with a new RoPE scaling, RoPE base and max_position_embeddings, the length they support.
 
-    Keeps the format of the fields, which differs between versions of transformers.
+    Versions of transformers write RoPE's fields in different formats. The format of `config` does not change.
     """
     _, normalised = understood(config, path)
     if not hasattr(normalised, "rope_parameters"):
@@ -184,7 +184,10 @@ def _with_rope(
 def _asked_scaling(
     scaling: Mapping[str, Any], own: dict[str, Any], original: int, own_reach: int, max_seq_len: int | None
 ) -> dict[str, Any]:
-    """Returns `scaling` with defaults for its rope_type and factor. Returns `own` if no scaling is needed."""
+    """Returns `scaling` with defaults for its rope_type and factor.
+
+    Returns `own`, the checkpoint's scaling, if it already reaches max_seq_len and `scaling` has no factor.
+    """
     asked = {name: value for name, value in scaling.items() if value is not None}
     kind = asked.get("rope_type", asked.get("type"))
     if "factor" not in asked and kind != "default" and max_seq_len is not None and max_seq_len <= own_reach:

@@ -29,7 +29,7 @@ class Place:
 
 
 def places_of(model: GPT, layout: Layout) -> dict[str, Place]:
-    """Returns the place of each tensor of a checkpoint by name, in the order of the layers. A tied head has none."""
+    """Returns the place of each of a checkpoint's tensors by name, in the order of layers. A tied head has no place."""
     parameters = dict(model.named_parameters())
     modules: list[tuple[str, Sequence[str], bool]] = [(ours, (theirs,), False) for ours, theirs in layout.outer.items()]
     for i in range(model.config.n_layers):
