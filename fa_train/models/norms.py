@@ -44,7 +44,7 @@ def add_and_norm(x: Tensor, added: Tensor, norm: nn.Module, *, keep_sum: bool) -
 
 
 def zeros_to_add(x: Tensor) -> Tensor:
-    """Returns zeros for the first block to add. Their layout is that of an FFN's output, so all blocks share a graph."""
+    """Returns zeros for the first block to add. They have the layout of an FFN's output: all blocks share a graph."""
     zero = torch.zeros((), dtype=compute_dtype(x), device=x.device, requires_grad=x.requires_grad)
     return zero.expand(x.shape).contiguous()  # not a leaf, because autograd accumulates the gradient of a leaf
 

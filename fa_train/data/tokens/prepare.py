@@ -41,8 +41,8 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
     Shards are first written to a folder next to `path`, and the finished folder is then renamed. A restart continues in
     the unfinished folder. Another process that prepares the same corpus waits. shards.json lists the size of each shard
     in bytes, so that a reader can detect a missing or truncated shard.
-    Raises: ValueError if the corpus is empty, a document cannot be encoded or the disk is full. Unless the disk is full,
-    such an error deletes the finished shards.
+    Raises: ValueError if the corpus is empty, a document cannot be encoded or the disk is full. Such an error deletes
+    the finished shards, unless the disk is full.
     """
     unfinished = path.with_name(f"unfinished-{path.stem}")
     with room_on_disk(path.parent):
