@@ -283,7 +283,7 @@ def test_under_autocast():
     q, k, v = dense_inputs()
     with torch.autocast(DEVICE, torch.float16):
         o = flash_attn_func(project(q), project(k), project(v))
-        with pytest.raises(ValueError, match=r"one dtype.*got float16, float32 and float32"):
+        with pytest.raises(ValueError, match=r"the same dtype.*got float16, float32 and float32"):
             flash_attn_func(project(q), k, v)
     assert o.dtype == torch.float16
     gradients = torch.autograd.grad(o.float().sum(), (project.weight, q))

@@ -182,7 +182,7 @@ def test_fit_gives_up_stages_before_tokens_and_refuses_what_cannot_fit():
     assert fit("sm90", tiles, 128, 128, "fwd", 2, three - 1) == TileConfig(128, 64, 8, 2)
     assert two < three
     assert fit("sm90", tiles, 128, 128, "fwd", 2, 64 * 1024).block_m < 128
-    with pytest.raises(ValueError, match=r"head_dim 256 and 256 wants \d+ bytes .* the device has 1024"):
+    with pytest.raises(ValueError, match=r"head_dim 256 .* needs at least \d+ bytes .* the device has 1024"):
         fit("sm90", tiles, 256, 256, "fwd", 2, 1024)
 
 

@@ -1,7 +1,7 @@
-"""Chooses the kernels of a call: Hopper's where they support it, the portable ones everywhere else.
+"""Chooses the kernels of a call: the Hopper kernels if they support the call, else the portable kernels.
 
-The environment variable FLASH_ATTENTION_BACKEND forces one of them: `portable` or `hopper`. The default is `auto`.
-A call that Hopper's kernels do not support raises a ValueError under `hopper`.
+The environment variable FLASH_ATTENTION_BACKEND forces a choice: `portable` or `hopper`. The default is `auto`.
+`hopper` raises a ValueError for a call that the Hopper kernels do not support.
 """
 
 import os
@@ -27,7 +27,7 @@ from fa_kernels.launch.record import recorded
 VARIABLE = "FLASH_ATTENTION_BACKEND"
 CHOICES = ("auto", "portable", "hopper")
 
-Call = tuple[tuple[Hashable, ...], Sequence[Tensor | None]]  # what `recorded` needs of a call: its key and its inputs
+Call = tuple[tuple[Hashable, ...], Sequence[Tensor | None]]  # a call's key and its inputs, for `recorded`
 
 
 def _forward_call(
@@ -42,10 +42,11 @@ def _forward_call(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Computes o in out_dtype, and lse (n_heads, total_q) fp32.
+    """Computes o in out_dtype, and lse in fp32. q, k and v must be results of `in_order`.
 
-    Shapes: q (total_q, n_heads, head_dim); k and v (total_k, n_kv_heads, head_dim). Instead of one dimension of tokens
-    there may be two, (batch, seqlen); o then has them too. q, k and v must have passed `in_order`.
+    Shapes: q (total_q, n_heads, head_dim); k (total_k, n_kv_heads, head_dim); v (total_k, n_kv_heads, v_head_dim)
+    -> o (total_q, n_heads, v_head_dim), lse (n_heads, total_q). q, k and v may have two dimensions (batch, seqlen) in
+    place of total; o then has both too.
     Raises: ValueError as require_consistent.
     """
     require_consistent(q, k, v, features.sinks)
@@ -88,10 +89,11 @@ def backward(
     features: Features,
     deterministic: bool,
 ) -> tuple[Tensor, ...]:
-    """Computes dq, dk and dv, dense, and with sinks also attention_delta's delta.
+    """Computes dq, dk and dv, which are contiguous. With sinks it also returns attention_delta's delta.
 
-    Shapes: do like o; lse and dlse (n_heads, total_q) fp32; the others as for `forward`.
-    With `deterministic`, each output has one owner, as in the portable kernels, or is summed in a fixed order.
+    `deterministic` makes the gradients bitwise repeatable: either one program computes each output, as in the portable
+    kernels, or programs add to it in a fixed order.
+    Shapes: do like o; lse and dlse (n_heads, total_q) fp32; q, k, v and o as in `forward`.
     """
     shapes = q.shape, k.shape, v.shape
     do, q, k, v, o = packed(do), packed(q), packed(k), packed(v), packed(o)
@@ -110,9 +112,10 @@ def backward(
 
 
 def backward_workspace(head_dim: int, dtype: torch.dtype, softcap: float, arch: Arch) -> int:
-    """The bytes that the backward allocates next to its results, at most, for each query of one head.
+    """Returns an upper bound of the temporary memory of the backward pass, in bytes per query and head.
 
-    They hold delta; on Hopper also the two other terms of each row, and the fp32 sum of dQ where one kernel adds it up.
+    The memory holds delta. The Hopper kernels also need two other values per row, and an fp32 sum of dQ if one kernel
+    computes all gradients.
     """
     if arch != "sm90" or dtype not in hopper_bwd.DTYPES or head_dim not in hopper_bwd.HEAD_DIMS:
         return 4
@@ -120,8 +123,9 @@ def backward_workspace(head_dim: int, dtype: torch.dtype, softcap: float, arch: 
 
 
 def in_order(x: Tensor) -> Tensor:
-    """Returns x, or a copy, so that `packed` need not copy: each head is dense, and tokens follow at one stride.
+    """Returns x, or a contiguous copy if needed. `packed` can flatten the result without copying it.
 
+    The last dimension of the result has stride 1, and all tokens of the batch have the same distance in memory.
     Shapes: (tokens, heads, head_dim) or (batch, seqlen, heads, head_dim).
     """
     if x.stride(-1) == 1 and (x.dim() == 3 or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)):
@@ -130,17 +134,17 @@ def in_order(x: Tensor) -> Tensor:
 
 
 def packed(x: Tensor) -> Tensor:
-    """Flattens (batch, seqlen, heads, head_dim) to (tokens, heads, head_dim); returns other x unchanged."""
+    """Flattens (batch, seqlen, heads, head_dim) to (tokens, heads, head_dim). Returns x with three dimensions as is."""
     return x.flatten(0, 1) if x.dim() == 4 else x
 
 
 def _common_key(
     q: Tensor, tensors: Sequence[Tensor | None], schedule: Schedule, features: Features
 ) -> tuple[Hashable, ...]:
-    """All that launches of either pass depend on except addresses, and all that require_consistent checks.
+    """Returns the part of a call's key that both passes share: what their launches and require_consistent depend on.
 
-    A schedule's tensors are int32, dense and on one device, so only the numbers of tiles can differ. The strides of a
-    contiguous tensor follow from its shape, except strides of dimensions of size 1, which do not matter.
+    A schedule's tensors are always int32, contiguous and on one device, so the key only needs their numbers of tiles.
+    The strides of a contiguous tensor follow from its shape; those of dimensions of size 1 do not matter.
     """
     return (
         *[None if t is None else (t.dtype, t.get_device(), t.shape, t.is_contiguous() or t.stride()) for t in tensors],
@@ -151,7 +155,7 @@ def _common_key(
         schedule.crosses_documents,
         features.softmax_scale,
         features.softcap,
-        getenv(VARIABLE),  # takes a tenth of os.environ's time
+        getenv(VARIABLE),  # Triton's getenv needs a tenth of the time of os.environ
         precision_of(q) if q.dtype == torch.float32 else None,
     )
 
@@ -163,8 +167,8 @@ def _takes_hopper(supported: bool, direction: str, head_dims: Iterable[int], q: 
     if choice == "hopper" and not supported:
         widths = ", ".join(map(str, head_dims))
         raise ValueError(
-            f"{VARIABLE}=hopper needs sm_90, bfloat16 or float16, one head_dim of {widths}, no ALiBi, rows that TMA "
-            f"can read, and at head_dim 256 an o of q's dtype; the {direction} got {q.dtype} of head_dim "
-            f"{q.shape[-1]} and {v.shape[-1]} on {q.device}"
+            f"{VARIABLE}=hopper needs sm_90, bfloat16 or float16, a head_dim of {widths} (the same for q and v), no "
+            f"ALiBi, rows that TMA can read, and at head_dim 256 an o of q's dtype; the {direction} pass got {q.dtype} "
+            f"with head_dim {q.shape[-1]} (q) and {v.shape[-1]} (v) on {q.device}"
         )
     return supported and choice != "portable"

@@ -1,4 +1,4 @@
-"""Checks of the arguments of attention. Their errors say what was wanted and what was given."""
+"""Checks of the arguments of attention. Each error says what the argument must be and what was given."""
 
 import math
 
@@ -13,19 +13,20 @@ MAX_HEAD_DIM = 256
 
 
 def require_backend(device: torch.device) -> None:
-    """ValueError unless flash attention can run on `device`."""
+    """Raises ValueError unless flash attention can run on `device`."""
     if device.type != "cuda" and not interpreted():
         raise ValueError(
             f"attention=flash needs a CUDA GPU; this run is on {device.type}. "
-            "Use attention=sdpa, or set TRITON_INTERPRET=1 to run the kernels in Triton's (slow) CPU interpreter"
+            "Use attention=sdpa, or set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter, slowly"
         )
 
 
 def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-    """ValueError unless q, k, v and sinks fit together, have supported types, and are on a device that has kernels.
+    """Raises ValueError unless q, k, v and sinks fit together, have supported dtypes and are on a supported device.
 
-    Shapes: q (..., n_heads, head_dim), k and v (..., n_kv_heads, head_dim), after (tokens,) or (batch, seqlen).
-    A recorded call is not checked again, so backend._common_key must contain everything that is checked here.
+    A repeated call is not checked again (launch/record.py). backend._common_key must therefore contain everything that
+    is checked here.
+    Shapes: q (..., n_heads, head_dim), k and v (..., n_kv_heads, head_dim), where ... is (tokens,) or (batch, seqlen).
     """
     device, dtype = q.device, q.dtype
     require_backend(device)
@@ -37,17 +38,19 @@ def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) ->
     if n_kv_heads == 0 or n_heads % n_kv_heads:
         raise ValueError(f"n_heads must be a multiple of n_kv_heads; got {n_heads} and {n_kv_heads}")
     if head_dim != k_head_dim:
-        raise ValueError(f"q and k must have one head_dim; got {shapes_of(q, k, v)}")
+        raise ValueError(f"q and k must have the same head_dim; got {shapes_of(q, k, v)}")
     if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= v_head_dim <= MAX_HEAD_DIM):
-        raise ValueError(f"head_dim must be from 1 to {MAX_HEAD_DIM}; got {head_dim} and, of v, {v_head_dim}")
+        raise ValueError(
+            f"head_dim must be from 1 to {MAX_HEAD_DIM}; got {head_dim} for q and k and {v_head_dim} for v"
+        )
     if not (dtype == k.dtype == v.dtype) or (dtype not in DTYPES and dtype != FP8):
         raise ValueError(
-            "q, k and v must be of one dtype, float16, bfloat16, float32 or float8_e4m3fn; "
+            "q, k and v must have the same dtype, which is float16, bfloat16, float32 or float8_e4m3fn; "
             f"got {name_of(dtype)}, {name_of(k.dtype)} and {name_of(v.dtype)}"
         )
     if dtype == FP8 and q.is_cuda and torch.cuda.get_device_capability(device) < (8, 9):
         raise ValueError(
-            f"float8_e4m3fn needs a GPU of compute capability 8.9 or newer; got {torch.cuda.get_device_name(device)}"
+            f"float8_e4m3fn needs a GPU of compute capability 8.9 or higher; got {torch.cuda.get_device_name(device)}"
         )
     if not (device == k.device == v.device):
         raise ValueError(f"q, k and v must be on one device; got {device}, {k.device} and {v.device}")
@@ -56,13 +59,16 @@ def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) ->
 
 
 def require_differentiable(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """ValueError if one of them requires a gradient that its dtype does not support."""
+    """Raises ValueError if q, k or v requires a gradient and has a dtype without gradients."""
     if q.dtype == FP8 and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise ValueError("float8_e4m3fn q, k and v have no gradients; got some that require them")
+        raise ValueError("float8_e4m3fn q, k and v must not require gradients; got some that do")
 
 
 def scale_of(q: Tensor, softmax_scale: float | None) -> float:
-    """The factor of the scores, head_dim**-0.5 by default. Raises: ValueError unless it is positive and finite."""
+    """Returns the factor of the scores; the default is head_dim**-0.5.
+
+    Raises: ValueError unless it is positive and finite.
+    """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     if not 0 < scale < math.inf:
         raise ValueError(f"softmax_scale must be positive and finite; got {scale}")
@@ -70,7 +76,7 @@ def scale_of(q: Tensor, softmax_scale: float | None) -> float:
 
 
 def shapes_of(q: Tensor, k: Tensor, v: Tensor) -> str:
-    return f"q, k and v of {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+    return f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
 
 
 def described(x: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""delta = rowsum(do * o) - dlse, the row term of softmax's backward (arXiv:2307.08691, Alg. 2); sinks' gradient."""
+"""delta = rowsum(do * o) - dlse, a term of softmax's backward (arXiv:2307.08691, Alg. 2), and the gradient of sinks."""
 
 import torch
 import triton
@@ -14,11 +14,14 @@ def delta_of_rows(
     o_ptr, do_ptr, dlse_ptr, stride_dot, stride_doh, rows, head, total, n_heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """delta of these rows of a head, 0 past the last row. o and do's last dimension are dense; head is int64."""
+    """Computes delta of `rows` of a head. It is 0 for rows past the last one.
+
+    o is contiguous. The last dimension of do has stride 1. head is int64.
+    """
     cols = tl.arange(0, BLOCK_D)
     inside = rows < total
     mask = inside[:, None] & (cols[None, :] < HEAD_DIM)
-    # int64: 1M tokens x 32 heads x 128 is past 2**31
+    # int64: 1M tokens x 32 heads x 128 elements exceed 2**31
     rows_64 = rows.to(tl.int64)
     o = tl.load(o_ptr + (rows_64[:, None] * n_heads + head) * HEAD_DIM + cols[None, :], mask=mask, other=0.0)
     do = tl.load(do_ptr + rows_64[:, None] * stride_dot + head * stride_doh + cols[None, :], mask=mask, other=0.0)
@@ -43,7 +46,10 @@ def _delta_kernel(
 
 
 def attention_delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
-    """o and do (total, n_heads, head_dim), dlse (n_heads, total) fp32 or None -> delta (n_heads, total) fp32."""
+    """Computes delta = rowsum(do * o) - dlse, where a dlse of None counts as 0.
+
+    Shapes: o and do (total, n_heads, head_dim), dlse (n_heads, total) fp32 -> delta (n_heads, total) fp32.
+    """
     total, n_heads, head_dim = o.shape
     delta = torch.empty(n_heads, total, dtype=torch.float32, device=o.device)
     block_m = 64
@@ -57,5 +63,8 @@ def attention_delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
 
 
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """The gradient of sinks: -delta times a sink's probability, summed over rows. lse, delta: (n_heads, total)."""
+    """Computes the gradient of sinks: -delta times the sink's probability, summed over rows.
+
+    Shapes: sinks (n_heads,), lse and delta (n_heads, total) -> (n_heads,).
+    """
     return -(torch.exp(sinks[:, None] - lse) * delta).sum(dim=1)

@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache: attention over a cache of keys and values, with flash-attn's meanings (version 2.8)."""
+"""flash_attn_with_kvcache: attention over a cache of keys and values, with the names and meanings of flash-attn 2.8."""
 
 from collections.abc import Iterable
 from typing import SupportsIndex
@@ -11,7 +11,7 @@ from fa_kernels.flash_attention.checks import DTYPES, MAX_HEAD_DIM, described, n
 from fa_kernels.flash_attention.interface import window_of
 from fa_kernels.flash_attention.portable.decode import MAX_SPLITS, Cache, Rotary, append_to_cache, decode_attention
 
-PAGE_UNIT = 16  # tokens: the smallest block of keys that a kernel reads
+PAGE_UNIT = 16  # tokens: the size of a page must be a multiple; kernels read at least this many keys at a time
 
 
 @torch.no_grad()
@@ -36,42 +36,46 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Appends k and v to a cache in place, and computes attention of q over the cache. Without gradient.
+    """Appends k and v to a cache in place, and computes attention of q over the cache. There are no gradients.
 
-    The last query is aligned with the last key, appended ones included. A query that sees no key gives 0 and lse -inf.
-    Key j of k is rotated by the angles of position cache_seqlens + j. With `causal` or a window, query i is rotated by
-    those of cache_seqlens + i, otherwise all queries by those of cache_seqlens.
+    The last query is aligned with the last key, which may be an appended one. A query that sees no key has output 0
+    and lse -inf. Key j of k is rotated to position cache_seqlens + j. Query i is rotated to position cache_seqlens + i
+    with `causal` or a window; otherwise all queries are rotated to position cache_seqlens.
 
     Args:
         q: (batch, seqlen_q, n_heads, head_dim).
-        k_cache: (batch_cache, seqlen_cache, n_kv_heads, head_dim); with a block_table (n_pages, page_size, n_kv_heads,
-            head_dim), page_size a multiple of 16. The last dimension must be dense.
+        k_cache: (batch_cache, seqlen_cache, n_kv_heads, head_dim), or (n_pages, page_size, n_kv_heads, head_dim) with
+            a block_table. page_size must be a multiple of 16. The last dimension must have stride 1.
         v_cache: like k_cache; its head_dim may differ.
         k: (batch, seqlen_new, n_kv_heads, head_dim), or None to append nothing.
-        v: like k; its head_dim is v_cache's.
-        rotary_cos: (positions, rotary_dim / 2). There must be as many positions as a sequence can hold, and rotary_dim
+        v: like k; its head_dim is that of v_cache.
+        rotary_cos: (positions, rotary_dim / 2), with at least as many positions as a sequence can have. rotary_dim
             must be a multiple of 16.
         rotary_sin: like rotary_cos.
-        cache_seqlens: an int or (batch,) int32, the tokens held before k is appended; by default the whole cache.
+        cache_seqlens: an int or (batch,) int32, the number of cached tokens before k is appended. By default the cache
+            is full.
         cache_batch_idx: (batch,) int32, the row of the cache that belongs to each sequence.
-        cache_leftpad: (batch,) int32, the first position that counts.
-        block_table: (batch, pages per sequence) int32. Entries after a sequence's length are ignored.
+        cache_leftpad: (batch,) int32, the first position that queries may see.
+        block_table: (batch, pages per sequence) int32. Entries after a sequence's last page are ignored.
         softmax_scale: the factor of the scores; head_dim**-0.5 by default.
-        causal: whether queries see no key to the right of the key that they are aligned with.
-        window_size: how many tokens to the (left, right) of the aligned key are seen, -1 for all.
-        softcap: replaces a score by softcap * tanh(score / softcap); 0 or less for none.
-        rotary_interleaved: whether rotary embedding pairs columns 0 and 1, or else 0 and rotary_dim / 2.
-        alibi_slopes: (n_heads,) or (batch, n_heads) float32, subtracted from a score once per token of distance.
-        num_splits: into how many parts a sequence's keys are split; 0 chooses by the GPU and the cache's shape.
+        causal: whether to hide all keys to the right of a query's aligned key.
+        window_size: the number of visible keys to the (left, right) of the aligned key; -1 means all.
+        softcap: replaces each score by softcap * tanh(score / softcap). 0 or a negative value means no capping.
+        rotary_interleaved: whether rotary embedding pairs columns 0 and 1. Otherwise it pairs 0 and rotary_dim / 2.
+        alibi_slopes: (n_heads,) or (batch, n_heads) float32. A score is lowered by the slope times the distance in
+            tokens between the key and the aligned key.
+        num_splits: the number of parts into which each sequence's keys are split. 0 means a number that suits the GPU
+            and the shape of the cache.
         return_softmax_lse: whether to return (o, lse).
 
     Returns:
         o (batch, seqlen_q, n_heads, v_cache's head_dim) in q's dtype; lse (batch, n_heads, seqlen_q) float32 in nats.
 
     Raises:
-        ValueError: if a shape, dtype, device or head count does not fit; for k without cache_seqlens, angles without k,
-            or a block_table with cache_batch_idx. On the CPU, also for cache_seqlens beyond the cache and wrong entries
-            of cache_batch_idx or block_table; on a GPU these never access memory outside the cache.
+        ValueError: if a shape, a dtype, a device or the number of heads is wrong; if there is k without cache_seqlens,
+            rotary_cos without k, or a block_table with cache_batch_idx. On the CPU, also if cache_seqlens exceed the
+            cache, or if cache_batch_idx or block_table has a wrong entry. These values are not checked on a GPU, but
+            wrong ones never cause an access outside of the cache.
 
     Source: Flash-Decoding, pytorch.org/blog/flash-decoding; FlashAttention-2, arXiv:2307.08691.
     """
@@ -137,7 +141,7 @@ def append(
     angles: list[Tensor],
     interleaved: bool,
 ) -> None:
-    """Writes k and v after the `seqlens` tokens of each sequence. `angles` is empty, or rotary's cos and sin."""
+    """Writes k and v after the first `seqlens` tokens of each sequence. `angles` is empty or [cos, sin]."""
     append_to_cache(k, v, Cache(k_cache, v_cache, seqlens, table, None), _rotary(angles, interleaved))
 
 
@@ -174,7 +178,11 @@ def decode(
     right: int,
     n_splits: int,
 ) -> tuple[Tensor, Tensor]:
-    """q (batch, seqlen_q, n_heads, head_dim) -> o of v's head_dim, lse (batch, n_heads, seqlen_q) fp32."""
+    """Computes attention over the cache.
+
+    Shapes: q (batch, seqlen_q, n_heads, head_dim) -> o (batch, seqlen_q, n_heads, v_cache's head_dim), lse (batch,
+    n_heads, seqlen_q) fp32.
+    """
     return decode_attention(
         q,
         Cache(k_cache, v_cache, seqlens, table, leftpad),
@@ -216,7 +224,7 @@ def _decode_fake(
 
 @register_flop_formula(torch.ops.flash_attention.decode)
 def _decode_flops(q_shape, k_shape, v_shape, seqlens_shape, seqlen_new, table_shape, *args, **kwargs) -> int:
-    """Counts every query with every position of its sequence's cache: only the GPU knows how full the cache is."""
+    """Counts every pair of a query and a position in the cache, because only the GPU knows how full the cache is."""
     batch, seqlen_q, n_heads, head_dim = q_shape
     capacity = k_shape[1] * (1 if table_shape is None else table_shape[1])
     return 2 * batch * seqlen_q * capacity * n_heads * (head_dim + v_shape[-1])
@@ -231,7 +239,7 @@ def _rows_dense(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _require_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None) -> None:
-    """ValueError unless q, the cache, k and v fit together."""
+    """Raises ValueError unless q, the cache, k and v fit together."""
     if (k is None) != (v is None):
         raise ValueError(f"k and v must be given together; got only {'v' if k is None else 'k'}")
     new = {} if k is None or v is None else {"k": k, "v": v}
@@ -241,7 +249,7 @@ def _require_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | Non
             raise ValueError(f"{name} must be (batch, seqlen, heads, head_dim); got {tuple(x.shape)}")
         if x.dtype != q.dtype or x.dtype not in DTYPES:
             raise ValueError(
-                f"q, the cache, k and v must be of one dtype, float16, bfloat16 or float32; "
+                f"q, the cache, k and v must have the same dtype, which is float16, bfloat16 or float32; "
                 f"got q of {name_of(q.dtype)} and {name} of {name_of(x.dtype)}"
             )
         if x.device != q.device:
@@ -258,15 +266,15 @@ def _require_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | Non
     if n_kv_heads == 0 or n_heads % n_kv_heads:
         raise ValueError(f"n_heads must be a multiple of n_kv_heads; got {n_heads} and {n_kv_heads}")
     if q.shape[3] != k_cache.shape[3]:
-        raise ValueError(f"q and k_cache must have one head_dim; got {q.shape[3]} and {k_cache.shape[3]}")
+        raise ValueError(f"q and k_cache must have the same head_dim; got {q.shape[3]} and {k_cache.shape[3]}")
     if not (1 <= q.shape[3] <= MAX_HEAD_DIM and 1 <= v_cache.shape[3] <= MAX_HEAD_DIM):
         raise ValueError(
-            f"head_dim must be from 1 to {MAX_HEAD_DIM}; got {q.shape[3]} and, of v_cache, {v_cache.shape[3]}"
+            f"head_dim must be from 1 to {MAX_HEAD_DIM}; got {q.shape[3]} for q and {v_cache.shape[3]} for v_cache"
         )
     for name, x in new.items():
         wanted = (q.shape[0], new["k"].shape[1], n_kv_heads, tensors[f"{name}_cache"].shape[3])
         if x.shape != wanted:
-            raise ValueError(f"{name} must be {wanted}, as q, k and {name}_cache say; got {tuple(x.shape)}")
+            raise ValueError(f"{name} must be {wanted} to fit q, k and {name}_cache; got {tuple(x.shape)}")
 
 
 def _require_int32(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
@@ -277,24 +285,27 @@ def _require_int32(name: str, x: Tensor, shape: tuple[int, ...], device: torch.d
 def _page_table(
     k_cache: Tensor, batch: int, cache_batch_idx: Tensor | None, block_table: Tensor | None
 ) -> Tensor | None:
-    """(batch, pages per sequence) int32, rows dense: the pages of each sequence. None if sequence i is page i."""
+    """Returns the pages of each sequence, (batch, pages per sequence) int32, or None if sequence i is page i.
+
+    The last dimension has stride 1. A cache without pages counts as one page per sequence.
+    """
     if block_table is not None and cache_batch_idx is not None:
-        raise ValueError("cache_batch_idx must be None if there is a block_table, which says where each sequence is")
+        raise ValueError("cache_batch_idx must be None with a block_table; got both")
     if block_table is None and k_cache.shape[0] < (batch if cache_batch_idx is None else 1):
-        raise ValueError(f"k_cache must hold a row for each of {batch} sequences; got {k_cache.shape[0]}")
+        raise ValueError(f"k_cache must have rows for at least {batch} sequences; got {k_cache.shape[0]}")
     if cache_batch_idx is not None:
         _require_int32("cache_batch_idx", cache_batch_idx, (batch,), k_cache.device)
         return cache_batch_idx[:, None]
     if block_table is None:
         return None
     if block_table.dim() != 2 or block_table.shape[1] == 0:
-        raise ValueError(f"block_table must be (batch, pages a sequence); got {tuple(block_table.shape)}")
+        raise ValueError(f"block_table must be (batch, pages per sequence); got {tuple(block_table.shape)}")
     _require_int32("block_table", block_table, (batch, block_table.shape[1]), k_cache.device)
     n_pages, page_size = k_cache.shape[:2]
     if n_pages == 0 or page_size == 0 or page_size % PAGE_UNIT:
         raise ValueError(
-            f"k_cache must be pages of a multiple of {PAGE_UNIT} tokens if there is a block_table; "
-            f"got {n_pages} of {page_size}"
+            f"with a block_table, k_cache must have pages whose number of tokens is a multiple of {PAGE_UNIT}; "
+            f"got {n_pages} pages of {page_size} tokens"
         )
     return _rows_dense(block_table)[0]
 
@@ -302,10 +313,13 @@ def _page_table(
 def _seqlens(
     cache_seqlens: int | Tensor | None, batch: int, capacity: int, seqlen_new: int, appends: bool, device: torch.device
 ) -> Tensor:
-    """(batch,) int32, checked against the cache if that does not wait for the GPU."""
+    """Returns the cached tokens of each sequence, (batch,) int32.
+
+    Values on the CPU are checked. Values on a GPU are not, because the host would have to wait for them.
+    """
     if cache_seqlens is None:
         if appends:
-            raise ValueError("cache_seqlens must say where k and v are to be appended; got None")
+            raise ValueError("cache_seqlens must say where to append k and v; got None")
         cache_seqlens = capacity
     if isinstance(cache_seqlens, int):
         seqlens, known = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device), [cache_seqlens]
@@ -314,8 +328,8 @@ def _seqlens(
         seqlens, known = cache_seqlens.contiguous(), _values(cache_seqlens) or [0]
     if not 0 <= min(known) <= max(known) + seqlen_new <= capacity:
         raise ValueError(
-            f"cache_seqlens and {seqlen_new} new tokens must fit the {capacity} that a sequence can hold; "
-            f"got {min(known)} to {max(known)}"
+            f"cache_seqlens and the new tokens must add up to at most {capacity} tokens, and cache_seqlens must not be "
+            f"negative; got {min(known)} to {max(known)} cached and {seqlen_new} new tokens"
         )
     return seqlens
 
@@ -323,7 +337,7 @@ def _seqlens(
 def _require_pages_in_range(
     k_cache: Tensor, table: Tensor | None, seqlens: Tensor, seqlen_new: int, paged: bool
 ) -> None:
-    """ValueError if a page in use is not in the cache; checked on the CPU only."""
+    """Raises ValueError if a sequence uses a page that does not exist. This is checked only on the CPU."""
     if table is None or not _values(seqlens):
         return
     n_pages, page_size = k_cache.shape[:2]
@@ -331,11 +345,11 @@ def _require_pages_in_range(
     wrong = table[used & ((table < 0) | (table >= n_pages))]
     if wrong.numel():
         name = "block_table" if paged else "cache_batch_idx"
-        raise ValueError(f"{name} must be from 0 to {n_pages - 1}, as k_cache has {n_pages} rows; got {wrong.tolist()}")
+        raise ValueError(f"{name} must hold rows of k_cache, from 0 to {n_pages - 1}; got {wrong.tolist()}")
 
 
 def _values(x: Tensor) -> list[int]:
-    """The values of a tensor on the CPU; an empty list for one on a GPU or one that is being traced."""
+    """Returns the values of x, or an empty list if x is on a GPU or is being traced."""
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return []
     return x.tolist()
@@ -349,12 +363,13 @@ def _require_rotary(cos: Tensor | None, sin: Tensor | None, appends: bool, q: Te
             f"rotary_cos and rotary_sin must be given together; got only {'sin' if cos is None else 'cos'}"
         )
     if not appends:
-        raise ValueError("rotary_cos and rotary_sin need k and v to be appended; got none")
+        raise ValueError("rotary_cos and rotary_sin must be None without k and v; got both")
     fits = cos.dim() == 2 and cos.shape[0] >= capacity and cos.shape[1] % 8 == 0 and 2 * cos.shape[1] <= q.shape[3]
     if not fits or cos.shape != sin.shape:
         raise ValueError(
-            f"rotary_cos and rotary_sin must be (positions, rotary_dim / 2), {capacity} positions or more, rotary_dim "
-            f"a multiple of 16 and at most {q.shape[3]}; got {tuple(cos.shape)} and {tuple(sin.shape)}"
+            f"rotary_cos and rotary_sin must be (positions, rotary_dim / 2) with at least {capacity} positions and a "
+            f"rotary_dim that is a multiple of 16 and at most {q.shape[3]}; got {tuple(cos.shape)} and "
+            f"{tuple(sin.shape)}"
         )
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
         if x.dtype not in (q.dtype, torch.float32) or x.device != q.device:

@@ -1,4 +1,4 @@
-"""Masks as ranges: what a tile of rows sees, which blocks need a mask, and the mask of one block."""
+"""Masks as ranges: the range that a tile of rows sees, the blocks that need a mask, and the mask of one block."""
 
 import triton
 import triton.language as tl
@@ -6,10 +6,11 @@ import triton.language as tl
 
 @triton.jit
 def tile_range(start_ptr, end_ptr, first, last, BLOCK: tl.constexpr):
-    """Returns start <= whole_start <= whole_end <= end of what the rows first to last see.
+    """Returns start, whole_start, whole_end and end, in ascending order, for the rows from `first` to `last`.
 
-    Every row sees all BLOCK-sized blocks between whole_start and whole_end; the other blocks need a mask. Ranges never
-    move backwards from row to row, so the first and the last row bound them all.
+    The rows see columns from start to end. Between whole_start and whole_end every row sees every column; the distance
+    is a multiple of BLOCK. Blocks outside need a mask. Ranges never move backwards from one row to the next, so
+    the ranges of the first and the last row determine the result.
     """
     start, last_start = tl.load(start_ptr + first), tl.load(start_ptr + last)
     first_end, end = tl.load(end_ptr + first), tl.load(end_ptr + last)
@@ -20,5 +21,5 @@ def tile_range(start_ptr, end_ptr, first, last, BLOCK: tl.constexpr):
 
 @triton.jit
 def is_visible(cols, row_start, row_end):
-    """[rows, cols]: whether each column is in the range of each row."""
+    """Returns the mask of a block, [rows, cols]: whether each row sees each column."""
     return (cols[None, :] >= row_start[:, None]) & (cols[None, :] < row_end[:, None])

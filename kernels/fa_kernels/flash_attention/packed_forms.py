@@ -1,6 +1,6 @@
-"""Attention over q, k and v that lie in one tensor, with flash-attn's names and meanings (version 2.8).
+"""Attention over q, k and v that are packed in one tensor. Names and meanings are those of flash-attn 2.8.
 
-q, k and v are views of it, which kernels read in place. Their gradients come back as one tensor.
+Kernels read q, k and v in place, as views of the packed tensor. The gradient is one tensor too.
 """
 
 from collections.abc import Iterable
@@ -27,7 +27,9 @@ def flash_attn_qkvpacked_func(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Outputs:
-    """Computes flash_attn_func of q, k and v in one tensor. The rest is as for flash_attn_func.
+    """Computes flash_attn_func. q, k and v are packed in one tensor.
+
+    The other arguments and the errors are those of flash_attn_func.
 
     Args:
         qkv: (batch, seqlen, 3, n_heads, head_dim).
@@ -58,7 +60,9 @@ def flash_attn_kvpacked_func(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Outputs:
-    """Computes flash_attn_func of q, and k and v in one tensor. The rest is as for flash_attn_func.
+    """Computes flash_attn_func. k and v are packed in one tensor.
+
+    The other arguments and the errors are those of flash_attn_func.
 
     Args:
         q: (batch, seqlen_q, n_heads, head_dim).
@@ -91,12 +95,14 @@ def flash_attn_varlen_qkvpacked_func(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Outputs:
-    """Computes flash_attn_varlen_func of q, k and v in one tensor. The rest is as for flash_attn_varlen_func.
+    """Computes flash_attn_varlen_func. q, k and v are packed in one tensor.
+
+    The other arguments and the errors are those of flash_attn_varlen_func.
 
     Args:
         qkv: (total, 3, n_heads, head_dim).
-        cu_seqlens: (n_docs + 1,) int32, where each document begins and the last one ends.
-        max_seqlen: at least the length of the longest document.
+        cu_seqlens: (n_docs + 1,) int32, the first token of each document, then the end of the last document.
+        max_seqlen: a number of tokens that no document exceeds.
 
     Returns:
         o (total, n_heads, head_dim).
@@ -128,7 +134,9 @@ def flash_attn_varlen_kvpacked_func(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Outputs:
-    """Computes flash_attn_varlen_func of q, and k and v in one tensor. The rest is as for flash_attn_varlen_func.
+    """Computes flash_attn_varlen_func. k and v are packed in one tensor.
+
+    The other arguments and the errors are those of flash_attn_varlen_func.
 
     Args:
         q: (total_q, n_heads, head_dim).
@@ -146,7 +154,7 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def _views(name: str, joined: Tensor, tokens: str, n_tensors: int) -> tuple[Tensor, ...]:
-    """Views of the tensors along the third-last dimension. Autograd writes their gradients by one stack."""
+    """Returns the views along the third-last dimension. Autograd stacks their gradients in one operation."""
     dims = tokens.count(",") + 4
     if joined.dim() != dims or joined.shape[-3] != n_tensors:
         raise ValueError(f"{name} must be ({tokens}, {n_tensors}, heads, head_dim); got {tuple(joined.shape)}")

@@ -1,4 +1,4 @@
-"""Attention by its definition, one document at a time: what tests and scripts compare with."""
+"""Attention computed by its definition, one document at a time. Tests and scripts compare the kernels with it."""
 
 import torch
 from torch import Tensor
@@ -21,8 +21,9 @@ def attention_reference(
 ) -> tuple[Tensor, Tensor]:
     """Computes attention over packed documents in `dtype`, with all scores in memory.
 
-    Arguments are as for flash_attn_varlen_func. Returns o (total_q, n_heads, v's head_dim) and lse (n_heads, total_q).
-    A query that sees no key, or belongs to no document, gives 0, and lse -inf or its sink. Differentiable in both.
+    The arguments are those of flash_attn_varlen_func. Returns o (total_q, n_heads, v_head_dim) and lse
+    (n_heads, total_q); both are differentiable. A query that sees no key or belongs to no document has output 0; its
+    lse is the sink of the head, or -inf without sinks.
     """
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     total_q, n_heads, head_dim = q.shape
@@ -33,7 +34,7 @@ def attention_reference(
     outputs, lses = [], []
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     documents = list(zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False))
-    documents.append((starts_q[-1], total_q, 0, 0))  # rows after the last document see nothing
+    documents.append((starts_q[-1], total_q, 0, 0))  # rows after the last document see no key
     for index, (q0, q1, k0, k1) in enumerate(documents):
         queries = q[q0:q1].transpose(0, 1)  # [H, M, D]
         keys, values = (x[k0:k1].transpose(0, 1).repeat_interleave(group, dim=0) for x in (k, v))  # [H, N, D]
@@ -50,10 +51,10 @@ def attention_reference(
             slopes = alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[index]
             scores = scores - slopes.to(dtype)[:, None, None] * distance.abs().to(q.device)
         scores = scores.masked_fill(~visible.to(q.device), float("-inf"))
-        # the sink is one more column, without a value
+        # The sink is one more column of scores; it has no row in v.
         scores = torch.cat([scores, sink[:, None, None].expand(-1, q1 - q0, 1)], dim=2)
         sees = torch.isfinite(scores.detach()).any(dim=2)
-        # rows that see nothing take the softmax of zeros, which is dropped, so that no gradient is NaN
+        # Rows that see no key use scores of 0 here, so that no gradient is NaN. Their results are replaced below.
         safe = scores.masked_fill(~sees[..., None], 0.0)
         outputs.append((safe.softmax(dim=-1)[..., :-1] @ values * sees[..., None]).transpose(0, 1))
         lses.append(safe.logsumexp(dim=-1).masked_fill(~sees, float("-inf")))

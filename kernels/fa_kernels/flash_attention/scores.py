@@ -1,22 +1,23 @@
-"""What is done to q . k before the softmax: the scale, a soft cap, ALiBi's bias."""
+"""The operations on q . k before the softmax: a soft cap and ALiBi's bias."""
 
 import triton
 import triton.language as tl
 
 from fa_kernels.device import LOG2_E, interpreted
 
-_INTERPRETED = tl.constexpr(interpreted())  # read at import, like triton.jit does
+_INTERPRETED = tl.constexpr(interpreted())  # evaluated at import, as in triton.jit
 
 
 @triton.jit
 def tanh(x, dtype: tl.constexpr):
-    """tanh of fp32 x = score / cap, for q and k in `dtype`. Both passes use the same one, so that P fits its lse.
+    """Computes tanh of x, fp32, where x is score / cap. `dtype` is that of q and k.
 
+    The forward and the backward pass use the same formula, so that the recomputed P is consistent with lse.
     bf16 and narrower dtypes use one instruction with a relative error of 2^-11, below the rounding of bf16 scores.
-    fp16 and fp32 use 1 - 2 / (e^2x + 1), because dK may be a sum of 1 - tanh^2 of saturated scores: in fp16, the
-    instruction's error could exceed twice that of torch.
+    fp16 and fp32 use 1 - 2 / (e^2x + 1). dK may be a sum of 1 - tanh^2 of saturated scores, and the error of the
+    instruction could then exceed twice the error of torch in fp16.
     """
-    if _INTERPRETED:  # the interpreter has no PTX
+    if _INTERPRETED:  # the interpreter cannot run PTX
         t = 1.0 - 2.0 / (tl.math.exp2(x * 2.8853900817779268) + 1.0)
     elif dtype == tl.float32 or dtype == tl.float16:
         t = 1.0 - 2.0 * _reciprocal(tl.math.exp2(x * 2.8853900817779268) + 1.0)
@@ -27,22 +28,25 @@ def tanh(x, dtype: tl.constexpr):
 
 @triton.jit
 def _reciprocal(x):
-    """1 / x for x from 1 to infinity, within one unit in the last place; `/` takes four times the code."""
+    """Computes 1 / x for x from 1 to infinity, within one unit in the last place. `/` needs four times the code."""
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def cap(scores, softmax_scale, softcap, dtype: tl.constexpr):
-    """Returns softcap * tanh(scale * scores / softcap) in log2 units (Gemma 2, arXiv:2408.00118), and the tanh."""
+    """Applies the soft cap (Gemma 2, arXiv:2408.00118).
+
+    Returns softcap * tanh(softmax_scale * scores / softcap) in log2 units, and the tanh.
+    """
     t = tanh(scores * (softmax_scale / softcap), dtype)
     return t * (softcap * LOG2_E), t
 
 
 @triton.jit
 def alibi_bias(slope, aligned, keys):
-    """-slope * distance from the key that the query is aligned with, in units of log2 (arXiv:2108.12409).
+    """Computes ALiBi's bias in log2 units: -slope times the distance from the aligned key (arXiv:2108.12409).
 
-    slope and aligned belong to queries and broadcast against keys: [M, 1] with [1, N], or [1, M] with [N, 1].
+    slope and aligned have one value per query. They broadcast against keys: [M, 1] with [1, N], or [1, M] with [N, 1].
     A document's last query is aligned with its last key.
     """
     return slope * -LOG2_E * tl.abs(aligned - keys).to(tl.float32)
@@ -50,7 +54,7 @@ def alibi_bias(slope, aligned, keys):
 
 @triton.jit
 def load_alibi(slopes_ptr, aligned_ptr, document_ptr, stride_slopes, rows, head, inside, HAS_ALIBI: tl.constexpr):
-    """The slope of each row's document and the key that the row is aligned with; unused values without ALiBi."""
+    """Returns each row's slope and aligned key. Without ALiBi it returns placeholders, which are not used."""
     if HAS_ALIBI:
         document = tl.load(document_ptr + rows, mask=inside, other=0)
         slope = tl.load(slopes_ptr + document * stride_slopes + head)

@@ -9,8 +9,8 @@ def online_softmax_step(scores, row_max, row_sum, scale_log2, MASKED: tl.constex
     """Adds one block of scores [M, N] to the running maximum and sum of M rows.
 
     Returns p = 2^(scores * scale_log2 - new_max) [M, N], the factor [M] that rescales earlier sums to the new maximum,
-    the new maximum in log2 units, and the new sum. Only a MASKED block may contain -inf. A row that has seen nothing
-    but -inf keeps a sum of 0.
+    the new maximum in log2 units, and the new sum. Only a MASKED block may contain -inf. The sum of a row stays 0 while
+    all its scores are -inf.
     """
     new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
     if MASKED:

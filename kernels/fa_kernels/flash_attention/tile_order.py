@@ -1,4 +1,8 @@
-"""Maps programs to tiles and heads, so that the longest tiles start first and K and V stay in L2."""
+"""Maps programs to tiles and heads, so that the longest tiles start first and K and V stay in L2.
+
+Heads are divided into sections. All tiles of a section run before those of the next section, so that its data fits
+in L2.
+"""
 
 import triton
 import triton.language as tl
@@ -7,15 +11,17 @@ from torch import Tensor
 from fa_kernels.device import ceil_div
 from fa_kernels.flash_attention.schedule import WORK_TILE
 
-KEYS_IN_L2 = 32 * 2**20  # bytes of K and V that the heads of a section may take; an H200 has 50 MB of L2
-QUERIES_IN_L2 = 16 * 2**20  # bytes of Q, dO and fp32 dQ that the heads of a section may take; the fastest on an H200
+KEYS_IN_L2 = 32 * 2**20  # the most bytes of K and V in a section; an H200 has 50 MB of L2
+QUERIES_IN_L2 = 16 * 2**20  # the most bytes of Q, dO and fp32 dQ in a section; the fastest value on an H200
 
 
 @triton.jit
 def tile_and_head(program, tiles_ptr, n_tiles, n_heads, section, TILES_PER_WORK_TILE: tl.constexpr):
-    """Returns a program's tile and head: sections of heads in order, in each the tiles, for each tile all heads.
+    """Returns a program's tile and head.
 
-    TILES_PER_WORK_TILE: how many of the kernel's tiles one tile of the schedule holds. Without tiles_ptr, tiles ascend.
+    Consecutive programs process all heads of a section for one tile, then for the next tile, then the next section.
+    tiles_ptr gives the schedule's order of tiles; if it is None, tiles ascend. A tile of the schedule holds
+    TILES_PER_WORK_TILE tiles of the kernel, of which the last is processed first.
     """
     section_index = program // (n_tiles * section)
     within = program % (n_tiles * section)
@@ -32,13 +38,16 @@ def tile_and_head(program, tiles_ptr, n_tiles, n_heads, section, TILES_PER_WORK_
 
 
 def grid_of_tiles(work_tiles: Tensor, n_heads: int, block: int) -> tuple[int, int]:
-    """Returns the number of programs, and of tiles of `block` tokens per head. The last tiles may be out of range."""
+    """Returns the number of programs, and the number of tiles of `block` tokens per head.
+
+    The last tiles may begin after the last token.
+    """
     n_tiles = work_tiles.numel() * (WORK_TILE // block)
     return n_tiles * n_heads, n_tiles
 
 
 def heads_per_section(k: Tensor, v: Tensor, n_heads: int) -> int:
-    """Returns how many query heads form a section whose K and V fit in L2; whole groups of GQA."""
+    """Returns how many query heads form a section whose K and V fit in L2. A section holds whole GQA groups."""
     total, n_kv_heads, head_dim = k.shape
     bytes_per_kv_head = max(1, total * (head_dim + v.shape[-1]) * k.element_size())
     kv_heads = min(n_kv_heads, max(1, KEYS_IN_L2 // bytes_per_kv_head))
@@ -48,8 +57,8 @@ def heads_per_section(k: Tensor, v: Tensor, n_heads: int) -> int:
 def kv_heads_per_section(q: Tensor, n_kv_heads: int, n_tiles: int, programs: int) -> int:
     """Returns how many KV heads form a section, so that Q, dO and dQ of their query heads fit in L2.
 
-    A section has at least two tiles for each of the `programs` that run at the same time, out of n_tiles per head.
-    With fewer, the longest tiles of the last section would start late, and most programs would wait for them.
+    A section has at least two tiles for each of the `programs` that run at the same time; a head has n_tiles. In a
+    smaller section, the longest tiles of the last section would start late, and most programs would wait for them.
     """
     total, n_heads, head_dim = q.shape
     bytes_per_kv_head = total * head_dim * (2 * q.element_size() + 4) * (n_heads // n_kv_heads)

@@ -1,4 +1,4 @@
-"""Tile sizes: a table by architecture, head dimension and pass, and the shared memory that tiles take."""
+"""Tile sizes: a table by architecture, head dimension and pass, and the shared memory that tiles need."""
 
 import warnings
 from dataclasses import dataclass, replace
@@ -11,12 +11,12 @@ from torch import Tensor
 from fa_kernels.columns_of_head import split_columns
 from fa_kernels.device import Arch, arch_of, interpreted
 
-Pass = Literal["fwd", "dkdv", "dk", "dv", "dq"]  # dkdv computes dk and dv in one kernel, from the same scores
+Pass = Literal["fwd", "dkdv", "dk", "dv", "dq"]  # the dkdv kernel computes dk and dv from the same scores
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """block_m query tokens by block_n key tokens, for num_warps warps, with num_stages blocks in flight."""
+    """A tile: block_m query tokens by block_n key tokens, num_warps warps, and num_stages blocks in flight."""
 
     block_m: int
     block_n: int
@@ -24,8 +24,8 @@ class TileConfig:
     num_stages: int
 
 
-# (arch, largest head_dim, pass) for 2-byte dtypes. sm90 is measured (scripts/results/portable_tiles_h200_202611.md);
-# sm80 and sm100 are not. Where dk and dv are listed, dkdv serves fp32 and repairs.
+# Tiles for 2-byte dtypes, by (arch, largest head_dim, pass). Those of sm90 are measured
+# (scripts/results/portable_tiles_h200_202611.md). Only repairs use a dkdv entry that has dk and dv entries beside it.
 _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 3),
     ("sm90", 96, "fwd"): TileConfig(128, 64, 8, 3),
@@ -78,8 +78,8 @@ _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm80", 256, "dq"): TileConfig(32, 32, 4, 2),
 }
 
-# The same for 4-byte dtypes. Only sm90 at 64 and 128 is measured (scripts/results/fp32_tiles_h200_202611.md).
-# sm100 uses sm80's entries, because sm90's would overflow its tensor memory.
+# Tiles for 4-byte dtypes. Those of sm90 at 64 and 128 are measured (scripts/results/fp32_tiles_h200_202611.md).
+# sm100 uses the tiles of sm80, because those of sm90 would overflow its tensor memory.
 _TILES_OF_4_BYTES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 2),
     ("sm90", 96, "fwd"): TileConfig(128, 64, 8, 1),
@@ -114,26 +114,26 @@ _TILES_OF_4_BYTES: dict[tuple[Arch, int, Pass], TileConfig] = {
 }
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-# bytes of shared memory per program on the smallest GPU that uses these entries
+# The bytes of shared memory that a program can use, on the GPU with the least that uses the entries.
 SHARED_LIMIT: dict[Arch, int] = {"sm80": 99 * 1024, "sm90": 227 * 1024, "sm100": 227 * 1024}
 
 
 def tile_config(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
-    """Returns the table's tiles. head_dim is the larger of q's and v's, at most 256; itemsize is in bytes."""
+    """Returns the tiles of the table. head_dim is the larger one of q and v, at most 256; itemsize is in bytes."""
     if arch == "interpreter":
-        return TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)  # small, so that short inputs have edges
+        return TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)  # short inputs then have several tiles
     listed = next(d for d in HEAD_DIMS if head_dim <= d)
-    known: Arch = "sm80" if arch == "unknown" else arch  # sm80 needs the least
+    known: Arch = "sm80" if arch == "unknown" else arch  # the tiles of sm80 need the least shared memory
     if itemsize > 2:
         return _TILES_OF_4_BYTES["sm80" if known == "sm100" else known, listed, direction]
     return _TILES[known, listed, direction]
 
 
 def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
-    """Returns the passes that compute dK and dV: one for both, or one for each if the table lists them.
+    """Returns the passes that compute dK and dV: ("dk", "dv") if the table lists both, else ("dkdv",).
 
-    Two passes compute the scores twice, which makes five matmuls instead of four. But each has half the accumulators,
-    so that tiles may be twice as long, and two warpgroups share the rows of the scores.
+    Two passes compute the scores twice, so they need five matmuls instead of four. But each pass has half the
+    accumulators, so tiles can be twice as long, and two warpgroups can share the rows of the scores.
     """
     if itemsize > 2 and arch != "interpreter":
         return ("dkdv",)
@@ -144,19 +144,19 @@ def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
 
 
 def launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
-    """Returns the tiles for one launch on `device`: the table's, or smaller ones if its shared memory is too small.
+    """Returns the tiles for one launch: those of the table, or smaller ones that fit the shared memory of `device`.
 
-    Warns once per device if the table does not list it, or its memory is too small.
+    Warns once per device if the table does not list it, or if the tiles of the table do not fit.
     """
     if interpreted():
         return tile_config("interpreter", max(head_dim, v_head_dim), direction, itemsize)
     return _launch_tiles(device, head_dim, v_head_dim, direction, itemsize)
 
 
-@cache  # called at every launch
+@cache  # used by every launch
 def _launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
     arch = arch_of(device)
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the attribute
+    properties: Any = torch.cuda.get_device_properties(device)  # Any, because torch's type stub lacks an attribute
     limit = properties.shared_memory_per_block_optin
     entry = tile_config(arch, max(head_dim, v_head_dim), direction, itemsize)
     tiles = fit(arch, entry, head_dim, v_head_dim, direction, itemsize, limit)
@@ -170,8 +170,8 @@ def _warn_of_guesses(device: torch.device, limit: int) -> None:
     major, minor = torch.cuda.get_device_capability(device)
     warnings.warn(
         f"kernels/fa_kernels/flash_attention/tiles.py has no measured tiles for {torch.cuda.get_device_name(device)} "
-        f"(sm_{major}{minor}, {limit} bytes of shared memory a program); it uses some that fit and may be slow. "
-        "scripts/bench/tune_tiles.py measures better ones.",
+        f"(sm_{major}{minor}, {limit} bytes of shared memory per program). The tiles used instead fit, but may be "
+        "slow. scripts/bench/tune_tiles.py finds faster tiles.",
         stacklevel=2,
     )
 
@@ -179,10 +179,10 @@ def _warn_of_guesses(device: torch.device, limit: int) -> None:
 def fit(
     arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int, limit: int
 ) -> TileConfig:
-    """Returns `tiles`, or the largest tiles within `limit` bytes that come from halving them and from fewer stages.
+    """Returns `tiles` if they need at most `limit` bytes. Otherwise it reduces stages and halves blocks until they fit.
 
-    On Hopper a warpgroup of four warps computes 64 rows, so tiles halved to 64 rows get at most four warps. With eight
-    warps and two column blocks, ptxas 12.8 computes matrix descriptors from the wrong uniform register.
+    Tiles that are halved to 64 rows get at most four warps, because a warpgroup of four warps computes 64 rows on
+    Hopper. With eight warps and two column blocks, ptxas 12.8 would generate wrong code.
     Raises: ValueError if tiles of 16 by 16 do not fit.
     """
     of_keys = direction in ("dkdv", "dk", "dv")
@@ -194,8 +194,8 @@ def fit(
                 return staged
         if tiles.block_m == tiles.block_n == 16:
             raise ValueError(
-                f"attention with head_dim {head_dim} and {v_head_dim} wants {needed} bytes of shared memory a program "
-                f"at least; the device has {limit}"
+                f"attention with head_dim {head_dim} (q, k) and {v_head_dim} (v) needs at least {needed} bytes of "
+                f"shared memory per program; the device has {limit}"
             )
         if tiles.block_m > tiles.block_n:
             tiles = replace(tiles, block_m=tiles.block_m // 2)
@@ -207,11 +207,11 @@ def fit(
 
 
 def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> int:
-    """Returns an upper bound of the bytes of shared memory that a program takes, close to what Triton reports.
+    """Returns an upper bound of the bytes of shared memory that a program needs.
 
-    tests/kernels/aot/test_portable.py compares the two.
+    tests/kernels/aot/test_portable.py checks that the bound is close to what Triton reports.
     """
-    if arch == "unknown":  # Triton may compile for it as for any known architecture
+    if arch == "unknown":  # Triton's code for this device may resemble that for any known architecture
         return max(shared_bytes(known, tiles, head_dim, v_head_dim, direction, itemsize) for known in SHARED_LIMIT)
     whole = _shared_of_one_product(arch, tiles, head_dim, v_head_dim, direction, itemsize)
     if itemsize == 4:
@@ -220,11 +220,12 @@ def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, 
 
 
 def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass) -> int:
-    """Bytes for fp32 by three TF32 products: upper and lower halves of the kept tiles and of one block that is read.
+    """Returns the bytes for fp32 matmuls that are computed as three TF32 products of upper and lower halves.
 
-    Blocks are fetched ahead in fp32 and split in registers, one column block after the other. mma.sync reads halves
-    from registers, so a block is stored once, and for dK and dV once more, transposed. The decode kernel uses the
-    forward pass's tiles; it may hold K and V at the same time, and scores twice.
+    Shared memory holds both halves of the tiles that a program keeps, and of the block in use. Blocks are prefetched
+    in fp32, and split in registers, one column block at a time. mma.sync reads the halves from registers. A block is
+    therefore stored only once; dK and dV also store it transposed. The decode kernel uses the tiles of the forward
+    pass. It may hold K and V at the same time, and two copies of the scores.
     """
     (d_1, d_2), (dv_1, dv_2) = split_columns(head_dim), split_columns(v_head_dim)
     of_keys = direction in ("dkdv", "dk", "dv")
@@ -244,35 +245,38 @@ def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_he
 def _shared_of_one_product(
     arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int
 ) -> int:
-    """Bytes for one product: the kept tiles (Q; Q and dO; K and V; K for dV), blocks in flight, and layout changes."""
+    """Returns the bytes for matmuls that are one product: kept tiles, blocks in flight, and changes of layout.
+
+    The kept tiles are Q in the forward pass, Q and dO for dQ, K and V for dK, and K for dV.
+    """
     qk_width, v_width = (sum(split_columns(width, itemsize)) for width in (head_dim, v_head_dim))
     of_keys = direction in ("dkdv", "dk", "dv")
     kept_rows, read_rows = (tiles.block_n, tiles.block_m) if of_keys else (tiles.block_m, tiles.block_n)
     kept = kept_rows * (qk_width + (0 if direction in ("fwd", "dv") else v_width)) * itemsize
     block = read_rows * (qk_width + v_width) * itemsize
-    row_values = 8 * read_rows if of_keys else 0  # lse and delta are in flight with Q and dO
+    row_values = 8 * read_rows if of_keys else 0  # lse and delta are prefetched with Q and dO
     scores = tiles.block_m * tiles.block_n * itemsize
-    if arch == "sm80" or kept_rows < 64:  # mma.sync copies a block to registers before it waits for the next one
+    if arch == "sm80" or kept_rows < 64:  # mma.sync: a block is copied to registers before the next one is awaited
         in_flight = max(1, tiles.num_stages - 1)
         rewritten = scores if max(head_dim, v_head_dim) >= 128 else 0
-    else:  # wgmma and tcgen05 read a block from shared memory while the next ones arrive
+    else:  # wgmma and tcgen05 read a block from shared memory while the next blocks arrive
         in_flight = tiles.num_stages
         rewritten = 0
         if arch == "sm100":
             rewritten = _rewritten_for_tcgen05(scores, block, read_rows, head_dim, direction, itemsize)
     if itemsize == 1:
         rewritten += read_rows * v_width * 2  # V in fp16
-    if tiles.num_stages == 1:  # nothing is fetched ahead, and K is no longer needed when V arrives
+    if tiles.num_stages == 1:  # nothing is prefetched, and V replaces K
         widest = read_rows * max(qk_width, v_width) * itemsize
         if direction == "fwd":
             return kept + widest + scores + 2048
-        isolated = block if of_keys and kept_rows >= 64 else widest  # Q and dO, or K, of masked blocks
+        isolated = block if of_keys and kept_rows >= 64 else widest  # masked blocks after NaN isolation: Q and dO, or K
         rewritten = max(rewritten, scores, isolated)
     return kept + in_flight * (block + row_values) + rewritten + 2048
 
 
 def _rewritten_for_tcgen05(scores: int, block: int, rows: int, head_dim: int, direction: Pass, itemsize: int) -> int:
-    """Bytes of operands that tcgen05 reads from shared memory: P and dS, and copies of masked blocks without NaN."""
+    """Returns the bytes of operands for tcgen05 in shared memory: P and dS, and copies of masked blocks without NaN."""
     first, second = split_columns(head_dim)
     if direction in ("fwd", "dv"):  # P stays in tensor memory
         return 0
@@ -285,17 +289,17 @@ def precision_of(x: Tensor) -> str:
     """Returns tl.dot's input_precision for x's dtype. It has no effect for 2-byte dtypes.
 
     fp32 uses three TF32 products of the upper and lower halves of the inputs ("tf32x3"), as torch's own attention does.
-    They are as accurate as FMA instructions ("ieee") and three times as fast. If the user allowed TF32 in torch's
-    matmuls, one product is used. Infinities and NaN pass as through FMA, but what rounds to infinity in TF32, the
-    largest 1/4096 of the fp32 range, counts as infinite.
+    They are as accurate as FMA instructions ("ieee") and three times as fast. A single product ("tf32") is used if the
+    user allowed TF32 in torch's matmuls. Infinities and NaN give the same results as with FMA. Values that round to
+    infinity in TF32 count as infinite; they are the largest 1/4096 of the fp32 range.
     """
     if x.dtype != torch.float32 or (x.is_cuda and not _has_tf32(x.device)):
         return "ieee"
-    # reading the older allow_tf32 raises an error once fp32_precision was set; fp32_precision reflects both
+    # Torch has two settings, and fp32_precision reflects both. Reading allow_tf32 fails if fp32_precision was set.
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
-@cache  # called at every launch
+@cache  # used by every launch
 def _has_tf32(device: torch.device) -> bool:
-    """Whether a CUDA device's tensor cores support TF32: Ampere and newer."""
+    """Returns whether a CUDA device's tensor cores support TF32, which Ampere and newer GPUs do."""
     return torch.cuda.get_device_capability(device) >= (8, 0)

@@ -1,1 +1,1 @@
-"""Kernels for Hopper (sm_90), in Gluon: warp specialised, fed by TMA."""
+"""Warp-specialised attention kernels for Hopper (sm_90), written in Gluon. TMA loads their inputs."""

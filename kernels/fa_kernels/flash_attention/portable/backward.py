@@ -1,8 +1,9 @@
-"""The backward pass by recomputation: dK and dV for each tile of keys, then dQ for each tile of queries.
+"""The backward pass: one kernel computes dK and dV for tiles of keys, then another computes dQ for tiles of queries.
 
-This is arXiv:2307.08691, Alg. 2, with one kernel per loop. The scores are computed twice, which makes seven matmuls
-instead of five. In return each output has one owner: there are no atomics, and gradients are bitwise repeatable.
-If dK and dV of a tile would overflow the registers, the first kernel runs once for each of them: eight matmuls.
+This is Alg. 2 of arXiv:2307.08691 with one kernel per loop. Both kernels recompute the scores, so there are seven
+matmuls instead of five. In return one program computes each output: there are no atomics, and gradients are bitwise
+repeatable. If dK and dV of a tile do not fit in the registers together, the first kernel runs twice, once for dK and
+once for dV. There are then eight matmuls.
 """
 
 from typing import Any
@@ -40,7 +41,10 @@ from fa_kernels.launch.record import launch
 def _probabilities(
     scores, lse, bias, softmax_scale, softcap, dtype: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
 ):  # fmt: skip
-    """p = 2^(logits - lse) from q . k, and d logits / d (q . k) over softmax_scale. lse is in log2 units."""
+    """Returns p = 2^(logits - lse), and the derivative of the logits by q . k, divided by softmax_scale.
+
+    `scores` is q . k. The logits and lse are in log2 units.
+    """
     growth = 1.0
     if HAS_SOFTCAP:
         scores, t = cap(scores, softmax_scale, softcap, dtype)
@@ -61,7 +65,7 @@ def _accumulate_dk_dv(
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, D: tl.constexpr, D_COLUMNS: tl.constexpr,
     DV: tl.constexpr, DV_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the queries start to end of one head to dK and dV of one tile of keys. Scores are transposed, [N, M]."""
+    """Adds the queries from start to end of one head to dK and dV of a tile of keys. Scores are transposed, [N, M]."""
     for m in range(start, end, BLOCK_M):
         queries = m + tl.arange(0, BLOCK_M)
         inside = queries < total_q
@@ -69,7 +73,7 @@ def _accumulate_dk_dv(
             q_ptr, do_ptr, m, stride_qt, stride_dot, total_q, D_COLUMNS, D, DV_COLUMNS, DV, BLOCK_M, MASKED
         )
         if ISOLATE_NAN and HAS_DK:
-            q, _ = isolate_nan_columns(q)  # where a query is visible, its lse is NaN too
+            q, _ = isolate_nan_columns(q)  # a query with NaN also has an lse of NaN, which reaches the keys it sees
         if ISOLATE_NAN and HAS_DV:
             do, nan_rows = isolate_nan_columns(do)
         if MASKED:
@@ -88,7 +92,7 @@ def _accumulate_dk_dv(
         lse = (lse * LOG2_E)[None, :]
         p, growth = _probabilities(scores, lse, bias, softmax_scale, softcap, k[0].dtype, HAS_SOFTCAP, HAS_ALIBI)
         if MASKED:
-            # selected after the exponential: a row that sees nothing has lse = -inf
+            # The mask follows the exponential, because a query that sees no key has lse = -inf.
             visible = is_visible(queries, query_start, query_end)
             if ISOLATE_NAN and HAS_DV:
                 p += nan_rows[None, :]
@@ -99,7 +103,7 @@ def _accumulate_dk_dv(
             dp = dot_of_columns(v, do, PRECISION)  # [N, M]
             ds = p * (dp - delta[None, :]) * growth
             if MASKED:
-                ds = tl.where(visible, ds, 0.0)  # delta may be NaN
+                ds = tl.where(visible, ds, 0.0)  # delta of a hidden query may be NaN, and 0 * NaN is NaN
             dk = add_to_columns(dk, ds.to(q[0].dtype), q, PRECISION)
     return dk, dv
 
@@ -117,10 +121,11 @@ def dkdv_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ISOLATE_NAN: tl.constexpr,
     PHASES: tl.constexpr,
 ):  # fmt: skip
-    """Computes dK (HAS_DK) and dV (HAS_DV) of BLOCK_N keys of one KV head, from `first` on, over its query heads.
+    """Computes dK (if HAS_DK) and dV (if HAS_DV) of BLOCK_N keys of one KV head, from `first` on.
 
-    With PHASES 3, blocks whose queries see every key need no mask. With 1, all blocks are masked: less code.
-    Without ISOLATE_NAN, NaN of one document may reach all keys of the tile.
+    The program loops over the query heads of the KV head. PHASES=3 masks only the blocks at both ends of the range of
+    queries. PHASES=1 masks all blocks, which needs less code. Without ISOLATE_NAN, NaN of one document may reach all
+    keys of the tile.
     """
     keys = first + tl.arange(0, BLOCK_N)  # [N]
     inside = keys < total_k
@@ -144,7 +149,7 @@ def dkdv_tile(
     gradients = by_block(
         zero_columns(D_COLUMNS, BLOCK_N) if HAS_DK else (), zero_columns(DV_COLUMNS, BLOCK_N) if HAS_DV else ()
     )
-    # what the three phases have in common does not fit the registers if it is hoisted out of this loop
+    # disable_licm: values that all phases use would not fit in registers if the compiler hoisted them out of this loop.
     for member in tl.range(GROUP, disable_licm=True):
         head = kv_head * GROUP + member
         head_64 = head.to(tl.int64)
@@ -183,7 +188,7 @@ def _dkdv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ISOLATE_NAN: tl.constexpr,
     TILES_PER_WORK_TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N keys of one KV head. dk and dv are dense."""
+    """One program computes dK, dV or both for BLOCK_N keys of one KV head. dk and dv are contiguous."""
     tile, kv_head = tile_and_head(tl.program_id(0), tiles_ptr, n_tiles, n_kv_heads, section, TILES_PER_WORK_TILE)
     first = tile * BLOCK_N
     if first >= total_k:
@@ -207,13 +212,13 @@ def _accumulate_dq(
     D: tl.constexpr, D_COLUMNS: tl.constexpr, DV: tl.constexpr, DV_COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys start to end to dQ of one tile of queries."""
+    """Adds the keys from start to end to dQ of one tile of queries."""
     for n in range(start, end, BLOCK_N):
         k = load_block(k_ptr, n, stride_kt, total_k, 0, D_COLUMNS, D, BLOCK_N, MASKED)  # [N, D_COLUMNS[0]]
         v = load_block(v_ptr, n, stride_vt, total_k, 0, DV_COLUMNS, DV, BLOCK_N, MASKED)
         k = with_rest(k, k_ptr, n, stride_kt, total_k, D_COLUMNS, D, BLOCK_N, MASKED)
         if ISOLATE_NAN:
-            k, _ = isolate_nan_columns(k)  # where a key is visible, lse is NaN too
+            k, _ = isolate_nan_columns(k)  # queries that see a key with NaN have an lse of NaN
         scores = dot_of_columns(q, k, PRECISION)  # [M, N]
         keys = n + tl.arange(0, BLOCK_N)
         bias = alibi_bias(slope[:, None], aligned[:, None], keys[None, :]) if HAS_ALIBI else scores
@@ -245,7 +250,7 @@ def dq_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ISOLATE_NAN: tl.constexpr,
     PHASES: tl.constexpr,
 ):  # fmt: skip
-    """Computes dQ of BLOCK_M queries of one head, from `first` on. PHASES and ISOLATE_NAN are as in dkdv_tile."""
+    """Computes dQ of BLOCK_M queries of one head, from `first` on. `dkdv_tile` explains PHASES and ISOLATE_NAN."""
     rows = first + tl.arange(0, BLOCK_M)  # [M]
     inside = rows < total_q
     key_start = tl.load(key_start_ptr + rows, mask=inside, other=0)
@@ -290,7 +295,7 @@ def _dq_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ISOLATE_NAN: tl.constexpr,
     TILES_PER_WORK_TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries of one head. dq is (total_q, n_heads, D), dense."""
+    """One program computes dQ of BLOCK_M queries of one head. dq is (total_q, n_heads, D), contiguous."""
     tile, head = tile_and_head(tl.program_id(0), tiles_ptr, n_tiles, n_heads, section, TILES_PER_WORK_TILE)
     first = tile * BLOCK_M
     if first >= total_q:
@@ -308,7 +313,11 @@ def _dq_kernel(
 def attention_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, schedule: Schedule, features: Features
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """do like o, lse and delta (n_heads, total_q) fp32 -> dq, dk, dv, dense, in the dtype of q, k, v."""
+    """Computes dq, dk and dv, which are contiguous and have the shapes and dtypes of q, k and v.
+
+    Shapes: q (total_q, n_heads, head_dim); k (total_k, n_kv_heads, head_dim); v (total_k, n_kv_heads, v_head_dim);
+    do (total_q, n_heads, v_head_dim); lse and delta (n_heads, total_q) fp32.
+    """
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     (n_heads, head_dim), (n_kv_heads, v_head_dim) = q.shape[1:], v.shape[1:]
     section = heads_per_section(k, v, n_heads)
@@ -343,7 +352,7 @@ def attention_backward(
 
 
 def backward_arguments(q: Tensor, k: Tensor, v: Tensor, do: Tensor, heads: int, features: Features) -> tuple[Any, ...]:
-    """The arguments of all three kernels after their tensors: ALiBi, strides, sizes, scales."""
+    """Returns the arguments that all backward and repair kernels share: ALiBi, strides, sizes and scales."""
     return (
         *features.pointers()[1:],
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2], features.stride_slopes(),
@@ -352,7 +361,7 @@ def backward_arguments(q: Tensor, k: Tensor, v: Tensor, do: Tensor, heads: int, 
 
 
 def backward_constants(q: Tensor, v: Tensor, features: Features) -> dict[str, Any]:
-    """The constants of all three kernels, except tiles."""
+    """Returns the constexpr arguments that all backward and repair kernels share, except tile sizes."""
     return dict(
         HAS_SOFTCAP=features.softcap != 0.0, HAS_ALIBI=bool(features.alibi), GROUP=q.shape[1] // v.shape[1],
         D=q.shape[2], D_COLUMNS=columns_of(q.shape[2]), DV=v.shape[2], DV_COLUMNS=columns_of(v.shape[2]),

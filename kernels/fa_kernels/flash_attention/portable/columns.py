@@ -1,8 +1,9 @@
-"""Tiles of a head in column blocks: a head of 96 columns is a block of 64 and a block of 32.
+"""Tiles of a head as column blocks: a head of 96 columns is a block of 64 and a block of 32.
 
-A width need not be a power of two, but a block must be one. COLUMNS is a tuple of the one or two widths that hold WIDTH
-columns (columns_of_head.py). A tile of a head is a tuple of as many blocks. The compiler fetches and stores blocks in
-the order in which the code names them, so kernels name a block of one tensor and then the same block of another.
+The width of a block must be a power of two, but the width of a head need not be one. COLUMNS is a tuple of the block
+widths, one or two, that hold a head of WIDTH columns (columns_of_head.py). A tile is a tuple of as many blocks.
+The compiler loads and stores blocks in the order of the code. Kernels therefore alternate between two tensors: block 0
+of both, then block 1 of both.
 """
 
 import triton
@@ -14,7 +15,7 @@ from fa_kernels.flash_attention.nan_isolation import isolate_nan
 @triton.jit
 def load_columns(ptr, first, stride, total, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
                  MASK_ROWS: tl.constexpr):  # fmt: skip
-    """ROWS rows from `first` on, as a tuple of blocks [ROWS, COLUMNS[i]]. Arguments as for `load_block`."""
+    """Loads ROWS rows from `first` on, as a tuple of blocks [ROWS, COLUMNS[i]]. `load_block` explains the arguments."""
     blocks = ()
     for i in tl.static_range(len(COLUMNS)):
         blocks += (load_block(ptr, first, stride, total, i, COLUMNS, WIDTH, ROWS, MASK_ROWS),)
@@ -24,7 +25,7 @@ def load_columns(ptr, first, stride, total, COLUMNS: tl.constexpr, WIDTH: tl.con
 @triton.jit
 def load_both(a_ptr, b_ptr, first, stride_a, stride_b, total, A_COLUMNS: tl.constexpr, A_WIDTH: tl.constexpr,
               B_COLUMNS: tl.constexpr, B_WIDTH: tl.constexpr, ROWS: tl.constexpr, MASK_ROWS: tl.constexpr):  # fmt: skip
-    """load_columns of the same rows of two tensors, block by block."""
+    """Loads the same rows of two tensors, like `load_columns`, and alternates between the tensors at each block."""
     a = ()
     b = ()
     for i in tl.static_range(2):
@@ -38,7 +39,7 @@ def load_both(a_ptr, b_ptr, first, stride_a, stride_b, total, A_COLUMNS: tl.cons
 @triton.jit
 def with_rest(block, ptr, first, stride, total, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
               MASK_ROWS: tl.constexpr):  # fmt: skip
-    """load_columns, given its first block."""
+    """Returns the result of `load_columns`. `block` is its first block, which the caller has loaded."""
     blocks = (block,)
     for i in tl.static_range(1, len(COLUMNS)):
         blocks += (load_block(ptr, first, stride, total, i, COLUMNS, WIDTH, ROWS, MASK_ROWS),)
@@ -48,14 +49,15 @@ def with_rest(block, ptr, first, stride, total, COLUMNS: tl.constexpr, WIDTH: tl
 @triton.jit
 def load_block(ptr, first, stride, total, INDEX: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
                ROWS: tl.constexpr, MASK_ROWS: tl.constexpr):  # fmt: skip
-    """[ROWS, COLUMNS[INDEX]]: one column block of the rows from `first` on; zero past WIDTH and past row `total`.
+    """Loads one column block of the rows from `first` on, [ROWS, COLUMNS[INDEX]].
 
-    Rows past `total` are checked only under MASK_ROWS.
+    Columns from WIDTH on are 0. With MASK_ROWS, rows from `total` on are 0; without it, all rows must exist.
     """
     FROM: tl.constexpr = 0 if INDEX == 0 else COLUMNS[0]
     rows = tl.arange(0, ROWS)
     cols = FROM + tl.arange(0, COLUMNS[INDEX])
-    # int64 up to the tile: 1M tokens x 32 heads x 128 is past 2**31. Within it, int32 takes half the registers
+    # The offset of the tile is int64: 1M tokens x 32 heads x 128 elements exceed 2**31. Offsets inside the tile are
+    # int32, which needs half the registers.
     ptrs = (ptr + first * stride.to(tl.int64)) + (rows[:, None] * stride + cols[None, :])
     if MASK_ROWS and FROM + COLUMNS[INDEX] > WIDTH:
         block = tl.load(ptrs, mask=(first + rows[:, None] < total) & (cols[None, :] < WIDTH), other=0.0)
@@ -70,7 +72,7 @@ def load_block(ptr, first, stride, total, INDEX: tl.constexpr, COLUMNS: tl.const
 
 @triton.jit
 def in_fp16(columns):
-    """The blocks, converted to fp16."""
+    """Converts each block to fp16."""
     blocks = ()
     for i in tl.static_range(len(columns)):
         blocks += (columns[i].to(tl.float16),)
@@ -79,7 +81,7 @@ def in_fp16(columns):
 
 @triton.jit
 def zero_columns(COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """A tuple of fp32 blocks [ROWS, COLUMNS[i]] of zeros."""
+    """Returns a tuple of fp32 blocks [ROWS, COLUMNS[i]] of zeros."""
     blocks = ()
     for i in tl.static_range(len(COLUMNS)):
         blocks += (_zero_block(i, COLUMNS, ROWS),)
@@ -94,7 +96,7 @@ def _zero_block(INDEX: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def dot_of_columns(a, b, PRECISION: tl.constexpr):
-    """a @ b.T over all columns of a head: [M, D] and [N, D] in blocks -> [M, N] fp32."""
+    """Computes a @ b.T. Shapes: a [M, D] and b [N, D], both in blocks -> [M, N] fp32."""
     product = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
     for i in tl.static_range(1, len(a)):
         product = tl.dot(a[i], tl.trans(b[i]), product, input_precision=PRECISION)
@@ -103,7 +105,7 @@ def dot_of_columns(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def add_to_columns(acc, a, b, PRECISION: tl.constexpr):
-    """acc + a @ b: a [M, N]; acc [M, D] and b [N, D] in blocks."""
+    """Computes acc + a @ b. Shapes: a [M, N]; acc [M, D] and b [N, D], both in blocks -> like acc."""
     blocks = ()
     for i in tl.static_range(len(acc)):
         blocks += (tl.dot(a, b[i], acc[i], input_precision=PRECISION),)
@@ -112,7 +114,7 @@ def add_to_columns(acc, a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def add_to_rescaled(acc, rescale, a, b, PRECISION: tl.constexpr):
-    """acc * rescale + a @ b, like `add_to_columns`; rescale [M]."""
+    """Computes acc * rescale + a @ b. Shapes: rescale [M]; the others as in `add_to_columns`."""
     blocks = ()
     for i in tl.static_range(len(acc)):
         blocks += (tl.dot(a, b[i], acc[i] * rescale[:, None], input_precision=PRECISION),)
@@ -121,7 +123,7 @@ def add_to_rescaled(acc, rescale, a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def isolate_nan_columns(blocks):
-    """isolate_nan of a tuple of column blocks: the blocks without NaN, and the sum of their second results."""
+    """Applies isolate_nan to each column block. Returns the blocks without NaN and the sum of the second results."""
     finite, nan_rows = isolate_nan(blocks[0])
     isolated = (finite,)
     for i in tl.static_range(1, len(blocks)):
@@ -133,20 +135,20 @@ def isolate_nan_columns(blocks):
 
 @triton.jit
 def by_block(a, b):
-    """Two tuples of blocks, regrouped by column block: ((a[:1], b[:1]), (a[1:], b[1:]))."""
+    """Regroups two tuples of blocks by column block: returns ((a[:1], b[:1]), (a[1:], b[1:]))."""
     return (a[:1], b[:1]), (a[1:], b[1:])
 
 
 @triton.jit
 def by_tensor(blocks):
-    """The inverse of `by_block`: (a, b)."""
+    """Inverts `by_block`: returns (a, b)."""
     return blocks[0][0] + blocks[1][0], blocks[0][1] + blocks[1][1]
 
 
 @triton.jit
 def store_block(ptr, block, first, stride, total, INDEX: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
                 ROWS: tl.constexpr):  # fmt: skip
-    """Writes [ROWS, COLUMNS[INDEX]] where load_block would have read it."""
+    """Stores a block [ROWS, COLUMNS[INDEX]] to the place that `load_block` reads with the same arguments."""
     FROM: tl.constexpr = 0 if INDEX == 0 else COLUMNS[0]
     rows = tl.arange(0, ROWS)
     cols = FROM + tl.arange(0, COLUMNS[INDEX])

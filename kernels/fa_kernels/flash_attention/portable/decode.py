@@ -1,8 +1,9 @@
-"""Decoding: few queries over a long cache of keys and values. Append, attention in splits of the keys, merge by lse.
+"""Decoding: attention of a few queries over a long cache of keys and values.
 
-With one query per sequence there are too few tiles of queries to fill a GPU. So the keys of a sequence are split over
-programs, and the fp32 partial outputs are merged by lse (Flash-Decoding, pytorch.org/blog/flash-decoding; the merge is
-arXiv:2307.08691, section 3.1). One tile holds all query heads of a group, so that each key is read once.
+One query per sequence gives too few tiles of queries to fill a GPU. The keys of a sequence are therefore split over
+several programs, and a second kernel merges the fp32 partial outputs by lse (Flash-Decoding,
+pytorch.org/blog/flash-decoding; arXiv:2307.08691, section 3.1). A tile holds all query heads of a group, so that each
+key is read once. Another kernel appends new keys and values to the cache.
 """
 
 from dataclasses import dataclass, replace
@@ -21,27 +22,27 @@ from fa_kernels.flash_attention.softmax import online_softmax_step
 from fa_kernels.flash_attention.tiles import TileConfig, fit, precision_of, tile_config
 
 MAX_SPLITS = 128
-MIN_SPLIT = 256  # keys: a smaller split costs more in its merge than it saves
+MIN_SPLIT = 256  # keys: a smaller split saves less time than merging it costs
 APPEND_ROWS = 16  # new tokens that one program appends
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values of a batch, in pages that a table lists.
+    """The cached keys and values of a batch, in pages. A table lists the pages of each sequence.
 
     A cache without a block table has one page per sequence. Positions count from the start of a sequence's first page,
-    and include padding on the left.
+    so padding on the left has positions too.
     """
 
     k: Tensor  # (n_pages, page_size, n_kv_heads, head_dim)
     v: Tensor  # like k; its head_dim may differ
-    seqlens: Tensor  # (batch,) int32, tokens held before this call appends
+    seqlens: Tensor  # (batch,) int32, the number of cached tokens before this call appends new ones
     table: Tensor | None  # (batch, pages per sequence) int32, or None if sequence i is page i
-    leftpad: Tensor | None  # (batch,) int32, the first position that counts, or None for 0
+    leftpad: Tensor | None  # (batch,) int32, the first position after the padding, or None for 0
 
     @property
     def capacity(self) -> int:
-        """How many tokens a sequence can hold."""
+        """The most tokens that a sequence can have."""
         return self.k.shape[1] * (1 if self.table is None else self.table.shape[1])
 
     @property
@@ -52,10 +53,10 @@ class Cache:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary embedding (arXiv:2104.09864): cos and sin (positions, rotary_dim / 2), rows dense.
+    """Rotary embedding (arXiv:2104.09864). cos and sin are (positions, rotary_dim / 2); the last stride is 1.
 
-    If `interleaved`, columns 0 and 1, 2 and 3 are pairs; otherwise 0 and rotary_dim / 2, and so on. Columns past
-    rotary_dim are not rotated.
+    If `interleaved`, columns 0 and 1 are a pair, then 2 and 3, and so on. Otherwise 0 and rotary_dim / 2 are a pair,
+    then 1 and rotary_dim / 2 + 1, and so on. Columns from rotary_dim on are not rotated.
     """
 
     cos: Tensor
@@ -68,10 +69,10 @@ def _load_rotated(
     row_ptrs, inside, positions, cos_ptr, sin_ptr, stride_cos, seqlen_rotary,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """[M, BLOCK_D]: the D columns of the rows at row_ptrs [M], rotated by the angles of positions [M].
+    """Loads the rows at row_ptrs [M] and rotates them by the angles of `positions` [M]. Returns [M, BLOCK_D].
 
-    The first ROTARY columns are rotated, or none if it is 0. Rows that are not inside, and columns past D, are 0.
-    A row whose position is past the end of the table of angles is not rotated.
+    The first ROTARY columns are rotated. Rows that are not `inside` and columns from D on are 0. A row is not rotated
+    if the table of angles ends before its position.
     """
     cols = tl.arange(0, BLOCK_D)
     tile = tl.load(row_ptrs[:, None] + cols[None, :], mask=inside[:, None] & (cols[None, :] < D), other=0.0)
@@ -116,7 +117,7 @@ def _append_kernel(
     else:
         pages = tl.load(table_ptr + sequence * stride_table + positions // page_size, mask=inside, other=0)
         pages = pages.to(tl.int64)
-    # a wrong entry of the table writes nothing
+    # A wrong entry in the table must not cause a write outside of the cache.
     writable = (inside & (pages >= 0) & (pages < n_pages))[:, None]
     within = (positions % page_size).to(tl.int64)
 
@@ -137,9 +138,9 @@ def _append_kernel(
 
 
 def append_to_cache(k: Tensor, v: Tensor, cache: Cache, rotary: Rotary | None) -> None:
-    """Writes k and v (batch, seqlen_new, n_kv_heads, head_dim) after the tokens that the cache holds.
+    """Writes k and v after the cached tokens. k is rotated to its new positions. Tokens that do not fit are dropped.
 
-    k is rotated by the angles of its new positions. What does not fit is dropped.
+    Shapes: k (batch, seqlen_new, n_kv_heads, head_dim); v (batch, seqlen_new, n_kv_heads, v_head_dim).
     """
     batch, seqlen_new, n_kv_heads, head_dim = k.shape
     v_head_dim = v.shape[-1]
@@ -165,11 +166,14 @@ def _attend(
     HAS_ALIBI: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys start to end to the running softmax of one tile of queries. start is a multiple of BLOCK_N."""
+    """Adds the keys from start to end to the running softmax of one tile of queries.
+
+    start is a multiple of BLOCK_N.
+    """
     for n_64 in range(start, end, BLOCK_N):
         n = tl.cast(n_64, tl.int32)
-        if PAGED:  # BLOCK_N divides a page, so a block is in one page
-            # a wrong entry reads another page, but never outside the cache
+        if PAGED:  # the page size is a multiple of BLOCK_N, so a block lies in one page
+            # A wrong entry in the table may read another page, but never memory outside of the cache.
             page = tl.minimum(tl.maximum(tl.load(table_ptr + n // page_size), 0), n_pages - 1).to(tl.int64)
             within = (n % page_size).to(tl.int64)
         else:
@@ -191,7 +195,7 @@ def _attend(
             scores = tl.where(is_visible(keys, key_start, key_end), scores, float("-inf"))
         p, rescale, row_max, row_sum = online_softmax_step(scores, row_max, row_sum, to_log2, MASKED)
         v = load_columns(v_block, 0, stride_vt, n_left, (BLOCK_DV,), DV, BLOCK_N, MASKED)[0]  # [N, BLOCK_DV]
-        if MASKED and HAS_LEFTPAD:  # padding may hold NaN, and 0 * NaN is NaN
+        if MASKED and HAS_LEFTPAD:  # padding may contain NaN, and 0 * NaN is NaN
             v = tl.where((keys >= first_key)[:, None], v, 0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum
@@ -214,13 +218,13 @@ def _decode_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M rows of one sequence and KV head over one of n_splits parts of the keys that they see.
+    """One program computes BLOCK_M rows of one sequence and KV head over one of n_splits parts of the keys.
 
     A row is a query of one head: row r is token r // GROUP and head r % GROUP of the group. o (n_splits, batch,
-    seqlen_q, n_heads, DV) and lse (n_splits, batch, n_heads, seqlen_q) are dense. With one split they are the result.
-    A head of D columns is one block of BLOCK_D columns, a power of two, with zeros past D; DV and BLOCK_DV likewise.
-    Two column blocks are not possible: if K or V passes through registers on its way to shared memory, ptxas 12.8
-    computes some matrix descriptors from the wrong uniform register.
+    seqlen_q, n_heads, DV) and lse (n_splits, batch, n_heads, seqlen_q) are contiguous. With one split, o and lse are
+    the final result. A head of D columns is one block of BLOCK_D columns, padded with zeros to a power of two; DV and
+    BLOCK_DV correspond. Two column blocks do not work: if K or V reaches shared memory through registers, ptxas 12.8
+    generates wrong code (it computes matrix descriptors from the wrong uniform register).
     """
     program = tl.program_id(0)
     tile = program % n_tiles
@@ -229,7 +233,7 @@ def _decode_kernel(
     sequence = program // (n_tiles * n_splits * n_kv_heads)
     sequence_64, kv_head_64 = sequence.to(tl.int64), kv_head.to(tl.int64)
 
-    # positions of keys that count: first_key to n_keys
+    # Visible keys have positions from first_key up to n_keys, exclusive.
     cached = tl.load(seqlens_ptr + sequence)
     n_keys = tl.minimum(tl.maximum(cached, 0) + seqlen_new, capacity)
     first_key = 0
@@ -239,11 +243,11 @@ def _decode_kernel(
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
     inside = rows < n_rows
     token, head = rows // GROUP, kv_head * GROUP + rows % GROUP
-    aligned = n_keys - seqlen_q + token  # bottom right: the last query is aligned with the last key
+    aligned = n_keys - seqlen_q + token  # the last query is aligned with the last key
     key_start = tl.maximum(aligned - left, first_key)
     key_end = tl.minimum(aligned + right + 1, n_keys)
 
-    # the tile's first and last token see everything that its other tokens see
+    # The keys that the tile sees start with those of its first token and end with those of its last token.
     first_aligned = n_keys - seqlen_q + tile * BLOCK_M // GROUP
     last_aligned = n_keys - seqlen_q + (tl.minimum((tile + 1) * BLOCK_M, n_rows) - 1) // GROUP
     start = tl.maximum(first_aligned - left, first_key) // BLOCK_N * BLOCK_N
@@ -256,8 +260,8 @@ def _decode_kernel(
     whole_end = tl.minimum(first_aligned + right + 1, n_keys) // BLOCK_N * BLOCK_N
     whole_end = tl.maximum(tl.minimum(whole_end, end), whole_start)
 
-    # int64 outside of the loops: if the compiler widens the counters itself, it splits the loops' entries, and ptxas
-    # then serialises wgmma (C7515)
+    # Loop bounds are converted to int64 here. If the compiler widened the counters inside the loops, it would change
+    # the entries of the loops, and ptxas would serialise wgmma (C7515).
     start, whole_start = start.to(tl.int64), whole_start.to(tl.int64)
     whole_end, end = whole_end.to(tl.int64), end.to(tl.int64)
 
@@ -280,7 +284,7 @@ def _decode_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    # first blocks that some row sees in part, then blocks that every row sees whole, then blocks seen in part
+    # Phases 0 and 2 process the blocks at the ends, which need a mask. Every row sees all keys of phase 1.
     for phase in tl.static_range(3):
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, k_ptr, v_ptr, table_ptr, page,
@@ -292,11 +296,11 @@ def _decode_kernel(
             D, BLOCK_D, DV, BLOCK_DV, BLOCK_N, PRECISION,
         )  # fmt: skip
 
-    sees = row_sum > 0  # a row that sees no key gives 0 and -inf
+    sees = row_sum > 0  # rows that see no key get o = 0 and lse = -inf
     divisor = tl.where(sees, row_sum, 1.0)[:, None]
     lse = tl.where(sees, (row_max + tl.log2(row_sum)) * 0.6931471805599453, float("-inf"))
     n_heads = n_kv_heads * GROUP
-    first_row = (split * batch + sequence).to(tl.int64) * seqlen_q * n_heads  # of this split and sequence
+    first_row = (split * batch + sequence).to(tl.int64) * seqlen_q * n_heads  # the first row of this split and sequence
     o_ptrs = o_ptr + (first_row + token.to(tl.int64) * n_heads + head) * DV  # [M]
     cols = tl.arange(0, BLOCK_DV)
     mask = inside[:, None] & (cols[None, :] < DV)
@@ -309,8 +313,8 @@ def _merge_kernel(
     partial_ptr, partial_lse_ptr, o_ptr, lse_ptr, seqlen_q, n_heads, n_rows, n_splits,
     DV: tl.constexpr, BLOCK_D: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One program sums the outputs of all splits for one query of one head, weighted by their share of the softmax."""
-    row = tl.program_id(0).to(tl.int64)  # of (batch, seqlen_q, n_heads)
+    """One program merges the splits of one query of one head: a sum of outputs, weighted by their softmax sums."""
+    row = tl.program_id(0).to(tl.int64)  # an index into (batch, seqlen_q, n_heads)
     head, token, sequence = row % n_heads, row // n_heads % seqlen_q, row // n_heads // seqlen_q
     lse_row = (sequence * n_heads + head) * seqlen_q + token
     splits = tl.arange(0, MAX_SPLITS).to(tl.int64)
@@ -347,11 +351,18 @@ def decode_attention(
     right: int,
     n_splits: int,
 ) -> tuple[Tensor, Tensor]:
-    """q (batch, seqlen_q, n_heads, head_dim) -> o of v's head_dim in q's dtype, lse (batch, n_heads, seqlen_q) fp32.
+    """Computes o in q's dtype, and lse in fp32.
 
-    The cache holds seqlen_new tokens more than its seqlens say. Query i has the angles of position seqlens + i if
-    rotary_by_token, else those of seqlens. slopes: (n_heads,) or (batch, n_heads) fp32, rows dense. left, right:
-    tokens on each side of the aligned key, -1 unbounded. n_splits: 0 chooses.
+    Args:
+        q: (batch, seqlen_q, n_heads, head_dim).
+        cache: holds seqlens + seqlen_new tokens of each sequence.
+        rotary_by_token: whether query i is rotated to position seqlens + i. Otherwise it is rotated to seqlens.
+        slopes: ALiBi's, (n_heads,) or (batch, n_heads) fp32; the last stride is 1.
+        left, right: visible keys on each side of the aligned key; -1 means unbounded.
+        n_splits: the number of parts of the keys; 0 means `choose_splits`.
+
+    Returns:
+        o (batch, seqlen_q, n_heads, v_head_dim), lse (batch, n_heads, seqlen_q).
     """
     batch, seqlen_q, n_heads, head_dim = q.shape
     n_pages, page_size, n_kv_heads, v_head_dim = cache.v.shape
@@ -369,7 +380,7 @@ def decode_attention(
         cache.paged,
         _shared_limit(q.device),
     )
-    # a block of keys may not cross from one page into another
+    # A block of keys must not extend over two pages.
     block_n = min(tiles.block_n, page_size & -page_size) if cache.paged else tiles.block_n
     n_tiles = triton.cdiv(seqlen_q * group, tiles.block_m)
     unbounded = cache.capacity + seqlen_q
@@ -406,44 +417,45 @@ def decode_attention(
 
 
 def padded_width(width: int) -> int:
-    """Columns of the one block that holds a head: a power of two, at least the 16 that tl.dot needs."""
+    """Returns the width of the block that holds a head: a power of two, and at least 16 as tl.dot requires."""
     return max(16, triton.next_power_of_2(width))
 
 
 def decode_tiles(
     arch: Arch, head_dim: int, v_head_dim: int, itemsize: int, n_rows: int, paged: bool, limit: int
 ) -> TileConfig:
-    """Returns the tiles for n_rows queries of a KV head: the forward pass's if the rows fill one, else flat ones.
+    """Returns the tiles for n_rows rows of a KV head: those of the forward pass for many rows, else flat tiles.
 
-    limit: bytes of shared memory that a program may take.
+    limit: the bytes of shared memory that a program can use.
     """
     if arch == "interpreter":
-        return TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)  # small, so that short inputs have edges
+        return TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)  # short inputs then have several tiles
     block_m = max(16, triton.next_power_of_2(n_rows))
     head_dim, v_head_dim = padded_width(head_dim), padded_width(v_head_dim)
     widest = max(head_dim, v_head_dim)
     if block_m > 64 or block_m * widest * itemsize > 64 * 128 * 2:
         tiles = tile_config(arch, widest, "fwd", itemsize)
     else:
-        # 16-bit: at most 32 KiB of K and V per stage, so that two or more programs fit on an SM
+        # In 16-bit dtypes a stage holds at most 32 KiB of K and V, so that two or more programs fit on an SM.
         block_n = 16 if itemsize == 4 else 64 if widest <= 128 else 32
         tiles = TileConfig(block_m, block_n, num_warps=4, num_stages=3 if block_m < 64 else 2)
     tiles = fit(arch, tiles, head_dim, v_head_dim, "fwd", itemsize, limit)
-    # looking up a page and the load that needs it share the pipeline's stages
+    # A paged cache needs more stages, because the pipeline first loads the page's number, then the block.
     return replace(tiles, num_stages=2 * tiles.num_stages - 1) if paged else tiles
 
 
 def choose_splits(n_programs: int, n_keys: int, n_multiprocessors: int) -> int:
-    """Returns how many splits of n_keys keys fill the GPU with two programs per multiprocessor.
+    """Returns the number of splits that gives each multiprocessor about two programs, with MIN_SPLIT keys or more each.
 
-    n_keys is the most that a tile of queries can see. Only the GPU knows how many it does see.
+    n_keys is the largest number of keys that a tile can see. Only the GPU knows the actual number.
     """
     return max(1, min(2 * n_multiprocessors // n_programs, n_keys // MIN_SPLIT, MAX_SPLITS))
 
 
 def _shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory that a program may take; 0 in the interpreter, which ignores it."""
-    properties: Any = None if interpreted() else torch.cuda.get_device_properties(device)  # torch's stub lacks it
+    """Returns the bytes of shared memory that a program can use, or 0 in the interpreter, which ignores them."""
+    # Any, because torch's type stub lacks an attribute.
+    properties: Any = None if interpreted() else torch.cuda.get_device_properties(device)
     return 0 if properties is None else properties.shared_memory_per_block_optin
 
 

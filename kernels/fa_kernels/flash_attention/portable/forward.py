@@ -1,4 +1,4 @@
-"""The forward pass: for each tile of queries, an online softmax over blocks of keys (arXiv:2307.08691, Alg. 1)."""
+"""The forward pass: an online softmax over blocks of keys, for each tile of queries (arXiv:2307.08691, Alg. 1)."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def _attend(
     D: tl.constexpr, D_COLUMNS: tl.constexpr, DV: tl.constexpr, DV_COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys start to end to the running softmax of one tile of queries."""
+    """Adds the keys from start to end to the running softmax of one tile of queries."""
     for n in range(start, end, BLOCK_N):
         scores = None
         for i in tl.static_range(len(D_COLUMNS)):
@@ -55,7 +55,7 @@ def _attend(
         p, rescale, row_max, row_sum = online_softmax_step(scores, row_max, row_sum, to_log2, MASKED)
         v = load_columns(v_ptr, n, stride_vt, total_k, DV_COLUMNS, DV, BLOCK_N, MASKED)
         if v_ptr.dtype.element_ty == tl.float8e4nv:
-            v = in_fp16(v)  # exact, and p keeps 11 bits instead of 4
+            v = in_fp16(v)  # this is exact, and p then has 11 significant bits instead of 4
         if ISOLATE_NAN:
             v, nan_rows = isolate_nan_columns(v)
             p = tl.where(p > 0, p + nan_rows[None, :], p)
@@ -76,10 +76,10 @@ def forward_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ISOLATE_NAN: tl.constexpr,
     PHASES: tl.constexpr,
 ):  # fmt: skip
-    """Computes attention of BLOCK_M queries of one head, from `first` on, which must be a query.
+    """Computes attention of BLOCK_M queries of one head, from `first` on. `first` must be below total_q.
 
-    A head of D columns is held in blocks of D_COLUMNS columns, one of DV in blocks of DV_COLUMNS (columns.py).
-    With PHASES 3, blocks that every row sees whole need no mask. With 1, all blocks are masked, which needs less code.
+    A head of D columns is split into blocks of D_COLUMNS columns, and a head of v, DV, into DV_COLUMNS (columns.py).
+    PHASES=3 masks only the blocks at both ends of the range. PHASES=1 masks all blocks, which needs less code.
     Without ISOLATE_NAN, NaN of one document may reach all rows of the tile.
     """
     rows = first + tl.arange(0, BLOCK_M)  # [M]
@@ -101,13 +101,13 @@ def forward_tile(
     slope, aligned = load_alibi(slopes_ptr, aligned_ptr, document_ptr, stride_slopes, rows, head, inside, HAS_ALIBI)
 
     acc = zero_columns(DV_COLUMNS, BLOCK_M)
-    if HAS_SINKS:  # a logit that every row sees, without a value
+    if HAS_SINKS:  # the sink is a score that every row sees; it has no row in v
         row_max = tl.full([BLOCK_M], LOG2_E, tl.float32) * tl.load(sinks_ptr + head)
         row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
     else:
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
-    # first blocks that some row sees in part, then blocks that every row sees whole, then blocks seen in part
+    # Phases 0 and 2 process the blocks at the ends, which need a mask. Every row sees all keys of phase 1.
     for phase in tl.static_range(PHASES):
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, k_ptr, v_ptr,
@@ -118,7 +118,7 @@ def forward_tile(
             PRECISION,
         )  # fmt: skip
 
-    sees = row_sum != 0  # true for NaN; a row that sees no key gives 0 and -inf
+    sees = row_sum != 0  # true for NaN too. Rows that see no key get o = 0 and lse = -inf
     divisor = tl.where(sees, row_sum, 1.0)[:, None]
     if descale_ptr is not None:
         divisor = divisor / tl.load(descale_ptr + n_heads + head)
@@ -141,7 +141,10 @@ def _fwd_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ISOLATE_NAN: tl.constexpr,
     TILES_PER_WORK_TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries of one head. o (total_q, n_heads, DV) and lse (n_heads, total_q) are dense."""
+    """One program computes BLOCK_M queries of one head.
+
+    o (total_q, n_heads, DV) and lse (n_heads, total_q) are contiguous.
+    """
     tile, head = tile_and_head(tl.program_id(0), tiles_ptr, n_tiles, n_heads, section, TILES_PER_WORK_TILE)
     first = tile * BLOCK_M
     if first >= total_q:
@@ -160,7 +163,11 @@ def _fwd_kernel(
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """q (total_q, n_heads, head_dim), k, v (total_k, n_kv_heads, head_dim) -> o in out_dtype, lse fp32."""
+    """Computes o in out_dtype, and lse in fp32.
+
+    Shapes: q (total_q, n_heads, head_dim); k (total_k, n_kv_heads, head_dim); v (total_k, n_kv_heads, v_head_dim)
+    -> o (total_q, n_heads, v_head_dim), lse (n_heads, total_q).
+    """
     total_q, n_heads, head_dim = q.shape
     o = torch.empty(total_q, n_heads, v.shape[2], dtype=out_dtype, device=q.device)
     lse = torch.empty(n_heads, total_q, dtype=torch.float32, device=q.device)
@@ -180,7 +187,7 @@ def attention_forward(
 def forward_arguments(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, schedule: Schedule, features: Features
 ) -> tuple[Any, ...]:
-    """The arguments that this kernel and the repair kernel have in common."""
+    """Returns the arguments that the forward kernel and the repair kernel (repair.py) share."""
     return (
         q, k, v, o, lse, schedule.key_start, schedule.key_end, *features.pointers(), features.descale,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], features.stride_slopes(),
@@ -189,7 +196,7 @@ def forward_arguments(
 
 
 def forward_constants(q: Tensor, v: Tensor, features: Features, tiles: TileConfig) -> dict[str, Any]:
-    """The constants that both kernels have in common."""
+    """Returns the constexpr arguments that the forward kernel and the repair kernel share."""
     return dict(
         **features.switches(), GROUP=q.shape[1] // v.shape[1],
         D=q.shape[2], D_COLUMNS=columns_of(q.shape[2], q.element_size()),

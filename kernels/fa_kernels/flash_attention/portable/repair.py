@@ -1,4 +1,4 @@
-"""Computes marked tiles again: those in which other kernels left NaN of another document."""
+"""Computes marked tiles again. Other kernels mark tiles that contain NaN, which may come from another document."""
 
 import torch
 import triton
@@ -47,7 +47,10 @@ def _repair_fwd_kernel(
 def repair_forward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, marks: Tensor, schedule: Schedule, features: Features
 ) -> None:
-    """Computes o and lse again where `marks` (nan_isolation.new_marks) marks them, in whole tiles; both are dense."""
+    """Computes o and lse again, in place, for the tiles that `marks` marks (nan_isolation.new_marks).
+
+    o and lse are contiguous.
+    """
     total_q, n_heads, head_dim = q.shape
     tiles = launch_tiles(q.device, head_dim, v.shape[2], "fwd", q.element_size())
     programs, look = repair_grid(q.device, ceil_div(total_q, tiles.block_m) * n_heads)
@@ -110,9 +113,9 @@ def repair_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
     marks_q: Tensor, marks_k: Tensor, schedule: Schedule, features: Features,
 ) -> None:  # fmt: skip
-    """Computes dq again where `marks_q` marks it, dk and dv where `marks_k` marks one of them, in whole tiles.
+    """Computes dq again, in place, for the tiles that `marks_q` marks, and dk and dv for those that `marks_k` marks.
 
-    Marks are as nan_isolation.new_marks has them; dq, dk and dv are dense.
+    nan_isolation.new_marks describes the marks. dq, dk and dv are contiguous.
     """
     (total_q, n_heads, head_dim), (total_k, n_kv_heads, v_head_dim) = q.shape, v.shape
     of_keys = launch_tiles(q.device, head_dim, v_head_dim, "dkdv", q.element_size())
@@ -132,10 +135,11 @@ def repair_backward(
 
 
 def repair_grid(device: torch.device, n_items: int) -> tuple[int, int]:
-    """The number of programs that repair n_items tiles, and how many marks each program reads at a time.
+    """Returns the number of programs that repair n_items tiles, and how many marks a program reads at a time.
 
-    There is one program for each multiprocessor. Few tiles are marked, so a launch that finds none must be short.
+    There is at most one program for each multiprocessor. Usually no tile is marked, so a launch that finds no mark
+    must be short.
     """
     if interpreted():
-        return min(n_items, 3), 4  # few, so that short inputs have more tiles than programs
+        return min(n_items, 3), 4  # small values, so that short inputs have more tiles than programs
     return min(n_items, multiprocessors(device)), 256

@@ -1,4 +1,4 @@
-"""The forward kernel's output o: an accumulator for each block of a head's columns, and what is done with them."""
+"""The accumulators of the forward kernel's output o, one for each column block of a head, and operations on them."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,16 +11,16 @@ from fa_kernels.flash_attention.hopper.primitives.structure import structure
 
 @structure
 class Output:
-    """Where o goes: descriptors and buffers, tuples for a head's columns, and a pointer to marks of NaN, or None."""
+    """The destination of o. Tuples have one entry for each column block of a head."""
 
     descs: tuple
     buffers: tuple
-    marks: gl.tensor
+    marks: gl.tensor  # pointer to NaN marks (nan_marks.py), or None
 
 
 @gluon.jit
 def no_output(q):
-    """Zeros, for the rows and columns of q."""
+    """Returns accumulators of zeros with the shapes of q's column blocks."""
     o = ()
     for i in gl.static_range(len(q)):
         o += (_zeros_like(q[i]),)
@@ -37,7 +37,7 @@ def _zeros_like(q):
 
 @gluon.jit
 def operands(p, o, q):
-    """p as the first operand of o + P V for each block of columns, in the same registers, in q's dtype."""
+    """Returns p as the first operand of the matmul P V, for each column block, in q's dtype. No data moves."""
     converted = ()
     for i in gl.static_range(len(o)):
         converted += (softmax.operand(p, q[0].dtype, o[i]),)
@@ -46,7 +46,7 @@ def operands(p, o, q):
 
 @gluon.jit
 def begin_values(operands, v_buffers, stage, o):
-    """Starts o + P V of a stage."""
+    """Starts the matmuls o + P V with V of a stage."""
     tokens = ()
     for i in gl.static_range(len(o)):
         tokens += (warpgroup_mma(operands[i], v_buffers[i].index(stage), o[i], is_async=True),)
@@ -55,7 +55,7 @@ def begin_values(operands, v_buffers, stage, o):
 
 @gluon.jit
 def wait_for(tokens):
-    """Waits for all matmuls. Returns a tuple of the accumulators `tokens`."""
+    """Waits for all matmuls. Returns the accumulators of `tokens` as a tuple."""
     values = warpgroup_mma_wait(0, deps=tokens)
     if len(tokens) == 1:
         values = (values,)
@@ -64,7 +64,7 @@ def wait_for(tokens):
 
 @gluon.jit
 def rescale(o, factor):
-    """o times `factor` of its rows."""
+    """Multiplies the rows of o by `factor`."""
     scaled = ()
     for i in gl.static_range(len(o)):
         scaled += (softmax.rescale(o[i], factor),)
@@ -73,23 +73,23 @@ def rescale(o, factor):
 
 @gluon.jit
 def _normalised(o, row_sum, sees):
-    """o [M, D] divided by the sums of its rows, and 0 where a row sees no key."""
+    """Divides the rows of o [M, D] by their sums, and sets rows that see no key to 0."""
     ROW: gl.constexpr = gl.SliceLayout(1, o.type.layout)
-    # where, not a product with 0: values of keys that no row sees may be infinite
+    # gl.where is needed: multiplying by 0 gives NaN if hidden values are infinite.
     o_sees = gl.expand_dims(gl.convert_layout(sees.to(gl.int32), ROW), 1) != 0
     return gl.where(o_sees, o * gl.expand_dims(gl.convert_layout(1.0 / row_sum, ROW), 1), 0.0)
 
 
 @gluon.jit
 def store(o, row_sum, sees, first, head, total_q, out, consumer):
-    """Starts to store o, normalised, and marks its NaN. out: `Output`."""
+    """Normalises o, marks rows with NaN, and starts to store o. `out` is an `Output`."""
     done, width = (), 0
     for i in gl.static_range(len(o)):
         done += (_normalised(o[i], row_sum, sees),)
         width += o[i].shape[1]
     if out.marks is not None:
         mark_rows(done, first, head, total_q, out.marks, consumer)
-    tma.store_wait(0)  # the item before has left the buffers
+    tma.store_wait(0)  # waits until o of the previous item is no longer in the buffers
     for i in gl.static_range(len(o)):
         out.buffers[i].index(consumer).store(done[i].to(out.descs[i].dtype))
     fence_async_shared()

@@ -1,15 +1,16 @@
-"""How the forward kernel works a call: one frozen configuration for each head_dim and length of documents.
+"""Configurations of the forward kernel, one for each head_dim and length class of documents.
 
-The choices are the best on balance of what was tried on an H200 (docs/hopper.md):
+The values were the fastest on an H200 (docs/hopper.md). The reasons behind the options are:
 
-- Short items: a persistent grid hides the start and the end of a program (`dynamic`).
-- Consumers that visit all blocks of a tile together may alternate on the tensor cores (`pingpong`). For short documents
-  each visits the blocks that its own 64 queries see (`ranged`).
-- Three consumers read K and V less often than two, which head_dim 64 needs, but their tiles of 192 queries waste many
-  blocks on shorter documents.
-- Registers during the softmax: scores, probabilities, and usually P of the block before, which P V reads. Where three
-  consumers have no room for it, they wait for P V first (`pv_first`), or need no scores beside P (`max_first`).
-- At head_dim 256 shared memory has no room for o, so it leaves through the buffer of Q (`o_in_q`).
+- `dynamic`: a persistent grid hides the time in which programs start and end.
+- `pingpong`: consumers that visit the same blocks can alternate between the tensor cores and softmax.
+- `ranged`: for short documents, each consumer visits only the blocks that its own 64 queries see.
+- `consumers`: three consumers read K and V less often than two, which helps at head_dim 64. Their tiles of 192 queries
+  waste more work on shorter documents.
+- `pv_first` and `max_first`: during the softmax a consumer usually holds scores, probabilities, and P of the previous
+  block for the matmul P V. Three consumers do not have enough registers. With `pv_first` they wait for P V before the
+  softmax. With `max_first` they do not keep the scores while they compute P.
+- `o_in_q`: shared memory has no room for o at head_dim 256, so o is stored through the buffer of Q.
 """
 
 from dataclasses import dataclass, replace
@@ -17,37 +18,34 @@ from typing import Literal
 
 from fa_kernels.flash_attention.schedule import LengthClass
 
-ROWS = 64  # queries of one consumer: what one warpgroup's tensor-core instruction holds
+ROWS = 64  # queries of one consumer: the number of rows of a warpgroup's matmul instruction
 
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """`consumers` times 64 queries by block_n keys, with `stages` blocks of K and of V in flight.
-
-    order: the schedule's tensor of tiles. dynamic: programs take items from a queue. ranged: a consumer visits only the
-    blocks that its own rows see. pingpong: consumers alternate on the tensor cores. max_first, pv_first: the softmax
-    takes maxima before exponentials, and waits for P V of the block before (softmax.py). o_in_q: o leaves through Q's
-    buffer.
-    """
+    """A configuration. A tile has 64 * consumers queries and block_n keys."""
 
     block_n: int
     consumers: int
-    stages: int
-    order: Literal["query_tiles", "wide_query_tiles"]
-    dynamic: bool = True
-    ranged: bool = False
-    pingpong: bool = False
-    max_first: bool = False
-    pv_first: bool = False
-    o_in_q: bool = False
+    stages: int  # blocks of K in flight, and blocks of V
+    order: Literal["query_tiles", "wide_query_tiles"]  # the field of Schedule that orders the tiles
+    dynamic: bool = True  # programs draw items from a queue; otherwise each program processes one item
+    ranged: bool = False  # a consumer visits only the blocks that its own rows see
+    pingpong: bool = False  # consumers alternate between the tensor cores and softmax
+    max_first: bool = False  # softmax compares scores with the maximum before the exponentials (softmax.py)
+    pv_first: bool = False  # softmax starts after P V of the previous block has finished
+    o_in_q: bool = False  # o is stored through the buffer of Q
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Of a thread: in consumers, in the producer, and when the kernel starts. All warps' fit in an SM's 64K."""
+        """The registers per thread of consumers, of the producer, and of all warps when the kernel starts.
+
+        The registers of all threads fit in the 64K of a multiprocessor.
+        """
         return (240, 24, 168) if self.consumers == 2 else (160, 32, 128)
 
 
-# by head_dim
+# The default configurations, by head_dim.
 FORWARD_CONFIGS = {
     64: ForwardConfig(128, 2, 3, "query_tiles", pingpong=True),
     96: ForwardConfig(128, 2, 3, "query_tiles", pingpong=True),
@@ -58,8 +56,8 @@ _LONG = {
     64: ForwardConfig(128, 3, 3, "wide_query_tiles", pingpong=True, pv_first=True),
     96: ForwardConfig(64, 3, 6, "wide_query_tiles", pingpong=True, pv_first=True),
 }
-WIDE_O_STAGES = 4  # at most, if o is fp32
-# where these are faster; document lengths are those of schedule.length_class_of
+WIDE_O_STAGES = 4  # the most stages if o is fp32
+# Configurations that are faster than the default for some length classes (schedule.length_class_of).
 OTHER_CONFIGS: dict[LengthClass, dict[int, ForwardConfig]] = {
     "short": {
         64: ForwardConfig(64, 3, 4, "wide_query_tiles", ranged=True, max_first=True),
@@ -76,6 +74,6 @@ OTHER_CONFIGS: dict[LengthClass, dict[int, ForwardConfig]] = {
 
 
 def forward_config(head_dim: int, length_class: LengthClass, wide_o: bool = False) -> ForwardConfig:
-    """The configuration of a call. wide_o: o is fp32."""
+    """Returns the configuration of a call. wide_o: whether o is fp32."""
     config = OTHER_CONFIGS[length_class].get(head_dim, FORWARD_CONFIGS[head_dim])
     return replace(config, stages=min(config.stages, WIDE_O_STAGES)) if wide_o else config

@@ -1,4 +1,4 @@
-"""The consumers of the forward kernel (kernel.py): the attention of 64 queries of each item."""
+"""The consumers of the forward kernel (kernel.py). Each computes the attention of 64 queries of each item."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,11 +27,11 @@ from fa_kernels.flash_attention.hopper.primitives.work import Ranges, Scale
 
 @structure
 class Work:
-    """What all consumers of a program share. sinks: a pointer, not read without sinks."""
+    """The values that all consumers of a program share."""
 
     out: Output
-    lse: gl.tensor
-    sinks: gl.tensor
+    lse: gl.tensor  # pointer
+    sinks: gl.tensor  # pointer, which is not read without HAS_SINKS
     scale: Scale
     rings: Rings
     queue: Queue
@@ -40,18 +40,19 @@ class Work:
 
 @structure
 class Queries:
-    """A consumer's 64 queries: Q, a tuple for the columns of a head, and the keys that each sees."""
+    """A consumer's 64 queries, and the range of keys that each query sees."""
 
-    q: tuple
+    q: tuple  # a tile for each column block of the head
     key_start: gl.tensor
     key_end: gl.tensor
 
 
 @structure
 class Running:
-    """What a consumer carries from block to block: the softmax of its rows, o, and P of the last block.
+    """The state of a consumer between two blocks of keys: maxima and sums of its rows, o, and P of the last block.
 
-    P is not yet multiplied with V. It is held as packed pairs, because two bf16 would take a register each.
+    P V of the last block is not yet in o. P is stored as pairs packed into 32 bits, because the compiler would use a
+    whole register for each bf16 value.
     """
 
     row_max: gl.tensor
@@ -62,7 +63,10 @@ class Running:
 
 @gluon.jit
 def _pass_over(block, rings):
-    """A block that this consumer does not visit. The waits keep it from releasing a stage's next block."""
+    """Releases a block that this consumer does not visit.
+
+    It first waits for the block. Otherwise it could release the next block of the same stage too early.
+    """
     STAGES: gl.constexpr = rings.k.buffers[0].shape[0]
     stage, phase = place_of(block, STAGES)
     rings.k.wait_full(stage, phase)
@@ -77,11 +81,13 @@ def _visit(
     block, key, at_edge, more, running, queries, work, CONSUMER: gl.constexpr, MASK: gl.constexpr,
     CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """One block of keys, from `key` on. Its K has landed; if there are `more` blocks, the next one's will have.
+    """Processes one block of keys, from `key` on: adds P V of the previous block to o, and computes P of this block.
 
-    ptxas forces the order. The wait for the next K stands between the exponentials and the wait for P V: it ends a
-    basic block, without which ptxas moves the latter wait above the exponentials and nothing overlaps. No accumulator
-    is in flight over the loop's end, or every matmul waits for the one before (C7512, C7514).
+    K of this block has arrived. If there are `more` blocks, K of the next block has arrived when this function returns.
+
+    ptxas requires this order. The wait for the next K is between the exponentials and the wait for P V, where it ends
+    a basic block. Without it ptxas would move the wait for P V above the exponentials, and they would not overlap.
+    No accumulator may be in flight at the end of a loop iteration: ptxas would serialise all matmuls (C7512, C7514).
     """
     k, v, q = work.rings.k, work.rings.v, queries.q
     CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]
@@ -118,7 +124,7 @@ def _visit(
 
 @gluon.jit
 def _begin_scores(q, k, stage):
-    """Starts Q K^T of a stage."""
+    """Starts the matmul Q K^T with K of a stage."""
     ROWS_EACH: gl.constexpr = q[0].shape[0]
     BLOCK_N: gl.constexpr = k.buffers[0].shape[1]
     zeros = gl.zeros([ROWS_EACH, BLOCK_N], gl.float32, layout=accumulator(BLOCK_N))
@@ -130,7 +136,10 @@ def _visit_first(
     block, key, begin, stop, running, queries, work, item_index, CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """The first block of keys of an item, `begin` of those before `stop`. There is no P of a block before."""
+    """Processes the first block of keys of an item that this consumer visits. There is no previous block.
+
+    `begin` is the index of this block, and the last one is before `stop`.
+    """
     k, q = work.rings.k, queries.q
     CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]
     STAGES: gl.constexpr = k.buffers[0].shape[0]
@@ -159,9 +168,9 @@ def _consume_item(
     fields, item_index, block, q, to_log2, work, CONSUMER: gl.constexpr, CONFIG: gl.constexpr, HAS_SINKS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """The attention of 64 queries of an item. Returns the number of blocks of all items so far.
+    """Computes the attention of 64 queries of an item. Returns the number of blocks of all items so far.
 
-    to_log2: softmax.scale_to_log2.
+    to_log2: the result of softmax.scale_to_log2.
     """
     rings, ranges = work.rings, work.ranges
     ROWS_EACH: gl.constexpr = rings.q.buffers[0].shape[1]
@@ -210,7 +219,8 @@ def _consume_item(
             block = _pass_over(block, rings)
 
     row_max, row_sum = softmax.of_rows(running.row_max, running.row_sum, ROW)
-    # a row that sees no key gives 0 and -inf; one that sees nothing but NaN keeps its maximum too
+    # A row that sees no key keeps the maximum HIDDEN, and gets o = 0 and lse = -inf. A row that sees only NaN also
+    # keeps HIDDEN, but its sum is NaN.
     sees = (row_max > 0.5 * HIDDEN) | (row_sum != row_sum)
     lse = gl.where(sees, (row_max * to_log2 + gl.log2(row_sum)) * LN_2, float("-inf"))
     gl.store(work.lse + head.to(gl.int64) * ranges.total + row, lse, mask=inside)
@@ -225,7 +235,7 @@ def _consume_item(
 def _visit_range(
     block, visits, end, running, queries, work, CONSUMER: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr
 ):  # fmt: skip
-    """The blocks after the first that this consumer's own rows see."""
+    """Processes the blocks after the first that this consumer's own rows see."""
     BLOCK_N: gl.constexpr = work.rings.k.buffers[0].shape[1]
     for step in range(visits.begin + 1, visits.stop):
         key = end - (step + 1) * BLOCK_N
@@ -241,7 +251,7 @@ def _visit_range(
 def _visit_all(
     block, item, running, queries, work, CONSUMER: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr
 ):  # fmt: skip
-    """All blocks of the item after the first: those that need a mask, then the whole ones."""
+    """Processes all blocks of the item after the first: blocks that need a mask, then the other blocks."""
     BLOCK_N: gl.constexpr = work.rings.k.buffers[0].shape[1]
     n_masked = gl.maximum(item.n_right + item.n_left, 1)
     for step in range(1, n_masked):
@@ -261,14 +271,14 @@ def _visit_all(
 def consume(
     CONSUMER: gl.constexpr, work, CONFIG: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr
 ):  # fmt: skip
-    """One warpgroup: the attention of 64 queries of each item."""
+    """Runs a consumer warpgroup: it computes the attention of 64 queries of each item."""
     CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]
     q = at(work.rings.q.buffers, CONSUMER)
     to_log2 = softmax.scale_to_log2(work.scale.softmax, HAS_SOFTCAP)
-    block = 0  # of all items, for the place in the rings
+    block = 0  # counts the blocks of all items, which determines the place in the rings
     item_index = 0
     if CONSUMER == CONSUMERS - 1 and CONFIG.pingpong:
-        pass_pingpong(CONSUMER, CONSUMERS)  # the first consumer goes first
+        pass_pingpong(CONSUMER, CONSUMERS)  # lets the first consumer start
     fields = read(work.queue, item_index)
     while field(fields, 0) >= 0:
         block = _consume_item(fields, item_index, block, q, to_log2, work, CONSUMER, CONFIG, HAS_SINKS, HAS_SOFTCAP)
@@ -276,4 +286,4 @@ def consume(
         fields = read(work.queue, item_index)
     tma.store_wait(0)
     if CONSUMER == 0 and CONFIG.pingpong:
-        wait_pingpong(CONSUMER)  # the last consumer's last pass, which no other consumer waits for
+        wait_pingpong(CONSUMER)  # matches the last consumer's final pass_pingpong, for which no other consumer waits

@@ -1,4 +1,4 @@
-"""Items of the forward kernel, and the producer: the warp that takes them, posts them, and loads Q, K and V."""
+"""Items of the forward kernel, and the producer, which is the warp that draws and posts items and loads Q, K and V."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,9 +21,9 @@ from fa_kernels.flash_attention.hopper.primitives.structure import structure
 class Item:
     """A tile of queries of one head, from `first` on, and the blocks of keys that it reads.
 
-    Blocks are counted backwards from `end`. Not every row sees the first n_right of n_blocks up to their end, nor the
-    last n_left from their start; between them are whole ones. There is at least one block, so that rows without keys
-    need no path of their own.
+    Blocks are counted backwards from `end`. The first n_right and the last n_left of the n_blocks blocks need a mask,
+    because some rows see only a part of them. Every row sees the other blocks completely. There is at least one block,
+    so that rows without keys need no separate code.
     """
 
     first: gl.tensor
@@ -35,7 +35,7 @@ class Item:
 
     @gluon.jit
     def first_key(self, step, BLOCK_N: gl.constexpr):
-        """The first key of the block that is visited at `step`: blocks that need a mask come first."""
+        """Returns the first key of the block that is visited at `step`. Blocks that need a mask are visited first."""
         n_right, n_left = self.n_right, self.n_left
         whole = self.n_blocks - n_left - n_right
         block = gl.where(step < n_right, step, gl.where(step < n_right + n_left, step + whole, step - n_left))
@@ -44,7 +44,7 @@ class Item:
 
 @structure
 class Visits:
-    """The blocks of an item that 64 of its rows visit, begin <= b < stop. All rows see right <= b < left whole."""
+    """The blocks b of an item that 64 of its rows visit: begin <= b < stop. If right <= b < left, b needs no mask."""
 
     begin: gl.tensor
     stop: gl.tensor
@@ -54,7 +54,7 @@ class Visits:
 
 @structure
 class Rings:
-    """Q of each consumer, and blocks of K and of V. Buffers are tuples for the columns of a head."""
+    """The rings of Q, with a place for each consumer, of K and of V. Buffers are tuples for the column blocks."""
 
     q: Ring
     k: Ring
@@ -63,7 +63,7 @@ class Rings:
 
 @structure
 class Inputs:
-    """What the producer loads, descriptors in tuples for the columns of a head, and where heads begin."""
+    """The inputs that the producer loads: descriptors, in tuples for the column blocks, and strides of heads."""
 
     q: tuple
     k: tuple
@@ -76,7 +76,7 @@ class Inputs:
 
 @gluon.jit
 def _locate_item(index, order, ranges, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The item with an index of the launch. ranges: of keys."""
+    """Returns the item with this index. `ranges` holds the range of keys of each query."""
     tile, head = order.locate(index)
     first = tile * BLOCK_M
     last = gl.minimum(first + BLOCK_M, ranges.total) - 1
@@ -90,7 +90,7 @@ def _locate_item(index, order, ranges, BLOCK_M: gl.constexpr, BLOCK_N: gl.conste
 
 @gluon.jit
 def _visits_of_rows(first, item, ranges, BLOCK_N: gl.constexpr):
-    """The fields of `Visits`, for 64 rows from `first` on. Rows past the last query count as the last."""
+    """Returns the fields of `Visits` for 64 rows from `first` on. Rows past the last query count as the last query."""
     first = gl.minimum(first, ranges.total - 1)
     last = gl.minimum(first + 64, ranges.total) - 1
     start, last_start = gl.load(ranges.start + first), gl.load(ranges.start + last)
@@ -102,7 +102,7 @@ def _visits_of_rows(first, item, ranges, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _post_item(queue, item_index, item, ranges, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, RANGED: gl.constexpr):
-    """Hands an item to the consumers, with the visits of each if they differ (RANGED)."""
+    """Posts an item for the consumers. With RANGED, it includes the fields of `Visits` of each consumer."""
     if RANGED:
         fields = (item.first, item.head, item.end, item.n_blocks)
         for consumer in gl.static_range(CONSUMERS):
@@ -114,12 +114,12 @@ def _post_item(queue, item_index, item, ranges, CONSUMERS: gl.constexpr, BLOCK_N
 
 @gluon.jit
 def produce(inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG: gl.constexpr):
-    """One warp: takes items, loads the queries of each, then its blocks of K and V into the rings."""
+    """Runs the producer warp: it draws items, and loads the queries of each item, then its blocks of K and V."""
     CONSUMERS: gl.constexpr = rings.q.buffers[0].shape[0]
     ROWS_EACH: gl.constexpr = rings.q.buffers[0].shape[1]
     STAGES: gl.constexpr = rings.k.buffers[0].shape[0]
     BLOCK_N: gl.constexpr = rings.k.buffers[0].shape[1]
-    block = 0  # of all items, for the place in the rings
+    block = 0  # counts the blocks of all items, which determines the place in the rings
     item_index = 0
     index = gl.program_id(0)
     while index < n_items:
@@ -127,7 +127,7 @@ def produce(inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG: g
         _post_item(queue, item_index, item, ranges, CONSUMERS, BLOCK_N, CONFIG.ranged)
         if counter_ptr is not None:
             ticket = take(counter_ptr)
-        for consumer in gl.static_range(CONSUMERS):  # a barrier each, so that the first can start early
+        for consumer in gl.static_range(CONSUMERS):  # each consumer has a barrier, so that the first can start early
             mbarrier.wait(rings.q.empty.index(consumer), item_index & 1 ^ 1)
             row = item.first + consumer * ROWS_EACH
             _load(rings.q, consumer, inputs.q, row, item.head * inputs.stride_qh)
@@ -153,7 +153,7 @@ def produce(inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG: g
 
 @gluon.jit
 def _load(ring, place, descs, row, column):
-    """Starts to fill a place of a ring."""
+    """Starts to load a place of a ring."""
     full = ring.full.index(place)
     mbarrier.expect(full, nbytes_of(descs))
     start_load(descs, row, column, full, ring.buffers, place)

@@ -1,19 +1,22 @@
-"""The forward pass on Hopper: one warp loads, warpgroups compute (FlashAttention-3, arXiv:2407.08608).
+"""The forward pass on Hopper: one warp loads and warpgroups compute (FlashAttention-3, arXiv:2407.08608).
 
-An item of work is a tile of queries of one head. The roles of a program:
+An item of work is a tile of queries of one head. A program has two roles:
 
-- The producer, one warp, takes items, posts them to the consumers (queue.py), and loads Q, K and V by TMA into rings.
-- Two or three consumers hold 64 queries each. A consumer begins Q K^T of one block of keys and P V of the block before
-  together. It takes the softmax of the first (softmax.py) while the tensor cores compute the second. P stays in
-  registers.
+- The producer is one warp. It draws items, posts them for the consumers (queue.py), and loads Q, K and V into rings by
+  TMA.
+- Two or three consumers compute 64 queries each. A consumer starts Q K^T of one block of keys together with P V of the
+  previous block. It computes the softmax of the first (softmax.py) while the tensor cores compute the second. P stays
+  in registers.
 
-Barriers, for each place of Q, K and V: full, TMA's bytes have landed; empty, the consumers have read it. With ping-pong
-consumers pass the tensor cores on by named barriers (barriers.py). config.py says which variant takes a call.
+Each place of a ring has two barriers: `full` says that the bytes of TMA have arrived, and `empty` says that the
+consumers have read the place. With ping-pong, consumers use the tensor cores in turn, with named barriers
+(barriers.py). config.py chooses the variant for a call.
 
-Nothing waits in a circle. The producer fills places in the order in which consumers empty them. Each consumer waits for
-and releases every block of an item, also those that it does not visit.
+There is no deadlock. The producer fills places in the order in which the consumers empty them. Each consumer waits for
+every block of an item and releases it, even if it does not visit the block.
 
-If there are several documents, the portable kernels repair tiles in which NaN reached another document (nan_marks.py).
+NaN isolation: if there are several documents, the kernel marks rows with NaN (nan_marks.py), and the portable kernels
+repair their tiles.
 """
 
 import torch
@@ -46,7 +49,7 @@ from fa_kernels.flash_attention.tile_order import heads_per_section
 from fa_kernels.launch.descriptors import columns_of_heads, loadable
 from fa_kernels.launch.record import launch
 
-# nothing that a batch may change is compiled in
+# Values that differ between batches must not be compiled into the kernel.
 _SIZES = ("n_items", "n_tiles", "n_heads", "group", "section", "total_q", "stride_qh", "stride_kh", "stride_vh")
 
 
@@ -57,10 +60,10 @@ def _fwd_kernel(
     stride_qh, stride_kh, stride_vh, softmax_scale, softcap,
     CONFIG: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Program i works item i, and then others if there is a counter of them.
+    """Program i processes item i, and then draws further items if there is a counter.
 
-    Shapes: o (total_q, n_heads, head_dim), lse (n_heads, total_q). Descriptors are of a head's first columns, and with
-    a 2 of the others, None where there are none. marks_ptr: None, or where to mark NaN (nan_marks.py).
+    Shapes: o (total_q, n_heads, head_dim), lse (n_heads, total_q). Descriptors describe the first column block of
+    heads. Those with a 2 describe the second block, or are None. marks_ptr: the NaN marks (nan_marks.py), or None.
     """
     CONSUMERS: gl.constexpr = CONFIG.consumers
     STAGES: gl.constexpr = CONFIG.stages
@@ -105,7 +108,7 @@ def _fwd_kernel(
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, features: Features, out_dtype: torch.dtype) -> bool:
-    """Whether this path takes the call. The portable kernels take the others."""
+    """Returns whether this kernel supports the call. The portable kernels compute all other calls."""
     return (
         q.is_cuda
         and not interpreted()
@@ -114,7 +117,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, features: Features, out_dtype: tor
         and out_dtype in (q.dtype, torch.float32)
         and q.shape[2] == v.shape[2]
         and q.shape[2] in FORWARD_CONFIGS
-        and (out_dtype == q.dtype or not FORWARD_CONFIGS[q.shape[2]].o_in_q)  # no room for a wider o
+        and (out_dtype == q.dtype or not FORWARD_CONFIGS[q.shape[2]].o_in_q)  # Q's buffer is too small for fp32 o
         and not features.alibi
         and loadable(q)
         and loadable(k)
@@ -125,7 +128,10 @@ def supports(q: Tensor, k: Tensor, v: Tensor, features: Features, out_dtype: tor
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o in out_dtype, lse fp32."""
+    """Computes o in out_dtype, and lse in fp32.
+
+    Shapes: q (total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o like q, lse (n_heads, total_q).
+    """
     config = forward_config(q.shape[2], schedule.length_class, out_dtype == torch.float32)
     return run_forward(q, k, v, schedule, features, out_dtype, config)
 
@@ -139,14 +145,14 @@ def run_forward(
     out_dtype: torch.dtype,
     config: ForwardConfig,
 ) -> tuple[Tensor, Tensor]:
-    """`attention_forward` with a configuration of choice."""
+    """Computes `attention_forward` with the given configuration."""
     total_q, n_heads, head_dim = q.shape
     o = torch.empty(total_q, n_heads, head_dim, dtype=out_dtype, device=q.device)
     lse = torch.empty(n_heads, total_q, dtype=torch.float32, device=q.device)
     tiles: Tensor = getattr(schedule, config.order)
     assert config.consumers * ROWS == (WIDE_TILE if config.order == "wide_query_tiles" else WORK_TILE), config
     n_tiles = tiles.numel()
-    # Heads of a tile run together, and tiles of a document, so that the K and V that they share stay in L2.
+    # All heads of a tile, and all tiles of a document, run at about the same time, so that their K and V stay in L2.
     section = heads_per_section(k, v, n_heads) if schedule.length_class == "very_long" else n_heads
     n_items = n_tiles * n_heads
     programs, counter = programs_of(n_items, q.device, config.dynamic)

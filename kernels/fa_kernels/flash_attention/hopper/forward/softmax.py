@@ -1,16 +1,18 @@
-"""The running softmax of the forward kernel, and how its probabilities and output travel in registers.
+"""The running softmax of the forward kernel, and operations on its probabilities and output in registers.
 
-Online softmax (arXiv:1805.02867) takes exponentials under the largest score so far, so it waits for the maximum of each
-block. A smaller number would do as well unless exponentials under it overflow: fp32 and bf16 are as precise at 2^15 as
-at 1. So a row takes the maximum of its first block, and computes the exponentials of later blocks under it at once. If
-a thread's sum of them exceeds 2^15, its warp computes them again under maxima raised in those rows. No probability then
-exceeds 2^15, which fp16 holds too. In bf16, o is as accurate as torch's, which rounds P too.
+Online softmax (arXiv:1805.02867) subtracts the largest score so far from each score, so it waits for the maximum of
+each block. A smaller reference than the maximum works too, as long as no exponential overflows: fp32 and bf16 are as
+precise at 2^15 as at 1. A row therefore keeps the maximum of its first block as the reference for later blocks, and
+need not wait. If a thread's sum of exponentials exceeds 2^15, its warp raises the references of the rows concerned, and
+computes the exponentials of the block again. Probabilities then never exceed 2^15, which fp16 can represent. In bf16, o
+is as accurate as torch's, which also rounds P.
 
-Until the sum is known, scores and probabilities are both in registers. MAX_FIRST looks at the scores first: it needs no
-room for both, but takes the comparisons, and shuffles where a maximum rises.
+The code calls the reference of a row its maximum (row_max). Scores and probabilities are both in registers until the
+sum is known. MAX_FIRST compares the scores with the reference before it computes exponentials. It needs fewer
+registers, but more instructions.
 
-The maximum and the sum of a row are held in the layout registers.PER_ROW. The sum is held in eight parts, so that no
-step waits for the other threads of a row.
+Maxima and sums have the layout registers.PER_ROW. The sum of a row is stored as eight partial sums, so that a thread
+need not wait for the other threads of the row.
 """
 
 from triton.experimental import gluon
@@ -26,17 +28,17 @@ from fa_kernels.flash_attention.hopper.primitives.registers import (
 )
 from fa_kernels.flash_attention.scores import cap
 
-# An invisible score, and the maximum of no scores. A power of two, so that its product with the scale is exact: then
-# fma(s, c, -m * c) is 0 for a row that has seen no key, and never infinite.
+# HIDDEN is the score of a hidden key, and the maximum of a row that has seen no key. It is a power of two, so that its
+# product with the scale is exact: fma(s, c, -m * c) is then 0 for such a row, and is never infinite.
 HIDDEN = gl.constexpr(-(2.0**99))
 LN_2 = gl.constexpr(0.6931471805599453)
-_LARGEST_SUM = gl.constexpr(2.0**15)  # of a thread's probabilities of a row and a block
-_LARGEST_RISE = gl.constexpr(8.0)  # of an exponent of two over the maximum's, where maxima are looked at first
+_LARGEST_SUM = gl.constexpr(2.0**15)  # the largest sum of a thread's probabilities of a row in a block
+_LARGEST_RISE = gl.constexpr(8.0)  # with MAX_FIRST, a score may exceed row_max by this much in log2 units
 
 
 @gluon.jit
 def scale_to_log2(softmax_scale, HAS_SOFTCAP: gl.constexpr):
-    """The factor that turns scores into exponents of two. With a soft cap, `cap` has applied it."""
+    """Returns the factor that converts scores to log2 units. It is 1 with a soft cap, because `cap` applies it."""
     scale = softmax_scale * LOG2_E
     if HAS_SOFTCAP:
         scale = 1.0
@@ -45,10 +47,10 @@ def scale_to_log2(softmax_scale, HAS_SOFTCAP: gl.constexpr):
 
 @gluon.jit
 def begin(sink, ROWS: gl.constexpr, HAS_SINKS: gl.constexpr):
-    """The maximum and the sum [M, 8] of rows that have seen no key, or only a sink, which is in units of scores."""
+    """Returns the maximum and the sum [M, 8] of rows before their first key. `sink` is in the units of scores."""
     row_sum = gl.zeros([ROWS, 8], gl.float32, layout=PER_ROW)
     row_max = row_sum + (sink if HAS_SINKS else HIDDEN)
-    if HAS_SINKS:  # a logit that every row sees and that has no value
+    if HAS_SINKS:  # the sink is a score that every row sees; it has no row in v
         is_first = gl.arange(0, 8, layout=gl.SliceLayout(0, PER_ROW)) == 0
         row_sum = gl.where(gl.expand_dims(is_first, 0), 1.0, row_sum)
     return row_max, row_sum
@@ -58,9 +60,9 @@ def begin(sink, ROWS: gl.constexpr, HAS_SINKS: gl.constexpr):
 def visible(
     scores, scale, queries, key, at_edge, dtype: gl.constexpr, MASK: gl.constexpr, HAS_SOFTCAP: gl.constexpr
 ):  # fmt: skip
-    """The scores [M, N] of `queries` and the keys from `key` on, capped, and HIDDEN where a query does not see a key.
+    """Applies the soft cap and the mask to scores [M, N]. The scores of hidden keys become HIDDEN.
 
-    MASK is `always`, `never`, or `at_edge`: where that is true.
+    Columns are the keys from `key` on. MASK is `always`, `never`, or `at_edge`, which masks if at_edge is true.
     """
     if HAS_SOFTCAP:
         scores, _ = cap(scores, scale.softmax, scale.softcap, dtype)
@@ -75,9 +77,10 @@ def visible(
 @gluon.jit
 def exponentials(scores, row_max, row_sum, softmax_scale, dtype: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
                  MAX_FIRST: gl.constexpr):  # fmt: skip
-    """Returns p of scores [M, N] as pairs of `dtype` [M, N / 2], its maximum, the sum with p, and a factor [M, 8].
+    """Returns p [M, N / 2] as pairs of `dtype`, the new maximum, the new sum, and a rescaling factor, each [M, 8].
 
-    The factor, usually 1, is for what was summed under the old maximum. Maxima are in units of scores.
+    Earlier sums and o must be multiplied by the factor, which is 1 unless the maximum has risen. Maxima are in the
+    units of scores [M, N].
     """
     scale = gl.zeros_like(scores) + scale_to_log2(softmax_scale, HAS_SOFTCAP)
     p, row_max, row_sum, factor = map_threads(
@@ -89,7 +92,7 @@ def exponentials(scores, row_max, row_sum, softmax_scale, dtype: gl.constexpr, H
 
 @gluon.jit
 def operand(pairs, dtype: gl.constexpr, o):
-    """p as the first operand, in registers, of the matmul that is added to o."""
+    """Returns p as the first operand, in registers, of the matmul P V whose result is added to o."""
     OUT: gl.constexpr = o.type.layout
     low, high = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], (gl.int16, gl.int16), True, 1)
     p = gl.reshape(gl.join(low, high), [pairs.shape[0], pairs.shape[1] * 2]).to(dtype, bitcast=True)
@@ -98,21 +101,24 @@ def operand(pairs, dtype: gl.constexpr, o):
 
 @gluon.jit
 def rescale(o, factor):
-    """o [M, D] times factor [M, 8] of its rows. A warp skips it if all its 16 rows have a factor of 1."""
-    n: gl.constexpr = o.shape[1] // 2  # a thread's values
+    """Multiplies o [M, D] by the factors [M, 8] of its rows. A warp skips this if all its 16 factors are 1."""
+    n: gl.constexpr = o.shape[1] // 2  # values per thread
     values = [o, along_rows(factor, o)]
     return gl.inline_asm_elementwise(_multiply_asm(n), _multiply_constraints(n), values, gl.float32, False, n)
 
 
 @gluon.jit
 def of_rows(row_max, row_sum, ROW: gl.constexpr):
-    """The maximum and the sum [M] in the layout ROW."""
+    """Returns the maximum and the sum of each row, [M], in the layout ROW."""
     return gl.convert_layout(gl.max(row_max, 1), ROW), gl.convert_layout(gl.sum(row_sum, 1), ROW)
 
 
 @gluon.jit
 def _of_thread(values, dtype: gl.constexpr, MAX_FIRST: gl.constexpr):
-    """`exponentials` for one thread: its values of scores, row_max, row_sum and the scale, of two rows each."""
+    """Computes `exponentials` in one thread. `values` holds its values of scores, row_max, row_sum and scale.
+
+    A thread holds values of two rows.
+    """
     N: gl.constexpr = len(values) // 4
     max_0, max_1, scale = values[N], values[N + 2], values[3 * N]
     sums = (values[2 * N], values[2 * N + 1], values[2 * N + 2], values[2 * N + 3])
@@ -154,10 +160,10 @@ def _repeated(four, N: gl.constexpr):
 
 @gluon.jit
 def _under(scores, N: gl.constexpr, exponent_0, exponent_1, scale, dtype: gl.constexpr):
-    """p in pairs, each pair twice, and its sums over every fourth of the N scores. Exponents are those of the maxima.
+    """Returns p in pairs, each pair twice, and four sums, each over every fourth of the N scores.
 
-    fma is written out. The compiler would round the products once more where p is computed again, and so change the
-    bits of rows whose maxima have not risen.
+    exponent_0 and exponent_1 are the maxima of the two rows in log2 units. The fma is explicit: otherwise the compiler
+    would round the products once more where p is computed again, which changes the bits of rows whose maxima stay.
     """
     p = ()
     sums = (0.0, 0.0, 0.0, 0.0)
@@ -174,7 +180,7 @@ def _under(scores, N: gl.constexpr, exponent_0, exponent_1, scale, dtype: gl.con
 
 @gluon.jit
 def _maxima(scores, N: gl.constexpr):
-    """The largest of a thread's scores, for each of its two rows."""
+    """Returns the largest of a thread's scores in each of its two rows."""
     max_0, max_1 = gl.maximum(scores[0], scores[1]), gl.maximum(scores[2], scores[3])
     for i in gl.static_range(4, N, 4):
         max_0 = gl.maximum(max_0, gl.maximum(scores[i], scores[i + 1]))
@@ -184,10 +190,10 @@ def _maxima(scores, N: gl.constexpr):
 
 @gluon.jit
 def _raise(old, new, rises, scale):
-    """Returns the maximum of a row, and the factor for what was summed under the old one.
+    """Returns the new maximum of a row, and the factor that rescales sums under the old maximum.
 
-    Only a row that `rises` changes, by what its own four threads hold. So no row's bits depend on another row, which
-    may be a later token or belong to another document.
+    The maximum changes only if `rises` is true, which depends only on the four threads of the row. The bits of a row
+    therefore never depend on other rows, which may be later tokens or other documents.
     """
     new = gl.where(rises, gl.maximum(old, new), old)
     return new, gl.exp2((old - new) * scale)
@@ -203,7 +209,7 @@ def _of_four_threads(x):
 
 @gluon.jit
 def _any_thread(condition):
-    """Whether the condition holds in any thread of the warp, so that all threads take the same path."""
+    """Returns whether the condition holds in any thread of the warp. All threads of the warp get the same answer."""
     asm: gl.constexpr = """{ .reg .pred p; setp.ne.s32 p, $1, 0;
         vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"""
     return gl.inline_asm_elementwise(asm, "=r,r", [condition.to(gl.int32)], gl.int32, True, 1) != 0
@@ -211,7 +217,7 @@ def _any_thread(condition):
 
 @gluon.jit
 def _pair(low, high, dtype: gl.constexpr):
-    """Both rounded to `dtype`, in one register."""
+    """Rounds both values to `dtype` and packs them into one register."""
     if dtype == gl.bfloat16:
         pair = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], gl.int32, True, 1)
     else:
@@ -221,7 +227,7 @@ def _pair(low, high, dtype: gl.constexpr):
 
 @gluon.constexpr_function
 def _multiply_asm(n):
-    # n values alternate between pairs of columns of row i and of row i + 8
+    # A thread's n values alternate between pairs of row i and pairs of row i + 8.
     lines = ["{", ".reg .pred p, r;", f"setp.neu.f32 p, ${2 * n}, 0f3F800000;"]
     lines += [f"setp.neu.or.f32 p, ${2 * n + 2}, 0f3F800000, p;", "vote.sync.any.pred r, p, 0xffffffff;"]
     lines += [f"mov.f32 ${i}, ${n + i};" for i in range(n)]

@@ -1,8 +1,8 @@
-"""Barriers between the warps of a program, and two operations of the async proxy that go with them.
+"""Barriers between the warps of a program, and TMA's reduce-add.
 
-A kernel must use every mbarrier that it allocates. If an mbarrier is only initialised, Triton gives its memory to
-another buffer, and PTX forbids that before mbarrier.inval. When processes share a GPU in time slices, those 8 bytes can
-become the mbarrier again.
+A kernel must use every mbarrier that it allocates. Triton gives the memory of an mbarrier that is only initialised to
+another buffer. PTX forbids that before mbarrier.inval: if processes share a GPU in time slices, the old mbarrier can
+reappear in the 8 bytes that the buffer now uses.
 """
 
 from triton._C.libtriton import ir
@@ -12,17 +12,17 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 # Numbers of the hardware's named barriers. Triton uses 0, 1 and one for each worker partition; 8 to 15 are free.
-PINGPONG_BARRIER = gl.constexpr(8)  # forward: 8, 9 and 10, one for each consumer
-HALVES_BARRIER = gl.constexpr(10)  # backward: the two warpgroups of an item
-MARKS_BARRIER = gl.constexpr(11)  # 11 to 15: the warpgroups that call nan_marks.mark_rows for the same rows
-WARPGROUP = gl.constexpr(128)  # threads
-# Blocks a warpgroup until all its threads arrive. The name differs between Triton 3.6 and 3.7.
+PINGPONG_BARRIER = gl.constexpr(8)  # forward kernel: 8, 9 and 10, one for each consumer
+HALVES_BARRIER = gl.constexpr(10)  # backward kernels: synchronises the two consumers of an item
+MARKS_BARRIER = gl.constexpr(11)  # 11 to 15: synchronises the warpgroups that mark the same rows in nan_marks.mark_rows
+WARPGROUP = gl.constexpr(128)  # threads in a warpgroup
+# meet() blocks a warpgroup until all its threads arrive. Triton 3.6 and 3.7 have different names for it.
 meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
 @gluon.jit
 def _run(INSTRUCTION: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr):
-    # Volatile and scalar, so that each thread of the partition runs it once. The result has no meaning.
+    # The asm is volatile and scalar, so that each thread of the partition runs it once. Its result is not used.
     gl.inline_asm_elementwise(
         f"{INSTRUCTION} {BARRIER}, {THREADS}; mov.u32 $0, 0;", "=r,~{memory}", [], gl.int32, False, 1
     )
@@ -36,36 +36,37 @@ def named_barrier(BARRIER: gl.constexpr, THREADS: gl.constexpr):
 
 @gluon.jit
 def wait_pingpong(CONSUMER: gl.constexpr):
-    """Blocks this consumer's warpgroup until the consumer before it calls `pass_pingpong`.
+    """Blocks this consumer's warpgroup until the previous consumer calls `pass_pingpong`.
 
-    With ping-pong, one consumer issues matmuls while the others compute their softmax (arXiv:2407.08608, section 3.1).
+    Ping-pong means that one consumer issues matmuls while the others compute softmax (arXiv:2407.08608, section 3.1).
     """
     _run("barrier.cta.sync.aligned", PINGPONG_BARRIER + CONSUMER, 256)
 
 
 @gluon.jit
 def pass_pingpong(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Lets the next consumer go on. Does not block."""
+    """Lets the next consumer continue. This call does not block."""
     _run("barrier.cta.arrive.aligned", PINGPONG_BARRIER + (CONSUMER + 1) % CONSUMERS, 256)
 
 
 @gluon.jit
 def hand_back(empty):
-    """Arrives at an mbarrier that counts WARPGROUP for each reader of a buffer: this warpgroup has read it.
+    """Signals at mbarrier `empty` that this warpgroup has read a buffer. `empty` counts WARPGROUP threads per reader.
 
-    With mbarrier.arrive one thread arrives for all, and the warpgroup waits for its last warp. Here each thread arrives
-    for itself, by cp.async's arrive instruction. It orders no stores: the buffer must only have been read, by matmuls
-    and TMA that were waited for and by loads whose values were used.
+    Each thread arrives for itself, with the arrive instruction of cp.async. In mbarrier.arrive one thread would arrive
+    for all, after waiting for the last warp of the warpgroup. The instruction does not order stores. The warpgroup must
+    therefore only have read the buffer: by matmuls and TMA operations that have completed, or by loads whose values
+    were already used.
     """
     async_copy.mbarrier_arrive(empty, increment_count=False)
 
 
 @gluon.jit
 def hand_over(full):
-    """Arrives at an mbarrier that counts WARPGROUP for each writer of a buffer: this warpgroup has stored its part.
+    """Signals at mbarrier `full` that this warpgroup has written its part of a buffer.
 
-    The readers are matmuls and TMA, which use the async proxy. Each thread arrives for itself, so each first fences its
-    stores, for that proxy and for the threads that wait.
+    `full` counts WARPGROUP threads per writer. Each thread first fences its stores, because it arrives for itself:
+    for the async proxy, through which matmuls and TMA read, and for the threads that wait.
     """
     fence_async_shared()
     gl.inline_asm_elementwise("fence.acq_rel.cta; mov.u32 $0, 0;", "=r,~{memory}", [], gl.int32, False, 1)
@@ -74,9 +75,9 @@ def hand_over(full):
 
 @gl._core.builtin
 def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
-    """Adds a tile of shared memory to global memory (cp.reduce.async.bulk.tensor). Wait with tma.store_wait.
+    """Adds a tile of shared memory to global memory (cp.reduce.async.bulk.tensor). Wait for it with tma.store_wait.
 
-    Triton 3.6 and 3.7 can build the operation but do not export it. Rows past the tensor's end are left out.
+    Rows past the end of the tensor are not written. Triton 3.6 and 3.7 can build the operation but do not export it.
     """
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     kind = ir.DESCRIPTOR_REDUCE_KIND.ADD

@@ -1,7 +1,7 @@
-"""Tuples of descriptors and buffers, one for each block of a head's columns.
+"""Tuples of descriptors and buffers, with one entry for each block of a head's columns.
 
-Triton's blocks are powers of two, so a head of 96 columns is held as 64 and 32. Padded to 128 columns, each matmul
-would cost a third more.
+The width of a Triton block is a power of two, so a head of 96 columns is split into blocks of 64 and 32. Padding the
+head to 128 columns would make each matmul a third more expensive.
 """
 
 from triton.experimental import gluon
@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
 
 @gluon.jit
 def columns_of(first, rest):
-    """One block of columns, or two where `rest` is not None."""
+    """Returns (first,), or (first, rest) if `rest` is not None."""
     columns = (first,)
     if rest is not None:
         columns += (rest,)
@@ -20,26 +20,26 @@ def columns_of(first, rest):
 
 @gluon.constexpr_function
 def nbytes_of(descs):
-    """Bytes that one load of all columns writes."""
+    """Returns the bytes that one load of all column blocks writes."""
     return sum(desc.block_type.nbytes for desc in descs)
 
 
 @gluon.constexpr_function
 def width_of(tiles):
-    """The columns of all tiles."""
+    """Returns the total number of columns of the tiles."""
     return sum(tile.shape[-1] for tile in tiles)
 
 
 @gluon.jit
 def new_buffer(desc, PLACES: gl.constexpr):
-    """Shared memory [PLACES, rows, columns] for what a descriptor loads or stores."""
+    """Allocates shared memory [PLACES, rows, columns] for the blocks that a descriptor loads or stores."""
     block: gl.constexpr = desc.block_type.shape
     return gl.allocate_shared_memory(desc.dtype, [PLACES, block[0], block[1]], desc.layout)
 
 
 @gluon.jit
 def new_buffers(descs, PLACES: gl.constexpr):
-    """`new_buffer` for each block of columns."""
+    """Allocates a buffer for each column block, as `new_buffer` does."""
     buffers = ()
     for i in gl.static_range(len(descs)):
         buffers += (new_buffer(descs[i], PLACES),)
@@ -48,7 +48,7 @@ def new_buffers(descs, PLACES: gl.constexpr):
 
 @gluon.jit
 def at(buffers, place):
-    """Each buffer's tile at `place`."""
+    """Returns each buffer's tile at `place`."""
     tiles = ()
     for i in gl.static_range(len(buffers)):
         tiles += (buffers[i].index(place),)
@@ -57,7 +57,7 @@ def at(buffers, place):
 
 @gluon.jit
 def both_at(a, b, place):
-    """Each tile of two operands at `place`: (tiles of a, tiles of b)."""
+    """Returns (tiles of a, tiles of b) at `place`. The code alternates between a and b at each column block."""
     a_tiles, b_tiles = (), ()
     for i in gl.static_range(len(a)):
         a_tiles += (a[i].index(place),)
@@ -67,7 +67,7 @@ def both_at(a, b, place):
 
 @gluon.jit
 def with_rest_at(tiles, buffers, place):
-    """The tiles at `place`, where `tiles` are the first ones of them."""
+    """Returns all tiles at `place`. `tiles` holds the first of them, which the caller has located."""
     for i in gl.static_range(len(tiles), len(buffers)):
         tiles += (buffers[i].index(place),)
     return tiles
@@ -75,7 +75,7 @@ def with_rest_at(tiles, buffers, place):
 
 @gluon.jit
 def rows_at(tiles, start, ROWS: gl.constexpr):
-    """ROWS rows of each tile, from `start` on."""
+    """Returns ROWS rows of each tile, from `start` on."""
     rows = ()
     for i in gl.static_range(len(tiles)):
         rows += (tiles[i].slice(start, ROWS, dim=0),)
@@ -84,14 +84,17 @@ def rows_at(tiles, start, ROWS: gl.constexpr):
 
 @gluon.jit
 def start_load(descs, row, column, full, buffers, place):
-    """Starts to load rows of a head to `place`. `full` must expect `nbytes_of(descs)`."""
+    """Starts to load rows of a head into `place`. The caller must tell mbarrier `full` to expect `nbytes_of(descs)`."""
     for i in gl.static_range(len(descs)):
         tma.async_copy_global_to_shared(descs[i], [row, column], full, buffers[i].index(place))
 
 
 @gluon.jit
 def begin_scores(a, b, zeros):
-    """Starts a b^T, summed over all columns. a [M, D]: in registers or shared memory; b [N, D]: shared memory."""
+    """Starts the matmul a b^T over all column blocks.
+
+    Shapes: a [M, D] in registers or shared memory, b [N, D] in shared memory -> [M, N].
+    """
     scores = warpgroup_mma(a[0], b[0].permute((1, 0)), zeros, use_acc=False, is_async=True)
     for i in gl.static_range(1, len(a)):
         scores = warpgroup_mma(a[i], b[i].permute((1, 0)), scores, is_async=True)
@@ -100,9 +103,9 @@ def begin_scores(a, b, zeros):
 
 @gluon.jit
 def begin_scores_at(a, first, buffers, place, zeros):
-    """`begin_scores` with b at `place` of `buffers`. first: the tile of the first columns there.
+    """Starts the matmul a b^T like `begin_scores`, where b is at `place` of `buffers` and `first` is b's first tile.
 
-    It locates the other tiles between the matmuls. The compiler keeps the order in which addresses are computed.
+    The addresses of the other tiles are computed between the matmuls. The compiler keeps this order.
     """
     scores = warpgroup_mma(a[0], first.permute((1, 0)), zeros, use_acc=False, is_async=True)
     for i in gl.static_range(1, len(a)):

@@ -1,10 +1,12 @@
-"""A queue of work items: a persistent program takes items from a counter and hands them to its warpgroups.
+"""A queue of work items for persistent programs.
 
-Program i works item i first, then item (number of programs) + ticket. A launch therefore hands out as many tickets as
-it has items, and the warp that draws the last ticket sets the counter back to 0 for the next launch.
+Tickets are the values of a counter in global memory. Program i processes item i first. Then it draws tickets, and
+processes item (number of programs) + ticket until there is no such item. A launch draws exactly as many tickets as it
+has items: the first item of a program needs no ticket, but the last ticket of a program gives no item. The warp that
+draws the last ticket resets the counter to 0 for the next launch.
 
-One warp of a program draws tickets. It posts up to 32 integers for each item in one of two slots of shared memory,
-which the warpgroups read. So one warp waits for global memory, and the others wait for a barrier.
+One warp of a program draws tickets. It posts each item, as up to 32 integers, in one of two slots in shared memory.
+Only this warp waits for global memory; the warpgroups that read the slots wait for a barrier.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +23,8 @@ from fa_kernels.flash_attention.hopper.primitives.structure import structure
 from fa_kernels.launch.record import lasting
 
 _FIELDS = gl.constexpr(32)
-# The backward kernels draw the next ticket when so many steps are left to load. An earlier draw could keep the item
-# from an idle program, and a later one would come too late.
+# The backward kernels draw the next ticket when this many steps of an item remain to be loaded. Drawing earlier could
+# keep the next item from an idle program. Drawing later would delay the loads of the next item.
 DRAWN_BEFORE = gl.constexpr(4)
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 
@@ -31,22 +33,25 @@ def counter(device: torch.device) -> Tensor:
     """Returns the counter for the next launch on the current stream: (1,) int32, 0 before and after each launch.
 
     Each stream has its own counter, because launches on two streams may run at the same time. A CUDA graph may be
-    replayed on any stream. While a graph is captured, each launch gets a new counter, which the graph sets to 0. Never
-    waits for the GPU.
+    replayed on any stream. While a graph is captured, each launch gets a new counter, which the graph sets to 0. This
+    function never waits for the GPU.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device)
     key = device, stream.cuda_stream
     if key not in _COUNTERS:
-        # In another thread: torch.compile(mode="reduce-overhead") may have lent this one a memory pool that it empties.
+        # Another thread allocates: this one may use a memory pool that torch.compile(mode="reduce-overhead") frees.
         with ThreadPoolExecutor(1) as thread:
             _COUNTERS[key] = thread.submit(_zero, stream).result()
     return _COUNTERS[key]
 
 
 def programs_of(n_items: int, device: torch.device, dynamic: bool) -> tuple[int, Tensor | None]:
-    """Returns the number of programs and their counter. Unless `dynamic`, each program works one item: no counter."""
+    """Returns the number of programs and their counter. Without `dynamic`, each program processes one item.
+
+    The counter is then None.
+    """
     if not dynamic:
         return n_items, None
     return min(n_items, multiprocessors(device)), lasting(counter(device))
@@ -59,16 +64,16 @@ def _zero(stream: torch.cuda.Stream) -> Tensor:
 
 @structure
 class Queue:
-    """Two slots for items, with mbarriers: full, an item was posted; empty, all warpgroups have read it."""
+    """Two slots for items, each with two mbarriers."""
 
     slots: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor  # an item was posted in the slot
+    empty: gl.shared_memory_descriptor  # all warpgroups have read the slot
 
 
 @gluon.jit
 def new_queue(READERS: gl.constexpr):
-    """A queue whose items are read by READERS warpgroups."""
+    """Returns a queue whose items are read by READERS warpgroups."""
     slots = gl.allocate_shared_memory(gl.int32, [2, _FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = new_barriers(2)
     empty = new_barriers(2)
@@ -80,7 +85,7 @@ def new_queue(READERS: gl.constexpr):
 
 @gluon.jit
 def take(counter_ptr):
-    """Draws a ticket. For one warp, in lane 0. Call `item_of` to wait for the result."""
+    """Starts to draw a ticket for the calling warp. Only lane 0 receives it. `item_of` waits for the result."""
     asm: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 $0, 0; "
         "@p atom.global.add.u32 $0, [$1], 1; }"
@@ -90,7 +95,7 @@ def take(counter_ptr):
 
 @gluon.jit
 def item_of(ticket, counter_ptr, n_items):
-    """Returns the item of a ticket in every lane. n_items or more means that none is left."""
+    """Returns the item of a ticket in every lane. A result of n_items or more means that no item is left."""
     ticket = gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [ticket], gl.int32, False, 1)
     if ticket == n_items - 1:  # the last ticket of the launch
         gl.store(counter_ptr, 0)
@@ -99,7 +104,7 @@ def item_of(ticket, counter_ptr, n_items):
 
 @gluon.jit
 def post(queue, item_index, fields):
-    """Hands a tuple of int32 scalars to the readers. For one warp. item_index: the item's number in this program."""
+    """Posts a tuple of int32 scalars for the readers. One warp calls this. item_index counts this program's items."""
     index = gl.arange(0, _FIELDS, layout=gl.BlockedLayout([1], [32], [1], [0]))
     values = gl.where(index == 0, fields[0], 0)
     for i in gl.static_range(1, len(fields)):
@@ -112,7 +117,7 @@ def post(queue, item_index, fields):
 
 @gluon.jit
 def read(queue, item_index):
-    """Waits until an item is posted and returns its fields, for `field`. For one warpgroup."""
+    """Waits until an item is posted, and returns its values for `field`. One warpgroup calls this."""
     slot = item_index % 2
     mbarrier.wait(queue.full.index(slot), (item_index // 2) & 1)
     values = queue.slots.index(slot).load(gl.BlockedLayout([32], [32], [4], [0]))  # all fields in every thread
@@ -122,6 +127,6 @@ def read(queue, item_index):
 
 @gluon.jit
 def field(values, INDEX: gl.constexpr):
-    """Field INDEX of what was posted. A thread holds all fields in registers, so the sum compiles to one move."""
+    """Returns field INDEX of a posted item. Each thread holds all fields, so the sum compiles to one move."""
     index = gl.arange(0, _FIELDS, layout=gl.BlockedLayout([32], [32], [4], [0]))
     return gl.sum(gl.where(index == INDEX, values, 0), 0)

@@ -1,4 +1,4 @@
-"""Structures: values that travel together through a kernel, under names."""
+"""Structures: groups of named values in a kernel."""
 
 from typing import TypeVar, dataclass_transform
 
@@ -10,12 +10,12 @@ _Class = TypeVar("_Class")
 
 @dataclass_transform()
 def structure(cls: type[_Class]) -> type[_Class]:
-    """Makes a class with annotated fields a value that kernels create, pass, return and carry through loops.
+    """Decorates a class with annotated fields, so that kernels can create, pass, return and loop over its objects.
 
-    A field holds any value of a kernel: a tensor, a buffer, a descriptor, a tuple, None or another structure. Methods
-    are `gluon.jit` functions. Fields cannot be assigned again.
+    A field may be any value of a kernel: a tensor, a buffer, a descriptor, a tuple, None or another structure. Methods
+    must be `gluon.jit` functions. Fields cannot be reassigned.
     """
-    fields = constexpr(tuple(cls.__annotations__))  # as a constexpr, it is part of the key of compiled kernels
+    fields = constexpr(tuple(cls.__annotations__))  # a constexpr, so that it is part of the key of compiled kernels
 
     def __init__(self, *values):
         for field, value in zip(fields.value, values, strict=True):

@@ -1,4 +1,4 @@
-"""What a kernel is told of its work: which tile a program takes, and which rows of the other side a row sees."""
+"""Structures that describe a kernel's work: the order of tiles, the ranges that rows see, and scales."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,22 +9,25 @@ from fa_kernels.flash_attention.tile_order import tile_and_head
 
 @structure
 class TileOrder:
-    """The order in which programs take tiles and heads. Without `tiles`, tiles come in the order of the stream."""
+    """The order in which programs process tiles and heads. If `tiles` is None, tiles have the order of the stream."""
 
     tiles: gl.tensor
     n_tiles: gl.tensor
     n_heads: gl.tensor
-    section: gl.tensor  # heads that are worked at the same time
+    section: gl.tensor  # number of heads that are processed at the same time
 
     @gluon.jit
     def locate(self, item_index, TILES_PER_WORK_TILE: gl.constexpr = 1):
-        """The tile and the head of an item."""
+        """Returns the tile and the head of an item."""
         return tile_and_head(item_index, self.tiles, self.n_tiles, self.n_heads, self.section, TILES_PER_WORK_TILE)
 
 
 @structure
 class Ranges:
-    """Pointers to the rows of the other side that each of `total` rows sees: start <= row < end. Both only ascend."""
+    """Pointers to the ranges of rows on the other side that each of `total` rows sees: start <= row < end.
+
+    start and end never decrease from one row to the next.
+    """
 
     start: gl.tensor
     end: gl.tensor
@@ -33,7 +36,7 @@ class Ranges:
 
 @structure
 class Scale:
-    """What scores are multiplied with, and the bound of the soft cap."""
+    """The factor of the scores, and the bound of the soft cap."""
 
     softmax: gl.tensor
     softcap: gl.tensor
