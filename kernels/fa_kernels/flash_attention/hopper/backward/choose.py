@@ -1,11 +1,14 @@
-"""The backward pass on Hopper: which kernels take a call.
+"""Chooses the kernels of Hopper's backward pass.
 
-At head_dim 64, 96 and 128 one kernel of five matmuls computes dK and dV and adds dQ up in memory (fused.py). The order
-of these additions varies, unless gradients must be repeatable (order.py). Two kernels of seven matmuls, for dK and dV
-(keys.py, wide.py) and for dQ (queries.py), take head_dim 256, and fp16 at 128 with a soft cap, for which the fused
-kernel has too few registers. In these each output has one owner.
+One kernel with five matmuls (fused.py) computes most calls at head_dim 64, 96 and 128. It computes dK and dV, and adds
+dQ to a sum in memory. The order of these additions varies, unless gradients must be repeatable (order.py).
 
-If there are several documents, the portable kernels repair tiles in which NaN reached another document (nan_marks.py).
+Two kernels with seven matmuls together compute the other calls: one computes dK and dV (keys.py, wide.py), and one dQ
+(queries.py). These calls have head_dim 256, or are in fp16 at head_dim 128 with a soft cap, for which the first kernel
+has too few registers. Each output has one owner, so the results are always repeatable.
+
+NaN isolation: if there are several documents, the kernels mark rows with NaN (nan_marks.py), and the portable kernels
+repair their tiles.
 """
 
 import torch
@@ -27,7 +30,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
-    """Whether this path takes a call: sm_90, 2-byte floats, head_dim 64, 96, 128 or 256, no ALiBi."""
+    """Returns whether Hopper's kernels support the call: sm_90, 16-bit, head_dim 64, 96, 128 or 256, and no ALiBi."""
     return (
         q.is_cuda
         and is_hopper(q.device)
@@ -42,7 +45,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
 
 
 def sums_dq(head_dim: int, dtype: torch.dtype, softcap: float) -> bool:
-    """Whether the kernel of fused.py takes the call, which adds dQ up in an fp32 tensor."""
+    """Returns whether fused.py computes the call. It adds dQ to a sum in an fp32 tensor."""
     return head_dim != wide.HEAD_DIM and config_of(head_dim, dtype, softcap) is not None
 
 
@@ -50,14 +53,15 @@ def attention_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, schedule: Schedule,
     features: Features, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Returns dq, dk and dv, dense, in the dtype of q, k and v, and delta, which is None without sinks.
+    """Computes dq, dk, dv and delta. dq, dk and dv are contiguous; delta is None without sinks.
 
-    For calls that `supports` accepts. Shapes: do is like o; lse and dlse (n_heads, total_q) fp32. If deterministic, dq
-    has the same bits in every run.
+    `supports` must accept the call. If `deterministic`, dq has the same bits in every run.
+    Shapes: q (total_q, n_heads, head_dim); k and v (total_k, n_kv_heads, head_dim); do and o like q; lse and dlse
+    (n_heads, total_q) fp32.
     """
     is_wide = q.shape[-1] == wide.HEAD_DIM
     sums = sums_dq(q.shape[-1], q.dtype, features.softcap)
-    # for the sinks' gradient, for repairs, and for the kernel of dQ alone
+    # delta is needed for the gradient of sinks, for repairs, and for queries.py.
     keeps_delta = features.sinks is not None or schedule.crosses_documents or not sums
     prepared = prepare(o, do, dlse, lse, sums=sums, ordered=deterministic, keeps_delta=keeps_delta)
     rows, delta, dq_sum, _ = prepared

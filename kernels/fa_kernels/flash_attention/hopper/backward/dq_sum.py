@@ -1,11 +1,11 @@
-"""The passes before and after the backward kernels: lse and delta in the form that TMA loads, and the fp32 sum of dQ.
+"""The passes before and after the backward kernels: they prepare lse and delta for TMA, and handle the fp32 sum of dQ.
 
-The pass before is one kernel with a program for each 64 rows of a head. It computes delta from o and do, and clears the
-same rows of the sum.
+`prepare` launches a kernel with one program for each 64 rows of a head. It computes delta from o and do, and sets the
+same rows of the sum to 0. `finish` scales the sum and rounds it to dq.
 
-The sum of dQ is (n, 1, 32): blocks of 64 queries, in each all heads, and for each head its blocks of 64 columns,
-or of the 32 after the first 64, in the order of threads (registers.py). It takes 16 or 8 KiB in a row, so that one TMA
-operation adds it.
+The sum of dQ has shape (n, 1, 32). It consists of blocks of 64 queries. A block contains all heads, and a head contains
+its blocks of 64 columns, or of 32 columns after the first 64. Each column block is stored in the order of threads
+(registers.py), in 16 or 8 contiguous KiB, so that one TMA operation can add to it.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ from fa_kernels.flash_attention.nan_isolation import ROWS_PER_MARK
 from fa_kernels.flash_attention.schedule import WORK_TILE
 from fa_kernels.launch.record import launch
 
-ROW_ALIGNMENT = 4  # TMA takes fp32 vectors that begin at a multiple of 16 bytes
+ROW_ALIGNMENT = 4  # fp32 elements: TMA loads vectors that begin at a multiple of 16 bytes
 
 
 @triton.jit(do_not_specialize=["total", "padded", "n_heads"])
@@ -33,15 +33,15 @@ def _prepare_kernel(
     total, padded, n_heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """One program: lse and delta of BLOCK rows of a head.
+    """One program stores lse and delta of BLOCK rows of a head to rows_ptr.
 
-    Of the other outputs, those that are not None: the sum of dQ is set to 0, WORDS elements at a time, the semaphore to
-    NOBODY, and delta is stored once more in the layout of attention_delta.
+    Three outputs may be None: dq_ptr, the sum of dQ, is set to 0, WORDS elements at a time; semaphore_ptr is set to
+    NOBODY; delta_ptr receives delta in the layout of attention_delta.
     """
     unit, head = tl.program_id(0) // n_heads, (tl.program_id(0) % n_heads).to(tl.int64)
     rows = unit * BLOCK + tl.arange(0, BLOCK)
     inside = rows < total
-    if unit * BLOCK < total:  # later rows are padding of lse and delta alone
+    if unit * BLOCK < total:  # rows from `total` on are padding, which only lse and delta have
         if dq_ptr is not None:
             dq_ptr += tl.program_id(0).to(tl.int64) * (BLOCK * HEAD_DIM)
             for word in tl.static_range(0, BLOCK * HEAD_DIM, WORDS):
@@ -49,7 +49,7 @@ def _prepare_kernel(
         if semaphore_ptr is not None:
             tl.store(semaphore_ptr + tl.program_id(0), NOBODY)
     lse = tl.load(lse_ptr + head * total + rows, mask=inside, other=float("-inf"))
-    # 2^(score - inf) is 0: a row that sees no key, or is padding, contributes nothing
+    # Rows that see no key, and padding, get lse = inf: 2^(score - inf) is 0, so they contribute nothing.
     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
     tl.store(rows_ptr + head * padded + rows, lse, mask=rows < padded)
     delta = delta_of_rows(
@@ -61,18 +61,16 @@ def _prepare_kernel(
 
 
 class Prepared(NamedTuple):
-    """What the kernels read besides q, k, v and do. A field that `prepare` was not asked for is None.
+    """The tensors that the kernels use besides q, k, v and do. Tensors that `prepare` was not asked for are None.
 
-    rows (2, n_heads, padded) fp32: lse in units of log2, +inf where a row sees no key, and delta. Each head's total_q
-    rows are followed by padding, so that its last block of queries reads no other head's rows: NaN in their delta would
-    reach all of dK. delta (n_heads, total_q) fp32: that of attention_delta. dq_sum fp32: zeros. semaphores of order.py,
-    int32: for each 64 queries, all heads.
+    In `rows` each head has padding after its total_q rows. The last block of queries then reads no rows of another
+    head, whose delta may be NaN, which would reach all of dK.
     """
 
-    rows: Tensor
-    delta: Tensor | None
-    dq_sum: Tensor | None
-    semaphores: Tensor | None
+    rows: Tensor  # (2, n_heads, padded) fp32: lse in log2 units, +inf for rows that see no key; then delta
+    delta: Tensor | None  # (n_heads, total_q) fp32: the result of attention_delta
+    dq_sum: Tensor | None  # fp32 zeros, in the shape that the module docstring describes
+    semaphores: Tensor | None  # int32, for order.py: one for each head of each 64 queries
 
 
 def prepare(
@@ -80,8 +78,9 @@ def prepare(
 ) -> Prepared:
     """Prepares the backward pass in one launch.
 
-    Shapes: o, do (total_q, n_heads, head_dim), in any dtype; lse, dlse (n_heads, total_q) fp32. o is dense, and do has
-    a dense last dimension. sums: dq_sum is wanted, and semaphores too if the sums are `ordered`.
+    Shapes: o and do (total_q, n_heads, head_dim), in any dtype; lse and dlse (n_heads, total_q) fp32. o is contiguous,
+    and the last dimension of do has stride 1. sums: whether to return dq_sum. ordered: whether to return semaphores
+    too.
     """
     total, n_heads, head_dim = o.shape
     padded = ceil_div(total + WORK_TILE, ROW_ALIGNMENT) * ROW_ALIGNMENT
@@ -108,7 +107,7 @@ def _finish_columns(
 ):  # fmt: skip
     """Scales and rounds COLUMNS columns of `rows`. Returns NaN if an element is not finite, else 0."""
     sums = tl.load(sum_ptr + tl.arange(0, ROWS * COLUMNS))
-    # the inverse of registers.in_order_of_threads
+    # This permutation inverts registers.in_order_of_threads.
     sums = tl.permute(tl.reshape(sums, [COLUMNS // 8, ROWS // 16, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
     inside = (rows < total)[:, None]
     sums = tl.where(inside, tl.reshape(sums, [ROWS, COLUMNS]), 0.0)
@@ -122,7 +121,7 @@ def _finish_columns(
 def _finish_kernel(
     sum_ptr, dq_ptr, marks_ptr, scale, total, n_heads, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program scales and rounds BLOCK rows of a head, and writes their mark of NaN unless marks_ptr is None."""
+    """One program scales and rounds BLOCK rows of a head, and writes their NaN mark unless marks_ptr is None."""
     unit, head = tl.program_id(0) // n_heads, tl.program_id(0) % n_heads
     rows = unit * BLOCK + tl.arange(0, BLOCK)
     sum_ptr += tl.program_id(0).to(tl.int64) * (BLOCK * HEAD_DIM)
@@ -139,9 +138,10 @@ def _finish_kernel(
 
 
 def finish(dq_sum: Tensor, softmax_scale: float, marks: Tensor | None, like: Tensor) -> Tensor:
-    """Converts the sum of dS K to dq, dense, in the shape (total_q, n_heads, head_dim) and dtype of `like`.
+    """Converts the sum of dS K to dq, which is contiguous and has the shape and dtype of `like`.
 
-    marks (nan_isolation.new_marks): NaN in dq.
+    marks: receives marks for NaN in dq (nan_isolation.new_marks), or None.
+    Shapes: like (total_q, n_heads, head_dim).
     """
     total, n_heads, head_dim = like.shape
     dq = torch.empty(like.shape, dtype=like.dtype, device=like.device)

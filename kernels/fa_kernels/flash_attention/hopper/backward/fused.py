@@ -1,25 +1,26 @@
-"""The backward pass in one kernel of five matmuls per step, for Hopper.
+"""The backward pass in one kernel with five matmuls per step, for Hopper (arXiv:2307.08691, Alg. 2; arXiv:2407.08608).
 
-An item of work is 128 keys of a KV head. A step is a block of queries of one head. The roles of a program:
+An item of work is 128 keys of a KV head. A step is a block of queries of one head. The roles of a program are:
 
-- Two consumers, 64 keys each: S^T = K Q^T, P^T, dP^T = V dO^T, dS^T, then dV and dK with P^T and dS^T as operands in
-  registers. They write dS^T to a ring of tiles [keys, queries], and wait for each other only at an item's end.
-- The dQ warpgroup: dQ = dS K for all 128 keys, in pieces of at most 64 x 64 that TMA adds to fp32 in global memory. The
-  sum lies in the order of threads (registers.py). The order of additions varies, unless order.py fixes it.
-- The producer, one warp: loads K, V, Q, dO, lse and delta by TMA, and takes items from the queue if there is one.
+- Two consumers have 64 keys each. They compute S^T = K Q^T, P^T, dP^T = V dO^T and dS^T, then dV and dK with P^T and
+  dS^T as operands in registers. They write dS^T to a ring of tiles [keys, queries].
+- The dQ warpgroup computes dQ = dS K for all 128 keys, in pieces of at most 64 x 64. TMA adds each piece to an fp32 sum
+  in global memory (dq_sum.py). The order of additions varies, unless order.py fixes it.
+- The producer is one warp. It loads K, V, Q, dO, lse and delta by TMA, and draws items if there is a queue.
 
-Barriers: items.Barriers; the ring of dS: full, both consumers have written dS^T; empty, dQ's matmuls have read it.
+The ring of dS has two barriers per place: `full` says that both consumers have written dS^T, and `empty` says that the
+matmuls for dQ have read it. items.Barriers lists the other barriers.
 
-Nothing waits in a circle. Count a program's steps over all items. dS of step j needs Q and dO of step j, with `ahead`
-also Q of step j + 1, and dQ of step j - DS_STAGES. dQ of step j needs dS of step j and its earlier sums out of their
-buffers. Loads for step j need the consumers done with step j - STAGES. So the first unfinished step can go on; with
-`ahead`, because STAGES >= 2. K and V of an item need dK and dV of the item before last to have left.
+There is no deadlock. Number the steps of all items of a program. dS of step j waits for Q and dO of step j, for dQ of
+step j - DS_STAGES and, with `ahead`, for Q of step j + 1. dQ of step j waits for dS of step j and for earlier pieces to
+leave their buffers. Loads for step j wait until the consumers finish step j - STAGES. The first unfinished step can
+therefore always continue; `ahead` requires STAGES >= 2. K and V of an item wait until dK and dV of the item before last
+are stored.
 
-Registers of a thread: 208 in consumers, 72 in the dQ warpgroup, 24 in the producer. ptxas puts accumulators at R24 and
-above, and leaves out the last two of a group. At head_dim 128, dK, dV, S and dP would need 24 + 192 + 2 > 208, and
-ptxas would serialise all matmuls (C7512). So dP begins when S has become P. dQ's 64 x 64 needs 24 + 32 + 2 > 56.
-
-Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
+A thread has 208 registers in consumers, 72 in the dQ warpgroup and 24 in the producer. ptxas puts accumulators at R24
+and above, and does not use the last two registers of a thread. At head_dim 128, dK, dV, S and dP would need
+24 + 192 + 2 > 208, and ptxas would serialise all matmuls (C7512). dP therefore starts after S has become P. A piece of
+dQ needs 24 + 32 + 2 > 56, so the dQ warpgroup has 72.
 """
 
 import torch
@@ -68,14 +69,14 @@ from fa_kernels.flash_attention.tile_order import kv_heads_per_section
 from fa_kernels.launch.descriptors import columns_of_heads, elements, rows_of_heads
 from fa_kernels.launch.record import launch
 
-REGISTERS = 128  # of a thread when the kernel starts
-GROUP_REGISTERS = (208, 72, 24)  # then, of the second consumer, dQ's group and the producer; the first gets the rest
-ORDERED_REGISTERS = (*GROUP_REGISTERS, 24, 24)  # and of the two warps of order.py
+REGISTERS = 128  # registers per thread when the kernel starts
+GROUP_REGISTERS = (208, 72, 24)  # later: second consumer, dQ warpgroup, producer. The first consumer gets the rest
+ORDERED_REGISTERS = (*GROUP_REGISTERS, 24, 24)  # the same, then the two warps of order.py
 
 
 @gluon.constexpr_function
 def _arrivals(config):
-    """How many threads of a consumer arrive when it has written its half of dS."""
+    """Returns how many threads of a consumer arrive at the barrier when the consumer has written its half of dS."""
     return WARPGROUP.value if config.each_hands_over else 1
 
 
@@ -88,12 +89,12 @@ def _bwd_kernel(
     CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, ALIGNMENT: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """An item: 128 keys of one KV head, over all query heads that share it.
+    """An item is 128 keys of one KV head, over all query heads that share it. Program i processes item i first.
 
-    Program i works item i, and then others if there is a counter of them. Without tiles_ptr items are tiles in the
-    order of the stream. With semaphores, which need that order, they add to dQ in it, queries backwards. Descriptors
-    are of a head's first columns, and with a 2 of the others, None where there are none. padded_q: the length of a
-    head's lse and delta. marks_ptr: None, or where to mark NaN in dK and dV (nan_marks.py).
+    counter_ptr: the counter of further items, or None. tiles_ptr: the order of tiles, or None for the order of the
+    stream. semaphore_ptr: semaphores for the dQ order (order.py), which requires the order of the stream, or None.
+    marks_ptr: marks for NaN in dK and dV (nan_marks.py), or None. padded_q: the length of a head's lse and delta.
+    Descriptors describe the first column block of heads. Those with a 2 describe the second block, or are None.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
@@ -109,7 +110,7 @@ def _bwd_kernel(
     barriers = new_item_barriers(STAGES, ITEMS)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
     ds_bufs = gl.allocate_shared_memory(q_desc.dtype, [DS_STAGES, BLOCK_N, BLOCK_M], ds_layout)
-    # two blocks of columns are on their way at once, from one buffer each
+    # Two pieces are in flight at a time. With two column blocks, each block has one buffer.
     sums = (Sum(sum_desc, new_buffer(sum_desc, SUMS if sum_2_desc is None else 1)),)
     queue, dq_order = None, None
     if counter_ptr is not None:
@@ -130,7 +131,7 @@ def _bwd_kernel(
     delta_start = n_kv_heads * GROUP * padded_q
     inputs = Inputs(descs, stride_qh, stride_kh, stride_vh, stride_doh, padded_q)
     k_bufs, kv_full = buffers.k, barriers.kv_full
-    # two lists, since neither functions nor constants come out of a variable as they went in
+    # The lists are written out twice, because Triton cannot store functions and constants in a variable.
     if semaphore_ptr is None:
         gl.warp_specialize([
             (consume, (0, dk_descs, work, order, queue, CONFIG, HAS_SOFTCAP, GROUP, ALIGNMENT, False)),
@@ -155,10 +156,10 @@ def gradients_of_keys(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, marks: Tensor | None, schedule: Schedule,
     features: Features,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns dk and dv, dense, and adds dS K to the prepared dq_sum, in one order if there are semaphores.
+    """Computes dk and dv, which are contiguous, and adds dS K to prepared.dq_sum, in a fixed order with semaphores.
 
-    For calls that have a `config_of`, and rows that descriptors.loadable accepts. marks (nan_isolation.new_marks): NaN
-    in dk and dv.
+    `config_of` must support the call, and descriptors.loadable must accept the tensors. marks: receives marks for NaN
+    in dk and dv (nan_isolation.new_marks), or None.
     """
     rows, _, dq_sum, semaphores = prepared
     assert dq_sum is not None

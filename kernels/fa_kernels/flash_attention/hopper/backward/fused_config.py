@@ -1,6 +1,6 @@
-"""How the fused backward kernel works a call: one frozen configuration for each head_dim, dtype and soft cap.
+"""Configurations of the fused backward kernel, one for each head_dim and dtype, with and without a soft cap.
 
-The choices were measured on an H200; docs/hopper.md says what was tried. The compiler forces some of them: ptxas
+The values were the fastest on an H200; docs/hopper.md says what was tried. Some have no alternative, because ptxas
 serialises all matmuls if the accumulators in flight do not fit in the registers (fused.py).
 """
 
@@ -14,29 +14,22 @@ from fa_kernels.flash_attention.hopper.backward.items import SUM_BLOCK
 
 @dataclass(frozen=True)
 class FusedConfig:
-    """block_m: queries of a step; stages, ds_stages: steps of Q and dO, and of dS, in flight.
+    """A configuration."""
 
-    dynamic: programs take items from a queue.
-    halves: P, the soft cap's factor and dP - delta are multiplied in 16 bits.
-    ahead: S of the next step is begun in this one, after the exponentials, or `after_dp`: when dP is complete.
-    lse_early, delta_early: lse is read before the wait for dO, delta before the wait for dP.
-    each_hands_over: each thread signals for itself that dS is written (barriers.hand_over), not one for all.
-    """
-
-    block_m: int
-    stages: int
-    ds_stages: int
-    dynamic: bool = False
-    halves: bool = False
-    ahead: bool = False
-    after_dp: bool = False
-    lse_early: bool = True
-    delta_early: bool = False
-    each_hands_over: bool = False
+    block_m: int  # queries of a step
+    stages: int  # steps whose Q and dO are in flight
+    ds_stages: int  # steps whose dS is in flight
+    dynamic: bool = False  # programs draw items from a queue; otherwise each program processes one item
+    halves: bool = False  # the products of P, the soft cap's slope and dP - delta are computed in 16 bits
+    ahead: bool = False  # each step also starts S of the next step, after its exponentials
+    after_dp: bool = False  # with `ahead`: S of the next step starts only when dP is complete
+    lse_early: bool = True  # lse is read before the wait for dO, otherwise after it
+    delta_early: bool = False  # delta is read before the wait for dP, otherwise after it
+    each_hands_over: bool = False  # every thread signals that dS is written (barriers.hand_over), otherwise one thread
 
 
 _HALVES_128 = FusedConfig(64, 2, 2, halves=True)
-# by head_dim and dtype; 193 to 227 KiB of shared memory
+# The configurations without a soft cap, by head_dim and dtype. They use 193 to 227 KiB of shared memory.
 CONFIGS = {
     (64, torch.bfloat16): FusedConfig(
         64, 4, 2, dynamic=True, halves=True, ahead=True, after_dp=True, lse_early=False, each_hands_over=True
@@ -47,7 +40,8 @@ CONFIGS = {
     (128, torch.bfloat16): replace(_HALVES_128, delta_early=True, each_hands_over=True),
     (128, torch.float16): FusedConfig(64, 2, 2),
 }
-# With a soft cap, whose factor of dS takes registers. fp16 at 128 has too few, and bf16 at 96 too few for `ahead`.
+# The configurations with a soft cap, whose slope needs registers. There are too few for fp16 at 128, and too few for
+# `ahead` in bf16 at 96.
 _CAPPED_96 = FusedConfig(64, 3, 3)
 CAPPED_CONFIGS = {
     (64, torch.bfloat16): FusedConfig(64, 4, 4, halves=True, ahead=True, after_dp=True, lse_early=False),
@@ -61,19 +55,22 @@ CAPPED_CONFIGS = {
 def config_of(
     head_dim: int, dtype: torch.dtype, softcap: float, ordered: bool = False, group: int = 1
 ) -> FusedConfig | None:
-    """The configuration of a call, or None if the fused kernel does not take it.
+    """Returns the configuration of a call, or None if the fused kernel does not support the call.
 
-    ordered: tiles add to dQ in one order (order.py). group: query heads per KV head.
+    ordered: whether tiles add to dQ in a fixed order (order.py). group: query heads per KV head.
     """
     config = (CAPPED_CONFIGS if softcap else CONFIGS).get((head_dim, dtype))
     if config is None:
         return None
-    if ordered and config.block_m > SUM_BLOCK:  # steps of 128 queries would wait for one another in a chain
+    if ordered and config.block_m > SUM_BLOCK:  # with steps of 128 queries, tiles would wait in a chain (order.py)
         config = CAPPED_CONFIGS[head_dim, dtype]
     return _variant(config, ordered, late_lse=head_dim == 96 and softcap != 0.0 and group > 1)
 
 
 @cache
 def _variant(config: FusedConfig, ordered: bool, late_lse: bool) -> FusedConfig:
-    """`config` for the dQ order, in which a program has one item: in a queue it could wait for a missing program."""
+    """Returns `config` with the changes that an ordered dQ or a late read of lse requires.
+
+    With `ordered`, a program has one item, because items from a queue could wait for a program that has not started.
+    """
     return replace(config, dynamic=config.dynamic and not ordered, lse_early=config.lse_early and not late_lse)

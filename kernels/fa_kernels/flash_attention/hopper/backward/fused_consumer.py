@@ -1,7 +1,8 @@
-"""The consumers of the fused backward kernel (fused.py): S, P, dP and dS of 64 keys, and dK and dV.
+"""The consumers of the fused backward kernel (fused.py). Each computes S, P, dP, dS, dK and dV of 64 keys of an item.
 
 A step computes S^T = K Q^T and dP^T = V dO^T, writes dS^T for the dQ warpgroup, and adds P^T dO to dV and dS^T Q to dK.
-`_step` does this in order. `_step_ahead` also begins S of the next step, so that the tensor cores have work meanwhile.
+`_step` does this in order. `_step_ahead` also starts S of the next step, so that the tensor cores have work during the
+exponentials.
 """
 
 from triton.experimental import gluon
@@ -52,40 +53,40 @@ from fa_kernels.flash_attention.scores import cap
 
 @structure
 class Work:
-    """What both consumers of a program share. marks: a pointer, or None where NaN is not marked."""
+    """The values that both consumers of a program share."""
 
     buffers: Buffers
     barriers: Barriers
     ds: Ring  # buffers [DS_STAGES, keys, queries]
     ranges: Ranges
-    marks: gl.tensor
+    marks: gl.tensor  # pointer to NaN marks (nan_marks.py), or None
     scale: Scale
 
 
 @structure
 class Keys:
-    """What a consumer uses of its 64 keys in each step: K and V, a tuple for a head's columns, and who sees them."""
+    """The values of a consumer's 64 keys that every step uses."""
 
-    k: tuple  # [64, columns], in registers or in shared memory
+    k: tuple  # [64, columns] for each column block, in registers or in shared memory
     v: tuple
-    visible: Visible
+    visible: Visible  # the queries that see each key
 
 
 @structure
 class Step:
-    """A step's number and first query, and the places of its Q and dO, and of its dS, in their rings, with phases."""
+    """A step, and its places in the rings."""
 
-    number: gl.tensor
-    m: gl.tensor
-    stage: gl.tensor
-    phase: gl.tensor
-    ds_stage: gl.tensor
+    number: gl.tensor  # counts the steps of all items of the program
+    m: gl.tensor  # the first query
+    stage: gl.tensor  # the place of Q and dO
+    phase: gl.tensor  # the phase of the barriers of Q and dO
+    ds_stage: gl.tensor  # the place of dS
     ds_phase: gl.tensor
 
 
 @structure
 class Gradients:
-    """dK and dV [64, columns] of one block of columns."""
+    """The accumulators of dK and dV, [64, columns] each, for one column block."""
 
     dk: gl.tensor
     dv: gl.tensor
@@ -93,15 +94,15 @@ class Gradients:
 
 @structure
 class Probabilities:
-    """P^T [64, M] in 16 bits for dV, and the factor of dP - delta in dS^T: P, times the slope of a soft cap."""
+    """P^T of a step, [64, M], in the two forms that dV and dS need."""
 
-    low: gl.tensor
-    factor: gl.tensor
+    low: gl.tensor  # P^T in 16 bits, the operand for dV
+    factor: gl.tensor  # the factor of dP - delta in dS^T: P^T times the slope of the soft cap, if there is one
 
 
 @gluon.jit
 def _no_gradients(buffers, KEYS: gl.constexpr):
-    """Zeros, for each block of columns."""
+    """Returns `Gradients` of zeros for each column block."""
     gradients = ()
     for i in gl.static_range(len(buffers.k)):
         gradients += (_zero_gradients(KEYS, buffers.k[i].shape[2]),)
@@ -117,7 +118,7 @@ def _zero_gradients(KEYS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _read_rows(rows, stage, LAYOUT: gl.constexpr):
-    """lse or delta of a step."""
+    """Loads lse or delta of a step from shared memory."""
     return rows.index(stage).load(gl.SliceLayout(0, LAYOUT))
 
 
@@ -125,7 +126,7 @@ def _read_rows(rows, stage, LAYOUT: gl.constexpr):
 def _probabilities(
     scores, lse, m, visible, scale, dtype: gl.constexpr, HALVES: gl.constexpr, HAS_SOFTCAP: gl.constexpr
 ):  # fmt: skip
-    """S^T [64, M] of the queries from `m` on -> `Probabilities`."""
+    """Computes `Probabilities` from S^T [64, M]. `m` is the first query."""
     lse = gl.expand_dims(lse, 0)
     if HAS_SOFTCAP:
         scores, t = cap(scores, scale.softmax, scale.softcap, dtype)
@@ -143,14 +144,14 @@ def _probabilities(
 
 @gluon.jit
 def _product(a, b):
-    """a b in bf16, two elements at a time. Triton would multiply in fp32 and round."""
+    """Multiplies two bf16 tensors, two elements per instruction. Triton would multiply in fp32 and round."""
     gl.static_assert(a.dtype == gl.bfloat16 and b.dtype == gl.bfloat16)
     return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], gl.bfloat16, True, 2)
 
 
 @gluon.jit
 def _begin_dv(gradients, p_low, do):
-    """Starts dV += P^T dO."""
+    """Starts the matmuls dV += P^T dO."""
     begun = ()
     for i in gl.static_range(len(gradients)):
         dv = gradients[i].dv
@@ -161,7 +162,7 @@ def _begin_dv(gradients, p_low, do):
 
 @gluon.jit
 def _begin_dk(gradients, ds, q):
-    """Starts dK += dS^T Q."""
+    """Starts the matmuls dK += dS^T Q."""
     begun = ()
     for i in gl.static_range(len(gradients)):
         dk = gradients[i].dk
@@ -172,7 +173,7 @@ def _begin_dk(gradients, ds, q):
 
 @gluon.jit
 def _wait_for_gradients(gradients, others):
-    """Waits for all matmuls. Returns the gradients and `others`, a tuple of accumulators."""
+    """Waits for all matmuls. Returns the gradients, and the accumulators of the tuple `others`."""
     deps = others
     for i in gl.static_range(len(gradients)):
         deps += (gradients[i].dv,)
@@ -189,7 +190,7 @@ def _wait_for_gradients(gradients, others):
 
 @gluon.jit
 def _write_ds(p, dp, delta, ds, stage, HALF: gl.constexpr, CONFIG: gl.constexpr):
-    """Computes dS^T [64, M] of this half, writes it to a stage of the ring, and returns it in 16 bits."""
+    """Computes dS^T [64, M] of this half of the keys, writes it to a stage of the ring, and returns it in 16 bits."""
     KEYS: gl.constexpr = dp.shape[0]
     difference = dp - gl.expand_dims(delta, 0)
     if CONFIG.halves:
@@ -207,9 +208,9 @@ def _write_ds(p, dp, delta, ds, stage, HALF: gl.constexpr, CONFIG: gl.constexpr)
 
 @gluon.jit
 def _step(gradients, step, keys, work, HALF: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr):
-    """One step of a consumer. Returns the gradients and the next step's place, with its phase.
+    """Processes one step. Returns the gradients, and the place and the phase of the next step.
 
-    dP is begun when S has become P, because the registers do not hold both.
+    dP starts after S has become P, because the registers cannot hold both S and dP.
     """
     buffers, barriers = work.buffers, work.barriers
     stage = step.stage
@@ -239,7 +240,7 @@ def _step(gradients, step, keys, work, HALF: gl.constexpr, CONFIG: gl.constexpr,
     if not CONFIG.delta_early:
         delta = _read_rows(buffers.delta, stage, SCORES)
     ds = _write_ds(p, dp, delta, work.ds, step.ds_stage, HALF, CONFIG)
-    if not CONFIG.halves:  # before, P was in registers, and there was no room for its operand
+    if not CONFIG.halves:  # dV starts late: until here P in fp32 leaves no registers for P as an operand
         gradients = _begin_dv(gradients, p.low, do)
     gradients, _ = _wait_for_gradients(_begin_dk(gradients, ds, q), ())
     hand_back(barriers.empty.index(stage))
@@ -250,9 +251,10 @@ def _step(gradients, step, keys, work, HALF: gl.constexpr, CONFIG: gl.constexpr,
 def _step_ahead(
     scores, gradients, step, stop, keys, work, HALF: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr
 ):  # fmt: skip
-    """One step of a consumer whose S is complete. Returns S of the next step too, which was computed meanwhile.
+    """Processes one step whose S is complete, and computes S of the next step at the same time.
 
-    Past an item's last step, Q of the next stage may be anything, and nothing reads the S that is returned.
+    Returns S of the next step, the gradients, and the place and the phase of the next step. After the last step of an
+    item, S of the next step is computed from arbitrary data and is not used.
     """
     buffers, barriers = work.buffers, work.barriers
     stage = step.stage
@@ -271,7 +273,7 @@ def _step_ahead(
     next_stage, next_phase = _next_place(step, following, buffers.lse.shape[0])
     q_next = buffers.q[0].index(next_stage)
     mbarrier.wait(barriers.q_full.index(next_stage), next_phase, pred=following < stop)
-    if CONFIG.after_dp:  # nothing waits between S and dS, so that ptxas mixes their instructions
+    if CONFIG.after_dp:  # no wait separates S of the next step from dS, so that ptxas interleaves their instructions
         gradients = _begin_dv(gradients, p.low, do)
         work.ds.wait_empty(step.ds_stage, step.ds_phase)
         dp = warpgroup_mma_wait(N_COLUMNS, deps=[dp])
@@ -290,7 +292,7 @@ def _step_ahead(
 
 @gluon.jit
 def _next_place(step, following, STAGES: gl.constexpr):
-    """The place of Q and dO of the `following` step, and its phase."""
+    """Returns the place of Q and dO of the `following` step, and its phase."""
     if STAGES & (STAGES - 1) == 0:
         stage, phase = place_of(following, STAGES)
     else:
@@ -301,7 +303,7 @@ def _next_place(step, following, STAGES: gl.constexpr):
 
 @gluon.jit
 def _rows_in_registers(tiles, LAYOUT: gl.constexpr):
-    """The tiles as first operands of matmuls."""
+    """Loads the tiles into registers as first operands of matmuls."""
     values = ()
     for i in gl.static_range(len(tiles)):
         values += (tiles[i].load(LAYOUT),)
@@ -313,9 +315,10 @@ def _consume_item(
     item, item_index, done, HALF: gl.constexpr, out_descs, work, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     GROUP: gl.constexpr, BACKWARDS: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: dK and dV of half an item's keys, and that half of dS^T for dQ. HALF 0 stores dK, 1 stores dV.
+    """Computes dK, dV and dS^T of half of an item's keys. HALF 0 stores dK of both halves, and HALF 1 stores dV.
 
-    item_index: the item's number in this program; done: the steps of the items before it. Returns the steps done.
+    item_index counts this program's items, and `done` the steps of earlier items. Returns the number of steps done so
+    far.
     """
     buffers, barriers = work.buffers, work.barriers
     STAGES: gl.constexpr = buffers.q[0].shape[0]
@@ -324,13 +327,13 @@ def _consume_item(
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
     KEYS: gl.constexpr = buffers.k[0].shape[1] // 2
     SCORES: gl.constexpr = accumulator(BLOCK_M)
-    COUNTED: gl.constexpr = STAGES & (STAGES - 1) != 0  # a division by three takes registers
-    KEYS_FIT: gl.constexpr = CONFIG.ahead and len(buffers.k) == 1  # in registers, of two blocks of columns they do not
+    COUNTED: gl.constexpr = STAGES & (STAGES - 1) != 0  # stages are counted, because a division by 3 needs registers
+    KEYS_FIT: gl.constexpr = CONFIG.ahead and len(buffers.k) == 1  # whether K and V are kept in registers
     m, head = first_step(item, GROUP, BLOCK_M, BACKWARDS)
     stop = done + item.n_steps
     place = item_index % ITEMS
     k_first, v_first = buffers.k[0].index(place), buffers.v[0].index(place)
-    first = item.first + HALF * KEYS  # of this half
+    first = item.first + HALF * KEYS  # the first key of this half
     visible = visible_queries(work.ranges, first, KEYS, gl.SliceLayout(1, SCORES))
     k_tiles, v_tiles = with_rest_at((k_first,), buffers.k, place), with_rest_at((v_first,), buffers.v, place)
     k, v = rows_at(k_tiles, HALF * KEYS, KEYS), rows_at(v_tiles, HALF * KEYS, KEYS)  # [64, columns]
@@ -347,10 +350,10 @@ def _consume_item(
         scores = begin_scores_at(keys.k, buffers.q[0].index(stage), buffers.q, stage, no_scores)
         scores = warpgroup_mma_wait(0, deps=[scores])
     if ITEMS > 1:
-        if item_index > 0:  # by now dK and dV of the item before have left
+        if item_index > 0:  # by now dK and dV of the previous item have been stored
             tma.store_wait(0)
             hand_back(barriers.kv_empty.index((item_index - 1) % ITEMS))
-    meet()  # or Triton puts such a barrier into every step, for what was waited for above
+    meet()  # without this barrier, Triton would insert one in every step because of the waits above
     for number in range(done, stop):
         if not COUNTED:
             stage, phase = place_of(number, STAGES)
@@ -375,7 +378,7 @@ def _consume_item(
 
 @gluon.jit
 def _sums_of(gradients):
-    """dK + dV for each block of columns: NaN where either has NaN."""
+    """Returns dK + dV for each column block. The sum is NaN where dK or dV is NaN."""
     sums = ()
     for i in gl.static_range(len(gradients) - 1, -1, -1):
         sums = (gradients[i].dk + gradients[i].dv,) + sums  # noqa: RUF005  Gluon knows no stars
@@ -384,18 +387,18 @@ def _sums_of(gradients):
 
 @gluon.jit
 def _store_gradients(item, gradients, k, v, k_tiles, v_tiles, stop, HALF: gl.constexpr, out_descs, work):
-    """Starts to store dK and dV, through the buffers of V and K. k, v: this consumer's rows of them."""
+    """Starts to store dK and dV through the buffers of K and V. k and v are this consumer's rows of the buffers."""
     dtype: gl.constexpr = k[0].dtype
     HEAD_DIM: gl.constexpr = width_of(k)
-    meet()  # all warps have read their half of K and V
+    meet()  # waits until all warps of this consumer have read their half of K and V
     for i in gl.static_range(len(gradients)):
         v[i].store(gradients[i].dv.to(dtype))
     final = stop - 1
-    wait_full(work.ds.empty, final, pred=item.n_steps > 0)  # dQ has read K
+    wait_full(work.ds.empty, final, pred=item.n_steps > 0)  # waits until the dQ warpgroup has read K
     for i in gl.static_range(len(gradients)):
         k[i].store((gradients[i].dk * work.scale.softmax).to(dtype))
     fence_async_shared()
-    named_barrier(HALVES_BARRIER, 256)  # both halves are there
+    named_barrier(HALVES_BARRIER, 256)  # waits until both halves are in shared memory
     tiles = k_tiles if HALF == 0 else v_tiles
     for i in gl.static_range(len(tiles)):
         tma.async_copy_shared_to_global(out_descs[i], [item.first, item.kv_head * HEAD_DIM], tiles[i])
@@ -406,7 +409,7 @@ def consume(
     HALF: gl.constexpr, out_descs, work, order, queue, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     GROUP: gl.constexpr, ALIGNMENT: gl.constexpr, BACKWARDS: gl.constexpr,
 ):  # fmt: skip
-    """`_consume_item` for the program's item, or for each item of the queue if there is one."""
+    """Runs a consumer warpgroup: it processes the program's item, or each item of the queue if there is one."""
     BLOCK_M: gl.constexpr = work.buffers.q[0].shape[1]
     BLOCK_N: gl.constexpr = work.buffers.k[0].shape[1]
     if queue is None:

@@ -1,4 +1,4 @@
-"""The dQ warpgroup of the fused backward kernel (fused.py): dQ = dS K, added to the sum in global memory by TMA."""
+"""The dQ warpgroup of the fused backward kernel (fused.py): it computes dQ = dS K, and adds it to a sum by TMA."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,22 +31,23 @@ from fa_kernels.flash_attention.hopper.primitives.registers import accumulator, 
 from fa_kernels.flash_attention.hopper.primitives.ring import place_of, wait_full
 from fa_kernels.flash_attention.hopper.primitives.structure import structure
 
-SUMS = gl.constexpr(2)  # pieces of dQ on their way to memory
+SUMS = gl.constexpr(2)  # the number of pieces of dQ in flight to global memory
 
 
 @structure
 class Sum:
-    """Where dQ of one block of columns goes: a descriptor of the sum, and buffers [places, rows, 32] or [rows, 32]."""
+    """The destination of dQ for one column block."""
 
-    desc: gl.tensor
-    buffers: gl.shared_memory_descriptor
+    desc: gl.tensor  # descriptor of the sum in global memory
+    buffers: gl.shared_memory_descriptor  # [places, rows, 32] or [rows, 32]
 
 
 @gluon.jit
 def _sum_item(item, item_index, done, sums, ds, k_bufs, kv_full, n_heads, dq_order, GROUP: gl.constexpr):
-    """One warpgroup: dQ of each step of an item, added to the sum in memory. Returns the steps done.
+    """Computes dQ of each step of an item, and adds it to the sum in memory. Returns the number of steps done so far.
 
-    item_index and done are those of `_consume_item`. dq_order is None, or barriers of order.py for the only item.
+    item_index counts this program's items, and `done` the steps of earlier items. dq_order: the barriers of order.py
+    for the program's only item, or None.
     """
     DS_STAGES: gl.constexpr = ds.buffers.shape[0]
     BLOCK_M: gl.constexpr = ds.buffers.shape[2]
@@ -54,7 +55,7 @@ def _sum_item(item, item_index, done, sums, ds, k_bufs, kv_full, n_heads, dq_ord
     m, head = first_step(item, GROUP, BLOCK_M, dq_order is not None)
     stop = done + item.n_steps
     k = at(k_bufs, item_index % ITEMS)
-    # an item without steps may be over for the others, and K of the next but one there, before this is asked
+    # An item without steps must not wait: K of a later item may already be in its place.
     wait_full(kv_full, item_index, pred=item.n_steps > 0)
     for step in range(done, stop):
         stage, phase = place_of(step, DS_STAGES)
@@ -63,7 +64,7 @@ def _sum_item(item, item_index, done, sums, ds, k_bufs, kv_full, n_heads, dq_ord
             mbarrier.wait(dq_order.due.index(stage), phase)
         ds.wait_full(stage, phase)
         _add_step(step, m, head, sums, ds, ds_tile, stage, k, n_heads)
-        if dq_order is not None:  # what this step adds is still on its way
+        if dq_order is not None:  # the pieces of this step are still in flight, those of the step before are not
             note_added(dq_order, step - 1, _pieces_of(sums, BLOCK_M, k))
         m, head = next_step(m, head, item, GROUP, BLOCK_M, dq_order is not None)
     if dq_order is not None:
@@ -73,7 +74,7 @@ def _sum_item(item, item_index, done, sums, ds, k_bufs, kv_full, n_heads, dq_ord
 
 @gluon.constexpr_function
 def _pieces_of(sums, block_m, k):
-    """How many pieces of dQ a step adds."""
+    """Returns how many pieces of dQ a step adds."""
     rows = sums[0].buffers.shape[1] // 2
     across = sum(tile.shape[1] // (part.buffers.shape[-2] // 2) for part, tile in zip(sums, k, strict=True))
     return block_m // rows * across
@@ -82,7 +83,7 @@ def _pieces_of(sums, block_m, k):
 @gluon.jit
 def _add_step(step, m, head, sums, ds, ds_tile, stage, k, n_heads):
     """Adds dQ of one step to the sum, and releases the step's stage of dS."""
-    ROWS: gl.constexpr = sums[0].buffers.shape[1] // 2  # queries of a piece
+    ROWS: gl.constexpr = sums[0].buffers.shape[1] // 2  # queries in a piece
     for i in gl.static_range(len(k)):
         _add_columns(
             step, m, head, sums[i].desc, sums[i].buffers, ds, ds_tile, stage, k[i], n_heads, ROWS, width_of(k),
@@ -95,9 +96,12 @@ def _add_columns(
     step, m, head, desc, buffers, ds, ds_tile, stage, k, n_heads, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr,
     BEFORE: gl.constexpr, IS_LAST: gl.constexpr,
 ):  # fmt: skip
-    """`_add_step` for a block of columns, with BEFORE columns before it: pieces of ROWS queries, at most 64 columns."""
+    """Adds dQ of one step for one column block, in pieces of ROWS queries and at most 64 columns.
+
+    BEFORE: the number of columns before the block. IS_LAST: whether this is the last block, which releases dS.
+    """
     BLOCK_M: gl.constexpr = ds.buffers.shape[2]
-    COLUMNS: gl.constexpr = buffers.shape[-2] // 2  # of a piece
+    COLUMNS: gl.constexpr = buffers.shape[-2] // 2  # columns in a piece
     ACROSS: gl.constexpr = k.shape[1] // COLUMNS
     PIECES: gl.constexpr = BLOCK_M // ROWS * ACROSS
     ROWS_EACH: gl.constexpr = 2 * HEAD_DIM  # rows of the sum for ROWS queries of a head
@@ -112,7 +116,7 @@ def _add_columns(
         buffer = buffers
         if len(buffers.shape) == 3:
             buffer = buffers.index((PIECES * step + piece) % buffers.shape[0])
-        tma.store_wait(SUMS - 1)  # the sum before in this buffer has left it
+        tma.store_wait(SUMS - 1)  # waits until the previous piece in this buffer has been read
         buffer.store(in_order_of_threads(dq))
         fence_async_shared()
         unit = m // ROWS + piece // ACROSS
@@ -124,7 +128,7 @@ def _add_columns(
 def sum_queries(
     sums, ds, k_bufs, kv_full, order, ranges, queue, dq_order, GROUP: gl.constexpr, ALIGNMENT: gl.constexpr
 ):
-    """`_sum_item` for the program's item, or for each item of the queue if there is one."""
+    """Runs the dQ warpgroup: it processes the program's item, or each item of the queue if there is one."""
     BLOCK_N: gl.constexpr = ds.buffers.shape[1]
     BLOCK_M: gl.constexpr = ds.buffers.shape[2]
     n_heads = order.n_heads * GROUP

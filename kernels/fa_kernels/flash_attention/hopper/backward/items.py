@@ -1,10 +1,11 @@
-"""Items of the backward kernels whose programs own keys: which steps they have, their buffers, and how they are loaded.
+"""Items of the backward kernels whose programs own keys: their steps, their buffers and their producer.
 
 An item is 128 keys of one KV head. It visits the queries that see these keys, for all query heads of the KV head. A
-step is a block of queries of one head. Steps go through a head's queries and then to the next head. With BACKWARDS
-(order.py) they go from the last block of queries to the first, and visit all heads for each block.
+step is a block of queries of one head. Steps visit all queries of a head, then those of the next head. With BACKWARDS
+(order.py) they visit blocks of queries from the last to the first, and all heads for each block.
 
-A program works one item, or takes items from a queue (queue.py). fused.py and keys.py use all of this, wide.py a part.
+A program processes one item, or draws items from a queue (queue.py). fused.py and keys.py use everything in this file,
+and wide.py uses a part.
 """
 
 from triton.experimental import gluon
@@ -20,8 +21,8 @@ from fa_kernels.flash_attention.hopper.primitives.structure import structure
 from fa_kernels.flash_attention.schedule import WORK_TILE
 
 BLOCK_N = WORK_TILE  # keys of an item, 64 for each of two warpgroups
-SUM_BLOCK = 64  # rows of dQ, and at most columns, that one warpgroup adds at a time
-# arguments that differ from call to call, for which nothing is compiled anew
+SUM_BLOCK = 64  # rows, and the most columns, of the pieces of dQ that a warpgroup adds
+# Kernel arguments that Triton must not specialise on, because they differ from call to call.
 SIZES = (
     "n_items", "n_tiles", "n_kv_heads", "section", "total_k", "padded_q",
     "stride_qh", "stride_kh", "stride_vh", "stride_doh",
@@ -30,41 +31,41 @@ SIZES = (
 
 @structure
 class Item:
-    """The keys of one KV head from `first` on, and the queries from `start` to `end` that see some of them."""
+    """An item: the keys of one KV head from `first` on, and the queries from `start` to `end`, which see these keys."""
 
     first: gl.tensor
     kv_head: gl.tensor
-    start: gl.tensor  # a multiple of the alignment that `locate_item` is given
+    start: gl.tensor  # rounded down to a multiple of ALIGNMENT (`locate_item`)
     end: gl.tensor
     n_steps: gl.tensor
 
 
 @structure
 class Descriptors:
-    """What the producer loads. q, k, v, do: a tuple for the columns of a head; rows: lse and delta, as one vector."""
+    """TMA descriptors of the inputs. Tuples have an entry for each column block of a head."""
 
     q: tuple
     k: tuple
     v: tuple
     do: tuple
-    rows: gl.tensor
+    rows: gl.tensor  # lse and delta, as one vector
 
 
 @structure
 class Inputs:
-    """What the producer loads, and where heads begin in it."""
+    """The inputs that the producer loads, and the distances between heads."""
 
     descs: Descriptors
     stride_qh: gl.tensor
     stride_kh: gl.tensor
     stride_vh: gl.tensor
     stride_doh: gl.tensor
-    padded: gl.tensor  # length of one head's lse
+    padded: gl.tensor  # the length of one head's lse, and of its delta
 
 
 @structure
 class Buffers:
-    """What a program has in shared memory, a tuple for the columns of a head: Q and dO of steps, K and V of items."""
+    """The buffers in shared memory: Q and dO of steps, K and V of items. Tuples have an entry per column block."""
 
     q: tuple  # [STAGES, M, columns]
     do: tuple
@@ -76,18 +77,18 @@ class Buffers:
 
 @structure
 class Barriers:
-    """mbarriers for each item's K and V [ITEMS], and for each step's Q and dO [STAGES]."""
+    """The mbarriers for K and V of each item [ITEMS], and for Q and dO of each step [STAGES]."""
 
-    kv_full: gl.shared_memory_descriptor
-    kv_empty: gl.shared_memory_descriptor  # dK and dV have left the buffers of K and V
-    q_full: gl.shared_memory_descriptor  # Q and lse are there
-    do_full: gl.shared_memory_descriptor  # dO and delta are there
+    kv_full: gl.shared_memory_descriptor  # K and V have arrived
+    kv_empty: gl.shared_memory_descriptor  # dK and dV, which are stored through the buffers of K and V, have been read
+    q_full: gl.shared_memory_descriptor  # Q and lse have arrived
+    do_full: gl.shared_memory_descriptor  # dO and delta have arrived
     empty: gl.shared_memory_descriptor  # both consumers have read Q and dO
 
 
 @structure
 class Visible:
-    """The queries that see each key, start <= query < end, and those between which a query sees all of the keys."""
+    """Each key is seen by the queries start <= query < end. Queries from whole_start to whole_end see all keys."""
 
     start: gl.tensor
     end: gl.tensor
@@ -99,7 +100,10 @@ class Visible:
 def locate_item(
     index, order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ALIGNMENT: gl.constexpr
 ):  # fmt: skip
-    """The item with an index of the launch. ranges: of queries. Its first query is rounded down to ALIGNMENT."""
+    """Returns the item with this index. `ranges` holds the range of queries that see each key.
+
+    The item's first query is rounded down to a multiple of ALIGNMENT.
+    """
     tile, kv_head = order.locate(index)
     first = tile * BLOCK_N
     last = gl.minimum(first + BLOCK_N, ranges.total) - 1
@@ -110,24 +114,28 @@ def locate_item(
 
 @gluon.jit
 def posted_item(fields):
-    """The item that `produce` posted."""
+    """Returns the item that `produce` posted."""
     return Item(field(fields, 0), field(fields, 1), field(fields, 2), field(fields, 3), field(fields, 4))
 
 
 @gluon.jit
 def first_step(item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr):
-    """The first query and the head of an item's first step. With BACKWARDS, the item must be aligned to BLOCK_M."""
+    """Returns the first query and the head of an item's first step.
+
+    With BACKWARDS, item.start must be a multiple of BLOCK_M.
+    """
     m = item.start
-    if BACKWARDS:  # computed from the number of steps, it would take LLVM one more register
+    if BACKWARDS:  # LLVM would need one more register if this were computed from the number of steps
         m = (item.end - 1) // BLOCK_M * BLOCK_M
     return m, item.kv_head * GROUP
 
 
 @gluon.jit
 def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr = False):
-    """The first query and the head of the next step: the next block of queries, then the next head.
+    """Returns the first query and the head of the next step.
 
-    With BACKWARDS: the next head for the same block, then the block before.
+    The next step has the next block of queries; after the last block, it has the first block of the next head. With
+    BACKWARDS it has the next head; after the last head, it has the first head of the previous block.
     """
     if BACKWARDS:
         if GROUP > 1:
@@ -148,12 +156,12 @@ def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWAR
 
 @gluon.jit
 def visible_queries(ranges, first, KEYS: gl.constexpr, layout: gl.constexpr):
-    """Which queries see each of KEYS keys from `first` on, in `layout`.
+    """Returns which queries see each of KEYS keys from `first` on. `start` and `end` of the result have `layout`.
 
-    A block of queries between whole_start and whole_end needs no mask, because ranges only ascend.
+    Blocks of queries between whole_start and whole_end need no mask, because ranges never move backwards.
     """
     keys = first + gl.arange(0, KEYS, layout=layout)
-    # No query sees keys past the last one: their P would be 2^-lse, which has no bound.
+    # Keys past the last one are hidden from all queries. Their P would be 2^-lse, which may overflow.
     start = gl.load(ranges.start + keys, mask=keys < ranges.total, other=0x7FFFFFFF)
     end = gl.load(ranges.end + keys, mask=keys < ranges.total, other=0)
     last = first + KEYS - 1
@@ -164,7 +172,7 @@ def visible_queries(ranges, first, KEYS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def hide(p, visible, m):
-    """P^T [keys, queries from m on], 0 where a query does not see a key."""
+    """Returns P^T [keys, queries from m on] with 0 for pairs that are hidden."""
     if (m < visible.whole_start) | (m + p.shape[1] > visible.whole_end):
         p = keep_columns(p, visible.start - m, visible.end - m, 0.0)
     return p
@@ -172,7 +180,7 @@ def hide(p, visible, m):
 
 @gluon.jit
 def new_buffers(descs, STAGES: gl.constexpr, ITEMS: gl.constexpr):
-    """Buffers for the first columns of a head."""
+    """Allocates the buffers for the first column block of a head."""
     BLOCK_M: gl.constexpr = descs.q[0].block_type.shape[0]
     q, do = new_buffer(descs.q[0], STAGES), new_buffer(descs.do[0], STAGES)
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], descs.rows.layout)
@@ -183,7 +191,7 @@ def new_buffers(descs, STAGES: gl.constexpr, ITEMS: gl.constexpr):
 
 @gluon.jit
 def with_all_columns(buffers, descs):
-    """`new_buffers`, with buffers for the other columns."""
+    """Returns `buffers` with additional buffers for the other column blocks."""
     STAGES: gl.constexpr = buffers.lse.shape[0]
     ITEMS: gl.constexpr = buffers.k[0].shape[0]
     q, do, k, v = buffers.q, buffers.do, buffers.k, buffers.v
@@ -197,9 +205,10 @@ def with_all_columns(buffers, descs):
 
 @gluon.jit
 def new_item_barriers(STAGES: gl.constexpr, ITEMS: gl.constexpr):
-    """Initialised barriers. TMA arrives at full ones, all threads of both consumers at empty ones.
+    """Returns initialised barriers. TMA arrives at full barriers, and all threads of both consumers at empty ones.
 
-    With one item kv_empty is kv_full, because a kernel must use each barrier (barriers.py).
+    With one item, kv_empty is not used. It is then the same as kv_full, because a kernel must use every mbarrier that
+    it allocates (barriers.py).
     """
     kv_full = new_barriers(ITEMS)
     kv_empty = kv_full
@@ -232,7 +241,7 @@ def load_keys(inputs, buffers, kv_full, place, item):
 
 @gluon.jit
 def load_step(inputs, delta_start, buffers, barriers, stage, m, head):
-    """Starts to load Q, dO, lse and delta of one step into an empty stage. delta_start: where delta begins."""
+    """Starts to load Q, dO, lse and delta of one step into an empty stage. delta_start: the index of delta in rows."""
     BYTES: gl.constexpr = nbytes_of(inputs.descs.q) + inputs.descs.rows.block_type.nbytes
     q_full, do_full = barriers.q_full.index(stage), barriers.do_full.index(stage)
     row = head * inputs.padded + m
@@ -257,10 +266,10 @@ def _produce_item(
     GROUP: gl.constexpr,
     BACKWARDS: gl.constexpr,
 ):
-    """Fills the buffers for one item, in the order in which the consumers empty them. For one warp.
+    """Fills the buffers for one item, in the order in which the consumers empty them. One warp calls this.
 
-    item_index: its number in this program; done: the steps of the items before it. Returns the steps done, and a ticket
-    for another item if counter_ptr is not None.
+    item_index counts this program's items, and `done` the steps of earlier items. Returns the number of steps done so
+    far, and a ticket for another item if counter_ptr is not None.
     """
     STAGES: gl.constexpr = buffers.q[0].shape[0]
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
@@ -270,7 +279,7 @@ def _produce_item(
     if counter_ptr is not None:
         wait_empty(barriers.kv_empty, item_index)
     load_keys(inputs, buffers, barriers.kv_full, place, item)
-    DRAWS: gl.constexpr = 0 if counter_ptr is None else 1  # one iteration more, because an item may have no step
+    DRAWS: gl.constexpr = 0 if counter_ptr is None else 1  # one more iteration, for items that have no step
     draw_at = gl.maximum(item.n_steps - DRAWN_BEFORE, 0)
     ticket = 0
     for step in range(item.n_steps + DRAWS):
@@ -290,7 +299,7 @@ def produce(
     inputs, delta_start, buffers, barriers, order, ranges, queue, counter_ptr, n_items, GROUP: gl.constexpr,
     ALIGNMENT: gl.constexpr, BACKWARDS: gl.constexpr = False,
 ):  # fmt: skip
-    """One warp: loads the program's item, or each item that it takes if there is a queue."""
+    """Runs the producer warp: it loads the program's item, or each item that it draws if there is a queue."""
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
     BLOCK_N: gl.constexpr = buffers.k[0].shape[1]
     if queue is None:

@@ -1,8 +1,8 @@
-"""dK and dV alone at head_dim 128, for Hopper: fp16 under a soft cap, for which fused.py has too few registers.
+"""A Hopper kernel for dK and dV at head_dim 128, in fp16 with a soft cap, for which fused.py has too few registers.
 
-One producer warp loads Q, dO, lse and delta through TMA. Two warpgroups hold half of a tile of keys each. S and dP are
-computed transposed, [keys, queries], so that P^T and dS^T feed dV and dK from registers. A program works one item, 128
-keys of a KV head. Each output has one owner, so every run gives the same bits.
+A program processes one item: 128 keys of a KV head. One producer warp loads Q, dO, lse and delta by TMA. Two
+warpgroups have 64 keys each. They compute S and dP transposed, [keys, queries], so that P^T and dS^T are operands in
+registers of the matmuls for dV and dK. Each output has one owner, so every run gives the same bits.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
@@ -46,9 +46,9 @@ from fa_kernels.flash_attention.tile_order import kv_heads_per_section
 from fa_kernels.launch.descriptors import elements, rows_of_heads
 from fa_kernels.launch.record import launch
 
-BLOCK_M = 64  # queries a step
-STAGES = 4  # of Q and of dO in flight; 194 KiB of shared memory
-# 3 x 128 threads: the producer's warpgroup gives registers up, and the consumers take them
+BLOCK_M = 64  # queries per step
+STAGES = 4  # steps whose Q and dO are in flight; the kernel uses 194 KiB of shared memory
+# Registers per thread: at the start, then in consumers and in the producer, which gives registers to the consumers.
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
 
 
@@ -57,7 +57,10 @@ def _consume(
     HALF: gl.constexpr, out_desc, buffers, barriers, order, ranges, marks_ptr, scale, GROUP: gl.constexpr,
     ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: dK and dV of half an item's keys. HALF 0 writes dK, 1 writes dV."""
+    """Runs a consumer warpgroup: it computes dK and dV of half of an item's keys.
+
+    HALF 0 stores dK of both halves, and HALF 1 stores dV.
+    """
     q_bufs, do_bufs = buffers.q[0], buffers.do[0]
     k_buf, v_buf = buffers.k[0].index(0), buffers.v[0].index(0)
     STAGES: gl.constexpr = q_bufs.shape[0]
@@ -74,7 +77,7 @@ def _consume(
 
     item = locate_item(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
     m, head = first_step(item, GROUP, BLOCK_M, False)
-    first = item.first + HALF * KEYS  # of this half
+    first = item.first + HALF * KEYS  # the first key of this half
     visible = visible_queries(ranges, first, KEYS, keys_layout)
     k_half = k_buf.slice(HALF * KEYS, KEYS, dim=0)  # [64, D]
     v_half = v_buf.slice(HALF * KEYS, KEYS, dim=0)
@@ -106,7 +109,7 @@ def _consume(
         m, head = next_step(m, head, item, GROUP, BLOCK_M)
     if marks_ptr is not None:
         mark_rows((dk + dv,), first, item.kv_head, ranges.total, marks_ptr, HALF)
-    # dK and dV leave through the buffers of K and V, once all warps of this warpgroup have read their half.
+    # dK and dV are stored through the buffers of K and V, after all warps of this warpgroup have read their half.
     meet()
     k_half.store((dk * scale.softmax).to(dtype))
     v_half.store(dv.to(dtype))
@@ -124,9 +127,9 @@ def _dkdv_kernel(
     GROUP: gl.constexpr, STAGES: gl.constexpr, ALIGNMENT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """An item: 128 keys of one KV head, over all query heads that share it. Program i works item i.
+    """An item is 128 keys of one KV head, over all query heads that share it. Program i processes item i.
 
-    marks_ptr is None, or where to mark NaN in dK and dV (nan_marks.py).
+    marks_ptr: marks for NaN in dK and dV (nan_marks.py), or None.
     """
     descs = Descriptors((q_desc,), (k_desc,), (v_desc,), (do_desc,), rows_desc)
     buffers = new_buffers(descs, STAGES, 1)
@@ -147,7 +150,11 @@ def gradients_of_keys(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, marks: Tensor | None, schedule: Schedule,
     features: Features,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns dk and dv, dense. rows: lse and delta of dq_sum.Prepared. marks: nan_isolation.new_marks."""
+    """Computes dk and dv, which are contiguous.
+
+    rows: lse and delta (dq_sum.Prepared). marks: receives marks for NaN in dk and dv (nan_isolation.new_marks), or
+    None.
+    """
     n_heads = q.shape[1]
     total_k, n_kv_heads, _ = k.shape
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))

@@ -1,11 +1,11 @@
-"""dQ alone at head_dim 128 and 256, for Hopper. Each output has one owner, so every run gives the same bits.
+"""A Hopper kernel for dQ at head_dim 128 and 256. Each output has one owner, so every run gives the same bits.
 
-One producer warp loads Q and dO once, then blocks of K and V, through TMA. Two warpgroups hold 64 queries each, with
-scores of their own, and feed dS to dQ = dS K from registers. A kernel of dK and dV runs before (keys.py, wide.py) and
-computes the scores too. A program works one item, 128 queries of a head.
+A program processes one item: 128 queries of a head. One producer warp loads Q and dO once, then blocks of K and V, by
+TMA. Two warpgroups have 64 queries each. They compute the scores of their queries, and dQ = dS K with dS as an operand
+in registers. Another kernel has computed dK and dV before (keys.py, wide.py), from its own scores.
 
-The bounds for 128 queries x 128 keys (head_dim 128) and 128 x 64 (256), in cycles of an SM as in wide.py. A soft cap
-doubles the exponentials:
+The table gives lower bounds in cycles of a multiprocessor (wide.py explains them). They are for 128 queries x 128 keys
+at head_dim 128, and 128 x 64 at 256. A soft cap doubles the exponentials.
 
 | head_dim | tensor cores | shared memory | exponentials |
 |:---------|-------------:|--------------:|-------------:|
@@ -45,25 +45,22 @@ from fa_kernels.launch.descriptors import rows_of_heads
 from fa_kernels.launch.record import launch
 
 BLOCK_M = WORK_TILE // 2  # queries of a warpgroup
-# Of a thread when a kernel starts; then of one in the second consumer and of one in the producer. The first consumer
-# gets the other 240 of 64K.
+# Registers per thread: all warps when the kernel starts; later (second consumer, producer). The first consumer gets the
+# rest of the 64K registers, which is also 240 per thread.
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """block_n: keys of a step; v_stages: blocks of V in flight, besides two of K.
+    """The tile sizes of one head_dim."""
 
-    arrivals: how many threads of a warpgroup signal that it has read K or V, one or each.
-    """
-
-    block_n: int
-    v_stages: int
-    arrivals: int
+    block_n: int  # keys per step
+    v_stages: int  # blocks of V in flight
+    arrivals: int  # threads of a warpgroup that signal that K or V was read: 1 or all
 
 
-K_STAGES = 2
-TILES = {  # by head_dim; 192 and 224 KiB of shared memory
+K_STAGES = 2  # blocks of K in flight
+TILES = {  # by head_dim; the kernels use 192 and 224 KiB of shared memory
     128: QueryTiles(128, v_stages=2, arrivals=WARPGROUP.value),
     256: QueryTiles(64, v_stages=1, arrivals=1),
 }
@@ -71,7 +68,7 @@ TILES = {  # by head_dim; 192 and 224 KiB of shared memory
 
 @structure
 class _Item:
-    """The queries of one head from `first` on, and the blocks of keys that they see, from `start` on."""
+    """An item: the queries of one head from `first` on, and the blocks of keys that they see, from `start` on."""
 
     first: gl.tensor
     head: gl.tensor
@@ -81,7 +78,7 @@ class _Item:
 
 @structure
 class _Inputs:
-    """Descriptors of what the producer loads, and where heads begin."""
+    """Descriptors of the inputs that the producer loads, and the distances between heads."""
 
     q: gl.tensor
     k: gl.tensor
@@ -95,7 +92,7 @@ class _Inputs:
 
 @structure
 class _Buffers:
-    """Each consumer's Q and dO [2, M, D] with their barriers, and the rings of K and of V [stages, N, D]."""
+    """The buffers of Q and dO [2, M, D], one place for each consumer, and the rings of K and V [stages, N, D]."""
 
     q: gl.shared_memory_descriptor
     do: gl.shared_memory_descriptor
@@ -106,16 +103,16 @@ class _Buffers:
 
 @structure
 class _Rows:
-    """Pointers to lse and delta of each query, and to where NaN is marked, or None."""
+    """Pointers to values of the queries."""
 
     lse: gl.tensor
     delta: gl.tensor
-    marks: gl.tensor
+    marks: gl.tensor  # NaN marks (nan_marks.py), or None
 
 
 @gluon.jit
 def _locate_item(order, ranges, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """This program's item."""
+    """Returns this program's item."""
     tile, head = order.locate(gl.program_id(0))
     first = tile * ROWS
     last = gl.minimum(first + ROWS, ranges.total) - 1
@@ -126,12 +123,12 @@ def _locate_item(order, ranges, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _produce(inputs, buffers, order, ranges, GROUP: gl.constexpr):
-    """One warp: loads each consumer's queries of the item, then its blocks of K and of V."""
+    """Runs the producer warp: it loads each consumer's queries of the item, then the item's blocks of K and V."""
     BLOCK_M: gl.constexpr = buffers.q.shape[1]
     K_STAGES: gl.constexpr = buffers.k.buffers.shape[0]
     V_STAGES: gl.constexpr = buffers.v.buffers.shape[0]
     BLOCK_N: gl.constexpr = buffers.k.buffers.shape[1]
-    BYTES: gl.constexpr = 2 * buffers.k.buffers.shape[2]  # of one row
+    BYTES: gl.constexpr = 2 * buffers.k.buffers.shape[2]  # bytes per row
     item = _locate_item(order, ranges, 2 * BLOCK_M, BLOCK_N)
     kv_head, key = item.head // GROUP, item.start
     for consumer in gl.static_range(2):
@@ -160,7 +157,7 @@ def _produce(inputs, buffers, order, ranges, GROUP: gl.constexpr):
 
 @gluon.jit
 def _release(ring, stage, ARRIVALS: gl.constexpr):
-    """This warpgroup has read a stage. It must arrive ARRIVALS times."""
+    """Signals that this warpgroup has read a stage. ARRIVALS threads arrive."""
     if ARRIVALS == 1:
         mbarrier.arrive(ring.empty.index(stage), count=1)
     else:
@@ -172,7 +169,7 @@ def _consume(
     CONSUMER: gl.constexpr, dq_desc, of_rows, scale, buffers, order, ranges, HAS_SOFTCAP: gl.constexpr,
     ARRIVALS: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: dQ of 64 queries of the item, with dS in registers."""
+    """Runs a consumer warpgroup: it computes dQ of 64 queries of the item."""
     BLOCK_M: gl.constexpr = buffers.q.shape[1]
     K_STAGES: gl.constexpr = buffers.k.buffers.shape[0]
     V_STAGES: gl.constexpr = buffers.v.buffers.shape[0]
@@ -189,12 +186,12 @@ def _consume(
     inside = rows < ranges.total
     key_start = gl.load(ranges.start + rows, mask=inside, other=0)
     key_end = gl.load(ranges.end + rows, mask=inside, other=0)
-    # 2^(score - inf) is 0: a row that sees no key, or lies past the last one, contributes nothing.
+    # Rows that see no key, and rows past the last one, get lse = inf: 2^(score - inf) is 0, so their dQ is 0.
     row_offset = item.head.to(gl.int64) * ranges.total
     lse = gl.load(of_rows.lse + row_offset + rows, mask=inside, other=float("-inf"))
     lse = gl.expand_dims(gl.where(lse == float("-inf"), float("inf"), lse * LOG2_E), 1)
     delta = gl.expand_dims(gl.load(of_rows.delta + row_offset + rows, mask=inside, other=0.0), 1)
-    # A block between these needs no mask, because ranges only ascend.
+    # Blocks of keys between whole_start and whole_end need no mask, because ranges never move backwards.
     last = gl.minimum(first + BLOCK_M, ranges.total) - 1
     whole_start = gl.load(ranges.start + last)
     whole_end = gl.load(ranges.end + gl.minimum(first, last))
@@ -227,7 +224,7 @@ def _consume(
         key += BLOCK_N
     if of_rows.marks is not None:
         mark_rows((dq,), first, item.head, ranges.total, of_rows.marks, CONSUMER)
-    # dQ leaves through Q's buffer, which only this consumer reads, once all its warps have read it.
+    # dQ is stored through Q's buffer, which only this consumer reads. All warps of the consumer must have read Q.
     meet()
     q.store((dq * scale.softmax).to(dtype))
     fence_async_shared()
@@ -245,9 +242,9 @@ def _dq_kernel(
     HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     ARRIVALS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """An item: dQ of 128 queries of one head. Program i works item i.
+    """An item is dQ of 128 queries of one head. Program i processes item i.
 
-    marks_ptr is None, or where to mark NaN in dQ (nan_marks.py).
+    marks_ptr: marks for NaN in dQ (nan_marks.py), or None.
     """
     q_bufs, do_bufs = new_buffer(q_desc, 2), new_buffer(do_desc, 2)
     k_bufs, v_bufs = new_buffer(k_desc, K_STAGES), new_buffer(v_desc, V_STAGES)
@@ -279,9 +276,12 @@ def gradient_of_queries(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, marks: Tensor | None,
     schedule: Schedule, features: Features,
 ) -> Tensor:  # fmt: skip
-    """Returns dq, dense, in the dtype of q. do is like o; lse and delta: (n_heads, total_q) fp32.
+    """Computes dq, which is contiguous and has the shape and dtype of q.
 
-    For a head_dim in TILES, and rows that descriptors.loadable accepts. marks (nan_isolation.new_marks): NaN in dq.
+    head_dim must be in TILES, and descriptors.loadable must accept the tensors. marks: receives marks for NaN in dq
+    (nan_isolation.new_marks), or None.
+    Shapes: q and do (total_q, n_heads, head_dim); k and v (total_k, n_kv_heads, head_dim); lse and delta
+    (n_heads, total_q) fp32.
     """
     total_q, n_heads, head_dim = q.shape
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -1,17 +1,18 @@
-"""dK and dV of 64 keys at head_dim 256, for Hopper. dQ is a kernel of its own (queries.py).
+"""A Hopper kernel for dK and dV at head_dim 256. A program owns 64 keys. Another kernel computes dQ (queries.py).
 
-A [64, 256] fp32 accumulator takes 128 registers of each thread, so each warpgroup holds one. The first computes
-S^T = K Q^T, P^T and dV; the second computes dP^T = V dO^T, dS^T and dK. P goes from the first to the second through
-shared memory, in 16 bits, in the accumulators' layout. With dQ this takes seven matmuls, up from five in one pass. But
-each output has one owner, so there is no sum in global memory, and every run gives the same bits.
+An fp32 accumulator [64, 256] needs 128 registers of each thread, so a warpgroup can hold only one. The first warpgroup
+computes S^T = K Q^T, P^T and dV. The second computes dP^T = V dO^T, dS^T and dK. P goes from the first to the second
+through shared memory, in 16 bits. Together with dQ there are seven matmuls, up from five in one pass. But each output
+has one owner, so there is no sum in global memory, and every run gives the same bits.
 
-The bounds for 64 queries x 64 keys, in cycles of an SM. A matmul takes 512 on the tensor cores, at 4096 FLOP a cycle.
-Shared memory gives 128 bytes a cycle:
+These are lower bounds for 64 queries x 64 keys, in cycles of a multiprocessor. The tensor cores do 4096 FLOP per cycle,
+so a matmul needs 512 cycles. Shared memory transfers 128 bytes per cycle.
 
-- dK and dV: tensor cores 2048, shared memory 2176, 64 KiB from L2;
-- dQ (queries.py): tensor cores 1536, shared memory 1536, 32 KiB from L2.
+- dK and dV: tensor cores 2048, shared memory 2176, and 64 KiB from L2;
+- dQ (queries.py): tensor cores 1536, shared memory 1536, and 32 KiB from L2.
 
-One pass, in which a third warpgroup computes dQ, would take 2560 and 2624, and add 64 KiB of fp32 in L2. It was slower.
+A single pass, with a third warpgroup for dQ, would need 2560 and 2624 cycles, and would add 64 KiB of fp32 in L2. It
+was slower.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
@@ -53,17 +54,17 @@ from fa_kernels.launch.descriptors import elements, rows_of_heads
 from fa_kernels.launch.record import launch
 
 HEAD_DIM = 256
-BLOCK = 64  # queries and keys of a step; a program has one such block of keys
-STAGES = 2  # of Q and of dO in flight for dK and dV
+BLOCK = 64  # keys of a program, and queries of a step
+STAGES = 2  # steps whose Q and dO are in flight
 TILES_PER_WORK_TILE = WORK_TILE // BLOCK
-# Of a thread when a kernel starts; then of one in the second consumer and of one in the producer. The first consumer
-# gets the other 240 of 64K.
+# Registers per thread: all warps when the kernel starts; later (second consumer, producer). The first consumer gets the
+# rest of the 64K registers, which is also 240 per thread.
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 
 @structure
 class _Barriers:
-    """mbarriers for K and V, and for each stage of Q with lse and of dO with delta: full and empty."""
+    """The mbarriers of K and V, and the full and empty ones for each stage of Q with lse, and of dO with delta."""
 
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
@@ -75,9 +76,9 @@ class _Barriers:
 
 @gluon.jit
 def _locate_item(order, ranges, GROUP: gl.constexpr, BLOCK: gl.constexpr, TILES_PER_WORK_TILE: gl.constexpr):
-    """This program's item. Queries are visited in aligned blocks.
+    """Returns this program's item. Its first query is rounded down to a multiple of BLOCK.
 
-    Some blocks of the last work tile have no keys, and so no steps.
+    The last work tile may contain blocks without keys. Their items have no steps.
     """
     tile, kv_head = order.locate(gl.program_id(0), TILES_PER_WORK_TILE)
     first = tile * BLOCK
@@ -91,7 +92,7 @@ def _locate_item(order, ranges, GROUP: gl.constexpr, BLOCK: gl.constexpr, TILES_
 def _produce(
     inputs, buffers, barriers, order, ranges, GROUP: gl.constexpr, TILES_PER_WORK_TILE: gl.constexpr
 ):  # fmt: skip
-    """One warp: fills the buffers in the order in which the consumers empty them."""
+    """Runs the producer warp: it fills the buffers in the order in which the consumers empty them."""
     q_bufs, do_bufs, k_buf, v_buf = buffers.q[0], buffers.do[0], buffers.k[0], buffers.v[0]
     q_desc, k_desc, v_desc, do_desc = inputs.descs.q[0], inputs.descs.k[0], inputs.descs.v[0], inputs.descs.do[0]
     rows_desc = inputs.descs.rows
@@ -122,7 +123,7 @@ def _produce(
 
 @gluon.jit
 def _begin_halves(operand, b, halves):
-    """Starts to add operand b to an accumulator that is held as two halves of its columns."""
+    """Starts the matmul that adds `operand` times b to an accumulator, whose columns are split into two halves."""
     HALF: gl.constexpr = halves[0].shape[1]
     first = warpgroup_mma(operand, b.slice(0, HALF, dim=1), halves[0], is_async=True)
     second = warpgroup_mma(operand, b.slice(HALF, HALF, dim=1), halves[1], is_async=True)
@@ -131,7 +132,7 @@ def _begin_halves(operand, b, halves):
 
 @gluon.jit
 def _store_halves(halves, scale, buffer, desc, item):
-    """Stores an accumulator through the buffer of K or V, times `scale` unless that is None."""
+    """Stores an accumulator through the buffer of K or V. Multiplies it by `scale` unless `scale` is None."""
     HALF: gl.constexpr = halves[0].shape[1]
     for i in gl.static_range(2):
         values = halves[i] if scale is None else halves[i] * scale
@@ -146,7 +147,7 @@ def _consume_dv(
     dv_desc, marks_ptr, scale, buffers, barriers, p_ring, order, ranges, HAS_SOFTCAP: gl.constexpr,
     GROUP: gl.constexpr, TILES_PER_WORK_TILE: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: S and P of each step, which it writes to p_ring for the other, and dV."""
+    """Runs the first consumer: it computes S, P and dV of each step, and writes P to p_ring for the second consumer."""
     q_bufs, do_bufs, k_buf = buffers.q[0], buffers.do[0], buffers.k[0]
     BLOCK: gl.constexpr = k_buf.shape[0]
     HALF: gl.constexpr = k_buf.shape[1] // 2
@@ -190,7 +191,8 @@ def _consume_dv(
         m, head = next_step(m, head, item, GROUP, BLOCK)
     if marks_ptr is not None:
         mark_rows(dv, item.first, item.kv_head, ranges.total, marks_ptr, 0, THREADS=256)
-    # dV leaves through K's buffer, which only S reads. What was measured also waits for the last reader of P.
+    # dV is stored through K's buffer, which only this warpgroup reads. It first waits until the second consumer has
+    # read P of the last step. This wait is not needed for correctness, but the kernel was measured with it.
     final = item.n_steps - 1
     wait_full(p_ring.empty, final, pred=item.n_steps > 0)
     _store_halves(dv, None, k_buf, dv_desc, item)
@@ -201,7 +203,7 @@ def _consume_dk(
     dk_desc, marks_ptr, scale, buffers, barriers, p_ring, order, ranges, GROUP: gl.constexpr,
     TILES_PER_WORK_TILE: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: dP of each step, dS with the P in p_ring, and dK."""
+    """Runs the second consumer: it computes dP and dK of each step, and dS from P in p_ring."""
     q_bufs, do_bufs, v_buf = buffers.q[0], buffers.do[0], buffers.v[0]
     BLOCK: gl.constexpr = v_buf.shape[0]
     HALF: gl.constexpr = v_buf.shape[1] // 2
@@ -232,7 +234,7 @@ def _consume_dk(
         mbarrier.arrive(barriers.q_empty.index(stage), count=1)
     if marks_ptr is not None:
         mark_rows(dk, item.first, item.kv_head, ranges.total, marks_ptr, 0, THREADS=256)
-    # Nothing else reads V.
+    # dK is stored through V's buffer, which only this warpgroup reads.
     _store_halves(dk, scale.softmax, v_buf, dk_desc, item)
 
 
@@ -244,9 +246,9 @@ def _dkdv_kernel(
     HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, TILES_PER_WORK_TILE: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One program: 64 keys of one KV head, over all query heads that share it.
+    """One program computes dK and dV of 64 keys of one KV head, over all query heads that share it.
 
-    padded_q: the length of a head's lse and delta. marks_ptr: None, or where to mark NaN in dK and dV.
+    padded_q: the length of a head's lse and delta. marks_ptr: marks for NaN in dK and dV (nan_marks.py), or None.
     """
     dtype: gl.constexpr = q_desc.dtype
     BLOCK: gl.constexpr = k_desc.block_type.shape[0]
@@ -293,9 +295,11 @@ def gradients_of_keys(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, marks: Tensor | None, schedule: Schedule,
     features: Features,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns dk and dv, dense, in the dtype of k and v. do is like o; rows: lse and delta of dq_sum.Prepared.
+    """Computes dk and dv, which are contiguous and have the shapes and dtypes of k and v.
 
-    For head_dim 256, and rows that descriptors.loadable accepts. marks (nan_isolation.new_marks): NaN in dk and dv.
+    head_dim must be 256, and descriptors.loadable must accept the tensors. rows: lse and delta (dq_sum.Prepared).
+    marks: receives marks for NaN in dk and dv (nan_isolation.new_marks), or None.
+    Shapes: q and do (total_q, n_heads, head_dim); k and v (total_k, n_kv_heads, head_dim).
     """
     n_heads, (total_k, n_kv_heads, _) = q.shape[1], k.shape
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
