@@ -55,7 +55,7 @@ from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import captured, median_ms, require_gpu
 
 BATCH_TOKENS = 16384  # default of --batch-tokens
-PACKED_TOKENS = 65536  # in the single row of packed documents
+PACKED_TOKENS = 65536  # default of --packed-tokens, in the single row of packed documents
 DEVICE = torch.device("cuda")
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -245,18 +245,20 @@ def dense_workload(
     return Workload(head_dim, batch, seqlen, causal, name=f"{batch} × {seqlen}", group=group, model_dim=model_dim)
 
 
-def packed_workloads(head_dim: int, *, causal: bool, group: int = 1, model_dim: int = MODEL_DIM) -> list[Workload]:
-    """Returns two rows of packed documents: long-tailed ones like web text, and many short ones."""
+def packed_workloads(
+    head_dim: int, *, causal: bool, group: int = 1, model_dim: int = MODEL_DIM, total: int = PACKED_TOKENS
+) -> list[Workload]:
+    """Returns two rows of `total` tokens of packed documents: long-tailed ones like web text, and many short ones."""
     generator = torch.Generator().manual_seed(0)
-    candidates = PACKED_TOKENS // 64
+    candidates = max(1, total // 64)
     # the median is 1k, and the tail reaches 32k
     long_tailed = torch.randn(candidates, generator=generator).mul(1.5).exp().mul(1024).long().clamp(1, 32768)
     short = torch.randint(64, 513, (candidates,), generator=generator)
     return [
-        Workload(head_dim, 1, PACKED_TOKENS, causal, documents, f"{len(documents)} documents, {kind}", group, model_dim)
+        Workload(head_dim, 1, total, causal, documents, f"{len(documents)} documents, {kind}", group, model_dim)
         for kind, documents in (
-            ("log-normal", fill_row(long_tailed.tolist(), PACKED_TOKENS)),
-            ("64 to 512 tokens", fill_row(short.tolist(), PACKED_TOKENS)),
+            ("log-normal", fill_row(long_tailed.tolist(), total)),
+            ("64 to 512 tokens", fill_row(short.tolist(), total)),
         )
     ]
 
@@ -363,6 +365,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--backends", nargs="+", choices=DENSE_BACKENDS, help="default: all that are installed")
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--varlen", action="store_true", help="also measure packed documents")
+    parser.add_argument("--packed-tokens", type=int, default=PACKED_TOKENS, help="tokens of the packed documents")
     parser.add_argument("--rep", type=float, default=60, help="total milliseconds per backend")
     add_results(parser, "scripts/results/attention_<gpu>_<yyyymm>")
     args = parser.parse_args(arguments)
@@ -375,6 +378,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         )
     if args.batch_tokens < 1:
         parser.error(f"--batch-tokens must be positive; got {args.batch_tokens}")
+    if args.packed_tokens < 1:
+        parser.error(f"--packed-tokens must be positive; got {args.packed_tokens}")
     if not all(0 < group <= most for group in args.groups):
         parser.error(f"--groups must lie between 1 and the {most} query heads; got {args.groups}")
     if any(seqlen < 1 for seqlen in args.seqlens):
@@ -396,7 +401,7 @@ def main() -> None:
         dense_workload(n, d, group=g, batch_tokens=args.batch_tokens, **given) for d, g in shapes for n in args.seqlens
     ]
     if args.varlen:
-        workloads += [w for d, g in shapes for w in packed_workloads(d, group=g, **given)]
+        workloads += [w for d, g in shapes for w in packed_workloads(d, group=g, total=args.packed_tokens, **given)]
     rows: list[Row] = []
     for workload in workloads:
         backends = PACKED_BACKENDS if workload.documents else DENSE_BACKENDS

@@ -18,7 +18,6 @@ from fa_kernels.flash_attention.schedule import (
     causal_schedule,
     dense_schedule,
     kept_schedule,
-    longest_first,
 )
 
 CPU = torch.device("cpu")
@@ -81,14 +80,6 @@ def test_tiles_that_queries_see_follow_one_another(pairs, causal, left, right, t
         assert seen <= {*visiting}
 
 
-def test_longest_tiles_come_first():
-    # a short document, then a long one whose last query tile reads the most keys
-    cu = torch.tensor([0, 128, 640], dtype=torch.int32)
-    schedule = causal_schedule(cu, 640, torch.device("cpu"))
-    assert longest_first(schedule.query_start, schedule.query_end).tolist() == [1, 2, 3, 0, 4]
-    assert longest_first(schedule.key_start, schedule.key_end).tolist() == [4, 3, 2, 0, 1]
-
-
 def test_queries_go_document_by_document():
     lengths = [128, 512, 0, 300, 500, 60]  # ends at 128, 640, 640, 940, 1440 and 1500
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
@@ -97,6 +88,18 @@ def test_queries_go_document_by_document():
     assert schedule.query_tiles.tolist() == [4, 3, 2, 1, 11, 10, 9, 8, 7, 6, 5, 0, 12]
     # tiles of 192: 0 holds the first two documents, 3 holds 512 and 300, 4 holds 300 and 500, 7 is like 11 above
     assert schedule.wide_query_tiles.tolist() == [3, 2, 1, 0, 7, 6, 5, 4, 8]
+
+
+def test_keys_go_document_by_document_from_the_first_key():
+    cu = torch.tensor([0, 600, 2648, 3672], dtype=torch.int32)  # tile 4 has keys of the first two documents
+    tiles = causal_schedule(cu, 3700, torch.device("cpu")).key_tiles
+    assert tiles.tolist() == [*range(4, 21), *range(21, 29), *range(4)]
+
+
+def test_keys_are_ordered_by_their_documents_queries():
+    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in ((128, 256), (2048, 1024)))
+    tiles = build_schedule(cu_q, cu_k, 384, 3072, causal=False).key_tiles
+    assert tiles.tolist() == [*range(16, 24), *range(16)]
 
 
 def test_the_end_of_a_long_document_comes_first_whatever_follows_it():
@@ -113,7 +116,7 @@ def test_queries_of_a_million_tokens_are_in_order():
 
 def test_keys_of_short_documents_stay_in_the_order_of_the_stream():
     for length, in_order in ((SHORT_DOCUMENT - 1, True), (SHORT_DOCUMENT, False)):
-        cu = torch.tensor([0, length, 2 * length], dtype=torch.int32)
+        cu = torch.tensor([0, 128, 2 * length], dtype=torch.int32)  # `length` is the mean
         tiles = causal_schedule(cu, 2 * length, torch.device("cpu")).key_tiles
         assert sorted(tiles.tolist()) == list(range(-(-2 * length // 128)))
         assert (tiles.diff() == 1).all() == in_order

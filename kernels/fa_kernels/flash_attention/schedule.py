@@ -100,17 +100,16 @@ def build_schedule(
     if _keys_in_sight(mean, left, right) < SHORT_DOCUMENT:
         key_tiles = torch.arange(-(-total_k // WORK_TILE), dtype=torch.int32, device=cu_seqlens_k.device)
     else:
-        key_tiles = longest_first(query_start, query_end)
-    document_start, document_end, _ = keys_of_queries
-    length = document_end - document_start
+        key_tiles = document_by_document(_lengths(queries_of_keys), WORK_TILE, last_first=False)
+    length = _lengths(keys_of_queries)
     return Schedule(
         key_start,
         key_end,
         query_start,
         query_end,
-        query_tiles=document_by_document(length, WORK_TILE),
+        query_tiles=document_by_document(length, WORK_TILE, last_first=True),
         key_tiles=key_tiles,
-        wide_query_tiles=document_by_document(length, WIDE_TILE),
+        wide_query_tiles=document_by_document(length, WIDE_TILE, last_first=True),
         length_class=length_class_of(_keys_in_sight(mean if seqlen is None else seqlen, left, right)),
         crosses_documents=crosses_documents,
         is_one_causal_document=False,
@@ -230,14 +229,16 @@ def length_class_of(keys_in_sight: int) -> LengthClass:
     return "long" if keys_in_sight < VERY_LONG_DOCUMENT else "very_long"
 
 
-def document_by_document(length: Tensor, tile: int) -> Tensor:
-    """Returns the order of tiles of `tile` queries: the longest document first, and its last tile first.
+def document_by_document(length: Tensor, tile: int, *, last_first: bool) -> Tensor:
+    """Orders tiles of `tile` tokens by the length of their document, the longest first.
 
-    Tiles that run at the same time then share K and V in L2. The last tiles to run belong to the shortest document.
-    A tile with several documents is sorted by its first or its last document, whichever is longer.
+    Tiles that run at the same time then share the other side's tokens in L2, and the last tiles to run belong to the
+    shortest document. A tile of several documents counts to the longer one of its first and its last token.
 
     Args:
-        length: (total_q,), the number of keys in the document of each query.
+        length: (total,), the length of each token's document on the other side.
+        last_first: whether the tiles of a document descend. Under a causal mask, the last queries of a document see
+            the most keys, and its first keys are seen by the most queries.
     """
     of_last = length[tile - 1 :: tile]
     if length.numel() % tile:
@@ -245,12 +246,10 @@ def document_by_document(length: Tensor, tile: int) -> Tensor:
     longer = torch.maximum(length[::tile], of_last).long()
     n_tiles = longer.numel()
     place = torch.arange(n_tiles, device=length.device)
-    return torch.argsort(longer * n_tiles + place, descending=True).to(torch.int32)
+    return torch.argsort(longer * n_tiles + (place if last_first else -place), descending=True).to(torch.int32)
 
 
-def longest_first(start: Tensor, end: Tensor) -> Tensor:
-    """Returns the order of tiles of WORK_TILE tokens, longest range first. Ties keep the order of the stream."""
-    last_end = end[WORK_TILE - 1 :: WORK_TILE]
-    if start.numel() % WORK_TILE:
-        last_end = torch.cat([last_end, end[-1:]])
-    return torch.argsort(last_end - start[::WORK_TILE], descending=True, stable=True).to(torch.int32)
+def _lengths(paired: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """The length of each token's document on the other side, from what `_paired` returns."""
+    start, end, _ = paired
+    return end - start

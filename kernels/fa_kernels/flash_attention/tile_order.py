@@ -54,15 +54,18 @@ def heads_per_section(k: Tensor, v: Tensor, n_heads: int) -> int:
     return kv_heads * (n_heads // n_kv_heads)
 
 
-def kv_heads_per_section(q: Tensor, n_kv_heads: int, n_tiles: int, programs: int) -> int:
+def kv_heads_per_section(q: Tensor, n_kv_heads: int, n_tiles: int, programs: int, crosses_documents: bool) -> int:
     """Returns how many KV heads form a section, so that Q, dO and dQ of their query heads fit in L2.
 
     A section has at least two tiles for each of the `programs` that run at the same time; a head has n_tiles. In a
     smaller section, the longest tiles of the last section would start late, and most programs would wait for them.
+    If there are several documents, a section has at least two KV heads, because tiles of one head and one document that
+    run at the same time add to the same rows of dQ.
     """
     total, n_heads, head_dim = q.shape
     bytes_per_kv_head = total * head_dim * (2 * q.element_size() + 4) * (n_heads // n_kv_heads)
-    fit, fewest = max(1, QUERIES_IN_L2 // bytes_per_kv_head), 2 * programs // max(1, n_tiles)
+    fit = max(1, QUERIES_IN_L2 // bytes_per_kv_head)
+    fewest = max(1 + crosses_documents, 2 * programs // max(1, n_tiles))
     if fit >= fewest:
         return min(fit, n_kv_heads)
     return ceil_div(n_kv_heads, max(1, n_kv_heads // fewest))  # sections of similar size

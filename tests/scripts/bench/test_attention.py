@@ -222,6 +222,7 @@ def test_every_backend_has_a_style() -> None:
         pytest.param(["--groups", "64"], "the 16 query heads; got [64]", id="groups"),
         pytest.param(["--groups", "64", "--model-dim", "4096"], "the 32 query heads; got [64]", id="groups-of-more"),
         pytest.param(["--model-dim", "64"], "largest of --head-dims, 128; got 64", id="model-dim"),
+        pytest.param(["--packed-tokens", "0"], "--packed-tokens must be positive; got 0", id="packed-tokens"),
         pytest.param(["--batch-tokens", "0"], "--batch-tokens must be positive; got 0", id="batch-tokens"),
         pytest.param(["--seqlens", "0"], "--seqlens must be positive", id="seqlen"),
     ],
