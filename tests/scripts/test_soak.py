@@ -29,6 +29,9 @@ STEADY = [900.0, 300.0, 100.0, *[100.0, 101.0, 99.0] * 2]
     [
         pytest.param(STEADY, [2.0] * 9, [5.0] * 9, set(), id="steady"),
         pytest.param(STEADY, [1.0, 1.5, *[2.0] * 7], None, set(), id="warms-up-on-a-cpu"),
+        pytest.param(
+            STEADY, [2.0, *[2.0, 3.5, 3.5, 2.0] * 2], None, set(), id="checkpoints-need-memory-for-a-short-time"
+        ),
         pytest.param([100.0] * 6 + [104.0] * 3, [2.0] * 9, [5.0] * 9, {"step_ms"}, id="slows-down"),
         pytest.param(STEADY, [1 + 0.02 * i for i in range(9)], [5.0] * 9, {"host_gib"}, id="host-memory-leaks"),
         pytest.param(STEADY, [2.0] * 9, [5.0] * 6 + [5.1] * 3, {"reserved_gib"}, id="gpu-memory-grows"),
