@@ -1,4 +1,7 @@
-"""Keeps the schedules of the last dense calls: building one takes the host longer than a short attention call."""
+"""A cache of the schedules of recent dense calls.
+
+The host needs longer to build a schedule than the GPU needs for a short attention call.
+"""
 
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
@@ -7,45 +10,49 @@ import torch
 
 from fa_kernels.torch_private import current_stream_address, may_have_dispatch_mode
 
-MAX_TOKENS = (
-    2**18
-)  # queries and keys of a call whose schedule is kept: at most 8 bytes each. Longer calls hide the cost
+# The most queries and keys of a call whose schedule is cached, with at most 8 bytes each. In longer calls the GPU works
+# for longer than the host needs to build a schedule.
+MAX_TOKENS = 2**18
 MAX_SCHEDULES = 8
 
 _T = TypeVar("_T")
-_KEPT: dict[Hashable, Any] = {}  # by `key_of`, the oldest first
+_KEPT: dict[Hashable, Any] = {}  # schedules by the result of `key_of`, the oldest first
 
 
 def key_of(
     batch: int, seqlen_q: int, seqlen_k: int, device: torch.device | int, causal: bool, window_size: tuple[int, int]
 ) -> Hashable:
-    """The key of a dense call, or None if its schedule may not be kept. `device` may be the index of a CUDA device."""
+    """Returns the key of a dense call, or None if its schedule must not be cached.
+
+    `device` may also be the index of a CUDA device.
+    """
     if (
         torch.compiler.is_compiling()
-        or may_have_dispatch_mode()  # tensors may be fake, or the mode counts them
+        or may_have_dispatch_mode()  # the mode may create fake tensors, or count operations
         or batch * (seqlen_q + seqlen_k) > MAX_TOKENS
     ):
         return None
     if isinstance(device, torch.device) and device.type == "cuda":
-        # `cuda` means another device after set_device, and the default stream of each device is 0
+        # The key needs the index: `cuda` means another device after set_device, and default streams are all 0.
         device = torch.cuda.current_device() if device.index is None else device.index
     stream = 0
     if isinstance(device, int):
-        # what a graph captures lives in the graph's memory, and what a graph reads must live as long as the graph
+        # A captured CUDA graph owns the tensors that it creates, and needs the tensors that it reads. Neither is safe
+        # with a cache.
         if torch.cuda.is_current_stream_capturing():
             return None
-        # another stream might read a schedule before it is written
+        # The stream is part of the key: another stream could read a schedule before it is written.
         stream = current_stream_address(device)
     return batch, seqlen_q, seqlen_k, device, causal, window_size, stream
 
 
 def find(key: Hashable) -> Any | None:
-    """The value that is kept under `key`, or None."""
+    """Returns the cached value of `key`, or None."""
     return _KEPT.get(key)
 
 
 def find_or_build(key: Hashable, build: Callable[[], _T]) -> _T:
-    """The value that is kept under `key`, or build(), which is then kept."""
+    """Returns the cached value of `key`. If there is none, it calls build() and caches the result."""
     value: _T | None = _KEPT.get(key)
     if value is None:
         with torch.inference_mode(False):  # autograd cannot save tensors that inference mode made
