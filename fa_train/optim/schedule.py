@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from fa_train.bounds import Fraction, NonNegativeInt, PositiveInt
 
 
-class Schedule(LambdaLR):
+class LearningRateSchedule(LambdaLR):
     """A LambdaLR that loads only its step from a checkpoint. The peak and the curve come from the current config."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -42,4 +42,4 @@ def warmup_cosine(
         progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
         return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
-    return Schedule(optimizer, factor)
+    return LearningRateSchedule(optimizer, factor)
