@@ -23,5 +23,5 @@ def split_columns(width: int, itemsize: int = 2) -> tuple[int, int]:
 
 
 def columns_of(width: int, itemsize: int = 2) -> tuple[int, ...]:
-    """Returns the widths of a head's column blocks, of which there are one or two (`split_columns` without zeros)."""
+    """Returns the widths of a head's one or two column blocks: `split_columns` without zeros."""
     return tuple(block for block in split_columns(width, itemsize) if block)

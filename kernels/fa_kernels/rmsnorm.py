@@ -187,7 +187,7 @@ def _forward_plainly(
 def _backward_plainly(
     d_sum: Tensor, dy: Tensor, x: Tensor, added: Tensor | None, weight: Tensor, rstd: Tensor, added_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `backward` with torch, for the CPU, in autograd's order of operations. Both give the same bits."""
+    """Computes `backward` with torch, for the CPU. It gives autograd's bits, because it has its order of operations."""
     total = x.float() if added is None else (x.float() + added.float()).to(x.dtype).float()
     rstd, dy = rstd[:, None], dy.float()
     normed, d_normed = total * rstd, dy * weight.float()

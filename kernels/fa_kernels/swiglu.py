@@ -1,7 +1,7 @@
 """SwiGLU (arXiv:2002.05202): silu(gate) * value, for an input (rows, 2 ffn_dim) that holds the gate, then the value.
 
 The forward and the backward pass are one kernel each. The backward pass overwrites the gradient of the activations
-with the activations. The caller needs them for the gradient of the next weight if it saved only the input. The
+with the activations. A caller that saved only the input needs the activations for the gradient of the next weight. The
 gradient of the input overwrites the input, or goes to a new tensor.
 """
 

@@ -125,7 +125,8 @@ def backward_workspace(head_dim: int, dtype: torch.dtype, softcap: float, arch: 
 def in_order(x: Tensor) -> Tensor:
     """Returns x, or a contiguous copy if needed. `packed` can flatten the result without copying it.
 
-    The last dimension of the result has stride 1, and all tokens of the batch have the same distance in memory.
+    The last dimension of the result has stride 1. The distance between consecutive tokens is always the same, also
+    from the last token of a sequence to the first token of the next.
     Shapes: (tokens, heads, head_dim) or (batch, seqlen, heads, head_dim).
     """
     if x.stride(-1) == 1 and (x.dim() == 3 or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)):

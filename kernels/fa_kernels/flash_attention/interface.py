@@ -68,8 +68,7 @@ def flash_attn_func(
         softcap: replaces each score by softcap * tanh(score / softcap). 0 or a negative value means no capping.
         alibi_slopes: (n_heads,) or (batch, n_heads) float32. A score is lowered by the slope times the distance in
             tokens between the key and the aligned key.
-        deterministic: whether gradients are bitwise repeatable. They also are under
-            torch.use_deterministic_algorithms.
+        deterministic: whether gradients are bitwise repeatable. torch.use_deterministic_algorithms has the same effect.
         return_attn_probs: whether to return (o, lse, an empty tensor), as flash-attn does without dropout.
         sinks: (n_heads,) float32, in nats. Each is an additional score in its head's softmax and has no value vector.
         return_lse: whether to return (o, lse).
@@ -149,8 +148,8 @@ def flash_attn_varlen_func(
         cu_seqlens_q: (n_docs + 1,) int32, the first query of each document, then the end of the last document.
         cu_seqlens_k: (n_docs + 1,) int32, the same for keys.
         max_seqlen_q: a number of queries that no document exceeds. It is only checked.
-        max_seqlen_k: a number of keys that no document exceeds. Kernels are chosen by it, or by the mean length in
-            compiled code. A value that is too large may choose slower kernels.
+        max_seqlen_k: a number of keys that no document exceeds. It chooses kernels, so a value that is too large may
+            cost speed. In compiled code the mean length chooses kernels instead.
         alibi_slopes: (n_heads,) or (n_docs, n_heads) float32.
         block_table: (n_docs, pages per document) int32. Key j of document i is in page block_table[i, j // page_size].
             Entries after a document's keys are ignored. This function copies the pages to n_docs * max_seqlen_k rows;
@@ -185,7 +184,8 @@ def flash_attn_varlen_func(
         k.shape[0],
         causal=causal,
         window_size=window_of(window_size),
-        # Compiled code does not use max_seqlen_k: it would be recompiled for each class, in torch 2.11 for each value.
+        # Compiled code ignores max_seqlen_k. It would be recompiled for each length class, or in torch 2.11 for each
+        # value.
         seqlen=None if torch.compiler.is_compiling() else _seqlen_that_decides(max_seqlen_k),
     )
     alibi = [] if alibi_slopes is None else _alibi(alibi_slopes, cu_seqlens_q, cu_seqlens_k, q)

@@ -11,7 +11,7 @@ from fa_kernels.flash_attention.checks import DTYPES, MAX_HEAD_DIM, described, n
 from fa_kernels.flash_attention.interface import window_of
 from fa_kernels.flash_attention.portable.decode import MAX_SPLITS, Cache, Rotary, append_to_cache, decode_attention
 
-PAGE_UNIT = 16  # tokens: the size of a page must be a multiple; kernels read at least this many keys at a time
+PAGE_UNIT = 16  # tokens: the smallest block of keys that kernels read. The size of a page is a multiple of it
 
 
 @torch.no_grad()
@@ -64,8 +64,8 @@ def flash_attn_with_kvcache(
         rotary_interleaved: whether rotary embedding pairs columns 0 and 1. Otherwise it pairs 0 and rotary_dim / 2.
         alibi_slopes: (n_heads,) or (batch, n_heads) float32. A score is lowered by the slope times the distance in
             tokens between the key and the aligned key.
-        num_splits: the number of parts into which each sequence's keys are split. 0 means a number that suits the GPU
-            and the shape of the cache.
+        num_splits: the number of parts into which each sequence's keys are split. If it is 0, the number is chosen by
+            the GPU and the shape of the cache.
         return_softmax_lse: whether to return (o, lse).
 
     Returns:
@@ -73,9 +73,9 @@ def flash_attn_with_kvcache(
 
     Raises:
         ValueError: if a shape, a dtype, a device or the number of heads is wrong; if there is k without cache_seqlens,
-            rotary_cos without k, or a block_table with cache_batch_idx. On the CPU, also if cache_seqlens exceed the
-            cache, or if cache_batch_idx or block_table has a wrong entry. These values are not checked on a GPU, but
-            wrong ones never cause an access outside of the cache.
+            rotary_cos without k, or a block_table with cache_batch_idx. On the CPU it is also raised if cache_seqlens
+            exceed the cache, or if cache_batch_idx or block_table has a wrong entry. These values are not checked on a
+            GPU, but wrong values never cause an access outside of the cache.
 
     Source: Flash-Decoding, pytorch.org/blog/flash-decoding; FlashAttention-2, arXiv:2307.08691.
     """

@@ -18,9 +18,9 @@ ROWS_PER_MARK = tl.constexpr(64)  # at least half the rows of any kernel's tile,
 def isolate_nan(x):
     """Returns x [N, D] with 0 for inf and NaN, and a vector [N] that is NaN for rows with such elements, else 0.
 
-    A matmul multiplies rows of x that a program's row does not see by a weight of 0. But 0 * NaN is NaN, which would
-    reach another document. The caller adds the second result to the weights of visible rows, so that NaN stays in its
-    own document. This doubles the instructions of a masked loop, so kernels for one document are compiled without it.
+    Hidden rows of x have weight 0 in the next matmul. But 0 * NaN is NaN, which would reach another document. The
+    caller adds the second result to the weights of visible rows, so that NaN still reaches the rows that see it. This
+    doubles the instructions of a masked loop, so kernels for one document are compiled without it.
     """
     zeros = x * 0.0  # NaN where x is not finite
     return tl.where(zeros == 0.0, x, 0.0), tl.sum(zeros.to(tl.float32), axis=1)

@@ -36,7 +36,7 @@ class Schedule(NamedTuple):
     query_start: Tensor  # (total_k,)
     query_end: Tensor  # (total_k,)
     query_tiles: Tensor  # (ceil(total_q / WORK_TILE),), document by document, the longest document first
-    key_tiles: Tensor  # (ceil(total_k / WORK_TILE),), the longest range first; in stream order for short documents
+    key_tiles: Tensor  # (ceil(total_k / WORK_TILE),), the longest document first; in stream order for short documents
     wide_query_tiles: Tensor  # (ceil(total_q / WIDE_TILE),), ordered like query_tiles
     length_class: LengthClass  # chooses kernels; the host computes it without waiting for the GPU
     # Whether some tokens are hidden by neither causality nor a window: there are several documents, or tokens after
@@ -230,15 +230,15 @@ def length_class_of(keys_in_sight: int) -> LengthClass:
 
 
 def document_by_document(length: Tensor, tile: int, *, last_first: bool) -> Tensor:
-    """Orders tiles of `tile` tokens by the length of their document, the longest first.
+    """Returns the order of tiles of `tile` tokens: all tiles of the longest document come first.
 
-    Tiles that run at the same time then share the other side's tokens in L2, and the last tiles to run belong to the
-    shortest document. A tile of several documents counts to the longer one of its first and its last token.
+    Tiles that run at the same time then share the other side's tokens in L2. The last tiles to run belong to the
+    shortest document. A tile with several documents is sorted by its first or its last document, whichever is longer.
 
     Args:
         length: (total,), the length of each token's document on the other side.
-        last_first: whether the tiles of a document descend. Under a causal mask, the last queries of a document see
-            the most keys, and its first keys are seen by the most queries.
+        last_first: whether a document's last tile comes first. Under a causal mask, the last queries of a document see
+            the most keys, and the first keys are seen by the most queries.
     """
     of_last = length[tile - 1 :: tile]
     if length.numel() % tile:
@@ -250,6 +250,6 @@ def document_by_document(length: Tensor, tile: int, *, last_first: bool) -> Tens
 
 
 def _lengths(paired: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """The length of each token's document on the other side, from what `_paired` returns."""
+    """Returns the length of each token's document on the other side, from the result of `_paired`."""
     start, end, _ = paired
     return end - start

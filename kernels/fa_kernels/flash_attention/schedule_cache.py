@@ -37,8 +37,8 @@ def key_of(
         device = torch.cuda.current_device() if device.index is None else device.index
     stream = 0
     if isinstance(device, int):
-        # A captured CUDA graph owns the tensors that it creates, and needs the tensors that it reads. Neither is safe
-        # with a cache.
+        # A captured CUDA graph owns the tensors that it creates, so they must not be cached. It also needs the tensors
+        # that it reads for as long as it exists, but the cache may drop them.
         if torch.cuda.is_current_stream_capturing():
             return None
         # The stream is part of the key: another stream could read a schedule before it is written.

@@ -59,8 +59,8 @@ def kv_heads_per_section(q: Tensor, n_kv_heads: int, n_tiles: int, programs: int
 
     A section has at least two tiles for each of the `programs` that run at the same time; a head has n_tiles. In a
     smaller section, the longest tiles of the last section would start late, and most programs would wait for them.
-    If there are several documents, a section has at least two KV heads, because tiles of one head and one document that
-    run at the same time add to the same rows of dQ.
+    A section has at least two KV heads if there are several documents: tiles of one head and one document add to the
+    same rows of dQ, so they should not all run at the same time.
     """
     total, n_heads, head_dim = q.shape
     bytes_per_kv_head = total * head_dim * (2 * q.element_size() + 4) * (n_heads // n_kv_heads)

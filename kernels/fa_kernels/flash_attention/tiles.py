@@ -25,7 +25,7 @@ class TileConfig:
 
 
 # Tiles for 2-byte dtypes, by (arch, largest head_dim, pass). Those of sm90 are measured
-# (scripts/results/portable_tiles_h200_202611.md). Only repairs use a dkdv entry that has dk and dv entries beside it.
+# (scripts/results/portable_tiles_h200_202611.md). If there are dk and dv entries, only repairs use the dkdv entry.
 _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 3),
     ("sm90", 96, "fwd"): TileConfig(128, 64, 8, 3),
@@ -114,14 +114,14 @@ _TILES_OF_4_BYTES: dict[tuple[Arch, int, Pass], TileConfig] = {
 }
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-# The bytes of shared memory that a program can use, on the GPU with the least that uses the entries.
+# The bytes of shared memory that a program can use on the smallest GPU that uses the entries.
 SHARED_LIMIT: dict[Arch, int] = {"sm80": 99 * 1024, "sm90": 227 * 1024, "sm100": 227 * 1024}
 
 
 def tile_config(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
     """Returns the tiles of the table. head_dim is the larger one of q and v, at most 256; itemsize is in bytes."""
     if arch == "interpreter":
-        return TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)  # short inputs then have several tiles
+        return TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)  # small: short inputs have several tiles
     listed = next(d for d in HEAD_DIMS if head_dim <= d)
     known: Arch = "sm80" if arch == "unknown" else arch  # the tiles of sm80 need the least shared memory
     if itemsize > 2:

@@ -45,12 +45,12 @@ from fa_kernels.launch.triton_launcher import (
 )
 
 VARIABLE = "FA_TRAIN_REPLAY"  # environment variable: 0 switches recording off; read at the first call
-MAX_KEYS = 512  # a new key beyond this number clears all recordings, which frees those of lengths no longer used
+MAX_KEYS = 512  # one more key removes all recordings, so that recordings of unused lengths do not stay forever
 MAX_MAPS = 8192  # cached TMA descriptors, of about 500 bytes each; a training step has up to 23 per layer
 MAX_ARGUMENTS = 1024  # cached lists of arguments, of 1 to 7 KB each; a training step has two per layer
 ALIGNMENT = 16  # bytes: Triton compiles different code for pointers that are not a multiple of 16
-# Temporaries up to this size share one allocation, because each allocation costs at least 1.4 us of host time. Calls
-# with larger temporaries keep the GPU busy for longer than that, and the allocator reuses blocks of the same size.
+# Temporaries up to this size share one allocation, because each allocation costs at least 1.4 us of host time. Larger
+# temporaries have their own: the GPU then works for long enough to hide the cost, and the allocator reuses the blocks.
 SHARED_BYTES = 2**24
 SLICE_ALIGNMENT = 512  # bytes, as in torch's allocator
 

@@ -92,7 +92,7 @@ def prepared(compiled: Any, grid: tuple[int, ...], stream: int) -> Callable[...,
 
 @cache  # many recordings share a kernel, and Triton 3.6 loads a library for each launcher
 def _launcher(compiled: Any) -> Any:
-    """Returns a launcher whose descriptor arguments are encoded ones, or compiled.run if there are no descriptors."""
+    """Returns a launcher that accepts encoded descriptors, or compiled.run if the kernel has no descriptors."""
     types: list[Any] = []
     for argument_type in compiled.src.signature.values():
         rank = _rank(argument_type)

@@ -1,7 +1,7 @@
 """Tiles of a head as column blocks: a head of 96 columns is a block of 64 and a block of 32.
 
 The width of a block must be a power of two, but the width of a head need not be one. COLUMNS is a tuple of the block
-widths, one or two, that hold a head of WIDTH columns (columns_of_head.py). A tile is a tuple of as many blocks.
+widths, one or two, that hold a head of WIDTH columns (columns_of_head.py). A tile is a tuple with a block per width.
 The compiler loads and stores blocks in the order of the code. Kernels therefore alternate between two tensors: block 0
 of both, then block 1 of both.
 """

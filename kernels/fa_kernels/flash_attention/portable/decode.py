@@ -313,7 +313,7 @@ def _merge_kernel(
     partial_ptr, partial_lse_ptr, o_ptr, lse_ptr, seqlen_q, n_heads, n_rows, n_splits,
     DV: tl.constexpr, BLOCK_D: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One program merges the splits of one query of one head: a sum of outputs, weighted by their softmax sums."""
+    """One program merges the splits of one query of one head: it adds their outputs, weighted by their softmax sums."""
     row = tl.program_id(0).to(tl.int64)  # an index into (batch, seqlen_q, n_heads)
     head, token, sequence = row % n_heads, row // n_heads % seqlen_q, row // n_heads // seqlen_q
     lse_row = (sequence * n_heads + head) * seqlen_q + token
@@ -357,7 +357,7 @@ def decode_attention(
         q: (batch, seqlen_q, n_heads, head_dim).
         cache: holds seqlens + seqlen_new tokens of each sequence.
         rotary_by_token: whether query i is rotated to position seqlens + i. Otherwise it is rotated to seqlens.
-        slopes: ALiBi's, (n_heads,) or (batch, n_heads) fp32; the last stride is 1.
+        slopes: the ALiBi slopes, (n_heads,) or (batch, n_heads) fp32; the last stride is 1. None means no ALiBi.
         left, right: visible keys on each side of the aligned key; -1 means unbounded.
         n_splits: the number of parts of the keys; 0 means `choose_splits`.
 

@@ -78,7 +78,8 @@ def forward_tile(
 ):  # fmt: skip
     """Computes attention of BLOCK_M queries of one head, from `first` on. `first` must be below total_q.
 
-    A head of D columns is split into blocks of D_COLUMNS columns, and a head of v, DV, into DV_COLUMNS (columns.py).
+    Heads of q and k have D columns, in blocks of D_COLUMNS. Heads of v have DV columns, in blocks of DV_COLUMNS
+    (columns.py).
     PHASES=3 masks only the blocks at both ends of the range. PHASES=1 masks all blocks, which needs less code.
     Without ISOLATE_NAN, NaN of one document may reach all rows of the tile.
     """

@@ -3,9 +3,9 @@
 One kernel with five matmuls (fused.py) computes most calls at head_dim 64, 96 and 128. It computes dK and dV, and adds
 dQ to a sum in memory. The order of these additions varies, unless gradients must be repeatable (order.py).
 
-Two kernels with seven matmuls together compute the other calls: one computes dK and dV (keys.py, wide.py), and one dQ
-(queries.py). These calls have head_dim 256, or are in fp16 at head_dim 128 with a soft cap, for which the first kernel
-has too few registers. Each output has one owner, so the results are always repeatable.
+A pair of kernels with seven matmuls computes the other calls. One kernel computes dK and dV (keys.py, wide.py), and the
+other computes dQ (queries.py). These calls have head_dim 256, or are in fp16 at head_dim 128 with a soft cap, for which
+fused.py has too few registers. Each output has one owner, so the results are always repeatable.
 
 NaN isolation: if there are several documents, the kernels mark rows with NaN (nan_marks.py), and the portable kernels
 repair their tiles.

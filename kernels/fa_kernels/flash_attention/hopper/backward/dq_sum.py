@@ -35,8 +35,8 @@ def _prepare_kernel(
 ):  # fmt: skip
     """One program stores lse and delta of BLOCK rows of a head to rows_ptr.
 
-    Three outputs may be None: dq_ptr, the sum of dQ, is set to 0, WORDS elements at a time; semaphore_ptr is set to
-    NOBODY; delta_ptr receives delta in the layout of attention_delta.
+    The pointers of three further outputs may be None. The sum of dQ (dq_ptr) is set to 0, WORDS elements at a time.
+    Semaphores are set to NOBODY. delta_ptr receives delta in the layout of attention_delta.
     """
     unit, head = tl.program_id(0) // n_heads, (tl.program_id(0) % n_heads).to(tl.int64)
     rows = unit * BLOCK + tl.arange(0, BLOCK)
@@ -70,7 +70,7 @@ class Prepared(NamedTuple):
     rows: Tensor  # (2, n_heads, padded) fp32: lse in log2 units, +inf for rows that see no key; then delta
     delta: Tensor | None  # (n_heads, total_q) fp32: the result of attention_delta
     dq_sum: Tensor | None  # fp32 zeros, in the shape that the module docstring describes
-    semaphores: Tensor | None  # int32, for order.py: one for each head of each 64 queries
+    semaphores: Tensor | None  # int32, one per head and 64 queries (order.py)
 
 
 def prepare(

@@ -2,8 +2,8 @@
 
 An item of work is 128 keys of a KV head. A step is a block of queries of one head. The roles of a program are:
 
-- Two consumers have 64 keys each. They compute S^T = K Q^T, P^T, dP^T = V dO^T and dS^T, then dV and dK with P^T and
-  dS^T as operands in registers. They write dS^T to a ring of tiles [keys, queries].
+- Two consumers have 64 keys each. They compute S^T = K Q^T, P^T, dP^T = V dO^T and dS^T, then dV and dK, which read P^T
+  and dS^T from registers. They write dS^T to a ring of tiles [keys, queries].
 - The dQ warpgroup computes dQ = dS K for all 128 keys, in pieces of at most 64 x 64. TMA adds each piece to an fp32 sum
   in global memory (dq_sum.py). The order of additions varies, unless order.py fixes it.
 - The producer is one warp. It loads K, V, Q, dO, lse and delta by TMA, and draws items if there is a queue.
@@ -92,7 +92,7 @@ def _bwd_kernel(
     """An item is 128 keys of one KV head, over all query heads that share it. Program i processes item i first.
 
     counter_ptr: the counter of further items, or None. tiles_ptr: the order of tiles, or None for the order of the
-    stream. semaphore_ptr: semaphores for the dQ order (order.py), which requires the order of the stream, or None.
+    stream. semaphore_ptr: the semaphores of the dQ order (order.py), or None. With semaphores, tiles_ptr must be None.
     marks_ptr: marks for NaN in dK and dV (nan_marks.py), or None. padded_q: the length of a head's lse and delta.
     Descriptors describe the first column block of heads. Those with a 2 describe the second block, or are None.
     """
@@ -156,7 +156,7 @@ def gradients_of_keys(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, marks: Tensor | None, schedule: Schedule,
     features: Features,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Computes dk and dv, which are contiguous, and adds dS K to prepared.dq_sum, in a fixed order with semaphores.
+    """Computes dk and dv, which are contiguous, and adds dS K to prepared.dq_sum. Semaphores fix the order.
 
     `config_of` must support the call, and descriptors.loadable must accept the tensors. marks: receives marks for NaN
     in dk and dv (nan_isolation.new_marks), or None.

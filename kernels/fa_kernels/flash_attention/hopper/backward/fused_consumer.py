@@ -240,7 +240,7 @@ def _step(gradients, step, keys, work, HALF: gl.constexpr, CONFIG: gl.constexpr,
     if not CONFIG.delta_early:
         delta = _read_rows(buffers.delta, stage, SCORES)
     ds = _write_ds(p, dp, delta, work.ds, step.ds_stage, HALF, CONFIG)
-    if not CONFIG.halves:  # dV starts late: until here P in fp32 leaves no registers for P as an operand
+    if not CONFIG.halves:  # dV starts here, because P in fp32 left no registers for the operand of dV before
         gradients = _begin_dv(gradients, p.low, do)
     gradients, _ = _wait_for_gradients(_begin_dk(gradients, ds, q), ())
     hand_back(barriers.empty.index(stage))

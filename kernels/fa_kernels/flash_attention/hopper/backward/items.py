@@ -21,7 +21,7 @@ from fa_kernels.flash_attention.hopper.primitives.structure import structure
 from fa_kernels.flash_attention.schedule import WORK_TILE
 
 BLOCK_N = WORK_TILE  # keys of an item, 64 for each of two warpgroups
-SUM_BLOCK = 64  # rows, and the most columns, of the pieces of dQ that a warpgroup adds
+SUM_BLOCK = 64  # rows of a piece of dQ that a warpgroup adds; also the most columns of a piece
 # Kernel arguments that Triton must not specialise on, because they differ from call to call.
 SIZES = (
     "n_items", "n_tiles", "n_kv_heads", "section", "total_k", "padded_q",
@@ -31,7 +31,7 @@ SIZES = (
 
 @structure
 class Item:
-    """An item: the keys of one KV head from `first` on, and the queries from `start` to `end`, which see these keys."""
+    """An item: the keys of one KV head from `first` on, and the queries from `start` to `end`, which may see them."""
 
     first: gl.tensor
     kv_head: gl.tensor
@@ -80,7 +80,7 @@ class Barriers:
     """The mbarriers for K and V of each item [ITEMS], and for Q and dO of each step [STAGES]."""
 
     kv_full: gl.shared_memory_descriptor  # K and V have arrived
-    kv_empty: gl.shared_memory_descriptor  # dK and dV, which are stored through the buffers of K and V, have been read
+    kv_empty: gl.shared_memory_descriptor  # the buffers of K and V are free: dK and dV were stored through them
     q_full: gl.shared_memory_descriptor  # Q and lse have arrived
     do_full: gl.shared_memory_descriptor  # dO and delta have arrived
     empty: gl.shared_memory_descriptor  # both consumers have read Q and dO

@@ -1,8 +1,8 @@
 """A Hopper kernel for dK and dV at head_dim 128, in fp16 with a soft cap, for which fused.py has too few registers.
 
 A program processes one item: 128 keys of a KV head. One producer warp loads Q, dO, lse and delta by TMA. Two
-warpgroups have 64 keys each. They compute S and dP transposed, [keys, queries], so that P^T and dS^T are operands in
-registers of the matmuls for dV and dK. Each output has one owner, so every run gives the same bits.
+warpgroups have 64 keys each. They compute S and dP transposed, [keys, queries], so that the matmuls for dV and dK can
+read P^T and dS^T from registers. Each output has one owner, so every run gives the same bits.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
@@ -48,7 +48,7 @@ from fa_kernels.launch.record import launch
 
 BLOCK_M = 64  # queries per step
 STAGES = 4  # steps whose Q and dO are in flight; the kernel uses 194 KiB of shared memory
-# Registers per thread: at the start, then in consumers and in the producer, which gives registers to the consumers.
+# Registers per thread: of all warps at the start, then of consumers, then of the producer.
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
 
 

@@ -2,8 +2,8 @@
 
 Each block of 64 queries of a head has a semaphore in global memory. After a tile of keys has added to the block, and
 the sum is in memory, the tile writes its own number to the semaphore. The next tile waits until the semaphore holds the
-number of the tile before it, or a higher one. Ranges never move backwards, so consecutive tiles add to a block. A tile
-therefore waits only if the tile before it adds to the same block.
+number of the tile before it, or a higher one. Ranges never move backwards, so the tiles that add to a block are
+consecutive. A tile therefore waits only if the tile before it adds to the same block.
 
 There is no deadlock. A tile waits only for an earlier tile that will add to the same block, and semaphores never fall.
 Programs have one tile each and start in the order of the stream, so the first unfinished tile waits for nothing.

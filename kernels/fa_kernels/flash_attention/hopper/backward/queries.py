@@ -1,8 +1,8 @@
 """A Hopper kernel for dQ at head_dim 128 and 256. Each output has one owner, so every run gives the same bits.
 
 A program processes one item: 128 queries of a head. One producer warp loads Q and dO once, then blocks of K and V, by
-TMA. Two warpgroups have 64 queries each. They compute the scores of their queries, and dQ = dS K with dS as an operand
-in registers. Another kernel has computed dK and dV before (keys.py, wide.py), from its own scores.
+TMA. Two warpgroups have 64 queries each. They compute the scores of their queries, and dQ = dS K, which reads dS from
+registers. Another kernel computes dK and dV first (keys.py, wide.py). Both kernels compute the scores.
 
 The table gives lower bounds in cycles of a multiprocessor (wide.py explains them). They are for 128 queries x 128 keys
 at head_dim 128, and 128 x 64 at 256. A soft cap doubles the exponentials.

@@ -64,7 +64,7 @@ THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 @structure
 class _Barriers:
-    """The mbarriers of K and V, and the full and empty ones for each stage of Q with lse, and of dO with delta."""
+    """The mbarriers: one each for K and V, and two for each stage of Q (with lse) and of dO (with delta)."""
 
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
@@ -191,8 +191,8 @@ def _consume_dv(
         m, head = next_step(m, head, item, GROUP, BLOCK)
     if marks_ptr is not None:
         mark_rows(dv, item.first, item.kv_head, ranges.total, marks_ptr, 0, THREADS=256)
-    # dV is stored through K's buffer, which only this warpgroup reads. It first waits until the second consumer has
-    # read P of the last step. This wait is not needed for correctness, but the kernel was measured with it.
+    # dV is stored through K's buffer, which only this warpgroup reads. The next line waits until the second consumer
+    # has read P of the last step. This is not needed for correctness, but the kernel was measured with it.
     final = item.n_steps - 1
     wait_full(p_ring.empty, final, pred=item.n_steps > 0)
     _store_halves(dv, None, k_buf, dv_desc, item)

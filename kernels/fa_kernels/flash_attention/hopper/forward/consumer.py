@@ -86,7 +86,7 @@ def _visit(
     K of this block has arrived. If there are `more` blocks, K of the next block has arrived when this function returns.
 
     ptxas requires this order. The wait for the next K is between the exponentials and the wait for P V, where it ends
-    a basic block. Without it ptxas would move the wait for P V above the exponentials, and they would not overlap.
+    a basic block. Without it ptxas would move the wait for P V above the exponentials, and nothing would overlap.
     No accumulator may be in flight at the end of a loop iteration: ptxas would serialise all matmuls (C7512, C7514).
     """
     k, v, q = work.rings.k, work.rings.v, queries.q
@@ -138,7 +138,7 @@ def _visit_first(
 ):  # fmt: skip
     """Processes the first block of keys of an item that this consumer visits. There is no previous block.
 
-    `begin` is the index of this block, and the last one is before `stop`.
+    The consumer visits blocks begin <= b < stop. This is block `begin`.
     """
     k, q = work.rings.k, queries.q
     CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]

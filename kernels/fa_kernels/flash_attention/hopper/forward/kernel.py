@@ -9,8 +9,8 @@ An item of work is a tile of queries of one head. A program has two roles:
   in registers.
 
 Each place of a ring has two barriers: `full` says that the bytes of TMA have arrived, and `empty` says that the
-consumers have read the place. With ping-pong, consumers use the tensor cores in turn, with named barriers
-(barriers.py). config.py chooses the variant for a call.
+consumers have read the place. With ping-pong, named barriers let consumers use the tensor cores in turn (barriers.py).
+config.py chooses the variant for a call.
 
 There is no deadlock. The producer fills places in the order in which the consumers empty them. Each consumer waits for
 every block of an item and releases it, even if it does not visit the block.

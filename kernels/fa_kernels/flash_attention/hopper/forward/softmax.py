@@ -3,7 +3,7 @@
 Online softmax (arXiv:1805.02867) subtracts the largest score so far from each score, so it waits for the maximum of
 each block. A smaller reference than the maximum works too, as long as no exponential overflows: fp32 and bf16 are as
 precise at 2^15 as at 1. A row therefore keeps the maximum of its first block as the reference for later blocks, and
-need not wait. If a thread's sum of exponentials exceeds 2^15, its warp raises the references of the rows concerned, and
+need not wait. If a thread's sum of exponentials exceeds 2^15, its warp raises the references of the affected rows, and
 computes the exponentials of the block again. Probabilities then never exceed 2^15, which fp16 can represent. In bf16, o
 is as accurate as torch's, which also rounds P.
 
@@ -163,7 +163,7 @@ def _under(scores, N: gl.constexpr, exponent_0, exponent_1, scale, dtype: gl.con
     """Returns p in pairs, each pair twice, and four sums, each over every fourth of the N scores.
 
     exponent_0 and exponent_1 are the maxima of the two rows in log2 units. The fma is explicit: otherwise the compiler
-    would round the products once more where p is computed again, which changes the bits of rows whose maxima stay.
+    would round the products once more where p is computed again, and rows whose maxima stay would get other bits.
     """
     p = ()
     sums = (0.0, 0.0, 0.0, 0.0)

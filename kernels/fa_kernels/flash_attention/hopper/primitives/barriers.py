@@ -1,6 +1,6 @@
 """Barriers between the warps of a program, and TMA's reduce-add.
 
-A kernel must use every mbarrier that it allocates. Triton gives the memory of an mbarrier that is only initialised to
+A kernel must use every mbarrier that it allocates. If an mbarrier is only initialised, Triton reuses its memory for
 another buffer. PTX forbids that before mbarrier.inval: if processes share a GPU in time slices, the old mbarrier can
 reappear in the 8 bytes that the buffer now uses.
 """
@@ -53,10 +53,9 @@ def pass_pingpong(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
 def hand_back(empty):
     """Signals at mbarrier `empty` that this warpgroup has read a buffer. `empty` counts WARPGROUP threads per reader.
 
-    Each thread arrives for itself, with the arrive instruction of cp.async. In mbarrier.arrive one thread would arrive
-    for all, after waiting for the last warp of the warpgroup. The instruction does not order stores. The warpgroup must
-    therefore only have read the buffer: by matmuls and TMA operations that have completed, or by loads whose values
-    were already used.
+    Each thread arrives for itself, with the arrive instruction of cp.async. mbarrier.arrive would let one thread arrive
+    for all, after the last warp of the warpgroup. The instruction does not order stores, so it only covers reads:
+    matmuls and TMA operations that have completed, and loads whose values were used.
     """
     async_copy.mbarrier_arrive(empty, increment_count=False)
 
@@ -65,8 +64,8 @@ def hand_back(empty):
 def hand_over(full):
     """Signals at mbarrier `full` that this warpgroup has written its part of a buffer.
 
-    `full` counts WARPGROUP threads per writer. Each thread first fences its stores, because it arrives for itself:
-    for the async proxy, through which matmuls and TMA read, and for the threads that wait.
+    `full` counts WARPGROUP threads per writer. Each thread arrives for itself, so each thread first fences its stores.
+    The fences make the stores visible to the async proxy, through which matmuls and TMA read, and to waiting threads.
     """
     fence_async_shared()
     gl.inline_asm_elementwise("fence.acq_rel.cta; mov.u32 $0, 0;", "=r,~{memory}", [], gl.int32, False, 1)

@@ -57,7 +57,7 @@ def at(buffers, place):
 
 @gluon.jit
 def both_at(a, b, place):
-    """Returns (tiles of a, tiles of b) at `place`. The code alternates between a and b at each column block."""
+    """Returns (tiles of a, tiles of b) at `place`. Addresses are computed in the order a[0], b[0], a[1], b[1]."""
     a_tiles, b_tiles = (), ()
     for i in gl.static_range(len(a)):
         a_tiles += (a[i].index(place),)

@@ -41,16 +41,17 @@ def counter(device: torch.device) -> Tensor:
     stream = torch.cuda.current_stream(device)
     key = device, stream.cuda_stream
     if key not in _COUNTERS:
-        # Another thread allocates: this one may use a memory pool that torch.compile(mode="reduce-overhead") frees.
+        # The counter is allocated in a new thread: the current thread may use a memory pool that
+        # torch.compile(mode="reduce-overhead") frees.
         with ThreadPoolExecutor(1) as thread:
             _COUNTERS[key] = thread.submit(_zero, stream).result()
     return _COUNTERS[key]
 
 
 def programs_of(n_items: int, device: torch.device, dynamic: bool) -> tuple[int, Tensor | None]:
-    """Returns the number of programs and their counter. Without `dynamic`, each program processes one item.
+    """Returns the number of programs and their counter.
 
-    The counter is then None.
+    Without `dynamic`, each program processes one item, and the counter is None.
     """
     if not dynamic:
         return n_items, None

@@ -88,7 +88,7 @@ def _doublings(n):
 
 @gluon.jit
 def keep_columns(x, start, end, OTHERWISE: gl.constexpr):
-    """Returns x [M, N] in columns from start to end, and OTHERWISE in the other columns. start and end are [M].
+    """Returns x [M, N] with OTHERWISE outside of the columns start <= column < end. start and end are [M].
 
     x is fp32 in the layout of a warpgroup's accumulator, and start and end have the layout of its rows. N is at most
     128.
