@@ -10,8 +10,10 @@ class Features(NamedTuple):
     """The features of one call. A softcap of 0 means no soft cap.
 
     sinks: (n_heads,) fp32, in nats, or None.
-    alibi: empty, or three tensors: slopes (n_docs or 1, n_heads) fp32; aligned (total_q,) int32, the key that each
-        query is aligned with; document (total_q,) int32, the row of slopes that each query uses.
+    alibi: empty, or the three tensors slopes, aligned and document.
+        slopes: (n_docs or 1, n_heads) fp32.
+        aligned: (total_q,) int32, the key that each query is aligned with.
+        document: (total_q,) int32, the row of slopes that each query uses.
     descale: (2, n_heads) fp32, the factors of each head's scores and of its output, or None. Only the forward pass
         supports it.
     """

@@ -33,7 +33,7 @@ def key_of(
     ):
         return None
     if isinstance(device, torch.device) and device.type == "cuda":
-        # The key needs the index: `cuda` means another device after set_device, and default streams are all 0.
+        # The key needs the index: `cuda` means another device after set_device, and each default stream is 0.
         device = torch.cuda.current_device() if device.index is None else device.index
     stream = 0
     if isinstance(device, int):

@@ -12,7 +12,7 @@ A recording belongs to one key, one stream and one device. A call is neither rec
 a multiple of 16 bytes, if a CUDA graph is being captured (graphs need their own work counters), if a tool has launch
 hooks, if this version of Triton is untested, or if FA_TRAIN_REPLAY=0. Recording fails if the call runs an operator of
 torch, uses an address of an unknown tensor or of two overlapping tensors, or raises an error in the recorder. All later
-calls with this key then run as if undecorated. Tables of tiles and other module globals are not part of a key: call
+calls with this key then run without recording. Tables of tiles and other module globals are not part of a key: call
 `forget()` after changing them.
 """
 
@@ -221,8 +221,8 @@ def _encoded(described: _Map, address: int) -> Any:
 class _Recording:
     """The allocations and launches of a call. A recording keeps no tensors alive except the `lasting` ones.
 
-    A list of addresses holds those of the inputs that launches read, then those of the allocations, then those of the
-    slices of the last allocation.
+    Lists of addresses have this order: the inputs that launches read, the allocations, the slices of the last
+    allocation.
     """
 
     read: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]  # picks the inputs that launches read
@@ -403,7 +403,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         """Returns the index of the tensor whose first row contains this address, and the address's offset in bytes.
 
         Only first rows are searched: views of one tensor overlap in later rows, such as q, k and v of one projection.
-        If several tensors begin at the same address, they must do so in a repeated call too (`same`).
+        If several tensors have the same address, their addresses must also be equal in a repeated call (`same`).
         Raises: _Unclear if no tensor fits, or if several fit with different offsets.
         """
         found = []

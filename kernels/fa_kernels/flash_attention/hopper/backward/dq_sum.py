@@ -140,7 +140,7 @@ def _finish_kernel(
 def finish(dq_sum: Tensor, softmax_scale: float, marks: Tensor | None, like: Tensor) -> Tensor:
     """Converts the sum of dS K to dq, which is contiguous and has the shape and dtype of `like`.
 
-    marks: receives marks for NaN in dq (nan_isolation.new_marks), or None.
+    marks: NaN marks, which are set for dq (nan_isolation.new_marks), or None.
     Shapes: like (total_q, n_heads, head_dim).
     """
     total, n_heads, head_dim = like.shape

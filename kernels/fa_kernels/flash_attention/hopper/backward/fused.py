@@ -158,8 +158,8 @@ def gradients_of_keys(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes dk and dv, which are contiguous, and adds dS K to prepared.dq_sum. Semaphores fix the order.
 
-    `config_of` must support the call, and descriptors.loadable must accept the tensors. marks: receives marks for NaN
-    in dk and dv (nan_isolation.new_marks), or None.
+    `config_of` must support the call, and descriptors.loadable must accept the tensors.
+    marks: NaN marks, which are set for dk and dv (nan_isolation.new_marks), or None.
     """
     rows, _, dq_sum, semaphores = prepared
     assert dq_sum is not None

@@ -152,8 +152,8 @@ def gradients_of_keys(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes dk and dv, which are contiguous.
 
-    rows: lse and delta (dq_sum.Prepared). marks: receives marks for NaN in dk and dv (nan_isolation.new_marks), or
-    None.
+    rows: lse and delta (dq_sum.Prepared).
+    marks: NaN marks, which are set for dk and dv (nan_isolation.new_marks), or None.
     """
     n_heads = q.shape[1]
     total_k, n_kv_heads, _ = k.shape

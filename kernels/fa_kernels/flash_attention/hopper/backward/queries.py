@@ -45,8 +45,8 @@ from fa_kernels.launch.descriptors import rows_of_heads
 from fa_kernels.launch.record import launch
 
 BLOCK_M = WORK_TILE // 2  # queries of a warpgroup
-# Registers per thread: all warps when the kernel starts; later (second consumer, producer). The first consumer gets the
-# rest of the 64K registers, which is also 240 per thread.
+# Registers per thread: those of all warps at the start, and later those of (second consumer, producer). The first
+# consumer gets the rest of the 64K registers, which is also 240 per thread.
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 
@@ -278,8 +278,8 @@ def gradient_of_queries(
 ) -> Tensor:  # fmt: skip
     """Computes dq, which is contiguous and has the shape and dtype of q.
 
-    head_dim must be in TILES, and descriptors.loadable must accept the tensors. marks: receives marks for NaN in dq
-    (nan_isolation.new_marks), or None.
+    head_dim must be in TILES, and descriptors.loadable must accept the tensors.
+    marks: NaN marks, which are set for dq (nan_isolation.new_marks), or None.
     Shapes: q and do (total_q, n_heads, head_dim); k and v (total_k, n_kv_heads, head_dim); lse and delta
     (n_heads, total_q) fp32.
     """

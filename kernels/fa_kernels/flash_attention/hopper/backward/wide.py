@@ -57,8 +57,8 @@ HEAD_DIM = 256
 BLOCK = 64  # keys of a program, and queries of a step
 STAGES = 2  # steps whose Q and dO are in flight
 TILES_PER_WORK_TILE = WORK_TILE // BLOCK
-# Registers per thread: all warps when the kernel starts; later (second consumer, producer). The first consumer gets the
-# rest of the 64K registers, which is also 240 per thread.
+# Registers per thread: those of all warps at the start, and later those of (second consumer, producer). The first
+# consumer gets the rest of the 64K registers, which is also 240 per thread.
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 
@@ -132,7 +132,7 @@ def _begin_halves(operand, b, halves):
 
 @gluon.jit
 def _store_halves(halves, scale, buffer, desc, item):
-    """Stores an accumulator through the buffer of K or V. Multiplies it by `scale` unless `scale` is None."""
+    """Multiplies an accumulator by `scale`, unless that is None, and stores it through the buffer of K or V."""
     HALF: gl.constexpr = halves[0].shape[1]
     for i in gl.static_range(2):
         values = halves[i] if scale is None else halves[i] * scale
@@ -298,7 +298,7 @@ def gradients_of_keys(
     """Computes dk and dv, which are contiguous and have the shapes and dtypes of k and v.
 
     head_dim must be 256, and descriptors.loadable must accept the tensors. rows: lse and delta (dq_sum.Prepared).
-    marks: receives marks for NaN in dk and dv (nan_isolation.new_marks), or None.
+    marks: NaN marks, which are set for dk and dv (nan_isolation.new_marks), or None.
     Shapes: q and do (total_q, n_heads, head_dim); k and v (total_k, n_kv_heads, head_dim).
     """
     n_heads, (total_k, n_kv_heads, _) = q.shape[1], k.shape

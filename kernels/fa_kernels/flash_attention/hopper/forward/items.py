@@ -119,7 +119,7 @@ def produce(inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG: g
     ROWS_EACH: gl.constexpr = rings.q.buffers[0].shape[1]
     STAGES: gl.constexpr = rings.k.buffers[0].shape[0]
     BLOCK_N: gl.constexpr = rings.k.buffers[0].shape[1]
-    block = 0  # counts the blocks of all items, which determines the place in the rings
+    block = 0  # counts the blocks of all items; it gives the place in the rings
     item_index = 0
     index = gl.program_id(0)
     while index < n_items:

@@ -40,7 +40,10 @@ def new_barriers(PLACES: gl.constexpr):
 
 @gluon.jit
 def wait_full(full, number, pred=True):
-    """Waits until fill `number` of a ring is complete, if `pred`. `full` holds the mbarriers of the ring's places."""
+    """Waits until fill `number` of a ring is complete. Does not wait if `pred` is false.
+
+    `full` holds the mbarriers of the ring's places.
+    """
     PLACES: gl.constexpr = full.shape[0]
     mbarrier.wait(full.index(number % PLACES), (number // PLACES) & 1, pred=pred)
 
