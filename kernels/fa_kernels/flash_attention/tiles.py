@@ -245,7 +245,7 @@ def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_he
 def _shared_of_one_product(
     arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int
 ) -> int:
-    """Returns the bytes for matmuls that are one product: kept tiles, blocks in flight, and changes of layout.
+    """Returns the bytes for matmuls with a single product: kept tiles, blocks in flight, and changes of layout.
 
     The kept tiles are Q in the forward pass, Q and dO for dQ, K and V for dK, and K for dV.
     """

@@ -1,6 +1,6 @@
 """Configurations of the fused backward kernel, one for each head_dim and dtype, with and without a soft cap.
 
-The values were the fastest on an H200; docs/hopper.md says what was tried. Some have no alternative, because ptxas
+The values were chosen by measurements on an H200; docs/hopper.md says what was tried. Some have no alternative: ptxas
 serialises all matmuls if the accumulators in flight do not fit in the registers (fused.py).
 """
 
@@ -40,8 +40,8 @@ CONFIGS = {
     (128, torch.bfloat16): replace(_HALVES_128, delta_early=True, each_hands_over=True),
     (128, torch.float16): FusedConfig(64, 2, 2),
 }
-# The configurations with a soft cap, whose slope needs registers. There are too few for fp16 at 128, and too few for
-# `ahead` in bf16 at 96.
+# The configurations with a soft cap, whose slope needs registers. fp16 at 128 has too few registers. bf16 at 96 has too
+# few for `ahead`.
 _CAPPED_96 = FusedConfig(64, 3, 3)
 CAPPED_CONFIGS = {
     (64, torch.bfloat16): FusedConfig(64, 4, 4, halves=True, ahead=True, after_dp=True, lse_early=False),

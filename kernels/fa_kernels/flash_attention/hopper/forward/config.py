@@ -1,6 +1,6 @@
 """Configurations of the forward kernel, one for each head_dim and length class of documents.
 
-The values were the fastest on an H200 (docs/hopper.md). The reasons behind the options are:
+The values were chosen by measurements on an H200 (docs/hopper.md). The reasons behind the options are:
 
 - `dynamic`: a persistent grid hides the time in which programs start and end.
 - `pingpong`: consumers that visit the same blocks can alternate between the tensor cores and softmax.
