@@ -55,10 +55,10 @@ def combinations(dtype, width, round_):
     index = WIDTHS.index(width)
     every = itertools.product(HEADS, FEATURES, LAYOUTS)
     some = itertools.product(HEADS[index % 3 :][:1], FEATURES[index % 2 :: 2], LAYOUTS)
-    turns = itertools.cycle(some if n_rounds(dtype, width) == 2 else every)
+    variants = itertools.cycle(some if n_rounds(dtype, width) == 2 else every)
     pairs = list(itertools.product(PAIRS, MASKS))
-    turns = itertools.islice(turns, round_ * len(pairs), None)
-    for (pair, mask), (heads, features, layout) in zip(pairs, turns, strict=False):
+    variants = itertools.islice(variants, round_ * len(pairs), None)
+    for (pair, mask), (heads, features, layout) in zip(pairs, variants, strict=False):
         yield pair, mask, heads, features, layout
 
 

@@ -19,11 +19,11 @@ DIM = 16  # head_dim
 
 
 def angles(total, half, device):
-    turned = torch.rand(total, half, dtype=torch.float64, device=device) * 6.28
-    return turned.cos().float(), turned.sin().float()
+    angle = torch.rand(total, half, dtype=torch.float64, device=device) * 6.28
+    return angle.cos().float(), angle.sin().float()
 
 
-def turned(x, cos, sin, n_rotated):
+def rotated(x, cos, sin, n_rotated):
     """Rotates (total, heads, head_dim) in fp64, with the two halves of a head as a complex number."""
     first, second = x.double().chunk(2, dim=-1)
     z = torch.complex(first, second) * torch.complex(cos.double(), sin.double())[:, None]
@@ -69,10 +69,10 @@ def test_equals_complex_multiplication(n_heads, n_rotated, head_dim, total, dtyp
     y = rotate_heads(x, cos, sin, n_rotated)
     assert y.dtype == dtype and y.is_contiguous()
     precision = 2 * torch.finfo(dtype).eps
-    torch.testing.assert_close(y.double(), turned(x.detach(), cos, sin, n_rotated), rtol=precision, atol=precision * 4)
+    torch.testing.assert_close(y.double(), rotated(x.detach(), cos, sin, n_rotated), rtol=precision, atol=precision * 4)
     dy = torch.randn(y.shape, device=device).to(dtype)
     (dx,) = torch.autograd.grad(y, x, dy)
-    exact = turned(dy, cos, -sin, n_rotated)
+    exact = rotated(dy, cos, -sin, n_rotated)
     torch.testing.assert_close(dx.double(), exact, rtol=precision, atol=precision * 4)
 
 
@@ -83,7 +83,7 @@ def test_slices_and_other_dtypes(device):
     cos, sin = angles(5, 8, device)
     y = rotate_heads(row[:, 1:3], cos, sin, 2, torch.float16)
     assert y.dtype == torch.float16
-    torch.testing.assert_close(y.double(), turned(row.detach()[:, 1:3], cos, sin, 2), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(y.double(), rotated(row.detach()[:, 1:3], cos, sin, 2), rtol=2e-3, atol=2e-3)
     (gradient,) = torch.autograd.grad(y.float().square().sum(), row)
     assert gradient.dtype == torch.float32
     assert not gradient[:, [0, 3]].any() and gradient[:, 1:3].all()
@@ -134,13 +134,13 @@ def test_qkv_equals_complex_multiplication(layouts, dtype, total, device):
     ours = rotate_qkv(qkv, HEADS, cos, sin)
     assert [x.shape[1] for x in ours] == HEADS and all(x.dtype == dtype for x in ours)
     precision = 2 * torch.finfo(dtype).eps
-    exact = turned(qkv.detach(), cos, sin, 6)
+    exact = rotated(qkv.detach(), cos, sin, 6)
     torch.testing.assert_close(torch.cat(ours, dim=1).double(), exact, rtol=precision, atol=precision * 4)
     gradients = [torch.randn(x.shape, device=device).to(dtype) for x in ours]
     laid_out = [layout(x) for layout, x in zip(layouts, gradients, strict=True)]
     (d_qkv,) = torch.autograd.grad(ours, qkv, laid_out)
     assert d_qkv.is_contiguous()
-    exact = turned(torch.cat(gradients, dim=1), cos, -sin, 6)
+    exact = rotated(torch.cat(gradients, dim=1), cos, -sin, 6)
     torch.testing.assert_close(d_qkv.double(), exact, rtol=precision, atol=precision * 4)
 
 
@@ -173,7 +173,7 @@ def test_qkv_is_differentiable_to_any_order(device):
         return found
 
     ours = orders(qkv, torch.cat(rotate_qkv(qkv, HEADS, cos, sin), dim=1) / 8)
-    exact = orders(exact_qkv, turned(exact_qkv, cos, sin, 6) / 8)
+    exact = orders(exact_qkv, rotated(exact_qkv, cos, sin, 6) / 8)
     for found, expected in zip(ours, exact, strict=True):
         assert expected.abs().max() > 1e-3
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
@@ -215,7 +215,7 @@ def test_qkv_keeps_angles_alone(device):
     gradients = [torch.randn(x.shape, device=device) for x in (q, k, v)]
     (d_qkv,) = torch.autograd.grad((q, k, v), qkv, gradients)
     assert kept == [cos.shape, sin.shape]
-    exact = turned(torch.cat(gradients, dim=1), -cos, sin, 6)  # (-cos, sin): the hook's angles, reversed
+    exact = rotated(torch.cat(gradients, dim=1), -cos, sin, 6)  # (-cos, sin): the hook's angles, reversed
     torch.testing.assert_close(d_qkv.double(), exact, rtol=1e-5, atol=1e-5)
 
 

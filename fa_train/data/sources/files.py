@@ -25,13 +25,13 @@ def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path]]:
     Returns the folder that document keys are relative to, and the sorted files.
     Raises: ValueError if no file has one of these suffixes.
     """
-    kinds = ", ".join(suffixes)
+    listed = ", ".join(suffixes)
     base = Path(path).expanduser()
     parts = base.parts
     magic = next((i for i, part in enumerate(parts) if set(part) & set("*?[")), None)
     if base.is_file():
         if base.suffix not in suffixes:
-            raise ValueError(f"data.path must be a file, folder or glob of {kinds}; got {path}")
+            raise ValueError(f"data.path must be a file, folder or glob of {listed}; got {path}")
         return base.parent, [base]
     if base.is_dir():
         root, found = base, base.rglob("*")
@@ -39,10 +39,10 @@ def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path]]:
         root = Path(*parts[:magic])
         found = root.glob("/".join(parts[magic:]))
     else:
-        raise ValueError(f"data.path must be a file, folder or glob of {kinds}; {path} does not exist")
+        raise ValueError(f"data.path must be a file, folder or glob of {listed}; {path} does not exist")
     files = sorted(p for p in found if p.suffix in suffixes and p.is_file())
     if not files:
-        raise ValueError(f"data.path must be a file, folder or glob of {kinds}; {path} has none")
+        raise ValueError(f"data.path must be a file, folder or glob of {listed}; {path} has none")
     return root, files
 
 

@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from fa_train.data.sources.chats import ChatCorpus, parse_chat
-from tests.data.support.chats import CALL, MULTI_TURN, PAIR, TOOL, chat_message, many_chats, write_jsonl
+from tests.data.support.chats import CALL, PAIR, SEVERAL_ANSWERS, TOOL, chat_message, many_chats, write_jsonl
 
 QUESTION, ANSWER = chat_message("user", "2 + 2?"), chat_message("assistant", "is 4.")
 
@@ -26,10 +26,10 @@ def test_all_formats_give_the_same_chat():
 
 
 def test_tools_and_their_arguments_are_objects():
-    chat = parse_chat(MULTI_TURN, "")
+    chat = parse_chat(SEVERAL_ANSWERS, "")
     assert chat.messages[4]["content"] == ""
     assert chat.messages[4]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
-    assert chat.tools == parse_chat(MULTI_TURN | {"tools": json.dumps([TOOL])}, "").tools == [TOOL]
+    assert chat.tools == parse_chat(SEVERAL_ANSWERS | {"tools": json.dumps([TOOL])}, "").tools == [TOOL]
     bare = {"name": "weather", "arguments": {"city": "Rome"}}
     row = {"messages": [QUESTION, chat_message("assistant", "", tool_calls=[bare])]}
     assert parse_chat(row, "").messages[1]["tool_calls"] == [bare]

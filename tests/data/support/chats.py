@@ -55,7 +55,7 @@ def chat_message(role, content, **fields):
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
-MULTI_TURN = {
+SEVERAL_ANSWERS = {
     "messages": [
         chat_message("system", "be brief."),
         chat_message("user", "2 + 2?"),

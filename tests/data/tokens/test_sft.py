@@ -10,9 +10,9 @@ from tests.data.support.chats import (  # fmt: skip
     CALL,
     CHATML,
     FORGETFUL,
-    MULTI_TURN,
     PAIR,
     PLAIN,
+    SEVERAL_ANSWERS,
     TOOL,
     TOOLS,
     WITH_BLOCKS,
@@ -25,7 +25,9 @@ PROMPT_OF_MESSAGES = {
     "completion": [chat_message("assistant", "4.")],
 }
 ROWS = [
-    pytest.param(MULTI_TURN, ["4.<|im_end|>", CALL, "sunny in Rome\n\n<|im_end|>"], id="multi-turn-and-tools"),
+    pytest.param(
+        SEVERAL_ANSWERS, ["4.<|im_end|>", CALL, "sunny in Rome\n\n<|im_end|>"], id="several-answers-and-tools"
+    ),
     pytest.param(PAIR, ["is 4.<|im_end|>"], id="pair"),
     pytest.param(PROMPT_OF_MESSAGES, ["4.<|im_end|>"], id="pair-of-messages"),
 ]
@@ -57,8 +59,8 @@ def test_the_assistants_messages_are_trained_on_with_the_token_that_ends_them(tm
 @pytest.mark.parametrize("template", [CHATML, WITH_BLOCKS], ids=["by-prefixes", "by-generation-blocks"])
 def test_tokens_and_mask_are_those_of_apply_chat_template(tmp_path, template):
     chat_encoder = encoder(tmp_path, template)
-    chat = parse_chat(MULTI_TURN, "")
-    ids, loss_mask = encode(chat_encoder, MULTI_TURN)
+    chat = parse_chat(SEVERAL_ANSWERS, "")
+    ids, loss_mask = encode(chat_encoder, SEVERAL_ANSWERS)
     hf = chat_encoder.tokenizer.hf
     assert hf.apply_chat_template(chat.messages, tools=[TOOL], return_dict=True)["input_ids"] == ids.tolist()
     hf.chat_template = WITH_BLOCKS
@@ -139,7 +141,7 @@ def test_a_template_that_forgets_is_named_unless_it_marks_answers(tmp_path):
 def test_what_the_template_refuses_is_named(tmp_path):
     refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('users begin') }}{% endif %}" + CHATML
     with pytest.raises(ValueError, match=r"chat template rejects chats.jsonl, line 1: users begin"):
-        encode(encoder(tmp_path, refusing), MULTI_TURN)
+        encode(encoder(tmp_path, refusing), SEVERAL_ANSWERS)
 
 
 @pytest.mark.parametrize(
@@ -152,13 +154,13 @@ def test_what_the_template_refuses_is_named(tmp_path):
 def test_a_template_that_leaves_tools_out_is_named(tmp_path, template, message):
     chat_encoder = encoder(tmp_path, template)
     with pytest.raises(ValueError, match=message):
-        encode(chat_encoder, MULTI_TURN)
+        encode(chat_encoder, SEVERAL_ANSWERS)
     encode(chat_encoder, PAIR)
 
 
 def test_a_template_that_wants_tools_renders_them(tmp_path):
     strict = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}" + CHATML
-    encode(encoder(tmp_path, strict), MULTI_TURN)
+    encode(encoder(tmp_path, strict), SEVERAL_ANSWERS)
 
 
 def test_a_tokenizer_without_a_template_is_named_and_may_be_given_one(tmp_path):

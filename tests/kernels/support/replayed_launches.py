@@ -252,9 +252,9 @@ def differences() -> list[str]:
         with mock.patch.object(record, "_may_record", lambda: False):
             wanted = case.call()
         with mock.patch.object(record._Recording, "play", autospec=True, side_effect=record._Recording.play) as played:
-            for turn in range(4):
+            for number in range(4):
                 if case.call() != wanted:
-                    found.append(f"{case}: call {turn} launches other things")
+                    found.append(f"{case}: call {number} makes different launches")
         if played.call_count != 4:
             found.append(f"{case}: {played.call_count} passes replayed, of 4")
     return found
