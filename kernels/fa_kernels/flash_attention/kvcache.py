@@ -304,7 +304,7 @@ def _page_table(
     n_pages, page_size = k_cache.shape[:2]
     if n_pages == 0 or page_size == 0 or page_size % PAGE_UNIT:
         raise ValueError(
-            f"with a block_table, k_cache must have pages whose number of tokens is a multiple of {PAGE_UNIT}; "
+            f"the pages of k_cache must have a multiple of {PAGE_UNIT} tokens if there is a block_table; "
             f"got {n_pages} pages of {page_size} tokens"
         )
     return _rows_dense(block_table)[0]
@@ -315,7 +315,7 @@ def _seqlens(
 ) -> Tensor:
     """Returns the cached tokens of each sequence, (batch,) int32.
 
-    Values on the CPU are checked. Values on a GPU are not, because the host would have to wait for them.
+    Values on the CPU are checked. Values on a GPU are not checked, because the host would have to wait for them.
     """
     if cache_seqlens is None:
         if appends:

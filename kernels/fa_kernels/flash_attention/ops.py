@@ -262,7 +262,7 @@ def flash_attention_forward(
     deterministic: bool,
     wants_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns o in out_dtype, and lse in fp32, or None if lse is not wanted. Both are differentiable.
+    """Returns o in out_dtype, and lse in fp32. lse is None unless wants_lse. Both are differentiable.
 
     Shapes: q (total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o (total_q, n_heads, head_dim),
     lse (n_heads, total_q). q, k and v may have two dimensions (batch, seqlen) in place of total; o then has both too.

@@ -434,7 +434,7 @@ def _in_a_row(sizes: Sequence[int]) -> tuple[list[int], int]:
 def _getter(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """Returns a function that returns the values at these indices as a tuple.
 
-    itemgetter does so only for two or more indices.
+    itemgetter returns a tuple only for two or more indices.
     """
     if len(places) > 1:
         return itemgetter(*places)

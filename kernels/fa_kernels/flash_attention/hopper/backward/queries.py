@@ -4,8 +4,8 @@ A program processes one item: 128 queries of a head. One producer warp loads Q a
 TMA. Two warpgroups have 64 queries each. They compute the scores of their queries, and dQ = dS K, which reads dS from
 registers. Another kernel computes dK and dV first (keys.py, wide.py). Both kernels compute the scores.
 
-The table gives lower bounds in cycles of a multiprocessor (wide.py explains them). They are for 128 queries x 128 keys
-at head_dim 128, and 128 x 64 at 256. A soft cap doubles the exponentials.
+The table gives lower bounds in cycles of a multiprocessor (wide.py explains them). The bounds are for 128 queries x 128
+keys at head_dim 128, and 128 x 64 at 256. A soft cap doubles the exponentials.
 
 | head_dim | tensor cores | shared memory | exponentials |
 |:---------|-------------:|--------------:|-------------:|
