@@ -1,4 +1,4 @@
-"""Measures tiles for the portable kernels on the present GPU and prints the best ones as entries of tiles.py's table.
+"""Measures tiles for the portable kernels on the present GPU and writes the best ones to a file.
 
     python -m scripts.bench.tune_tiles                                         # every head_dim and pass of the table
     python -m scripts.bench.tune_tiles --near                                  # the same, a quarter of the candidates
@@ -14,7 +14,9 @@ processes (--jobs) compile the candidates first. Then the candidates are timed o
 dkdv 4, dk 3, dv 2, dq 3), halved for causality. The table should have entries dk and dv instead of dkdv if the two
 kernels take less time together. --dtype float32 tunes the entries for 4-byte dtypes, where each product is three TF32
 matmuls. --dtype tf32 tries the same candidates with one TF32 matmul, as torch.backends.cuda.matmul allows.
-Writes OUT.md: the head, a table for each head_dim and pass, and the entries.
+A tile is a result only if the kernel's output with this tile is as accurate as torch's. Writes OUT.md: the head, a
+table for each head_dim and pass, and the entries for tiles.py. Writes OUT.json, which fa_kernels loads if the
+environment variable FLASH_ATTENTION_TILES names it.
 """
 
 import argparse
@@ -22,7 +24,7 @@ import multiprocessing
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from datetime import date
 from itertools import product
@@ -31,12 +33,15 @@ from typing import Any, Literal, get_args
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from triton.testing import do_bench
 
 from fa_kernels.device import Arch, arch_of
+from fa_kernels.flash_attention import tuned_tiles
 from fa_kernels.flash_attention.delta import attention_delta
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.portable import backward, forward
+from fa_kernels.flash_attention.reference import attention_reference
 from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_kernels.flash_attention.tiles import HEAD_DIMS, Pass, TileConfig, key_passes, shared_bytes, tile_config
 from scripts.bench.attention import MODEL_DIM
@@ -44,6 +49,7 @@ from scripts.bench.command_line import add_results
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
+CHECKED_TOKENS = 384  # in the document on which a tile is checked: three of the largest blocks
 Products = Literal["bfloat16", "float32", "tf32"]
 # input_precision of tl.dot, as in tiles.precision_of
 PRECISION: dict[Products, str] = {"bfloat16": "ieee", "float32": "tf32x3", "tf32": "tf32"}
@@ -158,12 +164,15 @@ def held_a_thread(tiles: TileConfig, head_dim: int, direction: Pass) -> int:
     return held // (32 * tiles.num_warps)
 
 
-def launcher(candidate: Candidate, seqlen: int) -> Callable[[], object]:
-    """Returns a callable that launches only the candidate's kernel."""
-    head_dim, direction = candidate.head_dim, candidate.direction
-    shape = (seqlen, MODEL_DIM // head_dim, head_dim)
+def inputs(candidate: Candidate, seqlen: int, n_heads: int, device: str = "cuda") -> list[Tensor]:
+    """Returns random q, k, v and the gradient of o, (seqlen, n_heads, head_dim)."""
     dtype = torch.bfloat16 if candidate.products == "bfloat16" else torch.float32
-    q, k, v, do = (torch.randn(shape, dtype=dtype, device="cuda") for _ in range(4))
+    return [torch.randn(seqlen, n_heads, candidate.head_dim, dtype=dtype, device=device) for _ in range(4)]
+
+
+def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Callable[[], Sequence[Tensor]]:
+    """Returns a callable that launches only the candidate's kernel. Only its own results hold values."""
+    (seqlen, _, head_dim), direction = q.shape, candidate.direction
     features = Features(head_dim**-0.5, softcap=0.0, sinks=None, alibi=[])
     schedule = causal_schedule(None, seqlen, q.device)
 
@@ -173,7 +182,7 @@ def launcher(candidate: Candidate, seqlen: int) -> Callable[[], object]:
     def precision(*_: object) -> str:
         return PRECISION[candidate.products]
 
-    def run_forward() -> object:
+    def run_forward() -> Sequence[Tensor]:
         with patch.object(forward, "launch_tiles", chosen), patch.object(forward, "precision_of", precision):
             return forward.attention_forward(q, k, v, schedule, features, q.dtype)
 
@@ -185,7 +194,7 @@ def launcher(candidate: Candidate, seqlen: int) -> Callable[[], object]:
     none = schedule.key_tiles[:0]
     half = schedule._replace(key_tiles=none) if direction == "dq" else schedule._replace(query_tiles=none)
 
-    def run_backward() -> object:
+    def run_backward() -> Sequence[Tensor]:
         with (
             patch.object(backward, "launch_tiles", chosen),
             patch.object(backward, "precision_of", precision),
@@ -196,14 +205,43 @@ def launcher(candidate: Candidate, seqlen: int) -> Callable[[], object]:
     return run_backward
 
 
+def dense_results(direction: Pass, tensors: list[Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
+    """Computes in `dtype` what a pass computes, by the place in the result of `launcher`. tensors: as of `inputs`."""
+    q, k, v, do = (x.detach().to(dtype).requires_grad_() for x in tensors)
+    ends = torch.tensor([0, q.shape[0]], dtype=torch.int32)
+    o, _ = attention_reference(q, k, v, ends, ends, causal=True, dtype=dtype)
+    if direction == "fwd":
+        return {0: o.detach()}
+    gradients = torch.autograd.grad(o, (q, k, v), do)
+    places = {"dq": (0,), "dkdv": (1, 2), "dk": (1,), "dv": (2,)}[direction]
+    return {place: gradients[place] for place in places}
+
+
+def check(candidate: Candidate, device: str = "cuda") -> str:
+    """Compiles a candidate into Triton's cache and checks its results. Returns an error, or an empty string.
+
+    The error of each result may be twice that of torch in the same dtype, both compared with fp64, plus rounding.
+    """
+    tensors = inputs(candidate, CHECKED_TOKENS, 2, device)
+    found = launcher(candidate, *tensors)()
+    dtype = tensors[0].dtype
+    torch.backends.cuda.matmul.allow_tf32 = candidate.products == "tf32"
+    exact, torchs = (dense_results(candidate.direction, tensors, x) for x in (torch.float64, dtype))
+    for place, wanted in exact.items():
+        rounding = torch.finfo(dtype).eps * wanted.abs().max()
+        allowed = 2 * (torchs[place] - wanted).abs().max() + rounding
+        off = (found[place] - wanted).abs().max()
+        if not off <= allowed:  # NaN fails too
+            return f"wrong by {off:.2g}, {allowed:.2g} allowed"
+    return ""
+
+
 def compile_one(candidate: Candidate) -> tuple[Candidate, str]:
-    """Compiles a candidate into Triton's cache. Returns the error's first line, or an empty string."""
+    """Returns `check`'s result, in a process whose failure does not end the others."""
     try:
-        launcher(candidate, 256)()
-        torch.cuda.synchronize()
+        return candidate, check(candidate)
     except Exception as error:  # any failure in Triton, ptxas or the driver is a result
         return candidate, f"{type(error).__name__}: {error}".splitlines()[0]
-    return candidate, ""
 
 
 def measure(chosen: list[Candidate], seqlen: int, jobs: int, warmup: float, rep: float) -> Iterator[Result]:
@@ -214,7 +252,8 @@ def measure(chosen: list[Candidate], seqlen: int, jobs: int, warmup: float, rep:
         if errors[candidate]:
             yield Result(candidate, None, None, errors[candidate])
             continue
-        ms: Any = do_bench(launcher(candidate, seqlen), warmup=warmup, rep=rep, return_mode="median")
+        tensors = inputs(candidate, seqlen, MODEL_DIM // candidate.head_dim)
+        ms: Any = do_bench(launcher(candidate, *tensors), warmup=warmup, rep=rep, return_mode="median")
         yield Result(candidate, ms, flops(candidate, seqlen) / ms / 1e9)
 
 
@@ -244,6 +283,16 @@ def entries(results: list[Result], name: str) -> str:
         )
     ]
     return "\n".join(lines)
+
+
+def tiles_to_load(results: list[Result], arch: Arch) -> dict[tuned_tiles.Key, tuned_tiles.Sizes]:
+    """Returns the fastest tiles of the head_dims and passes that the table has, for `tuned_tiles.write_tiles`."""
+    return {
+        (head_dim, direction, itemsize): astuple(result.candidate.tiles)
+        for (head_dim, direction), result in best(results).items()
+        if head_dim in HEAD_DIMS
+        and is_listed(arch, head_dim, direction, itemsize := ITEMSIZE[result.candidate.products])
+    }
 
 
 def markdown(results: list[Result], head: dict[str, str], arch: Arch, name: str, seqlen: int) -> str:
@@ -345,7 +394,9 @@ def main() -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     head = describe(shlex.join(["python", "-m", "scripts.bench.tune_tiles", *sys.argv[1:]]), args.commit, today)
     Path(f"{out}.md").write_text(markdown(results, head, arch, name, args.seqlen), encoding="utf-8")
+    tuned_tiles.write_tiles(Path(f"{out}.json"), torch.cuda.get_device_name(device), tiles_to_load(results, arch))
     print(f"{entries(results, name)}\nresults: {out}.md")
+    print(f"export {tuned_tiles.VARIABLE}={shlex.quote(str(Path(f'{out}.json').absolute()))} makes fa_kernels use them")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,16 @@ import torch
 from fa_kernels.columns_of_head import split_columns
 from fa_kernels.device import Arch, arch_of
 from fa_kernels.flash_attention.portable.decode import decode_tiles, padded_width
-from fa_kernels.flash_attention.tiles import SHARED_LIMIT, Pass, TileConfig, fit, key_passes, shared_bytes, tile_config
+from fa_kernels.flash_attention.tiles import (
+    SHARED_LIMIT,
+    Pass,
+    TileConfig,
+    fit,
+    key_passes,
+    launch_tiles,
+    shared_bytes,
+    tile_config,
+)
 
 Width = tuple[int, int]  # head_dim of q and k, and of v
 Tiles = Mapping[Pass, TileConfig]
@@ -24,9 +33,9 @@ DECODE_ROWS = (1, 17, 64, 300)  # queries per KV head, one value for each tile h
 
 
 def own_tiles(width: Width, itemsize: int, device: torch.device) -> Tiles:
-    """Returns the tiles that the passes of one call use on `device`."""
+    """Returns the tiles that the passes of one call use on `device`: of the table, or of the user's file of tiles."""
     keys = key_passes(arch_of(device), max(width), itemsize)
-    return {p: distinct_tiles(width, p, itemsize, device)[0] for p in _passes(keys, itemsize)}
+    return {p: launch_tiles(device, *width, p, itemsize) for p in _passes(keys, itemsize)}
 
 
 def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[Tiles]:

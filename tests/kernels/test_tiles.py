@@ -1,10 +1,8 @@
 """The tiles of a launch: those of the table, or smaller ones and one warning if the table's do not fit."""
 
 import warnings
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from fa_kernels.device import arch_of
 from fa_kernels.flash_attention import tiles as module
@@ -18,6 +16,7 @@ from fa_kernels.flash_attention.tiles import (
     shared_bytes,
     tile_config,
 )
+from tests.kernels.support.pretended_gpu import pretended_gpu
 
 PASSES = ("fwd", "dkdv", "dq")
 APART = ("dk", "dv")
@@ -30,24 +29,9 @@ def passes_of(arch, head_dim, itemsize):
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    """Pretends that the device is a GPU of a given compute capability and shared memory."""
-    caches = (module._launch_tiles, module._warn_of_guesses)
-
-    def pretend(capability, shared):
-        for cache in caches:
-            cache.cache_clear()
-        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Made Up")
-        monkeypatch.setattr(
-            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(shared_memory_per_block_optin=shared)
-        )
-        return torch.device("cuda", 0)
-
-    yield pretend
-    for cache in caches:
-        cache.cache_clear()
+def gpu():
+    with pretended_gpu() as pretend:
+        yield pretend
 
 
 @pytest.mark.parametrize(

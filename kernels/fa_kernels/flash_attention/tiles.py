@@ -1,5 +1,6 @@
 """Tile sizes: a table by architecture, head dimension and pass, and the shared memory that tiles need."""
 
+import os
 import warnings
 from dataclasses import dataclass, replace
 from functools import cache
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from fa_kernels.columns_of_head import split_columns
 from fa_kernels.device import Arch, arch_of, interpreted
+from fa_kernels.flash_attention import tuned_tiles
 
 Pass = Literal["fwd", "dkdv", "dk", "dv", "dq"]  # the dkdv kernel computes dk and dv from the same scores
 
@@ -146,6 +148,7 @@ def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
 def launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
     """Returns the tiles for one launch: those of the table, or smaller ones that fit the shared memory of `device`.
 
+    Tiles from the file of FLASH_ATTENTION_TILES replace those of the table (tuned_tiles.py).
     Warns once per device if the table does not list it, or if the tiles of the table do not fit.
     """
     if interpreted():
@@ -158,11 +161,24 @@ def _launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, directio
     arch = arch_of(device)
     properties: Any = torch.cuda.get_device_properties(device)  # Any, because torch's type stub lacks an attribute
     limit = properties.shared_memory_per_block_optin
-    entry = tile_config(arch, max(head_dim, v_head_dim), direction, itemsize)
+    widest = max(head_dim, v_head_dim)
+    tuned = _tuned(device, widest, direction, itemsize)
+    entry = tuned or tile_config(arch, widest, direction, itemsize)
     tiles = fit(arch, entry, head_dim, v_head_dim, direction, itemsize, limit)
-    if arch == "unknown" or tiles != entry:
+    if tuned is None and (arch == "unknown" or tiles != entry):
         _warn_of_guesses(device, limit)
     return tiles
+
+
+def _tuned(device: torch.device, head_dim: int, direction: Pass, itemsize: int) -> TileConfig | None:
+    """Returns the tile that the user measured, or None."""
+    path = os.environ.get(tuned_tiles.VARIABLE)
+    if not path:
+        return None
+    listed = next(d for d in HEAD_DIMS if head_dim <= d)
+    measured = tuned_tiles.read_tiles(path, torch.cuda.get_device_name(device))
+    sizes = measured.get((listed, direction, itemsize))
+    return TileConfig(*sizes) if sizes else None
 
 
 @cache  # once per device
@@ -171,7 +187,7 @@ def _warn_of_guesses(device: torch.device, limit: int) -> None:
     warnings.warn(
         f"kernels/fa_kernels/flash_attention/tiles.py has no measured tiles for {torch.cuda.get_device_name(device)} "
         f"(sm_{major}{minor}, {limit} bytes of shared memory per program). The tiles used instead fit, but may be "
-        "slow. scripts/bench/tune_tiles.py finds faster tiles.",
+        "slow. python -m scripts.bench.tune_tiles finds faster tiles.",
         stacklevel=2,
     )
 

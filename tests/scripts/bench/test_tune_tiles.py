@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fa_kernels.flash_attention.portable import forward
 from fa_kernels.flash_attention.tiles import (
     HEAD_DIMS,
     SHARED_LIMIT,
@@ -22,6 +23,7 @@ from scripts.bench.tune_tiles import (
     Result,
     best,
     candidates,
+    check,
     entries,
     flops,
     held_a_thread,
@@ -29,6 +31,7 @@ from scripts.bench.tune_tiles import (
     near,
     one_step,
     parse_arguments,
+    tiles_to_load,
 )
 
 
@@ -164,6 +167,26 @@ def test_best_passes_over_failures_and_is_printed_as_the_table_is_written():
         '    ("sm90", 64, "dq"): TileConfig(128, 64, 8, 3),',
     ]
     assert eval("{" + text + "}", {"TileConfig": TileConfig})["sm90", 64, "dq"] == TileConfig(128, 64, 8, 3)
+
+
+def test_only_entries_of_the_table_are_written_to_load():
+    # sm90 has separate passes for dK and dV only at head_dim 256
+    assert tiles_to_load([*RESULTS, result(72, "fwd", (64, 64, 4, 2), 1.0)], "sm90") == {
+        (64, "fwd", 2): (128, 64, 8, 3),
+        (64, "dq", 2): (128, 64, 8, 3),
+    }
+
+
+@pytest.mark.parametrize("direction", PASSES)
+def test_a_correct_tile_passes_the_check(direction, device):
+    assert check(Candidate(64, direction, TileConfig(64, 64, 4, 1), "float32"), str(device)) == ""
+
+
+@pytest.mark.parametrize("wrong", [1e-3, float("nan")])
+def test_a_tile_with_wrong_results_is_no_result(wrong, monkeypatch, device):
+    right = forward.attention_forward
+    monkeypatch.setattr(forward, "attention_forward", lambda *arguments: (right(*arguments)[0] + wrong, None))
+    assert "allowed" in check(Candidate(64, "fwd", TileConfig(64, 64, 4, 1), "float32"), str(device))
 
 
 def test_report_sorts_by_time_and_marks_the_current_entry():

@@ -1,0 +1,62 @@
+"""Tiles that a user measured on their GPU, in a file that scripts/bench/tune_tiles.py writes.
+
+The environment variable FLASH_ATTENTION_TILES names the file. The first launch reads it. Its tiles replace those of
+tiles.py's table on the GPU that is named in it.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "FLASH_ATTENTION_TILES"
+SIZES = ("block_m", "block_n", "num_warps", "num_stages")
+
+Key = tuple[int, str, int]  # head_dim, pass and itemsize in bytes
+Sizes = tuple[int, int, int, int]  # in the order of SIZES
+
+
+def write_tiles(path: Path, gpu: str, tiles: Mapping[Key, Sizes]) -> None:
+    """Writes tiles for the GPU with this name, as torch.cuda.get_device_name returns it. Replaces an older file."""
+    entries = [
+        {"head_dim": head_dim, "pass": direction, "itemsize": itemsize, **dict(zip(SIZES, sizes, strict=True))}
+        for (head_dim, direction, itemsize), sizes in sorted(tiles.items())
+    ]
+    path.write_text(json.dumps({"gpu": gpu, "tiles": entries}, indent=1) + "\n", encoding="utf-8")
+
+
+@cache  # once per process and GPU
+def read_tiles(path: str, gpu: str) -> dict[Key, Sizes]:
+    """Returns the tiles of a file.
+
+    Raises: ValueError if the file is missing, is not in the form that write_tiles writes, or is for another GPU.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{VARIABLE} must name a file of tiles; got {path} ({error.strerror})") from None
+    except ValueError as error:
+        raise ValueError(f"{VARIABLE} must name a JSON file; got {path} ({error})") from None
+    if not isinstance(content, dict) or not isinstance(content.get("tiles"), list):
+        raise ValueError(f"{path} must hold the keys gpu and tiles; scripts/bench/tune_tiles.py writes such files")
+    if content.get("gpu") != gpu:
+        raise ValueError(f"{path} must be measured on this GPU, {gpu}; got tiles of {content.get('gpu')}")
+    return dict(_parse(entry, path) for entry in content["tiles"])
+
+
+def _parse(entry: Any, path: str) -> tuple[Key, Sizes]:
+    if not isinstance(entry, dict) or entry.keys() != {"head_dim", "pass", "itemsize", *SIZES}:
+        raise ValueError(f"each tile in {path} must have head_dim, pass, itemsize and {', '.join(SIZES)}; got {entry}")
+    block_m, block_n, num_warps, num_stages = sizes = tuple(entry[name] for name in SIZES)
+    if not (
+        all(type(size) is int for size in sizes)
+        and {block_m, block_n} <= {16, 32, 64, 128, 256}
+        and num_warps in (1, 2, 4, 8, 16)
+        and num_stages >= 1
+    ):
+        raise ValueError(
+            f"each tile in {path} must have blocks of 16, 32, 64, 128 or 256, 1, 2, 4, 8 or 16 warps, and at least "
+            f"one stage; got {entry}"
+        )
+    return (entry["head_dim"], entry["pass"], entry["itemsize"]), (block_m, block_n, num_warps, num_stages)
