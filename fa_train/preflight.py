@@ -40,7 +40,7 @@ def require_shardable(run: RunSize, *, samples: bool) -> None:
         raise ValueError(
             "strategy=fsdp must have at least 2 devices; got 1. Choose strategy=auto, or trainer.devices=2"
         )
-    if run.adapters is not None and run.adapters.quantised:
+    if run.adapters is not None and run.adapters.quantized:
         raise ValueError("strategy=fsdp cannot shard 4-bit weights; got adapter=qlora. Choose adapter=lora")
     if run.optimizer in ("adamw_8bit", "adamw_offload"):
         raise ValueError(
@@ -48,7 +48,9 @@ def require_shardable(run: RunSize, *, samples: bool) -> None:
             f"got {run.optimizer}"
         )
     if samples:
-        raise ValueError("strategy=fsdp must have callbacks.sample=null, because rank 0 lacks some weights; got one")
+        raise ValueError(
+            "strategy=fsdp must have callbacks.sample=null, because rank 0 lacks some weights; got a callback"
+        )
 
 
 def machine() -> str:

@@ -108,7 +108,7 @@ def table(plan: Plan, gpu_bytes: int, host_bytes: int, auto: bool = False) -> st
         f"memory: {levers}",
         "",
         *(_line(name.replace("_", " "), getattr(prediction, name)) for name in COMPONENTS),
-        _line("GPU", prediction.gpu_bytes) + f" of {gpu_bytes / GIB:.1f}, most at {prediction.moment}",
+        _line("GPU", prediction.gpu_bytes) + f" of {gpu_bytes / GIB:.1f}, peak at {prediction.moment}",
         _line("host", prediction.host) + f" of {host_bytes / GIB:.1f}",
         "",
         f"fits: {_answer(prediction, gpu_bytes, host_bytes)}",

@@ -118,7 +118,7 @@ def column(rows: list[dict[str, str]], name: str) -> list[float]:
 def thirds(values: list[float], summary: Callable[[list[float]], float]) -> tuple[float, float]:
     """Returns a summary of the second and of the last third. Raises: RuntimeError on fewer than nine values."""
     if len(values) < 9:
-        raise RuntimeError(f"a soak needs nine samples or more; got {len(values)}: give it more --minutes")
+        raise RuntimeError(f"a soak test needs at least nine samples; got {len(values)}. Increase --minutes")
     n = len(values) // 3
     return summary(values[n : 2 * n]), summary(values[-n:])
 

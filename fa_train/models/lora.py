@@ -162,7 +162,7 @@ class LoRALinear(nn.Linear):
             self.lora_A[name], self.lora_B[name] = nn.Parameter(a), nn.Parameter(b)
         self.nf4 = nn.ParameterDict()
         if settings.quantization == "nf4":
-            codes, others = quantised(linear.weight.detach(), f"{path}.weight")
+            codes, others = quantized(linear.weight.detach(), f"{path}.weight")
             self.weight = nn.Parameter(codes, requires_grad=False)
             for name, tensor in others.items():
                 self.nf4[name] = nn.Parameter(tensor, requires_grad=False)
@@ -278,7 +278,7 @@ def _nf4_weight_fake(
     return nf4.new_empty(out_features, in_features)
 
 
-def quantised(weight: Tensor, what: str) -> tuple[Tensor, dict[str, Tensor]]:
+def quantized(weight: Tensor, what: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Quantizes a matrix to NF4. Returns its codes, two per byte, and its scales by the names in NF4_PARTS.
 
     Scales are quantized too ("double quantization"), in blocks of 256 or the largest smaller size that divides their
@@ -331,11 +331,11 @@ def adapters_of(model: GPT) -> Adapters | None:
 
     The sizes per block are those of the block with the largest adapters.
     """
-    sizes, quantised = [], False
+    sizes, quantized = [], False
     found: dict[tuple[str, str], list[int]] = {}  # rank and joined elements, by block and part
     for path, linear in adapted(model):
         _, block, part, _ = path.split(".")
-        quantised |= bool(linear.nf4)
+        quantized |= bool(linear.nf4)
         sizes += [p.numel() for p in (*linear.lora_A.values(), *linear.lora_B.values())]
         rank = sum(a.shape[0] for a in linear.lora_A.values())
         so_far = found.setdefault((block, part), [0, 0])
@@ -347,7 +347,7 @@ def adapters_of(model: GPT) -> Adapters | None:
         [max((values[i] for (_, part), values in found.items() if part == wanted), default=0) for i in (0, 1)]
         for wanted in ("attention", "ffn")
     )
-    return Adapters(tuple(sizes), attention[0], ffn[0], attention[1], ffn[1], quantised)
+    return Adapters(tuple(sizes), attention[0], ffn[0], attention[1], ffn[1], quantized)
 
 
 def adapter_tensors(model: GPT) -> dict[str, nn.Parameter]:

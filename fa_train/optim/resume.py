@@ -51,6 +51,6 @@ def kinds_that_write(saved: Mapping[str, Any]) -> Sequence[str]:
     moments = [state["exp_avg"] for state in saved["state"].values()]
     if any(isinstance(moment, dict) for moment in moments):
         return ["adamw_8bit"]
-    if any(moment.numel() >= 4096 and moment.numel() % 256 == 0 for moment in moments):  # adamw_8bit quantises these
+    if any(moment.numel() >= 4096 and moment.numel() % 256 == 0 for moment in moments):  # adamw_8bit quantizes these
         return ["adamw_bf16"]
     return ["adamw_8bit", "adamw_bf16"]

@@ -168,4 +168,6 @@ def report(config: DictConfig) -> None:
     Records(mode, logger.get("project"), logger.get("group"), folder).summary(parts, head)
     print(f"results: {folder}")
     if failed := [case.name for case, result in jobs if result.outcome.startswith("failed")]:
-        sys.exit(f"error: {len(failed)} of {len(jobs)} jobs failed ({', '.join(failed)}); {folder / 'cases'} has why")
+        sys.exit(
+            f"error: {len(failed)} of {len(jobs)} jobs failed ({', '.join(failed)}); see the logs in {folder / 'cases'}"
+        )

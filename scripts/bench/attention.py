@@ -415,7 +415,7 @@ def main() -> None:
     Path(f"{out}.md").write_text(markdown(rows, head, args.model_dim), encoding="utf-8")
     if 1 in args.groups:  # only results without grouped heads are plotted
         mask = "causal" if args.causal else "not causal"
-        size = f"n_heads × head_dim = {args.model_dim}, at least {args.batch_tokens} tokens a batch"
+        size = f"n_heads × head_dim = {args.model_dim}, at least {args.batch_tokens} tokens per batch"
         title = f"{head['GPU']}, bf16, {mask}, {size}"
         draw_rates(rows, title).savefig(f"{out}_rates.png", dpi=150)
         if args.seqlens:

@@ -59,11 +59,11 @@ def markdown(rows: list[Row], head: dict[str, str], model_dim: int = MODEL_DIM) 
     lines += [
         "",
         f"bf16, n_heads × head_dim = {model_dim}, or slightly less. Backends run in random order, except those of more "
-        f"than {LARGE_GIB:g} GiB. Each is replayed as a CUDA graph. A "
-        "cell is TFLOP/s · milliseconds (median) · GiB. FLOPs: forward 4 · n_heads · head_dim · Σ length², halved if "
-        "causal; backward 2.5 times that. GiB: the peak in addition to q, k, v and do; for the backward, the peak of "
-        "forward and backward together. `ours` builds its schedule in every call. `ours-packed` gets a schedule, like "
-        "a layer of a model, and `flex` gets a block mask.",
+        f"than {LARGE_GIB:g} GiB. Each is replayed as a CUDA graph. A cell is TFLOP/s · median milliseconds · peak "
+        "GiB. The forward counts 4 · n_heads · head_dim · Σ length² FLOPs, and half of that if it is causal. The "
+        "backward counts 2.5 times as many. The peak does not include q, k, v and do. For the backward, it is the "
+        "peak of forward and backward together. `ours` builds its schedule in every call. `ours-packed` gets a "
+        "schedule, like a layer of a model. `flex` gets a block mask.",
     ]
     for section, causal, direction in dict.fromkeys((row.section, row.causal, row.direction) for row in rows):
         chosen = [row for row in rows if (row.section, row.causal, row.direction) == (section, causal, direction)]
@@ -74,7 +74,7 @@ def markdown(rows: list[Row], head: dict[str, str], model_dim: int = MODEL_DIM) 
         lines.append("|--:|:--|" + "--:|" * len(backends))
         for head_dim, group, workload in dict.fromkeys((row.head_dim, row.group, row.workload) for row in chosen):
             results = [cells.get((head_dim, group, workload, backend), "–") for backend in backends]
-            heads = f", {group} query heads a KV head" if group > 1 else ""
+            heads = f", {group} query heads per KV head" if group > 1 else ""
             lines.append(f"| {head_dim} | {workload}{heads} | {' | '.join(results)} |")
     failures = [row for row in rows if row.outcome not in ("ok", "oom")]
     if failures:

@@ -105,7 +105,7 @@ def features(seqlen: int, n_heads: int, head_dim: int, window: int) -> list[Feat
         Feature("gradient through lse", one, causal | {"return_lse": True}),
         Feature("deterministic", one, causal | {"deterministic": True}),
         *narrow,
-        Feature("fp8 (e4m3, a scale a head)", one, causal, fp8=True),
+        Feature("fp8 (e4m3, one scale per head)", one, causal, fp8=True),
         Feature("pages of 256, copied end to end", one, causal, page_size=256),
     ]
 
@@ -282,7 +282,11 @@ def main() -> None:
         "",
         *(f"- {k}: `{v}`" for k, v in head.items()),
     ]
-    lines += ["", f"{args.seqlen} tokens, {args.heads} heads, bf16; work and cost are shares of plain causal's.", ""]
+    lines += [
+        "",
+        f"{args.seqlen} tokens, {args.heads} heads, bf16; work and cost are relative to plain causal attention.",
+        "",
+    ]
     lines += ["| d | feature | work | forward ms | cost | backward ms | cost |", "|--:|:--|--:|--:|--:|--:|--:|"]
     started = time.monotonic()
     errors = compile_all(args)

@@ -381,16 +381,20 @@ def markdown(
     ]
     lines += [
         "",
-        f"bf16, one sequence of N tokens, {causal}, n_heads × head_dim = {MODEL_DIM}; tiles of {arch}. Bytes in GB "
-        "(10⁹). **Θ**: N² + Nd elements for naive, N²d²/M for flash, without constant factors. **formula**: what the "
-        "kernels read and write (see `scripts/bench/io_traffic.py`). For flash this is the traffic of the "
-        "multiprocessors, most of which L2 serves. **least**: every tensor once. **× least**: formula over least; for "
-        "naive forward without a mask N/d + 1, less the share of lse. **L2**: measured between L2 and the "
-        "multiprocessors; **read**, **written**: measured from and to device memory, with the schedule that flash "
-        "builds in a call. **FLOP/byte**: of device memory, "
-        f"{'measured' if measured else 'taken as the formula for naive and the least for flash'}. **roof**: what "
-        f"{peak_tflops:g} TFLOP/s and {bandwidth_tbs:g} TB/s, which meet at {peak_tflops / bandwidth_tbs:.0f} "
-        "FLOP/byte, allow.",
+        f"bf16, one sequence of N tokens, {causal}, n_heads × head_dim = {MODEL_DIM}, tiles of {arch}. Bytes are in GB "
+        "(10⁹).",
+        "",
+        "- Θ: N² + Nd elements for naive, N²d²/M for flash, without constant factors",
+        "- formula: the bytes that the kernels read and write (see `scripts/bench/io_traffic.py`); for flash, the "
+        "multiprocessors load this many bytes, most of them from L2",
+        "- least: the bytes of every tensor once",
+        "- × least: formula / least; for the naive forward without a mask N/d + 1, minus the share of lse",
+        "- L2: measured between L2 and the multiprocessors",
+        "- read, written: measured from and to device memory, including the schedule that flash builds in a call",
+        "- FLOP/byte: per byte of device memory, "
+        f"{'measured' if measured else 'computed from the formula for naive and from the least for flash'}",
+        f"- roof: the limit given by {peak_tflops:g} TFLOP/s and {bandwidth_tbs:g} TB/s, which are equal at "
+        f"{peak_tflops / bandwidth_tbs:.0f} FLOP/byte",
         "",
         "| pass | d | N | N/d | method | Θ | formula | least | × least | L2 | read | written | FLOP/byte | bound by | "
         "roof TFLOP/s | got TFLOP/s |",

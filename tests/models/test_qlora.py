@@ -8,7 +8,7 @@ from torch import Tensor
 
 import train
 from fa_train.models.gpt import GPT
-from fa_train.models.lora import LoRALinear, adapted, adapter_tensors, adapters_of, merge, quantised
+from fa_train.models.lora import LoRALinear, adapted, adapter_tensors, adapters_of, merge, quantized
 from tests.memory.support.small import compile_blocks, levers, small_gpt, step, stream
 from tests.models.test_lora import ALL, MEMORIES, SELECTIVE, lora, small
 from tests.support.training import column, composed, tiny
@@ -121,13 +121,13 @@ def test_shapes_on_meta_are_the_real_ones():
     found = {name: (p.shape, p.dtype) for name, p in on_meta.named_parameters() if name != "head.weight"}
     assert found == {name: (p.shape, p.dtype) for name, p in real.named_parameters()}
     adapters = adapters_of(real)
-    assert adapters == adapters_of(on_meta) and adapters is not None and adapters.quantised
+    assert adapters == adapters_of(on_meta) and adapters is not None and adapters.quantized
     assert sum(adapters.sizes) == sum(p.numel() for p in real.parameters() if p.requires_grad)
 
 
 def test_matrices_that_do_not_fill_blocks_are_named():
     with pytest.raises(ValueError, match=r"multiple of 64 elements; blocks.0.*weight has 90"):
-        quantised(torch.zeros(9, 10), "blocks.0.attention.qkv.weight")
+        quantized(torch.zeros(9, 10), "blocks.0.attention.qkv.weight")
 
 
 def test_a_missing_torchao_is_named(monkeypatch, tmp_path):

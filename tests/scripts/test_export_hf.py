@@ -126,8 +126,8 @@ def test_the_card_says_what_was_trained(scratch, finetuned, tmp_path):
             "| Optimizer steps | 3 |",
             "| Sequence length | 64 tokens |",
             f"| Tokens | {3 * 4 * 64} |",
-            f"| Training loss, nats a token | {result['train/loss']:.4f} |",
-            f"| Validation loss, nats a token | {result['val/loss']:.4f} |",
+            f"| Training loss, nats per token | {result['train/loss']:.4f} |",
+            f"| Validation loss, nats per token | {result['val/loss']:.4f} |",
         ]
         for row in rows:
             assert row in card, card

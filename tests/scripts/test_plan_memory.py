@@ -38,7 +38,7 @@ def test_the_table():
     plan = changed(LLAMA_1B, seq_len=131072, checkpointing="selective", accumulates=True, compiled=True)
     assert found["GPU"] == pytest.approx(predict(plan).gpu_bytes / GIB, abs=0.006)
     assert "fits: yes" in table and "next lever" not in table
-    assert "of 139.0, most at" in table and "of 125.0" in table
+    assert "of 139.0, peak at" in table and "of 125.0" in table
 
 
 def test_what_does_not_fit_gets_advice():
@@ -205,14 +205,14 @@ def test_a_run_slightly_over_the_memory_may_start():
     tight = changed(LLAMA_1B, seq_len=longest + 4096)
     assert 1.0 < planner.require_memory(tight, CUDA, 1).gpu_bytes / (139.8 * GIB) < 1.1
     printed = planner.summary(predict(tight), CUDA, processes=1, attention="flash")
-    assert "this one may not. Try memory." in printed
+    assert "this run may not fit. Try memory." in printed
 
 
 @pytest.mark.usefixtures("an_h200")
 def test_what_a_run_prints():
     printed = planner.summary(predict(GPT2), CUDA, processes=1, attention="flash")
     planned, parts, longest = printed.splitlines()
-    assert planned == "planned: 5.0 of 139.8 GiB, most at the loss"
+    assert planned == "planned: 5.0 of 139.8 GiB, peak at the loss"
     assert "GiB: weights 0.5, optimizer 0.9, rounded weights 0.2, " in parts and parts.endswith("host 0.0 of 120.0")
     assert longest == f"  the longest seq_len that fits is {longest_seq_len(GPT2, int(139.8 * GIB), HOST):,}"
     farthest = longest_of_all_levers(GPT2, int(139.8 * GIB), HOST)
@@ -268,7 +268,7 @@ def test_train_prints_how_far_auto_reaches(tmp_path):
 @pytest.mark.usefixtures("an_h200")
 def test_the_plan_of_another_attention_has_a_warning():
     printed = planner.summary(predict(GPT2), CUDA, processes=1, attention="naive")
-    assert "attention=naive needs more, which is not planned" in printed and "that fits is" not in printed
+    assert "attention=naive needs more memory than planned" in printed and "that fits is" not in printed
 
 
 @pytest.mark.parametrize("in_sweep", [False, True], ids=["run", "sweep"])

@@ -44,7 +44,7 @@ def test_changes_are_found(step_ms, host, reserved, wrong, tmp_path):
 
 
 def test_a_run_that_is_too_short_is_named(tmp_path):
-    with pytest.raises(RuntimeError, match="nine samples or more; got 8"):
+    with pytest.raises(RuntimeError, match="at least nine samples; got 8"):
         soak.changes(metrics(tmp_path, STEADY), [1.0] * 8)
 
 

@@ -117,10 +117,10 @@ class ChatEncoder:
         answered, _ = self._render(template, chat, chat.messages[: index + 1])
         if not (answered.startswith(prompt) and text.startswith(answered)):
             raise ValueError(
-                "a chat template must render a message the same whatever follows, or mark answers by "
-                f"{{% generation %}}; {self._name}'s does not for {chat.where}, message {index}. It may drop the "
-                "reasoning in earlier answers. Set data.chat_template=<file> to a copy with marked answers, or make "
-                "each answer a separate row of prompt and completion"
+                "a chat template must render a message independently of later messages, or mark answers with "
+                f"{{% generation %}}; {self._name}'s does neither for {chat.where}, message {index}. It may remove "
+                "the reasoning from earlier answers. Set data.chat_template=<file> to a copy with marked answers, or "
+                "make each answer a separate row of prompt and completion"
             )
         bare = answered.rstrip()  # a newline after the end token is never sampled
         stop = len(bare) if bare.endswith(self._special_tokens) else len(answered)

@@ -4,7 +4,7 @@ from fa_kernels.flash_attention.backend import backward_workspace
 from fa_train.memory.offload import worth_a_copy
 from fa_train.memory.planner.plan import Plan
 
-DEQUANTISATION_BYTES = 20  # temporaries per element when torchao 0.18 dequantizes to fp32
+DEQUANTIZATION_BYTES = 20  # temporaries per element when torchao 0.18 dequantizes to fp32
 
 
 class Block:
@@ -36,7 +36,7 @@ class Block:
 
         A tiled FFN frees its copies. Sharded blocks need no copies, because FSDP gathers them in autocast's dtype.
         """
-        if not self.run.mixed or self.run.ranks > 1 or (self.run.adapters and self.run.adapters.quantised):
+        if not self.run.mixed or self.run.ranks > 1 or (self.run.adapters and self.run.adapters.quantized):
             return 0
         ffn = 0 if self.levers.mlp_chunk else self.up_weight + (self.down_weight if self.run.adapters else 0)
         return (self.qkv_weight + self.out_weight + ffn) * self.run.compute_bytes
@@ -154,9 +154,9 @@ class Block:
         if self.run.adapters:  # the activations have two gradients: through the frozen weight, and through A
             chunk = self._chunk(self.run.tokens)
             if not self.levers.mlp_chunk:
-                return held + 2 * chunk + self._dequantised()
+                return held + 2 * chunk + self._dequantized()
             recomputed = (5 if self.model.gated else 3) * chunk + self._ffn_rounded() + self.ffn_adapters
-            return held + rounded + recomputed + 2 * chunk + self._dequantised()
+            return held + rounded + recomputed + 2 * chunk + self._dequantized()
         if not self.levers.mlp_chunk:  # recomputes the activations and autocast's copy of the last weight
             recomputed = self.activated() + self.rounded_down()
             of_operand = rounded + recomputed + self.hidden + self.down_weight * self.run.compute_bytes
@@ -211,12 +211,12 @@ class Block:
         """Returns the bytes of one (chunk, ffn_dim) tensor, or of (tokens, ffn_dim) if that is smaller."""
         return min(self.levers.mlp_chunk or self.run.tokens, tokens) * self.model.ffn_dim * self.run.compute_bytes
 
-    def _dequantised(self) -> int:
+    def _dequantized(self) -> int:
         """Returns the bytes that torchao needs to dequantize the largest matrix of a block, mostly 64-bit indices."""
-        if self.run.adapters is None or not self.run.adapters.quantised:
+        if self.run.adapters is None or not self.run.adapters.quantized:
             return 0
         matrices = (self.qkv_weight, self.out_weight, self.up_weight, self.down_weight)
-        return max(matrices) * DEQUANTISATION_BYTES
+        return max(matrices) * DEQUANTIZATION_BYTES
 
     def _ffn_rounded(self) -> int:
         return (self.up_weight + self.down_weight) * self.run.compute_bytes if self.run.mixed else 0

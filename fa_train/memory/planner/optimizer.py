@@ -3,8 +3,8 @@
 from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.weights import trained_sizes
 
-OFFLOADED_FROM = QUANTISED_FROM = 4096  # elements; torchao does not change smaller tensors
-QUANTISATION_BLOCK = 256  # elements that share a scale
+OFFLOADED_FROM = QUANTIZED_FROM = 4096  # elements; torchao does not change smaller tensors
+QUANTIZATION_BLOCK = 256  # elements that share a scale
 
 
 def optimizer_bytes(plan: Plan) -> tuple[int, int]:
@@ -17,9 +17,9 @@ def optimizer_bytes(plan: Plan) -> tuple[int, int]:
         )  # weight and gradient; torch rounds pinned memory up to powers of two
         return 2 * w * (sum(sizes) - sum(moved)), pinned + 2 * w * sum(moved)
     if plan.run.optimizer == "adamw_8bit":
-        quantised = sum(n for n in sizes if n >= QUANTISED_FROM and n % QUANTISATION_BLOCK == 0)
-        scales = 2 * 4 * quantised // QUANTISATION_BLOCK
-        return 2 * quantised + scales + 2 * w * (sum(sizes) - quantised), 0
+        quantized = sum(n for n in sizes if n >= QUANTIZED_FROM and n % QUANTIZATION_BLOCK == 0)
+        scales = 2 * 4 * quantized // QUANTIZATION_BLOCK
+        return 2 * quantized + scales + 2 * w * (sum(sizes) - quantized), 0
     return 2 * w * sum(sizes) // plan.run.ranks, 0
 
 

@@ -27,7 +27,7 @@ class Adapters:
     sizes: the number of elements of each matrix A and B, all fp32.
     attention_rank, ffn_rank: the number of elements per token between A and B, summed over a block's adapters.
     attention_joined, ffn_joined: the number of elements of a block's A and B after parts of one matrix are joined.
-    quantised: whether the blocks' matrices have 4 bits per element.
+    quantized: whether the blocks' matrices have 4 bits per element.
     """
 
     sizes: tuple[int, ...]
@@ -35,7 +35,7 @@ class Adapters:
     ffn_rank: int
     attention_joined: int
     ffn_joined: int
-    quantised: bool
+    quantized: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -180,14 +180,15 @@ def summary(prediction: Prediction, device: torch.device, processes: int, attent
     change = next_lever(prediction.plan, gpu, host)
     if attention == "flash":
         length = f"the longest seq_len that fits is {longest:,}" + (
-            f"; this one may not. Try {change}" if change else ""
+            f"; this run may not fit. Try {change}" if change else ""
         )
     else:
         length = (
-            f"attention={attention} needs more, which is not planned; with flash the longest seq_len is {longest:,}"
+            f"attention={attention} needs more memory than planned; with attention=flash the longest seq_len is "
+            f"{longest:,}"
         )
     return (
-        f"planned: {prediction.gpu_bytes / GIB:.1f} of {gpu / GIB:.1f} GiB, most at {prediction.moment}\n"
+        f"planned: {prediction.gpu_bytes / GIB:.1f} of {gpu / GIB:.1f} GiB, peak at {prediction.moment}\n"
         f"  GiB: {listed}; on the host {prediction.host / GIB:.1f} of {host / GIB:.1f}\n"
         f"  {length}"
     )

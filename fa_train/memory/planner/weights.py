@@ -48,8 +48,8 @@ def weights_bytes(plan: Plan) -> int:
         return own // run.ranks + gathered_bytes(plan)
     if run.ranks > 1:
         return (own + 4 * sum(run.adapters.sizes)) // run.ranks + gathered_bytes(plan)
-    quantised = model.n_layers * sum(model.block_matrices) if run.adapters.quantised else 0
-    return own - quantised * run.weight_bytes + int(quantised * NF4_BYTES) + 4 * sum(run.adapters.sizes)
+    quantized = model.n_layers * sum(model.block_matrices) if run.adapters.quantized else 0
+    return own - quantized * run.weight_bytes + int(quantized * NF4_BYTES) + 4 * sum(run.adapters.sizes)
 
 
 def gathered_bytes(plan: Plan) -> int:

@@ -156,8 +156,8 @@ def model_card(
     }
     measured = {
         "tokens": ("Tokens", "{:,.0f}"),
-        "train/loss": ("Training loss, nats a token", "{:.4f}"),
-        "val/loss": ("Validation loss, nats a token", "{:.4f}"),
+        "train/loss": ("Training loss, nats per token", "{:.4f}"),
+        "val/loss": ("Validation loss, nats per token", "{:.4f}"),
     }
     rows |= {label: form.format(metrics[key]) for key, (label, form) in measured.items() if key in metrics}
     library = (

@@ -124,7 +124,7 @@ def test_a_template_that_forgets_is_named_unless_it_marks_answers(tmp_path):
     chat_encoder = encoder(tmp_path / "forgetful", FORGETFUL)
     with pytest.raises(
         ValueError,
-        match=r"render a message the same whatever follows.*chats.jsonl, line 1, message 1.*data.chat_template",
+        match=r"render a message independently of later messages.*chats.jsonl, line 1, message 1.*data.chat_template",
     ):
         encode(chat_encoder, two)
     as_rows = [{"prompt": two["messages"][:last], "completion": two["messages"][last : last + 1]} for last in (1, 3)]

@@ -138,7 +138,7 @@ def test_markdown_has_a_column_a_backend() -> None:
     assert "| d | workload | naive | ours |" in lines
     assert "| 64 | 1 × 1024 | 123 · 1.02 ms · 0.000977 | 123 · 1.02 ms · 0.000977 |" in lines
     assert "| 64 | 1 × 65536 | OOM | failed |" in lines
-    assert "| 64 | 1 × 1024, 4 query heads a KV head | – | 123 · 1.02 ms · 0.000977 |" in lines
+    assert "| 64 | 1 × 1024, 4 query heads per KV head | – | 123 · 1.02 ms · 0.000977 |" in lines
     assert "## Packed documents, causal, backward" in lines
     assert "- ours, d=64, 1 × 65536, forward: RuntimeError: no kernel" in lines
     tables = [line for line in lines if line.startswith("|")]
