@@ -38,9 +38,11 @@ import sys, fa_kernels
 print(",".join({TRAINING_LIBRARIES} & sys.modules.keys()) or "none", fa_kernels.__file__)
 import fa_train
 print(fa_train.__file__)
+import fa_train.integrations.transformers
+print("transformers" in sys.modules)
 """
-    libraries, *files = run_python(code, tmp_path)
-    assert libraries == "none"
+    libraries, *files, has_transformers = run_python(code, tmp_path)
+    assert libraries == "none" and has_transformers == "False"
     assert [Path(file).parent for file in files] == [REPOSITORY / "kernels" / "fa_kernels", REPOSITORY / "fa_train"]
 
 

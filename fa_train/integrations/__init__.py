@@ -1,0 +1,1 @@
+"""This project's kernels inside other libraries."""

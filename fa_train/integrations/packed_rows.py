@@ -1,0 +1,124 @@
+"""Schedules of documents that transformers packs into rows, and how layers share them.
+
+A schedule is built in the first layer and kept for as long as the tensor that it was built from is alive and unchanged:
+the tensor's identity and its version counter are the key. A new batch has new tensors, and a change in place raises the
+counter. Compiled code keeps nothing; its compiler finds equal subgraphs.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
+
+from fa_kernels.flash_attention.schedule import Schedule, build_schedule
+from fa_kernels.torch_private import current_stream_address, may_have_dispatch_mode
+
+_T = TypeVar("_T")
+_KEPT: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # source -> (its version, {key: value})
+
+
+def kept(source: Tensor, key: Hashable, build: Callable[[], _T]) -> _T:
+    """Returns build(), or what it returned before for the same key and the same, unchanged `source`.
+
+    `build` must read nothing but `source` and what `key` names.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or source.is_inference()  # it has no version counter
+        or may_have_dispatch_mode()  # tensors may be fake
+        or (source.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
+        return build()
+    stream = current_stream_address(source.get_device()) if source.is_cuda else 0
+    version, values = _KEPT.get(source, (None, {}))
+    if version != source._version:
+        version, values = source._version, {}
+        _KEPT[source] = version, values
+    if (key, stream) not in values:
+        with torch.inference_mode(False):  # autograd cannot save tensors that inference mode made
+            values[key, stream] = build()
+    value: _T = values[key, stream]
+    return value
+
+
+def document_schedule(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_length: int | Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    window: tuple[int, int],
+) -> Schedule:
+    """Returns the schedule of a flattened batch whose documents are given by cu_seqlens.
+
+    Shapes: q (batch, seqlen_q, n_heads, head_dim); k (batch, seqlen_k, n_kv_heads, head_dim).
+    Raises: ValueError unless both cu_seqlens are (n_docs + 1,) integers on q's device.
+    """
+    for name, x in (("cu_seq_lens_q", cu_seqlens_q), ("cu_seq_lens_k", cu_seqlens_k)):
+        if x.dim() != 1 or x.numel() < 2 or x.is_floating_point() or x.device != q.device:
+            raise ValueError(
+                f"{name} must be (n_docs + 1,) integers on {q.device}; got {tuple(x.shape)} {x.dtype} on {x.device}"
+            )
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            "cu_seq_lens_q and cu_seq_lens_k must hold the same number of documents; "
+            f"got {cu_seqlens_q.numel() - 1} and {cu_seqlens_k.numel() - 1}"
+        )
+    total_q, total_k = q.shape[:2].numel(), k.shape[:2].numel()
+    # reading a length on the GPU would wait for it, and compiled code would be compiled again for other lengths
+    seqlen = max_length if isinstance(max_length, int) and not torch.compiler.is_compiling() else None
+
+    def build() -> Schedule:
+        queries = cu_seqlens_q.to(torch.int32)
+        keys = queries if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k.to(torch.int32)
+        return build_schedule(queries, keys, total_q, total_k, causal=causal, window_size=window, seqlen=seqlen)
+
+    if torch.compiler.is_compiling():
+        return build()
+    keys = None if cu_seqlens_k is cu_seqlens_q else (WeakIdRef(cu_seqlens_k), _version(cu_seqlens_k))
+    return kept(cu_seqlens_q, (keys, total_q, total_k, seqlen, causal, window), build)
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def packed_schedule(
+    position_ids: Tensor | None, q: Tensor, k: Tensor, causal: bool, window: tuple[int, int]
+) -> Schedule | None:
+    """Returns the schedule of rows whose position_ids hold several documents, or None if each row is one.
+
+    A document starts where position_ids do not rise by one, which is transformers' rule for eager attention. Compiled
+    code, which cannot read them, always gets a schedule. It is correct for single documents too.
+    Shapes: position_ids (1 or batch, seqlen_q); q and k as for document_schedule.
+    """
+    batch, seqlen = q.shape[:2]
+    if (
+        position_ids is None
+        or seqlen == 1
+        or seqlen != k.shape[1]
+        or position_ids.shape not in ((1, seqlen), q.shape[:2])
+    ):
+        return None
+    rows: Tensor = position_ids
+
+    def build() -> Schedule | None:
+        starts = F.pad(rows.diff(dim=-1) != 1, (1, 0), value=True).expand(batch, -1).flatten()
+        total = batch * seqlen
+        if torch.compiler.is_compiling():  # one place for each token; documents of no tokens fill the end
+            places = torch.arange(total, dtype=torch.int32, device=q.device)
+            cu_seqlens = torch.where(starts, places, total).to(torch.int32).sort().values
+            longest = seqlen
+        else:
+            cu_seqlens = starts.nonzero().flatten().to(torch.int32)
+            if cu_seqlens.numel() == batch:
+                return None
+            longest = int(F.pad(cu_seqlens, (0, 1), value=total).diff().max())
+        cu_seqlens = F.pad(cu_seqlens, (0, 1), value=total)
+        return build_schedule(cu_seqlens, cu_seqlens, total, total, causal=causal, window_size=window, seqlen=longest)
+
+    return kept(rows, (batch, causal, window), build)

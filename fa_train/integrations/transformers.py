@@ -1,0 +1,222 @@
+"""This project's attention inside Hugging Face transformers, under the name `attn_implementation="fa_train"`.
+
+    from fa_train.integrations import transformers as fa
+
+    fa.register()
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="fa_train")
+
+Models that transformers runs with flash_attention_2 run with it: GQA, sliding windows, soft caps, attention sinks,
+rows packed by position_ids or by cu_seqlens, padding, and generation with a dynamic or a static cache. Two points
+differ from flash_attention_2. Inputs may be fp32. No layer waits for the GPU: what depends on values is read once per
+forward pass, in `key_mask` and `packed_rows`, and not at all in compiled code.
+"""
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fa_kernels import flash_attn_func, flash_attn_with_kvcache
+from fa_kernels.device import interpreted
+from fa_kernels.flash_attention.interface import flash_attn_packed
+from fa_kernels.flash_attention.schedule import Schedule
+from fa_train.integrations.key_masks import Padding, encoded, refuse_other_masks
+from fa_train.integrations.packed_rows import document_schedule, packed_schedule
+
+NAME = "fa_train"
+REFUSED = {  # keyword arguments of attention that change its result, and what they mean
+    "output_attentions": "returning attention weights",
+    "head_mask": "masking heads",
+    "position_bias": "a position bias",
+    "alibi": "ALiBi",
+    "block_table": "a paged cache",
+    "k_cache": "a paged cache",
+}
+
+
+def register() -> None:
+    """Registers `attn_implementation="fa_train"` for every model of transformers. May be called more than once."""
+    from transformers import AttentionInterface, AttentionMaskInterface  # the import takes seconds
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, key_mask)
+
+
+def key_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_bidirectional_skip: bool | None = None,
+    use_vmap: bool = False,
+    config: Any = None,
+    device: torch.device | str = "cpu",
+    **_: object,
+) -> Tensor | None:
+    """Returns the mask of one forward pass for `attention`, shared by all layers of a kind; None if all keys count.
+
+    transformers calls it with the arguments of its own mask functions. The result is in the form of key_masks.encoded.
+    Raises: ValueError for a mask that is not causality, a window and padding.
+    """
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is not None and local_size == chunk and kv_length + kv_offset > chunk:
+        raise ValueError(
+            f"{NAME} must have at most attention_chunk_size={chunk} keys: it has no chunked attention; "
+            f"got {kv_length + kv_offset}"
+        )
+    refuse_other_masks(mask_function, use_vmap)
+    written: int | Tensor = kv_length
+    # only bidirectional masks pass allow_is_bidirectional_skip; their keys all exist
+    if allow_is_bidirectional_skip is None:
+        written = q_offset + q_length - kv_offset
+    return encoded(attention_mask, batch_size, kv_length, kv_offset, written, torch.device(device))
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_k: int | Tensor | None = None,
+    deterministic: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Computes the attention of one layer, as transformers' AttentionInterface calls it.
+
+    Args:
+        module: the layer. Its `is_causal` holds unless the argument is given.
+        query: (batch, n_heads, seqlen_q, head_dim).
+        key: (batch, n_kv_heads, seqlen_k, head_dim).
+        value: (batch, n_kv_heads, seqlen_k, v_head_dim).
+        attention_mask: what `key_mask` returned, or (batch, seqlen_k), nonzero where a key counts. With a mask,
+            position_ids and cu_seqlens are ignored, as in flash_attention_2.
+        scaling: the factor of the scores.
+        sliding_window: tokens that a causal query sees, itself included; others see as many to both sides.
+        softcap: replaces a score by softcap * tanh(score / softcap).
+        s_aux: (n_heads,) attention sinks, in nats.
+        position_ids: (1 or batch, seqlen_q). Without a cache, a document starts where they do not rise by one.
+        cu_seq_lens_q, cu_seq_lens_k: (n_docs + 1,), where the documents of the flattened batch begin.
+        max_length_k: the keys of the longest document; it chooses kernels.
+
+    Returns:
+        o (batch, seqlen_q, n_heads, v_head_dim), 0 for padding, and None in the place of the weights.
+
+    Raises:
+        ValueError: for what flash attention or this function does not support, before a kernel runs.
+    """
+    _require_supported(query, attention_mask, dropout, kwargs)
+    q, k, v = (x.transpose(1, 2) for x in _of_one_dtype(module, query, key, value))
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    window = (-1, -1)
+    if sliding_window is not None and k.shape[1] > sliding_window:
+        window = sliding_window - 1, 0 if is_causal else sliding_window - 1
+    options: dict[str, Any] = {
+        "softmax_scale": scaling,
+        "softcap": softcap or 0.0,
+        "sinks": None if s_aux is None else s_aux.float(),
+    }
+    if q.shape[1] == 1 and cu_seq_lens_q is None and not _needs_gradient(q, k, v, s_aux):
+        return _decode(q, k, v, attention_mask, is_causal, window, **options), None
+    if deterministic is None:
+        deterministic = os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"
+    options["deterministic"] = deterministic
+    if attention_mask is not None:
+        padding = Padding.of(attention_mask, q.shape[1], k.shape[1], is_causal, window)
+        q, k, v = padding.compacted(q, k, v)
+        return padding.restored(_scheduled(q, k, v, padding.schedule, **options)), None
+    schedule: Schedule | None
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        schedule = document_schedule(cu_seq_lens_q, cu_seq_lens_k, max_length_k, q, k, is_causal, window)
+    else:
+        schedule = packed_schedule(position_ids, q, k, is_causal, window)
+    if schedule is not None:
+        return _scheduled(q, k, v, schedule, **options), None
+    o = flash_attn_func(q, k, v, causal=is_causal, window_size=window, **options)
+    assert isinstance(o, Tensor)
+    return o, None
+
+
+def _require_supported(query: Tensor, attention_mask: Tensor | None, dropout: float, others: dict[str, Any]) -> None:
+    if query.device.type != "cuda" and not interpreted():
+        raise ValueError(
+            f'attn_implementation="{NAME}" must run on a CUDA GPU; got {query.device}. '
+            "TRITON_INTERPRET=1 runs its kernels in Triton's (slow) CPU interpreter"
+        )
+    if dropout:
+        raise ValueError(f"{NAME} has no attention dropout: the config's must be 0.0 in training; got {dropout}")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(
+            f"attention_mask must be (batch, tokens) for {NAME}, which has no custom masks; "
+            f"got {tuple(attention_mask.shape)}"
+        )
+    for name, meaning in REFUSED.items():
+        if others.get(name) is not None and others[name] is not False:
+            raise ValueError(f"{name} must not be given: {NAME} does not support {meaning}")
+
+
+def _of_one_dtype(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Casts to autocast's dtype, or fp32 that norms or PEFT made to that of the layer's weights."""
+    dtype = query.dtype
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+    elif dtype == torch.float32:
+        config = getattr(module, "config", None)
+        if hasattr(config, "_is_quantized"):
+            dtype = getattr(config, "dtype", None) or dtype
+        else:
+            weights = (w.dtype for w in module.parameters() if w.dim() == 2 and w.is_floating_point())
+            dtype = next(weights, dtype)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def _needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _scheduled(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, **options: Any) -> Tensor:
+    """Attention of (batch, seqlen, heads, head_dim) under the schedule of the flattened batch."""
+    o = flash_attn_packed(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), schedule, **options)
+    return o.unflatten(0, q.shape[:2])
+
+
+def _decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Tensor | None,
+    is_causal: bool,
+    window: tuple[int, int],
+    *,
+    sinks: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """Computes attention of one query per row over its cache, without gradient, by the split-KV kernel."""
+    lengths: dict[str, Any] = {}
+    if attention_mask is not None:
+        padding = Padding.of(attention_mask, 1, k.shape[1], is_causal, window)
+        q, k, v = padding.compacted(q, k, v)
+        lengths = {"cache_seqlens": padding.end, "cache_leftpad": padding.first}
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    o, lse = flash_attn_with_kvcache(
+        q, k, v, causal=is_causal, window_size=window, return_softmax_lse=True, **lengths, **options
+    )
+    if sinks is not None:  # one more term in the denominator: exp(lse) / (exp(lse) + exp(sink))
+        kept = torch.sigmoid(lse - sinks[:, None])  # [batch, n_heads, 1]
+        o = (o * kept.transpose(1, 2)[..., None]).to(q.dtype)
+    return o

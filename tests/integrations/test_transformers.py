@@ -1,0 +1,251 @@
+"""This project's attention inside models of transformers, compared with transformers' own eager attention."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import masking_utils
+
+from fa_train.integrations import key_masks, packed_rows
+from fa_train.integrations import transformers as fa
+from tests.integrations.support.models import MODELS, VOCAB, logits_and_gradients, tiny, tokens
+from tests.support.tolerance import assert_as_accurate
+
+LENGTHS = 7, 1, 9  # of packed documents
+POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+CU_SEQLENS = torch.tensor([0, 7, 8, 17], dtype=torch.int32)
+IN_CU_SEQLENS = {"cu_seq_lens_q": CU_SEQLENS, "cu_seq_lens_k": CU_SEQLENS, "max_length_q": 9, "max_length_k": 9}
+LEFT = torch.tensor([[1] * 11, [0] * 4 + [1] * 7])
+RIGHT = LEFT.flip(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> None:
+    fa.register()
+
+
+def assert_as_accurate_as_eager(model: Any, ids: Tensor, weight: Tensor, exact: str = "eager", **inputs: Any) -> None:
+    """Requires errors of at most twice eager attention's in fp32, both against the attention `exact` in fp64."""
+    results = {}
+    for name, dtype, implementation in (
+        ("exact", torch.float64, exact), ("eager", torch.float32, "eager"), ("ours", torch.float32, fa.NAME),
+    ):  # fmt: skip
+        model.to(dtype).set_attn_implementation(implementation)
+        results[name] = logits_and_gradients(model, ids, weight, **inputs)
+    for i, what in enumerate(("logits", "gradients")):
+        assert results["ours"][i].abs().max() > 0
+        assert_as_accurate(what, results["ours"][i], results["exact"][i], results["eager"][i])
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients_are_those_of_eager_attention(name):
+    assert_as_accurate_as_eager(tiny(name), tokens(1, 13), torch.randn(1, 13, VOCAB))
+
+
+@pytest.mark.parametrize("name", ["gemma2-soft-cap", "gpt_oss-sinks"])
+@torch.no_grad()
+def test_packed_documents_are_separate_documents(name):
+    model, ids = tiny(name), tokens(1, sum(LENGTHS))
+    separate = torch.cat([model(x, use_cache=False).logits for x in ids.split(LENGTHS, dim=1)], dim=1)
+    model.set_attn_implementation(fa.NAME)
+    for packed in ({"position_ids": POSITIONS}, {"position_ids": POSITIONS, **IN_CU_SEQLENS}):
+        torch.testing.assert_close(model(ids, use_cache=False, **packed).logits, separate)
+
+
+def test_packed_rows_of_a_batch_have_the_gradients_of_eager_attention():
+    ids, positions = tokens(2, 11), torch.stack([POSITIONS[0, :11], torch.arange(11)])
+    assert_as_accurate_as_eager(tiny("mistral-window"), ids, torch.randn(2, 11, VOCAB), position_ids=positions)
+
+
+@pytest.mark.parametrize("packed", [{"position_ids": POSITIONS}, IN_CU_SEQLENS], ids=["position_ids", "cu_seqlens"])
+def test_a_document_does_not_change_the_others_by_a_bit(packed):
+    model, weight = tiny("llama-three-to-one"), torch.randn(VOCAB)
+    model.set_attn_implementation(fa.NAME)
+    embeddings = torch.randn(1, sum(LENGTHS), 24)
+    results = []
+    for change in (0.0, torch.nan):
+        changed = embeddings.clone()
+        changed[:, 8:] += change
+        changed.requires_grad_()
+        logits = model(inputs_embeds=changed, use_cache=False, **packed).logits
+        (logits * weight)[:, :8].sum().backward()
+        results.append((logits[:, :8], changed.grad[:, :8]))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+    assert results[0][1].abs().max() > 0
+
+
+@torch.no_grad()
+def test_every_layer_runs_our_operator_and_no_other_attention():
+    model = tiny("gemma2-soft-cap")
+    model.set_attn_implementation(fa.NAME)
+    with Operators() as seen:
+        model(tokens(1, 8), use_cache=False)
+    assert seen.names.count("flash_attention.forward.default") == model.config.num_hidden_layers
+    assert not [name for name in seen.names if "softmax" in name or "bmm" in name or "scaled_dot_product" in name]
+
+
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [
+        pytest.param("mistral-window", LEFT, id="left-with-a-window"),
+        pytest.param("llama-three-to-one", RIGHT, id="right"),
+        pytest.param("llama-three-to-one", torch.tensor([[1] * 9, [0, 1, 1, 0, 0, 1, 1, 1, 0]]), id="holes"),
+    ],
+)
+def test_padding_is_left_out(name, mask):
+    weight = torch.randn(*mask.shape, VOCAB) * mask[..., None]
+    # in fp64, eager attention's mask becomes -inf, and NaN for queries that are padding
+    assert_as_accurate_as_eager(tiny(name), tokens(*mask.shape), weight, exact="sdpa", attention_mask=mask)
+
+
+def test_an_encoder_and_cross_attention_see_no_padding():
+    config = transformers.BartConfig(
+        vocab_size=VOCAB, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=32,
+    )  # fmt: skip
+    model = transformers.BartForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    weight = torch.randn(2, 5, VOCAB)
+    assert_as_accurate_as_eager(model, tokens(2, 11), weight, attention_mask=LEFT, decoder_input_ids=tokens(2, 5))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [
+        pytest.param("mistral-window", LEFT, id="mistral-padded"),
+        pytest.param("gpt_oss-sinks", None, id="gpt_oss"),
+    ],
+)
+def test_generation_with_a_cache_is_that_of_eager_attention(name, mask, cache):
+    model, ids = tiny(name), tokens(*LEFT.shape)
+    results = []
+    for implementation in ("eager", fa.NAME):
+        model.set_attn_implementation(implementation)
+        results.append(
+            model.generate(
+                ids, attention_mask=mask, max_new_tokens=4, do_sample=False, eos_token_id=None,
+                cache_implementation=cache, disable_compile=True, return_dict_in_generate=True, output_logits=True,
+            )
+        )  # fmt: skip
+    eager, ours = results
+    assert torch.equal(eager.sequences, ours.sequences)
+    torch.testing.assert_close(ours.logits, eager.logits)
+
+
+@torch.no_grad()
+def test_tokens_after_right_padded_prompts_leave_the_padding_out():
+    model, ids, later = tiny("llama-three-to-one"), tokens(*RIGHT.shape), tokens(2, 3)
+    alone = model(torch.cat([ids[1:, :7], later[1:]], dim=1), use_cache=False).logits[:, 7:]
+    model.set_attn_implementation(fa.NAME)
+    cache = model(ids, attention_mask=RIGHT, use_cache=True).cache
+    mask = torch.cat([RIGHT, torch.ones_like(later)], dim=1)
+    positions = torch.tensor([[11, 12, 13], [7, 8, 9]])
+    for new in (slice(0, 2), slice(2, 3)):  # several tokens at once, then one
+        logits = model(
+            later[:, new], attention_mask=mask[:, : 11 + new.stop], position_ids=positions[:, new], cache=cache
+        ).logits
+        torch.testing.assert_close(logits[1:], alone[:, new])
+
+
+@torch.no_grad()
+def test_layers_share_a_schedule_as_long_as_its_tensor_is_unchanged(monkeypatch):
+    built = []
+    build = packed_rows.build_schedule
+    monkeypatch.setattr(packed_rows, "build_schedule", lambda *a, **k: built.append(1) or build(*a, **k))
+    model, ids, positions = tiny("llama-three-to-one", num_hidden_layers=2), tokens(1, 17), POSITIONS.clone()
+    other = model(ids, position_ids=torch.arange(17)[None], use_cache=False).logits
+    model.set_attn_implementation(fa.NAME)
+    model(ids, position_ids=positions, use_cache=False)
+    assert len(built) == 1
+    positions.copy_(torch.arange(17))
+    torch.testing.assert_close(model(ids, position_ids=positions, use_cache=False).logits, other)
+    assert len(built) == 1  # one document: a dense schedule
+    n_kept = len(packed_rows._KEPT)
+    del positions
+    assert len(packed_rows._KEPT) == n_kept - 1
+
+
+def test_what_is_not_supported_is_refused_by_name(monkeypatch):
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("a kernel ran")
+
+    for name in ("flash_attn_packed", "flash_attn_with_kvcache"):
+        monkeypatch.setattr(fa, name, forbidden)
+    ids = tokens(1, 4)
+
+    def run(fields: dict[str, Any], train: bool = False, **inputs: Any) -> None:
+        model = tiny("llama-three-to-one", **fields).train(train)
+        model.set_attn_implementation(fa.NAME)
+        model(ids, use_cache=False, **inputs)
+
+    with pytest.raises(ValueError, match=r"no attention dropout: .* must be 0.0 in training; got 0.1"):
+        run({"attention_dropout": 0.1}, train=True)
+    with pytest.raises(ValueError, match="output_attentions must not be given"):
+        run({}, output_attentions=True)
+    with pytest.raises(ValueError, match=r"no custom masks; got \(1, 1, 4, 4\)"):
+        run({}, attention_mask=torch.zeros(1, 1, 4, 4))
+    with pytest.raises(ValueError, match=r"head_dim must be from 1 to 256; got 264"):
+        run({"head_dim": 264})
+    with pytest.raises(ValueError, match=r"cu_seq_lens_k must be .* integers on cpu; got .*float32"):
+        run({}, cu_seq_lens_q=CU_SEQLENS, cu_seq_lens_k=CU_SEQLENS.float())
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match="must run on a CUDA GPU; got cpu"):
+        run({})
+
+
+def test_masks_other_than_causality_windows_and_padding_are_refused():
+    config = transformers.LlamaConfig(attn_implementation=fa.NAME, attention_chunk_size=3)
+    inputs = {"config": config, "inputs_embeds": torch.zeros(1, 4, 2), "attention_mask": None, "cache": None}
+    blocks = torch.tensor([[-1, 0, 0, -1]])
+    with pytest.raises(ValueError, match="or_mask_function and and_mask_function must not be given"):
+        masking_utils.create_causal_mask(**inputs, or_mask_function=lambda b, h, q, k: q >= k)
+    with pytest.raises(ValueError, match="no bidirectional blocks"):
+        masking_utils.create_causal_mask(**inputs, block_sequence_ids=blocks)
+    assert masking_utils.create_causal_mask(**inputs, block_sequence_ids=torch.full_like(blocks, -1)) is None
+    with pytest.raises(ValueError, match=r"at most attention_chunk_size=3 keys.*; got 4"):
+        masking_utils.create_chunked_causal_mask(**inputs)
+
+
+def test_a_mask_may_pass_the_mask_function_twice():
+    """`generate` computes masks for a static cache, and models take them for a user's."""
+    user = torch.tensor([[0, 0, 1, 1, 1]]).bool()
+    once = key_masks.encoded(user, 1, 8, 0, 5, user.device)
+    assert once.dtype == key_masks.RUNS and once.tolist() == [[0, 0, 6, 6, 6, 0, 0, 0]]
+    assert torch.equal(key_masks.encoded(once.bool(), 1, 8, 0, 5, user.device), once)
+    last = key_masks.encoded(user, 1, 3, 2, 3, user.device)  # a window's keys
+    assert last is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "inputs",
+    [{"position_ids": POSITIONS}, {"attention_mask": torch.tensor([[0] * 3 + [1] * 14])}],
+    ids=["packed", "padded"],
+)
+def test_compiled_models_have_one_graph(inputs):
+    model, ids = tiny("mistral-window").model, tokens(1, 17)
+    model.set_attn_implementation(fa.NAME)
+    inputs = inputs | {"use_cache": False}
+    results = []
+    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        hidden = run(ids, **inputs).last_hidden_state
+        hidden[:, 3:].square().sum().backward()
+        gradient = model.embed_tokens.weight.grad
+        results.append((hidden[:, 3:], gradient / gradient.abs().max()))
+    torch.testing.assert_close(results[1], results[0])
