@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from fa_train.bounds import PositiveInt
-from fa_train.callbacks.monitor import DivergedError, results
+from fa_train.callbacks.monitor import DivergedError, monitor_of, results
 from fa_train.checkpoints.files import (
     PARTIAL,
     SUFFIX,
@@ -105,6 +105,7 @@ class Checkpoint(CheckpointCallback):
             return False
         if trainer.global_step == self._saved_step:
             return self.has_saved(trainer.global_step)
+        monitor_of(trainer).log_reading(trainer)  # a diverged run must end before it saves
         finite = all_finite(local(p) for p in pl_module.parameters() if p.requires_grad)
         if not trainer.strategy.reduce_boolean_decision(finite, all=True):
             if not self._warned:

@@ -3,15 +3,19 @@
 import gc
 import resource
 import statistics
-import time
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fa_train.bounds import PositiveInt
+from fa_train.callbacks.timestamp import Timestamp
 from fa_train.flops import peak_flops, train_flops
 from fa_train.lit_gpt import LitGPT
 from fa_train.parallel.launched_ranks import wait_for_other_ranks
@@ -23,12 +27,28 @@ class DivergedError(RuntimeError):
     """Too many consecutive optimizer steps had gradients that were not finite."""
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What the host reads of one step. The device may still be computing `values`."""
+
+    step: int
+    steps: int  # since the last reading
+    lr: float
+    memory: dict[str, float]
+    values: Tensor  # LitGPT's tensors, (5,) fp64 in host memory, complete once the device has passed `end`
+    start: Timestamp
+    end: Timestamp
+    validations: list[tuple[Timestamp, Timestamp]]  # between start and end
+
+
 class Monitor(Callback):
     """Logs loss, gradient norm, learning rate, throughput, MFU and memory every trainer.log_every_n_steps steps.
 
-    Each log makes one copy from the device to the host; training makes no other copy. Every log contains `tokens`, the
-    number of tokens seen so far, which is the x-axis in W&B. perf/* covers the steps since the last log, without
-    validation. perf/mfu is absent if the device's peak is unknown. `latest` holds the newest value of each metric.
+    Each log makes one copy from the device to the host; training makes no other copy. The host reads the copy after it
+    has launched the next micro-batch, so the device never waits. Validations, checkpoints and the end of a run read it
+    first. `latest` holds the newest value of each metric, and `latest_step` the step of the newest log.
+    Every log contains `tokens`, the number of tokens seen so far, which is the x-axis in W&B. perf/* covers the steps
+    since the last log, without validation. perf/mfu is absent if the device's peak is unknown.
     train/skipped_steps counts the skipped optimizer steps (see LitGPT).
     max_skipped_steps: the number of consecutive skipped steps that ends the run, at the next log; None sets no limit.
     Units: losses in nats per label, tokens_per_s over all devices, step_ms in milliseconds, *_gib in GiB on rank 0.
@@ -37,8 +57,11 @@ class Monitor(Callback):
     def __init__(self, seq_len: PositiveInt, batch_size: PositiveInt, max_skipped_steps: PositiveInt | None) -> None:
         self.tokens_per_step, self.max_skipped_steps = seq_len * batch_size, max_skipped_steps
         self.latest: dict[str, float] = {}
+        self.latest_step = 0
         self._rates: list[float] = []
         self._lr = 0.0
+        self._reading: Reading | None = None  # not logged yet
+        self._validations: list[tuple[Timestamp, Timestamp]] = []  # since the last reading
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         gc.collect()  # an earlier run of a sweep may have left its memory in a reference cycle
@@ -47,7 +70,8 @@ class Monitor(Callback):
             torch.cuda.reset_peak_memory_stats(pl_module.device)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._window_start, self._window_step = time.perf_counter(), trainer.global_step
+        self._window_start, self._window_step = Timestamp(pl_module.device), trainer.global_step
+        self._validations.clear()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         self._lr = optimizer.param_groups[0]["lr"]  # read now: the scheduler changes it before the step is logged
@@ -55,6 +79,7 @@ class Monitor(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self.log_reading(trainer)
         steps = trainer.global_step - self._window_step
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         due = trainer.global_step % every == 0 or trainer.global_step == trainer.max_steps
@@ -63,52 +88,84 @@ class Monitor(Callback):
         assert isinstance(pl_module, LitGPT)
         steps_skipped = [pl_module.skipped_steps, pl_module.longest_skip]
         measured = [pl_module.step_loss, pl_module.step_grad_norm, pl_module.step_squared_lengths, *steps_skipped]
-        # tolist() waits for the device
-        loss, grad_norm, squared_lengths, skipped, longest_skip = torch.stack([x.double() for x in measured]).tolist()
-        seconds = (time.perf_counter() - self._window_start) / steps
-        flops = train_flops(pl_module.model.config, self.tokens_per_step, squared_lengths)
+        # the copy goes to pinned memory, so the host does not wait for it
+        values = torch.stack([x.double() for x in measured]).to("cpu", non_blocking=True)
+        end = Timestamp(pl_module.device)
+        self._reading = Reading(
+            trainer.global_step, steps, self._lr, memory(pl_module.device), values, self._window_start, end,
+            self._validations.copy(),
+        )  # fmt: skip
+        self._window_start, self._window_step = end, trainer.global_step
+        self._validations.clear()
+
+    def log_reading(self, trainer: L.Trainer) -> None:
+        """Logs the last step to be logged unless that is done. Waits until the device has finished that step.
+
+        All ranks must call it at the same point of a run. Raises: DivergedError.
+        """
+        reading, self._reading = self._reading, None
+        if reading is None:
+            return
+        reading.end.wait()
+        loss, grad_norm, squared_lengths, skipped, longest_skip = reading.values.tolist()
+        validation = sum(end.seconds_since(start) for start, end in reading.validations)
+        seconds = (reading.end.seconds_since(reading.start) - validation) / reading.steps
+        lit_gpt, device = trainer.lightning_module, trainer.strategy.root_device
+        assert isinstance(lit_gpt, LitGPT)
+        flops = train_flops(lit_gpt.model.config, self.tokens_per_step, squared_lengths)
         dtype = torch.bfloat16 if str(trainer.precision).startswith("bf16") else torch.float32
         self._rates.append(self.tokens_per_step / seconds)
         self._log(
             trainer,
+            reading.step,
             {
                 "train/loss": loss,
                 "train/grad_norm": grad_norm,
                 "train/skipped_steps": skipped,
-                "lr": self._lr,
+                "lr": reading.lr,
                 "perf/tokens_per_s": self._rates[-1],
                 "perf/step_ms": 1e3 * seconds,
-                **utilisation(flops / seconds / trainer.world_size, pl_module.device, dtype),
-                **memory(pl_module.device),
+                **utilisation(flops / seconds / trainer.world_size, device, dtype),
+                **reading.memory,
             },
         )
-        self._window_start, self._window_step = time.perf_counter(), trainer.global_step
         if self.max_skipped_steps is not None and longest_skip >= self.max_skipped_steps:
             wait_for_other_ranks(trainer)  # all ranks get here at the same step
             raise DivergedError(
                 f"the gradients of {longest_skip:.0f} consecutive optimizer steps were not finite, by step "
-                f"{trainer.global_step}; these steps were skipped. Try a lower optimizer.lr, or increase "
+                f"{reading.step}; these steps were skipped. Try a lower optimizer.lr, or increase "
                 "callbacks.monitor.max_skipped_steps"
             )
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if pl_module.device.type == "cuda":
-            torch.cuda.synchronize(pl_module.device)  # finish the earlier training steps first
-        self._validation_start = time.perf_counter()
+        self.log_reading(trainer)
+        self._validation_start = Timestamp(pl_module.device)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._log(trainer, {"val/loss": trainer.callback_metrics["val/loss"].item()})
-        self._window_start += time.perf_counter() - self._validation_start
+        self._log(trainer, trainer.global_step, {"val/loss": trainer.callback_metrics["val/loss"].item()})
+        self._validations.append((self._validation_start, Timestamp(pl_module.device)))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.log_reading(trainer)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        # the device may have failed, or wait forever for a rank that has
+        with suppress(DivergedError, RuntimeError):
+            alone = trainer.world_size == 1 or isinstance(exception, SIGTERMException)
+            if self._reading is not None and (alone or self._reading.end.passed()):
+                self.log_reading(trainer)
+        self._reading = None
 
     def summary(self) -> dict[str, float]:
         """Returns the newest value of each metric. tokens_per_s is the median, so slow first steps hardly matter."""
         return self.latest | ({"perf/tokens_per_s": statistics.median(self._rates)} if self._rates else {})
 
-    def _log(self, trainer: L.Trainer, metrics: dict[str, float]) -> None:
-        metrics = metrics | {"tokens": trainer.global_step * self.tokens_per_step}
+    def _log(self, trainer: L.Trainer, step: int, metrics: dict[str, float]) -> None:
+        metrics = metrics | {"tokens": step * self.tokens_per_step}
         self.latest |= metrics
+        self.latest_step = step
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.global_step)
+            logger.log_metrics(metrics, step=step)
 
 
 def monitor_of(trainer: L.Trainer) -> Monitor:

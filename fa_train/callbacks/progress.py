@@ -48,20 +48,26 @@ class StepProgress(ProgressBar):
     ) -> None:
         self._show(trainer)
 
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._show(trainer)  # Monitor has just logged the last training step
+
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._show(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._show(trainer)
         self._bar.stop()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._show(trainer)
         self._bar.stop()
 
     def _show(self, trainer: L.Trainer) -> None:
-        measured = describe(monitor_of(trainer).latest)
+        monitor = monitor_of(trainer)
+        measured = describe(monitor.latest)
         self._bar.update(self._task, completed=trainer.global_step, description=measured)
         if self._lines and measured != self._shown:
-            print(f"step {trainer.global_step}/{trainer.max_steps}  {measured}", flush=True)
+            print(f"step {monitor.latest_step}/{trainer.max_steps}  {measured}", flush=True)
         self._shown = measured
 
 

@@ -1,0 +1,145 @@
+"""Monitor logs the values of the right steps, and reads them only after the next micro-batch has been launched."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+import train
+from fa_train.callbacks.monitor import Monitor, Reading, monitor_of
+from fa_train.callbacks.timestamp import Timestamp
+from tests.support.training import column, composed, tiny
+
+pytestmark = pytest.mark.slow
+
+EVERY, STEPS = 4, 10
+SMALL = (
+    "model.n_layers=1", "seq_len=16", "data.val_rows=2", "data.micro_batch_size=2", f"max_steps={STEPS}",
+    f"trainer.log_every_n_steps={EVERY}", "trainer.val_check_interval=100",
+)  # fmt: skip
+UNSAVED = "callbacks.checkpoint=null"
+
+
+class Synchronous(Callback):
+    """Reads each step's values at its end, and counts micro-batches."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+        self.norms: dict[int, float] = {}
+        self.rates: dict[int, float] = {}
+        self.micro_batches = 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        self.micro_batches += 1
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+        self.rates[trainer.global_step + 1] = optimizer.param_groups[0]["lr"]
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if trainer.global_step:
+            self.losses.setdefault(trainer.global_step, float(pl_module.step_loss))
+            self.norms.setdefault(trainer.global_step, float(pl_module.step_grad_norm))
+
+
+def fit(tmp_path, watching, *overrides):
+    """Trains a tiny model with the callback `watching`, which runs before all others. Returns the trainer."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with composed(folder, *tiny(tmp_path, *SMALL, *overrides)) as cfg:
+        trainer, lit_gpt, data = train.build(cfg)
+    trainer.callbacks.insert(0, watching)
+    trainer.fit(lit_gpt, datamodule=data)
+    return trainer
+
+
+@pytest.mark.parametrize("validates_every", [pytest.param(100, id="never"), 3, 4])
+def test_logged_values_belong_to_the_logged_step(validates_every, tmp_path, capsys):
+    watching = Synchronous()
+    fit(tmp_path, watching, UNSAVED, f"trainer.val_check_interval={validates_every}")
+    logged = [4, 8, STEPS]
+    assert watching.micro_batches == 2 * STEPS
+    for name, values in (("loss", watching.losses), ("grad_norm", watching.norms)):
+        assert column(tmp_path, f"train/{name}") == {step: values[step] for step in logged}
+    assert column(tmp_path, "lr") == {step: watching.rates[step] for step in logged}
+    validated = list(range(validates_every, STEPS + 1, validates_every))
+    assert sorted(column(tmp_path, "val/loss")) == validated
+    tokens = column(tmp_path, "tokens")
+    assert tokens == {step: step * 4 * 16 for step in {*logged, *validated}}
+    assert all(ms > 0 for ms in column(tmp_path, "perf/step_ms").values())
+    printed = [line.split("/")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert printed == [f"step {step}" for step in sorted([*logged, *validated])]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "micro_batches"),
+    [
+        pytest.param([UNSAVED], [9, 17, 20], id="the-next-micro-batch"),
+        pytest.param([UNSAVED, "trainer.val_check_interval=4"], [8, 16, 20], id="a-validation-reads-first"),
+        pytest.param(["callbacks.checkpoint.every_n_train_steps=8"], [9, 16, 20], id="a-checkpoint-reads-first"),
+    ],
+)
+def test_the_host_waits_for_a_step_after_the_next_micro_batch(overrides, micro_batches, tmp_path, monkeypatch):
+    """Steps have two micro-batches, and steps 4, 8 and 10 are logged."""
+    watching, waited = Synchronous(), []
+    monkeypatch.setattr(Timestamp, "wait", lambda _: waited.append(watching.micro_batches))
+    fit(tmp_path, watching, *overrides)
+    assert waited == micro_batches
+
+
+class Fails(Synchronous):
+    """Ends the run in the first micro-batch after step 4."""
+
+    def on_before_backward(self, trainer, pl_module, loss) -> None:
+        if trainer.global_step == EVERY:
+            raise RuntimeError("broken on purpose")
+
+
+def test_the_last_log_is_written_when_a_run_fails(tmp_path, capsys):
+    watching = Fails()
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        fit(tmp_path, watching, UNSAVED)
+    assert column(tmp_path, "train/loss") == {EVERY: watching.losses[EVERY]}
+    assert f"step {EVERY}/{STEPS}  loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("ranks", "arrived", "logs"), [(1, False, True), (2, True, True), (2, False, False)], ids=str)
+def test_a_failed_run_does_not_wait_for_other_ranks(ranks, arrived, logs):
+    """The device may be waiting for a rank that has failed."""
+    end = SimpleNamespace(passed=lambda: arrived)
+    monitor, logged = Monitor(seq_len=1, batch_size=1, max_skipped_steps=None), []
+    monitor.log_reading = lambda trainer: logged.append(trainer)
+    monitor._reading = Reading(1, 1, 0.0, {}, torch.zeros(5), end, end, [])
+    monitor.on_exception(SimpleNamespace(world_size=ranks), None, RuntimeError())
+    assert bool(logged) == logs and monitor._reading is None
+
+
+def test_validation_does_not_count_as_training_time(tmp_path, monkeypatch):
+    """Each timestamp is a second after the one before it."""
+    seconds = iter(range(1000))
+    monkeypatch.setattr("fa_train.callbacks.timestamp.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    trainer = fit(tmp_path, Synchronous(), UNSAVED, "trainer.val_check_interval=2")
+    # the run starts at 0; validations at 1, 4, 6 and 9 take a second; steps 4, 8 and 10 are logged at 3, 8 and 11
+    assert column(tmp_path, "perf/step_ms") == pytest.approx({4: 2e3 / 4, 8: 3e3 / 4, 10: 2e3 / 2})
+    assert monitor_of(trainer).latest_step == STEPS
+
+
+class NoSync(Callback):
+    """Makes torch raise an error if the host waits for the GPU, once the first steps have compiled kernels."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if trainer.global_step == EVERY:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_end(self, trainer, pl_module) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+    def on_exception(self, trainer, pl_module, exception) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_the_gpu(tmp_path):
+    overrides = ["trainer.accelerator=gpu", "trainer.precision=bf16-mixed", "attention=flash", "data.num_workers=1"]
+    fit(tmp_path, NoSync(), UNSAVED, *overrides)
+    assert sorted(column(tmp_path, "train/loss")) == [4, 8, STEPS]
