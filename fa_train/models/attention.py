@@ -129,6 +129,7 @@ def sdpa_attention(
     return o[0].transpose(0, 1).masked_fill(sees_nothing[:, None, None], 0.0)
 
 
+@torch.compiler.disable  # it would unroll the loops, and compile for hours
 def chunked_attention(
     q: Tensor,
     k: Tensor,

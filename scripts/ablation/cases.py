@@ -30,7 +30,7 @@ from scripts.composed import CONF
 
 GIB = 2**30
 WARMUP = 2  # untimed runs at the start of a case, unless it has fewer runs
-SHORT = 256  # tokens of the first step, which compiles kernels and allocates the optimizer's state
+SHORT = 256  # tokens of the first step, which compiles kernels and allocates the optimizer's state, in eager mode
 VOCABULARIES = {"nano": 259}  # models that leave the size to the tokenizer: 256 bytes and three special tokens
 GPT2_VOCABULARY = 50257
 REPLACEABLE = ("memory", "optimizer")  # an override may choose another option of these groups
@@ -42,7 +42,10 @@ DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16,
 
 @dataclass(frozen=True)
 class StepCase:
-    """Forward, backward and optimizer step on one synthetic document of seq_len tokens."""
+    """Forward, backward and optimizer step on one synthetic document of seq_len tokens.
+
+    compiled: whether torch.compile compiles the blocks, as lit_gpt.compile_model does.
+    """
 
     KIND: ClassVar[str] = "step"
     COLUMNS: ClassVar[tuple[str, ...]] = ("attention", "seq_len")
@@ -55,6 +58,7 @@ class StepCase:
     steps: int  # maximum number of timed steps
     seconds: float  # no step begins after this many seconds
     overrides: tuple[str, ...] = ()
+    compiled: bool = False
 
     @property
     def name(self) -> str:
@@ -159,7 +163,8 @@ def measure(case: Case) -> Result:
 def _measure_step(case: StepCase) -> Result:
     try:
         step, flops = training_step(case)
-        step(min(SHORT, case.seq_len))
+        # code that is compiled for one length would be compiled again for another
+        step(case.seq_len if case.compiled else min(SHORT, case.seq_len))
         _forget_peak(case.device)
         step_ms, timed_steps = timed(lambda: step(case.seq_len), case)
     except Exception as error:
@@ -177,6 +182,8 @@ def training_step(case: StepCase) -> tuple[Callable[[int], None], float]:
     with device:
         model: GPT = instantiate(config.model)
         tokens = torch.randint(model.config.vocab_size, (case.seq_len + 1,))
+    if case.compiled:
+        model.compile_blocks()
     optimizer = instantiate(config.optimizer)(model)
     mixed = case.precision == "bf16-mixed"
 

@@ -9,13 +9,15 @@ per head. fa_train.models.attention.naive_attention needs the following bytes pe
 | peak in the forward | 10 | 8 | masked scores, their copy in fp32, the softmax's output |
 | peak in the backward | 12 | 12 | the softmax's output, its gradient, the scores' gradient |
 
-The mask adds one byte per query and key, shared by all heads. A training step keeps the tensors of all layers except
-the last. The last layer's backward runs first, and memory peaks there. With activation checkpointing, the tensors of
-one layer exist at a time. This also holds for `selective`, which keeps the output of flash attention but not that of
-naive attention. AdamW in fp32 adds 16 bytes per parameter: weight, gradient and two moments. Hidden states, logits and
-libraries need more memory. Naive attention must therefore fail if this sum exceeds the memory of the device.
-Naive attention reads and writes 4 N^2 + 4 N d elements per head in the forward pass. Only 4 N d elements need to move.
-The traffic is thus N/d + 1 times the necessary traffic (scripts/bench/io_traffic.py counts every transfer).
+The mask adds one byte per query and key, shared by all heads. Compiled code recomputes the mask and the softmax, but no
+matrix product. It keeps at least one tensor of scores in the operands' dtype, and the backward adds its gradient. A
+training step keeps the tensors of all layers except the last. The last layer's backward runs first, and memory peaks
+there. With activation checkpointing, the tensors of one layer exist at a time. This also holds for `selective`, which
+keeps the output of flash attention but not that of naive attention. AdamW in fp32 adds 16 bytes per parameter: weight,
+gradient and two moments. Hidden states, logits and libraries need more memory. Naive attention must therefore fail if
+this sum exceeds the memory of the device. In eager mode it reads and writes 4 N^2 + 4 N d elements per head in the
+forward pass. Only 4 N d elements need to move. The traffic is thus N/d + 1 times the necessary traffic
+(scripts/bench/io_traffic.py counts every transfer).
 """
 
 from dataclasses import dataclass
@@ -74,8 +76,8 @@ class Formula:
         return (
             f"Naive attention, {what}: the scores of a layer take 4 N^2 bytes per head, {SCORE * self.n_heads} N^2 in "
             f"all. At least {' + '.join([*terms, f'{self.per_pair} N^2 bytes'])} exist at once, so it must fail from "
-            f"N = {self.fails_at(capacity)} tokens on this device of {capacity / GIB:.1f} GiB. It moves N/d + 1 "
-            f"times more bytes than necessary, with d = {self.head_dim}."
+            f"N = {self.fails_at(capacity)} tokens on this device of {capacity / GIB:.1f} GiB. In eager mode it moves "
+            f"N/d + 1 times more bytes than necessary, with d = {self.head_dim}."
         )
 
 
@@ -87,7 +89,10 @@ def step_formula(case: StepCase) -> Formula:
     sizes = model.config
     operand = 4 if case.precision == "32-true" else 2
     others = sizes.n_layers - 1 if config.memory.checkpointing == "none" else 0
-    per_pair = others * (KEPT[operand] * sizes.n_heads + MASK) + BACKWARD * sizes.n_heads + MASK
+    if case.compiled:
+        per_pair = (others + 2) * operand * sizes.n_heads
+    else:
+        per_pair = others * (KEPT[operand] * sizes.n_heads + MASK) + BACKWARD * sizes.n_heads + MASK
     parameters = sum(parameter.numel() for parameter in model.parameters())
     state = PARAMETER_BYTES.get(options_of(case)["optimizer"], LEAST_PARAMETER_BYTES) * parameters
     return Formula(sizes.n_heads, sizes.heads.dim, state, 0, per_pair)

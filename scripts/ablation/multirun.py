@@ -108,7 +108,7 @@ def case_of(cfg: DictConfig) -> StepCase:
     device: Device = "cuda" if torch.cuda.is_available() and cfg.trainer.accelerator != "cpu" else "cpu"
     return StepCase(
         choices["model"], choices["attention"], cfg.seq_len, device, cfg.trainer.precision, cfg.max_steps, math.inf,
-        tuple(overrides),
+        tuple(overrides), cfg.lit_gpt.compile_model,
     )  # fmt: skip
 
 

@@ -16,8 +16,9 @@ import torch
 
 from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_train.models.attention import naive_attention
-from scripts.ablate_memory import attention_cases, explanations, parse_arguments
-from scripts.ablation.cases import AttentionCase, Result, StepCase, configuration, measure, timed
+from fa_train.models.gpt import GPT
+from scripts.ablate_memory import attention_cases, explanations, parse_arguments, step_cases
+from scripts.ablation.cases import SHORT, AttentionCase, Result, StepCase, configuration, measure, timed
 from scripts.ablation.formula import Formula, attention_formula, step_formula
 from scripts.ablation.report import attention_part, markdown, page, step_part, write_files
 from scripts.ablation.sweep import ProcessError, call_apart, case_of, expected_seconds, load, run_apart, sweep
@@ -335,7 +336,10 @@ def test_the_formula_of_a_step():
     assert step_formula(case("naive", precision="bf16-mixed")).per_pair == (6 * 4 + 1) + (12 * 4 + 1)
     for memory in ("full", "selective"):  # both recompute naive attention
         assert step_formula(case("naive", overrides=(*TINY, f"memory={memory}"))).per_pair == 12 * 4 + 1
+        assert step_formula(case("naive", compiled=True, overrides=(*TINY, f"memory={memory}"))).per_pair == 2 * 4 * 4
     assert step_formula(case("naive", overrides=(*TINY, "optimizer=adamw_8bit"))).fixed == 10 * parameters
+    assert step_formula(case("naive", compiled=True)).per_pair == (1 + 2) * 4 * 4
+    assert step_formula(case("naive", compiled=True, precision="bf16-mixed")).per_pair == (1 + 2) * 2 * 4
 
 
 def allocated(run):
@@ -370,6 +374,44 @@ def test_naive_attention_takes_what_its_formula_says(dtype, n_heads):
         least = attention_formula(tested, passes).per_pair * 512**2
         assert least <= found, passes
         assert found <= 1.03 * (least + 512**2) or dtype == "fp16", passes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_naive_attention_keeps_at_least_one_tensor_of_scores(dtype):
+    n, n_heads, kept = 64, 2, []
+    schedule = causal_schedule(None, n, torch.device("cpu"))
+    q, k, v = (torch.randn(n, n_heads, 8, dtype=dtype, requires_grad=True) for _ in range(3))
+    compiled = torch.compile(naive_attention, backend="aot_eager_decomp_partition")  # like inductor, without C++
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        compiled(q, k, v, schedule)
+    scores = [x for x in kept if x.numel() >= n**2]
+    assert sum(x.nbytes for x in scores) >= n_heads * n**2 * dtype.itemsize
+    assert all(x.numel() == n_heads * n**2 for x in scores), "it keeps no mask"
+
+
+def test_a_gpu_compiles_the_steps(monkeypatch):
+    for cuda in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
+        cases = step_cases(parse_arguments([]), "cuda" if cuda else "cpu")
+        assert {step.attention for step in cases} >= {"naive", "chunked", "sdpa"}
+        assert all(step.compiled == cuda for step in cases)
+
+
+@pytest.mark.parametrize("attention", ["naive", "chunked", "sdpa"])
+def test_a_compiled_case_compiles_once_and_for_its_length(attention, monkeypatch):
+    """The blocks run 1 + 2 + 2 steps of 320 tokens; the first is not timed."""
+    lengths, compiled = [], []
+    block = GPT.compile_blocks
+    monkeypatch.setattr(GPT, "compile_blocks", lambda model: compiled.append(block(model, backend="eager")))
+    forward = GPT.forward
+    monkeypatch.setattr(GPT, "forward", lambda model, x, **more: lengths.append(len(x)) or forward(model, x, **more))
+    torch._dynamo.reset()
+    result = measure(case(attention, 320, compiled=True))
+    assert result.outcome == "ok" and result.timed_steps == 2
+    assert len(compiled) == 1 and lengths == [320] * 5
+    lengths.clear()
+    measure(case(attention, 320))
+    assert lengths == [SHORT] + [320] * 4
 
 
 def test_naive_fails_from_the_first_length_that_does_not_fit():

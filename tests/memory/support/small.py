@@ -85,10 +85,13 @@ def step_without_levers(attention: str, device: torch.device) -> list[Tensor]:
     return step(small_gpt(levers(), device, attention), stream(device))
 
 
-def compile_blocks(model: GPT) -> GPT:
-    """Compiles the blocks like LitGPT, but with a backend that needs no C++ compiler. A graph break is an error."""
+def compile_blocks(model: GPT, *, fullgraph: bool = True) -> GPT:
+    """Compiles the blocks like LitGPT, but with a backend that needs no C++ compiler.
+
+    fullgraph: a graph break is an error.
+    """
     torch._dynamo.reset()
-    model.compile_blocks(backend="aot_eager", fullgraph=True)
+    model.compile_blocks(backend="aot_eager", fullgraph=fullgraph)
     return model
 
 
