@@ -53,6 +53,16 @@ def may_be_watched() -> bool:
     )
 
 
+def may_be_traced() -> bool:
+    """Returns whether a TorchDispatchMode, a functorch transform or a trace is active.
+
+    Tensors may then have no data. Returns True if this version of torch cannot tell.
+    """
+    return not _KNOWS_WATCHERS or bool(
+        _dispatch_modes() or _transform_level() is not None or _tracing_state() is not None
+    )
+
+
 def may_have_tangents() -> bool:
     """Returns whether forward-mode differentiation is active. Returns True if this version of torch cannot tell."""
     return getattr(forward_ad, "_current_level", 0) >= 0

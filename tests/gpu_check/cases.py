@@ -16,6 +16,7 @@ from fa_kernels.flash_attention.schedule import LengthClass
 from tests.gpu_check.attention import HEADS, check_hopper, check_portable
 from tests.gpu_check.decode import check_decode
 from tests.gpu_check.fused import check_rmsnorm, check_rotary, check_swiglu
+from tests.gpu_check.schedule import check_schedule
 from tests.gpu_check.variants import WIDTHS, Tiles, Width, other_decode_tiles, other_tiles, own_decode_tiles, own_tiles
 
 HALF = (torch.bfloat16, torch.float16)
@@ -34,7 +35,7 @@ class Case:
 
 def all_cases(device: torch.device) -> list[Case]:
     """Lists the cases that `make gpu-check` runs on `device`."""
-    lists = [portable_cases(device), decode_cases(device), fused_cases()]
+    lists = [portable_cases(device), decode_cases(device), fused_cases(), schedule_cases()]
     if is_hopper(device):
         lists.insert(0, hopper_cases())
     return [case for cases in lists for case in cases]
@@ -109,6 +110,13 @@ def fused_cases() -> Iterator[Case]:
         yield Case(f"rotary {_name(dtype)} {head_dim}", partial(check_rotary, dtype, head_dim))
     for dtype, ffn_dim in product(DTYPES, (8, 384, 1000, 1024, 3072, 8192, 14336)):
         yield Case(f"swiglu {_name(dtype)} {ffn_dim}", partial(check_swiglu, dtype, ffn_dim))
+
+
+def schedule_cases() -> Iterator[Case]:
+    """Yields cases for the one compiled form of the kernel of schedules: few and many documents, and windows."""
+    for n_docs, window, keys_in_order in product((1, 40, 20000), ((-1, 0), (-1, -1), (100, 7)), (False, True)):
+        name = f"schedule {n_docs} documents, window {window}{', keys in order' if keys_in_order else ''}"
+        yield Case(name, partial(check_schedule, n_docs, window, keys_in_order))
 
 
 def _name(dtype: torch.dtype) -> str:

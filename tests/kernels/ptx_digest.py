@@ -32,11 +32,13 @@ from tests.kernels.aot import (
     hopper_backward,
     hopper_forward,
     portable,
+    schedule,
     test_decode,
     test_descriptors,
     test_hopper_backward,
     test_hopper_forward,
     test_portable,
+    test_schedule,
 )
 from tests.kernels.support import launched_kernels
 
@@ -49,6 +51,7 @@ COMPILE: dict[str, Callable[..., CompiledKernel]] = {
     "decode": decode.compile_case,
     "hopper_forward": hopper_forward.compile_case,
     "hopper_backward": hopper_backward.compile_case,
+    "schedule": schedule.compile_case,
 }
 CODE: dict[str, str] = {}  # hash of a source with its target and options -> hash of the code
 SOURCES: list[str] = []  # the hash of each source, in the order of compilation
@@ -65,6 +68,7 @@ def all_cases() -> list[str]:
         "decode": [*test_decode.LIMITS, test_descriptors.UNALIGNED_DECODE],
         "hopper_forward": test_hopper_forward.SPILLS,
         "hopper_backward": test_hopper_backward.SPILLS,
+        "schedule": test_schedule.LIMITS,
         "call": launched_kernels.CALLS,
     }
     return list(dict.fromkeys(f"{group} {case}" for group, cases in groups.items() for case in cases))

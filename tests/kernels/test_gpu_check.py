@@ -9,6 +9,7 @@ import torch
 
 from fa_kernels.flash_attention.tiles import _TILES, _TILES_OF_4_BYTES, Pass, shared_bytes
 from tests.gpu_check import attention, decode, fused, variants
+from tests.gpu_check import schedule as gpu_check_schedule
 from tests.gpu_check.__main__ import part_of
 from tests.gpu_check.cases import Case, all_cases
 from tests.gpu_check.workers import run_all
@@ -64,7 +65,8 @@ def test_tiles_for_less_shared_memory_are_run(h100):
 def test_names_are_unique_and_parts_share_the_list(h100, monkeypatch):
     monkeypatch.setattr("tests.gpu_check.cases.is_hopper", lambda device: True)
     names = [case.name for case in all_cases(DEVICE)]
-    assert {name.partition(" ")[0] for name in names} == {"hopper", "portable", "decode", "rmsnorm", "rotary", "swiglu"}
+    kinds = {"hopper", "portable", "decode", "rmsnorm", "rotary", "swiglu", "schedule"}
+    assert {name.partition(" ")[0] for name in names} == kinds
     parts = [part_of(names, f"{i}/3") for i in (1, 2, 3)]
     assert sorted(name for part in parts for name in part) == sorted(names)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
@@ -131,6 +133,21 @@ def test_fused_operations_pass_and_wrong_ones_fail(check, size, function, short,
     monkeypatch.setattr(fused, function, wrong)
     with pytest.raises(AssertionError, match="max error"):
         check(torch.float32, size)
+
+
+def test_schedules_pass_and_wrong_ones_fail(monkeypatch):
+    check = partial(gpu_check_schedule.check_schedule, 3, (5, 0), keys_in_order=False)
+    monkeypatch.setattr(gpu_check_schedule, "MOST_TOKENS", 200)
+    check()
+    right = gpu_check_schedule.schedule_tensors
+
+    def wrong(*documents, **options):
+        key_start, key_end, *rest = right(*documents, **options)
+        return key_start, key_end + 1, *rest
+
+    monkeypatch.setattr(gpu_check_schedule, "schedule_tensors", wrong)
+    with pytest.raises(AssertionError, match=r"key_end: .* elements differ"):
+        check()
 
 
 def fails():

@@ -76,5 +76,5 @@ def test_cases_are_named_once():
     cases = all_cases()
     assert len(cases) == len(set(cases))
     assert {case.partition(" ")[0] for case in cases} == {
-        *("portable", "decode", "hopper_forward", "hopper_backward", "call"),
+        *("portable", "decode", "hopper_forward", "hopper_backward", "schedule", "call"),
     }

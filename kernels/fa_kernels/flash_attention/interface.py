@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fa_kernels.flash_attention.checks import DTYPES, FP8, described, name_of, require_consistent, scale_of, shapes_of
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.ops import flash_attention_forward
+from fa_kernels.flash_attention.ops import flash_attention_forward, needs_gradients
 from fa_kernels.flash_attention.schedule import (
     LONG_DOCUMENT,
     Schedule,
@@ -187,6 +187,7 @@ def flash_attn_varlen_func(
         # Compiled code ignores max_seqlen_k. It would be recompiled for each length class, or in torch 2.11 for each
         # value.
         seqlen=None if torch.compiler.is_compiling() else _seqlen_that_decides(max_seqlen_k),
+        gradients=needs_gradients(q, k, v, sinks),
     )
     alibi = [] if alibi_slopes is None else _alibi(alibi_slopes, cu_seqlens_q, cu_seqlens_k, q)
     features = _features(q, k, softmax_scale, softcap, sinks, alibi, (q_descale, k_descale, v_descale))

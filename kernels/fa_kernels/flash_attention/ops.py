@@ -248,6 +248,13 @@ def _observed(q: Tensor, *others: Tensor | None) -> bool:
     )
 
 
+def needs_gradients(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
+    """Returns whether autograd records a call, so that a backward pass may follow."""
+    return torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+    )
+
+
 def _has_tangent(x: Tensor | None) -> bool:
     return x is not None and forward_ad.unpack_dual(x).tangent is not None
 
@@ -276,13 +283,11 @@ def flash_attention_forward(
         q, k, v = backend.in_order(q), backend.in_order(k), backend.in_order(v)
     observed = _observed(q, k, v, sinks)
     options = schedule, features, out_dtype, deterministic, observed
-    needs_gradients = torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
-    )
-    if needs_gradients:
+    differentiates = needs_gradients(q, k, v, sinks)
+    if differentiates:
         require_differentiable(q, k, v)
     # The compiler understands registered operators, but not every autograd Function.
-    if not needs_gradients or torch.compiler.is_compiling():
+    if not differentiates or torch.compiler.is_compiling():
         o, lse = _forward(q, k, v, *options)
         return o, lse if wants_lse else None
     if observed:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fa_kernels.flash_attention import schedule_cache
+from fa_kernels.flash_attention import schedule_cache, schedule_kernel
 
 WORK_TILE = 128  # tokens in one entry of query_tiles and key_tiles; a multiple of every kernel's block of rows
 WIDE_TILE = 192  # tokens in one entry of wide_query_tiles; Hopper's forward pass has kernels with tiles of 192 rows
@@ -69,6 +69,7 @@ def build_schedule(
     window_size: tuple[int, int] = (-1, -1),
     padded: bool = True,
     seqlen: int | None = None,
+    gradients: bool = True,
 ) -> Schedule:
     """Returns the schedule of packed queries and keys. It is computed on the GPU, and the host does not wait for it.
 
@@ -82,12 +83,41 @@ def build_schedule(
         window_size: visible tokens to the (left, right) of the aligned key; -1 means unbounded.
         padded: False if the caller knows that no token comes after the last document.
         seqlen: the number of keys per document, from which the length class is chosen. The default is the mean length.
+        gradients: False if no backward pass will use the schedule. The fields that only backward passes read
+            (query_start, query_end, key_tiles) may then be empty.
     """
     left, right = window_size
     if causal:
         right = 0
     crosses_documents = padded or cu_seqlens_k.numel() > 2
     mean = total_k // max(1, cu_seqlens_k.numel() - 1)  # padded cu_seqlens count as shorter documents
+    tensors: Sequence[Tensor]
+    keys_in_order = _keys_in_sight(mean, left, right) < SHORT_DOCUMENT
+    documents = cu_seqlens_q, cu_seqlens_k, total_q, total_k, (left, right)
+    if schedule_kernel.takes(cu_seqlens_q, cu_seqlens_k):
+        tensors = schedule_kernel.schedule_tensors(
+            *documents, keys_in_order=keys_in_order, gradients=gradients, work_tile=WORK_TILE, wide_tile=WIDE_TILE
+        )
+    else:
+        tensors = tensors_by_torch(*documents, keys_in_order=keys_in_order)
+    length_class = length_class_of(_keys_in_sight(mean if seqlen is None else seqlen, left, right))
+    return Schedule.from_tensors(tensors, crosses_documents, length_class)
+
+
+def tensors_by_torch(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    total_q: int,
+    total_k: int,
+    window: tuple[int, int],
+    *,
+    keys_in_order: bool,
+) -> tuple[Tensor, ...]:
+    """Returns the seven tensors of a Schedule, by operators that a compiler can trace and that any device has.
+
+    The arguments are those of schedule_kernel.schedule_tensors, which returns the same values on a GPU.
+    """
+    left, right = window
     # Clamping keeps the ranges inside q, k and v even if cu_seqlens are wrong.
     queries = _Side.of(cu_seqlens_q.clamp(0, total_q), total_q)
     keys = queries
@@ -97,23 +127,14 @@ def build_schedule(
     queries_of_keys = keys_of_queries if keys is queries else _paired(keys, queries)
     key_start, key_end = _visible_ranges(*keys_of_queries, before=left, after=right)
     query_start, query_end = _visible_ranges(*queries_of_keys, before=right, after=left)
-    if _keys_in_sight(mean, left, right) < SHORT_DOCUMENT:
+    if keys_in_order:
         key_tiles = torch.arange(-(-total_k // WORK_TILE), dtype=torch.int32, device=cu_seqlens_k.device)
     else:
         key_tiles = document_by_document(_lengths(queries_of_keys), WORK_TILE, last_first=False)
     length = _lengths(keys_of_queries)
-    return Schedule(
-        key_start,
-        key_end,
-        query_start,
-        query_end,
-        query_tiles=document_by_document(length, WORK_TILE, last_first=True),
-        key_tiles=key_tiles,
-        wide_query_tiles=document_by_document(length, WIDE_TILE, last_first=True),
-        length_class=length_class_of(_keys_in_sight(mean if seqlen is None else seqlen, left, right)),
-        crosses_documents=crosses_documents,
-        is_one_causal_document=False,
-    )
+    query_tiles = document_by_document(length, WORK_TILE, last_first=True)
+    wide_query_tiles = document_by_document(length, WIDE_TILE, last_first=True)
+    return key_start, key_end, query_start, query_end, query_tiles, key_tiles, wide_query_tiles
 
 
 def causal_schedule(cu_seqlens: Tensor | None, total: int, device: torch.device, seqlen: int | None = None) -> Schedule:

@@ -10,7 +10,9 @@ import pytest
 
 from tests.kernels.aot import reports
 
-MODULES = [f"tests.kernels.aot.{name}" for name in ("portable", "decode", "hopper_forward", "hopper_backward")]
+MODULES = [
+    f"tests.kernels.aot.{name}" for name in ("portable", "decode", "hopper_forward", "hopper_backward", "schedule")
+]
 # runs in a new process that does not interpret kernels
 IMPORTED = """
 import importlib, sys

@@ -27,7 +27,7 @@ from fa_kernels import torch_private
 from fa_kernels.flash_attention import backend, checks, interface
 from fa_kernels.flash_attention.delta import attention_delta
 from fa_kernels.flash_attention.hopper.primitives import queue
-from fa_kernels.flash_attention.schedule import Schedule, build_schedule
+from fa_kernels.flash_attention.schedule import Schedule, build_schedule, dense_schedule
 from fa_kernels.launch import record
 
 LAUNCHES: list[tuple[Any, ...]] = []
@@ -121,6 +121,7 @@ def without_gpu() -> Iterator[None]:
         (torch.Tensor, "is_cuda", property(lambda _: True)),
         (torch.Tensor, "get_device", lambda _: 0),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.cuda, "current_device", lambda: 0),
         (torch_private, "_raw_stream", lambda _: 7),
         (torch.cuda, "current_stream", lambda _=None: SimpleNamespace(cuda_stream=7)),
         (torch.cuda, "get_device_capability", lambda _=None: (9, 0)),
@@ -215,6 +216,9 @@ class Case(NamedTuple):
         inputs, schedule = self.inputs()
         q, k, v = inputs[:3]
         sinks = inputs[3] if self.sinks else None
+        if self.batch:  # only the first call with these lengths launches the kernel of the schedule
+            length = self.total // self.batch
+            dense_schedule(self.batch, length, length, q.device, causal=self.causal)
         LAUNCHES.clear()
         ALLOCATED.clear()
         if self.batch:
@@ -323,6 +327,27 @@ def launchers() -> list[str]:
     return [] if counts[0] == counts[1] else [f"launchers made for a second length: {counts[1] - counts[0]}"]
 
 
+def schedules() -> list[str]:
+    """Lists schedules whose kernel Triton launches otherwise, or looks up for each number of documents and tokens."""
+    found = []
+    for n_docs, total in ((1, 128), (2, 128), (300, 1001)):
+        launches: list[Any] = []
+        for may_record in (False, True, True):
+            cu_seqlens = torch.zeros(n_docs + 2, dtype=torch.int32)[1:]  # it need not be aligned
+            LAUNCHES.clear()
+            with (
+                mock.patch.object(record, "_may_record", lambda may_record=may_record: may_record),
+                mock.patch.object(JITFunction, "run", autospec=True, side_effect=JITFunction.run) as run,
+            ):
+                schedule = build_schedule(cu_seqlens, cu_seqlens, total, total, causal=True)
+            launches.append(_named([*LAUNCHES], [cu_seqlens, schedule.key_start]))
+        if launches != launches[:1] * 3 or len(launches[0]) != 1:
+            found.append(f"{n_docs} documents are launched as {launches}")
+        if run.called:
+            found.append(f"a schedule of {n_docs} documents is launched by Triton")
+    return found
+
+
 def held() -> list[str]:
     """Returns a line for each tensor that recordings or encoded descriptors keep alive after a call."""
     record.forget()
@@ -379,6 +404,6 @@ def ordinary() -> list[str]:
 
 if __name__ == "__main__":
     with without_gpu():
-        wrong = [*differences(), *ordinary(), *unclear(), *misplaced(), *launchers(), *held()]
+        wrong = [*differences(), *ordinary(), *unclear(), *misplaced(), *launchers(), *schedules(), *held()]
     print("\n".join(wrong) or f"{len(CASES)} cases agree")
     sys.exit(bool(wrong))

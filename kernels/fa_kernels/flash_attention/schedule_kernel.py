@@ -1,0 +1,237 @@
+"""Computes all tensors of a schedule in one launch. schedule.py defines them, and computes the same by torch.
+
+Torch needs more than thirty operators for a schedule. They take the host longer than attention over short documents
+takes the GPU. In this kernel each program computes the ranges of some tokens, or the places of some tiles in one order.
+A binary search in cu_seqlens finds a token's document. A tile's place in an order is the number of tiles that come
+before it, so nothing is sorted. Each program finds the documents of all tiles, so programs do not communicate.
+
+No size is a compile-time constant: one compiled kernel takes any number of documents and tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from operator import itemgetter
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fa_kernels.device import ceil_div
+from fa_kernels.launch.record import launch_unspecialised
+from fa_kernels.torch_private import may_be_traced
+
+TOKENS = 512  # tokens whose ranges one program computes
+TILES = 32  # tiles whose places one program computes
+OTHERS = 256  # tiles with which it compares them at a time
+WARPS = 8  # of a program
+ALIGNMENT = 32  # elements: each tensor begins at a multiple of 128 bytes of the buffer that all share
+
+
+@triton.jit
+def _document_of(tokens, cu_ptr, n_edges, stride):
+    """Returns the number of documents that begin at or before each token. This skips empty documents.
+
+    stride: the highest power of two that is at most n_edges, the number of elements of cu_seqlens.
+    """
+    document = tl.zeros_like(tokens)
+    while stride > 0:
+        further = document + stride
+        edge = tl.load(cu_ptr + further - 1, mask=further <= n_edges, other=0)
+        document = tl.where((further <= n_edges) & (edge <= tokens), further, document)
+        stride = stride // 2
+    return document
+
+
+@triton.jit
+def _edge(index, cu_ptr, n_edges, total):
+    """Returns an element of cu_seqlens, clamped to 0..total in case cu_seqlens are wrong. The index is clamped too."""
+    edge = tl.load(cu_ptr + tl.minimum(tl.maximum(index, 0), n_edges - 1))
+    return tl.minimum(tl.maximum(edge, 0), total)
+
+
+@triton.jit
+def _ranges_of(tokens, side):
+    """Returns start and end of the range that each token sees on the other side, and its document's length there.
+
+    side: all about the documents of the tokens' own side and of the other side, as the kernel puts it together.
+    """
+    own_ptr, other_ptr, n_edges, stride, total_own, total_other, before, after = side
+    document = _document_of(tokens, own_ptr, n_edges, stride)
+    start = _edge(document - 1, other_ptr, n_edges, total_other)
+    end = _edge(document, other_ptr, n_edges, total_other)
+    aligned = tokens - _edge(document, own_ptr, n_edges, total_own) + end
+    first = tl.where(before < 0, start, tl.minimum(tl.maximum(aligned - before, start), end))
+    past_last = tl.where(after < 0, end, tl.minimum(tl.maximum(aligned + after + 1, start), end))
+    return first, past_last, end - start
+
+
+@triton.jit
+def _store_ranges(program, start_ptr, end_ptr, side, total, TOKENS: tl.constexpr):
+    """Stores the ranges of TOKENS tokens out of `total`."""
+    tokens = program * TOKENS + tl.arange(0, TOKENS)
+    start, end, _ = _ranges_of(tokens, side)
+    tl.store(start_ptr + tokens, start, mask=tokens < total)
+    tl.store(end_ptr + tokens, end, mask=tokens < total)
+
+
+@triton.jit
+def _length_of(tiles, side, total, TILE: tl.constexpr):
+    """Returns the length of the first or the last token's document on the other side, whichever is longer."""
+    first = tiles * TILE
+    last = tl.minimum(first + TILE, total) - 1
+    _, _, length_of_first = _ranges_of(first, side)
+    _, _, length_of_last = _ranges_of(last, side)
+    return tl.maximum(length_of_first, length_of_last)
+
+
+@triton.jit
+def _store_order(
+    program, order_ptr, side, total,
+    TILE: tl.constexpr, LAST_FIRST: tl.constexpr, TILES: tl.constexpr, OTHERS: tl.constexpr,
+):  # fmt: skip
+    """Stores TILES tiles of TILE tokens at their places, as schedule.document_by_document orders them."""
+    n_tiles = tl.cdiv(total, TILE)
+    tiles = program * TILES + tl.arange(0, TILES)
+    length = _length_of(tiles, side, total, TILE)
+    place = tl.zeros_like(tiles)
+    for base in range(0, n_tiles, OTHERS):
+        others = base + tl.arange(0, OTHERS)
+        theirs = _length_of(others, side, total, TILE)
+        if LAST_FIRST:
+            wins_ties = others[None, :] > tiles[:, None]
+        else:
+            wins_ties = others[None, :] < tiles[:, None]
+        longer, equal = theirs[None, :] > length[:, None], theirs[None, :] == length[:, None]
+        is_before = (longer | (equal & wins_ties)) & (others < n_tiles)[None, :]  # [TILES, OTHERS]
+        place += tl.sum(is_before.to(tl.int32), axis=1)
+    tl.store(order_ptr + place, tiles, mask=tiles < n_tiles)
+
+
+@triton.jit
+def _aligned(size, ALIGNMENT: tl.constexpr):
+    return tl.cdiv(size, ALIGNMENT).to(tl.int64) * ALIGNMENT
+
+
+@triton.jit(
+    do_not_specialize=["n_edges", "stride", "total_q", "total_k", "left", "right", "keys_in_order"],
+    do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr"],
+)
+def _schedule_kernel(
+    out_ptr, cu_q_ptr, cu_k_ptr, n_edges, stride, total_q, total_k, left, right, keys_in_order,
+    WORK_TILE: tl.constexpr, WIDE_TILE: tl.constexpr,
+    TOKENS: tl.constexpr, TILES: tl.constexpr, OTHERS: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """Programs are for query_tiles, wide_query_tiles, and ranges of queries; then for key_tiles and ranges of keys.
+
+    A launch without gradients leaves out the programs for keys. out_ptr: the buffer that `_layout` divides.
+    """
+    key_start_ptr = out_ptr
+    key_end_ptr = key_start_ptr + _aligned(total_q, ALIGNMENT)
+    query_tiles_ptr = key_end_ptr + _aligned(total_q, ALIGNMENT)
+    wide_query_tiles_ptr = query_tiles_ptr + _aligned(tl.cdiv(total_q, WORK_TILE), ALIGNMENT)
+    query_start_ptr = wide_query_tiles_ptr + _aligned(tl.cdiv(total_q, WIDE_TILE), ALIGNMENT)
+    query_end_ptr = query_start_ptr + _aligned(total_k, ALIGNMENT)
+    key_tiles_ptr = query_end_ptr + _aligned(total_k, ALIGNMENT)
+    # the first program after those for each tensor
+    after_tiles = tl.cdiv(tl.cdiv(total_q, WORK_TILE), TILES)
+    after_wide = after_tiles + tl.cdiv(tl.cdiv(total_q, WIDE_TILE), TILES)
+    after_queries = after_wide + tl.cdiv(total_q, TOKENS)
+    after_key_tiles = after_queries + tl.cdiv(tl.cdiv(total_k, WORK_TILE), TILES)
+    queries = cu_q_ptr, cu_k_ptr, n_edges, stride, total_q, total_k, left, right
+    keys = cu_k_ptr, cu_q_ptr, n_edges, stride, total_k, total_q, right, left
+    program = tl.program_id(0)
+    if program < after_tiles:
+        _store_order(program, query_tiles_ptr, queries, total_q, WORK_TILE, True, TILES, OTHERS)
+    elif program < after_wide:
+        _store_order(program - after_tiles, wide_query_tiles_ptr, queries, total_q, WIDE_TILE, True, TILES, OTHERS)
+    elif program < after_queries:
+        _store_ranges(program - after_wide, key_start_ptr, key_end_ptr, queries, total_q, TOKENS)
+    elif program >= after_key_tiles:
+        _store_ranges(program - after_key_tiles, query_start_ptr, query_end_ptr, keys, total_k, TOKENS)
+    elif keys_in_order == 0:
+        _store_order(program - after_queries, key_tiles_ptr, keys, total_k, WORK_TILE, False, TILES, OTHERS)
+    else:
+        tiles = (program - after_queries) * TILES + tl.arange(0, TILES)
+        tl.store(key_tiles_ptr + tiles, tiles, mask=tiles < tl.cdiv(total_k, WORK_TILE))
+
+
+class _Layout(NamedTuple):
+    """Where the tensors of a schedule lie in one buffer of int32, and how many programs fill it."""
+
+    size: int  # of the buffer, in elements
+    sizes: list[int]  # of the tensors in the order of the buffer, and of the gaps between them
+    pick: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # the tensors, in the order of Schedule's fields
+    programs: int
+
+
+@lru_cache(maxsize=64)
+def _layout(total_q: int, total_k: int, work_tile: int, wide_tile: int, gradients: bool) -> _Layout:
+    query_tiles, wide_tiles, key_tiles = (
+        ceil_div(total_q, work_tile), ceil_div(total_q, wide_tile), ceil_div(total_k, work_tile)
+    )  # fmt: skip
+    programs = ceil_div(query_tiles, TILES) + ceil_div(wide_tiles, TILES) + ceil_div(total_q, TOKENS)
+    of_gradients = [0, 0, 0]
+    if gradients:
+        of_gradients = [total_k, total_k, key_tiles]
+        programs += ceil_div(key_tiles, TILES) + ceil_div(total_k, TOKENS)
+    sizes: list[int] = []
+    places: list[int] = []
+    for size in (total_q, total_q, query_tiles, wide_tiles, *of_gradients):
+        places.append(len(sizes))
+        sizes += size, -size % ALIGNMENT
+    key_start, key_end, query_tiles, wide_query_tiles, query_start, query_end, key_tiles = places
+    pick = itemgetter(key_start, key_end, query_start, query_end, query_tiles, key_tiles, wide_query_tiles)
+    return _Layout(sum(sizes), sizes, pick, programs)
+
+
+def takes(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
+    """Returns whether the kernel can compute a schedule: it can read cu_seqlens, and nothing traces operators."""
+    if torch.compiler.is_compiling() or may_be_traced():
+        return False
+    return _is_readable(cu_seqlens_q) and (cu_seqlens_k is cu_seqlens_q or _is_readable(cu_seqlens_k))
+
+
+def _is_readable(cu_seqlens: Tensor) -> bool:
+    return (
+        cu_seqlens.is_cuda
+        and type(cu_seqlens) is Tensor
+        and cu_seqlens.dtype == torch.int32
+        and cu_seqlens.is_contiguous()
+        and cu_seqlens.get_device() == torch.cuda.current_device()
+    )
+
+
+def schedule_tensors(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    total_q: int,
+    total_k: int,
+    window: tuple[int, int],
+    *,
+    keys_in_order: bool,
+    gradients: bool,
+    work_tile: int,
+    wide_tile: int,
+) -> tuple[Tensor, ...]:
+    """Returns the seven tensors of a Schedule, in the order of its fields. They are views of one buffer.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: (n_docs + 1,) int32, dense.
+        window: visible tokens to the (left, right) of the aligned key; -1 means unbounded.
+        keys_in_order: whether key_tiles are in the order of the stream.
+        gradients: if False, query_start, query_end and key_tiles are empty; only backward passes read them.
+        work_tile, wide_tile: the tokens in a tile of query_tiles and key_tiles, and of wide_query_tiles.
+    """
+    layout = _layout(total_q, total_k, work_tile, wide_tile, gradients)
+    buffer = cu_seqlens_q.new_empty(layout.size)
+    n_edges = cu_seqlens_q.shape[0]
+    if layout.programs:
+        launch_unspecialised(
+            _schedule_kernel, (layout.programs,),
+            buffer, cu_seqlens_q, cu_seqlens_k, n_edges, 1 << n_edges.bit_length() - 1, total_q, total_k, *window,
+            int(keys_in_order), WORK_TILE=work_tile, WIDE_TILE=wide_tile,
+            TOKENS=TOKENS, TILES=TILES, OTHERS=OTHERS, ALIGNMENT=ALIGNMENT, num_warps=WARPS,
+        )  # fmt: skip
+    return layout.pick(buffer.split_with_sizes(layout.sizes))
