@@ -1,0 +1,204 @@
+"""Time of attention over packed documents that differ in every call, with the host time of each call.
+
+    python -m scripts.bench.fresh_documents                 # 64k tokens in documents of 64 to 512 tokens
+    python -m scripts.bench.fresh_documents --rounds 5 --backends fa3 ours
+
+Each call gets other cu_seqlens, with another number of documents, as a model without a schedule would. Calls are not
+replayed as a CUDA graph, so the time per call is the longer one of host and GPU. `forward` is a call without gradients.
+`forward + backward` also computes the gradients of q, k and v. Backends run in random order. FlashAttention-3
+(`fa3-fwd`, which has no backward) and -4 (`flash-attn-4`) run if they are installed. A sample is a number of calls
+without a wait in between: its host time is the time until the last call returns.
+"""
+
+import argparse
+import random
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa_kernels import flash_attn_varlen_func
+from scripts.bench.attention import PACKAGES, fill_row, installed
+from scripts.bench.command_line import add_results, require_positive
+from scripts.bench.provenance import describe, results_prefix
+from scripts.bench.timing import require_gpu
+
+SHORTEST, LONGEST = 64, 512  # tokens in a document
+BATCHES = 64  # that calls use in turn
+WARM_UP = 8  # calls of each pass before the first sample
+PASSES = ("forward", "forward + backward")
+
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of q, k, v and cu_seqlens
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The heads of a row of the table."""
+
+    head_dim: int
+    n_heads: int
+    n_kv_heads: int
+
+    def __str__(self) -> str:
+        return f"d={self.head_dim}, {self.n_heads} query and {self.n_kv_heads} KV heads"
+
+    def flops(self, lengths: Sequence[int], direction: str) -> float:
+        """Counts a causal forward, and 2.5 times as much for its backward."""
+        forward = 2.0 * self.n_heads * self.head_dim * sum(length**2 for length in lengths)
+        return forward * (3.5 if direction == PASSES[1] else 1)
+
+
+SHAPES = Shape(128, 16, 16), Shape(128, 32, 8), Shape(64, 32, 32)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples of one backend's pass: microseconds per call until calls had returned, and until the GPU was done."""
+
+    host_us: list[float] = field(default_factory=list)
+    total_us: list[float] = field(default_factory=list)
+
+
+def random_documents(tokens: int, batches: int) -> list[tuple[int, ...]]:
+    """Returns lengths of documents that fill `tokens` tokens, for each batch; the same in every process."""
+    generator = random.Random(0)
+    most = -(-tokens // SHORTEST)
+    return [fill_row([generator.randint(SHORTEST, LONGEST) for _ in range(most)], tokens) for _ in range(batches)]
+
+
+def attentions() -> dict[str, Attention]:
+    """Returns the causal attention of each installed backend."""
+    found: dict[str, Attention] = {"ours": partial(_varlen, flash_attn_varlen_func)}
+    if installed(PACKAGES["fa3"]):
+        import fa3_fwd_interface
+
+        found["fa3"] = partial(_varlen, fa3_fwd_interface.flash_attn_varlen_func)
+    if installed(PACKAGES["fa4"]):
+        from flash_attn.cute import flash_attn_varlen_func as fa4
+
+        found["fa4"] = partial(_varlen, fa4)
+    return found
+
+
+def _varlen(function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    result = function(
+        q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=LONGEST, max_seqlen_k=LONGEST,
+        causal=True,
+    )  # fmt: skip
+    o: Tensor = result[0] if isinstance(result, tuple) else result
+    return o
+
+
+def calls_of(
+    attention: Attention, shape: Shape, batches: Iterator[Tensor], tokens: int
+) -> dict[str, Callable[[], None]]:
+    """Returns a function for each pass, which takes the next batch in each call."""
+    q, k, v, do = (
+        torch.randn(tokens, heads, shape.head_dim, dtype=torch.bfloat16, device="cuda")
+        for heads in (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads, shape.n_heads)
+    )
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+
+    def forward() -> None:
+        with torch.no_grad():
+            attention(q, k, v, next(batches))
+
+    def forward_and_backward() -> None:
+        torch.autograd.grad(attention(leaves[0], leaves[1], leaves[2], next(batches)), leaves, do)
+
+    return dict(zip(PASSES, (forward, forward_and_backward), strict=True))
+
+
+def measure(
+    chosen: Mapping[str, Attention], shape: Shape, batches: Sequence[Tensor], tokens: int, rounds: int, calls: int
+) -> dict[tuple[str, str], Samples]:
+    """Returns the samples by backend and pass. FlashAttention-3 has no backward."""
+    runs = {
+        (name, direction): run
+        for name, attention in chosen.items()
+        for direction, run in calls_of(attention, shape, cycle(batches), tokens).items()
+        if name != "fa3" or direction == PASSES[0]
+    }
+    for run in runs.values():
+        for _ in range(WARM_UP):
+            run()
+    samples: dict[tuple[str, str], Samples] = {place: Samples() for place in runs}
+    generator = random.Random(0)
+    for _ in range(rounds):
+        for place in generator.sample([*runs], len(runs)):
+            run = runs[place]
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                run()
+            returned = time.perf_counter()
+            torch.cuda.synchronize()
+            samples[place].host_us.append((returned - start) / calls * 1e6)
+            samples[place].total_us.append((time.perf_counter() - start) / calls * 1e6)
+    return samples
+
+
+def table(samples: Mapping[tuple[str, str], Samples], shape: Shape, documents: Sequence[Sequence[int]]) -> list[str]:
+    """Returns the lines of one shape's table."""
+    lines = [
+        f"## {shape}",
+        "",
+        "| pass | backend | us per call | TFLOP/s | host us per call |",
+        "|:--|:--|--:|--:|--:|",
+    ]
+    for direction in PASSES:
+        flops = statistics.mean(shape.flops(lengths, direction) for lengths in documents)
+        for (name, other), found in sorted(samples.items()):
+            if other == direction:
+                total, host = statistics.median(found.total_us), statistics.median(found.host_us)
+                lines.append(f"| {direction} | {name} | {total:.1f} | {flops / total * 1e-6:.0f} | {host:.1f} |")
+    return [*lines, ""]
+
+
+def parse_arguments(arguments: list[str], backends: Sequence[str] = ("ours", "fa3", "fa4")) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--backends", nargs="+", choices=backends, help="default: all that are installed")
+    parser.add_argument("--rounds", type=int, default=11, help="samples of each pass")
+    parser.add_argument(
+        "--calls", type=int, default=50, help="calls in a sample; more than 60 may fill the GPU's queue"
+    )
+    add_results(parser, "scripts/results/fresh_documents_<gpu>_<yyyymm>")
+    args = parser.parse_args(arguments)
+    require_positive(parser, args, ("tokens", "rounds", "calls"))
+    return args
+
+
+def main() -> None:
+    args = parse_arguments(sys.argv[1:])
+    require_gpu("bench_fresh_documents")
+    today = date.today()
+    out: Path = args.out or results_prefix("fresh_documents", today)
+    head = describe(shlex.join(["python", "-m", "scripts.bench.fresh_documents", *sys.argv[1:]]), args.commit, today)
+    chosen = {name: run for name, run in attentions().items() if args.backends is None or name in args.backends}
+    documents = random_documents(args.tokens, BATCHES)
+    batches = [torch.tensor((0, *lengths)).cumsum(0).to("cuda", torch.int32) for lengths in documents]
+    lines = ["# Attention over documents that differ in every call", ""]
+    lines += [*(f"- {key}: `{value}`" for key, value in head.items()), ""]
+    lines += [f"{args.tokens} tokens, causal, bf16. Medians of {args.rounds} samples of {args.calls} calls.", ""]
+    print("\n".join(lines), flush=True)
+    for shape in SHAPES:
+        found = table(measure(chosen, shape, batches, args.tokens, args.rounds, args.calls), shape, documents)
+        print("\n".join(found), flush=True)
+        lines += found
+    out.parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{out}.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
