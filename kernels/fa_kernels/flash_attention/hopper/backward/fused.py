@@ -181,8 +181,8 @@ def gradients_of_keys(
     key_tiles = None if ordered else schedule.key_tiles
     section = n_kv_heads
     if not ordered:
-        programs = multiprocessors(q.device)
-        section = kv_heads_per_section(q, n_kv_heads, n_tiles, programs, schedule.crosses_documents)
+        at_once = multiprocessors(q.device)
+        section = kv_heads_per_section(q, n_kv_heads, n_tiles, at_once, schedule.crosses_documents)
     launch(
         _bwd_kernel, (programs,),
         *descs[:4], elements(rows, config.block_m), *descs[4:], sums, *rest, sums_2,
