@@ -2,45 +2,24 @@
 
 import os
 import sys
-import warnings
 from contextlib import nullcontext
-from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from typing import Any, cast
 
 import hydra
-import lightning as L
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fa_train import compat, preflight, settings
-from fa_train.callbacks.checkpoint import export_last, require_checkpoint
-from fa_train.callbacks.monitor import DivergedError, optimized, results
-from fa_train.checkpoints import resume
-from fa_train.errors import errors_in_one_line
-from fa_train.fit import fit
-from fa_train.memory.planner.run import plan_memory, plan_of
-from fa_train.models.attention import require_backend
-from fa_train.models.gpt import GPT
+from fa_train import settings
+from fa_train.cuda_driver import has_gpu
+from fa_train.errors import DivergedError, errors_in_one_line
 from fa_train.parallel.decisions import decided_by_rank_zero, fresh_folder
-from fa_train.parallel.fsdp import FullyShardedStrategy
-from fa_train.parallel.init_on_device import InitOnDevice
-from fa_train.parallel.sharded_checkpoint import CheckpointFiles
+from fa_train.run_config import check, in_sweep
 
-# Lightning 2.6 uses a deprecated torch API in every run
-warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-# resuming is exact, because the data module starts at the checkpoint's step
-warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
-# each run has a new folder, so the CSV logger deletes no files
-warnings.filterwarnings("ignore", message=".*Previous log files in this directory will be deleted when the new ones")
 MISTAKES = ValueError, DivergedError, HydraException, OmegaConfBaseException  # reported in one line
-OmegaConf.register_new_resolver("auto_preset", lambda: "gpu" if torch.cuda.is_available() else "cpu", replace=True)
+OmegaConf.register_new_resolver("auto_preset", lambda: "gpu" if has_gpu() else "cpu", replace=True)
 OmegaConf.register_new_resolver("run_folder", settings.run_folder, replace=True)  # checked before the folder is created
 OmegaConf.register_new_resolver(
     "sweep_group", lambda: HydraConfig.get().sweep.dir if in_sweep() else None, replace=True
@@ -54,121 +33,19 @@ OmegaConf.register_new_resolver(
 )
 
 
-def in_sweep() -> bool:
-    """Returns whether this run is part of a multirun."""
-    return HydraConfig.get().mode == RunMode.MULTIRUN
-
-
-def build(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDataModule]:
-    """Builds the trainer, the model and the data of a run. Raises: ValueError if the run cannot train."""
-    check(cfg)
-    L.seed_everything(cfg.seed, verbose=False)
-    callbacks = [callback for callback in instantiate(cfg.callbacks).values() if callback is not None]
-    data = instantiate(cfg.data)
-    trainer = instantiate(cfg.trainer, callbacks=callbacks, plugins=[CheckpointFiles()])
-    trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
-    trainer.val_check_interval *= trainer.accumulate_grad_batches  # from steps to micro-batches, which Lightning counts
-    require_backend(instantiate(cfg.attention), trainer.strategy.root_device)
-    vocab_size = cfg.model.vocab_size or data.vocab_size
-    preflight.require_vocabulary(vocab_size, data.vocab_size)
-    fill_in_levers(cfg, trainer, vocab_size)
-    sharded, device = isinstance(trainer.strategy, FullyShardedStrategy), trainer.strategy.root_device
-    with InitOnDevice(device) if sharded else device:  # both draw the same weights
-        model = build_model(cfg, vocab_size)
-    return trainer, instantiate(cfg.lit_gpt, model=model), data
-
-
-def check(cfg: DictConfig) -> None:
-    """Checks all keys and values of a config. Replaces each `_target_` of an earlier version by its current name.
-
-    Raises: ValueError that names the first key that is unknown or has an invalid value.
-    """
-    for key, target in compat.moved_targets(to_container(cfg, resolve=False)).items():
-        OmegaConf.update(cfg, key, target)
-    chosen = HydraConfig.get().runtime.choices
-    for group in settings.ONE_OPTION:
-        if group in cfg and group not in chosen:  # Hydra lists no choice if it merged several options
-            raise ValueError(f"{group} must be one option of conf/{group}; got a list of them")
-    for group, option in cfg.choices.items():
-        if option != chosen.get(group):
-            raise ValueError(f"choices.{group} only records the option; choose one with {group}={option}")
-    settings.require_given(to_container(cfg, resolve=False))
-    settings.check(to_container(cfg))
-
-
-def to_container(cfg: DictConfig, resolve: bool = True) -> dict[str, Any]:
-    """Converts a config to dicts and lists."""
-    return cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=resolve))
-
-
-def build_model(cfg: DictConfig, vocab_size: int) -> GPT:
-    """Builds the model with its adapter on torch's default device."""
-    model: GPT = instantiate(cfg.adapter)(instantiate(cfg.model, vocab_size=vocab_size))
-    return model
-
-
-def rebuild_model(cfg: DictConfig, vocab_size: int) -> GPT:
-    """Builds the model with its initial weights again."""
-    L.seed_everything(cfg.seed, verbose=False)
-    return build_model(cfg, vocab_size)
-
-
-def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None:
-    """Checks that the run fits in memory, and sets the levers of memory=auto in `cfg`.
-
-    Raises: ValueError if the run does not fit, or its sequences are too long for the model.
-    """
-    with torch.device("meta"):  # sizes only, no weights
-        model = build_model(cfg, vocab_size)
-    preflight.require_reach(model, cfg.seq_len, cfg.data.max_doc_len, cfg.data.reset_positions)
-    sharded = isinstance(trainer.strategy, FullyShardedStrategy)
-    plan = plan_of(
-        model,
-        seq_len=cfg.seq_len,
-        rows=cfg.data.micro_batch_size,
-        precision=str(trainer.precision),
-        optimizer=instantiate(cfg.optimizer),
-        accumulates=trainer.accumulate_grad_batches > 1,
-        compiled=cfg.lit_gpt.compile_model,
-        ranks=trainer.world_size if sharded else 1,
-    )
-    if sharded:
-        preflight.require_shardable(plan.run, samples=cfg.callbacks.get("sample") is not None)
-    levers = plan_memory(
-        plan,
-        trainer.strategy.root_device,
-        trainer.num_devices,
-        auto=bool(cfg.memory.get("auto")),
-        attention=cfg.choices.attention,
-        in_sweep=in_sweep(),
-        say=trainer.print,
-    )
-    if cfg.memory.get("auto"):
-        cfg.memory.update(asdict(levers))
-
-
-def train(cfg: DictConfig) -> dict[str, float]:
-    """Trains one run. Returns its last metrics, with oom=1 if it ran out of memory."""
-    trainer, lit_gpt, data = build(cfg)
-    if cfg.export:
-        require_checkpoint(trainer)
-    newest = partial(resume.checkpoint_path, cfg.ckpt_path, Path("runs", settings.run_folder(cfg.run_name)))
-    ckpt_path = decided_by_rank_zero("ckpt_path", newest)
-    if nothing_to_do := decided_by_rank_zero("steps", partial(resume.finished, ckpt_path, cfg.max_steps)):
-        trainer.print(nothing_to_do)
-        return results(trainer)
-    trainer.print(f"preset={cfg.choices.preset} on {preflight.machine()}, run in {trainer.default_root_dir}")
-    config = to_container(cfg)
-    for logger in trainer.loggers:
-        logger.log_hyperparams(config)
-    if fit(trainer, lit_gpt, data, ckpt_path, in_sweep=in_sweep()) and cfg.export:
-        export_last(trainer, partial(rebuild_model, cfg), config)
-    return results(trainer)
+def optimized(result: dict[str, float], metric: str) -> float:
+    """Returns the metric that a sweeper optimizes, or NaN if memory ran out. Raises: ValueError if it is missing."""
+    if metric not in result and "oom" not in result:
+        raise ValueError(f"optimized_metric must be a metric of this run: {', '.join(sorted(result))}; got {metric}")
+    return result.get(metric, float("nan"))
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> dict[str, float] | float:
     with nullcontext() if in_sweep() else errors_in_one_line(MISTAKES):  # a sweep reports errors at its end
+        check(cfg)
+        from fa_train.training import train  # imports torch and Lightning, which takes seconds
+
         result = instantiate(cfg.sweep_job)(train, cfg) if in_sweep() and "sweep_job" in cfg else train(cfg)
     if "oom" in result and not in_sweep():
         sys.exit(1)

@@ -1,7 +1,7 @@
-"""Number types with bounds, for type hints. fa_train.settings checks the values in conf/ against these hints."""
+"""Number types with bounds, and precisions, for type hints. fa_train.settings checks conf/ against these hints."""
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Len, Lt
 
@@ -16,3 +16,4 @@ NonNegativeFloat = Annotated[float, Ge(0), Lt(INFINITY)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 FractionBelowOne = Annotated[float, Ge(0), Lt(1)]
 Betas = Annotated[Sequence[FractionBelowOne], Len(2, 2)]
+Precision = Literal["32-true", "bf16-mixed", "bf16-true"]  # fp16 would also need dynamic loss scaling

@@ -1,4 +1,4 @@
-"""Reports a user's mistake in one line instead of a traceback."""
+"""The errors that end a run, and how the user's mistakes are reported: in one line instead of a traceback."""
 
 import os
 import sys
@@ -8,6 +8,10 @@ from contextlib import contextmanager
 from fa_train.settings import unknown_key
 
 SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
+
+
+class DivergedError(RuntimeError):
+    """Too many consecutive optimizer steps had gradients that were not finite."""
 
 
 @contextmanager

@@ -5,8 +5,8 @@ import sys
 import lightning as L
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from fa_train.callbacks.monitor import DivergedError
 from fa_train.callbacks.out_of_memory import is_out_of_memory
+from fa_train.errors import DivergedError
 
 
 def fit(

@@ -1,13 +1,12 @@
 """Composes the config of train.py for scripts that need parts of it."""
 
 from pathlib import Path
-from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from fa_train import compat, settings
+from fa_train.run_config import check
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -30,8 +29,5 @@ def composed(overrides: list[str]) -> DictConfig:
     HydraConfig.instance().set_config(cfg)  # for interpolations such as ${hydra:runtime.choices.model}
     with open_dict(cfg):
         del cfg.hydra
-    for key, target in compat.moved_targets(cast(dict[str, Any], OmegaConf.to_container(cfg))).items():
-        OmegaConf.update(cfg, key, target)
-    settings.require_given(cast(dict[str, Any], OmegaConf.to_container(cfg)))
-    settings.check(cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True)))
+    check(cfg)
     return cfg

@@ -10,6 +10,7 @@ the script is killed or runs out of disk space, the same command continues after
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if not __package__:  # run as a file: import from the repository, not from scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -18,9 +19,11 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf.errors import OmegaConfBaseException
 
-from fa_train.data.datamodule import PackedDataModule
 from fa_train.errors import explain
 from scripts.composed import composed
+
+if TYPE_CHECKING:  # imports torch and Lightning, which takes seconds
+    from fa_train.data.datamodule import PackedDataModule
 
 
 def main(arguments: list[str]) -> str:

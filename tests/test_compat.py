@@ -3,7 +3,7 @@
 import pytest
 from hydra.utils import get_object
 
-import train
+from fa_train import run_config
 from fa_train.compat import MOVED, moved_targets
 from tests.support.training import composed
 
@@ -64,6 +64,6 @@ def test_moved_targets_are_found_at_any_depth():
 def test_a_config_of_a_users_own_may_name_a_moved_target(tmp_path):
     old = ["optimizer._target_=fa_train.optim.adamw", "callbacks.progress._target_=fa_train.callbacks.StepProgress"]
     with composed(tmp_path, "preset=cpu", *old) as cfg:
-        train.check(cfg)
+        run_config.check(cfg)
         assert cfg.optimizer._target_ == cfg.lit_gpt.optimizer._target_ == "fa_train.optim.adamw.adamw"
         assert cfg.callbacks.progress._target_ == "fa_train.callbacks.progress.StepProgress"

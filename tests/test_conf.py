@@ -6,7 +6,7 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-import train
+from fa_train import run_config, training
 from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
 from tests.support.training import CONF, command_line, composed, tiny
 from tests.test_finetune import write_base
@@ -33,7 +33,7 @@ def test_every_option_builds_a_run(group, option, tmp_path, device):
         needed = [f"data.path={chats}", f"data.tokenizer={save_tokenizer(tmp_path / 'tokenizer')}"]
     overrides = tiny(tmp_path, f"{group}={option}", f"trainer.accelerator={device.type}", *needed)
     with composed(tmp_path, *overrides) as cfg:
-        trainer, lit_gpt, data = train.build(cfg)
+        trainer, lit_gpt, data = training.build(cfg)
     assert trainer.max_steps == 20 and trainer.accumulate_grad_batches == 4
     assert lit_gpt.model.config.vocab_size == data.vocab_size
     assert data.seq_len == 64
@@ -53,7 +53,7 @@ def test_no_option_repeats_what_its_base_says(base):
 
 def test_the_choices_name_the_option_of_each_group(tmp_path):
     with composed(tmp_path, "preset=cpu", "attention=naive", "optimizer=adamw_bf16", "logger=csv") as cfg:
-        found = train.to_container(cfg)["choices"]
+        found = run_config.to_container(cfg)["choices"]
     assert found == {
         "preset": "cpu", "experiment": None, "model": "nano", "attention": "naive", "data": "stdlib",
         "memory": "default", "adapter": "none", "optimizer": "adamw_bf16", "scheduler": "warmup_cosine",
@@ -63,7 +63,7 @@ def test_the_choices_name_the_option_of_each_group(tmp_path):
 
 def test_a_base_is_no_option(tmp_path):
     with composed(tmp_path, "data=_base") as cfg, pytest.raises(ValueError, match=r"data\._target_ must be given"):
-        train.build(cfg)
+        run_config.check(cfg)
 
 
 @pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("[!_]*.yaml")), ids=lambda path: path.stem)
@@ -120,7 +120,8 @@ def test_presets_are_what_the_readme_says(tmp_path):
 def test_impossible_values_are_named(overrides, message, tmp_path):
     with pytest.raises((ValueError, HydraException), match=message):  # noqa: SIM117
         with composed(tmp_path, *tiny(tmp_path, *overrides)) as cfg:
-            train.train(cfg)
+            run_config.check(cfg)
+            training.train(cfg)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
@@ -130,7 +131,7 @@ def test_flash_needs_cuda_or_the_interpreter(tmp_path, monkeypatch):
         composed(tmp_path, *tiny(tmp_path, "attention=flash")) as cfg,
         pytest.raises(ValueError, match="needs a CUDA GPU"),
     ):
-        train.build(cfg)
+        training.build(cfg)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-import train
+from fa_train import training
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
 from scripts import export_hf
 from scripts.bench import compare_finetune
@@ -95,7 +95,7 @@ def test_the_exported_template_is_the_one_of_the_training(tmp_path):
     (tmp_path / "template.jinja").write_text(PLAIN)
     overrides = [f"data.chat_template={tmp_path / 'template.jinja'}", "max_steps=1", "trainer.val_check_interval=1"]
     with composed(tmp_path / "run", *settings(tmp_path), *overrides) as cfg:
-        train.train(cfg)
+        training.train(cfg)
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "exported").chat_template == PLAIN
 
 
@@ -109,7 +109,7 @@ def test_an_export_that_fails_leaves_the_checkpoint_and_nothing_half(tmp_path, m
         composed(tmp_path / "run", *settings(tmp_path), *overrides) as cfg,
         pytest.raises(ValueError, match=r"the run is finished, but .*exported could not be .* No space left") as caught,
     ):
-        train.train(cfg)
+        training.train(cfg)
     [checkpoint] = (tmp_path / "run").rglob("*.ckpt")
     assert f"scripts.export_hf {checkpoint}" in str(caught.value)
     assert torch.load(checkpoint, weights_only=True)["global_step"] == 2
@@ -131,9 +131,9 @@ def test_a_run_that_does_not_finish_exports_nothing(error, tmp_path, monkeypatch
     with composed(tmp_path / "run", *settings(tmp_path)) as cfg:
         if isinstance(error, SIGTERMException):
             with pytest.raises(SystemExit, match="143"):
-                train.train(cfg)
+                training.train(cfg)
         else:
-            assert train.train(cfg)["oom"] == 1
+            assert training.train(cfg)["oom"] == 1
     assert list((tmp_path / "run").rglob("*.ckpt")) and not list((tmp_path / "run").glob("exported*"))
 
 
@@ -142,7 +142,7 @@ def test_an_export_needs_checkpoints(tmp_path):
         composed(tmp_path, *settings(tmp_path), "callbacks.checkpoint=null") as cfg,
         pytest.raises(ValueError, match=r"export=true must have checkpoints .* got callbacks.checkpoint=null"),
     ):
-        train.train(cfg)
+        training.train(cfg)
 
 
 @pytest.mark.parametrize("run", ["none"], indirect=True)
@@ -189,17 +189,17 @@ def test_rows_are_no_longer_than_the_checkpoint_reaches(tmp_path):
             "seq_len must be at most the 64 tokens that the checkpoint supports; got 256. Use experiment=extend_context"
         )
         with pytest.raises(ValueError, match=message):
-            train.build(cfg)
+            training.build(cfg)
     for apart in (["data.max_doc_len=64"], ["model.rope_scaling={rope_type: dynamic, factor: 4}"]):
         with composed(tmp_path, *settings(tmp_path), "seq_len=256", *apart) as cfg:
-            train.build(cfg)
+            training.build(cfg)
     with (
         composed(
             tmp_path, *settings(tmp_path), "seq_len=256", "data.max_doc_len=64", "data.reset_positions=false"
         ) as cfg,
         pytest.raises(ValueError, match=message),
     ):
-        train.build(cfg)
+        training.build(cfg)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_rows_are_no_longer_than_the_checkpoint_reaches(tmp_path):
 @torch.no_grad()
 def test_extension_is_exported(overrides, parameters, reach, tmp_path):
     with composed(tmp_path, *extended(tmp_path, *overrides)) as cfg:
-        _, lit_gpt, data = train.build(cfg)
+        _, lit_gpt, data = training.build(cfg)
         save_pretrained(lit_gpt.model, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert parameters.items() <= config["rope_parameters"].items() and config["max_position_embeddings"] == reach

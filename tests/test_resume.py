@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
-import train
+from fa_train import training
 from tests.support.processes import start_server
 from tests.support.training import column, composed, tiny, write_corpus
 from tests.test_train import processes_can_talk, ranks_of_torchrun
@@ -38,7 +38,7 @@ def run(folder: Path, *overrides: str) -> Path:
     """Trains in this process and returns the run's folder."""
     folder.mkdir()
     with composed(folder, *tiny(folder.parent, *SMALL, *overrides)) as cfg:
-        train.train(cfg)
+        training.train(cfg)
     return folder
 
 
@@ -179,7 +179,7 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
     def train_in(name: str, *overrides: str) -> Path:
         (shared / name).mkdir(exist_ok=True)
         with composed(shared / name, *tiny(shared, *SMALL, *overrides)) as cfg:
-            trainer, lit_gpt, data = train.build(cfg)
+            trainer, lit_gpt, data = training.build(cfg)
             trainer.fit(lit_gpt, datamodule=data, ckpt_path=cfg.ckpt_path)
         if overrides[0] == DDP[0]:
             weights = torch.cat([p.detach().flatten().float() for p in lit_gpt.parameters()])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import train
+from fa_train import training
 from tests.support import processes
 from tests.support.training import (
     RECORDED,
@@ -32,7 +32,7 @@ def run(tmp_path, *overrides, name="run"):
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     with composed(folder, *tiny(tmp_path, *overrides)) as cfg:
-        return train.train(cfg), folder
+        return training.train(cfg), folder
 
 
 @pytest.mark.parametrize("attention", ["sdpa", pytest.param("flash", marks=pytest.mark.gpu)])
@@ -70,7 +70,7 @@ def test_validation_does_not_depend_on_micro_batches(tmp_path):
 def test_labels_are_counted_exactly_with_bf16_weights(tmp_path):
     """Lightning converts floating-point buffers to bf16, which cannot represent most counts above 256."""
     with composed(tmp_path, *tiny(tmp_path, "trainer.precision=bf16-true")) as cfg:
-        trainer, lit_gpt, _ = train.build(cfg)
+        trainer, lit_gpt, _ = training.build(cfg)
     trainer.precision_plugin.convert_module(lit_gpt)
     lit_gpt.on_fit_start()
     assert next(lit_gpt.parameters()).dtype == torch.bfloat16

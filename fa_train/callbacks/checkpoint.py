@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from fa_train.bounds import PositiveInt
-from fa_train.callbacks.monitor import DivergedError, monitor_of, results
+from fa_train.callbacks.monitor import monitor_of, results
 from fa_train.checkpoints.files import (
     PARTIAL,
     SUFFIX,
@@ -20,6 +20,7 @@ from fa_train.checkpoints.files import (
     remove_partial,
     rename_into_place,
 )
+from fa_train.errors import DivergedError
 from fa_train.models.hf.export import Build, export_run
 from fa_train.parallel.fsdp import FullyShardedStrategy, local
 from fa_train.parallel.launched_ranks import wait_for_other_ranks

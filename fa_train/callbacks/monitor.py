@@ -16,15 +16,12 @@ from torch.optim import Optimizer
 
 from fa_train.bounds import PositiveInt
 from fa_train.callbacks.timestamp import Timestamp
+from fa_train.errors import DivergedError
 from fa_train.flops import peak_flops, train_flops
 from fa_train.lit_gpt import LitGPT
 from fa_train.parallel.launched_ranks import wait_for_other_ranks
 
 GIB = 2**30
-
-
-class DivergedError(RuntimeError):
-    """Too many consecutive optimizer steps had gradients that were not finite."""
 
 
 @dataclass(frozen=True)
@@ -192,10 +189,3 @@ def memory(device: torch.device) -> dict[str, float]:
 def results(trainer: L.Trainer) -> dict[str, float]:
     """Returns a run's metrics. They include oom=1 if it ran out of memory."""
     return monitor_of(trainer).summary()
-
-
-def optimized(result: dict[str, float], metric: str) -> float:
-    """Returns the metric that a sweeper optimizes, or NaN if memory ran out. Raises: ValueError if it is missing."""
-    if metric not in result and "oom" not in result:
-        raise ValueError(f"optimized_metric must be a metric of this run: {', '.join(sorted(result))}; got {metric}")
-    return result.get(metric, float("nan"))

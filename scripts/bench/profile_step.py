@@ -41,6 +41,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 import train
+from fa_train import run_config, training
 from fa_train.callbacks.monitor import GIB
 from fa_train.lit_gpt import LitGPT
 from scripts.bench.provenance import describe
@@ -206,7 +207,8 @@ def profile_step(cfg: DictConfig, folder: Path) -> None:
     """Trains for as many steps as needed and writes the results to `folder`."""
     cfg.max_steps = WARMUP + 2
     cfg.callbacks.checkpoint = None  # the run is thrown away
-    trainer, lit_gpt, data = train.build(cfg)
+    run_config.check(cfg)
+    trainer, lit_gpt, data = training.build(cfg)
     assert isinstance(lit_gpt, LitGPT)
     profiler = StepProfiler(folder)
     # The profiler comes before the callbacks that wait for the device.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
-import train
+from fa_train import training
 from fa_train.callbacks.monitor import DivergedError
 from tests.support.processes import start_server
 from tests.support.training import column, command_line, composed, tiny, write_corpus
@@ -92,7 +92,7 @@ def run(folder: Path, corpus: Path, *overrides: str) -> Path:
     """Trains in this process and returns the run's folder."""
     folder.mkdir()
     with composed(folder, *tiny(corpus, *SMALL, *overrides)) as cfg:
-        train.train(cfg)
+        training.train(cfg)
     return folder
 
 
@@ -135,7 +135,7 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
                 composed(path, *tiny(Path(folder), *SMALL, *overrides, *how)) as cfg,
                 patch.object(dist, "barrier", wraps=dist.barrier) as barrier,
             ):
-                train.train(cfg)
+                training.train(cfg)
             assert barrier.call_count < steps // 2, "NCCL's barrier waits for the GPU, so no step may have one"
     dist.destroy_process_group()
 

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.utilities import _scan_checkpoints
 
-import train
+from fa_train import run_config, training
 from fa_train.parallel.sharded_checkpoint import require_whole
 from tests.support.training import column, command_line, composed, tiny
 from tests.test_train import start_and_finish
@@ -26,7 +26,7 @@ def run(folder: Path, tmp_path: Path, *overrides: str) -> list[str]:
     """Trains in this process and returns the names of the checkpoints that are left."""
     folder.mkdir(parents=True, exist_ok=True)
     with composed(folder, *tiny(tmp_path, *overrides)) as cfg:
-        train.train(cfg)
+        training.train(cfg)
     return checkpoints(folder)
 
 
@@ -260,4 +260,4 @@ def test_impossible_settings_are_named(override, message, tmp_path):
         composed(tmp_path, *tiny(tmp_path, f"callbacks.checkpoint.{override}")) as cfg,
         pytest.raises(Exception, match=message),
     ):
-        train.build(cfg)
+        run_config.check(cfg)

@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import train
+from fa_train import training
 from fa_train.memory.memory import Memory
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
@@ -326,7 +326,7 @@ def test_a_run_trains_adapters_and_resumes(tmp_path):
             tmp_path, "adapter=lora", "optimizer.lr=0.02", "max_steps=8", "scheduler.max_steps=8", *overrides
         )
         with composed(folder, *settings) as cfg:
-            train.train(cfg)
+            training.train(cfg)
         return column(folder, "train/loss")
 
     whole = run(tmp_path / "whole")
@@ -341,6 +341,6 @@ def test_a_run_trains_adapters_and_resumes(tmp_path):
 
 def test_no_adapter_is_the_model_itself(tmp_path):
     with composed(tmp_path, *tiny(tmp_path)) as cfg:
-        model = train.build(cfg)[1].model
+        model = training.build(cfg)[1].model
     assert all(p.requires_grad for p in model.parameters())
     assert {type(module) for module in model.modules() if isinstance(module, nn.Linear)} == {nn.Linear}

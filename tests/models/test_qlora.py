@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import train
+from fa_train import training
 from fa_train.models.gpt import GPT
 from fa_train.models.lora import LoRALinear, adapted, adapter_tensors, adapters_of, merge, quantized
 from tests.memory.support.small import compile_blocks, levers, small_gpt, step, stream
@@ -136,7 +136,7 @@ def test_a_missing_torchao_is_named(monkeypatch, tmp_path):
         composed(tmp_path, *tiny(tmp_path, "adapter=qlora")) as cfg,
         pytest.raises(ValueError, match=r"adapter.quantization=nf4 must have torchao==0.18.0"),
     ):
-        train.build(cfg)
+        training.build(cfg)
 
 
 def test_a_run_learns_and_resumes(tmp_path):
@@ -146,7 +146,7 @@ def test_a_run_learns_and_resumes(tmp_path):
             tmp_path, "adapter=qlora", "optimizer.lr=0.02", "max_steps=8", "scheduler.max_steps=8", *overrides
         )
         with composed(tmp_path / name, *settings) as cfg:
-            train.train(cfg)
+            training.train(cfg)
         return column(tmp_path / name, "train/loss")
 
     whole = run("whole")

@@ -15,7 +15,7 @@ from hydra.utils import instantiate
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import train
+from fa_train import training
 from fa_train.lit_gpt import scale_or_skip
 from fa_train.optim.adamw import adamw, adamw_8bit, adamw_bf16, adamw_offload
 from fa_train.optim.schedule import warmup_cosine
@@ -272,7 +272,7 @@ def test_a_run_goes_on_from_states_of_8_bits(tmp_path):
                 f"ckpt_path={checkpoint[0] if checkpoint else 'null'}",
             )
             with composed(folder, *overrides) as cfg:
-                train.train(cfg)
+                training.train(cfg)
         losses.append(column(folder, "train/loss"))
     assert list(losses[1]) == [5, 6]
     for step, loss in losses[1].items():

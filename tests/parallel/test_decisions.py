@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-import train
+from fa_train import training
 from fa_train.memory.memory import Levers
 from fa_train.parallel.decisions import INHERITED, decided_by_rank_zero, fresh_folder
 from fa_train.parallel.fsdp import FullyShardedStrategy
@@ -94,7 +94,7 @@ def in_two_processes(rank: int, tmp_path: Path, environments: list[dict[str, str
         patch("fa_train.checkpoints.resume.finished", lambda *arguments: None),
         patch("lightning.Trainer.fit", lambda *arguments, ckpt_path, **options: started.append(ckpt_path)),
     ):
-        train.train(cfg)
+        training.train(cfg)
         assert {name: cfg.memory[name] for name in asdict(levers[0])} == asdict(levers[0])
     assert started == ["of_rank_zero.ckpt"]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-import train
+from fa_train import training
 from fa_train.callbacks.checkpoint import Checkpoint
 from fa_train.checkpoints.files import CheckpointError
 from fa_train.memory.loss import LinearCrossEntropy
@@ -81,7 +81,7 @@ def train_in(folder: Path, corpus: Path, *overrides: str) -> Path:
             settings = OmegaConf.masked_copy(cfg, [str(name) for name in cfg if name != "hydra"])
             OmegaConf.save(settings, folder / ".hydra" / "config.yaml")
             OmegaConf.save(HydraConfig.instance().cfg, folder / ".hydra" / "hydra.yaml")
-        train.train(cfg)
+        training.train(cfg)
     return folder
 
 
@@ -168,7 +168,7 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
 def refuse(shared: Path, case: str) -> None:
     """Every rank raises the error and runs no code in a sharded checkpoint, even without the check of ckpt_path."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.resume, "checkpoint_path", lambda path, *_: path)
+        patch.setattr(training.resume, "checkpoint_path", lambda path, *_: path)
         with pytest.raises(CheckpointError, match="is damaged or is not a checkpoint of"):
             train_in(shared / f"from_{case}", shared, *RANKS, f"ckpt_path={shared}/{case}.ckpt")
     assert not (shared / "ran").exists()
@@ -287,7 +287,7 @@ def test_one_rank_goes_on_from_two(shared, whole_run, sharded_run):
 
 
 def test_last_is_the_newest_folder(sharded_run):
-    found = train.resume.checkpoint_path("last", sharded_run)
+    found = training.resume.checkpoint_path("last", sharded_run)
     assert found == str(sharded_run / "checkpoints/step_0000006.ckpt")
 
 
@@ -310,7 +310,7 @@ def test_what_cannot_be_sharded_is_named_before_anything_is_computed(overrides, 
         composed(tmp_path, *tiny(tmp_path, *(f"{name}={value}" for name, value in settings.items()))) as cfg,
         pytest.raises(ValueError, match=message),
     ):
-        train.build(cfg)
+        training.build(cfg)
 
 
 @pytest.mark.parametrize(
@@ -390,7 +390,7 @@ def test_weights_in_host_memory_have_the_numbers_of_a_device(drawing, tmp_path):
         for context in (torch.device(drawing), InitOnDevice(torch.device(drawing))):
             torch.manual_seed(0)
             with context:
-                models.append(train.build_model(cfg, 259))
+                models.append(training.build_model(cfg, 259))
             after.append(torch.rand(3, device=drawing))
     there, here = (dict(model.named_parameters()) for model in models)
     assert all(parameter.device.type == "cpu" for parameter in here.values())
@@ -408,9 +408,9 @@ def test_only_random_values_come_from_the_other_device():
 
 def test_a_sharded_run_draws_on_its_device(tmp_path, monkeypatch):
     devices = []
-    monkeypatch.setattr(train, "InitOnDevice", lambda device: devices.append(device) or nullcontext())
+    monkeypatch.setattr(training, "InitOnDevice", lambda device: devices.append(device) or nullcontext())
     with composed(tmp_path, *tiny(tmp_path, *RANKS)) as cfg:
-        trainer, lit_gpt, _ = train.build(cfg)
+        trainer, lit_gpt, _ = training.build(cfg)
     assert devices == [trainer.strategy.root_device] and lit_gpt.device.type == "cpu"
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-import train
+from fa_train import training
 from fa_train.memory.memory import Levers
 from fa_train.memory.planner import run as planner
 from fa_train.memory.planner.levers import longest_of_all_levers, longest_seq_len
@@ -237,7 +237,7 @@ def test_train_fills_in_what_auto_chose(tmp_path, monkeypatch):
     chosen = Levers("selective", True, 32)
     monkeypatch.setattr(planner, "fastest_levers", lambda plan, device, processes: chosen)
     with composed(tmp_path, *tiny(tmp_path, "memory=auto")) as cfg:
-        _, lit_gpt, _ = train.build(cfg)
+        _, lit_gpt, _ = training.build(cfg)
         assert {name: cfg.memory[name] for name in asdict(chosen)} == asdict(chosen), "loggers record these values"
     model = lit_gpt.model
     assert model.offload is not None
@@ -260,7 +260,7 @@ def test_train_prints_how_far_auto_reaches(tmp_path):
     lengths = []
     for memory in ("auto", "none"):
         with composed(tmp_path, *tiny(tmp_path, f"memory={memory}", "attention=flash")) as cfg:
-            train.fill_in_levers(cfg, trainer, vocab_size=257)
+            training.fill_in_levers(cfg, trainer, vocab_size=257)
         lengths.append(int(printed[-1].rpartition(" ")[2].replace(",", "")))
     assert lengths[0] > lengths[1] > 0
 
@@ -277,10 +277,10 @@ def test_a_sweep_lets_a_run_find_out_that_it_does_not_fit(in_sweep, tmp_path, mo
         raise planner.DoesNotFitError("too large")
 
     monkeypatch.setattr(planner, "require_memory", refuse)
-    monkeypatch.setattr(train, "in_sweep", lambda: in_sweep)
+    monkeypatch.setattr(training, "in_sweep", lambda: in_sweep)
     with composed(tmp_path, *tiny(tmp_path)) as cfg:
         if in_sweep:
-            train.build(cfg)
+            training.build(cfg)
         else:
             with pytest.raises(planner.DoesNotFitError):
-                train.build(cfg)
+                training.build(cfg)

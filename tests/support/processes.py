@@ -1,4 +1,4 @@
-"""Runs programs in new processes forked from one that has imported train.py, because the imports take many seconds."""
+"""Runs programs in new processes forked from one that has imported all of train.py, because that takes many seconds."""
 
 import multiprocessing
 import os
@@ -25,7 +25,7 @@ def start_server() -> None:
     """Starts the server that forks the processes. It finds modules by PYTHONPATH, not by this process's sys.path."""
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     with patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(paths)}):
-        forkserver.set_forkserver_preload(["train"])
+        forkserver.set_forkserver_preload(["train", "fa_train.training"])
         forkserver.ensure_running()
 
 

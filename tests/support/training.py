@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from omegaconf import DictConfig, open_dict
 from torch import Tensor
 
+import train  # noqa: F401  registers the resolvers that conf/train.yaml needs
 from tests.support import processes
 from tests.support.processes import REPOSITORY
 

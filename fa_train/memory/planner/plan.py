@@ -6,10 +6,10 @@ from typing import Literal, get_args
 import torch
 
 from fa_kernels.device import Arch
+from fa_train.bounds import Precision
 from fa_train.memory.memory import Levers
 from fa_train.models.config import ModelConfig
 
-Precision = Literal["32-true", "bf16-mixed", "bf16-true"]  # fp16 would also need dynamic loss scaling
 OptimizerKind = Literal["adamw", "adamw_8bit", "adamw_bf16", "adamw_offload"]
 
 

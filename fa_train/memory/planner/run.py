@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fa_kernels.device import Arch, arch_of
+from fa_train.bounds import Precision
 from fa_train.memory.memory import Levers
 from fa_train.memory.offload import available_host_bytes, require_host_memory
 from fa_train.memory.planner.levers import (
@@ -20,7 +21,7 @@ from fa_train.memory.planner.levers import (
     next_lever,
     with_levers,
 )
-from fa_train.memory.planner.plan import OptimizerKind, Plan, Precision, RunSize
+from fa_train.memory.planner.plan import OptimizerKind, Plan, RunSize
 from fa_train.memory.planner.predict import COMPONENTS, GIB, Prediction, predict
 from fa_train.memory.planner.weights import parameter_sizes, trained_sizes
 from fa_train.models.gpt import GPT

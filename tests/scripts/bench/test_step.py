@@ -9,7 +9,7 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-import train
+from fa_train import training
 from scripts.bench import step
 from scripts.bench.step import (
     Case,
@@ -143,7 +143,7 @@ def test_ours_takes_the_steps_of_a_run(tmp_path):
     own += ["preset=cpu", "model=nano", "attention=sdpa", "seq_len=64", "max_steps=4", "data=synthetic", "batch_size=1"]
     own += ["data.vocab_size=259", "trainer.accelerator=cpu", "logger=csv", "callbacks.checkpoint=null", *TINY]
     with composed(tmp_path, *own) as cfg:
-        train.train(cfg)
+        training.train(cfg)
     times = StepTimes(2, slow_step=60)
     torch.manual_seed(0)
     measure_ours(configuration(CASE), torch.device("cpu"), times)

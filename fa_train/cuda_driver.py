@@ -1,0 +1,36 @@
+"""Asks the CUDA driver for GPUs. Unlike torch.cuda.is_available(), this does not import torch, which takes seconds."""
+
+import ctypes
+import runpy
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def has_gpu() -> bool:
+    """Returns whether torch can use a GPU: what torch.cuda.is_available() returns. CUDA_VISIBLE_DEVICES counts.
+
+    Like that function, it initialises CUDA in this process.
+    """
+    runtime = torch_cuda_version()
+    if runtime is None:
+        return False
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False  # no driver
+    version, gpus = ctypes.c_int(), ctypes.c_int()
+    errors = [
+        driver.cuInit(0),
+        driver.cuDriverGetVersion(ctypes.byref(version)),
+        driver.cuDeviceGetCount(ctypes.byref(gpus)),
+    ]
+    is_new_enough = version.value // 1000 >= int(runtime.partition(".")[0])  # 12080 is CUDA 12.8
+    return not any(errors) and is_new_enough and gpus.value > 0
+
+
+def torch_cuda_version() -> str | None:
+    """Returns torch.version.cuda: the CUDA version that torch was built with, such as "12.8". None in a CPU build."""
+    torch = find_spec("torch")
+    assert torch is not None and torch.origin is not None
+    cuda: str | None = runpy.run_path(str(Path(torch.origin).with_name("version.py")))["cuda"]
+    return cuda

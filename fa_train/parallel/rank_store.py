@@ -1,0 +1,68 @@
+"""Exchanges decisions between ranks that torchrun or srun started, before their process group exists."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from torch.distributed import DistStoreError, TCPStore
+
+PATIENCE = timedelta(minutes=10)  # how long to wait for rank 0, which may start later than the others
+GOODBYE = timedelta(seconds=10)  # how long rank 0 waits for the others to read its error
+_ASKED: Counter[str] = Counter()  # how often this process has asked each question; equal on all ranks
+
+
+def launched_ranks() -> ClusterEnvironment | None:
+    """Returns Lightning's cluster environment if torchrun or srun started several ranks, otherwise None."""
+    for environment in (TorchElasticEnvironment, SLURMEnvironment):
+        if environment.detect():
+            found = environment()
+            return found if found.world_size() > 1 else None
+    return None
+
+
+@cache
+def _store() -> TCPStore:
+    """Returns the store of torchrun's agent, or else a store that rank 0 hosts.
+
+    Rank 0 hosts it until it exits, because other ranks may be late.
+    """
+    ranks = launched_ranks()
+    assert ranks is not None
+    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return TCPStore(
+        ranks.main_address,
+        ranks.main_port,
+        is_master=ranks.global_rank() == 0 and not of_agent,
+        timeout=PATIENCE,
+        wait_for_workers=False,
+        multi_tenant=True,  # the process group's store has the same address
+    )
+
+
+def decided_through_store(ranks: ClusterEnvironment, question: str, decide: Callable[[], Any]) -> Any:
+    """Calls decide() on rank 0 and returns its result on all ranks. Raises: on all ranks, the ValueError of rank 0."""
+    store = _store()
+    _ASKED[question] += 1
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the agent's store outlives its workers
+    key = f"fa_train/{restarts}/{question}/{_ASKED[question]}"
+    if ranks.global_rank() == 0:
+        try:
+            answer = decide()
+        except ValueError as error:
+            store.set(key, json.dumps({"error": str(error)}))
+            with suppress(DistStoreError):  # this process may host the store: wait until all have read
+                store.wait([f"{key}/{rank}" for rank in range(1, ranks.world_size())], GOODBYE)
+            raise
+        store.set(key, json.dumps({"answer": answer}))
+        return answer
+    told = json.loads(store.get(key))
+    if "error" in told:
+        store.set(f"{key}/{ranks.global_rank()}", "read")
+        raise ValueError(told["error"])
+    return told["answer"]

@@ -1,0 +1,71 @@
+"""What needs neither torch nor Lightning answers without importing them, because that takes seconds."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fa_train import cuda_driver
+from fa_train.cuda_driver import has_gpu, torch_cuda_version
+from tests.support.processes import REPOSITORY
+from tests.support.training import quiet_environment
+
+HEAVY = {"torch", "lightning", "triton", "transformers", "wandb", "fa_kernels"}
+
+
+@pytest.mark.parametrize(
+    ("command", "answer"),
+    [
+        pytest.param(["train.py", "--help"], "logger: csv, tensorboard, wandb", id="help"),
+        pytest.param(["train.py", "--cfg", "job"], "max_steps: ", id="config"),
+        pytest.param(["train.py", "model.n_layer=3"], "unknown key model.n_layer; did you mean", id="unknown-key"),
+        pytest.param(["train.py", "seq_len=-1"], "seq_len must be a positive integer; got -1", id="wrong-value"),
+        pytest.param(["train.py", "data=sft"], "data.path and data.tokenizer must be given", id="missing"),
+        pytest.param(["-m", "scripts.prepare_data", "--help"], "Tokenises and packs", id="prepare_data"),
+    ],
+)
+def test_an_answer_that_needs_no_torch_does_not_import_it(command, answer, tmp_path):
+    command = [str(REPOSITORY / word) if word.endswith(".py") else word for word in command]
+    paths = f"{REPOSITORY}:{REPOSITORY / 'kernels'}"
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", *command], cwd=tmp_path, env=quiet_environment() | {"PYTHONPATH": paths},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert answer in done.stdout + done.stderr
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time")}
+    assert "omegaconf" in imported
+    assert not imported & HEAVY
+
+
+def test_the_driver_and_torch_agree_on_whether_there_is_a_gpu():
+    assert torch_cuda_version() == torch.version.cuda
+    assert has_gpu() == torch.cuda.is_available()
+
+
+def fake_driver(error: int, version: int, gpus: int) -> SimpleNamespace:
+    """Returns a driver whose functions write these answers to the addresses that they get."""
+
+    def writes(value):
+        return lambda pointer: setattr(pointer._obj, "value", value) or 0
+
+    return SimpleNamespace(
+        cuInit=lambda flags: error, cuDriverGetVersion=writes(version), cuDeviceGetCount=writes(gpus)
+    )
+
+
+@pytest.mark.parametrize(
+    ("driver", "expected"),
+    [
+        pytest.param(fake_driver(0, 12040, 2), True, id="same-major-version"),
+        pytest.param(fake_driver(0, 13000, 1), True, id="newer"),
+        pytest.param(fake_driver(0, 11080, 1), False, id="too-old-for-torch"),
+        pytest.param(fake_driver(0, 12080, 0), False, id="no-visible-device"),
+        pytest.param(fake_driver(100, 12080, 1), False, id="cannot-initialise"),
+    ],
+)
+def test_a_gpu_counts_if_torch_can_use_it(driver, expected, monkeypatch):
+    monkeypatch.setattr(cuda_driver, "torch_cuda_version", lambda: "12.8")
+    monkeypatch.setattr("ctypes.CDLL", lambda name: driver)
+    assert has_gpu() is expected
