@@ -1,4 +1,4 @@
-"""Number types with bounds, and precisions, for type hints. fa_train.settings checks conf/ against these hints."""
+"""Number types with bounds, and names of dtypes, for type hints. fa_train.settings checks conf/ against these hints."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -17,3 +17,4 @@ Fraction = Annotated[float, Ge(0), Le(1)]
 FractionBelowOne = Annotated[float, Ge(0), Lt(1)]
 Betas = Annotated[Sequence[FractionBelowOne], Len(2, 2)]
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]  # fp16 would also need dynamic loss scaling
+Dtype = Literal["float32", "bfloat16", "float16"]  # of stored weights

@@ -9,149 +9,29 @@ is 139.8, as on an H200. With memory=auto, the script prints the longest seq_len
 """
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 if not __package__:  # run as a file: import from the repository, not from scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import torch
 from hydra.errors import HydraException
-from hydra.utils import instantiate
-from omegaconf import DictConfig, ListConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from fa_train.errors import explain
-from fa_train.memory.offload import available_host_bytes
-from fa_train.memory.planner.levers import (
-    fastest_that_fits,
-    fits,
-    longest_of_all_levers,
-    longest_seq_len,
-    next_lever,
-    with_levers,
-)
-from fa_train.memory.planner.plan import Plan
-from fa_train.memory.planner.predict import COMPONENTS, GIB, Prediction, predict
-from fa_train.memory.planner.run import device_bytes, plan_of
-from fa_train.memory.planner.weights import parameter_sizes
-from fa_train.preflight import require_shardable
-from scripts.composed import composed
-
-H200_GIB = 139.8
 
 
-def main(arguments: list[str]) -> str:
-    """Returns the table for these overrides.
+def main(arguments: list[str]) -> None:
+    """Prints the table for train.py's overrides, or one line about a mistake in them."""
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return
+    from scripts.memory_table import memory_table  # imports torch, which takes seconds
 
-    Raises: ValueError, HydraException or OmegaConfBaseException on a mistake.
-    """
-    gpu, rest = _taken("gpu_gib", arguments)
-    host, overrides = _taken("host_gib", rest)
-    gpu_bytes = int(gpu * GIB) if gpu is not None else _gpu_bytes()
-    cfg = composed(overrides)
-    host_bytes = int(host * GIB) if host is not None else available_host_bytes() // _devices(cfg)
-    plan, auto = plan_of_run(cfg), bool(cfg.memory.get("auto"))
-    if auto:
-        plan = with_levers(plan, fastest_that_fits(plan, gpu_bytes, host_bytes) or plan.levers)
-    lines = [table(plan, gpu_bytes, host_bytes, auto=auto)]
-    if cfg.choices.attention != "flash":
-        lines += ["the plan is for attention=flash; other attentions may need more memory"]
-    if not torch.cuda.is_available() and (gpu is None or host is None):
-        assumed = ["an H200's GPU"] * (gpu is None) + ["this machine's host memory"] * (host is None)
-        lines += [f"assumed: {' and '.join(assumed)}; set gpu_gib= and host_gib= to change this"]
-    return "\n".join(lines)
-
-
-def plan_of_run(cfg: DictConfig) -> Plan:
-    """Returns the run's plan from a model without weights. Raises: ValueError if strategy=fsdp cannot shard the run."""
-    with torch.device("meta"):
-        vocab_size = cfg.model.vocab_size or instantiate(cfg.data).vocab_size
-        model = instantiate(cfg.adapter)(instantiate(cfg.model, vocab_size=vocab_size))
-    world_size = _devices(cfg) * cfg.trainer.num_nodes
-    sharded = cfg.choices.strategy == "fsdp"
-    plan = plan_of(
-        model,
-        precision=cfg.trainer.precision,
-        seq_len=cfg.seq_len,
-        rows=cfg.data.micro_batch_size,
-        optimizer=instantiate(cfg.optimizer),
-        accumulates=cfg.batch_size > cfg.data.micro_batch_size * world_size,
-        compiled=cfg.lit_gpt.compile_model,
-        ranks=world_size if sharded else 1,
-    )
-    if sharded:
-        require_shardable(plan.run, samples=cfg.callbacks.get("sample") is not None)
-    return plan
-
-
-def _devices(cfg: DictConfig) -> int:
-    """Returns the number of processes on one machine. auto and -1 use all devices of this machine, at least 1."""
-    devices = cfg.trainer.devices
-    if isinstance(devices, int) and devices > 0:
-        return devices
-    return len(devices) if isinstance(devices, ListConfig) else max(1, torch.cuda.device_count())
-
-
-def table(plan: Plan, gpu_bytes: int, host_bytes: int, auto: bool = False) -> str:
-    """Formats the prediction by component, whether the run fits, and the longest seq_len that fits.
-
-    auto: compute the longest seq_len with any levers, instead of the plan's levers.
-    """
-    prediction, run = predict(plan), plan.run
-    longest = (longest_of_all_levers if auto else longest_seq_len)(plan, gpu_bytes, host_bytes)
-    levers = ", ".join(f"{name}={value}" for name, value in asdict(plan.levers).items())
-    change = next_lever(plan, gpu_bytes, host_bytes)
-    lines = [
-        f"{sum(parameter_sizes(plan.model)) / 1e9:.2f}B parameters, {run.tokens:,} tokens at a time, {run.precision}, "
-        f"{run.optimizer}, {'compiled' if run.compiled else 'not compiled'}",
-        f"memory: {levers}",
-        "",
-        *(_line(name.replace("_", " "), getattr(prediction, name)) for name in COMPONENTS),
-        _line("GPU", prediction.gpu_bytes) + f" of {gpu_bytes / GIB:.1f}, peak at {prediction.moment}",
-        _line("host", prediction.host) + f" of {host_bytes / GIB:.1f}",
-        "",
-        f"fits: {_answer(prediction, gpu_bytes, host_bytes)}",
-        f"longest seq_len that fits: {longest:,}",
-    ]
-    return "\n".join([*lines, f"next lever: {change}"] if change else lines)
-
-
-def _answer(prediction: Prediction, gpu_bytes: int, host_bytes: int) -> str:
-    if fits(prediction, gpu_bytes, host_bytes):
-        return "yes"
-    over = {"GPU": prediction.gpu_bytes - gpu_bytes, "host": prediction.host - host_bytes}
-    return "no, " + " and ".join(f"{n / GIB:.1f} GiB too much for the {name}" for name, n in over.items() if n > 0)
-
-
-def _line(name: str, nbytes: int) -> str:
-    return f"{name:<16}{nbytes / GIB:8.2f} GiB"
-
-
-def _taken(name: str, arguments: list[str]) -> tuple[float | None, list[str]]:
-    """Returns the value of name=value, or None, and the other arguments."""
-    values = [argument.partition("=")[2] for argument in arguments if argument.startswith(f"{name}=")]
-    others = [argument for argument in arguments if not argument.startswith(f"{name}=")]
-    if not values:
-        return None, others
     try:
-        value = float(values[-1])
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{name} must be a positive number; got {values[-1]}")
-    return value, others
-
-
-def _gpu_bytes() -> int:
-    return device_bytes(torch.device("cuda")) if torch.cuda.is_available() else int(H200_GIB * GIB)
+        print(memory_table(arguments))
+    except (ValueError, HydraException, OmegaConfBaseException) as error:
+        sys.exit(f"error: {explain(error)}")
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(__doc__)
-        sys.exit()
-    try:
-        print(main(sys.argv[1:]))
-    except (ValueError, HydraException, OmegaConfBaseException) as error:
-        sys.exit(f"error: {explain(error)}")
+    main(sys.argv[1:])

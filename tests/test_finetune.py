@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from fa_train import training
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
-from scripts import export_hf
+from scripts import trained_model
 from scripts.bench import compare_finetune
 from tests.data.support.chats import PLAIN, many_chats, save_tokenizer, write_jsonl
 from tests.support.training import column, command_line, composed, write_corpus
@@ -71,7 +71,7 @@ def test_a_run_leaves_what_was_trained_in_its_folder(run, tmp_path):
     [checkpoint] = run.rglob("*.ckpt")
     stream = torch.arange(50) * 7 % 400
     theirs = AutoModelForCausalLM.from_pretrained(run / "exported", dtype=torch.float32).eval()
-    trained, step = export_hf.load(checkpoint, OmegaConf.load(run / ".hydra" / "config.yaml"))
+    trained, step = trained_model.load(checkpoint, OmegaConf.load(run / ".hydra" / "config.yaml"))
     exact = theirs(stream[None]).logits[0]
     assert step == STEPS
     for ours in (trained, load_pretrained(run / "exported", attention="sdpa")):
@@ -82,9 +82,9 @@ def test_a_run_leaves_what_was_trained_in_its_folder(run, tmp_path):
     assert "| Optimizer steps | 12 |" in (run / "exported" / "README.md").read_text()
 
     has_adapter = "lora" in str(run)
-    export_hf.export(checkpoint, tmp_path / "exported", [], None)
+    trained_model.export(checkpoint, tmp_path / "exported", [], None)
     if has_adapter:
-        export_hf.export(checkpoint, tmp_path / "exported_adapter", [], None, adapter=True)
+        trained_model.export(checkpoint, tmp_path / "exported_adapter", [], None, adapter=True)
     written = sorted(path.name for path in run.glob("exported*"))
     assert written == ["exported", "exported_adapter"][: 1 + has_adapter]
     for path in tmp_path.rglob("*.*"):

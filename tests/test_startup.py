@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,33 +11,52 @@ import torch
 from fa_train import cuda_driver
 from fa_train.cuda_driver import has_gpu, torch_cuda_version
 from tests.support.processes import REPOSITORY
-from tests.support.training import quiet_environment
+from tests.support.training import quiet_environment, tiny
 
-HEAVY = {"torch", "lightning", "triton", "transformers", "wandb", "fa_kernels"}
+TRAIN = str(REPOSITORY / "train.py")
+
+
+def imports(cwd: Path, *command: str) -> tuple[str, set[str]]:
+    """Runs `python command`. Returns all that it prints and the names of the modules that it imports."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", *command],
+        cwd=cwd,
+        env=quiet_environment() | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'kernels'}"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    lines = [line for line in done.stderr.splitlines() if line.startswith("import time")]
+    return done.stdout + done.stderr, {line.rpartition("|")[2].strip() for line in lines}
 
 
 @pytest.mark.parametrize(
     ("command", "answer"),
     [
-        pytest.param(["train.py", "--help"], "logger: csv, tensorboard, wandb", id="help"),
-        pytest.param(["train.py", "--cfg", "job"], "max_steps: ", id="config"),
-        pytest.param(["train.py", "model.n_layer=3"], "unknown key model.n_layer; did you mean", id="unknown-key"),
-        pytest.param(["train.py", "seq_len=-1"], "seq_len must be a positive integer; got -1", id="wrong-value"),
-        pytest.param(["train.py", "data=sft"], "data.path and data.tokenizer must be given", id="missing"),
+        pytest.param([TRAIN, "--help"], "logger: csv, tensorboard, wandb", id="help"),
+        pytest.param([TRAIN, "--cfg", "job"], "max_steps: ", id="config"),
+        pytest.param([TRAIN, "model.n_layer=3"], "unknown key model.n_layer; did you mean", id="unknown-key"),
+        pytest.param([TRAIN, "seq_len=-1"], "seq_len must be a positive integer; got -1", id="wrong-value"),
+        pytest.param([TRAIN, "data=sft"], "data.path and data.tokenizer must be given", id="missing"),
         pytest.param(["-m", "scripts.prepare_data", "--help"], "Tokenises and packs", id="prepare_data"),
+        pytest.param(["-m", "scripts.plan_memory", "--help"], "Predicts the GPU and host memory", id="plan_memory"),
+        pytest.param(["-m", "scripts.export_hf", "--help"], "write only the LoRA adapter", id="export_hf"),
+        pytest.param(["-m", "scripts.generate", "--help"], "text to continue", id="generate"),
     ],
 )
 def test_an_answer_that_needs_no_torch_does_not_import_it(command, answer, tmp_path):
-    command = [str(REPOSITORY / word) if word.endswith(".py") else word for word in command]
-    paths = f"{REPOSITORY}:{REPOSITORY / 'kernels'}"
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", *command], cwd=tmp_path, env=quiet_environment() | {"PYTHONPATH": paths},
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert answer in done.stdout + done.stderr
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time")}
+    printed, imported = imports(tmp_path, *command)
+    assert answer in printed
     assert "omegaconf" in imported
-    assert not imported & HEAVY
+    assert not imported & {"torch", "lightning", "triton", "transformers", "wandb", "fa_kernels"}
+
+
+@pytest.mark.slow
+def test_a_run_does_not_import_the_libraries_of_other_settings(tmp_path):
+    printed, imported = imports(tmp_path, TRAIN, *tiny(tmp_path, "max_steps=1"))
+    assert "done: " in printed
+    assert "lightning" in imported
+    assert not imported & {"datasets", "liger_kernel", "tensorboard", "torchao", "wandb"}
 
 
 def test_the_driver_and_torch_agree_on_whether_there_is_a_gpu():

@@ -33,7 +33,7 @@ from fa_train.data.packing.rows import IGNORE_INDEX
 from fa_train.errors import explain
 from fa_train.optim.adamw import parameter_groups
 from fa_train.optim.schedule import warmup_cosine
-from scripts.export_hf import saved_config
+from scripts.trained_model import saved_config
 
 FACTS = {  # questions and answers about an island that does not exist, several questions for each fact
     "The lighthouse of Vashmoor is painted green.": [

@@ -17,7 +17,8 @@ from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.models.attention import chunked_attention, flash_attention, naive_attention, sdpa_attention
 from fa_train.models.config import Family
 from fa_train.models.gpt import GPT, Origin
-from scripts.generate import answer, main
+from scripts.answers import answer
+from scripts.generate import main
 from tests.data.support.chats import chat_tokenizer, write_jsonl
 from tests.support.training import command_line, tiny
 

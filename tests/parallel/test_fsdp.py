@@ -35,7 +35,7 @@ from fa_train.parallel.agreement import Agreement
 from fa_train.parallel.fsdp import local, shard, whole
 from fa_train.parallel.init_on_device import InitOnDevice
 from fa_train.parallel.sharded_checkpoint import load_sharded
-from scripts import export_hf
+from scripts import trained_model
 from tests.checkpoints.test_files import Evil
 from tests.memory.support.plans import LLAMA_1B, changed
 from tests.support.processes import start_server
@@ -230,7 +230,7 @@ def test_a_sharded_checkpoint_is_a_folder_with_a_part_a_rank(sharded_run):
 
 def test_a_sharded_run_exports_what_one_process_does(whole_run, sharded_run, tmp_path):
     for run in (whole_run, sharded_run):
-        export_hf.export(run / "checkpoints/step_0000006.ckpt", tmp_path / run.parent.name / run.name, [], None)
+        trained_model.export(run / "checkpoints/step_0000006.ckpt", tmp_path / run.parent.name / run.name, [], None)
     whole, exported = (tmp_path / run.parent.name / run.name for run in (whole_run, sharded_run))
     theirs, ours = (load_file(folder / "model.safetensors") for folder in (whole, exported))
     assert ours.keys() == theirs.keys()
@@ -258,7 +258,7 @@ def test_a_sharded_checkpoint_of_an_adapter_holds_no_base(shared, adapter_run, t
     assert content["state_dict"] and all("lora_" in name for name in content["state_dict"])
     assert_goes_on(train_in(shared / "one_from_two_adapters", shared, *ADAPTER, f"ckpt_path={folder}"), adapter_run)
     for name in ("adapter", "sharded_adapter"):
-        export_hf.export(shared / name / "checkpoints/step_0000006.ckpt", tmp_path / name, [], None)
+        trained_model.export(shared / name / "checkpoints/step_0000006.ckpt", tmp_path / name, [], None)
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("adapter", "sharded_adapter"))
     for name, weight in one.items():
         torch.testing.assert_close(two[name], weight, rtol=1e-4, atol=1e-5, msg=name)

@@ -18,7 +18,7 @@ from fa_train.data.tokens.tokenizer import ByteTokenizer
 from fa_train.models.hf.export import byte_tokenizer, model_card
 from fa_train.models.hf.import_ import load_pretrained
 from fa_train.models.lora import LoRA
-from scripts import export_hf
+from scripts import trained_model
 from tests.checkpoints.test_files import Evil
 from tests.support import processes
 from tests.support.training import column, command_line, quiet_environment, tiny
@@ -74,13 +74,13 @@ def logits(folder: Path) -> torch.Tensor:
 @torch.no_grad()
 def trained(checkpoint: Path) -> torch.Tensor:
     """Returns the logits of the model in the checkpoint."""
-    cfg = OmegaConf.load(export_hf._run_folder(checkpoint) / ".hydra" / "config.yaml")
+    cfg = OmegaConf.load(trained_model._run_folder(checkpoint) / ".hydra" / "config.yaml")
     assert isinstance(cfg, DictConfig)
-    return export_hf.load(checkpoint, cfg)[0](TOKENS)
+    return trained_model.load(checkpoint, cfg)[0](TOKENS)
 
 
 def test_a_run_from_scratch_is_exported(scratch, tmp_path):
-    export_hf.export(scratch, tmp_path / "out", [], None)
+    trained_model.export(scratch, tmp_path / "out", [], None)
     torch.testing.assert_close(logits(tmp_path / "out"), trained(scratch), rtol=1e-4, atol=1e-4)
     tokenizer, text = AutoTokenizer.from_pretrained(tmp_path / "out"), "naïve\t text  \n"
     ids = tokenizer(text).input_ids
@@ -98,7 +98,7 @@ def test_a_run_of_an_earlier_version_is_exported(scratch, tmp_path):
     assert "fa_train.memory.stack.Memory" in recorded.read_text()
     shutil.copy(recorded, run / ".hydra" / "config.yaml")
     for checkpoint, out in ((scratch, tmp_path / "now"), (run / "checkpoints" / scratch.name, tmp_path / "earlier")):
-        export_hf.export(checkpoint, out, [], None)
+        trained_model.export(checkpoint, out, [], None)
     assert (tmp_path / "earlier/config.json").read_text() == (tmp_path / "now/config.json").read_text()
     weights, expected = (load_file(tmp_path / out / "model.safetensors") for out in ("earlier", "now"))
     assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)
@@ -106,11 +106,11 @@ def test_a_run_of_an_earlier_version_is_exported(scratch, tmp_path):
 
 def test_a_fine_tuned_checkpoint_is_exported(finetuned, tmp_path):
     base = finetuned.parents[4] / "base"
-    export_hf.export(finetuned, tmp_path / "out", [], "float32")
+    trained_model.export(finetuned, tmp_path / "out", [], "float32")
     expected = trained(finetuned)
     torch.testing.assert_close(logits(tmp_path / "out"), expected, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(logits(base), expected, atol=1e-2), "training must change the base model"
-    export_hf.export(finetuned, tmp_path / "as-base", [], None)
+    trained_model.export(finetuned, tmp_path / "as-base", [], None)
     weights = load_pretrained(tmp_path / "as-base").token_embedding.weight
     assert weights.dtype == torch.bfloat16, "as the base model is stored"
     config, own = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "as-base", base))
@@ -120,7 +120,7 @@ def test_a_fine_tuned_checkpoint_is_exported(finetuned, tmp_path):
 def test_the_card_says_what_was_trained(scratch, finetuned, tmp_path):
     for checkpoint in (scratch, finetuned):
         out = tmp_path / checkpoint.parents[4].name
-        export_hf.export(checkpoint, out, [], None)
+        trained_model.export(checkpoint, out, [], None)
         card, result = (out / "README.md").read_text(), json.loads((checkpoint.parents[1] / "result.json").read_text())
         rows = [
             "| Optimizer steps | 3 |",
@@ -152,28 +152,28 @@ def test_a_sharded_checkpoint_is_exported(scratch, tmp_path):
     sharded = run / "checkpoints" / "step_3.ckpt"
     dcp.save({"state_dict": content.pop("state_dict")}, checkpoint_id=sharded, no_dist=True)
     torch.save(content, sharded / "meta.pt")
-    export_hf.export(sharded, tmp_path / "sharded", [], None)
-    export_hf.export(scratch, tmp_path / "whole", [], None)
+    trained_model.export(sharded, tmp_path / "sharded", [], None)
+    trained_model.export(scratch, tmp_path / "whole", [], None)
     ours, whole = (tmp_path / name / "model.safetensors" for name in ("sharded", "whole"))
     assert ours.read_bytes() == whole.read_bytes()
 
 
 def test_mistakes_are_named(scratch, tmp_path):
     with pytest.raises(ValueError, match=r"nowhere.ckpt does not exist"):
-        export_hf.export(tmp_path / "nowhere.ckpt", tmp_path / "out", [], None)
+        trained_model.export(tmp_path / "nowhere.ckpt", tmp_path / "out", [], None)
     alone = tmp_path / "alone.ckpt"
     shutil.copy(scratch, alone)
     with pytest.raises(ValueError, match=r"alone.ckpt must be in its run's folder"):
-        export_hf.export(alone, tmp_path / "out", [], None)
+        trained_model.export(alone, tmp_path / "out", [], None)
     with pytest.raises(ValueError, match=r"step_0000003.ckpt does not fit the model: it has no model.blocks.2"):
-        export_hf.export(scratch, tmp_path / "out", ["model.n_layers=3"], None)
+        trained_model.export(scratch, tmp_path / "out", ["model.n_layers=3"], None)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("override", ["foo", "modl.pretrained=moved"])
 def test_an_override_of_no_key_is_named(scratch, tmp_path, override):
     with pytest.raises(ValueError, match=f"^unknown key {override.partition('=')[0].partition('.')[0]}"):
-        export_hf.export(scratch, tmp_path / "out", [override], None)
+        trained_model.export(scratch, tmp_path / "out", [override], None)
     assert not (tmp_path / "out").exists()
 
 
@@ -198,18 +198,18 @@ def test_a_run_with_an_adapter_is_exported(adapter_run, tmp_path):
     kind, base, checkpoint = adapter_run
     expected = trained(checkpoint)
     assert not torch.allclose(logits(base), expected, atol=1e-2), "training must change the logits"
-    export_hf.export(checkpoint, tmp_path / "merged", [], "float32")
+    trained_model.export(checkpoint, tmp_path / "merged", [], "float32")
     torch.testing.assert_close(logits(tmp_path / "merged"), expected, rtol=1e-4, atol=1e-4)
 
     out = tmp_path / "adapter"
-    export_hf.export(checkpoint, out, [], None, adapter=True)
+    trained_model.export(checkpoint, out, [], None, adapter=True)
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
     tensors = load_file(out / "adapter_model.safetensors")
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in tensors
     card = (out / "README.md").read_text()
     assert "library_name: peft" in card and "| Base model | base |" in card
     with pytest.raises(ValueError, match="an adapter is written in float32"):
-        export_hf.export(checkpoint, tmp_path / "half", [], "bfloat16", adapter=True)
+        trained_model.export(checkpoint, tmp_path / "half", [], "bfloat16", adapter=True)
     if kind == "lora":  # the trained adapter on the base it was trained on
         model = LoRA(1, 1.0, 0.0, "all-linear", False, None, str(out))(load_pretrained(base, "sdpa", dtype="float32"))
         torch.testing.assert_close(model(TOKENS), expected, rtol=1e-4, atol=1e-4)
@@ -247,10 +247,10 @@ def test_an_adapter_goes_on_from_its_base_and_from_no_other(adapter_run, tmp_pat
     message = rf"holds an adapter that was trained on {base} with the SHA-256 \w+…; this run's base is {changed} with"
     assert re.search(message, refused.stderr.strip().splitlines()[-1])
     with pytest.raises(ValueError, match=message):
-        export_hf.export(checkpoint, tmp_path / "out", [f"model.pretrained={changed}"], None)
+        trained_model.export(checkpoint, tmp_path / "out", [f"model.pretrained={changed}"], None)
     assert not (tmp_path / "out").exists()
     moved = shutil.copytree(base, tmp_path / "moved")
-    export_hf.export(checkpoint, tmp_path / "out", [f"model.pretrained={moved}"], None)
+    trained_model.export(checkpoint, tmp_path / "out", [f"model.pretrained={moved}"], None)
 
 
 def test_an_older_checkpoint_that_holds_its_base_is_exported(adapter_run, tmp_path):
@@ -258,11 +258,11 @@ def test_an_older_checkpoint_that_holds_its_base_is_exported(adapter_run, tmp_pa
     run = Path(shutil.copytree(checkpoint.parents[1], tmp_path / "older"))
     content = torch.load(checkpoint, weights_only=True)
     del content["base_model"]
-    model, _ = export_hf.load(checkpoint, export_hf.saved_config(run, []))
+    model, _ = trained_model.load(checkpoint, trained_model.saved_config(run, []))
     content["state_dict"] = {f"model.{name}": weight for name, weight in model.state_dict().items()}
     torch.save(content, run / "checkpoints" / checkpoint.name)
-    export_hf.export(run / "checkpoints" / checkpoint.name, tmp_path / "from-older", [], None)
-    export_hf.export(checkpoint, tmp_path / "from-newer", [], None)
+    trained_model.export(run / "checkpoints" / checkpoint.name, tmp_path / "from-older", [], None)
+    trained_model.export(checkpoint, tmp_path / "from-newer", [], None)
     older, newer = (tmp_path / name / "model.safetensors" for name in ("from-older", "from-newer"))
     assert older.read_bytes() == newer.read_bytes()
 
@@ -272,14 +272,14 @@ def test_a_base_that_a_seed_drew_is_drawn_again(kind, tmp_path):
     own = (f"adapter={kind}", "optimizer.lr=0.05", "trainer.precision=bf16-true")
     checkpoint = train(tmp_path, *tiny(tmp_path, *own))
     assert all("lora_" in name for name in torch.load(checkpoint, weights_only=True)["state_dict"])
-    export_hf.export(checkpoint, tmp_path / "out", [], "float32")
+    trained_model.export(checkpoint, tmp_path / "out", [], "float32")
     with pytest.raises(ValueError, match="trained on weights drawn from a seed with the SHA-256"):
-        export_hf.export(checkpoint, tmp_path / "other", ["seed=1"], None)
+        trained_model.export(checkpoint, tmp_path / "other", ["seed=1"], None)
 
 
 def test_only_a_run_with_an_adapter_has_one(scratch, tmp_path):
     with pytest.raises(ValueError, match="only a model trained with adapter=lora"):
-        export_hf.export(scratch, tmp_path / "out", [], None, adapter=True)
+        trained_model.export(scratch, tmp_path / "out", [], None, adapter=True)
 
 
 def test_weights_that_are_not_finite_are_not_exported(scratch, tmp_path):
@@ -336,14 +336,14 @@ TARGETS = {
 @pytest.mark.parametrize("model", TARGETS.values(), ids=TARGETS.keys())
 @pytest.mark.parametrize("part", ["model", "adapter"])
 def test_a_saved_config_names_no_other_code(part, model, scratch, tmp_path, monkeypatch):
-    monkeypatch.setattr(export_hf, "instantiate", lambda *args, **kwargs: pytest.fail("something was built"))
+    monkeypatch.setattr(trained_model, "instantiate", lambda *args, **kwargs: pytest.fail("something was built"))
     run = Path(shutil.copytree(scratch.parents[1], tmp_path / "run"))
     path = run / ".hydra" / "config.yaml"
     OmegaConf.save(OmegaConf.merge(OmegaConf.load(path), {"evil": "os.system", part: model}), path)
     with pytest.raises(
         ValueError, match=rf"^{part} in the run's .hydra/config.yaml must name targets of fa_train only; got"
     ):
-        export_hf.export(run / "checkpoints" / scratch.name, tmp_path / "out", [], None)
+        trained_model.export(run / "checkpoints" / scratch.name, tmp_path / "out", [], None)
 
 
 @pytest.mark.parametrize("run_script", SCRIPTS.values(), ids=SCRIPTS.keys())

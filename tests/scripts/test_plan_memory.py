@@ -14,7 +14,7 @@ from fa_train.memory.planner.levers import longest_of_all_levers, longest_seq_le
 from fa_train.memory.planner.plan import Plan, RunSize
 from fa_train.memory.planner.predict import GIB, predict
 from scripts.composed import composed as composed_for_plan
-from scripts.plan_memory import main, plan_of_run
+from scripts.memory_table import memory_table, plan_of_run
 from tests.memory.planner.test_levers import HOST
 from tests.memory.support.plans import GPT2, LLAMA_1B, changed
 from tests.support import processes
@@ -30,7 +30,7 @@ def numbers(table: str) -> dict[str, float]:
 
 
 def test_the_table():
-    table = main(["model=llama_1b", "seq_len=131072", "memory=selective", "gpu_gib=139", "host_gib=125"])
+    table = memory_table(["model=llama_1b", "seq_len=131072", "memory=selective", "gpu_gib=139", "host_gib=125"])
     found = numbers(table)
     parts = {name: gib for name, gib in found.items() if name not in ("GPU", "host")}
     assert found["weights"] == 4.60 and found["optimizer"] == 9.21
@@ -42,18 +42,18 @@ def test_the_table():
 
 
 def test_what_does_not_fit_gets_advice():
-    table = main(["model=llama_1b", "seq_len=131072", "gpu_gib=64", "host_gib=125"])
+    table = memory_table(["model=llama_1b", "seq_len=131072", "gpu_gib=64", "host_gib=125"])
     assert "fits: no, " in table and "GiB too much for the GPU" in table
     assert "next lever: memory.checkpointing=selective" in table
-    table = main(["model=llama_1b", "seq_len=262144", "memory=offload", "gpu_gib=139", "host_gib=10"])
+    table = memory_table(["model=llama_1b", "seq_len=262144", "memory=offload", "gpu_gib=139", "host_gib=10"])
     assert "fits: no, 20.0 GiB too much for the host" in table
-    table = main(["model=llama_1b", "seq_len=32768", "data.micro_batch_size=8", "gpu_gib=139", "host_gib=10"])
+    table = memory_table(["model=llama_1b", "seq_len=32768", "data.micro_batch_size=8", "gpu_gib=139", "host_gib=10"])
     assert "next lever: data.micro_batch_size=2" in table
 
 
 def test_the_longest_length_is_of_one_row():
     def longest(*overrides: str) -> int:
-        table = main(["model=gpt2", "gpu_gib=139", "host_gib=100", *overrides])
+        table = memory_table(["model=gpt2", "gpu_gib=139", "host_gib=100", *overrides])
         return int(table.partition("longest seq_len that fits: ")[2].splitlines()[0].replace(",", ""))
 
     assert longest("data.micro_batch_size=4", "batch_size=8") == longest() // 4
@@ -62,14 +62,15 @@ def test_the_longest_length_is_of_one_row():
 
 def test_auto_is_planned_too():
     few, many = (
-        main(["model=llama_1b", "seq_len=131072", "memory=auto", f"gpu_gib={gib}", "host_gib=125"]) for gib in (40, 300)
+        memory_table(["model=llama_1b", "seq_len=131072", "memory=auto", f"gpu_gib={gib}", "host_gib=125"])
+        for gib in (40, 300)
     )
     assert "checkpointing=none, offload=False, mlp_chunk=None" in many and "fits: yes" in many
     assert "checkpointing=none" not in few and "fits: yes" in few
 
 
 def test_the_longest_length_of_auto_uses_the_best_levers():
-    table = main(["model=llama_1b", "memory=auto", "seq_len=8192", "gpu_gib=139.8", "host_gib=120"])
+    table = memory_table(["model=llama_1b", "memory=auto", "seq_len=8192", "gpu_gib=139.8", "host_gib=120"])
     longest = longest_of_all_levers(changed(LLAMA_1B, compiled=True, accumulates=True), int(139.8 * GIB), HOST)
     assert "checkpointing=none" in table and f"longest seq_len that fits: {longest:,}" in table
 
@@ -87,19 +88,19 @@ def test_sharded_weights_are_planned_as_train_does():
 
 @pytest.mark.parametrize(("devices", "gib"), [("1", 120.0), ("4", 30.0), ("[0,1]", 60.0)])
 def test_processes_of_a_machine_share_its_host_memory(devices, gib, monkeypatch):
-    monkeypatch.setattr("scripts.plan_memory.available_host_bytes", lambda: 120 * GIB)
-    table = main(["model=gpt2", f"trainer.devices={devices}", "batch_size=4", "gpu_gib=80"])
+    monkeypatch.setattr("scripts.memory_table.available_host_bytes", lambda: 120 * GIB)
+    table = memory_table(["model=gpt2", f"trainer.devices={devices}", "batch_size=4", "gpu_gib=80"])
     assert f"host                0.00 GiB of {gib}" in table
 
 
 def test_assumptions_of_the_plan_are_printed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assumed = main(["model=gpt2"]).splitlines()[-1]
+    assumed = memory_table(["model=gpt2"]).splitlines()[-1]
     assert assumed.startswith("assumed: an H200's GPU and this machine's host memory; ")
-    told = main(["model=gpt2", "gpu_gib=80", "host_gib=100"])
+    told = memory_table(["model=gpt2", "gpu_gib=80", "host_gib=100"])
     assert "assumed" not in told and "attention=" not in told
     for attention in ("naive", "sdpa", "chunked"):
-        other = main(["model=gpt2", f"attention={attention}", "gpu_gib=80", "host_gib=100"])
+        other = memory_table(["model=gpt2", f"attention={attention}", "gpu_gib=80", "host_gib=100"])
         assert "the plan is for attention=flash; other attentions may need more memory" in other
 
 

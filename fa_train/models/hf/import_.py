@@ -3,11 +3,11 @@
 import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from fa_train.bounds import AtLeastOne, PositiveInt
+from fa_train.bounds import AtLeastOne, Dtype, PositiveInt
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.memory.memory import Memory
 from fa_train.models.attention import Attention, flash_attention, naive_attention, sdpa_attention
@@ -19,7 +19,6 @@ from fa_train.models.rope import DynamicNTKScaling
 from fa_train.models.rope import rope_scaling as parse_rope_scaling
 
 ATTENTIONS: dict[str, Attention] = {"flash": flash_attention, "sdpa": sdpa_attention, "naive": naive_attention}
-Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOSS_CHUNK = 4096  # tokens, as in conf/memory
 SHARD_BYTES = 5 * 10**9  # the long-time default of transformers

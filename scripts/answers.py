@@ -1,0 +1,73 @@
+"""Generates text with a Hugging Face model (a folder or hub name) or with a checkpoint of train.py."""
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from fa_train.bounds import Dtype
+from fa_train.data.tokens.sft import ChatEncoder
+from fa_train.data.tokens.tokenizer import HFTokenizer
+from fa_train.evaluation.generation import chat_prompt, generate, stop_tokens
+from fa_train.models.attention import flash_attention, naive_attention
+from fa_train.models.hf.import_ import load_pretrained
+from scripts.trained_model import export
+
+
+def answer(
+    model: str,
+    *,
+    prompt: str | None = None,
+    chat: str | None = None,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    dtype: Dtype | None = None,
+    device: str | None = None,
+) -> str:
+    """Returns the text that the model writes after `prompt`, or its answer to `chat`. Exactly one must be given.
+
+    dtype None means the stored dtype on a GPU and float32 on the CPU. device None means a GPU if there is one.
+    Raises: ValueError if the model or its tokenizer is missing, if a chat has no template, and on impossible values.
+    """
+    path = Path(model)
+    if path.suffix == ".ckpt":  # a file, or the folder of a sharded run
+        with tempfile.TemporaryDirectory() as folder:
+            export(path, Path(folder, "exported"), [], dtype)
+            return answer(
+                str(Path(folder, "exported")), prompt=prompt, chat=chat, max_new_tokens=max_new_tokens,
+                temperature=temperature, top_p=top_p, seed=seed, dtype=dtype, device=device,
+            )  # fmt: skip
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = _is_gpu(device)
+    with torch.device(device):
+        gpt = load_pretrained(
+            model, flash_attention if on_gpu else naive_attention, dtype=dtype or (None if on_gpu else "float32")
+        )
+    tokenizer = HFTokenizer(model)
+    if chat is not None:
+        tokens = chat_prompt(ChatEncoder(tokenizer), [{"role": "user", "content": chat}], None)
+    else:
+        tokens = tokenizer.hf(prompt).input_ids  # includes the tokens that the tokenizer puts before a text
+    ids = generate(
+        gpt,
+        tokens,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop=stop_tokens(gpt, tokenizer.eos_id),
+    )
+    return tokenizer.decode(ids)
+
+
+def _is_gpu(device: str) -> bool:
+    """Returns whether a device is a CUDA GPU. Raises: ValueError if this machine does not have the device."""
+    try:
+        on_gpu = torch.device(device).type == "cuda"
+    except RuntimeError as error:
+        raise ValueError(f"--device must be cpu or cuda; got {device}") from error
+    if on_gpu and not torch.cuda.is_available():
+        raise ValueError(f"--device must be cpu on a machine without a CUDA GPU; got {device}")
+    return on_gpu

@@ -1,0 +1,94 @@
+"""Reads the trained model of a run's checkpoint, which must be in the run's folder, and exports it."""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from fa_train import compat
+from fa_train.checkpoints.saved_config import require_own_targets
+from fa_train.errors import explain
+from fa_train.models.gpt import GPT
+from fa_train.models.hf.export import load as load_checkpoint
+from fa_train.models.hf.export import write
+
+PARTS = ("model", "adapter")  # the nodes of a run's config that an export builds
+
+
+def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | None, adapter: bool = False) -> None:
+    """Writes the folder. dtype and adapter: see fa_train.models.hf.export.write.
+
+    Raises: ValueError if the checkpoint is not in its run's folder; and the errors of `load` and `write`.
+    """
+    run = _run_folder(checkpoint)
+    cfg = saved_config(run, overrides)
+    result = run / "result.json"
+    metrics = json.loads(result.read_text()) if result.exists() else {}
+    model, step = load(checkpoint, cfg)
+    write(model, step, folder, run.parent.name, cfg, metrics, dtype=dtype, adapter=adapter)
+
+
+def saved_config(run: Path, overrides: list[str]) -> DictConfig:
+    """Reads the config from a run's folder, applies overrides, and renames targets that have moved since the run.
+
+    `choices` is read from hydra.yaml, because the hydra.yaml of every earlier version has it.
+    Raises: ValueError if a file is not a run's config.
+    """
+    saved = _loaded(run / ".hydra" / "config.yaml", needs="model")
+    hydra = _loaded(run / ".hydra" / "hydra.yaml", needs="hydra.runtime.choices")
+    saved.choices = OmegaConf.select(hydra, "hydra.runtime.choices")
+    OmegaConf.set_struct(saved, True)  # makes an override of an unknown key an error
+    try:
+        cfg = OmegaConf.merge(saved, OmegaConf.from_dotlist(overrides))
+    except OmegaConfBaseException as error:
+        raise ValueError(explain(error)) from error
+    assert isinstance(cfg, DictConfig)
+    for key, target in compat.moved_targets(cast(dict[str, Any], OmegaConf.to_container(cfg))).items():
+        OmegaConf.update(cfg, key, target)
+    return cfg
+
+
+def _loaded(path: Path, needs: str) -> DictConfig:
+    """Reads a file that Hydra wrote, and requires it to have the key `needs`."""
+    try:
+        saved = OmegaConf.load(path)
+    except (YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ValueError(f"{path} must be a run's config: {' '.join(str(error).split())}") from error
+    if not isinstance(saved, DictConfig) or OmegaConf.select(saved, needs) is None:
+        raise ValueError(f"{path} must be a run's config; it has no {needs}")
+    return saved
+
+
+def load(checkpoint: Path, cfg: DictConfig) -> tuple[GPT, int]:
+    """Returns the trained model on the CPU and the number of its optimizer steps.
+
+    Raises: ValueError if fa_train does not define a `_target_` in the config; and the errors of
+    fa_train.models.hf.export.load.
+    """
+    adapter = {"_target_": "fa_train.models.lora.whole_model", "_partial_": True}  # older configs lack this key
+    # resolve once, so that the checked targets are the ones that are built
+    parts = [OmegaConf.to_container(cfg[name], resolve=True) if name in cfg else adapter for name in PARTS]
+    for name, part in zip(PARTS, parts, strict=True):
+        require_own_targets(part, f"{name} in the run's .hydra/config.yaml")
+
+    def build(vocab_size: int) -> GPT:
+        torch.manual_seed(cfg.seed)
+        model, adapter = parts
+        gpt: GPT = instantiate(adapter)(instantiate(model, vocab_size=vocab_size))
+        return gpt
+
+    return load_checkpoint(checkpoint, build)
+
+
+def _run_folder(checkpoint: Path) -> Path:
+    if not checkpoint.exists():
+        raise ValueError(f"{checkpoint} does not exist")
+    for folder in checkpoint.resolve().parents:
+        if (folder / ".hydra" / "config.yaml").exists():
+            return folder
+    raise ValueError(f"{checkpoint} must be in its run's folder; no folder above it contains .hydra/config.yaml")
