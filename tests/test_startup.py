@@ -17,7 +17,7 @@ TRAIN = str(REPOSITORY / "train.py")
 
 
 def imports(cwd: Path, *command: str) -> tuple[str, set[str]]:
-    """Runs `python command`. Returns all that it prints and the names of the modules that it imports."""
+    """Runs `python command`. Returns all that it prints and the names of the packages that it imports."""
     done = subprocess.run(
         [sys.executable, "-X", "importtime", *command],
         cwd=cwd,
@@ -27,7 +27,7 @@ def imports(cwd: Path, *command: str) -> tuple[str, set[str]]:
         timeout=240,
     )
     lines = [line for line in done.stderr.splitlines() if line.startswith("import time")]
-    return done.stdout + done.stderr, {line.rpartition("|")[2].strip() for line in lines}
+    return done.stdout + done.stderr, {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
 
 
 @pytest.mark.parametrize(

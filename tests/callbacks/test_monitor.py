@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-import train
+from fa_train import training
 from fa_train.callbacks.monitor import Monitor, Reading, monitor_of
 from fa_train.callbacks.timestamp import Timestamp
 from tests.support.training import column, composed, tiny
@@ -47,7 +47,7 @@ def fit(tmp_path, watching, *overrides):
     folder = tmp_path / "run"
     folder.mkdir()
     with composed(folder, *tiny(tmp_path, *SMALL, *overrides)) as cfg:
-        trainer, lit_gpt, data = train.build(cfg)
+        trainer, lit_gpt, data = training.build(cfg)
     trainer.callbacks.insert(0, watching)
     trainer.fit(lit_gpt, datamodule=data)
     return trainer

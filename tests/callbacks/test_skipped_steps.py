@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from fa_train import training
-from fa_train.callbacks.monitor import DivergedError
+from fa_train.errors import DivergedError
 from tests.support.processes import start_server
 from tests.support.training import column, command_line, composed, tiny, write_corpus
 from tests.test_train import processes_can_talk, ranks_of_torchrun

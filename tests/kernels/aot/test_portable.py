@@ -155,6 +155,12 @@ SLOW = [entry for entry in LIMITS if entry[:2] not in HERE or (entry[0] == "sm10
 SLOW_REPAIRS = [entry for entry in REPAIRS if entry[0] < 128]
 SLOW_OF_4_BYTES = [entry for entry in OF_4_BYTES if entry not in (("sm90", 64, "dkdv"), ("sm90", 64, "dq"))]
 
+# a head_dim of each architecture and kernel, all that make test-oldest-triton compiles
+CORE_HEAD_DIMS = {"sm80": 128, "sm90": 96, "sm100": 128}
+CORE_CONTAINING = CORE_REPAIRS = 128
+CORE_UNUSUAL = {"sm90-192-128-dkdv-2", "sm90-128-128-fwd-1"}
+CORE_OR_REST = pytest.mark.parametrize("core", [pytest.param(True, id="core"), pytest.param(False, id="rest")])
+
 
 def case_of(arch, head_dim, direction, itemsize=2):
     return f"{arch}-{head_dim}-{head_dim}-{direction}-{itemsize}"
@@ -189,18 +195,20 @@ def test_every_entry_has_limits():
     assert containing == {entry for entry in LIMITS if entry[0] == "sm90"}
 
 
+@CORE_OR_REST
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_entries_compile_within_limits():
-    assert_within_limits({case_of(*entry): limits for entry, limits in LIMITS.items() if entry not in SLOW})
+def test_entries_compile_within_limits(core):
+    entries = [entry for entry in LIMITS if entry not in SLOW and (entry[1] == CORE_HEAD_DIMS[entry[0]]) == core]
+    assert_within_limits({case_of(*entry): LIMITS[entry] for entry in entries})
 
 
+@CORE_OR_REST
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_entries_that_contain_nan_compile_within_limits():
-    assert_within_limits(
-        {case_of("sm90", *entry): limits for entry, limits in CONTAINING.items() if entry not in SLOW_CONTAINING}
-    )
+def test_entries_that_contain_nan_compile_within_limits(core):
+    entries = [entry for entry in CONTAINING if entry not in SLOW_CONTAINING and (entry[0] == CORE_CONTAINING) == core]
+    assert_within_limits({case_of("sm90", *entry): CONTAINING[entry] for entry in entries})
 
 
 def assert_repairs_within_limits(entries):
@@ -214,10 +222,12 @@ def assert_repairs_within_limits(entries):
         assert report["shared"] <= SHARED_LIMIT["sm90"] // programs, report
 
 
+@CORE_OR_REST
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_repairs_compile_within_limits():
-    assert_repairs_within_limits([entry for entry in REPAIRS if entry not in SLOW_REPAIRS])
+def test_repairs_compile_within_limits(core):
+    entries = [entry for entry in REPAIRS if entry not in SLOW_REPAIRS and (entry[0] == CORE_REPAIRS) == core]
+    assert_repairs_within_limits(entries)
 
 
 def assert_4_bytes_within_limits(entries):
@@ -250,7 +260,9 @@ def test_entries_that_compile_slowly_are_within_limits():
     assert_4_bytes_within_limits(SLOW_OF_4_BYTES)
 
 
+@CORE_OR_REST
 @pytest.mark.slow
-def test_shared_bytes_of_other_dtypes_and_of_unequal_head_dims():
-    for case, report in compile_all(MODULE, UNUSUAL).items():
+def test_shared_bytes_of_other_dtypes_and_of_unequal_head_dims(core):
+    assert {*UNUSUAL} >= CORE_UNUSUAL
+    for case, report in compile_all(MODULE, [case for case in UNUSUAL if (case in CORE_UNUSUAL) == core]).items():
         assert report["shared"] <= report["shared_computed"] <= 1.25 * report["shared"], (case, report)
