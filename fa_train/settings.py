@@ -61,7 +61,7 @@ class Root(TypedDict):
     export: bool
     run_name: Any  # checked by run_folder
     optimized_metric: Optimized | None
-    choices: Mapping[str, str | None]  # the option of each group; train.check compares it with Hydra's
+    choices: Mapping[str, str | None]  # the option of each group; run_config.check compares it with Hydra's
     learning_rate: NotRequired[Mapping[str, Any]]  # used by experiment=finetune, one value per adapter
     commit: NotRequired[str]  # used by scripts/bench/profile_step.py
     attention: Node
