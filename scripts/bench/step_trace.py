@@ -36,7 +36,7 @@ NAMES = tuple(
         ),
         (
             ATTENTION_FORWARD,
-            r"^_(repair_)?(fwd|append|decode|merge)_kernel|^flash_attention::forward|flash_fwd|fmha_cutlassF|fprop"
+            r"^_(repair_)?(fwd|append|decode|merge|schedule)_kernel|^flash_attention::forward|flash_fwd|fmha_cutlassF|fprop"
             r"|scaled_dot_product|_(flash|efficient|cudnn)_attention",
         ),
         (OPTIMIZER, r"adam|multi_tensor|^aten::_foreach"),
