@@ -36,7 +36,7 @@ def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | No
 def saved_config(run: Path, overrides: list[str]) -> DictConfig:
     """Reads the config from a run's folder, applies overrides, and renames targets that have moved since the run.
 
-    `choices` is read from hydra.yaml, because the hydra.yaml of every earlier version has it.
+    `choices` is read from hydra.yaml, because config.yaml has no such node in older runs.
     Raises: ValueError if a file is not a run's config.
     """
     saved = _loaded(run / ".hydra" / "config.yaml", needs="model")

@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
 RESULTS = sorted((REPOSITORY / "scripts" / "results").glob("*.md"))
 GUIDES = [*PAGES, REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
-OWN_KEYS = re.compile(r"(workers|gpu_gib|host_gib)=")  # options of scripts that otherwise take train.py's overrides
+OWN_KEYS = re.compile(r"(workers|gpu_gib|host_gib)=")  # options of scripts, besides overrides of train.py
 
 
 def fragments(page: Path) -> list[str]:

@@ -18,7 +18,7 @@ TRAINING_LIBRARIES = {"fa_train", "lightning", "hydra", "transformers", "dataset
 
 
 def run_python(code: str, cwd: Path, *path: Path) -> list[str]:
-    """Returns the words that a new interpreter prints. `path`: folders that come first on its search path, in order."""
+    """Returns the words that a new interpreter prints. `path`: the first folders of its search path."""
     paths = [*map(str, path), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-c", code],

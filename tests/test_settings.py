@@ -51,7 +51,7 @@ NOT_OVERRIDDEN = {"_target_", "_args_"}  # an override of these selects another 
 
 
 def is_own(raw: Any, key: str) -> bool:
-    """Returns whether the key has a value of its own, which a user can override.
+    """Returns whether the key holds a value that a user can override.
 
     A key whose value is an interpolation, or which is inside such a value, is a copy of another key.
     """

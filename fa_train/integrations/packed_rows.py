@@ -2,7 +2,7 @@
 
 A schedule is built in the first layer and kept for as long as the tensor that it was built from is alive and unchanged:
 the tensor's identity and its version counter are the key. A new batch has new tensors, and a change in place raises the
-counter. Compiled code keeps nothing; its compiler finds equal subgraphs.
+counter. Compiled code needs no kept schedule, because the compiler computes equal subgraphs once.
 """
 
 from collections.abc import Callable, Hashable

@@ -60,7 +60,7 @@ def key_mask(
 ) -> Tensor | None:
     """Returns the mask of one forward pass for `attention`, shared by all layers of a kind; None if all keys count.
 
-    transformers calls it with the arguments of its own mask functions. The result is in the form of key_masks.encoded.
+    transformers passes the arguments that it passes to its mask functions. key_masks.encoded describes the result.
     Raises: ValueError for a mask that is not causality, a window and padding.
     """
     chunk = getattr(config, "attention_chunk_size", None)

@@ -267,7 +267,7 @@ class _State:
             self.arrived = None
 
     def __del__(self) -> None:
-        # A state can be fetched but never used. Wait for the copy before the memory is reused.
+        # A state that was fetched may never be used. Wait for the copy before the memory is reused.
         self._await()
         if self.pool is not None:
             self.pool.give(self.buffer)

@@ -296,7 +296,7 @@ def has(result: Result, quantity: str) -> bool:
 
 
 def chart(names: list[str], rows: list[Row[AnyCase]], quantity: str, device_bytes: int) -> Chart:
-    """Returns a line for each name, and one for its out-of-memory points, drawn at the device's memory or at 0."""
+    """Returns two lines for each name: its results, and its out-of-memory points at the device's memory or at 0."""
     oom_at = device_bytes / GIB if quantity.endswith("peak_gib") else 0.0
     lines: list[tuple[str, list[tuple[int, float]]]] = []
     order = {name: index for index, name in enumerate(dict.fromkeys(names))}

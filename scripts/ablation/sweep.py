@@ -100,7 +100,7 @@ def run_apart(case: Case, timeout: float, log: Path) -> Result:
 
 
 def apart(function: Callable[..., Result], arguments: tuple[Any, ...], timeout: float, log: Path) -> Result:
-    """Runs function(*arguments) by call_apart and turns a missing result into a failed one."""
+    """Runs function(*arguments) by call_apart. If the process ends without a result, returns a result that says why."""
     try:
         return call_apart(function, arguments, timeout, log)
     except ProcessError as error:
@@ -176,7 +176,7 @@ def sweep(
 
 
 def skipped(case: Case, before: Iterable[tuple[Case, Result]]) -> Result | None:
-    """Returns the result of a case that is skipped because a shorter case of its line ran out of memory, or None."""
+    """Returns a result if a shorter case of the same line in the chart ran out of memory, which skips this case."""
     lengths = [other.seq_len for other, result in before if result.oom and other.line == case.line]
     shorter = min(lengths, default=case.seq_len)
     return Result(f"skipped: {shorter} ran out of memory") if shorter < case.seq_len else None

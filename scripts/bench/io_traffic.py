@@ -167,8 +167,9 @@ def _portable_backward(case: Case, arch: Arch) -> dict[str, int]:
 
 
 def _recomputing_backward(case: Case, key_blocks: dict[Pass, int], query_blocks: tuple[int, int]) -> dict[str, int]:
-    """Counts passes over key tiles, whose lengths are `key_blocks`, and then a pass over query tiles.
+    """Counts the bytes of the passes whose programs own key tiles, and of the pass whose programs own query tiles.
 
+    key_blocks: keys per tile of each pass over key tiles.
     query_blocks: queries per tile and keys per block of the pass over query tiles.
     """
     rows, ranges = case.seqlen * case.head_dim * ITEM, case.seqlen * ROW_RANGE
@@ -248,7 +249,7 @@ def least_bytes(case: Case) -> int:
 
 
 def order_bytes(case: Case, arch: Arch) -> float:
-    """Returns the bytes of the bound without its constant factor.
+    """Returns the theoretical bound in bytes, without its constant factor.
 
     The bound is N^2 + N d elements for naive attention, and N^2 d^2 / M for flash with M elements in shared memory.
     """

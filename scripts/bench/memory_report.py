@@ -36,7 +36,7 @@ def slowdown(row: Row, lever: Lever, rows: Sequence[Row]) -> float | None:
 
 
 def markdown(rows: Sequence[Row], profiles: Sequence[Row], left: Sequence[str], head: dict[str, str]) -> str:
-    """Writes the head, the slowdown of each lever by length, and all measurements."""
+    """Writes the page: its heading, the slowdown of each lever by length, and all measurements."""
     rows = pooled(rows)
     seq_lens = list(dict.fromkeys(row.seq_len for row in rows))
     lines = ["# What each memory lever costs", "", *(f"- {key}: `{value}`" for key, value in head.items()), ""]

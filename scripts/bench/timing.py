@@ -54,8 +54,8 @@ def median_ms(runs: Mapping[str, Callable[[], object]], *, rep: float = 60) -> d
     """Returns the median milliseconds of each candidate. All runs have one random order, the same in every process.
 
     A hot GPU lowers its clock, so a kernel seems slower if it runs after a kernel that heats the GPU. If candidates
-    always run in the same order, this bias reaches 2% on an H200. In random order, the times of equal kernels agree
-    within 0.3%. The L2 cache is cleared before each run.
+    always run in the same order, this bias reaches 2% on an H200. If they run in random order, the times of equal
+    kernels differ by at most 0.3%. The L2 cache is cleared before each run.
 
     Units: `rep` is the total milliseconds per candidate. Each candidate runs at least FEWEST times, after two warm-up
     runs.

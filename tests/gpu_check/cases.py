@@ -113,7 +113,7 @@ def fused_cases() -> Iterator[Case]:
 
 
 def schedule_cases() -> Iterator[Case]:
-    """Yields cases for the one compiled form of the kernel of schedules: few and many documents, and windows."""
+    """Yields cases for the kernel that builds schedules, which has one compiled form."""
     for n_docs, window, keys_in_order in product((1, 40, 20000), ((-1, 0), (-1, -1), (100, 7)), (False, True)):
         name = f"schedule {n_docs} documents, window {window}{', keys in order' if keys_in_order else ''}"
         yield Case(name, partial(check_schedule, n_docs, window, keys_in_order))

@@ -33,7 +33,7 @@ DECODE_ROWS = (1, 17, 64, 300)  # queries per KV head, one value for each tile h
 
 
 def own_tiles(width: Width, itemsize: int, device: torch.device) -> Tiles:
-    """Returns the tiles that the passes of one call use on `device`: of the table, or of the user's file of tiles."""
+    """Returns the tiles that the passes of one call use on `device`, from the table or the user's file of tiles."""
     keys = key_passes(arch_of(device), max(width), itemsize)
     return {p: launch_tiles(device, *width, p, itemsize) for p in _passes(keys, itemsize)}
 
@@ -56,7 +56,7 @@ def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[T
 
 
 def _passes(keys: Sequence[Pass], itemsize: int) -> list[Pass]:
-    """Returns the passes of a call whose dK and dV are computed by the passes `keys`. fp8 has no backward pass."""
+    """Returns all passes of a call. `keys`: the passes that compute dK and dV. fp8 has no backward pass."""
     return ["fwd"] if itemsize == 1 else ["fwd", *keys, "dq"]
 
 

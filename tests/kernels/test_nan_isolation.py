@@ -13,7 +13,7 @@ from fa_kernels.flash_attention.tiles import key_passes
 LENGTHS, WITH_NAN = [20, 17, 13], slice(20, 37)  # all in the same tiles; the second document contains NaN
 TOTAL = sum(LENGTHS)
 FEATURES = Features(0.2, 0.0, None, ())
-AT_ONCE, APART = 24, 200  # head_dim for dK and dV in one kernel, and in two
+AT_ONCE, APART = 24, 200  # a head_dim with one kernel for dK and dV, and a head_dim with two
 
 
 def run(tensors, schedule):

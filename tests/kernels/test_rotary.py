@@ -180,7 +180,7 @@ def test_qkv_is_differentiable_to_any_order(device):
 
 
 def test_qkv_is_one_buffer(device):
-    """q, k and v share a buffer, so autograd keeps, and offload moves, a single tensor."""
+    """q, k and v share a buffer. Autograd therefore keeps one tensor, and offload moves one tensor."""
     qkv, cos, sin = draw(device)
     q, k, v = rotate_qkv(qkv, HEADS, cos, sin)
     assert all(x.untyped_storage().data_ptr() == q.data_ptr() != qkv.data_ptr() for x in (q, k, v))

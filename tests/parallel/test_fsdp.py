@@ -166,7 +166,7 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
 
 
 def refuse(shared: Path, case: str) -> None:
-    """Every rank raises the error and runs no code in a sharded checkpoint, even without the check of ckpt_path."""
+    """Without the check of ckpt_path, every rank still raises the error, and runs no code inside the checkpoint."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training.resume, "checkpoint_path", lambda path, *_: path)
         with pytest.raises(CheckpointError, match="is damaged or is not a checkpoint of"):

@@ -51,7 +51,7 @@ class _Step:
         self.lagging = self.underway if levers.offloads_all else 0  # still held after the last block
 
     def around_the_loss(self) -> list[Moment]:
-        """Returns the moments from the last block's forward to the last norm's backward.
+        """Returns the points in time from the last block's forward to the last norm's backward.
 
         At these moments, all blocks hold their saved tensors.
         """

@@ -108,7 +108,7 @@ def write(
 
 
 def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
-    """Loads a trained model to the CPU. Returns it and its number of optimizer steps.
+    """Loads a trained model to the CPU. Returns the model and the number of optimizer steps that trained it.
 
     The frozen base of an adapter is not in the checkpoint, so it is loaded or drawn again.
     Raises: CheckpointError if the checkpoint is damaged, does not fit the model of `build`, or has NaN or infinity.

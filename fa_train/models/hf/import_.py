@@ -1,4 +1,4 @@
-"""Loads Hugging Face checkpoints into a GPT and saves a GPT as one. config.json alone determines the model."""
+"""Reads a Hugging Face checkpoint into a GPT, and writes a GPT as such a checkpoint. config.json defines the model."""
 
 import copy
 from collections.abc import Iterator, Mapping

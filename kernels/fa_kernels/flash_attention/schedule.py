@@ -39,7 +39,7 @@ class Schedule(NamedTuple):
     key_tiles: Tensor  # (ceil(total_k / WORK_TILE),), the longest document first; in stream order for short documents
     wide_query_tiles: Tensor  # (ceil(total_q / WIDE_TILE),), ordered like query_tiles
     length_class: LengthClass  # chooses kernels; the host computes it without waiting for the GPU
-    # Whether there are several documents, or may be tokens after the last document. Kernels then isolate NaN, which
+    # True if there are several documents, or if tokens may follow the last document. Kernels then isolate NaN, which
     # must not spread to other documents.
     crosses_documents: bool
     is_one_causal_document: bool  # if True, scaled_dot_product_attention can use is_causal=True instead of a mask

@@ -21,7 +21,7 @@ def tile_and_head(program, tiles_ptr, n_tiles, n_heads, section, TILES_PER_WORK_
 
     Consecutive programs process all heads of a section for one tile, then for the next tile, then the next section.
     tiles_ptr gives the schedule's order of tiles; if it is None, tiles ascend. A tile of the schedule holds
-    TILES_PER_WORK_TILE tiles of the kernel, of which the last is processed first.
+    TILES_PER_WORK_TILE tiles of the kernel. The last of these tiles is processed first.
     """
     section_index = program // (n_tiles * section)
     within = program % (n_tiles * section)

@@ -81,7 +81,8 @@ def recorded(
 ) -> Callable[[_Function], _Function]:
     """Decorates a function so that its launches are recorded, and repeated in later calls with the same key.
 
-    The function must accept positional arguments only, the first of which is a tensor. It must return new tensors only.
+    The function must accept positional arguments only, and its first argument must be a tensor. It must return new
+    tensors only.
 
     Args:
         describe: a function of the same arguments that returns (key, inputs). The key must contain the shapes, strides,
@@ -153,7 +154,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
 
 def launch_unspecialised(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Does what `launch` does in less host time, for a kernel that is compiled once per device and constants.
+    """Launches a kernel in less host time than `launch`. The kernel is compiled once for each device and its constants.
 
     Numbers and the grid may differ in every call, unlike those of a recorded call. The first argument is a tensor.
     Numbers must be int32 and listed in the kernel's do_not_specialize. Pointers must be listed in
@@ -255,7 +256,7 @@ class _Recording:
     maps: list[_Map]
     launches: list[_Launch]
     outputs: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # picks the outputs from the allocations
-    same: list[tuple[int, int]]  # pairs of indices whose addresses were equal; a launch may have used either tensor
+    same: list[tuple[int, int]]  # pairs of inputs with equal addresses, by index; they must be equal again
     slices: list[tuple[int, int]]  # index of an address, and the distance of the slice from that address in bytes
 
     def play(self, addresses: list[int]) -> tuple[Tensor, ...] | None:
@@ -400,9 +401,9 @@ class _Recorder(torch_private.TorchDispatchMode):
         ]
 
     def _places(self, x: Any, encodings: Any) -> list[tuple[str, int]]:
-        """Returns where a repeated call finds the launcher's arguments for the kernel argument x.
+        """Returns the places from which a repeated call reads what the launcher needs for the kernel argument x.
 
-        Each is given as (tag, index), with the tag "constant", "address" or "map". A descriptor has several.
+        Each place is (tag, index), with the tag "constant", "address" or "map". A descriptor has several.
         """
         if isinstance(x, Tensor):
             place, offset = self._place(x.data_ptr())

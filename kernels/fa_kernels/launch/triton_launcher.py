@@ -90,7 +90,7 @@ def prepared(compiled: Any, grid: tuple[int, ...], stream: int) -> Callable[...,
     return lambda *arguments: launch(*constants, arguments)
 
 
-@cache  # many recordings share a kernel, and Triton 3.6 loads a library for each launcher
+@cache  # many recordings share a launcher, because Triton 3.6 loads a library for each one
 def _launcher(compiled: Any) -> Any:
     """Returns a launcher that accepts encoded descriptors, or compiled.run if the kernel has no descriptors."""
     types: list[Any] = []

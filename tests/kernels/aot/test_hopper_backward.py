@@ -110,7 +110,7 @@ def test_prepared_rows_delta_and_sums(device, total, head_dim, with_dlse, dtype)
     assert (rows[0, :, total:] == float("inf")).all() and not rows[1, :, total:].any()
     torch.testing.assert_close(delta.double(), expected, atol=1e-4, rtol=1e-5)
     assert sums_of_dq.shape == (3 * 2 * 64 * head_dim // 32, 1, 32) and not sums_of_dq.any()
-    assert semaphores.tolist() == [order.NOBODY.value] * 6
+    assert semaphores.tolist() == [order.NO_TILE.value] * 6
 
 
 @pytest.mark.parametrize(("sums", "ordered"), [(False, False), (True, False), (False, True)])

@@ -64,7 +64,7 @@ def test_a_maximum_that_rises_late(head_dim, dtype, rise, mask, sink):
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("head_dim", FORWARD_CONFIGS)
 def test_no_row_depends_on_other_rows_of_its_tile(head_dim, dtype, filler):
-    """Changing other documents or later tokens of the same tile changes no bit, although they share warps."""
+    """A row keeps every bit of its result when other documents or later tokens of its tile change."""
     lengths = [333, 301, 404]
     cu, total = cumulative(lengths), sum(lengths)
     features = Features(head_dim**-0.5, 0.0, None, ())

@@ -101,7 +101,7 @@ def compare(
     exact_inputs = [x.to(truth) for x in inputs]  # a gradient has the dtype of its input
     exact = attend(partial(attention_reference, dtype=truth), exact_inputs, features, sinks, do, dlse)
     baseline = attend(partial(attention_reference, dtype=dtype), inputs, features, sinks, do, dlse)
-    # the rounding error of an fp32 sum of head_dim products of the largest inputs, if the products cancel
+    # A score is a sum of head_dim products. This is its rounding error in fp32 if the largest products cancel.
     floor = torch.finfo(torch.float32).eps * do.shape[-1] * max(x.abs().max().item() for x in (*inputs, do))
     floors = dict.fromkeys(results, floor)
     rounded = left_by_rounding(exact_inputs, features, sinks, do, dlse, exact, results["o"].dtype, truth)

@@ -239,7 +239,8 @@ def test_overlap():
         to_host=[(3500, 4500), (6000, 7000), (9500, 10_500)],
         to_device=[(4200, 4400), (6500, 7500)],
     )
-    # From 4 to 5 ms: 0.5 ms of a copy to the host, and a copy back during it. At 9.5 ms: a copy that outlasts the step.
+    # From 4 to 5 ms, a copy to the host runs for 0.5 ms, and a copy back runs at the same time. The copy that starts at
+    # 9.5 ms ends after the step.
     assert asdict(found) == pytest.approx(
         {"step": 10.0, "to_host": 2.5, "to_device": 1.2, "hidden": 1.5 + 1.0, "idle": 3.0, "waiting": 1.0}
     )

@@ -3,8 +3,8 @@
 `prepare` launches a kernel with one program for each 64 rows of a head. It computes delta from o and do, and sets the
 same rows of the sum to 0. `finish` scales the sum and rounds it to dq.
 
-The sum of dQ has shape (n, 1, 32). It consists of blocks of 64 queries. A block contains all heads, and a head contains
-its blocks of 64 columns, or of 32 columns after the first 64. Each column block is stored in the order of threads
+The sum of dQ has shape (n, 1, 32). It is divided by 64 queries, then by heads, then by blocks of 64 columns. At
+head_dim 96 the second block has 32 columns. Each column block is stored in the order of threads
 (registers.py), in 16 or 8 contiguous KiB, so that one TMA operation can add to it.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from fa_kernels.device import LOG2_E, ceil_div
 from fa_kernels.flash_attention.delta import delta_of_rows
 from fa_kernels.flash_attention.hopper.backward.items import SUM_BLOCK
-from fa_kernels.flash_attention.hopper.backward.order import NOBODY
+from fa_kernels.flash_attention.hopper.backward.order import NO_TILE
 from fa_kernels.flash_attention.nan_isolation import ROWS_PER_MARK
 from fa_kernels.flash_attention.schedule import WORK_TILE
 from fa_kernels.launch.record import launch
@@ -36,7 +36,7 @@ def _prepare_kernel(
     """One program stores lse and delta of BLOCK rows of a head to rows_ptr.
 
     The pointers of three further outputs may be None. The sum of dQ (dq_ptr) is set to 0, WORDS elements at a time.
-    Semaphores are set to NOBODY. delta_ptr receives delta in the layout of attention_delta.
+    Semaphores are set to NO_TILE. delta_ptr receives delta in the layout of attention_delta.
     """
     unit, head = tl.program_id(0) // n_heads, (tl.program_id(0) % n_heads).to(tl.int64)
     rows = unit * BLOCK + tl.arange(0, BLOCK)
@@ -47,7 +47,7 @@ def _prepare_kernel(
             for word in tl.static_range(0, BLOCK * HEAD_DIM, WORDS):
                 tl.store(dq_ptr + word + tl.arange(0, WORDS), tl.zeros([WORDS], tl.float32))
         if semaphore_ptr is not None:
-            tl.store(semaphore_ptr + tl.program_id(0), NOBODY)
+            tl.store(semaphore_ptr + tl.program_id(0), NO_TILE)
     lse = tl.load(lse_ptr + head * total + rows, mask=inside, other=float("-inf"))
     # Rows that see no key, and padding, get lse = inf: 2^(score - inf) is 0, so they contribute nothing.
     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)

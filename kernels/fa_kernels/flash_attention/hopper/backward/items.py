@@ -1,4 +1,4 @@
-"""Items of the backward kernels whose programs own keys: their steps, their buffers and their producer.
+"""Items of those backward kernels in which a program owns keys. This file has their steps, buffers and producer.
 
 An item is 128 keys of one KV head. It visits the queries that see these keys, for all query heads of the KV head. A
 step is a block of queries of one head. Steps visit all queries of a head, then those of the next head. With BACKWARDS
@@ -134,8 +134,9 @@ def first_step(item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.c
 def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr = False):
     """Returns the first query and the head of the next step.
 
-    The next step has the next block of queries; after the last block, it has the first block of the next head. With
-    BACKWARDS it has the next head; after the last head, it has the first head of the previous block.
+    Queries advance first: a step is followed by the next block of the same head. A head's last block is followed by the
+    first block of the next head. With BACKWARDS, heads advance first: a step is followed by the same block of the next
+    head. The last head is followed by the first head of the previous block.
     """
     if BACKWARDS:
         if GROUP > 1:

@@ -26,8 +26,8 @@ from fa_kernels.flash_attention.hopper.backward.items import first_step, locate_
 from fa_kernels.flash_attention.hopper.primitives.ring import new_barriers, place_of, wait_full
 from fa_kernels.flash_attention.hopper.primitives.structure import structure
 
-NOBODY = gl.constexpr(-1)  # the value of a semaphore when a launch starts
-_PLACES = gl.constexpr(2)  # the most steps whose sums are in memory while their semaphores are not yet set
+NO_TILE = gl.constexpr(-1)  # the value of a semaphore when a launch starts
+_PLACES = gl.constexpr(2)  # the maximum number of steps that are in memory and whose semaphores are not yet set
 
 
 @structure

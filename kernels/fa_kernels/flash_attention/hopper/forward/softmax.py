@@ -47,7 +47,7 @@ def scale_to_log2(softmax_scale, HAS_SOFTCAP: gl.constexpr):
 
 @gluon.jit
 def begin(sink, ROWS: gl.constexpr, HAS_SINKS: gl.constexpr):
-    """Returns the maximum and the sum [M, 8] of rows before their first key. `sink` is in the units of scores."""
+    """Returns the initial maximum and sum of each row, [M, 8], before any key. `sink` is in the units of scores."""
     row_sum = gl.zeros([ROWS, 8], gl.float32, layout=PER_ROW)
     row_max = row_sum + (sink if HAS_SINKS else HIDDEN)
     if HAS_SINKS:  # the sink is a score that every row sees; it has no row in v

@@ -74,8 +74,8 @@ def first_columns(x):
 def in_order_of_threads(x):
     """Views an accumulator x [64, N] as [2 N, 32], where a row holds four values of each of eight threads.
 
-    No data moves. The bits of an element's index in the view are, from the lowest: bit 0 of its column in x, bit 3 of
-    its row, bits 1 and 2 of the column, bits 0 to 2, 4 and 5 of the row, and the other bits of the column.
+    No data moves. An element at row r and column c of x has this index in the view, from its lowest bits: bit 0 of c;
+    bit 3 of r; bits 1 and 2 of c; bits 0, 1, 2, 4 and 5 of r; the other bits of c.
     """
     x = gl.reshape(x, [4, 2, 8, x.shape[1] // 8, 4, 2])
     return gl.reshape(gl.permute(x, [3, 0, 2, 4, 1, 5]), [x.shape[3] * 16, 32])
@@ -100,8 +100,8 @@ def keep_columns(x, start, end, OTHERWISE: gl.constexpr):
 
 @gluon.constexpr_function
 def _asm(n, otherwise):
-    # A thread's n values alternate between pairs of row i and pairs of row i + 8. Bit 2 g + e of a row's mask stands
-    # for column 8 g + 2 (lane % 4) + e.
+    # A thread's n values alternate between pairs of row i and pairs of row i + 8. In a row's mask, the
+    # bit with index 2 * g + e stands for column 8 * g + 2 * (lane % 4) + e.
     lines = ["{", ".reg .b32 lane, a, b, c, m0, m1;", ".reg .pred p;"]
     lines += ["mov.u32 lane, %laneid;", "and.b32 lane, lane, 3;", "shl.b32 lane, lane, 1;"]
     for row in (0, 1):
