@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def has_gpu() -> bool:
-    """Returns whether torch can use a GPU: what torch.cuda.is_available() returns. CUDA_VISIBLE_DEVICES counts.
+    """Returns what torch.cuda.is_available() returns for CUDA builds of torch. CUDA_VISIBLE_DEVICES counts.
 
     Like that function, it initialises CUDA in this process.
     """

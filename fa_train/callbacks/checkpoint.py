@@ -89,8 +89,9 @@ class Checkpoint(CheckpointCallback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         # Several ranks can save only at the same step, which only GracefulInterrupt guarantees. Diverged weights must
         # not replace an older checkpoint.
-        alone = trainer.world_size == 1 and not isinstance(exception, CheckpointError | DivergedError)
-        if self.save_on_exception and (alone or isinstance(exception, SIGTERMException)):
+        diverged = isinstance(exception, DivergedError) or monitor_of(trainer).has_diverged
+        alone = trainer.world_size == 1 and not isinstance(exception, CheckpointError)
+        if self.save_on_exception and not diverged and (alone or isinstance(exception, SIGTERMException)):
             try:
                 self._save(trainer, pl_module)
             except CheckpointError as error:  # print it: the exception that ended the run is still raised

@@ -3,7 +3,6 @@
 import gc
 import resource
 import statistics
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +54,7 @@ class Monitor(Callback):
         self.tokens_per_step, self.max_skipped_steps = seq_len * batch_size, max_skipped_steps
         self.latest: dict[str, float] = {}
         self.latest_step = 0
+        self.has_diverged = False  # found while another exception ended the run
         self._rates: list[float] = []
         self._lr = 0.0
         self._reading: Reading | None = None  # not logged yet
@@ -146,11 +146,17 @@ class Monitor(Callback):
         self.log_reading(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # the device may have failed, or wait forever for a rank that has
-        with suppress(DivergedError, RuntimeError):
+        # The device may have failed, or may wait forever for a rank that has failed. An error here must not replace the
+        # exception that ended the run, nor keep other callbacks from handling that exception.
+        try:
             alone = trainer.world_size == 1 or isinstance(exception, SIGTERMException)
             if self._reading is not None and (alone or self._reading.end.passed()):
                 self.log_reading(trainer)
+        except DivergedError as error:
+            self.has_diverged = True
+            trainer.print(f"error: {error}")
+        except Exception as error:
+            trainer.print(f"error: the last values were not logged: {error}")
         self._reading = None
 
     def summary(self) -> dict[str, float]:

@@ -92,7 +92,8 @@ def _of_these_keys(mask: Tensor, seqlen_k: int, kv_offset: int) -> Tensor:
 class Padding(NamedTuple):
     """The keys and queries that count in a padded batch, as documents that leave the padding out.
 
-    In each row, the queries that count are aligned with the last keys that count. Padding sees nothing.
+    In each row, the queries that count are aligned with the last keys that count. With causality or
+    a window, padding sees nothing.
     """
 
     first: Tensor  # (batch,) int32, the first key that counts

@@ -2,7 +2,8 @@
 
 A schedule is built in the first layer and kept for as long as the tensor that it was built from is alive and unchanged:
 the tensor's identity and its version counter are the key. A new batch has new tensors, and a change in place raises the
-counter. Compiled code needs no kept schedule, because the compiler computes equal subgraphs once.
+counter. A replayed CUDA graph that writes to such a tensor does not raise the counter. Compiled code needs no kept
+schedule, because the compiler computes equal subgraphs once.
 """
 
 from collections.abc import Callable, Hashable
@@ -77,14 +78,10 @@ def document_schedule(
         keys = queries if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k.to(torch.int32)
         return build_schedule(queries, keys, total_q, total_k, causal=causal, window_size=window, seqlen=seqlen)
 
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or cu_seqlens_k.is_inference():  # such a tensor has no version counter
         return build()
-    keys = None if cu_seqlens_k is cu_seqlens_q else (WeakIdRef(cu_seqlens_k), _version(cu_seqlens_k))
+    keys = None if cu_seqlens_k is cu_seqlens_q else (WeakIdRef(cu_seqlens_k), cu_seqlens_k._version)
     return kept(cu_seqlens_q, (keys, total_q, total_k, seqlen, causal, window), build)
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
 
 
 def packed_schedule(

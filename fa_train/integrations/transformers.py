@@ -8,7 +8,8 @@
 Models that transformers runs with flash_attention_2 run with it: GQA, sliding windows, soft caps, attention sinks,
 rows packed by position_ids or by cu_seqlens, padding, and generation with a dynamic or a static cache. Two points
 differ from flash_attention_2. Inputs may be fp32. No layer waits for the GPU: what depends on values is read once per
-forward pass, in `key_mask` and `packed_rows`, and not at all in compiled code.
+forward pass, in `key_mask` and `packed_rows`, and not at all in compiled code. Under torch.inference_mode each layer
+reads it again; torch.no_grad does not have this cost.
 """
 
 import os
@@ -114,7 +115,7 @@ def attention(
         max_length_k: the keys of the longest document; it chooses kernels.
 
     Returns:
-        o (batch, seqlen_q, n_heads, v_head_dim), 0 for padding, and None in the place of the weights.
+        o (batch, seqlen_q, n_heads, v_head_dim), and None in the place of the weights. Padding has no meaningful o.
 
     Raises:
         ValueError: for what flash attention or this function does not support, before a kernel runs.

@@ -44,13 +44,7 @@ def may_be_watched() -> bool:
 
     Returns True if this version of torch cannot tell.
     """
-    return not _KNOWS_WATCHERS or bool(
-        _dispatch_modes()
-        or _has_function_mode()
-        or _transform_level() is not None
-        or _tracing_state() is not None
-        or _profiles()
-    )
+    return may_be_traced() or bool(_has_function_mode() or _profiles())
 
 
 def may_be_traced() -> bool:

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from fa_train import training
 from fa_train.callbacks.monitor import Monitor, Reading, monitor_of
 from fa_train.callbacks.timestamp import Timestamp
+from fa_train.errors import DivergedError
 from tests.support.training import column, composed, tiny
 
 pytestmark = pytest.mark.slow
@@ -112,6 +113,35 @@ def test_a_failed_run_does_not_wait_for_other_ranks(ranks, arrived, logs):
     monitor._reading = Reading(1, 1, 0.0, {}, torch.zeros(5), end, end, [])
     monitor.on_exception(SimpleNamespace(world_size=ranks), None, RuntimeError())
     assert bool(logged) == logs and monitor._reading is None
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "diverged"),
+    [
+        pytest.param(DivergedError("5 steps were skipped"), "error: 5 steps were skipped", True, id="diverged"),
+        pytest.param(OSError("disk full"), "the last values were not logged: disk full", False, id="a-logger-fails"),
+    ],
+)
+def test_an_error_of_the_last_log_does_not_replace_the_first_one(error, said, diverged):
+    end, printed = SimpleNamespace(passed=lambda: True), []
+    monitor = Monitor(seq_len=1, batch_size=1, max_skipped_steps=None)
+    monitor.log_reading = lambda trainer: (_ for _ in ()).throw(error)
+    monitor._reading = Reading(1, 1, 0.0, {}, torch.zeros(5), end, end, [])
+    monitor.on_exception(SimpleNamespace(world_size=1, print=printed.append), None, KeyboardInterrupt())
+    assert said in printed[0] and monitor.has_diverged == diverged and monitor._reading is None
+
+
+@pytest.mark.parametrize("diverged", [False, True])
+def test_an_interrupted_run_that_has_diverged_is_not_saved(diverged, tmp_path, monkeypatch):
+    def log_reading(monitor, trainer):
+        if monitor._reading is not None and diverged:
+            raise DivergedError("skipped")
+        monitor._reading = None
+
+    monkeypatch.setattr(Monitor, "log_reading", log_reading)
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        fit(tmp_path, Fails(), "callbacks.checkpoint.save_on_exception=true")
+    assert bool(list(tmp_path.rglob("*.ckpt"))) != diverged
 
 
 def test_validation_does_not_count_as_training_time(tmp_path, monkeypatch):

@@ -35,10 +35,7 @@ def test_wider_values_and_wider_numbers_count():
 @pytest.mark.parametrize(("total", "expected"), [(1024, 8), (2**14, 4), (2**15, 2), (2**20, 1)])
 def test_queries_of_a_section_fit(total, expected):
     """Counts Q, dO (2 bytes per element) and dQ (4 bytes) of the two query heads that share a KV head."""
-    assert (
-        kv_heads_per_section(meta(total, 16, 16), 8, n_tiles=total // 128, programs=4, crosses_documents=False)
-        == expected
-    )
+    assert kv_heads_per_section(meta(total, 16, 16), 8, n_tiles=total // 128, programs=4) == expected
 
 
 @pytest.mark.parametrize(
@@ -53,10 +50,10 @@ def test_queries_of_a_section_fit(total, expected):
 def test_a_section_has_two_tiles_for_each_program(n_kv_heads, expected):
     """One head has 64 tiles. 128 programs need two tiles each, so a section has four heads, although one fills L2."""
     q = meta(2**13, 4 * n_kv_heads, 128)
-    assert kv_heads_per_section(q, n_kv_heads, n_tiles=64, programs=128, crosses_documents=False) == expected
+    assert kv_heads_per_section(q, n_kv_heads, n_tiles=64, programs=128) == expected
 
 
 @pytest.mark.parametrize(("n_kv_heads", "expected"), [(1, 1), (2, 2), (5, 3), (8, 2)])
-def test_a_section_of_several_documents_has_two_kv_heads(n_kv_heads, expected):
+def test_a_section_has_the_fewest_kv_heads(n_kv_heads, expected):
     q = meta(2**17, n_kv_heads, 128)
-    assert kv_heads_per_section(q, n_kv_heads, n_tiles=1024, programs=128, crosses_documents=True) == expected
+    assert kv_heads_per_section(q, n_kv_heads, n_tiles=1024, programs=128, fewest=2) == expected

@@ -54,18 +54,17 @@ def heads_per_section(k: Tensor, v: Tensor, n_heads: int) -> int:
     return kv_heads * (n_heads // n_kv_heads)
 
 
-def kv_heads_per_section(q: Tensor, n_kv_heads: int, n_tiles: int, programs: int, crosses_documents: bool) -> int:
+def kv_heads_per_section(q: Tensor, n_kv_heads: int, n_tiles: int, programs: int, fewest: int = 1) -> int:
     """Returns how many KV heads form a section, so that Q, dO and dQ of their query heads fit in L2.
 
     A section has at least two tiles for each of the `programs` that run at the same time; a head has n_tiles. In a
     smaller section, the longest tiles of the last section would start late, and most programs would wait for them.
-    A section has at least two KV heads if there are several documents: tiles of one head and one document add to the
-    same rows of dQ, so they should not all run at the same time.
+    A section has at least `fewest` KV heads.
     """
     total, n_heads, head_dim = q.shape
     bytes_per_kv_head = total * head_dim * (2 * q.element_size() + 4) * (n_heads // n_kv_heads)
     fit = max(1, QUERIES_IN_L2 // bytes_per_kv_head)
-    fewest = max(1 + crosses_documents, 2 * programs // max(1, n_tiles))
+    fewest = max(fewest, 2 * programs // max(1, n_tiles))
     if fit >= fewest:
         return min(fit, n_kv_heads)
     return ceil_div(n_kv_heads, max(1, n_kv_heads // fewest))  # sections of similar size

@@ -4,7 +4,7 @@ import os
 import warnings
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from torch import Tensor
 from fa_kernels.columns_of_head import split_columns
 from fa_kernels.device import Arch, arch_of, interpreted
 from fa_kernels.flash_attention import tuned_tiles
-
-Pass = Literal["fwd", "dkdv", "dk", "dv", "dq"]  # the dkdv kernel computes dk and dv from the same scores
+from fa_kernels.flash_attention.tuned_tiles import HEAD_DIMS, Pass
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,6 @@ _TILES_OF_4_BYTES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm80", 256, "dq"): TileConfig(16, 16, 8, 1),
 }
 
-HEAD_DIMS = (64, 96, 128, 192, 256)
 # The bytes of shared memory that a program can use on the smallest GPU that uses the entries.
 SHARED_LIMIT: dict[Arch, int] = {"sm80": 99 * 1024, "sm90": 227 * 1024, "sm100": 227 * 1024}
 

@@ -5,15 +5,21 @@ tiles.py's table on the GPU that is named in it.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
+
+Pass = Literal["fwd", "dkdv", "dk", "dv", "dq"]  # the dkdv kernel computes dk and dv from the same scores
 
 VARIABLE = "FLASH_ATTENTION_TILES"
+HEAD_DIMS = (64, 96, 128, 192, 256)  # those of tiles.py's table
+ITEMSIZES = (2, 4)  # bytes
+BLOCKS = (16, 32, 64, 128)  # at most schedule.WORK_TILE
+WARPS = (1, 2, 4, 8, 16)
 SIZES = ("block_m", "block_n", "num_warps", "num_stages")
 
-Key = tuple[int, str, int]  # head_dim, pass and itemsize in bytes
+Key = tuple[int, Pass, int]  # head_dim, pass and itemsize in bytes
 Sizes = tuple[int, int, int, int]  # in the order of SIZES
 
 
@@ -51,12 +57,22 @@ def _parse(entry: Any, path: str) -> tuple[Key, Sizes]:
     block_m, block_n, num_warps, num_stages = sizes = tuple(entry[name] for name in SIZES)
     if not (
         all(type(size) is int for size in sizes)
-        and {block_m, block_n} <= {16, 32, 64, 128, 256}
-        and num_warps in (1, 2, 4, 8, 16)
+        and {block_m, block_n} <= {*BLOCKS}
+        and num_warps in WARPS
         and num_stages >= 1
     ):
         raise ValueError(
-            f"each tile in {path} must have blocks of 16, 32, 64, 128 or 256, 1, 2, 4, 8 or 16 warps, and at least "
-            f"one stage; got {entry}"
+            f"each tile in {path} must have blocks of {_listed(BLOCKS)}, {_listed(WARPS)} warps, and at least one "
+            f"stage; got {entry}"
         )
-    return (entry["head_dim"], entry["pass"], entry["itemsize"]), (block_m, block_n, num_warps, num_stages)
+    key = entry["head_dim"], entry["pass"], entry["itemsize"]
+    if key[0] not in HEAD_DIMS or key[1] not in get_args(Pass) or key[2] not in ITEMSIZES:
+        raise ValueError(
+            f"each tile in {path} must have a head_dim of {_listed(HEAD_DIMS)}, a pass of {_listed(get_args(Pass))}, "
+            f"and an itemsize of {_listed(ITEMSIZES)}; got {entry}"
+        )
+    return key, (block_m, block_n, num_warps, num_stages)
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))

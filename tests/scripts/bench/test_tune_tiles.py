@@ -177,6 +177,12 @@ def test_only_entries_of_the_table_are_written_to_load():
     }
 
 
+def test_tiles_of_one_tf32_product_are_not_loaded():
+    """They were not checked for the three products that fp32 uses by default."""
+    tf32 = Result(Candidate(64, "fwd", TileConfig(64, 32, 4, 2), "tf32"), 1.0, 100.0)
+    assert tiles_to_load([tf32], "sm90") == {}
+
+
 @pytest.mark.parametrize("direction", PASSES)
 def test_a_correct_tile_passes_the_check(direction, device):
     assert check(Candidate(64, direction, TileConfig(64, 64, 4, 1), "float32"), str(device)) == ""

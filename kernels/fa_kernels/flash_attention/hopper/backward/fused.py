@@ -182,7 +182,9 @@ def gradients_of_keys(
     section = n_kv_heads
     if not ordered:
         at_once = multiprocessors(q.device)
-        section = kv_heads_per_section(q, n_kv_heads, n_tiles, at_once, schedule.crosses_documents)
+        # with one KV head, the tiles of a document that run at the same time would all add to the same rows of dQ
+        fewest = 2 if schedule.crosses_documents else 1
+        section = kv_heads_per_section(q, n_kv_heads, n_tiles, at_once, fewest)
     launch(
         _bwd_kernel, (programs,),
         *descs[:4], elements(rows, config.block_m), *descs[4:], sums, *rest, sums_2,

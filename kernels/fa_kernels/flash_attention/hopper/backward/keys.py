@@ -164,8 +164,7 @@ def gradients_of_keys(
         for x, block in ((q, BLOCK_M), (k, BLOCK_N), (v, BLOCK_N), (do, BLOCK_M), (dk, BLOCK_N), (dv, BLOCK_N))
     ]
     n_items = n_tiles * n_kv_heads
-    at_once = multiprocessors(q.device)
-    section = kv_heads_per_section(q, n_kv_heads, n_tiles, at_once, schedule.crosses_documents)
+    section = kv_heads_per_section(q, n_kv_heads, n_tiles, multiprocessors(q.device))
     launch(
         _dkdv_kernel, (n_items,),
         *descs[:4], elements(rows, BLOCK_M), *descs[4:],

@@ -304,8 +304,7 @@ def gradients_of_keys(
     n_heads, (total_k, n_kv_heads, _) = q.shape[1], k.shape
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     n_tiles = schedule.key_tiles.numel() * TILES_PER_WORK_TILE
-    at_once = multiprocessors(q.device)
-    section = kv_heads_per_section(q, n_kv_heads, n_tiles, at_once, schedule.crosses_documents)
+    section = kv_heads_per_section(q, n_kv_heads, n_tiles, multiprocessors(q.device))
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc = (rows_of_heads(x, BLOCK) for x in (q, k, v, do, dk, dv))
     launch(
         _dkdv_kernel, (n_tiles * n_kv_heads,),
