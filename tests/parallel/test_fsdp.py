@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from fa_train import training
 from fa_train.callbacks.checkpoint import Checkpoint
+from fa_train.callbacks.monitor import Monitor
 from fa_train.checkpoints.files import CheckpointError
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.memory.memory import Memory
@@ -324,7 +325,9 @@ def test_what_cannot_be_sharded_is_named_before_anything_is_computed(overrides, 
 def test_an_error_of_one_rank_waits_for_no_other(world_size, exception, saves, tmp_path, monkeypatch):
     saved = []
     monkeypatch.setattr(Checkpoint, "_save", lambda self, trainer, module: saved.append(module))
-    trainer = SimpleNamespace(world_size=world_size, strategy=SimpleNamespace(launcher=None), print=print)
+    trainer = SimpleNamespace(
+        world_size=world_size, strategy=SimpleNamespace(launcher=None), print=print, callbacks=[Monitor(1, 1, None)]
+    )
     Checkpoint(str(tmp_path), 1, 2, keep_best=False, save_on_exception=True).on_exception(trainer, None, exception)
     assert bool(saved) == saves
 
