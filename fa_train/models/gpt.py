@@ -1,4 +1,4 @@
-"""A pre-norm decoder over a packed stream of tokens: GPT-2 (2019), Llama (arXiv:2302.13971) and their variants."""
+"""A pre-norm decoder over a packed stream of tokens, for GPT-2 (2019), Llama (arXiv:2302.13971) and their variants."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -33,24 +33,24 @@ SplitHeads = Callable[["SelfAttention", Tensor, RotaryTable | None], QKV]
 
 @dataclass(frozen=True)
 class Origin:
-    """The Hugging Face checkpoint that the weights come from, with the config files that an export needs."""
+    """The Hugging Face checkpoint that the model's weights come from, and its config files, which an export needs."""
 
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any] | None
     pretrained: str | None = None  # the folder or hub name that the user gave
-    folder: Path | None = None  # the folder with its files
+    folder: Path | None = None  # the folder with the checkpoint's files
 
 
 class GPT(nn.Module):
     """A decoder-only transformer.
 
-    memory: the memory levers; None disables them.
-    config: the fields of fa_train.models.config.ModelConfig, which are the other keys of conf/model.
-    Raises: ValueError as ModelConfig does, or if the attention lacks a feature that the family needs.
+    memory: the settings that reduce GPU memory, or None to use none of them.
+    config: the fields of fa_train.models.config.ModelConfig. The YAML files in conf/model set them.
+    Raises: ValueError if ModelConfig rejects a value, or `attention` does not support the model's soft cap.
     """
 
-    origin: Origin | None = None  # set if the weights come from a checkpoint
-    random_base_hash: str | None = None  # the hash of frozen random weights, set by LoRA if there is no origin
+    origin: Origin | None = None  # None if the weights are random
+    random_base_hash: str | None = None  # LoRA sets this hash of the frozen weights if they are random
 
     def __init__(
         self, *, attention: Attention, loss: LinearCrossEntropy, memory: Memory | None = None, **config: Any
@@ -62,7 +62,7 @@ class GPT(nn.Module):
         self.memory = memory = Memory("none", False, None, loss) if memory is None else memory
         self.windows, self.ropes, self.head_dim = self.config.windows, self.config.ropes, self.config.heads.dim
         self.embedding_scale, self.logit_softcap = extras.embedding_scale, extras.logit_softcap
-        # a checkpointed or offloaded block keeps its input as one tensor, so its residual addition cannot be postponed
+        # a checkpointed or offloaded block saves its input as one tensor, so the block before it must add its residual
         self.may_add_later = memory.checkpointing == "none" and memory.offload is not True
         self.adds_later = False
         self.offload = Offload(self.config.n_layers, memory.offload == "all") if memory.offload else None
@@ -82,11 +82,12 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialises all weights. Call it also after `to_empty` on a model that was built on the meta device.
+        """Initialises all weights. On a model that was built on the meta device, call it after `to_empty`.
 
-        gpt2: normal with standard deviation 0.02, and 0.01 for positions (github.com/openai/gpt-2, src/model.py).
-        Projections into the residual stream are divided by sqrt(2 * n_layers) (the GPT-2 paper, section 2.3).
-        llama: normal with standard deviation 0.02, the initializer_range in Meta's published config.json.
+        init="gpt2": normal with standard deviation 0.02, and 0.01 for positions (github.com/openai/gpt-2,
+        src/model.py). The weights of attention.out and ffn.down are divided by sqrt(2 * n_layers) (the GPT-2 paper,
+        section 2.3).
+        init="llama": normal with standard deviation 0.02, which is initializer_range in Meta's config.json of Llama.
         """
         if self.config.tied:  # tie the weights here, because `to_empty` unties them
             self.head.weight = self.token_embedding.weight
@@ -115,12 +116,15 @@ class GPT(nn.Module):
         """Returns the logits of a packed stream, or the sum of its losses if labels are given.
 
         Shapes: tokens, position_ids, labels (total,) int64; cu_seqlens (n_docs + 1,) int32; returns logits
-        (total, vocab_size), or the loss, a scalar in fp32. The loss is in nats, summed over the labels that are not
+        (total, vocab_size), or the loss, a scalar in fp32. The loss is in nats and is the sum over all labels except
         -100.
-        cu_seqlens: None means one document. position_ids: None means each token's position in its document.
-        mean_seqlen: the mean document length in tokens, by which attention chooses kernels; None assumes equal lengths.
-        Raises: ValueError on a shape mismatch, or if learned positions are too few for a single document. The lengths
-        of several documents are not checked, because they are on the GPU; call `require_seq_len` before training.
+        cu_seqlens: the first token of each document, then the end of the last one; one document if None.
+        position_ids: each token's position; by default its position in its document.
+        mean_seqlen: the mean document length in tokens, which determines attention's kernels; by default total /
+        n_docs.
+        Raises: ValueError if shapes do not match, or the model has fewer learned positions than the only document has
+        tokens. The lengths of several documents are not checked, because they are on the GPU. Call `require_seq_len`
+        before training.
         """
         require_stream(tokens, cu_seqlens, position_ids=position_ids, labels=labels)
         total = tokens.shape[0]
@@ -144,7 +148,7 @@ class GPT(nn.Module):
                 x, added = block(x, schedules[window], tables[rope], added)
         if added is not None:
             x = x + added
-            del added  # frees memory before the loss needs it
+            del added  # frees memory for the loss
         if offload is not None:
             offload.end(x)
         x = self.norm(x)
@@ -160,7 +164,7 @@ class GPT(nn.Module):
         return x if self.position_embedding is None else x + self.position_embedding(position_ids)
 
     def require_seq_len(self, seq_len: int) -> None:
-        """Checks that learned positions reach seq_len tokens. Raises: ValueError if they do not."""
+        """Raises: ValueError if the model has learned positions, and fewer than seq_len."""
         if self.position_embedding is not None and seq_len > self.position_embedding.num_embeddings:
             raise ValueError(
                 "model.positions=learned needs documents of at most "
@@ -168,15 +172,16 @@ class GPT(nn.Module):
             )
 
     def choose_ffns(self) -> None:
-        """Chooses the variant of each block's FFN again. Call it after replacing linear layers of the FFNs."""
+        """Chooses the class of each block's FFN again. Call `choose_ffns` after replacing linear layers of the FFNs."""
         for block in self._blocks():
             ffn = choose_ffn(block.ffn.up, block.ffn.down, self.config.activation, self.memory)
             block.ffn = ffn.train(block.ffn.training)
 
     def compile_blocks(self, **options: Any) -> None:
-        """Compiles each block with torch.compile and these options. All blocks are alike, so they share one graph.
+        """Compiles each block with torch.compile(**options). Blocks share one graph: their code and shapes are equal.
 
-        Blocks without checkpointing then leave their last residual addition to the next block, which fuses it.
+        A compiled block without checkpointing leaves its last residual addition to the next block, which fuses the
+        addition with its first norm.
         """
         self.adds_later = self.may_add_later
         for block in self.blocks:
@@ -187,7 +192,9 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """A decoder block: x + attention(norm(x)), then x + ffn(norm(x)). Post norms normalise each branch's output too.
+    """A decoder block: x + attention(norm(x)), then x + ffn(norm(x)).
+    With config.extras.post_norms (Gemma 2 and 3), the outputs of attention and FFN are also normalised before they are
+    added.
 
     rotates: whether the layer has RoPE.
     """
@@ -206,10 +213,10 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, schedule: Schedule, rotary: RotaryTable | None, added: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the hidden states, and a tensor that the next block must add to them or None.
+        """Returns the hidden states, and None or a tensor that the next block must add to the hidden states.
 
-        x, added: (total, dim). If `added` is given, this block first adds it to x, and leaves its own last residual
-        addition to the next block.
+        x, added: (total, dim). If `added` is given, this block first adds it to x. This block then leaves its last
+        residual addition to the next block.
         """
         if added is not None:
             return self._adds_later(x, schedule, rotary, added)
@@ -225,15 +232,15 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         x, normed = add_and_norm(x, added, self.attention_norm, keep_sum=True)
         y = self.attention_post_norm(self.attention(normed, schedule, rotary))
-        x, normed = add_and_norm(x, y, self.ffn_norm, keep_sum=False)  # the first add_and_norm saved this x
+        x, normed = add_and_norm(x, y, self.ffn_norm, keep_sum=False)  # the first add_and_norm has saved this x
         return x, self.ffn_post_norm(self.ffn(normed))
 
 
 class SelfAttention(nn.Module):
-    """The projections before and after an attention function.
+    """Self-attention: the projection to queries, keys and values, an attention function, and the output projection.
 
-    One matrix computes queries, keys and values, so that autocast keeps one rounded copy of x for the backward instead
-    of three. Queries, keys and values have one dtype.
+    One matrix computes queries, keys and values. Under autocast, the backward therefore needs one rounded copy of x,
+    instead of three. Queries, keys and values have the same dtype.
     rotates: whether the layer has RoPE. checkpointed: whether activation checkpointing recomputes the block.
     """
 
@@ -248,7 +255,7 @@ class SelfAttention(nn.Module):
         self.attention = attention
         self.split_heads = _head_splitter(config.qk_norm, rotates, checkpointed)
         scores = {"softmax_scale": config.extras.softmax_scale, "softcap": config.extras.softcap}
-        self.scores = {name: value for name, value in scores.items() if value}  # a custom attention may lack options
+        self.scores = {name: value for name, value in scores.items() if value}  # only options that are set
 
     def forward(self, x: Tensor, schedule: Schedule, rotary: RotaryTable | None) -> Tensor:
         """Shapes: x (total, dim) -> (total, dim)."""
@@ -271,19 +278,19 @@ def _split(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None) -> QKV
 
 
 def _rotated(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None) -> QKV:
-    """Rotates q and k. q, k and v are views of one new buffer, the only tensor that is saved."""
+    """Rotates q and k. q, k and v are views of one new buffer, the only tensor that autograd saves."""
     assert rotary is not None
     q, k, v = rotate_qkv(qkv, layer.heads, rotary.cos, rotary.sin)
     return q, k, v
 
 
 def _rotated_first(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None) -> QKV:
-    """Rotates q and k and then splits the buffer. q, k and v are views of it."""
+    """Rotates q and k within qkv, and then splits the result. q, k and v are views of this result."""
     assert rotary is not None
     return _split(layer, rotate_heads(qkv, rotary.cos, rotary.sin, layer.heads[0] + layer.heads[1]), None)
 
 
-# in a compiled checkpoint, torch 2.11 would save q, k and v, because an autograd.Function returns them
+# `_rotated` calls an autograd.Function. In a compiled checkpoint, torch 2.11 would save the q, k and v that it returns.
 _rotated_in_checkpoint = EagerOrCompiled(_rotated, _rotated_first)
 
 
@@ -301,7 +308,7 @@ def _normed_and_rotated(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable |
 
 
 def _norm(norm: NormModule | None, x: Tensor) -> Tensor:
-    """Applies a norm in the dtype of its weight."""
+    """Converts x to the dtype of the norm's weight and applies the norm."""
     assert norm is not None
     y: Tensor = norm(x.to(norm.weight.dtype))
     return y
@@ -309,7 +316,7 @@ def _norm(norm: NormModule | None, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SoftCappedLoss:
-    """Computes `loss` with a soft cap on the logits. The backward recomputes each chunk of logits."""
+    """Computes the cross entropy of logits with a soft cap. The backward recomputes each chunk of logits."""
 
     loss: LinearCrossEntropy
     softcap: float
@@ -319,7 +326,7 @@ class SoftCappedLoss:
         return self.loss.chunk_size
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """Returns the loss. Shapes are those of LinearCrossEntropy."""
+        """Returns the summed loss. The shapes are those of fa_train.memory.loss.LinearCrossEntropy."""
         chunks = zip(hidden.split(self.chunk_size), labels.split(self.chunk_size), strict=True)
         loss = partial(self._of_chunk, weight)
         return torch.stack(

@@ -1,9 +1,9 @@
 """LoRA and QLoRA adapters (arXiv:2106.09685, arXiv:2305.14314).
 
-The model's weights are frozen, and quantized to 4 bits for QLoRA. For each matrix, two low-rank matrices are trained,
-and their product is added to the matrix. Names and files are those of peft, so each of the two libraries can load the
-other's adapters. The GPT joins some matrices of a checkpoint to one matrix, such as those of queries, keys and values.
-Each part of a joined matrix has a separate adapter, as in peft.
+The model's weights are frozen. QLoRA also quantizes them to 4 bits. For each adapted matrix W of a linear layer, two
+low-rank matrices A and B are trained, and B A is added to W. Tensor names and files are those of peft: peft can load an
+adapter of fa_train, and fa_train can load one of peft. The GPT stores some matrices of a checkpoint as one joined
+matrix, such as those of queries, keys and values. Each part of a joined matrix has a separate adapter, as in peft.
 """
 
 import json
@@ -32,13 +32,13 @@ from fa_train.private_names import TESTED
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # the prefix of every tensor name in peft's files
 ALL_LINEAR = "all-linear"
-BLOCK, SCALER_BLOCK = 64, 256  # elements per scale and scales per second-level scale, as in QLoRA and torchao
+BLOCK, SCALER_BLOCK = 64, 256  # elements per scale, and scales per second-level scale, as in QLoRA
 NF4_PARTS = (
     "quantized_scalers",
     "quantization_factor",
     "scaler_mean",
     "nf4",
-)  # the scales and the table of values, in addition to the codes
+)  # the tensors of a 4-bit weight in addition to its codes: scales and the table of values
 
 
 def whole_model(model: GPT) -> GPT:
@@ -48,17 +48,20 @@ def whole_model(model: GPT) -> GPT:
 
 @dataclass(frozen=True)
 class LoRA:
-    """The settings of LoRA adapters. Calling an instance with a model freezes it and adds adapters to linear layers.
+    """The settings of LoRA adapters. A call with a model freezes the model and adds adapters to its linear layers.
 
-    r: the rank, the columns of B and the rows of A. lora_alpha: B A is multiplied by lora_alpha / r, or by
-    lora_alpha / sqrt(r) with use_rslora (arXiv:2312.03732). lora_dropout: the dropout probability of adapter inputs.
-    target_modules: a list of Hugging Face's names or of their last parts, such as q_proj. "all-linear" means all
-    linear layers of the blocks. Any other string is a regular expression for full names.
-    quantization: "nf4" quantizes the blocks' weights to 4 bits with torchao; None does not.
-    path: the folder of an adapter to continue training. Its r, lora_alpha, use_rslora and target_modules replace these.
-    A is initialised like nn.Linear's weight. B is 0, so that training starts from the base model. A and B are always
-    fp32, as in peft, because bf16 would lose small updates. They are rounded for matrix products.
-    Raises: ValueError if a setting is out of range, no layer has one of the names, or torchao is needed and missing.
+    r: the rank, which is the number of rows of A and of columns of B.
+    lora_alpha: B A is multiplied by lora_alpha / r, or by lora_alpha / sqrt(r) with use_rslora (arXiv:2312.03732).
+    lora_dropout: the dropout probability of adapter inputs.
+    target_modules: a list of Hugging Face's module names or of their last parts, such as q_proj. "all-linear" means all
+    linear layers of the blocks. Any other string is a regular expression that full module names must match.
+    quantization: "nf4" quantizes the weights of all linear layers of the blocks to 4 bits with torchao.
+    path: the folder of a peft adapter whose training continues. The r, lora_alpha, use_rslora and target_modules in its
+    adapter_config.json replace the ones given here.
+    A is initialised like nn.Linear's weight. B is 0, so that training starts from the base model. A and B are stored in
+    fp32, as in peft, because bf16 would lose small updates. Matrix products with A and B use the dtype of x.
+    Raises: ValueError if a setting is out of range, a name in target_modules matches no layer, or torchao is not
+    installed but quantization needs it.
     """
 
     r: PositiveInt
@@ -83,11 +86,11 @@ class LoRA:
 
     @property
     def scale(self) -> float:
-        """The factor of B A."""
+        """The factor that B A is multiplied by."""
         return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
     def targets(self, name: str) -> bool:
-        """Returns whether the module with this Hugging Face name gets an adapter, by peft's rules."""
+        """Returns whether target_modules matches `name`, a module name of Hugging Face, by peft's rules."""
         if self.target_modules == ALL_LINEAR:
             return True
         if isinstance(self.target_modules, str):
@@ -116,7 +119,7 @@ class LoRA:
         return model
 
     def _require_names(self, names: Sequence[str]) -> None:
-        """Checks that each of target_modules matches a module. Raises: ValueError if one does not."""
+        """Raises: ValueError if an entry of target_modules matches no module in `names`."""
         if isinstance(self.target_modules, str):
             useless = [] if any(map(self.targets, names)) else [self.target_modules]
         else:
@@ -128,7 +131,7 @@ class LoRA:
             )
 
     def _require_no_recomputation(self, model: GPT) -> None:
-        """Checks that no block with dropout is recomputed, because recomputation draws other random numbers."""
+        """Checks that dropout is not combined with recomputation, which would draw other random numbers."""
         memory = model.memory
         if self.lora_dropout and (memory.checkpointing != "none" or memory.mlp_chunk):
             raise ValueError(
@@ -140,10 +143,11 @@ class LoRA:
 class LoRALinear(nn.Linear):
     """A frozen linear layer with adapters, quantized weights, or both. Computes x W^T + scale * (x A^T) B^T.
 
-    lora_A, lora_B: (r, in_features) and (rows, r) fp32. Their keys are the last parts of Hugging Face's names, such as
-    q_proj. An adapter covers only its rows of W.
-    With 4-bit weights, `weight` holds the codes, (out_features * in_features / 2,) uint8 with two codes per byte. `nf4`
-    holds the scales, as in torchao's NF4Tensor.
+    lora_A, lora_B: one A, (r, in_features), and one B, (rows, r), for each adapter, in fp32. Their keys are the last
+    parts of Hugging Face's module names, such as q_proj. An adapter changes only those rows of W that belong to its
+    module.
+    If W is quantized, `weight` holds the 4-bit codes, (out_features * in_features / 2,) uint8 with two codes per byte.
+    `nf4` then holds the scales, under the names in torchao's NF4Tensor.
     """
 
     def __init__(self, linear: nn.Linear, path: str, parts: Mapping[str, Place], settings: LoRA) -> None:
@@ -152,7 +156,7 @@ class LoRALinear(nn.Linear):
         self.settings = settings
         self.names = {name.rpartition(".")[2]: name for name in parts}
         self.rows = {name.rpartition(".")[2]: place.rows for name, place in parts.items()}
-        self.transposed = any(place.transposed for place in parts.values())  # GPT-2's checkpoints store it as (in, out)
+        self.transposed = any(place.transposed for place in parts.values())  # GPT-2 stores (in, out)
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         device = linear.weight.device
         for name, rows in self.rows.items():
@@ -170,7 +174,7 @@ class LoRALinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (total, in_features) -> (total, out_features)."""
         if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # one copy for W and all A
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # W and all A use one rounded copy of x
         y = self._base(x)
         if not self.lora_A:
             return y
@@ -179,14 +183,14 @@ class LoRALinear(nn.Linear):
         return torch.addmm(y, F.linear(seen, down.to(x.dtype)), up.to(x.dtype).T)
 
     def dense_weight(self) -> Tensor:
-        """Returns the weight without adapters, (out_features, in_features), in its dtype before quantization."""
+        """Returns the weight without adapters, (out_features, in_features), in the dtype before quantization."""
         if not self.nf4:
             return self.weight
         codes = [self.weight, *(self.nf4[name] for name in NF4_PARTS)]
         return nf4_weight(*codes, self.out_features, self.in_features)
 
     def merged(self) -> nn.Linear:
-        """Returns a plain layer with the adapters added to its weight. The sum is computed in fp32 or higher."""
+        """Returns an nn.Linear with the adapters added to its weight. Adds in fp32 or higher precision."""
         linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
         weight = self.dense_weight().detach()
         if self.lora_A:
@@ -204,7 +208,7 @@ class LoRALinear(nn.Linear):
     def _factors(self) -> tuple[Tensor, Tensor]:
         """Concatenates the matrices A, and puts the scaled matrices B on a block diagonal.
 
-        All A then need only one matmul, and so do all B.
+        One matmul then computes the products with all A, and another those with all B.
         """
         down = torch.cat([self.lora_A[name] for name in self.rows])
         blocks, end = [], 0
@@ -214,7 +218,7 @@ class LoRALinear(nn.Linear):
         return down, torch.block_diag(*blocks, down.new_zeros(self.out_features - end, 0))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LoRALinear":
-        """Moves adapters and scales to the module's device, but keeps their dtype with trainer.precision=bf16-true."""
+        """Moves adapters and scales to another device. They keep their dtype, even with precision=bf16-true."""
 
         def keeping_dtype(x: Tensor) -> Tensor:
             moved = fn(x)
@@ -227,7 +231,7 @@ class LoRALinear(nn.Linear):
 
 
 class _NF4Linear(torch.autograd.Function):
-    """Computes x W^T and saves W in 4 bits. The backward dequantizes W again."""
+    """Computes x W^T and saves W in 4 bits. The backward pass dequantizes W again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
@@ -254,7 +258,7 @@ def nf4_weight(
 ) -> Tensor:
     """Dequantizes a weight to (out_features, in_features). The result has the dtype of `nf4`.
 
-    This is an operator, because torch.compile cannot trace torchao's tensor class.
+    nf4_weight is a custom operator because torch.compile cannot trace torchao's tensor class.
     """
     from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor, SubclassTensorArgs
 
@@ -279,11 +283,12 @@ def _nf4_weight_fake(
 
 
 def quantized(weight: Tensor, what: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Quantizes a matrix to NF4. Returns its codes, two per byte, and its scales by the names in NF4_PARTS.
+    """Quantizes a matrix to NF4. Returns the 4-bit codes, two per byte, and a dict of scales with the keys NF4_PARTS.
 
-    Scales are quantized too ("double quantization"), in blocks of 256 or the largest smaller size that divides their
-    number. A weight on the meta device gives results on the meta device. what: the weight's name, for errors.
-    Raises: ValueError if torchao is missing, or the number of elements is not a multiple of 64.
+    The scales are quantized as well (QLoRA's "double quantization"). The block of one second-level scale has gcd(256,
+    number of scales) scales. If `weight` is on the meta device, so are the results.
+    what: the weight's name, for error messages.
+    Raises: ValueError if torchao is not installed, or the number of elements is not a multiple of 64.
     """
     if weight.numel() % BLOCK:
         raise ValueError(f"adapter.quantization=nf4 needs matrices with a multiple of {BLOCK} elements; {what} has "
@@ -309,7 +314,7 @@ def quantized(weight: Tensor, what: str) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def require_torchao() -> None:
-    """Checks that torchao is installed and has the 4-bit tensors for QLoRA. Raises: ValueError if not."""
+    """Raises: ValueError if torchao is not installed, or does not have the 4-bit tensor class that QLoRA needs."""
     try:
         from torchao.quantization import to_nf4  # noqa: F401  seconds to import
         from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import (  # noqa: F401
@@ -322,17 +327,17 @@ def require_torchao() -> None:
 
 
 def adapted(model: GPT) -> Iterator[tuple[str, LoRALinear]]:
-    """Returns the LoRA layers of a model, with their paths."""
+    """Returns each LoRA layer of a model with its module name."""
     return ((path, module) for path, module in model.named_modules() if isinstance(module, LoRALinear))
 
 
 def adapters_of(model: GPT) -> Adapters | None:
-    """Returns the sizes of a model's adapters for the planner, or None if there are none.
+    """Returns the sizes of a model's adapters for the memory planner, or None for a model without adapters.
 
-    The sizes per block are those of the block with the largest adapters.
+    The sizes per block are those of the block whose adapters are largest.
     """
     sizes, quantized = [], False
-    found: dict[tuple[str, str], list[int]] = {}  # rank and joined elements, by block and part
+    found: dict[tuple[str, str], list[int]] = {}  # (block, "attention" or "ffn") to [ranks, elements]
     for path, linear in adapted(model):
         _, block, part, _ = path.split(".")
         quantized |= bool(linear.nf4)
@@ -351,7 +356,7 @@ def adapters_of(model: GPT) -> Adapters | None:
 
 
 def adapter_tensors(model: GPT) -> dict[str, nn.Parameter]:
-    """Returns A and B of every adapter, by peft's names."""
+    """Returns the matrices A and B of every adapter. The keys are peft's tensor names."""
     return {
         f"{PREFIX}{name}.{kind}.weight": matrices[part]
         for _, linear in adapted(model)
@@ -361,7 +366,9 @@ def adapter_tensors(model: GPT) -> dict[str, nn.Parameter]:
 
 
 def merge(model: GPT) -> GPT:
-    """Replaces LoRA layers with plain layers, in place. Adds adapters to the weights, and dequantizes 4-bit weights."""
+    """Replaces each LoRA layer of the model with an nn.Linear, in place.
+    Each new weight is the sum of the dequantized weight and its adapters.
+    """
     for path, linear in list(adapted(model)):
         parent, _, attribute = path.rpartition(".")
         setattr(model.get_submodule(parent), attribute, linear.merged())
@@ -372,7 +379,7 @@ def merge(model: GPT) -> GPT:
 def save_adapter(model: GPT, folder: str | Path, base: str | None) -> None:
     """Saves the adapters in the format of peft.PeftModel.from_pretrained. base: the base model's folder or hub name.
 
-    adapter_config.json is written last, so an incomplete folder has none.
+    adapter_config.json is written last, so a folder that was not finished does not contain it.
     Raises: ValueError if the model has no adapters, or the folder already contains an adapter.
     """
     folder = Path(folder)
@@ -428,8 +435,8 @@ def load_adapter(model: GPT, folder: Path) -> None:
             places[name].copy_(tensor)
 
 
-# the fields of adapter_config.json: those that are read, those that may have any value, and required values;
-# all other fields must be unset
+# The fields of adapter_config.json. READ are used, IRRELEVANT may have any value, and REQUIRED lists supported values.
+# All other fields must be unset.
 READ = {"r", "lora_alpha", "use_rslora", "target_modules"}
 IRRELEVANT = {
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "fan_in_fan_out", "inference_mode",
@@ -440,12 +447,12 @@ REQUIRED: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none",),
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # other values change the frozen weights
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change frozen weights
 }
 
 
 def _settings(folder: Path, own: LoRA) -> LoRA:
-    """Returns `own` with the settings in a folder's adapter_config.json. Raises: ValueError if one is unsupported."""
+    """Returns `own` with the values of READ from adapter_config.json. Raises: ValueError on an unsupported field."""
     path = folder / ADAPTER_CONFIG
     if not path.exists():
         raise ValueError(f"adapter.path must be a folder with {ADAPTER_CONFIG}; got {folder}")
@@ -464,7 +471,7 @@ def _settings(folder: Path, own: LoRA) -> LoRA:
 
 
 def _linears(model: GPT) -> dict[str, dict[str, Place]]:
-    """Returns the linear layers of the blocks by their paths, each with the names and places of its parts."""
+    """Returns the linear layers of the blocks: {module name: {Hugging Face name of a part: its place}}."""
     modules = dict(model.named_modules())
     linears: dict[str, dict[str, Place]] = {}
     for name, place in tensor_places(model).items():

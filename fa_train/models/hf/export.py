@@ -1,6 +1,7 @@
 """Exports a run's checkpoint to a folder for transformers: weights, config, tokenizer and a model card.
 
-The checkpoint is a file, or a folder from a sharded run. It is read into host memory, without a GPU.
+The checkpoint is a file, or a folder if the run sharded its weights. It is loaded into CPU memory, and no GPU is
+needed.
 """
 
 import re
@@ -20,7 +21,7 @@ from fa_train.models.lora import adapted, merge, save_adapter
 from fa_train.parallel.init_on_device import InitOnDevice
 from fa_train.parallel.sharded_checkpoint import FolderReader, load_into, read_meta, require_whole, stored_weights
 
-# a function of the vocabulary size that builds the run's model and adapter on torch's default device
+# A function that builds the run's model and adapter on torch's default device. Its argument is the vocabulary size.
 Build = Callable[[int], GPT]
 CARD = """---
 {header}
@@ -46,22 +47,23 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 def export_run(
     checkpoint: Path, run: Path, build: Build, config: Mapping[str, Any], metrics: Mapping[str, float]
 ) -> list[Path]:
-    """Writes run/exported, and run/exported_adapter for peft if the run has an adapter. Returns their paths.
+    """Writes the folder run/exported. If the run has an adapter, also writes run/exported_adapter, for peft.
 
-    Each folder is written atomically. config, metrics: see `write`.
-    Raises: ValueError that names the checkpoint if anything fails. The checkpoint does not change.
+    Each folder is written under another name and renamed when it is complete. Returns the paths of the folders.
+    config, metrics: see `write`.
+    Raises: ValueError, which names the checkpoint, if anything fails. A failure does not change the checkpoint.
     """
     folder, adapter_folder = run / "exported", run / "exported_adapter"
     unfinished = run / "exported.partial"
     written = []
     try:
         model, step = load(checkpoint, build)
-        # the adapter first, because merging removes it from the model
+        # write the adapter first, because merging removes it from the model
         for target, adapter in [(adapter_folder, True)] * any(adapted(model)) + [(folder, False)]:
             write(model, step, unfinished, run.parent.name, config, metrics, adapter=adapter)
             unfinished.rename(target)
             written.append(target)
-    except Exception as error:  # any failure: tell the user that the checkpoint is intact
+    except Exception as error:  # whatever failed, the error says that the checkpoint is intact
         shutil.rmtree(unfinished, ignore_errors=True)
         raise ValueError(
             f"the run is finished, but {folder} could not be written: {error}. "
@@ -83,15 +85,17 @@ def write(
 ) -> None:
     """Writes the model, its tokenizer and a model card to `folder`. Adapters are merged into the model.
 
-    name: the run's name, for the card. config: the run's config; model, data, seq_len, batch_size and seed are read.
-    metrics: the run's latest metrics, by name.
-    dtype: the dtype of the weights; None means the base model's stored dtype, or the trained dtype without a base.
-    adapter: True writes only the adapter, in fp32, without merging it.
+    name: the run's name, for the model card.
+    config: the run's config. Its keys choices, model, data, seq_len, batch_size and seed are read.
+    metrics: the latest value of each of the run's metrics, by the metric's name.
+    dtype: the dtype of the written weights. By default, a fine-tuned model is written in the dtype of its base model's
+    config.json, and any other model in the dtype in which it was trained.
+    adapter: whether to write only the adapter, in fp32, without merging it.
     Raises: ValueError if adapter is True, but dtype is set or the model has no adapter.
     """
     if adapter and dtype is not None:
         raise ValueError(f"an adapter is written in float32, without --dtype; got {dtype}")
-    if model.config.max_seq_len is None:  # the length of the training rows
+    if model.config.max_seq_len is None:  # record the length of training rows
         model.config = replace(model.config, max_seq_len=config["seq_len"])
     tokenizer = tokenizer_of(config)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -110,7 +114,8 @@ def write(
 def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
     """Loads a trained model to the CPU. Returns the model and the number of optimizer steps that trained it.
 
-    The frozen base of an adapter is not in the checkpoint, so it is loaded or drawn again.
+    A checkpoint with an adapter does not contain the frozen base model. `build` loads or draws the base model's
+    weights.
     Raises: CheckpointError if the checkpoint is damaged, does not fit the model of `build`, or has NaN or infinity.
     """
     require_whole(checkpoint)
@@ -131,7 +136,7 @@ def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
     if not all_finite(weights.values()):
         raise CheckpointError(f"{checkpoint} must have finite weights; got NaN or infinity. Choose an earlier one")
     if model.config.tied and reference is None:
-        weights["head.weight"] = weights["token_embedding.weight"]  # a sharded run stores only one of them
+        weights["head.weight"] = weights["token_embedding.weight"]  # sharded runs do not store head.weight
     model.load_state_dict(weights, assign=True, strict=reference is None)
     if model.config.tied:
         model.head.weight = model.token_embedding.weight
@@ -141,7 +146,7 @@ def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
 def model_card(
     name: str, config: Mapping[str, Any], step: int, metrics: Mapping[str, float], parameters: int, adapter: bool
 ) -> str:
-    """Returns a model card in Markdown: the model's data, its training length and its losses."""
+    """Returns a model card in Markdown with the training data, the number of training steps, and the losses."""
     pretrained = config["model"].get("pretrained")
     base = _without_folder(str(pretrained)) if pretrained else None
     title = f"{Path(base).name}, fine-tuned" if base else name
@@ -162,7 +167,7 @@ def model_card(
     rows |= {label: form.format(metrics[key]) for key, (label, form) in measured.items() if key in metrics}
     library = (
         "peft" if adapter else "transformers"
-    )  # the card's transformers code also loads an adapter, if peft is installed
+    )  # if peft is installed, the transformers code in the card also loads an adapter
     header = [f"library_name: {library}", "pipeline_tag: text-generation"]
     if base is not None and is_hub_name(str(pretrained)):
         header.append(f"base_model: {base}")
@@ -171,7 +176,7 @@ def model_card(
 
 
 def tokenizer_of(config: Mapping[str, Any]) -> SavesTokenizer | None:
-    """Returns the tokenizer of a run's data, with its chat template. Returns None for random tokens."""
+    """Returns the tokenizer of a run's data, with its chat template. Returns None if the data are random tokens."""
     if config["choices"]["data"] == "synthetic":
         return None
     data = config["data"]
@@ -198,7 +203,7 @@ def byte_tokenizer() -> SavesTokenizer:
         "bos_token": "<bos>",
         "eos_token": "<eos>",
         "pad_token": "<pad>",
-    }  # their ids follow the bytes, in this order
+    }  # ids 256, 257 and 258; the ids below are the bytes
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
     vocabulary |= {name: 256 + i for i, name in enumerate(names.values())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
@@ -216,7 +221,7 @@ def _empty(build: Build, checkpoint: Path, stored: Shapes) -> GPT:
 
 
 def _base(build: Build, checkpoint: Path, reference: Mapping[str, Any]) -> GPT:
-    """Builds the model with the base weights that its adapter was trained on."""
+    """Builds the model with the frozen base weights that were used to train its adapter."""
     device_type = reference["drawn_on"] or "cpu"
     if device_type == "cuda" and not torch.cuda.is_available():
         raise CheckpointError(f"{checkpoint} holds an adapter for weights that a GPU drew from a seed; it needs a GPU")
@@ -225,7 +230,7 @@ def _base(build: Build, checkpoint: Path, reference: Mapping[str, Any]) -> GPT:
 
 
 def _data(config: Mapping[str, Any]) -> str:
-    """Describes a run's training data, without folders of this machine."""
+    """Describes a run's training data without naming folders of this machine."""
     kind, data = config["choices"]["data"], config["data"]
     path, name = str(data.get("path") or ""), str(data.get("name") or "")
     if path.startswith("hf:"):
@@ -237,7 +242,7 @@ def _data(config: Mapping[str, Any]) -> str:
 
 
 def _without_folder(name: str) -> str:
-    """Returns a hub name as it is, and the last part of a path."""
+    """Returns `name` if it is a hub name. Returns the last part of `name` if it is a path."""
     return name if is_hub_name(name) else Path(name).name
 
 

@@ -1,7 +1,8 @@
-"""The supported families of Hugging Face checkpoints: how each one's config.json and tensors map to a GPT.
+"""The supported families of Hugging Face checkpoints, and how their config.json and tensors map to a GPT.
 
-A family is one model_type. It lists three kinds of fields of config.json: fields that are read, fields that must have a
-certain value, and fields that have no effect here. Any other field is an error.
+A family is one value of model_type in config.json. Each family lists the fields of config.json that are read, those
+that must have certain values, and those that have no effect on the GPT. A field that is in none of these lists is an
+error.
 """
 
 import copy
@@ -21,11 +22,13 @@ from fa_train.models.rope import rope_scaling as parse_rope_scaling
 
 @dataclass(frozen=True)
 class Layout:
-    """The names of a family's tensors.
+    """The names of the tensors in a family's checkpoints.
 
-    outer, inner: map the GPT's modules to the checkpoint's modules, outside the layers and within one layer. If several
-    modules map to one, their rows are concatenated.
-    transposed: whether the checkpoint stores the layers' linear weights as (in, out).
+    layers: the name of a layer in the checkpoint, with {} for its number.
+    outer: maps module names of the GPT outside the layers to module names of the checkpoint.
+    inner: maps each module name within a layer of the GPT to one or more module names of the checkpoint. The GPT's
+    module has the rows of these modules, concatenated.
+    transposed: whether the checkpoint stores the weights of linear layers as (in, out).
     """
 
     layers: str
@@ -38,8 +41,10 @@ class Layout:
 class CheckpointFamily:
     """One supported model_type.
 
-    arguments: converts transformers' config object to the fields of ModelConfig. read: the fields that it uses.
-    required: the supported values of other fields. irrelevant: fields that have no effect here.
+    arguments: converts transformers' config object to the fields of ModelConfig.
+    read: the fields of config.json that `arguments` uses.
+    required: for some other fields, the values that are supported.
+    irrelevant: fields that have no effect on the GPT.
     """
 
     architecture: str
@@ -51,9 +56,9 @@ class CheckpointFamily:
 
 
 def text_part(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Returns config.json, or the config of the language model if the model also reads images (Gemma 3 from 4B).
+    """Returns config.json, or the language model's part of it if the model also reads images (Gemma 3 4B and larger).
 
-    The image part of such a config.json is ignored, and only the language model is exported.
+    The part of config.json that describes the image encoder is ignored. An export contains only the language model.
     """
     if config.get("model_type") != WITH_IMAGES:
         return config
@@ -64,9 +69,9 @@ def text_part(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def understood(config: Mapping[str, Any], path: Path) -> tuple[CheckpointFamily, Any]:
-    """Returns the family of a config.json and transformers' config object, which resolves defaults and old field names.
+    """Returns the family and transformers' config object. That object fills in defaults and replaces old field names.
 
-    Raises: ValueError if a field is unknown to the family or has an unsupported value.
+    Raises: ValueError if the family does not know a field of config.json, or does not support its value.
     """
     family = _family(config, path)
     from transformers import AutoConfig  # the import takes seconds
@@ -84,7 +89,7 @@ def understood(config: Mapping[str, Any], path: Path) -> tuple[CheckpointFamily,
 
 
 def _family(config: Mapping[str, Any], path: Path) -> CheckpointFamily:
-    """Returns the family of a model_type. Raises: ValueError if it is unknown or config.json has an unknown field."""
+    """Returns the family of config.json. Raises: ValueError if its model_type or another field is unknown."""
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(f"{path}: model_type must be one of {', '.join(FAMILIES)}; got {model_type}")
@@ -101,7 +106,7 @@ def _family(config: Mapping[str, Any], path: Path) -> CheckpointFamily:
 
 
 def _llama(config: Any) -> dict[str, Any]:
-    """Returns the arguments that all families except GPT-2 share."""
+    """Returns the fields of ModelConfig for Llama. All other families except GPT-2 start from them."""
     theta, scaling = _rope(config.rope_parameters, config.max_position_embeddings)
     return {
         "vocab_size": config.vocab_size,
@@ -156,7 +161,7 @@ def _smollm3(config: Any) -> dict[str, Any]:
 
 def _gemma2(config: Any) -> dict[str, Any]:
     arguments = _llama(config)
-    size = getattr(config, "sliding_window_size", None)  # Gemma 2 9B has both
+    size = getattr(config, "sliding_window_size", None)  # Gemma 2 9B has this field and sliding_window
     if size not in (None, config.sliding_window):
         raise ValueError(f"sliding_window_size must be sliding_window={config.sliding_window}; got {size}")
     family = dataclasses.replace(
@@ -176,7 +181,7 @@ def _gemma3(config: Any) -> dict[str, Any]:
     local_theta, local_scaling = _rope(by_kind["sliding_attention"], config.max_position_embeddings)
     if local_scaling is not None:
         raise ValueError(f"rope_parameters.sliding_attention must be unscaled; got {by_kind['sliding_attention']}")
-    if config.sliding_window is None:  # layers with a window use local_rope_theta
+    if config.sliding_window is None:  # only layers with a window use local_rope_theta
         raise ValueError("sliding_window must be a number of tokens; got null")
     config.rope_parameters = by_kind["full_attention"]
     arguments = _gemma2(config)
@@ -216,14 +221,14 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _rope(parameters: Mapping[str, Any], max_seq_len: int) -> tuple[float, dict[str, Any] | None]:
-    """Returns theta and the RoPE scaling, as fields of ModelConfig."""
+    """Returns the values of rope_theta and rope_scaling for ModelConfig."""
     fields = {name: value for name, value in parameters.items() if value is not None}
     theta, part = fields.pop("rope_theta"), fields.pop("partial_rotary_factor", 1.0)
     if part != 1.0:
         raise ValueError(f"partial_rotary_factor must be 1.0; got {part}")
     scaling = parse_rope_scaling(fields, max_seq_len)
     if isinstance(scaling, DynamicNTKScaling) and scaling.original_max_position_embeddings != max_seq_len:
-        raise ValueError(  # transformers would ignore this field
+        raise ValueError(  # transformers would ignore original_max_position_embeddings
             f"original_max_position_embeddings of rope_type=dynamic must be max_position_embeddings={max_seq_len}; "
             f"got {scaling.original_max_position_embeddings}"
         )
@@ -231,9 +236,8 @@ def _rope(parameters: Mapping[str, Any], max_seq_len: int) -> tuple[float, dict[
 
 
 def scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
-    """Converts a scaling to fields of config.json, the inverse of rope.rope_scaling.
-
-    Omits fields that transformers does not know.
+    """Converts a RoPE scaling to the fields of `rope_parameters` in config.json, the inverse of rope.rope_scaling.
+    Fields that transformers does not know are omitted.
     """
     [kind] = [name for name, kind in SCALINGS.items() if type(scaling) is kind]
     fields = {name: value for name, value in vars(scaling).items() if value is not None}
@@ -242,23 +246,23 @@ def scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
     return {"rope_type": kind} | fields
 
 
-# The model_type of a model that also reads images. SHARED_WITH_IMAGES are fields outside its text_config that apply to
-# the language model.
+# WITH_IMAGES is the model_type of a model that also reads images. SHARED_WITH_IMAGES are the fields of its config.json
+# that are outside text_config, but apply to the language model.
 WITH_IMAGES = "gemma3"
 SHARED_WITH_IMAGES = (
     "dtype", "torch_dtype", "transformers_version", "tie_word_embeddings", "bos_token_id", "eos_token_id",
     "pad_token_id",
 )  # fmt: skip
-# fields that do not change what the model computes
+# fields of config.json that do not change what the model computes
 IRRELEVANT = frozenset(
     {
         # metadata of the file
         "_name_or_path", "name_or_path", "_model_name_or_path", "_commit_hash", "architectures", "model_type", "dtype",
         "torch_dtype", "transformers_version", "is_llama_config", "transformers.js_config", "unsloth_version",
         "unsloth_fixed", "max_sequence_length",
-        # initialisation and dropout; dropout is never applied here
+        # initialisation and dropout, which have no effect: the weights are loaded, and the GPT has no dropout
         "initializer_range", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
-        # how transformers runs the model
+        # options for running the model in transformers
         "use_cache", "cache_implementation", "_attn_implementation_autoset", "attn_implementation", "pretraining_tp",
         "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "return_dict", "torchscript",
         "reorder_and_upcast_attn", "tf_legacy_loss", "use_bfloat16", "pruned_heads", "output_past",
@@ -287,7 +291,7 @@ REQUIRED: dict[str, tuple[object, ...]] = {
     "rope_interleaved": (False,),
 }
 SILU = REQUIRED | {"hidden_act": ("silu",)}
-GELU_TANH = ("gelu_pytorch_tanh", "gelu_new")  # two names for the same function
+GELU_TANH = ("gelu_pytorch_tanh", "gelu_new")  # transformers' two names for GELU with the tanh approximation
 
 READ_LLAMA = frozenset(
     {
@@ -357,7 +361,7 @@ FAMILIES = {
             "activation_function": GELU_TANH,
             "scale_attn_weights": (True,),
             "scale_attn_by_inverse_layer_idx": (False,),
-            "n_special": (0,),  # extra tokens in very old checkpoints
+            "n_special": (0,),  # the number of extra tokens in very old checkpoints
         },
         frozenset({"n_ctx", "gradient_checkpointing"}),
     ),

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face checkpoint into a GPT, and writes a GPT as such a checkpoint. config.json defines the model."""
+"""Loads a Hugging Face checkpoint as a GPT, and saves a GPT as a Hugging Face checkpoint."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -21,11 +21,11 @@ from fa_train.models.rope import rope_scaling as parse_rope_scaling
 ATTENTIONS: dict[str, Attention] = {"flash": flash_attention, "sdpa": sdpa_attention, "naive": naive_attention}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOSS_CHUNK = 4096  # tokens, as in conf/memory
-SHARD_BYTES = 5 * 10**9  # the long-time default of transformers
+SHARD_BYTES = 5 * 10**9  # transformers used this default for years
 
 
 class SavesTokenizer(Protocol):
-    """The interface of a transformers tokenizer that an export uses."""
+    """The attributes and methods of a transformers tokenizer that an export uses."""
 
     bos_token_id: int | None
     eos_token_id: int | None
@@ -46,18 +46,23 @@ def load_pretrained(
     loss: LinearCrossEntropy | None = None,
     memory: Memory | None = None,
 ) -> GPT:
-    """Loads the model of a Hugging Face checkpoint. pretrained: its folder or its name on the hub.
+    """Loads a Hugging Face checkpoint as a GPT.
 
-    attention: flash, sdpa, naive or a callable. vocab_size: the size that the data's tokenizer needs; None skips the
-    check. dtype: the dtype of the weights (float32, bfloat16, float16); None keeps the stored dtype.
-    rope_scaling: replaces the checkpoint's scaling, with the keys of `rope_parameters` in config.json. None keeps it,
-    rope_type "default" removes it, and rope_type None means the checkpoint's type, or yarn if it has none.
-    rope_theta: replaces the checkpoint's base.
-    max_seq_len: the number of tokens that the model must support. A rope_scaling without a factor gets the factor for
-    this length, and has no effect if the checkpoint already supports it. Exports write the changes to config.json.
-    Weights are read one by one to torch's default device. On the meta device none are read.
-    Raises: ValueError if the checkpoint is incomplete, config.json has an unsupported field, a tensor is unknown, the
-    vocabulary is too small, or scaling and base do not reach max_seq_len.
+    pretrained: the folder of the checkpoint, or its name on the Hugging Face hub.
+    attention: "flash", "sdpa", "naive" or a function with the signature of fa_train.models.attention.Attention.
+    vocab_size: the vocabulary size that the data's tokenizer needs, or None to skip this check.
+    dtype: the dtype of the weights (float32, bfloat16, float16), or None to keep the stored dtype.
+    rope_scaling: replaces the checkpoint's RoPE scaling, unless it is None. Its keys are those of `rope_parameters` in
+    config.json. rope_type="default" removes the scaling. The default of rope_type is the checkpoint's, or yarn if the
+    checkpoint has no scaling.
+    rope_theta: replaces the base of RoPE's frequencies, unless it is None.
+    max_seq_len: the number of tokens that the model must support. If rope_scaling has no factor, the factor is computed
+    from max_seq_len. A rope_scaling without a factor has no effect if the checkpoint already supports max_seq_len
+    tokens.
+    An export writes changes of RoPE to config.json. Weights are read one by one, to torch's default device. If the
+    default device is the meta device, no weights are read.
+    Raises: ValueError if the checkpoint is incomplete, a field of config.json or a tensor is not supported, the
+    vocabulary is too small, or the checkpoint's RoPE and these changes do not support max_seq_len tokens.
     """
     on_meta = torch.get_default_device().type == "meta"
     folder = _folder(str(pretrained), with_weights=not on_meta)
@@ -94,8 +99,9 @@ def save_pretrained(
 ) -> None:
     """Saves a model in the format of transformers' AutoModelForCausalLM.from_pretrained.
 
-    dtype: the dtype of the written weights; None keeps it. shard_bytes: the maximum size of a file, unless a single
-    tensor is larger. config.json is written last, so an incomplete folder has none.
+    dtype: the dtype of the written weights, or None to keep the dtype of each weight.
+    shard_bytes: the maximum size of a weight file in bytes. A tensor that is larger gets a file for itself.
+    config.json is written last, so a folder that was not finished does not contain it.
     Raises: ValueError if the folder already contains a model, or no supported family matches the model.
     """
     folder = Path(folder)
@@ -116,7 +122,7 @@ def save_pretrained(
 
 
 def _arguments(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Returns the fields of ModelConfig for a config.json. path: its path, for errors."""
+    """Returns the fields of ModelConfig for a config.json. path: the path of config.json, for error messages."""
     family, normalised = understood(config, path)
     try:
         return family.arguments(normalised)
@@ -131,9 +137,10 @@ def _with_rope(
     theta: float | None,
     max_seq_len: int | None,
 ) -> dict[str, Any]:
-    """Returns config.json with a new RoPE scaling, RoPE base and max_position_embeddings, the length they support.
+    """Returns config.json with another RoPE scaling, RoPE base and max_position_embeddings.
 
-    Versions of transformers write RoPE's fields in different formats. The format of `config` does not change.
+    max_position_embeddings becomes the number of tokens that the new RoPE supports. The fields of RoPE have different
+    names in old and new versions of transformers; the result has the names that `config` has.
     """
     _, normalised = understood(config, path)
     if not hasattr(normalised, "rope_parameters"):
@@ -148,7 +155,7 @@ def _with_rope(
     parameters = normalised.rope_parameters["full_attention"] if by_kind else normalised.rope_parameters
     own = {name: value for name, value in parameters.items() if value is not None}
     own_theta = own.pop("rope_theta")
-    own.pop("partial_rotary_factor", None)  # its value must be 1
+    own.pop("partial_rotary_factor", None)  # families.py accepts only 1.0
     reach = normalised.max_position_embeddings
     original = own.get("original_max_position_embeddings", reach)
     asked = own if scaling is None else _asked_scaling(scaling, own, original, reach, max_seq_len)
@@ -156,7 +163,7 @@ def _with_rope(
     fields: dict[str, Any] = {"rope_type": "default"} if parsed is None else scaling_fields(parsed)
     is_dynamic = isinstance(
         parsed, DynamicNTKScaling
-    )  # its scaling starts at max_position_embeddings, which therefore stays
+    )  # max_position_embeddings must not change here, because the dynamic scaling starts at this length
     if asked is not own:
         reach = fields.get("original_max_position_embeddings", original)
         reach = reach if parsed is None or is_dynamic else round(reach * fields["factor"])
@@ -171,7 +178,7 @@ def _with_rope(
         return config
     config = copy.deepcopy(config)
     theta = own_theta if theta is None else float(theta)
-    if config.get("rope_parameters") is None:  # the format before transformers 5
+    if config.get("rope_parameters") is None:  # the field names before transformers 5
         config["rope_scaling"], config["rope_theta"] = None if parsed is None else fields, theta
     elif by_kind:
         config["rope_parameters"]["full_attention"] = fields | {"rope_theta": theta}
@@ -183,9 +190,10 @@ def _with_rope(
 def _asked_scaling(
     scaling: Mapping[str, Any], own: dict[str, Any], original: int, own_reach: int, max_seq_len: int | None
 ) -> dict[str, Any]:
-    """Returns `scaling` with defaults for its rope_type and factor.
+    """Returns `scaling`, with a rope_type and a factor if it does not have them.
 
-    Returns `own`, the checkpoint's scaling, if it already reaches max_seq_len and `scaling` has no factor.
+    If `scaling` has no factor and the checkpoint already supports max_seq_len tokens, returns the checkpoint's scaling,
+    `own`.
     """
     asked = {name: value for name, value in scaling.items() if value is not None}
     kind = asked.get("rope_type", asked.get("type"))
@@ -203,7 +211,7 @@ def _asked_scaling(
 
 
 def _config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str, Any]:
-    """Returns the config.json of the model's origin, or one of a family that describes the model."""
+    """Returns the config.json of the loaded checkpoint, or that of a family with the model's architecture."""
     if model.origin is not None:
         return dict(model.origin.config)
     from transformers import __version__
@@ -221,7 +229,7 @@ def _config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str, Any]:
 
 
 def _candidates(model: ModelConfig, token_ids: Mapping[str, int | None]) -> Iterator[dict[str, Any]]:
-    """Yields the config.json of each family that could describe the model."""
+    """Yields a config.json for each family that may have the model's architecture."""
     common = {"vocab_size": model.vocab_size, "tie_word_embeddings": model.tied, **token_ids}
     yield common | {
         "model_type": "gpt2",
@@ -231,7 +239,7 @@ def _candidates(model: ModelConfig, token_ids: Mapping[str, int | None]) -> Iter
         "n_inner": model.ffn_dim,
         "n_positions": model.max_seq_len or 1,
         "layer_norm_epsilon": model.norm_eps,
-        # the defaults of transformers apply dropout in training
+        # without these fields, transformers would apply dropout in training
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
@@ -260,7 +268,7 @@ def _candidates(model: ModelConfig, token_ids: Mapping[str, int | None]) -> Iter
 
 
 def _signature(model: ModelConfig) -> dict[str, object]:
-    """Returns everything that determines what a model computes from its weights."""
+    """Returns all settings that determine what a model computes from its weights."""
     norm_bias = model.bias if model.norm == "layernorm" else False
     family = model.extras
     return {
@@ -286,12 +294,14 @@ def _generation_config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str
 
 
 def _token_ids(tokenizer: SavesTokenizer | None) -> dict[str, int | None]:
-    """Returns the special tokens for config.json. A missing one is None, which overrides the family's default."""
+    """Returns the ids of the special tokens for config.json.
+    If the tokenizer has no such token, the id is None, and transformers does not use the family's default id.
+    """
     return {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def tensor_places(model: GPT) -> dict[str, Place]:
-    """Returns the place of each tensor in the model, by its name in the family's checkpoints.
+    """Returns the place of each checkpoint tensor in the model. The keys are tensor names of the family's checkpoints.
 
     Raises: ValueError if no supported family matches the model.
     """
@@ -299,7 +309,7 @@ def tensor_places(model: GPT) -> dict[str, Place]:
 
 
 def _folder(pretrained: str, with_weights: bool) -> Path:
-    """Returns the folder of a checkpoint. Downloads it from the hub if it is not a local folder."""
+    """Returns the folder of a checkpoint. Downloads the checkpoint if `pretrained` is not a local folder."""
     if Path(pretrained).is_dir():
         return Path(pretrained)
     from huggingface_hub import snapshot_download

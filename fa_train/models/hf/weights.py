@@ -1,4 +1,4 @@
-"""Reads the tensors of Hugging Face checkpoints one by one into a GPT, and writes them."""
+"""Reads the tensors of a Hugging Face checkpoint one by one into a GPT, and writes the weights of a GPT."""
 
 import json
 import os
@@ -21,7 +21,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a checkpoint's tensor in the model: rows of a parameter."""
+    """The place of a checkpoint's tensor in the model: a range of rows of a parameter."""
 
     parameter: str
     rows: slice
@@ -29,7 +29,7 @@ class Place:
 
 
 def places_of(model: GPT, layout: Layout) -> dict[str, Place]:
-    """Returns the place of each of a checkpoint's tensors by name, in the order of layers. A tied head has no place."""
+    """Returns the place of each tensor of a checkpoint by name. A head that is tied to the embedding has no place."""
     parameters = dict(model.named_parameters())
     modules: list[tuple[str, Sequence[str], bool]] = [(ours, (theirs,), False) for ours, theirs in layout.outer.items()]
     for i in range(model.config.n_layers):
@@ -53,7 +53,7 @@ def places_of(model: GPT, layout: Layout) -> dict[str, Place]:
 
 
 def _row_counts(model: GPT, module: str, rows: int, parts: int) -> list[int]:
-    """Returns how many rows of a joined matrix each part has."""
+    """Returns the number of rows of each part of a joined matrix, such as queries, keys and values."""
     if parts == 1:
         return [rows]
     if module.endswith("qkv"):
@@ -85,7 +85,7 @@ def read_weights(model: GPT, folder: Path, layout: Layout, dtype: torch.dtype | 
 
 
 def _put(model: GPT, place: Place, tensor: Tensor, dtype: torch.dtype | None, what: str) -> None:
-    """Copies a tensor into its rows of a parameter. The first tensor of a parameter allocates it."""
+    """Copies a tensor into its rows of a parameter. Allocates the parameter if it is on the meta device."""
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise ValueError(f"{what} must be of float32, bfloat16 or float16; got {tensor.dtype}: it is quantized")
     parent, _, kind = place.parameter.rpartition(".")
@@ -101,7 +101,7 @@ def _put(model: GPT, place: Place, tensor: Tensor, dtype: torch.dtype | None, wh
     if parameter.is_meta:
         parameter = nn.Parameter(torch.empty(parameter.shape, dtype=dtype or tensor.dtype))
         setattr(module, kind, parameter)
-    if dtype is None and tensor.dtype != parameter.dtype:  # parts of a joined matrix, such as queries and keys
+    if dtype is None and tensor.dtype != parameter.dtype:  # the tensors of a joined matrix differ
         raise ValueError(
             f"{what} must be {parameter.dtype} like the tensors that it is joined with; got {tensor.dtype}. "
             "Set dtype to convert them"
@@ -111,17 +111,17 @@ def _put(model: GPT, place: Place, tensor: Tensor, dtype: torch.dtype | None, wh
 
 
 def _shape(shape: Sequence[int], place: Place) -> tuple[int, ...]:
-    """Returns a shape in the checkpoint's order of dimensions."""
+    """Returns the shape that the checkpoint stores: a transposed matrix has its dimensions reversed."""
     return tuple(reversed(shape)) if place.transposed else tuple(shape)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the weight files of a checkpoint."""
+    """Returns the paths of a checkpoint's weight files."""
     return [path for path, _ in _shards(folder)]
 
 
 def _shards(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
-    """Yields the weight files and the names of the tensors to read from each. None means all tensors."""
+    """Yields each weight file with the names of the tensors to read from it, or with None for all its tensors."""
     if (folder / WEIGHTS).exists():
         yield folder / WEIGHTS, None
         return
@@ -139,7 +139,7 @@ def _shards(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
 
 
 def _tensors(path: Path, names: list[str] | None) -> Iterator[tuple[str, Tensor]]:
-    """Yields the names and tensors of a file one by one, on the CPU."""
+    """Yields the name and the tensor of each of a file's tensors, one by one, on the CPU."""
     try:
         with safe_open(str(path), framework="pt", device="cpu") as shard:
             stored = set(shard.keys())
@@ -153,10 +153,10 @@ def _tensors(path: Path, names: list[str] | None) -> Iterator[tuple[str, Tensor]
 
 
 def _place_name(name: str, places: Mapping[str, Place], layout: Layout) -> str | None:
-    """Finds a tensor's name in `places`. Returns None if it has no place.
+    """Finds the key in `places` that belongs to a tensor's name. Returns None if there is no such key.
 
-    Checkpoints without a head, such as OpenAI's GPT-2, omit the first part of names. Checkpoints of models that also
-    read images have the additional part language_model.
+    A checkpoint without a head, such as OpenAI's GPT-2, omits the first part of each name. A checkpoint of a model that
+    also reads images has the additional part language_model in each name.
     """
     prefixed = f"{layout.layers.partition('.')[0]}.{name}"
     candidates = name, prefixed, name.replace("language_model.", "", 1)
@@ -164,7 +164,7 @@ def _place_name(name: str, places: Mapping[str, Place], layout: Layout) -> str |
 
 
 def _is_unused(name: str, tied: bool) -> bool:
-    """Returns whether a tensor is ignored: an old buffer, a second copy of a tied head, or part of an image encoder."""
+    """Returns whether a tensor can be ignored: an old buffer, a copy of tied weights, or a part of an image encoder."""
     buffers = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
     images = ("vision_tower.", "multi_modal_projector.")
     return (
@@ -175,7 +175,7 @@ def _is_unused(name: str, tied: bool) -> bool:
 
 
 def write_weights(model: GPT, folder: Path, layout: Layout, dtype: torch.dtype | None, shard_bytes: int) -> None:
-    """Writes the weights in files of at most shard_bytes, and an index if there are several files."""
+    """Writes the weights in files of at most shard_bytes bytes, and an index if there is more than one file."""
     places = places_of(model, layout)
     parameters = dict(model.named_parameters())
     shards: list[dict[str, Place]] = [{}]
@@ -205,7 +205,7 @@ def write_weights(model: GPT, folder: Path, layout: Layout, dtype: torch.dtype |
 
 
 def _take(parameter: Tensor, place: Place, dtype: torch.dtype | None) -> Tensor:
-    """Returns a tensor of the checkpoint from the model, the inverse of `_put`."""
+    """Returns the rows of a parameter as a tensor of the checkpoint. `_take` is the inverse of `_put`."""
     whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
     rows = whole.detach()[place.rows].to(dtype or whole.dtype).cpu()
     return (rows.T if place.transposed else rows).contiguous()
