@@ -1,23 +1,23 @@
-"""Measures the cost of attention: peak memory, tokens/s and MFU of a training step, and of attention alone.
+"""Measures the cost of attention in two ways: in a whole training step (peak memory, tokens/s, MFU), and on its own.
 
     python -m scripts.ablate_memory                                        # gpt2 on a GPU, nano on a CPU
     python -m scripts.ablate_memory --model llama_1b --seq-lens 1024 4096 16384 --out runs/ablate_memory/llama
     python -m scripts.ablate_memory --only step --attentions naive flash memory=full model.n_layers=6 --no-wandb
     python -m scripts.ablate_memory --only attention --n-heads 16 32 --head-dims 64 128 --dtypes bf16 fp32
 
-The script makes two sweeps over attention and seq_len. The first sweep measures a training step of one model on one
-synthetic document. On a GPU, torch.compile compiles its blocks, except for chunked attention, and the first step of a
-case is not measured. The second sweep measures attention alone, in both passes and in eager mode. It starts from the
-first value of each of --n-heads, --head-dims and --dtypes, and then changes one of them at a time. Each case runs in a
-new process, so that a crash or running out of memory is a result. A case is skipped if a shorter case with the same
-settings ran out of memory. A case is not run if its step would take longer than --max-step-seconds, or if the time of
---budget is over. The script first prints the least memory of naive attention and the length at which naive attention
-must fail (see scripts/ablation/formula.py).
+The script makes two sweeps over the attention implementation and seq_len. The first sweep measures a training step of
+one model on one synthetic document. On a GPU, the model's blocks are compiled with torch.compile, except with chunked
+attention. The first step is not timed. The second sweep measures attention alone: forward and backward, in eager mode.
+The second sweep starts from the first value of each of --n-heads, --head-dims and --dtypes, and then changes one of
+them at a time. Each case runs in a new process, so a crash or running out of memory affects only that case. A case is
+skipped if a shorter case with the same settings ran out of memory. A case is not run if its step would take longer than
+--max-step-seconds, or if the time limit --budget has passed. The script first prints the minimum memory that naive
+attention needs, and the length from which naive attention cannot fit (see scripts/ablation/formula.py).
 
-OUT/results.jsonl holds the finished cases. After Ctrl-C, the same command continues and tries failed cases again. The
-script writes ablation.csv and attention.csv, the formula in *_formula.csv, a PNG for each sweep, ablation.md and
-ablation.html. Weights & Biases gets a group with one run for each case and one summary. OUT/cases.log has the output
-of the cases.
+OUT/results.jsonl holds the finished cases. After Ctrl-C, the same command continues where it stopped, and also tries
+failed cases again. The script writes ablation.csv and attention.csv, the computed minimum memory in *_formula.csv, a
+PNG for each sweep, ablation.md and ablation.html. On Weights & Biases, all cases form one group, with one run for each
+case and one summary run. OUT/cases.log holds what the cases print.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import sys
 from datetime import date
 from pathlib import Path
 
-if not __package__:  # run as a file: import from the repository, not from scripts/
+if not __package__:  # If this file is run as a script, import from the repository root, not from scripts/.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
@@ -46,7 +46,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def step_cases(args: argparse.Namespace, device: Device) -> list[Case]:
-    # at short lengths, an eager step takes the time of the host, whatever the attention
+    # At short lengths, an eager step is limited by the host, so its time would not depend on the attention.
     settings = (device, args.precision, args.steps, args.seconds, tuple(args.overrides), device == "cuda")
     return [
         StepCase(args.model, attention, seq_len, *settings)
@@ -109,7 +109,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path, log = folder / "results.jsonl", folder / "cases.log"
     try:
-        # Ask in another process: a CUDA context in this process would take memory from every case.
+        # Use another process: a CUDA context in this process would take GPU memory from every case.
         device_bytes = call_apart(capacity, (device,), args.timeout, log)
         for text in explanations(cases, device_bytes):
             print(text, flush=True)
@@ -145,7 +145,7 @@ def main() -> None:
 
 
 def explanations(cases: list[Case], device_bytes: int) -> list[str]:
-    """Explains the formula of naive attention, once for each model and shape."""
+    """Returns a text with the minimum memory of naive attention, once for each model and shape."""
     formulas: dict[str, Formula] = {}
     for case in cases:
         what = f"a training step of {case.model}" if isinstance(case, StepCase) else f"alone, {case.shape}"

@@ -26,13 +26,16 @@ def answer(
     dtype: Dtype | None = None,
     device: str | None = None,
 ) -> str:
-    """Returns the text that the model writes after `prompt`, or its answer to `chat`. Exactly one must be given.
+    """Returns the text that the model writes after `prompt`, or the answer to the user message `chat`.
 
-    dtype None means the stored dtype on a GPU and float32 on the CPU. device None means a GPU if there is one.
-    Raises: ValueError if the model or its tokenizer is missing, if a chat has no template, and on impossible values.
+    Exactly one of `prompt` and `chat` must be given.
+
+    dtype=None uses the dtype of the stored weights on a GPU and float32 on the CPU. device=None uses a GPU if there is
+    one. Raises: ValueError if the model or its tokenizer is missing, if `chat` is given without a chat template, and on
+    impossible values.
     """
     path = Path(model)
-    if path.suffix == ".ckpt":  # a file, or the folder of a sharded run
+    if path.suffix == ".ckpt":  # a checkpoint file, or the folder of a sharded checkpoint
         with tempfile.TemporaryDirectory() as folder:
             export(path, Path(folder, "exported"), [], dtype)
             return answer(
@@ -49,7 +52,7 @@ def answer(
     if chat is not None:
         tokens = chat_prompt(ChatEncoder(tokenizer), [{"role": "user", "content": chat}], None)
     else:
-        tokens = tokenizer.hf(prompt).input_ids  # includes the tokens that the tokenizer puts before a text
+        tokens = tokenizer.hf(prompt).input_ids  # includes the special tokens that the tokenizer puts before a text
     ids = generate(
         gpt,
         tokens,
@@ -63,7 +66,7 @@ def answer(
 
 
 def _is_gpu(device: str) -> bool:
-    """Returns whether a device is a CUDA GPU. Raises: ValueError if this machine does not have the device."""
+    """Returns whether the name is that of a CUDA GPU. Raises: ValueError if this machine has no such device."""
     try:
         on_gpu = torch.device(device).type == "cuda"
     except RuntimeError as error:

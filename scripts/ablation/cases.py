@@ -1,8 +1,8 @@
 """The cases of the attention ablation: a training step of a model, or attention alone.
 
-Peak and reserved memory come from the CUDA allocator. On a CPU, the peak is that of the whole process. Times are
-medians. The FLOPs and MFU of a step follow fa_train/flops.py, without recomputation. Attention alone counts 2 n_heads
-head_dim N^2 FLOPs forward and 2.5 times as many backward.
+Peak memory and reserved memory come from the CUDA allocator. On a CPU, peak memory is that of the whole process. Times
+are medians. The FLOPs and MFU of a step are computed as in fa_train/flops.py, without recomputation. Attention alone
+counts 2 n_heads head_dim N^2 FLOPs for the forward pass, and 2.5 times as many for the backward pass.
 """
 
 import os
@@ -29,11 +29,11 @@ from fa_train.models.gpt import GPT
 from scripts.composed import CONF
 
 GIB = 2**30
-WARMUP = 2  # untimed runs at the start of a case, unless it has fewer runs
-SHORT = 256  # tokens of the first step, which compiles kernels and allocates the optimizer's state, in eager mode
-VOCABULARIES = {"nano": 259}  # models that leave the size to the tokenizer: 256 bytes and three special tokens
+WARMUP = 2  # number of untimed runs at the start of a case
+SHORT = 256  # tokens of the first step in eager mode, which compiles kernels and allocates the optimizer's state
+VOCABULARIES = {"nano": 259}  # vocabulary sizes that the model configs leave open; nano: 256 bytes, 3 special tokens
 GPT2_VOCABULARY = 50257
-REPLACEABLE = ("memory", "optimizer")  # an override may choose another option of these groups
+REPLACEABLE = ("memory", "optimizer")  # config groups of which an override may choose another option
 Device = Literal["cuda", "cpu"]
 Precision = Literal["bf16-mixed", "32-true"]
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -42,9 +42,9 @@ DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16,
 
 @dataclass(frozen=True)
 class StepCase:
-    """Forward, backward and optimizer step on one synthetic document of seq_len tokens.
+    """One training step (forward, backward, optimizer) on one synthetic document of seq_len tokens.
 
-    compiled: whether torch.compile compiles the blocks, as lit_gpt.compile_model does.
+    compiled: whether the model's blocks are compiled with torch.compile, as with lit_gpt.compile_model=true.
     """
 
     KIND: ClassVar[str] = "step"
@@ -56,7 +56,7 @@ class StepCase:
     device: Device
     precision: Precision
     steps: int  # maximum number of timed steps
-    seconds: float  # no step begins after this many seconds
+    seconds: float  # no step starts after this many seconds
     overrides: tuple[str, ...] = ()
     compiled: bool = False
 
@@ -66,20 +66,20 @@ class StepCase:
 
     @property
     def line(self) -> "StepCase":
-        """Returns the settings that cases of different lengths share."""
+        """Returns this case without its length: cases that differ only in length have the same `line`."""
         return replace(self, seq_len=0)
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Causal attention of one document: forward without autograd, then forward and backward."""
+    """Attention alone, causal, on one document: first the forward without autograd, then forward and backward."""
 
     KIND: ClassVar[str] = "attention"
     COLUMNS: ClassVar[tuple[str, ...]] = ("attention", "n_heads", "head_dim", "dtype", "seq_len")
 
     attention: str
     seq_len: int  # tokens
-    n_heads: int  # of queries, keys and values
+    n_heads: int  # number of query heads, and also of KV heads
     head_dim: int
     dtype: Dtype
     device: Device
@@ -107,9 +107,10 @@ KINDS: dict[str, type[StepCase] | type[AttentionCase]] = {kind.KIND: kind for ki
 class Result:
     """The measured values of one case.
 
-    If outcome is not "ok", all values except memory are None. mfu is also None if the device's peak is unknown.
-    step_ms: the time of a whole step, or of attention's forward and backward. timed_steps: the number of steps in this
-    median. forward_*: the forward of attention alone, known even if the backward ran out of memory.
+    If outcome is not "ok", all values except the memory values are None. mfu is also None if the peak FLOP/s of the
+    device is unknown. step_ms: the time of a whole training step, or of attention's forward and backward together.
+    timed_steps: the number of steps whose median is step_ms. forward_*: values of attention's forward pass alone; they
+    are known even if the backward pass ran out of memory.
     """
 
     outcome: str  # "ok", "oom", "failed: REASON", "skipped: REASON" or "not run: REASON"
@@ -129,21 +130,21 @@ class Result:
 
     @property
     def final(self) -> bool:
-        """Returns whether the case need not run again."""
+        """Returns whether a later sweep can use this result instead of running the case again."""
         return self.outcome in ("ok", "oom") or self.outcome.startswith("skipped")
 
 
 def options_of(case: StepCase) -> dict[str, str]:
-    """Returns the option chosen for each group of a case's configuration."""
+    """Returns the option that the case chooses in each config group."""
     groups = {"model": case.model, "attention": case.attention, "memory": "default", "optimizer": "adamw"}
     chosen = (override.partition("=") for override in case.overrides)
     return groups | {name: value for name, _, value in chosen if name in REPLACEABLE}
 
 
 def configuration(case: StepCase) -> DictConfig:
-    """Composes the model, attention, memory and optimizer of the case.
+    """Composes the model, attention, memory and optimizer config of the case.
 
-    An override may choose another memory or optimizer config.
+    An override may choose another option of memory or optimizer.
     """
     groups = options_of(case)
     values = [override for override in case.overrides if override.partition("=")[0] not in REPLACEABLE]
@@ -155,7 +156,10 @@ def configuration(case: StepCase) -> DictConfig:
 
 
 def measure(case: Case) -> Result:
-    """Runs the case in this process. Raises any error except running out of memory."""
+    """Runs the case in this process and returns its result. Running out of memory becomes a result.
+
+    Any other error is raised.
+    """
     torch.manual_seed(0)
     return _measure_step(case) if isinstance(case, StepCase) else _measure_attention(case)
 
@@ -163,7 +167,7 @@ def measure(case: Case) -> Result:
 def _measure_step(case: StepCase) -> Result:
     try:
         step, flops = training_step(case)
-        # code that is compiled for one length would be compiled again for another
+        # use the full length if compiled: torch.compile would compile again for another length
         step(case.seq_len if case.compiled else min(SHORT, case.seq_len))
         _forget_peak(case.device)
         step_ms, timed_steps = timed(lambda: step(case.seq_len), case)
@@ -218,7 +222,9 @@ def _measure_attention(case: AttentionCase) -> Result:
 
 
 def attention_passes(case: AttentionCase) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Returns two functions: the forward in inference mode, and the forward with the backward, on random inputs."""
+    """Returns two functions on random inputs: the forward in inference mode, and the forward followed by the
+    backward.
+    """
     device = torch.device(case.device)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         attend: Attention = instantiate(compose(overrides=[f"+attention={case.attention}"]).attention)
@@ -237,7 +243,10 @@ def attention_passes(case: AttentionCase) -> tuple[Callable[[], object], Callabl
 
 
 def timed(run: Callable[[], object], case: Case) -> tuple[float, int]:
-    """Returns the median milliseconds and the number of runs. No run starts after the case's seconds are over."""
+    """Runs the function repeatedly and returns the median milliseconds and the number of runs.
+
+    Stops if another run would end later than the case's time limit.
+    """
     milliseconds: list[float] = []
     began = time.perf_counter()
     while True:
@@ -263,7 +272,7 @@ def _milliseconds(run: Callable[[], object], device: Device) -> float:
 
 
 def finished(case: Case, step_ms: float, timed_steps: int, flops: float, dtype: torch.dtype) -> Result:
-    """Returns the result of a case that completed in this process; flops are those of a step."""
+    """Returns the result of a case that completed in this process. flops: FLOPs of one step."""
     flops_per_s = flops / step_ms * 1e3
     peak = peak_flops(torch.cuda.get_device_name() if case.device == "cuda" else "", dtype)
     return Result(
@@ -283,11 +292,11 @@ def _forget_peak(device: Device) -> None:
 
 
 def memory_gib(device: Device) -> tuple[float, float | None]:
-    """Returns peak and reserved memory. Reserved memory is known for a GPU only."""
+    """Returns the peak memory and the reserved memory in GiB. Reserved memory is None without a GPU."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
     status = Path("/proc/self/status")
-    if status.exists():  # on Linux, ru_maxrss includes the peak of the parent process
+    if status.exists():  # use VmHWM: on Linux, ru_maxrss includes the peak of the parent process
         [line] = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024 / GIB, None
     unit = 1 if sys.platform == "darwin" else 1024
@@ -295,7 +304,10 @@ def memory_gib(device: Device) -> tuple[float, float | None]:
 
 
 def capacity(device: Device) -> int:
-    """Returns the bytes that a case can use at most. On a GPU this creates a CUDA context, which uses some of it."""
+    """Returns the bytes of memory that a case can use at most.
+
+    On a GPU, the call creates a CUDA context, which itself uses some memory.
+    """
     if device == "cuda":
         return torch.cuda.get_device_properties(0).total_memory
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,7 +1,8 @@
-"""The least memory of naive attention, computed before anything runs.
+"""Computes the minimum memory of naive attention before anything runs.
 
-A score belongs to one query and one key of one head. Softmax is computed in fp32, so the scores alone take 4 N^2 bytes
-per head. fa_train.models.attention.naive_attention needs the following bytes per score, for operands of 2 and 4 bytes:
+A score is the product of one query and one key in one head. The softmax is computed in fp32, so the scores alone take 4
+N^2 bytes per head for N tokens. fa_train.models.attention.naive_attention needs the following bytes per score, for
+inputs of 2 and 4 bytes per element:
 
 | when | 2 | 4 | tensors |
 |:--|--:|--:|:--|
@@ -9,15 +10,16 @@ per head. fa_train.models.attention.naive_attention needs the following bytes pe
 | peak in the forward | 10 | 8 | masked scores, their copy in fp32, the softmax's output |
 | peak in the backward | 12 | 12 | the softmax's output, its gradient, the scores' gradient |
 
-The mask adds one byte per query and key, shared by all heads. Compiled code recomputes the mask and the softmax, but no
-matrix product. It keeps at least one tensor of scores in the operands' dtype, and the backward adds its gradient. A
-training step keeps the tensors of all layers except the last. The last layer's backward runs first, and memory peaks
-there. With activation checkpointing, the tensors of one layer exist at a time. This also holds for `selective`, which
-keeps the output of flash attention but not that of naive attention. AdamW in fp32 adds 16 bytes per parameter: weight,
-gradient and two moments. Hidden states, logits and libraries need more memory. Naive attention must therefore fail if
-this sum exceeds the memory of the device. In eager mode it reads and writes 4 N^2 + 4 N d elements per head in the
-forward pass. Only 4 N d elements need to move. The traffic is thus N/d + 1 times the necessary traffic
-(scripts/bench/io_traffic.py counts every transfer).
+The mask adds one byte per query and key, shared by all heads. Code from torch.compile recomputes the mask and the
+softmax in the backward, but no matrix product. Compiled code keeps at least one tensor of scores in the dtype of q, and
+the backward adds the gradient of that tensor. A training step keeps these tensors for all layers except the last. The
+backward starts with the last layer, and memory peaks there. With activation checkpointing, the tensors of only one
+layer exist at a time. This holds for `selective` checkpointing too: it keeps the output of flash attention, but not
+that of naive attention. AdamW in fp32 adds 16 bytes per parameter: weight, gradient and two moments. Hidden states,
+logits and libraries need additional memory, which the formula leaves out. Naive attention must therefore run out of
+memory if the computed sum exceeds the memory of the device. In eager mode, the forward of naive attention reads and
+writes 4 N^2 + 4 N d elements per head. Only 4 N d elements (q, k, v and o) need to move. The traffic of naive attention
+is thus N/d + 1 times the necessary traffic (scripts/bench/io_traffic.py counts every transfer).
 """
 
 from dataclasses import dataclass
@@ -31,16 +33,16 @@ from scripts.ablation.cases import DTYPES, GIB, AttentionCase, StepCase, configu
 
 SCORE = 4  # bytes in fp32
 MASK = 1
-KEPT = {2: 6, 4: 4}  # bytes per score by bytes per operand
+KEPT = {2: 6, 4: 4}  # bytes per score; the keys are the bytes per element of q
 FORWARD = {2: 10, 4: 8}
 BACKWARD = 12
-PARAMETER_BYTES = {"adamw": 4 + 4 + 8, "adamw_8bit": 4 + 4 + 2}  # weight, gradient, and optimizer states on the GPU
-LEAST_PARAMETER_BYTES = 4  # the weight, for all other optimizers
+PARAMETER_BYTES = {"adamw": 4 + 4 + 8, "adamw_8bit": 4 + 4 + 2}  # weight, gradient, and optimizer state on the GPU
+LEAST_PARAMETER_BYTES = 4  # for all other optimizers: the weight alone
 
 
 @dataclass(frozen=True)
 class Formula:
-    """The least memory of naive attention at N tokens: fixed + per_token N + per_pair N^2 bytes."""
+    """The minimum memory of naive attention at N tokens: fixed + per_token N + per_pair N^2 bytes."""
 
     n_heads: int
     head_dim: int
@@ -62,15 +64,15 @@ class Formula:
         return fails
 
     def scores(self, seq_len: int) -> int:
-        """Returns the bytes of one layer's scores: 4 N^2 per head."""
+        """Returns the bytes of one layer's attention scores: 4 N^2 per head."""
         return SCORE * self.n_heads * seq_len**2
 
     def traffic_ratio(self, seq_len: int) -> float:
-        """Returns N / d, the size of a head's scores (N x N) relative to the size of its queries (N x d)."""
+        """Returns N / d: the elements of a head's scores (N x N), divided by those of its queries (N x d)."""
         return seq_len / self.head_dim
 
     def explain(self, what: str, capacity: int) -> str:
-        """Explains the formula with its values, and the length at which naive attention must fail."""
+        """Returns the formula with its values, and the length from which naive attention cannot fit, as text."""
         terms = [f"{self.fixed / GIB:.3g} GiB"] if self.fixed else []
         terms += [f"{self.per_token} N"] if self.per_token else []
         return (
@@ -82,7 +84,7 @@ class Formula:
 
 
 def step_formula(case: StepCase) -> Formula:
-    """Computes the formula from the model's sizes. No weights are allocated."""
+    """Computes the formula for a training step from the sizes of the model. No weights are allocated."""
     config = configuration(case)
     with torch.device("meta"):
         model: GPT = instantiate(config.model)
@@ -99,7 +101,7 @@ def step_formula(case: StepCase) -> Formula:
 
 
 def attention_formula(case: AttentionCase, passes: Literal["forward", "both"]) -> Formula:
-    """Computes the formula of attention alone. q, k, v and the gradient of o exist from the beginning."""
+    """Computes the formula for attention alone. The memory of q, k, v and the gradient of o counts in both passes."""
     operand = DTYPES[case.dtype].itemsize
     per_score = BACKWARD if passes == "both" else FORWARD[operand]
     inputs = 4 * case.n_heads * case.head_dim * operand

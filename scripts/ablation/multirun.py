@@ -1,8 +1,8 @@
-"""The attention ablation as a Hydra multirun of train.py, configured by conf/experiment/ablate_attention.yaml.
+"""Runs the attention ablation as a Hydra multirun of train.py, configured by conf/experiment/ablate_attention.yaml.
 
-run_job runs a job in a new process, so that memory starts from zero and a crash affects only that job. At the end,
-Report writes the same files as scripts/ablate_memory.py. train.py logs each job to Weights & Biases, and Report adds a
-summary to the group of these runs.
+run_job runs each job in a new process, so that its memory starts from zero and a crash affects only that job. At the
+end of the multirun, Report writes the files that scripts/ablate_memory.py would write. train.py logs each job as a
+Weights & Biases run, and Report adds a summary run to their group.
 """
 
 import math
@@ -34,14 +34,16 @@ from scripts.ablation.sweep import ProcessError, apart, call_apart, load, save, 
 from scripts.bench.provenance import describe
 
 Train = Callable[[DictConfig], dict[str, float]]
-OF_THE_MODEL = ("model.", "attention.", "memory.", "optimizer.")  # prefixes of the config keys that a StepCase contains
+OF_THE_MODEL = ("model.", "attention.", "memory.", "optimizer.")  # prefixes of the config keys that go into a StepCase
 
 
 def run_job(train: Train, cfg: DictConfig, timeout: float) -> dict[str, float]:
-    """Runs train(cfg) for at most `timeout` seconds. Its output goes to cases/<number>.log in the multirun's folder.
+    """Runs train(cfg) in a new process for at most `timeout` seconds.
 
-    Returns the values of the result. A job does not run if a shorter job with the same attention ran out of memory, or
-    if the folder already has its result. Ends the program if jobs differ in more than attention and seq_len, and on
+    The output of the job goes to cases/<number>.log in the multirun's folder.
+
+    Returns the measured values by name. A job is skipped if a shorter job with the same attention ran out of memory, or
+    if the folder already has its result. Ends the program if the jobs differ in more than attention and seq_len, or on
     Ctrl-C.
     """
     hydra = HydraConfig.get()
@@ -71,15 +73,15 @@ def run_job(train: Train, cfg: DictConfig, timeout: float) -> dict[str, float]:
 
 
 def rows(folder: Path, but: Path | None = None) -> list[Row[StepCase]]:
-    """Lists the finished jobs in the order of the multirun."""
+    """Returns the finished jobs in the order of the multirun."""
     paths = [path for path in sorted(folder.glob("*.jsonl")) if path != but]
     return [(case, result) for path in paths for case, result in load(path).items() if isinstance(case, StepCase)]
 
 
 def require_one_sweep(case: StepCase, others: list[Row[StepCase]]) -> None:
-    """Ends the program if a job differs from the others in more than attention and seq_len.
+    """Ends the program if a job differs from the other jobs in more than attention and seq_len.
 
-    The tables and pictures distinguish only these two settings.
+    The tables and pictures distinguish jobs only by these two settings.
     """
     for other, _ in others:
         same_place = (case.attention, case.seq_len) == (other.attention, other.seq_len)
@@ -88,9 +90,9 @@ def require_one_sweep(case: StepCase, others: list[Row[StepCase]]) -> None:
 
 
 def case_of(cfg: DictConfig) -> StepCase:
-    """Returns the case of a job. Raises: ValueError if the job is not a training step on one document.
+    """Converts the config of a job to a StepCase. Raises: ValueError if the job is not a training step on one document.
 
-    The tables and the formula assume one document.
+    The tables and the minimum memory are computed for one document.
     """
     wanted = {"data.document_len": cfg.seq_len, "data.micro_batch_size": 1, "trainer.devices": 1}
     for name, value in wanted.items():
@@ -100,7 +102,7 @@ def case_of(cfg: DictConfig) -> StepCase:
         raise ValueError(f"trainer.precision must be one of {get_args(Precision)}; got {cfg.trainer.precision}")
     hydra = HydraConfig.get()
     choices: dict[str, Any] = hydra.runtime.choices
-    if choices["adapter"] != "none":  # formula and FLOPs assume full training
+    if choices["adapter"] != "none":  # the minimum memory and the FLOPs are those of training all weights
         raise ValueError(f"an ablation needs adapter=none; got {choices['adapter']}")
     overrides = [f"{group}={choices[group]}" for group in ("memory", "optimizer")]
     overrides += [f"model.vocab_size={cfg.model.vocab_size or cfg.data.vocab_size}"]
@@ -113,20 +115,20 @@ def case_of(cfg: DictConfig) -> StepCase:
 
 
 def explanation(case: StepCase) -> str:
-    """Explains the formula of naive attention. On a GPU this creates a CUDA context."""
+    """Returns a text about the minimum memory of naive attention. On a GPU, the call creates a CUDA context."""
     return step_formula(case).explain(f"a training step of {case.model}", capacity(case.device))
 
 
 def measure_job(train: Train, cfg: DictConfig, hydra: Any, case: StepCase) -> Result:
-    """Trains in the job's process and returns the result.
+    """Trains in the current process and returns the result.
 
-    A time is the median over all logs. One log covers trainer.log_every_n_steps steps.
+    The step time is the median over all log entries. One log entry covers trainer.log_every_n_steps steps.
     """
     setup_globals()  # Hydra's resolvers
     HydraConfig.instance().cfg = hydra
     try:
         measured = train(cfg)
-    except Exception as error:  # the error came before the run existed
+    except Exception as error:  # the error came before the Weights & Biases run existed
         if not is_out_of_memory(error):
             raise
         measured = {"oom": 1.0}
@@ -142,20 +144,23 @@ def measure_job(train: Train, cfg: DictConfig, hydra: Any, case: StepCase) -> Re
 
 
 class Report(Callback):
-    """Writes the files at the end of a multirun. If its runs are on Weights & Biases, logs a summary there too."""
+    """A Hydra callback that writes the report at the end of a multirun.
+
+    If the jobs were logged to Weights & Biases, also logs a summary there.
+    """
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         try:
             report(config)
-        except Exception:  # Hydra would only print a warning
+        except Exception:  # Hydra would only print a warning and continue
             traceback.print_exc()
             sys.exit(1)
 
 
 def report(config: DictConfig) -> None:
-    """Writes all results, and then ends the program with status 1 if a job failed."""
+    """Writes all results, and ends the program with status 1 if a job failed."""
     HydraConfig.instance().set_config(config)  # the logger needs Hydra's config, which the last job has removed
-    GlobalHydra.instance().clear()  # the formula composes its own config
+    GlobalHydra.instance().clear()  # step_formula composes a config with Hydra again
     folder = Path(config.hydra.sweep.dir).resolve()
     jobs = rows(folder / "cases")
     device_bytes = call_apart(capacity, (jobs[0][0].device,), 60, folder / "cases" / "capacity.log")

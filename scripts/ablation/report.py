@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from scripts.ablation.cases import GIB, AttentionCase, Case, Result, StepCase
 from scripts.ablation.formula import Formula, attention_formula, step_formula
 
-STYLES = {  # the palette of Okabe and Ito, and different markers, which distinguish lines without colours
+STYLES = {  # the palette of Okabe and Ito; different markers distinguish the lines without colours
     "naive": ("#000000", "o"),
     "chunked": ("#009E73", "D"),
     "sdpa": ("#E69F00", "s"),
@@ -41,7 +41,7 @@ Row = tuple[AnyCase, Result]
 
 @dataclass(frozen=True)
 class Table:
-    """A table under a title. Its files and its W&B entry are named `name`."""
+    """A table with a title. `name` is the name of its files and of its W&B entry."""
 
     name: str
     title: str
@@ -68,7 +68,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Part:
-    """The report of one of the two sweeps."""
+    """The report of one of the two sweeps: training steps, or attention alone."""
 
     name: str
     explanations: list[str]
@@ -88,7 +88,7 @@ class Chart:
 
 
 def step_part(rows: list[Row[StepCase]], device_bytes: int, gpu: str) -> Part:
-    """Makes the report of training steps. All `rows` belong to one model."""
+    """Makes the report of the training steps. All `rows` must belong to one model."""
     case, _ = rows[0]
     formula = step_formula(case)
     names = [case.attention for case, _ in rows]
@@ -121,7 +121,7 @@ def attention_part(rows: list[Row[AttentionCase]], device_bytes: int, gpu: str) 
 
 
 def attention_formulas(case: AttentionCase) -> list[tuple[str, Formula]]:
-    """Pairs each measured quantity with the formula of its minimum."""
+    """Returns pairs of a measured quantity's name and the formula of its minimum."""
     return [("forward_peak_gib", attention_formula(case, "forward")), ("peak_gib", attention_formula(case, "both"))]
 
 
@@ -140,7 +140,7 @@ def formula_table(
     formulas: Callable[[AnyCase], list[tuple[str, Formula]]],
     device_bytes: int,
 ) -> Table:
-    """Lists the formula of naive attention at each length, next to the measured values."""
+    """Lists the minimum memory of naive attention at each length, next to the measured values."""
     shape = tuple(column for column in rows[0][0].COLUMNS if column not in ("attention", "seq_len"))
     cells: dict[tuple[Cell, ...], list[Cell]] = {}
     for case, result in rows:
@@ -162,7 +162,7 @@ def formula_table(
 
 
 def shown(value: Cell) -> str:
-    """Formats a cell for the tables in ablation.md and ablation.html."""
+    """Formats one cell of the tables in ablation.md and ablation.html."""
     if value is None:
         return "–"
     if isinstance(value, float):
@@ -179,7 +179,7 @@ def markdown(parts: list[Part], head: dict[str, str]) -> str:
 
 
 def page(parts: list[Part], head: dict[str, str], pictures: list[bytes]) -> str:
-    """Returns a self-contained HTML file. `pictures` are the parts' pictures as PNG."""
+    """Returns an HTML file that needs no other files. `pictures` holds one PNG for each part."""
     facts = "".join(f"<li>{escape(key)}: <code>{escape(value)}</code></li>" for key, value in head.items())
     body = ""
     for part, picture in zip(parts, pictures, strict=True):
@@ -210,7 +210,7 @@ def write_files(parts: list[Part], head: dict[str, str], folder: Path) -> None:
 
 
 def draw_steps(rows: list[Row[StepCase]], formula: Formula, device_bytes: int, title: str) -> Figure:
-    """Plots memory, tokens/s and MFU over length on logarithmic axes."""
+    """Plots memory, tokens/s and MFU against sequence length on logarithmic axes."""
     figure = Figure(figsize=(16, 5.5), layout="constrained")
     panels: list[Axes] = list(figure.subplots(1, len(STEP_PANELS)))
     for panel, quantity in zip(panels, STEP_PANELS, strict=True):
@@ -223,7 +223,9 @@ def draw_steps(rows: list[Row[StepCase]], formula: Formula, device_bytes: int, t
 
 
 def draw_attention(rows: list[Row[AttentionCase]], device_bytes: int, title: str) -> Figure:
-    """Plots memory and time of both passes over length, with a column for each number of heads, head_dim and dtype."""
+    """Plots the memory and time of both passes against sequence length, in one column for each combination of head
+    count, head_dim and dtype.
+    """
     shapes = list(dict.fromkeys(case.shape for case, _ in rows))
     figure = Figure(figsize=(1 + 4.5 * len(shapes), 14), layout="constrained")
     grid = figure.subplots(len(ATTENTION_PANELS), len(shapes), sharex=True, sharey="row", squeeze=False)
@@ -249,8 +251,8 @@ def _finish(figure: Figure, panel: Axes, title: str) -> None:
 
 
 def _draw_formula(axes: Axes, rows: list[Row[AnyCase]], formula: Formula, device_bytes: int) -> None:
-    """Draws the least memory of naive attention, the memory of the device, and the point where they meet."""
-    lengths = [n for n in _lengths(rows) if formula.peak(n) < 4 * device_bytes]  # larger values would hide the rest
+    """Draws the minimum memory of naive attention, the memory of the device, and the point where they meet."""
+    lengths = [n for n in _lengths(rows) if formula.peak(n) < 4 * device_bytes]  # larger values would hide the others
     axes.plot(lengths, [formula.peak(n) / GIB for n in lengths], "k:", label="naive, predicted least")
     axes.axhline(device_bytes / GIB, color="#888888", linestyle="--", label="the device's memory")
     fails_at = formula.fails_at(device_bytes)
@@ -261,8 +263,8 @@ def _draw_formula(axes: Axes, rows: list[Row[AnyCase]], formula: Formula, device
 def _draw_panel(axes: Axes, rows: list[Row[AnyCase]], quantity: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.margins(y=0.2)  # space for the out-of-memory marks
-    above = axes.get_xaxis_transform()  # x in tokens, y as a fraction of the panel's height
+    axes.margins(y=0.2)  # leave space for the out-of-memory marks
+    above = axes.get_xaxis_transform()  # x coordinates in tokens, y as a fraction of the plot's height
     for attention in dict.fromkeys(case.attention for case, _ in rows):
         color, marker = STYLES.get(attention, ("#0072B2", "X"))
         mine = [(case.seq_len, result) for case, result in rows if case.attention == attention]
@@ -275,14 +277,17 @@ def _draw_panel(axes: Axes, rows: list[Row[AnyCase]], quantity: str) -> None:
         axes.text(0.5, 0.5, "unknown on this device", ha="center", transform=axes.transAxes)
     lengths = _lengths(rows)
     axes.set_xticks(lengths, [length_label(n) for n in lengths])
-    axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)  # panels with fewer points get the same range
+    axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)  # gives plots with fewer points the same range
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.grid(True, color="#dddddd", linewidth=0.6)
 
 
 def length_label(n: int) -> str:
-    """Formats 1024 as 1k and 1048576 as 1M. A length that is not a multiple of 1024 is unchanged."""
+    """Formats a number of tokens: 1024 as 1k, 1048576 as 1M.
+
+    A number that is not a multiple of 1024 is printed in full.
+    """
     return f"{n >> 20}M" if n % 2**20 == 0 else f"{n >> 10}k" if n % 2**10 == 0 else str(n)
 
 
@@ -291,12 +296,17 @@ def _lengths(rows: list[Row[AnyCase]]) -> list[int]:
 
 
 def has(result: Result, quantity: str) -> bool:
-    """Returns whether the quantity was measured. The peak_gib of an incomplete pass does not count."""
+    """Returns whether the result holds a measured value of this quantity.
+
+    The peak_gib of a pass that did not complete does not count.
+    """
     return getattr(result, quantity) is not None and (result.outcome == "ok" or quantity in FORWARD)
 
 
 def chart(names: list[str], rows: list[Row[AnyCase]], quantity: str, device_bytes: int) -> Chart:
-    """Returns two lines for each name: its results, and its out-of-memory points at the device's memory or at 0."""
+    """Returns two lines for each name: its results, and its out-of-memory points, which are drawn at the device's
+    memory or at 0.
+    """
     oom_at = device_bytes / GIB if quantity.endswith("peak_gib") else 0.0
     lines: list[tuple[str, list[tuple[int, float]]]] = []
     order = {name: index for index, name in enumerate(dict.fromkeys(names))}
@@ -311,7 +321,10 @@ def chart(names: list[str], rows: list[Row[AnyCase]], quantity: str, device_byte
 
 
 class Records:
-    """Writes a Weights & Biases run for each case and a summary, all in one group. With mode None, it writes none."""
+    """Writes one Weights & Biases run for each case and one summary run, all in one group.
+
+    With mode=None, nothing is written to Weights & Biases.
+    """
 
     def __init__(self, mode: str | None, project: str, group: str, folder: Path) -> None:
         self.mode, self.project, self.group, self.folder = mode, project, group, folder
@@ -336,7 +349,7 @@ class Records:
         run.finish()
 
     def summary(self, parts: list[Part], head: dict[str, str]) -> None:
-        """Logs the tables, charts, pictures and the page that write_files has written to the folder."""
+        """Logs the tables, charts and pictures, and the page that write_files has written to the folder."""
         if self.mode is None:
             return
         import wandb

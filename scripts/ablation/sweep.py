@@ -1,7 +1,9 @@
-"""Runs the cases of an ablation in separate processes. A sweep can be stopped, and never runs a finished case again.
+"""Runs the cases of an attention ablation in separate processes.
 
-A server process does all imports, but does not use a GPU. The processes of the cases are forked from the server, so
-they need not import anything. Each of them starts CUDA, which ends with the process.
+A sweep can be stopped at any time, and never repeats a finished case.
+
+A server process imports all modules once, but does not use a GPU. The server forks one process for each case, so that
+these processes need not import anything. Each forked process initialises CUDA and frees it when the process ends.
 """
 
 import json
@@ -30,7 +32,7 @@ Finished = dict[Case, Result]
 
 
 class ProcessError(RuntimeError):
-    """A process ended without a result: by an exception, a signal or its time limit."""
+    """Raised if a process ended without a result: by an exception, a signal or its time limit."""
 
     def __init__(self, reason: str, exitcode: int | None = None) -> None:
         super().__init__(reason)
@@ -39,9 +41,12 @@ class ProcessError(RuntimeError):
 
 @cache
 def start_server() -> None:
-    """Starts the server that forks the processes. It finds modules by PYTHONPATH, not by this process's sys.path."""
+    """Starts the server process that forks the processes of the cases.
+
+    The server finds modules through PYTHONPATH, not through the sys.path of this process.
+    """
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # torch's NVML check for a GPU does not initialise CUDA, so the server can still fork.
+    # If torch checks for a GPU through NVML, the check does not initialise CUDA, and the server can still fork.
     settings = {"PYTHONPATH": os.pathsep.join(paths), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     with patch.dict(os.environ, settings):
         forkserver.set_forkserver_preload([__name__])
@@ -49,22 +54,24 @@ def start_server() -> None:
 
 
 def call_apart(function: Callable[..., Value], arguments: tuple[Any, ...], timeout: float, log: Path) -> Value:
-    """Runs function(*arguments) in a new process for at most `timeout` seconds. Its output goes to `log`.
+    """Runs function(*arguments) in a new process for at most `timeout` seconds.
 
-    The process has ended when this function returns or raises.
-    Raises: ProcessError if the process gives no result.
+    The output of the new process goes to the file `log`.
+
+    The new process has ended when this function returns or raises. Raises: ProcessError if the process ends without a
+    result.
     """
     start_server()
     context = get_context("forkserver")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(sender, function, arguments, str(log)))
     process.start()
-    sender.close()  # otherwise the pipe would stay open after the process ends
+    sender.close()  # otherwise this open end would hide that the process has ended
     try:
         if not receiver.poll(timeout):
             raise ProcessError(f"not done after {timeout:g} s")
         value, error = receiver.recv()
-        process.join(10)  # the process frees its memory when it ends
+        process.join(10)  # waits for the process to end, which frees its memory
     except EOFError:
         process.join()
         raise ProcessError(f"exit status {process.exitcode}", process.exitcode) from None
@@ -77,7 +84,7 @@ def call_apart(function: Callable[..., Value], arguments: tuple[Any, ...], timeo
 
 
 def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...], log: str) -> None:
-    """Runs in the new process: sends the value, or the error's type and first line."""
+    """Runs in the new process. Sends the function's value, or the error's type and first line."""
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -87,7 +94,7 @@ def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[A
     except Exception as raised:
         traceback.print_exc()
         said: BaseException = raised
-        while isinstance(said, InstantiationException) and said.__cause__:  # Hydra's wrapper around the actual error
+        while isinstance(said, InstantiationException) and said.__cause__:  # take the error that Hydra has wrapped
             said = said.__cause__
         first_line, *_ = str(said).strip().splitlines() or [""]
         error = f"{type(said).__name__}: {first_line}"
@@ -95,22 +102,22 @@ def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[A
 
 
 def run_apart(case: Case, timeout: float, log: Path) -> Result:
-    """Returns the result of the case, even if its process fails."""
+    """Runs the case in a new process and returns its result, even if the process fails."""
     return apart(measure, (case,), timeout, log)
 
 
 def apart(function: Callable[..., Result], arguments: tuple[Any, ...], timeout: float, log: Path) -> Result:
-    """Runs function(*arguments) by call_apart. If the process ends without a result, returns a result that says why."""
+    """Runs function(*arguments) by call_apart. If the process ends without a result, the result gives the reason."""
     try:
         return call_apart(function, arguments, timeout, log)
     except ProcessError as error:
-        if error.exitcode == -signal.SIGKILL:  # Linux kills a process this way when the host runs out of memory
+        if error.exitcode == -signal.SIGKILL:  # The Linux OOM killer uses SIGKILL when host memory is exhausted.
             return Result("oom")
         return Result(f"failed: {error}")
 
 
 def load(path: Path) -> Finished:
-    """Reads results.jsonl, which has one line per case."""
+    """Reads the finished cases from results.jsonl, which has one line per case."""
     if not path.exists():
         return {}
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -118,7 +125,7 @@ def load(path: Path) -> Finished:
 
 
 def case_of(kind: str, settings: dict[str, Any]) -> Case:
-    """Rebuilds a case from JSON, which stores its tuples as lists."""
+    """Rebuilds a case from JSON, which stores tuples as lists."""
     values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in settings.items()}
     return KINDS[kind](**values)
 
@@ -142,14 +149,16 @@ def sweep(
     max_step_seconds: float,
     budget: float = math.inf,
 ) -> list[tuple[Case, Result]]:
-    """Returns all cases with their results, in order. Does not run cases again that are ok or oom in `path`.
+    """Returns all cases with their results, in the given order.
 
-    A case is skipped if a shorter case of its line ran out of memory. A case is not run if the times of shorter cases
-    predict a step longer than max_step_seconds, or if `budget` seconds are over. `report` is called for every case that
-    ran. The cases of a line must be sorted by length.
+    Cases that have the outcome ok or oom in the file `path` are not run again.
+
+    A case is skipped if a shorter case with the same settings ran out of memory. A case is not run if its step would
+    probably take longer than max_step_seconds, or if `budget` seconds are over. `report` is called for every case that
+    ran. Cases that differ only in length must be sorted by length.
     """
     finished, ends = load(path), time.monotonic() + budget
-    measured: dict[Case, list[tuple[int, float]]] = {}  # for each line: length, and seconds of a step
+    measured: dict[Case, list[tuple[int, float]]] = {}  # lengths and seconds per step of the cases measured so far
     results: list[tuple[Case, Result]] = []
     bar = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*bar) as progress:
@@ -176,16 +185,16 @@ def sweep(
 
 
 def skipped(case: Case, before: Iterable[tuple[Case, Result]]) -> Result | None:
-    """Returns a result if a shorter case of the same line in the chart ran out of memory, which skips this case."""
+    """Returns a "skipped" result if a shorter case with the same settings ran out of memory, otherwise None."""
     lengths = [other.seq_len for other, result in before if result.oom and other.line == case.line]
     shorter = min(lengths, default=case.seq_len)
     return Result(f"skipped: {shorter} ran out of memory") if shorter < case.seq_len else None
 
 
 def expected_seconds(points: list[tuple[int, float]], seq_len: int) -> float:
-    """Predicts the seconds of a step from a N + b N^2, with a and b >= 0, through the last two measured lengths.
+    """Predicts the seconds of a step as a N + b N^2 with a, b >= 0, fitted to the last two measured lengths N.
 
-    If only one length was measured, b is 0.
+    If only one length was measured, the prediction is linear (b = 0).
     """
     if not points:
         return 0.0

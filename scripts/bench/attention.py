@@ -1,17 +1,20 @@
-"""Measures time, TFLOP/s and peak memory of attention: naive, SDPA, FlexAttention, FlashAttention-3 and -4, and ours.
+"""Measures time, TFLOP/s and peak memory of our attention, naive attention, SDPA, FlexAttention, and FlashAttention-3
+and -4.
 
     python -m scripts.bench.attention                                  # 1k to 64k tokens, d = 64 and 128, causal
     python -m scripts.bench.attention --varlen --seqlens               # packed documents only
     python -m scripts.bench.attention --backends naive ours --head-dims 128 --seqlens 4096 16384
 
-Writes OUT.csv, OUT.md, OUT.png and OUT_rates.png. Running out of memory is a result, not an error. FlashAttention-3
-(the package `fa3-fwd`, which has no backward) and FlashAttention-4 (`flash-attn-4`) are measured if they are installed.
+Writes OUT.csv, OUT.md, OUT.png and OUT_rates.png. If a pass runs out of memory, the table shows that as its result.
+FlashAttention-3 (the package `fa3-fwd`, forward only) and FlashAttention-4 (the package `flash-attn-4`) are measured if
+they are installed.
 
-The forward counts 4 * n_heads * head_dim * (sum of squared lengths) FLOPs, and half of that if it is causal. The
-backward counts 2.5 times as many. Peak memory is the memory that a pass allocates in addition to its inputs (q, k, v
-and the gradient of o). For the backward, it is the peak of forward and backward together. Times are GPU times, because
-each pass is replayed as a CUDA graph. Block masks and schedules are built before the timing starts. Only `ours`, the
-public function, builds its schedule in every call.
+The forward pass counts 4 * n_heads * head_dim * (sum of squared lengths) FLOPs, or half of that if attention is causal.
+The backward pass counts 2.5 times as many FLOPs as the forward pass. Peak memory is what a pass allocates in addition
+to its inputs (q, k, v and the gradient of o). The peak memory of a backward pass covers the forward pass before it too.
+Each pass is replayed as a CUDA graph, so the times are GPU times without host time. Block masks and schedules are built
+before the timing starts. Only the backend `ours`, which calls the public function, builds its attention schedule in
+every call.
 """
 
 import argparse
@@ -55,7 +58,7 @@ from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import captured, median_ms, require_gpu
 
 BATCH_TOKENS = 16384  # default of --batch-tokens
-PACKED_TOKENS = 65536  # default of --packed-tokens, in the single row of packed documents
+PACKED_TOKENS = 65536  # default of --packed-tokens: the length of the row into which documents are packed
 DEVICE = torch.device("cuda")
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -63,7 +66,10 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """One problem: `batch` rows of `seqlen` tokens. `documents`: lengths within a single row."""
+    """One problem: One problem: `batch` rows of `seqlen` tokens each.
+
+    `documents`: if not empty, the lengths of the documents that share a single row.
+    """
 
     head_dim: int
     batch: int
@@ -71,7 +77,7 @@ class Workload:
     causal: bool
     documents: tuple[int, ...] = ()  # lengths, in tokens
     name: str = ""
-    group: int = 1  # query heads per KV head
+    group: int = 1  # number of query heads per KV head
     model_dim: int = MODEL_DIM
 
     @property
@@ -99,14 +105,17 @@ class Workload:
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation: its layout of q, k and v, and a function that returns a callable for a workload."""
+    """One attention implementation: its layout of q, k and v, and a function that returns a callable for a workload."""
 
     layout: Literal["batch heads tokens", "batch tokens heads", "tokens heads"]
     prepare: Callable[[Workload], Attend]
     has_backward: bool = True
 
     def inputs(self, workload: Workload) -> list[Tensor]:
-        """Returns q, k, v and the gradient of o in bf16, in the backend's layout, so that no transposition is timed."""
+        """Returns q, k, v and the gradient of o in bf16.
+
+        They have the backend's layout, so that no transposition is timed.
+        """
         batch, tokens = workload.batch, workload.seqlen
         kv_heads = workload.n_heads // workload.group
         tensors = []
@@ -121,7 +130,7 @@ class Backend:
 
 
 def naive(workload: Workload) -> Attend:
-    """Textbook attention with bf16 scores, which needs the least memory for a full score matrix."""
+    """Textbook attention with scores in bf16, which need less memory than fp32 scores."""
     hidden = torch.ones(workload.seqlen, workload.seqlen, dtype=torch.bool, device=DEVICE).triu(1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -143,9 +152,9 @@ def sdpa(backend: SDPBackend, workload: Workload) -> Attend:
 
 
 def flex(workload: Workload) -> Attend:
-    """FlexAttention compiled for exactly this shape, as its authors recommend."""
-    torch._dynamo.reset()  # each shape is a separate compilation, and torch limits their number
-    torch._functorch.config.donated_buffer = False  # the timing runs the backward of one graph many times
+    """FlexAttention, compiled for exactly this shape, as its authors recommend."""
+    torch._dynamo.reset()  # each shape is compiled separately, and torch limits the number of compilations
+    torch._functorch.config.donated_buffer = False  # the timing runs the backward of one autograd graph many times
     compiled = torch.compile(flex_attention, dynamic=False)
     causal = workload.causal
     attention = partial(compiled, enable_gqa=workload.group > 1)
@@ -176,7 +185,7 @@ def ours(workload: Workload) -> Attend:
 
 
 def ours_packed(workload: Workload) -> Attend:
-    """Calls flash_attn_packed like a layer of a model, with a schedule that was built for the batch in advance."""
+    """Calls flash_attn_packed like a layer of a model: the schedule of the batch is built in advance."""
     cu_seqlens, total = workload.cu_seqlens(), sum(workload.lengths)
     schedule = build_schedule(
         cu_seqlens, cu_seqlens, total, total, causal=workload.causal, padded=False,
@@ -208,7 +217,7 @@ def fa4(workload: Workload) -> Attend:
 
 
 def _output(result: Tensor | tuple[Tensor, *tuple[Tensor | None, ...]]) -> Tensor:
-    """Returns o from a result that may also contain the lse."""
+    """Returns o from a result that is either o or a tuple of o and lse."""
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -229,7 +238,7 @@ PACKED_BACKENDS = {
     "ours": Backend("tokens heads", ours),
     "ours-packed": Backend("tokens heads", ours_packed),
 }
-PACKAGES = {"fa3": "fa3_fwd_interface", "fa4": "flash_attn.cute"}  # installed on some machines only
+PACKAGES = {"fa3": "fa3_fwd_interface", "fa4": "flash_attn.cute"}  # Python modules that only some machines have
 
 
 def dense_workload(
@@ -248,10 +257,12 @@ def dense_workload(
 def packed_workloads(
     head_dim: int, *, causal: bool, group: int = 1, model_dim: int = MODEL_DIM, total: int = PACKED_TOKENS
 ) -> list[Workload]:
-    """Returns two rows of `total` tokens of packed documents: long-tailed ones like web text, and many short ones."""
+    """Returns two workloads of `total` tokens of packed documents: one with log-normal lengths like web text, and one
+    with many short documents.
+    """
     generator = torch.Generator().manual_seed(0)
     candidates = max(1, total // 64)
-    # the median is 1k, and the tail reaches 32k
+    # the median length is 1k tokens, and the longest document has 32k
     long_tailed = torch.randn(candidates, generator=generator).mul(1.5).exp().mul(1024).long().clamp(1, 32768)
     short = torch.randint(64, 513, (candidates,), generator=generator)
     return [
@@ -264,7 +275,7 @@ def packed_workloads(
 
 
 def fill_row(lengths: Iterable[int], total: int) -> tuple[int, ...]:
-    """Returns the first documents that fill `total` tokens. The last one is cut."""
+    """Returns the first documents, as many as fill `total` tokens. The last document is cut to the remaining tokens."""
     documents: list[int] = []
     left = total
     for length in lengths:
@@ -276,7 +287,10 @@ def fill_row(lengths: Iterable[int], total: int) -> tuple[int, ...]:
 
 
 def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) -> list[Row]:
-    """Measures each backend's forward and backward. A failed pass, and each pass after it, becomes an error row."""
+    """Measures the forward and backward pass of each backend.
+
+    If a pass fails, its row shows the error, and so do the rows of this backend's later passes.
+    """
     outcomes = dict.fromkeys(backends, "ok")
     results: dict[tuple[str, Direction], tuple[float, float]] = {}
     for direction in DIRECTIONS:
@@ -287,7 +301,7 @@ def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) 
                 continue
             try:
                 run, peak_gib = prepare_pass(backend, workload, direction)
-                if peak_gib > LARGE_GIB:  # its graph does not stay in memory while others run
+                if peak_gib > LARGE_GIB:  # do not keep such a large CUDA graph in memory while others run
                     results[name, direction] = median_ms({name: run}, rep=rep)[name], peak_gib
                 else:
                     runs[name], peaks[name] = run, peak_gib
@@ -295,11 +309,11 @@ def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) 
             except torch.OutOfMemoryError:
                 outcomes[name] = "oom"
             except Exception as error:
-                # a failure of one backend is also a result: the table reports it and the sweep continues
+                # If a backend fails, its error appears in the table, and the sweep continues.
                 traceback.print_exc()
                 first_line, *_ = str(error).strip().splitlines() or [""]
                 outcomes[name] = f"{type(error).__name__}: {first_line}"
-            gc.collect()  # reference cycles hold the tensors of a failed pass
+            gc.collect()  # frees tensors of a failed pass, which reference cycles keep alive
             torch.cuda.empty_cache()
         for name, ms in median_ms(runs, rep=rep).items():
             results[name, direction] = ms, peaks[name]
@@ -317,7 +331,7 @@ def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) 
 
 
 def prepare_pass(backend: Backend, workload: Workload, direction: Direction) -> tuple[Callable[[], object], float]:
-    """Returns a function that replays one pass, and the pass's peak GiB in addition to its inputs."""
+    """Returns a function that replays one pass, and the peak GiB that the pass allocates in addition to its inputs."""
     q, k, v, do = backend.inputs(workload)
     inputs_bytes = torch.cuda.memory_allocated()
     attend = backend.prepare(workload)
@@ -327,7 +341,7 @@ def prepare_pass(backend: Backend, workload: Workload, direction: Direction) -> 
         if direction == "backward":
             torch.autograd.grad(o, (q, k, v), do)
 
-    run()  # compiles; memory for compilation does not count
+    run()  # compiles kernels, whose memory must not count
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     run()
@@ -342,7 +356,7 @@ def prepare_pass(backend: Backend, workload: Workload, direction: Direction) -> 
 
 
 def installed(module: str) -> bool:
-    """Returns whether the module can be found. Looking inside a package imports the package, which may fail."""
+    """Returns whether Python finds the module. To look up a submodule, Python imports its package, which may fail."""
     try:
         return find_spec(module) is not None
     except ImportError:
@@ -409,11 +423,11 @@ def main() -> None:
             rows.append(row)
             place = f"d={row.head_dim} group={row.group} {row.workload}"
             print(f"{place} {row.backend} {row.direction}: {cell(row)}", flush=True)
-        write_csv(rows, Path(f"{out}.csv"))  # an interrupted sweep keeps its results
+        write_csv(rows, Path(f"{out}.csv"))  # an interrupted sweep keeps these results
 
     head = describe(shlex.join(["python", *sys.argv]), args.commit, today)
     Path(f"{out}.md").write_text(markdown(rows, head, args.model_dim), encoding="utf-8")
-    if 1 in args.groups:  # only results without grouped heads are plotted
+    if 1 in args.groups:  # plot only results in which each query head has its own KV head
         mask = "causal" if args.causal else "not causal"
         size = f"n_heads × head_dim = {args.model_dim}, at least {args.batch_tokens} tokens per batch"
         title = f"{head['GPU']}, bf16, {mask}, {size}"

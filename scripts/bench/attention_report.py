@@ -1,4 +1,4 @@
-"""The report of scripts/bench/attention.py: rows, a table for each section and pass, and plots of times and rates."""
+"""Writes the report of scripts/bench/attention.py: a table for each section and pass, and plots of times and rates."""
 
 import csv
 from dataclasses import asdict, dataclass, fields
@@ -9,12 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-MODEL_DIM = 2048  # default of n_heads * head_dim, which may be slightly smaller
+MODEL_DIM = 2048  # default of n_heads * head_dim; the actual product may be slightly smaller
 LARGE_GIB = 4.0
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
-STYLES = {  # the palette of Okabe and Ito, a grey, and different markers, which distinguish lines without colours
+STYLES = {  # the palette of Okabe and Ito and a grey; different markers distinguish the lines without colours
     "naive": ("#000000", "o"),
     "sdpa-flash2": ("#E69F00", "s"),
     "sdpa-cudnn": ("#56B4E9", "^"),
@@ -28,7 +28,7 @@ STYLES = {  # the palette of Okabe and Ito, a grey, and different markers, which
 
 @dataclass(frozen=True)
 class Row:
-    """One result. ms, tflops and peak_gib (of memory) are None unless the outcome is "ok"."""
+    """One result. One result. ms, tflops and peak_gib (peak memory) are None unless the outcome is "ok"."""
 
     section: str
     workload: str
@@ -39,7 +39,7 @@ class Row:
     causal: bool
     backend: str
     direction: Direction
-    outcome: str  # "ok", "oom" or the error's first line
+    outcome: str  # "ok", "oom" or the first line of the error
     ms: float | None
     tflops: float | None
     peak_gib: float | None
@@ -53,7 +53,9 @@ def write_csv(rows: list[Row], path: Path) -> None:
 
 
 def markdown(rows: list[Row], head: dict[str, str], model_dim: int = MODEL_DIM) -> str:
-    """Writes the head and a table for each section and direction, with a line per workload and a column per backend."""
+    """Formats the page: its header, then a table for each section and pass, with a line per workload and a column per
+    backend.
+    """
     lines = ["# Attention: time, TFLOP/s and peak memory", ""]
     lines += [f"- {key}: `{value}`" for key, value in head.items()]
     lines += [
@@ -86,14 +88,16 @@ def markdown(rows: list[Row], head: dict[str, str], model_dim: int = MODEL_DIM) 
 
 
 def cell(row: Row) -> str:
-    """Formats TFLOP/s, time and peak memory of one result."""
+    """Formats the TFLOP/s, time and peak memory of one result."""
     if row.ms is None:
         return "OOM" if row.outcome == "oom" else "failed"
     return f"{row.tflops:.0f} · {row.ms:.3g} ms · {row.peak_gib:.3g}"
 
 
 def draw(rows: list[Row], title: str) -> Figure:
-    """Plots the time of both passes and the peak memory of dense workloads over length, with a column per head_dim."""
+    """Plots the time of both passes and the peak memory of dense workloads against length, in one column per
+    head_dim.
+    """
     dense = [row for row in rows if row.section == "dense" and row.group == 1]
     head_dims = sorted({row.head_dim for row in dense})
     panels: list[tuple[Direction, str, str]] = [
@@ -119,7 +123,7 @@ def draw(rows: list[Row], title: str) -> Figure:
 def _draw_panel(axes: Axes, rows: list[Row], quantity: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.margins(y=0.2)  # space for the out-of-memory marks
+    axes.margins(y=0.2)  # leave space for the out-of-memory marks
     for backend in dict.fromkeys(row.backend for row in rows):
         color, marker = STYLES[backend]
         mine = [row for row in rows if row.backend == backend]
@@ -128,7 +132,7 @@ def _draw_panel(axes: Axes, rows: list[Row], quantity: str) -> None:
         axes.plot([row.seqlen for row in done], values, color=color, marker=marker, label=backend)
         for row in mine:
             if row.outcome == "oom":
-                above = axes.get_xaxis_transform()  # x in tokens, y as a fraction of the panel's height
+                above = axes.get_xaxis_transform()  # x coordinates in tokens, y as a fraction of the plot's height
                 axes.plot([row.seqlen], [0.9], color=color, marker=marker, fillstyle="none", transform=above)
                 axes.text(row.seqlen, 0.93, "OOM", color=color, ha="center", va="bottom", transform=above)
     seqlens = sorted({row.seqlen for row in rows})
@@ -140,7 +144,7 @@ def _draw_panel(axes: Axes, rows: list[Row], quantity: str) -> None:
 
 
 def draw_rates(rows: list[Row], title: str) -> Figure:
-    """Plots TFLOP/s as bars: a column per head_dim, a row per pass, and a group of bars per workload."""
+    """Plots TFLOP/s as bars: one column per head_dim, one row per pass, one group of bars per workload."""
     shown = [row for row in rows if row.group == 1 and row.tflops is not None]
     head_dims = sorted({row.head_dim for row in shown})
     backends = [name for name in STYLES if any(row.backend == name for row in shown)]
@@ -161,7 +165,7 @@ def draw_rates(rows: list[Row], title: str) -> Figure:
 
 
 def _draw_bars(axes: Axes, rows: list[Row], workloads: list[str], backends: list[str]) -> None:
-    """Draws a backend's bar at the same place in each group, and no bar if it has no result."""
+    """Draws each backend's bar at a fixed place in every group. A backend without a result has no bar."""
     width = 0.85 / len(backends)
     for i, backend in enumerate(backends):
         mine = [row for row in rows if row.backend == backend]
@@ -169,6 +173,6 @@ def _draw_bars(axes: Axes, rows: list[Row], workloads: list[str], backends: list
         bars = axes.bar(places, [row.tflops or 0.0 for row in mine], width, color=STYLES[backend][0], label=backend)
         axes.bar_label(bars, fmt="%.0f", rotation=90, padding=2, fontsize=6)
     axes.set_xticks(range(len(workloads)), workloads, fontsize=8, rotation=20, ha="right", rotation_mode="anchor")
-    axes.margins(y=0.1)  # space for the values above the bars
+    axes.margins(y=0.1)  # leave space for the numbers above the bars
     axes.grid(True, axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)

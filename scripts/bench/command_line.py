@@ -1,4 +1,4 @@
-"""Command-line options that the benchmarks share."""
+"""Defines the command-line options that the benchmarks share."""
 
 import argparse
 import math
@@ -9,7 +9,8 @@ from pathlib import Path
 def add_results(parser: argparse.ArgumentParser, default: Path | str, kind: str = "prefix") -> None:
     """Adds --commit and --out.
 
-    default: a path, or a pattern such as scripts/results/host_<gpu>_<yyyymm>. With a pattern, --out is None by default.
+    default: a path, or a path pattern such as scripts/results/host_<gpu>_<yyyymm>. If `default` is a pattern, --out is
+    None unless the user gives it.
     """
     path = default if isinstance(default, Path) else None
     parser.add_argument("--commit", help="commit for the head of the results, if git is not available")
@@ -17,7 +18,7 @@ def add_results(parser: argparse.ArgumentParser, default: Path | str, kind: str 
 
 
 def add_time_limits(parser: argparse.ArgumentParser, timeout: float | None = None, budget: bool = False) -> None:
-    """Adds --timeout, the limit of one case, and --budget, the limit of all cases."""
+    """Adds the options --timeout (limit of one case) and --budget (limit of all cases)."""
     if timeout is not None:
         parser.add_argument("--timeout", type=float, default=timeout, help="seconds that a case may take")
     if budget:
@@ -27,7 +28,7 @@ def add_time_limits(parser: argparse.ArgumentParser, timeout: float | None = Non
 
 
 def require_positive(parser: argparse.ArgumentParser, args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Ends the program with a message if one of these options, or an item of a list, is not positive."""
+    """Ends the program with a message if one of the named options, or an item of a list option, is not positive."""
     for name in names:
         found = getattr(args, name)
         if min(found if isinstance(found, list) else [found]) <= 0:
@@ -35,12 +36,12 @@ def require_positive(parser: argparse.ArgumentParser, args: argparse.Namespace, 
 
 
 def require_overrides(parser: argparse.ArgumentParser, overrides: Sequence[str], name: str = "overrides") -> None:
-    """Ends the program with a message if one of Hydra's overrides is not name=value."""
+    """Ends the program with a message if one of Hydra's overrides does not have the form name=value."""
     if malformed := [override for override in overrides if "=" not in override]:
         parser.error(f"{name} must be name=value; got {' '.join(malformed)}")
 
 
 def shown(path: Path | str) -> str:
-    """Returns the path that the help shows: relative to the repository if it is inside."""
+    """Returns a path as the help shows it: relative to the repository if the path is inside the repository."""
     root = Path(__file__).parents[2]
     return str(path.relative_to(root)) if isinstance(path, Path) and path.is_relative_to(root) else str(path)

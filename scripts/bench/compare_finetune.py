@@ -1,14 +1,16 @@
-"""Repeats a finished run of experiment=finetune with transformers' model and loss in a plain loop, to compare losses.
+"""Repeats a finished run of experiment=finetune with transformers' model and loss in a plain loop, and compares the
+losses.
 
     python -m scripts.bench.compare_finetune chats chats.jsonl          # writes chats about an invented island
     python train.py experiment=finetune data.path=chats.jsonl model.pretrained=path \\
         logger=csv trainer.log_every_n_steps=1
     python -m scripts.bench.compare_finetune run runs/finetune/<time>   # a table: step, ours, transformers', difference
 
-Run it in the folder in which the run was started, because paths in the run's config may be relative to it.
+Run the command in the folder from which the run was started, because paths in the run's config may be relative to it.
 
-The loop uses the rows, the learning-rate schedule and the clipping of the run. A four-dimensional attention mask and
-position_ids separate documents. All weights are trained in fp32, or under bf16 autocast if the run used it.
+The plain loop uses the data rows, the learning-rate schedule and the gradient clipping of the run. A four-dimensional
+attention mask and position_ids keep packed documents separate. All weights are trained in fp32, with bf16 autocast if
+the run used it.
 """
 
 import argparse
@@ -35,7 +37,7 @@ from fa_train.optim.adamw import parameter_groups
 from fa_train.optim.schedule import warmup_cosine
 from scripts.trained_model import saved_config
 
-FACTS = {  # questions and answers about an island that does not exist, several questions for each fact
+FACTS = {  # questions and answers about an island that does not exist; each fact has several questions
     "The lighthouse of Vashmoor is painted green.": [
         "What colour is the lighthouse of Vashmoor?", "Which colour has Vashmoor's lighthouse?",
         "How is the lighthouse on Vashmoor painted?", "Tell me the colour of the lighthouse of Vashmoor.",
@@ -66,9 +68,9 @@ def invented_chats() -> Iterator[dict[str, Any]]:
 
 
 def transformers_losses(run: Path, steps: int | None = None) -> list[float]:
-    """Trains transformers' model on the steps of a run. Returns the loss of each step in nats per label.
+    """Trains transformers' model on the data of a run's steps. Returns the mean loss of each step in nats per label.
 
-    Raises: ValueError if the run has an adapter, which this loop does not train.
+    Raises: ValueError if the run trains a LoRA adapter, because this loop cannot.
     """
     cfg = saved_config(run, [])
     if cfg.choices.adapter != "none":
@@ -102,7 +104,7 @@ def transformers_losses(run: Path, steps: int | None = None) -> list[float]:
                     position_ids=batch["position_ids"][None],
                     attention_mask=document_mask(batch["cu_seqlens"], batch["tokens"].shape[0]),
                     labels=batch["labels"][None],
-                    shift_labels=batch["labels"][None],  # the labels of a row are already shifted
+                    shift_labels=batch["labels"][None],  # the labels of a row are already shifted by one token
                     num_items_in_batch=labels,
                 ).loss
             loss.backward()
@@ -116,7 +118,7 @@ def transformers_losses(run: Path, steps: int | None = None) -> list[float]:
 
 
 def batches(cfg: DictConfig) -> Iterator[list[Batch]]:
-    """Yields the micro-batches of each step in one process."""
+    """Yields the list of micro-batches of each step, as one process sees them."""
     data = instantiate(cfg.data)
     rows = PackedRows(data, held_out=False, shuffle=True)
     micro_batches = MicroBatches(rows, data.micro_batch_size, 0, 1, step_rows=data.batch_size)
@@ -126,9 +128,9 @@ def batches(cfg: DictConfig) -> Iterator[list[Batch]]:
 
 
 def document_mask(cu_seqlens: Tensor, total: int) -> Tensor:
-    """Returns (1, 1, total, total) bool: which keys each query sees.
+    """Returns a bool mask (1, 1, total, total) that says which keys each query sees.
 
-    Padding after the last document sees only itself.
+    A padding token after the last document sees only itself.
     """
     token = torch.arange(total, device=cu_seqlens.device)
     document = torch.searchsorted(cu_seqlens[1:].contiguous(), token.to(torch.int32), right=True)
@@ -138,7 +140,10 @@ def document_mask(cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def our_losses(run: Path) -> list[float]:
-    """Reads the loss of each step from metrics.csv. Raises: ValueError if the file or a step is missing."""
+    """Reads the loss of each step from the run's metrics.csv. Raises:
+
+    ValueError if the file does not exist or lacks a step.
+    """
     path = run / "metrics.csv"
     if not path.exists():
         raise ValueError(f"{run} must contain metrics.csv: train with logger=csv trainer.log_every_n_steps=1")
@@ -151,7 +156,7 @@ def our_losses(run: Path) -> list[float]:
 
 
 def table(ours: list[float], theirs: list[float]) -> str:
-    """Formats the losses and their relative differences as Markdown."""
+    """Formats the losses of both sides and their relative differences as a Markdown table."""
     lines = ["| step | ours | transformers' | difference |", "|---:|---:|---:|---:|"]
     for step, (a, b) in enumerate(zip(ours, theirs, strict=False), start=1):
         lines.append(f"| {step} | {a:.6f} | {b:.6f} | {abs(a - b) / abs(b):.1e} |")
