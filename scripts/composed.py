@@ -1,4 +1,4 @@
-"""Composes the config of train.py for scripts that need parts of it."""
+"""Composes the config of train.py for scripts that need only parts of that config."""
 
 from pathlib import Path
 
@@ -12,21 +12,24 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 
 
 def options(group: str) -> list[str]:
-    """Lists the options of a group of conf/. Files whose names start with _ contain keys that options share."""
+    """Returns the names of the options in a config group of conf/.
+
+    Files whose names start with _ are not options: they hold keys that options share.
+    """
     return sorted(path.stem for path in (CONF / group).glob("[!_]*.yaml"))
 
 
 def composed(overrides: list[str]) -> DictConfig:
-    """Composes and checks the config like train.py on a machine with a GPU.
+    """Composes and checks the config as train.py does on a machine with a GPU.
 
-    Raises: ValueError, HydraException or OmegaConfBaseException on a mistake in the overrides.
+    Raises: ValueError, HydraException or OmegaConfBaseException if an override is wrong.
     """
     OmegaConf.register_new_resolver("auto_preset", lambda: "gpu", replace=True)
-    if not OmegaConf.has_resolver("sweep_group"):  # a script that imports train.py already has one
+    if not OmegaConf.has_resolver("sweep_group"):  # registered already if the script imports train.py
         OmegaConf.register_new_resolver("sweep_group", lambda: None)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("train", [*overrides, "hydra.runtime.output_dir=."], return_hydra_config=True)
-    HydraConfig.instance().set_config(cfg)  # for interpolations such as ${hydra:runtime.choices.model}
+    HydraConfig.instance().set_config(cfg)  # makes interpolations such as ${hydra:runtime.choices.model} work
     with open_dict(cfg):
         del cfg.hydra
     check(cfg)

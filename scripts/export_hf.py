@@ -1,10 +1,11 @@
-"""Exports a checkpoint of train.py to a folder that transformers loads: weights, config, tokenizer and a model card.
+"""Exports a checkpoint of train.py to a folder that transformers can load: weights, config, tokenizer and a model card.
 
     python -m scripts.export_hf runs/nano/2026-11-21_07-32-06/checkpoints/step_0000300.ckpt exported
 
-A run with export=true does this at its end. A run with adapter=lora or adapter=qlora is exported with the adapter
-merged into the weights. The option --adapter exports the adapter alone, for peft. A checkpoint is a file, or the folder
-that a sharded run writes. It is read into host memory, without a GPU.
+A run with export=true exports its last checkpoint at its end. A run with adapter=lora or adapter=qlora is exported with
+the adapter merged into the weights. The option --adapter exports the adapter alone, in the format of peft. The
+checkpoint may be a file, or the folder that a sharded run writes. The checkpoint is read into host memory; no GPU is
+needed.
 """
 
 import argparse
@@ -31,7 +32,7 @@ def main() -> None:
         "overrides", nargs="*", help="overrides of the run's config, such as model.pretrained=moved/folder"
     )
     arguments: dict[str, Any] = vars(parser.parse_args())
-    from scripts.trained_model import export  # imports torch and Lightning, which takes seconds
+    from scripts.trained_model import export  # import late: torch and Lightning take seconds to import
 
     try:
         export(**arguments)

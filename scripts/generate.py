@@ -3,9 +3,10 @@
     python -m scripts.generate exported --chat "What is the capital of France?"
     python -m scripts.generate runs/nano/<time>/checkpoints/step_0000300.ckpt --prompt "def " --temperature 0.8
 
-Without --temperature, each token is the most likely one. With --temperature, the same --seed gives the same text. Keys
-and values are cached, and on a GPU flash_attn_with_kvcache reads the cache. A checkpoint is first exported to a
-temporary folder (scripts/export_hf.py), which also merges its adapters. The result equals that of an exported model.
+Without --temperature, the script always takes the most likely token. With --temperature, the same --seed gives the same
+text. Keys and values are cached. On a GPU, flash_attn_with_kvcache reads the cache. A checkpoint is first exported to a
+temporary folder (see scripts/export_hf.py), which also merges its adapters. The generated text equals that of the
+exported model.
 """
 
 import argparse
@@ -38,7 +39,7 @@ def main() -> None:
     )
     parser.add_argument("--device", help="default: cuda if available, else cpu")
     arguments = vars(parser.parse_args())
-    from scripts.answers import answer  # imports torch and Lightning, which takes seconds
+    from scripts.answers import answer  # import late: torch and Lightning take seconds to import
 
     try:
         print(answer(**arguments))

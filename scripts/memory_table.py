@@ -1,4 +1,4 @@
-"""The table of scripts/plan_memory.py: the predicted memory of a run, by component."""
+"""Makes the table of scripts/plan_memory.py: the predicted memory of a run, by component."""
 
 from dataclasses import asdict
 
@@ -26,9 +26,9 @@ H200_GIB = 139.8
 
 
 def memory_table(arguments: list[str]) -> str:
-    """Returns the table for these overrides.
+    """Returns the table for these overrides of train.py.
 
-    Raises: ValueError, HydraException or OmegaConfBaseException on a mistake.
+    Raises: ValueError, HydraException or OmegaConfBaseException if an override is wrong.
     """
     gpu, rest = _taken("gpu_gib", arguments)
     host, overrides = _taken("host_gib", rest)
@@ -48,7 +48,10 @@ def memory_table(arguments: list[str]) -> str:
 
 
 def plan_of_run(cfg: DictConfig) -> Plan:
-    """Returns the run's plan from a model without weights. Raises: ValueError if strategy=fsdp cannot shard the run."""
+    """Returns the memory plan of a run. The model has no weights (device "meta").
+
+    Raises: ValueError if strategy=fsdp cannot shard the model.
+    """
     with torch.device("meta"):
         vocab_size = cfg.model.vocab_size or instantiate(cfg.data).vocab_size
         model = instantiate(cfg.adapter)(instantiate(cfg.model, vocab_size=vocab_size))
@@ -70,7 +73,10 @@ def plan_of_run(cfg: DictConfig) -> Plan:
 
 
 def _devices(cfg: DictConfig) -> int:
-    """Returns the number of processes on one machine. auto and -1 use all devices of this machine, at least 1."""
+    """Returns the number of training processes on one machine.
+
+    trainer.devices=auto and -1 mean all GPUs of this machine, or 1 if there is none.
+    """
     devices = cfg.trainer.devices
     if isinstance(devices, int) and devices > 0:
         return devices
@@ -78,9 +84,9 @@ def _devices(cfg: DictConfig) -> int:
 
 
 def table(plan: Plan, gpu_bytes: int, host_bytes: int, auto: bool = False) -> str:
-    """Formats the prediction by component, whether the run fits, and the longest seq_len that fits.
+    """Formats the predicted memory by component, whether the run fits, and the longest seq_len that fits.
 
-    auto: compute the longest seq_len with any levers, instead of the plan's levers.
+    auto: search the longest seq_len with any levers, not only with the plan's levers.
     """
     prediction, run = predict(plan), plan.run
     longest = (longest_of_all_levers if auto else longest_seq_len)(plan, gpu_bytes, host_bytes)
@@ -113,7 +119,7 @@ def _line(name: str, nbytes: int) -> str:
 
 
 def _taken(name: str, arguments: list[str]) -> tuple[float | None, list[str]]:
-    """Returns the value of name=value, or None, and the other arguments."""
+    """Returns the value of the argument name=value (or None), and the other arguments."""
     values = [argument.partition("=")[2] for argument in arguments if argument.startswith(f"{name}=")]
     others = [argument for argument in arguments if not argument.startswith(f"{name}=")]
     if not values:

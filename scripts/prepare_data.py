@@ -1,10 +1,12 @@
-"""Tokenises and packs the data of a run in many processes. train.py with the same overrides then finds the result.
+"""Tokenises and packs the data of a training run in many processes.
+
+If train.py has the same overrides, it then finds the prepared data.
 
     python -m scripts.prepare_data data=sft data.path=chats.jsonl data.tokenizer=path/or/hub-name workers=8
 
-Takes train.py's overrides, but only those of data and seq_len matter. `workers` is the number of processes that
-tokenise, by default one per core. The files do not depend on `workers` and equal those that train.py would write. If
-the script is killed or runs out of disk space, the same command continues after the last finished shard.
+The script takes all overrides of train.py, but only those of data and seq_len matter. `workers` is the number of
+processes that tokenise; the default is one per core. The files do not depend on `workers`, and train.py would write the
+same files. If the script is killed or runs out of disk space, the same command continues after the last finished shard.
 """
 
 import os
@@ -12,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if not __package__:  # run as a file: import from the repository, not from scripts/
+if not __package__:  # If this file is run as a script, import from the repository root, not from scripts/.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from hydra.errors import HydraException
@@ -22,12 +24,15 @@ from omegaconf.errors import OmegaConfBaseException
 from fa_train.errors import explain
 from scripts.composed import composed
 
-if TYPE_CHECKING:  # imports torch and Lightning, which takes seconds
+if TYPE_CHECKING:  # only for types: torch and Lightning take seconds to import
     from fa_train.data.datamodule import PackedDataModule
 
 
 def main(arguments: list[str]) -> str:
-    """Returns the report of packing. Raises: ValueError, HydraException or OmegaConfBaseException on a mistake."""
+    """Prepares the data and returns the report of packing as text.
+
+    Raises: ValueError, HydraException or OmegaConfBaseException if an override is wrong.
+    """
     workers, overrides = _taken_workers(arguments)
     data: PackedDataModule = instantiate(composed(overrides).data)
     data.prepare_data(workers)
@@ -35,7 +40,7 @@ def main(arguments: list[str]) -> str:
 
 
 def _taken_workers(arguments: list[str]) -> tuple[int, list[str]]:
-    """Returns the value of workers=value and the other arguments."""
+    """Returns the value of the argument workers=value, and the other arguments."""
     values = [argument.partition("=")[2] for argument in arguments if argument.startswith("workers=")]
     others = [argument for argument in arguments if not argument.startswith("workers=")]
     if not values:

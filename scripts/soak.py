@@ -1,13 +1,13 @@
 """Trains for some minutes and checks that memory and speed stay constant: python -m scripts.soak [override ...]
 
     python -m scripts.soak --minutes 9                        # the preset of this machine, on Python's own source
-    python -m scripts.soak --minutes 9 model=llama_1b seq_len=32768 batch_size=1
+    python -m scripts.soak --minutes 9 model=llama_1b seq_len=32768 batch_size=1    # another model.
 
-The run validates and writes a checkpoint every 50 steps, and packs new documents in each step. The first third of the
-run is warm-up. The second and the last third must agree: the median step time within 3%, the lowest host memory within
-2%, and on a GPU the reserved memory exactly. Host memory is summed over all processes of the run; shared pages count
-once. Its lowest value is compared, since each checkpoint needs more memory for a short time. The script writes OUT.md,
-and exits with 1 if the two thirds do not agree.
+Every 50 steps, the run validates and writes a checkpoint. Each step has new documents. The first third of the run is
+warm-up and is not compared. The second and the last third must agree in three values: the median step time within 3%,
+the lowest host memory within 2%, and (on a GPU) the reserved memory exactly. Host memory is summed over all processes
+of the run. Pages that processes share count once. The lowest host memory is compared, because each checkpoint needs
+more memory for a short time. The script writes OUT.md. If the two thirds do not agree, its exit status is 1.
 """
 
 import argparse
@@ -29,15 +29,17 @@ from scripts.bench.command_line import add_results
 from scripts.bench.provenance import describe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-EVERY = 50  # steps between validations, and between checkpoints
-SAMPLE = 5.0  # seconds between samples of host memory
+EVERY = 50  # number of steps between two validations, and between two checkpoints
+SAMPLE = 5.0  # seconds between two samples of host memory
 GIB = 2**30
-LIMITS = {"step_ms": 0.03, "host_gib": 0.02, "reserved_gib": 0.0}  # change between the second and the last third
+LIMITS = {"step_ms": 0.03, "host_gib": 0.02, "reserved_gib": 0.0}  # largest allowed relative changes
 
 
 @dataclass(frozen=True)
 class Change:
-    """A value in the second and in the last third of a run: the lowest host memory, or a median."""
+    """One value in the second and in the last third of a run: the lowest host memory, or the median of another
+    quantity.
+    """
 
     name: str
     before: float
@@ -53,7 +55,10 @@ class Change:
 
 
 def soak(overrides: list[str], minutes: float, folder: Path) -> list[Change]:
-    """Runs train.py in `folder` for `minutes`, then interrupts it. Raises: RuntimeError if train.py ends earlier."""
+    """Runs train.py in `folder` for `minutes`, then interrupts it. Returns the changes between the thirds of the run.
+
+    Raises: RuntimeError if train.py ends earlier.
+    """
     command = [
         sys.executable, str(REPOSITORY / "train.py"), "logger=csv", "max_steps=1000000", "trainer.log_every_n_steps=10",
         f"trainer.val_check_interval={EVERY}", f"callbacks.checkpoint.every_n_train_steps={EVERY}", *overrides,
@@ -77,9 +82,9 @@ def soak(overrides: list[str], minutes: float, folder: Path) -> list[Change]:
 
 
 def memory_of_session(leader: int) -> float:
-    """Returns the bytes that the processes of a session hold in memory.
+    """Returns the bytes of host memory that the processes of a Unix session hold.
 
-    A page shared by n processes counts 1/n in each.
+    If n processes share a page, 1/n of the page counts for each.
     """
     total = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -94,7 +99,7 @@ def memory_of_session(leader: int) -> float:
 
 
 def changes(metrics: Path, host: list[float]) -> list[Change]:
-    """Compares the thirds of a run by its metrics.csv and the samples of its host memory."""
+    """Computes the changes between the thirds of a run, from its metrics.csv and the samples of its host memory."""
     with metrics.open() as file:
         rows = list(csv.DictReader(file))
     series = {
@@ -111,12 +116,15 @@ def changes(metrics: Path, host: list[float]) -> list[Change]:
 
 
 def column(rows: list[dict[str, str]], name: str) -> list[float]:
-    """Returns the values of a column from the rows that have one."""
+    """Returns the values of a CSV column, without rows that have no value there."""
     return [float(row[name]) for row in rows if row.get(name)]
 
 
 def thirds(values: list[float], summary: Callable[[list[float]], float]) -> tuple[float, float]:
-    """Returns a summary of the second and of the last third. Raises: RuntimeError on fewer than nine values."""
+    """Returns a summary (such as the median) of the second third and of the last third of `values`.
+
+    Raises: RuntimeError if there are fewer than nine values.
+    """
     if len(values) < 9:
         raise RuntimeError(f"a soak test needs at least nine samples; got {len(values)}. Increase --minutes")
     n = len(values) // 3

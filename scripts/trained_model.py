@@ -1,4 +1,4 @@
-"""Reads the trained model of a run's checkpoint, which must be in the run's folder, and exports it."""
+"""Reads a trained model from a checkpoint in its run's folder, and exports the model."""
 
 import json
 from pathlib import Path
@@ -17,13 +17,13 @@ from fa_train.models.gpt import GPT
 from fa_train.models.hf.export import load as load_checkpoint
 from fa_train.models.hf.export import write
 
-PARTS = ("model", "adapter")  # the nodes of a run's config that an export builds
+PARTS = ("model", "adapter")  # the keys of a run's config that are needed to build the model
 
 
 def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | None, adapter: bool = False) -> None:
-    """Writes the folder. dtype and adapter: see fa_train.models.hf.export.write.
+    """Writes the folder. dtype and adapter: as in fa_train.models.hf.export.write.
 
-    Raises: ValueError if the checkpoint is not in its run's folder; and the errors of `load` and `write`.
+    Raises: ValueError if no folder above the checkpoint is a run's folder, and the errors of `load` and `write`.
     """
     run = _run_folder(checkpoint)
     cfg = saved_config(run, overrides)
@@ -34,15 +34,16 @@ def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | No
 
 
 def saved_config(run: Path, overrides: list[str]) -> DictConfig:
-    """Reads the config from a run's folder, applies overrides, and renames targets that have moved since the run.
+    """Reads the config from a run's folder, applies the overrides, and renames targets whose class has moved since the
+    run.
 
-    `choices` is read from hydra.yaml, because config.yaml has no such node in older runs.
-    Raises: ValueError if a file is not a run's config.
+    `choices` comes from hydra.yaml, because the config.yaml of older runs has no such key. Raises: ValueError if a file
+    is not the config of a run.
     """
     saved = _loaded(run / ".hydra" / "config.yaml", needs="model")
     hydra = _loaded(run / ".hydra" / "hydra.yaml", needs="hydra.runtime.choices")
     saved.choices = OmegaConf.select(hydra, "hydra.runtime.choices")
-    OmegaConf.set_struct(saved, True)  # makes an override of an unknown key an error
+    OmegaConf.set_struct(saved, True)  # an override of an unknown key becomes an error
     try:
         cfg = OmegaConf.merge(saved, OmegaConf.from_dotlist(overrides))
     except OmegaConfBaseException as error:
@@ -54,7 +55,7 @@ def saved_config(run: Path, overrides: list[str]) -> DictConfig:
 
 
 def _loaded(path: Path, needs: str) -> DictConfig:
-    """Reads a file that Hydra wrote, and requires it to have the key `needs`."""
+    """Reads a YAML file that Hydra wrote. The file must have the key `needs`."""
     try:
         saved = OmegaConf.load(path)
     except (YAMLError, UnicodeDecodeError, OSError) as error:
@@ -65,13 +66,13 @@ def _loaded(path: Path, needs: str) -> DictConfig:
 
 
 def load(checkpoint: Path, cfg: DictConfig) -> tuple[GPT, int]:
-    """Returns the trained model on the CPU and the number of its optimizer steps.
+    """Returns the trained model on the CPU, and the number of optimizer steps that it was trained for.
 
-    Raises: ValueError if fa_train does not define a `_target_` in the config; and the errors of
+    Raises: ValueError if a `_target_` in the config is outside fa_train, and the errors of
     fa_train.models.hf.export.load.
     """
-    adapter = {"_target_": "fa_train.models.lora.whole_model", "_partial_": True}  # older configs lack this key
-    # resolve once, so that the checked targets are the ones that are built
+    adapter = {"_target_": "fa_train.models.lora.whole_model", "_partial_": True}  # older configs have no adapter
+    # Resolve interpolations once, so that the targets that are checked are the ones that are built.
     parts = [OmegaConf.to_container(cfg[name], resolve=True) if name in cfg else adapter for name in PARTS]
     for name, part in zip(PARTS, parts, strict=True):
         require_own_targets(part, f"{name} in the run's .hydra/config.yaml")

@@ -140,9 +140,9 @@ def document_mask(cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def our_losses(run: Path) -> list[float]:
-    """Reads the loss of each step from the run's metrics.csv. Raises:
+    """Reads the loss of each step from the run's metrics.csv.
 
-    ValueError if the file does not exist or lacks a step.
+    Raises: ValueError if the file does not exist or lacks a step.
     """
     path = run / "metrics.csv"
     if not path.exists():

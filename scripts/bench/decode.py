@@ -1,9 +1,9 @@
 """Measures flash_attn_with_kvcache with one new token per sequence: python -m scripts.bench.decode
 
-Decoding mostly reads K and V. A cell of the table therefore shows the microseconds of a call, and the GB/s at which it
-reads K and V. There are columns for one split and for the automatic number of splits, for a dense and a paged cache,
-and for SDPA with a dense cache. Caches are full and in bf16. All candidates of a line run in random order
-(scripts/bench/timing.py) as CUDA graphs, with a cold L2 cache. Writes OUT.md.
+Decoding spends most of its time reading K and V. Each cell of the table therefore shows the microseconds of a call, and
+the GB/s at which the call reads K and V. The columns are: one split and the automatic number of splits, each for a
+dense and a paged cache, and SDPA with a dense cache. The caches are full and hold bf16. All candidates of a table line
+run as CUDA graphs in random order with a cold L2 cache (see scripts/bench/timing.py). Writes OUT.md.
 
     python -m scripts.bench.decode --cases 1,32,8,128,8192 64,32,8,128,4096     # batch,heads,KV heads,head_dim,cache
 """
@@ -36,7 +36,7 @@ ITEM = 2  # bytes of bf16
 
 @dataclass(frozen=True)
 class Case:
-    """One decoding step with one query per sequence and caches of `cache` tokens."""
+    """One decoding step: one query per sequence, and caches of `cache` tokens."""
 
     batch: int
     n_heads: int
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def bytes_read(self) -> int:
-        """Returns the bytes of K and V."""
+        """Returns the number of bytes in K and V together."""
         return 2 * self.batch * self.cache * self.n_kv_heads * self.head_dim * ITEM
 
 
@@ -65,7 +65,7 @@ CASES = (
 
 
 def candidates(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, partial[Any]]:
-    """Maps each column of the table to a function that runs one step."""
+    """Returns a function that runs one decoding step, for each column of the table."""
     q = torch.randn(case.batch, 1, case.n_heads, case.head_dim, device=device, dtype=dtype)
     k, v = (
         torch.randn(case.batch, case.cache, case.n_kv_heads, case.head_dim, device=device, dtype=dtype)
@@ -82,7 +82,7 @@ def candidates(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str
         table = order.to(torch.int32).view(case.batch, -1)
         pages = in_pages(k, page_size, order), in_pages(v, page_size, order)
         runs[f"pages of {page_size}"] = partial(step, q, *pages, block_table=table)
-    # SDPA needs heads before tokens in the shape, but not in memory
+    # SDPA needs the shape (batch, heads, tokens, head_dim), but any memory layout
     q_t, k_t, v_t = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     grouped = case.n_heads != case.n_kv_heads
     runs["SDPA"] = partial(scaled_dot_product_attention, q_t, k_t, v_t, enable_gqa=grouped)
@@ -90,21 +90,24 @@ def candidates(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str
 
 
 def in_pages(x: Tensor, page_size: int, order: Tensor) -> Tensor:
-    """(..., tokens, heads, head_dim) -> (pages, page_size, heads, head_dim). Page i of x becomes page order[i]."""
+    """Splits x into pages: (..., tokens, heads, head_dim) -> (pages, page_size, heads, head_dim).
+
+    Page i of x becomes page order[i].
+    """
     pages = torch.empty(order.numel(), page_size, *x.shape[-2:], dtype=x.dtype, device=x.device)
     pages[order] = x.reshape(pages.shape)
     return pages
 
 
 def compile_one(case: Case) -> None:
-    """Compiles every candidate into Triton's cache."""
+    """Compiles every candidate of the case into Triton's cache."""
     for run in candidates(case, torch.device("cuda"), torch.bfloat16).values():
         run()
     torch.cuda.synchronize()
 
 
 def measure(case: Case, rep: float) -> dict[str, float]:
-    """Returns the microseconds of each candidate."""
+    """Returns the microseconds per call of each candidate."""
     runs = candidates(case, torch.device("cuda"), torch.bfloat16)
     milliseconds = median_ms({name: replayed(run) for name, run in runs.items()}, rep=rep)
     return {name: 1e3 * ms for name, ms in milliseconds.items()}
@@ -115,7 +118,7 @@ def replayed(run: Run) -> Run:
 
 
 def markdown(results: dict[Case, dict[str, float]], head: dict[str, str]) -> str:
-    """Writes the head and a line for each case."""
+    """Formats the page: its header and one table line for each case."""
     lines = ["# Decoding one token from a cache", "", *(f"- {key}: `{value}`" for key, value in head.items()), ""]
     lines += [
         "bf16, full caches, one query per sequence. Columns are `flash_attn_with_kvcache`, except SDPA (`enable_gqa`). "
@@ -174,9 +177,9 @@ def main() -> None:
     results: dict[Case, dict[str, float]] = {}
     for case in args.cases:
         results[case] = measure(case, args.rep)
-        torch.cuda.empty_cache()  # memory of the streams on which this case was captured
+        torch.cuda.empty_cache()  # frees the memory of the CUDA streams that captured this case
         print(markdown({case: results[case]}, {}).splitlines()[-1], flush=True)
-        Path(f"{out}.md").write_text(markdown(results, head), encoding="utf-8")  # an interrupted run keeps its results
+        Path(f"{out}.md").write_text(markdown(results, head), encoding="utf-8")  # an interrupted run keeps its table
     print(f"results: {out}.md")
 
 

@@ -1,10 +1,11 @@
 """Measures the cost of each attention feature relative to plain causal attention: python -m scripts.bench.features
 
-The script times both passes of flash_attn_varlen_func on one long row (64k tokens by default) in bf16. The times
-include building the schedule. `work` is the number of visible pairs of a query and a key, divided by that of plain
-causal attention. `cost` is the time, divided by that of plain causal attention. For a window and for packed documents,
-cost should be close to work. For a feature that changes scores, cost should be close to 1. fp8 and paged caches are
-timed in the forward pass only. Several processes (--jobs) compile the kernels first. Writes OUT.md.
+The script times the forward and the backward of flash_attn_varlen_func on one long row (64k tokens by default) in bf16.
+The times include building the attention schedule. The column `work` is the number of visible (query, key) pairs,
+divided by that of plain causal attention. The column `cost` is the time, divided by that of plain causal attention. For
+a window and for packed documents, `cost` should be close to `work`. For a feature that changes scores (such as ALiBi),
+`cost` should be close to 1. Attention with fp8 inputs or a paged cache is timed in the forward pass only. Before the
+timing, several processes (--jobs) compile the kernels. Writes OUT.md.
 """
 
 import argparse
@@ -31,39 +32,39 @@ from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import captured, median_ms, require_gpu
 
 Run = Callable[[], object]
-LOG_NORMAL = (6.93, 1.3)  # parameters of document lengths, with a median of 1k tokens
+LOG_NORMAL = (6.93, 1.3)  # mean and standard deviation of log(document length); the median is 1k tokens
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One line of the table: document lengths and additional arguments of flash_attn_varlen_func."""
+    """One line of the table: the document lengths, and additional arguments of flash_attn_varlen_func."""
 
     name: str
     lengths: tuple[int, ...]
     arguments: dict[str, Any] = field(default_factory=dict)
-    n_kv_heads: int | None = None  # None: equal to the number of query heads
+    n_kv_heads: int | None = None  # None: as many KV heads as query heads
     v_head_dim: int | None = None  # None: equal to head_dim
-    fp8: bool = False  # e4m3 with a scale per KV head
-    page_size: int = 0  # tokens per page; 0: no paged cache. All documents have the same number of pages
+    fp8: bool = False  # q, k and v in e4m3 with one scale per KV head
+    page_size: int = 0  # tokens per page; 0: no paged cache. All documents must have the same number of pages
 
     @property
     def has_backward(self) -> bool:
-        """Returns whether the backward pass is timed. fp8 and paged caches are not trained."""
+        """Returns whether the feature's backward pass is timed. fp8 inputs and paged caches have no backward pass."""
         return not self.fp8 and not self.page_size
 
     @property
     def pairs(self) -> int:
-        """Returns the number of visible pairs of a query and a key."""
+        """Returns the number of visible (query, key) pairs in all documents."""
         left = self.arguments.get("window_size", (-1, 0))[0]
         return sum(visible_pairs(length, left, self.arguments["causal"]) for length in self.lengths)
 
 
 def visible_pairs(length: int, left: int, causal: bool) -> int:
-    """Returns the number of visible pairs of a query and a key in one document.
+    """Returns the number of visible (query, key) pairs in one document.
 
-    left: with `causal`, the number of earlier tokens that a query sees; a negative number means all.
+    left: with `causal`, the number of earlier tokens that each query sees; a negative number means all of them.
     """
     if not causal:
         return length * length
@@ -73,7 +74,7 @@ def visible_pairs(length: int, left: int, causal: bool) -> int:
 
 
 def log_normal_lengths(total: int) -> tuple[int, ...]:
-    """Returns document lengths that fill `total` tokens, the same in each call."""
+    """Returns random document lengths that add up to `total` tokens. Every call returns the same lengths."""
     generator = torch.Generator().manual_seed(0)
     lengths: list[int] = []
     while sum(lengths) < total:
@@ -84,7 +85,9 @@ def log_normal_lengths(total: int) -> tuple[int, ...]:
 
 
 def features(seqlen: int, n_heads: int, head_dim: int, window: int) -> list[Feature]:
-    """Lists plain causal attention first, and then cases that differ from it in one feature."""
+    """Returns plain causal attention first, and then features that differ from plain causal attention in one
+    respect.
+    """
     one, documents = (seqlen,), log_normal_lengths(seqlen)
     causal: dict[str, Any] = {"causal": True}
     slopes = torch.linspace(0.001, 0.1, len(documents) * n_heads).view(-1, n_heads)
@@ -111,9 +114,11 @@ def features(seqlen: int, n_heads: int, head_dim: int, window: int) -> list[Feat
 
 
 class Inputs:
-    """Random (total, heads, head_dim) tensors. Features that need the same shape share a tensor, to save memory.
+    """Creates random tensors of shape (total, heads, head_dim).
 
-    Keep this object alive as long as the CUDA graphs, because they hold addresses instead of tensors.
+    Features that need the same shape share one tensor, to save memory.
+
+    Keep this object alive as long as the CUDA graphs, because a graph keeps addresses instead of tensors.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -133,14 +138,14 @@ def gpu_inputs() -> Inputs:
 
 
 def in_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Converts x (total, heads, head_dim) to e4m3. Also returns its scale, (heads / group,) fp32."""
+    """Converts x (total, heads, head_dim) to e4m3. Also returns the scale of each KV head, (heads / group,) fp32."""
     x = x.detach().float().unflatten(1, (-1, group))
     scale = x.abs().amax((0, 2, 3)) / FP8_MAX
     return (x / scale[:, None, None]).flatten(1, 2).to(FP8), scale
 
 
 def attention(feature: Feature, inputs: Inputs, n_heads: int, head_dim: int) -> partial[Any]:
-    """Returns one forward pass as a callable whose first three arguments are q, k and v."""
+    """Returns the forward pass of a feature as a callable whose first three arguments are q, k and v."""
     total = sum(feature.lengths)
     n_kv_heads, v_head_dim = feature.n_kv_heads or n_heads, feature.v_head_dim or head_dim
     q = inputs("q", total, n_heads, head_dim)
@@ -157,7 +162,7 @@ def attention(feature: Feature, inputs: Inputs, n_heads: int, head_dim: int) -> 
         q = q.detach()
         k, v = (in_pages(x.detach(), feature.page_size, order) for x in (k, v))
         arguments["block_table"] = order.to(torch.int32).view(len(feature.lengths), -1)
-    function: Any = flash_attn_varlen_func  # its return type depends on arguments that are unknown here
+    function: Any = flash_attn_varlen_func  # the type checker cannot know its return type
     return partial(function, q, k, v, cu_seqlens, cu_seqlens, longest, longest, **arguments)
 
 
@@ -165,15 +170,18 @@ def gradients(feature: Feature, inputs: Inputs, n_heads: int, head_dim: int) -> 
     """Runs the forward pass and returns the backward pass as a callable."""
     attend = attention(feature, inputs, n_heads, head_dim)
     outputs = attend()
-    o, *others = outputs if isinstance(outputs, tuple) else (outputs,)  # lse, if it is returned
+    o, *others = outputs if isinstance(outputs, tuple) else (outputs,)  # `others` holds lse if the call returns it
     of_outputs = (inputs("do", *o.shape).to(o.dtype), *map(torch.ones_like, others))
     return partial(torch.autograd.grad, (o, *others), attend.args[:3], of_outputs, retain_graph=True)
 
 
 def compile_one(args: argparse.Namespace, case: tuple[int, int]) -> str:
-    """Compiles both passes of a feature into Triton's cache. Returns the error's first line, or an empty string.
+    """Compiles the forward and backward kernels of a feature into Triton's cache.
 
-    case: index of the feature, and head_dim. Runs at full size, because the size determines the kernels.
+    Returns the first line of an error, or an empty string.
+
+    case: the index of the feature, and head_dim. The inputs have full size, because their size determines which kernels
+    run.
     """
     place, head_dim = case
     feature = features(args.seqlen, args.heads, head_dim, args.window)[place]
@@ -181,21 +189,21 @@ def compile_one(args: argparse.Namespace, case: tuple[int, int]) -> str:
         prepare = gradients if feature.has_backward else attention
         prepare(feature, gpu_inputs(), args.heads, head_dim)()
         torch.cuda.synchronize()
-    except Exception as error:  # a failure of one feature is also a result; the others are measured
+    except Exception as error:  # If a feature fails, the others are still measured.
         traceback.print_exc()
         return f"{type(error).__name__}: {error}".splitlines()[0]
     finally:
-        torch.cuda.empty_cache()  # frees memory for the other processes
+        torch.cuda.empty_cache()  # frees GPU memory for the other processes
     return ""
 
 
 def compile_all(args: argparse.Namespace) -> dict[tuple[int, int], str]:
     """Compiles with --jobs processes.
 
-    Returns the error by feature index and head_dim. The error is an empty string if compilation succeeded.
+    Returns the error for each pair of feature index and head_dim. An empty string means that compilation succeeded.
     """
-    # All head_dims of a feature come first, then the next feature. Different head_dims share no kernel, so processes
-    # that run at the same time compile different kernels.
+    # Sort by feature first, so that processes work on the same feature with different head_dims at the same time.
+    # Different head_dims share no kernel, so no kernel is compiled twice.
     cases = sorted(
         (place, d) for d in args.head_dims for place in range(len(features(args.seqlen, args.heads, d, args.window)))
     )
@@ -206,11 +214,12 @@ def compile_all(args: argparse.Namespace) -> dict[tuple[int, int], str]:
 def measure(
     chosen: list[Feature], n_heads: int, head_dim: int, rep: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the milliseconds of the forward pass and, if there is one, of the backward pass, by the feature's name.
+    """Returns two dictionaries from the feature's name to milliseconds: for the forward and for the backward pass.
 
-    Memory: with 16 heads, head_dim 256 and 64k tokens, q takes 0.5 GiB, and all inputs take about 4 GiB. Each forward
-    graph takes 0.5 GiB (1.5 GiB if paged). Forward graphs are freed before the backward graphs are captured. A backward
-    graph takes about 4 GiB for o, dq, dk, dv and an fp32 dq. The graphs of 14 features take 56 GiB.
+    Memory with 16 heads, head_dim 256 and 64k tokens: q takes 0.5 GiB, and all inputs together about 4 GiB. Each
+    forward CUDA graph takes 0.5 GiB, or 1.5 GiB with a paged cache. The forward graphs are freed before the backward
+    graphs are captured. Each backward CUDA graph takes about 4 GiB for o, dq, dk, dv and an fp32 dq. The backward
+    graphs of 14 features together take 56 GiB.
     """
     inputs = gpu_inputs()
     forward = timed({f.name: partial(attention, f, inputs, n_heads, head_dim) for f in chosen}, rep)
@@ -219,18 +228,21 @@ def measure(
 
 
 def timed(prepare: Mapping[str, Callable[[], Run]], rep: float) -> dict[str, float]:
-    """Returns the median milliseconds of each prepared function."""
+    """Captures each prepared function and returns its median milliseconds."""
     runs: dict[str, Run] = {}
     for name, prepare_one in prepare.items():
         runs[name] = captured(prepare_one)
-        torch.cuda.empty_cache()  # memory used before the capture
+        torch.cuda.empty_cache()  # frees the memory that was used before the capture
     return median_ms(runs, rep=rep)
 
 
 def rows(
     chosen: list[Feature], head_dim: int, forward: dict[str, float], backward: dict[str, float], errors: dict[str, str]
 ) -> list[str]:
-    """Returns the table lines of one head_dim. Shares are relative to the first feature, plain causal attention."""
+    """Returns the table lines for one head_dim.
+
+    The columns `work` and `cost` are relative to the first feature, plain causal attention.
+    """
     plain, *_ = chosen
     lines: list[str] = []
     for feature in chosen:
@@ -300,7 +312,7 @@ def main() -> None:
         found = rows(chosen, head_dim, forward, backward, failed)
         print("\n".join(found), flush=True)
         lines += found
-        # an interrupted run keeps its results
+        # written after each head_dim, so that an interrupted run keeps its results
         Path(f"{out}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"results: {out}.md")
 

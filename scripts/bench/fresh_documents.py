@@ -1,13 +1,13 @@
-"""Time of attention over packed documents that differ in every call, with the host time of each call.
+"""Measures the GPU and host time of attention over packed documents that differ in every call.
 
     python -m scripts.bench.fresh_documents                 # 64k tokens in documents of 64 to 512 tokens
     python -m scripts.bench.fresh_documents --rounds 5 --backends fa3 ours
 
-Each call gets other cu_seqlens, with another number of documents, as a model without a schedule would. Calls are not
-replayed as a CUDA graph, so the time per call is the longer one of host and GPU. `forward` is a call without gradients.
-`forward + backward` also computes the gradients of q, k and v. Backends run in random order. FlashAttention-3
-(`fa3-fwd`, which has no backward) and -4 (`flash-attn-4`) run if they are installed. A sample is a number of calls
-without a wait in between: its host time is the time until the last call returns.
+Every call gets new cu_seqlens with a different number of documents. No schedule is built in advance. Calls are not
+replayed as a CUDA graph, so the longer of host time and GPU time determines the time per call. The pass `forward` is a
+call without gradients. The pass `forward + backward` also computes the gradients of q, k and v. The backends run in
+random order. FlashAttention-3 (`fa3-fwd`, forward only) and FlashAttention-4 (`flash-attn-4`) run if they are
+installed. A sample is a number of calls without a GPU sync between them: its host time ends when the last call returns.
 """
 
 import argparse
@@ -34,16 +34,16 @@ from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
 SHORTEST, LONGEST = 64, 512  # tokens in a document
-BATCHES = 64  # that calls use in turn
-WARM_UP = 8  # calls of each pass before the first sample
+BATCHES = 64  # number of different batches that the calls use in turn
+WARM_UP = 8  # number of untimed calls of each pass before the first sample
 PASSES = ("forward", "forward + backward")
 
-Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of q, k, v and cu_seqlens
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # arguments: q, k, v and cu_seqlens
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The heads of a row of the table."""
+    """The head counts and head_dim of one table."""
 
     head_dim: int
     n_heads: int
@@ -53,7 +53,7 @@ class Shape:
         return f"d={self.head_dim}, {self.n_heads} query and {self.n_kv_heads} KV heads"
 
     def flops(self, lengths: Sequence[int], direction: str) -> float:
-        """Counts a causal forward, and 2.5 times as much for its backward."""
+        """Returns the FLOPs of a causal pass; the backward counts 2.5 times as much as the forward."""
         forward = 2.0 * self.n_heads * self.head_dim * sum(length**2 for length in lengths)
         return forward * (3.5 if direction == PASSES[1] else 1)
 
@@ -63,21 +63,23 @@ SHAPES = Shape(128, 16, 16), Shape(128, 32, 8), Shape(64, 32, 32)
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples of one backend's pass: microseconds per call until calls had returned, and until the GPU was done."""
+    """Samples of one pass of one backend: microseconds per call until the calls returned, and until the GPU was
+    done.
+    """
 
     host_us: list[float] = field(default_factory=list)
     total_us: list[float] = field(default_factory=list)
 
 
 def random_documents(tokens: int, batches: int) -> list[tuple[int, ...]]:
-    """Returns lengths of documents that fill `tokens` tokens, for each batch; the same in every process."""
+    """Returns the document lengths of each batch, which add up to `tokens`. Every process gets the same lengths."""
     generator = random.Random(0)
     most = -(-tokens // SHORTEST)
     return [fill_row([generator.randint(SHORTEST, LONGEST) for _ in range(most)], tokens) for _ in range(batches)]
 
 
 def attentions() -> dict[str, Attention]:
-    """Returns the causal attention of each installed backend."""
+    """Returns the causal attention function of each installed backend."""
     found: dict[str, Attention] = {"ours": partial(_varlen, flash_attn_varlen_func)}
     if installed(PACKAGES["fa3"]):
         import fa3_fwd_interface
@@ -102,7 +104,10 @@ def _varlen(function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, cu_se
 def calls_of(
     attention: Attention, shape: Shape, batches: Iterator[Tensor], tokens: int
 ) -> dict[str, Callable[[], None]]:
-    """Returns a function for each pass. Each call of a function uses the next batch."""
+    """Returns a function for each pass (forward, and forward + backward).
+
+    Each call of such a function uses the next batch.
+    """
     q, k, v, do = (
         torch.randn(tokens, heads, shape.head_dim, dtype=torch.bfloat16, device="cuda")
         for heads in (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads, shape.n_heads)
@@ -122,7 +127,7 @@ def calls_of(
 def measure(
     chosen: Mapping[str, Attention], shape: Shape, batches: Sequence[Tensor], tokens: int, rounds: int, calls: int
 ) -> dict[tuple[str, str], Samples]:
-    """Returns the samples by backend and pass. FlashAttention-3 has no backward."""
+    """Returns the samples for each pair of backend and pass. FlashAttention-3 has no backward."""
     runs = {
         (name, direction): run
         for name, attention in chosen.items()
@@ -149,7 +154,7 @@ def measure(
 
 
 def table(samples: Mapping[tuple[str, str], Samples], shape: Shape, documents: Sequence[Sequence[int]]) -> list[str]:
-    """Returns the lines of one shape's table."""
+    """Returns the lines of the table for one shape."""
     lines = [
         f"## {shape}",
         "",

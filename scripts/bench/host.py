@@ -1,17 +1,14 @@
 """Measures the host time of attention calls of our implementation and of others: python -m scripts.bench.host
 
-The inputs have few tokens, so that the GPU waits for the host. Inputs are bf16, attention is causal, and schedules are
-built in advance. The table has five times:
+The inputs have so few tokens that the GPU waits for the host. Inputs are bf16, attention is causal, and attention
+schedules are built in advance. The table has five times. `forward` is a call without gradients, and `forward, autograd`
+is a call with gradients. `backward` is torch.autograd.grad of one call, which includes starting autograd's engine and
+thread. `backward, of 16` is the backward of 16 chained calls, divided by 16: the time that one more layer of a model
+adds. `backward's node` is the backward node alone, without autograd's engine.
 
-- forward: without gradients
-- forward, autograd: with gradients
-- backward: torch.autograd.grad of one call, which includes starting autograd's engine and thread
-- backward, of 16: the backward of 16 chained calls, divided by 16; this is the time that a layer of a model adds
-- backward's node: the backward node alone, without autograd's engine
-
-A sample is the mean of --calls calls without a GPU sync. Each of --rounds rounds takes one sample of every candidate,
-in random order. If the GPU still has work for more than a tenth of the sample's time, the row is marked as GPU-bound.
-Writes OUT.csv and OUT.md.
+A sample is the mean of --calls calls without a GPU sync. In each of --rounds rounds, every candidate takes one sample,
+in random order. If the GPU needs more than another tenth of a sample's time to finish its work, the row is marked as
+GPU-bound. Writes OUT.csv and OUT.md.
 """
 
 import argparse
@@ -46,9 +43,9 @@ from scripts.bench.command_line import add_results
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
-DOCUMENTS = 4  # equal lengths, for cases with several documents
-WARM_UP = 5  # calls; the first compiles and the second is recorded (kernels/fa_kernels/launch/record.py)
-GPU_BOUND = 0.1  # a row is GPU-bound above this share of a sample's time
+DOCUMENTS = 4  # number of documents of equal length, for cases with several documents
+WARM_UP = 5  # untimed calls: the first compiles, the second is recorded (kernels/fa_kernels/launch/record.py)
+GPU_BOUND = 0.1  # a row is GPU-bound if the GPU needs more than this share of a sample's time after the calls
 MOST_CALLS = 500  # per sample
 NOTHING = "a Function that does nothing"
 
@@ -62,7 +59,7 @@ CALLS: dict[Pass, int] = {  # per run
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of the problem."""
+    """The sizes of the inputs."""
 
     tokens: int
     n_heads: int
@@ -72,15 +69,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One implementation. `layout` is the layout of its q, k, v and o."""
+    """One implementation. `layout` is the layout of q, k, v and o."""
 
-    attend: Callable[[Tensor, Tensor, Tensor], Any]  # returns o, or o and other results
+    attend: Callable[[Tensor, Tensor, Tensor], Any]  # returns o, or a tuple that starts with o
     layout: Literal["tokens heads", "batch tokens heads", "batch heads tokens"]
     has_backward: bool = True
     setting: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered once per sample, outside the timing
 
     def calls(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[Pass, Call]:
-        """Returns the timed calls by pass."""
+        """Returns the function to time for each pass."""
         q, k, v, do = (
             torch.randn(self._shape(shape, heads), device=device, dtype=dtype)
             for heads in (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads, shape.n_heads)
@@ -97,9 +94,9 @@ class Candidate:
         return calls
 
     def _backward(self, q: Tensor, keys_and_values: Sequence[Sequence[Tensor]], do: Tensor) -> Call:
-        """Returns a call that computes the gradients of q and of each k and v.
+        """Returns a function that computes the gradients of q and of every k and v.
 
-        The output o of one attention call is the input q of the next call.
+        If there are several calls, the output o of one call is the input q of the next.
         """
         o = q
         with self.setting():
@@ -110,12 +107,14 @@ class Candidate:
         return partial(torch.autograd.grad, o, leaves, do, retain_graph=True)
 
     def _node(self, leaves: Sequence[Tensor], do: Tensor) -> Call:
-        """Returns a function that calls the backward node as autograd's engine does."""
+        """Returns a function that calls the backward node of one attention call directly, as autograd's engine
+        would.
+        """
         with self.setting():
             result = self.attend(*leaves)
         outputs = result if isinstance(result, tuple) else (result,)
         gradients = do, *[None] * (len(outputs) - 1)
-        if hasattr(outputs[0].grad_fn, "apply"):  # the node of a Function lives only as long as its outputs
+        if hasattr(outputs[0].grad_fn, "apply"):  # keep `outputs`: without them, the node would be freed
             return lambda: outputs[0].grad_fn.apply(*gradients)
         return partial(outputs[0].grad_fn, *gradients)
 
@@ -128,7 +127,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample: microseconds per call, and the GPU's remaining work as a share of the time of all calls."""
+    """One sample: microseconds per call, and the GPU's remaining work as a share of the sample's time."""
 
     us: float
     left: float
@@ -136,11 +135,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Row:
-    """One result in microseconds. The values are None unless the outcome is "ok" or "GPU-bound"."""
+    """One result in microseconds. The numbers are None unless the outcome is "ok" or "GPU-bound"."""
 
     candidate: str
     direction: Pass
-    outcome: str  # "ok", "GPU-bound" or the error's first line
+    outcome: str  # "ok", "GPU-bound" or the first line of the error
     median_us: float | None = None
     lowest_us: float | None = None
     highest_us: float | None = None
@@ -153,12 +152,12 @@ class Row:
 
 
 def grad_mode(direction: Pass) -> AbstractContextManager[Any]:
-    """Returns the grad mode in which a pass is called."""
+    """Returns the grad mode in which a pass must be called."""
     return torch.set_grad_enabled(direction != NODE)
 
 
 class _Nothing(torch.autograd.Function):
-    """Does the least that a Function of three inputs and two outputs needs: saves inputs and allocates outputs."""
+    """An autograd Function that only saves its inputs and allocates its outputs, as a lower bound of the host time."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,7 +171,7 @@ class _Nothing(torch.autograd.Function):
 
 
 def candidates(shape: Shape, device: torch.device) -> dict[str, Candidate]:
-    """Returns the candidates by name. FlashAttention-3 is included if it is installed."""
+    """Returns the attention implementations by name. FlashAttention-3 is included if its package is installed."""
     length = shape.tokens // DOCUMENTS
     cu_seqlens = torch.arange(DOCUMENTS + 1, dtype=torch.int32, device=device) * length
     several = f"{DOCUMENTS} documents"
@@ -200,7 +199,7 @@ def candidates(shape: Shape, device: torch.device) -> dict[str, Candidate]:
 
 
 def measure(chosen: Mapping[str, Candidate], shape: Shape, rounds: int, calls: int) -> list[Row]:
-    """Measures each candidate's passes. A candidate that fails becomes a row."""
+    """Measures each candidate's passes. If a candidate fails, its row shows the error."""
     runs: dict[tuple[str, Pass], Call] = {}
     failed: list[Row] = []
     for name, candidate in chosen.items():
@@ -212,7 +211,7 @@ def measure(chosen: Mapping[str, Candidate], shape: Shape, rounds: int, calls: i
                         for _ in range(WARM_UP):
                             run()
         except Exception as error:
-            # a failure of one candidate is also a result: the table reports it and the others continue
+            # If a candidate fails, its error appears in the table, and the others continue.
             traceback.print_exc()
             first_line, *_ = str(error).strip().splitlines() or [""]
             failed.append(Row(name, "forward", f"{type(error).__name__}: {first_line}"))
@@ -226,13 +225,19 @@ def measure(chosen: Mapping[str, Candidate], shape: Shape, rounds: int, calls: i
 
 
 def order(places: Sequence[Any], rounds: int) -> list[Any]:
-    """Lists all places once per round. The random order differs between rounds, but not between processes."""
+    """Returns `rounds` random permutations of all places, one after the other.
+
+    The order differs between rounds, but is the same in every process.
+    """
     generator = random.Random(0)
     return [place for _ in range(rounds) for place in generator.sample(places, len(places))]
 
 
 def sample(run: Call, calls: int, in_a_row: int) -> Sample:
-    """Takes a sample of at least `calls` calls. Each run makes `in_a_row` calls."""
+    """Takes one sample, which makes at least `calls` attention calls.
+
+    Each call of `run` makes `in_a_row` attention calls.
+    """
     runs = -(-calls // in_a_row)
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -251,7 +256,7 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 
 def markdown(rows: Sequence[Row], shape: Shape, args: argparse.Namespace, head: Mapping[str, str]) -> str:
-    """Writes the head, and a table with a line per candidate and a column per pass."""
+    """Formats the page: its header, and a table with a line per candidate and a column per pass."""
     lines = ["# Host time of an attention call", "", *(f"- {key}: `{value}`" for key, value in head.items())]
     lines += [
         "",
@@ -276,7 +281,7 @@ def _cell(row: Row) -> str:
 
 
 def host() -> str:
-    """Describes the host and its load."""
+    """Describes the host CPU, its Python version and its load."""
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         models = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
     model, *_ = models or [platform.machine()]
@@ -301,7 +306,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--head-dim must be from 1 to 256; got {args.head_dim}")
     if args.rounds < 1:
         parser.error(f"--rounds must be positive; got {args.rounds}")
-    if not 1 <= args.calls <= MOST_CALLS:  # more could fill a slower GPU's launch queue and block the host
+    if not 1 <= args.calls <= MOST_CALLS:  # more calls could fill the launch queue of a slower GPU and block the host
         parser.error(f"--calls must be from 1 to {MOST_CALLS}; got {args.calls}")
     return args
 

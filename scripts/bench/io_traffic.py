@@ -1,21 +1,23 @@
-"""Computes, and measures with ncu, the bytes that naive and flash attention move to and from device memory.
+"""Computes the bytes that naive and flash attention move to and from device memory, and measures them with ncu.
 
-    python -m scripts.bench.io_traffic                        # formulas; also measured if there are a GPU and ncu
-    python -m scripts.bench.io_traffic --no-ncu --arch sm90   # formulas alone, on any machine
+    python -m scripts.bench.io_traffic                        # formulas; measures too if there are a GPU and ncu
+    python -m scripts.bench.io_traffic --no-ncu --arch sm90   # formulas alone, on any machine.
 
-Writes OUT.md. The problem is one sequence of N tokens in bf16, n_heads * head_dim = 2048, without grouped heads. The
-formulas give elements per head.
+Writes OUT.md. The problem is one sequence of N tokens in bf16 with n_heads * head_dim = 2048, and each query head has
+its own KV head. The formulas below give elements per head.
 
-naive, forward: 4 N^2 + 4 N d. It reads Q, K and writes S; reads S and writes P; reads P, V and writes O. A causal mask
-adds: read S and one byte of mask per score, write S.
-naive, backward with stored P: 7 N^2 + 8 N d. It reads P, dO and writes dV; reads dO, V and writes dP; reads dP, P and
-writes dS; reads dS, K and writes dQ; reads dS, Q and writes dK. A causal mask adds the same traffic as in the forward.
+naive, forward: 4 N^2 + 4 N d. The forward reads Q, K and writes S; reads S and writes P; reads P, V and writes O. A
+causal mask adds three transfers: it reads S, reads one byte of mask per score, and writes S.
 
-flash: each query tile reads its own rows once, and all keys and values that it sees. The forward therefore reads K and
-V N / block_m times. This is Theta(N^2 d^2 / M) by theorem 2 of arXiv:2205.14135, where M elements of fast memory hold
-block_m rows of d. The multiprocessors load this many bytes, most of them from the L2 cache. Device memory moves fewer
-bytes, but at least every tensor once (the "least"). Block sizes come from tiles.py or, for `hopper`, from the Hopper
-kernels.
+naive, backward with P kept from the forward: 7 N^2 + 8 N d. The backward reads P, dO and writes dV; reads dO, V and
+writes dP; reads dP, P and writes dS; reads dS, K and writes dQ; reads dS, Q and writes dK. A causal mask adds the same
+transfers to the backward as to the forward.
+
+flash: each query tile reads its own rows once, and reads all keys and values that its queries see. The forward of flash
+attention therefore reads K and V N / block_m times. By theorem 2 of arXiv:2205.14135, flash attention moves Theta(N^2
+d^2 / M) elements, where fast memory holds M elements. The formulas for flash count the bytes that the multiprocessors
+load, most of them from the L2 cache. Device memory moves fewer bytes, but each tensor at least once: the column "least"
+shows that minimum. The tile sizes come from tiles.py, or from the Hopper kernels for the method `hopper`.
 """
 
 import argparse
@@ -52,25 +54,25 @@ from scripts.bench.provenance import describe
 
 ITEM = 2  # bytes of bf16
 FP32 = 4
-ROW_RANGE = 8  # bytes per row for the int32 start and end of its visible range
-PEAK_TFLOPS, BANDWIDTH_TBS = 989.0, 4.8  # of an H200: dense bf16, and its memory bandwidth
+ROW_RANGE = 8  # bytes per row: the start and end of its visible range as int32
+PEAK_TFLOPS, BANDWIDTH_TBS = 989.0, 4.8  # of an H200: dense bf16 TFLOP/s, and memory bandwidth in TB/s
 Direction = Literal["forward", "backward"]
 METHODS = ("naive", "portable", "hopper")
-# For a pass over key tiles: the tensors that a tile reads once, the per-row values that it reads with Q, and the
-# tensors that it writes. A pass for dV alone computes P^T dO, which needs neither V nor delta.
+# For each pass over key tiles: the tensors that a tile reads once, the per-row values read with Q, and the tensors
+# written. The pass that computes dV alone needs neither V nor delta, because dV = P^T dO.
 KEY_PASSES: dict[Pass, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "dkdv": (("K", "V"), ("lse", "delta"), ("dK", "dV")),
     "dk": (("K", "V"), ("lse", "delta"), ("dK",)),
     "dv": (("K",), ("lse",), ("dV",)),
 }
-# bytes from and to device memory, sectors of 32 bytes between L2 and the multiprocessors, nanoseconds
+# Units: bytes of device memory, 32-byte sectors between L2 and the multiprocessors, nanoseconds.
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_sectors_srcunit_tex.sum", "gpu__time_duration.sum")
-SEPARATOR = "spin_kernel"  # the kernel of torch.cuda._sleep, which separates two cases
+SEPARATOR = "spin_kernel"  # name of the kernel of torch.cuda._sleep, which marks the end of a case
 
 
 @dataclass(frozen=True)
 class Case:
-    """One pass of one method over one sequence."""
+    """One pass (forward or backward) of one method over one sequence."""
 
     method: str
     direction: Direction
@@ -83,25 +85,27 @@ class Case:
         return MODEL_DIM // self.head_dim
 
     def flops(self) -> float:
-        """Counts the FLOPs of the necessary matmuls: two in the forward, five in the backward, half if causal."""
+        """Returns the FLOPs of the necessary matmuls: two in the forward, five in the backward; half of that if
+        causal.
+        """
         forward = 4 * self.n_heads * self.seqlen**2 * self.head_dim / (2 if self.causal else 1)
         return forward * (2.5 if self.direction == "backward" else 1)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The sums that ncu counted over the kernels of a case."""
+    """The sums of ncu's counters over the kernels of a case."""
 
     read: float  # bytes
     written: float
-    l2: float  # bytes between L2 and the multiprocessors
+    l2: float  # bytes between the L2 cache and the multiprocessors
     seconds: float
 
 
 def transfers(case: Case, arch: Arch) -> dict[str, int]:
-    """Returns the bytes of every transfer of a case by name, summed over all heads.
+    """Returns the bytes of each transfer of a case, by the transfer's name, summed over all heads.
 
-    For flash, the bytes are those that multiprocessors load, including loads from the L2 cache.
+    For flash attention, the bytes are what the multiprocessors load, including loads from the L2 cache.
     """
     if case.method == "naive":
         per_head = _naive_forward(case) if case.direction == "forward" else _naive_backward(case)
@@ -167,10 +171,11 @@ def _portable_backward(case: Case, arch: Arch) -> dict[str, int]:
 
 
 def _recomputing_backward(case: Case, key_blocks: dict[Pass, int], query_blocks: tuple[int, int]) -> dict[str, int]:
-    """Counts the bytes of the passes whose programs own key tiles, and of the pass whose programs own query tiles.
+    """Returns the bytes of backward passes that recompute the scores: passes over key tiles, and one pass over query
+    tiles.
 
-    key_blocks: keys per tile of each pass over key tiles.
-    query_blocks: queries per tile and keys per block of the pass over query tiles.
+    key_blocks: for each pass over key tiles, the number of keys in a tile. query_blocks: for the pass over query tiles,
+    the queries in a tile and the keys in a block.
     """
     rows, ranges = case.seqlen * case.head_dim * ITEM, case.seqlen * ROW_RANGE
     sizes: dict[str, int] = {}
@@ -220,7 +225,7 @@ def _hopper_backward(case: Case) -> dict[str, int]:
 
 
 def _blocks(case: Case, arch: Arch, direction: Pass) -> tuple[int, int]:
-    """Returns the queries and keys per block."""
+    """Returns the number of queries and of keys per tile."""
     if case.method == "hopper":
         of_hopper = forward_config(case.head_dim, length_class_of(case.seqlen))
         return of_hopper.consumers * ROWS, of_hopper.block_n
@@ -229,7 +234,10 @@ def _blocks(case: Case, arch: Arch, direction: Pass) -> tuple[int, int]:
 
 
 def keys_read(seqlen: int, block_m: int, block_n: int, *, causal: bool) -> int:
-    """Counts the rows of K that the query tiles of one head load. The last block ends with the sequence."""
+    """Returns how many rows of K all query tiles of one head load together.
+
+    The last block of keys ends where the sequence ends.
+    """
     if not causal:
         return math.ceil(seqlen / block_m) * seqlen
     ends = (min(first + block_m, seqlen) for first in range(0, seqlen, block_m))
@@ -237,7 +245,10 @@ def keys_read(seqlen: int, block_m: int, block_n: int, *, causal: bool) -> int:
 
 
 def queries_read(seqlen: int, block_n: int, *, causal: bool) -> int:
-    """Counts the rows of Q that the key tiles of one head load. With `causal`, a tile starts at its own first row."""
+    """Returns how many rows of Q all key tiles of one head load together.
+
+    With `causal`, the key tile that starts at token i loads queries from token i on.
+    """
     return sum(seqlen - (first if causal else 0) for first in range(0, seqlen, block_n))
 
 
@@ -249,9 +260,10 @@ def least_bytes(case: Case) -> int:
 
 
 def order_bytes(case: Case, arch: Arch) -> float:
-    """Returns the theoretical bound in bytes, without its constant factor.
+    """Returns the theoretical lower bound of the traffic in bytes, without its constant factor.
 
-    The bound is N^2 + N d elements for naive attention, and N^2 d^2 / M for flash with M elements in shared memory.
+    The bound is N^2 + N d elements for naive attention, and N^2 d^2 / M for flash attention with M elements in shared
+    memory.
     """
     n, d = case.seqlen, case.head_dim
     elements = n * n + n * d if case.method == "naive" else n * n * d * d / (SHARED_LIMIT[arch] / ITEM)
@@ -259,7 +271,7 @@ def order_bytes(case: Case, arch: Arch) -> float:
 
 
 def roofline(flops: float, moved: float, peak_tflops: float, bandwidth_tbs: float) -> tuple[float, float, str]:
-    """Returns FLOP per byte, the attainable TFLOP/s, and whether memory or compute limits it."""
+    """Returns the FLOPs per byte, the attainable TFLOP/s, and whether memory or compute is the limit."""
     intensity = flops / moved
     by_memory = intensity * bandwidth_tbs
     return intensity, min(by_memory, peak_tflops), "memory" if by_memory < peak_tflops else "compute"
@@ -277,7 +289,10 @@ def cases_of(args: argparse.Namespace, arch: Arch) -> list[Case]:
 
 
 def _naive(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
-    """Stores each matrix (heads, tokens, head_dim). q is already scaled, so only the transfers of the formula occur."""
+    """Computes naive attention on (heads, tokens, head_dim), storing every intermediate matrix in memory.
+
+    The caller has already scaled q, so that only the transfers of the formula occur.
+    """
     scores = q @ k.transpose(-2, -1)
     if hidden is not None:
         scores = scores.masked_fill_(hidden, -math.inf)
@@ -285,7 +300,10 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
 
 
 def prepared(case: Case) -> Callable[[], object]:
-    """Returns the pass as a callable. Its inputs and, for a backward pass, the forward pass are already computed."""
+    """Returns a function that runs the pass of the case. The inputs already exist.
+
+    For a backward pass, the forward has already run.
+    """
     heads, tokens, width = case.n_heads, case.seqlen, case.head_dim
     shape = (heads, tokens, width) if case.method == "naive" else (1, tokens, heads, width)
     q, k, v, do = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))
@@ -309,10 +327,10 @@ def prepared(case: Case) -> Callable[[], object]:
 
 
 def run_under_ncu(cases: list[Case]) -> None:
-    """Runs every case once between the profiler's start and stop, followed by a separator kernel."""
+    """Runs each case once while ncu records, and ends each case with a separator kernel."""
     for case in cases:
         work = prepared(case)
-        work()  # compiles kernels and lets libraries choose theirs
+        work()  # untimed: compiles kernels, and lets libraries choose theirs
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaProfilerStart()
         work()
@@ -324,7 +342,10 @@ def run_under_ncu(cases: list[Case]) -> None:
 
 
 def measure(ncu: str, cases: list[Case], arguments: list[str]) -> list[Measured]:
-    """Runs this script again under ncu. Raises: RuntimeError with the reason if there is no result."""
+    """Runs this script again under ncu and returns the counters of each case.
+
+    Raises: RuntimeError with the reason if ncu gives no result.
+    """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "ncu.csv")
         command = [
@@ -347,14 +368,17 @@ def measure(ncu: str, cases: list[Case], arguments: list[str]) -> list[Measured]
 
 
 def read_counts(text: str) -> Iterator[Measured]:
-    """Sums ncu's raw CSV, which has one line per kernel, over the kernels before each separator."""
+    """Yields the sums of ncu's counters for each case.
+
+    ncu's raw CSV has a line per kernel; a separator kernel ends a case.
+    """
     lines = text.splitlines()
     start = next((index for index, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
         return
     total = dict.fromkeys(METRICS, 0.0)
     for row in csv.DictReader(lines[start:]):
-        if not row["ID"]:  # the line that contains the units
+        if not row["ID"]:  # the line of the CSV that names the units
             continue
         if SEPARATOR not in row["Kernel Name"]:
             for metric in METRICS:
@@ -373,7 +397,7 @@ def markdown(
     peak_tflops: float,
     bandwidth_tbs: float,
 ) -> str:
-    """Writes the head, the table, and the naive formulas with the values of the first case."""
+    """Formats the page: its header, the table, and the naive formulas with the values of the first case."""
     causal = "causal" if cases[0].causal else "not causal"
     lines = [
         "# Bytes moved by attention, and the roofline",
@@ -452,7 +476,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available() and not interpreted()
     arch: Arch = args.arch or (arch_of(torch.device("cuda")) if on_gpu else "sm90")
     if arch == "unknown":
-        arch = "sm80"  # the tiles of such a GPU are derived from these entries
+        arch = "sm80"  # other GPUs derive their tiles from the sm80 entries
     cases = cases_of(args, arch)
     if args.under_ncu:
         run_under_ncu(cases)

@@ -2,23 +2,24 @@
 
     python -m scripts.bench.memory                                           # llama_1b at 32k and 131k, one GPU
     python -m scripts.bench.memory --seq-lens 32768 --combinations selective selective+offload --profile
-    python -m scripts.bench.memory --budget 560 --resume             # continue an earlier call
+    python -m scripts.bench.memory --budget 560 --resume             # continue an earlier call.
 
-A step is forward, backward, optimizer and zero_grad on one document of seq_len random tokens, without clipping. The
-config is composed from conf/train.yaml. Each measurement runs in a new process, so that running out of memory is a
-result. Times are host times, with a device sync before and after the optimizer. Peak memory is the CUDA allocator's
-maximum over all steps (on a CPU, that of the process). Host memory is the memory of offloaded activations and of the
-offloaded optimizer.
+A step runs forward, backward, optimizer and zero_grad on one document of seq_len random tokens. Gradients are not
+clipped. The config of a measurement is composed from conf/train.yaml. Each measurement runs in a new process, so
+running out of memory affects only that measurement. Times are host times, with a device sync before and after the
+optimizer step. Peak memory is the CUDA allocator's maximum over all steps. On a CPU, peak memory is that of the
+process. Host memory is what offloaded activations and the offloaded optimizer use.
 
-A combination is CHECKPOINTING[+LEVER...]. CHECKPOINTING is none, selective or full. A LEVER is offload,
-mlp_chunk[=TOKENS], loss_chunk=TOKENS or loss_chunk=all (default 4096, as in conf/memory), an optimizer of
-conf/optimizer, or bf16-true (default bf16-mixed; fp32 on a CPU). Other optimizers and bf16-true run at the first length
-only, because the time of an optimizer does not depend on the number of tokens. Two combinations that are compared run
-one after the other. Every second round runs in reverse order, so that a GPU that becomes slower affects both alike.
+A combination is CHECKPOINTING[+LEVER...]. CHECKPOINTING is `none`, `selective` or `full`. LEVER is `offload`,
+`mlp_chunk[=TOKENS]`, `loss_chunk=TOKENS` or `loss_chunk=all` (default 4096, as in conf/memory), an optimizer of
+conf/optimizer, or `bf16-true` (default bf16-mixed; fp32 on a CPU). Combinations with another optimizer or bf16-true run
+at the first length only, because the optimizer's time does not depend on the number of tokens. Combinations that are
+compared with each other run one after the other. Every second round runs in reverse order, so that a GPU that slows
+down over time affects all combinations equally.
 
-The option --profile profiles one step with and without offload at the first length. The profile shows which share of
-the copies overlaps with kernels, and how long the compute stream is idle.
-Writes memory.md and memory.json to the folder OUT after every measurement, and traces for https://ui.perfetto.dev.
+The option --profile profiles one step with offload and one without, at the first length. The profile shows what share
+of the copies overlaps with kernels, and how long the compute stream is idle. After every measurement, the script writes
+memory.md and memory.json to the folder OUT, and traces for https://ui.perfetto.dev.
 """
 
 import argparse
@@ -67,7 +68,7 @@ from scripts.composed import composed, options
 
 
 def configuration(case: Case) -> DictConfig:
-    """Composes conf/train.yaml for this case, like train.py."""
+    """Composes conf/train.yaml for this case, as train.py does."""
     levers = levers_of(case.combination)
     chosen = [
         f"preset={'gpu' if case.device == 'cuda' else 'cpu'}",
@@ -88,7 +89,10 @@ def configuration(case: Case) -> DictConfig:
 
 
 def measure(case: Case) -> Row:
-    """Runs the case in this process. Raises any error except running out of memory."""
+    """Runs the case in this process and returns its row. Running out of memory becomes a result.
+
+    Any other error is raised.
+    """
     torch.manual_seed(0)
     config, device = configuration(case), torch.device(case.device)
     try:
@@ -117,7 +121,7 @@ def measure(case: Case) -> Row:
 
 
 class Stepper:
-    """Runs the steps of one case. `loss` is the loss of the last step."""
+    """Runs the training steps of one case. `loss` is the loss of the most recent step."""
 
     def __init__(self, case: Case, loss: Loss, optimizer: Optimizer) -> None:
         self.case, self.mean_loss, self.optimizer = case, loss, optimizer
@@ -125,7 +129,7 @@ class Stepper:
         self.mixed = case.device == "cuda" and levers_of(case.combination).precision == "bf16-mixed"
 
     def step(self) -> tuple[float, float]:
-        """Returns the milliseconds of one step and of its optimizer."""
+        """Runs one step and returns its milliseconds, and those of its optimizer."""
         start = time.perf_counter()
         with torch.autocast(self.case.device, torch.bfloat16) if self.mixed else nullcontext():
             value = self.mean_loss()
@@ -140,20 +144,23 @@ class Stepper:
         return (end - start) * 1e3, (end - before) * 1e3
 
     def timed(self) -> tuple[list[float], list[float]]:
-        """Returns the milliseconds of each timed step and of its optimizer."""
+        """Runs all steps of the case. Returns the milliseconds of each timed step, and of its optimizer."""
         times: list[tuple[float, float]] = []
         warmup, steps = WARMUP, self.case.steps
         while len(times) < warmup + steps:
             times.append(self.step())
-            # the first step compiles, so only a later step shows how fast a case is
+            # the first step compiles, so only a later step shows whether the case is slow
             if len(times) == WARMUP and times[-1][0] > self.case.slow_step * 1e3:
                 warmup, steps = WARMUP - 1, min(steps, FEWEST_STEPS)
         whole, of_optimizer = zip(*times[warmup:], strict=True)
         return list(whole), list(of_optimizer)
 
     def profiled(self, trace: Path) -> Overlap | None:
-        """Runs one more step and writes its trace to `trace`. Returns None without a GPU."""
-        plan = schedule(wait=0, warmup=1, active=1)  # the profiler starts up in the warm-up step
+        """Runs one more step under the profiler and writes its trace to the file `trace`.
+
+        Returns None if there is no GPU.
+        """
+        plan = schedule(wait=0, warmup=1, active=1)  # the profiler initialises itself in its warm-up step
         with profile(
             schedule=plan, on_trace_ready=lambda done: done.export_chrome_trace(str(trace)), acc_events=True
         ) as profiler:
@@ -170,7 +177,7 @@ class Stepper:
 
 
 def host_bytes(model: nn.Module, optimizer: Optimizer) -> int:
-    """Returns the bytes in host memory between steps that memory.offload and optimizer=adamw_offload use."""
+    """Returns the bytes of host memory that memory.offload and optimizer=adamw_offload hold between steps."""
     assert isinstance(model, GPT)
     found = 0
     if model.offload is not None and model.offload.pool is not None:
@@ -184,7 +191,10 @@ def host_bytes(model: nn.Module, optimizer: Optimizer) -> int:
 
 
 def run_apart(case: Case, timeout: float) -> Row:
-    """Runs the case in a new process until it ends. Raises: subprocess.TimeoutExpired after `timeout` seconds."""
+    """Runs the case in a new process and waits for its result.
+
+    Raises: subprocess.TimeoutExpired if the process takes longer than `timeout` seconds.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "scripts.bench.memory", "--case", json.dumps(asdict(case))],
         cwd=REPOSITORY,
@@ -196,10 +206,10 @@ def run_apart(case: Case, timeout: float) -> Row:
     try:
         out, errors = process.communicate(timeout=timeout)
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)  # also ends the processes that compile for it
+        os.killpg(process.pid, signal.SIGKILL)  # also ends the compiler processes that the case has started
         process.communicate()
         raise
-    if process.returncode == -signal.SIGKILL:  # Linux kills a process this way when the host runs out of memory
+    if process.returncode == -signal.SIGKILL:  # The Linux OOM killer uses SIGKILL when host memory is exhausted.
         return Row(case.seq_len, case.combination, "out of memory")
     if process.returncode:
         reason = (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
@@ -209,7 +219,7 @@ def run_apart(case: Case, timeout: float) -> Row:
 
 
 def cases_of(args: argparse.Namespace, device: Device) -> list[Case]:
-    """Lists the cases of one round: first those that run at every length, then those that run at the first length."""
+    """Returns the cases of one round: first the cases of every length, then those that run at the first length only."""
 
     def case(seq_len: int, name: str) -> Case:
         settings = args.attention, args.compile, args.steps, args.slow_step, tuple(args.overrides)
@@ -226,7 +236,10 @@ def case_of(settings: dict[str, Any]) -> Case:
 
 
 def read_results(path: Path, head: dict[str, str]) -> tuple[list[Row], list[Row]]:
-    """Reads rows and profiles of an earlier call. Raises: ValueError if its settings differ."""
+    """Reads the rows and the profiles that an earlier call wrote.
+
+    Raises: ValueError if that call had other settings.
+    """
     if not path.exists():
         return [], []
     found = json.loads(path.read_text())
@@ -271,7 +284,10 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, head: dict[str, str], device: Device) -> None:
-    """Runs all measurements that the budget allows. The profile comes first, because it takes the least time."""
+    """Runs all measurements for which the time budget suffices.
+
+    The profile runs first, because it takes the least time.
+    """
     begin, out = time.monotonic(), args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     rows, profiles = read_results(out / "memory.json", head) if args.resume else ([], [])

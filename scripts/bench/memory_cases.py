@@ -1,4 +1,4 @@
-"""The combinations of memory levers that scripts/bench/memory.py measures, and a measurement's result."""
+"""Defines the combinations of memory levers that scripts/bench/memory.py measures, and the result of a measurement."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -9,8 +9,8 @@ from scripts.composed import options
 SEQ_LENS = (32768, 131072)
 MLP_CHUNK = 16384  # tokens, as in conf/memory/offload.yaml
 LOSS_CHUNK = 4096  # tokens, as in conf/memory/default.yaml
-# Each combination is next to the combination that it is compared with. The most important combinations come first,
-# because a budget may end the run.
+# Combinations that are compared with each other are neighbours in this list. The most important ones come first,
+# because the time budget may end the run early.
 COMBINATIONS = (
     "selective",
     "selective+offload",
@@ -40,7 +40,7 @@ OFF: dict[Lever, Any] = {
 
 @dataclass(frozen=True)
 class Levers:
-    """One combination. mlp_chunk and loss_chunk are in tokens; None means all tokens at once."""
+    """One combination. mlp_chunk and loss_chunk are numbers of tokens per chunk; None means one chunk."""
 
     checkpointing: str = "none"
     offload: bool = False
@@ -51,7 +51,7 @@ class Levers:
 
     @property
     def name(self) -> str:
-        """Returns the name that levers_of parses."""
+        """Returns the name of the combination, in the form that levers_of parses."""
         parts = [self.checkpointing]
         parts += ["offload"] if self.offload else []
         if self.mlp_chunk is not None:
@@ -63,7 +63,7 @@ class Levers:
         return "+".join(parts)
 
     def without(self, lever: Lever) -> "Levers | None":
-        """Returns the same combination with `lever` off, or None if it is already off."""
+        """Returns this combination with `lever` off, or None if the lever is already off."""
         return replace(self, **{lever: OFF[lever]}) if getattr(self, lever) != OFF[lever] else None
 
 
@@ -76,28 +76,28 @@ class Case:
     attention: str
     compiled: bool
     steps: int  # number of timed steps
-    slow_step: float  # seconds; a case with slower steps times FEWEST_STEPS
+    slow_step: float  # seconds; if a step takes longer, only FEWEST_STEPS steps are timed
     overrides: tuple[str, ...] = ()
-    trace: str = ""  # file for the trace of one more step
+    trace: str = ""  # if set: run one more step and write its trace to this file
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. Values are None and lists are empty unless outcome is "ok"."""
+    """One measurement. Numbers are None and lists are empty unless the outcome is "ok"."""
 
     seq_len: int
     combination: str
     outcome: str  # "ok", "out of memory" or "failed: REASON"
     step_ms: list[float] = field(default_factory=list)  # of each timed step
-    optimizer_ms: list[float] = field(default_factory=list)  # the optimizer's part of each timed step
+    optimizer_ms: list[float] = field(default_factory=list)  # time of the optimizer in each timed step
     peak_gib: float | None = None
     host_gib: float | None = None
-    loss: float | None = None  # nats per label in the last step
-    overlap: dict[str, float] | None = None  # the fields of Overlap, if the case writes a GPU trace
+    loss: float | None = None  # in the last step, in nats per label
+    overlap: dict[str, float] | None = None  # the fields of Overlap, if the case wrote a trace on a GPU
 
 
 def levers_of(name: str) -> Levers:
-    """Parses a combination's name. Raises: ValueError if it is not a valid name."""
+    """Parses a combination's name. Raises: ValueError if the name has no such form."""
     checkpointing, *parts = name.split("+")
     optimizers = options("optimizer")
     found: dict[str, Any] = {"checkpointing": checkpointing}

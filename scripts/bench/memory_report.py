@@ -9,7 +9,10 @@ from scripts.bench.overlap import Overlap
 
 
 def pooled(rows: Iterable[Row]) -> list[Row]:
-    """Pools the times of all rounds by length and combination. If a round failed, the row reports that failure."""
+    """Combines the times of all rounds for each pair of length and combination.
+
+    If any round of a combination failed, the combination's row reports the failure.
+    """
     by_case: dict[tuple[int, str], Row] = {}
     for row in rows:
         key = row.seq_len, row.combination
@@ -27,7 +30,11 @@ def pooled(rows: Iterable[Row]) -> list[Row]:
 
 
 def slowdown(row: Row, lever: Lever, rows: Sequence[Row]) -> float | None:
-    """Returns the relative slowdown compared with the same combination without `lever`. None if a time is missing."""
+    """Returns the relative slowdown by `lever`: the row's step time, compared with the same combination without the
+    lever.
+
+    Returns None if one of the two times is missing.
+    """
     other = levers_of(row.combination).without(lever)
     without = next((r for r in rows if other and r.combination == other.name and r.seq_len == row.seq_len), None)
     if without is None or not row.step_ms or not without.step_ms:
@@ -36,7 +43,7 @@ def slowdown(row: Row, lever: Lever, rows: Sequence[Row]) -> float | None:
 
 
 def markdown(rows: Sequence[Row], profiles: Sequence[Row], left: Sequence[str], head: dict[str, str]) -> str:
-    """Writes the page: its heading, the slowdown of each lever by length, and all measurements."""
+    """Formats the page: its header, the slowdown of each lever by length, and all measurements."""
     rows = pooled(rows)
     seq_lens = list(dict.fromkeys(row.seq_len for row in rows))
     lines = ["# What each memory lever costs", "", *(f"- {key}: `{value}`" for key, value in head.items()), ""]
@@ -65,7 +72,7 @@ def markdown(rows: Sequence[Row], profiles: Sequence[Row], left: Sequence[str], 
 
 
 def cells(row: Row) -> list[str]:
-    """Returns the cells of a measurement in the table of all measurements."""
+    """Returns the cells of one line in the table of all measurements."""
     times = "–"
     if row.step_ms:
         spread = f"{min(row.step_ms):,.1f} to {max(row.step_ms):,.1f}, {len(row.step_ms)} steps"
@@ -83,7 +90,7 @@ def cells(row: Row) -> list[str]:
 
 
 def profile_text(row: Row) -> str:
-    """Describes the trace of one step."""
+    """Returns a sentence about the copies and the idle time in the profiled step."""
     about = f"Profile of one step, {row.combination}, {row.seq_len:,} tokens"
     if row.overlap is None:
         return f"{about}: {'no kernels, so nothing to overlap' if row.outcome == 'ok' else row.outcome}."

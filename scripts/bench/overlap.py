@@ -1,27 +1,27 @@
-"""Computes from a trace of torch.profiler how much of a step's copies overlaps with its kernels."""
+"""Computes how much of a training step's copies overlaps with its kernels, from a trace of torch.profiler."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Span = tuple[float, float]  # start and end, in the microseconds of a trace
+Span = tuple[float, float]  # start and end in the microseconds of the trace
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """The times of one step and of its copies, in milliseconds."""
+    """The times of one step and of its copies between host and GPU, in milliseconds."""
 
     step: float
     to_host: float
     to_device: float
-    hidden: float  # copies of both directions during kernels of the compute stream
-    idle: float  # idle time of the compute stream
-    waiting: float  # idle time during a copy, which offload may have caused
+    hidden: float  # copies in either direction while the compute stream runs a kernel
+    idle: float  # time in which the compute stream runs no kernel
+    waiting: float  # idle time of the compute stream during a copy, which offload may have caused
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """Returns disjoint, ordered spans that cover the same moments."""
+    """Returns disjoint, sorted spans that cover the same moments as `spans`."""
     disjoint: list[Span] = []
     for start, end in sorted(spans):
         if disjoint and start <= disjoint[-1][1]:
@@ -32,7 +32,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def common(some: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """Returns the intersection of two lists of disjoint, ordered spans."""
+    """Returns the intersection of two lists of disjoint, sorted spans."""
     shared: list[Span] = []
     i = j = 0
     while i < len(some) and j < len(others):
@@ -51,9 +51,9 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def overlap(step: Span, compute: Iterable[Span], to_host: Iterable[Span], to_device: Iterable[Span]) -> Overlap:
-    """Measures one step from the spans of the compute stream and of copies, in microseconds, within `step`.
+    """Computes the times of one step from the spans of its kernels and of its copies, in microseconds.
 
-    Copies in both directions may run at the same time. Each copy and its overlap with kernels then count in full.
+    Copies to the host and to the device may run at the same time. In that case, each of the two copies counts in full.
     """
     computing, out, back = (common(merged(spans), [step]) for spans in (compute, to_host, to_device))
     edges = [step[0], *(moment for span in computing for moment in span), step[1]]
@@ -69,9 +69,9 @@ def overlap(step: Span, compute: Iterable[Span], to_host: Iterable[Span], to_dev
 
 
 def overlap_of(events: Sequence[dict[str, Any]]) -> Overlap | None:
-    """Analyses a Chrome trace with one range `step`.
+    """Computes the times of a step from a Chrome trace that has one range named `step`.
 
-    Returns None without kernels. The busiest stream is the compute stream.
+    Returns None without kernels. The stream with the longest total kernel time is taken as the compute stream.
     """
     ranges = [event for event in events if event.get("cat") == "user_annotation" and event["name"] == "step"]
     streams: dict[int, list[Span]] = defaultdict(list)

@@ -1,10 +1,11 @@
-"""Measures time and padding of best-fit packing for documents of random lengths, on one core.
+"""Measures the time and the padding of best-fit packing for documents of random lengths, on one core.
 
     python -m scripts.bench.packing                        # 1,000,000 documents, rows of 2048, 8192 and 32768 tokens
-    python -m scripts.bench.packing --documents 10000000 --seq-lens 8192
+    python -m scripts.bench.packing --documents 10000000 --seq-lens 8192    # ten times as many.
 
-Lengths have a log-normal distribution like that of web pages: median 400 tokens, mean about 1,000, 1% above 9,600.
-Documents longer than a row are split. Nothing is tokenised or read, because a plan needs only lengths.
+The document lengths are log-normal like those of web pages: the median is 400 tokens, the mean about 1,000, and 1% are
+above 9,600. Documents that are longer than a row are split. No text is tokenised or read, because packing needs only
+the lengths of the documents.
 """
 
 import argparse
@@ -16,17 +17,21 @@ import numpy as np
 
 from fa_train.data.packing.best_fit import make_plan, report_plan
 
-MEDIAN, SIGMA, LONGEST = 400, 1.366, 200_000  # tokens; SIGMA refers to the natural logarithm
+MEDIAN, SIGMA, LONGEST = 400, 1.366, 200_000  # tokens; SIGMA is that of the natural logarithm
 
 
 def lengths_of(documents: int, seed: int) -> np.ndarray:
-    """Returns (documents,) int64 lengths from 1 to LONGEST."""
+    """Returns random document lengths from 1 to LONGEST, (documents,) int64."""
     drawn = np.random.default_rng(seed).lognormal(np.log(MEDIAN), SIGMA, documents)
     return np.clip(drawn, 1, LONGEST).astype(np.int64)
 
 
 def measure(lengths: np.ndarray, seq_len: int, runs: int) -> dict[str, float]:
-    """Returns the seconds of the fastest and slowest run, the number of rows, and the share that is not padding."""
+    """Packs `runs` times.
+
+    Returns the fastest and the slowest time in seconds, the number of rows, and the share of the tokens that is not
+    padding.
+    """
     seconds = []
     for _ in range(runs):
         start = time.perf_counter()

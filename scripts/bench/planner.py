@@ -1,8 +1,9 @@
 """Compares the planner's predictions with measured peaks: python -m scripts.bench.planner [--only llama_1b]
 
-Each configuration runs two training steps on one document like LitGPT: forward, backward, clipping and optimizer. The
-gradients are then freed. The peak is torch.cuda.max_memory_allocated. Writes OUT.md and OUT.json. If OUT.json is saved
-as tests/memory/planner/peaks_<gpu>.json, test_planner.py compares the planner with it.
+Each configuration runs two training steps on one document, with the parts of a LitGPT step: forward, backward, clipping
+and optimizer. After each step, the gradients are freed. The peak is torch.cuda.max_memory_allocated. Writes OUT.md and
+OUT.json. Save OUT.json as tests/memory/planner/peaks_<gpu>.json to let test_planner.py compare the planner with these
+peaks.
 """
 
 import argparse
@@ -29,12 +30,12 @@ from scripts.bench.command_line import add_results, add_time_limits
 from scripts.bench.provenance import describe, results_prefix
 from scripts.composed import composed
 
-GPT2_VOCABULARY = 50257  # for models whose config leaves the size to the tokenizer
+GPT2_VOCABULARY = 50257  # vocabulary size of models whose config does not set one
 
 
 @dataclass(frozen=True)
 class Run:
-    """One configuration: values of train.py's keys, and the number of micro-batches per step."""
+    """One configuration to measure: values of train.py's config keys, and the number of micro-batches per step."""
 
     model: str
     tokens: int
@@ -83,7 +84,7 @@ RUNS = [
 
 
 def measure(run: Run) -> tuple[Plan, float, float]:
-    """Returns the plan of a run, its peak in GiB, and the seconds of its second step."""
+    """Returns the memory plan of a run, its measured peak in GiB, and the seconds of its second step."""
     overrides = [
         "preset=gpu",
         f"model={run.model}",
@@ -128,7 +129,7 @@ def measure(run: Run) -> tuple[Plan, float, float]:
 
 
 def train_step(model: GPT, optimizer: torch.optim.Optimizer, run: Run) -> None:
-    """Runs a step on random tokens, with one document per micro-batch."""
+    """Runs one training step on random tokens, with one document per micro-batch."""
     tokens = torch.randint(model.config.vocab_size, (run.tokens,), device="cuda")
     cu_seqlens = torch.tensor([0, run.tokens], dtype=torch.int32, device="cuda")
     positions = torch.arange(run.tokens, device="cuda")
@@ -144,7 +145,7 @@ def train_step(model: GPT, optimizer: torch.optim.Optimizer, run: Run) -> None:
 
 
 def table(rows: list[dict[str, Any]], head: dict[str, str]) -> str:
-    """Formats the results as Markdown."""
+    """Formats the predicted and measured peaks as Markdown."""
     lines = ["# Predicted and measured peaks", "", *(f"- {key}: `{value}`" for key, value in head.items()), ""]
     errors = [abs(row["predicted_gib"] / row["peak_gib"] - 1) for row in rows]
     lines += [f"{sum(error <= 0.05 for error in errors)} of {len(rows)} within 5%, the worst {max(errors):.1%}.", ""]

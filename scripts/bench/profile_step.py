@@ -1,21 +1,20 @@
-"""Profiles one training step with torch.profiler: time by part, a trace for Perfetto, and memory by component.
+"""Profiles one training step with torch.profiler: the time of each part, a trace for Perfetto, and memory by component.
 
     python -m scripts.bench.profile_step model=llama_1b seq_len=32768
     python -m scripts.bench.profile_step model=gpt2 memory=offload hydra.run.dir=runs/profile_offload
 
-The script takes train.py's overrides and runs train.py's model, optimizer and loop. It sets data=synthetic, logger=csv
-and batch_size=1 (one micro-batch per step) unless the command sets them, and writes no checkpoint. In a folder that is
-not a git checkout, +commit=HASH gives the commit that the head of the table shows.
-The script writes to the run's folder:
+The script takes train.py's overrides and runs train.py's model, optimizer and loop. The script sets data=synthetic,
+logger=csv and batch_size=1 (one micro-batch per step) unless the command sets them, and writes no checkpoint. In a
+folder that is not a git checkout, pass +commit=HASH to show the commit on the page.
 
-- profile.md and profile.csv: exclusive times of the parts. Together with idle time, they sum to the step's time. Copies
-  and communication count only while no kernel computes; the column `kernels` has their full time.
-- trace.json.gz: a trace for https://ui.perfetto.dev
-- memory.png: allocated memory by component over host time, because the host allocates and frees memory.
+The script writes four files to the run's folder. `profile.md` and `profile.csv` list the exclusive times of the parts,
+which add up to the step's time together with idle time. Copies and communication count only while no kernel computes;
+the column `kernels` has their full time. `trace.json.gz` is a trace for https://ui.perfetto.dev. `memory.png` shows the
+allocated memory by component over host time, because the host allocates and frees memory.
 
-A kernel belongs to the operator that launched it (attention, loss, optimizer). Other kernels belong to the part that
-their name implies. On a CPU, torch's operators take the place of kernels. The time of an operator then excludes the
-operators that it calls.
+A kernel counts for the operator that launched it (attention, loss, optimizer). If no such operator launched it, a
+kernel's name determines the part for which it counts. On a CPU, the script times torch's operators instead of kernels.
+On a CPU, the time of an operator excludes the operators that it calls.
 """
 
 import csv
@@ -51,16 +50,19 @@ from scripts.bench.training_case import wait
 from scripts.composed import CONF
 
 DEFAULTS = {"data": "synthetic", "logger": "csv", "batch_size": "1"}
-WARMUP = 4  # steps without the profiler: two compile and allocate, the others show the cost of profiling
-TOP = 25  # number of kernels listed by name
+WARMUP = 4  # steps without the profiler: two that compile and allocate, and two to compare with the profiled step
+TOP = 25  # number of kernels in the list of kernels by name
 
 
 class StepProfiler(Callback):
-    """Times WARMUP steps and then profiles one. The trace is written to `folder`."""
+    """Times WARMUP steps without the profiler, and then profiles one step.
+
+    The trace is written to the folder `folder`.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.milliseconds: list[float] = []  # times of steps without the profiler
+        self.milliseconds: list[float] = []  # of the steps without the profiler
         self.trace = folder / "trace.json.gz"
         self.before: dict[int, tuple[str, int]] = {}
         self.gradients: set[int] = set()
@@ -104,7 +106,7 @@ class StepProfiler(Callback):
 
     def _start_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         wait(pl_module.device)
-        if trainer.global_step == WARMUP:  # the profiler starts up in this step
+        if trainer.global_step == WARMUP:  # the profiler initialises itself in this step
             self._profiler = _profiler(pl_module.device)
             self._profiler.start()
         elif self._profiler is not None and trainer.global_step == WARMUP + 1:
@@ -146,7 +148,7 @@ def _profiler(device: torch.device) -> profile:
 
 
 def _addresses(module: L.LightningModule, optimizers: list[torch.optim.Optimizer]) -> dict[int, tuple[str, int]]:
-    """Maps addresses to component and bytes, for persistent tensors and the gradients of the last step."""
+    """Returns the component and the bytes of weights, optimizer state and gradients, by their address."""
     parameters = list(module.parameters())
     moments = [
         value
@@ -155,7 +157,7 @@ def _addresses(module: L.LightningModule, optimizers: list[torch.optim.Optimizer
         for value in state.values()
         if isinstance(value, Tensor) and value.device == module.device
     ]
-    # A CPU's allocator does not report when memory from before the step is freed, so leave out that memory.
+    # Leave out gradients on a CPU: its allocator does not report when memory from before the step is freed.
     known = module.device.type == "cuda"
     gradients = [p.grad for p in parameters if p.grad is not None and known]
     return {
@@ -166,7 +168,9 @@ def _addresses(module: L.LightningModule, optimizers: list[torch.optim.Optimizer
 
 
 def table(step: Step) -> list[tuple[str, float, float, float, int]]:
-    """Returns for each part: exclusive milliseconds, share of the step, milliseconds and number of its kernels."""
+    """Returns a line for each part: exclusive milliseconds, share of the step, milliseconds of its kernels, and their
+    number.
+    """
     parts, whole = exclusive(step), step.end - step.start
     kernels, numbers = Counter[str](), Counter[str]()
     for interval in step.intervals:
@@ -176,7 +180,7 @@ def table(step: Step) -> list[tuple[str, float, float, float, int]]:
 
 
 def report(step: Step, head: dict[str, str]) -> str:
-    """Writes the text of profile.md."""
+    """Formats the text of profile.md."""
     lines = ["# Time of a training step by part", "", *(f"- {key}: `{value}`" for key, value in head.items()), ""]
     kind = "kernels" if step.on_gpu else "operators"
     if step.on_gpu:
@@ -184,7 +188,7 @@ def report(step: Step, head: dict[str, str]) -> str:
         if copies:
             share = hidden(step.intervals, COPIES) / copies
             lines += [f"{share:.1%} of the copies' {copies / 1e3:.1f} ms overlapped with computing kernels.", ""]
-    # The time of an operator includes the operators it calls, so only times of kernels add up.
+    # An operator's time includes the operators that it calls, so only the times of kernels can be added.
     lines += [f"| part | ms | share | {kind} | {'kernels ms' if step.on_gpu else ''} |", "|:--|--:|--:|--:|--:|"]
     rows = table(step)
     for part, ms, share, kernels_ms, number in rows:
@@ -204,14 +208,14 @@ def report(step: Step, head: dict[str, str]) -> str:
 
 
 def profile_step(cfg: DictConfig, folder: Path) -> None:
-    """Trains for as many steps as needed and writes the results to `folder`."""
+    """Trains until one step has been profiled, and writes the results to `folder`."""
     cfg.max_steps = WARMUP + 2
-    cfg.callbacks.checkpoint = None  # the run is thrown away
+    cfg.callbacks.checkpoint = None  # nobody needs the trained weights
     run_config.check(cfg)
     trainer, lit_gpt, data = training.build(cfg)
     assert isinstance(lit_gpt, LitGPT)
     profiler = StepProfiler(folder)
-    # The profiler comes before the callbacks that wait for the device.
+    # Put the profiler before the callbacks that wait for the device.
     trainer.callbacks.insert(0, profiler)  # type: ignore[attr-defined]
     trainer.fit(lit_gpt, datamodule=data)
     if not trainer.is_global_zero:
@@ -251,7 +255,7 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors instead of printing them
     given = {argument.split("=")[0] for argument in sys.argv[1:]}
     sys.argv += [f"{name}={value}" for name, value in DEFAULTS.items() if name not in given]
     with train.errors_in_one_line(train.MISTAKES):

@@ -1,4 +1,4 @@
-"""Makes the head of a results page, which says how and where it was measured, and the name of the page's file."""
+"""Makes the file name of a results page, and its header, which says how and where the page was measured."""
 
 import os
 import platform
@@ -11,7 +11,10 @@ import triton
 
 
 def describe(command: str, commit: str | None, today: date) -> dict[str, str]:
-    """Returns what a reader needs to repeat the measurement. Asks git if `commit` is None."""
+    """Returns what a reader needs to repeat a measurement: command, commit, date, GPU and versions.
+
+    If `commit` is None, the commit comes from git.
+    """
     if commit is None:
         git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
         commit = git.stdout.strip() if git.returncode == 0 else "unknown: no git checkout, and no --commit"
@@ -26,6 +29,6 @@ def describe(command: str, commit: str | None, today: date) -> dict[str, str]:
 
 
 def results_prefix(what: str, today: date) -> Path:
-    """Returns scripts/results/<what>_<gpu>_<yyyymm> for the present GPU."""
+    """Returns the path scripts/results/<what>_<gpu>_<yyyymm> for the GPU of this machine."""
     gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
     return Path(__file__).parents[1] / "results" / f"{what}_{gpu}_{today:%Y%m}"

@@ -1,21 +1,22 @@
-"""Compares tokens/s, memory and MFU of a training step with Hugging Face transformers and Liger's kernels.
+"""Compares our training step with that of Hugging Face transformers and Liger's kernels: tokens/s, memory and MFU.
 
     python -m scripts.bench.step                                            # llama_1b at 8k, 32k and 128k, one GPU
     python -m scripts.bench.step --seq-lens 8192 --variants ours-none-compiled hf
     python -m scripts.bench.step --cases 8192:ours-none 131072:hf-checkpointing model.n_layers=8
 
-A step trains on one document of seq_len random tokens. Both sides use fp32 weights, bf16 autocast and the optimizer of
-conf/optimizer. A step of our variants is a step of train.py: LitGPT in Lightning's loop, with clipping and Monitor. A
-step of the peer is a step of a plain loop: forward, backward, optimizer. Each case runs in a new process, so that
-running out of memory is a result. Times are host times, with a device sync after each step. Peak and reserved memory
-are the CUDA allocator's maxima over all steps. On a CPU, the peak is that of the process. MFU counts FLOPs like
-fa_train/flops.py, for causal attention and without recomputation.
+Each step trains on one document of seq_len random tokens. Our variants and the peer (transformers) use fp32 weights,
+bf16 autocast and the optimizer of conf/optimizer. A step of our variants is a training step of train.py: LitGPT in
+Lightning's loop, with gradient clipping and the Monitor callback. A step of transformers is a step of a plain loop:
+forward, backward, optimizer. Each case runs in a new process, so running out of memory affects only that case. Times
+are host times, with a device sync after each step. Peak memory and reserved memory are the CUDA allocator's maxima over
+all steps. On a CPU, peak memory is that of the process. MFU counts the FLOPs of causal attention and of the matrix
+products as fa_train/flops.py does, without recomputation.
 
-Our variants are named ours-MEMORY[-compiled][-portable]. MEMORY is a config of conf/memory, `compiled` means
+Our variants are named ours-MEMORY[-compiled][-portable]. MEMORY is an option of conf/memory, `compiled` sets
 lit_gpt.compile_model=true, and `portable` disables the Hopper kernels (FLASH_ATTENTION_BACKEND). The variants hf and
-hf-checkpointing are LlamaForCausalLM with SDPA and Liger's RMSNorm, RoPE, SwiGLU and fused linear cross entropy. If
-Liger cannot run, plain transformers is measured and the row says so.
-Writes OUT.csv and OUT.md after every case.
+hf-checkpointing are transformers' LlamaForCausalLM with SDPA and Liger's RMSNorm, RoPE, SwiGLU and fused linear cross
+entropy. If Liger cannot run, transformers is measured without it, and the row says so. The script writes OUT.csv and
+OUT.md after every case.
 """
 
 import argparse
@@ -41,7 +42,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import nn
 
-import train  # registers the resolvers that conf/train.yaml needs
+import train  # registers the resolvers of conf/train.yaml
 from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.flops import peak_flops, train_flops
 from fa_train.models.gpt import GPT
@@ -74,12 +75,15 @@ VARIANTS = (
 
 
 class CannotRunError(Exception):
-    """The reason that a variant cannot be measured on this machine."""
+    """Raised with the reason if a variant cannot be measured on this machine."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One implementation and its settings. `memory` applies to ours, `checkpointing` to the peer."""
+    """One implementation of a training step, and its settings.
+
+    `memory` applies to our model only, `checkpointing` to transformers only.
+    """
 
     ours: bool
     memory: str = "none"
@@ -96,13 +100,16 @@ class Case:
     device: Device
     attention: str  # applies to ours only
     steps: int  # number of timed steps
-    slow_step: float  # seconds; a case with slower steps times FEWEST_STEPS
+    slow_step: float  # seconds; if a step takes longer, only FEWEST_STEPS steps are timed
     overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Row:
-    """One result. Values are None unless outcome is "ok"; mfu is also None without a known peak."""
+    """One result. Numbers are None unless the outcome is "ok".
+
+    mfu is also None if the peak FLOP/s of the device is unknown.
+    """
 
     seq_len: int
     variant: str
@@ -115,13 +122,13 @@ class Row:
     peak_gib: float | None = None
     reserved_gib: float | None = None
     mfu: float | None = None
-    loss: float | None = None  # nats per label in the last step
-    finite: bool | None = None  # whether the losses of all steps were finite
+    loss: float | None = None  # in the last step, in nats per label
+    finite: bool | None = None  # whether the loss was finite in every step
     note: str = ""
 
 
 def variant_of(name: str) -> Variant:
-    """Parses a variant's name. Raises: ValueError if it is not a valid name."""
+    """Parses a variant's name. Raises: ValueError if there is no such variant."""
     kind, *settings = name.split("-")
     memories = options("memory")
     if kind == "hf" and settings in ([], ["checkpointing"]):
@@ -135,7 +142,7 @@ def variant_of(name: str) -> Variant:
 
 
 def configuration(case: Case) -> DictConfig:
-    """Composes conf/train.yaml for this case, like train.py."""
+    """Composes conf/train.yaml for this case, as train.py does."""
     variant = variant_of(case.variant)
     chosen = [
         f"preset={'gpu' if case.device == 'cuda' else 'cpu'}",
@@ -157,10 +164,11 @@ def configuration(case: Case) -> DictConfig:
 
 
 def peer_loss(config: DictConfig, device: torch.device, checkpointing: bool) -> tuple[nn.Module, Loss, str]:
-    """Returns a LlamaForCausalLM of the same sizes, and a function for its mean loss over a document of random tokens.
+    """Returns transformers' LlamaForCausalLM in the sizes of our model, and a function for its mean loss over random
+    tokens.
 
-    The third result is the reason that it runs without Liger's kernels, or an empty string.
-    Raises: CannotRunError if transformers is not installed or its Llama differs from this model.
+    The third result is a note if the model runs without Liger's kernels, otherwise an empty string.
+    Raises: CannotRunError if transformers is not installed, or if its Llama cannot express our model.
     """
     if find_spec("transformers") is None:
         raise CannotRunError("transformers is not installed")
@@ -203,14 +211,17 @@ def peer_loss(config: DictConfig, device: torch.device, checkpointing: bool) -> 
 
 
 def without_liger(device: torch.device) -> str:
-    """Returns the reason that the peer runs without Liger's kernels, or an empty string if it has them."""
+    """Returns the reason that transformers runs without Liger's kernels, or an empty string if it uses them."""
     if find_spec("liger_kernel") is None:
         return "plain transformers: liger-kernel is not installed"
     return "" if device.type == "cuda" else "plain transformers: Liger's kernels need a GPU"
 
 
 def measure(case: Case) -> Row:
-    """Runs the case in this process. Raises any error except running out of memory."""
+    """Runs the case in this process and returns its row. Running out of memory becomes a result.
+
+    Any other error is raised.
+    """
     torch.manual_seed(0)
     config, device, variant = configuration(case), torch.device(case.device), variant_of(case.variant)
     note, times = "", StepTimes(case.steps, case.slow_step)
@@ -248,7 +259,7 @@ def measure(case: Case) -> Row:
 
 
 def time_steps(loss: Loss, optimizer: torch.optim.Optimizer, device: torch.device, times: StepTimes) -> None:
-    """Fills `times` with steps of a plain loop: forward, backward, optimizer."""
+    """Runs and times steps of a plain loop (forward, backward, optimizer), until `times` is complete."""
     while not times.complete:
         start = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16) if device.type == "cuda" else nullcontext():
@@ -261,7 +272,10 @@ def time_steps(loss: Loss, optimizer: torch.optim.Optimizer, device: torch.devic
 
 
 def mfu(config: DictConfig, step_ms: float, device: Device) -> float | None:
-    """Returns the MFU of one step, or None if the device's peak is unknown. FLOPs are those of our model."""
+    """Returns the MFU of one step, or None if the peak FLOP/s of the device is unknown.
+
+    The FLOPs are those of our model.
+    """
     peak = peak_flops(torch.cuda.get_device_name(), torch.bfloat16) if device == "cuda" else None
     if peak is None:
         return None
@@ -271,7 +285,7 @@ def mfu(config: DictConfig, step_ms: float, device: Device) -> float | None:
 
 
 def run_apart(case: Case, timeout: float) -> Row:
-    """Runs the case in a new process until it ends, for at most `timeout` seconds."""
+    """Runs the case in a new process for at most `timeout` seconds and returns its row."""
     command = [sys.executable, "-m", "scripts.bench.step", "--case", json.dumps(asdict(case))]
     backend = "portable" if variant_of(case.variant).portable else "auto"
     process = subprocess.Popen(
@@ -286,12 +300,12 @@ def run_apart(case: Case, timeout: float) -> Row:
     try:
         out, errors = process.communicate(timeout=timeout)
     except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)  # also ends the processes that compile for it
+        os.killpg(process.pid, signal.SIGKILL)  # also ends the compiler processes that the case has started
         process.communicate()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         return Row(case.seq_len, case.variant, f"failed: not done after {timeout:g} s")
-    if process.returncode == -signal.SIGKILL:  # Linux kills a process this way when the host runs out of memory
+    if process.returncode == -signal.SIGKILL:  # The Linux OOM killer uses SIGKILL when host memory is exhausted.
         return Row(case.seq_len, case.variant, "oom", note="the host's memory")
     if process.returncode:
         reason = (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
@@ -321,7 +335,7 @@ def write(rows: list[Row], head: dict[str, str], out: Path) -> None:
 
 
 def cells(row: Row, rows: list[Row]) -> list[str]:
-    """Returns the cells of a row, including its comparison with the peers among `rows`."""
+    """Returns the cells of a table line, which compare `row` with the rows of transformers among `rows`."""
     outcome = "" if row.outcome == "ok" else row.outcome
     note = "; ".join(part for part in (outcome, row.note) if part).replace("|", "/")
     gib = [_shown(row.peak_gib, ".2f"), _shown(row.reserved_gib, ".2f")]
@@ -346,7 +360,7 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def best_peer(rows: list[Row], seq_len: int) -> float | None:
-    """Returns the tokens/s of the fastest peer at this length."""
+    """Returns the tokens/s of the fastest variant of transformers at this length."""
     rates = [row.tokens_per_s for row in rows if row.seq_len == seq_len and row.variant.startswith("hf")]
     return max((rate for rate in rates if rate is not None), default=None)
 
@@ -412,7 +426,7 @@ def main() -> None:
     for case in cases:
         rows.append(run_apart(case, args.timeout))
         print(" | ".join(cells(rows[-1], rows)), flush=True)
-        write(rows, head, out)  # an interrupted run keeps its results
+        write(rows, head, out)  # written after each case, so that an interrupted run keeps its results
     print(f"results: {out}.*")
 
 

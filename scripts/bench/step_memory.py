@@ -1,4 +1,4 @@
-"""Computes allocated memory over a training step by component, from a trace of torch.profiler."""
+"""Computes the allocated memory of each component over a training step, from a trace of torch.profiler."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from scripts.bench.step_trace import LOSS, OPERATORS, OPTIMIZER, Event, Ranges
 
 WEIGHTS, STATE, GRADIENTS = "weights", "optimizer state", "gradients"
 KEPT, ATTENTION, TEMPORARY, OTHER = "kept for the backward", "attention", "temporary", "other"
-COMPONENTS = {  # in the order of the plot, from bottom to top; the palette of Okabe and Ito
+COMPONENTS = {  # in the order of the plot from bottom to top; colours are the palette of Okabe and Ito
     WEIGHTS: "#0072B2",
     STATE: "#56B4E9",
     GRADIENTS: "#009E73",
@@ -25,10 +25,11 @@ COMPONENTS = {  # in the order of the plot, from bottom to top; the palette of O
 def memory_over_time(
     events: Sequence[Event], before: dict[int, tuple[str, int]], gradients: set[int], device: torch.device
 ) -> tuple[list[float], dict[str, list[int]]]:
-    """Returns the times at which allocated memory changes (microseconds), and each component's bytes from then on.
+    """Returns the microseconds at which the allocated memory changes, and the bytes of each component after each
+    change.
 
-    before: component and bytes of memory allocated before the step, by address. gradients: addresses of the parameters'
-    gradients when the optimizer starts.
+    before: component and bytes of the memory that was allocated before the step, by address. gradients: the addresses
+    of the parameters' gradients when the optimizer starts.
     """
     ranges = [event for event in events if event.get("cat") in ("cpu_op", "user_annotation")]
     operators = Ranges.of(ranges, OPERATORS)
@@ -45,7 +46,7 @@ def memory_over_time(
         ),
         key=lambda event: (event["ts"], event["args"].get("Ev Idx", 0)),
     )
-    freed: dict[int, float] = {}  # allocation index -> moment when its address was freed
+    freed: dict[int, float] = {}  # index of an allocation -> moment when its memory was freed
     last: dict[int, int] = {}
     for number, event in enumerate(changes):
         address = event["args"]["Addr"]
@@ -85,7 +86,10 @@ def memory_over_time(
 
 
 def draw_memory(moments: Sequence[float], over_time: dict[str, list[int]], start: float, title: str) -> Figure:
-    """Plots stacked components over the milliseconds since `start`. Each value holds until the next one."""
+    """Draws the memory of all components as a stacked plot over the milliseconds since `start`.
+
+    Between two changes, the memory is constant.
+    """
     figure = Figure(figsize=(11, 6), layout="constrained")
     axes = figure.subplots()
     corners = [(moment - start) / 1e3 for moment in moments for _ in range(2)][1:]

@@ -1,4 +1,4 @@
-"""Finds the parts of a training step in a trace of torch.profiler, and the time of each."""
+"""Finds the parts of a training step in a trace of torch.profiler, and computes the time of each part."""
 
 import re
 from bisect import bisect_right
@@ -22,8 +22,9 @@ PARTS = (
     COMMUNICATION,
     IDLE,
 )
-ASIDE = (COPIES, COMMUNICATION)  # they run on separate engines and can be hidden behind computation
-# Kernels of this repository, torch, cuDNN, cuBLAS, NCCL, Liger and inductor, and torch's operators. First match wins.
+ASIDE = (COPIES, COMMUNICATION)  # run on separate engines of the GPU, so computation can hide them
+# Patterns for the names of kernels (ours, torch, cuDNN, cuBLAS, NCCL, Liger, inductor) and of torch's operators. First
+# match wins.
 NAMES = tuple(
     (part, re.compile(pattern, re.IGNORECASE))
     for part, pattern in (
@@ -48,19 +49,19 @@ NAMES = tuple(
         (NORMS, r"norm|rsqrt|GammaBeta"),
     )
 )
-# Kernels that are launched within these host ranges belong to the given part, whatever their names.
+# If a kernel is launched within one of these host ranges, it belongs to the given part, whatever its name is.
 OPERATORS = {
     "flash_attention::forward": ATTENTION_FORWARD,
     "flash_attention::backward": ATTENTION_BACKWARD,
     "fa_train::linear_cross_entropy": LOSS,
     "step: optimizer": OPTIMIZER,
 }
-Event = dict[str, Any]  # of a Chrome trace: name, cat, ts and dur in microseconds, tid, args
+Event = dict[str, Any]  # a Chrome trace event: name, cat, ts and dur in microseconds, tid, args
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A kernel, copy or operator that ran, in microseconds."""
+    """The time span of a kernel, copy or operator, in microseconds."""
 
     start: float
     end: float
@@ -70,7 +71,10 @@ class Interval:
 
 @dataclass(frozen=True)
 class Ranges:
-    """Ranges of host threads that do not nest, by thread. Each range belongs to a part of the step."""
+    """For each host thread, the time spans of its ranges; no range is inside another.
+
+    Each range belongs to a part of the step.
+    """
 
     by_thread: dict[int, list[Interval]]
 
@@ -86,7 +90,7 @@ class Ranges:
         return cls(dict(by_thread))
 
     def at(self, thread: int, moment: float) -> Interval | None:
-        """Returns the range in which the thread was at a moment, or None."""
+        """Returns the range in which the thread was at this moment, or None."""
         ranges = self.by_thread.get(thread, [])
         before = bisect_right(ranges, moment, key=lambda interval: interval.start)
         return ranges[before - 1] if before and moment < ranges[before - 1].end else None
@@ -94,7 +98,7 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: what ran from start to end (microseconds), on the GPU or, without a GPU, on the host."""
+    """One step: its start and end in microseconds, and what ran on the GPU (or on the host without a GPU)."""
 
     start: float
     end: float
@@ -103,12 +107,12 @@ class Step:
 
 
 def part_of(kernel_name: str) -> str:
-    """Returns the part of a step to which a kernel or an operator of torch belongs, judged by its name."""
+    """Returns the part of a step to which a kernel or an operator of torch belongs, according to its name."""
     return next((part for part, pattern in NAMES if pattern.search(kernel_name)), ELEMENTWISE)
 
 
 def idle(intervals: Iterable[Interval], start: float, end: float) -> float:
-    """Returns the time from start to end that no interval covers."""
+    """Returns how much of the time from start to end is covered by no interval."""
     uncovered, reached = 0.0, start
     for interval in sorted(intervals, key=lambda interval: interval.start):
         uncovered += max(0.0, min(interval.start, end) - reached)
@@ -117,10 +121,11 @@ def idle(intervals: Iterable[Interval], start: float, end: float) -> float:
 
 
 def exclusive(step: Step) -> dict[str, float]:
-    """Returns the microseconds of each part and of idle time, which sum to the step's time.
+    """Returns the microseconds of each part and of idle time. Together they are the step's time.
 
-    Each moment counts for one part. On a GPU, computing kernels take precedence over copies. If several kernels run,
-    the kernel that started first counts. On the host, the operator that started last counts: it is the innermost one.
+    Each moment counts for exactly one part. If a kernel and a copy run at the same time on a GPU, the moment counts for
+    the kernel. If several kernels run at the same time, the moment counts for the kernel that started first. On the
+    host, each moment counts for the operator that started last, which is the innermost one.
     """
 
     def rank(interval: Interval) -> tuple[bool, float]:
@@ -129,7 +134,7 @@ def exclusive(step: Step) -> dict[str, float]:
     parts = dict.fromkeys(PARTS, 0.0)
     clipped = [(max(i.start, step.start), min(i.end, step.end), i) for i in step.intervals]
     clipped = [(start, end, interval) for start, end, interval in clipped if start < end]
-    # sort an end before a start at the same time
+    # at the same moment, process ends before starts
     changes = sorted(
         [(start, 1, number) for number, (start, _, _) in enumerate(clipped)]
         + [(end, 0, number) for number, (_, end, _) in enumerate(clipped)]
@@ -150,7 +155,7 @@ def exclusive(step: Step) -> dict[str, float]:
 
 
 def hidden(intervals: Sequence[Interval], part: str) -> float:
-    """Returns the microseconds in which `part` overlapped with computing kernels."""
+    """Returns the microseconds in which `part` (copies or communication) overlapped with computing kernels."""
     computing = [interval for interval in intervals if interval.part not in ASIDE]
     return sum(
         (interval.end - interval.start) - idle(_near(computing, interval), interval.start, interval.end)
@@ -164,14 +169,14 @@ def _near(intervals: Sequence[Interval], other: Interval) -> list[Interval]:
 
 
 def step_of(events: Sequence[Event]) -> Step:
-    """Extracts the step from a trace that has a range named `step`."""
+    """Extracts the step from a trace that has one range named `step`."""
     whole = next(event for event in events if event.get("cat") == "user_annotation" and event["name"] == "step")
     start, end = whole["ts"], whole["ts"] + whole["dur"]
     inside = [event for event in events if event.get("ph") == "X" and start <= event["ts"] < end]
     of_host = [event for event in inside if event.get("cat") in ("cpu_op", "user_annotation")]
     owners = Ranges.of(of_host, OPERATORS)
     device = [event for event in inside if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    # a correlation id links a kernel to its launch, whose thread was inside an operator
+    # A kernel and its launch have the same correlation id. The launch tells the thread, and thus the operator.
     launches = {
         event["args"]["correlation"]: event
         for event in inside

@@ -1,4 +1,4 @@
-"""Measures the GPU time of several candidates, which are replayed as CUDA graphs in random order."""
+"""Measures the GPU time of several candidates, which run as CUDA graphs in random order."""
 
 import os
 import random
@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import triton
 
-FEWEST = 6  # minimum number of runs in a median
+FEWEST = 6  # smallest number of runs over which a median is taken
 
 
 def require_gpu(script: str) -> None:
-    """Ends a script if there is no GPU, or if Triton would interpret kernels."""
+    """Ends the script if there is no GPU, or if TRITON_INTERPRET=1 would interpret the kernels."""
     if not torch.cuda.is_available():
         sys.exit(f"{script} needs a CUDA GPU; torch sees none on this machine")
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -21,10 +21,10 @@ def require_gpu(script: str) -> None:
 
 
 def captured(prepare: Callable[[], Callable[[], object]]) -> Callable[[], object]:
-    """Captures the function that `prepare` returns as a CUDA graph, so that a timing contains no host time.
+    """Captures the function that `prepare` returns as a CUDA graph, so that its time contains no host time.
 
     `prepare` is called on the stream of the graph, because autograd runs a backward pass on the stream of its forward
-    pass. A function that cannot be captured is launched each time, and a message on stderr says so.
+    pass. If a function cannot be captured, the function itself is returned, and a message on stderr says so.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -45,20 +45,22 @@ def captured(prepare: Callable[[], Callable[[], object]]) -> Callable[[], object
 
     def replay() -> object:
         graph.replay()
-        return run  # its inputs must live as long as the graph
+        return run  # keeps `run` alive: the graph uses the tensors that `run` holds
 
     return replay
 
 
 def median_ms(runs: Mapping[str, Callable[[], object]], *, rep: float = 60) -> dict[str, float]:
-    """Returns the median milliseconds of each candidate. All runs have one random order, the same in every process.
+    """Returns the median milliseconds of each candidate.
 
-    A hot GPU lowers its clock, so a kernel seems slower if it runs after a kernel that heats the GPU. If candidates
-    always run in the same order, this bias reaches 2% on an H200. If they run in random order, the times of equal
-    kernels differ by at most 0.3%. The L2 cache is cleared before each run.
+    The candidates run in random order, which is the same in every process.
 
-    Units: `rep` is the total milliseconds per candidate. Each candidate runs at least FEWEST times, after two warm-up
-    runs.
+    A hot GPU lowers its clock, so a kernel seems slower if it runs after a kernel that heats the GPU. With a fixed
+    order, this bias reaches 2% on an H200. With a random order, the times of equal kernels differ by at most 0.3%. The
+    L2 cache is cleared before each run of a candidate.
+
+    Units: `rep` is the total time per candidate in milliseconds. Each candidate runs at least FEWEST times after two
+    warm-up runs.
     """
     driver = triton.runtime.driver.active
     cache = driver.get_empty_cache_for_benchmark()

@@ -1,4 +1,4 @@
-"""Helpers for the benchmarks of a training step: the loss of our model, its memory, and the number of warm-up steps."""
+"""Shares code between benchmarks of a training step: the loss of our model, its memory, and the timing of steps."""
 
 import time
 from collections.abc import Callable
@@ -19,17 +19,18 @@ from fa_train.lit_gpt import LitGPT
 from fa_train.models.attention import require_backend
 
 REPOSITORY = Path(__file__).parents[2]
-WARMUP = 2  # steps; the first allocates the optimizer's state and compiles kernels
-FEWEST_STEPS = 2  # number of timed steps of a slow case
-VOCABULARY = 50257  # for models whose config leaves the size to the tokenizer
+WARMUP = 2  # number of untimed steps; the first allocates the optimizer's state and compiles kernels
+FEWEST_STEPS = 2  # number of timed steps if a step is slow
+VOCABULARY = 50257  # vocabulary size of models whose config does not set one
 Device = Literal["cuda", "cpu"]
 Loss = Callable[[], Tensor]
 
 
 class StepTimes:
-    """Collects the times and losses of a case's steps.
+    """Collects the times and the losses of a case's steps.
 
-    slow_step: seconds. If the second step takes longer, only FEWEST_STEPS more steps are timed.
+    slow_step: seconds. If the second step takes longer than slow_step, only FEWEST_STEPS steps are timed: the second
+    and those after it.
     """
 
     def __init__(self, steps: int, slow_step: float) -> None:
@@ -43,19 +44,19 @@ class StepTimes:
 
     @property
     def milliseconds(self) -> list[float]:
-        """The milliseconds of the timed steps."""
+        """Returns the milliseconds of the timed steps."""
         return self._milliseconds[self.warmup :]
 
     def add(self, seconds: float, loss: float) -> None:
         self._milliseconds.append(seconds * 1e3)
         self.losses.append(loss)
-        # the first step compiles, so only the second step shows how fast a case is
+        # the first step compiles, so the second step is the first that shows whether the case is slow
         if len(self._milliseconds) == WARMUP and seconds > self.slow_step:
             self.warmup, self.steps = WARMUP - 1, min(self.steps, FEWEST_STEPS)
 
 
 class StepTimer(Callback):
-    """Times each optimizer step, with a device sync after it, and ends the run after enough steps."""
+    """A Lightning callback that times each optimizer step with a device sync, and ends the run after enough steps."""
 
     def __init__(self, times: StepTimes) -> None:
         self.times = times
@@ -81,13 +82,13 @@ class StepTimer(Callback):
 
 
 def measure(config: DictConfig, device: torch.device, times: StepTimes) -> None:
-    """Trains like train.py, with LitGPT, its data and Lightning's loop, and fills `times`.
+    """Trains as train.py does, with LitGPT, its data and Lightning's loop, and fills `times`.
 
-    The planner does not check the memory, so a run may run out of it. Nothing is logged or saved.
+    The planner does not check the memory, so the run may run out of memory. Nothing is logged or saved.
     """
     require_backend(instantiate(config.attention), device)
     data: PackedDataModule = instantiate(config.data)
-    timer = StepTimer(times)  # the first callback, so that the times do not include other callbacks
+    timer = StepTimer(times)  # must be the first callback, so that the times do not include other callbacks
     trainer: L.Trainer = instantiate(
         config.trainer,
         callbacks=[timer, instantiate(config.callbacks.monitor)],
@@ -110,7 +111,7 @@ def wait(device: torch.device) -> None:
 
 
 def our_loss(config: DictConfig, device: torch.device) -> tuple[nn.Module, Loss]:
-    """Returns the model, and the mean loss of LitGPT's forward over one document of random tokens."""
+    """Returns our model, and a function for LitGPT's mean loss over one document of random tokens."""
     require_backend(instantiate(config.attention), device)
     with device:
         lit_gpt: LitGPT = instantiate(config.lit_gpt, model=instantiate(config.model))
@@ -125,6 +126,6 @@ def our_loss(config: DictConfig, device: torch.device) -> tuple[nn.Module, Loss]
 
 
 def memory_gib(device: torch.device) -> tuple[float, float | None]:
-    """Returns the peak memory of this process and, on a GPU, its reserved memory."""
+    """Returns the peak memory of this process and, on a GPU, its reserved memory, in GiB."""
     found = memory(device)
     return found["perf/peak_gib"], found.get("perf/reserved_gib")

@@ -1,22 +1,23 @@
-"""Measures tiles for the portable kernels on the present GPU and writes the best ones to a file.
+"""Measures tiles for the portable kernels on the GPU of this machine, and writes the best tiles to a file.
 
     python -m scripts.bench.tune_tiles                                         # every head_dim and pass of the table
-    python -m scripts.bench.tune_tiles --near                                  # the same, a quarter of the candidates
+    python -m scripts.bench.tune_tiles --near                                  # only candidates near the table's
     python -m scripts.bench.tune_tiles --head-dims 192 --passes dkdv dq
     python -m scripts.bench.tune_tiles --head-dims 128 --passes fwd --tiles 128,64,8,3 128,128,8,2
-    python -m scripts.bench.tune_tiles --dtype float32 --head-dims 64 128       # fp32; or tf32
+    python -m scripts.bench.tune_tiles --dtype float32 --head-dims 64 128       # fp32; or tf32.
 
-A candidate is a combination of block_m, block_n, warps and stages; the blocks are powers of two. It must fit in shared
-memory (tiles.shared_bytes), and its fp32 tiles must leave registers for other values. With --near, the script tries
-only the table's entry and the candidates that are one step from it. --tiles lists the candidates to try. Several
-processes (--jobs) compile the candidates first. Then the candidates are timed one by one on a causal document of
---seqlen tokens, with n_heads * head_dim = 2048 or slightly less. TFLOP/s counts the matmuls of a kernel (forward 2,
-dkdv 4, dk 3, dv 2, dq 3), halved for causality. The table should have entries dk and dv instead of dkdv if the two
-kernels take less time together. --dtype float32 tunes the entries for 4-byte dtypes, where each product is three TF32
-matmuls. --dtype tf32 tries the same candidates with one TF32 matmul, as torch.backends.cuda.matmul allows.
-A tile is a result only if the error of the kernel's output is at most twice torch's, plus rounding. Writes OUT.md: the
-head, a table for each head_dim and pass, and the entries for tiles.py. Adds the fastest tiles to OUT.json, which
-fa_kernels loads if the environment variable FLASH_ATTENTION_TILES names it. --dtype tf32 adds none.
+A candidate is a combination of block_m, block_n, warps and stages, where the blocks are powers of two. A candidate must
+fit in shared memory (tiles.shared_bytes), and its fp32 tiles must leave registers for other values. With --near, the
+script tries only the table's entry and the candidates that differ from it by one step in one value. With --tiles, the
+script tries exactly the given candidates. First, several processes (--jobs) compile the candidates. Then the script
+times the candidates one by one on a causal document of --seqlen tokens, with n_heads * head_dim = 2048 or slightly
+less. TFLOP/s counts the matmuls of each kernel: forward 2, dkdv 4, dk 3, dv 2, dq 3. Causal attention halves them. If
+the kernels dk and dv together take less time than dkdv, give the table entries for dk and dv instead of dkdv. With
+--dtype float32, the script tunes the entries for 4-byte dtypes, where each product is three TF32 matmuls. With --dtype
+tf32, the script tries the same candidates with one TF32 matmul, as torch.backends.cuda.matmul allows. A candidate
+counts only if its error is at most twice torch's error, plus rounding. Writes OUT.md: its header, a table for each
+head_dim and pass, and the entries for tiles.py. Adds the fastest tiles to OUT.json, except with --dtype tf32.
+fa_kernels loads that file if the environment variable FLASH_ATTENTION_TILES names it.
 """
 
 import argparse
@@ -49,23 +50,23 @@ from scripts.bench.command_line import add_results
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
-CHECKED_TOKENS = 384  # in the document on which a tile is checked: three of the largest blocks
+CHECKED_TOKENS = 384  # length of the document on which a candidate is checked: three of the largest blocks
 Products = Literal["bfloat16", "float32", "tf32"]
-# input_precision of tl.dot, as in tiles.precision_of
+# the argument input_precision of tl.dot, as in tiles.precision_of
 PRECISION: dict[Products, str] = {"bfloat16": "ieee", "float32": "tf32x3", "tf32": "tf32"}
 ITEMSIZE: dict[Products, int] = {"bfloat16": 2, "float32": 4, "tf32": 4}
 PASSES: tuple[Pass, ...] = get_args(Pass)
 PRODUCTS = {"fwd": 2, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3}
 APART: tuple[Pass, ...] = ("dk", "dv")  # replace dkdv
 BLOCKS, WARPS, STAGES = (32, 64, 128), (4, 8), (2, 3, 4)
-# From this head_dim on, separate kernels for dK and dV may be faster, because large blocks hardly fit. One stage may be
+# From this head_dim on, large blocks hardly fit, so separate kernels for dK and dV may be faster. One stage may be
 # faster than several, because two programs with one stage each can alternate on a multiprocessor.
 WIDE, WIDE_STAGES = 192, (1, 2, 3)
-# Maximum number of fp32 elements of accumulators and scores per thread. The best tiles on an H200 have fewer. Some of
-# the 255 registers must be left for addresses.
+# Maximum number of fp32 elements per thread in accumulators and scores. The best tiles on an H200 stay below this
+# limit. A thread has 255 registers and needs some for addresses.
 MAX_HELD = 224
-# The limits for 4-byte dtypes. Each element is split in two halves, which doubles shared memory. Products of the lower
-# halves need separate accumulators, so a thread may hold half as many elements.
+# Limits for 4-byte dtypes. Each element is split in two halves, which doubles the shared memory. The products of the
+# lower halves need their own accumulators, so a thread may hold half as many elements.
 BLOCKS_OF_4_BYTES, STAGES_OF_4_BYTES, MAX_HELD_OF_4_BYTES = (16, 32, 64, 128), (1, 2), MAX_HELD // 2
 
 
@@ -79,7 +80,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Result:
-    """The median time of a candidate. ms is None if the candidate failed; `error` then has the reason."""
+    """The median time of one candidate. ms is None if the candidate failed; in that case, `error` gives the reason."""
 
     candidate: Candidate
     ms: float | None
@@ -90,7 +91,7 @@ class Result:
 def candidates(
     arch: Arch, head_dim: int, direction: Pass, limit: int, products: Products = "bfloat16"
 ) -> Iterator[TileConfig]:
-    """Yields candidates for one entry on a GPU with `limit` bytes of shared memory per program."""
+    """Yields the candidates for one table entry on a GPU with `limit` bytes of shared memory per program."""
     itemsize = ITEMSIZE[products]
     if direction in APART and (head_dim < WIDE or itemsize > 2):
         return
@@ -105,18 +106,21 @@ def candidates(
 
 
 def has_rows_for_warps(tiles: TileConfig, head_dim: int, direction: Pass) -> bool:
-    """Returns whether each warp has 16 rows. If warps had 8 rows, pairs of warps would compute the same scores.
+    """Returns whether each warp has at least 16 rows.
 
-    A head_dim above WIDE needs only 8 rows per warp, because more rows may not fit in registers or memory.
+    With 8 rows per warp, pairs of warps would compute the same scores.
+
+    If head_dim is above WIDE, 8 rows per warp are enough, because more may not fit in registers or shared memory.
     """
     rows = tiles.block_n if direction in ("dkdv", *APART) else tiles.block_m
     return rows >= (8 if head_dim > WIDE else 16) * tiles.num_warps
 
 
 def has_scores_for_threads(tiles: TileConfig) -> bool:
-    """Returns whether each thread has at least one score. Used for fp32 instead of `has_rows_for_warps`.
+    """Returns whether each thread has at least one score of a tile. Used for fp32 instead of has_rows_for_warps.
 
-    16 rows per warp often do not fit in fp32. Warps that use mma.sync can split the columns instead.
+    In fp32, 16 rows per warp often do not fit. With mma.sync, warps can split the columns of a tile instead of its
+    rows.
     """
     return tiles.block_m * tiles.block_n >= 32 * tiles.num_warps
 
@@ -124,9 +128,9 @@ def has_scores_for_threads(tiles: TileConfig) -> bool:
 def near(
     arch: Arch, head_dim: int, direction: Pass, limit: int, products: Products = "bfloat16"
 ) -> Iterator[TileConfig]:
-    """Yields the table's entry, and then the candidates that differ from it by one step in one size.
+    """Yields the table's entry, and then the candidates that differ from that entry by one step in one value.
 
-    If the table has no entries dk and dv for a head_dim, the search starts from those of the next larger head_dim.
+    If the table has no dk and dv entries for a head_dim, the search starts from those of the next larger head_dim.
     """
     itemsize = ITEMSIZE[products]
     worthwhile = list(candidates(arch, head_dim, direction, limit, products))
@@ -138,12 +142,12 @@ def near(
 
 
 def is_listed(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> bool:
-    """Returns whether the table has an entry. Only some head_dims have dk and dv instead of dkdv."""
+    """Returns whether the tile table has an entry. The table has dk and dv instead of dkdv for some head_dims only."""
     return direction not in APART or direction in key_passes(arch, head_dim, itemsize)
 
 
 def one_step(tiles: TileConfig, entry: TileConfig) -> bool:
-    """Returns whether exactly one value differs: a block or the warps by a factor of 2, or the stages by 1."""
+    """Returns whether exactly one value differs: a block size or the warps by a factor of 2, or the stages by 1."""
     changed = [(a, b) for a, b in zip(astuple(tiles)[:3], astuple(entry)[:3], strict=True) if a != b]
     stages = abs(tiles.num_stages - entry.num_stages)
     if not changed:
@@ -152,7 +156,7 @@ def one_step(tiles: TileConfig, entry: TileConfig) -> bool:
 
 
 def held_a_thread(tiles: TileConfig, head_dim: int, direction: Pass) -> int:
-    """Returns the fp32 elements per thread: the output tiles, the scores S and, in the backward pass, dP."""
+    """Returns the number of fp32 elements that a thread holds: output tiles, scores S and, in the backward pass, dP."""
     scores = tiles.block_m * tiles.block_n
     held = {
         "fwd": tiles.block_m * head_dim + scores,
@@ -165,13 +169,16 @@ def held_a_thread(tiles: TileConfig, head_dim: int, direction: Pass) -> int:
 
 
 def inputs(candidate: Candidate, seqlen: int, n_heads: int, device: str = "cuda") -> list[Tensor]:
-    """Returns random q, k, v and the gradient of o, (seqlen, n_heads, head_dim)."""
+    """Returns random q, k, v and gradient of o, each (seqlen, n_heads, head_dim)."""
     dtype = torch.bfloat16 if candidate.products == "bfloat16" else torch.float32
     return [torch.randn(seqlen, n_heads, candidate.head_dim, dtype=dtype, device=device) for _ in range(4)]
 
 
 def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Callable[[], Sequence[Tensor]]:
-    """Returns a callable that launches only the candidate's kernel. Only its own results hold values."""
+    """Returns a function that launches only the candidate's kernel.
+
+    Only the outputs of that kernel hold valid values.
+    """
     (seqlen, _, head_dim), direction = q.shape, candidate.direction
     features = Features(head_dim**-0.5, softcap=0.0, sinks=None, alibi=[])
     schedule = causal_schedule(None, seqlen, q.device)
@@ -190,7 +197,7 @@ def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) 
         return run_forward
     o, lse = forward.attention_forward(q, k, v, schedule, features, q.dtype)
     delta = attention_delta(o, do, None)
-    # The backward pass has another kernel; it gets no tiles.
+    # Gives the other backward kernel no tiles, so that it does nothing.
     none = schedule.key_tiles[:0]
     half = schedule._replace(key_tiles=none) if direction == "dq" else schedule._replace(query_tiles=none)
 
@@ -206,7 +213,10 @@ def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) 
 
 
 def dense_results(direction: Pass, tensors: list[Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
-    """Computes in `dtype` what a pass computes, by the place in the result of `launcher`. tensors: as of `inputs`."""
+    """Computes the outputs of a pass in `dtype` with torch, by their index in the result of `launcher`.
+
+    tensors: as of `inputs`.
+    """
     q, k, v, do = (x.detach().to(dtype).requires_grad_() for x in tensors)
     ends = torch.tensor([0, q.shape[0]], dtype=torch.int32)
     o, _ = attention_reference(q, k, v, ends, ends, causal=True, dtype=dtype)
@@ -218,9 +228,9 @@ def dense_results(direction: Pass, tensors: list[Tensor], dtype: torch.dtype) ->
 
 
 def check(candidate: Candidate, device: str = "cuda") -> str:
-    """Compiles a candidate into Triton's cache and checks its results. Returns an error, or an empty string.
+    """Compiles a candidate into Triton's cache and checks its outputs. Returns an error message, or an empty string.
 
-    The error of each result may be twice that of torch in the same dtype, both compared with fp64, plus rounding.
+    The allowed error is twice the error of torch in the same dtype, plus rounding; both errors are relative to fp64.
     """
     tensors = inputs(candidate, CHECKED_TOKENS, 2, device)
     found = launcher(candidate, *tensors)()
@@ -237,15 +247,15 @@ def check(candidate: Candidate, device: str = "cuda") -> str:
 
 
 def compile_one(candidate: Candidate) -> tuple[Candidate, str]:
-    """Returns `check`'s result, in a process whose failure does not end the others."""
+    """Returns the candidate and the result of `check`. An exception becomes an error message."""
     try:
         return candidate, check(candidate)
-    except Exception as error:  # any failure in Triton, ptxas or the driver is a result
+    except Exception as error:  # Triton, ptxas or the driver may fail for some candidates.
         return candidate, f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def measure(chosen: list[Candidate], seqlen: int, jobs: int, warmup: float, rep: float) -> Iterator[Result]:
-    """Compiles all candidates with `jobs` processes and then times one after the other."""
+    """Compiles all candidates in `jobs` processes, and then times them one by one."""
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         errors = dict(pool.imap_unordered(compile_one, chosen))
     for candidate in chosen:
@@ -258,13 +268,13 @@ def measure(chosen: list[Candidate], seqlen: int, jobs: int, warmup: float, rep:
 
 
 def flops(candidate: Candidate, seqlen: int) -> float:
-    """Counts the FLOPs of a kernel's matmuls over one causal document."""
+    """Returns the FLOPs of the matmuls of a kernel over one causal document."""
     n_heads = MODEL_DIM // candidate.head_dim
     return PRODUCTS[candidate.direction] * 2 * n_heads * seqlen**2 * candidate.head_dim / 2
 
 
 def best(results: list[Result]) -> dict[tuple[int, Pass], Result]:
-    """Returns the fastest result for each (head_dim, pass)."""
+    """Returns the fastest result for each pair of head_dim and pass."""
     fastest: dict[tuple[int, Pass], Result] = {}
     for result in results:
         key = (result.candidate.head_dim, result.candidate.direction)
@@ -274,7 +284,10 @@ def best(results: list[Result]) -> dict[tuple[int, Pass], Result]:
 
 
 def entries(results: list[Result], name: str) -> str:
-    """Formats the lines of tiles.py's table. `name` is the name of the architecture."""
+    """Formats the results as lines of the table in tiles.py.
+
+    `name` is the name of the GPU architecture in that table.
+    """
     order = {direction: place for place, direction in enumerate(PASSES)}
     lines = [
         f'    ("{name}", {head_dim}, "{direction}"): TileConfig{astuple(result.candidate.tiles)},'
@@ -286,18 +299,24 @@ def entries(results: list[Result], name: str) -> str:
 
 
 def tiles_to_load(results: list[Result], arch: Arch) -> dict[tuned_tiles.Key, tuned_tiles.Sizes]:
-    """Returns the fastest tiles of the head_dims and passes that the table has, for `tuned_tiles.write_tiles`."""
+    """Returns the fastest tiles in the form that tuned_tiles.write_tiles needs.
+
+    Entries that the table lacks are left out.
+    """
     return {
         (head_dim, direction, itemsize): astuple(result.candidate.tiles)
         for (head_dim, direction), result in best(results).items()
-        if result.candidate.products != "tf32"  # the entries for 4-byte dtypes serve strict fp32
+        if result.candidate.products != "tf32"  # entries for 4-byte dtypes are for strict fp32
         and head_dim in HEAD_DIMS
         and is_listed(arch, head_dim, direction, itemsize := ITEMSIZE[result.candidate.products])
     }
 
 
 def markdown(results: list[Result], head: dict[str, str], arch: Arch, name: str, seqlen: int) -> str:
-    """Writes the head, a table for each (head_dim, pass) sorted by time, and the entries. Results share one dtype."""
+    """Formats the page: its header, a table for each head_dim and pass sorted by time, and the entries for tiles.py.
+
+    Results share one dtype.
+    """
     products: Products = results[0].candidate.products if results else "bfloat16"
     lines = ["# Tiles of the portable kernels", "", *(f"- {key}: `{value}`" for key, value in head.items())]
     lines += [
@@ -375,7 +394,7 @@ def main() -> None:
     today = date.today()
     device = torch.device("cuda", torch.cuda.current_device())
     arch = arch_of(device)
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the attribute
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's type stub lacks the attribute
     limit = properties.shared_memory_per_block_optin
     name = f"sm{properties.major}{properties.minor}" if arch == "unknown" else arch
     tried = near if args.near else candidates
