@@ -1,10 +1,10 @@
-"""Hashes the PTX of every kernel, so that two hashes can show that a source change leaves the compiled code unchanged.
+"""Hashes the PTX of every kernel, to show that a change of the source does not change the compiled code.
 
     python -m tests.kernels.ptx_digest --out before.json
-    python -m tests.kernels.ptx_digest --compare before.json
+    python -m tests.kernels.ptx_digest --compare before.json    # exit status 1 if code differs.
 
-A case is a kernel that a test compiles ahead of time, or a call together with every kernel that it launches. The hash
-of a case leaves out comments, source lines and function names. Neither a GPU nor ptxas is needed.
+A case is either one kernel that a test compiles ahead of time, or a public call with all kernels that it launches. The
+hash of a case ignores comments, source lines and function names. The script needs neither a GPU nor ptxas.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from tests.kernels.aot import (
 from tests.kernels.support import launched_kernels
 
 COMMENT = re.compile(r"//.*")
-# Matches a function with a body. Functions that are only declared, such as __assertfail, keep their names.
+# Matches the definition of a function in PTX. Functions that are only declared, such as __assertfail, keep their names.
 DEFINED = re.compile(r"^\s*(?:\.visible\s+|\.weak\s+)?\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)", re.MULTILINE)
 SYMBOL = re.compile(r'@"[^"]*"|@[\w$.]+')
 COMPILE: dict[str, Callable[..., CompiledKernel]] = {
@@ -53,12 +53,15 @@ COMPILE: dict[str, Callable[..., CompiledKernel]] = {
     "hopper_backward": hopper_backward.compile_case,
     "schedule": schedule.compile_case,
 }
-CODE: dict[str, str] = {}  # hash of a source with its target and options -> hash of the code
+CODE: dict[str, str] = {}  # from the hash of a source (with its target and options) to the hash of its code
 SOURCES: list[str] = []  # the hash of each source, in the order of compilation
 
 
 def all_cases() -> list[str]:
-    """Lists the names of all cases. A name has a group and values, for example `hopper_backward bf16-128-4-0-1`."""
+    """Returns the names of all cases.
+
+    The name of a case is a group and its values, for example `hopper_backward bf16-128-4-0-1`.
+    """
     containing = [(arch, head_dim, f"contain_{of}") for arch, head_dim, of in test_portable.LIMITS if arch != "sm90"]
     containing += [("sm90", *entry) for entry in [*test_portable.CONTAINING, *test_portable.REPAIRS]]
     cases = [test_portable.case_of(*entry) for entry in [*test_portable.LIMITS, *containing]]
@@ -75,11 +78,11 @@ def all_cases() -> list[str]:
 
 
 class Known(Exception):
-    """Stops the compilation of a source whose result is known."""
+    """Raised to stop a compilation whose result is known."""
 
 
 def digest(case: str) -> tuple[str, dict[str, str]]:
-    """Returns the hash of one case, and {hash of the source: hash of the code} for its kernels."""
+    """Returns the hash of a case, and a dictionary from source hash to code hash for its kernels."""
     group, _, name = case.partition(" ")
     if group == "call":
         launches = launched_kernels.compile_call(name, code_of)
@@ -89,16 +92,19 @@ def digest(case: str) -> tuple[str, dict[str, str]]:
 
 
 def code_of(compile: Callable[[], CompiledKernel]) -> tuple[str, str]:
-    """Returns the hashes of a kernel's source and of its code. Does not compile the source if CODE has its code."""
+    """Returns the hashes of a kernel's source and of its code.
+
+    If CODE already has the hash of the code, the source is not compiled.
+    """
     with contextlib.suppress(Known):
         compiled = compile()
-        # PTX does not contain the size of shared memory at a launch, so the hash includes it
+        # PTX does not contain the size of shared memory, so the hash includes that size
         CODE[SOURCES[-1]] = hash_of(str(compiled.metadata.shared), normalised(compiled.asm["ptx"]))
     return SOURCES[-1], CODE[SOURCES[-1]]
 
 
 def start(known: dict[str, str]) -> None:
-    """Prepares a process for `code_of`."""
+    """Prepares a process for calls of `code_of`."""
     CODE.update(known)
     knobs.compilation.disable_line_info = knobs.compilation.always_compile = True
     for kind in (ASTSource, GluonASTSource):
@@ -106,9 +112,10 @@ def start(known: dict[str, str]) -> None:
 
 
 def ending_if_known(make_ir: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the method `make_ir` of a source class.
+    """Wraps the method `make_ir` of a class of sources.
 
-    The wrapper appends the source's hash to SOURCES. It raises Known if CODE already has the hash of the source's code.
+    The wrapper appends the hash of the source to SOURCES. If CODE already has the hash of that source's code, the
+    wrapper raises Known.
     """
 
     def make_and_note(source: Any, target: Any, options: Any, *rest: Any) -> Any:
@@ -126,7 +133,9 @@ def hash_of(*texts: str) -> str:
 
 
 def normalised(ptx: str) -> str:
-    """Removes comments and indentation from PTX, and numbers its functions in the order in which they appear."""
+    """Removes comments and indentation from PTX, and replaces function names by numbers in their order of
+    appearance.
+    """
     lines = (line.strip() for line in COMMENT.sub("", ptx).splitlines())
     text = "\n".join(line for line in lines if line)
     for number, name in enumerate(DEFINED.findall(text)):
@@ -135,21 +144,23 @@ def normalised(ptx: str) -> str:
 
 
 def with_numbered_functions(ir: str) -> str:
-    """Numbers the functions of a kernel's first IR in the order in which they appear."""
+    """Replaces function names in a kernel's first IR by numbers in their order of appearance."""
     names: dict[str, str] = {}
     return SYMBOL.sub(lambda match: names.setdefault(match[0], f"@{len(names)}"), ir)
 
 
 def record_of(cases: Sequence[str], known: dict[str, str]) -> dict[str, Any]:
-    """Returns the hash of each case, and of the code of each source that Triton compiles. Uses all cores.
+    """Returns the hash of each case, and the code hash of each source that Triton compiles.
 
-    known: hashes of sources and their code from an earlier record. These sources are not compiled again, because equal
-    sources and options give equal code.
+    The work uses all CPU cores.
+
+    known: source hashes and their code hashes from an earlier record. Sources in `known` are not compiled again,
+    because equal sources and options give equal code.
     """
     os.environ.pop("TRITON_INTERPRET", None)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
-        # new processes import the kernels again with the environment that is set here
+        # the processes must import the kernels with the environment that is set here
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(os.cpu_count(), context, start, (known,)) as pool:
             results = dict(zip(cases, pool.map(digest, cases), strict=True))
@@ -162,7 +173,7 @@ def record_of(cases: Sequence[str], known: dict[str, str]) -> dict[str, Any]:
 
 
 def differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    """Lists the cases that differ, one line each."""
+    """Returns one line for each case whose hash differs."""
     return [
         f"{'vanished' if case not in after else 'appeared' if case not in before else 'differs'}: {case}"
         for case in {**before, **after}

@@ -1,4 +1,4 @@
-"""The Triton kernels against the fp64 reference, forward and backward, in the interpreter or compiled on a GPU."""
+"""Compares the portable Triton kernels with a reference in fp64, in the interpreter or compiled on a GPU."""
 
 import math
 from functools import partial
@@ -16,7 +16,7 @@ from tests.support.tolerance import assert_as_accurate
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-DTYPES = [torch.float16, torch.bfloat16] if GPU else [torch.float16]  # the interpreter's bf16 is wrong
+DTYPES = [torch.float16, torch.bfloat16] if GPU else [torch.float16]  # Triton's interpreter computes bf16 incorrectly
 DTYPES += [torch.float32]
 
 
@@ -25,7 +25,7 @@ def cumulative(lengths: list[int]) -> Tensor:
 
 
 def draw(total_q, total_k, n_heads, n_kv_heads, head_dim, v_head_dim=None, dtype=torch.float32, seed=0) -> list[Tensor]:
-    """Returns q, k, v and the gradients of o and lse."""
+    """Returns random q, k, v and gradients of o and lse."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     shapes = [
         (total_q, n_heads, head_dim),
@@ -39,7 +39,9 @@ def draw(total_q, total_k, n_heads, n_kv_heads, head_dim, v_head_dim=None, dtype
 
 
 def check(q, k, v, do, dlse, cu_q, cu_k, sinks=None, **features):
-    """Checks flash_attn_varlen_func: outputs and gradients are as accurate as dense attention in the same dtype."""
+    """Checks that outputs and gradients of flash_attn_varlen_func are as accurate as dense attention in the same
+    dtype.
+    """
     results = {}
     for name, function in {
         "ours": partial(flash_attn_varlen_func, max_seqlen_q=q.shape[0], max_seqlen_k=k.shape[0], return_lse=True),
@@ -52,12 +54,13 @@ def check(q, k, v, do, dlse, cu_q, cu_k, sinks=None, **features):
         else:
             inputs.append(sinks.detach().requires_grad_())
             o, lse = function(*inputs[:3], cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, sinks=inputs[3], **features)
-        # the lse of a row that sees no key is -inf, and its gradient is ignored
+        # if a row sees no key, its lse is -inf and its gradient is ignored
         seen = torch.isfinite(lse)
         grads = torch.autograd.grad((o, lse), inputs, (do.to(o.dtype), torch.where(seen, dlse, 0.0).to(lse.dtype)))
         assert all(torch.isfinite(g).all() for g in grads), name
         results[name] = [o, torch.where(seen, lse, -1e4), *grads]
-    # do . v and delta are sums of head_dim fp32 products each. If they cancel, only their rounding remains.
+    # The products do . v and delta are each a sum of head_dim fp32 products. If these sums cancel, only their rounding
+    # error remains.
     floor = torch.finfo(torch.float32).eps * v.shape[-1] * max(x.detach().abs().max().item() for x in (q, k, v, do))
     names = ("o", "lse", "dq", "dk", "dv", "dsinks")[: len(results["ours"])]
     for name, ours, exact, baseline in zip(names, *results.values(), strict=True):
@@ -101,14 +104,17 @@ def test_grouped_query_heads(n_heads, n_kv_heads):
     check(*draw(49, 49, n_heads, n_kv_heads, 16), cu, cu, causal=True)
 
 
-# A document has different numbers of queries and keys, and some documents have no queries or no keys.
+# Documents have different numbers of queries and keys. Some documents have no queries or no keys.
 UNEVEN = ([5, 40, 3, 0, 7], [9, 20, 0, 4, 70])
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (7, 0), (20, 5), (0, 0), (-1, 3)], ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_more_or_fewer_keys_than_queries_in_a_window(causal, window):
-    """Queries align with the last keys. A query that sees no key has output 0, lse -inf and zero gradients."""
+    """The last query has the position of the last key.
+
+    If a query sees no key, its output is 0, its lse is -inf and its gradients are zero.
+    """
     check(*draw(55, 103, 2, 1, 16, 32), *map(cumulative, UNEVEN), causal=causal, window_size=window)
 
 
@@ -132,7 +138,7 @@ SCALE = {"softmax_scale": 0.7}
     ],
 )
 def test_features(features, causal, window):
-    """Uses grouped heads, uneven packed documents, rows that see no key, and two blocks of head columns."""
+    """Each case has grouped heads, uneven packed documents, rows that see no key, and two blocks of head columns."""
     tensors = draw(55, 103, 4, 2, 24 if "softcap" in features else 48)
     check(*tensors, *map(cumulative, UNEVEN), causal=causal, window_size=window, **features)
 
@@ -150,7 +156,7 @@ def test_large_scores_saturate_the_softcap():
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_softcap_of_each_dtype(dtype, head_dim, softcap, spread, chosen, monkeypatch):
-    """The dtypes use different tanh instructions. `spread` is the standard deviation of a score."""
+    """Each dtype has another tanh instruction. `spread` is the standard deviation of the scores."""
     monkeypatch.setenv(backend.VARIABLE, chosen)
     q, *others = draw(1024, 1024, 4, 2, head_dim, dtype=dtype)
     check(q.detach() * spread, *others, cumulative([1024]), cumulative([1024]), causal=True, softcap=softcap)
@@ -167,7 +173,10 @@ def test_rows_outside_every_document_give_zero():
 
 
 def test_partial_outputs_in_fp32_merge_to_the_whole():
-    """Outputs of two halves of the keys, weighted by their lse, add up to the whole, and so do their gradients."""
+    """Outputs for two halves of the keys, weighted by their lse, add up to the output for all keys.
+
+    So do their gradients.
+    """
     q, k, v, do, _ = draw(40, 64, 2, 1, 16, dtype=torch.float16)
     cu_q = cumulative([40])
     whole = flash_attn_varlen_func(q, k, v, cu_q, cumulative([64]), 40, 64, out_dtype=torch.float32)
@@ -190,7 +199,7 @@ def test_partial_outputs_in_fp32_merge_to_the_whole():
 
 
 def test_fp8_with_sinks_that_require_a_gradient():
-    """A model's sinks require a gradient if it is evaluated without torch.no_grad."""
+    """If a model is evaluated without torch.no_grad, its sinks require a gradient."""
     q, k, v, *_ = (x.detach().to(torch.float8_e4m3fn) for x in draw(20, 20, 2, 1, 16))
     sinks = torch.zeros(2, device=DEVICE)
     cu = cumulative([20])
@@ -216,7 +225,7 @@ def test_fp8_is_as_accurate_as_its_inputs(head_dim):
         x.double() * s.repeat_interleave(x.shape[1] // 2)[:, None] for x, s in zip((q, k, v), descales, strict=True)
     ]
     exact, exact_lse = attention_reference(*full, cu, cu, causal=True)
-    # Hopper's tensor cores add fp8 products with 13 bits below the largest exponent (arXiv:2412.19437, 3.3.2).
+    # Hopper's tensor cores add fp8 products with 13 bits below the largest exponent (arXiv:2412.19437, section 3.3.2).
     largest = math.prod(x.norm(dim=-1).max().item() for x in full[:2]) * head_dim**-0.5
     lse_error = 2**-13 * largest if GPU else 1e-5
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=lse_error)
@@ -237,7 +246,10 @@ def test_dense_batch_is_a_packed_one_with_equal_documents():
 
 
 def test_non_contiguous_inputs_and_gradient():
-    """Inputs are slices of a qkv projection and a tensor with heads before tokens; the gradient is broadcast."""
+    """The inputs are slices of a qkv projection, and a tensor with heads before tokens.
+
+    The gradient is a broadcast tensor.
+    """
     qkv = torch.randn(45, 3, 2, 16, device=DEVICE)
     q, k = qkv[:, 0].requires_grad_(), qkv[:, 1].requires_grad_()
     v = qkv[:, 2].transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
@@ -253,7 +265,10 @@ def test_non_contiguous_inputs_and_gradient():
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("alibi", [False, True])
 def test_a_batch_of_any_layout(batch, alibi):
-    """Tokens are before or after heads, or q, k and v share a tensor. The gradient must be copied."""
+    """The inputs have tokens before or after heads, or q, k and v share one tensor.
+
+    The kernels cannot read the gradient in place, so it must be copied.
+    """
     q, k, v = torch.randn(3, batch, 4, 21, 16, device=DEVICE)
     slopes = torch.rand(4, device=DEVICE) if alibi else None
     do = torch.randn(batch, 4, 21, 16, device=DEVICE).transpose(1, 2)
@@ -285,7 +300,7 @@ def test_schedule_is_shared_with_the_varlen_function():
 
 
 def test_documents_do_not_leak():
-    """The content of document 1, even NaN, leaves document 2's output and gradients bitwise equal."""
+    """If document 1 changes, even to NaN, the output and the gradients of document 2 stay bitwise equal."""
     cu = cumulative([37, 40])
     q, k, v, do, _ = draw(77, 77, 2, 1, 16)
     results = []
@@ -303,7 +318,7 @@ def test_documents_do_not_leak():
 
 
 def test_nan_shows_in_its_own_document():
-    """A NaN in a value or in the gradient of one query reaches everything that depends on it."""
+    """A NaN in a value or in the gradient of one query reaches every result that depends on it."""
     cu = cumulative([37, 40])
     q, k, v, do, _ = draw(77, 77, 2, 1, 16)
     v = v.detach().clone()
@@ -318,7 +333,7 @@ def test_nan_shows_in_its_own_document():
 
 @pytest.mark.parametrize(("lengths", "several"), [([20], False), ([0, 20], True), ([13, 7], True)], ids=str)
 def test_both_passes_know_whether_there_are_several_documents(lengths, several, monkeypatch):
-    """If there are several documents, Hopper's kernels isolate NaN."""
+    """Hopper's kernels isolate NaN only if the schedule says that there are several documents."""
     known = []
     for name in ("forward", "backward"):
         original = getattr(backend, name)
@@ -336,7 +351,7 @@ def test_both_passes_know_whether_there_are_several_documents(lengths, several, 
         flash_attn_func(*(x.unflatten(0, (1 + several, -1)) for x in (q, k, v))),
     ):
         o.sum().backward()
-    assert known == [True, True, several] * 2  # padding may follow the caller's one document
+    assert known == [True, True, several] * 2  # padding may follow the single document of the caller
 
 
 def test_operator_registration():
@@ -391,7 +406,7 @@ DECREASING = torch.tensor([0, 8, 3], dtype=torch.int32, device=DEVICE)
     ],
 )
 def test_bad_input_is_named(arguments, message, monkeypatch):
-    monkeypatch.setenv("FLASH_ATTENTION_DEBUG", "1")  # on a GPU, cu_seqlens are checked only in this mode
+    monkeypatch.setenv("FLASH_ATTENTION_DEBUG", "1")  # on a GPU, cu_seqlens are checked in debug mode only
     with pytest.raises(ValueError, match=message):
         flash_attn_varlen_func(*arguments, 8, 8)
 
@@ -404,7 +419,10 @@ def test_max_seqlen_too_small_is_named(monkeypatch):
 
 @pytest.mark.parametrize("cu", [[5, 100], [0, 60, 30], [-40, 8, 12]], ids=["beyond", "decreasing", "negative"])
 def test_wrong_documents_never_read_out_of_bounds(cu):
-    """Checks are off, as on a GPU. Ranges stay within the tensors; the memory around them is NaN."""
+    """Debug checks are off, as is usual on a GPU.
+
+    The kernels must stay within the tensors, and the memory around them is NaN.
+    """
     cu = torch.tensor(cu, dtype=torch.int32, device=DEVICE)
     schedule = build_schedule(cu, cu, 50, 50, causal=True)
     for name, index in zip(Schedule._fields[:4], schedule.tensors()[:4], strict=True):

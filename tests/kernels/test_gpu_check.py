@@ -1,4 +1,6 @@
-"""`make gpu-check` covers every tile, tells right kernels from wrong ones, and continues after a process dies."""
+"""Tests `make gpu-check`: it covers every tile size, finds wrong kernels, accepts right ones, and continues after a
+process dies.
+"""
 
 import os
 from functools import partial
@@ -30,7 +32,7 @@ def h100(monkeypatch):
 
 @pytest.fixture
 def short(monkeypatch):
-    """Shortens documents and caches, so that the interpreter needs only seconds."""
+    """Makes documents and caches short, so that the interpreter needs only seconds."""
     monkeypatch.setattr(attention, "SEVERAL", [40, 1, 0, 33, 10, 20])
     monkeypatch.setattr(attention, "ONE", [70])
     monkeypatch.setattr(decode, "CAPACITY", 384)
@@ -38,13 +40,13 @@ def short(monkeypatch):
 
 
 def choices(width, itemsize):
-    """Lists all choices of tiles for a call."""
+    """Returns all tile sizes that the check tries for one call."""
     return [variants.own_tiles(width, itemsize, DEVICE), *variants.other_tiles(width, itemsize, DEVICE)]
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_every_entry_of_the_tables_is_run(h100, itemsize):
-    """The check leaves out the entries that do not fit into an H100."""
+    """The check leaves out table entries that do not fit into an H100."""
     table = _TILES if itemsize == 2 else _TILES_OF_4_BYTES
     for (arch, head_dim, direction), tiles in table.items():
         width = (head_dim, head_dim)
@@ -89,7 +91,7 @@ def cached(h100):
 
 
 def slightly_wrong(function):
-    """Wraps `function` so that its last rows are wrong, like a kernel that leaves out a tile."""
+    """Wraps `function` so that its last rows are wrong, as if a kernel left out a tile."""
 
     def wrong(*arguments, **options):
         o, *rest = function(*arguments, **options)
@@ -155,7 +157,7 @@ def fails():
 
 
 def test_a_process_that_dies_is_replaced():
-    """A single process runs all three cases."""
+    """A single worker process runs all three cases."""
     cases = [Case("dies", partial(os._exit, 3)), Case("fails", fails), Case("passes", partial(int, 0))]
     errors = {result.case.name: result.error for result in run_all(cases, jobs=1)}
     assert errors == {"dies": "the process ended with 3", "fails": "AssertionError: wrong by much", "passes": ""}

@@ -1,4 +1,4 @@
-"""Tests the public functions with the calls of flash-attn's users, with torch's transforms and with any documents."""
+"""Tests the public functions as users of flash-attn call them, with torch's transforms, and with random documents."""
 
 import inspect
 from types import SimpleNamespace
@@ -51,7 +51,7 @@ LENGTHS = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_se
     ],
 )
 def test_signature_is_flash_attns(function, wanted):
-    """Our additional arguments are keyword-only and come after flash-attn's."""
+    """Our additional arguments are keyword-only and come after flash-attn's arguments."""
     found = inspect.signature(function).parameters.values()
     theirs = {p.name: ... if p.default is p.empty else p.default for p in found if p.kind is p.POSITIONAL_OR_KEYWORD}
     assert list(theirs.items()) == list(wanted.items())
@@ -64,7 +64,7 @@ def test_positional_arguments_and_three_results():
     names = {"softmax_scale": 0.3, "causal": True, "window_size": (5, 0), "softcap": 4.0, "deterministic": True}
     expected, expected_lse = flash_attn_func(q, k, v, **names, return_lse=True)
     assert torch.equal(o, expected) and torch.equal(lse, expected_lse)
-    # flash-attn's value without dropout
+    # flash-attn returns this value without dropout
     assert probabilities.shape == (0,) and probabilities.dtype == q.dtype and probabilities.device == q.device
 
 
@@ -91,7 +91,7 @@ def test_windows_are_tokens_or_unbounded(window, expected):
 
 
 def test_windows_past_what_int32_holds():
-    """Such a window sees every key in both passes."""
+    """A window that is wider than int32 allows must show every key in both passes."""
     q = torch.randn(1, 5, 1, 8, device=DEVICE, requires_grad=True)
     k = torch.randn(1, 6, 1, 8, device=DEVICE, requires_grad=True)
     expected = with_gradients(lambda q, k: flash_attn_func(q, k, k), [q, k])
@@ -103,7 +103,7 @@ def test_windows_past_what_int32_holds():
 
 @pytest.mark.parametrize("page_size", [16, 5], ids=["pages-of-16", "pages-of-5"])
 def test_keys_in_pages(page_size):
-    """Unused pages are NaN and unused entries of the table are invalid. Gradients reach the pages."""
+    """Unused pages hold NaN, and unused entries of the block table are invalid. Gradients reach the pages."""
     lengths_q, lengths_k = [5, 0, 3, 1], [21, 7, 0, 16]
     q, k, v, do, _ = draw(9, 44, 2, 1, 8, 16)
     cu_q, cu_k = cumulative(lengths_q), cumulative(lengths_k)
@@ -151,7 +151,7 @@ def test_pages_under_compile():
 
 
 def test_other_lengths_compile_nothing_anew():
-    """max_seqlen, which flash-attn's signature requires, is a different int in each call."""
+    """max_seqlen, which flash-attn's signature requires, has another value in each call."""
 
     def attend(q, cu, longest):
         return flash_attn_varlen_func(q, q, q, cu, cu, longest, longest, 0.0, None, True, return_attn_probs=True)
@@ -188,7 +188,7 @@ def test_other_lengths_compile_nothing_anew():
 )  # fmt: skip
 @pytest.mark.parametrize("kept", [False, True])
 def test_bad_input_is_named(arguments, message, kept, monkeypatch):
-    """The error appears whether or not an earlier call has left a schedule in the cache."""
+    """A call with bad input raises its error whether or not an earlier call has left a schedule in the cache."""
     monkeypatch.setattr(schedule_cache, "_KEPT", {})
     inputs = dict(zip("qkv", dense_inputs(), strict=True))
     if kept:
@@ -212,7 +212,7 @@ def test_another_rank_in_a_packed_stream_is_named(shape):
     ids=["list", "tensor", "array", "numpy-integers", "size"],
 )
 def test_a_window_may_be_any_pair_of_integers(window_size):
-    """flash-attn 2.8 allows this too."""
+    """flash-attn 2.8 also accepts any pair of integers."""
     q, k, v = dense_inputs()
     cu = cumulative([q.shape[1]]), cumulative([k.shape[1]])
     wanted, found = (
@@ -278,7 +278,7 @@ def test_under_activation_checkpointing(reentrant):
 
 
 def test_under_autocast():
-    """Projections return half precision. Like flash-attn, attention casts nothing and refuses mixed dtypes."""
+    """Projections return half precision. Like flash-attn, our attention casts nothing and refuses mixed dtypes."""
     project = torch.nn.Linear(40, 40, device=DEVICE)
     q, k, v = dense_inputs()
     with torch.autocast(DEVICE, torch.float16):
@@ -296,7 +296,7 @@ def test_under_autocast():
     ids=["new-name", "old-name"],
 )
 def test_one_tf32_product_only_where_torch_allows_it(name, allowed, forbidden):
-    """fp32 uses one TF32 product if either of torch's two settings allows it, and three otherwise."""
+    """Attention in fp32 uses one TF32 product if either of torch's two settings allows it, and three otherwise."""
     matmul, x = torch.backends.cuda.matmul, torch.ones(1)
     before = matmul.fp32_precision
     try:
@@ -323,7 +323,7 @@ def test_no_tf32_product_on_gpus_without(monkeypatch, capability, precision):
 
 
 def test_in_a_functional_call():
-    """Like flash-attn, attention supports functional_call, but has no rule for torch.func's grad and vmap."""
+    """Like flash-attn, our attention supports functional_call, but not torch.func's grad and vmap."""
     project = torch.nn.Linear(40, 40, device=DEVICE)
     q, k, v = dense_inputs()
     weights = {name: x.detach().clone().requires_grad_() for name, x in project.named_parameters()}
@@ -336,7 +336,9 @@ def test_in_a_functional_call():
 
 
 def test_flops_are_counted():
-    """torch counts two matmuls in the forward pass and five in the backward pass, each over all pairs."""
+    """torch counts two matmuls for the forward pass and five for the backward pass, each over all pairs of a query and
+    a key.
+    """
     q, k, v, do, _ = draw(13, 17, 4, 2, 16, 24)
     cu_q, cu_k = cumulative([13]), cumulative([17])
     with FlopCounterMode(display=False) as counter:
@@ -347,14 +349,16 @@ def test_flops_are_counted():
 
 DOCUMENTS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=5)
 WINDOWS = st.integers(-1, 12) | st.just(-1)
-# derandomized: each run generates the same documents
+# derandomize: each run generates the same documents
 ANY = settings(max_examples=200 if GPU else 6, deadline=None, derandomize=True)
 
 
 @ANY
 @given(DOCUMENTS, st.booleans(), WINDOWS, WINDOWS, st.integers(0, 3), st.integers(0, 5), st.booleans())
 def test_any_documents(pairs, causal, left, right, padding, tail, capped):
-    """Both passes equal the reference for any lengths, padded cu_seqlens and tokens after the last document."""
+    """Both passes equal the reference for any document lengths, padded cu_seqlens and tokens after the last
+    document.
+    """
     lengths_q, lengths_k = ([*x, *[0] * padding] for x in zip(*pairs, strict=True))
     q, k, v, do, dlse = draw(sum(lengths_q) + tail + 1, sum(lengths_k) + tail + 1, 2, 1, 8)
     options = {"causal": causal, "window_size": (left, right), "softcap": 2.0 if capped else 0.0}
@@ -364,7 +368,10 @@ def test_any_documents(pairs, causal, left, right, padding, tail, capped):
 @ANY
 @given(st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-5, 60), min_size=1, max_size=6), st.booleans())
 def test_any_wrong_documents_stay_in_bounds(edges, causal):
-    """Checks are off, as on a GPU. The memory around q, k and v is NaN. ALiBi looks up each token's document."""
+    """Debug checks are off, as is usual on a GPU. The memory around q, k and v holds NaN.
+
+    ALiBi makes the kernels look up each token's document.
+    """
     memory = torch.full((3, 150, 1, 8), torch.nan, device=DEVICE)
     memory[:, 50:100] = 1.0
     cu = torch.tensor(edges, dtype=torch.int32, device=DEVICE)
@@ -375,7 +382,7 @@ def test_any_wrong_documents_stay_in_bounds(edges, causal):
     assert torch.isfinite(o).all()
 
 
-# test_flash_attention.py tests these widths. The interpreter is too slow to test all widths in both files.
+# test_flash_attention.py tests these head_dims. The interpreter is too slow to test all head_dims in both files.
 ELSEWHERE = {8, 16, 40, 64, 80, 96, 128, 192, 256}
 OTHER_HEAD_DIMS = [d for d in range(8, 257, 8) if d not in ELSEWHERE] if GPU else [24, 136, 224]
 
@@ -405,7 +412,9 @@ def test_pages_are_gathered_without_a_host_sync():
     ids=["long", "not", "tensor"],
 )
 def test_a_long_max_seqlen_sets_the_length_class(max_seqlen, seqlen, monkeypatch):
-    """A smaller max_seqlen is ignored, so that a document of 513 tokens does not slow down shorter ones."""
+    """If max_seqlen is less than LONG_DOCUMENT, it is ignored, so that one document of 513 tokens does not slow down
+    shorter ones.
+    """
     asked = []
     build = interface.build_schedule
     monkeypatch.setattr(interface, "build_schedule", lambda *x, **y: asked.append(y["seqlen"]) or build(*x, **y))

@@ -1,4 +1,6 @@
-"""tests.support.interpreter speeds up Triton's interpreter, changes no result and leaves nothing behind."""
+"""Tests tests.support.interpreter, which speeds up Triton's interpreter: it changes no result and leaves nothing
+behind.
+"""
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ def _total(x):
 
 @triton.jit
 def _square_sum_kernel(x_ptr, y_ptr, N: tl.constexpr):
-    """Sums the squares of row i of x (rows, N) into y[i] with a device function and one of Triton's own functions."""
+    """Writes the sum of squares of row i of x (rows, N) to y[i], with a device function and one of Triton's own
+    functions.
+    """
     row = tl.program_id(0)
     x = tl.load(x_ptr + row * N + tl.arange(0, N))
     tl.store(y_ptr + row, tl.maximum(_total(x), 0.0))
@@ -48,6 +52,6 @@ def test_the_language_is_replaced_once_a_launch_and_put_back(monkeypatch):
 
 def test_a_launch_that_fails_puts_it_back_too():
     with pytest.raises(interpreter.InterpreterError):
-        square_sums(torch.ones(2, 7))  # 7 is not a power of two
+        square_sums(torch.ones(2, 7))  # 7 columns, which is not a power of two
     assert tl.core.is_builtin(tl.load)
     assert square_sums(torch.ones(2, 8)).tolist() == [8.0, 8.0]

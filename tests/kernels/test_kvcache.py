@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache against dense attention in fp64 over the keys that the cache must contain."""
+"""Compares flash_attn_with_kvcache with dense attention in fp64 over the keys that the cache must contain."""
 
 import inspect
 
@@ -11,7 +11,7 @@ from fa_kernels.flash_attention.tiles import SHARED_LIMIT, shared_bytes
 from tests.kernels.support.attention_check import DEVICE, GPU
 from tests.kernels.support.cached_attention import check, dense, draw, int32
 
-DTYPES = [torch.float16, torch.bfloat16] if GPU else [torch.float16]  # the interpreter's bf16 is wrong
+DTYPES = [torch.float16, torch.bfloat16] if GPU else [torch.float16]  # Triton's interpreter computes bf16 incorrectly
 DTYPES += [torch.float32]
 SPLITS = pytest.mark.parametrize("num_splits", [1, 3], ids=["whole", "split"])
 PAGED = pytest.mark.parametrize("page_size", [None, 16, 32], ids=["dense", "pages-of-16", "pages-of-32"])
@@ -26,13 +26,13 @@ def test_one_query_a_sequence(page_size, num_splits):
 @SPLITS
 @PAGED
 def test_append(page_size, num_splits):
-    """New tokens are at their positions in the final cache, also across pages, and nothing else has changed."""
+    """New tokens must be at their positions in the cache after the call, also across pages. Nothing else may change."""
     check([0, 15, 58], seqlen_q=3, seqlen_new=5, causal=True, page_size=page_size, num_splits=num_splits)
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_new"), [(3, 20), (7, 2)], ids=str)
 def test_append_of_more_or_fewer_tokens_than_queries(seqlen_q, seqlen_new):
-    """Queries align with the last keys. A query before the first key sees none."""
+    """The last query has the position of the last key. A query that is before the first key sees no key."""
     check([0, 33], n_heads=1, seqlen_q=seqlen_q, seqlen_new=seqlen_new, causal=True, num_splits=2, page_size=16)
 
 
@@ -44,7 +44,9 @@ def test_window(causal, num_splits, window):
 
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(2, 2), (6, 2), (20, 1)], ids=["mha", "gqa", "mqa"])
 def test_grouped_query_heads(n_heads, n_kv_heads):
-    """The rows of a tile are queries of all heads of a group, so a tile may begin and end within one token's group."""
+    """The rows of a tile are queries of all heads of a group, so a tile may begin and end between the heads of one
+    token.
+    """
     check([40], seqlen_q=4, n_heads=n_heads, n_kv_heads=n_kv_heads, causal=True, num_splits=2)
 
 
@@ -66,7 +68,10 @@ def test_values_of_another_width(head_dim, v_head_dim):
 )
 @pytest.mark.parametrize("window", [(-1, -1), (12, -1)], ids=["full", "window"])
 def test_rotary(window, head_dim, rotary_dim, page_size, interleaved):
-    """With a window, queries are rotated by their own positions; without one, by the position of the cache's end."""
+    """With a window, each query is rotated by its own position.
+
+    Without a window, all are rotated by the position of the cache's end.
+    """
     check(
         [0, 37],
         seqlen_q=4,
@@ -82,7 +87,7 @@ def test_rotary(window, head_dim, rotary_dim, page_size, interleaved):
 @SPLITS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes(dtype, num_splits):
-    """Rotated queries and keys are rounded to the dtype before their product."""
+    """Rotated queries and keys are rounded to the dtype before they are multiplied."""
     check([5, 37], seqlen_q=2, seqlen_new=3, rotary_dim=16, causal=True, dtype=dtype, num_splits=num_splits)
 
 
@@ -115,7 +120,7 @@ def test_sequences_anywhere_in_the_cache(num_splits):
 @SPLITS
 @pytest.mark.parametrize("page_size", [None, 16], ids=["dense", "pages-of-16"])
 def test_padding_on_the_left(page_size, num_splits):
-    """Padding may contain NaN, reach into a block, or fill the whole sequence."""
+    """Padding may contain NaN, end inside a block, or fill the whole sequence."""
     check(
         [40, 61, 9, 30],
         leftpad=[0, 37, 9, 16],
@@ -147,7 +152,7 @@ def test_defaults_take_the_whole_cache():
 
 
 def test_strided_inputs():
-    """Heads come before tokens in the cache, and q, k and v are slices of one projection."""
+    """The cache has heads before tokens, and q, k and v are slices of one projection."""
     qkv = draw(2, 3, 8, 16)
     q, k, v = qkv.split((4, 2, 2), dim=2)
     caches = [draw(2, 2, 50, 16) for _ in range(2)]
@@ -157,7 +162,7 @@ def test_strided_inputs():
     o = flash_attn_with_kvcache(q, *strided, k, v, **arguments)
     assert torch.equal(o, flash_attn_with_kvcache(*(x.contiguous() for x in (q, *contiguous, k, v)), **arguments))
     assert all(torch.equal(a, b) for a, b in zip(strided, contiguous, strict=True))
-    columns = draw(2, 3, 16, 4).transpose(2, 3)  # rows are not contiguous, so they are copied
+    columns = draw(2, 3, 16, 4).transpose(2, 3)  # the rows are not contiguous, so the function must copy them
     assert torch.equal(
         flash_attn_with_kvcache(columns, *strided), flash_attn_with_kvcache(columns.contiguous(), *strided)
     )
@@ -194,7 +199,7 @@ def test_signature_is_flash_attns():
 def test_splits_fill_the_gpu():
     assert choose_splits(8, 65536, 132) == 33  # two programs per multiprocessor
     assert choose_splits(1, 10**6, 132) == MAX_SPLITS
-    assert choose_splits(8, 600, 132) == 2  # more splits would cost more to merge than they save
+    assert choose_splits(8, 600, 132) == 2  # merging more splits would cost more than the splits save
     assert choose_splits(8, 10, 132) == choose_splits(1000, 65536, 132) == 1
 
 
@@ -204,7 +209,7 @@ def test_splits_fill_the_gpu():
     ids=str,
 )
 def test_tiles_are_as_flat_as_the_queries(n_rows, head_dim, block_m):
-    """A paged cache has more pipeline stages, because looking up a page takes a stage."""
+    """With a paged cache there are more pipeline stages, because looking up a page takes a stage."""
     limit = SHARED_LIMIT["sm90"]
     dense, paged = (decode_tiles("sm90", head_dim, head_dim, 2, n_rows, paged, limit) for paged in (False, True))
     assert dense.block_m == paged.block_m == block_m

@@ -1,9 +1,12 @@
-"""Tests the compiled kernels with thousands of combinations of shape, mask and feature. One test runs 55 of them.
+"""Tests the compiled kernels with thousands of combinations of shape, mask and feature.
+
+Each test runs 55 of these combinations.
 
 Each combination is compared with dense attention, forward and backward (see support/attention_check.py). Every pair of
-lengths is combined with every mask. Features, heads and layouts alternate. The head dimensions of Hopper's kernels are
-tested with all combinations of these three. Other head dimensions are tested with fewer, because each combination is
-compiled separately. If MATRIX_REPORT names a folder, the largest errors are written there, next to torch's errors.
+lengths is combined with every mask. Features, head counts and layouts alternate from one combination to the next. The
+head_dims of Hopper's kernels are tested with all combinations of features, head counts and layouts. Other head_dims are
+tested with fewer combinations, because each one is compiled separately. If the environment variable MATRIX_REPORT names
+a folder, our largest errors are written there, next to torch's.
 """
 
 import itertools
@@ -21,7 +24,7 @@ from tests.kernels.support.attention_check import compare, cumulative
 
 pytestmark = pytest.mark.gpu
 
-# (seqlen_q, seqlen_k), from flash-attn's tests
+# pairs (seqlen_q, seqlen_k) from flash-attn's tests
 PAIRS = [
     (1, 147), (113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (512, 256), (1024, 1024), (1023, 1024),
     (1024, 1023), (2048, 2048),
@@ -36,14 +39,14 @@ LAYOUTS = ["dense", "varlen", "deterministic", "deterministic-varlen", "strided"
 HEAD_DIMS = [8, 16, 32, 40, 64, 80, 96, 128, 160, 192, 256]
 WIDTHS = [*((d, d) for d in HEAD_DIMS), (192, 128), (64, 128)]
 IN_FULL = [(64, 64), (128, 128)]
-ON_HOPPER = [(64, 64), (96, 96), (128, 128), (256, 256)]  # `auto` may use Hopper's kernels at these widths
+ON_HOPPER = [(64, 64), (96, 96), (128, 128), (256, 256)]  # (head_dim, v_head_dim) of the Hopper kernels
 
 
 def n_rounds(dtype, width) -> int:
-    """Returns the number of rounds for this dtype and width.
+    """Returns the number of rounds for a dtype and a pair of head_dims.
 
-    A round uses each of the 55 combinations of lengths and mask once, with other features and layouts than before.
-    Three rounds are enough for all combinations of features, heads and layouts.
+    A round uses each of the 55 combinations of lengths and mask once, with other features and layouts than the round
+    before. Three rounds are enough for all combinations of features, head counts and layouts.
     """
     if dtype == torch.float32 or width not in ON_HOPPER:
         return 2
@@ -51,7 +54,10 @@ def n_rounds(dtype, width) -> int:
 
 
 def combinations(dtype, width, round_):
-    """Yields the combinations of one round. Features, heads and layouts continue where the previous round stopped."""
+    """Yields the combinations of one round.
+
+    Features, head counts and layouts continue where the previous round stopped.
+    """
     index = WIDTHS.index(width)
     every = itertools.product(HEADS, FEATURES, LAYOUTS)
     some = itertools.product(HEADS[index % 3 :][:1], FEATURES[index % 2 :: 2], LAYOUTS)
@@ -63,7 +69,9 @@ def combinations(dtype, width, round_):
 
 
 def documents(pair, layout, generator) -> tuple[list[int], list[int]]:
-    """Returns lengths of queries and keys: the pair alone, twice, or among empty, short and ragged documents."""
+    """Returns document lengths of queries and keys: the pair alone, the pair twice, or the pair among empty, short and
+    ragged documents.
+    """
     if "varlen" not in layout:
         return ([pair[0]], [pair[1]]) if pair[0] > 1000 else ([pair[0]] * 2, [pair[1]] * 2)
     lengths = [pair, (0, 7), (5, 0), (0, 0), (1, 1), (generator.randrange(200), generator.randrange(1, 300))]
@@ -72,7 +80,10 @@ def documents(pair, layout, generator) -> tuple[list[int], list[int]]:
 
 
 def check(dtype, width, pair, mask, heads, names, layout, generator) -> dict[str, tuple[float, float]]:
-    """Returns (our error, torch's) for each result. Raises if a result is less accurate than allowed."""
+    """Returns our error and torch's error for each result.
+
+    Raises an error if one of our results is less accurate than allowed.
+    """
     lens_q, lens_k = documents(pair, layout, generator)
     (n_heads, n_kv_heads), (head_dim, v_head_dim) = heads, width
     total_q, total_k = sum(lens_q) + generator.choice((0, 3)), sum(lens_k)
@@ -81,7 +92,7 @@ def check(dtype, width, pair, mask, heads, names, layout, generator) -> dict[str
         (total_q, n_heads, v_head_dim),
     ]  # fmt: skip
     inputs = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
-    if layout == "strided":  # columns of wider heads, which TMA reads in place; sometimes heads before tokens
+    if layout == "strided":  # each head is a slice of a wider one; TMA reads it in place
         inputs[:3] = [torch.cat([x, x], dim=2)[..., : x.shape[2]] for x in inputs[:3]]
         if total_q % 2:
             inputs[0] = inputs[0].transpose(0, 1).contiguous().transpose(0, 1)

@@ -1,4 +1,4 @@
-"""The portable kernels isolate NaN among several documents, with dK and dV in one kernel or in two."""
+"""The portable kernels isolate NaN between documents, whether one kernel or two compute dK and dV."""
 
 import pytest
 import torch
@@ -10,14 +10,14 @@ from fa_kernels.flash_attention.portable import backward, forward
 from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_kernels.flash_attention.tiles import key_passes
 
-LENGTHS, WITH_NAN = [20, 17, 13], slice(20, 37)  # all in the same tiles; the second document contains NaN
+LENGTHS, WITH_NAN = [20, 17, 13], slice(20, 37)  # all documents are in the same tiles; the second one contains NaN
 TOTAL = sum(LENGTHS)
 FEATURES = Features(0.2, 0.0, None, ())
-AT_ONCE, APART = 24, 200  # a head_dim with one kernel for dK and dV, and a head_dim with two
+AT_ONCE, APART = 24, 200  # a head_dim for which one kernel computes dK and dV, and a head_dim for which two do
 
 
 def run(tensors, schedule):
-    """Returns o, dq, dk and dv."""
+    """Runs both passes and returns o, dq, dk and dv."""
     q, k, v, do = tensors
     o, lse = forward.attention_forward(q, k, v, schedule, FEATURES, q.dtype)
     return o, *backward.attention_backward(do, q, k, v, lse, attention_delta(o, do, None), schedule, FEATURES)
@@ -25,7 +25,7 @@ def run(tensors, schedule):
 
 def inputs(head_dim, device):
     generator = torch.Generator(device).manual_seed(0)
-    # GPUs use two kernels for bf16 only. The interpreter computes bf16 incorrectly.
+    # On a GPU, dK and dV have separate kernels in bf16 only. Triton's interpreter computes bf16 incorrectly.
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     return [torch.randn(TOTAL, 1, head_dim, device=device, generator=generator).to(dtype) for _ in range(4)]
 

@@ -1,4 +1,6 @@
-"""A call takes the registered operator if something observes it, and otherwise the direct path (ops.py)."""
+"""A call runs the registered operator if other code observes the call, and otherwise takes the direct path (see
+ops.py).
+"""
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from fa_kernels.flash_attention.schedule import causal_schedule
 
 
 def test_a_mode_or_a_profiler_sees_the_operator(device, monkeypatch):
-    """A call uses torch's dispatcher if a mode or a profiler is active, and bypasses it otherwise."""
+    """If a dispatch mode or a profiler is active, a call uses torch's dispatcher. Otherwise, the call bypasses it."""
     q, k, v = torch.randn(3, 1, 20, 2, 16, device=device)
     operators = []
     for name in ("forward_operator", "backward_operator"):
@@ -31,7 +33,7 @@ def test_a_mode_or_a_profiler_sees_the_operator(device, monkeypatch):
 
 
 def test_a_tensor_subclass_sees_the_operator(device, monkeypatch):
-    """One tensor of a subclass among q, k and v is enough. A Parameter counts as a plain tensor."""
+    """The operator runs if one of q, k and v is a tensor subclass. A Parameter counts as a plain tensor."""
 
     class Seeing(torch.Tensor):
         pass
@@ -47,7 +49,7 @@ def test_a_tensor_subclass_sees_the_operator(device, monkeypatch):
 
 
 def test_a_tensor_left_by_a_transform_is_unwrapped(device):
-    """Function.apply unwraps the tensor. The transform's wrapper has no data."""
+    """Function.apply unwraps the tensor. The wrapper that a functorch transform leaves behind has no data."""
     schedule = causal_schedule(None, 20, device)
     q, k = torch.randn(20, 2, 16, device=device), torch.randn(20, 2, 16, device=device, requires_grad=True)
     left = []
@@ -64,7 +66,7 @@ def test_functorch_transforms_are_refused(device):
 
 
 def test_forward_mode_gradients_are_refused(device):
-    """Otherwise both the operator and the direct call would silently drop the tangent."""
+    """Without an error, both the operator and the direct path would silently drop the tangent."""
     q, k, v = torch.randn(3, 20, 2, 16, device=device)
     schedule = causal_schedule(None, 20, device)
     with pytest.raises(NotImplementedError, match="forward-mode"):
@@ -89,7 +91,7 @@ def test_inconsistent_inputs_are_named_with_and_without_data(device_type, monkey
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_batch_is_copied_only_where_no_view_packs_it(batch):
-    """A call that makes a copy while it is recorded is never replayed."""
+    """If a call makes a copy while it is recorded, it is never replayed."""
     parts = torch.zeros(batch, 20, 3, 2, 16).unbind(2)
     heads_first = torch.zeros(batch, 2, 20, 16).transpose(1, 2)
     columns_last = torch.zeros(batch, 20, 16, 2).transpose(2, 3)

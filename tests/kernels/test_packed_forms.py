@@ -1,4 +1,7 @@
-"""Attention over joined q, k and v gives the results of separate ones, copies nothing, and joins the gradients."""
+"""Attention over joined q, k and v gives the same results as over separate tensors.
+
+It copies nothing, and joins the gradients.
+"""
 
 import inspect
 from functools import partial
@@ -23,7 +26,7 @@ from tests.support.tolerance import assert_as_accurate
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CU = torch.tensor([0, 11, 11, 18], dtype=torch.int32, device=DEVICE)
 CU_K = torch.tensor([0, 5, 14, 27], dtype=torch.int32, device=DEVICE)
-# every argument that is passed on; none has its default value
+# every argument that the functions pass on, none with its default value
 OPTIONS = {
     "softmax_scale": 0.4,
     "causal": True,
@@ -92,7 +95,10 @@ def test_outputs_with_lse(joined_function, function, q_shape, joined_shape):
 
 
 def test_against_the_reference():
-    """Compares one case with the reference. This finds mistakes in the code that all functions share."""
+    """Compares one case with the reference implementation.
+
+    The comparison finds mistakes in the code that all functions share.
+    """
     qkv = draw(20, 3, 2, 16)
     results = []
     for dtype in (None, torch.float64, torch.float32):

@@ -1,4 +1,4 @@
-"""Tests properties of attention on a GPU other than accuracy.
+"""Tests properties of attention on a GPU other than its accuracy.
 
 Results are repeatable, calls are asynchronous, kernels are compiled once, and tensors can have any size.
 """
@@ -56,7 +56,7 @@ def test_deterministic_gradients_are_bitwise_equal_in_twenty_runs(head_dim, dtyp
     for _ in range(19):
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
     on_hopper = os.environ["FLASH_ATTENTION_BACKEND"] == "auto" and is_hopper(do.device)
-    assert bool(launches) == on_hopper  # there may be fewer than 20 launches, because later calls replay recorded ones
+    assert bool(launches) == on_hopper  # fewer than 20 launches are possible, because later calls are replayed
 
 
 def test_neither_pass_waits_for_the_gpu():
@@ -96,7 +96,10 @@ def test_twenty_packings_compile_once():
 
 @pytest.mark.timeout(600)
 def test_more_than_two_to_the_31_elements():
-    """q, k and v have 2.15e9 elements each. The first and last documents equal a reference on their slices."""
+    """q, k and v have 2.15e9 elements each, more than int32 can count.
+
+    The first and last documents must equal a reference that is computed on their slices.
+    """
     total, n_heads, head_dim = 2**19 + 256, 32, 128
     assert total * n_heads * head_dim > 2**31
     lengths = [300, 2**18, 2**18 - 400, 356]
@@ -104,7 +107,7 @@ def test_more_than_two_to_the_31_elements():
     q, k, v = (torch.randn(total, n_heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     for x in (q, k, v):
         x.requires_grad_()
-    window = (128, 0)  # limits the work
+    window = (128, 0)  # a window keeps the test short
     o = flash_attn_varlen_func(q, k, v, cu, cu, 2**18, 2**18, causal=True, window_size=window)
     do = torch.ones_like(o)
     gradients = torch.autograd.grad(o, (q, k, v), do)
@@ -142,8 +145,8 @@ def test_adversarial_scores(name, head_dim):
         results.append([o, *torch.autograd.grad(o, tensors, do.to(dtype))])
     for ours_, exact, baseline in zip(ours, *results, strict=True):
         assert torch.isfinite(ours_).all()
-        # Scores of 1e4 have an error of 1e-3 in fp32, so probabilities have a relative error of 1e-3. Allow four times
-        # this error.
+        # Scores of 1e4 have an error of 1e-3 in fp32, so probabilities have a relative error of 1e-3. The tolerance is
+        # four times this error.
         error, torchs = ((x.double() - exact.double()).abs().max() for x in (ours_, baseline))
         assert error <= 2 * torchs + 4e-3 * exact.abs().max() + 1e-30
 
@@ -154,7 +157,10 @@ def test_adversarial_scores(name, head_dim):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [True, False])
 def test_nan_and_infinity_stay_in_their_document(head_dim, dtype, softcap, deterministic, causal):
-    """One element of q, k, v or do is NaN or infinite. Neighbouring documents share its tiles and blocks of 64 rows."""
+    """One element of q, k, v or do is NaN or infinite.
+
+    The neighbouring documents share tiles and blocks of 64 rows with this element.
+    """
     lengths, first, last = [150, 20, 30, 90, 13, 260, 200], 200, 290
     cu = cumulative(lengths)
     total, spoiled = sum(lengths), 270
@@ -181,7 +187,7 @@ def test_nan_and_infinity_stay_in_their_document(head_dim, dtype, softcap, deter
             torch.testing.assert_close(ours[others], exact[others], rtol=0.0, atol=atol)
         o, lse, dq, _, _ = results
         if value == value:
-            continue  # infinity may give a key zero weight; NaN shows in every row that sees it
+            continue  # infinity may give a key the weight zero; NaN shows in every row that sees the key
         assert torch.isnan(dq[spoiled, 0]).any()
         if index < 2:
             assert torch.isnan(o[spoiled, 0]).all() and torch.isnan(lse[spoiled, 0])

@@ -1,4 +1,4 @@
-"""The digest of PTX depends on the code, but not on names, comments and line numbers."""
+"""The digest of PTX depends on the code, but not on function names, comments and line numbers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The repair kernels recompute the marked tiles, and no other tiles."""
+"""The repair kernels recompute the tiles that are marked as containing NaN, and no other tiles."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from fa_kernels.flash_attention.schedule import causal_schedule
 pytestmark = pytest.mark.xdist_group("repair")
 LENGTHS = [50, 0, 100, 61]
 TOTAL, HEADS, KV_HEADS = sum(LENGTHS), 2, 1
-UNITS = 4  # units of 64 rows; each unit has a mark
+UNITS = 4  # number of units of 64 rows; each unit has one mark
 UNTOUCHED = 7.0
 
 SOME = [pytest.param([(0, 0), (1, 3)], id="some")]
@@ -25,9 +25,10 @@ NONE = [pytest.param([], id="none")]
 
 @pytest.fixture(scope="module", params=[False, True], ids=["numbers", "nan"])
 def problem(device, request):
-    """Returns arguments of both passes, and o, lse, dq, dk and dv as computed without repair.
+    """Returns the arguments of both passes, and o, lse, dq, dk and dv as computed without repair.
 
-    NaN is in the last row of the first document. This row and the first rows of the next document share a mark.
+    The last row of the first document contains NaN. The row with NaN and the first rows of the next document share a
+    mark.
     """
     generator = torch.Generator(device).manual_seed(0)
     cu_seqlens = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
@@ -45,7 +46,7 @@ def problem(device, request):
 
 
 def marks(heads, units, device):
-    """Marks these (head, unit) pairs. Pairs whose head is out of range are left out."""
+    """Returns marks that are set for these pairs of head and unit. Pairs whose head does not exist are left out."""
     spoiled = new_marks(heads, TOTAL, device).zero_()
     assert spoiled.shape == (heads, UNITS)
     for head, unit in units:
@@ -55,10 +56,14 @@ def marks(heads, units, device):
 
 
 def assert_repaired(ours, exact, spoiled):
-    """Shapes: ours, exact (total, heads, columns). Marked rows equal `exact`; rows of unmarked tiles are untouched."""
+    """Shapes: ours, exact (total, heads, columns).
+
+    Marked rows must equal `exact`, and rows of unmarked tiles must be unchanged.
+    """
     marked = spoiled.repeat_interleave(64, 1)[:, :TOTAL].T > 0
     torch.testing.assert_close(ours[marked], exact[marked], rtol=1e-5, atol=1e-5, equal_nan=True)
-    in_tile = spoiled.unflatten(1, (-1, 2)).amax(2).repeat_interleave(128, 1)[:, :TOTAL].T > 0  # tiles of at most 128
+    # a tile has at most 128 rows
+    in_tile = spoiled.unflatten(1, (-1, 2)).amax(2).repeat_interleave(128, 1)[:, :TOTAL].T > 0
     assert (ours[~in_tile] == UNTOUCHED).all()
 
 
@@ -84,7 +89,7 @@ def test_backward_of_marked_tiles(problem, device, units):
 
 def in_order_of_threads(sums):
     """Reorders (tokens, heads, columns) by blocks of 64 tokens, then by blocks of 64 columns, then by threads."""
-    blocks = sums.unflatten(0, (-1, 64)).transpose(1, 2).split(64, dim=-1)  # [block, head, token, column] each
+    blocks = sums.unflatten(0, (-1, 64)).transpose(1, 2).split(64, dim=-1)  # each is [block, head, token, column]
     parts = [part.reshape(*part.shape[:2], 4, 2, 8, -1, 4, 2).permute(0, 1, 5, 2, 4, 6, 3, 7) for part in blocks]
     return torch.cat([part.flatten(2) for part in parts], dim=-1).reshape(-1, 1, 32)
 
@@ -92,7 +97,7 @@ def in_order_of_threads(sums):
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_dq_is_marked_where_its_sum_is_not_finite(device, head_dim):
     total, n_heads = 150, 3
-    sums = torch.randn(192, n_heads, head_dim, device=device)  # whole blocks of 64; the last tokens are padding
+    sums = torch.randn(192, n_heads, head_dim, device=device)  # whole blocks of 64 tokens; the last tokens are padding
     sums[total:] = torch.nan
     for token, head, column, value in ((0, 1, 0, torch.nan), (63, 2, head_dim - 1, torch.inf), (149, 0, 7, torch.nan)):
         sums[token, head, column] = value
@@ -112,7 +117,7 @@ def test_empty_inputs_launch_no_program(device):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiled programs read more tiles at once than the tests have")
 def test_interpreted_programs_have_more_tiles_than_one_step_reads():
-    """Checks that the tests above have more tiles than the programs read in their first step."""
+    """Checks that the tests above have more tiles than a program reads in its first step."""
     tiles = HEADS * -(-TOTAL // 32)
     programs, look = repair_grid(torch.device("cpu"), tiles)
     assert tiles > programs * look

@@ -1,4 +1,4 @@
-"""RMSNorm of a sum against autograd in fp64. The kernels run in the interpreter or on a GPU."""
+"""Compares RMSNorm of a sum with autograd in fp64. The RMSNorm kernels run in the interpreter or on a GPU."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ SHAPES = pytest.mark.parametrize(
         pytest.param(2 * module.PROGRAMS_PER_SM + 3, 32, id="rows-of-a-program"),
     ],
 )
-# dtypes of x, the addend and y: all fp32, mixed as under autocast, and all fp16
+# dtypes of x, of the addend and of y: all fp32, mixed as under autocast, and all fp16
 DTYPES = pytest.mark.parametrize(
     "dtypes",
     [
@@ -31,8 +31,11 @@ KEEP_SUM = pytest.mark.parametrize("keep_sum", [True, False], ids=["sum", "terms
 
 @pytest.fixture(params=["torch", "kernel"])
 def implementation(request, device, monkeypatch):
-    """Chooses torch or the kernels. On the CPU the functions use torch, so the kernels are patched in."""
-    monkeypatch.setattr(module, "multiprocessors", lambda device: 1)  # makes a program process several rows
+    """Runs a test once with torch's implementation and once with the kernels.
+
+    On the CPU, the functions would use torch, so the fixture patches the kernels in.
+    """
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 1)  # makes each program process several rows
     if request.param == "kernel" and device.type == "cpu":
         monkeypatch.setattr(module, "_forward_plainly", module._forward_by_kernel)
         monkeypatch.setattr(module, "_backward_plainly", module._backward_by_kernel)
@@ -41,7 +44,7 @@ def implementation(request, device, monkeypatch):
 
 
 def draw(rows: int, dim: int, dtypes: tuple[torch.dtype, ...], device: torch.device) -> list[Tensor]:
-    """Returns x, the addend, the weight, and the gradients of the sum and of y."""
+    """Returns random x, addend and weight, and gradients of the sum and of y."""
     x, added, d_sum, dy = (torch.randn(rows, dim, device=device) for _ in range(4))
     weight = 1 + 0.3 * torch.randn(dim, device=device)
     return [x.to(dtypes[0]), added.to(dtypes[1]), weight, d_sum.to(dtypes[0]), dy.to(dtypes[2])]
@@ -73,7 +76,7 @@ def test_equals_autograd(rows, dim, dtypes, keep_sum, device):
     expected_dtypes = (dtypes[0], dtypes[2], dtypes[0], dtypes[1], torch.float32)
     for ours, exact, dtype in zip(results(*arguments, keep_sum), exactly(*arguments), expected_dtypes, strict=True):
         assert ours.dtype == dtype
-        # sums of fp32 elements, then one rounding
+        # sums of fp32 elements, followed by one rounding
         tolerance = 4 * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps
         torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=8 * tolerance)
 
@@ -83,7 +86,10 @@ def test_equals_autograd(rows, dim, dtypes, keep_sum, device):
 @pytest.mark.parametrize("dim", [768, 2048, 5120, 16384])
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bf16(x_dtype, dim, keep_sum, device):
-    """Runs the sizes of real models. The interpreter computes bf16 incorrectly, so this needs a GPU."""
+    """The sizes are those of real models.
+
+    The test needs a GPU, because Triton's interpreter computes bf16 incorrectly.
+    """
     arguments = draw(3000, dim, (x_dtype, torch.bfloat16, torch.bfloat16), device)
     for ours, exact in zip(results(*arguments, keep_sum), exactly(*arguments), strict=True):
         eps = torch.finfo(ours.dtype).eps
@@ -102,7 +108,7 @@ def test_gradients_of_any_layout(keep_sum, device):
 
 @pytest.mark.usefixtures("implementation")
 def test_one_gradient_alone(device):
-    """Only the sum is used, or only its norm."""
+    """Only the sum is used, or only the norm of the sum."""
     x, added, weight, d_sum, dy = draw(4, 16, (torch.float32,) * 3, device)
     zeros = torch.zeros_like(d_sum)
     for place, arguments in enumerate(((d_sum, zeros), (zeros, dy))):
@@ -148,7 +154,7 @@ def test_no_rows(device):
 
 @pytest.mark.gpu
 def test_offsets_past_31_bits(device):
-    """There are 1,048,577 rows of 2048 elements, so the offset of the last row is 2**31."""
+    """The 1,048,577 rows have 2048 elements each, so the offset of the last row is 2**31."""
     rows, dim = 2**20 + 1, 2048
     if torch.cuda.mem_get_info()[0] < 30 * 2**30:
         pytest.skip("needs 30 GiB")

@@ -1,4 +1,7 @@
-"""Rotary embedding against complex multiplication in fp64. The kernel runs in the interpreter or on a GPU."""
+"""Compares rotary embedding with complex multiplication in fp64.
+
+The rotary kernel runs in the interpreter or on a GPU.
+"""
 
 from collections import Counter
 
@@ -14,7 +17,7 @@ from fa_train.models.config import ModelConfig
 from fa_train.models.gpt import SelfAttention
 from fa_train.models.rope import RotaryTable
 
-HEADS = [4, 2, 2]  # numbers of heads of q, k and v
+HEADS = [4, 2, 2]  # number of heads of q, of k and of v
 DIM = 16  # head_dim
 
 
@@ -24,7 +27,9 @@ def angles(total, half, device):
 
 
 def rotated(x, cos, sin, n_rotated):
-    """Rotates (total, heads, head_dim) in fp64, with the two halves of a head as a complex number."""
+    """Rotates x (total, heads, head_dim) in fp64; the two halves of a head are a complex number's real and imaginary
+    part.
+    """
     first, second = x.double().chunk(2, dim=-1)
     z = torch.complex(first, second) * torch.complex(cos.double(), sin.double())[:, None]
     both = torch.cat((z.real, z.imag), dim=-1)
@@ -33,7 +38,10 @@ def rotated(x, cos, sin, n_rotated):
 
 @pytest.fixture(params=["torch", "kernel"])
 def implementation(request, device, monkeypatch):
-    """Chooses torch or the kernel. On the CPU the operator uses torch, so the kernel is patched in."""
+    """Runs a test once with torch's implementation and once with the kernel.
+
+    On the CPU, the operator would use torch, so the fixture patches the kernel in.
+    """
     if request.param == "kernel" and device.type == "cpu":
 
         def through_the_kernel(parts, cos, sin, n_rotated, dtype, inverse):
@@ -78,7 +86,7 @@ def test_equals_complex_multiplication(n_heads, n_rotated, head_dim, total, dtyp
 
 @pytest.mark.usefixtures("implementation")
 def test_slices_and_other_dtypes(device):
-    """Heads are slices of a wider row and are rounded to fp16. The gradient has x's dtype."""
+    """The heads are slices of wider rows, and are rounded to fp16. The gradient has the dtype of x."""
     row = torch.randn(5, 4, 16, device=device, requires_grad=True)
     cos, sin = angles(5, 8, device)
     y = rotate_heads(row[:, 1:3], cos, sin, 2, torch.float16)
@@ -90,13 +98,13 @@ def test_slices_and_other_dtypes(device):
 
 
 def draw(device, total=9, dtype=torch.float32):
-    """Returns qkv and its angles."""
+    """Returns a random qkv and the cosines and sines of its angles."""
     qkv = torch.randn(total, sum(HEADS), DIM, device=device).to(dtype).requires_grad_()
     return qkv, *angles(total, DIM // 2, device)
 
 
 def rotated_then_split(qkv, heads, cos, sin):
-    """Rotates like rotate_qkv, but autograd joins the gradients before it rotates them."""
+    """Rotates like rotate_qkv, but lets autograd join the gradients before it rotates them."""
     return rotate_heads(qkv, cos, sin, heads[0] + heads[1]).split(heads, dim=1)
 
 
@@ -148,7 +156,7 @@ def test_qkv_equals_complex_multiplication(layouts, dtype, total, device):
 @pytest.mark.parametrize("used", ["qkv", "q", "k", "v", "qv"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_qkv_is_to_the_bit_what_autograd_makes(used, dtype, device):
-    """Gradients of later operations are also equal. Outputs that are not used have no gradient."""
+    """The gradients of operations before the rotation are also equal. Outputs that are not used get no gradient."""
     qkv, cos, sin = draw(device, dtype=dtype)
 
     def run(rotated):
@@ -166,7 +174,7 @@ def test_qkv_is_differentiable_to_any_order(device):
     exact_qkv = qkv.detach().double().requires_grad_()
 
     def orders(x, y):
-        """Returns a scalar of y and its first three derivatives with respect to x."""
+        """Returns a scalar that depends on y, and its first three derivatives with respect to x."""
         found = [(y**4).sum()]
         for _ in range(3):
             found += [torch.autograd.grad(found[-1].sin().sum(), x, create_graph=True)[0]]
@@ -180,7 +188,7 @@ def test_qkv_is_differentiable_to_any_order(device):
 
 
 def test_qkv_is_one_buffer(device):
-    """q, k and v share a buffer. Autograd therefore keeps one tensor, and offload moves one tensor."""
+    """q, k and v share one buffer. Autograd therefore keeps only one tensor, and offload copies only one tensor."""
     qkv, cos, sin = draw(device)
     q, k, v = rotate_qkv(qkv, HEADS, cos, sin)
     assert all(x.untyped_storage().data_ptr() == q.data_ptr() != qkv.data_ptr() for x in (q, k, v))
@@ -202,7 +210,7 @@ def test_qkv_in_a_checkpoint(reentrant, device):
 
 
 def test_qkv_keeps_angles_alone(device):
-    """The backward uses the tensors that saved-tensor hooks return."""
+    """The backward pass uses the tensors that saved-tensor hooks return."""
     qkv, cos, sin = draw(device)
     kept = []
 
@@ -215,13 +223,13 @@ def test_qkv_keeps_angles_alone(device):
     gradients = [torch.randn(x.shape, device=device) for x in (q, k, v)]
     (d_qkv,) = torch.autograd.grad((q, k, v), qkv, gradients)
     assert kept == [cos.shape, sin.shape]
-    exact = rotated(torch.cat(gradients, dim=1), -cos, sin, 6)  # (-cos, sin): the hook's angles, reversed
+    exact = rotated(torch.cat(gradients, dim=1), -cos, sin, 6)  # the angles of the hook, with the sign reversed
     torch.testing.assert_close(d_qkv.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_compiled_attention_joins_gradients_by_the_rotation(dynamic, device):
-    """There is no graph break and no torch.cat of dq, dk and dv, which would be another pass over memory."""
+    """There is no graph break, and no torch.cat of dq, dk and dv, which would read and write them again."""
     graphs = []
 
     def counted(graph, inputs):

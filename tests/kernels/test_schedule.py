@@ -1,4 +1,4 @@
-"""The visible ranges of a schedule equal the mask that the definition gives."""
+"""The visible ranges of an attention schedule equal the mask that the definition gives."""
 
 import pytest
 import torch
@@ -81,12 +81,13 @@ def test_tiles_that_queries_see_follow_one_another(pairs, causal, left, right, t
 
 
 def test_queries_go_document_by_document():
-    lengths = [128, 512, 0, 300, 500, 60]  # ends at 128, 640, 640, 940, 1440 and 1500
+    lengths = [128, 512, 0, 300, 500, 60]  # the documents end at 128, 640, 640, 940, 1440 and 1500
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     schedule = causal_schedule(cu, 1552, torch.device("cpu"))
-    # tile 7 holds tokens of documents 300 and 500; tile 11 holds tokens of 500 and 60, and padding
+    # tile 7 has tokens of the documents of 300 and 500; tile 11 has tokens of those of 500 and 60, and padding
     assert schedule.query_tiles.tolist() == [4, 3, 2, 1, 11, 10, 9, 8, 7, 6, 5, 0, 12]
-    # tiles of 192: 0 holds the first two documents, 3 holds 512 and 300, 4 holds 300 and 500, 7 is like 11 above
+    # tiles of 192 tokens: tile 0 has the first two documents, 3 has those of 512 and 300, 4 has those of 300 and 500, 7
+    # is like 11 above
     assert schedule.wide_query_tiles.tolist() == [3, 2, 1, 0, 7, 6, 5, 4, 8]
 
 
@@ -103,12 +104,12 @@ def test_keys_are_ordered_by_their_documents_queries():
 
 
 def test_the_end_of_a_long_document_comes_first_whatever_follows_it():
-    cu = torch.tensor([0, 3000, 3040, 3104], dtype=torch.int32)  # tile 23 holds its last keys and a document of 40
+    cu = torch.tensor([0, 3000, 3040, 3104], dtype=torch.int32)  # tile 23 has parts of all three documents
     assert causal_schedule(cu, 3104, torch.device("cpu")).query_tiles.tolist() == [*range(23, -1, -1), 24]
 
 
 def test_queries_of_a_million_tokens_are_in_order():
-    lengths = 3 * 2**18, 2**18  # the number of tokens times tiles exceeds int32
+    lengths = 3 * 2**18, 2**18  # the product of the numbers of tokens and tiles exceeds int32
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     tiles = build_schedule(cu, cu, sum(lengths), sum(lengths), causal=True).query_tiles
     assert tiles.tolist() == [*range(6143, -1, -1), *range(8191, 6143, -1)]
@@ -158,7 +159,7 @@ def test_one_document_is_known_from_the_call_alone(cu, expected):
 
 @pytest.mark.parametrize("cu", [[0, 5], [0, 3], [0, 2, 5]], ids=str)
 def test_given_documents_may_end_before_the_tokens_do(cu):
-    """NaN after the last document must not spread, and only the GPU knows where that document ends."""
+    """NaN after the last document must not spread into it, and only the GPU knows where the last document ends."""
     cu = torch.tensor(cu, dtype=torch.int32)
     assert causal_schedule(cu, 5, CPU).crosses_documents
     assert build_schedule(cu, cu, 5, 5, causal=False).crosses_documents
@@ -226,7 +227,7 @@ def test_schedules_made_in_inference_serve_training():
 
 
 def test_gpus_share_no_schedule(monkeypatch):
-    """The device `cuda` names another GPU after set_device, even though the default stream has the same handle."""
+    """After set_device, the device `cuda` is another GPU, although its default stream has the same handle."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch_private, "_raw_stream", lambda index: 0)
     monkeypatch.setattr(schedule_cache, "_KEPT", {})
@@ -239,7 +240,7 @@ def test_gpus_share_no_schedule(monkeypatch):
 
 
 def test_another_stream_has_its_own_schedule(monkeypatch):
-    """A schedule that another stream is still writing must not be read."""
+    """A schedule must not be read while another stream is still writing it."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(schedule_cache, "_KEPT", {})
     monkeypatch.setattr(schedules, "_build_dense_schedule", lambda *_: object())

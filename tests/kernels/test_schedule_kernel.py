@@ -1,4 +1,7 @@
-"""The kernel of schedules computes what operators of torch compute. torch's tensors are compared with dense masks."""
+"""The kernel that builds attention schedules computes what torch operators compute.
+
+The tensors that torch computes are compared with dense masks.
+"""
 
 from contextlib import contextmanager
 
@@ -20,7 +23,10 @@ OF_GRADIENTS = ("query_start", "query_end", "key_tiles")
 
 
 def require_equal(*documents, keys_in_order=False, gradients=True):
-    """Compares the tensors. `documents` are cu_seqlens_q, cu_seqlens_k, total_q, total_k and the window."""
+    """Compares the tensors of the two schedules.
+
+    `documents` are cu_seqlens_q, cu_seqlens_k, total_q, total_k and the window.
+    """
     wanted = tensors_by_torch(*documents, keys_in_order=keys_in_order)
     tiles = {"work_tile": schedules.WORK_TILE, "wide_tile": schedules.WIDE_TILE}
     found = schedule_tensors(*documents, keys_in_order=keys_in_order, gradients=gradients, **tiles)
@@ -32,7 +38,7 @@ def require_equal(*documents, keys_in_order=False, gradients=True):
 
 @contextmanager
 def small_blocks():
-    """Makes blocks small, so that a few tokens need several programs, and tiles are compared in several steps."""
+    """Makes blocks so small that a few tokens need several programs, and tiles are compared in several steps."""
     with pytest.MonkeyPatch.context() as patch:
         for module, name, value in (
             (schedules, "WORK_TILE", 4),
@@ -123,7 +129,7 @@ def test_what_the_kernel_cannot_read_is_left_to_torch(monkeypatch):
 
 @pytest.mark.parametrize("gradients", [False, True])
 def test_attention_by_the_kernels_schedule(gradients, monkeypatch):
-    """A call without gradients gets a schedule that has no more than a forward pass reads."""
+    """The schedule of a call without gradients has only the tensors that a forward pass reads."""
     q, k, v = torch.randn(3, 50, 2, 16, device=DEVICE, requires_grad=gradients)
     cu = cumulative([20, 0, 27])
     call = lambda: flash_attn_varlen_func(q, k, v, cu, cu, 27, 27, causal=True)  # noqa: E731
@@ -162,9 +168,9 @@ def test_fresh_documents_need_no_wait_and_no_compilation(monkeypatch):
     batches = [cumulative([2048 // n] * n) for n in (16, 32, 64, 8, 128, 4, 256)]
     try:
         for i, cu in enumerate(batches):
-            if i == 3:  # the first calls compile, and record their launches
+            if i == 3:  # the first calls compile kernels and record launches
                 torch.cuda.set_sync_debug_mode("error")
-                # Triton 3.6 cannot describe a kernel with a configuration to a hook, and then raises
+                # on Triton 3.6, this hook raises an error for kernels that have a configuration argument
                 hook = "jit_post_compile_hook"
                 monkeypatch.setattr(triton.knobs.runtime, hook, lambda **call: compiled.append(call["fn"].name))
             flash_attn_varlen_func(q, k, v, cu, cu, 2048, 2048, causal=True).sum().backward()

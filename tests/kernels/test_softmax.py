@@ -1,4 +1,4 @@
-"""The online softmax recurrence on textbook cases, computed by the helper that the kernels use."""
+"""Tests the online softmax recurrence on textbook cases. The kernels use the same helper function."""
 
 import math
 
@@ -28,7 +28,7 @@ def _recurrence_kernel(scores_ptr, values_ptr, maxima_ptr, sums_ptr, out_ptr, N:
 
 
 def recurrence(scores, values, block=2):
-    """Returns the running maxima and sums after each block, and the softmax-weighted mean of the values."""
+    """Returns the running maximum and sum after each block, and the softmax-weighted mean of the values."""
     scores, values = (torch.tensor(x, dtype=torch.float32, device=DEVICE) for x in (scores, values))
     maxima, sums = (torch.empty(len(scores) // block, device=DEVICE) for _ in range(2))
     out = torch.empty(1, device=DEVICE)

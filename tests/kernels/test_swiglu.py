@@ -1,4 +1,4 @@
-"""SwiGLU against autograd in fp64. The kernels run in the interpreter or on a GPU."""
+"""Compares SwiGLU with autograd in fp64. The SwiGLU kernels run in the interpreter or on a GPU."""
 
 import pytest
 import torch
@@ -34,7 +34,10 @@ def through_the_backward_kernel(projected: Tensor, d_activated: Tensor, d_projec
 
 @pytest.fixture(params=["torch", "kernel"])
 def implementation(request, device, monkeypatch):
-    """Chooses torch or the kernels. On the CPU the functions use torch, so the kernels are patched in."""
+    """Runs a test once with torch's implementation and once with the kernels.
+
+    On the CPU, the functions would use torch, so the fixture patches the kernels in.
+    """
     if request.param == "kernel" and device.type == "cpu":
         monkeypatch.setattr(module, "_forward_plainly", through_the_kernel)
         monkeypatch.setattr(module, "_backward_plainly", through_the_backward_kernel)
@@ -44,12 +47,12 @@ def implementation(request, device, monkeypatch):
 
 def draw(rows: int, ffn_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     projected = 3 * torch.randn(rows, 2 * ffn_dim, device=device)
-    projected[0, 0], projected[-1, ffn_dim - 1] = -200.0, 200.0  # exp overflows, and the sigmoid is 1
+    projected[0, 0], projected[-1, ffn_dim - 1] = -200.0, 200.0  # exp(200) overflows, and sigmoid(200) is 1
     return projected.to(dtype), torch.randn(rows, ffn_dim, device=device).to(dtype)
 
 
 def exactly(projected: Tensor, d_activated: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the activations and the gradient of `projected` in fp64."""
+    """Returns the activations and the gradient of `projected`, computed in fp64."""
     projected = projected.double().requires_grad_()
     gate, value = projected.chunk(2, dim=1)
     activated = F.silu(gate) * value
@@ -80,7 +83,7 @@ def test_equals_autograd(rows, ffn_dim, dtype, device):
 @pytest.mark.gpu
 @SHAPES
 def test_bf16(rows, ffn_dim, device):
-    """The interpreter computes bf16 incorrectly, so this needs a GPU."""
+    """The test needs a GPU, because Triton's interpreter computes bf16 incorrectly."""
     projected, d_activated = draw(rows, ffn_dim, torch.bfloat16, device)
     activated, d_projected = exactly(projected, d_activated)
     eps = torch.finfo(torch.bfloat16).eps
@@ -100,7 +103,7 @@ def test_operator_registration(operator, device):
 
 @pytest.mark.gpu
 def test_offsets_past_31_bits(device):
-    """There are 131,073 rows of 2 x 8192 elements, so the offset of the last row is 2**31."""
+    """The 131,073 rows have 2 x 8192 elements each, so the offset of the last row is 2**31."""
     rows, ffn_dim = 2**17 + 1, 8192
     if torch.cuda.mem_get_info()[0] < 9 * 2**30:
         pytest.skip("needs 9 GiB")

@@ -1,4 +1,4 @@
-"""The number of heads that run together: as many whole groups as fit in the L2 cache, but at least one."""
+"""Tests how many heads run at the same time: as many whole groups as fit in the L2 cache, but at least one group."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def meta(total, heads, head_dim, dtype=torch.bfloat16):
     ],
 )
 def test_keys_and_values_of_a_section_fit(total, n_heads, n_kv_heads, expected):
-    """With head_dim 64, one KV head of 2^17 tokens fills the budget."""
+    """With head_dim 64, K and V of one KV head of 2^17 tokens fill the L2 budget."""
     k = meta(total, n_kv_heads, 64)
     assert heads_per_section(k, k, n_heads) == expected
 
@@ -34,7 +34,7 @@ def test_wider_values_and_wider_numbers_count():
 
 @pytest.mark.parametrize(("total", "expected"), [(1024, 8), (2**14, 4), (2**15, 2), (2**20, 1)])
 def test_queries_of_a_section_fit(total, expected):
-    """Counts Q, dO (2 bytes per element) and dQ (4 bytes) of the two query heads that share a KV head."""
+    """The budget counts Q and dO (2 bytes per element) and dQ (4 bytes) of the two query heads that share a KV head."""
     assert kv_heads_per_section(meta(total, 16, 16), 8, n_tiles=total // 128, programs=4) == expected
 
 
@@ -48,7 +48,10 @@ def test_queries_of_a_section_fit(total, expected):
     ],
 )
 def test_a_section_has_two_tiles_for_each_program(n_kv_heads, expected):
-    """One head has 64 tiles. 128 programs need two tiles each, so a section has four heads, although one fills L2."""
+    """Each head has 64 tiles.
+
+    128 programs need two tiles each, so a section has four heads, although one head fills the L2 budget.
+    """
     q = meta(2**13, 4 * n_kv_heads, 128)
     assert kv_heads_per_section(q, n_kv_heads, n_tiles=64, programs=128) == expected
 

@@ -1,4 +1,4 @@
-"""The tiles of a launch: those of the table, or smaller ones and one warning if the table's do not fit."""
+"""A launch uses the tile sizes of the table. If these do not fit, it uses smaller ones and warns once."""
 
 import warnings
 
@@ -23,7 +23,7 @@ APART = ("dk", "dv")
 
 
 def passes_of(arch, head_dim, itemsize):
-    """Lists the three passes of every entry, and dk and dv if separate kernels compute them."""
+    """Returns the three passes of every table entry, and dk and dv if these have separate kernels."""
     apart = key_passes(arch, head_dim, itemsize) == APART
     return PASSES + APART if apart else PASSES
 
@@ -140,7 +140,10 @@ def test_shared_bytes_counts_what_is_kept_and_in_flight():
 
 
 def test_shared_bytes_counts_both_halves_of_fp32():
-    """Compares with Triton's shared memory for three TF32 matmuls. The estimate is at most 3 KiB larger."""
+    """The expected values are Triton's shared memory for three TF32 matmuls.
+
+    The computed value may be at most 3 KiB larger.
+    """
     reported = {
         ("sm90", 64, "fwd"): 131072,
         ("sm90", 128, "fwd"): 196608,
@@ -153,7 +156,7 @@ def test_shared_bytes_counts_both_halves_of_fp32():
     for (arch, head_dim, direction), shared in reported.items():
         tiles = tile_config(arch, head_dim, direction, 4)
         assert 0 <= shared_bytes(arch, tiles, head_dim, head_dim, direction, 4) - shared < 3072, (arch, direction)
-    # a case that the H200 refused, and two decoding kernels that need more than the forward pass with the same tiles
+    # a case that an H200 refused, and two decoding kernels that need more than the forward pass with equal tiles
     assert shared_bytes("sm90", TileConfig(128, 32, 8, 1), 128, 128, "dq", 4) >= 294912
     assert shared_bytes("sm80", TileConfig(16, 32, 8, 1), 256, 256, "fwd", 4) >= 102400
     assert shared_bytes("sm90", TileConfig(16, 64, 8, 1), 256, 256, "fwd", 4) >= 172032
@@ -172,7 +175,7 @@ def test_fit_gives_up_stages_before_tokens_and_refuses_what_cannot_fit():
 
 @pytest.mark.parametrize("direction", PASSES)
 def test_halving_leaves_a_warpgroup_its_64_rows(direction):
-    """Two warpgroups must not share 64 rows (see `fit`)."""
+    """Each warpgroup needs 64 rows of its own (see `fit`)."""
     for arch in SHARED_LIMIT:
         for head_dim in HEAD_DIMS:
             tiles = tile_config(arch, head_dim, direction, 2)

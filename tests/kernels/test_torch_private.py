@@ -1,4 +1,4 @@
-"""Attention also works, but more slowly, with a torch that lacks the private names it uses."""
+"""Attention works with a torch that lacks the private names that it uses, but more slowly."""
 
 import os
 import re
@@ -52,9 +52,13 @@ def test_a_torch_that_cannot_say_who_watches_is_taken_to_be_watched(device, monk
 
 @pytest.mark.parametrize("missing", ["apply", "_unwrap_if_dead"])
 def test_a_function_is_applied_with_its_layer_for_transforms(missing, device, monkeypatch):
-    """`Function.apply` is used if a name for the direct call is missing. It unwraps tensors of a finished transform."""
+    """If a name for the direct call is missing, `Function.apply` is used.
+
+    `Function.apply` unwraps tensors of a transform that has ended.
+    """
     if missing == "apply":
-        monkeypatch.setattr(torch_private, "Function", torch._C._FunctionBase)  # a class whose bases have no `apply`
+        # the bases of this class have no method `apply`
+        monkeypatch.setattr(torch_private, "Function", torch._C._FunctionBase)
     else:
         monkeypatch.setattr(torch_private, missing, None)
     apply = torch_private.apply_without_transforms(ops._Attention)

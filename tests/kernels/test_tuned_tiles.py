@@ -1,4 +1,4 @@
-"""A file of tiles that a user measured replaces the table's tiles on that GPU, and a wrong file is one clear error."""
+"""A file with tiles that a user measured replaces the table on that GPU. A wrong file raises one clear error."""
 
 import json
 import warnings

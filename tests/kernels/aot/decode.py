@@ -1,7 +1,7 @@
-"""Compiles the decoding kernels without a GPU and prints ptxas's report as JSON. Run it as a module.
+"""Compiles the decoding kernels without a GPU and prints the report of ptxas as JSON. Run this file as a module.
 
-A case is arch-head_dim-rows-cache, for example sm90-128-1-paged. The dtype is bf16, `rows` is the number of queries
-per KV head, and the cache is dense or paged. Paged cases use every feature.
+A case is arch-head_dim-rows-cache, for example sm90-128-1-paged. `rows` is the number of queries per KV head, and the
+cache is `dense` or `paged`, in bf16. The kernels for a paged cache are compiled with every feature.
 """
 
 import json
@@ -19,7 +19,7 @@ FEATURE_POINTERS = ("cos_ptr", "sin_ptr", "leftpad_ptr", "slopes_ptr", "table_pt
 
 
 def compile_case(arch, head_dim, n_rows, cache):
-    """Compiles the kernel that reads the cache."""
+    """Compiles the decoding kernel for one kind of cache."""
     head_dim, n_rows, paged = int(head_dim), int(n_rows), cache == "paged"
     tiles = decode_tiles(arch, head_dim, head_dim, 2, n_rows, paged, SHARED_LIMIT[arch])
     block_d = padded_width(head_dim)
@@ -40,7 +40,7 @@ def compile_case(arch, head_dim, n_rows, cache):
             signature[name] = "*fp32" if name in FP32_POINTERS else "*bf16"
         else:
             signature[name] = "fp32" if name in ("softmax_scale", "softcap") else "i32"
-        of_rows = name.startswith("stride") and head_dim % 16 == 0  # strides of contiguous rows of one head
+        of_rows = name.startswith("stride") and head_dim % 16 == 0  # contiguous rows have strides that 16 divides
         if name not in constants and (name.endswith("_ptr") or of_rows):
             attributes[(index,)] = [["tt.divisibility", 16]]
     places = {(names.index(name),): value for name, value in constants.items()}
@@ -50,7 +50,7 @@ def compile_case(arch, head_dim, n_rows, cache):
 
 
 def report(case):
-    """Returns ptxas's report on one case."""
+    """Returns the report of ptxas on one case."""
     compiled = compile_case(*case.split("-"))
     limits = ptxas(compiled.asm["ptx"], capability_of(case.partition("-")[0]))
     return {"case": case, "shared": compiled.metadata.shared, **limits}

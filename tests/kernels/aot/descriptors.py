@@ -1,11 +1,11 @@
-"""Finds where ptxas 12.8 computes a matrix descriptor from the wrong uniform register.
+"""Finds machine code in which ptxas 12.8 computes a matrix descriptor from the wrong uniform register.
 
-The 64-bit descriptor of a Hopper wgmma operand has two halves. The high half is a constant (swizzle and stride). The
-low half is an address in shared memory. PTX adds the constant to a 64-bit address whose high half is zero. ptxas 12.8
-sometimes adds it to a register that has been overwritten with an address or with another operand's descriptor. The
-kernel then reads the wrong shared memory or ends with an illegal access.
+The descriptor of a Hopper wgmma operand has 64 bits in two halves. The high half is a constant that gives the swizzle
+and the stride. The low half is an address in shared memory. In PTX, the constant is added to a 64-bit address whose
+high half is zero. ptxas 12.8 sometimes adds the constant to a register that has been overwritten with an address or
+with another operand's descriptor. Such a kernel reads the wrong shared memory or ends with an illegal access.
 
-This happened on an H100 in attention kernels that split the head columns in two blocks and load rows through
+The error occurred on an H100 in attention kernels that split the head columns in two blocks and load rows through
 registers. ptxas 12.9 compiles the same PTX correctly.
 """
 
@@ -18,18 +18,21 @@ from triton import knobs
 INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\d+ )?(.*?)\s*;")
 WRITES_UNIFORM = re.compile(r"(?:U\S+|R2UR\S*|S2UR) +UR(\d+),")
 ADDS_CONSTANT = re.compile(r"UIADD3\.X UR\d+, (UR\d+), (-?0x[0-9a-f]+), URZ")
-STRIDES = [2**i for i in range(4, 10)]  # of a descriptor, in units of 16 bytes
+STRIDES = [2**i for i in range(4, 10)]  # strides in a descriptor, in units of 16 bytes
 HIGH_HALVES = {swizzle << 30 | stride for swizzle in (1, 2, 3) for stride in STRIDES}
 
 
 def misplaced_descriptors(cubin: Path) -> list[str]:
-    """Lists the instructions of an sm_90 kernel that add a descriptor's constant to a register that is not zero."""
+    """Returns the instructions of an sm_90 kernel that add a descriptor's constant to a register that is not zero."""
     command = [knobs.nvidia.nvdisasm.path, str(cubin)]
     return misplaced_in(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def misplaced_in(sass: str) -> list[str]:
-    """Applies `misplaced_descriptors` to nvdisasm's text. Assumes that instructions run in the order of the text."""
+    """Finds the same instructions in the text that nvdisasm prints.
+
+    The function assumes that instructions run in the order of the text.
+    """
     writers: dict[str, str] = {}
     found = []
     for line in sass.splitlines():

@@ -1,8 +1,9 @@
-"""Compiles the Hopper backward kernels without a GPU and prints ptxas's report as JSON. Run it as a module.
+"""Compiles the Hopper backward kernels without a GPU and prints the report of ptxas as JSON. Run this file as a module.
 
-A case is dtype-head_dim-group-softcap-marks, for example bf16-128-4-0-1. It compiles the kernel that a call would use.
-A suffix of head_dim selects another kernel: `ordered` sums dQ in a fixed order; `dkdv` and `dq` are the kernels of the
-two-pass backward. 128dkdv always has a soft cap. At 256 there are only the two-pass kernels.
+A case is dtype-head_dim-group-softcap-marks, for example bf16-128-4-0-1. A case compiles the kernel that a call with
+these values launches. A suffix of head_dim selects another kernel: `ordered` is the kernel that sums dQ in a fixed
+order; `dkdv` and `dq` are the two kernels of the two-pass backward. The kernel 128dkdv is compiled with a soft cap
+only. With head_dim 256 there are only the two-pass kernels.
 """
 
 import json
@@ -24,13 +25,16 @@ TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def descriptor(dtype, block):
-    """Returns the type of a tensor descriptor made on the host, in the launcher's notation."""
+    """Returns the type of a tensor descriptor that the host makes, in the launcher's notation."""
     layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[dtype])
     return f"tensordesc<{dtype}[{', '.join(map(str, block))}],{layout!r}>"
 
 
 def compile_keys(dtype, group, softcap, marks):
-    """Compiles the kernel that computes only dK and dV at head_dim 128. Calls with a soft cap use it."""
+    """Compiles the kernel that computes dK and dV, but not dQ, for head_dim 128.
+
+    Calls with a soft cap launch this kernel.
+    """
     assert softcap == "1"
     signature = {"rows_desc": descriptor("fp32", [keys.BLOCK_M])} | dict.fromkeys(("softmax_scale", "softcap"), "fp32")
     signature |= dict.fromkeys(("tiles_ptr", "query_start_ptr", "query_end_ptr", "marks_ptr"), "*i32")
@@ -45,7 +49,7 @@ def compile_keys(dtype, group, softcap, marks):
 
 
 def compile_three_groups(dtype, head_dim, group, softcap, marks, ordered=False):
-    """Compiles the kernel that computes all three gradients."""
+    """Compiles the fused kernel, which computes dQ, dK and dV."""
     head_dim = int(head_dim)
     config = config_of(head_dim, TORCH_DTYPES[dtype], float(softcap), ordered, int(group))
     kernel = fused._bwd_kernel
@@ -75,7 +79,7 @@ def compile_three_groups(dtype, head_dim, group, softcap, marks, ordered=False):
 
 
 def compile_wide(dtype, group, softcap, marks):
-    """Compiles the kernel of dK and dV at head_dim 256."""
+    """Compiles the kernel that computes dK and dV for head_dim 256."""
     blocks = [wide.BLOCK, wide.HEAD_DIM]
     kernel = wide._dkdv_kernel
     constants = dict(
@@ -92,7 +96,7 @@ def compile_wide(dtype, group, softcap, marks):
 
 
 def compile_queries(dtype, head_dim, group, softcap, marks):
-    """Compiles the separate kernel of dQ."""
+    """Compiles the kernel that computes dQ alone."""
     tiles = queries.TILES[int(head_dim)]
     constants = dict(
         HAS_SOFTCAP=softcap == "1", GROUP=int(group), K_STAGES=queries.K_STAGES, V_STAGES=tiles.v_stages,
@@ -107,12 +111,12 @@ def compile_queries(dtype, head_dim, group, softcap, marks):
 
 
 def without(marks, dynamic=True):
-    """Returns the pointers that are None at a launch."""
+    """Returns the pointer arguments that are None when the kernel is launched."""
     return ({} if marks == "1" else {"marks_ptr": None}) | ({} if dynamic else {"counter_ptr": None})
 
 
 def compile_source(kernel, signature, constants, registers):
-    """Compiles the kernel. Arguments that the signature lacks are i32."""
+    """Compiles the kernel. Arguments that are missing in the signature are of type i32."""
     names = kernel.arg_names
     types = {name: "constexpr" if name in constants else signature.get(name, "i32") for name in names}
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in names if n.endswith("_ptr")}
@@ -136,7 +140,9 @@ def compile_case(dtype, kernel, *features):
 
 
 def report(*case):
-    """Returns ptxas's report on a case, its bytes of shared memory, and the number of 16-byte stores to it."""
+    """Returns the report of ptxas on a case, the kernel's bytes of shared memory, and its number of 16-byte stores to
+    shared memory.
+    """
     compiled = compile_case(*case)
     ptx = compiled.asm["ptx"]
     return {

@@ -1,4 +1,4 @@
-"""Compiles the Hopper forward kernels without a GPU and prints ptxas's report as JSON. Run it as a module.
+"""Compiles the Hopper forward kernels without a GPU and prints the report of ptxas as JSON. Run this file as a module.
 
 A case is head_dim-length_class-dtype-out_dtype-features, for example 128-long-bf16-bf16-plain or
 64-short-fp16-fp32-softcap+marks.
@@ -19,14 +19,14 @@ ELEMENT = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 
 
 def descriptor(dtype, rows, columns):
-    """Returns the type of a TMA descriptor made on the host, in the launcher's notation."""
+    """Returns the type of a TMA descriptor that the host makes, in the launcher's notation."""
     block = [rows, columns]
     layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENT[dtype])
     return f"tensordesc<{dtype}{block},{layout!r}>"
 
 
 def compile_forward(config, head_dim, dtype, out_dtype, features):
-    """Compiles the forward kernel for these tiles."""
+    """Compiles the forward kernel with the tile sizes in `config`."""
     constants = {"HAS_SINKS": "sinks" in features, "HAS_SOFTCAP": "softcap" in features}
     constants |= {"CONFIG": config}
     if "marks" not in features:
@@ -68,7 +68,7 @@ def compile_case(head_dim, documents, dtype, out_dtype, features):
 
 
 def report(case):
-    """Returns ptxas's report on one case."""
+    """Returns the report of ptxas on one case."""
     compiled = compile_case(*case.split("-"))
     idle = idle_barriers(compiled.asm["ttgir"])
     return {"case": case, "shared": compiled.metadata.shared, "idle_barriers": idle, **ptxas(compiled.asm["ptx"], 90)}

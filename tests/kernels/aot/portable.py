@@ -1,9 +1,9 @@
-"""Compiles the portable kernels without a GPU and prints ptxas's report as JSON. Run it as a module.
+"""Compiles the portable kernels without a GPU and prints the report of ptxas as JSON. Run this file as a module.
 
-A case is arch-head_dim-v_head_dim-pass-itemsize, for example sm90-128-128-fwd-2. The item size gives the dtype: 1 is
-fp8, 2 is bf16, 4 is fp32. A case uses the tiles of the table, the matmul precision of precision_of, one document and
-no features. `contain_fwd` is the forward kernel for several documents, which isolates NaN. `repair_fwd` is the kernel
-that recomputes marked tiles.
+A case is arch-head_dim-v_head_dim-pass-itemsize, for example sm90-128-128-fwd-2. The item size in bytes gives the
+dtype: 1 is fp8, 2 is bf16, 4 is fp32. A case uses the tile sizes of the table and the matmul precision of precision_of,
+for one document without features. `contain_fwd` is the forward kernel for several documents: it isolates NaN in its
+document. `repair_fwd` is the kernel that recomputes tiles marked as containing NaN.
 """
 
 import contextlib
@@ -38,23 +38,24 @@ KERNELS = {
     "repair_fwd": _repair_fwd_kernel,
     "repair_bwd": _repair_bwd_kernel,
 }
-PASS_OF_REPAIR = {"repair_fwd": "fwd", "repair_bwd": "dkdv"}  # the pass whose number of warps a repair uses
+PASS_OF_REPAIR = {"repair_fwd": "fwd", "repair_bwd": "dkdv"}  # a repair kernel uses the number of warps of this pass
 INDEX_POINTERS = {
     *("key_start_ptr", "key_end_ptr", "query_start_ptr", "query_end_ptr", "tiles_ptr"),
     *("marks_ptr", "marks_q_ptr", "marks_k_ptr"),
 }
 FEATURE_POINTERS = ("sinks_ptr", "slopes_ptr", "aligned_ptr", "document_ptr", "descale_ptr")
 ELEMENT = {1: "*fp8e4nv", 2: "*bf16", 4: "*fp32"}
-# Tensor-core instructions in PTX and in machine code. wgmma and tcgen05 read shared memory, mma.sync registers.
-# Search the PTX, because cuobjdump takes 0.6 s per kernel.
+# The tensor-core instruction of a kernel: its name in PTX, and its name in machine code. wgmma and tcgen05 read their
+# operands from shared memory, mma.sync from registers. Tests search the PTX, because cuobjdump takes 0.6 s per kernel.
 TENSOR_CORES = {"tcgen05.mma.": "UTCHMMA", "wgmma.mma_async.": "HGMMA", "mma.sync.": "HMMA"}
 
 
 def compile_case(arch, head_dim, v_head_dim, direction, itemsize):
-    """Returns the report on one entry of the tile table."""
+    """Compiles one entry of the tile table and returns its report."""
     source, options, tiles = case_source(arch, head_dim, v_head_dim, direction, itemsize)
     log = io.StringIO()
-    # Let Triton run ptxas, because its options depend on the version. A kernel from the cache would have no log.
+    # Let Triton run ptxas, because the options of ptxas depend on Triton's version. A kernel from Triton's cache would
+    # have no ptxas log.
     with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
         knobs.compilation.always_compile = True
         knobs.nvidia.dump_ptxas_log = True
@@ -71,18 +72,18 @@ def compile_case(arch, head_dim, v_head_dim, direction, itemsize):
 
 
 def capability_of(arch):
-    """Returns 90 for sm90."""
+    """Converts an architecture to a number: sm90 becomes 90."""
     return int(arch.removeprefix("sm"))
 
 
 def pass_of(direction):
-    """Returns the pass whose tiles a kernel uses, for example dkdv for contain_dkdv and repair_bwd."""
+    """Returns the pass whose tile sizes a kernel uses, for example dkdv for contain_dkdv and for repair_bwd."""
     direction = direction.removeprefix("contain_")
     return PASS_OF_REPAIR.get(direction, direction)
 
 
 def case_source(arch, head_dim, v_head_dim, direction, itemsize):
-    """Returns the kernel of one case, its compile options and its tiles."""
+    """Returns the kernel source of one case, its compile options and its tile sizes."""
     kernel, contain = KERNELS[direction.removeprefix("contain_")], direction.startswith("contain_")
     direction = pass_of(direction)
     tiles = tile_config(arch, max(head_dim, v_head_dim), direction, itemsize)
@@ -95,13 +96,16 @@ def case_source(arch, head_dim, v_head_dim, direction, itemsize):
 
 
 def compile_case_to_ptx(arch, head_dim, v_head_dim, direction, itemsize):
-    """Compiles one case without making a cubin."""
+    """Compiles one case to PTX, but not to a cubin."""
     source, options, _ = case_source(arch, int(head_dim), int(v_head_dim), direction, int(itemsize))
     return compile_to_ptx(source, capability_of(arch), options)
 
 
 def source_of(kernel, tiles, of_queries, head_dim, v_head_dim, direction, itemsize, contain, precision):
-    """Specialises the kernel of one pass like a launch without features. `of_queries` are the tiles of dQ."""
+    """Returns the source of the kernel of one pass, specialised as for a launch without features.
+
+    `of_queries` are the tile sizes of the dQ kernel.
+    """
     rows = tiles.block_n if direction in ("dkdv", "dk", "dv") else tiles.block_m
     constants = dict(
         HAS_SINKS=False, HAS_SOFTCAP=False, HAS_ALIBI=False, GROUP=4,
@@ -127,7 +131,7 @@ def source_of(kernel, tiles, of_queries, head_dim, v_head_dim, direction, itemsi
             signature[name] = "*bf16" if itemsize == 1 and name == "o_ptr" else ELEMENT[itemsize]
         else:
             signature[name] = "fp32" if name in ("softmax_scale", "softcap") else "i32"
-        of_rows = name.startswith("stride") and head_dim % 16 == 0  # strides of contiguous rows of one head
+        of_rows = name.startswith("stride") and head_dim % 16 == 0  # contiguous rows have strides that 16 divides
         if name not in constants and (name.endswith("_ptr") or of_rows):
             attributes[(index,)] = [["tt.divisibility", 16]]
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -135,7 +139,7 @@ def source_of(kernel, tiles, of_queries, head_dim, v_head_dim, direction, itemsi
 
 
 def misplaced_descriptors_of(cubin):
-    """Applies `misplaced_descriptors` to a cubin in memory."""
+    """Applies `misplaced_descriptors` to the bytes of a cubin."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(cubin)
         file.flush()
@@ -143,10 +147,13 @@ def misplaced_descriptors_of(cubin):
 
 
 def compile_to_ptx(source, capability, options):
-    """Compiles to PTX without Triton's own run of ptxas. The cubin in `asm` is empty. Use ptxas() on the PTX."""
+    """Compiles to PTX and keeps Triton from running ptxas. The cubin in `asm` is therefore empty.
+
+    To get a report, call ptxas() on the PTX.
+    """
 
     def hook(*arguments):
-        if not arguments:  # Triton asks for a cache key
+        if not arguments:  # Triton calls the hook without arguments to get a cache key
             return "without cubin", "without cubin"
         stages = arguments[1]
         stages["cubin"] = lambda ptx, metadata: b""
@@ -157,7 +164,10 @@ def compile_to_ptx(source, capability, options):
 
 
 def ptxas(ptx, capability):
-    """Returns registers, spills, C75xx warnings, tensor-core instruction and misplaced descriptors. Not for sm100."""
+    """Runs ptxas. Returns registers, spills, C75xx warnings, the tensor-core instruction and misplaced descriptors.
+
+    sm100 is not supported.
+    """
     suffix = "a" if capability == 90 else ""
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
@@ -170,7 +180,7 @@ def ptxas(ptx, capability):
 
 
 def resources(log):
-    """Parses what `ptxas -v` printed for one kernel."""
+    """Extracts registers, spills and warnings from what `ptxas -v` printed for one kernel."""
     return {
         "registers": int(re.findall(r"Used (\d+) registers", log)[0]),
         "spill_bytes": int(re.findall(r"(\d+) bytes spill stores", log)[0]),
@@ -179,7 +189,10 @@ def resources(log):
 
 
 def idle_barriers(ttgir):
-    """Lists the mbarriers of a Gluon kernel that no warp group receives. ptxas may reuse their memory."""
+    """Returns the mbarriers of a Gluon kernel that no warp group gets as an argument.
+
+    ptxas may reuse the shared memory of such barriers.
+    """
     barriers = re.findall(r"(%\S+) = ttg\.local_alloc\b.*-> !ttg\.memdesc<\S*xi64,", ttgir)
     assert barriers, "the pattern finds no barrier"
     (handed,) = re.findall(r"ttg\.warp_specialize\((.*?)\)", ttgir)
@@ -187,7 +200,7 @@ def idle_barriers(ttgir):
 
 
 def tensor_core(ptx):
-    """Returns the most capable tensor-core instruction of a kernel."""
+    """Returns the newest kind of tensor-core instruction that a kernel contains."""
     return next((name for text, name in TENSOR_CORES.items() if text in ptx), "none")
 
 

@@ -1,4 +1,4 @@
-"""Runs the modules that compile kernels without a GPU in separate processes, and caches their reports."""
+"""Runs the modules that compile kernels without a GPU, in separate processes, and caches their reports."""
 
 import functools
 import hashlib
@@ -22,7 +22,10 @@ Reports = dict[str, dict[str, Any]]
 
 
 def compile_all(module: str, cases: Sequence[str]) -> Reports:
-    """Returns the reports of `module` in the order of the cases. A cached report is used if its key is unchanged."""
+    """Returns the reports of `module`, in the order of the cases.
+
+    A cached report is used if its key has not changed.
+    """
     files = {case: CACHE / triton.__version__ / module / f"{case}.json" for case in cases}
     kept = {case: report for case, file in files.items() if (report := read(file)) is not None}
     new = compile_in_processes(module, [case for case in cases if case not in kept])
@@ -32,9 +35,10 @@ def compile_all(module: str, cases: Sequence[str]) -> Reports:
 
 
 def compile_in_processes(module: str, cases: Sequence[str]) -> Reports:
-    """Compiles the cases in new processes that do not interpret kernels.
+    """Compiles the cases in new processes, with Triton's interpreter off.
 
-    The workers of pytest-xdist share the cores, so each worker starts as many processes as its share of the cores.
+    The workers of pytest-xdist share the CPU cores, so each worker starts only as many processes as its share of the
+    cores.
     """
     if not cases:
         return {}
@@ -61,14 +65,16 @@ def compile_in_processes(module: str, cases: Sequence[str]) -> Reports:
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment of a process that compiles this checkout's kernels instead of an installed copy's."""
+    """Returns the environment of a process that compiles the kernels of this checkout, not those of an installed
+    copy.
+    """
     path = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return variables | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def read(file: Path) -> dict[str, Any] | None:
-    """Returns the report in a file, or None if the file is missing or has another key."""
+    """Returns the report in a file, or None if the file is missing or its key has changed."""
     if not file.exists():
         return None
     kept = json.loads(file.read_text())
@@ -77,14 +83,14 @@ def read(file: Path) -> dict[str, Any] | None:
 
 def write(file: Path, report: dict[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}")  # so that no other worker reads an incomplete report
+    partial = file.with_suffix(f".{os.getpid()}")  # no other worker may read an incomplete report
     partial.write_text(json.dumps({"key": key(), "report": report}))
     partial.replace(file)
 
 
 @functools.cache
 def key() -> str:
-    """Returns a hash of everything, apart from the case, that determines a report."""
+    """Returns a hash of everything (except the case itself) that determines a report."""
     variables = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(("TRITON_", "PTXAS_"))}
     variables.pop("TRITON_INTERPRET", None)
     settings = [variables, sorted(get_cache_invalidating_env_vars().items()), torch.__version__, sys.version]
@@ -92,20 +98,20 @@ def key() -> str:
 
 
 def hash_of(root: Path, installed: Iterable[Path], settings: Any) -> str:
-    """Hashes sources by content, installed files by size and modification time, and settings by their repr."""
+    """Hashes source files by content, installed files by size and modification time, and settings by their repr."""
     contents = [(str(path.relative_to(root)), path.read_text()) for path in sources(root)]
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in installed]
     return hashlib.sha256(repr((contents, stats, settings)).encode()).hexdigest()
 
 
 def sources(root: Path) -> list[Path]:
-    """Lists the kernels, and the modules of tests/kernels that contain no tests."""
+    """Returns the files of the kernels, and the modules in tests/kernels that contain no tests."""
     helpers = [path for path in root.glob("tests/kernels/**/*.py") if not path.name.startswith("test_")]
     return sorted([*root.glob("kernels/**/*.py"), *root.glob("tests/*.py"), *helpers])
 
 
 def installed_files() -> list[Path]:
-    """Lists Triton's own files and the CUDA tools that Triton or a report runs."""
+    """Returns the files of Triton itself, and the CUDA tools that Triton or a report runs."""
     tools = [Path(tool.path) for tool in (knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell, knobs.nvidia.nvdisasm)]
     package = [path for path in Path(triton.__file__).parent.rglob("*.*") if path.suffix != ".pyc"]
     return sorted({*tools, *package})

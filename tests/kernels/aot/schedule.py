@@ -1,6 +1,8 @@
-"""Compiles the kernel of schedules without a GPU and prints ptxas's report as JSON. Run it as a module.
+"""Compiles the kernel that builds attention schedules without a GPU, and prints the report of ptxas as JSON.
 
-A case is an architecture, for example sm90. The kernel has no other variants.
+Run this file as a module.
+
+A case is an architecture, for example sm90. The schedule kernel has no other variants.
 """
 
 import json
@@ -18,7 +20,10 @@ CONSTANTS = dict(
 
 
 def compile_case(arch):
-    """Compiles the kernel as a launch does. cu_seqlens may begin at any element, the output may not."""
+    """Compiles the schedule kernel as a launch does.
+
+    The address of cu_seqlens may have any alignment, that of the output is a multiple of 16.
+    """
     names = _schedule_kernel.arg_names
     signature = {
         name: "constexpr" if name in CONSTANTS else "*i32" if name.endswith("_ptr") else "i32" for name in names
@@ -30,7 +35,7 @@ def compile_case(arch):
 
 
 def report(case):
-    """Returns ptxas's report on one case."""
+    """Returns the report of ptxas on one case."""
     compiled = compile_case(case)
     limits = ptxas(compiled.asm["ptx"], capability_of(case))
     return {"case": case, "shared": compiled.metadata.shared, **limits}

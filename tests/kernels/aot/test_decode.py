@@ -1,4 +1,4 @@
-"""The decoding kernels compile within limits on registers and spills."""
+"""The decoding kernels compile for each GPU within limits on registers and spills."""
 
 import pytest
 
@@ -6,7 +6,8 @@ from fa_kernels.flash_attention.tiles import SHARED_LIMIT
 from tests.kernels.aot.reports import compile_all
 
 # Registers per thread, bytes of spill stores, tensor-core instruction: the most that Triton 3.6 and 3.7 need, plus a
-# margin. One query fills a tile of 16 rows, too few for wgmma. "paged" uses every feature, including rotation.
+# margin. A single query fills a tile of 16 rows, which is too few for wgmma. Cases named "paged" use every feature,
+# including rotary embedding.
 LIMITS = {
     "sm80-64-1-dense": (104, 0, "HMMA"),
     "sm80-128-1-dense": (248, 0, "HMMA"),
@@ -19,7 +20,7 @@ LIMITS = {
     "sm90-128-64-paged": (255, 0, "HGMMA"),
     "sm90-256-4096-dense": (255, 0, "HGMMA"),
 }
-# a case of each architecture and kind of cache, all that make test-oldest-triton compiles
+# one case per architecture and kind of cache: `make test-oldest-triton` compiles only these
 CORE = {"sm80-128-1-dense", "sm80-128-64-paged", "sm90-128-1-dense", "sm90-128-64-paged"}
 
 

@@ -1,14 +1,15 @@
-"""No kernel in the tile tables computes a matrix descriptor from the wrong uniform register."""
+"""No kernel in the tile tables computes a matrix descriptor from the wrong uniform register (see descriptors.py)."""
 
 import pytest
 
 from tests.kernels.aot.descriptors import misplaced_in
 from tests.kernels.aot.reports import compile_all
 
-# These heads have two blocks of columns, with padding. Contiguous rows of one KV head are not aligned to 16 bytes.
+# These heads are split into two blocks of columns, with padding. The row strides of such heads are not multiples of 16
+# elements, even if the rows are contiguous.
 UNALIGNED = [*(f"sm90-72-72-{direction}-2" for direction in ("fwd", "dkdv", "dq")), "sm90-136-136-fwd-2"]
 UNALIGNED_DECODE = "sm90-72-64-dense"
-# machine code of ptxas 12.8, from two kernels that gave wrong results on an H100
+# machine code of ptxas 12.8 from two kernels that gave wrong results on an H100
 WRONG = """
         /*1a00*/                   ULEA UR7, UR4, UR7, 0x18 ;                  /* 0x00 */
         /*56d0*/                   UIADD3 UR4, UP0, UR7, 0x20, URZ ;           /* 0x00 */

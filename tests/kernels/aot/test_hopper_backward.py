@@ -1,6 +1,6 @@
-"""The Hopper backward kernels compile without a GPU: they use wgmma, fit in shared memory and spill little.
+"""The Hopper backward kernels compile without a GPU: they use wgmma, fit in shared memory and spill few registers.
 
-Other tests here check the inputs that `prepare` computes, and which kernels a call launches.
+Other tests here check which inputs the function `prepare` computes, and which kernels a backward pass launches.
 """
 
 import pytest
@@ -16,8 +16,8 @@ from fa_kernels.flash_attention.schedule import causal_schedule
 from tests.kernels.aot.hopper_backward import TORCH_DTYPES
 from tests.kernels.aot.reports import compile_all
 
-# dtype-head_dim-group-softcap-marks -> allowed bytes of spill stores: the most that ptxas of Triton 3.6 and 3.7 makes,
-# plus a margin. Few of these spills are in the loops over steps.
+# dtype-head_dim-group-softcap-marks -> allowed bytes of spill stores: the most that Triton 3.6 and 3.7 need, plus a
+# margin. Few of these spills are inside the inner loops.
 SPILLS = {
     "bf16-128-1-0-0": 96, "bf16-64-1-0-0": 16, "fp16-64-1-0-0": 32,
     "bf16-128-1-0-1": 80, "bf16-64-1-0-1": 16, "bf16-96-1-0-1": 104, "fp16-96-1-0-0": 16,
@@ -32,12 +32,12 @@ SPILLS = {
     "bf16-256dkdv-1-0-0": 32, "bf16-256dkdv-4-1-1": 32,
     "bf16-256dq-1-0-0": 384, "bf16-256dq-4-1-1": 384,
 }  # fmt: skip
-# a case of each kernel and head_dim, all that make test-oldest-triton compiles
+# one case per kernel and head_dim: `make test-oldest-triton` compiles only these
 CORE = {
     "bf16-64-4-1-1", "bf16-96-4-1-1", "bf16-128-1-1-1", "bf16-64ordered-4-1-1", "bf16-96ordered-1-1-1",
     "bf16-128ordered-1-1-1", "fp16-128dkdv-4-1-1", "fp16-128dq-4-1-1", "bf16-256dkdv-4-1-1", "bf16-256dq-4-1-1",
 }  # fmt: skip
-SHARED = 227 * 1024  # bytes that a program may use on an H100
+SHARED = 227 * 1024  # bytes of shared memory that one program may use on an H100
 
 
 @pytest.mark.parametrize("core", [pytest.param(True, id="core"), pytest.param(False, id="rest")])
@@ -47,7 +47,7 @@ def test_compiles_within_limits(core):
     assert SPILLS.keys() >= CORE
     cases = [case for case in SPILLS if (case in CORE) == core]
     for case, report in compile_all("tests.kernels.aot.hopper_backward", cases).items():
-        assert report["warnings"] == [], (case, report)  # for example C7512: ptxas has serialised the matmuls
+        assert report["warnings"] == [], (case, report)  # ptxas warns for example with C7512 if it serialises matmuls
         assert report["misplaced_descriptors"] == [], (case, report)
         assert report["tensor_core"] == "HGMMA", (case, report)
         assert report["shared"] <= SHARED, (case, report)
@@ -57,7 +57,9 @@ def test_compiles_within_limits(core):
 
 
 def stores_of_sums(dtype, kernel, group, softcap, marks):
-    """Returns the number of 16-byte stores per step that add to dQ, or 0 if the kernel computes no dQ."""
+    """Returns the number of 16-byte shared-memory stores that add to dQ in each step, or 0 if the kernel computes no
+    dQ.
+    """
     head_dim = kernel.removesuffix("ordered")
     if not head_dim.isdigit():
         return 0
@@ -70,7 +72,7 @@ def stores_of_sums(dtype, kernel, group, softcap, marks):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_ordered_configs_have_one_semaphore_per_step(head_dim, dtype, softcap):
-    """Each step has one semaphore, and no program waits for an item that has not started."""
+    """With an ordered sum of dQ, each step has one semaphore, and no program waits for an item that has not started."""
     config = config_of(head_dim, dtype, softcap, ordered=True)
     if config is None:
         assert config_of(head_dim, dtype, softcap) is None
@@ -79,7 +81,10 @@ def test_ordered_configs_have_one_semaphore_per_step(head_dim, dtype, softcap):
 
 
 def test_registers_of_three_groups():
-    """The registers left for the first warp group are as many as the second group's, because both are consumers."""
+    """The first warp group gets the registers that the others leave.
+
+    It must get as many as the second, because both compute.
+    """
     registers = fused.GROUP_REGISTERS
     of_four_warps = fused.REGISTERS * (1 + len(registers))
     assert of_four_warps <= 64 * 1024 // 128
@@ -91,7 +96,10 @@ def test_registers_of_three_groups():
 @pytest.mark.parametrize("head_dim", [8, 96])
 @pytest.mark.parametrize("total", [pytest.param(128, id="whole"), pytest.param(70, id="padded")])
 def test_prepared_rows_delta_and_sums(device, total, head_dim, with_dlse, dtype):
-    """Padding rows contribute nothing. delta is rowsum(do * o) in any dtype. Sums and semaphores are initialised."""
+    """Padding rows add nothing to the gradients. delta is rowsum(do * o) for every dtype.
+
+    The buffers for sums and semaphores are initialised.
+    """
     o = torch.randn(total, 3, head_dim, device=device).to(dtype)
     do = torch.randn(3, total, head_dim + 8, device=device).to(dtype)[..., :head_dim].transpose(0, 1)
     lse, dlse = torch.randn(2, 3, total, device=device)
@@ -102,7 +110,7 @@ def test_prepared_rows_delta_and_sums(device, total, head_dim, with_dlse, dtype)
     tables = CONFIGS, CAPPED_CONFIGS
     of_one = [config.block_m for table in tables for config in table.values()]
     longest = max(wide.BLOCK, keys.BLOCK_M, *of_one)
-    assert rows.shape[:2] == (2, 3) and rows.shape[2] % 4 == 0  # a multiple of four, which TMA requires
+    assert rows.shape[:2] == (2, 3) and rows.shape[2] % 4 == 0  # TMA requires a multiple of four
     assert rows.shape[2] >= total - 1 + longest, "the last block of queries reads the next head's lse and delta"
     log2_lse = lse * 1.4426950408889634
     log2_lse[1, 5] = float("inf")  # the row sees no key: 2^(score - inf) is 0
@@ -115,7 +123,7 @@ def test_prepared_rows_delta_and_sums(device, total, head_dim, with_dlse, dtype)
 
 @pytest.mark.parametrize(("sums", "ordered"), [(False, False), (True, False), (False, True)])
 def test_only_requested_buffers_are_prepared(device, sums, ordered):
-    """Every word of the prepared buffers is written, and nothing outside them."""
+    """Every word of the requested buffers is written, and nothing outside them."""
     made = []
     with pytest.MonkeyPatch.context() as patch:
         empty = torch.empty
@@ -140,7 +148,7 @@ def test_only_requested_buffers_are_prepared(device, sums, ordered):
 @pytest.mark.parametrize("head_dim", bwd.HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_kernels_of_a_call(device, monkeypatch, dtype, head_dim, softcap, deterministic):
-    """A deterministic call sums dQ in a fixed order if its kernel sums dQ."""
+    """A deterministic call sums dQ in a fixed order if its kernel adds partial sums to dQ."""
     monkeypatch.delenv(backend.VARIABLE, raising=False)
     launched = []
     monkeypatch.setattr(bwd, "supports", lambda *_: True)

@@ -1,11 +1,14 @@
-"""The Hopper forward kernels compile without a GPU: no serialised matmuls, few spills, within shared memory."""
+"""The Hopper forward kernels compile without a GPU: no matmul is serialised, and spills and shared memory stay within
+limits.
+"""
 
 import pytest
 
 from tests.kernels.aot.reports import compile_all
 
-# head_dim-length_class-dtype-out_dtype-features -> allowed bytes of spill stores: the most that ptxas of Triton 3.6 and
-# 3.7 makes, plus a margin. Loops over whole blocks store no spills. Cases with `marks` are for several documents.
+# head_dim-length_class-dtype-out_dtype-features -> allowed bytes of spill stores: the most that Triton 3.6 and 3.7
+# need, plus a margin. The loops over unmasked blocks contain no spill stores. The kernels of cases with `marks` are for
+# several documents.
 SPILLS = {
     "64-long-bf16-bf16-plain": 16,
     "64-long-bf16-bf16-marks": 16,
@@ -32,15 +35,16 @@ SPILLS = {
     "256-long-bf16-bf16-marks": 56,
     "256-long-fp16-fp16-sinks+softcap+marks": 56,
 }
-# a case of each head_dim, all that make test-oldest-triton compiles
+# one case per head_dim: `make test-oldest-triton` compiles only these
 CORE = {
     "64-long-bf16-bf16-marks", "96-long-fp16-fp32-sinks+softcap+marks", "128-medium-fp16-fp32-sinks+softcap+marks",
     "256-long-bf16-bf16-marks",
 }  # fmt: skip
-SHARED = 227 * 1024  # bytes that a program may use
+SHARED = 227 * 1024  # bytes of shared memory that one program may use
 
 
-# These cases are left to a machine with a GPU. Cases of 96 stay here, where the fp32 output limits the stages.
+# These slow cases run only on a machine with a GPU. The cases of head_dim 96 with `long` still run everywhere, because
+# there the fp32 output limits the pipeline stages.
 SLOW = [case for case in SPILLS if "sinks" in case and not case.startswith(("128", "96-long"))]
 
 

@@ -6,7 +6,7 @@ from fa_kernels.flash_attention.tiles import _TILES, _TILES_OF_4_BYTES, SHARED_L
 from tests.kernels.aot.reports import compile_all
 
 # arch, head_dim, pass -> registers per thread, bytes of spill stores, tensor-core instruction: the most that Triton 3.6
-# and 3.7 need for one document, plus a margin. For several documents sm90 has the limits in CONTAINING.
+# and 3.7 need for one document, plus a margin. For several documents, the limits of sm90 are in CONTAINING.
 LIMITS = {
     ("sm80", 64, "fwd"): (255, 16, "HMMA"),
     ("sm80", 64, "dkdv"): (255, 16, "HMMA"),
@@ -74,8 +74,8 @@ CONTAINING = {
     (256, "contain_dv"): (255, 128, "HGMMA"),
     (256, "contain_dq"): (255, 0, "HGMMA"),
 }
-# head_dim, pass -> the same limits for the kernels that repair the output of Hopper's kernels. Two programs fit on a
-# multiprocessor, except for the backward at 256.
+# head_dim, pass -> the same three limits, for the kernels that repair tiles after Hopper's kernels. The limits let two
+# programs fit on a multiprocessor, except for the backward with head_dim 256.
 REPAIRS = {
     (64, "repair_fwd"): (144, 0, "HGMMA"),
     (64, "repair_bwd"): (255, 0, "HGMMA"),
@@ -86,8 +86,9 @@ REPAIRS = {
     (256, "repair_fwd"): (255, 96, "HGMMA"),
     (256, "repair_bwd"): (255, 928, "HGMMA"),
 }
-# arch, head_dim, pass -> bytes of spill stores and tensor-core instruction of fp32 kernels. They use three TF32 matmuls
-# per product and all registers. Tiles with fewer than 64 rows use HMMA on every architecture.
+# arch, head_dim, pass -> bytes of spill stores and tensor-core instruction of fp32 kernels. The fp32 kernels use three
+# TF32 matmuls per product and all registers. If a tile has fewer than 64 rows, the instruction is HMMA on every
+# architecture.
 OF_4_BYTES = {
     ("sm80", 64, "fwd"): (32, "HMMA"),
     ("sm80", 64, "dkdv"): (80, "HMMA"),
@@ -135,27 +136,27 @@ OF_4_BYTES = {
     ("sm100", 256, "dkdv"): (912, "HMMA"),
     ("sm100", 256, "dq"): (288, "HMMA"),
 }
-# ptxas serialises these matmuls and warns about it. The tile is nevertheless the fastest on an H200.
+# ptxas serialises the matmuls of this entry and warns about it. This tile is nevertheless the fastest one on an H200.
 SERIALISED = {"sm90-192-192-dkdv-2": {"C7512"}}
 TENSOR_MEMORY = 512  # columns, on sm100
-# Allowed ratio of shared_bytes to what Triton reports. shared_bytes assumes the largest layout that the compiler may
-# choose.
+# Largest allowed ratio of shared_bytes to the shared memory that Triton reports. shared_bytes assumes the largest
+# layout that the compiler may choose.
 SURPLUS = {"sm80": 1.25, "sm90": 1.1, "sm100": 1.25}
-# other dtypes and unequal head_dims
+# other dtypes, and values with another head_dim than keys
 UNUSUAL = (
     *("sm90-256-192-dk-2", "sm90-192-128-dkdv-2", "sm80-128-128-dkdv-4"),
     *("sm90-128-128-fwd-1", "sm90-80-80-fwd-1", "sm90-16-16-fwd-1"),
 )
 MODULE = "tests.kernels.aot.portable"
-# Only a machine with a GPU runs these slow cases. Without a GPU, tests compile one head_dim of sm80 and of sm100, and
-# some of the kernels of sm90.
+# Only a machine with a GPU compiles these slow cases. Without a GPU, the tests compile one head_dim of sm80 and of
+# sm100, and some of the kernels of sm90.
 SLOW_CONTAINING = [entry for entry in CONTAINING if entry[0] in (96, 192)]
 HERE = {("sm90", head_dim) for head_dim, _ in SLOW_CONTAINING} | {("sm80", 128), ("sm100", 128)}
 SLOW = [entry for entry in LIMITS if entry[:2] not in HERE or (entry[0] == "sm100" and entry[2] != "fwd")]
 SLOW_REPAIRS = [entry for entry in REPAIRS if entry[0] < 128]
 SLOW_OF_4_BYTES = [entry for entry in OF_4_BYTES if entry not in (("sm90", 64, "dkdv"), ("sm90", 64, "dq"))]
 
-# a head_dim of each architecture and kernel, all that make test-oldest-triton compiles
+# one head_dim per architecture and kernel: `make test-oldest-triton` compiles only these
 CORE_HEAD_DIMS = {"sm80": 128, "sm90": 96, "sm100": 128}
 CORE_CONTAINING = CORE_REPAIRS = 128
 CORE_UNUSUAL = {"sm90-192-128-dkdv-2", "sm90-128-128-fwd-1"}
@@ -167,7 +168,7 @@ def case_of(arch, head_dim, direction, itemsize=2):
 
 
 def assert_within_limits(limits):
-    """limits: case -> registers, spill bytes, tensor-core instruction."""
+    """limits: a dictionary from a case to its limits on registers, spill bytes and the tensor-core instruction."""
     reports = compile_all(MODULE, [*limits])
     failures = []
     for case, (registers, spill_bytes, tensor_core) in limits.items():
@@ -187,7 +188,7 @@ def assert_within_limits(limits):
 
 
 def test_every_entry_has_limits():
-    """If the table has entries dk and dv for a head_dim, only repair kernels and fp32 use its entry dkdv."""
+    """If the table has entries dk and dv for a head_dim, its entry dkdv is used only by repair kernels and in fp32."""
     apart = {(arch, d, "dkdv") for arch, d, direction in _TILES if direction == "dk"}
     assert set(LIMITS) == set(_TILES) - apart
     assert set(OF_4_BYTES) == set(_TILES_OF_4_BYTES) | {("sm100", *entry[1:]) for entry in _TILES_OF_4_BYTES}
@@ -239,7 +240,7 @@ def assert_4_bytes_within_limits(entries):
         assert report["tensor_core"] == tensor_core, (case, report)
         assert report["tensor_memory"] <= TENSOR_MEMORY, (case, report)
         assert report["shared"] <= report["shared_computed"] <= SHARED_LIMIT[arch], (case, report)
-        if direction != "fwd":  # in the forward pass, shared_bytes also allows for decoding
+        if direction != "fwd":  # in the forward pass, shared_bytes also covers the decoding kernel
             assert report["shared_computed"] <= 1.6 * report["shared"], (case, report)
 
 

@@ -1,4 +1,4 @@
-"""A cached compile report is used again only if a new compile would give the same report."""
+"""A cached compile report is reused only if a new compilation would give an equal report."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests.kernels.aot import reports
 MODULES = [
     f"tests.kernels.aot.{name}" for name in ("portable", "decode", "hopper_forward", "hopper_backward", "schedule")
 ]
-# runs in a new process that does not interpret kernels
+# code for a new process in which kernels are not interpreted
 IMPORTED = """
 import importlib, sys
 for module in sys.argv[1:]:
@@ -24,7 +24,7 @@ print(*(module.__file__ for module in [*sys.modules.values()] if getattr(module,
 
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
-    """Replaces the compilers and returns the list of compiled cases."""
+    """Replaces the compilers by a stub and returns the list of cases that they were asked to compile."""
     cases = []
 
     def compile_in_processes(module, part):
@@ -89,7 +89,7 @@ def test_every_file_that_a_compile_imports_is_a_source():
 
 
 def test_half_a_report_is_never_read(tmp_path):
-    """A file gets its final name once it is complete."""
+    """A report file gets its final name only after it is complete."""
     file = tmp_path / "module" / "a.json"
     reports.write(file, {"case": "a"})
     assert reports.read(file) == {"case": "a"} and os.listdir(file.parent) == ["a.json"]

@@ -1,10 +1,10 @@
-"""The kernel of schedules compiles within limits on registers and spills."""
+"""The kernel that builds attention schedules compiles within limits on registers and spills."""
 
 import pytest
 
 from tests.kernels.aot.reports import compile_all
 
-LIMITS = {"sm80": 96, "sm90": 96}  # registers per thread: what Triton 3.7 needs, plus a margin
+LIMITS = {"sm80": 96, "sm90": 96}  # registers per thread that Triton 3.7 needs, plus a margin
 
 
 @pytest.mark.timeout(600)

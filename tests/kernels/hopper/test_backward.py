@@ -1,4 +1,7 @@
-"""The Hopper backward on a GPU. NaN stays in its head. dK, dV and a deterministic dQ are repeatable."""
+"""Tests the Hopper backward kernels on a GPU. NaN stays in the head that contains it.
+
+dK, dV and a deterministic dQ have equal bits in every run.
+"""
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 
 def run(q, k, v, do, **options):
-    """Returns o, dq, dk and dv of one document."""
+    """Runs attention over one document and returns o, dq, dk and dv."""
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     o = flash_attn_func(*(x[None] for x in inputs), **options)[0]
     return [o, *torch.autograd.grad(o, inputs, do)]
@@ -20,9 +23,11 @@ def run(q, k, v, do, **options):
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_nan_stays_in_its_head(head_dim, softcap, causal, deterministic):
-    """One document needs no repair. The last block of queries reaches past its head and must not read the next head.
+    """A stream of one document has no marks and no repair.
 
-    With at most 256 keys, two tiles add to each element of dQ, so the order of the additions does not matter.
+    The last block of queries reaches past the end of its head, and must not read the next head.
+
+    With at most 256 keys, only two tiles add to each element of dQ, so the order of the additions does not matter.
     """
     total, n_heads = 197, 3
     q, k, v, do = (torch.randn(total, n_heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
@@ -38,7 +43,10 @@ def test_nan_stays_in_its_head(head_dim, softcap, causal, deterministic):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_dk_and_dv_have_one_owner(head_dim, dtype):
-    """One program computes each element of dK and dV, so their bits never change. A race would change them."""
+    """Each element of dK and dV is computed by one program, so its bits are equal in every run.
+
+    A data race would change the bits.
+    """
     q, do = (torch.randn(3000, 8, head_dim, device="cuda", dtype=dtype) for _ in range(2))
     k, v = (torch.randn(3000, 2, head_dim, device="cuda", dtype=dtype) for _ in range(2))
     _, _, *first = run(q, k, v, do, causal=True)
@@ -55,10 +63,11 @@ def test_dk_and_dv_have_one_owner(head_dim, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_dq_summed_in_one_order_is_the_same_in_every_run(head_dim, dtype, softcap, window, lengths):
-    """Deterministic and non-deterministic gradients differ by fp32 rounding only, since steps run in another order.
+    """Deterministic and non-deterministic gradients differ only by fp32 rounding, because their partial sums are added
+    in different orders.
 
-    Tensor cores add 16 products at a time to an fp32 sum and truncate. The tolerance is one eps of the largest sum for
-    each such addition.
+    Tensor cores add 16 products at a time to an fp32 sum, and truncate the result. The tolerance is one eps of the
+    largest sum for each such addition.
     """
     cu_q, cu_k = (torch.tensor([0, *x], device="cuda").cumsum(0).int() for x in lengths)
     q, k, v = (

@@ -1,4 +1,4 @@
-"""The Hopper kernels write every NaN mark on a GPU: 1 for a unit of rows that contains NaN, otherwise 0."""
+"""The Hopper kernels write a NaN mark for every unit of rows: 1 if the unit contains NaN, otherwise 0."""
 
 import pytest
 import torch
@@ -12,14 +12,14 @@ from fa_kernels.flash_attention.schedule import build_schedule
 from tests.kernels.support.hopper import NEEDS_SM_90, tiles_of
 
 pytestmark = NEEDS_SM_90
-LENGTHS = [1000, 1, 30, 400, 139]  # the total is 34 past a multiple of both 128 and 192, so the last tile is partial
+LENGTHS = [1000, 1, 30, 400, 139]  # the total is 34 more than a multiple of 128 and of 192, so the last tile is partial
 TOTAL, HEADS, KV_HEADS = sum(LENGTHS), 4, 2
 NEVER_SET = 7
 
 
 @pytest.fixture
 def marks(monkeypatch):
-    """Returns the list of marks that calls make, in order. Repairs are disabled."""
+    """Returns a list to which each call appends the marks that it makes. The repair kernels are disabled."""
     made = []
 
     def unset(*sizes):
@@ -33,9 +33,12 @@ def marks(monkeypatch):
 
 
 def problem(head_dim, spoiled, dtype=torch.bfloat16, causal=True):
-    """Returns q, k, v and do of several documents and their schedule. One row of q or v may contain NaN.
+    """Returns q, k, v and do of several documents, and their schedule.
 
-    The row belongs to the fourth document. Its block of 64 rows also contains the first rows of the fifth.
+    One row of q or v contains NaN, unless `spoiled` is "nothing".
+
+    The row with NaN belongs to the fourth document. The block of 64 rows with this NaN also contains the first rows of
+    the fifth document.
     """
     cu_seqlens = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).to(torch.int32)
     schedule = build_schedule(cu_seqlens, cu_seqlens, TOTAL, TOTAL, causal=causal)
@@ -48,7 +51,7 @@ def problem(head_dim, spoiled, dtype=torch.bfloat16, causal=True):
 
 
 def not_finite(*of_rows):
-    """Returns the expected marks of tensors of shape (total, heads, columns)."""
+    """Returns the marks that tensors of shape (total, heads, columns) must have."""
     spoiled = torch.stack([(~x.isfinite()).any(2) for x in of_rows]).any(0).T  # [heads, total]
     return torch.nn.functional.pad(spoiled, (0, -TOTAL % 64)).unflatten(1, (-1, 64)).any(2).int()
 
@@ -63,7 +66,7 @@ def test_forward(head_dim, out_dtype, spoiled, marks):
     (q, k, v, _), schedule = problem(head_dim, spoiled)
     for tiles in tiles_of(head_dim):
         if out_dtype == torch.float32 and tiles.stages > WIDE_O_STAGES:
-            continue  # an fp32 output does not fit in shared memory
+            continue  # an fp32 output does not fit in shared memory with so many stages
         o, _ = fwd.run_forward(q, k, v, schedule, Features(head_dim**-0.5, 0.0, None, ()), out_dtype, tiles)
         assert torch.equal(marks.pop(), not_finite(o))
         assert o.isfinite().all() == (spoiled == "nothing")

@@ -1,4 +1,4 @@
-"""The fused backward starts a program for each item, or lets programs take items from a queue."""
+"""The fused backward launches one program per item, or fewer programs that take items from a queue."""
 
 from types import SimpleNamespace
 

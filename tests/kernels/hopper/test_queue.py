@@ -1,4 +1,4 @@
-"""The counter that distributes work among programs: concurrent launches must not share one."""
+"""Tests the counter from which programs take work: concurrent launches must not share one counter."""
 
 from dataclasses import replace
 
@@ -21,7 +21,10 @@ DYNAMIC = [
 
 
 def run(one):
-    """Returns the repeatable outputs of a call: o and lse, or the gradients. Omits a dQ that is summed in any order."""
+    """Runs a call and returns its outputs that have equal bits in every run: o and lse, or the gradients.
+
+    A dq whose partial sums are added in any order is left out.
+    """
     if len(one) == 6:
         return fwd.attention_forward(*one)
     dq, dk, dv = gradients(*one)
@@ -29,7 +32,7 @@ def run(one):
 
 
 def problems(head_dim):
-    """Yields pairs of calls: of the forward pass and, if the backward pass sums dQ, of the backward pass."""
+    """Yields pairs of calls: of the forward, and (if the backward kernel adds partial sums to dQ) of the backward."""
     lengths = [2048, 2048], [700, 300, 3000]
     yield [problem(x, head_dim) for x in lengths]
     if config_of(head_dim, torch.bfloat16, softcap=0.0) is not None:
@@ -98,7 +101,10 @@ def test_plain_and_persistent_grids_give_the_same_bits(head_dim, lengths):
 )
 @pytest.mark.parametrize(("table", "key"), DYNAMIC)
 def test_plain_and_persistent_grids_of_the_backward_give_the_same(monkeypatch, table, key, lengths_q, lengths_k):
-    """dK and dV are bitwise equal. dQ differs by the order of its fp32 sum only."""
+    """dK and dV are bitwise equal with both grids.
+
+    dQ differs only by the order in which its fp32 partial sums are added.
+    """
     softcap = 30.0 if table is CAPPED_CONFIGS else 0.0
     one = backward_problem(lengths_q, lengths_k, *key, softcap)
     persistent = [gradients(*one) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""The softmax of the Hopper forward on a GPU, with row maxima that rise late by a little or by much."""
+"""Tests the softmax of the Hopper forward on a GPU, with row maxima that rise late, by a little or by much."""
 
 import math
 
@@ -15,10 +15,10 @@ from tests.kernels.test_flash_attention import cumulative
 
 pytestmark = NEEDS_SM_90
 
-# Rise of the base-2 exponents from one block of 64 keys to the next. Later keys are visited first.
+# Increase of the base-2 exponents from one block of 64 keys to the next. The kernel visits later keys first.
 RISES = [-300.0, -15.0, 0.5, 7.5, 8.5, 14.5, 15.5, 40.0, 300.0]
-ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # relative error of rounding to nearest
-LENGTHS = {"whole": [700], "causal": [150, 3, 247, 300]}  # lengths of documents; several share a tile
+ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # relative error of rounding to the nearest value
+LENGTHS = {"whole": [700], "causal": [150, 3, 247, 300]}  # lengths of documents; several documents share a tile
 
 
 def draw(total, head_dim, dtype=torch.float32):
@@ -32,7 +32,10 @@ def draw(total, head_dim, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("head_dim", FORWARD_CONFIGS)
 def test_a_maximum_that_rises_late(head_dim, dtype, rise, mask, sink):
-    """Every seventh row rises, so each warp has both kinds of rows. o is fp32 if it fits in shared memory."""
+    """Every seventh row has a rising maximum, so each warp has rows with and without one.
+
+    The output o is fp32 if an fp32 tile fits in shared memory.
+    """
     lengths, causal = LENGTHS[mask], mask == "causal"
     total = sum(lengths)
     q, k, v = draw(total, head_dim)
@@ -42,7 +45,7 @@ def test_a_maximum_that_rises_late(head_dim, dtype, rise, mask, sink):
     k[:, :, 0] = rise * torch.arange(total, device="cuda").flip(0).div(64, rounding_mode="floor").unsqueeze(1)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     sinks = None if sink is None else torch.full((2,), sink, device="cuda")
-    features = Features(math.log(2.0), 0.0, sinks, ())  # scores are base-2 exponents
+    features = Features(math.log(2.0), 0.0, sinks, ())  # makes the scores base-2 exponents
     cu = cumulative(lengths)
     exact, exact_lse = attention_reference(
         q, k, v, cu, cu, causal=causal, softmax_scale=features.softmax_scale, sinks=sinks
@@ -50,11 +53,11 @@ def test_a_maximum_that_rises_late(head_dim, dtype, rise, mask, sink):
     schedule = build_schedule(cu, cu, total, total, causal=causal)
     # Tensor cores add 16 products at a time and truncate the sum to fp32.
     magnitude = torch.einsum("ihd,jhd->hij", q.double().abs(), k.double().abs()).amax(2) * features.softmax_scale
-    of_score = (head_dim / 16 + 2) * 2.0**-23 * magnitude  # the error of a score, (n_heads, total)
+    of_score = (head_dim / 16 + 2) * 2.0**-23 * magnitude  # largest error of a score in each row, (n_heads, total)
     for tiles in tiles_of(head_dim):
         has_room = not tiles.o_in_q and tiles.stages <= WIDE_O_STAGES
         o, lse = fwd.run_forward(q, k, v, schedule, features, torch.float32 if has_room else dtype, tiles)
-        roundings = 1.1 if has_room else 2.1  # of the probabilities, and of o unless it is fp32
+        roundings = 1.1 if has_room else 2.1  # number of roundings: of the probabilities, and of o unless o is fp32
         of_row = roundings * ROUNDING[dtype] + 2 * of_score.T.unsqueeze(2)
         assert ((o - exact).abs() <= of_row * v.abs().max()).all(), tiles
         assert ((lse - exact_lse).abs() <= of_score + 2e-6 + 2.0**-22 * exact_lse.abs()).all(), tiles
@@ -64,7 +67,7 @@ def test_a_maximum_that_rises_late(head_dim, dtype, rise, mask, sink):
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("head_dim", FORWARD_CONFIGS)
 def test_no_row_depends_on_other_rows_of_its_tile(head_dim, dtype, filler):
-    """A row keeps every bit of its result when other documents or later tokens of its tile change."""
+    """If other documents or later tokens of a tile change, a row keeps every bit of its result."""
     lengths = [333, 301, 404]
     cu, total = cumulative(lengths), sum(lengths)
     features = Features(head_dim**-0.5, 0.0, None, ())

@@ -1,7 +1,7 @@
-"""Tests each tile of the Hopper forward with each mask and feature, and with heads that are columns of wider rows.
+"""Tests each tile size of the Hopper forward with each mask and feature, and with heads that are columns of wider rows.
 
-The tests choose the tiles directly. A normal call uses some tiles only for long documents, whose reference would take
-too much memory.
+The tests pass the tile sizes directly to the kernel. In normal calls, some tile sizes occur only with long documents,
+whose dense reference would take too much memory.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""The Hopper kernels give the same results if the GPU switches between processes in the middle of a kernel."""
+"""The Hopper kernels give the same results if the GPU switches to another process in the middle of a kernel."""
 
 import json
 import subprocess
@@ -15,9 +15,11 @@ pytestmark = NEEDS_SM_90
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_time_slices_change_nothing(dtype):
-    """Runs one process per case, all at the same time. A pass takes some milliseconds, about as long as a time slice.
+    """Runs one process per case, all at the same time on one GPU.
 
-    The test shows nothing under MPS, which runs processes concurrently.
+    Each pass takes some milliseconds, about as long as a time slice of the GPU.
+
+    Under MPS the test shows nothing, because MPS runs processes concurrently instead of in time slices.
     """
     cases = [(str(head_dim), dtype, softcap) for head_dim in bwd.HEAD_DIMS for softcap in ("0", "30")]
     processes = [

@@ -1,4 +1,4 @@
-"""Recorded launches (record.py) equal the launches that Triton makes, with a simulated driver and on a GPU."""
+"""Replayed launches (record.py) equal the launches that Triton makes, both with a simulated driver and on a GPU."""
 
 import os
 import re
@@ -18,11 +18,11 @@ from fa_kernels.launch import record, triton_launcher
 
 
 def test_replayed_launches_are_those_of_triton():
-    """Runs in a new process, because this one has imported the kernels for the interpreter."""
+    """Runs in a new process, because this process has imported the kernels for the interpreter."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.support.replayed_launches"],
         env={name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", backend.VARIABLE)}
-        | {"CUDA_VISIBLE_DEVICES": ""},  # the process simulates one GPU
+        | {"CUDA_VISIBLE_DEVICES": ""},  # the process simulates a GPU of its own
         cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
@@ -31,7 +31,7 @@ def test_replayed_launches_are_those_of_triton():
 
 
 def test_every_kernel_is_launched_where_it_can_be_noted():
-    """A launch that does not go through `launch` would be missing from a replayed call."""
+    """A kernel that is launched without `launch` would be missing when a call is replayed."""
     files = Path(backend.__file__).parent.rglob("*.py")
     past = [x.name for x in files if re.search(r"_kernel\[", x.read_text())]
     assert past == ["decode.py"]  # decoding is not replayed
@@ -39,13 +39,13 @@ def test_every_kernel_is_launched_where_it_can_be_noted():
 
 @pytest.fixture
 def on_gpu_0(monkeypatch):
-    """Makes tensors with data appear to be on GPU 0."""
+    """Makes CPU tensors report that they are on GPU 0."""
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: -1 if x.is_meta else 0)
 
 
 @pytest.fixture
 def recording(monkeypatch):
-    """Makes tensors appear to be on a GPU, and records calls as on a GPU."""
+    """Makes CPU tensors report that they are on a GPU, and records calls as on a GPU."""
     monkeypatch.setattr(record, "current_device", lambda: 0)
     monkeypatch.setattr(record, "current_stream", lambda _: 7)
     monkeypatch.setattr(record, "has_launch_hooks", lambda: False)
@@ -60,7 +60,7 @@ def recording(monkeypatch):
 
 
 def copied(x):
-    """Copies x without an operator of torch, like a kernel that writes its output."""
+    """Copies x without calling a torch operator, as a kernel would write its output."""
     y = torch.empty(x.shape)
     y.numpy()[:] = x.numpy()
     return y
@@ -77,7 +77,10 @@ def copied(x):
     ],
 )
 def test_an_error_of_the_recorder_is_a_plain_call(owner, name, recording, monkeypatch, caplog):
-    """The recorder fails once for each of two keys, yet all six calls per key return results. One line is logged."""
+    """The recorder raises an error once for each of two keys, yet all six calls per key return results.
+
+    One line is logged.
+    """
     failed = []
 
     def fail(*arguments, **options):
@@ -142,7 +145,10 @@ def test_the_environment_variable_must_be_0_or_1(asks_again, monkeypatch):
 
 
 def test_another_device_is_another_key(on_gpu_0):
-    """Replayed launches do not check devices. A tensor on the wrong device must still raise Triton's error."""
+    """Replayed launches do not check the device of a tensor.
+
+    A tensor on the wrong device must still raise Triton's error.
+    """
     x, schedule = torch.zeros(20, 2, 16), causal_schedule(None, 20, torch.device("cpu"))
     features = Features(1.0, 0.0, None, [])
     elsewhere = schedule._replace(key_start=schedule.key_start.to("meta"))
@@ -165,7 +171,7 @@ def test_strides_that_do_not_matter_are_not_in_the_key():
 
 
 def test_each_option_is_another_key(monkeypatch):
-    """Calls with different options must have different keys, so that no recording is replayed for another call."""
+    """Calls with different options must have different keys, so that a recording is not replayed for another call."""
     x, schedule = torch.zeros(20, 2, 16), causal_schedule(None, 20, torch.device("cpu"))
     plain = Features(1.0, 0.0, None, [])
     sinks = torch.zeros(2)
@@ -198,7 +204,10 @@ def test_each_option_is_another_key(monkeypatch):
 
 
 def test_the_inputs_are_all_tensors_of_a_call():
-    """A replayed call uses the addresses of its inputs. For any other tensor it would use the recorded address."""
+    """A replayed call gets the new addresses of its inputs.
+
+    For a tensor that is not an input, a replayed call would use the old recorded address.
+    """
     q, k, v, do, o = torch.zeros(5, 20, 2, 16)
     lse, dlse = torch.zeros(2, 2, 20)
     schedule = causal_schedule(None, 20, torch.device("cpu"))
@@ -227,7 +236,7 @@ def test_the_inputs_are_all_tensors_of_a_call():
     ],
 )
 def test_inconsistent_inputs_have_another_key(wrong, on_gpu_0, monkeypatch):
-    """A replayed call is not checked again, so inconsistent inputs must have another key."""
+    """A replayed call does not check its inputs again, so inconsistent inputs must have another key."""
     monkeypatch.setattr(checks, "require_backend", lambda _: None)
     one = torch.zeros(20, 1, 16)
     right = {"q": torch.zeros(20, 2, 16), "k": one, "v": one, "sinks": torch.zeros(2)}
@@ -243,7 +252,7 @@ def test_inconsistent_inputs_have_another_key(wrong, on_gpu_0, monkeypatch):
 
 
 def test_an_address_of_two_tensors_is_not_guessed():
-    """The views overlap by half a row, so an address in the overlap could belong to either."""
+    """The two views overlap by half a row, so an address in the overlap could belong to either view."""
     both = torch.zeros(8, 2, 96)
     one, other = both[..., :64], both[..., 32:]
     recorder = record._Recorder([one, other])
@@ -276,7 +285,9 @@ def test_a_returned_view_keeps_its_shape():
 
 
 def recorded(recorder, addresses, outputs=()):
-    """Returns a recording of one launch with the given tensors, and a list of the arguments of each replayed launch."""
+    """Returns a recording of one launch with the given tensors, and a list that receives the arguments of each replayed
+    launch.
+    """
     ran = []
     recorder.launches = [(None, (1, 1, 1), [("address", i) for i in addresses])]
     with pytest.MonkeyPatch.context() as patch:
@@ -287,7 +298,9 @@ def recorded(recorder, addresses, outputs=()):
 
 
 def addresses_of(made):
-    """Returns the addresses of temporaries of the given sizes in a replayed call, and the number of its allocations."""
+    """Returns the addresses that a replayed call gives to temporary tensors of these sizes, and its number of
+    allocations.
+    """
     recorder = record._Recorder([])
 
     def call():
@@ -304,7 +317,7 @@ def addresses_of(made):
 
 
 def test_temporaries_share_an_allocation():
-    """Temporaries share one allocation and do not overlap."""
+    """All temporary tensors of a replayed call share one allocation and do not overlap."""
     sizes = 100, 4096, 1, 513
     found, n_allocations = addresses_of(sizes)
     assert n_allocations == 3, "the output, the lasting tensor, and one allocation for the temporaries"
@@ -332,7 +345,7 @@ def test_addresses_of_unused_inputs_are_not_read():
 
 
 def test_arguments_of_known_addresses_are_kept():
-    """Arguments for other addresses are built again."""
+    """Launch arguments are built again only if an address has changed."""
     record.forget()
     recording, ran = recorded(record._Recorder([torch.zeros(4)]), [0])
     for address in (16, 32, 16):
@@ -391,7 +404,10 @@ def test_addresses_must_be_aligned():
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_replayed_calls_give_the_same_bits(device, head_dim, deterministic, several, monkeypatch):
-    """Each call has new tensors; later calls are replayed. A dq that is summed in any order may differ by rounding."""
+    """Each call gets new tensors, and the later calls are replayed.
+
+    A dq whose partial sums are added in any order may differ by rounding.
+    """
     record.forget()
     cu_seqlens = torch.tensor([0, 50, 300], device=device, dtype=torch.int32) if several else None
     schedule = causal_schedule(cu_seqlens, 300, device)

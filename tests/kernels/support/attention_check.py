@@ -1,4 +1,4 @@
-"""Compares attention, forward and backward, with dense attention computed by its definition."""
+"""Compares the forward and backward of attention with dense attention, which is computed by its definition."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,7 +16,7 @@ Results = dict[str, Tensor]
 
 
 def cumulative(lengths: Sequence[int]) -> Tensor:
-    """Returns the boundaries of documents of these lengths, (n_docs + 1,) int32."""
+    """Returns cu_seqlens of documents with these lengths, (n_docs + 1,) int32."""
     return torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, torch.int32)
 
 
@@ -28,9 +28,9 @@ def attend(
     do: Tensor,
     dlse: Tensor,
 ) -> Results:
-    """Returns the outputs of `function` and the gradients of its inputs.
+    """Calls `function`, and returns its outputs and the gradients of its inputs.
 
-    The lse of a row that sees no key is -inf. It is replaced by -10000 and gets no gradient.
+    If a row sees no key, its lse is -inf. Such an lse is replaced by -10000 and gets no gradient.
     """
     inputs = [x.detach().requires_grad_() for x in inputs]
     features = dict(features)
@@ -46,7 +46,7 @@ def attend(
 
 
 def _moved(values: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Returns the values with all tensors on another device."""
+    """Moves all tensors among the values to another device."""
     return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in values.items()}
 
 
@@ -60,11 +60,12 @@ def left_by_rounding(
     o_dtype: torch.dtype,
     truth: torch.dtype,
 ) -> Results:
-    """Returns the errors of dq, dk and dv in an exact backward pass that starts from rounded o and lse.
+    """Returns the errors of dq, dk and dv if an exact backward pass starts from rounded o and lse.
 
-    The backward pass computes P from lse, so an error of lse scales a row's P and dS. It computes delta from o. Both
-    errors are linear in the gradients of o and lse, so autograd can compute them. Torch's own backward pass keeps P
-    instead of lse. Our error can therefore exceed twice torch's if a row sees few keys or lse is far from 0.
+    Our backward pass computes P from lse, so an error of lse scales P and dS in its row. Our backward pass also
+    computes delta from o, so an error of o changes delta. The effects of both errors are linear in the gradients of o
+    and lse, so autograd can compute them. Torch's own backward pass keeps P, and does not use lse. If a row sees few
+    keys or its lse is far from 0, our error can therefore exceed twice torch's error.
     """
     o, lse = exact["o"].detach(), exact["lse"].detach()
     factor = torch.expm1(lse - lse.float().to(truth))
@@ -84,11 +85,11 @@ def compare(
     dlse: Tensor,
     reference_device: str = DEVICE,
 ) -> dict[str, tuple[float, float]]:
-    """Returns the largest error of each output and gradient of `ours`, and torch's largest error in the same dtype.
+    """Returns the largest error of `ours` and of torch in the same dtype, for each output and gradient.
 
-    Shapes: q, k, v in `inputs` as in flash_attn_varlen_func; do like o; dlse (n_heads, total_q). The reference is dense
-    attention in fp32, or in fp64 if the inputs are fp32. Torch computes it on `reference_device`.
-    Raises: AssertionError if our error is larger than rounding explains.
+    Shapes: q, k, v in `inputs` as in flash_attn_varlen_func; do like o; dlse (n_heads, total_q). The exact values come
+    from dense attention in fp32, or in fp64 if the inputs are fp32. Torch computes the exact values on
+    `reference_device`. Raises: AssertionError if the error of `ours` is larger than rounding explains.
     """
     dtype = inputs[0].dtype
     truth = torch.float64 if dtype == torch.float32 else torch.float32
@@ -98,18 +99,19 @@ def compare(
         inputs = [x.to(reference_device) for x in inputs]
         do, dlse = do.to(reference_device), dlse.to(reference_device)
         sinks = sinks if sinks is None else sinks.to(reference_device)
-    exact_inputs = [x.to(truth) for x in inputs]  # a gradient has the dtype of its input
+    exact_inputs = [x.to(truth) for x in inputs]  # gives the gradients the exact dtype too
     exact = attend(partial(attention_reference, dtype=truth), exact_inputs, features, sinks, do, dlse)
     baseline = attend(partial(attention_reference, dtype=dtype), inputs, features, sinks, do, dlse)
-    # A score is a sum of head_dim products. This is its rounding error in fp32 if the largest products cancel.
+    # A score is a sum of head_dim products. `floor` is the fp32 rounding error of such a sum if its largest products
+    # cancel.
     floor = torch.finfo(torch.float32).eps * do.shape[-1] * max(x.abs().max().item() for x in (*inputs, do))
     floors = dict.fromkeys(results, floor)
     rounded = left_by_rounding(exact_inputs, features, sinks, do, dlse, exact, results["o"].dtype, truth)
     for name, left in rounded.items():
         floors[name] += left.abs().max().item()
     if sinks is not None:
-        # A sink's gradient sums (probability * do . o) over rows. The floor is one standard deviation of the error that
-        # rounding o causes in this sum. Torch's result has few elements and may be better by chance.
+        # A sink's gradient is a sum over rows: probability * (do . o). The floor is one standard deviation of the error
+        # that rounding o causes in this sum. Torch's error may be smaller by chance, because dsinks has few elements.
         products = exact["o"] * do * torch.exp(sinks - exact["lse"].T.float())[..., None]
         floors["dsinks"] += torch.finfo(dtype).eps * products.detach().double().square().sum().sqrt().item()
     errors = {}

@@ -19,7 +19,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotates x (tokens, heads, head_dim) by the angles of positions (tokens,), by the definition."""
+    """Applies rotary embedding by its definition to x (tokens, heads, head_dim) at the positions (tokens,)."""
     half = cos.shape[1]
     angles = (cos[positions].to(x.dtype)[:, None], sin[positions].to(x.dtype)[:, None])
     turned, rest = x[..., : 2 * half], x[..., 2 * half :]
@@ -29,7 +29,9 @@ def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: 
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale, left, right, softcap, slopes) -> tuple[Tensor, Tensor]:
-    """For one sequence: q (M, n_heads, D), k, v (N, n_kv_heads, D) -> o (M, n_heads, D), lse (n_heads, M)."""
+    """Dense attention of one sequence: q (M, n_heads, D), k, v (N, n_kv_heads, D) -> o (M, n_heads, D), lse (n_heads,
+    M).
+    """
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1).transpose(0, 1) for x in (k, v))  # [H, N, D]
     scores = q.transpose(0, 1) @ k.mT * scale
@@ -37,7 +39,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, scale, left, right, softcap, slopes) 
         scores = softcap * torch.tanh(scores / softcap)
     n_queries, n_keys = scores.shape[1:]
     ahead = torch.arange(n_keys, device=q.device)[None, :] - (n_keys - n_queries)
-    ahead = ahead - torch.arange(n_queries, device=q.device)[:, None]  # key position - query position
+    ahead = ahead - torch.arange(n_queries, device=q.device)[:, None]  # position of the key minus position of the query
     if slopes is not None:
         scores = scores - slopes.to(scores.dtype)[:, None, None] * ahead.abs()
     hidden = (left >= 0) & (-ahead > left) | (right >= 0) & (ahead > right)
@@ -48,7 +50,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, scale, left, right, softcap, slopes) 
 
 
 def reference(q, caches, new, rotary, lengths, leftpad, scale, causal, window, softcap, interleaved, slopes, dtype):
-    """Updates `caches` like the function under test: each sequence's k and v, (capacity, n_kv_heads, D)."""
+    """Updates `caches` as flash_attn_with_kvcache would: k and v of each sequence, (capacity, n_kv_heads, D)."""
     left, right = (window[0], 0) if causal else window
     outputs = []
     for i, length in enumerate(lengths):
@@ -59,7 +61,7 @@ def reference(q, caches, new, rotary, lengths, leftpad, scale, causal, window, s
             if rotary:
                 k = rotate(k, torch.arange(length, total, device=q.device), *rotary, interleaved)
                 steps = torch.arange(q.shape[1], device=q.device) * int(left >= 0 or right >= 0)
-                # rounded like the function under test
+                # rounded as in flash_attn_with_kvcache
                 query = rotate(query, length + steps, *rotary, interleaved).to(q.dtype).to(dtype)
             caches[i][0][length:total] = k.to(q.dtype)
             caches[i][1][length:total] = v
@@ -92,10 +94,11 @@ def check(
     softcap: float = 0.0,
     slopes: Tensor | None = None,
 ) -> None:
-    """Checks that outputs are as accurate as dense attention in the same dtype, and that the cache is bitwise equal.
+    """Checks that the outputs are as accurate as dense attention in the same dtype, and that the cache is bitwise
+    equal.
 
-    The cache is NaN before leftpad and after length. Unused entries of a block table are out of range. The reference
-    is computed on the CPU, so that many processes can share a GPU.
+    Before the call, the cache holds NaN before leftpad and after length. Unused entries of the block table are out of
+    range. The reference is computed on the CPU, so that many test processes can share a GPU.
     """
     batch, v_head_dim = len(lengths), v_head_dim or head_dim
     widths = (head_dim, v_head_dim)
@@ -126,7 +129,7 @@ def check(
         for i, length in enumerate(lengths):
             table[i, -(-(length + seqlen_new) // page_size) :] = 2**30
 
-    # positions of queries may exceed the capacity of the cache
+    # a query's position may be beyond the capacity of the cache
     positions = max(capacity, max(lengths) + seqlen_q)
     rotary = [torch.randn(positions, rotary_dim // 2).to(dtype) for _ in range(2)] if rotary_dim else []
     caches = [x.to(DEVICE, copy=True) for x in stored]
@@ -182,7 +185,7 @@ def check(
         for cache, old, wanted in zip(caches, stored, pair, strict=True):
             found, found_before = cache[pages_of_it].flatten(0, 1), old[pages_of_it].flatten(0, 1)
             fresh = slice(length, length + seqlen_new)
-            # the last bit of rotated keys may differ
+            # rotated keys may differ in the last bit
             torch.testing.assert_close(found[fresh], wanted[fresh], rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
             found_before[fresh] = found[fresh]
             assert torch.equal(found.nan_to_num(7.0), found_before.nan_to_num(7.0))

@@ -1,4 +1,6 @@
-"""Helpers for the tests of the Hopper kernels: the GPU they need, the tiles of a call, and calls with many items."""
+"""Helpers for the tests of the Hopper kernels: the required GPU, the tile sizes of a call, and calls with many
+items.
+"""
 
 from typing import get_args
 
@@ -20,7 +22,7 @@ NEEDS_SM_90 = [
 
 
 def tiles_of(head_dim: int) -> set[ForwardConfig]:
-    """Returns the forward tiles for documents of any length and any output dtype."""
+    """Returns the forward tile sizes for documents of any length and any output dtype."""
     return {
         forward_config(head_dim, length_class, wide_o)
         for length_class in get_args(LengthClass)
@@ -29,7 +31,7 @@ def tiles_of(head_dim: int) -> set[ForwardConfig]:
 
 
 def problem(lengths, head_dim):
-    """Returns arguments of attention_forward, with 8 heads in bf16."""
+    """Returns the arguments of attention_forward for 8 heads in bf16."""
     total = sum(lengths)
     q, k, v = (torch.randn(total, 8, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
@@ -38,7 +40,9 @@ def problem(lengths, head_dim):
 
 
 def backward_problem(lengths_q, lengths_k, head_dim, dtype=torch.bfloat16, softcap=0.0, deterministic=False):
-    """Returns arguments of `gradients`, with 16 query heads and 8 KV heads: several items per program."""
+    """Returns the arguments of `gradients` for 16 query heads and 8 KV heads, so that each program has several
+    items.
+    """
     q, do, k, v = (
         torch.randn(sum(lengths), heads, head_dim, device="cuda", dtype=dtype)
         for lengths, heads in ((lengths_q, 16), (lengths_q, 16), (lengths_k, 8), (lengths_k, 8))
@@ -51,5 +55,5 @@ def backward_problem(lengths_q, lengths_k, head_dim, dtype=torch.bfloat16, softc
 
 
 def gradients(*arguments):
-    """Returns dq, dk and dv of attention_backward."""
+    """Calls attention_backward and returns dq, dk and dv."""
     return bwd.attention_backward(*arguments)[:3]

@@ -2,8 +2,9 @@
 
     python -m tests.kernels.support.jittered FILE
 
-Run it in a new process, because a kernel is compiled once together with the functions that it calls. At each
-synchronisation one warp in 8 sleeps for up to 4 us. This changes every order of events that the code does not enforce.
+Run the module in a new process: a kernel is compiled only once, together with the functions that it calls. At each
+synchronisation, one warp in 8 sleeps for up to 4 us. The sleeps change every order of events that the code does not
+enforce.
 """
 
 import sys
@@ -133,7 +134,10 @@ SLEEPING = {
 
 
 def let_warps_sleep():
-    """Replaces the synchronisation functions that the kernels call. Does not change kernels that are compiled."""
+    """Makes the synchronisation functions of the kernels sleep at random.
+
+    Kernels that have been compiled before do not change.
+    """
     for name, sleeping in SLEEPING.items():
         users = [module for module in MODULES if hasattr(module, name)]
         assert users, f"no kernel has a {name}"
@@ -142,7 +146,10 @@ def let_warps_sleep():
 
 
 def calls():
-    """Yields a name, a function (attention_forward or `gradients`) and its arguments, the same in every process."""
+    """Yields a name, a function (attention_forward or `gradients`) and its arguments.
+
+    Every process gets the same values.
+    """
     for documents, lengths in DOCUMENTS.items():
         for head_dim in (64, 96, 128, 256):
             torch.manual_seed(0)
@@ -155,9 +162,10 @@ def calls():
 
 
 def outcomes(run, arguments, name):
-    """Yields two values for each of RUNS calls: the hashes of the repeatable outputs, and the first head of dq.
+    """Yields two values for each of RUNS calls: hashes of the outputs that have equal bits in every run, and the first
+    head of dq.
 
-    The second value is None if dq is repeatable.
+    The second value is None if dq has equal bits in every run.
     """
     for _ in range(RUNS):
         outputs = list(run(*arguments))

@@ -1,4 +1,4 @@
-"""Compiles to PTX the kernels that public calls launch on an H200, without a GPU. TRITON_INTERPRET must be unset."""
+"""Compiles the kernels that public calls launch on an H200 to PTX, without a GPU. TRITON_INTERPRET must be unset."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,13 +21,13 @@ from tests.kernels.aot.portable import compile_to_ptx
 from tests.kernels.support import replayed_launches
 
 BF16 = torch.bfloat16
-COMPILED: dict[int, Any] = {}  # compiled kernels by the handle in a launch
+COMPILED: dict[int, Any] = {}  # compiled kernels, by the handle that a launch uses
 
 
 def compile_call(name: str, keep: Callable[[Callable[[], CompiledKernel]], Any]) -> list[tuple[tuple[int, ...], Any]]:
-    """Returns the launches of one of CALLS in order: the grid, and the result of `keep`.
+    """Returns the launches of one of CALLS in order: the grid and the result of `keep`.
 
-    `keep` gets a function that compiles the kernel. Each kernel is compiled once per process.
+    `keep` receives a function that compiles the kernel. Each kernel is compiled once per process.
     """
 
     def compile(kernel: Any, key: Any, signature: Any, device: Any, constexprs: Any, options: Any, attrs: Any, _: Any):
@@ -52,7 +52,7 @@ def _leaf(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def _attention(head_dim: int, *lengths: int, dtype: torch.dtype = BF16, **options: Any) -> None:
-    """Forward and backward of packed documents, with 4 query heads and 2 KV heads."""
+    """Runs the forward and backward of packed documents with 4 query heads and 2 KV heads."""
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     total = sum(lengths)
     schedule = build_schedule(ends, ends, total, total, causal=True, padded=False)
@@ -63,7 +63,7 @@ def _attention(head_dim: int, *lengths: int, dtype: torch.dtype = BF16, **option
 
 
 def _cached_attention(**options: Any) -> None:
-    """Appends two tokens to a paged cache of 4 sequences, with two queries per sequence."""
+    """Appends two tokens to a paged cache of 4 sequences, and attends with two queries per sequence."""
     q, k, v = (torch.zeros(4, 2, n_heads, 128, dtype=BF16) for n_heads in (8, 2, 2))
     k_cache, v_cache = torch.zeros(2, 64, 64, 2, 128, dtype=BF16)
     table = torch.arange(64, dtype=torch.int32).view(4, 16)

@@ -11,23 +11,23 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 
 from fa_kernels import torch_private
 
-RECORDER = "fa_kernels.launch.record"  # recorded calls must not contain the fill
+RECORDER = "fa_kernels.launch.record"  # the recorder must not record the operators that fill memory
 
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Makes torch.empty and similar functions return NaN, True or the largest integer in this context.
+    """Makes torch.empty and similar functions return memory full of NaN, True or the largest integer.
 
-    torch.use_deterministic_algorithms also fills memory, but it makes torch run other kernels than in production.
+    torch.use_deterministic_algorithms also fills memory, but then torch runs other kernels than in production.
     """
     with torch.device("meta"):
-        torch.empty(0)  # makes torch cache the unpatched functions that a device context replaces
+        torch.empty(0)  # makes torch cache its original functions, which a device context replaces
     patches = [
         patch.object(owner, name, _poisoned(getattr(owner, name)))
         for owner, names in (
             (torch, ("empty", "empty_like", "empty_strided")),
             (Tensor, ("new_empty", "new_empty_strided")),
-            (torch_private, ("empty_strided_cuda",)),  # allocates memory in recorded calls
+            (torch_private, ("empty_strided_cuda",)),  # recorded calls allocate memory with this function
         )
         for name in names
         if getattr(owner, name) is not None  # some versions of torch have no empty_strided_cuda

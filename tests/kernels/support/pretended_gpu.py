@@ -1,4 +1,4 @@
-"""Pretends that the device is a GPU of a given compute capability and shared memory."""
+"""Pretends that the device is a GPU with a given compute capability and size of shared memory."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,10 @@ from fa_kernels.flash_attention import tiles
 
 @contextmanager
 def pretended_gpu() -> Iterator[Callable[[tuple[int, int], int], torch.device]]:
-    """Gives a function of the capability and of the bytes of shared memory. The GPU's name is "Made Up"."""
+    """Yields a function that takes the compute capability and the bytes of shared memory.
+
+    The pretended GPU has the name "Made Up".
+    """
     caches = (tiles._launch_tiles, tiles._warn_of_guesses)
     given: dict[str, object] = {}
 

@@ -1,7 +1,8 @@
-"""Compares replayed launches with those that Triton makes, for launch/test_record.py.
+"""Compares replayed launches with those that Triton makes. launch/test_record.py runs this file.
 
-A simulated driver replaces the part of Triton below its launcher. It compiles and runs no kernel, and only records the
-arguments of each launch. `differences()` returns a line for each case that differs.
+A simulated driver replaces the part of Triton that is below its launcher. The simulated driver compiles and runs no
+kernel; it only records the arguments of each launch. The function `differences` returns a line for each case in which
+the launches differ.
 """
 
 import gc
@@ -31,8 +32,8 @@ from fa_kernels.flash_attention.schedule import Schedule, build_schedule, dense_
 from fa_kernels.launch import record
 
 LAUNCHES: list[tuple[Any, ...]] = []
-ALLOCATED: list[Tensor] = []  # all tensors of a case, kept so that no two tensors have the same address
-ADDRESSES: set[int] = set()  # addresses of tensors; replayed launches pass them as plain integers
+ALLOCATED: list[Tensor] = []  # all tensors of a case, kept alive so that no two tensors have the same address
+ADDRESSES: set[int] = set()  # addresses of tensors, which replayed launches pass as plain integers
 TOTAL = 128
 
 
@@ -110,7 +111,7 @@ def _compile(
 
 @contextmanager
 def without_gpu() -> Iterator[None]:
-    """Makes CPU tensors appear to be on an H200, and appends launches to LAUNCHES."""
+    """Makes CPU tensors report that they are on an H200, and appends each launch to LAUNCHES."""
     before = driver._active
     driver.set_active(_Driver())
     properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
@@ -134,7 +135,7 @@ def without_gpu() -> Iterator[None]:
         (nvidia, "ARG_TUPLE", 2),
         (nvidia, "library_dirs", list),
     ]
-    if hasattr(nvidia, "make_launcher"):  # 3.6 compiles a launcher for each signature; the source must be a known one
+    if hasattr(nvidia, "make_launcher"):  # Triton 3.6 compiles a launcher for each signature from a C source
         modules: dict[str, Any] = {}
         fakes.append((nvidia, "compile_module_from_src", lambda src, **_: modules.setdefault(src, _noting(src))))
     patches = [mock.patch.object(owner, name, fake, create=True) for owner, name, fake in fakes]
@@ -158,7 +159,9 @@ def _noting(source: str) -> SimpleNamespace:
 
 
 def _named(launches: list[tuple[Any, ...]], inputs: list[Tensor]) -> list[Any]:
-    """Replaces the addresses in launches by names: an input with an offset, or a number for other memory."""
+    """Replaces the addresses in launches by names: "input 2 + 64" for an input with an offset, "new 3" for other
+    memory.
+    """
     names: dict[int, str] = {}
     blocks = [range(x.data_ptr(), x.data_ptr() + x.nbytes) for x in ALLOCATED if x.dtype == torch.uint8]
     ADDRESSES.update(x.data_ptr() for x in (*inputs, *ALLOCATED))
@@ -167,7 +170,7 @@ def _named(launches: list[tuple[Any, ...]], inputs: list[Tensor]) -> list[Any]:
         for i, x in enumerate(inputs):
             if address == x.data_ptr():
                 return f"input {i}"
-        for i, x in enumerate(inputs):  # the second block of head columns
+        for i, x in enumerate(inputs):  # the address of the second block of head columns
             if x.dim() >= 3 and 0 < address - x.data_ptr() < x.shape[-1] * x.element_size():
                 return f"input {i} + {address - x.data_ptr()}"
         return names.setdefault(address, f"new {len(names)}")
@@ -185,7 +188,7 @@ def _named(launches: list[tuple[Any, ...]], inputs: list[Tensor]) -> list[Any]:
 
 
 class Case(NamedTuple):
-    """A call of attention together with its gradients."""
+    """One call of attention together with its gradients."""
 
     head_dim: int
     several: bool = False
@@ -195,9 +198,9 @@ class Case(NamedTuple):
     softcap: float = 0.0
     sinks: bool = False
     deterministic: bool = False
-    packed: bool = False  # q, k and v are views of one tensor
+    packed: bool = False  # whether q, k and v are views of one tensor
     total: int = TOTAL
-    batch: int = 0  # number of sequences for flash_attn_func; 0 calls flash_attn_packed
+    batch: int = 0  # number of sequences for flash_attn_func; 0 means flash_attn_packed
 
     def inputs(self) -> tuple[list[Tensor], Schedule]:
         heads = 4, self.n_kv_heads, self.n_kv_heads
@@ -212,11 +215,11 @@ class Case(NamedTuple):
         return [*tensors, *sinks, *schedule.tensors()], schedule
 
     def call(self) -> list[Any]:
-        """Returns the launches of a forward and a backward pass with new tensors."""
+        """Runs forward and backward with new tensors and returns their launches."""
         inputs, schedule = self.inputs()
         q, k, v = inputs[:3]
         sinks = inputs[3] if self.sinks else None
-        if self.batch:  # only the first call with these lengths launches the kernel of the schedule
+        if self.batch:  # launch the schedule's kernel here: only the first call with these lengths launches it
             length = self.total // self.batch
             dense_schedule(self.batch, length, length, q.device, causal=self.causal)
         LAUNCHES.clear()
@@ -238,7 +241,7 @@ CASES = [
     *(Case(head_dim, several) for head_dim in (64, 96, 128, 256) for several in (False, True)),
     *(Case(head_dim, True, deterministic=True) for head_dim in (64, 96)),
     Case(128, n_kv_heads=2, softcap=20.0, sinks=True),
-    Case(64, causal=False),  # some tensors of the schedule are the same tensor
+    Case(64, causal=False),  # here, several tensors of the schedule are one tensor
     Case(96, True, packed=True),
     Case(128, packed=True, n_kv_heads=1),
     *(Case(96, packed=packed, n_kv_heads=2, batch=batch) for batch in (1, 2) for packed in (False, True)),
@@ -249,7 +252,9 @@ CASES = [
 
 
 def differences() -> list[str]:
-    """Lists the cases whose third and fourth calls are not replayed, or whose launches differ from Triton's."""
+    """Returns a line for each case whose third and fourth call is not replayed, or whose launches differ from
+    Triton's.
+    """
     found = []
     for case in CASES:
         record.forget()
@@ -269,9 +274,9 @@ def delta(o: Tensor, do: Tensor) -> tuple[Tensor, ...]:
 
 
 def replays(call: Callable[..., tuple[Tensor, ...]], first: tuple[Tensor, ...], third: tuple[Tensor, ...]) -> bool:
-    """Returns whether the third call with a key is replayed instead of calling the function.
+    """Returns whether the third call with a key is replayed, so that the function is not called a third time.
 
-    first: the inputs of the first and second calls. third: the inputs of the third call.
+    first: the inputs of the first and the second call. third: the inputs of the third call.
     """
     record.forget()
     calls = []
@@ -287,7 +292,7 @@ def replays(call: Callable[..., tuple[Tensor, ...]], first: tuple[Tensor, ...], 
 
 
 def unclear() -> list[str]:
-    """Lists the calls that are replayed, although a replay would leave out work or return stale results."""
+    """Returns a line for each call that is replayed, although the replay would leave out work or return old results."""
     o, do, other = torch.zeros(3, TOTAL, 4, 64)
 
     calls: dict[str, Callable[..., tuple[Tensor, ...]]] = {
@@ -302,12 +307,12 @@ def unclear() -> list[str]:
 
 
 def misplaced() -> list[str]:
-    """Lists the inputs that are replayed, although the recording is for other addresses."""
+    """Returns a line for each kind of inputs that is replayed, although the recording is for other addresses."""
     o, do = torch.zeros(2, TOTAL, 4, 64)
     shifted = torch.zeros(o.numel() + 1)[1:].view_as(o)
     third = {
         "4 bytes past a multiple of 16": ((o, do), (o, shifted)),
-        "what was 4 bytes past one": ((o, shifted), (o, do)),  # Triton compiles other code for these
+        "what was 4 bytes past one": ((o, shifted), (o, do)),  # Triton compiles different code for unaligned addresses
         "two tensors that were one": ((o, o), (o, do)),
     }
     return [f"replayed with {name}" for name, inputs in third.items() if replays(delta, *inputs)]
@@ -316,7 +321,7 @@ def misplaced() -> list[str]:
 def launchers() -> list[str]:
     """Returns a line if a second key makes new launchers for the kernels of the first key.
 
-    Keys share launchers, because making a launcher takes longer than replayed launches save.
+    Keys share launchers, because making one launcher takes longer than the replayed launches save.
     """
     counts = []
     with mock.patch.object(_Driver, "launcher_cls", side_effect=nvidia.CudaLauncher) as made:
@@ -328,12 +333,14 @@ def launchers() -> list[str]:
 
 
 def schedules() -> list[str]:
-    """Lists schedules whose kernel Triton launches otherwise, or looks up for each number of documents and tokens."""
+    """Returns a line for each schedule that Triton launches itself, or that is launched with other arguments than
+    Triton's.
+    """
     found = []
     for n_docs, total in ((1, 128), (2, 128), (300, 1001)):
         launches: list[Any] = []
         for may_record in (False, True, True):
-            cu_seqlens = torch.zeros(n_docs + 2, dtype=torch.int32)[1:]  # it need not be aligned
+            cu_seqlens = torch.zeros(n_docs + 2, dtype=torch.int32)[1:]  # cu_seqlens need not be aligned to 16 bytes
             LAUNCHES.clear()
             with (
                 mock.patch.object(record, "_may_record", lambda may_record=may_record: may_record),
@@ -349,7 +356,7 @@ def schedules() -> list[str]:
 
 
 def held() -> list[str]:
-    """Returns a line for each tensor that recordings or encoded descriptors keep alive after a call."""
+    """Returns a line for each tensor that a recording or an encoded descriptor keeps alive after a call."""
     record.forget()
     left: list[StorageWeakRef] = []
     for _ in range(3):
@@ -365,7 +372,7 @@ def held() -> list[str]:
 
 
 def untouched(change: Callable[[], Any]) -> bool:
-    """Returns whether nothing is replayed inside the context `change`."""
+    """Returns whether no call is replayed inside the context `change`."""
     case = Case(64)
     record.forget()
     for _ in range(2):
@@ -378,7 +385,7 @@ def untouched(change: Callable[[], Any]) -> bool:
 
 @contextmanager
 def asked_again(change: Any) -> Iterator[None]:
-    """Enters `change` and makes the recorder check again whether it may record."""
+    """Enters `change`, and makes the recorder check again whether recording is allowed."""
     record._may_record.cache_clear()
     with change:
         yield
@@ -386,7 +393,7 @@ def asked_again(change: Any) -> Iterator[None]:
 
 
 def ordinary() -> list[str]:
-    """Lists the settings that must disable replayed launches, but do not."""
+    """Returns a line for each setting that must disable replays but does not."""
     runtime = triton.knobs.runtime
     changes: dict[str, Callable[[], Any]] = {
         "a hook on launches": lambda: mock.patch.object(runtime, "launch_enter_hook", lambda *_: None),

@@ -1,9 +1,9 @@
-"""One of several processes that share a GPU in time slices.
+"""Runs attention in one of several processes that share a GPU in time slices.
 
     python -m tests.kernels.support.time_sliced HEAD_DIM DTYPE SOFTCAP
 
-Prints "ready" once its kernels are compiled, waits for a line on stdin, and then runs both passes for SECONDS. At the
-end it prints, as JSON, how many results of each pass were right and how many were wrong.
+The process prints "ready" when its kernels are compiled, waits for a line on stdin, and then runs both passes for
+SECONDS. At the end, the process prints as JSON how many results of each pass were right and how many were wrong.
 """
 
 import json
@@ -24,7 +24,10 @@ def same(found, exact):
 
 
 def close(found, first):
-    """Compares dq row by row, because its fp32 sum has no fixed order. dk and dv must be bitwise equal."""
+    """Compares dq row by row with a tolerance, because its fp32 partial sums are added in any order.
+
+    dk and dv must be bitwise equal.
+    """
     (dq, *found), (first_dq, *first) = found, first
     error, size = (dq.float() - first_dq.float()).norm(dim=2), first_dq.float().norm(dim=2)
     return same(found, first) and bool((error <= 0.01 * (size + size.mean())).all())
@@ -35,7 +38,7 @@ def main(head_dim, dtype, softcap):
         [16384], [16384], int(head_dim), getattr(torch, dtype), float(softcap)
     )
     q, k, v = tensors[2:5]
-    schedule = schedule._replace(crosses_documents=False)  # repairs would hide the error
+    schedule = schedule._replace(crosses_documents=False)  # a repair would hide the error
 
     def forward():
         return fwd.attention_forward(q, k, v, schedule, features, q.dtype)

@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=1 python -m tests.kernels.support.without_private_names
 
-The script imports torch and triton, and forks a process for each name. The process removes the name, imports
-fa_kernels, restores the name for torch itself, and compares both passes with the reference.
+The script imports torch and triton, and then forks one process for each private name. Each process removes its name,
+imports fa_kernels, restores the name for torch itself, and compares both passes with the reference.
 """
 
 import os
@@ -30,12 +30,12 @@ NAMES = (
 
 
 def check(path):
-    """Raises if attention cannot be imported or is wrong without torch.`path`."""
+    """Raises an error if, without torch.`path`, attention cannot be imported or gives wrong results."""
     owner = torch
     *parents, name = path.split(".")
     for parent in parents:
         owner = getattr(owner, parent)
-    value = getattr(owner, name, None)  # a torch without CUDA lacks some names
+    value = getattr(owner, name, None)  # a torch that was built without CUDA lacks some of the names
     if value is not None:
         delattr(owner, name)
     from fa_kernels import flash_attn_func, torch_private
@@ -43,7 +43,7 @@ def check(path):
 
     if value is not None:
         setattr(owner, name, value)
-    if name == "_current_level":  # torch reads this name at each call
+    if name == "_current_level":  # torch itself reads this name at each call
         torch_private.forward_ad = SimpleNamespace()
     inputs = [torch.randn(1, 20, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
     cu_seqlens = torch.tensor([0, 20])
@@ -56,7 +56,7 @@ def check(path):
 
 
 def passes(path: str) -> bool:
-    """Returns whether `check` passes in a new process."""
+    """Runs `check` in a new process and returns whether it passes."""
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1] == 0
@@ -70,7 +70,7 @@ def passes(path: str) -> bool:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # threads do not survive a fork
+    torch.set_num_threads(1)  # a forked process does not get the threads of its parent
     failed = [path for path in NAMES if not passes(path)]
     print(f"failed: {failed}" if failed else f"{len(NAMES)} names are not needed")
     sys.exit(bool(failed))
