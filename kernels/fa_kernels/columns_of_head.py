@@ -1,12 +1,13 @@
-"""Splits the columns of a head into one or two blocks, because a block's width must be a power of two."""
+"""Splits the columns of a head into one or two blocks, because Triton needs blocks whose width is a power of two."""
 
 import triton
 
 
 def split_columns(width: int, itemsize: int = 2) -> tuple[int, int]:
-    """Returns the widths of the two blocks that hold `width` columns with the least padding. The second may be 0.
+    """Returns the widths of one or two blocks that hold `width` columns with the least padding.
 
-    The widths are powers of two. The minimum is 16 columns, or 32 in fp8 (itemsize 1): tl.dot accepts no fewer.
+    With one block, the second width is 0. A block has at least 16 columns, or 32 in fp8 (itemsize 1), because tl.dot
+    accepts no fewer.
 
     >>> [split_columns(d) for d in (8, 64, 80, 96, 104, 192)]
     [(16, 0), (64, 0), (64, 16), (64, 32), (128, 0), (128, 64)]
@@ -23,5 +24,5 @@ def split_columns(width: int, itemsize: int = 2) -> tuple[int, int]:
 
 
 def columns_of(width: int, itemsize: int = 2) -> tuple[int, ...]:
-    """Returns the widths of a head's one or two column blocks: `split_columns` without zeros."""
+    """Returns the width of each column block of a head: the result of `split_columns` without zeros."""
     return tuple(block for block in split_columns(width, itemsize) if block)

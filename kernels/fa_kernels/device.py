@@ -1,4 +1,4 @@
-"""Properties of the device that kernels run on, and constants and helpers that all kernels share."""
+"""Properties of the GPU that kernels run on, and constants and helpers that several kernels use."""
 
 import os
 from functools import cache
@@ -10,7 +10,8 @@ import triton.language as tl
 Arch = Literal["interpreter", "sm80", "sm90", "sm100", "unknown"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) is exp2(x * LOG2_E)
-# Keys are compute capabilities. Consumer Blackwell (12.x) has the instructions and the shared memory of sm_89.
+# Maps a compute capability to the architecture whose tile sizes it uses. Consumer Blackwell (12.x) is listed as sm80,
+# because it has the instructions and the shared memory of sm_89.
 _ARCHITECTURES: dict[tuple[int, int], Arch] = {
     (8, 0): "sm80",
     (8, 6): "sm80",
@@ -30,24 +31,24 @@ def interpreted() -> bool:
 
 
 def arch_of(device: torch.device) -> Arch:
-    """Returns the architecture whose tile sizes the device uses."""
+    """Returns the name of the architecture whose tile sizes a device uses."""
     if interpreted():
         return "interpreter"
     return _ARCHITECTURES.get(torch.cuda.get_device_capability(device), "unknown")
 
 
-@cache  # every attention call uses this twice
+@cache  # each attention call needs this value twice
 def is_hopper(device: torch.device) -> bool:
     """Returns whether a CUDA device is an sm_90."""
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-@cache  # every attention call uses this up to three times
+@cache  # each attention call needs this value up to three times
 def multiprocessors(device: torch.device) -> int:
     """Returns the number of streaming multiprocessors of a CUDA device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Returns a / b, rounded up. triton.cdiv is a constexpr function and needs 2 us of host time."""
+    """Returns a / b, rounded up. triton.cdiv computes the same number, but needs 2 us of host time."""
     return -(-a // b)

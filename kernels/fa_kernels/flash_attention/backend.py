@@ -1,7 +1,7 @@
-"""Chooses the kernels of a call: the Hopper kernels if they support the call, else the portable kernels.
+"""Chooses the kernels of an attention call: the Hopper kernels if they support the call, else the portable kernels.
 
-The environment variable FLASH_ATTENTION_BACKEND forces a choice: `portable` or `hopper`. The default is `auto`.
-`hopper` raises a ValueError for a call that the Hopper kernels do not support.
+The environment variable FLASH_ATTENTION_BACKEND may force the choice. Its values are `auto` (the default), `portable`
+and `hopper`. With `hopper`, a call that the Hopper kernels do not support raises a ValueError.
 """
 
 import os
@@ -27,7 +27,7 @@ from fa_kernels.launch.record import recorded
 VARIABLE = "FLASH_ATTENTION_BACKEND"
 CHOICES = ("auto", "portable", "hopper")
 
-Call = tuple[tuple[Hashable, ...], Sequence[Tensor | None]]  # a call's key and its inputs, for `recorded`
+Call = tuple[tuple[Hashable, ...], Sequence[Tensor | None]]  # the key and the input tensors of a call, for `recorded`
 
 
 def _forward_call(
@@ -42,12 +42,12 @@ def _forward_call(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Computes o in out_dtype, and lse in fp32. q, k and v must be results of `in_order`.
+    """Computes attention: o in out_dtype, and lse in fp32. q, k and v must be results of `in_order`.
 
-    Shapes: q (total_q, n_heads, head_dim); k (total_k, n_kv_heads, head_dim); v (total_k, n_kv_heads, v_head_dim)
-    -> o (total_q, n_heads, v_head_dim), lse (n_heads, total_q). q, k and v may have two dimensions (batch, seqlen) in
-    place of total; o then has both too.
-    Raises: ValueError as require_consistent.
+    Shapes: q (total_q, n_heads, head_dim); k (total_k, n_kv_heads, head_dim); v (total_k, n_kv_heads, v_head_dim) -> o
+    (total_q, n_heads, v_head_dim), lse (n_heads, total_q). q, k and v may have two dimensions (batch, seqlen) instead
+    of total. o is then (batch, seqlen_q, n_heads, v_head_dim).
+    Raises: ValueError if q, k, v and sinks do not fit together (checks.require_consistent).
     """
     require_consistent(q, k, v, features.sinks)
     tokens = q.shape[:-2]
@@ -89,11 +89,11 @@ def backward(
     features: Features,
     deterministic: bool,
 ) -> tuple[Tensor, ...]:
-    """Computes dq, dk and dv, which are contiguous. With sinks it also returns attention_delta's delta.
+    """Computes dq, dk and dv, which are contiguous. If the call has sinks, it also returns delta (delta.py).
 
-    `deterministic` makes the gradients bitwise repeatable: either one program computes each output, as in the portable
-    kernels, or programs add to it in a fixed order.
-    Shapes: do like o; lse and dlse (n_heads, total_q) fp32; q, k, v and o as in `forward`.
+    With `deterministic`, gradients have the same bits in every run. If several programs add to one element, they then
+    add in a fixed order.
+    Shapes: q, k, v and o are as in `forward`; do has the shape of o; lse and dlse are (n_heads, total_q) fp32.
     """
     shapes = q.shape, k.shape, v.shape
     do, q, k, v, o = packed(do), packed(q), packed(k), packed(v), packed(o)
@@ -114,8 +114,8 @@ def backward(
 def backward_workspace(head_dim: int, dtype: torch.dtype, softcap: float, arch: Arch) -> int:
     """Returns an upper bound of the temporary memory of the backward pass, in bytes per query and head.
 
-    The memory holds delta. The Hopper kernels also need two other values per row, and an fp32 sum of dQ if one kernel
-    computes all gradients.
+    The temporary memory holds one fp32 value, delta, per query. The Hopper kernels need two more fp32 values per query.
+    The fused Hopper kernel (hopper/backward/fused.py) also needs an fp32 sum of dQ.
     """
     if arch != "sm90" or dtype not in hopper_bwd.DTYPES or head_dim not in hopper_bwd.HEAD_DIMS:
         return 4
@@ -123,10 +123,10 @@ def backward_workspace(head_dim: int, dtype: torch.dtype, softcap: float, arch: 
 
 
 def in_order(x: Tensor) -> Tensor:
-    """Returns x, or a contiguous copy if needed. `packed` can flatten the result without copying it.
+    """Returns x, or a contiguous copy of x if `packed` could not flatten x without copying it.
 
-    The last dimension of the result has stride 1. The distance between consecutive tokens is always the same, also
-    from the last token of a sequence to the first token of the next.
+    In the result, the last dimension has stride 1. Consecutive tokens are always the same distance apart, also where
+    one sequence ends and the next begins.
     Shapes: (tokens, heads, head_dim) or (batch, seqlen, heads, head_dim).
     """
     if x.stride(-1) == 1 and (x.dim() == 3 or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)):
@@ -135,17 +135,18 @@ def in_order(x: Tensor) -> Tensor:
 
 
 def packed(x: Tensor) -> Tensor:
-    """Flattens (batch, seqlen, heads, head_dim) to (tokens, heads, head_dim). Returns x with three dimensions as is."""
+    """Flattens (batch, seqlen, heads, head_dim) to (tokens, heads, head_dim). If x has three dimensions, returns x."""
     return x.flatten(0, 1) if x.dim() == 4 else x
 
 
 def _common_key(
     q: Tensor, tensors: Sequence[Tensor | None], schedule: Schedule, features: Features
 ) -> tuple[Hashable, ...]:
-    """Returns the part of a call's key that both passes share: what their launches and require_consistent depend on.
+    """Returns the part of a call's recording key (launch/record.py) that the forward and the backward pass share.
 
-    A schedule's tensors are always int32, contiguous and on one device, so the key only needs their numbers of tiles.
-    The strides of a contiguous tensor follow from its shape; those of dimensions of size 1 do not matter.
+    The key holds everything that the kernel launches and the checks of require_consistent depend on. A schedule's
+    tensors are always int32, contiguous and on one device, so the key needs only their numbers of tiles. The key
+    contains no strides of contiguous tensors, because they follow from the shape or do not matter.
     """
     return (
         *[None if t is None else (t.dtype, t.get_device(), t.shape, t.is_contiguous() or t.stride()) for t in tensors],
@@ -156,7 +157,7 @@ def _common_key(
         schedule.crosses_documents,
         features.softmax_scale,
         features.softcap,
-        getenv(VARIABLE),  # Triton's getenv needs a tenth of the time of os.environ
+        getenv(VARIABLE),  # Triton's getenv takes a tenth of the time of os.environ
         precision_of(q) if q.dtype == torch.float32 else None,
     )
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments of attention. Each error says what the argument must be and what was given."""
+"""Checks the arguments of attention calls. Each error says what the argument must be and what was given."""
 
 import math
 
@@ -24,8 +24,8 @@ def require_backend(device: torch.device) -> None:
 def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     """Raises ValueError unless q, k, v and sinks fit together, have supported dtypes and are on a supported device.
 
-    A repeated call is not checked again (launch/record.py). backend._common_key must therefore contain everything that
-    is checked here.
+    This function does not run for a call whose recorded launches are repeated (launch/record.py). The key of a
+    recording, backend._common_key, must therefore contain everything that this function checks.
     Shapes: q (..., n_heads, head_dim), k and v (..., n_kv_heads, head_dim), where ... is (tokens,) or (batch, seqlen).
     """
     device, dtype = q.device, q.dtype
@@ -59,15 +59,15 @@ def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) ->
 
 
 def require_differentiable(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises ValueError if q, k or v requires a gradient and has a dtype without gradients."""
+    """Raises ValueError if q, k or v requires a gradient but has dtype fp8, which has no backward pass."""
     if q.dtype == FP8 and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("float8_e4m3fn q, k and v must not require gradients; got some that do")
 
 
 def scale_of(q: Tensor, softmax_scale: float | None) -> float:
-    """Returns the factor of the scores; the default is head_dim**-0.5.
+    """Returns the factor by which attention scores q . k are multiplied. The default is head_dim**-0.5.
 
-    Raises: ValueError unless it is positive and finite.
+    Raises: ValueError if the factor is not positive and finite.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     if not 0 < scale < math.inf:

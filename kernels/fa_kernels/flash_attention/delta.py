@@ -1,4 +1,7 @@
-"""delta = rowsum(do * o) - dlse, a term of softmax's backward (arXiv:2307.08691, Alg. 2), and the gradient of sinks."""
+"""Computes delta = rowsum(do * o) - dlse, and the gradient of attention sinks.
+
+delta is a term of the backward pass of softmax (arXiv:2307.08691, Alg. 2).
+"""
 
 import torch
 import triton
@@ -14,14 +17,14 @@ def delta_of_rows(
     o_ptr, do_ptr, dlse_ptr, stride_dot, stride_doh, rows, head, total, n_heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Computes delta of `rows` of a head. It is 0 for rows past the last one.
+    """Computes delta for the given rows (queries) of one head. Rows past the last one get 0.
 
     o is contiguous. The last dimension of do has stride 1. head is int64.
     """
     cols = tl.arange(0, BLOCK_D)
     inside = rows < total
     mask = inside[:, None] & (cols[None, :] < HEAD_DIM)
-    # int64: 1M tokens x 32 heads x 128 elements exceed 2**31
+    # offsets are int64, because 1M tokens x 32 heads x 128 elements exceed 2**31
     rows_64 = rows.to(tl.int64)
     o = tl.load(o_ptr + (rows_64[:, None] * n_heads + head) * HEAD_DIM + cols[None, :], mask=mask, other=0.0)
     do = tl.load(do_ptr + rows_64[:, None] * stride_dot + head * stride_doh + cols[None, :], mask=mask, other=0.0)
@@ -36,7 +39,7 @@ def _delta_kernel(
     o_ptr, do_ptr, dlse_ptr, delta_ptr, stride_dot, stride_doh, total, n_heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One program reduces BLOCK_M rows of one head."""
+    """One program computes delta for BLOCK_M queries of one head."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
     head = tl.program_id(1).to(tl.int64)
     delta = delta_of_rows(
@@ -63,7 +66,7 @@ def attention_delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
 
 
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """Computes the gradient of sinks: -delta times the sink's probability, summed over rows.
+    """Computes the gradient of sinks: for each head, the sum over queries of -delta times the sink's probability.
 
     Shapes: sinks (n_heads,), lse and delta (n_heads, total) -> (n_heads,).
     """

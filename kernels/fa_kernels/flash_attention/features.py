@@ -1,4 +1,4 @@
-"""The features that change the scores, apart from the mask: the scale, a soft cap, ALiBi, sinks and fp8's scales."""
+"""The features of attention, apart from the mask: softmax scale, soft cap, ALiBi, sinks and fp8 scales."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 class Features(NamedTuple):
-    """The features of one call. A softcap of 0 means no soft cap.
+    """The features of one attention call. A softcap of 0 means no soft cap.
 
     sinks: (n_heads,) fp32, in nats, or None.
-    alibi: empty, or the three tensors slopes, aligned and document.
+    alibi: an empty sequence, or the three tensors slopes, aligned and document.
         slopes: (n_docs or 1, n_heads) fp32.
-        aligned: (total_q,) int32, the key that each query is aligned with.
+        aligned: (total_q,) int32, the key whose ALiBi bias is 0 for each query.
         document: (total_q,) int32, the row of slopes that each query uses.
-    descale: (2, n_heads) fp32, the factors of each head's scores and of its output, or None. Only the forward pass
-        supports it.
+    descale: (2, n_heads) fp32, or None. Row 0 holds the factors of each head's scores, and row 1 those of its output.
+    Only the forward pass supports descale.
     """
 
     softmax_scale: float
@@ -25,15 +25,18 @@ class Features(NamedTuple):
     descale: Tensor | None = None
 
     def pointers(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Returns sinks, slopes, aligned and document, which is the order of the kernels' parameters."""
+        """Returns (sinks, slopes, aligned, document), in the order of the kernels' parameters."""
         return (self.sinks, *(self.alibi or (None, None, None)))
 
     def stride_slopes(self) -> int:
-        """Returns the distance, in elements, between the slopes of two documents; 0 if all documents share a row."""
+        """Returns the stride between the slopes of two documents, in elements.
+
+        It is 0 if all documents share one row.
+        """
         return self.alibi[0].stride(0) if self.alibi and self.alibi[0].shape[0] > 1 else 0
 
     def switches(self) -> dict[str, bool]:
-        """Returns the constexpr parameters that select code in the kernels."""
+        """Returns the constexpr parameters that switch features of the kernels on or off."""
         return {
             "HAS_SINKS": self.sinks is not None,
             "HAS_SOFTCAP": self.softcap != 0.0,

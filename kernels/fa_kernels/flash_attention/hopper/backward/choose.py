@@ -1,14 +1,16 @@
 """Chooses the kernels of Hopper's backward pass.
 
-One kernel with five matmuls (fused.py) computes most calls at head_dim 64, 96 and 128. It computes dK and dV, and adds
-dQ to a sum in memory. The order of these additions varies, unless gradients must be repeatable (order.py).
+One fused kernel with five matmuls (fused.py) computes most calls at head_dim 64, 96 and 128. The fused kernel computes
+dK and dV, and adds dQ to an fp32 sum in global memory. The order of additions to dQ varies from run to run, unless the
+call is deterministic (order.py).
 
-A pair of kernels with seven matmuls computes the other calls. One kernel computes dK and dV (keys.py, wide.py), and the
-other computes dQ (queries.py). These calls have head_dim 256, or are in fp16 at head_dim 128 with a soft cap, for which
-fused.py has too few registers. Each output has one owner, so the results are always repeatable.
+Two kernels with seven matmuls together compute all other calls: the first computes dK and dV (keys.py or wide.py), the
+second dQ (queries.py). The other calls have head_dim 256, or are in fp16 at head_dim 128 with a soft cap. The fused
+kernel would need too many registers for them. The two kernels are always deterministic, because one program computes
+each output.
 
-NaN isolation: if there are several documents, the kernels mark rows with NaN (nan_marks.py), and the portable kernels
-repair their tiles.
+NaN isolation: if the batch has several documents, the kernels mark rows with NaN (nan_marks.py). The portable kernels
+then compute the tiles with marked rows again (portable/repair.py).
 """
 
 import torch
@@ -30,7 +32,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
-    """Returns whether Hopper's kernels support the call: sm_90, 16-bit, head_dim 64, 96, 128 or 256, and no ALiBi."""
+    """Returns whether Hopper's backward supports a call: sm_90, 16-bit, head_dim 64, 96, 128 or 256, no ALiBi."""
     return (
         q.is_cuda
         and is_hopper(q.device)
@@ -45,7 +47,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
 
 
 def sums_dq(head_dim: int, dtype: torch.dtype, softcap: float) -> bool:
-    """Returns whether fused.py computes the call. It adds dQ to a sum in an fp32 tensor."""
+    """Returns whether the fused kernel (fused.py) computes the call. It adds dQ to a sum in an fp32 tensor."""
     return head_dim != wide.HEAD_DIM and config_of(head_dim, dtype, softcap) is not None
 
 
@@ -53,15 +55,15 @@ def attention_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, schedule: Schedule,
     features: Features, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Computes dq, dk, dv and delta. dq, dk and dv are contiguous; delta is None without sinks.
+    """Computes dq, dk and dv, which are contiguous, and delta. delta is None if the call has no sinks.
 
-    `supports` must accept the call. If `deterministic`, dq has the same bits in every run.
+    The function `supports` must have returned True for the call. If `deterministic`, dq has the same bits in every run.
     Shapes: q (total_q, n_heads, head_dim); k and v (total_k, n_kv_heads, head_dim); do and o like q; lse and dlse
     (n_heads, total_q) fp32.
     """
     is_wide = q.shape[-1] == wide.HEAD_DIM
     sums = sums_dq(q.shape[-1], q.dtype, features.softcap)
-    # delta is needed for the gradient of sinks, for repairs, and for queries.py.
+    # delta is kept if the gradient of sinks, the repair of tiles with NaN, or queries.py needs it.
     keeps_delta = features.sinks is not None or schedule.crosses_documents or not sums
     prepared = prepare(o, do, dlse, lse, sums=sums, ordered=deterministic, keeps_delta=keeps_delta)
     rows, delta, dq_sum, _ = prepared

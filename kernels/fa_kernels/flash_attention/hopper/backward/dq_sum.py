@@ -1,11 +1,12 @@
-"""The passes before and after the backward kernels: they prepare lse and delta for TMA, and handle the fp32 sum of dQ.
+"""Kernels before and after the main backward kernel: they prepare lse and delta, and handle the fp32 sum of dQ.
 
-`prepare` launches a kernel with one program for each 64 rows of a head. It computes delta from o and do, and sets the
-same rows of the sum to 0. `finish` scales the sum and rounds it to dq.
+`prepare` launches a kernel that computes delta from o and do, lays out lse and delta for TMA, and sets the sum of dQ to
+0. `finish` launches a kernel that multiplies the sum by the softmax scale and rounds it to dq.
 
-The sum of dQ has shape (n, 1, 32). It is divided by 64 queries, then by heads, then by blocks of 64 columns. At
-head_dim 96 the second block has 32 columns. Each column block is stored in the order of threads
-(registers.py), in 16 or 8 contiguous KiB, so that one TMA operation can add to it.
+The sum of dQ has shape (n, 1, 32). Its layout is: blocks of 64 queries, then heads, then blocks of 64 columns. At
+head_dim 96, the second column block of a head has 32 columns. Each block of 64 queries and 64 (or 32) columns is 16 (or
+8) contiguous KiB, so one TMA operation can add to it. Inside a block, elements are in the order of threads
+(registers.py).
 """
 
 from functools import partial
@@ -24,7 +25,7 @@ from fa_kernels.flash_attention.nan_isolation import ROWS_PER_MARK
 from fa_kernels.flash_attention.schedule import WORK_TILE
 from fa_kernels.launch.record import launch
 
-ROW_ALIGNMENT = 4  # fp32 elements: TMA loads vectors that begin at a multiple of 16 bytes
+ROW_ALIGNMENT = 4  # fp32 elements: TMA needs start addresses that are multiples of 16 bytes
 
 
 @triton.jit(do_not_specialize=["total", "padded", "n_heads"])
@@ -33,15 +34,16 @@ def _prepare_kernel(
     total, padded, n_heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """One program stores lse and delta of BLOCK rows of a head to rows_ptr.
+    """One program writes lse and delta of BLOCK queries of one head to rows_ptr.
 
-    The pointers of three further outputs may be None. The sum of dQ (dq_ptr) is set to 0, WORDS elements at a time.
-    Semaphores are set to NO_TILE. delta_ptr receives delta in the layout of attention_delta.
+    The pointers of three further outputs may be None. The sum of dQ (dq_ptr) is set to 0, WORDS elements at a time. The
+    semaphores of the dQ order (semaphore_ptr, order.py) are set to NO_TILE. delta_ptr receives delta as (n_heads,
+    total).
     """
     unit, head = tl.program_id(0) // n_heads, (tl.program_id(0) % n_heads).to(tl.int64)
     rows = unit * BLOCK + tl.arange(0, BLOCK)
     inside = rows < total
-    if unit * BLOCK < total:  # rows from `total` on are padding, which only lse and delta have
+    if unit * BLOCK < total:  # lse and delta have padding after `total` rows; the other outputs do not
         if dq_ptr is not None:
             dq_ptr += tl.program_id(0).to(tl.int64) * (BLOCK * HEAD_DIM)
             for word in tl.static_range(0, BLOCK * HEAD_DIM, WORDS):
@@ -49,7 +51,7 @@ def _prepare_kernel(
         if semaphore_ptr is not None:
             tl.store(semaphore_ptr + tl.program_id(0), NO_TILE)
     lse = tl.load(lse_ptr + head * total + rows, mask=inside, other=float("-inf"))
-    # Rows that see no key, and padding, get lse = inf: 2^(score - inf) is 0, so they contribute nothing.
+    # Rows that see no key get lse = inf, and so does padding. Their probabilities are then 2^(score - inf) = 0.
     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
     tl.store(rows_ptr + head * padded + rows, lse, mask=rows < padded)
     delta = delta_of_rows(
@@ -61,26 +63,26 @@ def _prepare_kernel(
 
 
 class Prepared(NamedTuple):
-    """The tensors that the kernels use besides q, k, v and do. Tensors that `prepare` was not asked for are None.
+    """The tensors that `prepare` creates for the backward kernels. Tensors that it was not asked for are None.
 
-    In `rows` each head has padding after its total_q rows. The last block of queries then reads no rows of another
-    head, whose delta may be NaN, which would reach all of dK.
+    In `rows`, each head has padding after its total_q values. Without padding, the last block of queries would also
+    read values of the next head. If their delta is NaN, the NaN would reach all of dK.
     """
 
-    rows: Tensor  # (2, n_heads, padded) fp32: lse in log2 units, +inf for rows that see no key; then delta
+    rows: Tensor  # (2, n_heads, padded) fp32: first lse in log2 units, or +inf for rows that see no key; then delta
     delta: Tensor | None  # (n_heads, total_q) fp32: the result of attention_delta
-    dq_sum: Tensor | None  # fp32 zeros, in the shape that the module docstring describes
-    semaphores: Tensor | None  # int32, one per head and 64 queries (order.py)
+    dq_sum: Tensor | None  # fp32 zeros, in the layout that the module docstring describes
+    semaphores: Tensor | None  # int32, one per block of 64 queries of a head (order.py)
 
 
 def prepare(
     o: Tensor, do: Tensor, dlse: Tensor | None, lse: Tensor, *, sums: bool, ordered: bool, keeps_delta: bool
 ) -> Prepared:
-    """Prepares the backward pass in one launch.
+    """Creates the tensors of `Prepared` in one kernel launch.
 
     Shapes: o and do (total_q, n_heads, head_dim), in any dtype; lse and dlse (n_heads, total_q) fp32. o is contiguous,
-    and the last dimension of do has stride 1. sums: whether to return dq_sum. ordered: whether to return semaphores
-    too.
+    and the last dimension of do has stride 1. `sums` asks for dq_sum, `sums` with `ordered` also for semaphores, and
+    `keeps_delta` for delta.
     """
     total, n_heads, head_dim = o.shape
     padded = ceil_div(total + WORK_TILE, ROW_ALIGNMENT) * ROW_ALIGNMENT
@@ -105,7 +107,7 @@ def prepare(
 def _finish_columns(
     sum_ptr, dq_ptr, rows, column, total, row_stride, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Scales and rounds COLUMNS columns of `rows`. Returns NaN if an element is not finite, else 0."""
+    """Scales COLUMNS columns of `rows` and rounds them to dq. Returns NaN if an element is not finite, else 0."""
     sums = tl.load(sum_ptr + tl.arange(0, ROWS * COLUMNS))
     # This permutation inverts registers.in_order_of_threads.
     sums = tl.permute(tl.reshape(sums, [COLUMNS // 8, ROWS // 16, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
@@ -121,7 +123,10 @@ def _finish_columns(
 def _finish_kernel(
     sum_ptr, dq_ptr, marks_ptr, scale, total, n_heads, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program scales and rounds BLOCK rows of a head, and writes their NaN mark unless marks_ptr is None."""
+    """One program scales and rounds dQ of BLOCK queries of a head.
+
+    It writes their NaN mark if marks_ptr is not None.
+    """
     unit, head = tl.program_id(0) // n_heads, tl.program_id(0) % n_heads
     rows = unit * BLOCK + tl.arange(0, BLOCK)
     sum_ptr += tl.program_id(0).to(tl.int64) * (BLOCK * HEAD_DIM)
@@ -138,9 +143,9 @@ def _finish_kernel(
 
 
 def finish(dq_sum: Tensor, softmax_scale: float, marks: Tensor | None, like: Tensor) -> Tensor:
-    """Converts the sum of dS K to dq, which is contiguous and has the shape and dtype of `like`.
+    """Multiplies the sum of dS K by softmax_scale, and returns it as contiguous dq in the shape and dtype of `like`.
 
-    marks: NaN marks, which are set for dq (nan_isolation.new_marks), or None.
+    marks: receives the NaN marks of dq (nan_isolation.new_marks), or None.
     Shapes: like (total_q, n_heads, head_dim).
     """
     total, n_heads, head_dim = like.shape

@@ -1,26 +1,27 @@
-"""The backward pass in one kernel with five matmuls per step, for Hopper (arXiv:2307.08691, Alg. 2; arXiv:2407.08608).
+"""The fused backward kernel for Hopper. One kernel computes dQ, dK and dV, with five matmuls per step.
 
-An item of work is 128 keys of a KV head. A step is a block of queries of one head. The roles of a program are:
+A work item is 128 keys of one KV head. A step of the item is one block of queries of one head. Each of two consumer
+warpgroups computes S^T = K Q^T, P^T, dP^T = V dO^T and dS^T for 64 of the keys. The consumers add P^T dO to dV and dS^T
+Q to dK, with P^T and dS^T in registers. The consumers also write dS^T to a ring buffer in shared memory, from which the
+dQ warpgroup reads dS. The dQ warpgroup computes dQ = dS K for all 128 keys, in tiles of at most 64 x 64. TMA adds each
+dQ tile to an fp32 sum in global memory (dq_sum.py). The order of additions to dQ varies, unless order.py fixes it. The
+producer warp loads K, V, Q, dO, lse and delta by TMA. If there is a queue, the producer warp also draws work items.
 
-- Two consumers have 64 keys each. They compute S^T = K Q^T, P^T, dP^T = V dO^T and dS^T, then dV and dK, which read P^T
-  and dS^T from registers. They write dS^T to a ring of tiles [keys, queries].
-- The dQ warpgroup computes dQ = dS K for all 128 keys, in pieces of at most 64 x 64. TMA adds each piece to an fp32 sum
-  in global memory (dq_sum.py). The order of additions varies, unless order.py fixes it.
-- The producer is one warp. It loads K, V, Q, dO, lse and delta by TMA, and draws items if there is a queue.
+The ring buffer of dS has two mbarriers per place. `full` means that both consumers have written dS^T. `empty` means
+that the matmuls for dQ have read dS. items.Barriers lists the other mbarriers.
 
-The ring of dS has two barriers per place: `full` says that both consumers have written dS^T, and `empty` says that the
-matmuls for dQ have read it. items.Barriers lists the other barriers.
+The kernel cannot deadlock. Count the steps of all items of a program by j. dS of step j waits for Q and dO of step j
+and for dQ of step j - DS_STAGES. With the option `ahead`, dS of step j also waits for Q of step j + 1. dQ of step j
+waits for dS of step j and for earlier dQ tiles to leave their buffers. Loads for step j wait for the consumers to
+finish step j - STAGES. The first unfinished step can therefore always continue; `ahead` needs STAGES >= 2. The loads of
+K and V of an item wait until dK and dV of the item before last are stored.
 
-There is no deadlock. Number the steps of all items of a program. dS of step j waits for Q and dO of step j, for dQ of
-step j - DS_STAGES and, with `ahead`, for Q of step j + 1. dQ of step j waits for dS of step j and for earlier pieces to
-leave their buffers. Loads for step j wait until the consumers finish step j - STAGES. The first unfinished step can
-therefore always continue; `ahead` requires STAGES >= 2. K and V of an item wait until dK and dV of the item before last
-are stored.
+Registers per thread: 208 in consumers, 72 in the dQ warpgroup, 24 in the producer. ptxas puts accumulators at R24 and
+above, and leaves the last two registers unused. At head_dim 128, the accumulators dK, dV, S and dP need 192 registers.
+Since 24 + 192 + 2 > 208, ptxas would serialise all matmuls (warning C7512). dP therefore starts after S has become P. A
+dQ tile needs 24 + 32 + 2 = 58 registers, so 56 in the dQ warpgroup would be too few.
 
-A thread has 208 registers in consumers, 72 in the dQ warpgroup and 24 in the producer. ptxas puts accumulators at R24
-and above, and does not use the last two registers of a thread. At head_dim 128, dK, dV, S and dP would need
-24 + 192 + 2 > 208, and ptxas would serialise all matmuls (C7512). dP therefore starts after S has become P. A piece of
-dQ needs 24 + 32 + 2 > 56, so the dQ warpgroup has 72.
+Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608.
 """
 
 import torch
@@ -69,9 +70,11 @@ from fa_kernels.flash_attention.tile_order import kv_heads_per_section
 from fa_kernels.launch.descriptors import columns_of_heads, elements, rows_of_heads
 from fa_kernels.launch.record import launch
 
-REGISTERS = 128  # registers per thread when the kernel starts
-GROUP_REGISTERS = (208, 72, 24)  # later: second consumer, dQ warpgroup, producer. The first consumer gets the rest
-ORDERED_REGISTERS = (*GROUP_REGISTERS, 24, 24)  # the same, then the two warps of order.py
+# Registers per thread: of all warps when the kernel starts, then of (second consumer, dQ warpgroup, producer).
+# The first consumer gets the remaining registers of the multiprocessor.
+REGISTERS = 128
+GROUP_REGISTERS = (208, 72, 24)
+ORDERED_REGISTERS = (*GROUP_REGISTERS, 24, 24)  # for launches with the two warps of order.py
 
 
 @gluon.constexpr_function
@@ -89,12 +92,13 @@ def _bwd_kernel(
     CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, ALIGNMENT: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """An item is 128 keys of one KV head, over all query heads that share it. Program i processes item i first.
+    """A work item is 128 keys of one KV head, over all query heads that share it. Program i processes item i first.
 
-    counter_ptr: the counter of further items, or None. tiles_ptr: the order of tiles, or None for the order of the
-    stream. semaphore_ptr: the semaphores of the dQ order (order.py), or None. With semaphores, tiles_ptr must be None.
-    marks_ptr: marks for NaN in dK and dV (nan_marks.py), or None. padded_q: the length of a head's lse and delta.
-    Descriptors describe the first column block of heads. Those with a 2 describe the second block, or are None.
+    counter_ptr: the counter of the queue of items (queue.py), or None. tiles_ptr: the order in which tiles of keys are
+    processed, or None for ascending order. semaphore_ptr: the semaphores of the dQ order (order.py), or None. If
+    semaphores are given, tiles_ptr must be None. marks_ptr: receives the NaN marks of dK and dV (nan_marks.py), or
+    None. padded_q: the number of lse values per head, with padding. Descriptors without a number describe the first
+    column block of heads. Descriptors with a 2 describe the second column block, or are None.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
@@ -110,7 +114,7 @@ def _bwd_kernel(
     barriers = new_item_barriers(STAGES, ITEMS)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
     ds_bufs = gl.allocate_shared_memory(q_desc.dtype, [DS_STAGES, BLOCK_N, BLOCK_M], ds_layout)
-    # Two pieces are in flight at a time. With two column blocks, each block has one buffer.
+    # Two dQ tiles are in flight at a time. If a head has two column blocks, each block has one buffer.
     sums = (Sum(sum_desc, new_buffer(sum_desc, SUMS if sum_2_desc is None else 1)),)
     queue, dq_order = None, None
     if counter_ptr is not None:
@@ -131,7 +135,7 @@ def _bwd_kernel(
     delta_start = n_kv_heads * GROUP * padded_q
     inputs = Inputs(descs, stride_qh, stride_kh, stride_vh, stride_doh, padded_q)
     k_bufs, kv_full = buffers.k, barriers.kv_full
-    # The lists are written out twice, because Triton cannot store functions and constants in a variable.
+    # The lists of roles are written out twice, because Triton cannot store functions and constants in a variable.
     if semaphore_ptr is None:
         gl.warp_specialize([
             (consume, (0, dk_descs, work, order, queue, CONFIG, HAS_SOFTCAP, GROUP, ALIGNMENT, False)),
@@ -156,10 +160,11 @@ def gradients_of_keys(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, marks: Tensor | None, schedule: Schedule,
     features: Features,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Computes dk and dv, which are contiguous, and adds dS K to prepared.dq_sum. Semaphores fix the order.
+    """Computes dk and dv, which are contiguous, and adds dS K to prepared.dq_sum.
 
-    `config_of` must support the call, and descriptors.loadable must accept the tensors.
-    marks: NaN marks, which are set for dk and dv (nan_isolation.new_marks), or None.
+    If prepared.semaphores is not None, the additions have a fixed order. fused_config.config_of must support the call,
+    and descriptors.loadable must be True for q, k, v and do.
+    marks: receives the NaN marks of dk and dv (nan_isolation.new_marks), or None.
     """
     rows, _, dq_sum, semaphores = prepared
     assert dq_sum is not None
@@ -182,7 +187,7 @@ def gradients_of_keys(
     section = n_kv_heads
     if not ordered:
         at_once = multiprocessors(q.device)
-        # with one KV head, the tiles of a document that run at the same time would all add to the same rows of dQ
+        # if one KV head ran at a time, all running tiles of a document would add to the same rows of dQ
         fewest = 2 if schedule.crosses_documents else 1
         section = kv_heads_per_section(q, n_kv_heads, n_tiles, at_once, fewest)
     launch(

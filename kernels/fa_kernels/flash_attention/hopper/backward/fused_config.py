@@ -1,7 +1,7 @@
-"""Configurations of the fused backward kernel, one for each head_dim and dtype, with and without a soft cap.
+"""Configurations of the fused backward kernel (fused.py), by head_dim and dtype, with and without a soft cap.
 
-The values were chosen by measurements on an H200; docs/hopper.md says what was tried. Some have no alternative: ptxas
-serialises all matmuls if the accumulators in flight do not fit in the registers (fused.py).
+The values were chosen by measurements on an H200. docs/hopper.md says what was tried. Some values have no alternative,
+because ptxas serialises all matmuls if the accumulators in flight do not fit in the registers.
 """
 
 from dataclasses import dataclass, replace
@@ -14,22 +14,22 @@ from fa_kernels.flash_attention.hopper.backward.items import SUM_BLOCK
 
 @dataclass(frozen=True)
 class FusedConfig:
-    """A configuration."""
+    """One configuration of the fused backward kernel."""
 
     block_m: int  # queries of a step
     stages: int  # steps whose Q and dO are in flight
     ds_stages: int  # steps whose dS is in flight
-    dynamic: bool = False  # programs draw items from a queue; otherwise each program processes one item
-    halves: bool = False  # the products of P, the soft cap's slope and dP - delta are computed in 16 bits
-    ahead: bool = False  # each step also starts S of the next step, after its exponentials
-    after_dp: bool = False  # with `ahead`: S of the next step starts only when dP is complete
-    lse_early: bool = True  # lse is read before the wait for dO, otherwise after it
-    delta_early: bool = False  # delta is read before the wait for dP, otherwise after it
-    each_hands_over: bool = False  # every thread signals that dS is written (barriers.hand_over), otherwise one thread
+    dynamic: bool = False  # programs draw work items from a queue; if false, each program processes one item
+    halves: bool = False  # dS = P * (dP - delta), with the soft cap's slope, is computed in 16 bits
+    ahead: bool = False  # each step also starts the matmul S of the next step, after its own exponentials
+    after_dp: bool = False  # with `ahead`: the matmul S of the next step starts only when dP is complete
+    lse_early: bool = True  # lse is read before the wait for dO; if false, after that wait
+    delta_early: bool = False  # delta is read before the wait for dP; if false, after that wait
+    each_hands_over: bool = False  # all threads signal that dS is written (barriers.hand_over); if false, one thread
 
 
 _HALVES_128 = FusedConfig(64, 2, 2, halves=True)
-# The configurations without a soft cap, by head_dim and dtype. They use 193 to 227 KiB of shared memory.
+# The configurations for calls without a soft cap. They use 193 to 227 KiB of shared memory.
 CONFIGS = {
     (64, torch.bfloat16): FusedConfig(
         64, 4, 2, dynamic=True, halves=True, ahead=True, after_dp=True, lse_early=False, each_hands_over=True
@@ -40,8 +40,8 @@ CONFIGS = {
     (128, torch.bfloat16): replace(_HALVES_128, delta_early=True, each_hands_over=True),
     (128, torch.float16): FusedConfig(64, 2, 2),
 }
-# The configurations with a soft cap, whose slope needs registers. fp16 at 128 has too few registers. bf16 at 96 has too
-# few for `ahead`.
+# The configurations for calls with a soft cap, whose slope needs registers. There are too few registers for fp16 at
+# head_dim 128, and for `ahead` in bf16 at head_dim 96.
 _CAPPED_96 = FusedConfig(64, 3, 3)
 CAPPED_CONFIGS = {
     (64, torch.bfloat16): FusedConfig(64, 4, 4, halves=True, ahead=True, after_dp=True, lse_early=False),
@@ -57,12 +57,12 @@ def config_of(
 ) -> FusedConfig | None:
     """Returns the configuration of a call, or None if the fused kernel does not support the call.
 
-    ordered: whether tiles add to dQ in a fixed order (order.py). group: query heads per KV head.
+    ordered: whether tiles of keys add to dQ in a fixed order (order.py). group: query heads per KV head.
     """
     config = (CAPPED_CONFIGS if softcap else CONFIGS).get((head_dim, dtype))
     if config is None:
         return None
-    if ordered and config.block_m > SUM_BLOCK:  # with steps of 128 queries, tiles would wait in a chain (order.py)
+    if ordered and config.block_m > SUM_BLOCK:  # with steps of 128 queries, tiles would wait in a long chain
         config = CAPPED_CONFIGS[head_dim, dtype]
     return _variant(config, ordered, late_lse=head_dim == 96 and softcap != 0.0 and group > 1)
 
@@ -71,6 +71,6 @@ def config_of(
 def _variant(config: FusedConfig, ordered: bool, late_lse: bool) -> FusedConfig:
     """Returns `config` with the changes that an ordered dQ or a late read of lse requires.
 
-    With `ordered`, a program has one item, because items from a queue could wait for a program that has not started.
+    With `ordered`, each program has one item. An item from a queue could wait for a program that has not started.
     """
     return replace(config, dynamic=config.dynamic and not ordered, lse_early=config.lse_early and not late_lse)

@@ -1,8 +1,8 @@
-"""The consumers of the fused backward kernel (fused.py). Each computes S, P, dP, dS, dK and dV of 64 keys of an item.
+"""The consumer warpgroups of the fused backward kernel (fused.py). Each one computes dK and dV of 64 keys of an item.
 
-A step computes S^T = K Q^T and dP^T = V dO^T, writes dS^T for the dQ warpgroup, and adds P^T dO to dV and dS^T Q to dK.
-`_step` does this in order. `_step_ahead` also starts S of the next step, so that the tensor cores have work during the
-exponentials.
+Each step processes one block of queries. It computes S^T = K Q^T and dP^T = V dO^T, writes dS^T for the dQ warpgroup,
+and adds P^T dO to dV and dS^T Q to dK. `_step` computes S of its own step. `_step_ahead` is given this S, and computes
+S of the next step, so that the tensor cores have work during the exponentials.
 """
 
 from triton.experimental import gluon
@@ -65,7 +65,7 @@ class Work:
 
 @structure
 class Keys:
-    """The values of a consumer's 64 keys that every step uses."""
+    """A consumer's 64 keys: the values that every step uses."""
 
     k: tuple  # [64, columns] for each column block, in registers or in shared memory
     v: tuple
@@ -74,12 +74,12 @@ class Keys:
 
 @structure
 class Step:
-    """A step, and its places in the rings."""
+    """One step (one block of queries of one head), and its places in the ring buffers."""
 
-    number: gl.tensor  # counts the steps of all items of the program
+    number: gl.tensor  # the number of the step, counted over all items of the program
     m: gl.tensor  # the first query
     stage: gl.tensor  # the place of Q and dO
-    phase: gl.tensor  # the phase of the barriers of Q and dO
+    phase: gl.tensor  # the phase of the mbarriers of Q and dO
     ds_stage: gl.tensor  # the place of dS
     ds_phase: gl.tensor
 
@@ -94,10 +94,10 @@ class Gradients:
 
 @structure
 class Probabilities:
-    """P^T of a step, [64, M], in the two forms that dV and dS need."""
+    """P^T [64, M] of one step, in the two forms that the gradients dV and dS need."""
 
     low: gl.tensor  # P^T in 16 bits, the operand for dV
-    factor: gl.tensor  # the factor of dP - delta in dS^T: P^T times the slope of the soft cap, if there is one
+    factor: gl.tensor  # dS^T is factor * (dP - delta); factor is P^T, times the slope of the soft cap if there is one
 
 
 @gluon.jit
@@ -118,7 +118,7 @@ def _zero_gradients(KEYS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _read_rows(rows, stage, LAYOUT: gl.constexpr):
-    """Loads lse or delta of a step from shared memory."""
+    """Loads lse or delta of one step from shared memory."""
     return rows.index(stage).load(gl.SliceLayout(0, LAYOUT))
 
 
@@ -126,7 +126,7 @@ def _read_rows(rows, stage, LAYOUT: gl.constexpr):
 def _probabilities(
     scores, lse, m, visible, scale, dtype: gl.constexpr, HALVES: gl.constexpr, HAS_SOFTCAP: gl.constexpr
 ):  # fmt: skip
-    """Computes `Probabilities` from S^T [64, M]. `m` is the first query."""
+    """Computes `Probabilities` from S^T [64, M]. `m` is the first query of the step."""
     lse = gl.expand_dims(lse, 0)
     if HAS_SOFTCAP:
         scores, t = cap(scores, scale.softmax, scale.softcap, dtype)
@@ -173,7 +173,7 @@ def _begin_dk(gradients, ds, q):
 
 @gluon.jit
 def _wait_for_gradients(gradients, others):
-    """Waits for all matmuls. Returns the gradients, and the accumulators of the tuple `others`."""
+    """Waits until all matmuls are complete. Returns the gradients, and the accumulators of the tuple `others`."""
     deps = others
     for i in gl.static_range(len(gradients)):
         deps += (gradients[i].dv,)
@@ -190,7 +190,7 @@ def _wait_for_gradients(gradients, others):
 
 @gluon.jit
 def _write_ds(p, dp, delta, ds, stage, HALF: gl.constexpr, CONFIG: gl.constexpr):
-    """Computes dS^T [64, M] of this half of the keys, writes it to a stage of the ring, and returns it in 16 bits."""
+    """Computes dS^T [64, M] of this consumer's keys, writes it to the ring buffer, and returns it in 16 bits."""
     KEYS: gl.constexpr = dp.shape[0]
     difference = dp - gl.expand_dims(delta, 0)
     if CONFIG.halves:
@@ -208,9 +208,9 @@ def _write_ds(p, dp, delta, ds, stage, HALF: gl.constexpr, CONFIG: gl.constexpr)
 
 @gluon.jit
 def _step(gradients, step, keys, work, HALF: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr):
-    """Processes one step. Returns the gradients, and the place and the phase of the next step.
+    """Processes one step. Returns the gradients, and the next step's place in the ring buffers and its phase.
 
-    dP starts after S has become P, because the registers cannot hold both S and dP.
+    The matmul dP starts after S has become P, because the registers cannot hold both S and dP.
     """
     buffers, barriers = work.buffers, work.barriers
     stage = step.stage
@@ -240,7 +240,7 @@ def _step(gradients, step, keys, work, HALF: gl.constexpr, CONFIG: gl.constexpr,
     if not CONFIG.delta_early:
         delta = _read_rows(buffers.delta, stage, SCORES)
     ds = _write_ds(p, dp, delta, work.ds, step.ds_stage, HALF, CONFIG)
-    if not CONFIG.halves:  # dV starts here, because P in fp32 left no registers for the operand of dV before
+    if not CONFIG.halves:  # dV starts here, because P in fp32 left no registers for a 16-bit copy before
         gradients = _begin_dv(gradients, p.low, do)
     gradients, _ = _wait_for_gradients(_begin_dk(gradients, ds, q), ())
     hand_back(barriers.empty.index(stage))
@@ -253,8 +253,8 @@ def _step_ahead(
 ):  # fmt: skip
     """Processes one step whose S is complete, and computes S of the next step at the same time.
 
-    Returns S of the next step, the gradients, and the place and the phase of the next step. After the last step of an
-    item, S of the next step is computed from arbitrary data and is not used.
+    Returns S of the next step, the gradients, and the next step's place in the ring buffers and its phase. In the last
+    step of an item, the function computes S of a next step from arbitrary data, and the caller does not use it.
     """
     buffers, barriers = work.buffers, work.barriers
     stage = step.stage
@@ -273,7 +273,7 @@ def _step_ahead(
     next_stage, next_phase = _next_place(step, following, buffers.lse.shape[0])
     q_next = buffers.q[0].index(next_stage)
     mbarrier.wait(barriers.q_full.index(next_stage), next_phase, pred=following < stop)
-    if CONFIG.after_dp:  # no wait separates S of the next step from dS, so that ptxas interleaves their instructions
+    if CONFIG.after_dp:  # without a wait between the next S and dS, ptxas interleaves their instructions
         gradients = _begin_dv(gradients, p.low, do)
         work.ds.wait_empty(step.ds_stage, step.ds_phase)
         dp = warpgroup_mma_wait(N_COLUMNS, deps=[dp])
@@ -292,7 +292,7 @@ def _step_ahead(
 
 @gluon.jit
 def _next_place(step, following, STAGES: gl.constexpr):
-    """Returns the place of Q and dO of the `following` step, and its phase."""
+    """Returns the place in the ring of Q and dO for step number `following`, and the phase of the place's mbarriers."""
     if STAGES & (STAGES - 1) == 0:
         stage, phase = place_of(following, STAGES)
     else:
@@ -303,7 +303,7 @@ def _next_place(step, following, STAGES: gl.constexpr):
 
 @gluon.jit
 def _rows_in_registers(tiles, LAYOUT: gl.constexpr):
-    """Loads the tiles into registers as first operands of matmuls."""
+    """Loads the tiles from shared memory into registers, as first operands of matmuls."""
     values = ()
     for i in gl.static_range(len(tiles)):
         values += (tiles[i].load(LAYOUT),)
@@ -315,10 +315,11 @@ def _consume_item(
     item, item_index, done, HALF: gl.constexpr, out_descs, work, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     GROUP: gl.constexpr, BACKWARDS: gl.constexpr,
 ):  # fmt: skip
-    """Computes dK, dV and dS^T of half of an item's keys. HALF 0 stores dK of both halves, and HALF 1 stores dV.
+    """Computes dK, dV and dS^T for half of an item's keys. HALF 0 stores dK of both halves, and HALF 1 stores dV.
 
-    item_index counts this program's items, and `done` the steps of earlier items. Returns the number of steps done so
-    far.
+    item_index: how many items this program has processed before.
+    done: the number of steps of all earlier items of this program.
+    Returns `done` plus the number of steps of this item.
     """
     buffers, barriers = work.buffers, work.barriers
     STAGES: gl.constexpr = buffers.q[0].shape[0]
@@ -327,13 +328,13 @@ def _consume_item(
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
     KEYS: gl.constexpr = buffers.k[0].shape[1] // 2
     SCORES: gl.constexpr = accumulator(BLOCK_M)
-    COUNTED: gl.constexpr = STAGES & (STAGES - 1) != 0  # stages are counted, because a division by 3 needs registers
+    COUNTED: gl.constexpr = STAGES & (STAGES - 1) != 0  # stages are counted up, because a division by 3 needs registers
     KEYS_FIT: gl.constexpr = CONFIG.ahead and len(buffers.k) == 1  # whether K and V are kept in registers
     m, head = first_step(item, GROUP, BLOCK_M, BACKWARDS)
     stop = done + item.n_steps
     place = item_index % ITEMS
     k_first, v_first = buffers.k[0].index(place), buffers.v[0].index(place)
-    first = item.first + HALF * KEYS  # the first key of this half
+    first = item.first + HALF * KEYS  # the first of this consumer's keys
     visible = visible_queries(work.ranges, first, KEYS, gl.SliceLayout(1, SCORES))
     k_tiles, v_tiles = with_rest_at((k_first,), buffers.k, place), with_rest_at((v_first,), buffers.v, place)
     k, v = rows_at(k_tiles, HALF * KEYS, KEYS), rows_at(v_tiles, HALF * KEYS, KEYS)  # [64, columns]
@@ -350,10 +351,10 @@ def _consume_item(
         scores = begin_scores_at(keys.k, buffers.q[0].index(stage), buffers.q, stage, no_scores)
         scores = warpgroup_mma_wait(0, deps=[scores])
     if ITEMS > 1:
-        if item_index > 0:  # by now dK and dV of the previous item have been stored
+        if item_index > 0:  # frees the previous item's K and V, through whose buffers its dK and dV were stored
             tma.store_wait(0)
             hand_back(barriers.kv_empty.index((item_index - 1) % ITEMS))
-    meet()  # without this barrier, Triton would insert one in every step because of the waits above
+    meet()  # without this barrier, Triton would insert one in every step, because of the waits above
     for number in range(done, stop):
         if not COUNTED:
             stage, phase = place_of(number, STAGES)
@@ -387,7 +388,10 @@ def _sums_of(gradients):
 
 @gluon.jit
 def _store_gradients(item, gradients, k, v, k_tiles, v_tiles, stop, HALF: gl.constexpr, out_descs, work):
-    """Starts to store dK and dV through the buffers of K and V. k and v are this consumer's rows of the buffers."""
+    """Starts to store dK and dV. They overwrite K and V in shared memory, and TMA stores them from there.
+
+    k and v: this consumer's 64 rows of the buffers of K and V. k_tiles or v_tiles: all 128 rows.
+    """
     dtype: gl.constexpr = k[0].dtype
     HEAD_DIM: gl.constexpr = width_of(k)
     meet()  # waits until all warps of this consumer have read their half of K and V
@@ -409,7 +413,10 @@ def consume(
     HALF: gl.constexpr, out_descs, work, order, queue, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     GROUP: gl.constexpr, ALIGNMENT: gl.constexpr, BACKWARDS: gl.constexpr,
 ):  # fmt: skip
-    """Runs a consumer warpgroup: it processes the program's item, or each item of the queue if there is one."""
+    """Runs a consumer warpgroup.
+
+    It processes all items of the queue, or the program's only item if there is no queue.
+    """
     BLOCK_M: gl.constexpr = work.buffers.q[0].shape[1]
     BLOCK_N: gl.constexpr = work.buffers.k[0].shape[1]
     if queue is None:

@@ -1,4 +1,4 @@
-"""The dQ warpgroup of the fused backward kernel (fused.py): it computes dQ = dS K, and adds it to a sum by TMA."""
+"""The dQ warpgroup of the fused backward kernel (fused.py). It computes dQ = dS K, and adds dQ to a sum by TMA."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,12 +31,12 @@ from fa_kernels.flash_attention.hopper.primitives.registers import accumulator, 
 from fa_kernels.flash_attention.hopper.primitives.ring import place_of, wait_full
 from fa_kernels.flash_attention.hopper.primitives.structure import structure
 
-SUMS = gl.constexpr(2)  # the number of pieces of dQ in flight to global memory
+SUMS = gl.constexpr(2)  # how many tiles of dQ may be in flight to global memory
 
 
 @structure
 class Sum:
-    """The destination of dQ for one column block."""
+    """Where dQ of one column block of a head is added."""
 
     desc: gl.tensor  # descriptor of the sum in global memory
     buffers: gl.shared_memory_descriptor  # [places, rows, 32] or [rows, 32]
@@ -44,10 +44,12 @@ class Sum:
 
 @gluon.jit
 def _sum_item(item, item_index, done, sums, ds, k_bufs, kv_full, n_heads, dq_order, GROUP: gl.constexpr):
-    """Computes dQ of each step of an item, and adds it to the sum in memory. Returns the number of steps done so far.
+    """Computes dQ of each step of an item, and adds it to the sum in global memory.
 
-    item_index counts this program's items, and `done` the steps of earlier items. dq_order: the barriers of order.py
-    for the program's only item, or None.
+    item_index: how many items this program has processed before.
+    done: the number of steps of all earlier items of this program.
+    Returns `done` plus the number of steps of this item. dq_order: the mbarriers of order.py, or None if the order of
+    additions may vary.
     """
     DS_STAGES: gl.constexpr = ds.buffers.shape[0]
     BLOCK_M: gl.constexpr = ds.buffers.shape[2]
@@ -55,7 +57,7 @@ def _sum_item(item, item_index, done, sums, ds, k_bufs, kv_full, n_heads, dq_ord
     m, head = first_step(item, GROUP, BLOCK_M, dq_order is not None)
     stop = done + item.n_steps
     k = at(k_bufs, item_index % ITEMS)
-    # An item without steps must not wait: K of a later item may already be in its place.
+    # An item without steps must not wait for its K, because K of a later item may already be in the same buffer.
     wait_full(kv_full, item_index, pred=item.n_steps > 0)
     for step in range(done, stop):
         stage, phase = place_of(step, DS_STAGES)
@@ -64,7 +66,7 @@ def _sum_item(item, item_index, done, sums, ds, k_bufs, kv_full, n_heads, dq_ord
             mbarrier.wait(dq_order.due.index(stage), phase)
         ds.wait_full(stage, phase)
         _add_step(step, m, head, sums, ds, ds_tile, stage, k, n_heads)
-        if dq_order is not None:  # waits for the pieces of the step before; those of this step stay in flight
+        if dq_order is not None:  # waits until dQ of the previous step is in memory; dQ of this step stays in flight
             note_added(dq_order, step - 1, _pieces_of(sums, BLOCK_M, k))
         m, head = next_step(m, head, item, GROUP, BLOCK_M, dq_order is not None)
     if dq_order is not None:
@@ -74,7 +76,7 @@ def _sum_item(item, item_index, done, sums, ds, k_bufs, kv_full, n_heads, dq_ord
 
 @gluon.constexpr_function
 def _pieces_of(sums, block_m, k):
-    """Returns how many pieces of dQ a step adds."""
+    """Returns how many tiles of dQ one step adds to the sum."""
     rows = sums[0].buffers.shape[1] // 2
     across = sum(tile.shape[1] // (part.buffers.shape[-2] // 2) for part, tile in zip(sums, k, strict=True))
     return block_m // rows * across
@@ -82,8 +84,8 @@ def _pieces_of(sums, block_m, k):
 
 @gluon.jit
 def _add_step(step, m, head, sums, ds, ds_tile, stage, k, n_heads):
-    """Adds dQ of one step to the sum, and releases the step's stage of dS."""
-    ROWS: gl.constexpr = sums[0].buffers.shape[1] // 2  # queries in a piece
+    """Adds dQ of one step to the sum, and then releases the step's dS in the ring buffer."""
+    ROWS: gl.constexpr = sums[0].buffers.shape[1] // 2  # queries in a tile of dQ
     for i in gl.static_range(len(k)):
         _add_columns(
             step, m, head, sums[i].desc, sums[i].buffers, ds, ds_tile, stage, k[i], n_heads, ROWS, width_of(k),
@@ -96,15 +98,16 @@ def _add_columns(
     step, m, head, desc, buffers, ds, ds_tile, stage, k, n_heads, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr,
     BEFORE: gl.constexpr, IS_LAST: gl.constexpr,
 ):  # fmt: skip
-    """Adds dQ of one step for one column block, in pieces of ROWS queries and at most 64 columns.
+    """Adds dQ of one step for one column block, in tiles of ROWS queries and at most 64 columns.
 
-    BEFORE: the number of columns before the block. IS_LAST: whether this is the last block, which releases dS.
+    BEFORE: how many columns of the head come before this block. IS_LAST: whether this is the head's last block, which
+    releases dS.
     """
     BLOCK_M: gl.constexpr = ds.buffers.shape[2]
-    COLUMNS: gl.constexpr = buffers.shape[-2] // 2  # columns in a piece
+    COLUMNS: gl.constexpr = buffers.shape[-2] // 2  # columns in a tile of dQ
     ACROSS: gl.constexpr = k.shape[1] // COLUMNS
     PIECES: gl.constexpr = BLOCK_M // ROWS * ACROSS
-    ROWS_EACH: gl.constexpr = 2 * HEAD_DIM  # rows of the sum for ROWS queries of a head
+    ROWS_EACH: gl.constexpr = 2 * HEAD_DIM  # rows of the sum that hold ROWS queries of a head
     no_dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout=accumulator(COLUMNS))
     for piece in gl.static_range(PIECES):
         ds_rows = ds_tile.slice(piece // ACROSS * ROWS, ROWS, dim=1).permute((1, 0))
@@ -116,7 +119,7 @@ def _add_columns(
         buffer = buffers
         if len(buffers.shape) == 3:
             buffer = buffers.index((PIECES * step + piece) % buffers.shape[0])
-        tma.store_wait(SUMS - 1)  # waits until the previous piece in this buffer has been read
+        tma.store_wait(SUMS - 1)  # waits until TMA has read the previous tile from this buffer
         buffer.store(in_order_of_threads(dq))
         fence_async_shared()
         unit = m // ROWS + piece // ACROSS
@@ -128,7 +131,7 @@ def _add_columns(
 def sum_queries(
     sums, ds, k_bufs, kv_full, order, ranges, queue, dq_order, GROUP: gl.constexpr, ALIGNMENT: gl.constexpr
 ):
-    """Runs the dQ warpgroup: it processes the program's item, or each item of the queue if there is one."""
+    """Runs the dQ warpgroup. It processes all items of the queue, or the program's only item if there is no queue."""
     BLOCK_N: gl.constexpr = ds.buffers.shape[1]
     BLOCK_M: gl.constexpr = ds.buffers.shape[2]
     n_heads = order.n_heads * GROUP

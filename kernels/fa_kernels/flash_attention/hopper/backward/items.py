@@ -1,11 +1,12 @@
-"""Items of those backward kernels in which a program owns keys. This file has their steps, buffers and producer.
+"""Work items of the backward kernels that compute dK and dV: their steps, their buffers and the producer warp.
 
-An item is 128 keys of one KV head. It visits the queries that see these keys, for all query heads of the KV head. A
-step is a block of queries of one head. Steps visit all queries of a head, then those of the next head. With BACKWARDS
-(order.py) they visit blocks of queries from the last to the first, and all heads for each block.
+A work item is 128 keys of one KV head. To compute their dK and dV, a program visits all queries that see these keys,
+for all query heads that share the KV head. A step of an item is one block of queries of one head. By default, steps
+visit all blocks of one head, and then all blocks of the next head. With BACKWARDS (order.py), steps visit blocks of
+queries from the last to the first, and each block for all heads in turn.
 
-A program processes one item, or draws items from a queue (queue.py). fused.py and keys.py use everything in this file,
-and wide.py uses a part.
+A program processes one item, or draws items from a queue (queue.py). fused.py uses everything in this file; keys.py and
+wide.py use parts of it.
 """
 
 from triton.experimental import gluon
@@ -20,8 +21,8 @@ from fa_kernels.flash_attention.hopper.primitives.ring import new_barriers, wait
 from fa_kernels.flash_attention.hopper.primitives.structure import structure
 from fa_kernels.flash_attention.schedule import WORK_TILE
 
-BLOCK_N = WORK_TILE  # keys of an item, 64 for each of two warpgroups
-SUM_BLOCK = 64  # rows of a piece of dQ that a warpgroup adds; also the most columns of a piece
+BLOCK_N = WORK_TILE  # keys of an item, 64 for each of two consumer warpgroups
+SUM_BLOCK = 64  # rows of a dQ tile that a warpgroup adds to the sum; also the maximum number of columns of such a tile
 # Kernel arguments that Triton must not specialise on, because they differ from call to call.
 SIZES = (
     "n_items", "n_tiles", "n_kv_heads", "section", "total_k", "padded_q",
@@ -31,41 +32,44 @@ SIZES = (
 
 @structure
 class Item:
-    """An item: the keys of one KV head from `first` on, and the queries from `start` to `end`, which may see them."""
+    """A work item: the keys of one KV head from `first` on. Queries from `start` to `end` may see these keys."""
 
     first: gl.tensor
     kv_head: gl.tensor
-    start: gl.tensor  # rounded down to a multiple of ALIGNMENT (`locate_item`)
+    start: gl.tensor  # the first query, rounded down to a multiple of ALIGNMENT
     end: gl.tensor
     n_steps: gl.tensor
 
 
 @structure
 class Descriptors:
-    """TMA descriptors of the inputs. Tuples have an entry for each column block of a head."""
+    """TMA descriptors of the inputs. Each tuple has one entry per column block of a head."""
 
     q: tuple
     k: tuple
     v: tuple
     do: tuple
-    rows: gl.tensor  # lse and delta, as one vector
+    rows: gl.tensor  # one vector: lse of all heads, then delta of all heads
 
 
 @structure
 class Inputs:
-    """The inputs that the producer loads, and the distances between heads."""
+    """The inputs that the producer warp loads: TMA descriptors, and the strides between heads."""
 
     descs: Descriptors
     stride_qh: gl.tensor
     stride_kh: gl.tensor
     stride_vh: gl.tensor
     stride_doh: gl.tensor
-    padded: gl.tensor  # the length of one head's lse, and of its delta
+    padded: gl.tensor  # the length of one head's lse, and of its delta, with padding
 
 
 @structure
 class Buffers:
-    """The buffers in shared memory: Q and dO of steps, K and V of items. Tuples have an entry per column block."""
+    """The buffers in shared memory: Q and dO of each step, K and V of each item.
+
+    Tuples have one entry per column block.
+    """
 
     q: tuple  # [STAGES, M, columns]
     do: tuple
@@ -77,10 +81,10 @@ class Buffers:
 
 @structure
 class Barriers:
-    """The mbarriers for K and V of each item [ITEMS], and for Q and dO of each step [STAGES]."""
+    """The mbarriers of the buffers: [ITEMS] for K and V of items, and [STAGES] for Q and dO of steps."""
 
     kv_full: gl.shared_memory_descriptor  # K and V have arrived
-    kv_empty: gl.shared_memory_descriptor  # the buffers of K and V are free: dK and dV were stored through them
+    kv_empty: gl.shared_memory_descriptor  # K and V are no longer needed: dK and dV were stored through their buffers
     q_full: gl.shared_memory_descriptor  # Q and lse have arrived
     do_full: gl.shared_memory_descriptor  # dO and delta have arrived
     empty: gl.shared_memory_descriptor  # both consumers have read Q and dO
@@ -88,7 +92,10 @@ class Barriers:
 
 @structure
 class Visible:
-    """Each key is seen by the queries start <= query < end. Queries from whole_start to whole_end see all keys."""
+    """The queries that see each key of a block: start <= query < end.
+
+    From whole_start to whole_end, they see every key.
+    """
 
     start: gl.tensor
     end: gl.tensor
@@ -100,9 +107,9 @@ class Visible:
 def locate_item(
     index, order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ALIGNMENT: gl.constexpr
 ):  # fmt: skip
-    """Returns the item with this index. `ranges` holds the range of queries that see each key.
+    """Returns the work item with the given index. `ranges` holds the range of queries that see each key.
 
-    The item's first query is rounded down to a multiple of ALIGNMENT.
+    The first query of the item is rounded down to a multiple of ALIGNMENT.
     """
     tile, kv_head = order.locate(index)
     first = tile * BLOCK_N
@@ -114,18 +121,18 @@ def locate_item(
 
 @gluon.jit
 def posted_item(fields):
-    """Returns the item that `produce` posted."""
+    """Returns the work item whose fields the producer has posted in the queue."""
     return Item(field(fields, 0), field(fields, 1), field(fields, 2), field(fields, 3), field(fields, 4))
 
 
 @gluon.jit
 def first_step(item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr):
-    """Returns the first query and the head of an item's first step.
+    """Returns the first query and the head of the first step of an item.
 
     With BACKWARDS, item.start must be a multiple of BLOCK_M.
     """
     m = item.start
-    if BACKWARDS:  # LLVM would need one more register if this were computed from the number of steps
+    if BACKWARDS:  # LLVM would need one more register to compute m from the number of steps
         m = (item.end - 1) // BLOCK_M * BLOCK_M
     return m, item.kv_head * GROUP
 
@@ -134,9 +141,9 @@ def first_step(item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.c
 def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr = False):
     """Returns the first query and the head of the next step.
 
-    Queries advance first: a step is followed by the next block of the same head. A head's last block is followed by the
-    first block of the next head. With BACKWARDS, heads advance first: a step is followed by the same block of the next
-    head. The last head is followed by the first head of the previous block.
+    By default, the next step is the next block of queries of the same head. After the last block of a head, the next
+    step is the first block of the next head. With BACKWARDS, the next step is the same block of the next head. With
+    BACKWARDS, the step after the last head is the previous block of the first head.
     """
     if BACKWARDS:
         if GROUP > 1:
@@ -157,12 +164,14 @@ def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWAR
 
 @gluon.jit
 def visible_queries(ranges, first, KEYS: gl.constexpr, layout: gl.constexpr):
-    """Returns which queries see each of KEYS keys from `first` on. `start` and `end` of the result have `layout`.
+    """Returns the range of queries that sees each of KEYS keys from `first` on.
 
-    Blocks of queries between whole_start and whole_end need no mask, because ranges never move backwards.
+    `start` and `end` have the given layout.
+    Blocks of queries between whole_start and whole_end need no mask, because they see the first key, the last key, and
+    all keys between.
     """
     keys = first + gl.arange(0, KEYS, layout=layout)
-    # Keys past the last one are hidden from all queries. Their P would be 2^-lse, which may overflow.
+    # Keys past the last one get an empty range. In a non-empty range, their P = 2^-lse might overflow.
     start = gl.load(ranges.start + keys, mask=keys < ranges.total, other=0x7FFFFFFF)
     end = gl.load(ranges.end + keys, mask=keys < ranges.total, other=0)
     last = first + KEYS - 1
@@ -173,7 +182,7 @@ def visible_queries(ranges, first, KEYS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def hide(p, visible, m):
-    """Returns P^T [keys, queries from m on] with 0 for pairs that are hidden."""
+    """Returns P^T [keys, queries from m on], with 0 where a query does not see a key."""
     if (m < visible.whole_start) | (m + p.shape[1] > visible.whole_end):
         p = keep_columns(p, visible.start - m, visible.end - m, 0.0)
     return p
@@ -181,7 +190,7 @@ def hide(p, visible, m):
 
 @gluon.jit
 def new_buffers(descs, STAGES: gl.constexpr, ITEMS: gl.constexpr):
-    """Allocates the buffers for the first column block of a head."""
+    """Allocates the shared-memory buffers for the first column block of a head."""
     BLOCK_M: gl.constexpr = descs.q[0].block_type.shape[0]
     q, do = new_buffer(descs.q[0], STAGES), new_buffer(descs.do[0], STAGES)
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], descs.rows.layout)
@@ -192,7 +201,7 @@ def new_buffers(descs, STAGES: gl.constexpr, ITEMS: gl.constexpr):
 
 @gluon.jit
 def with_all_columns(buffers, descs):
-    """Returns `buffers` with additional buffers for the other column blocks."""
+    """Returns `buffers` with additional buffers for the other column blocks of a head."""
     STAGES: gl.constexpr = buffers.lse.shape[0]
     ITEMS: gl.constexpr = buffers.k[0].shape[0]
     q, do, k, v = buffers.q, buffers.do, buffers.k, buffers.v
@@ -206,10 +215,10 @@ def with_all_columns(buffers, descs):
 
 @gluon.jit
 def new_item_barriers(STAGES: gl.constexpr, ITEMS: gl.constexpr):
-    """Returns initialised barriers. TMA arrives at full barriers, and all threads of both consumers at empty ones.
+    """Returns initialised mbarriers. TMA arrives at `full` ones, and all threads of both consumers at `empty` ones.
 
-    With one item, kv_empty is not used. It is then the same as kv_full, because a kernel must use every mbarrier that
-    it allocates (barriers.py).
+    If ITEMS is 1, nothing waits for kv_empty, so kv_empty is the same mbarrier as kv_full. A kernel must use every
+    mbarrier that it allocates (barriers.py).
     """
     kv_full = new_barriers(ITEMS)
     kv_empty = kv_full
@@ -231,7 +240,7 @@ def new_item_barriers(STAGES: gl.constexpr, ITEMS: gl.constexpr):
 
 @gluon.jit
 def load_keys(inputs, buffers, kv_full, place, item):
-    """Starts to load K and V of an item."""
+    """Starts to load K and V of an item by TMA."""
     full = kv_full.index(place)
     mbarrier.expect(full, 2 * nbytes_of(inputs.descs.k))
     for i in gl.static_range(len(buffers.k)):
@@ -242,7 +251,7 @@ def load_keys(inputs, buffers, kv_full, place, item):
 
 @gluon.jit
 def load_step(inputs, delta_start, buffers, barriers, stage, m, head):
-    """Starts to load Q, dO, lse and delta of one step into an empty stage. delta_start: the index of delta in rows."""
+    """Starts to load Q, dO, lse and delta of one step by TMA. delta_start: the index of the first delta in rows."""
     BYTES: gl.constexpr = nbytes_of(inputs.descs.q) + inputs.descs.rows.block_type.nbytes
     q_full, do_full = barriers.q_full.index(stage), barriers.do_full.index(stage)
     row = head * inputs.padded + m
@@ -267,10 +276,11 @@ def _produce_item(
     GROUP: gl.constexpr,
     BACKWARDS: gl.constexpr,
 ):
-    """Fills the buffers for one item, in the order in which the consumers empty them. One warp calls this.
+    """Fills the buffers for one item, in the order in which the consumers empty them. One warp calls this function.
 
-    item_index counts this program's items, and `done` the steps of earlier items. Returns the number of steps done so
-    far, and a ticket for another item if counter_ptr is not None.
+    item_index: how many items this program has loaded before. done: the number of steps of all earlier items of this
+    program. Returns `done` plus the number of steps of this item. If counter_ptr is not None, also returns a ticket for
+    another item (queue.py).
     """
     STAGES: gl.constexpr = buffers.q[0].shape[0]
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
@@ -280,7 +290,7 @@ def _produce_item(
     if counter_ptr is not None:
         wait_empty(barriers.kv_empty, item_index)
     load_keys(inputs, buffers, barriers.kv_full, place, item)
-    DRAWS: gl.constexpr = 0 if counter_ptr is None else 1  # one more iteration, for items that have no step
+    DRAWS: gl.constexpr = 0 if counter_ptr is None else 1  # one more iteration, for items without steps
     draw_at = gl.maximum(item.n_steps - DRAWN_BEFORE, 0)
     ticket = 0
     for step in range(item.n_steps + DRAWS):
@@ -300,7 +310,7 @@ def produce(
     inputs, delta_start, buffers, barriers, order, ranges, queue, counter_ptr, n_items, GROUP: gl.constexpr,
     ALIGNMENT: gl.constexpr, BACKWARDS: gl.constexpr = False,
 ):  # fmt: skip
-    """Runs the producer warp: it loads the program's item, or each item that it draws if there is a queue."""
+    """Runs the producer warp. It draws and loads items until none is left, or loads one item if there is no queue."""
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
     BLOCK_N: gl.constexpr = buffers.k[0].shape[1]
     if queue is None:

@@ -1,8 +1,8 @@
-"""A Hopper kernel for dK and dV at head_dim 128, in fp16 with a soft cap, for which fused.py has too few registers.
+"""A Hopper kernel for dK and dV in fp16 at head_dim 128 with a soft cap. fused.py has too few registers for this case.
 
-A program processes one item: 128 keys of a KV head. One producer warp loads Q, dO, lse and delta by TMA. Two
-warpgroups have 64 keys each. They compute S and dP transposed, [keys, queries], so that the matmuls for dV and dK can
-read P^T and dS^T from registers. Each output has one owner, so every run gives the same bits.
+One program computes dK and dV of 128 keys of one KV head. A producer warp loads all inputs by TMA. Two consumer
+warpgroups own 64 keys each. The consumers compute S and dP transposed, as [keys, queries], so that the matmuls for dV
+and dK can read P^T and dS^T from registers. Only one program writes each output, so every run gives the same bits.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
@@ -48,7 +48,7 @@ from fa_kernels.launch.record import launch
 
 BLOCK_M = 64  # queries per step
 STAGES = 4  # steps whose Q and dO are in flight; the kernel uses 194 KiB of shared memory
-# Registers per thread: of all warps at the start, then of consumers, then of the producer.
+# Registers per thread: of all warps when the kernel starts, then of the consumers and of the producer.
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
 
 
@@ -77,7 +77,7 @@ def _consume(
 
     item = locate_item(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
     m, head = first_step(item, GROUP, BLOCK_M, False)
-    first = item.first + HALF * KEYS  # the first key of this half
+    first = item.first + HALF * KEYS  # the first of this consumer's keys
     visible = visible_queries(ranges, first, KEYS, keys_layout)
     k_half = k_buf.slice(HALF * KEYS, KEYS, dim=0)  # [64, D]
     v_half = v_buf.slice(HALF * KEYS, KEYS, dim=0)
@@ -109,7 +109,7 @@ def _consume(
         m, head = next_step(m, head, item, GROUP, BLOCK_M)
     if marks_ptr is not None:
         mark_rows((dk + dv,), first, item.kv_head, ranges.total, marks_ptr, HALF)
-    # dK and dV are stored through the buffers of K and V, after all warps of this warpgroup have read their half.
+    # dK and dV overwrite K and V in shared memory, after all warps of this warpgroup have read their half of K and V.
     meet()
     k_half.store((dk * scale.softmax).to(dtype))
     v_half.store(dv.to(dtype))
@@ -127,9 +127,9 @@ def _dkdv_kernel(
     GROUP: gl.constexpr, STAGES: gl.constexpr, ALIGNMENT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """An item is 128 keys of one KV head, over all query heads that share it. Program i processes item i.
+    """A work item is 128 keys of one KV head, over all query heads that share it. Program i processes item i.
 
-    marks_ptr: marks for NaN in dK and dV (nan_marks.py), or None.
+    marks_ptr: receives the NaN marks of dK and dV (nan_marks.py), or None.
     """
     descs = Descriptors((q_desc,), (k_desc,), (v_desc,), (do_desc,), rows_desc)
     buffers = new_buffers(descs, STAGES, 1)
@@ -152,8 +152,8 @@ def gradients_of_keys(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes dk and dv, which are contiguous.
 
-    rows: lse and delta (dq_sum.Prepared).
-    marks: NaN marks, which are set for dk and dv (nan_isolation.new_marks), or None.
+    rows: lse and delta in the layout of dq_sum.Prepared.
+    marks: receives the NaN marks of dk and dv (nan_isolation.new_marks), or None.
     """
     n_heads = q.shape[1]
     total_k, n_kv_heads, _ = k.shape

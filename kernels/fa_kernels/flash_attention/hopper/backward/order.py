@@ -1,19 +1,21 @@
-"""The dQ order: tiles of keys add to dQ in the order of the stream, so that every run gives the same bits.
+"""The dQ order: tiles of keys add to dQ in ascending order, so that every run gives the same bits.
 
-Each block of 64 queries of a head has a semaphore in global memory. After a tile of keys has added to the block, and
-the sum is in memory, the tile writes its own number to the semaphore. The next tile waits until the semaphore holds the
-number of the tile before it, or a higher one. Ranges never move backwards, so the tiles that add to a block are
-consecutive. A tile therefore waits only if the tile before it adds to the same block.
+Each block of 64 queries of a head has a semaphore in global memory. After a tile of keys has added to dQ of the block,
+and the sum has reached memory, the tile's program writes the number of the tile to the semaphore. Tile t waits until
+the semaphore is at least t - 1 before it adds to dQ. Ranges of visible tokens never move backwards, so the tiles that
+add to one block have consecutive numbers. Tile t therefore waits only if tile t - 1 adds to the same block.
 
-There is no deadlock. A tile waits only for an earlier tile that will add to the same block, and semaphores never fall.
-Programs have one tile each and start in the order of the stream, so the first unfinished tile waits for nothing.
+The kernel cannot deadlock: a tile waits only for an earlier tile that will add to the same block, and semaphores never
+decrease. Programs have one tile each and start in ascending order, so the first unfinished tile waits for nothing.
 
-A tile processes its queries from the last block to the first, and all heads of a group for each block. The tiles of a
+A program visits blocks of queries from the last to the first, and all heads of a group for each block. The tiles of a
 document then follow one another closely, and the data that they share stays in L2.
 
-Two extra warps handle the semaphores: `wait_for_order` waits for them, and `raise_semaphores` sets them. The dQ
-warpgroup would otherwise wait for global memory and for a fence in each step. Steps have 64 queries. With 128, the
-tiles of short documents would wait for one another in a chain through the whole stream.
+Two extra warps handle the semaphores: one waits for them (`wait_for_order`), the other sets them (`raise_semaphores`).
+Without these warps, the dQ warpgroup would wait for global memory and for a fence in each step.
+
+A step has 64 queries. With 128 queries per step, the tiles of short documents would wait for one another in one chain
+through the whole batch.
 
 Source: the deterministic backward passes of FlashAttention-2, -3 and -4.
 """
@@ -27,15 +29,15 @@ from fa_kernels.flash_attention.hopper.primitives.ring import new_barriers, plac
 from fa_kernels.flash_attention.hopper.primitives.structure import structure
 
 NO_TILE = gl.constexpr(-1)  # the value of a semaphore when a launch starts
-_PLACES = gl.constexpr(2)  # the maximum number of steps that are in memory and whose semaphores are not yet set
+_PLACES = gl.constexpr(2)  # the most steps whose dQ is in memory but whose semaphores are not yet set
 
 
 @structure
 class OrderBarriers:
-    """The mbarriers of the dQ order."""
+    """The mbarriers by which warps of a program keep the dQ order."""
 
-    due: gl.shared_memory_descriptor  # [DS_STAGES]: the step in this stage of dS may be added to dQ
-    added: gl.shared_memory_descriptor  # [_PLACES]: the sum of a step is in memory
+    due: gl.shared_memory_descriptor  # [DS_STAGES]: the step whose dS is in this place of the ring may be added to dQ
+    added: gl.shared_memory_descriptor  # [_PLACES]: dQ of a step has been added to the sum in memory
     noted: gl.shared_memory_descriptor  # [_PLACES]: `raise_semaphores` has seen `added`
 
 
@@ -58,17 +60,17 @@ def wait_for_order(
     dq_order, ds_empty, semaphore_ptr, order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
-    """Runs one warp: it signals `due` for each step, after the tile before has added to the step's queries.
+    """Runs the warp that signals `due` for each step, after the previous tile of keys has added to the step's queries.
 
-    It first waits until the step's stage of dS is empty, which happens only after the signal for the previous step in
-    that stage. Neither barrier can therefore get two phases ahead.
+    Before each step, the warp waits until the step's place in the ring of dS is empty. The place becomes empty only
+    after `due` was signalled for the previous step in the place. Neither mbarrier can therefore get two phases ahead.
     """
     DS_STAGES: gl.constexpr = ds_empty.shape[0]
     gl.static_assert(BLOCK_M == ALIGNMENT)
     n_heads = order.n_heads * GROUP
     item = locate_item(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
     m, head = first_step(item, GROUP, BLOCK_M, True)
-    exists = item.first > 0  # whether there is a tile before this one
+    exists = item.first > 0  # whether there is a tile of keys before this one
     start_before = gl.load(ranges.start + item.first - BLOCK_N, mask=exists, other=0) // ALIGNMENT * ALIGNMENT
     end_before = gl.load(ranges.end + item.first - 1, mask=exists, other=0)
     for step in range(item.n_steps):
@@ -82,14 +84,15 @@ def wait_for_order(
 
 @gluon.jit
 def note_added(dq_order, step, PENDING: gl.constexpr):
-    """Signals that the sum of `step` is in memory. Does nothing for step -1. The dQ warpgroup calls this.
+    """Signals that dQ of `step` is in memory. The dQ warpgroup calls this function. Step -1 gives no signal.
 
-    It first waits until at most PENDING TMA operations are incomplete; these belong to later steps.
+    Before the signal, the function waits until at most PENDING TMA operations are incomplete. They belong to later
+    steps.
     """
     asm: gl.constexpr = f"cp.async.bulk.wait_group {PENDING}; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(asm, "=r,~{memory}", [], gl.int32, False, 1)
     place, phase = place_of(step + _PLACES, _PLACES)  # adding _PLACES avoids a negative index for step -1
-    mbarrier.wait(dq_order.noted.index(place), phase, pred=step >= 0)  # waits for the previous step in this place
+    mbarrier.wait(dq_order.noted.index(place), phase, pred=step >= 0)  # waits until this place's last signal was seen
     mbarrier.arrive(dq_order.added.index(place), count=1, pred=step >= 0)
 
 
@@ -98,7 +101,10 @@ def raise_semaphores(
     dq_order, semaphore_ptr, order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
-    """Runs one warp: it writes the tile's number to the semaphore of each step whose sum is in memory."""
+    """Runs the warp that sets semaphores.
+
+    When dQ of a step is in memory, the warp raises the semaphore of the step's queries to the tile's number.
+    """
     n_heads = order.n_heads * GROUP
     item = locate_item(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
     m, head = first_step(item, GROUP, BLOCK_M, True)
@@ -111,7 +117,10 @@ def raise_semaphores(
 
 @gluon.jit
 def _wait_for(semaphore, number):
-    """Waits until a semaphore is `number` or more. Earlier sums are then in memory. One warp calls this."""
+    """Waits until a semaphore is at least `number`. The sums of earlier tiles are then in memory.
+
+    One warp calls this.
+    """
     asm: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 x; WAIT: ld.acquire.gpu.global.b32 x, [$1]; setp.lt.s32 p, x, $2; @p bra WAIT; "
         "fence.proxy.async.global; mov.b32 $0, 0; }"
@@ -121,7 +130,10 @@ def _wait_for(semaphore, number):
 
 @gluon.jit
 def _raise(semaphore, number):
-    """Raises a semaphore to `number` once every write that this warp knows of is visible. One warp calls this."""
+    """Raises a semaphore to `number`, after all writes that this warp knows of have become visible.
+
+    One warp calls this.
+    """
     asm: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 x; elect.sync x|p, -1; @p red.release.gpu.global.max.s32 [$1], $2; mov.b32 $0, 0; }"
     )

@@ -1,11 +1,12 @@
-"""A Hopper kernel for dQ at head_dim 128 and 256. Each output has one owner, so every run gives the same bits.
+"""A Hopper kernel for dQ at head_dim 128 and 256. One program writes each output, so every run gives the same bits.
 
-A program processes one item: 128 queries of a head. One producer warp loads Q and dO once, then blocks of K and V, by
-TMA. Two warpgroups have 64 queries each. They compute the scores of their queries, and dQ = dS K, which reads dS from
-registers. Another kernel computes dK and dV first (keys.py, wide.py). Both kernels compute the scores.
+One program computes dQ of 128 queries of one head. A producer warp loads Q and dO once, and then blocks of K and V, by
+TMA. Two consumer warpgroups own 64 queries each. A consumer computes scores and dS of its queries, and adds dS K to dQ.
+This matmul reads dS from registers. Another kernel computes dK and dV before (keys.py or wide.py). It computes the same
+scores once more.
 
-The table gives lower bounds in cycles of a multiprocessor (wide.py explains them). The bounds are for 128 queries x 128
-keys at head_dim 128, and 128 x 64 at 256. A soft cap doubles the exponentials.
+The table gives lower bounds in cycles of a multiprocessor; wide.py explains how they are computed. The bounds are for
+128 queries x 128 keys at head_dim 128, and for 128 x 64 at head_dim 256. A soft cap doubles the exponentials.
 
 | head_dim | tensor cores | shared memory | exponentials |
 |:---------|-------------:|--------------:|-------------:|
@@ -45,18 +46,18 @@ from fa_kernels.launch.descriptors import rows_of_heads
 from fa_kernels.launch.record import launch
 
 BLOCK_M = WORK_TILE // 2  # queries of a warpgroup
-# Registers per thread: those of all warps at the start, and later those of (second consumer, producer). The first
-# consumer gets the rest of the 64K registers, which is also 240 per thread.
+# Registers per thread: of all warps when the kernel starts, then of (second consumer, producer). The first consumer
+# gets the rest of the multiprocessor's 64K registers, which is also 240 per thread.
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """The tile sizes of one head_dim."""
+    """The tile sizes for one head_dim."""
 
     block_n: int  # keys per step
     v_stages: int  # blocks of V in flight
-    arrivals: int  # threads of a warpgroup that signal that K or V was read: 1 or all
+    arrivals: int  # how many threads of a warpgroup signal that K or V was read: 1 or all 128
 
 
 K_STAGES = 2  # blocks of K in flight
@@ -68,7 +69,7 @@ TILES = {  # by head_dim; the kernels use 192 and 224 KiB of shared memory
 
 @structure
 class _Item:
-    """An item: the queries of one head from `first` on, and the blocks of keys that they see, from `start` on."""
+    """A work item: the queries of one head from `first` on. They see n_blocks blocks of keys, from key `start` on."""
 
     first: gl.tensor
     head: gl.tensor
@@ -78,7 +79,7 @@ class _Item:
 
 @structure
 class _Inputs:
-    """Descriptors of the inputs that the producer loads, and the distances between heads."""
+    """The inputs that the producer warp loads: TMA descriptors, and the strides between heads."""
 
     q: gl.tensor
     k: gl.tensor
@@ -92,7 +93,7 @@ class _Inputs:
 
 @structure
 class _Buffers:
-    """The buffers of Q and dO [2, M, D], one place for each consumer, and the rings of K and V [stages, N, D]."""
+    """The buffers of Q and dO [2, M, D], with one place per consumer, and the rings of K and V [stages, N, D]."""
 
     q: gl.shared_memory_descriptor
     do: gl.shared_memory_descriptor
@@ -103,7 +104,7 @@ class _Buffers:
 
 @structure
 class _Rows:
-    """Pointers to values of the queries."""
+    """Pointers to lse, delta and NaN marks of the queries."""
 
     lse: gl.tensor
     delta: gl.tensor
@@ -112,7 +113,7 @@ class _Rows:
 
 @gluon.jit
 def _locate_item(order, ranges, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Returns this program's item."""
+    """Returns the work item of this program."""
     tile, head = order.locate(gl.program_id(0))
     first = tile * ROWS
     last = gl.minimum(first + ROWS, ranges.total) - 1
@@ -123,7 +124,7 @@ def _locate_item(order, ranges, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _produce(inputs, buffers, order, ranges, GROUP: gl.constexpr):
-    """Runs the producer warp: it loads each consumer's queries of the item, then the item's blocks of K and V."""
+    """Runs the producer warp: it loads Q and dO for each consumer, and then the blocks of K and V of the item."""
     BLOCK_M: gl.constexpr = buffers.q.shape[1]
     K_STAGES: gl.constexpr = buffers.k.buffers.shape[0]
     V_STAGES: gl.constexpr = buffers.v.buffers.shape[0]
@@ -157,7 +158,10 @@ def _produce(inputs, buffers, order, ranges, GROUP: gl.constexpr):
 
 @gluon.jit
 def _release(ring, stage, ARRIVALS: gl.constexpr):
-    """Signals that this warpgroup has read a stage. ARRIVALS threads arrive."""
+    """Signals that this warpgroup has read a stage of a ring.
+
+    ARRIVALS is how many of its threads arrive at the mbarrier.
+    """
     if ARRIVALS == 1:
         mbarrier.arrive(ring.empty.index(stage), count=1)
     else:
@@ -186,12 +190,14 @@ def _consume(
     inside = rows < ranges.total
     key_start = gl.load(ranges.start + rows, mask=inside, other=0)
     key_end = gl.load(ranges.end + rows, mask=inside, other=0)
-    # Rows that see no key, and rows past the last one, get lse = inf: 2^(score - inf) is 0, so their dQ is 0.
+    # Rows that see no key, and rows past the last one, get lse = inf. Their P is 2^(score - inf) = 0, and so is their
+    # dQ.
     row_offset = item.head.to(gl.int64) * ranges.total
     lse = gl.load(of_rows.lse + row_offset + rows, mask=inside, other=float("-inf"))
     lse = gl.expand_dims(gl.where(lse == float("-inf"), float("inf"), lse * LOG2_E), 1)
     delta = gl.expand_dims(gl.load(of_rows.delta + row_offset + rows, mask=inside, other=0.0), 1)
-    # Blocks of keys between whole_start and whole_end need no mask, because ranges never move backwards.
+    # Blocks between whole_start and whole_end need no mask: the first and the last row, and so all rows, see their
+    # keys.
     last = gl.minimum(first + BLOCK_M, ranges.total) - 1
     whole_start = gl.load(ranges.start + last)
     whole_end = gl.load(ranges.end + gl.minimum(first, last))
@@ -224,7 +230,7 @@ def _consume(
         key += BLOCK_N
     if of_rows.marks is not None:
         mark_rows((dq,), first, item.head, ranges.total, of_rows.marks, CONSUMER)
-    # dQ is stored through Q's buffer, which only this consumer reads. All warps of the consumer must have read Q.
+    # dQ overwrites Q in this consumer's own buffer, after all warps of the consumer have read Q.
     meet()
     q.store((dq * scale.softmax).to(dtype))
     fence_async_shared()
@@ -242,9 +248,9 @@ def _dq_kernel(
     HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     ARRIVALS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """An item is dQ of 128 queries of one head. Program i processes item i.
+    """A work item is dQ of 128 queries of one head. Program i processes item i.
 
-    marks_ptr: marks for NaN in dQ (nan_marks.py), or None.
+    marks_ptr: receives the NaN marks of dQ (nan_marks.py), or None.
     """
     q_bufs, do_bufs = new_buffer(q_desc, 2), new_buffer(do_desc, 2)
     k_bufs, v_bufs = new_buffer(k_desc, K_STAGES), new_buffer(v_desc, V_STAGES)
@@ -278,10 +284,10 @@ def gradient_of_queries(
 ) -> Tensor:  # fmt: skip
     """Computes dq, which is contiguous and has the shape and dtype of q.
 
-    head_dim must be in TILES, and descriptors.loadable must accept the tensors.
-    marks: NaN marks, which are set for dq (nan_isolation.new_marks), or None.
-    Shapes: q and do (total_q, n_heads, head_dim); k and v (total_k, n_kv_heads, head_dim); lse and delta
-    (n_heads, total_q) fp32.
+    head_dim must be 128 or 256, and descriptors.loadable must be True for q, k, v and do.
+    marks: receives the NaN marks of dq (nan_isolation.new_marks), or None.
+    Shapes: q and do (total_q, n_heads, head_dim); k and v (total_k, n_kv_heads, head_dim); lse and delta (n_heads,
+    total_q) fp32.
     """
     total_q, n_heads, head_dim = q.shape
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)

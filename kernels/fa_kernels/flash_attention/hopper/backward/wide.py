@@ -1,18 +1,21 @@
-"""A Hopper kernel for dK and dV at head_dim 256. A program owns 64 keys. Another kernel computes dQ (queries.py).
+"""A Hopper kernel for dK and dV at head_dim 256. One program owns 64 keys. Another kernel computes dQ (queries.py).
 
-An fp32 accumulator [64, 256] needs 128 registers of each thread, so a warpgroup can hold only one. The first warpgroup
-computes S^T = K Q^T, P^T and dV. The second computes dP^T = V dO^T, dS^T and dK. P goes from the first to the second
-through shared memory, in 16 bits. Together with dQ there are seven matmuls, up from five in one pass. But each output
-has one owner, so there is no sum in global memory, and every run gives the same bits.
+An fp32 accumulator [64, 256] needs 128 registers of each thread, so a warpgroup can hold only one accumulator. The
+first warpgroup computes S^T = K Q^T, P^T and dV. The second warpgroup computes dP^T = V dO^T, dS^T and dK. The first
+warpgroup passes P^T to the second through shared memory, in 16 bits. This kernel and the kernel for dQ need seven
+matmuls together, up from five in one fused kernel. In return, only one program writes each output: no sum in global
+memory is needed, and every run gives the same bits.
 
-These are lower bounds for 64 queries x 64 keys, in cycles of a multiprocessor. The tensor cores do 4096 FLOP per cycle,
-so a matmul needs 512 cycles. Shared memory transfers 128 bytes per cycle.
+The table gives lower bounds for 64 queries x 64 keys, in cycles of a multiprocessor. The tensor cores do 4096 FLOP per
+cycle, so a matmul needs 512 cycles. Shared memory transfers 128 bytes per cycle.
 
-- dK and dV: tensor cores 2048, shared memory 2176, and 64 KiB from L2;
-- dQ (queries.py): tensor cores 1536, shared memory 1536, and 32 KiB from L2.
+| outputs         | tensor cores | shared memory | loads from L2 |
+|:----------------|-------------:|--------------:|--------------:|
+| dK and dV       | 2048         | 2176          | 64 KiB        |
+| dQ (queries.py) | 1536         | 1536          | 32 KiB        |
 
-A single pass, with a third warpgroup for dQ, would need 2560 and 2624 cycles, and would add 64 KiB of fp32 in L2. It
-was slower.
+A fused kernel, with a third warpgroup for dQ, was slower. It would need 2560 cycles of the tensor cores and 2624 of
+shared memory, and would add 64 KiB of fp32 in L2.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
@@ -57,14 +60,14 @@ HEAD_DIM = 256
 BLOCK = 64  # keys of a program, and queries of a step
 STAGES = 2  # steps whose Q and dO are in flight
 TILES_PER_WORK_TILE = WORK_TILE // BLOCK
-# Registers per thread: those of all warps at the start, and later those of (second consumer, producer). The first
-# consumer gets the rest of the 64K registers, which is also 240 per thread.
+# Registers per thread: of all warps when the kernel starts, then of (second consumer, producer). The first consumer
+# gets the rest of the multiprocessor's 64K registers, which is also 240 per thread.
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 
 @structure
 class _Barriers:
-    """The mbarriers: one each for K and V, and two for each stage of Q (with lse) and of dO (with delta)."""
+    """The mbarriers: one for K, one for V, and two for each stage of Q (with lse) and of dO (with delta)."""
 
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
@@ -76,9 +79,9 @@ class _Barriers:
 
 @gluon.jit
 def _locate_item(order, ranges, GROUP: gl.constexpr, BLOCK: gl.constexpr, TILES_PER_WORK_TILE: gl.constexpr):
-    """Returns this program's item. Its first query is rounded down to a multiple of BLOCK.
+    """Returns the work item of this program. The first query of the item is rounded down to a multiple of BLOCK.
 
-    The last work tile may contain blocks without keys. Their items have no steps.
+    The last tile of the schedule may contain blocks past the last key. The items of such blocks have no steps.
     """
     tile, kv_head = order.locate(gl.program_id(0), TILES_PER_WORK_TILE)
     first = tile * BLOCK
@@ -123,7 +126,10 @@ def _produce(
 
 @gluon.jit
 def _begin_halves(operand, b, halves):
-    """Starts the matmul that adds `operand` times b to an accumulator, whose columns are split into two halves."""
+    """Starts the matmul `operand` @ b, which is added to an accumulator.
+
+    `halves` are the halves of the accumulator's columns.
+    """
     HALF: gl.constexpr = halves[0].shape[1]
     first = warpgroup_mma(operand, b.slice(0, HALF, dim=1), halves[0], is_async=True)
     second = warpgroup_mma(operand, b.slice(HALF, HALF, dim=1), halves[1], is_async=True)
@@ -132,7 +138,7 @@ def _begin_halves(operand, b, halves):
 
 @gluon.jit
 def _store_halves(halves, scale, buffer, desc, item):
-    """Multiplies an accumulator by `scale`, unless that is None, and stores it through the buffer of K or V."""
+    """Multiplies an accumulator by `scale`, if it is not None, and stores the product through the buffer of K or V."""
     HALF: gl.constexpr = halves[0].shape[1]
     for i in gl.static_range(2):
         values = halves[i] if scale is None else halves[i] * scale
@@ -191,8 +197,8 @@ def _consume_dv(
         m, head = next_step(m, head, item, GROUP, BLOCK)
     if marks_ptr is not None:
         mark_rows(dv, item.first, item.kv_head, ranges.total, marks_ptr, 0, THREADS=256)
-    # dV is stored through K's buffer, which only this warpgroup reads. The next line waits until the second consumer
-    # has read P of the last step. This is not needed for correctness, but the kernel was measured with it.
+    # dV overwrites K, which only this warpgroup reads. The wait for the second consumer to read P of the last step is
+    # not needed for correctness, but the kernel was measured with it.
     final = item.n_steps - 1
     wait_full(p_ring.empty, final, pred=item.n_steps > 0)
     _store_halves(dv, None, k_buf, dv_desc, item)
@@ -203,7 +209,7 @@ def _consume_dk(
     dk_desc, marks_ptr, scale, buffers, barriers, p_ring, order, ranges, GROUP: gl.constexpr,
     TILES_PER_WORK_TILE: gl.constexpr,
 ):  # fmt: skip
-    """Runs the second consumer: it computes dP and dK of each step, and dS from P in p_ring."""
+    """Runs the second consumer: it computes dP, dS and dK of each step, with the P that it reads from p_ring."""
     q_bufs, do_bufs, v_buf = buffers.q[0], buffers.do[0], buffers.v[0]
     BLOCK: gl.constexpr = v_buf.shape[0]
     HALF: gl.constexpr = v_buf.shape[1] // 2
@@ -234,7 +240,7 @@ def _consume_dk(
         mbarrier.arrive(barriers.q_empty.index(stage), count=1)
     if marks_ptr is not None:
         mark_rows(dk, item.first, item.kv_head, ranges.total, marks_ptr, 0, THREADS=256)
-    # dK is stored through V's buffer, which only this warpgroup reads.
+    # dK overwrites V in shared memory, which only this warpgroup reads.
     _store_halves(dk, scale.softmax, v_buf, dk_desc, item)
 
 
@@ -246,9 +252,10 @@ def _dkdv_kernel(
     HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, TILES_PER_WORK_TILE: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One program computes dK and dV of 64 keys of one KV head, over all query heads that share it.
+    """One program computes dK and dV of 64 keys of one KV head, over all query heads that share the KV head.
 
-    padded_q: the length of a head's lse and delta. marks_ptr: marks for NaN in dK and dV (nan_marks.py), or None.
+    padded_q: the number of lse values per head, with padding. marks_ptr: receives the NaN marks of dK and dV
+    (nan_marks.py), or None.
     """
     dtype: gl.constexpr = q_desc.dtype
     BLOCK: gl.constexpr = k_desc.block_type.shape[0]
@@ -297,8 +304,9 @@ def gradients_of_keys(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes dk and dv, which are contiguous and have the shapes and dtypes of k and v.
 
-    head_dim must be 256, and descriptors.loadable must accept the tensors. rows: lse and delta (dq_sum.Prepared).
-    marks: NaN marks, which are set for dk and dv (nan_isolation.new_marks), or None.
+    head_dim must be 256, and descriptors.loadable must be True for q, k, v and do.
+    rows: lse and delta in the layout of dq_sum.Prepared.
+    marks: receives the NaN marks of dk and dv (nan_isolation.new_marks), or None.
     Shapes: q and do (total_q, n_heads, head_dim); k and v (total_k, n_kv_heads, head_dim).
     """
     n_heads, (total_k, n_kv_heads, _) = q.shape[1], k.shape

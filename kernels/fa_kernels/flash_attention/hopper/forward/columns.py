@@ -37,7 +37,7 @@ def _zeros_like(q):
 
 @gluon.jit
 def operands(p, o, q):
-    """Returns p as the first operand of the matmul P V, for each column block, in q's dtype. No data moves."""
+    """Returns p in q's dtype, as the first operand of the matmul P V of each column block. No data moves."""
     converted = ()
     for i in gl.static_range(len(o)):
         converted += (softmax.operand(p, q[0].dtype, o[i]),)
@@ -46,7 +46,7 @@ def operands(p, o, q):
 
 @gluon.jit
 def begin_values(operands, v_buffers, stage, o):
-    """Starts the matmuls o + P V with V of a stage."""
+    """Starts the matmuls that add P V to o. `stage` is the place of V in its ring buffer."""
     tokens = ()
     for i in gl.static_range(len(o)):
         tokens += (warpgroup_mma(operands[i], v_buffers[i].index(stage), o[i], is_async=True),)
@@ -55,7 +55,7 @@ def begin_values(operands, v_buffers, stage, o):
 
 @gluon.jit
 def wait_for(tokens):
-    """Waits for all matmuls. Returns the accumulators of `tokens` as a tuple."""
+    """Waits until all matmuls are complete. Returns the accumulators of `tokens` as a tuple."""
     values = warpgroup_mma_wait(0, deps=tokens)
     if len(tokens) == 1:
         values = (values,)
@@ -75,21 +75,21 @@ def rescale(o, factor):
 def _normalised(o, row_sum, sees):
     """Divides the rows of o [M, D] by their sums, and sets rows that see no key to 0."""
     ROW: gl.constexpr = gl.SliceLayout(1, o.type.layout)
-    # gl.where is needed: multiplying by 0 gives NaN if hidden values are infinite.
+    # gl.where is needed: o of a row that sees no key may be infinite, and 0 * inf is NaN.
     o_sees = gl.expand_dims(gl.convert_layout(sees.to(gl.int32), ROW), 1) != 0
     return gl.where(o_sees, o * gl.expand_dims(gl.convert_layout(1.0 / row_sum, ROW), 1), 0.0)
 
 
 @gluon.jit
 def store(o, row_sum, sees, first, head, total_q, out, consumer):
-    """Normalises o, marks rows with NaN, and starts to store o. `out` is an `Output`."""
+    """Normalises o, marks rows with NaN, and starts to store o by TMA. `out` is an `Output`."""
     done, width = (), 0
     for i in gl.static_range(len(o)):
         done += (_normalised(o[i], row_sum, sees),)
         width += o[i].shape[1]
     if out.marks is not None:
         mark_rows(done, first, head, total_q, out.marks, consumer)
-    tma.store_wait(0)  # waits until o of the previous item is no longer in the buffers
+    tma.store_wait(0)  # waits until TMA has read o of the previous item from the buffers
     for i in gl.static_range(len(o)):
         out.buffers[i].index(consumer).store(done[i].to(out.descs[i].dtype))
     fence_async_shared()

@@ -1,16 +1,18 @@
 """Configurations of the forward kernel, one for each head_dim and length class of documents.
 
-The values were chosen by measurements on an H200 (docs/hopper.md). The reasons behind the options are:
+The values were chosen by measurements on an H200 (docs/hopper.md). These are the reasons for the options of a
+configuration.
 
-- `dynamic`: a persistent grid hides the time in which programs start and end.
-- `pingpong`: consumers that visit the same blocks can alternate between the tensor cores and softmax.
-- `ranged`: for short documents, each consumer visits only the blocks that its own 64 queries see.
-- `consumers`: three consumers read K and V less often than two, which helps at head_dim 64. Their tiles of 192 queries
-  waste more work on shorter documents.
-- `pv_first` and `max_first`: during the softmax a consumer usually holds scores, probabilities, and P of the previous
-  block for the matmul P V. Three consumers do not have enough registers. With `pv_first` they wait for P V before the
-  softmax. With `max_first` they do not keep the scores while they compute P.
-- `o_in_q`: shared memory has no room for o at head_dim 256, so o is stored through the buffer of Q.
+`dynamic`: programs are persistent, which hides the time in which programs start and end.
+`pingpong`: consumers alternate between the tensor cores and softmax, which needs consumers that visit the same blocks.
+`ranged`: each consumer visits only the blocks of keys that its own 64 queries see, which saves work on short documents.
+`consumers`: three consumers read K and V less often than two, which helps at head_dim 64. Their tiles of 192 queries
+waste more work on shorter documents.
+`pv_first`: the matmul P V of the previous block finishes before softmax, so softmax needs no registers for that P.
+`max_first`: the scores are not kept while P is computed, which saves registers (softmax.py).
+`o_in_q`: o is stored through the buffer of Q, because shared memory has no room for o at head_dim 256.
+
+Three consumers have too few registers for the default softmax, so they use `pv_first` or `max_first`.
 """
 
 from dataclasses import dataclass, replace
@@ -23,24 +25,24 @@ ROWS = 64  # queries of one consumer: the number of rows of a warpgroup's matmul
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """A configuration. A tile has 64 * consumers queries and block_n keys."""
+    """One configuration of the forward kernel. A tile has 64 * consumers queries and block_n keys."""
 
     block_n: int
     consumers: int
-    stages: int  # blocks of K in flight, and blocks of V
+    stages: int  # how many blocks of K are in flight, and how many of V
     order: Literal["query_tiles", "wide_query_tiles"]  # the field of Schedule that orders the tiles
-    dynamic: bool = True  # programs draw items from a queue; otherwise each program processes one item
-    ranged: bool = False  # a consumer visits only the blocks that its own rows see
+    dynamic: bool = True  # programs draw work items from a queue; if false, each program processes one item
+    ranged: bool = False  # a consumer visits only the blocks of keys that its own rows see
     pingpong: bool = False  # consumers alternate between the tensor cores and softmax
-    max_first: bool = False  # softmax compares scores with the maximum before the exponentials (softmax.py)
-    pv_first: bool = False  # softmax starts after P V of the previous block has finished
+    max_first: bool = False  # softmax compares scores with row_max before the exponentials (softmax.py)
+    pv_first: bool = False  # softmax starts after the matmul P V of the previous block has finished
     o_in_q: bool = False  # o is stored through the buffer of Q
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """The registers per thread of consumers, of the producer, and of all warps when the kernel starts.
+        """The registers per thread: of consumers, of the producer, and of all warps when the kernel starts.
 
-        The registers of all threads fit in the 64K of a multiprocessor.
+        The registers of all threads fit in the 64K registers of a multiprocessor.
         """
         return (240, 24, 168) if self.consumers == 2 else (160, 32, 128)
 
@@ -56,8 +58,8 @@ _LONG = {
     64: ForwardConfig(128, 3, 3, "wide_query_tiles", pingpong=True, pv_first=True),
     96: ForwardConfig(64, 3, 6, "wide_query_tiles", pingpong=True, pv_first=True),
 }
-WIDE_O_STAGES = 4  # the most stages if o is fp32
-# Configurations that are faster than the default for some length classes (schedule.length_class_of).
+WIDE_O_STAGES = 4  # the maximum of `stages` if o is fp32
+# For some length classes (schedule.length_class_of), these configurations are faster than the default.
 OTHER_CONFIGS: dict[LengthClass, dict[int, ForwardConfig]] = {
     "short": {
         64: ForwardConfig(64, 3, 4, "wide_query_tiles", ranged=True, max_first=True),
@@ -74,6 +76,6 @@ OTHER_CONFIGS: dict[LengthClass, dict[int, ForwardConfig]] = {
 
 
 def forward_config(head_dim: int, length_class: LengthClass, wide_o: bool = False) -> ForwardConfig:
-    """Returns the configuration of a call. wide_o: whether o is fp32."""
+    """Returns the configuration of a call. wide_o: whether the output o is fp32."""
     config = OTHER_CONFIGS[length_class].get(head_dim, FORWARD_CONFIGS[head_dim])
     return replace(config, stages=min(config.stages, WIDE_O_STAGES)) if wide_o else config

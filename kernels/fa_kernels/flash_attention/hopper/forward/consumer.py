@@ -1,4 +1,4 @@
-"""The consumers of the forward kernel (kernel.py). Each computes the attention of 64 queries of each item."""
+"""The consumer warpgroups of the forward kernel (kernel.py). Each computes attention for 64 queries of each item."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,7 +31,7 @@ class Work:
 
     out: Output
     lse: gl.tensor  # pointer
-    sinks: gl.tensor  # pointer, which is not read without HAS_SINKS
+    sinks: gl.tensor  # pointer, which is read only with HAS_SINKS
     scale: Scale
     rings: Rings
     queue: Queue
@@ -51,8 +51,8 @@ class Queries:
 class Running:
     """The state of a consumer between two blocks of keys: maxima and sums of its rows, o, and P of the last block.
 
-    P V of the last block is not yet in o. P is stored as pairs packed into 32 bits, because the compiler would use a
-    whole register for each bf16 value.
+    P V of the last block is not yet added to o. Two values of P are packed into 32 bits, because the compiler would use
+    a whole register for each bf16 value.
     """
 
     row_max: gl.tensor
@@ -63,9 +63,9 @@ class Running:
 
 @gluon.jit
 def _pass_over(block, rings):
-    """Releases a block that this consumer does not visit.
+    """Waits for a block of K and V that this consumer does not visit, and releases the block.
 
-    It first waits for the block. Otherwise it could release the next block of the same stage too early.
+    Without the wait, this consumer could release the next block of the same stage too early.
     """
     STAGES: gl.constexpr = rings.k.buffers[0].shape[0]
     stage, phase = place_of(block, STAGES)
@@ -85,9 +85,10 @@ def _visit(
 
     K of this block has arrived. If there are `more` blocks, K of the next block has arrived when this function returns.
 
-    ptxas requires this order. The wait for the next K is between the exponentials and the wait for P V, where it ends
-    a basic block. Without it ptxas would move the wait for P V above the exponentials, and nothing would overlap.
-    No accumulator may be in flight at the end of a loop iteration: ptxas would serialise all matmuls (C7512, C7514).
+    ptxas requires this order of operations. The wait for the next K is between the exponentials and the wait for P V,
+    because it ends a basic block. Otherwise, ptxas would move the wait for P V above the exponentials, and nothing
+    would overlap. No accumulator may be in flight at the end of a loop iteration: ptxas would serialise all matmuls
+    (warnings C7512 and C7514).
     """
     k, v, q = work.rings.k, work.rings.v, queries.q
     CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]
@@ -124,7 +125,7 @@ def _visit(
 
 @gluon.jit
 def _begin_scores(q, k, stage):
-    """Starts the matmul Q K^T with K of a stage."""
+    """Starts the matmul Q K^T. `stage` is the place of K in its ring buffer."""
     ROWS_EACH: gl.constexpr = q[0].shape[0]
     BLOCK_N: gl.constexpr = k.buffers[0].shape[1]
     zeros = gl.zeros([ROWS_EACH, BLOCK_N], gl.float32, layout=accumulator(BLOCK_N))
@@ -136,9 +137,10 @@ def _visit_first(
     block, key, begin, stop, running, queries, work, item_index, CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Processes the first block of keys of an item that this consumer visits. There is no previous block.
+    """Processes the first block of keys that this consumer visits.
 
-    The consumer visits blocks begin <= b < stop. This is block `begin`.
+    There is no previous block whose P V is still to be added.
+    The consumer visits the blocks begin <= b < stop; the first block is `begin`.
     """
     k, q = work.rings.k, queries.q
     CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]
@@ -168,9 +170,10 @@ def _consume_item(
     fields, item_index, block, q, to_log2, work, CONSUMER: gl.constexpr, CONFIG: gl.constexpr, HAS_SINKS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Computes the attention of 64 queries of an item. Returns the number of blocks of all items so far.
+    """Computes the attention of 64 queries of an item.
 
-    to_log2: the result of softmax.scale_to_log2.
+    block: the number of blocks of all earlier items. Returns `block` plus the number of blocks of this item. to_log2:
+    the result of softmax.scale_to_log2.
     """
     rings, ranges = work.rings, work.ranges
     ROWS_EACH: gl.constexpr = rings.q.buffers[0].shape[1]
@@ -219,8 +222,8 @@ def _consume_item(
             block = _pass_over(block, rings)
 
     row_max, row_sum = softmax.of_rows(running.row_max, running.row_sum, ROW)
-    # A row that sees no key keeps the maximum HIDDEN, and gets o = 0 and lse = -inf. A row that sees only NaN also
-    # keeps HIDDEN, but its sum is NaN.
+    # A row that sees no key keeps row_max = HIDDEN, and gets o = 0 and lse = -inf. A row that sees only NaN also keeps
+    # row_max = HIDDEN, but its sum is NaN.
     sees = (row_max > 0.5 * HIDDEN) | (row_sum != row_sum)
     lse = gl.where(sees, (row_max * to_log2 + gl.log2(row_sum)) * LN_2, float("-inf"))
     gl.store(work.lse + head.to(gl.int64) * ranges.total + row, lse, mask=inside)
@@ -235,7 +238,7 @@ def _consume_item(
 def _visit_range(
     block, visits, end, running, queries, work, CONSUMER: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr
 ):  # fmt: skip
-    """Processes the blocks after the first that this consumer's own rows see."""
+    """Processes the blocks of keys that this consumer's own rows see, except the first one (`_visit_first`)."""
     BLOCK_N: gl.constexpr = work.rings.k.buffers[0].shape[1]
     for step in range(visits.begin + 1, visits.stop):
         key = end - (step + 1) * BLOCK_N
@@ -251,7 +254,7 @@ def _visit_range(
 def _visit_all(
     block, item, running, queries, work, CONSUMER: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr
 ):  # fmt: skip
-    """Processes all blocks of the item after the first: blocks that need a mask, then the other blocks."""
+    """Processes all blocks of an item except the first: first the blocks that need a mask, then the other blocks."""
     BLOCK_N: gl.constexpr = work.rings.k.buffers[0].shape[1]
     n_masked = gl.maximum(item.n_right + item.n_left, 1)
     for step in range(1, n_masked):
@@ -275,7 +278,7 @@ def consume(
     CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]
     q = at(work.rings.q.buffers, CONSUMER)
     to_log2 = softmax.scale_to_log2(work.scale.softmax, HAS_SOFTCAP)
-    block = 0  # counts the blocks of all items; it gives the place in the rings
+    block = 0  # number of blocks of all items so far, which gives the place in the rings
     item_index = 0
     if CONSUMER == CONSUMERS - 1 and CONFIG.pingpong:
         pass_pingpong(CONSUMER, CONSUMERS)  # lets the first consumer start
@@ -286,4 +289,4 @@ def consume(
         fields = read(work.queue, item_index)
     tma.store_wait(0)
     if CONSUMER == 0 and CONFIG.pingpong:
-        wait_pingpong(CONSUMER)  # matches the last consumer's final pass_pingpong, for which no other consumer waits
+        wait_pingpong(CONSUMER)  # waits for the last consumer's final pass_pingpong, which no other consumer waits for

@@ -1,4 +1,4 @@
-"""Items of the forward kernel, and the producer, which is the warp that draws and posts items and loads Q, K and V."""
+"""Work items of the forward kernel, and the producer: the warp that draws and posts items and loads Q, K and V."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,11 +19,11 @@ from fa_kernels.flash_attention.hopper.primitives.structure import structure
 
 @structure
 class Item:
-    """A tile of queries of one head, from `first` on, and the blocks of keys that it reads.
+    """A work item: a tile of queries of one head, from `first` on, and the blocks of keys that it reads.
 
-    Blocks are counted backwards from `end`. The first n_right and the last n_left of the n_blocks blocks need a mask,
-    because some rows see only a part of them. Every row sees the other blocks completely. There is at least one block,
-    so that rows without keys need no separate code.
+    Blocks are counted backwards: block 0 ends at key `end`. The first n_right and the last n_left of the n_blocks
+    blocks need a mask, because some rows see only a part of them. Every row sees all keys of the blocks between. An
+    item has at least one block, so that rows without keys need no separate code.
     """
 
     first: gl.tensor
@@ -44,7 +44,7 @@ class Item:
 
 @structure
 class Visits:
-    """The blocks b of an item that 64 of its rows visit: begin <= b < stop. If right <= b < left, b needs no mask."""
+    """The blocks b of an item that a consumer visits: begin <= b < stop. Blocks with right <= b < left need no mask."""
 
     begin: gl.tensor
     stop: gl.tensor
@@ -54,7 +54,10 @@ class Visits:
 
 @structure
 class Rings:
-    """The rings of Q, with a place for each consumer, of K and of V. Buffers are tuples for the column blocks."""
+    """The ring buffers of Q (one place per consumer), K and V.
+
+    Their buffers are tuples with one entry per column block.
+    """
 
     q: Ring
     k: Ring
@@ -63,7 +66,7 @@ class Rings:
 
 @structure
 class Inputs:
-    """The inputs that the producer loads: descriptors, in tuples for the column blocks, and strides of heads."""
+    """The inputs that the producer loads: TMA descriptors, in tuples with one entry per column block, and strides."""
 
     q: tuple
     k: tuple
@@ -76,7 +79,7 @@ class Inputs:
 
 @gluon.jit
 def _locate_item(index, order, ranges, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Returns the item with this index. `ranges` holds the range of keys of each query."""
+    """Returns the work item with the given index. `ranges` holds the range of keys that each query sees."""
     tile, head = order.locate(index)
     first = tile * BLOCK_M
     last = gl.minimum(first + BLOCK_M, ranges.total) - 1
@@ -102,7 +105,7 @@ def _visits_of_rows(first, item, ranges, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _post_item(queue, item_index, item, ranges, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, RANGED: gl.constexpr):
-    """Posts an item for the consumers. With RANGED, it includes the fields of `Visits` of each consumer."""
+    """Posts a work item for the consumers. With RANGED, the fields of an item include `Visits` of each consumer."""
     if RANGED:
         fields = (item.first, item.head, item.end, item.n_blocks)
         for consumer in gl.static_range(CONSUMERS):
@@ -114,12 +117,12 @@ def _post_item(queue, item_index, item, ranges, CONSUMERS: gl.constexpr, BLOCK_N
 
 @gluon.jit
 def produce(inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG: gl.constexpr):
-    """Runs the producer warp: it draws items, and loads the queries of each item, then its blocks of K and V."""
+    """Runs the producer warp: it draws items, and loads Q of each item, and then the item's blocks of K and V."""
     CONSUMERS: gl.constexpr = rings.q.buffers[0].shape[0]
     ROWS_EACH: gl.constexpr = rings.q.buffers[0].shape[1]
     STAGES: gl.constexpr = rings.k.buffers[0].shape[0]
     BLOCK_N: gl.constexpr = rings.k.buffers[0].shape[1]
-    block = 0  # counts the blocks of all items; it gives the place in the rings
+    block = 0  # number of blocks of all items so far, which gives the place in the rings
     item_index = 0
     index = gl.program_id(0)
     while index < n_items:
@@ -127,7 +130,7 @@ def produce(inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG: g
         _post_item(queue, item_index, item, ranges, CONSUMERS, BLOCK_N, CONFIG.ranged)
         if counter_ptr is not None:
             ticket = take(counter_ptr)
-        for consumer in gl.static_range(CONSUMERS):  # each consumer has a barrier, so that the first can start early
+        for consumer in gl.static_range(CONSUMERS):  # each consumer's Q has a barrier, so the first can start early
             mbarrier.wait(rings.q.empty.index(consumer), item_index & 1 ^ 1)
             row = item.first + consumer * ROWS_EACH
             _load(rings.q, consumer, inputs.q, row, item.head * inputs.stride_qh)
@@ -153,7 +156,7 @@ def produce(inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG: g
 
 @gluon.jit
 def _load(ring, place, descs, row, column):
-    """Starts to load a place of a ring."""
+    """Starts to load a place of a ring buffer by TMA."""
     full = ring.full.index(place)
     mbarrier.expect(full, nbytes_of(descs))
     start_load(descs, row, column, full, ring.buffers, place)

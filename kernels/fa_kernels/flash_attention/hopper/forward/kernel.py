@@ -1,22 +1,21 @@
-"""The forward pass on Hopper: one warp loads and warpgroups compute (FlashAttention-3, arXiv:2407.08608).
+"""The forward kernel for Hopper: one warp loads, and two or three warpgroups compute (as in FlashAttention-3).
 
-An item of work is a tile of queries of one head. A program has two roles:
+A work item is a tile of queries of one head. The producer warp draws items, posts them for the consumers (queue.py),
+and loads Q, K and V into ring buffers by TMA. Each of two or three consumer warpgroups computes 64 queries of the tile.
+A consumer starts the matmul Q K^T of one block of keys together with P V of the previous block. The consumer computes
+the softmax of Q K^T (softmax.py) while the tensor cores compute P V. P stays in registers.
 
-- The producer is one warp. It draws items, posts them for the consumers (queue.py), and loads Q, K and V into rings by
-  TMA.
-- Two or three consumers compute 64 queries each. A consumer starts Q K^T of one block of keys together with P V of the
-  previous block. It computes the softmax of the first (softmax.py) while the tensor cores compute the second. P stays
-  in registers.
+Each place of a ring buffer has two mbarriers. `full` means that the data has arrived by TMA. `empty` means that the
+consumers have read it. With ping-pong, named barriers let consumers use the tensor cores in turn (barriers.py).
+config.py chooses the options of the kernel for a call.
 
-Each place of a ring has two barriers: `full` says that the bytes of TMA have arrived, and `empty` says that the
-consumers have read the place. With ping-pong, named barriers let consumers use the tensor cores in turn (barriers.py).
-config.py chooses the variant for a call.
+The kernel cannot deadlock. The producer fills places in the order in which the consumers empty them. Each consumer
+waits for every block of an item and releases it, even if it does not visit the block.
 
-There is no deadlock. The producer fills places in the order in which the consumers empty them. Each consumer waits for
-every block of an item and releases it, even if it does not visit the block.
+NaN isolation: if the batch has several documents, the kernel marks rows with NaN (nan_marks.py). The portable kernels
+then compute the tiles with marked rows again (portable/repair.py).
 
-NaN isolation: if there are several documents, the kernel marks rows with NaN (nan_marks.py), and the portable kernels
-repair their tiles.
+Source: arXiv:2407.08608.
 """
 
 import torch
@@ -49,7 +48,7 @@ from fa_kernels.flash_attention.tile_order import heads_per_section
 from fa_kernels.launch.descriptors import columns_of_heads, loadable
 from fa_kernels.launch.record import launch
 
-# Values that differ between batches must not be compiled into the kernel.
+# Arguments that differ between batches. Triton must not compile a new kernel for each of their values.
 _SIZES = ("n_items", "n_tiles", "n_heads", "group", "section", "total_q", "stride_qh", "stride_kh", "stride_vh")
 
 
@@ -60,10 +59,11 @@ def _fwd_kernel(
     stride_qh, stride_kh, stride_vh, softmax_scale, softcap,
     CONFIG: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Program i processes item i, and then draws further items if there is a counter.
+    """Program i processes work item i, and then draws further items if there is a counter.
 
-    Shapes: o (total_q, n_heads, head_dim), lse (n_heads, total_q). Descriptors describe the first column block of
-    heads. Those with a 2 describe the second block, or are None. marks_ptr: the NaN marks (nan_marks.py), or None.
+    Shapes: o (total_q, n_heads, head_dim), lse (n_heads, total_q). Descriptors without a number describe the first
+    column block of heads. Descriptors with a 2 describe the second column block, or are None. marks_ptr: receives the
+    NaN marks (nan_marks.py), or None.
     """
     CONSUMERS: gl.constexpr = CONFIG.consumers
     STAGES: gl.constexpr = CONFIG.stages
@@ -108,7 +108,7 @@ def _fwd_kernel(
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, features: Features, out_dtype: torch.dtype) -> bool:
-    """Returns whether this kernel supports the call. The portable kernels compute all other calls."""
+    """Returns whether the Hopper forward kernel supports the call. The portable kernels compute all other calls."""
     return (
         q.is_cuda
         and not interpreted()
@@ -117,7 +117,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, features: Features, out_dtype: tor
         and out_dtype in (q.dtype, torch.float32)
         and q.shape[2] == v.shape[2]
         and q.shape[2] in FORWARD_CONFIGS
-        and (out_dtype == q.dtype or not FORWARD_CONFIGS[q.shape[2]].o_in_q)  # Q's buffer is too small for fp32 o
+        and (out_dtype == q.dtype or not FORWARD_CONFIGS[q.shape[2]].o_in_q)  # Q's buffer is too small for o in fp32
         and not features.alibi
         and loadable(q)
         and loadable(k)
@@ -145,14 +145,15 @@ def run_forward(
     out_dtype: torch.dtype,
     config: ForwardConfig,
 ) -> tuple[Tensor, Tensor]:
-    """Computes `attention_forward` with the given configuration."""
+    """Computes the same results as `attention_forward`, with the given configuration of the kernel."""
     total_q, n_heads, head_dim = q.shape
     o = torch.empty(total_q, n_heads, head_dim, dtype=out_dtype, device=q.device)
     lse = torch.empty(n_heads, total_q, dtype=torch.float32, device=q.device)
     tiles: Tensor = getattr(schedule, config.order)
     assert config.consumers * ROWS == (WIDE_TILE if config.order == "wide_query_tiles" else WORK_TILE), config
     n_tiles = tiles.numel()
-    # All heads of a tile, and all tiles of a document, run at about the same time, so that their K and V stay in L2.
+    # The heads of a section are processed together (tile_order.py). If documents are very long, a section has only as
+    # many heads as have their K and V in L2.
     section = heads_per_section(k, v, n_heads) if schedule.length_class == "very_long" else n_heads
     n_items = n_tiles * n_heads
     programs, counter = programs_of(n_items, q.device, config.dynamic)

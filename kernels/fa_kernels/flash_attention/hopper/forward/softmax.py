@@ -1,18 +1,18 @@
 """The running softmax of the forward kernel, and operations on its probabilities and output in registers.
 
-Online softmax (arXiv:1805.02867) subtracts the largest score so far from each score, so it waits for the maximum of
-each block. A smaller reference than the maximum works too, as long as no exponential overflows: fp32 and bf16 are as
-precise at 2^15 as at 1. A row therefore keeps the maximum of its first block as the reference for later blocks, and
-need not wait. If a thread's sum of exponentials exceeds 2^15, its warp raises the references of the affected rows, and
-computes the exponentials of the block again. Probabilities then never exceed 2^15, which fp16 can represent. In bf16, o
-is as accurate as torch's, which also rounds P.
+Online softmax (arXiv:1805.02867) subtracts the largest score of the row so far, so the exponentials of a block wait for
+the block's maximum. Any smaller reference gives the same result if no exponential overflows, because fp32 and bf16 are
+as precise at 2^15 as at 1. Each row therefore keeps the maximum of its first block as its reference in later blocks,
+and does not wait for their maxima. If a thread's sum of exponentials exceeds 2^15, its warp raises the references of
+the affected rows, and computes the exponentials of the block again. Probabilities therefore never exceed 2^15, which
+fp16 can represent. In bf16, o is as accurate as torch's o, because torch also rounds P.
 
-The code calls the reference of a row its maximum (row_max). Scores and probabilities are both in registers until the
-sum is known. MAX_FIRST compares the scores with the reference before it computes exponentials. It needs fewer
-registers, but more instructions.
+In the code, row_max is the reference of a row. By default, scores and probabilities are both in registers until the sum
+of exponentials is known. MAX_FIRST compares the scores with row_max before it computes exponentials. MAX_FIRST needs
+fewer registers, but more instructions.
 
-Maxima and sums have the layout registers.PER_ROW. The sum of a row is stored as eight partial sums, so that a thread
-need not wait for the other threads of the row.
+Maxima and sums have the layout registers.PER_ROW. The sum of a row is stored as eight partial sums, so that no thread
+waits for other threads of the row.
 """
 
 from triton.experimental import gluon
@@ -28,17 +28,17 @@ from fa_kernels.flash_attention.hopper.primitives.registers import (
 )
 from fa_kernels.flash_attention.scores import cap
 
-# HIDDEN is the score of a hidden key, and the maximum of a row that has seen no key. It is a power of two, so that its
-# product with the scale is exact: fma(s, c, -m * c) is then 0 for such a row, and is never infinite.
+# HIDDEN is the score of a hidden key, and row_max of a row that has seen no key. It is a power of two, so its product
+# with the scale c is exact. Hence fma(s, c, -m * c) is 0, and never infinite, for such a row.
 HIDDEN = gl.constexpr(-(2.0**99))
 LN_2 = gl.constexpr(0.6931471805599453)
-_LARGEST_SUM = gl.constexpr(2.0**15)  # the largest sum of a thread's probabilities of a row in a block
+_LARGEST_SUM = gl.constexpr(2.0**15)  # the largest allowed sum of one thread's probabilities in one row and block
 _LARGEST_RISE = gl.constexpr(8.0)  # with MAX_FIRST, a score may exceed row_max by this much in log2 units
 
 
 @gluon.jit
 def scale_to_log2(softmax_scale, HAS_SOFTCAP: gl.constexpr):
-    """Returns the factor that converts scores to log2 units. It is 1 with a soft cap, because `cap` applies it."""
+    """Returns the factor that converts scores to log2 units. With a soft cap it is 1, because `cap` has applied it."""
     scale = softmax_scale * LOG2_E
     if HAS_SOFTCAP:
         scale = 1.0
@@ -47,7 +47,7 @@ def scale_to_log2(softmax_scale, HAS_SOFTCAP: gl.constexpr):
 
 @gluon.jit
 def begin(sink, ROWS: gl.constexpr, HAS_SINKS: gl.constexpr):
-    """Returns the initial maximum and sum of each row, [M, 8], before any key. `sink` is in the units of scores."""
+    """Returns row_max and row_sum [M, 8] of rows that have seen no key. `sink` is in the units of scores."""
     row_sum = gl.zeros([ROWS, 8], gl.float32, layout=PER_ROW)
     row_max = row_sum + (sink if HAS_SINKS else HIDDEN)
     if HAS_SINKS:  # the sink is a score that every row sees; it has no row in v
@@ -62,7 +62,8 @@ def visible(
 ):  # fmt: skip
     """Applies the soft cap and the mask to scores [M, N]. The scores of hidden keys become HIDDEN.
 
-    Columns are the keys from `key` on. MASK is `always`, `never`, or `at_edge`, which masks if at_edge is true.
+    The columns of `scores` are the keys from `key` on. MASK is `always`, `never` or `at_edge`, which applies the mask
+    only if at_edge is true.
     """
     if HAS_SOFTCAP:
         scores, _ = cap(scores, scale.softmax, scale.softcap, dtype)
@@ -77,22 +78,22 @@ def visible(
 @gluon.jit
 def exponentials(scores, row_max, row_sum, softmax_scale, dtype: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
                  MAX_FIRST: gl.constexpr):  # fmt: skip
-    """Returns p [M, N / 2] as pairs of `dtype`, the new maximum, the new sum, and a rescaling factor, each [M, 8].
+    """Returns (p, row_max, row_sum, factor). p is [M, N / 2], as pairs of `dtype`; the others are new and [M, 8].
 
-    Earlier sums and o must be multiplied by the factor, which is 1 unless the maximum has risen. Maxima are in the
-    units of scores [M, N].
+    The caller must multiply o by `factor`, which is 1 unless row_max has risen. row_sum is already rescaled. row_max is
+    in the units of scores [M, N].
     """
     scale = gl.zeros_like(scores) + scale_to_log2(softmax_scale, HAS_SOFTCAP)
     p, row_max, row_sum, factor = map_threads(
         _of_thread, (scores, along_rows(row_max, scores), along_rows(row_sum, scores), scale), (dtype, MAX_FIRST)
     )
-    pairs, _ = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))  # the two are the same
+    pairs, _ = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))  # both results of the split are the same
     return pairs, first_columns(row_max), first_columns(row_sum), first_columns(factor)
 
 
 @gluon.jit
 def operand(pairs, dtype: gl.constexpr, o):
-    """Returns p as the first operand, in registers, of the matmul P V whose result is added to o."""
+    """Returns p as the first operand of the matmul P V, in registers. `o` is the accumulator of the matmul."""
     OUT: gl.constexpr = o.type.layout
     low, high = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], (gl.int16, gl.int16), True, 1)
     p = gl.reshape(gl.join(low, high), [pairs.shape[0], pairs.shape[1] * 2]).to(dtype, bitcast=True)
@@ -115,9 +116,9 @@ def of_rows(row_max, row_sum, ROW: gl.constexpr):
 
 @gluon.jit
 def _of_thread(values, dtype: gl.constexpr, MAX_FIRST: gl.constexpr):
-    """Computes `exponentials` in one thread. `values` holds its values of scores, row_max, row_sum and scale.
+    """Computes `exponentials` for the elements of one thread, which belong to two rows.
 
-    A thread holds values of two rows.
+    `values` holds the thread's elements of scores, row_max, row_sum and scale, in this order.
     """
     N: gl.constexpr = len(values) // 4
     max_0, max_1, scale = values[N], values[N + 2], values[3 * N]
@@ -160,10 +161,11 @@ def _repeated(four, N: gl.constexpr):
 
 @gluon.jit
 def _under(scores, N: gl.constexpr, exponent_0, exponent_1, scale, dtype: gl.constexpr):
-    """Returns p in pairs, each pair twice, and four sums, each over every fourth of the N scores.
+    """Returns p = 2^(score * scale - exponent) in packed pairs, each pair twice, and four partial sums of p.
 
-    exponent_0 and exponent_1 are the maxima of the two rows in log2 units. The fma is explicit: otherwise the compiler
-    would round the products once more where p is computed again, and rows whose maxima stay would get other bits.
+    exponent_0 and exponent_1 are row_max of the two rows in log2 units. Each partial sum adds every fourth of the N
+    values. The code calls fma explicitly. Otherwise, the compiler would round products once more where p is computed
+    again, and would change the bits of rows whose row_max stays.
     """
     p = ()
     sums = (0.0, 0.0, 0.0, 0.0)
@@ -190,10 +192,10 @@ def _maxima(scores, N: gl.constexpr):
 
 @gluon.jit
 def _raise(old, new, rises, scale):
-    """Returns the new maximum of a row, and the factor that rescales sums under the old maximum.
+    """Returns the new row_max of one row, and the factor that rescales sums under the old row_max.
 
-    The maximum changes only if `rises` is true, which depends only on the four threads of the row. The bits of a row
-    therefore never depend on other rows, which may be later tokens or other documents.
+    row_max changes only if `rises` is true. `rises` depends only on the four threads that hold the row. The bits of a
+    row therefore never depend on other rows, which may be later tokens or other documents.
     """
     new = gl.where(rises, gl.maximum(old, new), old)
     return new, gl.exp2((old - new) * scale)
@@ -227,7 +229,7 @@ def _pair(low, high, dtype: gl.constexpr):
 
 @gluon.constexpr_function
 def _multiply_asm(n):
-    # A thread's n values alternate between pairs of row i and pairs of row i + 8.
+    # A thread's n elements alternate between pairs of row i and pairs of row i + 8.
     lines = ["{", ".reg .pred p, r;", f"setp.neu.f32 p, ${2 * n}, 0f3F800000;"]
     lines += [f"setp.neu.or.f32 p, ${2 * n + 2}, 0f3F800000, p;", "vote.sync.any.pred r, p, 0xffffffff;"]
     lines += [f"mov.f32 ${i}, ${n + i};" for i in range(n)]

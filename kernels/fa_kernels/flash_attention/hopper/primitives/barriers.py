@@ -1,8 +1,8 @@
 """Barriers between the warps of a program, and TMA's reduce-add.
 
 A kernel must use every mbarrier that it allocates. If an mbarrier is only initialised, Triton reuses its memory for
-another buffer. PTX forbids that before mbarrier.inval: if processes share a GPU in time slices, the old mbarrier can
-reappear in the 8 bytes that the buffer now uses.
+another buffer. PTX forbids this reuse without mbarrier.inval. If processes share a GPU in time slices, the old mbarrier
+can reappear in 8 bytes of the new buffer.
 """
 
 from triton._C.libtriton import ir
@@ -11,10 +11,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-# Numbers of the hardware's named barriers. Triton uses 0, 1 and one for each worker partition; 8 to 15 are free.
-PINGPONG_BARRIER = gl.constexpr(8)  # forward kernel: 8, 9 and 10, one for each consumer
-HALVES_BARRIER = gl.constexpr(10)  # backward kernels: synchronises the two consumers of an item
-MARKS_BARRIER = gl.constexpr(11)  # 11 to 15: synchronises the warpgroups that mark the same rows in nan_marks.mark_rows
+# Numbers of the hardware's named barriers. Triton uses 0, 1 and one more for each worker partition; 8 to 15 are free.
+PINGPONG_BARRIER = gl.constexpr(8)  # the forward kernel uses 8, 9 and 10, one for each consumer
+HALVES_BARRIER = gl.constexpr(10)  # the backward kernels synchronise the two consumers of an item with it
+MARKS_BARRIER = gl.constexpr(11)  # nan_marks.mark_rows uses 11 to 15, one for each set of rows
 WARPGROUP = gl.constexpr(128)  # threads in a warpgroup
 # meet() blocks a warpgroup until all its threads arrive. Triton 3.6 and 3.7 have different names for it.
 meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -22,7 +22,7 @@ meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 @gluon.jit
 def _run(INSTRUCTION: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr):
-    # The asm is volatile and scalar, so that each thread of the partition runs it once. Its result is not used.
+    # The asm is volatile and scalar, so that each calling thread runs it once. The result of the asm is not used.
     gl.inline_asm_elementwise(
         f"{INSTRUCTION} {BARRIER}, {THREADS}; mov.u32 $0, 0;", "=r,~{memory}", [], gl.int32, False, 1
     )
@@ -30,7 +30,7 @@ def _run(INSTRUCTION: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr
 
 @gluon.jit
 def named_barrier(BARRIER: gl.constexpr, THREADS: gl.constexpr):
-    """Blocks until THREADS threads have reached the named barrier."""
+    """Blocks until THREADS threads have arrived at the named barrier."""
     _run("bar.sync", BARRIER, THREADS)
 
 
@@ -45,7 +45,7 @@ def wait_pingpong(CONSUMER: gl.constexpr):
 
 @gluon.jit
 def pass_pingpong(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Lets the next consumer continue. This call does not block."""
+    """Lets the next consumer return from `wait_pingpong`. This function does not block."""
     _run("barrier.cta.arrive.aligned", PINGPONG_BARRIER + (CONSUMER + 1) % CONSUMERS, 256)
 
 
@@ -53,9 +53,9 @@ def pass_pingpong(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
 def hand_back(empty):
     """Signals at mbarrier `empty` that this warpgroup has read a buffer. `empty` counts WARPGROUP threads per reader.
 
-    Each thread arrives for itself, with the arrive instruction of cp.async. mbarrier.arrive would let one thread arrive
-    for all, after the last warp of the warpgroup. The instruction does not order stores, so it only covers reads:
-    matmuls and TMA operations that have completed, and loads whose values were used.
+    Each thread arrives for itself, with the arrive instruction of cp.async. With mbarrier.arrive, one thread would
+    arrive for all threads, and only after the last warp. The arrive instruction of cp.async does not order stores. It
+    therefore only covers reads: completed matmuls and TMA operations, and loads whose values were used.
     """
     async_copy.mbarrier_arrive(empty, increment_count=False)
 
@@ -64,8 +64,8 @@ def hand_back(empty):
 def hand_over(full):
     """Signals at mbarrier `full` that this warpgroup has written its part of a buffer.
 
-    `full` counts WARPGROUP threads per writer. Each thread arrives for itself, so each thread first fences its stores.
-    The fences make the stores visible to the async proxy, through which matmuls and TMA read, and to waiting threads.
+    `full` counts WARPGROUP threads per writer. Each thread arrives for itself, after it has fenced its own stores. The
+    fences make the stores visible to waiting threads and to the async proxy, through which matmuls and TMA read.
     """
     fence_async_shared()
     gl.inline_asm_elementwise("fence.acq_rel.cta; mov.u32 $0, 0;", "=r,~{memory}", [], gl.int32, False, 1)
@@ -74,9 +74,10 @@ def hand_over(full):
 
 @gl._core.builtin
 def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
-    """Adds a tile of shared memory to global memory (cp.reduce.async.bulk.tensor). Wait for it with tma.store_wait.
+    """Starts to add a tile of shared memory to global memory (cp.reduce.async.bulk.tensor).
 
-    Rows past the end of the tensor are not written. Triton 3.6 and 3.7 can build the operation but do not export it.
+    tma.store_wait waits for the addition. Rows past the end of the tensor are not written. Triton 3.6 and 3.7 can build
+    this operation, but have no public function for it.
     """
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     kind = ir.DESCRIPTOR_REDUCE_KIND.ADD

@@ -1,4 +1,4 @@
-"""Tuples of descriptors and buffers, with one entry for each block of a head's columns.
+"""Helpers for tuples of descriptors, buffers or tiles that have one entry per column block of a head.
 
 The width of a Triton block is a power of two, so a head of 96 columns is split into blocks of 64 and 32. Padding the
 head to 128 columns would make each matmul a third more expensive.
@@ -20,7 +20,7 @@ def columns_of(first, rest):
 
 @gluon.constexpr_function
 def nbytes_of(descs):
-    """Returns the bytes that one load of all column blocks writes."""
+    """Returns how many bytes one load of all column blocks writes."""
     return sum(desc.block_type.nbytes for desc in descs)
 
 
@@ -48,7 +48,7 @@ def new_buffers(descs, PLACES: gl.constexpr):
 
 @gluon.jit
 def at(buffers, place):
-    """Returns each buffer's tile at `place`."""
+    """Returns the tile at index `place` of each buffer."""
     tiles = ()
     for i in gl.static_range(len(buffers)):
         tiles += (buffers[i].index(place),)
@@ -57,7 +57,7 @@ def at(buffers, place):
 
 @gluon.jit
 def both_at(a, b, place):
-    """Returns (tiles of a, tiles of b) at `place`. Addresses are computed in the order a[0], b[0], a[1], b[1]."""
+    """Returns the tiles of a and of b at index `place`. Addresses are computed in the order a[0], b[0], a[1], b[1]."""
     a_tiles, b_tiles = (), ()
     for i in gl.static_range(len(a)):
         a_tiles += (a[i].index(place),)
@@ -67,7 +67,7 @@ def both_at(a, b, place):
 
 @gluon.jit
 def with_rest_at(tiles, buffers, place):
-    """Returns all tiles at `place`. `tiles` holds the first of them, which the caller has located."""
+    """Returns the tile of each buffer at index `place`. The caller passes the first tiles of this tuple as `tiles`."""
     for i in gl.static_range(len(tiles), len(buffers)):
         tiles += (buffers[i].index(place),)
     return tiles
@@ -75,7 +75,7 @@ def with_rest_at(tiles, buffers, place):
 
 @gluon.jit
 def rows_at(tiles, start, ROWS: gl.constexpr):
-    """Returns ROWS rows of each tile, from `start` on."""
+    """Returns ROWS rows of each tile, from row `start` on."""
     rows = ()
     for i in gl.static_range(len(tiles)):
         rows += (tiles[i].slice(start, ROWS, dim=0),)
@@ -84,14 +84,17 @@ def rows_at(tiles, start, ROWS: gl.constexpr):
 
 @gluon.jit
 def start_load(descs, row, column, full, buffers, place):
-    """Starts to load rows of a head into `place`. The caller must tell mbarrier `full` to expect `nbytes_of(descs)`."""
+    """Starts TMA loads to `place` of the buffers.
+
+    The caller must let mbarrier `full` expect `nbytes_of(descs)` bytes.
+    """
     for i in gl.static_range(len(descs)):
         tma.async_copy_global_to_shared(descs[i], [row, column], full, buffers[i].index(place))
 
 
 @gluon.jit
 def begin_scores(a, b, zeros):
-    """Starts the matmul a b^T over all column blocks.
+    """Starts the matmul a b^T, summed over all column blocks.
 
     Shapes: a [M, D] in registers or shared memory, b [N, D] in shared memory -> [M, N].
     """
@@ -103,9 +106,9 @@ def begin_scores(a, b, zeros):
 
 @gluon.jit
 def begin_scores_at(a, first, buffers, place, zeros):
-    """Starts the matmul a b^T like `begin_scores`, where b is at `place` of `buffers` and `first` is b's first tile.
+    """Starts the matmul a b^T like `begin_scores`. b is at index `place` of the buffers, and `first` is b's first tile.
 
-    The addresses of the other tiles are computed between the matmuls. The compiler keeps this order.
+    The addresses of b's other tiles are computed between the matmuls. The compiler keeps this order.
     """
     scores = warpgroup_mma(a[0], first.permute((1, 0)), zeros, use_acc=False, is_async=True)
     for i in gl.static_range(1, len(a)):

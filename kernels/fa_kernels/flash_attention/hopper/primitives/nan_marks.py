@@ -1,10 +1,10 @@
-"""NaN marks: the Hopper kernels mark rows whose results contain NaN, and the portable kernels repair their tiles.
+"""NaN marks: the Hopper kernels mark rows whose results contain NaN, and the portable kernels compute these rows again.
 
-A tile of the Hopper kernels may contain several documents. P of a hidden pair is 0, but 0 * NaN is NaN, so NaN of one
-document reaches all rows of the tile. Isolating NaN in each matmul would cost registers and time. The kernels therefore
-mark rows whose results are NaN, and the portable kernels compute the tiles of those rows again.
+A tile of the Hopper kernels may contain several documents. If a query does not see a key, their P is 0. But 0 * NaN is
+NaN, so NaN in one document reaches all rows of the tile. To isolate NaN in each matmul would cost registers and time.
+The Hopper kernels therefore only mark rows whose results are NaN, and portable/repair.py computes their tiles again.
 
-The warpgroups that compute 64 rows write the mark of the rows, 0 or 1, so marks need no initial value.
+Each mark, 0 or 1, is for 64 rows. Marks need no initial value, because every mark is written.
 """
 
 from triton.experimental import gluon
@@ -16,19 +16,19 @@ from fa_kernels.flash_attention.nan_isolation import ROWS_PER_MARK
 
 @gluon.jit
 def mark_rows(columns, first, head, total, marks_ptr, WARPGROUP: gl.constexpr, THREADS: gl.constexpr = 128):
-    """Writes the mark of 64 rows of a head, from `first` on: 1 if any element is NaN or infinite, else 0.
+    """Writes the NaN mark of 64 rows of a head, from row `first` on: 1 if any element is NaN or infinite, else 0.
 
-    columns: this warpgroup's part of the rows, a tuple of [64, D] for the column blocks. marks_ptr: points to the
-    result of nan_isolation.new_marks. THREADS: the threads of all warpgroups that hold a part of the rows; they
-    synchronise here. WARPGROUP: a number from 0 to 4; warpgroups that hold other rows must use other numbers.
+    columns: this warpgroup's part of the rows, as one tensor [64, D] per column block. marks_ptr: points to the result
+    of nan_isolation.new_marks. THREADS: how many threads hold a part of the rows; they all synchronise in this
+    function. WARPGROUP: a number from 0 to 4, which differs between warpgroups that hold different rows.
     """
     if first < total:
         zeros = gl.sum(columns[0] * 0.0, 1)  # NaN where a row is not finite
         for i in gl.static_range(1, len(columns)):
             zeros += gl.convert_layout(gl.sum(columns[i] * 0.0, 1), zeros.type.layout, assert_trivial=True)
         marks_ptr += head.to(gl.int64) * gl.cdiv(total, ROWS_PER_MARK) + first // ROWS_PER_MARK
-        # A thread holds values of two rows. The barrier tells each thread whether any row of any thread contains NaN.
-        # All threads then store the same mark.
+        # A thread holds values of two rows. The barrier tells each thread whether any row of any thread contains NaN,
+        # so that all threads store the same mark.
         asm: gl.constexpr = f"""{{ .reg .pred p; .reg .b32 mark; setp.nan.f32 p, $2, $3;
             barrier.cta.red.or.aligned.pred p, {MARKS_BARRIER + WARPGROUP}, {THREADS}, p;
             selp.b32 mark, 1, 0, p; st.global.b32 [$4], mark; mov.b32 $0, 0; mov.b32 $1, 0; }}"""

@@ -1,12 +1,12 @@
 """A queue of work items for persistent programs.
 
-Tickets are the values of a counter in global memory. Program i processes item i first. Then it draws tickets, and
-processes item (number of programs) + ticket until there is no such item. A launch draws exactly as many tickets as it
-has items: the first item of a program needs no ticket, but the last ticket of a program gives no item. The warp that
+Program i processes item i first. It then draws tickets from a counter in global memory. Ticket t stands for item
+(number of programs) + t. A program stops when its ticket stands for no item. A launch draws as many tickets as it has
+items: a program draws no ticket for its first item, but draws one ticket without an item at the end. The warp that
 draws the last ticket resets the counter to 0 for the next launch.
 
-One warp of a program draws tickets. It posts each item, as up to 32 integers, in one of two slots in shared memory.
-Only this warp waits for global memory; the warpgroups that read the slots wait for a barrier.
+One warp of a program draws tickets. This warp posts each item, as up to 32 integers, in one of two slots in shared
+memory. The warpgroups that read the slots wait only for an mbarrier, not for global memory.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +23,8 @@ from fa_kernels.flash_attention.hopper.primitives.structure import structure
 from fa_kernels.launch.record import lasting
 
 _FIELDS = gl.constexpr(32)
-# The backward kernels draw the next ticket when this many steps of an item remain to be loaded. Drawing earlier could
-# keep the next item from an idle program. Drawing later would delay the loads of the next item.
+# The backward kernels draw a ticket when this many steps of an item remain to be loaded. An earlier draw could take the
+# next item from an idle program, and a later draw would delay the loads of the next item.
 DRAWN_BEFORE = gl.constexpr(4)
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 
@@ -33,8 +33,8 @@ def counter(device: torch.device) -> Tensor:
     """Returns the counter for the next launch on the current stream: (1,) int32, 0 before and after each launch.
 
     Each stream has its own counter, because launches on two streams may run at the same time. A CUDA graph may be
-    replayed on any stream. While a graph is captured, each launch gets a new counter, which the graph sets to 0. This
-    function never waits for the GPU.
+    replayed on any stream. During the capture of a graph, each launch therefore gets a new counter, which the graph
+    sets to 0. This function never waits for the GPU.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
@@ -49,9 +49,9 @@ def counter(device: torch.device) -> Tensor:
 
 
 def programs_of(n_items: int, device: torch.device, dynamic: bool) -> tuple[int, Tensor | None]:
-    """Returns the number of programs and their counter.
+    """Returns the number of programs of a launch, and the counter of their queue.
 
-    Without `dynamic`, each program processes one item, and the counter is None.
+    If `dynamic` is false, each program processes one item, and the counter is None.
     """
     if not dynamic:
         return n_items, None
@@ -65,7 +65,7 @@ def _zero(stream: torch.cuda.Stream) -> Tensor:
 
 @structure
 class Queue:
-    """Two slots for items, each with two mbarriers."""
+    """Two slots for work items, each with two mbarriers."""
 
     slots: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor  # an item was posted in the slot
@@ -86,7 +86,7 @@ def new_queue(READERS: gl.constexpr):
 
 @gluon.jit
 def take(counter_ptr):
-    """Starts to draw a ticket for the calling warp. Only lane 0 receives it. `item_of` waits for the result."""
+    """Starts to draw a ticket for the calling warp. Only lane 0 gets the ticket. `item_of` waits for it."""
     asm: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 $0, 0; "
         "@p atom.global.add.u32 $0, [$1], 1; }"
@@ -96,7 +96,10 @@ def take(counter_ptr):
 
 @gluon.jit
 def item_of(ticket, counter_ptr, n_items):
-    """Returns the item of a ticket in every lane. A result of n_items or more means that no item is left."""
+    """Returns the index of the item of a ticket, in every lane.
+
+    An index of n_items or more means that no item is left.
+    """
     ticket = gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [ticket], gl.int32, False, 1)
     if ticket == n_items - 1:  # the last ticket of the launch
         gl.store(counter_ptr, 0)
@@ -105,7 +108,10 @@ def item_of(ticket, counter_ptr, n_items):
 
 @gluon.jit
 def post(queue, item_index, fields):
-    """Posts a tuple of int32 scalars for the readers. One warp calls this. item_index counts this program's items."""
+    """Posts the fields of an item as int32 scalars.
+
+    One warp calls this. item_index: how many items it has posted before.
+    """
     index = gl.arange(0, _FIELDS, layout=gl.BlockedLayout([1], [32], [1], [0]))
     values = gl.where(index == 0, fields[0], 0)
     for i in gl.static_range(1, len(fields)):
@@ -118,7 +124,7 @@ def post(queue, item_index, fields):
 
 @gluon.jit
 def read(queue, item_index):
-    """Waits until an item is posted, and returns its values for `field`. One warpgroup calls this."""
+    """Waits until an item is posted, and returns its fields for `field`. A whole warpgroup calls this function."""
     slot = item_index % 2
     mbarrier.wait(queue.full.index(slot), (item_index // 2) & 1)
     values = queue.slots.index(slot).load(gl.BlockedLayout([32], [32], [4], [0]))  # all fields in every thread
@@ -128,6 +134,6 @@ def read(queue, item_index):
 
 @gluon.jit
 def field(values, INDEX: gl.constexpr):
-    """Returns field INDEX of a posted item. Each thread holds all fields, so the sum compiles to one move."""
+    """Returns field INDEX of a posted item. Each thread holds all fields, so gl.sum compiles to one move."""
     index = gl.arange(0, _FIELDS, layout=gl.BlockedLayout([32], [32], [4], [0]))
     return gl.sum(gl.where(index == INDEX, values, 0), 0)

@@ -1,15 +1,17 @@
-"""Functions of accumulators that use how the values are distributed over the registers of threads.
+"""Functions that depend on how the elements of an accumulator are distributed over the registers of threads.
 
-Each thread holds N / 2 values of a warpgroup's accumulator [64, N]: two adjacent columns of row i, the same columns of
-row i + 8, then the pairs eight columns further on. PER_ROW is the layout of an accumulator [64, 8] that stores one
-value per row: either all eight columns equal the value, or their sum does. A thread holds four of its elements.
+Each thread holds N / 2 elements of a warpgroup's accumulator [64, N]. These are two adjacent columns of row i, the same
+two columns of row i + 8, then the pairs eight columns further on. PER_ROW is the layout of an accumulator [64, 8] that
+stores one value per row: either all eight columns equal the value, or their sum does. In PER_ROW, a thread holds four
+elements.
 
-`in_order_of_threads` reorders an fp32 accumulator for stores to shared memory. In the order of rows, a thread stores 8
-bytes at a time, and pairs of threads hit the same banks. In the order of threads, a thread stores 16 bytes at a time,
-which needs half the cycles.
+`in_order_of_threads` reorders an fp32 accumulator for stores to shared memory. In row order, a thread stores 8 bytes at
+a time, and pairs of threads hit the same banks. In thread order, a thread stores 16 bytes at a time, which needs half
+the cycles.
 
-`keep_columns` represents the visible columns of a row as bits of a register. ptxas turns tests of single bits into R2P,
-which moves seven bits to predicates at once. This needs a third of the instructions of two comparisons per element.
+`keep_columns` represents the visible columns of a row as bits of a register. ptxas turns tests of single bits into the
+instruction R2P, which moves seven bits to predicates at once. Two comparisons per element would need three times as
+many instructions.
 """
 
 from triton.experimental import gluon
@@ -27,12 +29,12 @@ def accumulator(n):
 
 @gluon.constexpr_function
 def operand(n):
-    """Returns the layout of a matmul's first operand in registers, for an accumulator [64, n]."""
+    """Returns the register layout of a matmul's first operand, if the result is an accumulator [64, n]."""
     return gl.DotOperandLayout(operand_index=0, parent=accumulator(n), k_width=2)
 
 
 class _OneTuple:
-    """A code generator that calls a function with one tuple of all arguments, followed by constants."""
+    """A Triton code generator that calls a function with one tuple of all arguments, followed by constants."""
 
     def __init__(self, generator, constants):
         self.generator, self.constants = generator, constants
@@ -43,11 +45,11 @@ class _OneTuple:
 
 @core.builtin
 def map_threads(function, tensors, constants, _semantic=None, _generator=None):
-    """Calls `function` once in each thread, with a tuple of the thread's values of all `tensors`, tensor by tensor.
+    """Calls `function` once in each thread, with a tuple of the thread's elements of all `tensors`, tensor by tensor.
 
-    `constants` are further arguments. The function returns a tuple with the thread's values of all result tensors. It
-    must have no side effects. It may use warp votes and shuffles where all threads of the warp take the same path.
-    Gluon's own map_elementwise (Triton 3.6 and 3.7) would pass each value as a separate argument.
+    `constants` are further arguments of `function`. `function` returns a tuple with the thread's elements of all result
+    tensors. It must have no side effects. Warp votes and shuffles are allowed where all threads of a warp take the same
+    path. Gluon's own map_elementwise (Triton 3.6 and 3.7) would pass each element as a separate argument.
     """
     pack = tensors[0].numel.value // 128
     generator = _OneTuple(_generator, [core.constexpr(x) for x in constants])
@@ -56,7 +58,10 @@ def map_threads(function, tensors, constants, _semantic=None, _generator=None):
 
 @gluon.jit
 def along_rows(x, like):
-    """Repeats x [64, 8] along the columns, in the shape and the layout of `like` [64, N]. No data moves."""
+    """Repeats x [64, 8] along the columns, to the shape and the layout of `like` [64, N].
+
+    No data moves between threads.
+    """
     for _ in gl.static_range(_doublings(like.shape[1])):
         x = gl.reshape(gl.permute(gl.join(x, x), [0, 2, 1]), [x.shape[0], x.shape[1] * 2])
     return gl.convert_layout(x, like.type.layout, assert_trivial=True)
@@ -64,7 +69,7 @@ def along_rows(x, like):
 
 @gluon.jit
 def first_columns(x):
-    """Returns the first eight columns of x [64, N]. This is the inverse of `along_rows`."""
+    """Returns the first eight columns of x [64, N]. `first_columns` is the inverse of `along_rows`."""
     for _ in gl.static_range(_doublings(x.shape[1])):
         x, _ = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))
     return gl.convert_layout(x, PER_ROW, assert_trivial=True)
@@ -72,10 +77,10 @@ def first_columns(x):
 
 @gluon.jit
 def in_order_of_threads(x):
-    """Views an accumulator x [64, N] as [2 N, 32], where a row holds four values of each of eight threads.
+    """Views an accumulator x [64, N] as [2 N, 32]. A row of the view holds four elements of each of eight threads.
 
-    No data moves. An element at row r and column c of x has this index in the view, from its lowest bits: bit 0 of c;
-    bit 3 of r; bits 1 and 2 of c; bits 0, 1, 2, 4 and 5 of r; the other bits of c.
+    No data moves between threads. The index of element (r, c) of x in the view consists of these bits, from the lowest:
+    bit 0 of c; bit 3 of r; bits 1 and 2 of c; bits 0, 1, 2, 4 and 5 of r; the other bits of c.
     """
     x = gl.reshape(x, [4, 2, 8, x.shape[1] // 8, 4, 2])
     return gl.reshape(gl.permute(x, [3, 0, 2, 4, 1, 5]), [x.shape[3] * 16, 32])
@@ -88,10 +93,9 @@ def _doublings(n):
 
 @gluon.jit
 def keep_columns(x, start, end, OTHERWISE: gl.constexpr):
-    """Returns x [M, N] with OTHERWISE outside of the columns start <= column < end. start and end are [M].
+    """Returns x [M, N], with OTHERWISE outside of the columns start <= column < end. start and end are [M].
 
-    x is fp32 in the layout of a warpgroup's accumulator, and start and end have the layout of its rows. N is at most
-    128.
+    x is fp32 in the layout of a warpgroup's accumulator. start and end have the layout of x's rows. N is at most 128.
     """
     n: gl.constexpr = x.shape[1] // 2  # values per thread: a quarter of the columns of each of two rows
     start, end = gl.expand_dims(start, 1), gl.expand_dims(end, 1)
@@ -100,8 +104,8 @@ def keep_columns(x, start, end, OTHERWISE: gl.constexpr):
 
 @gluon.constexpr_function
 def _asm(n, otherwise):
-    # A thread's n values alternate between pairs of row i and pairs of row i + 8. In a row's mask, the
-    # bit with index 2 * g + e stands for column 8 * g + 2 * (lane % 4) + e.
+    # A thread's n elements alternate between pairs of row i and pairs of row i + 8. In the mask of a row, bit 2 * g + e
+    # stands for column 8 * g + 2 * (lane % 4) + e.
     lines = ["{", ".reg .b32 lane, a, b, c, m0, m1;", ".reg .pred p;"]
     lines += ["mov.u32 lane, %laneid;", "and.b32 lane, lane, 3;", "shl.b32 lane, lane, 1;"]
     for row in (0, 1):
@@ -116,7 +120,8 @@ def _asm(n, otherwise):
 
 @gluon.constexpr_function
 def _below(mask, column):
-    # Sets the bits of the columns before the operand: two for each whole group of 8, and 0 to 2 of the next group.
+    # Sets the mask bits of all columns below `column`: two bits per whole group of 8 columns, and up to two of the
+    # next.
     return [
         f"sub.s32 a, ${column}, lane;",
         "max.s32 a, a, 0;",

@@ -1,4 +1,4 @@
-"""Ring buffers in shared memory: some warps fill the places of a ring in turn, and others empty them."""
+"""Ring buffers in shared memory: some warps fill the places of a ring in turn, and other warps read these places."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,7 +10,10 @@ from fa_kernels.flash_attention.hopper.primitives.structure import structure
 
 @structure
 class Ring:
-    """A buffer [places, ...], or a tuple of buffers for the column blocks of a head, and two mbarriers per place."""
+    """A ring buffer with two mbarriers per place.
+
+    `buffers` is [places, ...], or a tuple with one such buffer per column block.
+    """
 
     buffers: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor  # the place is filled
@@ -18,31 +21,34 @@ class Ring:
 
     @gluon.jit
     def wait_full(self, place, phase):
-        """Waits until the place is filled."""
+        """Waits until a place in the ring is filled."""
         mbarrier.wait(self.full.index(place), phase)
 
     @gluon.jit
     def wait_empty(self, place, phase):
-        """Waits until the place may be filled. The first fill does not wait. `phase` is the same as in `wait_full`."""
+        """Waits until a place may be filled. The first fill of a place does not wait.
+
+        `phase` is that of `wait_full`.
+        """
         mbarrier.wait(self.empty.index(place), phase ^ 1)
 
     @gluon.jit
     def release(self, place):
-        """Signals that this warpgroup has read the place."""
+        """Signals that this warpgroup has read a place in the ring."""
         hand_back(self.empty.index(place))
 
 
 @gluon.jit
 def new_barriers(PLACES: gl.constexpr):
-    """Allocates an mbarrier for each place, without initialising it."""
+    """Allocates one mbarrier per place in a ring, without initialising it."""
     return gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
 
 
 @gluon.jit
 def wait_full(full, number, pred=True):
-    """Waits until fill `number` of a ring is complete. Does not wait if `pred` is false.
+    """Waits until fill `number` of a ring is complete. If `pred` is false, does not wait.
 
-    `full` holds the mbarriers of the ring's places.
+    Fills are counted from 0 and use the places of the ring in turn. `full` holds the mbarriers of the places.
     """
     PLACES: gl.constexpr = full.shape[0]
     mbarrier.wait(full.index(number % PLACES), (number // PLACES) & 1, pred=pred)
@@ -50,12 +56,12 @@ def wait_full(full, number, pred=True):
 
 @gluon.jit
 def wait_empty(empty, number):
-    """Waits until fill `number` of a ring may begin: all readers have read the place's previous fill."""
+    """Waits until fill `number` of a ring may begin: all readers have read what its place in the ring holds."""
     PLACES: gl.constexpr = empty.shape[0]
     mbarrier.wait(empty.index(number % PLACES), (number // PLACES) & 1 ^ 1)
 
 
 @gluon.jit
 def place_of(number, PLACES: gl.constexpr):
-    """Returns the place of fill `number` of a ring, and the phase of that place's barriers."""
+    """Returns the place in a ring that fill `number` uses, and the phase of the mbarriers of this place."""
     return number % PLACES, (number // PLACES) & 1

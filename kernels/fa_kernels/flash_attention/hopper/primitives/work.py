@@ -9,22 +9,25 @@ from fa_kernels.flash_attention.tile_order import tile_and_head
 
 @structure
 class TileOrder:
-    """The order in which programs process tiles and heads. If `tiles` is None, tiles have the order of the stream."""
+    """The order in which programs process tiles and heads.
+
+    If `tiles` is None, tiles are processed in ascending order.
+    """
 
     tiles: gl.tensor
     n_tiles: gl.tensor
     n_heads: gl.tensor
-    section: gl.tensor  # number of heads that are processed at the same time
+    section: gl.tensor  # how many heads are processed at the same time (tile_order.py)
 
     @gluon.jit
     def locate(self, item_index, TILES_PER_WORK_TILE: gl.constexpr = 1):
-        """Returns the tile and the head of an item."""
+        """Returns the tile and the head of a work item."""
         return tile_and_head(item_index, self.tiles, self.n_tiles, self.n_heads, self.section, TILES_PER_WORK_TILE)
 
 
 @structure
 class Ranges:
-    """Pointers to the ranges of rows on the other side that each of `total` rows sees: start <= row < end.
+    """Pointers to the range start <= row < end that each of `total` rows sees: keys for queries, or queries for keys.
 
     start and end never decrease from one row to the next.
     """
@@ -36,7 +39,7 @@ class Ranges:
 
 @structure
 class Scale:
-    """The factor of the scores, and the bound of the soft cap."""
+    """The factor of the attention scores, and the bound of the soft cap."""
 
     softmax: gl.tensor
     softcap: gl.tensor
