@@ -1,1 +1,1 @@
-"""Writes checkpoints atomically, and checks them before they are read."""
+"""Writes checkpoints under another name and renames them when they are complete. Checks checkpoints before use."""

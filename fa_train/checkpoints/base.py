@@ -1,4 +1,4 @@
-"""The frozen base model of an adapter. A checkpoint holds its name and hash, but not its weights."""
+"""The frozen base model of an adapter. A checkpoint holds the name and hash of the base model, but not its weights."""
 
 import hashlib
 from collections.abc import Mapping
@@ -13,14 +13,16 @@ from fa_train.checkpoints.files import CheckpointError, Shapes, require_same_sha
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.weights import weight_files
 
-REFERENCE = "base_model"  # the reference's key in a checkpoint
+REFERENCE = "base_model"  # the key in a checkpoint for the name and hash of the base model
 PREFIX = "model."  # the prefix of the GPT's weight names in LitGPT's state_dict
 
 
 def drop_base(model: GPT, checkpoint: dict[str, Any], device: torch.device) -> None:
-    """Replaces the frozen weights in LitGPT's checkpoint with a reference to the base. Does nothing if none is frozen.
+    """Replaces frozen weights in LitGPT's checkpoint with a reference to the base model.
 
-    device: the device that draws random weights. Device types draw different weights from the same seed.
+    The reference is the base model's name, hash and vocabulary size. A model without frozen weights needs none.
+    device: the device that drew the base model's random weights. CPUs and GPUs draw different weights from the same
+    seed.
     """
     frozen = [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
     if not frozen:
@@ -36,12 +38,13 @@ def drop_base(model: GPT, checkpoint: dict[str, Any], device: torch.device) -> N
 
 
 def restore_base(model: GPT, checkpoint: dict[str, Any]) -> None:
-    """Adds the model's own frozen weights to LitGPT's checkpoint.
+    """Adds the model's frozen weights to LitGPT's checkpoint, which does not contain them.
 
-    Raises: CheckpointError if the weights are not those of this model, or if the adapter was trained on another base.
+    Raises: CheckpointError if names or shapes of weights differ from this model's, or the adapter has another base
+    model.
     """
     weights = checkpoint.get("state_dict")
-    if weights is None:  # FullyShardedStrategy has already loaded and checked them
+    if weights is None:  # FullyShardedStrategy has already loaded and checked the weights
         return
     require_fit(model, shapes(weights), checkpoint.get(REFERENCE), "the checkpoint")
     if REFERENCE in checkpoint:
@@ -50,12 +53,14 @@ def restore_base(model: GPT, checkpoint: dict[str, Any]) -> None:
 
 
 def require_fit(model: GPT, stored: Shapes, reference: Mapping[str, Any] | None, checkpoint: str) -> None:
-    """Checks that a checkpoint holds all weights of the model, or its adapters and a reference to the same base.
+    """Checks that a checkpoint holds all weights of the model, or its adapters and a reference to its base model.
 
-    stored: the shapes of the stored weights, by their names in LitGPT. checkpoint: its name in error messages.
-    Raises: CheckpointError that names the first difference.
+    stored: the shapes of the stored weights, by their names in LitGPT.
+    reference: the name and hash of the base model that the checkpoint holds, or None if it holds all weights.
+    checkpoint: the checkpoint's name, for error messages.
+    Raises: CheckpointError, which names the first difference.
     """
-    # A checkpoint stores a tied head under both names, or only under the embedding's name.
+    # A checkpoint may store the weight of a tied head twice, or only under the embedding's name.
     if model.config.tied:
         stored = {name: shape for name, shape in stored.items() if name != f"{PREFIX}head.weight"}
     own = {name: p for name, p in model.named_parameters() if p.requires_grad or reference is None}
@@ -68,9 +73,9 @@ def require_fit(model: GPT, stored: Shapes, reference: Mapping[str, Any] | None,
 
 
 def base_hash(model: GPT) -> str:
-    """Returns the SHA-256 of the base's config.json and weight files. If a seed drew the weights, returns their hash.
+    """Returns the SHA-256 of the base model: of its config.json and weight files, or of its random weights.
 
-    The hash does not depend on precision, 4-bit quantization or sharding. Each process reads each file once.
+    The hash does not depend on precision, 4-bit quantization or sharding. A process reads each weight file only once.
     """
     if not _has_files(model):
         assert model.random_base_hash is not None, "LoRA sets it"
@@ -93,7 +98,7 @@ def hash_weights(model: nn.Module) -> str:
 
 
 def name_of(model: GPT) -> str:
-    """Returns the name of the base for messages."""
+    """Returns the base model's name for messages to the user."""
     return str(model.origin.pretrained) if _has_files(model) and model.origin else "weights drawn from a seed"
 
 
@@ -103,6 +108,6 @@ def _has_files(model: GPT) -> bool:
 
 @cache
 def _file_hash(path: Path, size: int, modified: int) -> str:
-    """Returns the SHA-256 of a file. size and modified are part of the cache key: a changed file is hashed again."""
+    """Returns the SHA-256 of a file. If the size or the time of modification changes, the file is hashed again."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Checkpoint files and folders on disk: each is written as `.partial`, flushed to the disk and then renamed."""
+"""Checkpoint files and folders. A checkpoint is written as `.partial`, flushed to the disk and then renamed."""
 
 import io
 import math
@@ -17,8 +17,8 @@ from torch import Tensor
 
 SUFFIX, PARTIAL = ".ckpt", ".partial"
 Shapes = Mapping[str, tuple[int, ...]]
-META = "meta.pt"  # Lightning's name for the part of a sharded folder that is neither weights nor optimizer state
-# what torch.load and zipfile raise on damaged bytes
+META = "meta.pt"  # Lightning's name for a file in a sharded checkpoint: all but weights and optimizer state
+# the errors that torch.load and zipfile raise if a file is damaged
 UNREADABLE = (
     OSError, RuntimeError, ValueError, EOFError, KeyError, IndexError, TypeError, AttributeError, NotImplementedError,
     pickle.UnpicklingError, zipfile.BadZipFile, zlib.error,
@@ -26,13 +26,13 @@ UNREADABLE = (
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written, or cannot be used. The message is one line for the user."""
+    """Raised if a checkpoint cannot be written, or cannot be used. The message is one line for the user."""
 
 
 def write_file(content: Mapping[str, Any], path: Path) -> None:
-    """Writes `content` with torch.save and flushes the file to the disk, without a copy in memory.
+    """Writes `content` with torch.save and flushes the file to the disk. Makes no copy of `content` in memory.
 
-    Raises: CheckpointError if writing fails. The unfinished file is then removed.
+    Raises: CheckpointError if writing fails. An unfinished file is removed.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,9 +46,9 @@ def write_file(content: Mapping[str, Any], path: Path) -> None:
 
 
 def not_written(path: Path, error: BaseException) -> CheckpointError:
-    """Returns the one-line error for a failed save. Re-raises `error` if the operating system did not cause it."""
+    """Returns the one-line error for a failed save. Re-raises `error` if no OSError caused it."""
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):  # torch wraps it in its own error
+    while cause is not None and not isinstance(cause, OSError):  # torch wraps the OSError
         cause = cause.__cause__ or cause.__context__
     if cause is None:
         raise error
@@ -64,7 +64,7 @@ def rename_into_place(partial: Path, path: Path) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Flushes the file names in a folder to the disk. Does nothing if `folder` is a file."""
+    """Flushes the list of file names of a folder to the disk. Does nothing if `folder` is a file."""
     if folder.is_dir():
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -74,7 +74,10 @@ def flush_folder(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file or folder if it exists. A folder is renamed to `.partial` first, in case the process is killed."""
+    """Removes a file or folder if it exists.
+
+    A folder is first renamed to `.partial`, because the removal of its files may be interrupted.
+    """
     if path.is_dir():
         if not path.name.endswith(PARTIAL):
             path = path.rename(path.with_name(path.name + PARTIAL))
@@ -84,15 +87,15 @@ def remove(path: Path) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Removes the unfinished checkpoints that a killed process left in a run's checkpoint folder."""
+    """Removes unfinished checkpoints from a run's checkpoint folder. A killed process leaves them there."""
     for path in folder.glob(f"*{SUFFIX}{PARTIAL}"):
         remove(path)
 
 
 def read_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
-    """Reads a file that `write_file` wrote, with tensors on the CPU. Unpickles tensors and plain values only.
+    """Reads a checkpoint that `write_file` wrote. Its tensors are on the CPU. Unpickles only tensors and plain values.
 
-    Raises: CheckpointError on any other file.
+    Raises: CheckpointError if the file is not such a checkpoint.
     """
     try:
         content = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
@@ -110,9 +113,9 @@ def damaged(path: Path, error: BaseException) -> CheckpointError:
 
 
 def require_intact(path: Path) -> None:
-    """Checks the CRC32 of each record in a file that torch.save wrote. torch.load does not check them.
+    """Checks the CRC32 of each record in a file that torch.save wrote. torch.load does not check the CRC32s.
 
-    The check reads the whole file, at about 1 GB/s. Loading the file right afterwards usually reads the page cache.
+    The check reads the whole file, at about 1 GB/s. If the file is loaded right after, it is usually in the page cache.
     Raises: CheckpointError if the file is damaged or torch.save did not write it.
     """
     try:
@@ -123,7 +126,7 @@ def require_intact(path: Path) -> None:
 
 
 def require_intact_records(file: IO[bytes]) -> None:
-    """Checks an open file like `require_intact`. Raises: the errors of zipfile."""
+    """Checks an open file as `require_intact` does. Raises the errors of zipfile if it is damaged."""
     with zipfile.ZipFile(file) as archive:
         record = archive.testzip()
     if record is not None:
@@ -131,7 +134,7 @@ def require_intact_records(file: IO[bytes]) -> None:
 
 
 def require_intact_slice(path: Path, offset: int, length: int) -> None:
-    """Checks one tensor of a sharded checkpoint like `require_intact`. offset, length: in bytes."""
+    """Checks one tensor of a sharded checkpoint as `require_intact` does. offset, length: in bytes."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -141,37 +144,37 @@ def require_intact_slice(path: Path, offset: int, length: int) -> None:
 
 
 def newest(paths: Iterable[Path]) -> list[Path]:
-    """Sorts checkpoints by time and then by name, newest first. Skips files that another process removes meanwhile."""
+    """Sorts checkpoints by time and name, newest first. Skips files that another process has just removed."""
     ages = []
     for path in paths:
         with suppress(FileNotFoundError):
-            # a folder's modification time changes if a file is added or removed
+            # meta.pt has the time of saving; a folder's time changes when a file is added or removed
             written = path / META if (path / META).exists() else path
             ages.append((written.stat().st_mtime_ns, path.name, path))
     return [path for *_, path in sorted(ages, reverse=True)]
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Returns whether all elements are finite. Needs one fused norm per dtype and device, and one copy to the host."""
+    """Returns whether all elements are finite. Computes one fused norm per dtype and device; waits for a GPU once."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.numel():
             groups.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    # the norm is the largest absolute element, because squares could overflow
+    # the maximum norm, because the squares in an L2 norm could overflow
     norms = [norm.float() for group in groups.values() for norm in torch._foreach_norm(group, math.inf)]
     return not norms or bool(torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all())
 
 
 def shapes(weights: Mapping[str, Tensor]) -> Shapes:
-    """Returns the shape of each weight by name."""
+    """Returns the shape of each weight. The keys are the names of the weights."""
     return {name: tuple(weight.shape) for name, weight in weights.items()}
 
 
 def require_same_shapes(ours: Shapes, theirs: Shapes, checkpoint: str) -> None:
     """Checks that a checkpoint has the names and shapes of the model's weights.
 
-    checkpoint: its name in the error message.
-    Raises: CheckpointError that names the first difference.
+    checkpoint: the checkpoint's name, for the error message.
+    Raises: CheckpointError, which names the first difference.
     """
     for name in sorted(ours.keys() | theirs.keys()):
         if name not in theirs:

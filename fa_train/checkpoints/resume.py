@@ -8,10 +8,11 @@ from fa_train.parallel.sharded_checkpoint import global_step, require_whole
 
 
 def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], object] = print) -> str | None:
-    """Returns the path of the checkpoint to resume from, or None. For `last`, finds the newest intact one in `runs`.
+    """Returns the path of the checkpoint to resume from, or None to start a new run.
 
-    say: called with a line for each damaged checkpoint that `last` skips.
-    Raises: ValueError if the checkpoint does not exist, is damaged or is not a checkpoint.
+    ckpt_path: None, a path, or "last" for the newest undamaged checkpoint below the folder `runs`.
+    say: called with one line of text for each damaged checkpoint that "last" skips.
+    Raises: ValueError if ckpt_path does not exist, is damaged or is not a checkpoint.
     """
     if ckpt_path is None:
         return None
@@ -34,7 +35,7 @@ def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], obje
 
 
 def finished(ckpt_path: str | None, max_steps: int) -> str | None:
-    """Returns a message if the checkpoint has already done max_steps, otherwise None."""
+    """Returns a message for the user if the checkpoint has already trained for max_steps steps, otherwise None."""
     done = global_step(Path(ckpt_path)) if ckpt_path else 0
     if done < max_steps:
         return None

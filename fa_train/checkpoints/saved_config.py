@@ -8,11 +8,12 @@ PACKAGE = "fa_train"
 
 
 def require_own_targets(config: object, where: str) -> None:
-    """Checks that every `_target_` in a resolved config, at any depth, is a class or function that fa_train defines.
+    """Checks that every `_target_` in a config is a class or function that fa_train defines.
 
-    Comparing prefixes is not enough: fa_train.models.hf.export.shutil.rmtree begins with fa_train too.
-    where: the config's name in the error message.
-    Raises: ValueError that names the first other target.
+    It is not enough to check that a name begins with fa_train, as in fa_train.models.hf.export.shutil.rmtree.
+    config: a config without unresolved interpolations, or a part of one.
+    where: the config's name, for the error message.
+    Raises: ValueError, which names the first target that fa_train does not define.
     """
     if isinstance(config, Mapping):
         if "_target_" in config and not _is_own(config["_target_"]):

@@ -1,4 +1,4 @@
-"""The rows of a run, and how each rank groups its rows into micro-batches."""
+"""The rows of a run, and the micro-batches into which each rank groups its rows."""
 
 import dataclasses
 import zlib
@@ -15,17 +15,17 @@ from fa_train.data.packing.collate import Batch, collate
 from fa_train.data.packing.rows import IGNORE_INDEX, Row, ShuffledRows
 
 if TYPE_CHECKING:
-    from fa_train.data.datamodule import PackedDataModule  # that file imports this one
+    from fa_train.data.datamodule import PackedDataModule  # a circular import
 
-SAMPLED_ROWS = 256  # rows sampled to estimate the mean document length
+SAMPLED_ROWS = 256  # the number of rows that are used to estimate the mean document length
 
 
 class PackedRows:
-    """An endless sequence of rows, one epoch after another. The seed (seed, epoch) shuffles each epoch.
+    """An endless sequence of rows, one epoch after another. Each epoch is shuffled with the seed (seed, epoch).
 
-    In a mix, each source is shuffled separately.
-    In validation, only the first `counted` rows have labels. Later rows only fill up the last micro-batches.
-    Raises: ValueError if packing keeps no token of a source that has training documents.
+    If several sources are mixed, each source is shuffled separately.
+    In validation, only the first `counted` rows have labels. Further rows only fill the last micro-batches.
+    Raises: ValueError if packing keeps no token of a source's training documents.
     """
 
     def __init__(self, data: "PackedDataModule", *, held_out: bool, shuffle: bool) -> None:
@@ -37,11 +37,11 @@ class PackedRows:
                 raise ValueError(f"packing must keep a document{where}; it keeps none:\n{layout.report.text()}")
         self.rows: ShuffledRows | MixedRows
         if isinstance(data.source, Mixture):
-            # the seed depends on the source's name, so the order of a source is the same in every mix
+            # the seed depends on the source's name, so a source's rows have the same order whatever it is mixed with
             seeds = [(data.seed, zlib.crc32(name.encode())) if shuffle else None for name in self.layouts]
             sources = [ShuffledRows(layout, seed) for layout, seed in zip(self.layouts.values(), seeds, strict=True)]
             shares = data.source.rows_a_cycle
-            # validation reads each row once: if a source ends, it continues with the others
+            # validation reads each row once; after a source's last row, it continues with the other sources
             counts = np.array([source.per_epoch for source in sources]) if held_out else shares
             self.rows = MixedRows(sources, interleave(counts, shares))
         else:
@@ -51,10 +51,10 @@ class PackedRows:
         self.counted = min(data.val_rows, self.per_epoch) if held_out else None  # None: all rows
         self.max_documents = self.rows.max_documents if data.document_mask else 1
         self.mean_seqlen = self._mean_seqlen(data.seq_len)
-        self.deal = lru_cache(maxsize=2)(self._deal)  # computed once per step, not once per micro-batch
+        self.deal = lru_cache(maxsize=2)(self._deal)  # the micro-batches of a step share one computation
 
     def batch(self, first: int, count: int) -> Batch:
-        """Returns `count` rows from index `first` on, concatenated."""
+        """Returns the rows first to first + count - 1, concatenated."""
         return self.gather(range(first, first + count))
 
     def gather(self, indices: Sequence[int]) -> Batch:
@@ -72,10 +72,10 @@ class PackedRows:
         return dataclasses.replace(row, labels=np.full_like(row.labels, IGNORE_INDEX))
 
     def _mean_seqlen(self, seq_len: int) -> int:
-        """Returns the mean document length in tokens, estimated from the first rows. Documents are weighted by length.
+        """Returns the mean document length in tokens, estimated from the first rows. The mean is weighted by length.
 
-        Attention chooses its kernels by this value. All steps and ranks must have the same value, because a model is
-        compiled for one choice of kernels.
+        The mean document length determines the attention kernels. It must be equal in all steps and on all ranks,
+        because the model is compiled for one choice of kernels.
         """
         rows = range(min(self.per_epoch, SAMPLED_ROWS))
         if not self.document_mask or not rows:
@@ -83,10 +83,11 @@ class PackedRows:
         return round(sum(self.rows.cost(index) for index in rows) / len(rows) / seq_len)
 
     def _deal(self, first: int, count: int, size: int, world_size: int) -> np.ndarray:
-        """Assigns `count` rows from index `first` on to micro-batches and ranks.
+        """Assigns the rows first to first + count - 1 to micro-batches and ranks.
 
         Returns row indices, (accumulation, world_size, size). Micro-batches have similar attention costs. If all rows
-        cost the same, as without the document mask, rows keep their order and go to the ranks round-robin.
+        have equal costs, the rows keep their order and go to the ranks round-robin. Without document_mask, costs are
+        always equal.
         """
         indices = np.arange(first, first + count)
         if self.document_mask:
@@ -99,7 +100,8 @@ class PackedRows:
 class MicroBatches(Dataset[Batch]):
     """The micro-batches of one rank.
 
-    step_rows: the number of rows of a step, over all ranks. None, as in validation: one micro-batch per rank.
+    size: rows per micro-batch.
+    step_rows: the number of rows in a step on all ranks together; by default one micro-batch per rank.
     """
 
     def __init__(
@@ -116,10 +118,10 @@ class MicroBatches(Dataset[Batch]):
 
 
 class RangeSampler(Sampler[int]):
-    """Yields the indices start to stop - 1.
+    """Yields the indices from start to stop - 1.
 
-    The length of the sampler is `stop`, not the number of its indices. Lightning compares the length with the number
-    of all batches of the run, including the batches before a resume.
+    The length of the sampler is `stop`, although it yields only stop - start indices. Lightning compares the length
+    with the number of batches of the whole run, including those before a resume.
     """
 
     def __init__(self, start: int, stop: int) -> None:

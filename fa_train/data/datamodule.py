@@ -1,4 +1,4 @@
-"""Makes packed micro-batches for Lightning. They are a pure function of the data, the seed and the step."""
+"""Makes packed micro-batches for Lightning. Each depends only on the data, the settings, the seed and the step."""
 
 import dataclasses
 import math
@@ -28,18 +28,20 @@ from fa_train.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
 class PackedDataModule(L.LightningDataModule):
     """Shuffles the documents of a corpus and packs them into rows of seq_len tokens with labels.
 
-    A step has the same rows for any number of GPUs and any micro_batch_size. Resuming needs no saved state: the data
-    continues at trainer.global_step. Each step assigns its rows so that ranks have similar attention costs.
+    The rows of a step do not depend on the number of GPUs or on micro_batch_size. A checkpoint needs no state of the
+    data: a resumed run continues with the rows of step trainer.global_step. In each step, rows are assigned so that
+    ranks have similar attention costs.
 
     seq_len: tokens per row. batch_size: rows per step. micro_batch_size: rows per forward pass on one GPU.
-    val_rows: the maximum number of rows to validate on.
-    document_mask: attention stays within a document. reset_positions: positions restart at each document.
-    packing: concat concatenates shuffled documents and cuts them at row ends. best_fit keeps documents whole if they
+    val_rows: the maximum number of rows in a validation.
+    document_mask: whether a token sees only tokens of its own document.
+    reset_positions: whether positions start at 0 in each document.
+    packing: "concat" concatenates shuffled documents and cuts them at row ends. "best_fit" does not cut documents that
     fit in a row, and pads the rest of the row.
-    max_doc_len: the longest document in tokens that best_fit keeps whole; None means seq_len. long_documents: whether
-    longer documents are split, truncated or dropped. `packing_report` counts them.
-    Raises: ValueError if a size is not positive, a name is unknown, or packing=concat gets max_doc_len or
-    long_documents.
+    max_doc_len: the length in tokens up to which "best_fit" does not cut a document, by default seq_len.
+    long_documents: whether "best_fit" splits, truncates or drops longer documents. `packing_report` counts them.
+    Raises: ValueError if a size is not positive, an option is unknown, or max_doc_len or long_documents is set but
+    packing is "concat".
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class PackedDataModule(L.LightningDataModule):
 
     @property
     def vocab_size(self) -> int:
-        """The tokenizer's vocabulary size, known before any data is read."""
+        """The vocabulary size of the tokenizer. It is known before any data is read."""
         return self.source.vocab_size
 
     def accumulation(self, world_size: int) -> int:
@@ -99,14 +101,14 @@ class PackedDataModule(L.LightningDataModule):
         return steps
 
     def prepare_data(self, workers: int = 1) -> None:
-        # one process per node tokenises and packs; the other processes read its files
+        # Lightning calls prepare_data in one process per node; all other processes read the files that it writes
         for source in self.sources.values():
             source.prepare(workers)
         for held_out in (False, True):
             self.layouts(held_out=held_out)
 
     def layouts(self, *, held_out: bool) -> dict[str, Layout]:
-        """Returns the unshuffled rows of each source, made from its training or held-out documents."""
+        """Returns the layout of each source's rows before shuffling, for its training or its held-out documents."""
         return {name: self._layout(source, held_out) for name, source in self.sources.items()}
 
     def _layout(self, source: Source, held_out: bool) -> Layout:
@@ -123,11 +125,11 @@ class PackedDataModule(L.LightningDataModule):
         )
 
     def packing_report(self) -> Report:
-        """Returns a report on the training documents: .text() to print, .metrics() and .charts() for a logger."""
+        """Returns a report on the packing of the training documents, as text, metrics and charts."""
         return self.report(self.layouts(held_out=False))
 
     def report(self, layouts: Mapping[str, Layout]) -> Report:
-        """Returns the report on these layouts, which are not computed again."""
+        """Returns a report on the packing in `layouts`."""
         reports = {name: self._with_held_out(name, layout.report) for name, layout in layouts.items()}
         if not isinstance(self.source, Mixture):
             [report] = reports.values()
@@ -136,7 +138,7 @@ class PackedDataModule(L.LightningDataModule):
         return MixReport(reports, dict(zip(reports, shares.tolist(), strict=True)), self.max_steps * self.batch_size)
 
     def _with_held_out(self, name: str, report: PackingReport) -> PackingReport:
-        """Adds the counts of held-out documents, which are in no row."""
+        """Adds the numbers of held-out documents and of their tokens to a report on training documents."""
         lengths = self.sources[name].documents(held_out=True).lengths
         return dataclasses.replace(report, documents_held_out=len(lengths), tokens_held_out=int(lengths.sum()))
 
@@ -153,15 +155,15 @@ class PackedDataModule(L.LightningDataModule):
         return self._loader(dataset, RangeSampler(done, self.max_steps * accumulation))
 
     def _count_from(self, done: int) -> None:
-        """Sets Lightning's counters of finished micro-batches, which determine the ends of steps and of the run.
+        """Sets Lightning's counters of finished micro-batches, which determine where steps and the run end, to `done`.
 
-        Lightning restores these counters from the checkpoint. The run that wrote the checkpoint may have had another
-        number of micro-batches per step.
+        Lightning restores the counters from the checkpoint, but that run may have had a different number of
+        micro-batches per step.
         """
         progress = self._running_trainer().fit_loop.epoch_loop.batch_progress
         state = progress.state_dict()
         for counts in (state["current"], state["total"]):
-            ending = counts["processed"] - counts["completed"]  # 1 if the checkpoint was saved at the end of a step
+            ending = counts["processed"] - counts["completed"]  # 1 in a checkpoint that was saved at the end of a step
             counts.update(ready=done, started=done, processed=done, completed=done - ending)
         progress.load_state_dict(state)
 
@@ -171,7 +173,8 @@ class PackedDataModule(L.LightningDataModule):
             return []
         trainer = self._running_trainer()
         dataset = MicroBatches(rows, self.micro_batch_size, trainer.global_rank, trainer.world_size)
-        # All ranks get the same number of full micro-batches. Otherwise some ranks would wait forever.
+        # All ranks must get the same number of full micro-batches, because a rank without a micro-batch would block the
+        # others.
         n_micro_batches = math.ceil(rows.counted / (self.micro_batch_size * trainer.world_size))
         return self._loader(dataset, RangeSampler(0, n_micro_batches))
 
@@ -187,20 +190,21 @@ class PackedDataModule(L.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=self._running_trainer().strategy.root_device.type == "cuda",
             persistent_workers=self.num_workers > 0,
-            # the lru_cache wrappers in PackedRows cannot be pickled, and Python 3.14 no longer forks by default
+            # Other methods would pickle PackedRows, but its lru_cache wrappers cannot be pickled. Python 3.14 does not
+            # fork by default.
             multiprocessing_context="fork" if self.num_workers else None,
             worker_init_fn=leave_signals_to_the_run,
         )
 
 
 def leave_signals_to_the_run(worker_id: int) -> None:
-    """Makes a data worker ignore Ctrl-C and SLURM's SIGTERM, which reach every process of a run.
+    """Makes a data worker ignore Ctrl-C and SLURM's SIGTERM. Both signals reach every process of a run.
 
-    The run needs its workers to finish the step before it saves. A SIGTERM from the parent process still ends the
-    worker.
+    Before it saves, an interrupted run finishes its step and needs the data workers for this. A SIGTERM from the parent
+    process still ends a data worker.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # sigwaitinfo, which names the sender, needs this
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # sigwaitinfo needs a blocked signal
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 
 
@@ -211,7 +215,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 class PackingOptions(TypedDict):
-    """The arguments of PackedDataModule that every data config shares."""
+    """The arguments of PackedDataModule that all data configs have in common."""
 
     seq_len: PositiveInt
     batch_size: PositiveInt
@@ -228,14 +232,14 @@ class PackingOptions(TypedDict):
 
 
 def stdlib_data(cache_dir: str | None, **packing: Unpack[PackingOptions]) -> PackedDataModule:
-    """Returns the data module of Python's standard library source. Each byte is a token."""
+    """Returns a data module with the source code of Python's standard library. Each byte is a token."""
     return PackedDataModule(TokenizedCorpus(StdlibCorpus(), ByteTokenizer(), cache_dir), **packing)
 
 
 def text_data(
     path: str, text_column: str, tokenizer: str | None, cache_dir: str | None, **packing: Unpack[PackingOptions]
 ) -> PackedDataModule:
-    """Returns the data module of text files. tokenizer: a Hugging Face name or a folder; None means bytes."""
+    """Returns a data module with text files. tokenizer: a folder, a Hugging Face name, or None for bytes as tokens."""
     corpus = TextCorpus(path, text_column)
     return PackedDataModule(TokenizedCorpus(corpus, load_tokenizer(tokenizer), cache_dir), **packing)
 
@@ -249,7 +253,7 @@ def hf_data(
     cache_dir: str | None,
     **packing: Unpack[PackingOptions],
 ) -> PackedDataModule:
-    """Returns the data module of a Hugging Face dataset. tokenizer: as in `text_data`."""
+    """Returns a data module with a Hugging Face dataset. tokenizer: as in `text_data`."""
     corpus = HFCorpus(name, config, split, text_column)
     return PackedDataModule(TokenizedCorpus(corpus, load_tokenizer(tokenizer), cache_dir), **packing)
 
@@ -261,11 +265,11 @@ def sft_data(
     cache_dir: str | None,
     **packing: Unpack[PackingOptions],
 ) -> PackedDataModule:
-    """Returns the data module of chats. The model is trained on the assistant's messages.
+    """Returns a data module with chats. The model is trained only on the assistant's messages.
 
-    chat_template: a Jinja file; None means the tokenizer's own template.
+    chat_template: a Jinja file, or None for the tokenizer's own template.
     """
-    loaded = load_tokenizer(tokenizer)  # fails before the chats are read
+    loaded = load_tokenizer(tokenizer)  # raises errors before the chats are read
     return PackedDataModule(TokenizedCorpus(ChatCorpus(path), loaded, cache_dir, chat_template), **packing)
 
 
@@ -276,7 +280,7 @@ def mix_data(
     cache_dir: str | None,
     **packing: Unpack[PackingOptions],
 ) -> PackedDataModule:
-    """Returns the data module of several corpora, mixed by weight, with one tokenizer."""
+    """Returns a data module that mixes several corpora by weight. All corpora use the same tokenizer."""
     loaded = load_tokenizer(tokenizer)
     weights = {name: source.weight for name, source in sources.items()}
     corpora = {
@@ -288,5 +292,5 @@ def mix_data(
 def synthetic_data(
     vocab_size: PositiveInt, document_len: PositiveInt, **packing: Unpack[PackingOptions]
 ) -> PackedDataModule:
-    """Returns the data module of random tokens, for benchmarks."""
+    """Returns a data module with random tokens, for benchmarks."""
     return PackedDataModule(SyntheticSource(vocab_size, document_len), **packing)

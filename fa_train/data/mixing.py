@@ -1,7 +1,8 @@
-"""Mixes the rows of several sources by weight. Every range of consecutive rows has nearly the requested shares.
+"""Mixes the rows of several sources by weight. In every range of consecutive rows, each source has nearly its share.
 
-A weight determines a source's share of the rows. All rows have the same length, but not the same padding, so the report
-also gives shares of tokens without padding. An epoch of a source contains all its rows once, in shuffled order.
+The share of a source is its weight divided by the sum of all weights. Shares apply to rows, including padding. The
+report therefore also gives each source's share of the tokens that are not padding. An epoch of a source contains all
+its rows once, in shuffled order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,36 +18,36 @@ from fa_train.data.packing.rows import PackableDocuments, Row, ShuffledRows
 from fa_train.data.sources.chats import ChatCorpus
 from fa_train.data.sources.corpus import Corpus, HFCorpus, TextCorpus
 
-CYCLE = 10_000  # the order of the sources repeats after this many rows; shares are rounded to 1 / CYCLE
+CYCLE = 10_000  # after CYCLE rows, the order of the sources repeats; shares are multiples of 1 / CYCLE
 
 
 @dataclass(frozen=True)
 class WeightedCorpus:
-    """One corpus of a mix. Its share of the rows is its weight divided by the sum of all weights."""
+    """One of several corpora that are mixed, with its weight."""
 
     corpus: Corpus
     weight: float
 
 
 def text_part(path: str, text_column: str, weight: PositiveFloat) -> WeightedCorpus:
-    """Returns text files with their weight in a mix."""
+    """Returns a corpus of text files with its weight in a mixture."""
     return WeightedCorpus(TextCorpus(path, text_column), weight)
 
 
 def hf_part(name: str, config: str | None, split: str, text_column: str, weight: PositiveFloat) -> WeightedCorpus:
-    """Returns a Hugging Face dataset with its weight in a mix."""
+    """Returns a Hugging Face dataset with its weight in a mixture."""
     return WeightedCorpus(HFCorpus(name, config, split, text_column), weight)
 
 
 def sft_part(path: str, weight: PositiveFloat) -> WeightedCorpus:
-    """Returns chats with their weight in a mix."""
+    """Returns a corpus of chats with its weight in a mixture."""
     return WeightedCorpus(ChatCorpus(path), weight)
 
 
 def rows_a_cycle(weights: Mapping[str, float]) -> np.ndarray:
-    """Returns each source's number of rows among CYCLE rows, (n_sources,) int64, by the largest remainder method.
+    """Returns the number of rows of each source among CYCLE rows, (n_sources,) int64. Rounds by largest remainders.
 
-    Raises: ValueError if there is no source, or a weight is not positive or too small for one row.
+    Raises: ValueError if there is no source, a weight is not positive, or a source would get none of CYCLE rows.
     """
     if not weights:
         raise ValueError("data.sources must name at least one source; it names none")
@@ -65,7 +66,7 @@ def rows_a_cycle(weights: Mapping[str, float]) -> np.ndarray:
 def interleave(counts: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Returns the source of each row, (sum(counts),) int64. Source i occurs counts[i] times.
 
-    Rows follow the shares in `weights` until one source is used up.
+    Up to the last row of one of the sources, each source's share of the rows is proportional to its weight.
     """
     source = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -73,16 +74,16 @@ def interleave(counts: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 class MixedRows:
-    """An endless sequence of rows that merges the sequences of several sources.
+    """An endless sequence of rows from several sources.
 
-    order: the source of each row, (per_epoch,); it repeats after per_epoch rows.
+    order: the source of each row, (per_epoch,). The order repeats after per_epoch rows.
     """
 
     def __init__(self, sources: Sequence[ShuffledRows], order: np.ndarray) -> None:
         self.sources, self.order = sources, order
         self.per_epoch = len(order)
         self._counts = np.bincount(order, minlength=len(sources))
-        self._before = np.empty(len(order), np.int64)  # earlier rows of the same source in `order`
+        self._before = np.empty(len(order), np.int64)  # earlier rows of the row's source
         for source, count in enumerate(self._counts):
             self._before[order == source] = np.arange(count)
         self.max_documents = max(source.max_documents for source in sources)
@@ -97,14 +98,14 @@ class MixedRows:
         return source.row(own_index)
 
     def cost(self, index: int) -> int:
-        """Returns the cost of attention in this row (see `Epoch.cost`)."""
+        """Returns the cost of attention in a row, which `Epoch.cost` defines."""
         source, own_index = self._locate(index)
         return source.cost(own_index)
 
 
 @dataclass(frozen=True)
 class MixReport:
-    """The packing report and the share of rows of each source. total_rows: rows of the whole run."""
+    """The packing report of each source and its share of the rows. total_rows: the number of rows of the whole run."""
 
     reports: Mapping[str, PackingReport]
     row_shares: Mapping[str, float]
@@ -116,12 +117,12 @@ class MixReport:
         return filled[name] / sum(filled.values()) if any(filled.values()) else 0.0
 
     def epochs(self, name: str) -> float:
-        """Returns the number of epochs of a source in the run."""
+        """Returns how many epochs of a source the run reads."""
         rows = self.reports[name].rows
         return self.total_rows * self.row_shares[name] / rows if rows else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Returns scalars for a logger, by name."""
+        """Returns scalars for a logger. The keys are their names."""
         metrics: dict[str, float] = {}
         for name, report in self.reports.items():
             prefix = f"packing/{name}/"
@@ -132,7 +133,7 @@ class MixReport:
         return metrics
 
     def charts(self) -> dict[str, Histogram]:
-        """Returns histograms for a logger, by name."""
+        """Returns histograms for a logger. The keys are their names."""
         return {
             key.replace("packing/", f"packing/{name}/", 1): histogram
             for name, report in self.reports.items()
@@ -140,7 +141,7 @@ class MixReport:
         }
 
     def text(self) -> str:
-        """Returns lines for a terminal or a log."""
+        """Returns the report as lines of text."""
         return "\n".join(
             f"{name}: {self.row_shares[name]:.2%} of rows, {self.token_share(name):.2%} of tokens, "
             f"{self.epochs(name):.2f} epochs in this run\n{report.text()}"
@@ -149,24 +150,24 @@ class MixReport:
 
 
 class Source(Protocol):
-    """The source of a data module's documents."""
+    """The interface of a source of documents."""
 
     vocab_size: int
     pad_id: int
 
     @property
     def cache_dir(self) -> Path | None:
-        """The folder that caches packing plans; None disables the cache."""
+        """The folder in which packing plans are cached, or None for no cache."""
 
     def prepare(self, workers: int = 1) -> object:
-        """Does the one-time work that documents need, such as tokenising. workers: number of processes."""
+        """Prepares the documents, for example by tokenising them. workers: the number of processes."""
 
     def documents(self, *, held_out: bool) -> PackableDocuments:
-        """Returns the training documents, or the held-out ones for validation."""
+        """Returns the training documents, or the documents that are held out for validation."""
 
 
 class Mixture:
-    """Several sources with one vocabulary, and their weights. Raises: ValueError as in `rows_a_cycle`."""
+    """Several sources with the same vocabulary, and their weights. Raises the errors of `rows_a_cycle`."""
 
     def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float]) -> None:
         self.sources = sources

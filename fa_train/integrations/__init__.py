@@ -1,1 +1,1 @@
-"""This project's kernels inside other libraries."""
+"""Makes the kernels of this repository available in other libraries."""

@@ -1,12 +1,14 @@
-"""Two-dimensional masks of keys: how the mask function tells the layers what it has read, and padded batches.
+"""Masks of keys for padded batches. transformers computes a mask once per forward pass for all layers.
 
-A mask of this module is (batch, seqlen_k), 0 where a key does not count. Elsewhere it is 1 more than the number of keys
-that are written, because a static cache has places for later tokens. transformers may take such a mask for a user's and
-pass it through the mask function again, as bool. The dtype tells what the host knows:
+A mask of this module has the shape (batch, seqlen_k). An element is 0 if its key is masked. All other elements are n +
+1, where n is the number of keys in the cache: a static cache also has places for later tokens. transformers may treat
+such a mask as the user's and pass it to the mask function again, as bool. The dtype tells the layers whether to move
+keys:
 
-- float64: the keys that count are one run in each row. Layers leave them where they are.
-- int64: there may be holes, such as after right-padded prompts. Layers move the keys that count to the front.
-- other masks come from elsewhere, hold 0 and 1, and may have holes. All their keys are written.
+- float64: in each row, the unmasked keys are contiguous. Layers leave the keys in place.
+- int64: there may be masked keys between unmasked keys. Layers move the unmasked keys to the front.
+- any other dtype: another module made the mask. Its elements are 0 and 1. Layers treat such a mask like int64, and the
+cache as full.
 """
 
 from collections.abc import Callable
@@ -23,7 +25,7 @@ RUNS, HOLES = torch.float64, torch.int64
 
 
 def refuse_other_masks(mask_function: Any, use_vmap: bool) -> None:
-    """ValueError for masks that are more than causality, a window, documents and padding."""
+    """Raises: ValueError if a mask has more than causality, a window, documents and padding."""
     if use_vmap:
         raise ValueError("or_mask_function and and_mask_function must not be given: fa_train has no custom masks")
     if torch.compiler.is_compiling() or mask_function is None:
@@ -36,7 +38,7 @@ def refuse_other_masks(mask_function: Any, use_vmap: bool) -> None:
 
 
 def _block_ids(mask_function: Callable[..., Tensor]) -> Tensor | None:
-    """The block_sequence_ids of transformers' blockwise_overlay, if it is a part of the mask function."""
+    """Returns block_sequence_ids if the mask function contains transformers' blockwise_overlay, otherwise None."""
     cells = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
     if getattr(mask_function, "__qualname__", "").startswith("blockwise_overlay."):
         return next(x for x in cells if isinstance(x, Tensor))
@@ -56,11 +58,11 @@ def encoded(
     written: int | Tensor,
     device: torch.device,
 ) -> Tensor | None:
-    """Returns the mask of keys kv_offset to kv_offset + seqlen_k in the form of this module; None if all count.
+    """Returns the mask of the keys from kv_offset to kv_offset + seqlen_k, or None if no key is masked.
 
     Args:
-        attention_mask: (batch, tokens) bool, the tokens that count; tokens after its end do not.
-        written: how many of the seqlen_k keys are written, counted from the first.
+        attention_mask: (batch, tokens) bool, True for the unmasked tokens. All tokens after its end are masked.
+        written: the number of keys in the cache. The other places of the cache are for later tokens.
     """
     all_written = isinstance(written, int) and written >= seqlen_k
     if attention_mask is None and all_written:
@@ -82,7 +84,7 @@ def encoded(
 
 
 def _of_these_keys(mask: Tensor, seqlen_k: int, kv_offset: int) -> Tensor:
-    """The columns of a (batch, tokens) mask that belong to the keys. A mask of seqlen_k columns is theirs already."""
+    """Returns the columns of a (batch, tokens) mask that belong to the keys kv_offset to kv_offset + seqlen_k."""
     tokens, last = mask.shape[1], kv_offset + seqlen_k
     if tokens <= seqlen_k:
         return F.pad(mask, (0, seqlen_k - tokens), value=False)
@@ -90,21 +92,21 @@ def _of_these_keys(mask: Tensor, seqlen_k: int, kv_offset: int) -> Tensor:
 
 
 class Padding(NamedTuple):
-    """The keys and queries that count in a padded batch, as documents that leave the padding out.
+    """The unmasked keys and queries of a padded batch, and a schedule that excludes the padding.
 
-    In each row, the queries that count are aligned with the last keys that count. With causality or
-    a window, padding sees nothing.
+    In each row, the last unmasked query is aligned with the last unmasked key. With causality or a window, masked
+    queries see no keys.
     """
 
-    first: Tensor  # (batch,) int32, the first key that counts
-    end: Tensor  # (batch,) int32, the key after the last one
+    first: Tensor  # (batch,) int32, the first unmasked key
+    end: Tensor  # (batch,) int32, 1 + the last unmasked key
     schedule: Schedule
-    key_order: Tensor | None  # (batch, seqlen_k), the keys that count first; None to leave them in place
-    query_order: Tensor | None  # (batch, seqlen_q), the same for queries
+    key_order: Tensor | None  # (batch, seqlen_k), indices that put unmasked keys first, or None to keep the order
+    query_order: Tensor | None  # (batch, seqlen_q), indices that put unmasked queries first, or None
 
     @classmethod
     def of(cls, mask: Tensor, seqlen_q: int, seqlen_k: int, causal: bool, window: tuple[int, int]) -> "Padding":
-        """Raises: ValueError if the mask has more keys than there are. Further keys do not count."""
+        """Raises: ValueError if the mask has more columns than there are keys. Keys without a column are masked."""
         if mask.shape[1] > seqlen_k:
             raise ValueError(f"attention_mask must be of at most {seqlen_k} keys; got {tuple(mask.shape)}")
         return kept(
@@ -117,7 +119,8 @@ class Padding(NamedTuple):
         written = torch.where(value > 1, value - 1, mask.shape[1])
         counts = F.pad(counts, (0, seqlen_k - mask.shape[1]), value=False)
         first, n_keys = counts.int().argmax(-1), counts.sum(-1)
-        # the last queries are the last written keys; without causality or a window, no query need be left out
+        # query i is the token of key `written - seqlen_q + i`; only causality or a window requires that masked queries
+        # are excluded
         aligned = causal or max(window) >= 0
         place = (written - seqlen_q + torch.arange(seqlen_q, device=mask.device)).expand(len(mask), -1)
         asks = counts.gather(1, place.clamp(0, seqlen_k - 1)) & (place >= 0) if aligned else None
@@ -135,7 +138,7 @@ class Padding(NamedTuple):
         return cls(first.int(), (first + n_keys).int(), schedule, key_order, query_order)
 
     def compacted(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v (batch, seqlen, heads, head_dim) in the order of the schedule."""
+        """Returns q, k and v, (batch, seqlen, heads, head_dim) each, in the order of the schedule."""
         if self.query_order is not None:
             q = _reordered(q, self.query_order)
         if self.key_order is not None:
@@ -143,7 +146,7 @@ class Padding(NamedTuple):
         return q, k, v
 
     def restored(self, o: Tensor) -> Tensor:
-        """o (batch, seqlen_q, n_heads, head_dim) in the order of the queries that were given to `compacted`."""
+        """Returns o, (batch, seqlen_q, n_heads, head_dim), in the order that the queries had before `compacted`."""
         return o if self.query_order is None else _reordered(o, self.query_order.argsort(dim=-1))
 
 
@@ -161,7 +164,10 @@ def _schedule(
     causal: bool,
     window: tuple[int, int],
 ) -> Schedule:
-    """The schedule of rows with one document each. Padding becomes documents of only queries or only keys."""
+    """Returns the schedule of a padded batch. Each row has one document of unmasked tokens.
+
+    The padding before and after this document becomes documents that have only queries or only keys.
+    """
     batch, nothing = len(n_keys), torch.zeros_like(n_keys)
     after_queries, after_keys = seqlen_q - first_query - n_queries, seqlen_k - first_key - n_keys
     queries = torch.stack([first_query, nothing, n_queries, after_queries, nothing], -1)  # [batch, 5]

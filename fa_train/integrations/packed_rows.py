@@ -1,9 +1,9 @@
-"""Schedules of documents that transformers packs into rows, and how layers share them.
+"""Builds the schedules of documents that transformers packs into rows. All layers of a forward pass share a schedule.
 
-A schedule is built in the first layer and kept for as long as the tensor that it was built from is alive and unchanged:
-the tensor's identity and its version counter are the key. A new batch has new tensors, and a change in place raises the
-counter. A replayed CUDA graph that writes to such a tensor does not raise the counter. Compiled code needs no kept
-schedule, because the compiler computes equal subgraphs once.
+The first layer builds the schedule from position_ids or cu_seqlens. The schedule is kept while this tensor is alive and
+its version counter does not change. A new batch has a new tensor, and an in-place operation increases the counter. The
+replay of a CUDA graph can change the tensor without increasing the counter. Compiled code does not keep a schedule,
+because the compiler already computes equal subgraphs once.
 """
 
 from collections.abc import Callable, Hashable
@@ -18,17 +18,17 @@ from fa_kernels.flash_attention.schedule import Schedule, build_schedule
 from fa_kernels.torch_private import current_stream_address, may_have_dispatch_mode
 
 _T = TypeVar("_T")
-_KEPT: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # source -> (its version, {key: value})
+_KEPT: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # {source: (version counter of source, {key: value})}
 
 
 def kept(source: Tensor, key: Hashable, build: Callable[[], _T]) -> _T:
-    """Returns build(), or what it returned before for the same key and the same, unchanged `source`.
+    """Returns build(), or the value of an earlier build() if `source`, its content and `key` have not changed.
 
-    `build` must read nothing but `source` and what `key` names.
+    The result of `build` must depend only on `source` and `key`.
     """
     if (
         torch.compiler.is_compiling()
-        or source.is_inference()  # it has no version counter
+        or source.is_inference()  # an inference tensor has no version counter
         or may_have_dispatch_mode()  # tensors may be fake
         or (source.is_cuda and torch.cuda.is_current_stream_capturing())
     ):
@@ -39,7 +39,7 @@ def kept(source: Tensor, key: Hashable, build: Callable[[], _T]) -> _T:
         version, values = source._version, {}
         _KEPT[source] = version, values
     if (key, stream) not in values:
-        with torch.inference_mode(False):  # autograd cannot save tensors that inference mode made
+        with torch.inference_mode(False):  # autograd cannot save inference tensors
             values[key, stream] = build()
     value: _T = values[key, stream]
     return value
@@ -54,7 +54,7 @@ def document_schedule(
     causal: bool,
     window: tuple[int, int],
 ) -> Schedule:
-    """Returns the schedule of a flattened batch whose documents are given by cu_seqlens.
+    """Returns the schedule of a flattened batch. cu_seqlens_q and cu_seqlens_k hold the boundaries of its documents.
 
     Shapes: q (batch, seqlen_q, n_heads, head_dim); k (batch, seqlen_k, n_kv_heads, head_dim).
     Raises: ValueError unless both cu_seqlens are (n_docs + 1,) integers on q's device.
@@ -70,7 +70,8 @@ def document_schedule(
             f"got {cu_seqlens_q.numel() - 1} and {cu_seqlens_k.numel() - 1}"
         )
     total_q, total_k = q.shape[:2].numel(), k.shape[:2].numel()
-    # reading a length on the GPU would wait for it, and compiled code would be compiled again for other lengths
+    # The host would wait for a length that is on the GPU. In compiled code, each other length would cause a
+    # recompilation.
     seqlen = max_length if isinstance(max_length, int) and not torch.compiler.is_compiling() else None
 
     def build() -> Schedule:
@@ -78,7 +79,7 @@ def document_schedule(
         keys = queries if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k.to(torch.int32)
         return build_schedule(queries, keys, total_q, total_k, causal=causal, window_size=window, seqlen=seqlen)
 
-    if torch.compiler.is_compiling() or cu_seqlens_k.is_inference():  # such a tensor has no version counter
+    if torch.compiler.is_compiling() or cu_seqlens_k.is_inference():  # an inference tensor has no version counter
         return build()
     keys = None if cu_seqlens_k is cu_seqlens_q else (WeakIdRef(cu_seqlens_k), cu_seqlens_k._version)
     return kept(cu_seqlens_q, (keys, total_q, total_k, seqlen, causal, window), build)
@@ -87,10 +88,11 @@ def document_schedule(
 def packed_schedule(
     position_ids: Tensor | None, q: Tensor, k: Tensor, causal: bool, window: tuple[int, int]
 ) -> Schedule | None:
-    """Returns the schedule of rows whose position_ids hold several documents, or None if each row is one.
+    """Returns the schedule of rows with several documents, or None if each row is one document.
 
-    A document starts where position_ids do not rise by one, which is transformers' rule for eager attention. Compiled
-    code, which cannot read them, always gets a schedule. It is correct for single documents too.
+    A new document starts where position_ids do not increase by one, which is transformers' rule for eager attention.
+    Compiled code cannot read position_ids on the host. It therefore always gets a schedule, even if each row is one
+    document.
     Shapes: position_ids (1 or batch, seqlen_q); q and k as for document_schedule.
     """
     batch, seqlen = q.shape[:2]
@@ -106,7 +108,7 @@ def packed_schedule(
     def build() -> Schedule | None:
         starts = F.pad(rows.diff(dim=-1) != 1, (1, 0), value=True).expand(batch, -1).flatten()
         total = batch * seqlen
-        if torch.compiler.is_compiling():  # one place for each token; documents of no tokens fill the end
+        if torch.compiler.is_compiling():  # cu_seqlens gets one entry per token; unused entries are empty documents
             places = torch.arange(total, dtype=torch.int32, device=q.device)
             cu_seqlens = torch.where(starts, places, total).to(torch.int32).sort().values
             longest = seqlen

@@ -5,11 +5,11 @@
     fa.register()
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="fa_train")
 
-Models that transformers runs with flash_attention_2 run with it: GQA, sliding windows, soft caps, attention sinks,
-rows packed by position_ids or by cu_seqlens, padding, and generation with a dynamic or a static cache. Two points
-differ from flash_attention_2. Inputs may be fp32. No layer waits for the GPU: what depends on values is read once per
-forward pass, in `key_mask` and `packed_rows`, and not at all in compiled code. Under torch.inference_mode each layer
-reads it again; torch.no_grad does not have this cost.
+A model that works with flash_attention_2 also works with fa_train. GQA, sliding windows, soft caps, attention sinks,
+rows packed by position_ids or by cu_seqlens, padding, and generation with a dynamic or a static cache are supported.
+There are two differences from flash_attention_2. Inputs may be fp32. Layers do not wait for the GPU: `key_mask` and
+`packed_rows` copy the values that the host needs once per forward pass, and never in compiled code. Under
+torch.inference_mode, however, each layer copies these values again. Use torch.no_grad to avoid this cost.
 """
 
 import os
@@ -26,7 +26,7 @@ from fa_train.integrations.key_masks import Padding, encoded, refuse_other_masks
 from fa_train.integrations.packed_rows import document_schedule, packed_schedule
 
 NAME = "fa_train"
-REFUSED = {  # keyword arguments of attention that change its result, and what they mean
+REFUSED = {  # unsupported keyword arguments of attention, and their meanings for error messages
     "output_attentions": "returning attention weights",
     "head_mask": "masking heads",
     "position_bias": "a position bias",
@@ -37,7 +37,7 @@ REFUSED = {  # keyword arguments of attention that change its result, and what t
 
 
 def register() -> None:
-    """Registers `attn_implementation="fa_train"` for every model of transformers. May be called more than once."""
+    """Registers `attn_implementation="fa_train"` for all models of transformers. Further calls have no effect."""
     from transformers import AttentionInterface, AttentionMaskInterface  # the import takes seconds
 
     AttentionInterface.register(NAME, attention)
@@ -59,10 +59,11 @@ def key_mask(
     device: torch.device | str = "cpu",
     **_: object,
 ) -> Tensor | None:
-    """Returns the mask of one forward pass for `attention`, shared by all layers of a kind; None if all keys count.
+    """Returns the mask that `attention` gets in each layer, or None if no key is masked.
 
-    transformers passes the arguments that it passes to its mask functions. key_masks.encoded describes the result.
-    Raises: ValueError for a mask that is not causality, a window and padding.
+    transformers calls key_mask once per forward pass and kind of layer, with the arguments of its mask functions. The
+    docstring of key_masks.py describes the result.
+    Raises: ValueError if the mask has more than causality, a window, documents and padding.
     """
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk is not None and local_size == chunk and kv_length + kv_offset > chunk:
@@ -72,7 +73,7 @@ def key_mask(
         )
     refuse_other_masks(mask_function, use_vmap)
     written: int | Tensor = kv_length
-    # only bidirectional masks pass allow_is_bidirectional_skip; their keys all exist
+    # transformers passes allow_is_bidirectional_skip only for bidirectional masks, for which all keys are written
     if allow_is_bidirectional_skip is None:
         written = q_offset + q_length - kv_offset
     return encoded(attention_mask, batch_size, kv_length, kv_offset, written, torch.device(device))
@@ -97,28 +98,31 @@ def attention(
     deterministic: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Computes the attention of one layer, as transformers' AttentionInterface calls it.
+    """Computes the attention of one layer. transformers calls it through its AttentionInterface.
 
     Args:
-        module: the layer. Its `is_causal` holds unless the argument is given.
+        module: the layer. If the argument is_causal is None, `module.is_causal` is used.
         query: (batch, n_heads, seqlen_q, head_dim).
         key: (batch, n_kv_heads, seqlen_k, head_dim).
         value: (batch, n_kv_heads, seqlen_k, v_head_dim).
-        attention_mask: what `key_mask` returned, or (batch, seqlen_k), nonzero where a key counts. With a mask,
+        attention_mask: the result of `key_mask`, or (batch, seqlen_k) with 0 for masked keys. If a mask is given,
             position_ids and cu_seqlens are ignored, as in flash_attention_2.
-        scaling: the factor of the scores.
-        sliding_window: tokens that a causal query sees, itself included; others see as many to both sides.
+        scaling: the factor that the scores are multiplied by.
+        sliding_window: the number of tokens that a causal query sees, including its own. A query without causality sees
+            sliding_window - 1 tokens before its own, and as many after it.
         softcap: replaces a score by softcap * tanh(score / softcap).
         s_aux: (n_heads,) attention sinks, in nats.
-        position_ids: (1 or batch, seqlen_q). Without a cache, a document starts where they do not rise by one.
-        cu_seq_lens_q, cu_seq_lens_k: (n_docs + 1,), where the documents of the flattened batch begin.
-        max_length_k: the keys of the longest document; it chooses kernels.
+        position_ids: (1 or batch, seqlen_q). Without a cache, a document starts where position_ids do not increase by
+            one.
+        cu_seq_lens_q, cu_seq_lens_k: (n_docs + 1,), the boundaries of the documents of the flattened batch.
+        max_length_k: the number of keys of the longest document, which determines the choice of kernels.
 
     Returns:
-        o (batch, seqlen_q, n_heads, v_head_dim), and None in the place of the weights. Padding has no meaningful o.
+        The output o, (batch, seqlen_q, n_heads, v_head_dim), and None instead of attention weights. The rows of o that
+        belong to padding have no meaning.
 
     Raises:
-        ValueError: for what flash attention or this function does not support, before a kernel runs.
+        ValueError: if flash attention or this function does not support an argument. No kernel has run by then.
     """
     _require_supported(query, attention_mask, dropout, kwargs)
     q, k, v = (x.transpose(1, 2) for x in _of_one_dtype(module, query, key, value))
@@ -172,7 +176,7 @@ def _require_supported(query: Tensor, attention_mask: Tensor | None, dropout: fl
 
 
 def _of_one_dtype(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Casts to autocast's dtype, or fp32 that norms or PEFT made to that of the layer's weights."""
+    """Casts q, k and v to autocast's dtype. Without autocast, casts fp32 inputs to the dtype of the layer's weights."""
     dtype = query.dtype
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -191,7 +195,7 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def _scheduled(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, **options: Any) -> Tensor:
-    """Attention of (batch, seqlen, heads, head_dim) under the schedule of the flattened batch."""
+    """Computes attention of q, k and v, (batch, seqlen, heads, head_dim) each, with the flattened batch's schedule."""
     o = flash_attn_packed(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), schedule, **options)
     return o.unflatten(0, q.shape[:2])
 
@@ -207,7 +211,7 @@ def _decode(
     sinks: Tensor | None,
     **options: Any,
 ) -> Tensor:
-    """Computes attention of one query per row over its cache, without gradient, by the split-KV kernel."""
+    """Computes attention of one query per row over the row's KV cache, by the split-KV kernel, without gradient."""
     lengths: dict[str, Any] = {}
     if attention_mask is not None:
         padding = Padding.of(attention_mask, 1, k.shape[1], is_causal, window)
@@ -217,7 +221,7 @@ def _decode(
     o, lse = flash_attn_with_kvcache(
         q, k, v, causal=is_causal, window_size=window, return_softmax_lse=True, **lengths, **options
     )
-    if sinks is not None:  # one more term in the denominator: exp(lse) / (exp(lse) + exp(sink))
+    if sinks is not None:  # a sink adds exp(sink) to the denominator exp(lse)
         kept = torch.sigmoid(lse - sinks[:, None])  # [batch, n_heads, 1]
         o = (o * kept.transpose(1, 2)[..., None]).to(q.dtype)
     return o

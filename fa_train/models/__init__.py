@@ -1,1 +1,1 @@
-"""Decoder models over packed streams of tokens, their adapters, and Hugging Face checkpoints."""
+"""A decoder model for packed streams of tokens, its LoRA adapters, and its Hugging Face checkpoints."""

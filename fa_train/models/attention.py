@@ -1,4 +1,4 @@
-"""Four interchangeable implementations of attention, so that an ablation can change the attention and nothing else.
+"""Four implementations of attention with the same signature. An ablation can change the attention and nothing else.
 
 The schedule defines the mask: query i sees the keys j with key_start[i] <= j < key_end[i]. The output of a query that
 sees no key is 0. The softmax is computed in fp32 for every dtype of q, k and v.
@@ -18,14 +18,14 @@ from fa_kernels.flash_attention.schedule import Schedule
 from fa_train.bounds import PositiveInt
 
 
-@runtime_checkable  # fa_train.settings checks whether a config value is an attention
+@runtime_checkable  # fa_train.settings calls isinstance(value, Attention)
 class Attention(Protocol):
     """A function that computes attention over a packed stream.
 
-    Shapes: q (total, n_heads, head_dim); k, v (total, n_kv_heads, head_dim); returns the shape of q. All have one
-    dtype.
-    softmax_scale: the factor of the scores; None means head_dim**-0.5. softcap: replaces each scaled score by
-    softcap * tanh(score / softcap); 0 disables the cap.
+    Shapes: q (total, n_heads, head_dim); k, v (total, n_kv_heads, head_dim); returns the shape of q. Inputs and output
+    have the same dtype.
+    softmax_scale: the factor that the scores are multiplied by, or None for head_dim**-0.5.
+    softcap: if it is not 0, each scaled score becomes softcap * tanh(score / softcap).
     """
 
     def __call__(
@@ -41,13 +41,13 @@ class Attention(Protocol):
 
 
 def require_backend(attention: Attention, device: torch.device) -> None:
-    """Checks before training that `attention` can run on `device`. Raises: ValueError if it cannot."""
+    """Raises: ValueError if `attention` cannot run on `device`. Is called before training."""
     if _function(attention) is flash_attention:
         require_flash_backend(device)
 
 
 def require_softcap(attention: Attention, softcap: float) -> None:
-    """Checks that `attention` supports a soft cap. Raises: ValueError if it does not."""
+    """Raises: ValueError if softcap is not 0 and `attention` does not support soft caps."""
     if softcap and _function(attention) is sdpa_attention:
         raise ValueError(
             f"attention=sdpa cannot cap scores, and this model caps them at {softcap}. "
@@ -64,9 +64,9 @@ def flash_attention(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Computes attention with this repository's Triton kernels, in memory linear in the number of tokens.
+    """Computes attention with this repository's Triton kernels, with memory proportional to the number of tokens.
 
-    The kernels skip tiles outside the mask.
+    The kernels skip tiles that are completely masked.
     """
     return flash_attn_packed(q, k, v, schedule, softmax_scale=softmax_scale, softcap=softcap)
 
@@ -80,12 +80,12 @@ def naive_attention(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Computes attention by its formula, with all (n_heads, total, total) scores in memory."""
+    """Computes attention as softmax(q k^T) v, with all (n_heads, total, total) scores in memory."""
     n_heads, n_kv_heads = q.shape[1], k.shape[1]
     scores = _rows_by_kv_head(q, n_kv_heads) @ k.transpose(0, 1).mT * _scale(q, softmax_scale)  # [n_kv_heads, G * M, N]
     scores = soft_capped(scores, softcap)
     visible = _visible(schedule.key_start, schedule.key_end, k.shape[0])
-    # the lowest finite value instead of -inf, because -inf would put NaN into dv for rows without keys
+    # with -inf instead of the lowest finite value, dv would be NaN if a query sees no key
     scores = scores.unflatten(1, (n_heads // n_kv_heads, -1)).masked_fill(~visible, torch.finfo(scores.dtype).min)
     weights = scores.float().softmax(dim=-1).to(v.dtype)
     o = _heads_by_row(weights.flatten(1, 2) @ v.transpose(0, 1), q.shape[0])
@@ -103,7 +103,8 @@ def sdpa_attention(
 ) -> Tensor:
     """Computes attention with torch's scaled_dot_product_attention.
 
-    One document uses the causal kernels; several documents or a window need a (total, total) mask.
+    A single document without a window uses torch's causal kernels. Several documents or a window need a (total, total)
+    mask.
     Raises: ValueError if softcap is set, because torch's kernels do not support it.
     """
     require_softcap(sdpa_attention, softcap)
@@ -119,9 +120,10 @@ def sdpa_attention(
         )
         return o[0].transpose(0, 1)
     sees_nothing = _sees_nothing(schedule)
-    # torch's kernels give different results for rows without keys. Such a row sees all keys here, and is zeroed below.
+    # Torch's kernels do not agree on a query that sees no key. Here it sees all keys, and the last line sets its output
+    # to 0.
     visible = _visible(schedule.key_start, schedule.key_end, k.shape[0]) | sees_nothing[:, None]
-    # torch's kernels do not support a mask with enable_gqa, and would fall back to materialised scores
+    # with a mask and enable_gqa, torch would use its kernel that keeps all scores in memory
     k, v = (x.repeat_interleave(n_heads // n_kv_heads, dim=1) for x in (k, v))
     o = F.scaled_dot_product_attention(
         _heads_first(q), _heads_first(k), _heads_first(v), attn_mask=visible, scale=softmax_scale
@@ -129,7 +131,7 @@ def sdpa_attention(
     return o[0].transpose(0, 1).masked_fill(sees_nothing[:, None, None], 0.0)
 
 
-@torch.compiler.disable  # it would unroll the loops, and compile for hours
+@torch.compiler.disable  # torch.compile would unroll the loops and take hours
 def chunked_attention(
     q: Tensor,
     k: Tensor,
@@ -140,16 +142,16 @@ def chunked_attention(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Computes attention in plain torch. Only chunk_size * chunk_size scores of each head exist at a time.
+    """Computes attention with torch's operators in chunks. Each head has chunk_size**2 scores in memory at a time.
 
-    chunk_size: tokens per chunk of queries and per chunk of keys. sqrt(total) needs the least memory; larger chunks
-    are faster. The backward recomputes each chunk.
+    chunk_size: the number of tokens per chunk of queries, and per chunk of keys. sqrt(total) needs the least memory.
+    Larger chunks are faster. The backward pass recomputes each chunk.
     Raises: ValueError if chunk_size is not positive.
     Source: Rabe and Staats, Self-attention does not need O(n^2) memory, arXiv:2112.05682.
     """
     if chunk_size < 1:
         raise ValueError(f"attention.chunk_size must be at least 1 token; got {chunk_size}")
-    # split once, because each slice in the loop would have a gradient as large as k
+    # split outside the loop, because each slice made in the loop would have a gradient as large as k
     keys, values = k.split(chunk_size), v.split(chunk_size)
     scale = _scale(q, softmax_scale)
     outputs = [
@@ -173,14 +175,14 @@ def _attend_chunk(
     scale: float,
     softcap: float,
 ) -> Tensor:
-    """Computes attention of one chunk of queries, (M, n_heads, head_dim), over all chunks of keys.
+    """Computes attention of one chunk of queries, (M, n_heads, head_dim), to all chunks of keys.
 
-    Uses a running maximum and a running sum for the softmax.
+    The softmax is computed with a running maximum and a running sum.
     """
     n_kv_heads = keys[0].shape[1]
     rows = _rows_by_kv_head(q, n_kv_heads)
     total = rows.new_zeros(*rows.shape[:2], 1, dtype=torch.float32)
-    # finite instead of -inf, so that the difference of two maxima is never NaN
+    # the first maximum is finite: with -inf, the difference of two maxima could be NaN
     running = (torch.full_like(total, torch.finfo(torch.float32).min), total, torch.zeros_like(rows, dtype=total.dtype))
     first_key = 0
     for k, v in zip(keys, values, strict=True):
@@ -214,11 +216,11 @@ def _add_keys(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Updates the running maximum and sum, (n_kv_heads, G * M, 1), and the weighted values with a chunk of keys."""
+    """Adds a chunk of keys to the running maximum and sum, (n_kv_heads, G * M, 1) each, and to the weighted values."""
     scores = soft_capped((rows @ k.transpose(0, 1).mT).float() * scale, softcap)  # [n_kv_heads, G * M, N]
     visible = _visible(start, end, k.shape[0])
     scores = scores.unflatten(1, (-1, start.shape[0])).masked_fill(~visible, float("-inf")).flatten(1, 2)
-    # the maximum needs no gradient, because the result does not depend on it
+    # the maximum needs no gradient, because it cancels out of the result
     new_maximum = torch.maximum(maximum, scores.detach().amax(dim=-1, keepdim=True))
     decay, weights = torch.exp(maximum - new_maximum), torch.exp(scores - new_maximum)
     values = (weights.to(v.dtype) @ v.transpose(0, 1)).float()
@@ -226,12 +228,12 @@ def _add_keys(
 
 
 def soft_capped(scores: Tensor, softcap: float) -> Tensor:
-    """Returns softcap * tanh(scores / softcap), or the scores if softcap is 0 (Gemma 2, arXiv:2408.00118)."""
+    """Returns softcap * tanh(scores / softcap) (Gemma 2, arXiv:2408.00118), or the scores unchanged if softcap is 0."""
     return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
 def _function(attention: Attention) -> object:
-    """Returns the function inside a partial, or `attention` itself."""
+    """Returns the function in a functools.partial, or `attention` itself if it is not a partial."""
     return attention.func if isinstance(attention, partial) else attention
 
 
@@ -240,13 +242,13 @@ def _scale(q: Tensor, softmax_scale: float | None) -> float:
 
 
 def _visible(key_start: Tensor, key_end: Tensor, n_keys: int) -> Tensor:
-    """Returns which keys each query sees. Shapes: key_start, key_end (M,) -> (M, n_keys) bool."""
+    """Returns True where a query sees a key. Shapes: key_start, key_end (M,) -> (M, n_keys) bool."""
     key = torch.arange(n_keys, device=key_start.device)
     return (key >= key_start[:, None]) & (key < key_end[:, None])
 
 
 def _sees_nothing(schedule: Schedule) -> Tensor:
-    """Returns which queries see no key, (total,) bool. These queries come after the last document."""
+    """Returns True for the queries that see no key, (total,) bool. These queries come after the last document."""
     return schedule.key_start >= schedule.key_end
 
 
@@ -256,10 +258,10 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def _rows_by_kv_head(q: Tensor, n_kv_heads: int) -> Tensor:
-    """Converts (M, n_heads, head_dim) to (n_kv_heads, G * M, head_dim). The G heads of a group share their keys."""
+    """Converts (M, n_heads, head_dim) to (n_kv_heads, G * M, head_dim). G is the number of query heads per KV head."""
     return q.unflatten(1, (n_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
 
 
 def _heads_by_row(o: Tensor, n_rows: int) -> Tensor:
-    """Does the inverse of `_rows_by_kv_head`."""
+    """Converts (n_kv_heads, G * n_rows, head_dim) back to (n_rows, n_heads, head_dim)."""
     return o.unflatten(1, (-1, n_rows)).permute(2, 0, 1, 3).flatten(1, 2)

@@ -1,4 +1,4 @@
-"""Functions with one variant for eager mode and one for torch.compile."""
+"""A function that has one implementation for eager mode and another one for torch.compile."""
 
 from collections.abc import Callable
 from typing import Generic, ParamSpec, TypeVar
@@ -12,8 +12,9 @@ R = TypeVar("R")
 class EagerOrCompiled(Generic[P, R]):
     """A function that calls `eager` in eager mode and `compiled` under torch.compile.
 
-    Both return the same result, but can save different tensors for the backward. Each call chooses again, because a
-    module can be compiled after it was built, and a compiled module can still run in eager mode.
+    `eager` and `compiled` return the same result, but may save different tensors for the backward pass. Every call
+    chooses between them, because a module may be compiled after it was built, and a compiled module may still run in
+    eager mode.
     """
 
     def __init__(self, eager: Callable[P, R], compiled: Callable[P, R]) -> None:

@@ -1,4 +1,4 @@
-"""The configuration of a decoder's architecture, which the model, the memory planner and the exports read."""
+"""The configuration of a decoder's architecture. The model, the memory planner and the exports read it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,18 +16,19 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Family:
-    """Features of the decoder that only some families of published checkpoints use. The defaults disable them.
+    """Features of the decoder that only some families of published checkpoints use. By default, all of them are off.
 
-    qkv_bias, out_bias, ffn_bias: whether these projections have biases; None means the model's `bias`. In Qwen 2 only
-    qkv has them.
-    windows: for each layer, the number of tokens that a query sees, including itself; None means all earlier tokens
+    qkv_bias, out_bias, ffn_bias: whether these projections have biases; by default ModelConfig.bias. In Qwen 2, only
+    the projection to queries, keys and values has a bias.
+    windows: for each layer, the number of tokens that a query sees, including its own, or None for all earlier tokens
     (Mistral, Gemma).
-    rope_layers: whether each layer rotates queries and keys (SmolLM 3 skips every fourth layer).
-    local_rope_theta: the theta of layers with a window, whose frequencies are not scaled (Gemma 3).
-    softmax_scale: the factor of the scores; None means head_dim**-0.5.
-    softcap, logit_softcap: the soft caps of the scaled scores and of the logits; 0 disables them (Gemma 2).
-    embedding_scale: the factor of the token embeddings, rounded to their dtype (Gemma: sqrt(dim)).
-    post_norms: whether the outputs of attention and FFN are normalised before they are added (Gemma 2 and 3).
+    rope_layers: for each layer, whether it applies RoPE to queries and keys (in SmolLM 3, every fourth layer does not).
+    local_rope_theta: RoPE's theta in layers with a window (Gemma 3). RoPE scaling does not apply to these layers.
+    softmax_scale: the factor that attention scores are multiplied by, or None for head_dim**-0.5.
+    softcap, logit_softcap: the soft caps of the scaled scores and of the logits (Gemma 2), or 0 for no cap.
+    embedding_scale: the factor that token embeddings are multiplied by, which is sqrt(dim) in Gemma. It is rounded to
+    the dtype of the embeddings.
+    post_norms: whether the outputs of attention and FFN are normalised before the residual addition (Gemma 2 and 3).
     """
 
     qkv_bias: bool | None = None
@@ -52,7 +53,7 @@ class Family:
 
 
 class Heads(NamedTuple):
-    """The number of query heads, the number of key-value heads, and the channels of one head."""
+    """The number of query heads, the number of KV heads, and the number of channels of one head."""
 
     query: int
     kv: int
@@ -61,15 +62,17 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The architecture of a decoder. The fields are the keys of conf/model.
+    """The architecture of a decoder. Each field is a key of the YAML files in conf/model.
 
     Units: dim, ffn_dim and head_dim in channels; max_seq_len in tokens.
-    n_kv_heads: None means n_heads. head_dim: None means dim / n_heads.
-    max_seq_len: the length that the model was trained on. Learned positions end there, and RoPE scaling starts from it.
-    rope_theta: the base of RoPE's frequencies. rope_scaling: scales these frequencies. Its keys are those of
-    `rope_parameters` in Hugging Face's config.json, such as rope_type (linear, dynamic, yarn, llama3) and factor.
-    Raises: ValueError if a size is not positive or does not divide another, an option is unknown, or a list in `family`
-    does not have one entry per layer.
+    n_kv_heads: by default n_heads. head_dim: by default dim / n_heads.
+    max_seq_len: the context length that the model was trained with. It is the number of learned positions, and the
+    length from which RoPE scaling extends the context.
+    rope_theta: the base of RoPE's frequencies.
+    rope_scaling: the rule that scales RoPE's frequencies. Its keys are those of `rope_parameters` in Hugging Face's
+    config.json, such as rope_type (linear, dynamic, yarn, llama3) and factor.
+    Raises: ValueError if a size is not positive, n_kv_heads does not divide n_heads, n_heads does not divide dim, an
+    option is unknown, or a list in `family` does not have one entry per layer.
     """
 
     vocab_size: PositiveInt
@@ -100,24 +103,24 @@ class ModelConfig:
                 raise ValueError(f"model.{name} must be one of {', '.join(known)}; got {value}")
         if self.positions == "rope" and self.heads.dim % 2:
             raise ValueError(f"model.head_dim must be even for model.positions=rope; got {self.heads.dim}")
-        _ = self.ropes  # checks rope_scaling and the family's layers
+        _ = self.ropes  # checks rope_scaling and the lists in `family`
         if self.positions == "learned":
             self._require_positive("max_seq_len")
 
     @property
     def heads(self) -> Heads:
-        """The sizes of attention. The defaults of n_kv_heads and head_dim are resolved."""
+        """The sizes of attention, with the defaults of n_kv_heads and head_dim filled in."""
         kv = self.n_heads if self.n_kv_heads is None else self.n_kv_heads
         return Heads(self.n_heads, kv, self.dim // self.n_heads if self.head_dim is None else self.head_dim)
 
     @property
     def query_dim(self) -> int:
-        """The channels of all query heads together."""
+        """The number of channels of all query heads together."""
         return self.heads.query * self.heads.dim
 
     @property
     def kv_dim(self) -> int:
-        """The channels of all key heads together, equal to those of all value heads."""
+        """The number of channels of all key heads together, and also of all value heads together."""
         return self.heads.kv * self.heads.dim
 
     @property
@@ -127,18 +130,18 @@ class ModelConfig:
 
     @property
     def up_dim(self) -> int:
-        """The output channels of the FFN's first linear layer."""
+        """The number of output channels of the FFN's first linear layer."""
         return 2 * self.ffn_dim if self.gated else self.ffn_dim
 
     @property
     def block_matrices(self) -> tuple[int, int, int, int]:
-        """The number of elements of each matrix in a block: attention's qkv and out, the FFN's up and down."""
+        """The number of elements of each of a block's matrices: attention.qkv, attention.out, ffn.up and ffn.down."""
         qkv, out = self.dim * (self.query_dim + 2 * self.kv_dim), self.query_dim * self.dim
         return qkv, out, self.dim * self.up_dim, self.ffn_dim * self.dim
 
     @property
     def extras(self) -> Family:
-        """The features of the checkpoint's family, or the defaults."""
+        """The features of the family, or Family's defaults if there is none."""
         return Family() if self.family is None else self.family
 
     @property
@@ -155,12 +158,12 @@ class ModelConfig:
 
     @property
     def windows(self) -> list[int | None]:
-        """The window of each layer in tokens."""
+        """The window of each layer in tokens, or None for all earlier tokens."""
         return self._by_layer("windows", self.extras.windows, None)
 
     @property
     def ropes(self) -> list[Rope | None]:
-        """The rotation of queries and keys in each layer."""
+        """The RoPE of each layer, or None for a layer without RoPE."""
         windows, scaling = self.windows, self.rope_scaling
         if self.positions != "rope":
             if scaling is not None:

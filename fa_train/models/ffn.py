@@ -1,4 +1,4 @@
-"""The decoder's feed-forward network. Its variants compute the same function and save different tensors.
+"""The feed-forward network (FFN) of a decoder block. The classes compute the same function and save different tensors.
 
 | class | chosen if | saved for the backward |
 |:--|:--|:--|
@@ -23,7 +23,7 @@ from fa_train.models.config import Activation, ModelConfig
 
 
 class FFN(nn.Module):
-    """A feed-forward network, down(activation(up(x))). If the activation has a gate, `up` computes gate and values."""
+    """A feed-forward network, down(activation(up(x))). If the activation has a gate, `up` computes gates and values."""
 
     def __init__(self, up: nn.Linear, down: nn.Linear, activation: Activation) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class FFN(nn.Module):
         self.activated_down = ACTIVATED_DOWN[activation]
 
     def at_once(self, x: Tensor) -> Tensor:
-        """Computes the FFN of all rows at once. Shapes: (total, dim) -> (total, dim)."""
+        """Computes the FFN of all tokens at once. Shapes: (total, dim) -> (total, dim)."""
         return self.down_of(self.up(x))
 
     def down_of(self, projected: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class FFN(nn.Module):
 
 
 class DenseFFN(FFN):
-    """Keeps up(x) and the activations for the backward. An adapter on `down` needs the activations there."""
+    """Saves up(x) and the activations for the backward pass. An adapter on `down` needs the activations there."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (total, dim) -> (total, dim)."""
@@ -48,7 +48,7 @@ class DenseFFN(FFN):
 
 
 class RecomputedFFN(FFN):
-    """Keeps only up(x). The backward recomputes the activations.
+    """Saves only up(x). The backward pass recomputes the activations.
 
     checkpointed: whether activation checkpointing recomputes the whole block.
     """
@@ -63,7 +63,7 @@ class RecomputedFFN(FFN):
 
 
 class TiledFFN(FFN):
-    """Computes chunk_size tokens at a time with fa_train.memory.tiled_ffn. Saves up(x) only if `keep` is set."""
+    """Computes the FFN of chunk_size tokens at a time with fa_train.memory.tiled_ffn. keep: whether to save up(x)."""
 
     def __init__(
         self, up: nn.Linear, down: nn.Linear, activation: TiledActivation, chunk_size: int, keep: bool
@@ -79,7 +79,7 @@ class TiledFFN(FFN):
 
 
 class TorchChunkedFFN(FFN):
-    """Computes chunk_size tokens at a time with torch's operators, and checkpoints each chunk."""
+    """Computes the FFN of chunk_size tokens at a time with torch's operators. The backward recomputes each chunk."""
 
     def __init__(self, up: nn.Linear, down: nn.Linear, activation: Activation, chunk_size: int) -> None:
         super().__init__(up, down, activation)
@@ -102,7 +102,7 @@ def build_ffn(config: ModelConfig, memory: Memory) -> FFN:
 
 
 def choose_ffn(up: nn.Linear, down: nn.Linear, activation: Activation, memory: Memory) -> FFN:
-    """Builds the FFN variant for these layers, which may be LoRA layers (fa_train.models.lora)."""
+    """Builds the FFN class for two linear layers, which may be LoRA layers (fa_train.models.lora)."""
     plain = type(up) is nn.Linear and type(down) is nn.Linear
     if memory.mlp_chunk is None:
         if plain:
@@ -117,7 +117,8 @@ def _recomputed(ffn: FFN, x: Tensor) -> Tensor:
     return checkpoint(ffn.down_of, ffn.up(x), use_reentrant=False, preserve_rng_state=False)
 
 
-# torch 2.11 saves tensors that pass between nested checkpoints. A compiled checkpointed block has no nested checkpoint.
+# In compiled code, torch 2.11 saves tensors that pass between nested checkpoints, so a compiled block has no nested
+# one.
 _recomputed_in_checkpoint = EagerOrCompiled(_recomputed, FFN.at_once)
 
 
@@ -136,13 +137,13 @@ def _swiglu_down(projected: Tensor, down: nn.Linear) -> Tensor:
 
 
 def _swiglu_down_compiled(projected: Tensor, down: nn.Linear) -> Tensor:
-    """Uses the fused SwiGLU backward, unless `down` is sharded, frozen or an adapter."""
+    """Applies SwiGLU and `down`. Uses the fused backward unless `down` is sharded, frozen or has an adapter."""
     if trains_plainly(down):
         return swiglu_down(projected, down.weight, down.bias)
     return _swiglu_down(projected, down)
 
 
-# eager mode uses autograd's own path, because the planner models its memory
+# in eager mode, use autograd's own path: the planner models its memory
 ACTIVATED_DOWN: dict[Activation, Callable[[Tensor, nn.Linear], Tensor]] = {
     "swiglu": EagerOrCompiled(_swiglu_down, _swiglu_down_compiled),
     "gelu": _gelu_down,

@@ -193,6 +193,7 @@ class GPT(nn.Module):
 
 class Block(nn.Module):
     """A decoder block: x + attention(norm(x)), then x + ffn(norm(x)).
+
     With config.extras.post_norms (Gemma 2 and 3), the outputs of attention and FFN are also normalised before they are
     added.
 

@@ -367,6 +367,7 @@ def adapter_tensors(model: GPT) -> dict[str, nn.Parameter]:
 
 def merge(model: GPT) -> GPT:
     """Replaces each LoRA layer of the model with an nn.Linear, in place.
+
     Each new weight is the sum of the dequantized weight and its adapters.
     """
     for path, linear in list(adapted(model)):

@@ -1,4 +1,4 @@
-"""The norms of the decoder, and a residual addition fused with the norm that follows it."""
+"""The norms of the decoder, and a residual addition that is fused with the following norm."""
 
 import torch
 import torch.nn.functional as F
@@ -29,14 +29,14 @@ NormModule = nn.RMSNorm | nn.LayerNorm | OffsetRMSNorm
 
 
 def build_norm(config: ModelConfig, dim: int) -> NormModule:
-    """Builds the config's norm over `dim` channels."""
+    """Builds the norm that config.norm names, over `dim` channels."""
     if config.norm == "layernorm":
         return nn.LayerNorm(dim, eps=config.norm_eps, bias=config.bias)
     return (nn.RMSNorm if config.norm == "rmsnorm" else OffsetRMSNorm)(dim, eps=config.norm_eps)
 
 
 def add_and_norm(x: Tensor, added: Tensor, norm: nn.Module, *, keep_sum: bool) -> tuple[Tensor, Tensor]:
-    """Returns x + added and its norm, (total, dim) each. keep_sum: see fa_kernels.rmsnorm.add_rms_norm."""
+    """Returns x + added and norm(x + added), (total, dim) each. keep_sum: see fa_kernels.rmsnorm.add_rms_norm."""
     if type(norm) is nn.RMSNorm and type(norm.weight) is nn.Parameter and norm.eps is not None:
         return add_rms_norm(x, added, norm.weight, norm.eps, compute_dtype(x), keep_sum=keep_sum)
     x = x + added
@@ -44,12 +44,15 @@ def add_and_norm(x: Tensor, added: Tensor, norm: nn.Module, *, keep_sum: bool) -
 
 
 def zeros_to_add(x: Tensor) -> Tensor:
-    """Returns zeros for the first block to add. They have the layout of an FFN's output: all blocks share a graph."""
+    """Returns zeros in the layout of an FFN's output.
+
+    The first block adds these zeros, so that it can share a compiled graph with the other blocks.
+    """
     zero = torch.zeros((), dtype=compute_dtype(x), device=x.device, requires_grad=x.requires_grad)
-    return zero.expand(x.shape).contiguous()  # not a leaf, because autograd accumulates the gradient of a leaf
+    return zero.expand(x.shape).contiguous()  # autograd would accumulate a gradient if this were a leaf
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Returns the dtype of matrix products with x: autocast's dtype, or x's dtype without autocast."""
+    """Returns the dtype in which a matrix product with x is computed: autocast's dtype, or else x's dtype."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

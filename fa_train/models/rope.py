@@ -1,8 +1,8 @@
 """Positions in a packed stream, and rotary position embeddings (RoPE, arXiv:2104.09864).
 
-The layout is that of Hugging Face's Llama: channel i is rotated with channel i + head_dim / 2. A scaling changes the
-frequencies, so that a model trained on short documents can read longer ones. Its fields have the names of
-`rope_parameters` in Hugging Face's config.json.
+As in Hugging Face's Llama, channels i and i + head_dim / 2 form a pair that is rotated. A RoPE scaling changes the
+frequencies of the rotation, so that a model trained on short documents can read longer documents. The fields of a
+scaling have the names of `rope_parameters` in Hugging Face's config.json.
 """
 
 import math
@@ -16,22 +16,22 @@ from torch import Tensor
 
 
 class RotaryTable(NamedTuple):
-    """cos and sin of the rotation angles, (total, head_dim / 2) fp32. All layers of a forward pass share them."""
+    """cos and sin of the rotation angles, (total, head_dim / 2) fp32. All layers with the same RoPE share a table."""
 
     cos: Tensor
     sin: Tensor
 
 
 class RopeScaling(ABC):
-    """A rule that changes the frequencies theta ** (-2i / head_dim), which are in radians per token."""
+    """A rule that changes RoPE's frequencies, theta ** (-2i / head_dim) radians per token."""
 
     @abstractmethod
     def frequencies(self, theta: float, head_dim: int, position_ids: Tensor) -> Tensor:
-        """Returns the frequencies, (head_dim / 2,) fp64, or (total, head_dim / 2) if they differ between tokens."""
+        """Returns the changed frequencies in fp64: (head_dim / 2,), or (total, head_dim / 2) if tokens differ."""
 
     @property
     def magnitude(self) -> float:
-        """The factor of cos and sin. Attention scores are multiplied by its square."""
+        """The factor that cos and sin are multiplied by. Its square multiplies attention scores."""
         return 1.0
 
 
@@ -47,11 +47,11 @@ class LinearScaling(RopeScaling):
 
 @dataclass(frozen=True)
 class DynamicNTKScaling(RopeScaling):
-    """Increases theta for documents that are longer than the original length.
+    """Increases theta for documents that are longer than the model's original context length.
 
-    original_max_position_embeddings: in tokens.
+    original_max_position_embeddings: the original context length in tokens.
     Source: transformers' rope_type=dynamic, after "NTK-aware scaled RoPE" (arXiv:2309.00071, appendix B.1).
-    transformers uses the longest row of the batch; this class uses the length of each token's own document.
+    theta depends on the length of each token's document. In transformers, it depends on the longest row of the batch.
     """
 
     factor: float
@@ -66,11 +66,14 @@ class DynamicNTKScaling(RopeScaling):
 
 @dataclass(frozen=True)
 class YarnScaling(RopeScaling):
-    """Interpolates low frequencies and keeps high ones, with a linear ramp between (YaRN, arXiv:2309.00071, sec. 3.2).
+    """Divides low frequencies by `factor` and keeps high frequencies (YaRN, arXiv:2309.00071, section 3.2).
 
-    original_max_position_embeddings: in tokens. beta_fast, beta_slow: the ends of the ramp, in rotations over the
-    original length. truncate: rounds the ends of the ramp to whole channels.
-    attention_factor: None means 0.1 * ln(factor) + 1 as in the paper, modified by mscale and mscale_all_dim.
+    Between high and low frequencies, the change grows linearly from channel to channel, as a ramp.
+    original_max_position_embeddings: the original context length in tokens.
+    beta_fast, beta_slow: the frequencies at the two ends of the ramp, in rotations per original context length.
+    truncate: whether the ends of the ramp are rounded to whole channels.
+    attention_factor: the factor of cos and sin; by default 0.1 * ln(factor) + 1 as in the paper, modified by mscale and
+    mscale_all_dim.
     """
 
     factor: float
@@ -105,17 +108,17 @@ class YarnScaling(RopeScaling):
         return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
 
     def _channel_of(self, rotations: float, theta: float, head_dim: int) -> float:
-        """Returns the channel whose angle makes this number of rotations over the original length."""
+        """Returns the channel that makes `rotations` rotations within the original context length."""
         original = self.original_max_position_embeddings
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
 
 @dataclass(frozen=True)
 class Llama3Scaling(RopeScaling):
-    """Divides low frequencies by `factor` and keeps high ones, with a linear ramp between.
+    """Divides low frequencies by `factor` and keeps high frequencies. Interpolates linearly between low and high.
 
-    original_max_position_embeddings: in tokens. low_freq_factor, high_freq_factor: the ends of the ramp, in rotations
-    over the original length.
+    original_max_position_embeddings: the original context length in tokens.
+    low_freq_factor, high_freq_factor: the two ends of the interpolation, in rotations per original context length.
     Source: github.com/meta-llama/llama-models, models/llama3/model.py, apply_scaling.
     """
 
@@ -133,7 +136,7 @@ class Llama3Scaling(RopeScaling):
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotation of queries and keys in one layer: its base theta, and the scaling of its frequencies."""
+    """The RoPE of one layer: theta, the base of its frequencies, and the rule that scales them."""
 
     theta: float
     scaling: RopeScaling | None
@@ -148,13 +151,14 @@ SCALINGS: dict[str, type[RopeScaling]] = {
 
 
 def rope_scaling(parameters: Mapping[str, Any], original_max_seq_len: int | None) -> RopeScaling | None:
-    """Builds a scaling from the fields of `rope_parameters` in config.json. Returns None for rope_type=default.
+    """Builds a RoPE scaling from the fields of `rope_parameters` in config.json. Returns None for rope_type=default.
 
-    original_max_seq_len: the trained length in tokens, used if the parameters do not contain it.
+    original_max_seq_len: the original context length in tokens. It is used if `parameters` does not contain this
+    length.
     Raises: ValueError if rope_type is unknown, or a field is missing, unknown or out of range.
     """
     given = dict(parameters)
-    kind = given.pop("type", None)  # the name of rope_type before transformers 4.43
+    kind = given.pop("type", None)  # before transformers 4.43, rope_type was named type
     kind = given.pop("rope_type", kind)
     if kind != "default" and kind not in SCALINGS:
         raise ValueError(f"rope_scaling.rope_type must be one of default, {', '.join(SCALINGS)}; got {kind}")
@@ -181,18 +185,18 @@ def rope_scaling(parameters: Mapping[str, Any], original_max_seq_len: int | None
 def document_positions(cu_seqlens: Tensor | None, total: int, device: torch.device) -> Tensor:
     """Returns each token's position in its document, (total,) int64.
 
-    cu_seqlens: (n_docs + 1,) int32; None means one document. Tokens after the last document form one more document.
+    cu_seqlens: (n_docs + 1,) int32, or None for one document. Tokens after the last document form one more document.
     """
     token = torch.arange(total, device=device)
     if cu_seqlens is None:
         return token
-    # the number of documents that end at or before the token, including empty ones
+    # how many documents, including empty ones, end at or before the token
     document = torch.searchsorted(cu_seqlens[1:].contiguous(), token.to(torch.int32), right=True)
     return token - cu_seqlens[document]
 
 
 def last_positions(position_ids: Tensor) -> Tensor:
-    """Returns the last position of each token's document. Positions within a document increase by 1.
+    """Returns the last position in each token's document. A document ends where positions do not increase by 1.
 
     Shapes: (total,) -> (total,).
     """
@@ -205,12 +209,12 @@ def last_positions(position_ids: Tensor) -> Tensor:
 
 
 def plain_frequencies(theta: float, head_dim: int, device: torch.device) -> Tensor:
-    """Returns theta ** (-2i / head_dim) for each pair of channels i, (head_dim / 2,) fp64, in radians per token."""
+    """Returns RoPE's frequencies without scaling, theta ** (-2i / head_dim) radians per token, (head_dim / 2,) fp64."""
     return theta ** -_exponents(head_dim, device)
 
 
 def rotary_table(position_ids: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> RotaryTable:
-    """Computes cos and sin of the rotation angles for position_ids, (total,).
+    """Computes cos and sin of the rotation angles at position_ids, (total,).
 
     Angles are computed in fp64: at position one million, an fp32 angle has an error of up to 0.03 radians.
     """

@@ -1,4 +1,4 @@
-"""Checks the tensors of a packed stream, and builds the schedule of the keys that each query sees."""
+"""Checks the tensors of a packed stream, and builds the schedule, which holds the keys that each query sees."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from fa_kernels.flash_attention.schedule import Schedule, build_schedule, causal
 
 
 def require_stream(tokens: Tensor, cu_seqlens: Tensor | None, **like_tokens: Tensor | None) -> None:
-    """Raises: ValueError if tokens or cu_seqlens has a wrong shape, or another tensor differs from tokens in shape."""
+    """Raises: ValueError if tokens or cu_seqlens has a wrong shape, or another tensor's shape is not that of tokens."""
     if tokens.dim() != 1 or tokens.numel() == 0:
         raise ValueError(f"tokens must be one packed stream (total,) of at least 1 token; got {tuple(tokens.shape)}")
     if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype != torch.int32):
@@ -23,7 +23,7 @@ def require_stream(tokens: Tensor, cu_seqlens: Tensor | None, **like_tokens: Ten
 def windowed_schedule(
     cu_seqlens: Tensor | None, total: int, device: torch.device, window: int | None, seqlen: int | None
 ) -> Schedule:
-    """Builds the causal schedule of the documents. A window of at least `total` tokens has no effect, like None."""
+    """Builds the causal schedule of the documents. window: None, or the number of tokens that a query sees."""
     if window is None or window >= total:
         return causal_schedule(cu_seqlens, total, device, seqlen)
     documents = torch.tensor([0, total], dtype=torch.int32, device=device) if cu_seqlens is None else cu_seqlens

@@ -1,1 +1,1 @@
-"""Training on several GPUs: sharding, sharded checkpoints, and decisions that all ranks share."""
+"""Training on several GPUs: sharded weights, sharded checkpoints, and decisions that all ranks share."""

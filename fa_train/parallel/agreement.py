@@ -5,12 +5,12 @@ import torch.distributed as dist
 
 
 class Agreement:
-    """Tells every rank whether any rank answered yes. All ranks get the same result, one call later.
+    """Tells every rank whether any rank has answered yes. All ranks get the same result, one call later.
 
-    All ranks must stop at the same step. Otherwise their collectives would not match, and they would wait forever.
+    All ranks must stop at the same step. If one rank stopped earlier, the collectives of the others would wait forever.
     Each call of `any` starts an all-reduce of one integer in a separate gloo group, which does not wait for the GPU.
-    The all-reduce overlaps with the next micro-batch, and the next call of `any` reads its result. A flag in the
-    TCPStore is not enough, because some hosts can be several steps ahead of others.
+    The all-reduce overlaps with the next micro-batch. The next call of `any` reads the result. A flag in torch's
+    TCPStore would not be enough, because the host of one rank can be several steps ahead of another rank's.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class Agreement:
         self._asked: dist.Work | None = None
 
     def any(self, yes: bool) -> bool:
-        """Returns whether any rank answered yes before. If not, starts an all-reduce with this rank's answer."""
+        """Returns whether any rank answered yes in an earlier call. If not, starts the next all-reduce."""
         if self._asked is not None:
             self._asked.wait()
         if self._answer.item():

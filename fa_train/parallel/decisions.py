@@ -1,8 +1,8 @@
-"""Decisions that must be equal on all ranks, such as the run's folder. Rank 0 makes them and tells the others.
+"""Decisions that must be equal on all ranks, such as the run's folder. Rank 0 decides and tells the other ranks.
 
-The decisions are needed before the process group exists. Ranks that torchrun or srun starts exchange them through
-torch's TCPStore, at the address of the later process group. Ranks that Lightning starts are children of rank 0 and
-inherit the decisions in an environment variable.
+The decisions are needed before the process group exists. If torchrun or srun starts the ranks, they exchange decisions
+through torch's TCPStore, at the address that the process group will use. If Lightning starts the ranks, they are
+children of rank 0 and inherit its decisions in an environment variable.
 """
 
 import json
@@ -11,18 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-INHERITED = "FA_TRAIN_DECISIONS"  # environment variable with rank 0's answers for its child ranks
-LAUNCHERS = {"TORCHELASTIC_RUN_ID", "SLURM_NTASKS"}  # environment variables that torchrun and srun set
+INHERITED = "FA_TRAIN_DECISIONS"  # the environment variable in which child ranks inherit rank 0's decisions
+LAUNCHERS = {"TORCHELASTIC_RUN_ID", "SLURM_NTASKS"}  # torchrun and srun set these environment variables
 
 
 def decided_by_rank_zero(question: str, decide: Callable[[], Any]) -> Any:
-    """Calls decide() on rank 0 and returns its result on all ranks. The result must be convertible to JSON.
+    """Calls decide() on rank 0 and returns the result on all ranks. The result must be convertible to JSON.
 
-    question: a unique name of the decision.
-    Raises: on all ranks, the ValueError that decide() raised on rank 0.
+    question: a unique name for the decision.
+    Raises: ValueError on all ranks if decide() raises it on rank 0.
     """
     if LAUNCHERS & os.environ.keys():
-        from fa_train.parallel import rank_store  # imports torch and Lightning, which takes seconds
+        from fa_train.parallel import rank_store  # this import of torch and Lightning takes seconds
 
         ranks = rank_store.launched_ranks()
         if ranks is not None:
@@ -35,11 +35,11 @@ def decided_by_rank_zero(question: str, decide: Callable[[], Any]) -> Any:
 
 
 def fresh_folder(wanted: str) -> str:
-    """Creates the folder `wanted` and returns its path. If it exists, tries `wanted`-1, `wanted`-2, … instead."""
+    """Creates the folder `wanted` and returns its path. If `wanted` exists, tries `wanted`-1, `wanted`-2 and so on."""
     folder, number = Path(wanted), 0
     while True:
         try:
-            folder.mkdir(parents=True)  # if two processes try, one of them fails
+            folder.mkdir(parents=True)  # succeeds in only one of several processes
         except FileExistsError:
             number += 1
             folder = Path(f"{wanted}-{number}")

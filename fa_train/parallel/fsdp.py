@@ -1,9 +1,10 @@
 """Shards weights, gradients and optimizer states over all ranks (ZeRO-3, arXiv:1910.02054), with torch's FSDP2.
 
-Each rank keeps a shard of every parameter's rows. A block's weights are gathered before its forward and before its
-backward, and freed after each. Its gradients are averaged and sharded as soon as its backward has computed them.
-Embeddings, last norm and head are gathered once per micro-batch, because the loss reads the head's weight directly.
-A tied head shares its weight with the token embedding.
+Each rank keeps a part of every parameter's rows, its shard. The weights of a block are gathered before its forward pass
+and again before its backward pass, and freed after each. As soon as the backward pass of a block has computed its
+gradients, they are averaged and sharded. The weights of embeddings, last norm and head are gathered once per
+micro-batch. They stay gathered because the loss reads the head's weight directly, which may be the token embedding's as
+well.
 """
 
 from collections.abc import Mapping
@@ -37,9 +38,9 @@ SHARDED_MESH = "data_parallel"  # Lightning's name for the mesh dimension of dat
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
-    """Lightning's strategy for sharded models, whose mesh has a single dimension with all ranks.
+    """A Lightning strategy that shards the model over all ranks. Its device mesh has one dimension.
 
-    A checkpoint is a folder with one part per rank. Any number of ranks can load it. They can also load the checkpoint
+    A checkpoint is a folder with one part per rank. Any number of ranks can load such a folder, and also the checkpoint
     file of an unsharded run.
     """
 
@@ -51,7 +52,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         super().setup_environment()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Writes each rank's part into the folder. Raises: CheckpointError on all ranks if any rank fails."""
+        """Writes the part of each rank into the folder. Raises: CheckpointError on all ranks if any rank fails."""
         folder = Path(self.broadcast(filepath))
         state = {"state_dict": checkpoint.pop("state_dict")}
         state |= {f"optimizer_{i}": values for i, values in enumerate(checkpoint.pop("optimizer_states", []))}
@@ -60,7 +61,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             dcp.save(state, checkpoint_id=folder)
             if self.global_rank == 0:
                 write_file(checkpoint, folder / META)
-        except CheckpointException as error:  # torch raises it on all ranks
+        except CheckpointException as error:  # torch raises this error on all ranks
             failure = not_written(folder, next(iter(error.failures.values()))[0])
         except CheckpointError as error:
             failure = error
@@ -76,7 +77,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         return self._load_folder(path) if is_folder else self._load_whole(path)
 
     def _load_folder(self, folder: Path) -> dict[str, Any]:
-        """Reads each rank's part. Raises: CheckpointError if the checkpoint is damaged or from another model."""
+        """Loads this rank's shards. Raises: CheckpointError if the checkpoint is damaged or from another model."""
         assert self.model is not None
         checkpoint = read_meta(folder)
         stored = shapes(stored_weights(FolderReader(folder).read_metadata()))
@@ -95,8 +96,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def _load_whole(self, path: Path) -> dict[str, Any]:
         """Loads the checkpoint file of an unsharded run. Each rank copies its shard of each tensor.
 
-        Lightning's own loader numbers optimizer states by the order of parameters in the model. The file numbers them
-        by their order in the optimizer's groups.
+        Lightning's own loader cannot be used: it numbers optimizer states by the order of parameters in the model, but
+        the file numbers them by the order in the optimizer's groups.
         """
         assert self.model is not None
         checkpoint = read_file(path, mmap=True)
@@ -128,13 +129,13 @@ class FullyShardedStrategy(ModelParallelStrategy):
 def shard(model: GPT, mesh: DeviceMesh, precision: str) -> None:
     """Shards the model's parameters over the ranks. No device ever holds the whole model.
 
-    precision: trainer.precision. With bf16-mixed, the weights of blocks are gathered in bf16, the dtype that autocast
-    computes in. Shards stay in fp32, other weights are gathered in fp32, and gradients are averaged in fp32.
+    precision: trainer.precision. With bf16-mixed, the weights of blocks are gathered in bf16, the dtype in which
+    autocast computes. All other weights are gathered in fp32. Shards stay in fp32, and gradients are averaged in fp32.
     """
     of_blocks = torch.bfloat16 if precision == "bf16-mixed" else None
     ranks = mesh[SHARDED_MESH]
     for block in model.blocks:
-        # inputs keep their dtype, because autocast keeps hidden states between blocks in fp32
+        # inputs are not cast to bf16, because autocast keeps the hidden states between blocks in fp32
         policy = MixedPrecisionPolicy(of_blocks, torch.float32, cast_forward_inputs=False)
         fully_shard(block, mesh=ranks, mp_policy=policy)
     fully_shard(model, mesh=ranks, mp_policy=MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False))
@@ -146,10 +147,10 @@ def is_sharded(model: GPT) -> bool:
 
 
 def whole(x: Tensor) -> Tensor:
-    """Gathers x from all ranks. Returns a plain tensor as it is."""
+    """Gathers x from all ranks. Returns x unchanged if it is not sharded."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def local(x: Tensor) -> Tensor:
-    """Returns this rank's shard of x, a view of the same memory. Returns a plain tensor as it is."""
+    """Returns this rank's shard of x, without a copy. Returns x unchanged if it is not sharded."""
     return x.to_local() if isinstance(x, DTensor) else x

@@ -1,6 +1,6 @@
-"""Initialises weights in host memory with a GPU's random numbers.
+"""Initialises weights in CPU memory with random numbers that a GPU draws.
 
-Sharded and unsharded runs then start with the same weights.
+A sharded run, whose weights are initialised in CPU memory, then starts with the same weights as an unsharded run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,10 @@ from fa_kernels.torch_private import TorchDispatchMode
 
 
 class InitOnDevice(TorchDispatchMode):
-    """A mode in which in-place random functions, such as those in torch.nn.init, draw on `device`.
+    """A mode in which in-place random functions, such as those in torch.nn.init, draw their values on `device`.
 
-    The mode copies the drawn values to the tensor.
-
-    CPUs and GPUs draw different values from the same seed. The device holds one tensor at a time. A GPU draws the
-    weights of llama_8b in seconds; one CPU core needs minutes.
+    The mode then copies the drawn values to the tensor. CPUs and GPUs draw different values from the same seed. The
+    device holds one tensor at a time. A GPU draws the weights of llama_8b in seconds. One CPU core needs minutes.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The ranks that Lightning started as children of this process."""
+"""Waits for the ranks that Lightning started as children of this process."""
 
 import atexit
 import subprocess
@@ -14,17 +14,18 @@ SubprocessScriptLauncher = private("lightning", launchers, "_SubprocessScriptLau
 
 
 def wait_for_other_ranks(trainer: L.Trainer) -> None:
-    """Makes this process wait at its exit for the ranks that it started. They may exit with a nonzero status.
+    """Makes this process wait at its exit for the ranks that it started, which may exit with a nonzero status.
 
-    Lightning's observer would treat a nonzero status as a failure and kill this process, perhaps before it has
-    finished. The wait starts after the process group is destroyed, because NCCL needs all ranks to destroy it.
+    Without this function, Lightning's observer would treat a nonzero status as a failure and kill this process, perhaps
+    before it has finished. The process waits after it has destroyed its process group, because NCCL destroys the group
+    only together with all other ranks.
     """
     launcher = trainer.strategy.launcher
     if isinstance(launcher, SubprocessScriptLauncher):
         ranks = launcher.procs.copy()
         launcher.procs.clear()  # the observer's list, too
         atexit.register(_end, ranks)
-        atexit.unregister(_destroy_dist_connection)  # the function that is registered last runs first
+        atexit.unregister(_destroy_dist_connection)  # atexit first runs the function that was registered last
         atexit.register(_destroy_dist_connection)
 
 

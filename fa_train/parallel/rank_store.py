@@ -1,4 +1,4 @@
-"""Exchanges decisions between ranks that torchrun or srun started, before their process group exists."""
+"""Exchanges decisions between ranks that torchrun or srun started. Works before the process group exists."""
 
 import json
 import os
@@ -12,9 +12,9 @@ from typing import Any
 from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from torch.distributed import DistStoreError, TCPStore
 
-PATIENCE = timedelta(minutes=10)  # how long to wait for rank 0, which may start later than the others
-GOODBYE = timedelta(seconds=10)  # how long rank 0 waits for the others to read its error
-_ASKED: Counter[str] = Counter()  # how often this process has asked each question; equal on all ranks
+PATIENCE = timedelta(minutes=10)  # other ranks wait this long for rank 0, which may start later
+GOODBYE = timedelta(seconds=10)  # rank 0 waits this long until other ranks have read its error
+_ASKED: Counter[str] = Counter()  # how often each question was asked, which is equal on all ranks
 
 
 def launched_ranks() -> ClusterEnvironment | None:
@@ -28,9 +28,9 @@ def launched_ranks() -> ClusterEnvironment | None:
 
 @cache
 def _store() -> TCPStore:
-    """Returns the store of torchrun's agent, or else a store that rank 0 hosts.
+    """Returns the store of torchrun's agent, or, if there is no agent, a store that rank 0 hosts.
 
-    Rank 0 hosts it until it exits, because other ranks may be late.
+    Rank 0 hosts its store until it exits, because other ranks may start late.
     """
     ranks = launched_ranks()
     assert ranks is not None
@@ -41,22 +41,22 @@ def _store() -> TCPStore:
         is_master=ranks.global_rank() == 0 and not of_agent,
         timeout=PATIENCE,
         wait_for_workers=False,
-        multi_tenant=True,  # the process group's store has the same address
+        multi_tenant=True,  # the process group's store will use the same address
     )
 
 
 def decided_through_store(ranks: ClusterEnvironment, question: str, decide: Callable[[], Any]) -> Any:
-    """Calls decide() on rank 0 and returns its result on all ranks. Raises: on all ranks, the ValueError of rank 0."""
+    """Calls decide() on rank 0 and returns the result on all ranks. Raises: ValueError on all ranks if rank 0 does."""
     store = _store()
     _ASKED[question] += 1
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the agent's store outlives its workers
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # old keys stay in the agent's store
     key = f"fa_train/{restarts}/{question}/{_ASKED[question]}"
     if ranks.global_rank() == 0:
         try:
             answer = decide()
         except ValueError as error:
             store.set(key, json.dumps({"error": str(error)}))
-            with suppress(DistStoreError):  # this process may host the store: wait until all have read
+            with suppress(DistStoreError):  # rank 0 may host the store: wait until all ranks have read it
                 store.wait([f"{key}/{rank}" for rank in range(1, ranks.world_size())], GOODBYE)
             raise
         store.set(key, json.dumps({"answer": answer}))

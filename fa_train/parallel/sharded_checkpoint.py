@@ -1,6 +1,6 @@
 """Reads the checkpoint folder of a sharded run without running code from it.
 
-Torch's own reader unpickles `.metadata` and all values that are not tensors without restrictions.
+Torch's reader would run code in a folder: it unpickles `.metadata` and all values except tensors without restrictions.
 """
 
 import io
@@ -39,13 +39,13 @@ METADATA_GLOBALS = {
     )),
     (f"{DCP}.filesystem", "_StorageInfo"),
     ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # its module in Python 3.13
+    ("pathlib._local", "PosixPath"),  # the module of PosixPath in Python 3.13
     ("collections", "OrderedDict"),
 }  # fmt: skip
 
 
 class CheckpointFiles(TorchCheckpointIO):
-    """A checkpoint plugin for Lightning that writes files, and reads files and sharded folders."""
+    """A checkpoint plugin for Lightning. It writes checkpoint files, and reads both files and sharded folders."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         write_file(checkpoint, Path(path))
@@ -55,7 +55,7 @@ class CheckpointFiles(TorchCheckpointIO):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Loads only the classes and functions that torch's distributed checkpoints need."""
+    """Unpickles `.metadata`, but allows only the classes and functions that torch's distributed checkpoints need."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in METADATA_GLOBALS:
@@ -64,10 +64,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class FolderReader(dcp.FileSystemReader):
-    """Torch's reader of a sharded folder, with an allow-list for `.metadata`."""
+    """Torch's reader of a sharded folder, but with an allow-list of classes for `.metadata`."""
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """Reads `.metadata`. Raises: CheckpointError if it is not the metadata of a checkpoint in this folder."""
+        """Reads `.metadata`. Raises: CheckpointError if `.metadata` does not describe a checkpoint in this folder."""
         folder = Path(self.path)
         try:
             with (folder / ".metadata").open("rb") as file:
@@ -81,7 +81,7 @@ class FolderReader(dcp.FileSystemReader):
 
 
 class FolderPlanner(DefaultLoadPlanner):
-    """Torch's load planner, restricted to tensors and plain values."""
+    """Torch's load planner, but restricted to tensors and plain values, such as numbers and strings."""
 
     def load_bytes(self, read_item: ReadItem, value: IO[bytes]) -> None:
         plain = io.BytesIO()
@@ -91,13 +91,13 @@ class FolderPlanner(DefaultLoadPlanner):
 
 
 def load_into(values: dict[str, Any], folder: Path, *, alone: bool) -> None:
-    """Loads a sharded checkpoint into `values`: fills its tensors in place and replaces its plain values.
+    """Loads a sharded checkpoint into `values`. Fills the tensors in place, and replaces all other values.
 
-    alone: True if this process reads without the other ranks.
+    alone: whether this process reads without other ranks.
     Raises: CheckpointError if the folder is damaged or lacks a value.
     """
     reader = FolderReader(folder)
-    reader.read_metadata()  # raises if it is damaged, before torch logs a traceback
+    reader.read_metadata()  # if `.metadata` is damaged, this raises an error before torch logs a traceback
     try:
         dcp.load(values, storage_reader=reader, planner=FolderPlanner(), no_dist=alone)
     except CheckpointException as error:
@@ -108,7 +108,7 @@ def load_into(values: dict[str, Any], folder: Path, *, alone: bool) -> None:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Reads everything except weights and optimizer states.
+    """Reads everything in a sharded checkpoint except weights and optimizer states.
 
     Raises: CheckpointError if the folder is not a sharded checkpoint.
     """
@@ -118,7 +118,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def stored_weights(metadata: Metadata) -> dict[str, torch.Tensor]:
-    """Returns the stored weights by their names in LitGPT, as tensors on the meta device."""
+    """Returns a checkpoint's weights as tensors on the meta device. The keys are their names in LitGPT."""
     prefix = "state_dict."
     return {
         name.removeprefix(prefix): torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
@@ -128,7 +128,7 @@ def stored_weights(metadata: Metadata) -> dict[str, torch.Tensor]:
 
 
 def require_whole(checkpoint: Path) -> None:
-    """Checks every stored byte of a checkpoint file or folder. Raises: CheckpointError if it is damaged."""
+    """Checks every stored byte of a checkpoint. Raises: CheckpointError if the file or folder is damaged."""
     if not checkpoint.is_dir():
         require_intact(checkpoint)
         read_file(checkpoint, mmap=True)
@@ -140,15 +140,16 @@ def require_whole(checkpoint: Path) -> None:
 
 
 def global_step(checkpoint: Path) -> int:
-    """Returns the number of optimizer steps before a checkpoint was saved."""
+    """Returns the number of optimizer steps that were done before a checkpoint was saved."""
     content = read_meta(checkpoint) if checkpoint.is_dir() else read_file(checkpoint, mmap=True)
     return int(content["global_step"])
 
 
 def load_sharded(folder: Path) -> dict[str, Any]:
-    """Reads a sharded checkpoint into host memory, in the format of an unsharded run.
+    """Reads a sharded checkpoint into CPU memory, in the format of an unsharded run's checkpoint.
 
-    torch's dcp_to_torch_save is not used: it unpickles the folder without an allow-list, and writes a second copy.
+    torch's dcp_to_torch_save is not used, because it unpickles the folder without an allow-list and writes a second
+    copy.
     Raises: CheckpointError if the folder is not a sharded checkpoint.
     """
     checkpoint = read_meta(folder)
@@ -161,7 +162,8 @@ def load_sharded(folder: Path) -> dict[str, Any]:
     }
     load_into(values, folder, alone=True)
     weights: dict[str, Any] = {}
-    optimizers: dict[str, tuple[dict[str, Any], dict[int, Any]]] = {}  # states by parameter name, groups by index
+    # {optimizer: ({parameter name: state}, {index: parameter group})}
+    optimizers: dict[str, tuple[dict[str, Any], dict[int, Any]]] = {}
     for name, (part, *keys) in metadata.planner_data.items():
         if part == "state_dict":
             [weight] = keys
@@ -175,7 +177,7 @@ def load_sharded(folder: Path) -> dict[str, Any]:
 
 
 def _require_metadata(metadata: object) -> None:
-    """Checks a checkpoint's metadata. Raises: ValueError if it is malformed or names a file outside the folder."""
+    """Raises: ValueError if a checkpoint's metadata is malformed or names a file outside the checkpoint's folder."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise ValueError("its .metadata is not that of a sharded checkpoint")
     for stored in metadata.storage_data.values():
@@ -184,7 +186,7 @@ def _require_metadata(metadata: object) -> None:
 
 
 def _by_place(states: dict[str, Any], groups: dict[int, Any]) -> dict[str, Any]:
-    """Converts an optimizer's state from parameter names to torch.optim's format, which numbers the parameters."""
+    """Converts an optimizer's state with parameter names to torch.optim's format, which numbers the parameters."""
     names = [name for place in sorted(groups) for name in groups[place]["params"]]
     places = {name: place for place, name in enumerate(names)}
     return {
@@ -196,7 +198,7 @@ def _by_place(states: dict[str, Any], groups: dict[int, Any]) -> dict[str, Any]:
 
 
 def saved_optimizer(folder: Path) -> dict[str, Any]:
-    """Returns the structure of the optimizer's state_dict in a sharded checkpoint, with tensors on the meta device."""
+    """Returns a sharded checkpoint's optimizer state_dict, with tensors on the meta device and settings of None."""
     metadata = FolderReader(folder).read_metadata()
     states: dict[str, Any] = {}
     settings: dict[str, None] = {}

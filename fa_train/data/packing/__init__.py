@@ -1,1 +1,1 @@
-"""Packs documents into rows of equal length."""
+"""Packs documents into rows that all have the same length."""

@@ -1,4 +1,4 @@
-"""Assigns a step's rows to micro-batches and ranks with similar costs, so that ranks wait little for each other."""
+"""Assigns the rows of a step to micro-batches and ranks. Balances costs, so that ranks hardly wait for each other."""
 
 import heapq
 
@@ -6,14 +6,15 @@ import numpy as np
 
 
 def deal(costs: np.ndarray, size: int, world_size: int) -> np.ndarray:
-    """Returns the row indices of each micro-batch and rank, (accumulation, world_size, size); each index occurs once.
+    """Returns the row indices of each micro-batch, (accumulation, world_size, size). Each index occurs once.
 
-    costs: the cost of each row. size: rows per micro-batch.
-    Each row, the most expensive first, goes to the cheapest micro-batch that still has room. Ranks with sharded
-    parameters wait for each other at every micro-batch, so micro-batches of similar cost run at the same time. Among
-    these, the most expensive micro-batch goes to the rank with the least work so far. Ties are resolved by index, so
-    the result is deterministic.
-    Source: longest processing time first, Graham 1969, doi:10.1137/0117039; here a micro-batch holds `size` rows.
+    costs: the cost of each row. size: rows per micro-batch. Rows are assigned by descending cost. Each row goes to the
+    micro-batch with the lowest cost so far that still has room. Ranks with sharded parameters wait for each other in
+    every micro-batch. Micro-batches of similar cost therefore run at the same time on different ranks. Among these
+    micro-batches, the one with the highest cost goes to the rank with the lowest cost so far. Ties are resolved by
+    index, so the result is deterministic.
+    Source: longest processing time first, Graham 1969, doi:10.1137/0117039, with the restriction to `size` rows per
+    micro-batch.
     """
     n_micro_batches = len(costs) // size
     assert len(costs) == n_micro_batches * size and n_micro_batches % world_size == 0

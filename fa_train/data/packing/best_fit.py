@@ -1,11 +1,11 @@
-"""Best-fit decreasing: packs documents into rows with little padding, without cutting those that fit in a row.
+"""Best-fit decreasing: packs documents into rows with little padding. Documents that fit in a row are not cut.
 
-Documents longer than a row are first split, truncated or dropped. Then each piece, longest first, goes into the row
-with the least free space that still holds it. Pieces of equal length are placed together, so the running time depends
-on the number of (length, free space) pairs, not on the number of documents. Packing reads only the lengths; tokens
-stay on disk.
-Source: Fewer Truncations Improve Language Modeling, arXiv:2404.10830, Alg. 1. The paper finds the row with a segment
-tree; this file uses a sorted list of the distinct amounts of free space.
+Documents longer than a row are first split, truncated or dropped. The resulting pieces are then placed, longest first.
+Each piece goes into the row with the least free space that is enough for the piece. Pieces of equal length are placed
+together. The running time therefore depends on the number of distinct pairs (length, free space), not on the number of
+documents. Packing reads only the lengths of documents, not their tokens.
+Source: Fewer Truncations Improve Language Modeling, arXiv:2404.10830, Algorithm 1. To find a row, the paper uses a
+segment tree. This file uses a sorted list of the distinct amounts of free space.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ from fa_train.data.packing.report import LabelCounts, PackingReport, length_hist
 from fa_train.data.packing.rows import IGNORE_INDEX, LossMask, PackableDocuments, Row
 from fa_train.data.tokens.cache import whole_file
 
-FORMAT = "1"  # version of the plan's format and algorithm, part of the cache key
+FORMAT = "1"  # the version of the packing plan's format and algorithm, which is part of the cache key
 LongDocuments = Literal["split", "truncate", "drop"]
 ROW, DOCUMENT, START, STOP = range(4)  # columns of a plan
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Parts of documents to pack. Piece i is document[i][start[i]:stop[i]]. Shapes: (n_pieces,) int64."""
+    """Documents and parts of documents to pack. Piece i is document[i][start[i]:stop[i]]. Shapes: (n_pieces,) int64."""
 
     document: np.ndarray
     start: np.ndarray
@@ -38,8 +38,8 @@ class Pieces:
 def cut_long_documents(lengths: np.ndarray, max_doc_len: int, policy: LongDocuments) -> Pieces:
     """Returns pieces of at most max_doc_len tokens. An empty document has no piece.
 
-    split: cuts a long document into pieces of max_doc_len tokens and a remainder. truncate: keeps its first
-    max_doc_len tokens. drop: removes it.
+    policy: "split" cuts a long document into pieces of max_doc_len tokens and a remainder. "truncate" keeps the first
+    max_doc_len tokens of a long document. "drop" drops long documents.
     """
     if policy == "split":
         counts = -(-lengths // max_doc_len)
@@ -53,18 +53,18 @@ def cut_long_documents(lengths: np.ndarray, max_doc_len: int, policy: LongDocume
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Returns the row of each piece, (n,) int64. Rows are numbered in the order of their first piece.
+    """Returns the row of each piece, (n,) int64. Rows are numbered in the order of their first pieces.
 
-    lengths: 1 to capacity tokens. Ties are resolved by index.
-    A row that is the best fit for a piece is also the best fit for the next pieces of the same length. The row
+    lengths: the lengths of the pieces, from 1 to capacity tokens. Ties are resolved by index.
+    If a row is the best fit for a piece, it is also the best fit for the next pieces of the same length. The row
     therefore gets room // length pieces at once.
     """
     assert len(lengths) == 0 or (lengths.min() >= 1 and lengths.max() <= capacity)
     order = np.argsort(-lengths, kind="stable")
     distinct, counts = np.unique(lengths, return_counts=True)
-    rooms: list[int] = []  # the distinct amounts of free space, sorted
+    rooms: list[int] = []  # the distinct amounts of free space of all rows, sorted
     rows_by_room: dict[int, list[int]] = {}
-    row_of_sorted = array("q")  # 8 bytes per piece; a list would need about 40
+    row_of_sorted = array("q")  # an array needs 8 bytes per piece, a list about 40
     n_rows = 0
     for length, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
         left = count
@@ -101,7 +101,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def make_plan(lengths: np.ndarray, seq_len: int, max_doc_len: int, policy: LongDocuments) -> np.ndarray:
-    """Returns a plan, (n_pieces, 4) int64: row, document, start, stop.
+    """Returns a packing plan, (n_pieces, 4) int64. Its columns are row, document, start and stop.
 
     Pieces are sorted by row, and by descending length within a row.
     """
@@ -115,9 +115,10 @@ def make_plan(lengths: np.ndarray, seq_len: int, max_doc_len: int, policy: LongD
 def load_plan(
     lengths: np.ndarray, seq_len: int, max_doc_len: int, policy: LongDocuments, cache_dir: Path | None
 ) -> np.ndarray:
-    """Returns `make_plan(...)`, memory-mapped from cache_dir. Makes the plan if the cache does not contain it.
+    """Returns the result of `make_plan`, memory-mapped from cache_dir. A plan that is not in the cache is written.
 
-    The file is named by a hash of the arguments and is written atomically. cache_dir None disables the cache.
+    The file name is a hash of the arguments. An unfinished file never has this name.
+    cache_dir: None to make the plan without a cache.
     """
     if cache_dir is None:
         return make_plan(lengths, seq_len, max_doc_len, policy)
@@ -136,7 +137,7 @@ def load_plan(
 def report_plan(
     plan: np.ndarray, lengths: np.ndarray, seq_len: int, policy: LongDocuments, loss_mask: LossMask | None = None
 ) -> PackingReport:
-    """Returns the counts of documents and tokens of a plan, and those of labels if loss_mask is given."""
+    """Returns the numbers of documents and tokens in a packing plan. If loss_mask is given, also counts labels."""
     tokens_kept = np.bincount(plan[:, DOCUMENT], plan[:, STOP] - plan[:, START], len(lengths)).astype(np.int64)
     n_pieces = np.bincount(plan[:, DOCUMENT], minlength=len(lengths))
     lost = lengths - tokens_kept
@@ -162,10 +163,10 @@ def _count_labels(plan: np.ndarray, lengths: np.ndarray, policy: LongDocuments, 
     document, start, stop = plan[:, DOCUMENT], plan[:, START], plan[:, STOP]
     last = np.minimum(
         stop + (policy == "split"), lengths[document]
-    )  # the last label of a piece is the first token of the next piece
+    )  # if a document is split, the last label of a piece is the first token of the next piece
     packed = loss_mask.count(document, start + 1, last)
     everything = np.arange(len(lengths))
-    first = np.minimum(1, lengths)  # nothing predicts a document's first token
+    first = np.minimum(1, lengths)  # the first token of a document is no label, because no token predicts it
     return LabelCounts(
         labels_in=int(loss_mask.count(everything, first, lengths).sum()),
         labels_packed=int(packed.sum()),
@@ -174,11 +175,11 @@ def _count_labels(plan: np.ndarray, lengths: np.ndarray, policy: LongDocuments, 
 
 
 class BestFit:
-    """Rows packed by best-fit decreasing. They are equal in every epoch; the caller shuffles them.
+    """Rows packed by best-fit decreasing. The rows are the same in every epoch. The caller shuffles them.
 
-    max_doc_len: in tokens; None means seq_len. n_rows is 0 if every document is empty or dropped.
-    row_costs: (n_rows,), see `Epoch.cost`.
-    Raises: ValueError if max_doc_len is not 1 to seq_len, or long_documents is unknown.
+    max_doc_len: the length in tokens up to which documents are not cut, or None for seq_len. Attributes: n_rows is 0 if
+    every document is empty or dropped. row_costs, (n_rows,), holds the cost of each row, which `Epoch.cost` defines.
+    Raises: ValueError if max_doc_len is not between 1 and seq_len, or long_documents is unknown.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class BestFit:
             wanted = ", ".join(get_args(LongDocuments))
             raise ValueError(f"data.long_documents must be one of {wanted}; got {long_documents}")
         self.documents, self.seq_len, self.pad_id = documents, seq_len, pad_id
-        # in a split document, the last token of a piece is trained to predict the next piece's first token
+        # if a document is split, the last label of a piece is the first token of the next piece
         self.label_beyond_piece = long_documents == "split"
         self.plan = load_plan(documents.lengths, seq_len, limit, long_documents, cache_dir)
         self.report = report_plan(self.plan, documents.lengths, seq_len, long_documents, documents.loss_mask)
@@ -212,16 +213,16 @@ class BestFit:
         self.max_documents = int((np.diff(self.first_piece) + (padding > 0)).max(initial=1))
 
     def epoch(self, generator: np.random.Generator | None) -> "BestFit":
-        """Returns self: the rows do not depend on the epoch."""
+        """Returns self, because the rows do not depend on the epoch."""
         return self
 
     def cost(self, index: int) -> int:
         return int(self.row_costs[index])
 
     def row(self, index: int) -> Row:
-        """Returns a row: its documents, longest first, then padding. Positions restart at each document.
+        """Returns a row: its documents, longest first, and then padding. Positions start at 0 in each document.
 
-        Padding is one more document, without labels.
+        Padding is stored as one more document, which has no labels.
         """
         tokens = np.full(self.seq_len, self.pad_id, dtype=np.int64)
         labels = np.full(self.seq_len, IGNORE_INDEX, dtype=np.int64)

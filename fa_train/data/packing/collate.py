@@ -1,4 +1,4 @@
-"""Concatenates the rows of a micro-batch into one stream of tokens."""
+"""Concatenates the rows of a micro-batch into one packed stream of tokens."""
 
 from collections.abc import Sequence
 from typing import NotRequired, TypedDict
@@ -17,18 +17,18 @@ class Batch(TypedDict):
     labels: Tensor
     position_ids: Tensor
     cu_seqlens: Tensor
-    mean_seqlen: NotRequired[int]  # mean document length in tokens, by which attention chooses kernels
-    first_row: NotRequired[int]  # the first row's index in the run
+    mean_seqlen: NotRequired[int]  # the mean document length in tokens, which determines the attention kernels
+    first_row: NotRequired[int]  # the index in the run of the first row
 
 
 def collate(
     rows: Sequence[Row], max_documents: int, mean_seqlen: int, *, document_mask: bool, reset_positions: bool
 ) -> Batch:
-    """Concatenates rows into one stream.
+    """Concatenates rows into one stream. cu_seqlens holds the document boundaries.
 
-    cu_seqlens holds the document boundaries. It has len(rows) * max_documents + 1 entries, so that its shape never
-    changes; unused entries repeat the last boundary. Without document_mask it holds the row boundaries. Without
-    reset_positions, positions restart only at each row.
+    cu_seqlens has len(rows) * max_documents + 1 entries, so that its shape never changes. Unused entries repeat the
+    last boundary. Without document_mask, cu_seqlens holds only the row boundaries. Without reset_positions, positions
+    start at 0 in each row, and not in each document.
     """
     seq_len = len(rows[0].tokens)
     edges = [row.boundaries if document_mask else np.array([0, seq_len]) for row in rows]

@@ -1,8 +1,9 @@
 """Concatenates shuffled documents and cuts them into rows of equal length. No token is lost.
 
-Row r has the seq_len + 1 tokens that start at r * seq_len. The first seq_len tokens are the row's inputs, and the last
-seq_len tokens are its labels, so consecutive rows share one token. A label is never a token of the next document. If a
-row end cuts a document, the rest of the document is a separate document in the next row. The last row is padded.
+Row r consists of seq_len + 1 tokens of the stream, from token r * seq_len on. The first seq_len tokens are the row's
+inputs. The last seq_len tokens are its labels. Consecutive rows therefore share one token. A document's last token has
+no label, because the next token belongs to another document. If a row end cuts a document, the rest of the document
+becomes a separate document in the next row. The last row is padded.
 """
 
 from dataclasses import dataclass
@@ -14,15 +15,15 @@ from fa_train.data.packing.rows import IGNORE_INDEX, LossMask, PackableDocuments
 
 
 def n_rows(total_tokens: int, seq_len: int) -> int:
-    """Returns the number of rows for a stream of total_tokens tokens. The last row may be padded."""
+    """Returns the number of rows of a stream of total_tokens tokens, including a padded last row."""
     return max(1, -(-(total_tokens - 1) // seq_len))
 
 
 def max_documents_in_row(lengths: np.ndarray, seq_len: int) -> int:
-    """Returns an upper bound on the documents in one row, for any order. Padding counts as a document."""
+    """Returns an upper bound on the number of documents in a row, whatever their order. Padding is one document."""
     if not (lengths % seq_len).any():
-        return 1  # each row is within one document
-    # The bound: the shortest documents fill the row, and each end of the row cuts one more document.
+        return 1  # each row is a part of one document
+    # At most the shortest documents fill the row, and its two ends cut one document each. Padding is one more.
     whole = int(np.searchsorted(np.cumsum(np.sort(lengths)), seq_len + 1, side="right"))
     return min(whole + 3, seq_len)
 
@@ -32,8 +33,8 @@ def pack_row(
 ) -> Row:
     """Returns row `row` of the stream documents[order[0]], documents[order[1]], …
 
-    ends: the cumulative lengths of these documents, (n_documents,).
-    Positions restart at each document and at the start of the row. Padding is one more document, without labels.
+    ends: the cumulative lengths of these documents, (n_documents,). Positions start at 0 in each document and at the
+    start of the row. Padding is stored as one more document, which has no labels.
     """
     begin = row * seq_len
     end = min(begin + seq_len + 1, int(ends[-1]))
@@ -44,7 +45,7 @@ def pack_row(
     n_real = end - begin
     stream = np.full(seq_len + 1, pad_id, dtype=np.int64)
     stream[:n_real] = np.concatenate([documents[index][span] for index, span in pieces])
-    cuts = starts[starts > 0]  # where a document starts; the token before it has no label
+    cuts = starts[starts > 0]  # starts of documents; the token before a start has no label
     if n_real <= seq_len:
         cuts = np.append(cuts, n_real)
     labels = stream[1:].copy()
@@ -61,8 +62,8 @@ def pack_row(
 def documents_of_row(ends: np.ndarray, begin: int, end: int) -> tuple[int, np.ndarray]:
     """Finds the documents that overlap stream[begin:end]. ends: the cumulative document lengths of the stream.
 
-    Returns the index of the first document, and where each document starts relative to begin, (n,) int64.
-    The first start is at most 0.
+    Returns the index of the first document, and the start of each document relative to begin, (n,) int64. The first
+    document starts at or before begin.
     """
     first = int(np.searchsorted(ends, begin, side="right"))
     last = int(np.searchsorted(ends, end, side="left"))
@@ -71,13 +72,13 @@ def documents_of_row(ends: np.ndarray, begin: int, end: int) -> tuple[int, np.nd
 
 
 def row_boundaries(cuts: np.ndarray, seq_len: int) -> np.ndarray:
-    """Returns where documents start in a row, followed by seq_len. Ignores cuts at or after seq_len."""
+    """Returns the starts of the documents in a row, followed by seq_len. Ignores cuts at or after seq_len."""
     return np.unique(np.concatenate([[0], cuts[cuts < seq_len], [seq_len]]))
 
 
 @dataclass(frozen=True)
 class ConcatenatedEpoch:
-    """The documents of one epoch, concatenated in `order`. ends: cumulative lengths in that order, (n_documents,)."""
+    """The documents of one epoch, concatenated in `order`. ends: (n_documents,), the cumulative lengths."""
 
     documents: PackableDocuments
     order: np.ndarray
@@ -89,7 +90,7 @@ class ConcatenatedEpoch:
         return pack_row(self.documents, self.order, self.ends, index, self.seq_len, self.pad_id)
 
     def cost(self, index: int) -> int:
-        """Returns the cost of attention in a row (see `Epoch.cost`), without reading tokens."""
+        """Returns the cost of attention in a row, which `Epoch.cost` defines. Does not read tokens."""
         begin = index * self.seq_len
         end = min(begin + self.seq_len, int(self.ends[-1]))
         _, starts = documents_of_row(self.ends, begin, end)
@@ -98,7 +99,7 @@ class ConcatenatedEpoch:
 
 
 class Concatenation:
-    """Rows of concatenated documents. Each epoch shuffles the documents; row ends cut them."""
+    """Rows of concatenated documents. Each epoch concatenates them in another order, and row ends cut documents."""
 
     def __init__(self, documents: PackableDocuments, seq_len: int, pad_id: int) -> None:
         self.documents, self.seq_len, self.pad_id = documents, seq_len, pad_id
@@ -123,7 +124,7 @@ class Concatenation:
         )
 
     def epoch(self, generator: np.random.Generator | None) -> ConcatenatedEpoch:
-        """Returns the rows of the documents in an order shuffled by the generator; None keeps their order."""
+        """Returns the rows of the documents, which are first shuffled with `generator` unless it is None."""
         order = np.arange(len(self.documents))
         if generator is not None:
             generator.shuffle(order)
@@ -132,7 +133,8 @@ class Concatenation:
 
 
 def _count_labels(loss_mask: LossMask, lengths: np.ndarray) -> LabelCounts:
-    # Every token except the first of a document is the label of the previous token, also across row ends.
+    # Every token except the first of a document is a label: that of the token before it, even if a row end is between
+    # them.
     counts = loss_mask.count(np.arange(len(lengths)), np.minimum(1, lengths), lengths)
     n_labels = int(counts.sum())
     return LabelCounts(

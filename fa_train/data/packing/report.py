@@ -1,4 +1,4 @@
-"""Reports what packing did to a corpus. Every document and token is counted."""
+"""Reports how the documents and tokens of a corpus were packed. The counts include every document and every token."""
 
 from dataclasses import asdict, dataclass
 from typing import Protocol
@@ -10,10 +10,11 @@ Histogram = tuple[tuple[int, int], ...]  # (longest, documents)
 
 @dataclass(frozen=True)
 class LabelCounts:
-    """Label counts for a corpus in which only some tokens are trained on.
+    """Counts of labels in a corpus with a loss mask, in which only some tokens are labels.
 
-    labels_in - labels_packed labels were lost with truncated and dropped tokens. pieces_unlearned: packed documents
-    or pieces without any label, which cost time and train nothing.
+    labels_in, labels_packed: the number of labels before and after documents are truncated or dropped.
+    pieces_unlearned: the number of packed documents or pieces without labels. They cost time, but the model learns
+    nothing from them.
     """
 
     labels_in: int
@@ -25,8 +26,9 @@ class LabelCounts:
 class PackingReport:
     """Counts of documents, tokens and rows of an epoch.
 
-    tokens_in = tokens_packed + tokens_truncated + tokens_dropped. Held-out documents are counted separately; None means
-    unknown. documents_split is None if it depends on the epoch's order. histogram: see `length_histogram`.
+    tokens_in = tokens_packed + tokens_truncated + tokens_dropped. The other counts do not include held-out documents.
+    documents_held_out and tokens_held_out are None if unknown. documents_split is None if it depends on the epoch.
+    histogram: the result of `length_histogram`.
     """
 
     packing: str
@@ -42,18 +44,18 @@ class PackingReport:
     rows: int
     seq_len: int
     histogram: Histogram
-    labels: LabelCounts | None = None  # None: all tokens are trained on
+    labels: LabelCounts | None = None  # None without a loss mask
     documents_held_out: int | None = None
     tokens_held_out: int | None = None
 
     @property
     def efficiency(self) -> float:
-        """The fraction of tokens in the rows that are not padding, 0 to 1."""
-        # the last token of a concatenation can be a label but not an input
+        """The fraction of the tokens in all rows that are not padding, between 0 and 1."""
+        # at most 1, because the last token of a concatenation can be a label without being an input
         return min(1.0, self.tokens_packed / (self.rows * self.seq_len)) if self.rows else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Returns scalars for a logger, by name, with one scalar for each entry of the histogram."""
+        """Returns scalars for a logger. The keys are their names. Each entry of the histogram is one scalar."""
         fields = (
             "documents", "documents_empty", "documents_split", "documents_truncated", "documents_dropped",
             "tokens_in", "tokens_packed", "tokens_truncated", "tokens_dropped", "documents_held_out",
@@ -65,11 +67,11 @@ class PackingReport:
         return {**counts, "packing/efficiency": self.efficiency, **labels, **lengths}
 
     def charts(self) -> dict[str, Histogram]:
-        """Returns histograms for a logger, by name."""
+        """Returns histograms for a logger. The keys are their names."""
         return {"packing/document_lengths": self.histogram}
 
     def text(self) -> str:
-        """Returns lines for a terminal or a log."""
+        """Returns the report as lines of text."""
         split = "cut at the ends of rows" if self.documents_split is None else f"{self.documents_split:,} split"
         widest = max((count for _, count in self.histogram), default=0)
         return "\n".join(
@@ -105,10 +107,10 @@ class PackingReport:
 
 
 def length_histogram(lengths: np.ndarray) -> Histogram:
-    """Returns a histogram of document lengths: one entry (longest, documents) per power of two.
+    """Returns a histogram of document lengths, with one entry (longest, documents) per power of two.
 
-    An entry counts the documents with more than longest / 2 and at most longest tokens. An empty document counts
-    as a document of one token.
+    An entry counts the documents with more than longest / 2 and at most `longest` tokens. An empty document counts as a
+    document of one token.
     """
     if not len(lengths):
         return ()
@@ -118,7 +120,7 @@ def length_histogram(lengths: np.ndarray) -> Histogram:
 
 
 class Report(Protocol):
-    """A packing report on one source or on several."""
+    """A report on the packing of one or more sources."""
 
     def text(self) -> str: ...
 

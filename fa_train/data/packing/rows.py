@@ -1,6 +1,6 @@
 """Rows of packed documents, and the endless sequence of shuffled rows that training reads.
 
-Each epoch shuffles the rows again. Row i depends only on the seed and i.
+Each epoch shuffles the rows in another order. For given data and settings, row i depends only on the seed and i.
 """
 
 from dataclasses import dataclass
@@ -15,16 +15,19 @@ IGNORE_INDEX = -100
 
 
 class LossMask(Protocol):
-    """Which tokens of each document are trained on. Item i is (lengths[i],) bool."""
+    """The loss mask of each document. Item i is (lengths[i],) bool, True for tokens that are trained on."""
 
     def __getitem__(self, index: int) -> np.ndarray: ...
 
     def count(self, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """Returns how many tokens of document[i][start[i]:stop[i]] are trained on, for each i. Shapes: (n,) int64."""
+        """Returns, for each i, how many tokens of document[i][start[i]:stop[i]] are trained on. Shapes: (n,) int64."""
 
 
 class PackableDocuments(Protocol):
-    """Documents by index. Item i holds the tokens of document i, (lengths[i],). loss_mask None: all are trained on."""
+    """A sequence of documents. Item i holds the tokens of document i, (lengths[i],).
+
+    loss_mask: None if the model is trained on all tokens.
+    """
 
     lengths: np.ndarray
     loss_mask: LossMask | None
@@ -36,9 +39,9 @@ class PackableDocuments(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """One row of packed documents. tokens, labels and position_ids: (seq_len,).
+    """One row of packed documents. Shapes: tokens, labels and position_ids (seq_len,).
 
-    boundaries: where each document starts, followed by seq_len.
+    boundaries: the start of each document in the row, followed by seq_len.
     """
 
     tokens: np.ndarray
@@ -53,24 +56,24 @@ class Epoch(Protocol):
     def row(self, index: int) -> Row: ...
 
     def cost(self, index: int) -> int:
-        """Returns the cost of attention in a row: the sum of squared document lengths. Padding counts as a document."""
+        """Returns the cost of attention in a row: the sum of the squared document lengths. Padding is one document."""
 
 
 class Layout(Protocol):
-    """A way to pack documents into rows: Concatenation or BestFit."""
+    """The interface of a way to pack documents into rows, which is Concatenation or BestFit."""
 
     n_rows: int
     max_documents: int
     report: PackingReport
 
     def epoch(self, generator: np.random.Generator | None) -> Epoch:
-        """Returns the rows of an epoch. Concatenation shuffles the documents with the generator first."""
+        """Returns the rows of an epoch. Concatenation first shuffles the documents with the generator."""
 
 
 class ShuffledRows:
     """An endless sequence of rows, one epoch after another.
 
-    The seed (*seed, epoch) shuffles each epoch. If `seed` is None, rows are not shuffled.
+    Each epoch is shuffled with the seed (*seed, epoch). If `seed` is None, rows are not shuffled.
     """
 
     def __init__(self, layout: Layout, seed: tuple[int, ...] | None) -> None:
@@ -92,7 +95,7 @@ class ShuffledRows:
         return rows.row(int(order[place]))
 
     def cost(self, index: int) -> int:
-        """Returns the cost of attention in this row (see `Epoch.cost`)."""
+        """Returns the cost of attention in a row, which `Epoch.cost` defines."""
         epoch, place = divmod(index, self.per_epoch)
         rows, order = self._epoch(epoch)
         return rows.cost(int(order[place]))

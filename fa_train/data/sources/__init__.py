@@ -1,1 +1,1 @@
-"""Sources of documents and chats: files, Hugging Face datasets and synthetic tokens."""
+"""Sources of documents and chats: files, Hugging Face datasets and random tokens."""

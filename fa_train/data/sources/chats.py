@@ -14,7 +14,7 @@ from fa_train.private_names import private
 HUB = "hf:"
 SUFFIXES = (".jsonl", ".json", ".parquet")
 ROLES = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # other roles keep their names
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # all other roles have the same names
 Message = dict[str, Any]
 
 
@@ -22,7 +22,7 @@ Message = dict[str, Any]
 class Chat:
     """One chat. The model is trained on the assistant's messages from index `trained_from` on.
 
-    where: the file and line, for errors.
+    where: the file and the line of the chat, for error messages.
     """
 
     where: str
@@ -38,13 +38,13 @@ class Chat:
 class ChatCorpus:
     """Chats from files or from a Hugging Face dataset. Each row is one chat.
 
-    path: a .jsonl, .json or .parquet file, a folder or a glob of them; or hf:<name>:<split>. A dataset with several
-    configs needs hf:<name>:<config>:<split>. The name can be a dataset on the hub or a folder.
+    path: a .jsonl, .json or .parquet file, a folder or a glob of such files, or a dataset as hf:<name>:<split>. If the
+    dataset has several configs, the form is hf:<name>:<config>:<split>. The name is a dataset on the hub or a folder.
     A row has one of three forms: {"messages": [{"role", "content", ...}, ...]},
-    {"conversations": [{"from", "value"}, ...]}, or {"prompt", "completion"}. A prompt or completion is text or a list
-    of messages, and the model is trained on the completion only. A row can also have "tools", a list of JSON schemas
-    or the JSON text of such a list.
-    Raises: ValueError if there is nothing to read or a row has another form.
+    {"conversations": [{"from", "value"}, ...]}, or {"prompt", "completion"}. A prompt or completion is a text or a list
+    of messages. The model is trained only on the completion. A row can also have "tools", which is a list of JSON
+    schemas or the JSON text of such a list.
+    Raises: ValueError if `path` has nothing to read, or a row has none of these forms.
     """
 
     def __init__(self, path: str) -> None:
@@ -62,7 +62,7 @@ class ChatCorpus:
 
 
 class FileRows:
-    """The rows of files, as tuples (key, where, row)."""
+    """The rows of chat files, as tuples (key, where, row)."""
 
     def __init__(self, path: str) -> None:
         self.root, self.paths = find_files(path, SUFFIXES)
@@ -82,7 +82,7 @@ class FileRows:
 
 
 class HubRows:
-    """The rows of a Hugging Face dataset, as tuples (key, where, row). The first use loads the dataset."""
+    """The rows of a Hugging Face dataset, as tuples (key, where, row). The dataset is loaded on first use."""
 
     def __init__(self, path: str) -> None:
         found = re.fullmatch(r"hf:(?P<name>[^:]+):((?P<config>[^:[]+):)?(?P<split>[^:[]+(\[.*\])?)", path)
@@ -108,7 +108,7 @@ class HubRows:
 def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
     """Converts a row to a chat.
 
-    Raises: ValueError with `where` in its text if a field is missing, a message is empty or a role is unknown.
+    Raises: ValueError, which names `where`, if a field is missing, a message is empty or a role is unknown.
     """
     present = {name: value for name, value in row.items() if value is not None}
     trained_from = 0
@@ -129,7 +129,7 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
 
 
 def _prompt_or_completion(value: Any, role: str, where: str) -> list[Message]:
-    """Returns the messages of a prompt or completion. Text becomes one message."""
+    """Returns the messages of a prompt or completion. A text becomes a single message."""
     return _messages([{"role": role, "content": value}] if isinstance(value, str) else value, where)
 
 
@@ -152,13 +152,13 @@ def _messages(value: Any, where: str) -> list[Message]:
 def _message(value: Any, where: str) -> Message:
     if not isinstance(value, dict):
         raise ValueError(f"a message must be an object; {where} is a {type(value).__name__}")
-    message = {name: field for name, field in value.items() if field is not None}  # Parquet sets missing fields to null
+    message = {name: field for name, field in value.items() if field is not None}  # Parquet: missing is null
     if "role" not in message:
         raise ValueError(f"a message must have a role; {where} has {', '.join(message) or 'nothing'}")
     role, content = message["role"], message.get("content")
     if role not in ROLES:
         raise ValueError(f"a role must be one of {', '.join(ROLES)}; {where} has {role!r}")
-    if message.get("weight", 1) != 1:  # in OpenAI's format, 0 excludes a message from training
+    if message.get("weight", 1) != 1:  # in OpenAI's format, weight 0 excludes a message from training
         raise ValueError(
             f"a message's weight must be 1 or absent; {where} has {message['weight']!r}. A row of prompt and "
             "completion trains only the completion"
@@ -169,21 +169,21 @@ def _message(value: Any, where: str) -> Message:
             raise ValueError(f"only an assistant's message can have tool_calls; {where} has role {role}")
         message["tool_calls"] = [_tool_call(call, where) for call in _list(calls, "tool_calls", where)]
     if content is None and calls:
-        message["content"] = ""  # templates concatenate it with text
+        message["content"] = ""  # templates concatenate the content with text
     elif not isinstance(content, str):
         found = "none" if content is None else f"a {type(content).__name__}"
         raise ValueError(f"a message must have text as its content; {where} has {found}")
-    elif not content.strip() and not calls and role != "tool":  # a tool's result can be empty
+    elif not content.strip() and not calls and role != "tool":  # a tool may return an empty result
         raise ValueError(f"a message must not be empty; {where} with role {role} is empty")
     else:
         message["content"] = content.encode(
             "utf-8", "replace"
-        ).decode()  # tokenizers reject a lone surrogate, as in "\ud800"
+        ).decode()  # replaces lone surrogates such as "\ud800", which tokenizers reject
     return message
 
 
 def _tool_call(value: Any, where: str) -> dict[str, Any]:
-    """Returns a tool call whose arguments are an object. OpenAI's format stores them as JSON text."""
+    """Returns a tool call with its arguments as an object. In OpenAI's format, the arguments are JSON text."""
     function = value.get("function", value) if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"a tool call must have a function's name and arguments; {where} has {value!r}")

@@ -1,4 +1,4 @@
-"""Corpora yield pairs (key, document). The hash of a key decides whether its document is held out for validation."""
+"""Corpora of documents with unique keys. The hash of a document's key decides whether it is held out for validation."""
 
 import hashlib
 import sysconfig
@@ -15,30 +15,30 @@ SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 HELD_OUT_IN_1000 = 20  # held-out documents per thousand
 
 
-@runtime_checkable  # fa_train.settings checks whether a config value is a corpus
+@runtime_checkable  # fa_train.settings calls isinstance(value, Corpus)
 class Corpus(Protocol[Document]):
-    """A source of documents, which are texts or chats. Each reading yields the same documents."""
+    """A source of documents, which are texts or chats. Every iteration yields the same documents."""
 
     def documents(self) -> Iterator[tuple[str, Document]]:
-        """Yields pairs (key, document) in a fixed order. len(document) is its number of characters.
+        """Yields pairs (key, document) in a fixed order. len(document) is the number of characters.
 
-        Keys are unique and do not change if the corpus moves to another folder.
+        A key is unique, and does not change if the corpus is moved to another folder.
         """
 
     def count(self) -> int | None:
-        """Returns the number of documents, or None if counting would need to read them all."""
+        """Returns the number of documents, or None if it is not known without reading all of them."""
 
     def fingerprint(self) -> str:
-        """Returns a hash of the corpus. It changes if any document changes."""
+        """Returns a hash of the corpus, which changes if any document changes."""
 
 
 def is_held_out(key: str) -> bool:
-    """Returns whether a document is held out for validation. The result depends only on the key."""
+    """Returns whether a document is held out for validation. The result depends only on the document's key."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") % 1000 < HELD_OUT_IN_1000
 
 
 class StdlibCorpus:
-    """The source of Python's standard library, without its tests. Each file is a document; the total is about 12 MB."""
+    """The source code of Python's standard library without tests, about 12 MB. Each file is one document."""
 
     def __init__(self) -> None:
         self.root = Path(sysconfig.get_path("stdlib"))
@@ -60,7 +60,8 @@ class TextCorpus:
     """Text documents from a file, a folder or a glob.
 
     A .txt or .md file is one document. Each row of a .jsonl or .parquet file is one document.
-    Raises: ValueError if there is nothing to read, a file has another suffix, or a row lacks text_column.
+    Raises: ValueError if `path` has nothing to read, the suffix of a file is not supported, or a row has no
+    text_column.
     """
 
     def __init__(self, path: str, text_column: str) -> None:
@@ -89,13 +90,13 @@ class TextCorpus:
         for number, where, row in read_rows(path, [self.text_column]):
             require_column(self.text_column, row, where)
             text = require_text(row[self.text_column], f"data.text_column={self.text_column}", where)
-            yield number, text.encode("utf-8", "replace").decode()  # tokenizers reject a lone surrogate, as in "\ud800"
+            yield number, text.encode("utf-8", "replace").decode()  # replaces lone surrogates, which tokenizers reject
 
 
 class HFCorpus:
-    """A Hugging Face dataset, from the hub or from a folder. The first use loads it.
+    """A Hugging Face dataset from the hub or from a folder. The dataset is loaded on first use.
 
-    Raises: ValueError if the dataset cannot be loaded or lacks text_column.
+    Raises: ValueError if the dataset cannot be loaded or has no text_column.
     """
 
     def __init__(self, name: str, config: str | None, split: str, text_column: str) -> None:
@@ -121,14 +122,14 @@ class HFCorpus:
         return len(self.dataset)
 
     def fingerprint(self) -> str:
-        # `datasets` computes this hash from the dataset's revision or the folder's files, and from all transforms
+        # the library datasets computes this hash from the dataset's revision or files, and from all transforms
         return f"{private('datasets', self.dataset, '_fingerprint')}-{self.text_column}"
 
 
 def load_hf_dataset(name: str, config: str | None, split: str, asked: str) -> Any:
     """Loads a dataset from the hub or from a folder.
 
-    Raises: ValueError with `asked` in its text if the dataset cannot be loaded.
+    Raises: ValueError, which contains `asked`, if the dataset cannot be loaded.
     """
     from datasets import load_dataset  # the import takes seconds
 

@@ -1,4 +1,4 @@
-"""Finds, hashes and reads files of documents. Every error names the file and the line."""
+"""Finds, hashes and reads files of documents. Errors name the file and the line."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ import pyarrow.parquet
 
 
 class FileRow(NamedTuple):
-    """One row of a file. number: counted from 1. where: the file and the row, for errors."""
+    """One row of a file. number: counted from 1. where: the file and the row, for error messages."""
 
     number: int
     where: str
@@ -23,7 +23,7 @@ def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path]]:
     """Finds the files that a path names: a file, a folder or a glob.
 
     Returns the folder that document keys are relative to, and the sorted files.
-    Raises: ValueError if no file has one of these suffixes.
+    Raises: ValueError if no file has one of the suffixes.
     """
     listed = ", ".join(suffixes)
     base = Path(path).expanduser()
@@ -59,8 +59,8 @@ def hash_files(root: Path, paths: Iterable[Path], setting: str = "") -> str:
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[FileRow]:
     """Yields the rows of a file.
 
-    A .jsonl file has one object per line; empty lines are skipped. A .json file has a list of objects.
-    columns: the columns to read from a .parquet file; None reads all.
+    A .jsonl file has one object per line, and its empty lines are skipped. A .json file has a list of objects.
+    columns: the columns to read from a .parquet file, or None to read all columns.
     Raises: ValueError if the file is not valid JSON or Parquet, or a row is not an object.
     """
     readers = {".jsonl": _lines, ".json": _items}
@@ -68,7 +68,7 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[File
 
 
 def count_rows(path: Path) -> int | None:
-    """Returns the number of rows of a .parquet file, None for other files."""
+    """Returns the number of rows of a .parquet file. Returns None for any other file."""
     if path.suffix != ".parquet":
         return None
     with _named_corruption(path), pyarrow.parquet.ParquetFile(path) as file:
@@ -122,8 +122,8 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[FileRow]:
 
 @contextmanager
 def _named_corruption(path: Path) -> Iterator[None]:
-    """Converts Arrow's errors to a ValueError that names the file."""
+    """Converts an error of Arrow to a ValueError that names the file."""
     try:
         yield
-    except (pa.ArrowException, OSError) as error:  # e.g. a missing footer or a damaged page
+    except (pa.ArrowException, OSError) as error:  # for example, the footer is missing
         raise ValueError(f"{path} must be a Parquet file; it cannot be read: {error}") from error

@@ -1,4 +1,4 @@
-"""Random tokens for benchmarks. They need no files."""
+"""Documents of random tokens, for benchmarks."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ N_TOKENS = 2**26  # the minimum number of tokens per epoch
 
 
 class SyntheticDocuments:
-    """Documents of equal length. Item i is drawn with the seed (seed, i)."""
+    """Documents of equal length. Document i is drawn with the seed (seed, i)."""
 
     loss_mask: LossMask | None = None
 
@@ -43,6 +43,6 @@ class SyntheticSource:
         """Does nothing: random tokens need no preparation."""
 
     def documents(self, *, held_out: bool) -> SyntheticDocuments:
-        """Returns the training documents, or the held-out ones for validation."""
+        """Returns the training documents, or the documents that are held out for validation."""
         count = max(2, -(-N_TOKENS // self.document_len))
         return SyntheticDocuments(count, self.document_len, self.vocab_size, seed=int(held_out))

@@ -1,4 +1,4 @@
-"""Writes the files of the cache atomically, and reports a full disk in one line."""
+"""Writes files to the cache so that no unfinished file has its final name. Reports a full disk in one line."""
 
 import errno
 import os
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # no space is left on the disk, or a quota is used up
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk has no space left, or the user's quota is used up
 
 
 class DiskFullError(ValueError):
@@ -16,9 +16,9 @@ class DiskFullError(ValueError):
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yields a temporary path to write to, and renames it to `path` at the end. An error deletes it.
+    """Yields a temporary path to write to, and renames the file to `path` at the end. An error deletes the file.
 
-    Raises: DiskFullError if the disk is full, ValueError if the folder cannot be created.
+    Raises: DiskFullError if the disk is full. ValueError if the folder cannot be created.
     """
     make_folder(path.parent)
     with room_on_disk(path.parent), tempfile.TemporaryDirectory(dir=path.parent, prefix="unfinished-") as folder:
@@ -28,7 +28,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def make_folder(folder: Path) -> None:
-    """Creates the cache folder unless it exists. Raises: ValueError if that fails or the folder is not writable."""
+    """Creates the cache folder unless it exists. Raises: ValueError if the folder cannot be created or written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Encoders convert documents to tokens and mark the tokens that are trained on."""
+"""Encoders convert documents to tokens, and mark the tokens that the model is trained on."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeVar
@@ -11,9 +11,9 @@ Document = TypeVar("Document", contravariant=True)
 
 
 class Encoded(NamedTuple):
-    """One encoded document: its tokens, (length,) int32, and whether each token is trained on, (length,) bool.
+    """One encoded document. Shapes: tokens (length,) int32, loss_mask (length,) bool.
 
-    loss_mask None means that all tokens are trained on.
+    loss_mask: True for the tokens that the model is trained on, or None if these are all tokens.
     """
 
     tokens: np.ndarray
@@ -21,21 +21,21 @@ class Encoded(NamedTuple):
 
 
 class Encoder(Protocol[Document]):
-    """Converts documents to tokens. It must be picklable, because worker processes receive a copy."""
+    """Converts documents to tokens. An encoder must be picklable, because worker processes receive a copy of it."""
 
     tokenizer: Tokenizer
-    masked: bool  # whether a loss mask is stored, because some tokens are not trained on
+    masked: bool  # whether the encoder returns loss masks, which are then stored
 
     @property
     def identity(self) -> str:
-        """A hash or a name. Encoders that produce different tokens have different identities."""
+        """A hash or a name. Two encoders that produce different tokens have different identities."""
 
     def encode_batch(self, documents: Sequence[Document]) -> list[Encoded]:
-        """Encodes each document. Raises: ValueError that names the document."""
+        """Encodes each document. Raises: ValueError, which names a document that cannot be encoded."""
 
 
 class TextEncoder:
-    """Encodes text between the tokenizer's bos and eos. All tokens are trained on."""
+    """Encodes a text and puts it between the tokenizer's bos and eos. The model is trained on all tokens."""
 
     masked = False
 

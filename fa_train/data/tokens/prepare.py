@@ -1,6 +1,7 @@
 """Tokenises documents into shards, in one process or several.
 
-The shards do not depend on the number of processes. A restart continues after the last finished shard.
+The shards do not depend on the number of processes. If tokenising was interrupted, the next start continues after the
+last finished shard.
 """
 
 import json
@@ -22,26 +23,27 @@ from fa_train.data.sources.corpus import Corpus, is_held_out
 from fa_train.data.tokens.cache import make_folder, room_on_disk
 from fa_train.data.tokens.encoding import Encoded, Encoder
 
-FORMAT = "3"  # version of the files and of tokenisation, part of the cache key
-SHARDS = "shards.json"  # maps the name of each file in a finished folder to its size in bytes
-SHARD = 4096  # the maximum number of documents per shard; a killed process loses one shard
-SHARD_CHARACTERS = 2**24  # a shard ends after this many characters, because it must fit in memory
-BATCH = 256  # documents per call of the tokenizer
+FORMAT = "3"  # the version of the file format and of tokenisation, which is part of the cache key
+SHARDS = "shards.json"  # this file of a finished folder maps the name of each shard to its size in bytes
+SHARD = 4096  # the maximum number of documents per shard
+SHARD_CHARACTERS = 2**24  # a shard ends after this many characters, so that it fits in memory
+BATCH = 256  # the number of documents per call of the tokenizer
 TOKENS = pa.field("tokens", pa.large_list(pa.int32()))
 HELD_OUT = pa.field("held_out", pa.bool_())
-LOSS_MASK = pa.field("learned", pa.large_list(pa.uint8()))  # 0 or 1 per token; absent if all are trained on
+LOSS_MASK = pa.field("learned", pa.large_list(pa.uint8()))  # 0 or 1 per token; absent without a loss mask
 Keyed = tuple[str, Any]  # (key, document)
 
-_worker_encoder: Encoder[Any]  # set in each process of the pool
+_worker_encoder: Encoder[Any]  # each process of the pool sets its own
 
 
 def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers: int) -> None:
-    """Writes the folder `path` with the shards 000000.arrow, 000001.arrow, …, in the order of the documents.
+    """Writes the folder `path` with the shards 000000.arrow, 000001.arrow and so on, in the order of the documents.
 
-    Shards are first written to a folder next to `path`, and the finished folder is then renamed. A restart continues in
-    the unfinished folder. Another process that prepares the same corpus waits. shards.json lists the size of each shard
-    in bytes, so that a reader can detect a missing or truncated shard.
-    Raises: ValueError if the corpus is empty, a document cannot be encoded or the disk is full. Such an error deletes
+    Shards are first written to an unfinished folder next to `path`. The folder is renamed when all shards are finished.
+    After an interruption, the next start continues in the unfinished folder. If two processes prepare the same corpus,
+    one of them waits. shards.json lists the size of each shard in bytes, so that a reader can detect a missing or
+    truncated shard.
+    Raises: ValueError if the corpus is empty, a document cannot be encoded or the disk is full. An error also deletes
     the finished shards, unless the disk is full.
     """
     unfinished = path.with_name(f"unfinished-{path.stem}")
@@ -64,7 +66,7 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
 
 
 def _write_all(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers: int) -> int:
-    """Writes every shard that the folder lacks. Returns the number of documents."""
+    """Writes every shard that is not yet in the folder. Returns the number of documents."""
     columns = ("tokenising", BarColumn(), MofNCompleteColumn(), "documents", TimeElapsedColumn())
     n_documents = 0
     with Progress(*columns, transient=True) as progress:
@@ -76,18 +78,18 @@ def _write_all(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers
 
 
 def _written(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers: int) -> Iterator[int]:
-    """Yields the number of documents of each shard when the shard is finished."""
+    """Writes the shards. Yields the number of documents of each shard as soon as the shard is finished."""
     tasks = ((shard, folder / f"{number:06}.arrow") for number, shard in enumerate(_shards(corpus)))
     if workers == 1:
         for shard, file in tasks:
             yield _write(encoder, shard, file)
         return
-    context = multiprocessing.get_context("spawn")  # a forked process would lack the tokenizer's threads
+    context = multiprocessing.get_context("spawn")  # a forked process would not have the tokenizer's threads
     with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(encoder,)) as pool:
         running: set[Future[int]] = set()
         for shard, file in tasks:
             running.add(pool.submit(_write_in_worker, shard, file))
-            if len(running) == 2 * workers:  # bounds the number of shards in memory
+            if len(running) == 2 * workers:  # limits the number of shards in memory
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 yield from (task.result() for task in done)
         yield from (task.result() for task in as_completed(running))
@@ -107,14 +109,14 @@ def _shards(corpus: Corpus[Any]) -> Iterator[list[Keyed]]:
 
 
 def _start_worker(encoder: Encoder[Any]) -> None:
-    global _worker_encoder  # sent once per process, because a tokenizer can be several megabytes large
+    global _worker_encoder  # a tokenizer can have several megabytes, so each process receives it only once
     _worker_encoder = encoder
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the pool already runs in parallel
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the pool's processes already run in parallel
     Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """Ends this worker when its parent process ends. Otherwise a killed parent would leave its workers running."""
+    """Ends this worker process when its parent process ends, even if the parent is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -126,7 +128,7 @@ def _write_in_worker(shard: Sequence[Keyed], file: Path) -> int:
 
 
 def _write(encoder: Encoder[Any], shard: Sequence[Keyed], file: Path) -> int:
-    """Writes one shard unless it exists. Returns its number of documents."""
+    """Writes one shard unless its file exists. Returns the number of documents in the shard."""
     if not file.exists():
         schema = pa.schema([TOKENS, HELD_OUT, LOSS_MASK] if encoder.masked else [TOKENS, HELD_OUT])
         partial = file.with_suffix(".partial")
@@ -151,7 +153,7 @@ def _columns(encoded: Sequence[Encoded], keys: Sequence[str], *, masked: bool) -
 
 
 def require_vocabulary(encoded: Sequence[Encoded], keys: Sequence[str], vocab_size: int) -> None:
-    """Checks that all tokens are 0 to vocab_size - 1. Raises: ValueError that names the first other document."""
+    """Raises: ValueError, which names the document, if a token is not between 0 and vocab_size - 1."""
     for key, (tokens, _) in zip(keys, encoded, strict=True):
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             outside = next(token for token in tokens.tolist() if not 0 <= token < vocab_size)

@@ -1,9 +1,9 @@
 """Converts chats to tokens with a chat template. The model is trained on the assistant's messages.
 
-A chat is first rendered to text. Then the characters of the assistant's messages are found in the text. If the template
-has {% generation %} blocks, these mark the characters. Otherwise the messages before an answer are also rendered alone,
-and the answer is the text that follows them. The whole text is tokenised at once, and the tokenizer's offsets map
-characters to tokens.
+A chat is first rendered to text. The next step finds the characters of the assistant's messages, its answers, in the
+text. If the template has {% generation %} blocks, these blocks mark the answers. If not, the messages before an answer
+are also rendered alone. The answer is the text that follows theirs. The whole text is tokenised at once. The
+tokenizer's offsets then map characters to tokens.
 """
 
 import hashlib
@@ -20,16 +20,17 @@ from fa_train.data.sources.chats import Chat, Message
 from fa_train.data.tokens.encoding import Encoded
 from fa_train.data.tokens.tokenizer import HFTokenizer, Tokenizer
 
-FORMAT = "2"  # version of the conversion from chats to tokens and loss mask, part of the cache key
+FORMAT = "2"  # the version of this conversion, which is part of the cache key
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Spans = list[tuple[int, int]]
 
 
 class ChatEncoder:
-    """Encodes chats with a chat template: the one in the file `chat_template`, or the tokenizer's own.
+    """Encodes chats with the template in the file `chat_template`, or by default with the tokenizer's template.
 
-    Raises: ValueError if the tokenizer has no template or no offsets. `encode_batch` raises ValueError if the template
-    rejects a chat, omits its tools or tool calls, or renders a message differently when more messages follow.
+    Raises: ValueError if there is no chat template, or the tokenizer does not return offsets. `encode_batch` raises
+    ValueError if the template rejects a chat, omits the chat's tools or tool calls, or renders a message differently if
+    more messages follow.
     """
 
     masked = True
@@ -62,7 +63,7 @@ class ChatEncoder:
         texts, spans = zip(*map(self.render, documents), strict=True)
         encoded = self._hf(
             list(texts),
-            add_special_tokens=False,  # the template already wrote them
+            add_special_tokens=False,  # the text already contains special tokens
             return_attention_mask=False,
             return_offsets_mapping=True,
             verbose=False,
@@ -82,15 +83,15 @@ class ChatEncoder:
         trained_on = [i for i in answers if i >= chat.trained_from]
         if not has_blocks:
             spans = [self._answer_span(template, chat, i, text) for i in trained_on]
-        elif trained_on != answers:  # it is unknown which message a block belongs to
+        elif trained_on != answers:  # blocks do not name their messages
             begin, _ = self._answer_span(template, chat, trained_on[0], text)
             spans = [(start, stop) for start, stop in spans if start >= begin]
         return text, spans
 
     def _require_tools(self, template: str, chat: Chat, text: str) -> None:
-        """Checks that the template renders tools and tool calls. Raises: ValueError if it omits them.
+        """Raises: ValueError if the template omits a chat's tools or tool calls.
 
-        Some old templates omit tool calls. The model would then be trained on an empty answer.
+        Some old templates omit tool calls. With such a template, the model would be trained on an empty answer.
         """
         without = {
             "tools": replace(chat, tools=None),
@@ -103,7 +104,7 @@ class ChatEncoder:
                 continue
             try:
                 rendered, _ = self._render(template, bare, bare.messages)
-            except ValueError:  # the template rejects a chat without them, so it reads them
+            except ValueError:  # the template rejects this chat, so it reads `name`
                 continue
             if rendered == text:
                 raise ValueError(
@@ -112,7 +113,7 @@ class ChatEncoder:
                 )
 
     def _answer_span(self, template: str, chat: Chat, index: int, text: str) -> tuple[int, int]:
-        """Returns the span of the answer chat.messages[index] in the whole text, including its end token."""
+        """Returns the span in `text` of the answer chat.messages[index], including the end token of the answer."""
         prompt, _ = self._render(template, chat, chat.messages[:index], add_generation_prompt=True)
         answered, _ = self._render(template, chat, chat.messages[: index + 1])
         if not (answered.startswith(prompt) and text.startswith(answered)):
@@ -122,7 +123,7 @@ class ChatEncoder:
                 "the reasoning from earlier answers. Set data.chat_template=<file> to a copy with marked answers, or "
                 "make each answer a separate row of prompt and completion"
             )
-        bare = answered.rstrip()  # a newline after the end token is never sampled
+        bare = answered.rstrip()  # a model never samples the newline after the end token
         stop = len(bare) if bare.endswith(self._special_tokens) else len(answered)
         return len(prompt), max(stop, len(prompt))
 
@@ -135,7 +136,7 @@ class ChatEncoder:
         add_generation_prompt: bool = False,
         has_blocks: bool = False,
     ) -> tuple[str, Spans]:
-        # apply_chat_template calls this function, but does not return the spans and rejects an empty list
+        # apply_chat_template does not return the spans and rejects an empty list, but it calls render_jinja_template
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -157,10 +158,10 @@ class ChatEncoder:
 
 
 def starts_in_spans(offsets: np.ndarray, spans: Spans) -> np.ndarray:
-    """Returns whether each token starts in one of the spans, (length,) bool.
+    """Returns for each token whether it starts in one of the spans, (length,) bool.
 
-    offsets: the first character and the end of each token, (length, 2). Some tokenizers leave leading spaces out of
-    the offsets, so a token is assumed to start where the previous token ended.
+    offsets: the start and the end of each token in characters, (length, 2). Some tokenizers do not include leading
+    spaces in the offsets. A token is therefore assumed to start where the previous token ended.
     """
     ends = np.maximum.accumulate(np.concatenate([[0], offsets[:, 1]]))
     begins = np.minimum(offsets[:, 0], ends[:-1])

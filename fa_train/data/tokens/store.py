@@ -1,4 +1,4 @@
-"""Stores tokenised documents in memory-mapped Arrow files, named by a hash of the corpus and the encoder."""
+"""Stores tokenised documents in memory-mapped Arrow files. Their folder is named by a hash of corpus and encoder."""
 
 import hashlib
 import json
@@ -19,14 +19,14 @@ from fa_train.data.tokens.prepare import FORMAT, LOSS_MASK, SHARDS, write_shards
 from fa_train.data.tokens.sft import ChatEncoder
 from fa_train.data.tokens.tokenizer import Tokenizer
 
-HELD_OUT_TAIL = 50  # the last 1 / 50 of the longest document is held out if no whole document can be
+HELD_OUT_TAIL = 50  # if no whole document can be held out, the last 1 / 50 of the longest document is
 
 
 def prepare(corpus: Corpus[Any], encoder: Encoder[Any], cache_dir: Path, workers: int = 1) -> Path:
-    """Tokenises a corpus unless the cache contains it. Returns the folder of its shards.
+    """Tokenises a corpus unless its shards are in the cache. Returns the folder of the shards.
 
     The shards do not depend on the number of workers.
-    Raises: ValueError if the corpus is empty, and any error from reading or encoding it.
+    Raises: ValueError if the corpus is empty. Errors from reading or encoding the corpus are not caught.
     """
     key = hashlib.blake2b(f"{FORMAT}\0{corpus.fingerprint()}\0{encoder.identity}".encode(), digest_size=16)
     path = cache_dir / f"{key.hexdigest()}.arrow"
@@ -36,12 +36,13 @@ def prepare(corpus: Corpus[Any], encoder: Encoder[Any], cache_dir: Path, workers
 
 
 class Documents:
-    """The training or held-out documents of a prepared corpus. Item i is a memory-mapped array, (length,) int32.
+    """The training or held-out documents of a tokenised corpus. Item i is a memory-mapped array, (length,) int32.
 
-    loss_mask is None if all tokens are trained on. A small corpus may have no held-out document, or only held-out ones.
-    The end of the longest document is then held out instead. In a corpus of chats, the last chat is held out.
+    loss_mask is None if the model is trained on all tokens. In a small corpus, the keys may select all documents or no
+    document to be held out. In this case, only the last part of the longest document is held out. If the documents are
+    chats, the last chat is held out instead.
     Raises: ValueError if a file is missing, truncated or damaged. Reading a document raises ValueError if a token is
-    not in 0 to vocab_size - 1.
+    not between 0 and vocab_size - 1.
     """
 
     def __init__(self, path: Path, *, held_out: bool, vocab_size: int) -> None:
@@ -80,7 +81,7 @@ class Documents:
             self.loss_mask = StoredMask(masks, self._chunk, self._start, self.lengths)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A data worker that is not forked opens the files again. Otherwise all tokens would be pickled.
+        # If a data worker is not forked, it opens the files again. Pickling this object would copy all tokens.
         return _open_documents, self._source
 
     def __len__(self) -> int:
@@ -89,7 +90,7 @@ class Documents:
     def __getitem__(self, index: int) -> np.ndarray:
         start, chunk = self._start[index], self._chunk[index]
         tokens = self._values[chunk][start : start + self.lengths[index]]
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:  # a GPU's error names no document
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:  # a GPU would not name the file
             outside = next(token for token in tokens.tolist() if not 0 <= token < self._vocab_size)
             vocabulary = f"0 to {self._vocab_size - 1}"
             raise _damage(self._files[chunk], f"token {outside} is outside the vocabulary, {vocabulary}")
@@ -97,7 +98,7 @@ class Documents:
 
 
 def _whole_shards(folder: Path) -> list[Path]:
-    """Returns the shards of a finished folder. Raises: ValueError if one is missing or has another size."""
+    """Returns the shards of a finished folder. Raises: ValueError if a shard is missing or does not have its size."""
     try:
         sizes = json.loads((folder / SHARDS).read_text())
     except (OSError, ValueError) as error:
@@ -112,7 +113,7 @@ def _whole_shards(folder: Path) -> list[Path]:
 def _read_shard(file: Path) -> pa.Table:
     try:
         table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
-        table.validate(full=True)  # also checks the offsets
+        table.validate(full=True)  # checks the offsets too
     except (pa.ArrowException, OSError) as error:
         raise _damage(file, f"it cannot be read: {error}") from error
     return table
@@ -127,7 +128,7 @@ def _open_documents(path: Path, held_out: bool, vocab_size: int) -> Documents:
 
 
 class StoredMask:
-    """Which tokens of each document are trained on. Item i is a memory-mapped array, (length,) bool."""
+    """The loss mask of each document. Item i is a memory-mapped array, (length,) bool."""
 
     def __init__(self, values: Sequence[np.ndarray], chunk: np.ndarray, start: np.ndarray, length: np.ndarray) -> None:
         self._values, self._chunk, self._start, self._length = values, chunk, start, length
@@ -137,7 +138,7 @@ class StoredMask:
         return self._values[self._chunk[index]][start : start + self._length[index]]
 
     def count(self, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """Returns how many tokens of document[i][start[i]:stop[i]] are trained on, for each i. Shapes: (n,) int64."""
+        """Returns, for each i, how many tokens of document[i][start[i]:stop[i]] are trained on. Shapes: (n,) int64."""
         chunk, origin = self._chunk[document], self._start[document]
         counts = np.empty(len(document), np.int64)
         order = np.argsort(chunk, kind="stable")
@@ -152,7 +153,7 @@ class StoredMask:
 class TokenizedCorpus:
     """A corpus, its tokenizer, and the cache of its tokens.
 
-    cache_dir None means $FA_TRAIN_CACHE, or ~/.cache/fa_train if that is not set.
+    cache_dir: by default $FA_TRAIN_CACHE, or ~/.cache/fa_train if this variable is not set.
     """
 
     def __init__(
@@ -166,14 +167,14 @@ class TokenizedCorpus:
         self.vocab_size, self.pad_id = tokenizer.vocab_size, tokenizer.pad_id
 
     def prepare(self, workers: int = 1) -> Path:
-        """Tokenises the corpus in `workers` processes, unless the cache contains it."""
+        """Tokenises the corpus in `workers` processes, unless the tokens are in the cache."""
         return prepare(self.corpus, self.encoder, self.cache_dir, workers)
 
     @cached_property
     def path(self) -> Path:
-        """The folder of tokenised files. The first use writes them if the cache lacks them."""
+        """The folder of the shards. On first use, the corpus is tokenised if the shards are not in the cache."""
         return self.prepare()
 
     def documents(self, *, held_out: bool) -> Documents:
-        """Returns the training documents, or the held-out ones for validation."""
+        """Returns the training documents, or the documents that are held out for validation."""
         return Documents(self.path, held_out=held_out, vocab_size=self.vocab_size)

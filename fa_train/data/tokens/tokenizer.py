@@ -1,4 +1,4 @@
-"""Tokenizers convert text to token ids and back: bytes, or any Hugging Face tokenizer."""
+"""Tokenizers convert text to token ids and back. The ids are those of a Hugging Face tokenizer, or bytes."""
 
 import hashlib
 import os
@@ -19,17 +19,17 @@ class Tokenizer(Protocol):
 
     @property
     def identity(self) -> str:
-        """A hash or a name. Tokenizers that produce different ids have different identities."""
+        """A hash or a name. Two tokenizers that produce different ids have different identities."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each text, (length,) int32, without bos and eos."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of these ids, without special tokens."""
+        """Converts token ids to text, without special tokens."""
 
 
 class ByteTokenizer:
-    """A tokenizer whose ids are UTF-8 bytes. bos, eos and pad have the ids after 255."""
+    """A tokenizer whose ids are UTF-8 bytes. The ids of bos, eos and pad are 256, 257 and 258."""
 
     vocab_size = 259
     bos_id: int | None = 256
@@ -47,15 +47,16 @@ class ByteTokenizer:
 class HFTokenizer:
     """A tokenizer of the `transformers` library, loaded from a folder or by its hub name.
 
-    hf: the wrapped tokenizer. vocab_size: the highest id plus one. pad_id: eos or 0 if the tokenizer has no pad
-    token, which is safe because padding is never a label.
+    hf: the wrapped tokenizer. vocab_size: the highest id plus one.
+    pad_id: the pad token. If the tokenizer has none, pad_id is eos or 0, which is safe because padding is never a
+    label.
     Raises: ValueError if the tokenizer cannot be loaded.
     """
 
     def __init__(self, name: str) -> None:
         from transformers import AutoTokenizer  # the import takes seconds
 
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # if unset, it warns when data workers fork
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # unset: warnings at each fork
         self.name = name
         try:
             self.hf = AutoTokenizer.from_pretrained(name)
@@ -69,13 +70,13 @@ class HFTokenizer:
 
     @cached_property
     def identity(self) -> str:
-        backend = getattr(self.hf, "backend_tokenizer", None)  # tokenizers written in Python have none
+        backend = getattr(self.hf, "backend_tokenizer", None)  # Python tokenizers have no backend
         content = backend.to_str() if backend is not None else repr(sorted(self.hf.get_vocab().items()))
         special = (type(self.hf).__name__, self.bos_id, self.eos_id)
         return hashlib.blake2b(f"{special}{content}".encode(), digest_size=16).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        # verbose=True warns about every text that is longer than the original model's context
+        # with verbose=True, the tokenizer would warn about every text that is longer than the context of its model
         encoded = self.hf(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
@@ -84,5 +85,5 @@ class HFTokenizer:
 
 
 def load_tokenizer(name: str | None) -> Tokenizer:
-    """Loads a tokenizer by its Hugging Face name or folder. None returns the byte tokenizer."""
+    """Loads a tokenizer by its Hugging Face name or folder. If name is None, returns the byte tokenizer."""
     return ByteTokenizer() if name is None else HFTokenizer(name)

@@ -237,6 +237,7 @@ def _rope(parameters: Mapping[str, Any], max_seq_len: int) -> tuple[float, dict[
 
 def scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
     """Converts a RoPE scaling to the fields of `rope_parameters` in config.json, the inverse of rope.rope_scaling.
+
     Fields that transformers does not know are omitted.
     """
     [kind] = [name for name, kind in SCALINGS.items() if type(scaling) is kind]
