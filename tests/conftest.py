@@ -1,4 +1,4 @@
-"""Fixtures for every test: the device of the kernels, NaN in uninitialised memory, and a fixed seed."""
+"""Fixtures for every test: the device on which kernels run, NaN in uninitialised memory, and a fixed seed."""
 
 import gc
 import os
@@ -8,7 +8,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
-# Triton reads this variable when a kernel is defined, so set it before any test module imports a kernel.
+# Set TRITON_INTERPRET before any test module imports a kernel, because Triton reads it when a kernel is defined.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -18,8 +18,8 @@ def kernels_are_compiled() -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Runs all tests of an xdist_group on one worker, so that they share the runs that their fixtures start."""
-    if config.getoption("dist", None) == "load":  # the default of -n
+    """Runs all tests of an xdist_group in one worker process, so that they share the runs that their fixtures start."""
+    if config.getoption("dist", None) == "load":  # `load` is the default of -n
         config.option.dist = "loadgroup"
 
 
@@ -28,13 +28,13 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_finish() -> None:
-    """Keeps the garbage collector from scanning the many objects that imports have created."""
+    """Excludes the objects created by imports from garbage collection, because scanning them takes time."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Run slow tests first. A slow test at the end would leave the other workers of pytest-xdist idle.
+    # Run slow tests first. If a slow test ran last, the other workers of pytest-xdist would be idle.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if kernels_are_compiled():
         return
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Returns the device that kernels run on: CUDA if they are compiled, the CPU in the interpreter."""
+    """Returns the device on which kernels run: CUDA if kernels are compiled, the CPU if they are interpreted."""
     return torch.device("cuda" if kernels_are_compiled() else "cpu")
 
 

@@ -1,4 +1,7 @@
-"""Every config composes and instantiates. A user's mistake gives a one-line error before anything is computed."""
+"""Every config composes and can be instantiated.
+
+A user's mistake gives an error of one line before anything is computed.
+"""
 
 import pytest
 import torch

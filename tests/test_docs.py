@@ -1,4 +1,4 @@
-"""Checks the pages: Python fragments run, commands parse, and links have a target."""
+"""Checks the pages: Python code in them runs, commands parse, and links have a target."""
 
 import argparse
 import importlib
@@ -16,18 +16,21 @@ REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
 RESULTS = sorted((REPOSITORY / "scripts" / "results").glob("*.md"))
 GUIDES = [*PAGES, REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
-OWN_KEYS = re.compile(r"(workers|gpu_gib|host_gib)=")  # options of scripts, besides overrides of train.py
+OWN_KEYS = re.compile(r"(workers|gpu_gib|host_gib)=")  # options that scripts take in addition to overrides of train.py
 
 
 def fragments(page: Path) -> list[str]:
-    """Returns the fenced Python blocks, preceded by empty lines, so that errors name the line in the page."""
+    """Returns the Python code blocks of a page, preceded by empty lines so that errors name the line in the page."""
     text = page.read_text(encoding="utf-8")
     found = re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return ["\n" * text[: match.start(1)].count("\n") + match[1] for match in found]
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Returns the words of each command in a code block or backticks. A leading … stands for the previous command."""
+    """Returns the words of each command in a code block or in backticks.
+
+    If a command starts with …, the words of the previous command replace the ….
+    """
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     text = re.sub(r"^```python\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     found = re.findall(r"^(?:    )?((?:python3?|make|…) .+)$|`((?:python|make) [^`]+)`", text, re.MULTILINE)
@@ -47,7 +50,7 @@ def test_every_fragment_runs(page):
 
 
 class Parsed(Exception):
-    """Raised once the arguments of a script have been accepted."""
+    """Raised after the arguments of a script have been accepted."""
 
 
 def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +88,7 @@ def test_every_command_names_what_exists(page, monkeypatch):
 
 
 def anchors(page: Path) -> set[str]:
-    """Returns the anchors that GitHub makes for a page's headings."""
+    """Returns the anchors that GitHub makes for the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

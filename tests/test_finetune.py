@@ -1,5 +1,6 @@
-"""experiment=finetune, from chats and a checkpoint to an exported folder, compared with transformers' own training
-loop; and experiment=extend_context."""
+"""Tests experiment=finetune, from chats and a checkpoint to an exported folder, and compares it with transformers'
+training loop. Also tests experiment=extend_context.
+"""
 
 import json
 from pathlib import Path
@@ -22,7 +23,7 @@ STEPS = 12
 
 
 def write_base(folder: Path) -> Path:
-    """Saves a tiny Llama and a tokenizer with a chat template."""
+    """Saves a tiny Llama with a tokenizer that has a chat template."""
     save_tokenizer(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -34,7 +35,7 @@ def write_base(folder: Path) -> Path:
 
 
 def settings(folder: Path) -> list[str]:
-    """Returns overrides of a run that takes a second, on rows of 64 tokens."""
+    """Returns overrides for a run that takes a second, on rows of 64 tokens."""
     chats = write_jsonl(folder / "chats.jsonl", many_chats())
     return [
         "experiment=finetune", "preset=cpu", f"data.path={chats}", f"model.pretrained={write_base(folder / 'base')}",
@@ -46,11 +47,11 @@ def settings(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module", params=["none", "lora"])
 def run(request, tmp_path_factory) -> Path:
-    """Returns the folder of a run that has finished on the command line."""
+    """Runs train.py on the command line and returns the folder of the finished run."""
     folder = tmp_path_factory.mktemp(request.param)
     done = command_line(folder, *settings(folder), f"adapter={request.param}", "optimizer.lr=0.02")
     assert done.returncode == 0, done.stderr
-    fit = done.stdout.split("done:")[0]  # on_fit_end prints this after Lightning has moved the model off the GPU
+    fit = done.stdout.split("done:")[0]  # on_fit_end prints "done:" after Lightning has moved the model off the GPU
     assert "sample after 0 steps" in fit and f"sample after {STEPS} steps" in fit
     [finished] = (folder / "runs/finetune").iterdir()
     return finished
@@ -103,7 +104,7 @@ def test_an_export_that_fails_leaves_the_checkpoint_and_nothing_half(tmp_path, m
     def full(*args, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fa_train.models.hf.import_.write_json", full)  # by then the weights have been written
+    monkeypatch.setattr("fa_train.models.hf.import_.write_json", full)  # by then, the weights have been written
     overrides = ["max_steps=2", "trainer.val_check_interval=2", "adapter=lora"]
     with (
         composed(tmp_path / "run", *settings(tmp_path), *overrides) as cfg,

@@ -1,4 +1,4 @@
-"""FLOPs of a step compared with torch's count, and the peak FLOP/s of known GPUs."""
+"""Compares the FLOPs of a step with those that torch counts, and tests the peak FLOP/s of known GPUs."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.models.test_gpt import build
 
 @pytest.mark.parametrize("overrides", [{}, {"tied": False, "activation": "gelu", "head_dim": 32}], ids=["tied", "wide"])
 def test_formula_equals_torchs_count(overrides):
-    # naive attention also computes the half above the diagonal, so torch counts the formula's attention FLOPs twice
+    # naive attention also computes the half above the diagonal, so torch counts twice the formula's FLOPs for attention
     model = build(attention=naive_attention, **overrides)
     tokens = torch.randint(40, (24,))
     with FlopCounterMode(display=False) as counter:

@@ -1,4 +1,4 @@
-"""`fa_kernels` imports from any folder, and alongside Hugging Face's package named `kernels`."""
+"""`fa_kernels` can be imported from any folder, also next to Hugging Face's package named `kernels`."""
 
 import os
 import subprocess
@@ -18,7 +18,10 @@ TRAINING_LIBRARIES = {"fa_train", "lightning", "hydra", "transformers", "dataset
 
 
 def run_python(code: str, cwd: Path, *path: Path) -> list[str]:
-    """Returns the words that a new interpreter prints. `path`: the first folders of its search path."""
+    """Runs code in a new interpreter and returns the words that it prints.
+
+    `path`: the first folders of the interpreter's search path.
+    """
     paths = [*map(str, path), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-c", code],

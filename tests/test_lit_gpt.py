@@ -1,4 +1,4 @@
-"""LitGPT in Lightning's training loop: accumulated gradients, their norm, and the documents of a batch."""
+"""Tests LitGPT in Lightning's training loop: accumulated gradients, their norm, and the documents of a batch."""
 
 from functools import partial
 
@@ -45,7 +45,7 @@ class Watched(L.Callback):
 
 
 def by_hand(model: nn.Module, accumulated: int, clip: float) -> list[float]:
-    """Trains a model on the same batches without Lightning. Returns each step's gradient norm before clipping."""
+    """Trains a model on the same batches without Lightning. Returns the gradient norm of each step before clipping."""
     optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.1), []
     rows = batches(STEPS * accumulated)
     for step in range(STEPS):
@@ -85,7 +85,7 @@ def test_gradients_are_freed_after_each_step(accumulated, tmp_path):
 
 
 def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # oneDNN lacks bf16 on some machines
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # on some CPUs, oneDNN has no bf16
     model = small_gpt(levers(), torch.device("cpu"), n_layers=1)
     lit = LitGPT(
         model,
@@ -105,7 +105,10 @@ def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16(tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("ends", "one"), [((0, TOTAL), True), ((0, 9, TOTAL), False), ((0, TOTAL, TOTAL), False)])
 def test_a_batch_of_one_document_is_known_to_be_one(ends, one, monkeypatch):
-    """The shape of cu_seqlens shows this without a GPU sync. Without this check, SDPA would use a mask of all pairs."""
+    """The shape of cu_seqlens shows that a batch has one document, without a GPU sync.
+
+    If a batch did not show that, SDPA would use a mask of all pairs of a query and a key.
+    """
     seen = []
     monkeypatch.setattr(gpt, "windowed_schedule", lambda *x, f=gpt.windowed_schedule: seen.append(f(*x)) or seen[-1])
     model = small_gpt(levers(), torch.device("cpu"), n_layers=1)
@@ -125,9 +128,12 @@ def test_a_batch_of_one_document_is_known_to_be_one(ends, one, monkeypatch):
     ids=["known", "not"],
 )
 def test_the_length_of_documents_chooses_the_kernels(known, length_classes, monkeypatch):
-    """The batch's mean_seqlen determines the length class. In the first layer, so does the window of 10 tokens.
+    """The batch's mean_seqlen determines the length class of documents.
 
-    A batch without mean_seqlen gets a smaller estimate from its padded cu_seqlens: both layers are then "short".
+    In the first layer, the window of 10 tokens determines the length class too.
+
+    For a batch without mean_seqlen, the padded cu_seqlens gives a smaller estimate, so both layers get the class
+    "short".
     """
     monkeypatch.setattr(schedules, "SHORT_DOCUMENT", 8)
     monkeypatch.setattr(schedules, "LONG_DOCUMENT", 12)

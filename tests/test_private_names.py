@@ -1,4 +1,4 @@
-"""If a private name of another package is missing, the run ends and names the version to install."""
+"""If another package lacks a private name that the code uses, the run ends and names the version to install."""
 
 import tomllib
 from importlib.metadata import version
@@ -34,7 +34,7 @@ def test_an_assignment_never_makes_a_new_attribute():
 
 
 def interrupted(connector: SimpleNamespace, epoch_loop: SimpleNamespace) -> SimpleNamespace:
-    """Builds the parts of a one-process trainer that GracefulInterrupt uses, and starts the callback."""
+    """Builds the parts of a trainer with one process that GracefulInterrupt uses, and starts the callback."""
     return SimpleNamespace(
         world_size=1, _signal_connector=connector, fit_loop=SimpleNamespace(epoch_loop=epoch_loop)
     )  # fmt: skip

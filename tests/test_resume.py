@@ -29,13 +29,13 @@ RANDOM = {
 
 @pytest.fixture(autouse=True)
 def _plain_arithmetic(monkeypatch):
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # some CPUs lack oneDNN's bf16 instructions
-    with torch.compiler.set_stance("force_eager"):  # otherwise torchao compiles an update for each shape
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # on some CPUs, oneDNN's bf16 matmuls crash
+    with torch.compiler.set_stance("force_eager"):  # otherwise torchao would compile an update for each shape
         yield
 
 
 def run(folder: Path, *overrides: str) -> Path:
-    """Trains in this process and returns the run's folder."""
+    """Trains in this process and returns the folder of the run."""
     folder.mkdir()
     with composed(folder, *tiny(folder.parent, *SMALL, *overrides)) as cfg:
         training.train(cfg)
@@ -57,7 +57,7 @@ def test_random_numbers_are_those_of_a_run_never_stopped(name, tmp_path):
 
 
 class Seen(Callback):
-    """Records the optimizer's settings at each step of the latest run in this process."""
+    """Records the settings of the optimizer at each step of the latest run in this process."""
 
     groups: ClassVar[dict[int, list[dict[str, Any]]]] = {}
 
@@ -86,7 +86,7 @@ CHANGED = (
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
-    """Maps each optimizer's name to its run, which is trained on first access."""
+    """Maps the name of each optimizer to a run, which is trained when it is first needed."""
     return {"": tmp_path_factory.mktemp("runs")}
 
 
@@ -153,7 +153,7 @@ def test_another_kind_of_optimizer_is_refused(saved, given, runs, tmp_path):
 
 
 def rmsprop(model: torch.nn.Module, *, lr: float, **others: Any) -> torch.optim.Optimizer:
-    """A user-defined optimizer whose states have other names."""
+    """An optimizer that a user has defined, whose states have other names."""
     return torch.optim.RMSprop(model.parameters(), lr=lr)
 
 
@@ -170,7 +170,10 @@ DDP = ("strategy=ddp", "trainer.devices=2")
 
 
 def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
-    """Trains one of two ranks and makes the checks that need two ranks. The folder of a run says what it tests."""
+    """Trains as one of two ranks, and makes the checks that need two ranks.
+
+    The name of each run's folder says what the run tests.
+    """
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)
     os.environ.update(environments[rank])
@@ -222,7 +225,10 @@ def of_two_ranks(test):
 
 @of_two_ranks
 def test_dropout_is_the_same_on_two_processes(two_ranks, tmp_path):
-    """One process runs four micro-batches per step. Two processes run two each, in another order."""
+    """One process runs four micro-batches per step.
+
+    Two processes run two micro-batches each per step, in another order.
+    """
     one = column(run(tmp_path / "one", *RANDOM["dropout"]), "train/loss")
     assert column(two_ranks / "dropout", "train/loss") == pytest.approx(one, rel=1e-5), "fp32 sums in another order"
 

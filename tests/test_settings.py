@@ -1,4 +1,7 @@
-"""Every config value is checked before anything is built, and each mistake gives a one-line error that names it."""
+"""Every value in a config is checked before anything is built.
+
+Each mistake gives an error of one line that names it.
+"""
 
 import math
 import pkgutil
@@ -19,7 +22,7 @@ from fa_train.bounds import Betas, NonNegativeFloat
 from fa_train.errors import explain
 from tests.support.training import CONF, command_line, composed
 
-# No command has all keys. Together these commands have every kind of config node.
+# No single command has all keys of the config. Together, these commands have every kind of config node.
 COMMANDS = {
     "default": ["preset=cpu"],
     "gpu": ["preset=gpu", "data=synthetic", "logger=csv", "optimizer=adamw_8bit", "strategy=ddp", "attention=chunked"],
@@ -47,13 +50,13 @@ COMMANDS = {
         "optimizer=adamw_offload",
     ],
 }
-NOT_OVERRIDDEN = {"_target_", "_args_"}  # an override of these selects another node
+NOT_OVERRIDDEN = {"_target_", "_args_"}  # an override of one of these keys selects another node
 
 
 def is_own(raw: Any, key: str) -> bool:
     """Returns whether the key holds a value that a user can override.
 
-    A key whose value is an interpolation, or which is inside such a value, is a copy of another key.
+    If the value of a key is an interpolation, or is inside one, the key is only a copy of another key.
     """
     for name in key.split("."):
         if not isinstance(raw, dict) or name not in raw:
@@ -63,7 +66,7 @@ def is_own(raw: Any, key: str) -> bool:
 
 
 def wrong_values(hint: Any) -> list[str]:
-    """Lists overrides that a key with this type hint must refuse: another type, a value out of bounds, null."""
+    """Returns overrides that a key with this type hint must refuse: another type, a value out of bounds, null."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return wrong_values(arguments[0]) + [value for bound in arguments[1:] for value in beyond(bound)]
@@ -83,7 +86,7 @@ def wrong_values(hint: Any) -> list[str]:
 
 
 def beyond(bound: Any) -> list[str]:
-    """Lists overrides that violate one bound."""
+    """Returns overrides that violate one bound."""
     match bound:
         case Ge(ge=int(limit)):
             return [str(limit - 1), "-inf"]
@@ -99,7 +102,7 @@ def beyond(bound: Any) -> list[str]:
 
 
 def overridden(cfg, key, value):
-    """Returns a copy of the config after a command-line override, and the value that it set."""
+    """Returns a copy of the config after an override on the command line, and the value that the override set."""
     copy = deepcopy(cfg)
     parsed = OverridesParser.create().parse_override(f"{key}={value}").value()
     OmegaConf.update(copy, key, parsed, merge=False, force_add=True)

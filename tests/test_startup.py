@@ -1,4 +1,4 @@
-"""What needs neither torch nor Lightning answers without importing them, because that takes seconds."""
+"""Commands that need neither torch nor Lightning do not import them, because the imports take seconds."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ TRAIN = str(REPOSITORY / "train.py")
 
 
 def imports(cwd: Path, *command: str) -> tuple[str, set[str]]:
-    """Runs `python command`. Returns all that it prints and the names of the packages that it imports."""
+    """Runs `python command`. Returns all that the command prints, and the names of the packages that it imports."""
     done = subprocess.run(
         [sys.executable, "-X", "importtime", *command],
         cwd=cwd,
@@ -65,7 +65,7 @@ def test_the_driver_and_torch_agree_on_whether_there_is_a_gpu():
 
 
 def fake_driver(error: int, version: int, gpus: int) -> SimpleNamespace:
-    """Returns a driver whose functions write these answers to the addresses that they get."""
+    """Returns a fake CUDA driver whose functions write these answers to the addresses that they get."""
 
     def writes(value):
         return lambda pointer: setattr(pointer._obj, "value", value) or 0

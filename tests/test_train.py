@@ -1,4 +1,4 @@
-"""Complete runs of train.py with tiny models."""
+"""Tests complete runs of train.py with tiny models."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from tests.support.training import (
 
 
 def run(tmp_path, *overrides, name="run"):
-    """Returns the results of a run in this process, and its folder."""
+    """Trains in this process, and returns the results of the run and its folder."""
     folder = tmp_path / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -57,7 +57,7 @@ def test_micro_batches_change_nothing_but_memory(tmp_path):
 
 
 def test_validation_does_not_depend_on_micro_batches(tmp_path):
-    """Validates three rows in micro-batches of 1, 2 and 8. Rows that only fill up micro-batches do not count."""
+    """Three rows are validated in micro-batches of 1, 2 and 8. Rows that only fill up a micro-batch do not count."""
     settings = ["max_steps=2", "batch_size=8", "data.val_rows=3", "trainer.val_check_interval=1"]
     one, *others = (
         column(run(tmp_path, *settings, f"data.micro_batch_size={size}")[1], "val/loss") for size in (1, 2, 8)
@@ -68,7 +68,9 @@ def test_validation_does_not_depend_on_micro_batches(tmp_path):
 
 
 def test_labels_are_counted_exactly_with_bf16_weights(tmp_path):
-    """Lightning converts floating-point buffers to bf16, which cannot represent most counts above 256."""
+    """With bf16 weights, Lightning converts floating-point buffers to bf16, which cannot represent most counts above
+    256.
+    """
     with composed(tmp_path, *tiny(tmp_path, "trainer.precision=bf16-true")) as cfg:
         trainer, lit_gpt, _ = training.build(cfg)
     trainer.precision_plugin.convert_module(lit_gpt)
@@ -92,16 +94,17 @@ def test_out_of_memory_is_a_result(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_sweep_goes_on_after_running_out_of_memory(tmp_path):
     sweep = ["attention=naive", "seq_len=131072,64", "max_steps=2", "batch_size=1", "data.val_rows=1"]
-    done = command_line(tmp_path, "-m", *tiny(tmp_path, *sweep), limit_memory=True)  # the scores need 274 GB
+    done = command_line(tmp_path, "-m", *tiny(tmp_path, *sweep), limit_memory=True)  # the attention scores need 274 GB
     assert done.returncode == 0, done.stderr
     first, second = (json.loads(path.read_text()) for path in sorted(tmp_path.rglob("result.json")))
     assert first["oom"] == 1 and "oom" not in second and second["tokens"] == 128
 
 
 def start_and_stop(tmp_path, overrides, step, stop, to_all=False):
-    """Starts train.py, sends a signal once it has printed `step`, and returns the folder of the new run.
+    """Starts train.py, sends a signal after it has printed `step`, and returns the folder of the new run.
 
-    The signal goes to the started process, or to its whole group. All processes must end within a minute.
+    The signal goes to the started process, or to its whole process group. All processes of the run must end within a
+    minute.
     """
     before = set(tmp_path.rglob("metrics.csv"))
     pipe = tmp_path / "printed"
@@ -110,9 +113,9 @@ def start_and_stop(tmp_path, overrides, step, stop, to_all=False):
     hung = threading.Timer(60, os.killpg, (process.pid, signal.SIGKILL))
     lines = []
     with pipe.open() as printed:
-        for line in printed:  # ends when the last process closes the pipe
+        for line in printed:  # the loop ends when the last process closes the pipe
             lines.append(line)
-            if line.startswith(f"step {step}/") and not hung.is_alive():  # a validation prints the step again
+            if line.startswith(f"step {step}/") and not hung.is_alive():  # a validation prints the same step again
                 hung.start()
                 os.killpg(process.pid, stop) if to_all else os.kill(process.pid, stop)
     hung.cancel()
@@ -124,7 +127,7 @@ def start_and_stop(tmp_path, overrides, step, stop, to_all=False):
 
 
 def start_and_finish(tmp_path, *overrides):
-    """Runs train.py until it ends, and returns the folder of the new run."""
+    """Runs train.py, waits for its end, and returns the folder of the new run."""
     before = set(tmp_path.rglob("metrics.csv"))
     done = command_line(tmp_path, *overrides)
     assert done.returncode == 0, done.stderr
@@ -134,7 +137,10 @@ def start_and_finish(tmp_path, *overrides):
 
 @pytest.mark.slow
 def test_a_terminated_run_resumes_with_the_same_losses(tmp_path):
-    """SIGTERM during the run saves a checkpoint. ckpt_path=last continues with the same data and equal losses."""
+    """If a run gets SIGTERM, it saves a checkpoint.
+
+    With ckpt_path=last, a run continues with the same data and equal losses.
+    """
     _, folder = run(tmp_path)
     whole = column(folder, "train/loss")
     overrides = tiny(tmp_path, "run_name=cut")
@@ -162,7 +168,7 @@ def test_a_run_killed_twice_has_the_rows_and_losses_of_one(tmp_path):
     for part in parts:
         seen, seen_rows = column(part, "train/loss"), recorded_rows(part)
         assert seen.items() <= losses.items()
-        last = max(seen_rows)  # some of its micro-batches may be missing
+        last = max(seen_rows)  # some micro-batches of the last step may be missing
         assert all(seen_rows[step] == rows[step] for step in seen_rows if step != last)
         assert set(seen_rows[last]) <= set(rows[last])
         assert min(seen) % 3 == 1 and min(seen_rows) == min(seen) - 1, "the run starts at a checkpoint"
@@ -186,7 +192,7 @@ def test_a_checkpoint_is_no_ckpt_before_it_is_whole(tmp_path, monkeypatch):
 
 
 def processes_can_talk():
-    """Returns whether ranks can communicate on this machine: a port is available, and torch has gloo."""
+    """Returns whether ranks can communicate on this machine: a port must be free, and torch must have gloo."""
     try:
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
@@ -196,7 +202,7 @@ def processes_can_talk():
 
 
 def ranks_of_torchrun(n_ranks):
-    """Returns the variables that torchrun sets for each of its processes."""
+    """Returns the environment variables that torchrun sets for each of its processes."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
@@ -208,8 +214,11 @@ def ranks_of_torchrun(n_ranks):
 
 
 def start_and_finish_ranks(folder, tmp_path, *overrides):
-    """Runs train.py with two ranks in `folder`. Each rank is forked with its imports done, which is faster."""
-    processes.start_server()  # start it here, because both threads would
+    """Runs train.py with two ranks in `folder`.
+
+    Each rank is forked from a server that has done the imports, which is faster.
+    """
+    processes.start_server()  # start the server now, because otherwise each of the two threads would start one
     arguments = [*overrides, "strategy=ddp", "trainer.devices=2", f"hydra.run.dir={folder}"]
     with ThreadPoolExecutor() as pool:
         ranks = [pool.submit(command_line, tmp_path, *arguments, **environment) for environment in ranks_of_torchrun(2)]
@@ -221,9 +230,12 @@ def start_and_finish_ranks(folder, tmp_path, *overrides):
 @pytest.mark.slow
 @pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
 def test_the_number_of_processes_may_change(tmp_path):
-    """One process runs three steps, two processes run two, and one runs the rest: rows and losses do not change.
+    """One process runs three steps, two processes run two more, and one process runs the rest.
 
-    Three validation rows cannot be shared evenly. A step has 4 micro-batches in one process, and 2 in each of two.
+    Rows and losses do not change.
+
+    The three validation rows cannot be shared evenly by two processes. A step has 4 micro-batches with one process, and
+    2 on each of two processes.
     """
     settings = [
         "max_steps=9", "data.packing=best_fit", "trainer.accelerator=cpu", "callbacks.checkpoint.every_n_train_steps=1",
@@ -240,7 +252,7 @@ def test_the_number_of_processes_may_change(tmp_path):
         assert sorted(seen) == list(range(first, 10))
         assert recorded_rows(part) == {step: rows[step] for step in range(first - 1, 9)}
         assert column(part, "val/loss") == pytest.approx({6: validated[6], 9: validated[9]}, rel=1e-5)
-        # fp32 sums, also of gradients, in another order
+        # fp32 sums (of losses and of gradients) are added in another order
         assert list(seen.values()) == pytest.approx([losses[step] for step in seen], rel=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""A run with a W&B key continues offline within seconds if the server cannot be used."""
+"""If the W&B server cannot be used, a run with a W&B key continues offline within seconds."""
 
 import json
 import socket
@@ -19,7 +19,7 @@ PROGRAM = "from fa_train.wandb_mode import wandb_mode; print(wandb_mode())"
 
 
 def mode_of(home: Path, **environment: str) -> tuple[str, list[str]]:
-    """Returns the result of wandb_mode() in a new process with an empty home, and the lines that it printed."""
+    """Calls wandb_mode() in a new process with an empty home, and returns its result and the lines that it printed."""
     own = quiet_environment() | {"HOME": str(home), "WANDB_CONFIG_DIR": str(home), "WANDB_SILENT": "true"}
     started = time.monotonic()
     done = subprocess.run(
@@ -33,13 +33,13 @@ def mode_of(home: Path, **environment: str) -> tuple[str, list[str]]:
 
 @pytest.fixture
 def silent_host():
-    """Yields the address of a server that accepts connections and never answers."""
+    """Yields the address of a server that accepts connections but never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
 class Answers(BaseHTTPRequestHandler):
-    """A W&B server that accepts every key, or none if status is not 200."""
+    """A fake W&B server that accepts every key, or refuses every key if its status is not 200."""
 
     status = 200
 

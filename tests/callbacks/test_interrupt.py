@@ -1,4 +1,7 @@
-"""Tests the handler of Ctrl-C and SIGTERM by direct calls. tests/test_train.py sends the signals to real runs."""
+"""Tests the handler of Ctrl-C and SIGTERM by calling it directly.
+
+tests/test_train.py sends these signals to real runs.
+"""
 
 import signal
 from types import SimpleNamespace
@@ -7,7 +10,10 @@ from fa_train.callbacks.interrupt import GracefulInterrupt
 
 
 def test_the_second_signal_stops_at_once(monkeypatch, capfd):
-    """A second signal within a second does not count, because torchrun repeats one. Data workers ignore signals."""
+    """A second signal within one second is ignored, because torchrun repeats each signal once.
+
+    Data workers ignore signals.
+    """
     now, exits = [100.0], []
     monkeypatch.setattr("fa_train.callbacks.interrupt.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr("fa_train.callbacks.interrupt.os._exit", exits.append)

@@ -1,4 +1,4 @@
-"""Monitor logs the values of the right steps, and reads them only after the next micro-batch has been launched."""
+"""Monitor logs the values of the right step, and reads them only after the next micro-batch has been launched."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ UNSAVED = "callbacks.checkpoint=null"
 
 
 class Synchronous(Callback):
-    """Reads each step's values at its end, and counts micro-batches."""
+    """Reads each step's loss and gradient norm at the end of the step, and counts micro-batches."""
 
     def __init__(self) -> None:
         self.losses: dict[int, float] = {}
@@ -44,7 +44,7 @@ class Synchronous(Callback):
 
 
 def fit(tmp_path, watching, *overrides):
-    """Trains a tiny model with the callback `watching`, which runs before all others. Returns the trainer."""
+    """Trains a tiny model with the callback `watching`, which runs before all other callbacks. Returns the trainer."""
     folder = tmp_path / "run"
     folder.mkdir()
     with composed(folder, *tiny(tmp_path, *SMALL, *overrides)) as cfg:
@@ -81,7 +81,7 @@ def test_logged_values_belong_to_the_logged_step(validates_every, tmp_path, caps
     ],
 )
 def test_the_host_waits_for_a_step_after_the_next_micro_batch(overrides, micro_batches, tmp_path, monkeypatch):
-    """Steps have two micro-batches, and steps 4, 8 and 10 are logged."""
+    """Each step has two micro-batches, and steps 4, 8 and 10 are logged."""
     watching, waited = Synchronous(), []
     monkeypatch.setattr(Timestamp, "wait", lambda _: waited.append(watching.micro_batches))
     fit(tmp_path, watching, *overrides)
@@ -89,7 +89,7 @@ def test_the_host_waits_for_a_step_after_the_next_micro_batch(overrides, micro_b
 
 
 class Fails(Synchronous):
-    """Ends the run in the first micro-batch after step 4."""
+    """Raises an error in the first micro-batch after step 4."""
 
     def on_before_backward(self, trainer, pl_module, loss) -> None:
         if trainer.global_step == EVERY:
@@ -106,7 +106,7 @@ def test_the_last_log_is_written_when_a_run_fails(tmp_path, capsys):
 
 @pytest.mark.parametrize(("ranks", "arrived", "logs"), [(1, False, True), (2, True, True), (2, False, False)], ids=str)
 def test_a_failed_run_does_not_wait_for_other_ranks(ranks, arrived, logs):
-    """The device may be waiting for a rank that has failed."""
+    """If a rank has failed, the device of another rank may wait for it forever."""
     end = SimpleNamespace(passed=lambda: arrived)
     monitor, logged = Monitor(seq_len=1, batch_size=1, max_skipped_steps=None), []
     monitor.log_reading = lambda trainer: logged.append(trainer)
@@ -145,17 +145,17 @@ def test_an_interrupted_run_that_has_diverged_is_not_saved(diverged, tmp_path, m
 
 
 def test_validation_does_not_count_as_training_time(tmp_path, monkeypatch):
-    """Each timestamp is a second after the one before it."""
+    """The fake clock advances by one second at each call."""
     seconds = iter(range(1000))
     monkeypatch.setattr("fa_train.callbacks.timestamp.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     trainer = fit(tmp_path, Synchronous(), UNSAVED, "trainer.val_check_interval=2")
-    # the run starts at 0; validations at 1, 4, 6 and 9 take a second; steps 4, 8 and 10 are logged at 3, 8 and 11
+    # the run starts at 0; validations at 1, 4, 6 and 9 take a second each; logs of steps 4, 8, 10 are at 3, 8, 11
     assert column(tmp_path, "perf/step_ms") == pytest.approx({4: 2e3 / 4, 8: 3e3 / 4, 10: 2e3 / 2})
     assert monitor_of(trainer).latest_step == STEPS
 
 
 class NoSync(Callback):
-    """Makes torch raise an error if the host waits for the GPU, once the first steps have compiled kernels."""
+    """After the first steps have compiled the kernels, makes torch raise an error if the host waits for the GPU."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         if trainer.global_step == EVERY:

@@ -1,4 +1,7 @@
-"""An optimizer step whose gradients are not finite is skipped and counted. Many such steps in a row end the run."""
+"""If the gradients of an optimizer step are not finite, the step is skipped and counted.
+
+Many skipped steps in a row end the run.
+"""
 
 import copy
 import math
@@ -21,7 +24,7 @@ from tests.test_train import processes_can_talk, ranks_of_torchrun
 
 pytestmark = pytest.mark.slow
 
-STEPS, FEW, BAD = 300, 60, 40  # the lengths of two runs, and the step whose loss is infinite
+STEPS, FEW, BAD = 300, 60, 40  # steps of a long and of a short run, and the step whose loss is infinite
 SMALL = (
     "model.n_layers=1", "seq_len=16", "batch_size=2", "trainer.val_check_interval=50", "data.val_rows=2",
     "data.micro_batch_size=2", "callbacks.checkpoint=null",
@@ -39,7 +42,9 @@ ON_TWO_RANKS = {"ddp": STEPS, "fsdp": FEW}
 
 
 class InfiniteLoss(Callback):
-    """Makes the loss of the last rank infinite at the given steps, and thereby every gradient of that rank."""
+    """Makes the loss of the last rank infinite at the given steps, so that every gradient of that rank is not
+    finite.
+    """
 
     def __init__(self, steps: list[int]) -> None:
         self.steps = steps
@@ -53,7 +58,7 @@ class InfiniteLoss(Callback):
 
 
 class Undo(Callback):
-    """Restores the weights and the optimizer's state from before the given step."""
+    """After the given step, restores the weights and the optimizer's state from before that step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -71,7 +76,7 @@ class Undo(Callback):
             for parameter, weight in zip(pl_module.parameters(), weights, strict=True):
                 parameter.copy_(weight)
             [optimizer] = trainer.optimizers
-            rates = [group["lr"] for group in optimizer.param_groups]  # the rates of the next step
+            rates = [group["lr"] for group in optimizer.param_groups]  # learning rates of the next step
             optimizer.load_state_dict(state)
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
@@ -89,7 +94,7 @@ UNDONE = ["+callbacks.undo._target_=tests.callbacks.test_skipped_steps.Undo", f"
 
 
 def run(folder: Path, corpus: Path, *overrides: str) -> Path:
-    """Trains in this process and returns the run's folder."""
+    """Trains in this process and returns the folder of the run."""
     folder.mkdir()
     with composed(folder, *tiny(corpus, *SMALL, *overrides)) as cfg:
         training.train(cfg)
@@ -111,18 +116,18 @@ def assert_only_the_bad_step_differs(skipping: Path, undone: Path, steps: int) -
     "name", [pytest.param(name, marks=[pytest.mark.gpu] if name == "adamw_offload" else []) for name in RUNS]
 )
 def test_a_step_without_finite_gradients_changes_nothing(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # some CPUs lack oneDNN's bf16 instructions
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # on some CPUs, oneDNN's bf16 matmuls crash
     steps, overrides = RUNS[name]
-    with torch.compiler.set_stance("force_eager"):  # otherwise torchao compiles an update for each shape
+    with torch.compiler.set_stance("force_eager"):  # otherwise torchao would compile an update for each shape
         skipping = run(tmp_path / "skipping", tmp_path, f"max_steps={steps}", *overrides, *bad_steps(BAD))
         undone = run(tmp_path / "undone", tmp_path, f"max_steps={steps}", *overrides, *UNDONE)
     assert_only_the_bad_step_differs(skipping, undone, steps)
 
 
 def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
-    """Trains one of two ranks and makes the checks that need two ranks.
+    """Trains as one of two ranks, and makes the checks that need two ranks.
 
-    For ddp and for fsdp, one training run skips the bad step and another undoes it.
+    For ddp and for fsdp, one run skips the bad step and another run undoes it.
     """
     torch.set_num_threads(1)
     os.environ.update(environments[rank])
@@ -176,9 +181,11 @@ DIVERGING = [
     ],
 )
 def test_five_skipped_steps_in_a_row_end_a_run(ranks, tmp_path):
-    """Steps 6 to 10 are bad. Validation after steps 6 and 9 does not reset the count.
+    """The losses of steps 6 to 10 are infinite.
 
-    The run ends at step 12, which is the first logged step after step 10.
+    Validation after steps 6 and 9 does not reset the count of skipped steps.
+
+    The run ends at step 12, the first logged step after step 10.
     """
     settings = [override for override in SMALL if override != "callbacks.checkpoint=null"]
     overrides = tiny(tmp_path, *settings, *DIVERGING, "batch_size=4", *ranks)
@@ -195,7 +202,7 @@ def test_five_skipped_steps_in_a_row_end_a_run(ranks, tmp_path):
 
 
 def test_a_finite_step_ends_a_row(tmp_path, capsys):
-    """Four skipped steps, one good step and four more skipped steps do not end the run."""
+    """The run continues after four skipped steps, one good step and four more skipped steps."""
     bad = [2, 3, 4, 5, 7, 8, 9, 10]
     folder = run(tmp_path / "run", tmp_path, "max_steps=12", *bad_steps(*bad))
     assert column(folder, "train/skipped_steps")[12] == 8

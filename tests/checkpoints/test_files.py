@@ -1,4 +1,4 @@
-"""Checkpoint files and folders: writing and reading, refusing damaged ones, and finding the newest."""
+"""Tests checkpoint files and folders: writing, reading, refusing damaged ones, and finding the newest."""
 
 import os
 import pickle
@@ -25,7 +25,7 @@ from fa_train.parallel.sharded_checkpoint import load_into, load_sharded, requir
 
 
 class Evil:
-    """Creates a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -92,7 +92,7 @@ def test_a_damaged_or_foreign_file_is_one_line(damage, file):
     ("name", "damage"),
     [
         *((name, damage) for name in ("__0_0.distcp", "meta.pt") for damage in ("one-bit", "cut", "empty", "text")),
-        *((".metadata", damage) for damage in ("cut", "empty", "text")),  # a pickle has no checksum
+        *((".metadata", damage) for damage in ("cut", "empty", "text")),  # a pickle file has no checksum
     ],
 )
 def test_a_damaged_folder_is_one_line(name, damage, folder):
@@ -146,7 +146,7 @@ def test_metadata_names_files_of_its_folder_only(folder, tmp_path):
 
 @pytest.fixture
 def full_disk():
-    """Limits the files that this process writes to 64 kB."""
+    """Limits the size of each file that this process writes to 64 kB."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
     yield
@@ -166,7 +166,7 @@ def test_an_error_of_the_program_is_not_taken_for_a_full_disk(tmp_path):
 
 
 def test_no_copy_is_made_in_memory_or_elsewhere(tmp_path, monkeypatch):
-    """A copy of the 64 MB checkpoint, in memory or in $TMPDIR, would fail the test."""
+    """The limits of the test leave no room for a copy of the 64 MB checkpoint, neither in memory nor in $TMPDIR."""
     monkeypatch.setenv("TMPDIR", "/nonexistent")
     weights = torch.zeros(2**24)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""Which checkpoints train.py keeps, which it resumes from, and which it refuses."""
+"""Tests which checkpoints train.py keeps, which it resumes from, and which it refuses."""
 
 import os
 import resource
@@ -23,7 +23,7 @@ EACH_STEP = ("callbacks.checkpoint.every_n_train_steps=1", "max_steps=5", "train
 
 
 def run(folder: Path, tmp_path: Path, *overrides: str) -> list[str]:
-    """Trains in this process and returns the names of the checkpoints that are left."""
+    """Trains in this process and returns the names of the remaining checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
     with composed(folder, *tiny(tmp_path, *overrides)) as cfg:
         training.train(cfg)
@@ -35,7 +35,7 @@ def checkpoints(folder: Path) -> list[str]:
 
 
 def one_line(done) -> str:
-    """Returns the error message of a command, and checks that it is a single line."""
+    """Checks that the error message of a command is a single line, and returns that line."""
     assert done.returncode == 1, done.stderr
     lines = [line for line in done.stderr.strip().splitlines() if "UserWarning" not in line]
     [error] = [line for line in lines if line.startswith("error: ")]
@@ -56,7 +56,7 @@ def test_the_newest_are_kept(overrides, kept, tmp_path):
 
 
 class Losses(Callback):
-    """Replaces the loss of each validation by the next of the given values."""
+    """Replaces the loss of each validation by the next one of the given values."""
 
     def __init__(self, losses: list[float]) -> None:
         self.losses = list(losses)
@@ -111,7 +111,7 @@ def test_the_older_checkpoint_is_removed_when_the_new_one_is_in_place(tmp_path, 
 
 
 class KilledWhileSaving(Callback):
-    """Kills the process while it writes the checkpoint of step 3."""
+    """Kills the process while the process writes the checkpoint of step 3."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         if trainer.global_step == 3:
@@ -140,7 +140,7 @@ def test_a_kill_while_saving_leaves_the_older_checkpoints_whole(tmp_path):
 
 
 class FullDisk(Callback):
-    """Limits checkpoints to 16 kB from the given step on."""
+    """Limits the size of checkpoints to 16 kB from the given step on."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -172,7 +172,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_older_checkpoints(tmp_path):
 
 
 class Spoil(Callback):
-    """Sets a weight to NaN after step 2."""
+    """Sets one weight to NaN after step 2."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         if trainer.global_step == 2:
@@ -191,7 +191,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_exported(tmp_path, ca
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """Returns a folder that contains a run of two steps, its checkpoints and its corpus."""
+    """Returns a folder with a run of two steps, its checkpoints and its corpus."""
     folder = tmp_path_factory.mktemp("trained")
     run(folder / "runs" / "first", folder, *TWO_STEPS)
     return folder

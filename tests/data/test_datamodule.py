@@ -1,4 +1,4 @@
-"""Micro-batches are a pure function of the seed and the position in the run, even if the run is killed and resumed."""
+"""Micro-batches depend only on the seed and the position in the run, even if the run is killed and resumed."""
 
 import multiprocessing
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ OPTIONS = dict(
 
 @pytest.fixture(autouse=True)
 def _short_epochs(monkeypatch):
-    """Shortens an epoch of 2**26 tokens, because every run shuffles all documents of an epoch, which takes time."""
+    """Shortens epochs to 2**26 tokens, because every run shuffles all documents of an epoch, which takes time."""
     monkeypatch.setattr("fa_train.data.sources.synthetic.N_TOKENS", 2**14)
 
 
@@ -44,7 +44,7 @@ def test_micro_batches_must_divide_the_batch():
 
 
 def rows_of(batches):
-    """Returns the rows of some batches in a canonical order."""
+    """Returns the rows of some batches in a sorted order, which is the same for equal sets of rows."""
     return sorted(torch.cat(batches).view(-1, 16).tolist())
 
 
@@ -63,7 +63,7 @@ def test_a_step_has_the_same_rows_on_any_number_of_gpus():
 @pytest.mark.parametrize("val_rows", [1, 3, pytest.param(99, id="more-than-there-are")])
 @pytest.mark.parametrize(("world_size", "size"), [(1, 1), (1, 3), (1, 32), (2, 3), (3, 1), (8, 4)])
 def test_every_row_is_validated_once_by_any_number_of_gpus(world_size, size, val_rows, monkeypatch):
-    """Rows that only fill up micro-batches have no labels. All ranks have the same number of micro-batches."""
+    """Rows that only fill up the last micro-batch have no labels. All ranks have equal numbers of micro-batches."""
     monkeypatch.setattr("fa_train.data.sources.synthetic.N_TOKENS", 150)
     ranks = []
     for rank in range(world_size):
@@ -112,11 +112,11 @@ def chats(tmp_path):
 
 
 class Killed(Exception):
-    """Raised instead of ending the process."""
+    """Raised where a real run would be killed."""
 
 
 class Recorder(L.LightningModule):
-    """Records batches and trains nothing. Raises Killed at a given step."""
+    """A Lightning module that records its batches and trains nothing. At a given step, the module raises Killed."""
 
     def __init__(self, die_at=None):
         super().__init__()
@@ -165,7 +165,10 @@ def test_a_run_killed_twice_goes_on_where_it_stopped(tmp_path, make_data):
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_resumed_run_may_take_other_micro_batches(tmp_path, size):
-    """The run stops after 20 micro-batches of 2 rows. That is not a whole number of steps of 8 micro-batches."""
+    """The first run stops after 20 micro-batches of 2 rows each.
+
+    20 micro-batches are not a whole number of steps, because a step has 8.
+    """
     whole = fit(tmp_path / "whole", Recorder(), make())
     with pytest.raises(Killed):
         fit(tmp_path / "cut", Recorder(die_at=5), make())

@@ -1,4 +1,6 @@
-"""A mixture has the requested shares in any range of consecutive rows, and depends only on the seed and position."""
+"""A mixture has the requested shares in any range of consecutive rows, and depends only on the seed and the
+position.
+"""
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from tests.data.packing.test_best_fit import OPTIONS, NumberedSource
 from tests.data.packing.test_concat import PAD, Numbered
 from tests.data.test_datamodule import Killed, Recorder, fit
 
-BASE = 10**6  # the tokens of source i start at i * BASE
+BASE = 10**6  # the tokens of source number i start at i * BASE
 
 
 class Shifted(Numbered):
@@ -70,7 +72,7 @@ def test_shares_hold_from_any_row_on(weights):
 
 
 class Numbers:
-    """Stands for the rows of a source. The content and the cost of a row are its index."""
+    """Stands in for the rows of a source. The content of a row is its index, and so is its cost."""
 
     max_documents = 1
 
@@ -108,7 +110,7 @@ def test_a_step_has_the_same_rows_on_any_number_of_gpus():
         batches = [ranks[rank][number * count + i] for i in range(count) for rank in range(world_size)]
         return sorted(row for batch in batches for row in batch["tokens"].view(-1, 16).tolist())
 
-    far = CYCLE // 8 - 1  # the next step begins another cycle
+    far = CYCLE // 8 - 1  # the next step begins another cycle of the mixture
     for number in (0, far, far + 1):
         expected = sorted(tokens_of(rows, number * 8, 8).tolist())
         assert all(step(*split, number) == expected for split in [(1, 8), (2, 2), (4, 1), (8, 1)])

@@ -1,4 +1,7 @@
-"""Compares one case of attention on a GPU, forward and backward, with dense attention. The case chooses the tiles."""
+"""Compares one case of attention on a GPU, forward and backward, with dense attention.
+
+The case determines the tile sizes of the kernels.
+"""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -21,15 +24,16 @@ from tests.gpu_check.variants import Tiles, Width
 from tests.kernels.support.attention_check import DEVICE, attend, compare, cumulative
 
 HEADS = (4, 4), (4, 2), (4, 1)  # query heads, KV heads
-# The lengths end before, within and at the end of a block. Some documents are empty; some share a tile.
+# The document lengths end before, inside and at the end of a block. Some documents are empty, and some share a tile.
 SEVERAL, ONE = [300, 1, 0, 213, 64, 131], [417]
-LONGER_SEVERAL, LONGER_ONE = [1000, 1, 30, 400, 139], [1500]  # every ring of buffers is used more than once
+# so long that every ring of shared-memory buffers is used more than once
+LONGER_SEVERAL, LONGER_ONE = [1000, 1, 30, 400, 139], [1500]
 
 
 def check_portable(
     dtype: torch.dtype, width: Width, tiles: Tiles, several: bool, features: Sequence[str], heads: tuple[int, int]
 ) -> None:
-    """Checks the portable kernels with these tiles."""
+    """Checks the portable kernels with the given tile sizes."""
     with portable_kernels(tiles):
         if dtype == FP8:
             _check_fp8(width, SEVERAL if several else ONE, several, heads)
@@ -46,19 +50,22 @@ def check_hopper(
     heads: tuple[int, int],
     options: dict[str, Any],
 ) -> None:
-    """Checks Hopper's kernels for one length class. With several documents, NaN must stay in its own document."""
+    """Checks Hopper's kernels for one length class of documents.
+
+    If there are several documents, NaN must stay in its own document.
+    """
     lengths = LONGER_SEVERAL if several else LONGER_ONE
     with (
         _backend("hopper"),
         patch.object(schedule, "length_class_of", lambda _: length_class),
-        patch.dict(schedule_cache._KEPT, clear=True),  # its keys do not contain the length class
+        patch.dict(schedule_cache._KEPT, clear=True),  # the keys of this cache do not contain the length class
     ):
         _check(dtype, (head_dim, head_dim), lengths, several, features, heads, options)
 
 
 @contextmanager
 def portable_kernels(tiles: Tiles) -> Iterator[None]:
-    """Makes calls in this context use the portable kernels with these tiles."""
+    """In this context, attention uses the portable kernels with the given tile sizes."""
     key_passes = tuple(direction for direction in tiles if direction in ("dkdv", "dk", "dv"))
     with ExitStack() as stack:
         stack.enter_context(_backend("portable"))
@@ -70,7 +77,7 @@ def portable_kernels(tiles: Tiles) -> Iterator[None]:
 
 @contextmanager
 def _backend(name: str) -> Iterator[None]:
-    """Makes calls in this context use the kernels of one backend, and disables the recording of launches."""
+    """In this context, attention uses the kernels of one backend and does not record launches."""
     with (
         patch.dict(os.environ, {backend.VARIABLE: name}),
         patch.object(record, "_may_record", lambda: False),
@@ -89,7 +96,7 @@ def _check(
 ) -> None:
     n_heads, total = heads[0], sum(lengths)
     q, k, v, do = (torch.randn(shape, device=DEVICE).to(dtype) for shape in _shapes(total, heads, width))
-    if "strided" in names:  # q, k and v are columns of wider heads
+    if "strided" in names:  # the heads of q, k and v are slices of wider ones
         q, k, v = (torch.cat([x, x], dim=2)[..., : x.shape[2]] for x in (q, k, v))
     if "odd-strides" in names:  # rows that are not aligned to 16 bytes are loaded through registers
         q, k, v = (torch.cat([x, x[..., :1]], dim=2)[..., :-1] for x in (q, k, v))
@@ -104,7 +111,7 @@ def _check(
     sinks = torch.randn(n_heads, device=DEVICE) if "sinks" in names else None
     ours = _varlen(lengths, options) if several else _dense(options)
     dlse = torch.randn(n_heads, total, device=DEVICE)
-    # Compute the reference of short documents on the CPU, so that many processes can share the GPU.
+    # Compute the reference of short documents on the CPU, so that many test processes can share the GPU.
     reference_device = "cpu" if total < 1000 else DEVICE
     compare(ours, (q, k, v), features, sinks, do, dlse, reference_device)
     if several:
@@ -120,9 +127,9 @@ def _require_isolation(
     dlse: Tensor,
     lengths: list[int],
 ) -> None:
-    """Requires that NaN in the fourth document changes the other documents by a rounding error at most.
+    """Requires that NaN in the fourth document changes the results of other documents at most by a rounding error.
 
-    A repair kernel may recompute their tiles, and it rounds differently.
+    A repair kernel may recompute tiles of other documents, and it rounds differently.
     """
     first, past = sum(lengths[:3]), sum(lengths[:4])
     q, k, v = (x.clone() for x in inputs)
@@ -136,10 +143,10 @@ def _require_isolation(
 
 
 def _check_fp8(width: Width, lengths: list[int], several: bool, heads: tuple[int, int]) -> None:
-    """Checks the forward pass in fp8 against the fp64 reference.
+    """Checks the forward pass in fp8 against a reference in fp64.
 
-    The tolerance has two parts. P is rounded to 11 bits. When Hopper's tensor cores add products, they keep 13 bits
-    below the largest product.
+    The tolerance has two parts. The kernel rounds P to 11 bits. When Hopper's tensor cores add products, they keep 13
+    bits below the largest product.
     """
     shapes = _shapes(sum(lengths), heads, width)[:3]
     q, k, v = (torch.randn(shape, device=DEVICE).to(FP8) for shape in shapes)
@@ -167,7 +174,9 @@ def _varlen(lengths: list[int], options: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _dense(options: dict[str, Any]) -> Callable[..., Any]:
-    """Returns flash_attn_func for one document, with the arguments and shapes of flash_attn_varlen_func."""
+    """Returns a function that calls flash_attn_func for one document, with the arguments and shapes of
+    flash_attn_varlen_func.
+    """
 
     def attention(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **features: Any

@@ -1,4 +1,7 @@
-"""All cases of the GPU check. The tile tables of the kernels give the cases; each has a name and a function to call."""
+"""Lists all cases of the GPU check. The cases come from the tile tables of the kernels.
+
+Each case has a name and a function to call.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,8 +24,8 @@ from tests.gpu_check.variants import WIDTHS, Tiles, Width, other_decode_tiles, o
 
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = (*HALF, torch.float32)
-# Each tile is tested with some of these features. tests/kernels/test_matrix.py tests their combinations with the tiles
-# of the present GPU.
+# Each tile size is tested with some of these features. tests/kernels/test_matrix.py tests combinations of features with
+# the tile sizes of the GPU on which it runs.
 FEATURES = (), ("softcap",), ("sinks", "strided"), ("alibi",), ("window", "sinks"), ("bidirectional",)
 PAGE_SIZES = 16, 64, 256
 
@@ -30,11 +33,11 @@ PAGE_SIZES = 16, 64, 256
 @dataclass(frozen=True)
 class Case:
     name: str
-    run: Callable[[], None]  # raises if a result is wrong
+    run: Callable[[], None]  # raises an error if a result is wrong
 
 
 def all_cases(device: torch.device) -> list[Case]:
-    """Lists the cases that `make gpu-check` runs on `device`."""
+    """Returns the cases that `make gpu-check` runs on `device`."""
     lists = [portable_cases(device), decode_cases(device), fused_cases(), schedule_cases()]
     if is_hopper(device):
         lists.insert(0, hopper_cases())
@@ -42,10 +45,10 @@ def all_cases(device: torch.device) -> list[Case]:
 
 
 def portable_cases(device: torch.device) -> Iterator[Case]:
-    """Yields a case for each tile of each pass, dtype and width.
+    """Yields a case for each tile size of each pass, dtype and width.
 
-    The device's own tiles run with one document and with several; other tiles run with one of the two. The device's own
-    tiles also run once with unaligned rows, which different instructions load.
+    The tile sizes that `device` uses run with one document and with several. All others run with one of the two. The
+    tile sizes that `device` uses also run once with unaligned rows, which need different load instructions.
     """
     features, heads, either = cycle(FEATURES), cycle(HEADS), cycle((False, True))
     dtypes = (*DTYPES, FP8) if torch.cuda.get_device_capability(device) >= (8, 9) else DTYPES
@@ -68,7 +71,9 @@ def _portable_case(
 
 
 def hopper_cases() -> Iterator[Case]:
-    """Yields a case for each variant of Hopper's kernels: length class, features, dtype and order of the sums in dQ."""
+    """Yields a case for each variant of Hopper's kernels: length class, features, dtype, and order in which dQ is
+    summed.
+    """
     heads = cycle(HEADS)
     for dtype, head_dim in product(HALF, HOPPER_HEAD_DIMS):
         seen = set()
@@ -89,12 +94,13 @@ def hopper_cases() -> Iterator[Case]:
 
 
 def decode_cases(device: torch.device) -> Iterator[Case]:
-    """Yields a case for each tile of the decoding kernel, dtype and width, with a dense and a paged cache."""
+    """Yields a case for each tile size of the decoding kernel, dtype and width, with a dense and with a paged cache."""
     page_sizes, options = cycle(PAGE_SIZES), cycle(range(4))
     for dtype, width, paged in product(DTYPES, WIDTHS, (False, True)):
         own = own_decode_tiles(width, dtype.itemsize, paged, device)
         others = other_decode_tiles(width, dtype.itemsize, paged, device)
-        # The device's own tiles run with two sets of features, and one set has left padding. Other tiles run with one.
+        # The tile sizes that `device` uses run with two sets of features, one of them with left padding. All other tile
+        # sizes run with one set of features.
         for rows, tiles in [case for case in own for _ in range(2)] + others:
             page_size, option = next(page_sizes) if paged else None, next(options)
             sizes = f"{tiles.block_m}x{tiles.block_n}x{tiles.num_warps}x{tiles.num_stages}"
@@ -103,7 +109,7 @@ def decode_cases(device: torch.device) -> Iterator[Case]:
 
 
 def fused_cases() -> Iterator[Case]:
-    """Yields a case for each block size of each fused operation. Some widths fill the block, others do not."""
+    """Yields a case for each block size of each fused operation. Some of the widths fill their block, others do not."""
     for dtype, dim in product(DTYPES, (16, 100, 128, 256, 512, 768, 1024, 1600, 2048, 4096, 5120, 8192, 16384)):
         yield Case(f"rmsnorm {_name(dtype)} {dim}", partial(check_rmsnorm, dtype, dim))
     for dtype, head_dim in product(DTYPES, (2, 8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 256)):
@@ -113,7 +119,7 @@ def fused_cases() -> Iterator[Case]:
 
 
 def schedule_cases() -> Iterator[Case]:
-    """Yields cases for the kernel that builds schedules, which has one compiled form."""
+    """Yields cases for the kernel that builds attention schedules, which has one compiled form."""
     for n_docs, window, keys_in_order in product((1, 40, 20000), ((-1, 0), (-1, -1), (100, 7)), (False, True)):
         name = f"schedule {n_docs} documents, window {window}{', keys in order' if keys_in_order else ''}"
         yield Case(name, partial(check_schedule, n_docs, window, keys_in_order))

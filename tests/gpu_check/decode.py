@@ -1,4 +1,4 @@
-"""Checks one case of flash_attn_with_kvcache on a GPU. The case chooses the tiles."""
+"""Checks one case of flash_attn_with_kvcache on a GPU. The case determines the tile sizes of the kernel."""
 
 from typing import Any
 from unittest.mock import patch
@@ -11,13 +11,16 @@ from tests.gpu_check.variants import Width
 from tests.kernels.support.attention_check import DEVICE
 from tests.kernels.support.cached_attention import check
 
-CAPACITY = 768  # tokens per sequence: several whole blocks of every tile
+CAPACITY = 768  # tokens per sequence: several whole blocks of every tile size
 
 
 def check_decode(
     dtype: torch.dtype, width: Width, rows: int, tiles: TileConfig, page_size: int | None, option: int
 ) -> None:
-    """rows: queries of all heads that share a KV head. option: index of one of four sets of features."""
+    """rows: the number of queries of all heads that share a KV head.
+
+    option: the index of one of four sets of features.
+    """
     group = 1 + option % 2 if rows > 1 else 1
     head_dim, v_head_dim = width
     rotary_dim = head_dim // 16 * 16

@@ -10,11 +10,14 @@ from fa_kernels.swiglu import swiglu, swiglu_gradient
 from tests.kernels.support.attention_check import DEVICE
 from tests.support.tolerance import assert_as_accurate
 
-ROWS = 130  # more rows than one program of any operation processes
+ROWS = 130  # more rows than one program of any of these operations processes
 
 
 def check_rmsnorm(dtype: torch.dtype, dim: int) -> None:
-    """Checks RMSNorm of a sum. The residual stream is fp32 or `dtype`. The sum is either stored or recomputed."""
+    """Checks RMSNorm of a sum. The residual stream has the dtype fp32 or `dtype`.
+
+    The sum is either stored or recomputed in the backward.
+    """
     for stream, keep_sum in ((torch.float32, True), (dtype, False)):
         x, added = _draw(ROWS, dim, dtype=stream), _draw(ROWS, dim, dtype=dtype)
         weight = (1 + 0.1 * torch.randn(dim, device=DEVICE)).requires_grad_()
@@ -30,7 +33,7 @@ def check_rmsnorm(dtype: torch.dtype, dim: int) -> None:
 
 
 def check_rotary(dtype: torch.dtype, head_dim: int) -> None:
-    """Checks the rotation of five heads, the last of which is not rotated, and of joined q, k and v."""
+    """Checks the rotation of five heads (the last one is not rotated), and of q, k and v in one tensor."""
     angles = torch.randn(ROWS, head_dim // 2, device=DEVICE)
     cos, sin = angles.cos(), angles.sin()
 
@@ -75,7 +78,10 @@ def check_swiglu(dtype: torch.dtype, ffn_dim: int) -> None:
 
 
 def _compare(names, ours, exact, inputs, gradients, dtype) -> None:
-    """Compares the outputs `ours`, computed from `inputs`, and their gradients with those of `exact` in fp64."""
+    """Compares the outputs `ours` and their gradients with those of `exact` in fp64.
+
+    Both were computed from `inputs`.
+    """
     wide = [x.detach().double().requires_grad_() for x in inputs]
     truths = exact(*wide)
     found = torch.autograd.grad(ours, inputs, [g.to(x.dtype) for g, x in zip(gradients, ours, strict=True)])
@@ -88,7 +94,7 @@ def _compare(names, ours, exact, inputs, gradients, dtype) -> None:
 
 
 def _require_close(name: str, ours: Tensor, truth: Tensor, dtype: torch.dtype) -> None:
-    """Requires an error of at most four units of rounding in the operands' dtype, relative to the largest element."""
+    """Requires an error of at most four rounding units of `dtype`, relative to the largest element."""
     truth = truth.detach()
     floor = 4 * torch.finfo(dtype).eps * truth.abs().max().item()
     assert_as_accurate(name, ours, truth, truth.to(ours.dtype), floor=floor)

@@ -1,4 +1,6 @@
-"""All tiles that the present GPU can run: those of every GPU in the tables, and those for less shared memory."""
+"""Lists all tile sizes that the GPU of this machine can run: those in the tables for any GPU, and smaller ones for less
+shared memory.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,29 +21,33 @@ from fa_kernels.flash_attention.tiles import (
     tile_config,
 )
 
-Width = tuple[int, int]  # head_dim of q and k, and of v
+Width = tuple[int, int]  # head_dim of q and k, and head_dim of v
 Tiles = Mapping[Pass, TileConfig]
 
-# head dimensions that fill their tile or leave columns unused, with one or two blocks of head columns
+# head_dims that fill their tile and head_dims that leave columns unused, with one or two blocks of head columns
 HEAD_DIMS = (8, 16, 24, 32, 40, 48, 64, 72, 80, 88, 96, 104, 128, 136, 144, 160, 176, 192, 200, 256)
 WIDTHS: list[Width] = [*((d, d) for d in HEAD_DIMS), (192, 128), (64, 128), (24, 80)]
 KEY_PASSES: tuple[tuple[Pass, ...], ...] = (("dkdv",), ("dk", "dv"))
 ARCHS: tuple[Arch, ...] = (*SHARED_LIMIT, "unknown")
-# Bytes of shared memory per program: GPUs older than those in the tables, RTX 30 to 50, A100, H100 and B200.
+# Bytes of shared memory per program on different GPUs: GPUs older than those in the tables, RTX 30 to 50, A100, H100
+# and B200.
 SHARED_SIZES = tuple(kib * 1024 for kib in (64, 99, 163, 227))
-DECODE_ROWS = (1, 17, 64, 300)  # queries per KV head, one value for each tile height
+DECODE_ROWS = (1, 17, 64, 300)  # numbers of queries per KV head, one for each tile height
 
 
 def own_tiles(width: Width, itemsize: int, device: torch.device) -> Tiles:
-    """Returns the tiles that the passes of one call use on `device`, from the table or the user's file of tiles."""
+    """Returns the tile sizes that a call uses on `device` for each pass, from the table or from the user's file."""
     keys = key_passes(arch_of(device), max(width), itemsize)
     return {p: launch_tiles(device, *width, p, itemsize) for p in _passes(keys, itemsize)}
 
 
 def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[Tiles]:
-    """Yields choices of tiles for the passes of one call. Together they contain all tiles that other GPUs use.
+    """Yields tile sizes for each pass of a call.
 
-    Yields nothing for widths that leave columns unused, because their code differs by a mask only.
+    Together, the yielded values contain all tile sizes that other GPUs use.
+
+    If a width leaves columns unused, nothing is yielded, because its code differs from that of a wider head by a mask
+    only.
     """
     if not _fills_its_parts(width, itemsize):
         return
@@ -49,19 +55,23 @@ def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[T
     for keys in KEY_PASSES if itemsize > 1 else KEY_PASSES[:1]:
         tiles = {p: distinct_tiles(width, p, itemsize, device) for p in _passes(keys, itemsize)}
         others = {p: [t for t in found if t != own.get(p)] for p, found in tiles.items()}
-        # dK and dV come from one kernel or from two. Yield the form that the device does not use only for new tiles.
+        # dK and dV are computed by one kernel or by two. Yield the form that `device` does not use only if it has tile
+        # sizes that were not tested before.
         if all(tiles.values()) and (keys[0] not in tiles or keys[0] in own or any(others[p] for p in keys)):
             for i in range(max(map(len, others.values()))):
                 yield {p: others[p][i % len(others[p])] if others[p] else tiles[p][0] for p in tiles}
 
 
 def _passes(keys: Sequence[Pass], itemsize: int) -> list[Pass]:
-    """Returns all passes of a call. `keys`: the passes that compute dK and dV. fp8 has no backward pass."""
+    """Returns all passes of a call. `keys`: the passes that compute dK and dV.
+
+    Attention in fp8 has no backward pass.
+    """
     return ["fwd"] if itemsize == 1 else ["fwd", *keys, "dq"]
 
 
 def distinct_tiles(width: Width, direction: Pass, itemsize: int, device: torch.device) -> list[TileConfig]:
-    """Lists the different tiles of one pass, the tiles of `device` first."""
+    """Returns the different tile sizes of one pass, starting with those of `device`."""
     archs = [arch_of(device), *ARCHS]
     found = [
         smaller(arch, tile_config(arch, max(width), direction, itemsize), width, direction, itemsize, size)
@@ -76,7 +86,9 @@ def distinct_tiles(width: Width, direction: Pass, itemsize: int, device: torch.d
 def smaller(
     arch: Arch, tiles: TileConfig, width: Width, direction: Pass, itemsize: int, size: int
 ) -> TileConfig | None:
-    """Returns the tiles that `fit` finds for `size` bytes of shared memory per program, or None if nothing fits."""
+    """Returns the tile sizes that `fit` finds for `size` bytes of shared memory per program, or None if nothing
+    fits.
+    """
     try:
         return fit(arch, tiles, *width, direction, itemsize, size)
     except ValueError:
@@ -84,12 +96,15 @@ def smaller(
 
 
 def own_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
-    """Lists pairs of the number of queries per KV head and the tiles that `device` uses for it."""
+    """Returns pairs of a number of queries per KV head and the tile size that `device` uses for it."""
     return _decode_tiles(arch_of(device), width, itemsize, paged, _shared_memory(device))
 
 
 def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
-    """Lists such pairs for other GPUs. The list is empty if a smaller width has the same padded tile."""
+    """Returns pairs of a number of queries per KV head and a tile size that other GPUs use.
+
+    The list is empty if an earlier width has the same padded head_dims.
+    """
     padded = padded_width(width[0]), padded_width(width[1])
     if width != next(w for w in WIDTHS if (padded_width(w[0]), padded_width(w[1])) == padded):
         return []
@@ -105,7 +120,9 @@ def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.d
 
 
 def _decode_tiles(arch: Arch, width: Width, itemsize: int, paged: bool, size: int) -> list[tuple[int, TileConfig]]:
-    """Lists such pairs for a GPU with `size` bytes of shared memory per program. Returns [] if nothing fits."""
+    """Returns pairs of a number of queries per KV head and its tile size, for a GPU with `size` bytes of shared memory
+    per program. The list is empty if nothing fits.
+    """
     try:
         return [(rows, decode_tiles(arch, *width, itemsize, rows, paged, size)) for rows in DECODE_ROWS]
     except ValueError:
@@ -122,6 +139,6 @@ def _fits(tiles: TileConfig, width: Width, direction: Pass, itemsize: int, devic
 
 
 def _shared_memory(device: torch.device) -> int:
-    """Returns the bytes of shared memory that a program may use."""
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the attribute
+    """Returns the bytes of shared memory that one program may use."""
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's type stub lacks the attribute
     return properties.shared_memory_per_block_optin

@@ -1,4 +1,7 @@
-"""Processes that run cases. A new process replaces one whose GPU context is lost after an illegal memory access."""
+"""Processes that run cases.
+
+If an illegal memory access has destroyed the GPU context of a process, a new process replaces it.
+"""
 
 import multiprocessing
 import time
@@ -12,7 +15,7 @@ import torch
 from tests.gpu_check.cases import Case
 from tests.kernels.support.attention_check import GPU
 
-LIMIT = 300  # seconds a case may take, compilation included
+LIMIT = 300  # seconds that a case may take, including compilation
 
 
 @dataclass(frozen=True)
@@ -20,11 +23,11 @@ class Result:
     case: Case
     seconds: float
     error: str  # empty if the case passed
-    kernels: frozenset[str]  # the kernels that the case compiled or loaded
+    kernels: frozenset[str]  # names of the kernels that the case compiled or loaded
 
 
 def run_all(cases: Sequence[Case], jobs: int) -> Iterator[Result]:
-    """Yields each result as soon as its case has ended."""
+    """Yields the result of each case as soon as the case has ended."""
     waiting = list(reversed(cases))
     workers = [_Worker() for _ in range(min(jobs, len(cases)))]
     busy: dict[Connection, _Worker] = {}
@@ -53,7 +56,7 @@ def run_all(cases: Sequence[Case], jobs: int) -> Iterator[Result]:
 
 
 class _Worker:
-    """A process and the case that it runs."""
+    """A worker process, and the case that the process runs."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -69,7 +72,7 @@ class _Worker:
         self.pipe.send(case)
 
     def result(self) -> tuple[Result, bool]:
-        """Returns the result and whether the process can run another case."""
+        """Returns the result of the case, and whether the process can run another case."""
         assert self.case is not None
         try:
             error, kernels, alive = self.pipe.recv()
@@ -80,12 +83,15 @@ class _Worker:
 
 
 def _serve(pipe: Connection) -> None:
-    """Runs each case that it receives from the pipe. Ends when it receives None, or when the GPU context is lost."""
+    """Runs each case that the process receives from the pipe.
+
+    Ends when the process receives None, or when its GPU context is lost.
+    """
     from triton import knobs
 
     from tests.kernels.support.poison import poisoned_memory
 
-    torch.set_num_threads(1)  # all processes share the CPU cores
+    torch.set_num_threads(1)  # all worker processes share the CPU cores
     kernels: set[str] = set()
     knobs.runtime.jit_post_compile_hook = lambda **call: kernels.add(f"{call['fn'].name} {call['key']}")
     alive = True
@@ -109,7 +115,10 @@ def _wait_for_gpu() -> None:
 
 
 def _context_lives() -> bool:
-    """Returns False after an illegal memory access. A process cannot recover from such an access."""
+    """Returns False after an illegal memory access on the GPU.
+
+    A process cannot use the GPU any more after such an access.
+    """
     try:
         _wait_for_gpu()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""This project's attention inside models of transformers, compared with transformers' own eager attention."""
+"""Tests this project's attention inside transformers models, and compares it with transformers' eager attention."""
 
 from typing import Any
 
@@ -28,7 +28,10 @@ def _registered() -> None:
 
 
 def assert_as_accurate_as_eager(model: Any, ids: Tensor, weight: Tensor, exact: str = "eager", **inputs: Any) -> None:
-    """Requires errors of at most twice eager attention's in fp32, both against the attention `exact` in fp64."""
+    """Requires errors of at most twice those of eager attention in fp32.
+
+    Both are compared with the attention `exact` in fp64.
+    """
     results = {}
     for name, dtype, implementation in (
         ("exact", torch.float64, exact), ("eager", torch.float32, "eager"), ("ours", torch.float32, fa.NAME),
@@ -41,7 +44,7 @@ def assert_as_accurate_as_eager(model: Any, ids: Tensor, weight: Tensor, exact: 
 
 
 class Operators(TorchDispatchMode):
-    """Records the names of the operators that run."""
+    """Records the names of the torch operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +112,7 @@ def test_every_layer_runs_our_operator_and_no_other_attention():
 )
 def test_padding_is_left_out(name, mask):
     weight = torch.randn(*mask.shape, VOCAB) * mask[..., None]
-    # in fp64, eager attention's mask becomes -inf, and NaN for queries that are padding
+    # In fp64, the mask of eager attention becomes -inf, which gives NaN for queries that are padding.
     assert_as_accurate_as_eager(tiny(name), tokens(*mask.shape), weight, exact="sdpa", attention_mask=mask)
 
 
@@ -155,7 +158,7 @@ def test_tokens_after_right_padded_prompts_leave_the_padding_out():
     cache = model(ids, attention_mask=RIGHT, use_cache=True).cache
     mask = torch.cat([RIGHT, torch.ones_like(later)], dim=1)
     positions = torch.tensor([[11, 12, 13], [7, 8, 9]])
-    for new in (slice(0, 2), slice(2, 3)):  # several tokens at once, then one
+    for new in (slice(0, 2), slice(2, 3)):  # first several new tokens at once, then a single one
         logits = model(
             later[:, new], attention_mask=mask[:, : 11 + new.stop], position_ids=positions[:, new], cache=cache
         ).logits
@@ -174,7 +177,7 @@ def test_layers_share_a_schedule_as_long_as_its_tensor_is_unchanged(monkeypatch)
     assert len(built) == 1
     positions.copy_(torch.arange(17))
     torch.testing.assert_close(model(ids, position_ids=positions, use_cache=False).logits, other)
-    assert len(built) == 1  # one document: a dense schedule
+    assert len(built) == 1  # one document has a dense schedule
     n_kept = len(packed_rows._KEPT)
     del positions
     assert len(packed_rows._KEPT) == n_kept - 1
@@ -222,7 +225,7 @@ def test_masks_other_than_causality_windows_and_padding_are_refused():
 
 
 def test_a_mask_may_pass_the_mask_function_twice():
-    """`generate` computes masks for a static cache, and models take them for a user's."""
+    """`generate` computes masks for a static cache, and models treat these masks as if a user had passed them."""
     user = torch.tensor([[0, 0, 1, 1, 1]]).bool()
     once = key_masks.encoded(user, 1, 8, 0, 5, user.device)
     assert once.dtype == key_masks.RUNS and once.tolist() == [[0, 0, 6, 6, 6, 0, 0, 0]]

@@ -1,4 +1,4 @@
-"""Fixtures for the memory levers."""
+"""Fixtures for the tests of memory levers."""
 
 import pytest
 import torch
@@ -6,5 +6,5 @@ import torch
 
 @pytest.fixture
 def bf16_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disables oneDNN. Its bf16 matmuls crash on virtual machines that announce AMX without having it."""
+    """Disables oneDNN. On virtual machines that announce AMX without having it, oneDNN's bf16 matmuls crash."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)

@@ -1,4 +1,4 @@
-"""Checkpointing: equal gradients, the number of attention forwards, and the tensors that a block keeps."""
+"""Activation checkpointing: equal gradients, the number of attention forwards, and the tensors that a block keeps."""
 
 from itertools import product
 
@@ -63,7 +63,7 @@ def test_how_often_flash_forward_runs(checkpointing, times, compiled, device, mo
 
 
 class Operators(TorchDispatchMode):
-    """Records all operators that run, in order."""
+    """Records the names of all torch operators that run, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def test_how_often_torchs_attention_runs(documents, checkpointing, times, device
     batch = stream(device)
     if documents == "one":
         del batch["cu_seqlens"]
-    # torch's CPU kernel does not support grouped heads and would fall back to materialised scores
+    # without grouped heads, because torch's CPU kernel would fall back to materialised scores
     model = small_gpt(levers(checkpointing), device, "sdpa", N_LAYERS, n_kv_heads=None)
     with Operators() as operators:
         step(model, batch)
@@ -104,7 +104,7 @@ def test_attention_without_an_operator_is_recomputed(checkpointing, device):
     [
         pytest.param("full", False, ["x"], id="full-eager"),
         pytest.param("full", True, ["x"], id="full-compiled"),
-        pytest.param("selective", False, ["x"], id="selective-eager"),  # o and lse are in the policy's storage
+        pytest.param("selective", False, ["x"], id="selective-eager"),  # the policy itself stores o and lse
         pytest.param("selective", True, ["lse", "o", "x"], id="selective-compiled"),
     ],
 )
@@ -119,7 +119,7 @@ def test_tensors_that_a_block_keeps(checkpointing, compiled, expected, device):
     kept = []
 
     def pack(saved):
-        # the checkpoint of torch 2.11 also saves an empty tensor
+        # the checkpoint function of torch 2.11 also saves an empty tensor
         if saved.is_floating_point() and saved.numel() and saved.data_ptr() not in weights:
             kept.append(names.get(tuple(saved.shape), str(saved.shape)))
         return saved

@@ -1,4 +1,4 @@
-"""Linear cross entropy against torch's cross entropy of materialised logits."""
+"""Compares the chunked linear cross entropy with torch's cross entropy of materialised logits."""
 
 import weakref
 
@@ -115,14 +115,14 @@ def test_logits_never_exist_at_once(device):
     weight = torch.randn(256, 4, device=device, requires_grad=True)
     labels = torch.randint(256, (512,), device=device)
     with LargestTensor() as largest:
-        # call the body of the operator, because a dispatch mode does not see inside an operator
+        # call the Python body of the operator, because a dispatch mode does not see inside an operator
         linear_cross_entropy._init_fn(hidden.detach(), weight.detach(), labels, 16, 0.0, 0.0, torch.float32, True, True)
         LinearCrossEntropy(16)(hidden, weight, labels).backward()
-    assert largest.elements == 16 * 256  # the dense logits have 512 x 256 elements
+    assert largest.elements == 16 * 256  # without chunks, the logits would have 512 x 256 elements
 
 
 class Alive(TorchDispatchMode):
-    """Counts the live tensors of a given shape that have separate memory."""
+    """Counts the live tensors of a given shape that do not share memory."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Alive(TorchDispatchMode):
 
 
 def test_two_chunks_of_logits_never_coexist(device, monkeypatch):
-    """Replaces the loss by an in-place version, like the GPU's kernel."""
+    """Replaces the loss by a version that works in place, as the GPU kernel does."""
     hidden, weight, labels = (x.detach() for x in draw(device))
 
     def cross_entropy(logits: Tensor, labels: Tensor, *terms: float) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""All memory levers together, and the configs of conf/memory."""
+"""Tests all memory levers together, and the configs in conf/memory."""
 
 from dataclasses import fields
 from itertools import product
@@ -30,14 +30,17 @@ GROUPS = sorted(path.stem for path in (CONF / "memory").glob("[!_]*.yaml"))
 
 
 def assert_like_none(ours: list[Tensor], none: list[Tensor], mlp_chunk: int | None) -> None:
-    """Requires the results of a step without levers. A chunked FFN adds in another order, so rounding may differ."""
+    """Requires the results of a step without memory levers.
+
+    A chunked FFN adds in another order, so its results may differ by rounding.
+    """
     if mlp_chunk is None:
         return assert_equal(ours, none)
     for a, b in zip(ours, none, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-# flash with a chunked FFN is tested below, compiled
+# attention=flash with a chunked FFN is tested below, compiled
 @pytest.mark.parametrize(
     ("attention", "checkpointing", "offload", "mlp_chunk"),
     [("sdpa", *levers) for levers in COMBINATIONS] + [("flash", *levers) for levers in COMBINATIONS if not levers[2]],
@@ -60,7 +63,10 @@ def test_all_levers_around_compiled_blocks(checkpointing, device):
 
 @pytest.mark.usefixtures("bf16_matmul")
 def test_all_levers_under_autocast(device):
-    """The results differ by less than 1e-2. bf16 has a relative error of 4e-3, and sums over chunks are more exact."""
+    """The results must differ by less than 1e-2.
+
+    bf16 has a relative error of 4e-3, and sums over chunks are more exact.
+    """
     batch, results = stream(device), []
     for memory in (levers(), levers("selective", True, 10)):
         model = small_gpt(memory, device, "naive")
@@ -72,7 +78,7 @@ def test_all_levers_under_autocast(device):
 
 
 def test_accumulated_gradients(device):
-    """Runs two micro-batches before one optimizer step, as in training with accumulation."""
+    """Runs two micro-batches before one optimizer step, as training with gradient accumulation does."""
     batches, results = [stream(device), stream(device, [24])], []
     for memory in (levers(), levers("selective", True, 10)):
         model = small_gpt(memory, device)

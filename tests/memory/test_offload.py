@@ -1,6 +1,6 @@
-"""Offload gives bitwise equal results, copies states in time, and reuses host memory within a budget.
+"""Offload gives bitwise equal results, copies states back in time, and reuses host memory within a budget.
 
-A state is the storage of a tensor that a block saves for its backward.
+In offload, a state is the storage of a tensor that a block saves for its backward.
 """
 
 import gc
@@ -15,7 +15,7 @@ from fa_train.memory import offload
 from fa_train.memory.offload import available_host_bytes, require_host_memory
 from tests.memory.support.small import assert_equal, compile_blocks, levers, small_gpt, step, stream
 
-STATE = 24 * 32 * 4  # bytes: tokens x dim in fp32
+STATE = 24 * 32 * 4  # bytes of a state: tokens x dim in fp32
 EVERYTHING = levers(offload="all", mlp_chunk=5)
 
 
@@ -43,7 +43,10 @@ def test_around_compiled_blocks(checkpointing, device):
 @pytest.mark.parametrize("mlp_chunk", [None, 5])
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_everything(qk_norm, mlp_chunk, compiled, device):
-    """Blocks offload everything they keep. Results are bitwise equal, and the second step reuses host memory."""
+    """Blocks offload all tensors that they keep for the backward.
+
+    Results are bitwise equal, and the second step reuses host memory.
+    """
     batch = stream(device)
     expected = step(small_gpt(levers(mlp_chunk=mlp_chunk), device, qk_norm=qk_norm), batch)
     model = small_gpt(levers(offload="all", mlp_chunk=mlp_chunk), device, qk_norm=qk_norm)
@@ -57,7 +60,7 @@ def test_everything(qk_norm, mlp_chunk, compiled, device):
 
 
 class Watched(nn.Module):
-    """Wraps a block and records the storages of its inputs."""
+    """Wraps a block, and records the storages of its inputs."""
 
     def __init__(self, block: nn.Module, states: list[StorageWeakRef]) -> None:
         super().__init__()
@@ -71,9 +74,11 @@ class Watched(nn.Module):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_states_leave_the_device(checkpointing, compiled, device):
-    """All states leave the device except that of the last block, which the backward needs first.
+    """Only the state of the last block stays on the device, because the backward needs it first.
 
-    Without offload, all states stay.
+    All other states leave the device.
+
+    Without offload, all states stay on the device.
     """
     for offloaded in (True, False):
         model = small_gpt(levers(checkpointing, offload=offloaded), device, n_layers=4)
@@ -101,12 +106,12 @@ def test_states_are_back_one_layer_ahead(device, monkeypatch):
 
     monkeypatch.setattr(offload._State, "get", watched)
     step(small_gpt(levers("full", offload=True), device, n_layers=4), stream(device))
-    # Each state is back on the device when its block needs it. Only then does the copy of the next state start.
+    # Each state is back on the device when its block needs it. The copy of the next state starts only then.
     assert present == [(True, False, True)] * 3 + [(True, True, True)]
 
 
 def test_device_memory_of_states_is_freed_block_by_block(device, monkeypatch):
-    """In the backward, only the state of one block and the state in transfer are in device memory."""
+    """In the backward, device memory holds only the state of one block and the state that is being copied."""
     model = small_gpt(levers("full", offload=True), device, n_layers=6)
     alive = []
     get = offload._State.get
@@ -125,7 +130,7 @@ def test_device_memory_of_states_is_freed_block_by_block(device, monkeypatch):
 
 @pytest.mark.parametrize("memory", [levers("full", offload=True), EVERYTHING], ids=["inputs", "all"])
 def test_two_graphs_at_once(memory, device):
-    """A buffer belongs to a graph until the graph's backward has used it."""
+    """A host buffer belongs to an autograd graph until the graph's backward has used the buffer."""
     model, first, second = small_gpt(memory, device), stream(device), stream(device, [20, 4])
     expected = [step(model, batch) for batch in (first, second)]
     alone = model.offload.pool.allocated
@@ -159,7 +164,7 @@ def test_a_dropped_graph_gives_its_buffers_back(memory, device):
 
 
 def test_an_error_in_a_block_leaves_nothing_behind(device):
-    """A sweep must be able to continue after a run that was out of memory."""
+    """After a run that was out of memory, a sweep must be able to continue."""
     model, states = small_gpt(levers("selective", offload=True), device), []
     for i, block in enumerate(model.blocks):
         model.blocks[i] = Watched(block, states)
@@ -188,7 +193,7 @@ def test_no_gradients_no_copies(device):
 
 
 def test_frozen_embedding(device):
-    """The first state needs no gradient, as in the fine-tuning of adapters."""
+    """If the embedding is frozen, as in the fine-tuning of adapters, the first state needs no gradient."""
     results = []
     for memory in (levers(), levers("full", offload=True), levers(offload="all")):
         model = small_gpt(memory, device, tied=False)
@@ -198,7 +203,7 @@ def test_frozen_embedding(device):
     assert_equal(results[2], results[0])
 
 
-@pytest.mark.parametrize("tokens", [24, 32, 48, 64])  # dim, ffn_dim and the rows of qkv are 32, 48 and 64
+@pytest.mark.parametrize("tokens", [24, 32, 48, 64])  # dim, ffn_dim and the number of rows of qkv are 32, 48 and 64
 def test_weights_stay(tokens, device, monkeypatch):
     """No weight is offloaded, even if a weight has as many rows as there are tokens."""
     sent, send = [], offload._State.send
@@ -238,7 +243,7 @@ def test_too_little_host_memory(device, monkeypatch):
 
 
 def test_too_little_host_memory_for_everything(device, monkeypatch):
-    """The error is raised after the first block has saved its states, before other blocks do."""
+    """The error is raised after the first block has saved its states, before any other block saves states."""
     model = small_gpt(EVERYTHING, device, n_layers=4)
     step(model, stream(device))
     needed, allocated = model.offload.pool.nbytes, model.offload.pool.allocated
@@ -274,7 +279,9 @@ def test_available_host_memory_heeds_a_containers_limit(tmp_path):
 
 
 def test_pinned_memory_is_whole_pages_of_the_exact_size(monkeypatch):
-    """Replaces the CUDA runtime to see which memory is registered, and unregistered once a buffer is freed."""
+    """Replaces the CUDA runtime by a stub that shows which memory is registered, and unregistered when a buffer is
+    freed.
+    """
     registered = {}
 
     class Runtime:
@@ -310,7 +317,7 @@ def test_pinned_memory_is_whole_pages_of_the_exact_size(monkeypatch):
     ],
 )
 def test_slow_copies_change_no_result(checkpointing, offloaded, mlp_chunk, compiled, device, monkeypatch):
-    """Delays each copy, so that code that does not wait for copies would read or overwrite the wrong memory."""
+    """Each copy is delayed, so that code that does not wait for copies would read or overwrite the wrong memory."""
     batch = stream(device, [4000, 96])
     expected = step(small_gpt(levers(checkpointing), device, n_layers=6), batch)
     model = small_gpt(levers(checkpointing, offload=offloaded, mlp_chunk=mlp_chunk), device, n_layers=6)

@@ -1,4 +1,6 @@
-"""Compiled SwiGLU and down projection in one operator: same gradients as autograd, and no more saved memory."""
+"""Compiled SwiGLU and the down projection form one operator: its gradients equal autograd's, and no more memory is
+saved.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,7 +31,7 @@ BIAS = pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """Returns a list with one entry for each run of the kernel that computes gradients and activations."""
+    """Returns a list that gets one entry for each run of the kernel that computes gradients and activations."""
     calls: list[None] = []
     backward = kernel._backward
 
@@ -49,19 +51,19 @@ def _forget_compiled() -> Iterator[None]:
 
 
 def feed_forward(device: torch.device, bias: bool = False, activation: Activation = "swiglu") -> RecomputedFFN:
-    """Builds an FFN that has the same weights in each call."""
+    """Builds an FFN. Every call gives it the same weights."""
     torch.manual_seed(0)
     up = nn.Linear(DIM, FFN_DIM if activation == "gelu" else 2 * FFN_DIM, bias=bias)
     return RecomputedFFN(up, nn.Linear(FFN_DIM, DIM, bias=bias), activation, checkpointed=False).to(device)
 
 
 def compiled(ffn: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Compiles with a backend that needs no C++ compiler. A graph break is an error."""
+    """Compiles the FFN with a backend that needs no C++ compiler. A graph break is an error."""
     return torch.compile(ffn, backend="aot_eager", fullgraph=True)
 
 
 def draw(device: torch.device, total: int = 10) -> tuple[Tensor, Tensor]:
-    """Returns x and the gradient of y."""
+    """Returns random x and gradient of y."""
     return torch.randn(total, DIM, device=device, requires_grad=True), torch.randn(total, DIM, device=device)
 
 
@@ -77,7 +79,7 @@ def gradients(ffn: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, dy: Te
 def test_equals_eager(bias, device, passes):
     ffn, (x, dy) = feed_forward(device, bias), draw(device)
     expected = gradients(ffn, ffn, x, dy)
-    assert not passes  # eager mode uses autograd, which the planner models
+    assert not passes  # in eager mode, the FFN uses autograd's own path, because the planner models its memory
     ours = gradients(ffn, compiled(ffn), x, dy)
     assert len(passes) == 1
     for name, found in ours.items():
@@ -110,7 +112,7 @@ def test_bf16_is_as_accurate_as_eager(autocast, bias, device, passes):
 
 
 def test_backward_again(device, passes):
-    """The first backward does not overwrite the saved tensors."""
+    """The first backward must not overwrite the saved tensors, because a second backward reads them."""
     ffn, (x, dy) = feed_forward(device), draw(device)
     y = compiled(ffn)(x)
     first, second = (torch.autograd.grad(y, (x, *ffn.parameters()), dy, retain_graph=True) for _ in range(2))
@@ -129,7 +131,7 @@ def test_gradients_of_any_layout(device, passes):
 
 
 def test_compiled_once_for_all_lengths(device, passes):
-    """torch.compile specialises the first length, and compiles once more for all other lengths."""
+    """torch.compile compiles for the first length, and then once more for all other lengths."""
     ffn = feed_forward(device)
     run = compiled(ffn)
     for total in (10, 12):
@@ -145,7 +147,7 @@ def test_compiled_once_for_all_lengths(device, passes):
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_in_the_model(checkpointing, device, passes):
-    """The kernel runs once for each of two layers, whatever the checkpointing."""
+    """The kernel runs once for each of two layers, with every kind of checkpointing."""
     expected = step(small_gpt(levers(), device, n_layers=2), stream(device))
     assert not passes
     assert_equal(step(compile_blocks(small_gpt(levers(checkpointing), device, n_layers=2)), stream(device)), expected)
@@ -156,7 +158,10 @@ def test_in_the_model(checkpointing, device, passes):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_keeps_what_autograd_keeps(checkpointing, precision, monkeypatch):
-    """A compiled block keeps as many bytes with the operator as with autograd: no rounded copy of the weights."""
+    """A compiled block keeps as many bytes with the operator as with autograd.
+
+    No rounded copy of the weights is kept.
+    """
     plan = changed(LLAMA_1B, n_layers=1, vocab_size=64, seq_len=64, checkpointing=checkpointing, precision=precision)
     uses = []
 
@@ -178,7 +183,7 @@ def test_without_gradients(device):
 
 
 class Sharded(Tensor):
-    """Stands for tensor subclasses such as DTensor."""
+    """Stands in for tensor subclasses such as DTensor."""
 
 
 def test_which_layers_train_plainly(device):
@@ -192,7 +197,10 @@ def test_which_layers_train_plainly(device):
 
 @pytest.mark.parametrize("target", ["down_proj", "gate_proj", "q_proj"])
 def test_adapters_keep_their_path(target, device, passes):
-    """An adapter is on one of the FFN's layers or on none. Frozen weights below it get no gradient."""
+    """Either one of the FFN's layers has an adapter, or none has.
+
+    The frozen weights under an adapter get no gradient.
+    """
 
     def adapted() -> GPT:
         return LoRA(2, 4.0, 0.0, [target], False, None, None)(small_gpt(levers(), device, n_layers=1))
@@ -215,7 +223,7 @@ def test_other_activations_keep_their_path(activation, device, passes):
 
 @pytest.mark.gpu
 def test_the_backward_needs_no_more_memory(device, monkeypatch):
-    """The activations overwrite their gradient. torch.compile copies the gradient only if it is needed later."""
+    """The activations overwrite their own gradient. torch.compile copies that gradient only if it is needed later."""
     total, ffn_dim = 4096, 512
     up, down = nn.Linear(64, 2 * ffn_dim, bias=False), nn.Linear(ffn_dim, 64, bias=False)
     ffn = RecomputedFFN(up, down, "swiglu", checkpointed=False).to(device)

@@ -1,4 +1,4 @@
-"""Compares the chunked FFN with an FFN over all tokens at once."""
+"""Compares the chunked FFN with an FFN that processes all tokens at once."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ Arguments = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, str]
 
 
 def draw(activation: str, bias: bool, device: torch.device) -> tuple[Arguments, Tensor]:
-    """Returns all arguments except the chunk size, and the gradient of the output."""
+    """Returns all arguments of the FFN except the chunk size, and the gradient of the output."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device).requires_grad_()
@@ -41,7 +41,7 @@ def at_once(x, up, up_bias, down, down_bias, activation) -> Tensor:
 
 
 def run(function, arguments: tuple, dy: Tensor, *chunks: int | bool) -> dict[str, Tensor]:
-    """chunks: chunk_size and keep of tiled_mlp."""
+    """chunks: the arguments chunk_size and keep of tiled_mlp."""
     y = function(*arguments, *chunks)
     wanted = {name: x for name, x in zip(NAMES[1:], arguments, strict=False) if isinstance(x, Tensor)}
     return {"y": y.detach()} | dict(zip(wanted, torch.autograd.grad(y, list(wanted.values()), dy), strict=True))
@@ -60,7 +60,10 @@ def test_equals_at_once(chunk_size, keep, activation, bias, device):
 
 @KINDS
 def test_one_chunk_is_the_same_to_the_bit(activation, bias, device):
-    """The bias is left out: its gradient is a sum in another order. SwiGLU's sigmoid differs on a GPU."""
+    """There is no bias, because its gradient is summed in another order.
+
+    On a GPU, the sigmoid in SwiGLU differs in its last bits.
+    """
     arguments, dy = draw(activation, bias, device)
     ours, expected = run(tiled_ffn.tiled_mlp, arguments, dy, TOTAL), run(at_once, arguments, dy)
     tolerance = 1e-5 if device.type == "cuda" and activation == "swiglu" else 0.0
@@ -95,10 +98,10 @@ def test_activations_never_exist_at_once(activation, device):
     x, dy = torch.randn(512, 4, device=device), torch.randn(512, 4, device=device)
     up, down = torch.randn(rows, 4, device=device), torch.randn(4, 64, device=device)
     with LargestTensor() as largest:
-        # call the bodies of the operators, because a dispatch mode does not see inside an operator
+        # call the Python bodies of the operators, because a dispatch mode does not see inside an operator
         mlp_forward._init_fn(x, up, None, down, None, activation, 16, False)
         mlp_backward._init_fn(dy, x, up, None, down, None, None, activation, 16, True)
-    assert largest.elements == 512 * 4  # the activations have at least 512 x 64 elements
+    assert largest.elements == 512 * 4  # without chunks, the activations would have at least 512 x 64 elements
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(s.shape) or s, lambda s: s):
         tiled_ffn.tiled_mlp(x.requires_grad_(), up.requires_grad_(), None, down, None, activation, 16)
@@ -123,7 +126,9 @@ def test_gradients_of_any_layout(layout, device):
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_passes_overwrite_what_they_read(activation, device, monkeypatch):
-    """The backward allocates two tensors per chunk, `projected` and a gradient, and writes its results into them."""
+    """The backward allocates two tensors per chunk, `projected` and one gradient, and writes its results into these
+    two.
+    """
     places = []
 
     def spy(projected: Tensor, d_activated: Tensor, activation: str, *, in_place: bool) -> tuple[Tensor, Tensor]:
@@ -168,7 +173,7 @@ def test_frozen_input(device):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_checkpointing_does_not_repeat_the_forward(checkpointing, compiled, device, monkeypatch):
-    """The backward recomputes each chunk once. Recomputation of the block stops before the FFN."""
+    """The backward recomputes each chunk once. Recomputation of the block for checkpointing stops before the FFN."""
     calls = []
     for name in ("_activated", "_activation_backward"):
         function = getattr(tiled_ffn, name)

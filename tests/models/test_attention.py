@@ -1,4 +1,4 @@
-"""All four attention implementations equal the fp64 reference: forward, gradients and mask."""
+"""Compares all four attention implementations with a reference in fp64: forward, gradients and mask."""
 
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ def cumulative(lengths: list[int], device: torch.device) -> Tensor:
 
 
 def draw(total: int, n_heads: int, n_kv_heads: int, device: torch.device, dtype=torch.float32) -> list[Tensor]:
-    """Returns q, k, v and the gradient of o."""
+    """Returns random q, k, v and gradient of o."""
     shapes = [(total, n_heads, 16), (total, n_kv_heads, 16), (total, n_kv_heads, 16), (total, n_heads, 16)]
     return [torch.randn(shape, device=device).to(dtype) for shape in shapes]
 
@@ -59,7 +59,7 @@ def check(attention, tensors: list[Tensor], cu_seqlens: Tensor, window: int = -1
     ours = with_gradients(partial(attention, schedule=schedule, **scores), *tensors)
     exact = with_gradients(lambda *x: reference(*x)[0], *tensors)
     baseline = with_gradients(lambda *x: reference(*x, dtype=tensors[0].dtype)[0], *tensors)
-    # If a query sees one key, dq and dk cancel to 0, and only the rounding of two sums of 16 products remains.
+    # If a query sees only one key, dq and dk are 0, apart from the rounding of two sums of 16 products.
     floor = 32 * torch.finfo(tensors[0].dtype).eps
     for name, result, truth, same_dtype in zip(("o", "dq", "dk", "dv"), ours, exact, baseline, strict=True):
         assert_as_accurate(name, result, truth, same_dtype, floor=floor)
@@ -129,7 +129,7 @@ def test_one_document_needs_no_cu_seqlens(attention, device):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Counts the elements of the largest tensor that any operator returns."""
+    """Counts the elements of the largest tensor that any torch operator returns."""
 
     elements = 0
 
@@ -144,7 +144,7 @@ class LargestTensor(TorchDispatchMode):
     ("attention", "elements"),
     [
         pytest.param(naive_attention, 2 * 256 * 256, id="naive-holds-all-scores"),
-        # q, k and v have 2 x 256 x 16 elements; the scores of a chunk have 2 x 16 x 16
+        # q, k and v have 2 x 256 x 16 elements each; the scores of one chunk have 2 x 16 x 16
         pytest.param(partial(chunked_attention, chunk_size=16), 2 * 256 * 16, id="chunked-holds-one-chunk"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Compiled blocks: one graph for all of them, with residual additions moved into the next block's norm."""
+"""All blocks share one compiled graph, in which each residual addition is fused into the next block's norm."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +24,7 @@ def _forget_compiled() -> Iterator[None]:
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """Returns a list with one entry for each pass that adds and normalises."""
+    """Returns a list that gets one entry for each kernel that adds and normalises."""
     calls: list[None] = []
     forward = rmsnorm._forward_by_kernel if torch.cuda.is_available() else rmsnorm._forward_plainly
 
@@ -39,7 +39,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 @pytest.mark.parametrize("memory", ADDS_LATER, ids=str)
 def test_both_norms_of_a_block_add(memory, device, passes):
     expected = step(small_gpt(memory, device, n_layers=LAYERS), stream(device))
-    assert not passes  # eager mode uses torch's norm, which the planner models
+    assert not passes  # eager mode uses torch's norm, because the planner models its memory
     assert_equal(step(compile_blocks(small_gpt(memory, device, n_layers=LAYERS)), stream(device)), expected)
     assert len(passes) == 2 * LAYERS
 
@@ -68,7 +68,10 @@ def test_one_graph_under_autocast(device, passes):
 
 
 def test_what_the_first_block_adds_is_let_go(device):
-    """The zeros are not a leaf of autograd. A leaf would stay in memory until its gradient is computed."""
+    """The zeros that the first block adds are not a leaf of autograd.
+
+    A leaf would stay in memory until its gradient is computed.
+    """
     model = compile_blocks(small_gpt(levers(), device, n_layers=1))
     first = []
     model.blocks[0].register_forward_pre_hook(lambda _, arguments: first.append(arguments[-1]))

@@ -1,4 +1,4 @@
-"""The decoder: packed documents, initialisation, precision, and the errors it raises."""
+"""Tests the decoder: packed documents, initialisation, precision, and the errors that it raises."""
 
 from functools import partial
 
@@ -48,7 +48,7 @@ VARIANTS = [
 
 @pytest.fixture
 def bf16_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disables oneDNN. Its bf16 matmuls crash on virtual machines that announce AMX without having it."""
+    """Disables oneDNN. On virtual machines that announce AMX without having it, oneDNN's bf16 matmuls crash."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
 
 
@@ -79,7 +79,7 @@ def build(**overrides) -> GPT:
 
 
 def stream(lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns tokens, cu_seqlens and labels. The last token of each document has no label."""
+    """Returns tokens, cu_seqlens and labels of packed documents. The last token of each document has no label."""
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     tokens = torch.randint(40, (sum(lengths),))
     labels = tokens.roll(-1)
@@ -120,7 +120,7 @@ def test_attentions_give_one_model(overrides, device):
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_documents_do_not_leak(attention, device):
-    """Changing document 1 leaves document 2's loss and gradients bitwise equal."""
+    """If document 1 changes, the loss and the gradients of document 2 stay bitwise equal."""
     model = build(attention=ATTENTIONS[attention]).to(device)
     tokens, cu_seqlens, labels = stream([11, 0, 13], device)
     labels[:11] = -100
@@ -153,7 +153,10 @@ def test_the_future_does_not_leak(device):
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_a_window_ends_what_a_token_sees(attention, device):
-    """Two layers with windows of 4 tokens reach back 3 tokens each. A layer without a window sees everything."""
+    """Each of the two layers has a window of 4 tokens, and thus reaches back 3 tokens.
+
+    A layer without a window sees all earlier tokens.
+    """
     tokens, cu_seqlens, _ = stream([16, 8], device)
     changed = tokens.clone()
     changed[[2, 18]] = (changed[[2, 18]] + 1) % 40
@@ -169,7 +172,10 @@ def test_a_window_ends_what_a_token_sees(attention, device):
 
 
 def test_layers_without_rope_or_with_their_own_theta(device):
-    """Changed positions change the logits only if a layer is rotated. A window as long as the stream hides nothing."""
+    """If no layer has RoPE, changed positions do not change the logits.
+
+    A window as long as the stream hides no token.
+    """
     tokens, _, _ = stream([12], device)
     far = torch.arange(12, device=device) * 3
     for family, same in (
@@ -256,14 +262,14 @@ def test_flash_trains_under_autocast(device):
         loss.backward()
         results[name] = torch.cat([loss.detach()[None], *(g.flatten() for g in gradients(model))])
     difference = (results["flash"] - results["naive"]).norm() / results["naive"].norm()
-    assert difference < 1e-2  # the relative error of bf16 is 4e-3
+    assert difference < 1e-2  # bf16 has a relative error of 4e-3
 
 
 @pytest.mark.gpu
 def test_a_step_never_waits_for_the_gpu(device):
     model = build(attention=flash_attention).to(device)
     tokens, cu_seqlens, labels = stream([150, 0, 1, 105], device)
-    for warm in (False, True):  # the first call compiles kernels
+    for warm in (False, True):  # the first call compiles the kernels
         torch.cuda.set_sync_debug_mode("error" if warm else "default")
         try:
             with torch.autocast("cuda", torch.bfloat16):
@@ -356,7 +362,7 @@ def test_a_model_from_the_meta_device_is_initialised_alike():
     for (name, ours), theirs in zip(
         model.named_parameters(), build(bias=True, norm="layernorm").parameters(), strict=True
     ):
-        # the random values differ, because torch initialises each layer before we do
+        # the values may differ, because torch draws random numbers for each layer before our initialisation does
         assert torch.isfinite(ours).all(), name
         assert ours.std().item() == pytest.approx(theirs.std().item(), rel=0.25), name
 

@@ -1,4 +1,4 @@
-"""LoRA: the trained weights, all memory levers, and adapter files in peft's format."""
+"""Tests LoRA: which weights are trained, all memory levers, and adapter files in the format of peft."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,8 @@ from tests.models.hf.support.checkpoints import ARCHITECTURES, CHECKPOINTS, VOCA
 from tests.support.training import column, composed, tiny
 
 CPU = torch.device("cpu")
-# Targets are whole matrices or parts of joined matrices. With the regular expression, layer 0 has no adapter.
+# An adapter's target is a whole matrix or a part of a joined matrix. The regular expression leaves layer 0 without an
+# adapter.
 TARGETS = [
     pytest.param("all-linear", id="all"),
     pytest.param(["q_proj", "v_proj", "up_proj"], id="parts"),
@@ -44,7 +45,7 @@ def lora(**changes: Any) -> LoRA:
 
 
 def randomised(model: GPT) -> GPT:
-    """Fills the adapters with random values. B starts at 0, which would hide most mistakes."""
+    """Fills the adapters with random values. Initially, B is 0, which would hide most mistakes."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in adapter_tensors(model).values():
@@ -53,17 +54,17 @@ def randomised(model: GPT) -> GPT:
 
 
 def small(memory: Memory | None = None, settings: LoRA | None = None, **overrides: Any) -> GPT:
-    """Builds a model that has the same weights and adapters in each call."""
+    """Builds a model. Every call gives it the same weights and adapters."""
     if overrides.get("activation") == "gelu":
-        overrides["qk_norm"] = False  # as in Arcee's models; no family has GELU and qk_norm
+        overrides["qk_norm"] = False  # no qk_norm, as in Arcee's models: no family has both GELU and qk_norm
     return randomised((settings or lora())(small_gpt(memory or levers(), CPU, **overrides)))
 
 
 def write_base(name: str, folder: Path) -> Any:
-    """Returns a random transformers model and saves its checkpoint in `folder`."""
+    """Builds a random transformers model, saves its checkpoint in `folder`, and returns the model."""
     family, fields = CHECKPOINTS[name]
     torch.manual_seed(0)
-    # SDPA has no soft cap
+    # transformers' SDPA attention has no soft cap
     config = getattr(transformers, f"{family}Config")(**fields, attn_implementation="eager")
     model = getattr(transformers, ARCHITECTURES.get(family, f"{family}ForCausalLM"))(config).eval()
     with torch.no_grad():
@@ -78,7 +79,7 @@ def tokens() -> Tensor:
 
 
 def by_formula(folder: Path, name: str, base: Any) -> None:
-    """Adds scale * B A to the weights of a transformers model, using only the adapter's files."""
+    """Adds scale * B A from the adapter's files to the weights of a transformers model."""
     config, tensors = json.loads((folder / "adapter_config.json").read_text()), load_file(folder / name)
     scale = config["lora_alpha"] / (config["r"] ** 0.5 if config["use_rslora"] else config["r"])
     for key, a in tensors.items():
@@ -115,7 +116,7 @@ def test_a_is_drawn_as_published():
     torch.manual_seed(0)
     model = lora(r=64)(small_gpt(levers(), CPU, dim=256, ffn_dim=512))
     for _, linear in adapted(model):
-        bound = linear.in_features**-0.5  # Kaiming uniform with a = sqrt(5)
+        bound = linear.in_features**-0.5  # the bound of Kaiming uniform initialisation with a = sqrt(5)
         for a, b in zip(linear.lora_A.values(), linear.lora_B.values(), strict=True):
             assert 0.99 * bound < a.abs().max() <= bound and abs(a.std() / bound - 3**-0.5) < 0.02
             assert not b.any() and a.dtype == b.dtype == torch.float32
@@ -162,7 +163,7 @@ def test_memory_levers_change_nothing(memory, activation):
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [SELECTIVE, CHUNKS, ALL])
 def test_memory_levers_change_nothing_compiled(memory):
-    """Other combinations compile the same graphs: offload is outside the graphs, and "all" contains "full"."""
+    """Other levers compile the same graphs: offload happens outside the graphs, and "all" contains "full"."""
     assert_like_none(compile_blocks(small(memory)), "swiglu")
 
 
@@ -189,7 +190,7 @@ def test_adapters_are_fp32_whatever_the_precision(precision):
 
 @pytest.mark.parametrize("name", ["llama-biased-own-head", "gpt2", "qwen2", "qwen3", "gemma2", "arcee-gelu"])
 def test_a_saved_adapter_is_the_formula(name, tmp_path):
-    """The logits equal those of transformers' model whose weights include scale B A from the files."""
+    """The logits equal those of a transformers model to whose weights scale * B A from the files was added."""
     base = write_base(name, tmp_path / "base")
     settings = lora(use_rslora=name == "qwen2")
     model = randomised(settings(load_pretrained(tmp_path / "base", "naive")))
@@ -198,7 +199,7 @@ def test_a_saved_adapter_is_the_formula(name, tmp_path):
     with torch.no_grad():
         expected = base(tokens()[None]).logits[0]
         torch.testing.assert_close(model(tokens()), expected, rtol=1e-4, atol=1e-5)
-        # after merging, it is a plain model that can be exported
+        # a merged model has no LoRA layers, so it can be exported
         assert not any(isinstance(module, LoRALinear) for module in merge(model).modules())
         torch.testing.assert_close(model(tokens()), expected, rtol=1e-4, atol=1e-5)
     save_pretrained(model, tmp_path / "merged")
@@ -217,7 +218,7 @@ def test_peft_and_we_read_each_others_adapters(name, tmp_path):
         expected = theirs(tokens()[None]).logits[0]
         torch.testing.assert_close(model(tokens()), expected, rtol=1e-4, atol=1e-5)
         theirs.save_pretrained(tmp_path / "theirs")
-        # r and all other settings come from the folder
+        # r and all other settings are read from the folder
         again = lora(r=1, path=str(tmp_path / "theirs"))(load_pretrained(tmp_path / "base", "naive"))
         torch.testing.assert_close(again(tokens()), expected, rtol=1e-4, atol=1e-5)
 
@@ -229,7 +230,7 @@ def test_an_adapter_goes_on_where_it_was_saved(tmp_path):
     again = lora(r=1, lora_alpha=1, path=str(tmp_path / "adapter"))(load_pretrained(tmp_path / "base", "naive"))
     assert torch.equal(again(tokens()), first(tokens()))
     assert all(p.requires_grad for p in adapter_tensors(again).values())
-    with torch.device("meta"):  # like the planner, without reading weights
+    with torch.device("meta"):  # as the planner does, without reading weights
         on_meta = lora(path=str(tmp_path / "adapter"))(load_pretrained(tmp_path / "base", "naive"))
     shapes = {name: p.shape for name, p in adapter_tensors(again).items()}
     assert {name: p.shape for name, p in adapter_tensors(on_meta).items()} == shapes
@@ -318,7 +319,7 @@ def test_bf16_moments_are_refused():
 
 
 def test_a_run_trains_adapters_and_resumes(tmp_path):
-    """The loss falls, and a run that was stopped and resumed has the same losses."""
+    """The loss falls. A run that was stopped and resumed has the same losses as one that never stopped."""
 
     def run(folder: Path, *overrides: str) -> dict[int, float]:
         folder.mkdir()

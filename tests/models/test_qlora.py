@@ -1,4 +1,4 @@
-"""QLoRA: frozen weights in 4 bits, quantized by torchao."""
+"""Tests QLoRA: the frozen weights have 4 bits, quantized by torchao."""
 
 import sys
 
@@ -16,7 +16,7 @@ from tests.support.training import column, composed, tiny
 pytest.importorskip("torchao")
 CPU = torch.device("cpu")
 QLORA = lora(quantization="nf4")
-# the rounded 16 quantiles of a normal distribution (QLoRA, arXiv:2305.14314, appendix E)
+# 16 quantiles of a normal distribution, rounded (QLoRA, arXiv:2305.14314, appendix E)
 NF4 = torch.tensor([-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, 0.0796, 0.1609, 0.2461, 0.3379,
                     0.4407, 0.5626, 0.7230, 1.0])  # fmt: skip
 
@@ -28,9 +28,9 @@ def torch_products(monkeypatch):
 
 
 def rounded_to_nf4(weight: Tensor) -> Tensor:
-    """Rounds each element to the nearest of 16 levels times the largest magnitude in its block of 64 elements.
+    """Rounds each element to the nearest of 16 levels, multiplied by the largest magnitude in its block of 64 elements.
 
-    The scales are not rounded.
+    The scales of the blocks are not rounded.
     """
     blocks = weight.reshape(-1, 64)
     scales = blocks.abs().amax(1, keepdim=True)
@@ -38,7 +38,7 @@ def rounded_to_nf4(weight: Tensor) -> Tensor:
 
 
 def dense() -> GPT:
-    """Builds an fp32 model with the same rounded weights and the same adapters."""
+    """Builds an fp32 model whose weights are rounded to NF4, with the same adapters."""
     model, plain = small(settings=QLORA), small()
     with torch.no_grad():
         for path, linear in adapted(model):
@@ -74,7 +74,10 @@ def test_memory_levers_change_nothing(memory):
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [SELECTIVE, ALL])
 def test_memory_levers_change_nothing_compiled(memory):
-    """The backward recomputes the dense weights, for the whole FFN or for its chunks. Each case takes seconds."""
+    """The backward recomputes the dense weights, either for the whole FFN or for its chunks.
+
+    Each case takes some seconds.
+    """
     found = step(compile_blocks(small(memory, QLORA)), stream(CPU))
     for a, b in zip(found, step(small(settings=QLORA), stream(CPU)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
@@ -114,7 +117,7 @@ def test_layers_without_adapters_are_in_4_bits_too():
 
 
 def test_shapes_on_meta_are_the_real_ones():
-    """The planner and the export rely on these shapes."""
+    """The planner and the export need the shapes on the meta device to equal the real ones."""
     real = QLORA(small_gpt(levers(), CPU))
     with torch.device("meta"):
         on_meta = QLORA(small_gpt(levers(), torch.device("meta")))

@@ -1,4 +1,4 @@
-"""Positions within documents, and rotary embeddings."""
+"""Tests positions within documents, and rotary embeddings."""
 
 import math
 
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def rotate(x: torch.Tensor, table: RotaryTable) -> torch.Tensor:
-    """Rotates all heads of x in fp32, like the model."""
+    """Rotates all heads of x in fp32, as the model does."""
     return rotate_heads(x, table.cos, table.sin, x.shape[1], torch.float32)
 
 
@@ -31,7 +31,7 @@ def test_positions_restart_with_each_document(cu_seqlens, positions):
 
 
 def test_rotation_is_the_papers():
-    # Per token, channels 0 and 2 rotate by one radian, and channels 1 and 3 by 100**-0.5.
+    # Per token, channels 0 and 2 rotate by one radian, and channels 1 and 3 by 100**-0.5 radians.
     x = torch.tensor([[[1.0, 0.0, 0.0, 2.0]]])
     rotated = rotate(x, rotary_table(torch.tensor([3]), head_dim=4, theta=100.0))
     expected = [math.cos(3), -2 * math.sin(0.3), math.sin(3), 2 * math.cos(0.3)]
@@ -57,7 +57,7 @@ def test_scores_depend_on_the_distance_only(shift):
         table = rotary_table(positions + offset, 16, 10000.0)
         return torch.einsum("ihd,jhd->ij", rotate(q, table), rotate(k, table))
 
-    # fp32 angles would have an error of 0.03 at one million tokens
+    # angles in fp32 would have an error of 0.03 at one million tokens
     torch.testing.assert_close(scores(shift), scores(0), rtol=1e-5, atol=1e-5)
 
 
@@ -89,7 +89,9 @@ SCALINGS = [
 
 @pytest.mark.parametrize("parameters", SCALINGS)
 def test_scalings_equal_transformers(parameters):
-    """Compares frequencies and magnitudes for Llama 3's sizes and a row longer than its 8192 tokens."""
+    """Compares frequencies and magnitudes for the sizes of Llama 3 and a row longer than 8192 tokens, the trained
+    length.
+    """
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

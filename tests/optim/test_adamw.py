@@ -1,4 +1,4 @@
-"""Which parameters have weight decay, and the optimizers with small states."""
+"""Tests which parameters have weight decay, and the optimizers with small states."""
 
 import copy
 import io
@@ -60,16 +60,16 @@ def test_frozen_parameters_are_left_out():
 
 
 def small_model(dtype: torch.dtype = torch.float32, device: str = "cpu") -> nn.Module:
-    """Builds a model that has the same weights in each call.
+    """Builds a model. Every call gives it the same weights.
 
-    Its matrices are large enough to be quantized and offloaded. Its vectors are not.
+    The matrices of the model are large enough to be quantized and offloaded. The vectors are not.
     """
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 64)).to(device, dtype)
 
 
 def train_steps(model: nn.Module, optimizer: Optimizer, first: int, last: int) -> None:
-    """Runs steps `first` to `last` like LitGPT, which scales the gradients after each backward."""
+    """Runs steps `first` to `last`. As in LitGPT, the gradients are scaled after each backward."""
     scheduler = warmup_cosine(optimizer, warmup_steps=2, max_steps=10, min_lr_ratio=0.1)
     for group, factor in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
         group["lr"] = group["initial_lr"] * factor(first)
@@ -95,13 +95,16 @@ def train_steps(model: nn.Module, optimizer: Optimizer, first: int, last: int) -
 
 
 def moved(model: nn.Module) -> Tensor:
-    """Returns the change of each weight in training."""
+    """Returns how much training has changed each weight."""
     pairs = zip(model.parameters(), small_model().parameters(), strict=True)
     return torch.cat([(p.detach().float().cpu() - q).flatten() for p, q in pairs])
 
 
 def assert_like_adamw(make: Callable[[nn.Module], Optimizer], model: nn.Module, rounding: float) -> None:
-    """Compares five steps with AdamW's. A new optimizer loads the saved state before the last two steps."""
+    """Compares five steps of an optimizer with those of AdamW.
+
+    Before the last two steps, a new optimizer loads the saved state.
+    """
     exact = small_model()
     train_steps(exact, adamw(exact, fused=False, **SETTINGS), 0, 5)
     optimizer = make(model)
@@ -120,7 +123,7 @@ def assert_like_adamw(make: Callable[[nn.Module], Optimizer], model: nn.Module, 
 
 @pytest.fixture
 def without_compiler() -> Iterator[None]:
-    """Disables torch.compile. torchao would compile an update for each shape, with the same result."""
+    """Disables torch.compile. torchao would otherwise compile an update for each shape, with the same result."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -156,7 +159,8 @@ def test_stochastic_rounding_lets_small_updates_count(name):
     nn.init.ones_(model.weight)
     optimizer = LOW_MEMORY[name][0](model)
     for group in optimizer.param_groups:
-        group.update(lr=2**-17, weight_decay=0.0)  # bf16 values above 1 are 2**-7 apart, and a step of AdamW is lr
+        # bf16 values above 1 are 2**-7 apart, and each step of AdamW has the size lr
+        group.update(lr=2**-17, weight_decay=0.0)
     for _ in range(64):
         model.weight.grad = -torch.ones_like(model.weight)
         optimizer.step()
@@ -165,7 +169,7 @@ def test_stochastic_rounding_lets_small_updates_count(name):
 
 @pytest.fixture
 def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the CPU stand for the GPU: streams do nothing, and memory is not pinned."""
+    """Lets the CPU stand for the GPU: CUDA streams do nothing, and memory is not pinned."""
     from torchao.optim import cpu_offload
 
     stream, event = SimpleNamespace(), SimpleNamespace(synchronize=lambda: None)
@@ -192,7 +196,10 @@ def test_offloaded_optimizer_steps_like_adamw():
 
 @pytest.mark.usefixtures("one_device")
 def test_the_offloaded_optimizer_skips_a_step():
-    """Weights and moments on the host do not change. The next step equals that of a run without the skipped step."""
+    """A skipped step does not change weights and moments on the host.
+
+    The step after a skipped step equals that of a run without the skipped step.
+    """
     from fa_train.optim.adamw import parameter_groups
     from fa_train.optim.low_memory import OffloadedAdamW
 
@@ -258,7 +265,7 @@ def test_configs_instantiate_and_their_state_is_plain():
 
 @pytest.mark.usefixtures("without_compiler")
 def test_a_run_goes_on_from_states_of_8_bits(tmp_path):
-    """Four steps and two resumed steps log the same losses as six steps."""
+    """A run of four steps that resumes for two more steps logs the same losses as a run of six steps."""
     losses = []
     for name, steps in (("whole", [6]), ("parts", [4, 6])):
         for max_steps in steps:

@@ -1,4 +1,4 @@
-"""The learning rate over a run."""
+"""Tests the learning rate over a run."""
 
 import pytest
 from torch import nn

@@ -1,4 +1,4 @@
-"""scripts/ablate_memory.py: a small sweep from its command line, its files, skipped cases and predictions."""
+"""Tests scripts/ablate_memory.py: a small sweep on its command line, its files, skipped cases and predictions."""
 
 import csv
 import json
@@ -69,7 +69,7 @@ def environment():
 
 @pytest.mark.slow
 def test_a_sweep_with_cases_that_run_out_of_memory(tmp_path):
-    """Scores of 274 GB fail, so longer cases are skipped. Checks the files and the offline W&B runs."""
+    """Cases whose scores need 274 GB fail, and longer ones are skipped. Checks the files and the offline W&B runs."""
     arguments = ["--attentions", "naive", "--seq-lens", "32", "131072", "262144", "--model", "nano", "--steps", "1"]
     arguments += ["--attention-seq-lens", "64", "131072", "262144", "--n-heads", "4", "--head-dims", "16"]
     arguments += ["--max-step-seconds", "1e9"]
@@ -126,7 +126,7 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_continues(tmp_path):
         deadline = time.monotonic() + 120
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(0.5)  # during the second case, or during the third on a slow machine
+        time.sleep(0.5)  # interrupts the second case, or the third on a slow machine
         os.killpg(sweep_of_long_cases.pid, signal.SIGINT)  # like a terminal, which signals every process of the group
         sweep_of_long_cases.join(30)
     finally:
@@ -143,7 +143,7 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_continues(tmp_path):
 
 
 class References(HTMLParser):
-    """Collects the addresses that a page loads and its tags."""
+    """Collects the addresses that an HTML page loads, and its tags."""
 
     def __init__(self):
         super().__init__()
@@ -182,22 +182,22 @@ def test_chromium_shows_the_page_and_no_request_leaves_it(parts, tmp_path):
     assert requests == []
     asking = tmp_path / "asking.html"
     asking.write_text('<img src="http://127.0.0.1:9/a.png">')
-    assert opened(asking, tmp_path)[1] == ["http://127.0.0.1:9/a.png"]  # shows that a request would be recorded
+    assert opened(asking, tmp_path)[1] == ["http://127.0.0.1:9/a.png"]  # shows that requests are recorded at all
 
 
 def opened(html, folder):
-    """Opens a page in Chromium without name resolution. Returns the loaded page and the requested addresses."""
+    """Returns a page that Chromium has loaded without name resolution, and the addresses that the page requested."""
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
     command += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder}/profile"]
     command += [f"--log-net-log={folder}/net.json", "--virtual-time-budget=2000", "--dump-dom", f"file://{html}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     asked = [event.get("params", {}) for event in json.loads((folder / "net.json").read_text())["events"]]
-    own = "not an origin"  # Chromium's own update requests have no initiator
+    own = "not an origin"  # Chromium's own requests for updates have no initiator
     return done.stdout, [request["url"] for request in asked if request.get("initiator", own) != own]
 
 
 def outcomes(run_outcomes, path, cases, max_step_seconds=100.0):
-    """Runs a sweep with made-up outcomes or times by (attention, seq_len). Returns outcomes and the cases that ran."""
+    """Runs a sweep with invented outcomes or times of cases. Returns the outcomes, and the cases that ran."""
     ran = []
 
     def run(case):
@@ -220,7 +220,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(tmp_path):
     assert load(path) == {cases[0]: Result("ok")}
     found, ran = outcomes({("naive", 64): "failed: crash", ("sdpa", 32): "ok"}, path, cases)
     assert found == ["ok", "failed: crash", "ok"] and ran == [("naive", 64), ("sdpa", 32)]
-    found, ran = outcomes({("naive", 64): "ok"}, path, cases)  # a failed case is tried again
+    found, ran = outcomes({("naive", 64): "ok"}, path, cases)  # a failed case is run again
     assert found == ["ok", "ok", "ok"] and ran == [("naive", 64)]
     other = [case("naive", 32, steps=3)]
     assert outcomes({("naive", 32): "ok"}, path, other)[1] == [("naive", 32)]
@@ -240,7 +240,7 @@ def test_longer_cases_of_the_same_line_are_skipped(tmp_path):
 def test_steps_that_would_take_too_long_are_not_run_but_may_be_later(tmp_path):
     path = tmp_path / "results.jsonl"
     cases = [case("sdpa", seq_len) for seq_len in (100, 200, 400, 800)]
-    seconds = {("sdpa", n): 0.01 * n + 0.0001 * n**2 for n in (100, 200, 400, 800)}  # 2, 6, 20 and 72 s
+    seconds = {("sdpa", n): 0.01 * n + 0.0001 * n**2 for n in (100, 200, 400, 800)}  # the times are 2, 6, 20 and 72 s
     found, ran = outcomes(seconds, path, cases, max_step_seconds=20)
     assert found == ["ok", "ok", "ok", "not run: a step would take about 72 s, 20 allowed"] and len(ran) == 3
     found, ran = outcomes(seconds, path, cases, max_step_seconds=80)
@@ -256,8 +256,8 @@ def test_a_sweep_whose_seconds_are_over_still_reports(tmp_path):
 def test_expected_seconds_never_shrink_with_length():
     assert expected_seconds([], 64) == 0
     assert expected_seconds([(32, 1.0)], 64) == 2
-    assert expected_seconds([(32, 1.0), (64, 1.0)], 128) == 2  # equal times: all linear
-    assert expected_seconds([(32, 1.0), (64, 9.0)], 128) == 36  # faster than quadratic growth: all quadratic
+    assert expected_seconds([(32, 1.0), (64, 1.0)], 128) == 2  # equal times give a linear prediction
+    assert expected_seconds([(32, 1.0), (64, 9.0)], 128) == 36  # growth beyond quadratic gives a quadratic prediction
 
 
 @pytest.mark.parametrize("attention", ["naive", "chunked"])
@@ -265,7 +265,7 @@ def test_a_step_is_measured(attention):
     result = measure(case(attention))
     assert result.outcome == "ok" and result.step_ms > 0 and result.peak_gib > 0 and result.timed_steps == 2
     assert result.mfu is None and result.reserved_gib is None
-    # 6 N T + 6 layers n_heads head_dim T^2; matrices are 32 x 64, 32 x 32, 32 x 128 and 64 x 32, the head is 259 x 32
+    # 6 N T + 6 layers n_heads head_dim T^2; matrices of 32 x 64, 32 x 32, 32 x 128, 64 x 32 and (output) 259 x 32
     matrices = 2 * (32 * 64 + 32 * 32 + 32 * 128 + 64 * 32) + 259 * 32
     flops = 6 * matrices * 32 + 6 * 2 * 32 * 32**2
     assert result.tflops * 1e12 * result.step_ms / 1e3 == pytest.approx(flops)
@@ -356,10 +356,10 @@ def allocated(run):
 
 @pytest.mark.parametrize(("dtype", "n_heads"), [("fp32", 4), ("fp16", 4), ("fp16", 8)])
 def test_naive_attention_takes_what_its_formula_says(dtype, n_heads):
-    """The peak is at least the formula's, and at most 3% more than the formula's plus a second mask of N^2 bytes.
+    """The measured peak is at least that of the formula, and at most 3% more, plus a second mask of N^2 bytes.
 
-    The formula has no terms that are linear in N. The upper bound is tested in fp32 only, because the fp16 matmul of
-    some CPUs copies its operands.
+    The formula leaves out terms that are linear in N. The upper bound is tested in fp32 only, because the fp16 matmul
+    of some CPUs copies its operands.
     """
     tested = alone("naive", 512, n_heads=n_heads, head_dim=8, dtype=dtype)
     number = {"fp32": torch.float32, "fp16": torch.float16}[dtype]
@@ -399,7 +399,7 @@ def test_a_gpu_compiles_the_steps(monkeypatch):
 
 @pytest.mark.parametrize("attention", ["naive", "chunked", "sdpa"])
 def test_a_compiled_case_compiles_once_and_for_its_length(attention, monkeypatch):
-    """The blocks run 1 + 2 + 2 steps of 320 tokens; the first is not timed."""
+    """The blocks run 1 + 2 + 2 steps of 320 tokens; the first step is not timed."""
     lengths, compiled = [], []
     block = GPT.compile_blocks
     monkeypatch.setattr(GPT, "compile_blocks", lambda model: compiled.append(block(model, backend="eager")))
@@ -452,7 +452,7 @@ def test_the_tables_have_every_result_and_the_formula(parts):
     assert [row[-2] for row in steps.rows] == [2.0, None, None]
     first, second, third = alone_rows.rows
     assert first[:4] == [4, 16, "fp32", 1024] and first[7] == 0.5 and first[9] == 1.0
-    assert second[7] == 60.0 and second[9] is None  # the backward failed, so its peak is left out
+    assert second[7] == 60.0 and second[9] is None  # the backward failed, so its peak memory is left out
     assert third[0] == 8 and third[7] is None
     [must_fail] = step_part([(case("naive", 2**20), Result("oom"))], 80 * GIB, "none").tables[1].rows
     assert must_fail[-1] == "must fail"
@@ -461,7 +461,7 @@ def test_the_tables_have_every_result_and_the_formula(parts):
 def test_the_picture_shows_formula_failures_and_where_naive_must_fail(parts):
     step, attention = (part.picture for part in parts)
     assert [text.get_text() for text in step.axes[0].texts] == ["OOM"]
-    # the forward succeeded; forward and backward together failed
+    # the forward succeeded, but forward and backward together failed
     columns = 2
     assert [len(axes.texts) for axes in attention.axes[::columns]] == [0, 1, 0, 1]
     rows = [(case("naive", n), ok()) for n in (1024, 65536)]

@@ -1,4 +1,4 @@
-"""Exports runs of train.py, trained from scratch or fine-tuned, to folders that transformers loads."""
+"""Exports runs of train.py, trained from scratch or fine-tuned, to folders that transformers can load."""
 
 import json
 import pickle
@@ -28,7 +28,7 @@ TOKENS = torch.arange(40) % 11 + 97
 
 
 def write_base(folder: Path, **fields: int | None) -> Path:
-    """Saves a tiny Llama in bf16 with the byte tokenizer."""
+    """Saves a tiny Llama in bf16 with a tokenizer of bytes."""
     own: dict[str, Any] = {
         "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 256, "eos_token_id": 257,
@@ -40,7 +40,7 @@ def write_base(folder: Path, **fields: int | None) -> Path:
 
 
 def train(folder: Path, *overrides: str) -> Path:
-    """Trains three steps on the command line, which writes .hydra too, and returns the checkpoint."""
+    """Trains three steps on the command line, which also writes .hydra, and returns the checkpoint."""
     done = command_line(folder, *overrides, "max_steps=3", "trainer.val_check_interval=3")
     assert done.returncode == 0, done.stderr
     [checkpoint] = folder.rglob("*.ckpt")
@@ -61,7 +61,7 @@ def finetuned(tmp_path_factory) -> Path:
 
 
 def settings(folder: Path, base: Path) -> list[str]:
-    """Returns overrides of a tiny run that starts from a Hugging Face checkpoint."""
+    """Returns overrides for a tiny run that starts from a Hugging Face checkpoint."""
     own = [setting for setting in tiny(folder) if not setting.startswith("model.")]
     return [*own, "model=pretrained", f"model.pretrained={base}"]
 
@@ -92,7 +92,7 @@ def test_a_run_from_scratch_is_exported(scratch, tmp_path):
 
 
 def test_a_run_of_an_earlier_version_is_exported(scratch, tmp_path):
-    """The config of that run names targets by their old paths."""
+    """The config of the earlier run names targets by their old paths."""
     run = Path(shutil.copytree(scratch.parents[1], tmp_path / "run"))
     recorded = Path(__file__).parent / "support" / "config_6f94392.yaml"
     assert "fa_train.memory.stack.Memory" in recorded.read_text()
@@ -145,7 +145,9 @@ def test_the_card_links_to_a_base_on_the_hub():
 
 
 def test_a_sharded_checkpoint_is_exported(scratch, tmp_path):
-    """Lightning's ModelParallelStrategy writes weights in torch's distributed format and everything else in meta.pt."""
+    """Lightning's ModelParallelStrategy writes weights in torch's distributed format, and everything else to
+    meta.pt.
+    """
     run = tmp_path / "run"
     shutil.copytree(scratch.parents[1] / ".hydra", run / ".hydra")
     content = torch.load(scratch, weights_only=True)
@@ -181,13 +183,13 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_named(tmp_path):
     base = write_base(tmp_path / "base", vocab_size=100, bos_token_id=None, eos_token_id=None)
     done = command_line(tmp_path, *settings(tmp_path, base))
     assert done.returncode == 1
-    *warned, error = done.stderr.strip().splitlines()  # a machine with an unused GPU gets a warning from Lightning
+    *warned, error = done.stderr.strip().splitlines()  # On a machine whose GPU is not used, Lightning prints a warning.
     assert "the data's tokenizer has 259 tokens" in error and not any("Traceback" in line for line in warned)
 
 
 @pytest.fixture(scope="module", params=["lora", "qlora"])
 def adapter_run(request, tmp_path_factory) -> tuple[str, Path, Path]:
-    """Returns the kind of an adapter run, its base and its checkpoint."""
+    """Returns the kind of an adapter run ("lora" or "qlora"), its base model and its checkpoint."""
     folder = tmp_path_factory.mktemp(request.param)
     base = write_base(folder / "base")
     own = (f"adapter={request.param}", "optimizer.lr=0.05", "adapter.r=4", "run_name=adapter")
@@ -210,7 +212,7 @@ def test_a_run_with_an_adapter_is_exported(adapter_run, tmp_path):
     assert "library_name: peft" in card and "| Base model | base |" in card
     with pytest.raises(ValueError, match="an adapter is written in float32"):
         trained_model.export(checkpoint, tmp_path / "half", [], "bfloat16", adapter=True)
-    if kind == "lora":  # the trained adapter on the base it was trained on
+    if kind == "lora":  # the trained adapter, on the base model on which it was trained
         model = LoRA(1, 1.0, 0.0, "all-linear", False, None, str(out))(load_pretrained(base, "sdpa", dtype="float32"))
         torch.testing.assert_close(model(TOKENS), expected, rtol=1e-4, atol=1e-4)
 
@@ -294,7 +296,7 @@ def test_weights_that_are_not_finite_are_not_exported(scratch, tmp_path):
 
 
 def script(name: str, *arguments: object):
-    """Runs a script of this repository on the command line until it ends."""
+    """Runs a script of this repository on the command line and waits for its end."""
     return processes.finish(f"scripts.{name}", [*map(str, arguments)], processes.REPOSITORY, quiet_environment())
 
 

@@ -1,4 +1,4 @@
-"""The memory planner: scripts/plan_memory.py, what train.py prints and refuses, and memory=auto."""
+"""Tests the memory planner: scripts/plan_memory.py, what train.py prints and refuses, and memory=auto."""
 
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ CUDA = torch.device("cuda")
 
 
 def numbers(table: str) -> dict[str, float]:
-    """Returns the components of a table in GiB."""
+    """Parses a memory table and returns each component in GiB."""
     lines = [line.split() for line in table.splitlines() if " GiB" in line and not line.startswith("fits")]
     return {" ".join(words[: words.index("GiB") - 1]): float(words[words.index("GiB") - 1]) for words in lines}
 

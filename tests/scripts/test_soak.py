@@ -1,4 +1,4 @@
-"""scripts/soak.py distinguishes a steady run from a run that slows down or needs more and more memory."""
+"""scripts/soak.py distinguishes a steady run from one that slows down and from one that needs more and more memory."""
 
 import subprocess
 import sys
@@ -12,7 +12,10 @@ MIB = 2**20
 
 
 def metrics(tmp_path, step_ms, reserved_gib=None):
-    """Writes a metrics.csv. A validation row, without the training columns, follows each training row."""
+    """Writes a metrics.csv.
+
+    After each training row comes a validation row, which has no values in the training columns.
+    """
     lines = ["step,perf/step_ms,perf/reserved_gib,val/loss"]
     for step, ms in enumerate(step_ms):
         lines += [f"{step},{ms},{'' if reserved_gib is None else reserved_gib[step]},", f"{step},,,2.5"]

@@ -1,4 +1,7 @@
-"""Runs programs in new processes forked from one that has imported all of train.py, because that takes many seconds."""
+"""Runs programs in new processes.
+
+The processes are forked from one that has imported all of train.py, which takes many seconds.
+"""
 
 import multiprocessing
 import os
@@ -22,7 +25,10 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 @cache
 def start_server() -> None:
-    """Starts the server that forks the processes. It finds modules by PYTHONPATH, not by this process's sys.path."""
+    """Starts the server process that forks the programs.
+
+    The server finds modules through PYTHONPATH, not through the sys.path of this process.
+    """
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     with patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(paths)}):
         forkserver.set_forkserver_preload(["train", "fa_train.training"])
@@ -38,10 +44,10 @@ def start(
     errors: Path,
     limit_memory: bool = False,
 ) -> BaseProcess:
-    """Starts `python program arguments`, or `python -m program` for the name of a module, in a new session.
+    """Starts `python program arguments` in a new session, or `python -m program` if `program` is the name of a module.
 
-    `environment` does not affect modules that are already imported. `out` and `errors` are existing files or pipes.
-    limit_memory refuses allocations beyond 200 GiB, even if the system overcommits memory.
+    `environment` does not affect modules that the server has already imported. `out` and `errors` are existing files or
+    pipes. limit_memory refuses allocations beyond 200 GiB, even if the system overcommits memory.
     """
     start_server()
     process = CONTEXT.Process(target=_main, args=(program, arguments, cwd, environment, out, errors, limit_memory))
@@ -57,7 +63,10 @@ def finish(
     limit_memory: bool = False,
     timeout: float = 240.0,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program until it ends; returns its output. Raises: subprocess.TimeoutExpired after `timeout` seconds."""
+    """Runs a program, waits for its end and returns its output.
+
+    Raises: subprocess.TimeoutExpired after `timeout` seconds.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out, errors = Path(folder, "out"), Path(folder, "errors")
         out.touch()
@@ -83,12 +92,12 @@ def _main(
     errors: Path,
     limit_memory: bool,
 ) -> None:
-    """Runs the program like Python's command line, but without the atexit functions at the end.
+    """Runs the program as Python's command line would, but without the atexit functions at its end.
 
-    The atexit functions of imported modules would remove temporary folders that other processes share.
+    The atexit functions of the imported modules would remove temporary folders that other processes share.
     """
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore SIGINT
     os.chdir(cwd)
     for path, stream in ((out, sys.stdout), (errors, sys.stderr)):
         opened = os.open(path, os.O_WRONLY | os.O_APPEND)

@@ -1,4 +1,4 @@
-"""tests.support.processes: a program that runs out of time leaves nothing behind."""
+"""Tests tests.support.processes: a program that runs out of time leaves no process behind."""
 
 import os
 import subprocess
@@ -19,11 +19,11 @@ def test_a_program_over_its_time_ends_with_its_children(tmp_path):
         "time.sleep(600)\n"
     )
     environment = dict(os.environ)
-    assert finish("this", [], tmp_path, environment).returncode == 0  # starts the server and its imports
+    assert finish("this", [], tmp_path, environment).returncode == 0  # starts the server, which imports the modules
     with pytest.raises(subprocess.TimeoutExpired):
         finish(program, [], tmp_path, environment, timeout=4)
     child = int((tmp_path / "child").read_text())
-    for _ in range(100):  # the process that adopts an orphan also reaps it
+    for _ in range(100):  # the process that adopts an orphan may need time to reap it
         stat = Path(f"/proc/{child}/stat")
         if not stat.exists() or stat.read_text().split()[2] == "Z":
             return

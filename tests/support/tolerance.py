@@ -1,4 +1,4 @@
-"""The error allowed in a low-precision result. It is computed, not chosen."""
+"""Computes the error that is allowed in a result of low precision. No tolerance is chosen by hand."""
 
 from torch import Tensor
 
@@ -6,15 +6,15 @@ from torch import Tensor
 def assert_as_accurate(
     name: str, ours: Tensor, exact: Tensor, baseline: Tensor, factor: float = 2.0, floor: float = 0.0
 ) -> None:
-    """Requires that the error of `ours` is at most `factor` times that of `baseline`, plus one rounding.
+    """Requires that the error of `ours` is at most `factor` times the error of `baseline`, plus one rounding.
 
     Args:
         name: what is compared, for the error message.
         ours: the result under test.
-        exact: the true result in fp32 or fp64, same shape.
-        baseline: torch's own result in the dtype of `ours`, same shape.
-        factor: multiple of the baseline's largest error that is allowed.
-        floor: error that is always allowed, for a baseline that is exact by chance (such as a softmax over one key).
+        exact: the true result in fp32 or fp64, in the same shape.
+        baseline: torch's result in the dtype of `ours`, in the same shape.
+        factor: the allowed error as a multiple of the baseline's largest error.
+        floor: an error that is always allowed, if the baseline is exact by chance (such as a softmax over one key).
     """
     assert ours.shape == exact.shape == baseline.shape, f"{name}: {ours.shape}, {exact.shape}, {baseline.shape}"
     if exact.numel() == 0:

@@ -1,4 +1,4 @@
-"""Runs train.py for tests: in this process on tiny models, or on the command line."""
+"""Runs train.py for tests, either in this process on tiny models or on the command line."""
 
 import csv
 import hashlib
@@ -22,7 +22,7 @@ from tests.support import processes
 from tests.support.processes import REPOSITORY
 
 CONF = REPOSITORY / "conf"
-# 20 thousand parameters and rows of 64 bytes, so that a step takes a few milliseconds
+# 20 thousand parameters and rows of 64 bytes, so that each step takes a few milliseconds
 TINY = (
     "preset=cpu", "seq_len=64", "max_steps=20", "batch_size=4", "logger=csv", "model.n_layers=2", "model.dim=32",
     "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=64", "data=text", "data.val_rows=4", "data.num_workers=0",
@@ -32,7 +32,7 @@ TINY = (
 
 
 def write_corpus(folder: Path) -> Path:
-    """Writes forty short documents of English-like lines, the same each time."""
+    """Writes forty short documents of English-like lines. Every call writes the same text."""
     folder.mkdir(exist_ok=True)
     words = ["the", "cat", "sat", "on", "a", "mat", "while", "rain", "fell", "over", "old", "walls"]
     for number in range(40):
@@ -43,7 +43,7 @@ def write_corpus(folder: Path) -> Path:
 
 @contextmanager
 def composed(folder: Path, *overrides: str) -> Iterator[DictConfig]:
-    """Yields the config that the main function of train.py gets, with `folder` as the run's folder."""
+    """Yields the config that the main function of train.py would get, with `folder` as the run's folder."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         folders = [f"hydra.run.dir={folder}", f"hydra.runtime.output_dir={folder}"]
         cfg = compose("train", [*overrides, *folders, "hydra.mode=RUN", "hydra.job.num=0"], return_hydra_config=True)
@@ -54,7 +54,10 @@ def composed(folder: Path, *overrides: str) -> Iterator[DictConfig]:
 
 
 def tiny(tmp_path: Path, *overrides: str) -> list[str]:
-    """Returns overrides of a tiny run with corpus and cache below tmp_path. `overrides` take precedence over TINY."""
+    """Returns overrides for a tiny run whose corpus and cache are below tmp_path.
+
+    `overrides` take precedence over TINY.
+    """
     settings = dict(override.split("=", 1) for override in (*TINY, *overrides))
     if settings["data"] == "text":
         settings["data.path"] = str(write_corpus(tmp_path / "corpus"))
@@ -66,14 +69,14 @@ def tiny(tmp_path: Path, *overrides: str) -> list[str]:
 def command_line(
     cwd: Path, *overrides: str, limit_memory: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python train.py` with overrides until it ends (see tests.support.processes)."""
+    """Runs `python train.py` with overrides and waits for its end (see tests.support.processes)."""
     return processes.finish(REPOSITORY / "train.py", overrides, cwd, quiet_environment() | environment, limit_memory)
 
 
 class RowRecorder(Callback):
     """Writes [step, a hash of each row's tokens, labels and positions] to rows_<rank>.jsonl in the run's folder.
 
-    recorded_rows() reads the files, also of processes that a test has killed.
+    recorded_rows() reads these files, even those of processes that a test has killed.
     """
 
     def __init__(self, seq_len: int) -> None:
@@ -92,7 +95,10 @@ RECORDED = ("+callbacks.rows._target_=tests.support.training.RowRecorder", "+cal
 
 
 def recorded_rows(folder: Path) -> dict[int, list[str]]:
-    """Returns the sorted hashes of all ranks' rows by step, from 0. The order in which ranks share rows may vary."""
+    """Returns the sorted hashes of all ranks' rows for each step, starting at step 0.
+
+    The hashes are sorted, because the rows may be dealt to the ranks in any order.
+    """
     rows: dict[int, list[str]] = {}
     for path in folder.glob("rows_*.jsonl"):
         for line in path.read_text().splitlines():
@@ -107,7 +113,7 @@ def quiet_environment() -> dict[str, str]:
 
 
 def column(folder: Path, name: str) -> dict[int, float]:
-    """Returns one metric of a run's metrics.csv by step."""
+    """Returns one column of a run's metrics.csv as a dictionary from step to value."""
     [path] = folder.rglob("metrics.csv")
     with path.open() as file:
         return {int(row["step"]): float(row[name]) for row in csv.DictReader(file) if row.get(name)}

@@ -1,4 +1,7 @@
-"""Each row of a step goes to one rank. Ranks get equal work. The step's rows do not depend on the number of GPUs."""
+"""Each data row of a step goes to exactly one rank. All ranks get nearly equal work.
+
+The rows of a step do not depend on the number of GPUs.
+"""
 
 import numpy as np
 import pytest
@@ -29,15 +32,15 @@ def test_ranks_and_rounds_have_like_work(size):
     for first in range(0, 10 * 128, 128):
         step = costs[first : first + 128]
         dealt, in_order = (step[x].sum(axis=2) for x in (deal(step, size, 4), np.arange(128).reshape(-1, 4, size)))
-        # ranks that wait for each other after every step: the work of each rank in a step
+        # If ranks wait for each other once per step, the work of each rank in a whole step must be nearly equal.
         assert dealt.sum(axis=0).max() <= 1.01 * dealt.sum(axis=0).mean()
-        # ranks that wait for each other after every micro-batch: the work of each rank in a micro-batch
+        # If ranks wait for each other after every micro-batch, the work in each micro-batch must be nearly equal.
         waits = [work.max(axis=1).sum() / work.mean(axis=1).sum() for work in (dealt, in_order)]
         assert waits[0] <= 1.05 and waits[1] >= 1.15
 
 
 def test_a_known_deal():
-    # longest-processing-time-first scheduling: micro-batches 9 + 1 and 8 + 2, then 7 + 3 and 6 + 4
+    # The longest rows are dealt first: micro-batches 9 + 1 and 8 + 2, and then 7 + 3 and 6 + 4.
     dealt = deal(np.array([1, 2, 3, 4, 6, 7, 8, 9]), 2, 2)
     assert {frozenset(pair) for pair in dealt.reshape(-1, 2).tolist()} == {
         frozenset(pair) for pair in ([0, 7], [1, 6], [2, 5], [3, 4])
@@ -53,19 +56,19 @@ def test_a_step_has_the_same_rows_on_any_number_of_gpus():
         batches = [ranks[rank][number * count + i] for i in range(count) for rank in range(world_size)]
         return sorted(row for batch in batches for row in batch["tokens"].view(-1, 16).tolist())
 
-    for number in (0, 5):  # step 5 crosses the end of an epoch
+    for number in (0, 5):  # step 5 contains the end of one epoch and the start of the next
         expected = sorted(rows.batch(number * 8, 8)["tokens"].view(-1, 16).tolist())
         for world_size, size in [(1, 8), (1, 1), (2, 2), (4, 1), (8, 1)]:
             assert step(world_size, size, number) == expected
 
 
 def test_steps_are_dealt_by_squared_lengths():
-    # A row of one document costs 256. A row of eight documents costs 32. The two ranks run a step's two most expensive
-    # rows at the same time.
+    # A row of one document costs 16^2 = 256. A row of eight documents of two tokens costs 8 * 2^2 = 32. The two ranks
+    # process the two most expensive rows of a step at the same time.
     data = make([16, 16, *[2] * 48], batch_size=8, micro_batch_size=1)
     rows = PackedRows(data, held_out=False, shuffle=True)
     assert sorted(map(rows.rows.cost, range(rows.per_epoch))) == [32] * 6 + [256] * 2
-    for step in range(4):  # each step is an epoch
+    for step in range(4):  # each step is one epoch
         ranks = [MicroBatches(rows, 1, rank, 2, step_rows=8) for rank in range(2)]
         edges = [[rank[step * 4 + index]["cu_seqlens"].numpy() for rank in ranks] for index in range(4)]
         costs = [[(np.diff(x) ** 2).sum() for x in micro_batch] for micro_batch in edges]
@@ -78,7 +81,7 @@ def test_concatenated_rows_are_balanced_too():
     lengths = np.maximum(1, np.random.default_rng(0).lognormal(3, 1.5, 2000)).astype(np.int64)
     data = make(lengths, packing="concat", seq_len=128, batch_size=64)
     rows = PackedRows(data, held_out=False, shuffle=True)
-    for step in range(2 * rows.per_epoch // 64):  # continues into an epoch with another order of documents
+    for step in range(2 * rows.per_epoch // 64):  # the second epoch has another order of documents
         dealt = rows.deal(step * 64, 64, 2, 4)
         assert sorted(dealt.ravel().tolist()) == list(range(step * 64, step * 64 + 64))
         work = np.vectorize(lambda row: (np.diff(rows.rows.row(row).boundaries) ** 2).sum())(dealt).sum(axis=2)
@@ -88,11 +91,11 @@ def test_concatenated_rows_are_balanced_too():
 
 @pytest.mark.parametrize("document_mask", [True, False])
 def test_every_batch_says_how_long_a_tokens_document_is(document_mask):
-    """mean_seqlen is the same int in every batch, so that a compiled model is compiled once.
+    """mean_seqlen is an equal int in every batch, so that a model is compiled only once.
 
-    Without the document mask, a row counts as one document.
+    Without the document mask, a whole row counts as one document.
     """
-    data = make([8] * 6 + [4] * 4, document_mask=document_mask)  # three rows of 8 + 8 tokens and a row of 4
+    data = make([8] * 6 + [4] * 4, document_mask=document_mask)  # three rows of 8 + 8 tokens, one of 4 * 4 tokens
     batches = [MicroBatches(PackedRows(data, held_out=False, shuffle=True), 1, 0, 1)[i] for i in range(4)]
-    assert {batch["mean_seqlen"] for batch in batches} == {7 if document_mask else 16}  # (3 * 128 + 64) / 64
-    assert all(type(batch["mean_seqlen"]) is int for batch in batches)  # a tensor would be moved to the GPU
+    assert {batch["mean_seqlen"] for batch in batches} == {7 if document_mask else 16}  # 7 = (3 * 128 + 64) / 64
+    assert all(type(batch["mean_seqlen"]) is int for batch in batches)  # Lightning would move a tensor to the GPU

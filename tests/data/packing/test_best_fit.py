@@ -1,4 +1,6 @@
-"""Best-fit decreasing drops no token without counting it, pads little, and is a pure function of its arguments."""
+"""Best-fit decreasing packing drops no token without counting it, pads little, and is a pure function of its
+arguments.
+"""
 
 import re
 
@@ -25,7 +27,7 @@ lengths_of_documents = st.lists(st.integers(0, 40), min_size=1, max_size=30)
 
 
 class NumberedSource:
-    """Documents of given lengths. Every token is different."""
+    """Documents of given lengths. Every token of these documents is different."""
 
     vocab_size, pad_id, cache_dir = 10**9, PAD, None
 
@@ -49,7 +51,7 @@ def make(lengths, **changes):
 
 
 def naive_best_fit_decreasing(lengths, capacity):
-    """Places one piece at a time after a search of all rows; returns the free space of each row."""
+    """Packs one piece at a time after a search of all rows, and returns the free space of each row."""
     rooms = []
     for length in sorted(lengths, reverse=True):
         fitting = [i for i, room in enumerate(rooms) if room >= length]

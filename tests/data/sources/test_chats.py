@@ -1,4 +1,4 @@
-"""Chats are read in every supported format, and each error names the file and line."""
+"""Chats are read in every supported format. Each error names the file and the line."""
 
 import json
 

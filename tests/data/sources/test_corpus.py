@@ -1,4 +1,4 @@
-"""Documents are read from every kind of file and tokenised once."""
+"""Documents are read from every kind of file and are tokenised once."""
 
 import json
 
@@ -15,7 +15,7 @@ from fa_train.data.tokens.tokenizer import ByteTokenizer
 
 @pytest.fixture
 def folder(tmp_path):
-    """Writes five documents to four kinds of file."""
+    """Writes five documents to files of four kinds."""
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "b.md").write_text("# two")
     (tmp_path / "c.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in ("drei", "vier ü")) + "\n")

@@ -1,4 +1,4 @@
-"""Tiny tokenizers with chat templates, and generated chats."""
+"""Makes tiny tokenizers with chat templates, and random chats."""
 
 import json
 
@@ -18,17 +18,18 @@ WITH_BLOCKS = (
     TOOLS + HEAD + "{% if message.role == 'assistant' %}{% generation %}" + BODY + "{% endgeneration %}"
     "{% else %}" + BODY + "{% endif %}" + TAIL
 )  # fmt: skip
-# A template without special tokens: "user: hi\nassistant: ho\n". A token may join a word with spaces and newlines.
+# A chat template without special tokens: "user: hi\nassistant: ho\n". A token may consist of the end of a word, spaces
+# and newlines.
 PLAIN = (
     "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
-# Removes the reasoning from every message except the last, like the templates of reasoning models.
+# Leaves out the reasoning of every message except the last, as the templates of reasoning models do.
 FORGETFUL = HEAD + "{{ '<think>' if loop.last and message.role == 'assistant' }}" + BODY + TAIL
 
 
 def chat_tokenizer(template=CHATML, *, trim_offsets=False):
-    """Trains a byte-level BPE tokenizer with ChatML's special tokens."""
+    """Trains a byte-level BPE tokenizer that has the special tokens of ChatML."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -44,7 +45,7 @@ def chat_tokenizer(template=CHATML, *, trim_offsets=False):
 
 
 def save_tokenizer(folder, template=CHATML, **options):
-    """Saves a tokenizer and returns its folder, for `data.tokenizer`."""
+    """Saves a tokenizer and returns its folder, which can be used as `data.tokenizer`."""
     chat_tokenizer(template, **options).save_pretrained(folder)
     return str(folder)
 
@@ -76,7 +77,7 @@ def write_jsonl(path, rows):
 
 
 def many_chats(n=60):
-    """Returns chats of many lengths, the same in each call."""
+    """Returns chats of many lengths. Every call returns the same chats."""
     return [
         {
             "messages": [

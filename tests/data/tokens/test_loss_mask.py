@@ -1,4 +1,4 @@
-"""Loss masks stay aligned with tokens through the cache and both packings, and every lost label is counted."""
+"""Loss masks stay aligned with tokens through the cache and both kinds of packing. Every lost label is counted."""
 
 import numpy as np
 import pyarrow as pa
@@ -86,13 +86,14 @@ def test_chats_from_a_file_to_labels(tmp_path, packing, n):
     held_out = data.source.documents(held_out=True)
     kept_back = answers(hf, np.concatenate([held_out[i][held_out.loss_mask[i]] for i in range(len(held_out))]))
     assert 0 < len(kept_back) < 20 and set(kept_back) < set(every)
-    # an answer may continue in the next row after concatenation, so keep those rows in order
+    # concatenation may continue an answer in the next row, so keep those rows in order
     rows = PackedRows(data, held_out=False, shuffle=packing == "best_fit")
     batches = [rows.batch(index, 1) for index in range(rows.per_epoch)]
     labels = [label for batch in batches for label in batch["labels"].tolist() if label != IGNORE_INDEX]
     assert answers(hf, labels) == sorted(answer for answer in every if answer not in kept_back)
     assert data.packing_report().labels.pieces_unlearned == 0
-    for shard in data.source.path.glob("*.arrow"):  # caches of older versions are read, so columns keep their names
+    # the column names must not change, so that caches of older versions stay readable
+    for shard in data.source.path.glob("*.arrow"):
         assert pa.ipc.open_file(shard).schema.names == ["tokens", "held_out", "learned"]
 
 

@@ -1,4 +1,6 @@
-"""Shards do not depend on the number of processes. Preparation continues after a restart.
+"""The shards of the token cache do not depend on the number of processes.
+
+After a restart, preparation continues where it stopped.
 
 An incomplete cache is never used.
 """
@@ -24,7 +26,7 @@ from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
-    """Writes twenty documents and limits shards to three documents."""
+    """Writes twenty documents, and limits each shard to three documents."""
     monkeypatch.setattr(module, "SHARD", 3)
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(20)))
     return TextCorpus(str(tmp_path / "texts.jsonl"), "text")
@@ -52,11 +54,11 @@ def test_any_number_of_processes_writes_the_same_bytes(corpus, tmp_path):
 
 
 class Killed(BaseException):
-    """Raised instead of ending the process."""
+    """Raised where a real process would be killed."""
 
 
 class Counting(TextEncoder):
-    """Raises Killed at a given document, and records the documents that it has encoded."""
+    """Raises Killed at a given document, and records which documents it has encoded."""
 
     def __init__(self, die_at=None):
         super().__init__(ByteTokenizer())
@@ -112,7 +114,7 @@ def test_a_full_disk_is_named_by_the_plan_too(tmp_path, monkeypatch):
 
 
 def test_long_documents_end_a_shard_early(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "SHARD_CHARACTERS", 13)  # "line 0" has 6 characters, "line 10" has 7
+    monkeypatch.setattr(module, "SHARD_CHARACTERS", 13)  # of a shard; "line 0" has 6 characters, "line 10" has 7
     path = prepare(corpus, Counting(), tmp_path / "cache")
     sizes = [len(pa.ipc.open_file(file).read_all()) for file in sorted(path.glob("*.arrow"))]
     assert sizes == [3, 3, 3, 2, 2, 2, 2, 2, 1]
@@ -133,7 +135,7 @@ def garble_tokens(shard):
 
 
 def overwrite(shard, values):
-    """Overwrites the bytes of an array in a file with 0xff, which keeps the file's size."""
+    """Overwrites the bytes of an array in a file with 0xff. The size of the file does not change."""
     content, part = shard.read_bytes(), values.tobytes()
     assert content.count(part) == 1
     shard.write_bytes(content.replace(part, b"\xff" * len(part)))

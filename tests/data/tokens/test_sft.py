@@ -1,4 +1,4 @@
-"""Only the assistant's messages of a chat have labels, and the tokens equal those of the rendered template."""
+"""In a chat, only the assistant's messages have labels. The tokens equal those of the rendered template."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def encode(chat_encoder, row):
 
 
 def runs(chat_encoder, encoded):
-    """Returns the text of each run of tokens that have labels."""
+    """Returns the text of each unbroken sequence of tokens that have labels."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], encoded.loss_mask.astype(int), [0]]))).reshape(-1, 2)
     return [chat_encoder.tokenizer.hf.decode(encoded.tokens[start:stop]) for start, stop in edges]
 
@@ -72,7 +72,10 @@ def test_tokens_and_mask_are_those_of_apply_chat_template(tmp_path, template):
 @pytest.mark.parametrize("template", [CHATML, WITH_BLOCKS, PLAIN])
 @pytest.mark.parametrize("answer", ["4.", " 4.", "\n4.\n", "ü∑🙂 ", "Rome is sunny"])
 def test_the_mask_is_that_of_a_token_by_token_rendering(tmp_path, template, trim_offsets, answer):
-    """Decoding gives each token's characters. A token is trained on if its first character belongs to an answer."""
+    """The test decodes the tokens one by one to get the characters of each token.
+
+    A token is trained on if its first character belongs to an answer.
+    """
     messages = [
         chat_message("user", "the weather \n"),
         chat_message("assistant", answer),
@@ -81,7 +84,7 @@ def test_the_mask_is_that_of_a_token_by_token_rendering(tmp_path, template, trim
     ]
     chat_encoder = encoder(tmp_path, template, trim_offsets=trim_offsets)
     ids, loss_mask = encode(chat_encoder, {"messages": messages})
-    whose = b""  # for each byte of the rendered text, 1 if it belongs to an answer
+    whose = b""  # for each byte of the rendered text: 1 if the byte belongs to an answer, otherwise 0
     for message in messages:
         is_answer = message["role"] == "assistant"
         if template == PLAIN:
@@ -93,7 +96,7 @@ def test_the_mask_is_that_of_a_token_by_token_rendering(tmp_path, template, trim
     places, begin = [], 0
     for token in chat_encoder.tokenizer.hf.convert_ids_to_tokens(
         ids
-    ):  # byte-level tokens: one character is one byte, except in special tokens
+    ):  # tokens are byte-level, so one character is one byte, except in special tokens
         places.append(begin)
         begin += len(token)
     assert begin == len(whose)
@@ -101,14 +104,15 @@ def test_the_mask_is_that_of_a_token_by_token_rendering(tmp_path, template, trim
 
 
 def test_a_token_across_the_start_of_an_answer_is_not_trained_on():
-    # The tokens of "a: " + " b" are "a:" and "  b". The token "  b" cannot follow the prompt "a: ".
+    # The tokens of "a: " + " b" are "a:" and " b". The token " b" cannot follow the prompt "a: ", which already ends
+    # with that space.
     assert starts_in_spans(np.array([[0, 2], [2, 5]]), [(3, 5)]).tolist() == [False, False]
-    # the tokenizer's offsets leave out spaces
+    # the offsets of this tokenizer leave out spaces
     assert starts_in_spans(np.array([[0, 2], [4, 5]]), [(3, 5)]).tolist() == [False, False]
     assert starts_in_spans(np.array([[0, 3], [4, 5]]), [(3, 5)]).tolist() == [False, True]
-    # a token across the end of an answer belongs to the answer
+    # a token that begins inside an answer belongs to the answer, even if it ends outside
     assert starts_in_spans(np.array([[0, 3], [3, 6], [6, 7]]), [(3, 5)]).tolist() == [False, True, False]
-    # two tokens share one character
+    # here, two tokens share one character
     assert starts_in_spans(np.array([[0, 1], [0, 1], [1, 2]]), [(1, 2)]).tolist() == [False, False, True]
 
 

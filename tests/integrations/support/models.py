@@ -1,4 +1,4 @@
-"""Tiny models of transformers with settings that attention must honour, and their logits and gradients."""
+"""Tiny transformers models with settings that attention must support, and functions for their logits and gradients."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
 
 
 def tiny(name: str, **fields: Any) -> Any:
-    """Returns a model of MODELS in evaluation mode, with eager attention and random weights."""
+    """Returns one of the models in MODELS in evaluation mode, with eager attention and random weights."""
     family, settings = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**settings | fields)
     torch.manual_seed(0)
@@ -57,9 +57,9 @@ def tokens(*shape: int) -> Tensor:
 
 
 def logits_and_gradients(model: Any, ids: Tensor, weight: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
-    """Returns the logits, and the gradients of sum(logits * weight), each relative to its largest element.
+    """Returns the logits, and the gradients of sum(logits * weight). Each is relative to its largest element.
 
-    weight: what broadcasts to the logits. Positions of weight 0 do not count, and their logits come out as 0.
+    weight: a tensor that can be broadcast to the shape of the logits. Where weight is 0, the returned logits are 0.
     """
     model.zero_grad()
     logits = model(ids, use_cache=False, **inputs).logits

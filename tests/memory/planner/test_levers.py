@@ -1,4 +1,4 @@
-"""Tests the search for the cheapest memory levers that fit, its predicted times, and its advice to the user."""
+"""Tests the search for the fastest memory levers that fit, the predicted times, and the advice to the user."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ def test_auto_takes_the_cheapest_that_fits():
     assert crowded is None or not crowded.offload, "offload needs host memory"
 
 
-# Milliseconds of a compiled step by tokens and levers, from memory_llama_1b_32k_h200_202611.md and
+# Measured milliseconds of a compiled step by tokens and levers, from memory_llama_1b_32k_h200_202611.md and
 # memory_llama_1b_131k_h200_202611.md in scripts/results.
 STEP_MS = {
     2**15: [
@@ -88,7 +88,10 @@ STEP_MS = {
 
 @pytest.mark.parametrize("tokens", STEP_MS)
 def test_auto_ranks_levers_as_they_were_measured(tokens):
-    """Levers whose times differ by 2% are ranked correctly, and each prediction is within 2% of the step's time."""
+    """Levers whose measured times differ by at least 2% are ranked correctly.
+
+    Each predicted difference is within 2% of the step's time.
+    """
     plan = changed(LLAMA_1B, seq_len=tokens, compiled=True)
     measured = STEP_MS[tokens]
     predicted = [1e3 * extra_seconds(with_levers(plan, levers)) for levers, _ in measured]
@@ -101,7 +104,9 @@ def test_auto_ranks_levers_as_they_were_measured(tokens):
 
 @pytest.mark.parametrize("tokens", STEP_MS)
 def test_auto_takes_chunks_before_host_memory(tokens):
-    """Neither lever costs measurable time, but offload takes pinned memory, which the whole machine shares."""
+    """Chunks and offload both cost no measurable time, but offload takes pinned host memory, which the whole machine
+    shares.
+    """
     plan = changed(LLAMA_1B, seq_len=tokens, compiled=True)
     none, chunks, copies, both = (
         extra_seconds(with_levers(plan, Levers("selective", offload, mlp_chunk)))
@@ -118,7 +123,9 @@ def test_auto_takes_chunks_before_host_memory(tokens):
     ],
 )
 def test_copies_save_no_time_where_chunks_are_computed_again(plan):
-    """With offload=all, tiled_mlp keeps only the output of the FFN's first matmul."""
+    """With offload=all, tiled_mlp keeps only the output of the FFN's first matmul, so the rest of each chunk is
+    recomputed.
+    """
     chunks, copies = (extra_seconds(with_levers(plan, Levers("none", x, 16384))) for x in (False, "all"))
     assert chunks < copies
     plain = changed(LLAMA_1B, seq_len=2**18)
@@ -166,7 +173,9 @@ def test_auto_reaches_as_far_as_any_levers():
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["all-weights", "adapters"])
 def test_advice_for_sharded_weights_is_what_they_can_take(adapters):
-    """The advice names no optimizer with 8-bit states or with states on the host: require_shardable refuses both."""
+    """The advice names no optimizer with 8-bit states or with states on the host, because require_shardable refuses
+    both.
+    """
     plan = changed(with_adapters(LLAMA_1B)[0] if adapters else LLAMA_1B, ranks=8, seq_len=2**14)
     sizes = {GIB * gib for gib in range(4, 20)}
     advice = {next_lever(plan, gpu_bytes, HOST) for gpu_bytes in sizes}

@@ -1,4 +1,6 @@
-"""Compares the planner's predictions with the real model on fake tensors and on the CPU, and with peaks on GPUs."""
+"""Compares the memory planner's predictions with the real model on fake tensors and on the CPU, and with peaks on
+GPUs.
+"""
 
 import json
 from collections.abc import Callable
@@ -27,8 +29,8 @@ from fa_train.models.lora import LoRA, adapters_of
 from tests.memory.support.plans import GPT2, LLAMA_1B, SMALL, changed, recorded
 from tests.memory.support.simulated import as_on_a_gpu, kept_by_compiled_block, simulate
 
-# Measured by scripts/bench/planner.py (see scripts/results/planner_h200_202611.md) or by the command in `run`.
-# A step marked `first` runs before the optimizer has states.
+# The peaks were measured by scripts/bench/planner.py (see scripts/results/planner_h200_202611.md) or by the command in
+# `run`. A step marked `first` ran before the optimizer had states.
 MEASURED = json.loads((Path(__file__).parent / "peaks_h200.json").read_text())
 
 
@@ -98,7 +100,10 @@ def test_saved_activations_are_exact(model, precision, checkpointing, mlp_chunk)
     ],
 )
 def test_saved_activations_are_exact_where_compiled(model, checkpointing):
-    """Of llama_1b's 63,624 bytes per token, 32,768 are the FFN's first product. Nothing derived from it is kept."""
+    """llama_1b keeps 63,624 bytes per token, including 32,768 bytes for the output of the FFN's first matmul.
+
+    Nothing that can be computed from that output is kept.
+    """
     plan = changed(model, n_layers=1, vocab_size=64, seq_len=1024, checkpointing=checkpointing, compiled=True)
     assert kept_by_compiled_block(lambda: build(plan), plan.run.tokens, plan.run.precision) == kept_per_layer(plan)
 
@@ -113,7 +118,7 @@ def with_adapters(plan: Plan, quantization: Literal["nf4"] | None = None) -> tup
         return changed(plan, adapters=adapters_of(adapted())), adapted
 
 
-# These are 8 of the 16 combinations of four settings. Every combination of any three settings occurs.
+# These are 8 of the 16 combinations of four settings. Any three of the four settings occur in all combinations.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "precision", "levers"),
@@ -128,7 +133,7 @@ def with_adapters(plan: Plan, quantization: Literal["nf4"] | None = None) -> tup
     + [("llama_1b", "bf16-mixed", ("none", "all", mlp_chunk)) for mlp_chunk in (None, 8192)],
 )
 def test_simulated_peaks_of_adapters(model, precision, levers):
-    n_layers = 12 if "all" in levers else 4  # many layers make tensors that are kept by mistake visible
+    n_layers = 12 if "all" in levers else 4  # if tensors are kept by mistake, many layers make the difference visible
     base = changed({"gpt2": GPT2, "llama_1b": LLAMA_1B}[model], n_layers=n_layers, vocab_size=259, seq_len=32768)
     plan, adapted = with_adapters(with_levers(changed(base, precision=precision), Levers(*levers)))
     step = simulate(adapted, plan.run.tokens, plan.run.precision, accumulates=False)
@@ -147,7 +152,10 @@ def test_frozen_weights_have_no_states_and_4_bits():
 
 
 def test_a_tied_embeddings_gradients_are_added_in_place():
-    """`predict` assumes addition in place. Autograd does not add fake tensors in place, so the tensors are real."""
+    """`predict` assumes that autograd adds the two gradients in place.
+
+    The tensors are real, because autograd does not add fake tensors in place.
+    """
     plan = changed(LLAMA_1B, n_layers=1, dim=16, n_heads=2, n_kv_heads=2, head_dim=8, ffn_dim=32, vocab_size=67)
     tokens = torch.arange(20)
     loss = build(plan, sdpa_attention)(tokens, labels=tokens)
@@ -161,8 +169,8 @@ CASES: dict[str, dict[str, Any]] = {
     "default": {},
     "whole-vocabulary": {"vocab_size": 128256, "seq_len": 8192},
     "untied": {"tied": False},
-    # With fewer tokens or a larger vocabulary, the tied embedding's gradient would be the peak. Autograd adds it to
-    # the head's gradient in place for real tensors, but not for simulated ones.
+    # With fewer tokens or a larger vocabulary, the gradient of the tied embedding would determine the peak. Autograd
+    # adds that gradient to the head's gradient in place, but not if the tensors are simulated.
     "few-tokens": {"seq_len": 4096, "vocab_size": 65536},
     "layernorm-bias": {"norm": "layernorm", "bias": True},
     "qk-norm": {"qk_norm": True},
@@ -213,7 +221,10 @@ def test_simulated_peaks_under_every_combination(levers):
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_what_autograd_saves_on_the_cpu(activation, checkpointing, mlp_chunk):
-    """Uses real fp32 tensors. Hooks do not see attention's outputs, which selective checkpointing stores itself."""
+    """Uses real fp32 tensors.
+
+    Saved-tensor hooks do not see the outputs of attention, because selective checkpointing stores them itself.
+    """
     tokens, saved = SMALL.run.tokens, []
     plan = changed(SMALL, activation=activation, precision="32-true", checkpointing=checkpointing, mlp_chunk=mlp_chunk)
     for n_layers in (2, 3):
@@ -258,7 +269,9 @@ def test_components_add_up():
 @pytest.mark.parametrize("mlp_chunk", [None, 16], ids=["ffn-whole", "ffn-chunks"])
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_host_memory_of_everything(qk_norm, mlp_chunk):
-    """Compares the prediction with the bytes that a forward pass in fp32 on the CPU requests from the host pool."""
+    """Compares the prediction with the bytes that an fp32 forward pass on the CPU takes from the pool of host
+    memory.
+    """
     plan = changed(SMALL, n_layers=3, activation="swiglu", precision="32-true", qk_norm=qk_norm)
     plan = changed(plan, offload="all", mlp_chunk=mlp_chunk)
     model, tokens, taken = build(plan, sdpa_attention), torch.zeros(plan.run.tokens, dtype=torch.int64), []
@@ -271,7 +284,7 @@ def test_host_memory_of_everything(qk_norm, mlp_chunk):
 
 def test_host_memory():
     offloaded = changed(LLAMA_1B, offload=True, seq_len=2**20)
-    assert predict(offloaded).host == 15 * 2**20 * 2048 * 4  # the inputs of all blocks but the last
+    assert predict(offloaded).host == 15 * 2**20 * 2048 * 4  # the inputs of all blocks except the last
     assert predict(changed(offloaded, precision="bf16-true")).host == predict(offloaded).host // 2
     assert predict(LLAMA_1B).host == 0
     host = predict(changed(LLAMA_1B, optimizer="adamw_offload")).host
@@ -286,7 +299,7 @@ def test_optimizers_states():
         kind: optimizer_bytes(changed(LLAMA_1B, optimizer=kind))[0] / parameters
         for kind in ("adamw", "adamw_8bit", "adamw_bf16", "adamw_offload")
     }
-    assert on_gpu["adamw"] == on_gpu["adamw_bf16"] == 8  # bytes of states per fp32 weight
+    assert on_gpu["adamw"] == on_gpu["adamw_bf16"] == 8  # bytes of optimizer states per fp32 weight
     assert on_gpu["adamw_8bit"] == pytest.approx(2 + 8 / 256, rel=1e-3)
     assert on_gpu["adamw_offload"] == pytest.approx(0, abs=1e-3)
     assert optimizer_bytes(changed(LLAMA_1B, optimizer="adamw_bf16", precision="bf16-true"))[0] == 4 * parameters
@@ -311,7 +324,7 @@ def test_unknown_settings():
     ],
 )
 def test_the_workspace_of_attentions_backward(arch, head_dim, dtype, softcap, elements):
-    """`elements` is the number of fp32 elements for each query of one head."""
+    """`elements` is the expected number of fp32 elements for each query of one head."""
     assert backward_workspace(head_dim, dtype, softcap, arch) == 4 * elements
 
 

@@ -1,4 +1,6 @@
-"""Plans for tests of the planner: the plans of two published models, and a function that changes some fields."""
+"""Memory plans for tests of the planner: those of two published models, and a function that changes some of their
+fields.
+"""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace

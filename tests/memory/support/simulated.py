@@ -1,9 +1,9 @@
-"""Simulates a training step on fake tensors and counts its memory, allocation by allocation.
+"""Simulates a training step on fake tensors, and counts its memory allocation by allocation.
 
 The real model runs, so sizes and lifetimes of torch's storages are real, including the caches of autograd and autocast.
-A fake tensor does not show allocations inside an operator. The chunked loss and the chunked FFN are operators, so the
-simulation runs their Python code instead. `_attention_backward` makes the allocations of attention's backward pass.
-RMSNorm is one operator in each pass, as on CUDA.
+Fake tensors do not show allocations inside an operator. The chunked loss and the chunked FFN are operators, so the
+simulation runs their Python code instead. `_attention_backward` makes the allocations of attention's backward pass. As
+on CUDA, RMSNorm is one operator in the forward and one in the backward.
 """
 
 import weakref
@@ -39,7 +39,7 @@ from fa_train.models.rope import rotary_table
 
 @torch.library.custom_op("simulated::rms_norm", mutates_args=())
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns y and the reciprocal of the root mean square, fp32."""
+    """Returns y, and the reciprocal of the root mean square in fp32."""
     rstd = x.float().square().mean(-1, keepdim=True).add(eps).rsqrt()
     return (x.float() * rstd * weight.float()).to(x.dtype), rstd
 
@@ -63,7 +63,7 @@ def _rms_norm_backward_fake(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor)
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """Saves what CUDA's RMSNorm saves: the input, one value per row, and the weight."""
+    """An RMSNorm that saves what CUDA's RMSNorm saves: the input, one value per row, and the weight."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):
@@ -77,7 +77,9 @@ class FusedRMSNorm(torch.autograd.Function):
 
 
 def _attention_backward(do, dlse, q, k, v, o, lse, *rest):
-    """Makes the same allocations as attention's backward pass: the portable kernels' in fp32, otherwise Hopper's."""
+    """Makes the same allocations as attention's backward: those of the portable kernels in fp32, otherwise those of
+    Hopper's.
+    """
     delta, hopper = torch.empty_like(lse), q.dtype != torch.float32
     rows = lse.new_empty(2 * hopper, *lse.shape)
     dq_sum = torch.empty(q.shape if hopper else 0, dtype=torch.float32)
@@ -87,7 +89,7 @@ def _attention_backward(do, dlse, q, k, v, o, lse, *rest):
     return dq, dk, dv, lse.new_empty(0)
 
 
-HOST = "meta"  # stands for host memory, because the simulated GPU is on the CPU
+HOST = "meta"  # stands for host memory, because the simulated GPU is the CPU
 
 INSIDE: dict[Any, Callable[..., Any]] = {
     torch.ops.fa_train.linear_cross_entropy.default: linear_cross_entropy._init_fn,
@@ -98,7 +100,7 @@ INSIDE: dict[Any, Callable[..., Any]] = {
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of live tensors that operators have created, now and at the peak."""
+    """Counts the bytes of live tensors that operators have created: the present number and the peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +137,7 @@ class Live(TorchDispatchMode):
 
 @dataclass
 class Step:
-    """Bytes of a step, without weights, optimizer states and earlier gradients."""
+    """Bytes of a training step, without weights, optimizer states and gradients of earlier micro-batches."""
 
     kept: int  # kept between forward and backward
     forward: int  # peak
@@ -147,7 +149,9 @@ class Step:
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Makes CPU code allocate like a GPU: fused RMSNorm, in-place loss, matmuls that accumulate, and host memory."""
+    """Makes code on the CPU allocate memory as on a GPU: fused RMSNorm, in-place loss, accumulating matmuls, and host
+    memory.
+    """
 
     def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(labels, dtype=torch.float32), logits
@@ -177,7 +181,10 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 def simulate(build: Callable[[], GPT], tokens: int, precision: str, accumulates: bool) -> Step:
-    """Runs a micro-batch of one document. tokens: its length. accumulates: earlier micro-batches left gradients."""
+    """Runs a micro-batch of one document and returns its memory. tokens: the document's length.
+
+    accumulates: whether gradients of earlier micro-batches exist.
+    """
     autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext()
     with FakeTensorMode(), as_on_a_gpu(), Live() as live:
         torch.set_default_dtype(torch.bfloat16 if precision == "bf16-true" else torch.float32)
@@ -207,7 +214,10 @@ def simulate(build: Callable[[], GPT], tokens: int, precision: str, accumulates:
 
 
 def kept_by_compiled_block(build: Callable[[], GPT], tokens: int, precision: str) -> int:
-    """Returns the bytes that the first block, compiled by torch.compile, keeps for its backward. Includes x."""
+    """Returns the bytes that the first block keeps for its backward if torch.compile compiles it.
+
+    The input x counts.
+    """
     autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext()
     storages: dict[int, int] = {}
 
@@ -218,7 +228,8 @@ def kept_by_compiled_block(build: Callable[[], GPT], tokens: int, precision: str
         outputs: Any = graphs[0].graph.output_node().args[0]
         for node in outputs[num_fwd_outputs:]:
             value = node.meta["val"]
-            if node.op != "placeholder" or value.shape == x.shape:  # skips weights, the schedule and the rotary table
+            # leave out weights, the attention schedule and the rotary table
+            if node.op != "placeholder" or value.shape == x.shape:
                 storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
         return graphs
 

@@ -1,4 +1,4 @@
-"""A small decoder and its training step, for tests that compare memory levers."""
+"""Builds a small decoder and its training step, for tests that compare memory levers."""
 
 from functools import cache, partial
 from itertools import accumulate
@@ -32,7 +32,7 @@ def levers(
 def small_gpt(
     memory: Memory, device: torch.device, attention: str = "sdpa", n_layers: int = 3, **overrides: Any
 ) -> GPT:
-    """Builds a model that has the same weights in each call."""
+    """Builds a model. Every call gives it the same weights."""
     arguments: dict[str, Any] = {
         "vocab_size": VOCAB,
         "dim": 32,
@@ -63,7 +63,10 @@ def small_gpt(
 
 
 def stream(device: torch.device, lengths: list[int] = LENGTHS) -> dict[str, Tensor]:
-    """Returns the same packed documents in each call. One document is empty. The last token has no label."""
+    """Returns packed documents. Every call returns the same ones. One document is empty.
+
+    The last token has no label.
+    """
     tokens = torch.randint(VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(1))
     labels = tokens.roll(-1)
     labels[-1] = -100
@@ -81,14 +84,17 @@ def step(model: GPT, batch: dict[str, Tensor]) -> list[Tensor]:
 
 @cache
 def step_without_levers(attention: str, device: torch.device) -> list[Tensor]:
-    """Returns `step` of small_gpt and stream without levers. The result is computed once for all tests."""
+    """Returns the result of `step` for small_gpt and `stream` without memory levers.
+
+    The result is computed once and shared by all tests.
+    """
     return step(small_gpt(levers(), device, attention), stream(device))
 
 
 def compile_blocks(model: GPT, *, fullgraph: bool = True) -> GPT:
-    """Compiles the blocks like LitGPT, but with a backend that needs no C++ compiler.
+    """Compiles the model's blocks as LitGPT does, but with a backend that needs no C++ compiler.
 
-    fullgraph: a graph break is an error.
+    fullgraph: whether a graph break is an error.
     """
     torch._dynamo.reset()
     model.compile_blocks(backend="aot_eager", fullgraph=fullgraph)
@@ -96,7 +102,10 @@ def compile_blocks(model: GPT, *, fullgraph: bool = True) -> GPT:
 
 
 def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    """Requires bitwise equality on the CPU. On a GPU, the order of sums in attention's backward may vary."""
+    """On the CPU, requires bitwise equality.
+
+    On a GPU, allows for rounding, because attention's backward may add in any order.
+    """
     for a, b in zip(ours, theirs, strict=True):
         if a.is_cuda:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -105,7 +114,7 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Counts the elements of the largest tensor that any operator returns."""
+    """Counts the elements of the largest tensor that any torch operator returns."""
 
     elements = 0
 

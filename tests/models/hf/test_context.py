@@ -1,4 +1,4 @@
-"""The context length of a checkpoint: RoPE scalings, and lengths beyond the trained one."""
+"""Tests the context length of a checkpoint: RoPE scalings, and texts longer than those in training."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def test_dynamic_ntk_looks_at_each_document(checkpoint):
     stream = tokens()
     model = load_pretrained(folder, attention="naive")
     packed = model(stream, cu_seqlens())
-    for start, end in ((0, 13), (13, 14), (14, 36)):  # one document is longer than 16 tokens
+    for start, end in ((0, 13), (13, 14), (14, 36)):  # one of the documents is longer than 16 tokens
         assert_relatively_close(packed[start:end], theirs(folder, stream[start:end]))
 
 
@@ -52,7 +52,9 @@ def test_another_scaling_is_exported(name, scaling, checkpoint, tmp_path):
 
 
 def reached(folder: Path, tmp_path: Path, **options) -> dict:
-    """Exports a checkpoint, compares its logits at a long length with transformers', and returns its config.json."""
+    """Exports a checkpoint, compares its logits for a long text with those of transformers, and returns its
+    config.json.
+    """
     model = load_pretrained(folder, attention="naive", **options)
     save_pretrained(model, tmp_path / "reached")
     stream = torch.cat([tokens()] * 3)
@@ -62,7 +64,8 @@ def reached(folder: Path, tmp_path: Path, **options) -> dict:
     return config
 
 
-# Both checkpoints reach 64 tokens. llama has no scaling; the config of llama-3.1 says that 32 tokens were trained.
+# Both checkpoints must reach 64 tokens. llama has no RoPE scaling; the config of llama-3.1 says that it was trained on
+# 32 tokens.
 @pytest.mark.parametrize(
     ("name", "options", "parameters", "reach"),
     [

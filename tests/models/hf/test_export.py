@@ -1,4 +1,4 @@
-"""Export of checkpoints that transformers can load."""
+"""Exports checkpoints in a form that transformers can load."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checkpoints and options that are refused. Each error message names the reason."""
+"""Tests which checkpoints and options are refused. Each error message must name the reason."""
 
 from pathlib import Path
 

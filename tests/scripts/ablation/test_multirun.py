@@ -1,4 +1,6 @@
-"""The attention ablation as a multirun of train.py: its files, its summary, skipped and resumed runs, and errors."""
+"""Tests the attention ablation as a multirun of train.py: its files, its summary, skipped and resumed runs, and
+errors.
+"""
 
 import csv
 import json
@@ -19,14 +21,17 @@ GIB = 2**30
 
 
 def ablation(tmp_path, *overrides):
-    """Returns overrides for a multirun of train.TINY's model on rows of one document each."""
+    """Returns overrides for a multirun of train.TINY's model, with one document in each row."""
     own = ["data=synthetic", "data.vocab_size=300", "max_steps=3", "batch_size=1", "data.val_rows=1"]
     return ["experiment=ablate_attention", f"hydra.sweep.dir={tmp_path}/sweep", *tiny(tmp_path, *own, *overrides)]
 
 
 @pytest.mark.slow
 def test_a_multirun_with_jobs_that_run_out_of_memory(tmp_path):
-    """Scores at 131072 tokens need 274 GB. Checks the files and the offline W&B runs: one per job and the summary."""
+    """The scores for 131072 tokens need 274 GB, so those jobs run out of memory.
+
+    Checks the files and the offline W&B runs: one for each job, and the summary.
+    """
     sweep = ["attention=naive", "seq_len=32,131072,262144", "logger=wandb"]
     arguments = ["-m", *ablation(tmp_path, *sweep)]
     environment = {"WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}
@@ -40,7 +45,7 @@ def test_a_multirun_with_jobs_that_run_out_of_memory(tmp_path):
     assert third["outcome"] == "skipped: 131072 ran out of memory" and not (folder / "cases" / "0002.log").exists()
     assert first["timed_steps"] == "3" and float(second["peak_gib"]) > 0
     assert float(first["tokens_per_s"]) == pytest.approx(32 / float(first["step_ms"]) * 1e3)
-    # 6 N T + 6 layers n_heads head_dim T^2, as in test_ablate_memory, with a head of 300 x 32
+    # 6 N T + 6 layers n_heads head_dim T^2, as in test_ablate_memory, with an output layer of 300 x 32
     flops = 6 * (2 * (32 * 64 + 32 * 32 + 32 * 128 + 64 * 32) + 300 * 32) * 32 + 6 * 2 * 32 * 32**2
     assert float(first["tflops"]) * 1e12 * float(first["step_ms"]) / 1e3 == pytest.approx(flops)
     assert "step 3/3" in (folder / "cases" / "0000.log").read_text() and "step 3/3" not in done.stdout, (
@@ -67,7 +72,7 @@ def test_a_multirun_with_jobs_that_run_out_of_memory(tmp_path):
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """Returns a function that runs a job with a made-up outcome and says whether the job ran."""
+    """Returns a function that runs a job with an invented outcome and returns whether the job ran."""
 
     def run(number, attention, seq_len, outcome, *overrides):
         ran = []
@@ -111,7 +116,7 @@ def test_a_model_that_cannot_be_ends_the_program_at_once(tmp_path):
 
 
 def with_hydra(cfg):
-    """Returns the config in the form that Hydra's callbacks get."""
+    """Returns the config in the form that Hydra passes to its callbacks."""
     return OmegaConf.merge(HydraConfig.instance().cfg, cfg)
 
 

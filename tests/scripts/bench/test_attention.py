@@ -1,4 +1,7 @@
-"""The arithmetic and reports of scripts/bench/attention.py on made-up rows. Timing needs a GPU."""
+"""Tests the arithmetic and the reports of scripts/bench/attention.py on invented rows.
+
+Timing itself would need a GPU.
+"""
 
 import csv
 import time
@@ -79,7 +82,7 @@ def test_packed_workloads_fill_the_row() -> None:
         assert workload.batch == 1
     assert max(long_tailed.lengths) > 8192
     assert all(64 <= length <= 512 for length in short.lengths[:-1])
-    assert packed_workloads(128, causal=True) == [long_tailed, short]  # the same documents in every run
+    assert packed_workloads(128, causal=True) == [long_tailed, short]  # every call returns the same documents
     assert [w.n_heads for w in packed_workloads(128, causal=True, model_dim=4096)] == [32, 32]
 
 
@@ -165,9 +168,9 @@ def test_plot_draws_lines_and_marks_oom(tmp_path: Path) -> None:
             row("ours", 4096, head_dim=head_dim, direction=direction),
         )
     ]
-    rows.append(row("flex", 65536, section="packed documents"))  # cannot be plotted against a length
+    rows.append(row("flex", 65536, section="packed documents"))  # this row cannot be plotted against a length
     figure = draw(rows, "made up")
-    assert len(figure.axes) == 6  # forward, backward and memory for each head_dim
+    assert len(figure.axes) == 6  # one plot each for forward, backward and memory, for each head_dim
     for axes in figure.axes:
         assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
         lines = {line.get_label(): line for line in axes.get_lines()}
@@ -194,7 +197,7 @@ def test_rates_have_a_group_of_bars_a_workload(tmp_path: Path) -> None:
         row("ours", 4096, tflops=30.0),
         row("ours", 65536, tflops=40.0, **packed),
         row("ours", 1024, tflops=50.0, direction="backward"),
-        row("ours", 1024, tflops=60.0, group=4),  # cannot be plotted
+        row("ours", 1024, tflops=60.0, group=4),  # a row with grouped heads, which is not plotted
         row("ours", 2048, tflops=70.0, head_dim=128),
     ]
     figure = draw_rates(rows, "made up")
@@ -304,7 +307,7 @@ def test_time_is_the_gpus_alone() -> None:
 
 
 def test_candidates_run_in_random_order(monkeypatch) -> None:
-    """Uses a fake clock. A run takes twice its time directly after the slow run, which heats the GPU."""
+    """The test uses a fake clock. A run takes twice as long directly after the slow candidate, which heats the GPU."""
     clock, ran = 0.0, ["nothing"]
 
     class Event:
@@ -330,4 +333,4 @@ def test_candidates_run_in_random_order(monkeypatch) -> None:
     medians = median_ms({name: partial(run, name, ms) for name, ms in times.items()}, rep=40)
     assert medians == times
     counts = {name: ran.count(name) for name in times}
-    assert counts == {"slow": 8, "one": 42, "other": 42}  # includes two warm-up runs of each
+    assert counts == {"slow": 8, "one": 42, "other": 42}  # the counts include two warm-up runs of each candidate

@@ -1,4 +1,7 @@
-"""scripts/bench/decode.py: candidates compute the same result; arguments and report are right. Timing needs a GPU."""
+"""Tests scripts/bench/decode.py: its candidates compute the same result, and its arguments and report are right.
+
+Timing itself would need a GPU.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""scripts/bench/features.py: its count of pairs, the results of its features, its table and its arguments."""
+"""Tests scripts/bench/features.py: its count of visible pairs, the results of its features, its table and its
+arguments.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The batches and the table of scripts/bench/fresh_documents.py. Timing needs a GPU."""
+"""Tests the batches and the table of scripts/bench/fresh_documents.py. Timing itself would need a GPU."""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""scripts/bench/host.py: candidates compute the same result; samples, table and arguments. Times need a GPU."""
+"""Tests scripts/bench/host.py: its candidates compute the same result, and its samples, table and arguments are right.
+
+Timing itself would need a GPU.
+"""
 
 import os
 import subprocess
@@ -37,7 +40,7 @@ def test_all_candidates_of_one_document_compute_the_same(device):
     results = {}
     for name, candidate in candidates(SHAPE, device).items():
         if "cuDNN" in name and device.type == "cpu":
-            continue  # this candidate computes nothing in the interpreter
+            continue  # in the interpreter, this candidate computes nothing
         torch.manual_seed(0)
         # fp16, because Triton's interpreter computes bf16 incorrectly
         leading = 1 if candidate.layout == "tokens heads" else 2

@@ -1,4 +1,4 @@
-"""The formulas of scripts/bench/io_traffic.py against counted blocks, and its parser of ncu's output."""
+"""Compares the formulas of scripts/bench/io_traffic.py with counted blocks, and tests its parser of ncu's output."""
 
 from itertools import product
 
@@ -27,11 +27,14 @@ from scripts.bench.io_traffic import (
 
 
 def visited_rows(seqlen, own_block, other_block, causal, own_is_query):
-    """Returns the number of rows of the other side that the tiles load, by visiting each block with a visible pair."""
+    """Returns the number of rows on the other side that the tiles load.
+
+    It visits each block that has a visible pair.
+    """
     total = 0
     for first in range(0, seqlen, own_block):
         own = range(first, min(first + own_block, seqlen))
-        start = first if causal and not own_is_query else 0  # the kernels also skip what comes before
+        start = first if causal and not own_is_query else 0  # the kernels also skip the blocks before this one
         for block in range(start, seqlen, other_block):
             other = range(block, min(block + other_block, seqlen))
             pairs = ((i, j) if own_is_query else (j, i) for i in own for j in other)
@@ -86,7 +89,7 @@ def test_portable_forward_reads_keys_once_a_tile_of_queries():
     block_m = tile_config("sm90", 128, "fwd", 2).block_m
     keys = transfers(case, "sm90")["read K, V"]
     assert keys == case.n_heads * (4096 // block_m) * 2 * 4096 * 128 * 2
-    # the paper bounds this traffic by O(N^2 d^2 / M), far less than naive's
+    # the paper bounds this traffic by O(N^2 d^2 / M), far less than that of naive attention
     assert 1 < keys / order_bytes(case, "sm90") < 64
     assert keys < sum(transfers(Case("naive", "forward", 4096, 128, False), "sm90").values()) / 1.9
 
@@ -105,7 +108,7 @@ def test_backward_counts_both_kernels():
     case = Case("portable", "backward", 4096, 128, causal=True)
     sizes = transfers(case, "sm90")
     dkdv, dq = tile_config("sm90", 128, "dkdv", 2), tile_config("sm90", 128, "dq", 2)
-    rows = 2 * 128 * 2 * case.n_heads  # bytes of a row of two tensors
+    rows = 2 * 128 * 2 * case.n_heads  # bytes of one row of two tensors
     assert sizes["dkdv: read Q, dO"] == rows * queries_read(4096, dkdv.block_n, causal=True)
     assert sizes["dq: read K, V"] == rows * keys_read(4096, dq.block_m, dq.block_n, causal=True)
 
@@ -124,7 +127,7 @@ def test_backward_counts_dk_and_dv_apart_where_they_are():
 
 
 def test_hopper_backward_of_wide_heads_counts_both_kernels():
-    """The dK and dV kernel takes 64 keys per tile. The dQ kernel takes 128 queries in two warpgroups."""
+    """The kernel of dK and dV has 64 keys per tile. The kernel of dQ has 128 queries per tile, for two warpgroups."""
     case = Case("hopper", "backward", 4096, 256, causal=True)
     sizes, row = transfers(case, "sm90"), 256 * 2 * case.n_heads
     assert sizes["dkdv: read Q, dO"] == 2 * row * queries_read(4096, 64, causal=True)
@@ -185,7 +188,7 @@ def test_head_dims_without_hopper_kernels_are_portable_only():
 
 
 def test_hopper_forward_counts_the_tiles_that_it_takes():
-    """Checks short, medium and long documents at head_dim 64."""
+    """The test covers short, medium and long documents with head_dim 64."""
     assert [_blocks(Case("hopper", "forward", n, 64, False), "sm90", "fwd") for n in (256, 2048, 4096)] == [
         (192, 64),
         (128, 128),

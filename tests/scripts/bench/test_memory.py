@@ -1,4 +1,4 @@
-"""scripts/bench/memory.py: names of combinations, comparisons, traces, and a run on a CPU."""
+"""Tests scripts/bench/memory.py: names of combinations, comparisons, traces, and a run on a CPU."""
 
 import json
 import math
@@ -39,7 +39,7 @@ ROWS = [
 
 
 def in_this_process(case, timeout):
-    """Replaces run_apart, which starts a new process. The imports of a new process take seconds."""
+    """Replaces run_apart, which would start a new process. In a new process, the imports would take seconds."""
     return Row(**json.loads(json.dumps(asdict(measure(case_of(json.loads(json.dumps(asdict(case)))))))))
 
 
@@ -65,7 +65,8 @@ def test_a_run_from_its_command_line(tmp_path, monkeypatch):
         assert row["outcome"] == "ok" and len(row["step_ms"]) == len(row["optimizer_ms"]) == 2
         assert all(0 < part < whole for part, whole in zip(row["optimizer_ms"], row["step_ms"], strict=True))
         assert row["loss"] == pytest.approx(math.log(259), rel=0.1) and row["peak_gib"] > 0
-        # Offload copies the inputs of the first and second blocks. The last block's input stays on the device.
+        # Offload copies the inputs of the first and the second block to the host. The input of the last block stays on
+        # the device.
         kept = 2 * row["seq_len"] * 32 * 4 if "offload" in row["combination"] else 0
         assert row["host_gib"] * 2**30 == pytest.approx(kept)
     assert "- commit: `abc`" in text and f"torch {torch.__version__}" in text and "--seq-lens 64 96" in text
@@ -126,7 +127,7 @@ def test_a_case_that_takes_too_long():
 
 def test_the_optimizers_host_memory_counts():
     class Offloaded:
-        """Has the attributes of fa_train.optim.low_memory.OffloadedAdamW, which needs a GPU."""
+        """Stands in for fa_train.optim.low_memory.OffloadedAdamW, which needs a GPU."""
 
         def __init__(self):
             on_host = torch.nn.Parameter(torch.ones(10))
@@ -138,7 +139,8 @@ def test_the_optimizers_host_memory_counts():
     model = GPT.__new__(GPT)
     torch.nn.Module.__init__(model)
     model.offload = None
-    assert host_bytes(model, Offloaded()) == 4 * 10 * 4 + 4  # weights, gradients and two moments; the step counter
+    # bytes of weights, gradients and two moments, and of the step counter
+    assert host_bytes(model, Offloaded()) == 4 * 10 * 4 + 4
 
 
 @pytest.mark.parametrize(
@@ -239,8 +241,8 @@ def test_overlap():
         to_host=[(3500, 4500), (6000, 7000), (9500, 10_500)],
         to_device=[(4200, 4400), (6500, 7500)],
     )
-    # From 4 to 5 ms, a copy to the host runs for 0.5 ms, and a copy back runs at the same time. The copy that starts at
-    # 9.5 ms ends after the step.
+    # Between 4 and 5 ms, a copy to the host runs for 0.5 ms, and a copy to the device runs at the same time. The copy
+    # that starts at 9.5 ms ends after the step.
     assert asdict(found) == pytest.approx(
         {"step": 10.0, "to_host": 2.5, "to_device": 1.2, "hidden": 1.5 + 1.0, "idle": 3.0, "waiting": 1.0}
     )
@@ -259,7 +261,7 @@ def test_a_trace():
         event("gpu_user_annotation", "step", 100, 900, 7),
         event("kernel", "gemm", 100, 700, 7),
         event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 800, 100, 7),  # counts as a kernel
-        event("kernel", "zero", 950, 40, 9),  # kernels of another stream do not count
+        event("kernel", "zero", 950, 40, 9),  # this kernel does not count, because it is not in the busiest stream
         event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 50, 100, 13),
         event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 850, 100, 13),
         {"ph": "M", "name": "process_name", "args": {}},

@@ -1,4 +1,4 @@
-"""scripts/bench/packing.py packs the documents that it names. Its times are not checked."""
+"""scripts/bench/packing.py packs as many documents as its output says. The test does not check its times."""
 
 import sys
 

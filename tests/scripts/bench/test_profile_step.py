@@ -1,4 +1,6 @@
-"""scripts/bench/profile_step.py: a step of a tiny model, names of kernels, and arithmetic on a made-up trace."""
+"""Tests scripts/bench/profile_step.py with a step of a tiny model, with names of kernels, and with an invented
+trace.
+"""
 
 import csv
 import gzip
@@ -140,7 +142,10 @@ def test_parts_by_name(name, part):
 
 
 def test_the_names_of_our_kernels():
-    """Every kernel that a launcher starts counts as attention. All but a few belong to the backward pass."""
+    """Every kernel that a launcher starts counts as attention.
+
+    All but a few of these kernels belong to the backward pass.
+    """
     forward = {
         "_fwd_kernel", "_repair_fwd_kernel", "_append_kernel", "_decode_kernel", "_merge_kernel", "_schedule_kernel",
     }  # fmt: skip
@@ -197,7 +202,7 @@ def ran(cat, name, start, end, tid=1, **args):
 
 
 def gpu_trace():
-    """Returns the trace of a 100 us step. Two threads launch kernels, which run after their launches."""
+    """Returns the trace of a step of 100 us. Two host threads launch kernels, which run later on the GPU."""
     gemm = "nvjet_sm90_tst_128x256"
     return [
         {"ph": "M", "name": "process_name", "args": {}},
@@ -250,10 +255,10 @@ def test_memory_by_component():
         changed(7, 200, -4, 1000 + 8),  # freed within the forward
         changed(12, 300, 16, 1000 + 24),
         changed(32, 400, 32, 1000 + 56),
-        changed(41, 50, -64, 1000 - 8),  # the gradient of the last step
-        changed(45, 200, 64, 1000 + 56, tid=2),  # the new gradient, at the address of a freed tensor
+        changed(41, 50, -64, 1000 - 8),  # frees the gradient of the previous step
+        changed(45, 200, 64, 1000 + 56, tid=2),  # allocates the new gradient at the address of a freed tensor
         changed(50, 100, -8, 1000 + 48, tid=2),
-        changed(60, 999, -20, 1000 + 28, tid=2),  # freed, but allocated before the step by an unknown component
+        changed(60, 999, -20, 1000 + 28, tid=2),  # frees memory that an unknown component allocated before the step
         changed(96, 200, -64, 1000 - 36),  # zero_grad
     ]
     before = {1: (WEIGHTS, 500), 50: (GRADIENTS, 64)}

@@ -1,4 +1,4 @@
-"""scripts/bench/step.py: a run from its command line, equal models on both sides, and cases that fail."""
+"""Tests scripts/bench/step.py: a run on its command line, equal models on both sides, and cases that fail."""
 
 import csv
 import math
@@ -45,7 +45,7 @@ ROWS = [
 
 
 def peer_in_this_process(case, timeout):
-    """Replaces run_apart, which starts a new process. The imports of a new process take seconds."""
+    """Replaces run_apart, which would start a new process. In a new process, the imports would take seconds."""
     return measure(case) if case.variant == "hf" else run_apart(case, timeout)
 
 
@@ -80,7 +80,9 @@ def test_a_case_in_this_process(variant):
 
 
 def test_both_sides_train_the_same_model():
-    """Equal weights give equal losses, because sizes, the norm's eps and theta are the same on both sides."""
+    """With equal weights, our model and transformers have equal losses, because sizes, theta and the norm's eps are
+    equal.
+    """
     config, device = configuration(CASE), torch.device("cpu")
     ours, _ = our_loss(config, device)
     peer, _, _ = peer_loss(config, device, checkpointing=False)
@@ -131,14 +133,14 @@ def test_a_slow_case_does_fewer_steps(slow_step, timed, steps):
     optimizer = torch.optim.SGD([weight], lr=0.1)
     plain, ours = StepTimes(4, slow_step), StepTimes(4, slow_step)
     time_steps(lambda: weight.square().sum(), optimizer, torch.device("cpu"), plain)
-    assert plain.losses == pytest.approx([3 * 0.64**n for n in range(steps)])  # each step uses its own gradient only
+    assert plain.losses == pytest.approx([3 * 0.64**n for n in range(steps)])  # each step uses only its own gradient
     measure_ours(configuration(replace(CASE, steps=4)), torch.device("cpu"), ours)
     for times in (plain, ours):
         assert len(times.milliseconds) == timed and len(times.losses) == steps
 
 
 def test_ours_takes_the_steps_of_a_run(tmp_path):
-    """The benchmark's losses are those that train.py logs with the same settings."""
+    """The losses of the benchmark equal those that train.py logs with the same settings."""
     own = ["memory=none", "lit_gpt.compile_model=false", "trainer.log_every_n_steps=1"]
     own += ["preset=cpu", "model=nano", "attention=sdpa", "seq_len=64", "max_steps=4", "data=synthetic", "batch_size=1"]
     own += ["data.vocab_size=259", "trainer.accelerator=cpu", "logger=csv", "callbacks.checkpoint=null", *TINY]

@@ -1,4 +1,4 @@
-"""The candidates, arguments and reports of scripts/bench/tune_tiles.py. Timing needs a GPU."""
+"""Tests the candidates, arguments and reports of scripts/bench/tune_tiles.py. Timing itself would need a GPU."""
 
 import pytest
 import torch
@@ -73,7 +73,9 @@ def test_measured_precisions_are_those_of_launches(dtype):
 
 
 def test_candidates_of_4_bytes_have_a_score_a_thread_and_half_the_numbers():
-    """Candidates include the tiles that were fastest on an H200 at head_dim 128, although a warp has only 8 rows."""
+    """The candidates include the tile sizes that were fastest on an H200 for head_dim 128, although each warp has only
+    8 rows.
+    """
     found = list(candidates("sm90", 128, "dkdv", SHARED_LIMIT["sm90"], "float32"))
     assert TileConfig(32, 32, 4, 1) in found and TileConfig(32, 32, 8, 1) in found
     assert all(tiles.block_m * tiles.block_n >= 32 * tiles.num_warps for tiles in found)
@@ -129,7 +131,8 @@ def test_one_step(sizes, near_it):
 
 
 def test_tiles_that_spill_are_no_candidates():
-    # This tile spills and was slow on an H200. Four warps on half the keys were almost five times faster.
+    # This tile size spills registers and was slow on an H200. Four warps with half as many keys were almost five times
+    # faster.
     assert TileConfig(64, 128, 4, 2) not in candidates("sm90", 64, "dkdv", SHARED_LIMIT["sm90"])
 
 
@@ -170,7 +173,7 @@ def test_best_passes_over_failures_and_is_printed_as_the_table_is_written():
 
 
 def test_only_entries_of_the_table_are_written_to_load():
-    # sm90 has separate passes for dK and dV only at head_dim 256
+    # sm90 has separate passes for dK and dV only with head_dim 256
     assert tiles_to_load([*RESULTS, result(72, "fwd", (64, 64, 4, 2), 1.0)], "sm90") == {
         (64, "fwd", 2): (128, 64, 8, 3),
         (64, "dq", 2): (128, 64, 8, 3),
@@ -178,7 +181,7 @@ def test_only_entries_of_the_table_are_written_to_load():
 
 
 def test_tiles_of_one_tf32_product_are_not_loaded():
-    """They were not checked for the three products that fp32 uses by default."""
+    """These tile sizes were not checked with three TF32 products, which fp32 uses by default."""
     tf32 = Result(Candidate(64, "fwd", TileConfig(64, 32, 4, 2), "tf32"), 1.0, 100.0)
     assert tiles_to_load([tf32], "sm90") == {}
 

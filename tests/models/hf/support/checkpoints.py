@@ -1,4 +1,4 @@
-"""Tiny checkpoints of every model family, and the logits that transformers computes from them."""
+"""Writes tiny checkpoints of every model family, and computes their logits with transformers."""
 
 import json
 from pathlib import Path
@@ -86,7 +86,10 @@ def cu_seqlens() -> Tensor:
 
 @torch.no_grad()
 def theirs(folder: Path, stream: Tensor) -> Tensor:
-    """Returns transformers' logits of one document. Uses eager attention, the only one with soft caps."""
+    """Returns the logits that transformers computes for one document.
+
+    transformers uses eager attention, because its other kinds of attention have no soft cap.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     return model.eval()(stream[None]).logits[0]
 
