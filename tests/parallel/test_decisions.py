@@ -1,4 +1,4 @@
-"""All ranks of a run use the decisions of rank 0, and two runs never share a folder."""
+"""All ranks of a run use the decisions of rank 0, and no two runs share a folder."""
 
 import os
 import subprocess
@@ -58,7 +58,7 @@ def test_ranks_that_lightning_starts_inherit_decisions(monkeypatch):
 
 
 def ranks_of_srun() -> list[dict[str, str]]:
-    """Returns the variables that srun sets for two tasks on one node."""
+    """Returns the environment variables that srun sets for two tasks on one node."""
     [port] = {environment["MASTER_PORT"] for environment in ranks_of_torchrun(2)}
     shared = {
         "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2",
@@ -79,7 +79,10 @@ def test_two_ranks_take_the_decisions_of_rank_zero(ranks, tmp_path):
 
 
 def in_two_processes(rank: int, tmp_path: Path, environments: list[dict[str, str]]) -> None:
-    """Runs the checks of one of two ranks. Without rank 0's decisions, the ranks would decide differently."""
+    """Runs as one of two ranks, and checks what the ranks decide.
+
+    Without the decisions of rank 0, the two ranks would decide differently.
+    """
     os.environ.update(environments[rank])
     torch.set_num_threads(1)
     assert [decided_by_rank_zero("question", partial(list, (rank, number))) for number in (5, 6)] == [[0, 5], [0, 6]]
@@ -107,7 +110,7 @@ def mistake() -> None:
 
 
 def test_ranks_agree_on_what_kind_of_checkpoint_they_read(tmp_path, monkeypatch):
-    """This rank sees a folder that rank 0 does not see yet, which can happen on a network file system."""
+    """This rank sees a folder that rank 0 does not see yet, as can happen on a network file system."""
     read = []
     strategy = FullyShardedStrategy()
     monkeypatch.setattr(strategy, "broadcast", lambda answer: not answer)

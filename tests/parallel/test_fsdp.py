@@ -1,4 +1,4 @@
-"""Two processes on the CPU train, save, resume and export like one process, and stop when told to."""
+"""Two processes on the CPU train, save, resume and export as one process does, and stop when they get a signal."""
 
 import os
 import pickle
@@ -66,7 +66,7 @@ class SignalToRankOne(Callback):
 
 
 class SpoilRankOne(Callback):
-    """Fills rank 1's part of the first weight with NaN after the last step."""
+    """After the last step, fills rank 1's part of the first weight with NaN."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         if trainer.global_step == 6 and trainer.global_rank == 1:
@@ -74,7 +74,7 @@ class SpoilRankOne(Callback):
 
 
 def train_in(folder: Path, corpus: Path, *overrides: str) -> Path:
-    """Trains in this process and returns the run's folder. The config is written as on the command line."""
+    """Trains in this process and returns the folder of the run. The config is written as train.py would write it."""
     folder.mkdir(exist_ok=True)
     with composed(folder, *tiny(corpus, *SETTINGS, *overrides)) as cfg:
         if os.environ.get("RANK", "0") == "0":
@@ -88,7 +88,7 @@ def train_in(folder: Path, corpus: Path, *overrides: str) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory) -> Path:
-    """Returns the folder of all runs and of their corpus. Two ranks cannot share its three validation rows evenly."""
+    """Returns the folder of all runs and of their corpus. Two ranks cannot share the three validation rows evenly."""
     folder: Path = tmp_path_factory.mktemp("strategy")
     for number in range(100):
         (write_corpus(folder / "corpus") / f"more_{number}.txt").write_text(f"{number} more " * 20)
@@ -106,7 +106,7 @@ def adapter_run(shared) -> Path:
 
 
 def write_evil(folder: Path, in_metadata: bool) -> None:
-    """Puts a program into a sharded checkpoint, as its metadata or as a value that is not a tensor."""
+    """Puts a program into a sharded checkpoint, either as its metadata or as a value that is not a tensor."""
     program = Evil(folder.parent / "ran")
     if in_metadata:
         (folder / ".metadata").write_bytes(pickle.dumps(program))
@@ -122,7 +122,7 @@ def write_evil(folder: Path, in_metadata: bool) -> None:
 
 @pytest.fixture(scope="module")
 def two_ranks(shared, whole_run, adapter_run) -> Path:
-    """Runs in_two_processes in two processes and returns the folder of its runs."""
+    """Calls in_two_processes in two processes, and returns the folder of its runs."""
     start_server()
     arguments = (str(shared), ranks_of_torchrun(2))
     torch.multiprocessing.start_processes(in_two_processes, args=arguments, nprocs=2, start_method="forkserver")
@@ -130,11 +130,11 @@ def two_ranks(shared, whole_run, adapter_run) -> Path:
 
 
 def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
-    """Trains one of two ranks and makes the checks that need two ranks.
+    """Trains as one of two ranks, and makes the checks that need two ranks.
 
-    All tests with two ranks share these two processes, because a process takes seconds to start. Each run has a folder
-    below `folder`. The runs two_from_two and two_from_one continue the runs sharded and whole from step 3. A signal to
-    rank 1 stops the run cut, and two_from_cut continues it.
+    All tests with two ranks share these two processes, because each process takes seconds to start. Each run has a
+    folder below `folder`. The runs `two_from_two` and `two_from_one` continue the runs `sharded` and `whole` from step
+    3. A signal to rank 1 stops the run `cut`, and the run `two_from_cut` continues it.
     """
     torch.set_num_threads(1)
     os.environ.update(environments[rank])
@@ -167,7 +167,7 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
 
 
 def refuse(shared: Path, case: str) -> None:
-    """Without the check of ckpt_path, every rank still raises the error, and runs no code inside the checkpoint."""
+    """Even without the check of ckpt_path, every rank raises the error and runs no code from the checkpoint."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training.resume, "checkpoint_path", lambda path, *_: path)
         with pytest.raises(CheckpointError, match="is damaged or is not a checkpoint of"):
@@ -176,7 +176,7 @@ def refuse(shared: Path, case: str) -> None:
 
 
 def fill_the_disk(shared: Path, strategy: str) -> None:
-    """All ranks raise the same error, and the older checkpoint stays."""
+    """If the disk is full, all ranks raise the same error, and the older checkpoint stays."""
     run = shared / f"full_{strategy}"
     full = ("+callbacks.full._target_=tests.checkpoints.test_runs.FullDisk", "+callbacks.full.step=6")
     with pytest.raises(CheckpointError, match=r"step_0000006.ckpt could not be written: File too large"):
@@ -186,13 +186,13 @@ def fill_the_disk(shared: Path, strategy: str) -> None:
 
 
 def spoil_one_rank(shared: Path) -> None:
-    """If one rank's part of the weights contains NaN, no rank saves."""
+    """If the weights on one rank contain NaN, no rank saves a checkpoint."""
     train_in(shared / "spoilt", shared, *RANKS, "+callbacks.spoil._target_=tests.parallel.test_fsdp.SpoilRankOne")
     assert [path.name for path in (shared / "spoilt" / "checkpoints").iterdir()] == ["step_0000003.ckpt"]
 
 
 def agree(rank: int) -> None:
-    """Rank 1 answers yes to question 2. Both ranks get this answer at question 3, although their speeds differ."""
+    """Rank 1 answers yes to question 2. Both ranks get that answer at question 3, although one rank is slower."""
     agreement = Agreement()
     answers = []
     for question in range(5):
@@ -207,7 +207,7 @@ def sharded_run(two_ranks) -> Path:
 
 
 def assert_goes_on(run: Path, whole_run: Path) -> None:
-    """Requires steps 4 to 6 to have the losses of the run that was never stopped."""
+    """Requires steps 4 to 6 to have the losses of the run that never stopped."""
     losses, expected = (column(folder, "train/loss") for folder in (run, whole_run))
     assert sorted(losses) == [4, 5, 6]
     assert losses == pytest.approx({step: expected[step] for step in (4, 5, 6)}, rel=1e-5)
@@ -276,7 +276,7 @@ def test_one_process_runs_no_code_of_a_sharded_checkpoint(in_metadata, shared, s
 
 
 def test_a_signal_to_one_rank_saves_at_one_step_of_both(whole_run, two_ranks):
-    """Rank 1 gets SIGTERM in step 4. Both ranks stop in that step or the next, and save a checkpoint to resume from."""
+    """Rank 1 gets SIGTERM in step 4. Both ranks stop in step 4 or 5, and save a checkpoint to resume from."""
     cut, rest = (column(two_ranks / run, "train/loss") for run in ("cut", "two_from_cut"))
     assert max(cut) in (4, 5) and sorted(cut | rest) == [1, 2, 3, 4, 5, 6] and min(rest) == max(cut) + 1
     assert cut | rest == pytest.approx(column(whole_run, "train/loss"), rel=1e-5)
@@ -353,7 +353,7 @@ print("this rank ends")
 
 
 def test_ranks_end_their_connections_together():
-    """With NCCL, no rank can close its connection alone, so ranks must not wait for each other before they close it."""
+    """With NCCL, all ranks must close their connections together, so no rank may wait for another one before that."""
     done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.stdout.splitlines() == ["this rank ends", "connections ended", "rank 1 ended"], done.stderr
 
@@ -364,7 +364,7 @@ DDP = (*LONG, "strategy=ddp", "trainer.devices=2", "data.num_workers=1", "run_na
 
 @pytest.fixture(scope="module")
 def stopped_run(shared) -> Path:
-    """Sends SIGTERM to all processes of a run, like SLURM or Ctrl-C in a terminal."""
+    """Sends SIGTERM to all processes of a run, as SLURM does, or Ctrl-C in a terminal."""
     return start_and_stop(shared, tiny(shared, *DDP), 7, signal.SIGTERM, to_all=True)
 
 
@@ -375,7 +375,7 @@ def test_a_signal_to_all_processes_saves_and_stops(stopped_run):
 
 
 def test_a_stopped_run_goes_on_and_stops_by_its_main_process_too(stopped_run, shared):
-    """A run in three parts has the losses of a run that was never stopped. The last part runs in one process."""
+    """A run in three parts, the last one in one process, has the losses of a run that never stopped."""
     again = start_and_stop(shared, tiny(shared, *DDP, "ckpt_path=last"), 20, signal.SIGTERM)
     [newest] = (again / "checkpoints").iterdir()
     rest = train_in(shared / "rest", shared, *LONG, f"ckpt_path={newest}")
@@ -418,7 +418,7 @@ def test_a_sharded_run_draws_on_its_device(tmp_path, monkeypatch):
 
 
 def small_gpt(tied: bool, memory: Memory) -> GPT:
-    """Builds a model that has the same weights on every rank."""
+    """Builds a model that has equal weights on every rank."""
     torch.manual_seed(0)
     return GPT(
         vocab_size=67, n_layers=3, dim=16, n_heads=2, n_kv_heads=1, head_dim=None, ffn_dim=24, norm="rmsnorm",
@@ -445,8 +445,8 @@ def gradients(model: GPT, tokens: Tensor, precision: str) -> tuple[Tensor, dict[
 
 
 def compare_gradients(rank: int) -> None:
-    """Losses on a rank equal those of a model that is not sharded, and gradients equal the mean over both ranks."""
-    torch.backends.mkldnn.set_flags(False)  # oneDNN lacks bf16 on some machines
+    """The loss on each rank equals that of an unsharded model, and the gradients equal the mean over both ranks."""
+    torch.backends.mkldnn.set_flags(False)  # on some CPUs, oneDNN has no bf16
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     streams = torch.randint(67, (2, 18), generator=torch.Generator().manual_seed(1))
     for name, (tied, memory, precision) in CASES.items():

@@ -1,4 +1,4 @@
-"""Import of tiny random Hugging Face checkpoints of every family, written by transformers."""
+"""Imports tiny random Hugging Face checkpoints of every model family, which transformers has written."""
 
 import json
 import weakref
@@ -42,7 +42,7 @@ def test_logits_are_transformers(name, checkpoint):
 
 @torch.no_grad()
 def test_the_text_of_a_model_with_images(tmp_path):
-    """Gemma 3 from 4B on also takes images. Its config.json leaves out values that are defaults in transformers."""
+    """Gemma 3 models from 4B on take images too. Their config.json leaves out transformers' default values."""
     images = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = transformers.Gemma3Config(
         text_config=GEMMA_LIKE | {"layer_types": ALTERNATING},
@@ -124,7 +124,9 @@ def test_dtype(dtype, expected, checkpoint, tmp_path):
 
 
 def test_tensors_as_older_checkpoints_name_them(checkpoint):
-    """GPT-2 on the Hub omits the prefix `transformer.`, stores the mask, and has other fields in config.json."""
+    """GPT-2 on the Hub omits the prefix `transformer.`, stores the attention mask, and has other fields in
+    config.json.
+    """
     folder = checkpoint("gpt2")
     expected = load_pretrained(folder)
     tensors = {name.removeprefix("transformer."): x for name, x in load_file(folder / "model.safetensors").items()}
@@ -134,7 +136,9 @@ def test_tensors_as_older_checkpoints_name_them(checkpoint):
 
 
 def test_config_of_a_llama_before_transformers_5(checkpoint):
-    """Such a config has rope_theta and rope_scaling instead of rope_parameters, and lacks newer fields."""
+    """A Llama config before transformers 5 has rope_theta and rope_scaling instead of rope_parameters, and lacks newer
+    fields.
+    """
     folder = checkpoint("llama-3.1")
     expected = load_pretrained(folder, attention="naive")(tokens())
     config = json.loads((folder / "config.json").read_text())
@@ -147,7 +151,9 @@ def test_config_of_a_llama_before_transformers_5(checkpoint):
 
 
 def test_config_of_a_gemma_3_before_transformers_5(checkpoint):
-    """Such a config has two thetas and an interval of global layers instead of dictionaries by layer type."""
+    """A Gemma 3 config before transformers 5 has two thetas and an interval of global layers, not dictionaries by layer
+    type.
+    """
     folder = checkpoint("gemma3-scaled")
     expected = load_pretrained(folder, attention="naive")(tokens())
     config = json.loads((folder / "config.json").read_text())
@@ -170,7 +176,7 @@ def test_config_of_a_gemma_3_before_transformers_5(checkpoint):
     ],
 )
 def test_fields_of_published_checkpoints(name, fields, checkpoint, tmp_path):
-    """Configs on the Hub have fields that transformers' classes lack. An export writes these fields again."""
+    """Configs on the Hub have fields that the classes of transformers lack. An export writes these fields again."""
     folder = checkpoint(name)
     before = load_pretrained(folder, attention="naive")
     model = load_pretrained(edit_config(folder, **fields), attention="naive")
@@ -180,7 +186,7 @@ def test_fields_of_published_checkpoints(name, fields, checkpoint, tmp_path):
 
 
 def test_every_field_that_transformers_writes_is_known(checkpoint):
-    """A field that is null counts as missing."""
+    """A config field that is null counts as missing."""
     folder = edit_config(checkpoint("llama"), mlp_only_layers=None)
     load_pretrained(folder)
 
