@@ -1,1 +1,1 @@
-"""Ways to fit long sequences in GPU memory, and the planner that predicts how much memory a run needs."""
+"""Reduces the GPU memory that long sequences need, and predicts how much memory a run needs."""

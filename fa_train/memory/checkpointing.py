@@ -1,4 +1,4 @@
-"""Activation checkpointing of decoder blocks: none, full, or selective, which also keeps attention's results."""
+"""Activation checkpointing of decoder blocks: "none", "full", or "selective", which does not recompute attention."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +18,8 @@ import fa_kernels.flash_attention.ops  # noqa: F401  registers torch.ops.flash_a
 Checkpointing = Literal["none", "selective", "full"]
 RunBlock = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
-# the operators that scaled_dot_product_attention calls; their names are private, so some may be missing
+# The operators that scaled_dot_product_attention calls. Their names are private, so some may not exist in other
+# versions.
 _SDPA = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -26,7 +27,7 @@ _SDPA = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-# the operators with quadratic cost; they return the output o and the logsumexp lse of each query
+# attention operators, whose cost is quadratic; they return the output o and the logsumexp lse of each query
 ATTENTION_OPERATORS = frozenset(
     {
         torch.ops.flash_attention.forward.default,
@@ -36,7 +37,7 @@ ATTENTION_OPERATORS = frozenset(
 
 
 def require_checkpointing(checkpointing: str) -> None:
-    """Raises: ValueError if `checkpointing` is not one of `Checkpointing`."""
+    """Raises: ValueError if `checkpointing` is not "none", "selective" or "full"."""
     known = get_args(Checkpointing)
     if checkpointing not in known:
         raise ValueError(f"memory.checkpointing must be one of {', '.join(known)}; got {checkpointing}")
@@ -45,10 +46,11 @@ def require_checkpointing(checkpointing: str) -> None:
 def block_runner(checkpointing: Checkpointing) -> RunBlock:
     """Returns a function `run` such that run(block, x) computes block(x) with activation checkpointing.
 
-    none keeps all saved tensors. full keeps only x. selective keeps x and attention's o and lse. The backward
-    recomputes everything else. `block` has no dropout, so the random state is not saved.
-    selective equals full for attentions that are not a single operator: naive, chunked, and SDPA's math fallback.
-    Call `run` inside the compiled module, so that torch.compile applies the policy.
+    "none" keeps all saved tensors. "full" keeps only x. "selective" keeps x and also attention's output o and logsumexp
+    lse. The backward pass recomputes everything that is not kept. Random states are not saved, because a block has no
+    dropout. If attention is not a single operator, "selective" does the same as "full". This applies to naive and
+    chunked attention, and to SDPA's math fallback. Call `run` inside the compiled module, so that torch.compile applies
+    the policy.
     """
     return {"none": _keep_all, "selective": _keep_input_and_attention, "full": _keep_input}[checkpointing]
 
@@ -68,7 +70,7 @@ def _keep_input_and_attention(block: Callable[[Tensor], Tensor], x: Tensor) -> T
 def _keep_attention(
     context: SelectiveCheckpointContext, operator: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Decides whether to keep an operator's result. torch calls this for each operator of the forward."""
+    """Returns whether torch must keep an operator's result. Called for each operator of the forward pass."""
     return CheckpointPolicy.MUST_SAVE if operator in ATTENTION_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -1,7 +1,8 @@
-"""Fuses the last linear layer and its cross entropy, so that the logits of all tokens never exist at once.
+"""Fuses the last linear layer with the cross entropy, so that the logits of all tokens never exist at the same time.
 
-The forward pass processes the tokens in chunks. For each chunk it computes the logits, the losses and the gradients
-of the hidden states and of the weight. The backward pass only multiplies these gradients by the loss's gradient.
+The forward pass processes the tokens in chunks. For each chunk, it computes the logits, the losses, and the gradients
+of the hidden states and of the weight. The backward pass only multiplies the stored gradients by the gradient of the
+loss.
 """
 
 from dataclasses import dataclass
@@ -13,17 +14,18 @@ from torch import Tensor
 from fa_train.bounds import FractionBelowOne, NonNegativeFloat, PositiveInt
 from fa_train.private_names import require_parameters
 
-IGNORE_INDEX = -100  # the label of a token without a loss, as in torch
+IGNORE_INDEX = -100  # a token with this label has no loss, as in torch
 
 
 @dataclass(frozen=True)
 class LinearCrossEntropy:
-    """Computes the cross entropy of hidden @ weight.T, summed over the valid labels.
+    """Computes the cross entropy of the logits hidden @ weight.T, summed over all labels except -100.
 
-    chunk_size: tokens per chunk; chunk_size * vocab_size logits exist at a time.
-    z_loss: adds z_loss * logsumexp ** 2 for each valid label, so that logits do not drift (PaLM, arXiv:2204.02311,
-    section 5, uses 1e-4). label_smoothing: as in torch's cross_entropy. Both apply in validation too.
-    Raises: ValueError if chunk_size < 1, z_loss < 0, or label_smoothing is not from 0 to 1.
+    chunk_size: tokens per chunk. Only chunk_size * vocab_size logits exist at a time.
+    z_loss: for each label except -100, adds z_loss * logsumexp ** 2 to the loss, so that logits do not drift. PaLM uses
+    1e-4 (arXiv:2204.02311, section 5).
+    label_smoothing: as in torch's cross_entropy. z_loss and label_smoothing also apply in validation.
+    Raises: ValueError if chunk_size < 1, z_loss < 0, or label_smoothing is not between 0 and 1.
     """
 
     chunk_size: PositiveInt
@@ -39,12 +41,12 @@ class LinearCrossEntropy:
             raise ValueError(f"memory.loss.label_smoothing must be from 0 to 1; got {self.label_smoothing}")
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """Returns the loss in nats, a scalar in fp32.
+        """Returns the summed loss in nats, an fp32 scalar.
 
         Shapes: hidden (total, dim), weight (vocab, dim), labels (total,) int64. Labels of -100 are ignored.
-        Matrix products use autocast's dtype, or hidden's dtype without autocast. The softmax and the accumulation of
-        the weight's gradient use fp32.
-        Raises: ValueError on a shape mismatch.
+        Matrix products are computed in autocast's dtype, or in hidden's dtype without autocast. The softmax is computed
+        in fp32. The weight's gradient is accumulated in fp32.
+        Raises: ValueError if the shapes do not match.
         """
         if hidden.dim() != 2 or labels.shape != hidden.shape[:1] or weight.shape[1:] != hidden.shape[1:]:
             raise ValueError(
@@ -72,9 +74,9 @@ def linear_cross_entropy(
     of_hidden: bool,
     of_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the loss, and its gradients for hidden and weight. A gradient is empty if it is not needed.
+    """Returns the loss, and its gradients for hidden and weight. A gradient that is not needed is an empty tensor.
 
-    This is one operator, so that torch.compile neither breaks the graph here nor unrolls the loop.
+    The loss is a custom operator, so that torch.compile neither breaks the graph nor unrolls the loop over chunks.
     """
     d_hidden = torch.empty_like(hidden) if of_hidden else hidden.new_empty(0)
     d_weight = weight.new_zeros(weight.shape if of_weight else 0, dtype=torch.float32)
@@ -90,17 +92,17 @@ def linear_cross_entropy(
                 d_hidden[rows] = d_logits @ rounded_weight
             if of_weight:
                 add_product(d_weight, d_logits.T, chunk)
-            del chunk, d_logits  # free them before the next chunk allocates
+            del chunk, d_logits  # free their memory before the next chunk allocates
     return losses.sum(), d_hidden, d_weight.to(weight.dtype)
 
 
 def _torch_cross_entropy(
     logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Computes the losses of a chunk and the gradient of its logits. Both are 0 for ignored labels.
+    """Computes the losses of a chunk and the gradient of its logits. Losses and gradient are 0 where a label is -100.
 
     Shapes: logits (tokens, vocab), labels (tokens,) -> losses (tokens,) fp32, gradient (tokens, vocab).
-    The gradient is p * (1 + 2 * z_loss * lse) - target. p is the softmax, and target is the smoothed label.
+    The gradient is p * (1 + 2 * z_loss * lse) - target, where p is the softmax and target is the smoothed label.
     """
     ignored = labels == IGNORE_INDEX
     target = labels.masked_fill(ignored, 0)[:, None]
@@ -123,14 +125,15 @@ def _torch_cross_entropy(
 def _liger_cross_entropy(
     logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Does the same as `_torch_cross_entropy` with Liger's kernel, which overwrites the logits with their gradient.
+    """Computes `_torch_cross_entropy` with Liger's kernel, which overwrites the logits with their gradient.
 
-    Calls the kernel directly, because Liger's wrappers synchronise with the host twice per call. A sum needs no sync.
+    The kernel is called directly, because Liger's wrapper makes the host wait for the GPU twice per call. For a summed
+    loss, waiting is not necessary.
     """
-    from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel  # the import needs a GPU
+    from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel  # importing it needs a GPU
 
     n_tokens, vocab_size = logits.shape
-    losses = torch.zeros_like(labels, dtype=torch.float32)  # the kernel skips ignored labels
+    losses = torch.zeros_like(labels, dtype=torch.float32)  # the kernel skips the label -100
     arguments: dict[str, Any] = dict(
         X_ptr=logits,
         X_stride=logits.stride(0),
@@ -145,7 +148,7 @@ def _liger_cross_entropy(
         predicted_tokens_ptr=None,
         predicted_tokens_stride=0,
         n_cols=vocab_size,
-        n_non_ignore=0,  # used for a mean only
+        n_non_ignore=0,  # the kernel uses it only for a mean
         sum_non_ignore_weight=0,
         weight_sum=0.0,
         ignore_index=IGNORE_INDEX,
@@ -167,9 +170,9 @@ def _liger_cross_entropy(
 
 
 def add_product(accumulated: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds a @ b to `accumulated`, which is fp32. a and b can have lower precision."""
+    """Adds a @ b to `accumulated`, an fp32 tensor. a and b may have a lower precision."""
     if a.is_cuda and a.dtype != torch.float32:
-        # accumulates in fp32 without a bf16 temporary as large as the weight
+        # torch.addmm accumulates in fp32, without a temporary tensor as large as the weight
         torch.addmm(accumulated, a, b, out_dtype=torch.float32, out=accumulated)
     else:
         accumulated += a @ b
@@ -200,7 +203,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 def _backward(ctx: Any, d_loss: Tensor, *unused: None) -> tuple[Tensor | None, ...]:
     d_hidden, d_weight = ctx.saved_tensors
-    # in place, because a copy would be as large as the weight
+    # multiply in place, because the result is as large as the weight
     of_hidden = d_hidden.mul_(d_loss) if ctx.of_hidden else None
     of_weight = d_weight.mul_(d_loss) if ctx.of_weight else None
     return of_hidden, of_weight, None, None, None, None, None, None, None

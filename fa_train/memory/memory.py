@@ -1,4 +1,4 @@
-"""The memory levers of a run: the settings in conf/memory that reduce its peak memory."""
+"""The memory levers: the settings in conf/memory that reduce the GPU memory of a run."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ from fa_train.memory.offload import Offloaded, require_offload
 
 @dataclass(frozen=True)
 class Levers:
-    """Settings that reduce GPU memory, and that memory=auto chooses. Some of them cost time or host memory.
+    """Settings that reduce GPU memory. Some of them cost time or host memory. memory=auto chooses these settings.
 
-    checkpointing: which activations each block keeps for its backward (fa_train.memory.checkpointing).
-    offload: True moves the hidden states between blocks to host memory until the backward. "all" moves everything that
-    blocks keep, and needs checkpointing="none" (fa_train.memory.offload).
-    mlp_chunk: tokens per chunk of the FFN (fa_train.memory.tiled_ffn); None means no chunks.
+    checkpointing: the activations that blocks save for the backward pass (fa_train.memory.checkpointing).
+    offload: True moves the hidden states between blocks to host memory until the backward pass needs them. "all" moves
+    all large tensors that blocks save, and requires checkpointing="none" (fa_train.memory.offload).
+    mlp_chunk: the number of tokens per chunk of the FFN, or None for no chunks (fa_train.memory.tiled_ffn).
     Raises: ValueError if a setting is unknown or out of range, or offload="all" is combined with checkpointing.
     """
 
@@ -31,22 +31,22 @@ class Levers:
 
     @property
     def offloads_all(self) -> bool:
-        """Whether everything that blocks keep moves to host memory."""
+        """Whether all large tensors that blocks save are moved to host memory."""
         return self.offload == "all"
 
     def overrides(self, others: "Levers") -> list[str]:
-        """Returns the levers that differ from `others`, as overrides of train.py."""
+        """Returns command-line overrides of train.py for the settings that differ from those in `others`."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return [f"memory.{name}={_yaml(value)}" for name, value in values.items() if value != getattr(others, name)]
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The keys of conf/memory: the fields of Levers, and the loss.
+    """The keys of the YAML files in conf/memory: the fields of Levers, and the loss.
 
     loss: the last linear layer and its cross entropy (fa_train.memory.loss).
-    auto: train.py replaces the levers with the fastest ones that fit (fa_train.memory.planner.levers).
-    Raises: ValueError as Levers does.
+    auto: whether train.py replaces the levers with the fastest levers that fit (fa_train.memory.planner.levers).
+    Raises the errors of Levers.
     """
 
     checkpointing: Checkpointing

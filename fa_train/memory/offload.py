@@ -1,19 +1,20 @@
-"""Offloads activations to host memory until the backward: the hidden states between blocks, or all that blocks keep.
+"""Offloads activations: moves them to host memory, and copies them back to the GPU for the backward pass.
 
-With full activation checkpointing a block keeps only its input. Offloading these inputs (memory.offload=true) frees
-most of the memory of very long sequences. memory.offload=all offloads everything that blocks without checkpointing
-keep, and nothing is recomputed. Copies run on a side stream, while other blocks compute.
+memory.offload=true offloads the input of each block. With full activation checkpointing, a block saves only its input.
+Offloading the inputs then frees most of the memory of very long sequences. memory.offload=all offloads all large
+tensors that blocks without checkpointing save, so nothing is recomputed. Copies run on a side stream while other blocks
+compute.
 
-Saved-tensor hooks around each block replace tensors by a `_State`. With offload=true only the block's input is
-replaced, and with offload=all every tensor with one row per token. A state is a whole storage, because q, k and v are
-views of one storage. autograd owns the states, so their lifetime is correct for every wrapper of a block, including
-torch.compile.
+Saved-tensor hooks around each block replace saved tensors with a `_State`. With offload=true, they replace the block's
+input. With offload=all, they replace every large tensor with one row per token. A `_State` holds a whole storage,
+because q, k and v are views of one storage. autograd owns the `_State` objects. Their lifetime is therefore correct for
+every wrapper around a block, including torch.compile.
 
-A copy to the host starts after the compute stream has written the state. The compute stream waits for the copy two
-blocks later (IN_FLIGHT + 1 blocks later with "all"), and then the state's GPU memory is freed. For a copy back to the
-GPU, the compute stream allocates memory, the side stream copies, and the compute stream waits for the copy.
-Host buffers return to the pool when the graph is freed. All copies use one stream, so a buffer's last copy to the GPU
-ends before the next copy into the buffer. The host never waits. record_stream is not used, because it would free the
+A copy to the host starts after the compute stream has written the storage. The compute stream waits for the copy two
+blocks later, or IN_FLIGHT + 1 blocks later with offload=all. The storage's GPU memory is then freed. For a copy back to
+the GPU, the compute stream allocates memory, the side stream copies, and the compute stream waits for the copy. When
+autograd's graph is freed, host buffers return to a pool. All copies use one stream, so the last copy out of a buffer
+ends before the next copy into the buffer. The host never waits. Tensor.record_stream is not used, because it would free
 memory later, at a time that depends on the host.
 """
 
@@ -30,12 +31,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-Offloaded = bool | Literal["all"]  # nothing, hidden states between blocks, or all that blocks keep
-IN_FLIGHT = 2  # with "all": the earlier blocks whose copies to the host may still run
+Offloaded = bool | Literal["all"]  # False: nothing; True: hidden states between blocks; "all": all large saved tensors
+IN_FLIGHT = 2  # with offload=all, copies to the host may still run for this many earlier blocks
 
 
 def require_offload(offload: Offloaded, checkpointing: str) -> None:
-    """Raises: ValueError if `offload` is unknown, or is "all" with checkpointing other than none."""
+    """Raises: ValueError if `offload` is unknown, or `offload` is "all" and `checkpointing` is not "none"."""
     if offload not in (False, True, "all"):
         raise ValueError(f"memory.offload must be true, false or all; got {offload}")
     if offload == "all" and checkpointing != "none":
@@ -43,7 +44,7 @@ def require_offload(offload: Offloaded, checkpointing: str) -> None:
 
 
 def available_host_bytes() -> int:
-    """Returns the available memory of this machine or container in bytes. Linux only."""
+    """Returns the available host memory of this machine or container in bytes. Works only on Linux."""
     meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(meminfo["MemAvailable"].split()[0]) * 1024
     limits = [_control_group_bytes(Path(folder)) for folder in ("/sys/fs/cgroup", "/sys/fs/cgroup/memory")]
@@ -51,7 +52,7 @@ def available_host_bytes() -> int:
 
 
 def require_host_memory(needed: int, available: int, processes: int = 1, *, everything: bool = False) -> None:
-    """Raises: ValueError if `processes` processes with `needed` bytes each do not fit in the `available` bytes."""
+    """Raises: ValueError if `available` bytes are not enough for `processes` processes with `needed` bytes each."""
     if needed * processes > available:
         each = f" in each of {processes} processes" if processes > 1 else ""
         offload, other = ("all", "memory=offload") if everything else ("true", "memory.offload=false")
@@ -62,18 +63,20 @@ def require_host_memory(needed: int, available: int, processes: int = 1, *, ever
 
 
 def worth_a_copy(nbytes: int, tokens: int, dim: int) -> bool:
-    """Returns whether a tensor is large enough to offload. Excludes lse, statistics of norms, and rotation angles.
+    """Returns whether a tensor is large enough to offload.
 
-    nbytes: the size of the tensor's whole storage. dim: the width of hidden states.
+    Attention's lse, the statistics of norms and RoPE's angles are smaller.
+
+    nbytes: the size of the tensor's whole storage. dim: the number of channels of a hidden state.
     """
     return nbytes >= tokens * dim
 
 
 class Offload:
-    """Offloads the states of one model, in all its steps. Owns the host buffers and the copy stream.
+    """Offloads the activations of one model in all steps. Owns the host buffers and the copy stream.
 
-    everything: True offloads everything that a block keeps, False only its input.
-    The first step allocates the buffers, and later steps reuse them.
+    everything: whether to offload all large tensors that a block saves, and not only the block's input. The first step
+    allocates the buffers. All later steps use the same buffers.
     """
 
     def __init__(self, n_layers: int, everything: bool = False) -> None:
@@ -82,9 +85,9 @@ class Offload:
         self.copies: torch.cuda.Stream | None = None
 
     def forward_pass(self, x: Tensor) -> "ForwardPass":
-        """Starts a forward pass. x: the hidden states, whose size and device it uses.
+        """Starts a forward pass. x: the input of the first block, whose size and device are used.
 
-        Raises: ValueError if the host has too little memory. With everything=True, the first block raises it.
+        Raises: ValueError if the host has too little memory. If `everything` is set, the first block raises this error.
         """
         if self.pool is None:
             self.pool = HostPool(pinned=x.is_cuda)
@@ -95,13 +98,13 @@ class Offload:
 
 
 class HostPool:
-    """A pool of host buffers. A buffer is freed only if it is too small for a new request."""
+    """A pool of host buffers. A buffer is freed only if a larger one replaces it."""
 
     def __init__(self, pinned: bool) -> None:
         self.pinned = pinned
         self.free: list[Tensor] = []
-        self.allocated = 0  # the number of allocations, for tests: only the first step allocates
-        self.nbytes = 0  # the size of all buffers
+        self.allocated = 0  # the number of allocations so far; tests check that only the first step allocates
+        self.nbytes = 0  # the size of all buffers together
 
     def require(self, nbytes: int, *, everything: bool) -> None:
         """Raises: ValueError if the host has too little memory to grow the pool to nbytes."""
@@ -109,9 +112,9 @@ class HostPool:
             require_host_memory(nbytes, available_host_bytes() + self.nbytes, everything=everything)
 
     def take(self, nbytes: int) -> Tensor:
-        """Returns a uint8 buffer of at least nbytes: the smallest free one that is large enough, or a new one.
+        """Returns a uint8 buffer of at least nbytes bytes: the smallest free buffer that is large enough, or a new one.
 
-        A new buffer replaces the largest free one, which is too small.
+        A new buffer replaces the largest free buffer, which was too small.
         """
         self.free.sort(key=Tensor.numel)
         for place, buffer in enumerate(self.free):
@@ -124,24 +127,24 @@ class HostPool:
         return _pinned(nbytes) if self.pinned else torch.empty(nbytes, dtype=torch.uint8)
 
     def give(self, buffer: Tensor) -> None:
-        """Returns a buffer to the pool. Copies on the pool's stream can still use it."""
+        """Puts a buffer back into the pool. Copies on the copy stream may still use this buffer."""
         self.free.append(buffer)
 
 
 class ForwardPass:
-    """Offloads the states of one forward pass, block by block."""
+    """Offloads the saved tensors of one forward pass, block by block."""
 
     def __init__(self, n_layers: int, everything: bool, pool: HostPool, copies: torch.cuda.Stream | None) -> None:
         self.everything, self.pool, self.copies = everything, pool, copies
         self.n_layers = self.blocks_left = n_layers
-        self.below: list[_State] = []  # the states of the previous block
+        self.below: list[_State] = []  # the offloaded storages of the previous block
         self.underway = _Underway(blocks=IN_FLIGHT if everything else 1)
 
     @contextmanager
     def block(self, x: Tensor) -> Iterator[None]:
-        """Wraps one block's forward on x, and offloads what it saves.
+        """Wraps the forward pass of one block with input x, and offloads the tensors that the block saves.
 
-        The last block keeps its states on the GPU, because its backward is the first one and needs them immediately.
+        The saved tensors of the last block stay on the GPU, because the backward pass begins with this block.
         """
         self.blocks_left -= 1
         self.underway.next_block()
@@ -156,9 +159,9 @@ class ForwardPass:
             self.pool.require(sum(state.nbytes for state in self.below) * (self.n_layers - 1), everything=True)
 
     def end(self, x: Tensor) -> None:
-        """Call this after the last block. x: the last block's result.
+        """Ends the forward pass after the last block. x: the output of the last block.
 
-        With "all", the states of the last blocks are held until x gets its gradient, so that copies can still run.
+        With offload=all, copies of the last blocks may still run. Their GPU memory is held until x gets its gradient.
         """
         self.below, underway = [], self.underway
         if self.everything and x.requires_grad:
@@ -167,7 +170,7 @@ class ForwardPass:
             underway.let_go()
 
     def keep(self, storage: Tensor) -> "_State":
-        """Makes a state of a saved storage, (nbytes,) uint8, and starts its copy unless this is the last block."""
+        """Returns a `_State` for a saved storage, (nbytes,) uint8. Starts its copy, except in the last block."""
         state = _State(storage, self.below)
         if self.blocks_left:
             state.send(self.pool, self.copies, self.underway)
@@ -175,9 +178,9 @@ class ForwardPass:
 
 
 class _Underway:
-    """Holds the GPU memory of states whose copies to the host may still run.
+    """Holds the GPU memory of storages while their copies to the host may still run.
 
-    blocks: the number of blocks whose states are held.
+    blocks: the number of blocks whose storages are held.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -185,16 +188,16 @@ class _Underway:
         self.blocks: deque[list[tuple[Tensor, torch.cuda.Event | None]]] = deque()
 
     def next_block(self) -> None:
-        """Starts a new block. Releases the oldest blocks if too many are held."""
+        """Starts a new block. If too many blocks are held, releases the oldest ones."""
         self.let_go(self.keep)
         self.blocks.append([])
 
     def add(self, storage: Tensor, copied: torch.cuda.Event | None) -> None:
-        """Adds a state's memory. copied: the event at the end of its copy; None if the copy has finished."""
+        """Adds a storage. copied: the event at the end of the storage's copy, or None if the copy has finished."""
         self.blocks[-1].append((storage, copied))
 
     def let_go(self, keep: int = 0) -> None:
-        """Makes the current stream wait for the copies of all but the `keep` newest blocks, and frees their memory."""
+        """Frees the storages of all blocks except the newest `keep`, after the current stream has waited for copies."""
         while len(self.blocks) > keep:
             for _, copied in self.blocks.popleft():
                 if copied is not None:
@@ -205,18 +208,18 @@ class _Underway:
 
 
 class _State:
-    """The storage of one saved tensor and of its views. below: the states that the backward needs next."""
+    """The storage of a saved tensor, on GPU or host. below: the storages that the backward pass needs next."""
 
     def __init__(self, storage: Tensor, below: "list[_State]") -> None:
         self.storage: Tensor | None = storage
         self.nbytes = storage.nbytes
         self.below = below
-        self.left = 0  # the saved views that the backward has not used yet
+        self.left = 0  # the number of saved views that the backward pass has not used yet
         self.pool: HostPool | None = None
         self.arrived: torch.cuda.Event | None = None
 
     def send(self, pool: HostPool, copies: torch.cuda.Stream | None, underway: _Underway) -> None:
-        """Starts the copy to the host and gives up the GPU memory. `underway` holds it until the copy has ended."""
+        """Starts the copy to the host. From now on, `underway` holds the GPU memory until the copy has ended."""
         storage = self.storage
         assert storage is not None
         self.storage, self.pool, self.copies, self.device = None, pool, copies, storage.device
@@ -245,9 +248,9 @@ class _State:
         self.arrived = self.copies.record_event()
 
     def get(self) -> Tensor:
-        """Returns the storage on the GPU, (nbytes,) uint8, and starts the copies of the states below.
+        """Returns the storage on the GPU, (nbytes,) uint8. Starts to fetch the storages in `below`.
 
-        This state keeps the storage until the backward has used all saved views of it.
+        The storage stays on the GPU until the backward pass has used all its saved views.
         """
         self.fetch()
         self._await()
@@ -257,7 +260,7 @@ class _State:
         storage = self.storage
         assert storage is not None
         self.left -= 1
-        if self.left <= 0 and self.pool is not None:  # a second backward fetches it again
+        if self.left <= 0 and self.pool is not None:  # a second backward pass fetches the storage again
             self.storage = None
         return storage
 
@@ -267,7 +270,8 @@ class _State:
             self.arrived = None
 
     def __del__(self) -> None:
-        # A state that was fetched may never be used. Wait for the copy before the memory is reused.
+        # The storage may have been fetched but never used. The copy must end before its memory is used for something
+        # else.
         self._await()
         if self.pool is not None:
             self.pool.give(self.buffer)
@@ -275,7 +279,7 @@ class _State:
 
 @dataclass(frozen=True)
 class _View:
-    """Replaces one saved tensor: a view of a state's storage."""
+    """Replaces one saved tensor, which is a view of an offloaded storage."""
 
     state: _State
     dtype: torch.dtype
@@ -285,22 +289,22 @@ class _View:
 
 
 class _Pack:
-    """The pack hook, which replaces the tensors that a block saves.
+    """The pack hook of saved_tensors_hooks, which replaces the tensors that a block saves.
 
-    autograd keeps the hook alive after the forward, so `release` empties it.
+    autograd keeps the hook alive after the forward pass. `release` therefore removes the hook's references to tensors.
     """
 
     def __init__(self, x: Tensor, forward_pass: ForwardPass) -> None:
         self.x: Tensor | None = x
         self.forward_pass: ForwardPass | None = forward_pass
-        self.states: dict[int, _State] = {}  # by the address of the storage, which can be saved more than once
-        self.memory: list[Tensor] = []  # keeps the storages alive, so that no address is reused
+        self.states: dict[int, _State] = {}  # the key is the storage's address: a block can save a storage twice
+        self.memory: list[Tensor] = []  # keeps storages alive, so that no two have the same address
 
     def __call__(self, saved: Tensor) -> "Tensor | _View":
         assert self.x is not None and self.forward_pass is not None
         is_offloaded = _has_row_per_token if self.forward_pass.everything else _is_same_tensor
         if not is_offloaded(saved, self.x):
-            return saved.detach()  # a node that saves its own result would otherwise be in a reference cycle
+            return saved.detach()  # without detach, a node that saves its own output would be in a reference cycle
         storage = saved.untyped_storage()
         state = self.states.get(storage._cdata)
         if state is None:
@@ -322,7 +326,7 @@ def _unpack(saved: Tensor | _View) -> Tensor:
 
 
 def _is_same_tensor(saved: Tensor, x: Tensor) -> bool:
-    """Returns whether `saved` is x. autograd passes another Python object for the same tensor."""
+    """Returns whether `saved` is the tensor x. autograd may pass the same tensor as another Python object."""
     return (
         saved.data_ptr() == x.data_ptr()
         and saved.shape == x.shape
@@ -332,9 +336,10 @@ def _is_same_tensor(saved: Tensor, x: Tensor) -> bool:
 
 
 def _has_row_per_token(saved: Tensor, x: Tensor) -> bool:
-    """Returns whether `saved`, or the tensor it is a view of, has one row per token of x and is large enough.
+    """Returns whether to offload `saved` with offload=all.
 
-    Weights are never offloaded.
+    `saved`, or the tensor that it is a view of, must have one row per token of x and be large. Weights are never
+    offloaded.
     """
     base = saved if saved._base is None else saved._base
     return (
@@ -348,17 +353,17 @@ def _has_row_per_token(saved: Tensor, x: Tensor) -> bool:
 def _pinned(nbytes: int) -> Tensor:
     """Returns a pinned host buffer, (nbytes,) uint8.
 
-    torch's own pinned allocator is not used, because it rounds sizes up to a power of two. No page belongs to two
-    buffers, because CUDA registers whole pages, and each page only once.
+    torch's pinned allocator is not used, because it rounds sizes up to a power of two. Each buffer has its own pages,
+    because CUDA registers whole pages, and can register each page only once.
     """
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
-    buffer.zero_()  # creates the pages with all threads; registering would use one
+    buffer.zero_()  # all threads create the pages; cudaHostRegister would use one thread
     cudart, address = torch.cuda.cudart(), buffer.data_ptr()
     torch.cuda.check_error(int(cudart.cudaHostRegister(address, nbytes, 0)))
 
     def unregister() -> None:
-        torch.cuda.synchronize()  # a copy can still run
+        torch.cuda.synchronize()  # a copy may still use the buffer
         cudart.cudaHostUnregister(address)
 
     weakref.finalize(buffer, unregister).atexit = False
@@ -366,13 +371,13 @@ def _pinned(nbytes: int) -> Tensor:
 
 
 def _control_group_bytes(folder: Path) -> int | None:
-    """Returns the bytes that are left below a container's memory limit, or None if there is no limit."""
+    """Returns how many bytes are left until a container's memory limit, or None if there is no limit."""
     for limit, usage, cache in (
         ("memory.max", "memory.current", "inactive_file"),  # cgroup version 2
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # cgroup version 1
     ):
         if (folder / limit).exists() and (folder / limit).read_text().strip() != "max":
             statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            used = int((folder / usage).read_text()) - int(statistics[cache])  # the page cache can be freed
+            used = int((folder / usage).read_text()) - int(statistics[cache])  # the kernel can free the page cache
             return int((folder / limit).read_text()) - used
     return None

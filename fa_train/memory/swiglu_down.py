@@ -1,7 +1,7 @@
-"""Fuses SwiGLU and the down projection for compiled models, so that the backward needs one elementwise kernel.
+"""Fuses SwiGLU with the down projection in compiled models, so that the backward needs only one elementwise kernel.
 
-torch.compile alone makes two kernels that read the same tensors. One recomputes the activations for the weight's
-gradient, and the other computes the gradient of SwiGLU's input.
+Without this file, torch.compile makes two kernels that read the same tensors. One kernel recomputes the activations for
+the gradient of the weight. The other kernel computes the gradient of SwiGLU's input.
 """
 
 from typing import Any
@@ -15,16 +15,16 @@ from fa_train.memory.tiled_ffn import activate
 
 
 def trains_plainly(linear: nn.Linear) -> bool:
-    """Returns whether a layer is a plain nn.Linear that is trained: not sharded, quantized or wrapped by an adapter."""
+    """Returns whether a layer is an nn.Linear with a trained weight, and is not sharded, quantized or a LoRA layer."""
     return type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and linear.weight.requires_grad
 
 
 def swiglu_down(projected: Tensor, down: Tensor, down_bias: Tensor | None) -> Tensor:
-    """Computes down(silu(gate) * value). Keeps `projected` for the backward instead of the activations.
+    """Computes down(silu(gate) * value). Saves `projected` for the backward pass, and not the activations.
 
     Shapes: projected (total, 2 * ffn_dim) holds gate and then value; down (dim, ffn_dim); down_bias (dim,); returns
-    (total, dim). The result has autocast's dtype, or the arguments' dtype without autocast. Gradients are rounded like
-    those of F.linear.
+    (total, dim). The result has autocast's dtype, or the arguments' dtype without autocast. The gradients are rounded
+    in the same way as those of F.linear.
     """
     device = projected.device.type
     if torch.is_autocast_enabled(device):
@@ -36,7 +36,7 @@ def swiglu_down(projected: Tensor, down: Tensor, down_bias: Tensor | None) -> Te
 
 
 class _SwigluDown(torch.autograd.Function):
-    """The autograd function of `swiglu_down`. All arguments have one dtype."""
+    """The autograd function of `swiglu_down`. All arguments must have the same dtype."""
 
     @staticmethod
     def forward(ctx: Any, projected: Tensor, down: Tensor, down_bias: Tensor | None) -> Tensor:
@@ -46,6 +46,6 @@ class _SwigluDown(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         projected, down = ctx.saved_tensors
-        activated = dy @ down  # first the gradient of the activations; swiglu_gradient overwrites it
+        activated = dy @ down  # the gradient of the activations, which swiglu_gradient overwrites with the activations
         d_projected = swiglu_gradient(projected, activated)
         return d_projected, dy.T @ activated, dy.sum(0) if ctx.needs_input_grad[2] else None

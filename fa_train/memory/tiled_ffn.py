@@ -1,13 +1,13 @@
-"""Computes the FFN in chunks of tokens, so that no (tokens, ffn_dim) tensor exists in the forward or backward.
+"""Computes the FFN in chunks of tokens, so that no tensor with ffn_dim channels exists for all tokens.
 
-The forward keeps its input and the weights. The backward recomputes each chunk's activations (ALST, arXiv:2506.13996).
-With `keep`, the output of the first matmul is kept too; memory.offload=all moves it to the host.
-Outputs and input gradients differ from those of the unchunked FFN only by rounding. The matmul library may split
-products with fewer rows differently, and a fused kernel rounds SwiGLU once. Weight gradients are accumulated over
-chunks in fp32.
+The forward pass saves its input and the weights. The backward pass recomputes the activations of each chunk (ALST,
+arXiv:2506.13996). With keep=True, the output of the first matmul is also saved, and memory.offload=all moves it to the
+host. Outputs and input gradients differ from those of an FFN without chunks only by rounding. There are two reasons:
+the matmul library may split smaller products differently, and a fused kernel rounds SwiGLU once. Weight gradients are
+summed over chunks in fp32.
 
-Memory traffic determines the speed of everything except the matmuls. The activation kernels therefore overwrite their
-inputs, and matmuls write directly to the rows of the result.
+Except in matmuls, memory traffic limits the speed. Activation kernels therefore overwrite their inputs, and matmuls
+write directly to the rows of the result.
 """
 
 from typing import Any, Literal
@@ -19,11 +19,11 @@ from torch import Tensor
 from fa_kernels.swiglu import swiglu, swiglu_backward, swiglu_gradient
 from fa_train.memory.loss import add_product
 
-TiledActivation = Literal["swiglu", "gelu"]  # GeGLU's derivative is not implemented
+TiledActivation = Literal["swiglu", "gelu"]  # no derivative of GeGLU is implemented
 
 
 def activate(projected: Tensor, activation: str) -> Tensor:
-    """Applies SwiGLU (arXiv:2002.05202), with the gate before the values, or GPT-2's tanh approximation of GELU.
+    """Applies SwiGLU (arXiv:2002.05202), with gates before values, or GELU with GPT-2's tanh approximation.
 
     Shapes: (..., 2 * ffn_dim) for SwiGLU and (..., ffn_dim) for GELU -> (..., ffn_dim).
     """
@@ -48,8 +48,8 @@ def tiled_mlp(
     Shapes: x (total, dim); up (ffn_dim, dim), or (2 * ffn_dim, dim) for swiglu; down (dim, ffn_dim); returns
     (total, dim). A bias is None or has one element per row of its weight.
     The result has autocast's dtype, or x's dtype without autocast.
-    keep: True saves up(x) of all tokens for the backward, False recomputes it there.
-    Raises: ValueError on a shape mismatch.
+    keep: whether to save up(x) of all tokens. If not, the backward pass recomputes up(x).
+    Raises: ValueError if the shapes do not match.
     """
     ffn_dim = up.shape[0] // 2 if activation == "swiglu" else up.shape[0]
     if x.dim() != 2 or up.shape[1:] != x.shape[1:] or down.shape[1:] != (ffn_dim,):
@@ -68,10 +68,10 @@ def tiled_mlp(
 
 
 class _Backward(torch.autograd.Function):
-    """The autograd node that computes the gradients. Its output is a placeholder without memory that is never read.
+    """The autograd node that computes the gradients. Its output is a placeholder without memory, and nothing reads it.
 
-    The forward of this node runs before `_Forward`, so that all tensors are saved before the FFN is computed.
-    Activation checkpointing stops recomputing once all tensors are saved. It therefore does not recompute the FFN.
+    The forward of this node runs before `_Forward`. All tensors are therefore saved before the FFN is computed.
+    Activation checkpointing stops recomputing as soon as all tensors are saved, so it does not recompute the FFN.
     """
 
     @staticmethod
@@ -96,7 +96,7 @@ class _Backward(torch.autograd.Function):
 
 def _gradients(ctx: Any, dy: Tensor, projected: Tensor | None, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
     x, up, up_bias, down, down_bias = saved
-    with_weights = any(ctx.needs_input_grad[1:5])  # False if finetuning freezes them
+    with_weights = any(ctx.needs_input_grad[1:5])  # False if the weights are frozen
     dx, *d_weights = mlp_backward(
         dy, x, up, up_bias, down, down_bias, projected, ctx.activation, ctx.chunk_size, with_weights
     )
@@ -105,7 +105,7 @@ def _gradients(ctx: Any, dy: Tensor, projected: Tensor | None, *saved: Tensor | 
 
 
 class _Kept(torch.autograd.Function):
-    """The autograd node for keep=True, which recomputes nothing."""
+    """The autograd node for keep=True. Its backward recomputes no matmul of the forward."""
 
     @staticmethod
     def forward(
@@ -129,7 +129,7 @@ class _Kept(torch.autograd.Function):
 
 
 class _Forward(torch.autograd.Function):
-    """The autograd node that computes the output. Its backward passes the gradient on to `_Backward`."""
+    """The autograd node that computes the output. The backward of this node passes the gradient on to `_Backward`."""
 
     @staticmethod
     def forward(
@@ -163,7 +163,7 @@ def mlp_forward(
 ) -> tuple[Tensor, Tensor]:
     """Returns the FFN's output, (total, dim), and up(x), which is empty if keep is False.
 
-    This is one operator, so that torch.compile does not unroll the loop.
+    mlp_forward is a custom operator, so that torch.compile does not unroll the loop over chunks.
     """
     with torch.autocast(x.device.type, enabled=False):
         up, up_bias, down, down_bias = _rounded(x.dtype, up, up_bias, down, down_bias)
@@ -175,7 +175,7 @@ def mlp_forward(
             else:
                 activated = _activated(F.linear(x[rows], up, up_bias), activation, in_place=True)
             _linear(activated, down, down_bias, out=y[rows])
-            del activated  # free it before the next chunk allocates
+            del activated  # free its memory before the next chunk allocates
     return y, kept
 
 
@@ -206,7 +206,7 @@ def mlp_backward(
     chunk_size: int,
     with_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of x, up, up_bias, down and down_bias. A gradient that is not needed is empty.
+    """Returns the gradients of x, up, up_bias, down and down_bias. A gradient that is not needed is an empty tensor.
 
     projected: up(x), or None to recompute it.
     """
@@ -226,7 +226,7 @@ def mlp_backward(
                 activated, d_projected = _activation_backward(kept, dy[rows] @ down, activation, in_place=False)
             if with_weights:
                 add_product(d_down, dy[rows].T, activated)
-            del activated  # free it before the next allocations
+            del activated  # free its memory before the next allocations
             torch.mm(d_projected, up, out=dx[rows])
             if with_weights:
                 add_product(d_up, d_projected.T, x[rows])
@@ -271,7 +271,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -> T
 
 
 def _activated(projected: Tensor, activation: str, *, in_place: bool) -> Tensor:
-    """Applies `activate`. With in_place, GELU overwrites `projected`."""
+    """Applies the activation as `activate` does. in_place: whether GELU may overwrite `projected`."""
     if activation == "swiglu":
         return swiglu(projected)
     gelu = torch.ops.aten.gelu_ if in_place else torch.ops.aten.gelu
@@ -281,9 +281,9 @@ def _activated(projected: Tensor, activation: str, *, in_place: bool) -> Tensor:
 def _activation_backward(
     projected: Tensor, d_activated: Tensor, activation: str, *, in_place: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns the activations and the gradient of `projected`. With in_place, `projected` is overwritten.
+    """Returns the activations and the gradient of `projected`. in_place: whether `projected` may be overwritten.
 
-    The formulas are written out, because autograd does not record inside a custom operator.
+    The derivatives are written out, because autograd does not record inside a custom operator.
     """
     if activation == "gelu":
         torch.ops.aten.gelu_backward(d_activated, projected, approximate="tanh", grad_input=d_activated)

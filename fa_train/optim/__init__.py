@@ -1,1 +1,1 @@
-"""Optimizers, the learning-rate schedule, and how both resume from a checkpoint."""
+"""Optimizers and the learning-rate schedule, and how they resume from a checkpoint."""

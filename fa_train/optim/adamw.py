@@ -1,4 +1,4 @@
-"""AdamW and its variants that need less memory."""
+"""AdamW, and variants of AdamW that need less memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -37,10 +37,10 @@ def adamw_8bit(
     eps: NonNegativeFloat,
     stochastic_rounding: bool,
 ) -> Optimizer:
-    """Returns `adamw` with 8-bit moments. Parameters with fewer than 4096 elements keep moments in their own dtype.
+    """Returns AdamW with 8-bit moments. If a parameter has fewer than 4096 elements, its moments have its own dtype.
 
-    stochastic_rounding: rounds updates of bf16 weights (trainer.precision=bf16-true) stochastically; fp32 weights
-    ignore it.
+    stochastic_rounding: whether to round updates of bf16 weights (trainer.precision=bf16-true) stochastically. It has
+    no effect on fp32 weights.
     """
     from fa_train.optim.low_memory import EightBitAdamW
 
@@ -59,9 +59,9 @@ def adamw_8bit(
 def adamw_bf16(
     model: nn.Module, *, lr: NonNegativeFloat, weight_decay: NonNegativeFloat, betas: Betas, eps: NonNegativeFloat
 ) -> Optimizer:
-    """Returns `adamw` for bf16 weights. The moments are bf16 too, and stochastic rounding replaces fp32 master weights.
+    """Returns AdamW for bf16 weights, with bf16 moments. Stochastic rounding replaces fp32 master weights.
 
-    Raises: ValueError if a weight is not bf16. Adapters (fa_train.models.lora) are always fp32.
+    Raises: ValueError if a trained weight is not bf16, such as the weights of LoRA adapters, which are always fp32.
     """
     from fa_train.optim.low_memory import RoundingAdamW
 
@@ -83,7 +83,7 @@ def adamw_bf16(
 def adamw_offload(
     model: nn.Module, *, lr: NonNegativeFloat, weight_decay: NonNegativeFloat, betas: Betas, eps: NonNegativeFloat
 ) -> Optimizer:
-    """Returns `adamw` with moments in host memory. The CPU updates host copies of the weights.
+    """Returns AdamW with moments in host memory. The CPU updates host copies of the weights.
 
     Raises: ValueError if the model is not on a GPU.
     """
@@ -97,7 +97,7 @@ def adamw_offload(
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Splits the parameters that require gradients into a group with weight decay and one without."""
+    """Splits the parameters that require gradients into two groups, with and without weight decay."""
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -108,6 +108,6 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def _pair(betas: Sequence[float]) -> tuple[float, float]:
-    """Converts betas to plain floats: loading the optimizer's state must not need the config's list class."""
+    """Converts betas from OmegaConf's list to a tuple, because the optimizer's state must not contain that list."""
     first, second = (float(beta) for beta in betas)
     return first, second

@@ -1,7 +1,7 @@
-"""Adapts torchao's optimizers with smaller states to torch's schedulers, Lightning and checkpoints.
+"""Adapts torchao's low-memory optimizers to torch's schedulers, to Lightning and to checkpoints.
 
-adamw.py imports this file only if such an optimizer is chosen: importing torchao takes seconds, and torchao is not
-available on every system.
+adamw.py imports this file only if one of these optimizers is chosen. Importing torchao takes seconds, and torchao is
+not available on every system.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ OptimState8bit: Any = private("torchao", subclass_8bit, "OptimState8bit")
 
 
 class _PlainLearningRate:
-    """Stores the learning rate as a float. Only during `step` it is a tensor, as torchao's update requires."""
+    """Stores the learning rate as a float. During `step`, converts it to a tensor for torchao."""
 
     param_groups: Groups
     defaults: dict[str, Any]
@@ -33,8 +33,8 @@ class _PlainLearningRate:
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
-        """Does one update, like `torch.optim.Optimizer.step`."""
-        loss = _run(closure)  # runs first: callbacks in it read the learning rate as a float
+        """Updates the weights, as `torch.optim.Optimizer.step` does."""
+        loss = _run(closure)  # run it before the conversion: its callbacks read the learning rate
         rates = [group["lr"] for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = torch.tensor(rate, dtype=torch.float32)
@@ -49,7 +49,7 @@ class _PlainLearningRate:
 class EightBitAdamW(_PlainLearningRate, AdamW8bit):
     """AdamW with 8-bit moments. Each block of 256 elements shares a scale (arXiv:2110.02861).
 
-    The saved state has plain tensors only: torch.load cannot map torchao's tensor class to another device.
+    The saved state contains only plain tensors, because torch.load cannot map torchao's tensor class to another device.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -64,15 +64,16 @@ class RoundingAdamW(_PlainLearningRate, _AdamW):
 
 
 class OffloadedAdamW(CPUOffloadOptimizer):
-    """AdamW that keeps moments and a copy of the weights in host memory, and runs the update on the CPU.
+    """AdamW that keeps moments and a copy of the weights in host memory, and updates them on the CPU.
 
-    `param_groups` holds the parameters on the GPU, so that gradients can be scaled and clipped before `step` copies
-    them to the host. torchao's class copies gradients during the backward and exposes the host copies instead.
+    `param_groups` holds the parameters on the GPU. Gradients can therefore be scaled and clipped before `step` copies
+    them to the host. torchao's class would copy gradients already during the backward pass, and `param_groups` would
+    hold the host copies.
     """
 
     def __init__(self, groups: Groups, **arguments: Any) -> None:
         self._groups = [{**arguments, **group, "params": list(group["params"])} for group in groups]
-        self.state: dict[Tensor, Any] = {}  # stays empty: Lightning moves its tensors to the GPU
+        self.state: dict[Tensor, Any] = {}  # stays empty, because Lightning moves tensors in it to the GPU
         self.defaults = dict(arguments)
         super().__init__([dict(group) for group in groups], torch.optim.AdamW, fused=True, **arguments)
         require_names("torchao", self, "param_d2h_map", "optim_dict", "d_opt", "queue", "stream")
@@ -86,7 +87,7 @@ class OffloadedAdamW(CPUOffloadOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
-        """Does one update, like `torch.optim.Optimizer.step`. Waits until the host has finished it."""
+        """Updates the weights, as `torch.optim.Optimizer.step` does. Waits until the host has finished."""
         loss = _run(closure)
         self._set_hyperparameters()
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -101,7 +102,7 @@ class OffloadedAdamW(CPUOffloadOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the moments, and copies the current weights from the GPU to the host.
 
-        Settings such as lr are not loaded: `step` passes the current settings to the inner optimizers.
+        Settings such as lr are not loaded, because `step` passes the current settings to the inner optimizers.
         """
         super().load_state_dict(state_dict)
         with torch.no_grad():
@@ -109,8 +110,8 @@ class OffloadedAdamW(CPUOffloadOptimizer):
                 on_host.copy_(on_gpu)
 
     def _set_hyperparameters(self) -> None:
-        """Copies settings such as lr to the inner optimizers: one per large parameter, and one for all small ones."""
-        small = iter([] if self.d_opt is None else self.d_opt.param_groups)  # d_param_groups is stale after loading
+        """Copies settings such as lr to the inner optimizers. Each large parameter has its own."""
+        small = iter([] if self.d_opt is None else self.d_opt.param_groups)  # after loading, d_param_groups is stale
         for group in self._groups:
             values = _without_parameters(group)
             moved = [p for p in group["params"] if p in self.optim_dict]
@@ -121,7 +122,7 @@ class OffloadedAdamW(CPUOffloadOptimizer):
 
 
 def _with_states(saved: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Returns `saved` with `change` applied to each moment of each parameter."""
+    """Returns a copy of the state_dict `saved` in which `change` was applied to each moment of each parameter."""
     states = {
         parameter: {name: change(value) for name, value in state.items()} for parameter, state in saved["state"].items()
     }

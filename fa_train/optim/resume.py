@@ -1,4 +1,4 @@
-"""Restores optimizers from checkpoints: keeps the current settings, and checks which optimizer wrote the state."""
+"""Restores optimizers from checkpoints. Current settings are kept, and the kind of optimizer is checked."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 def with_own_settings(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """Returns the state_dict `saved` with the optimizer's current settings, such as lr and betas.
 
-    Moments and step counts are those in `saved`.
+    Moments and step counts do not change.
     """
     own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     if len(own) != len(saved["param_groups"]):
@@ -23,18 +23,18 @@ KINDS = (
     "adamw_8bit",
     "adamw_bf16",
     "adamw_offload",
-)  # the functions in adamw.py, and the files in conf/optimizer
+)  # the names of functions in adamw.py and of YAML files in conf/optimizer
 
 
 def require_same_kind(configured: Callable[..., Optimizer], saved: Mapping[str, Any]) -> None:
     """Checks that the configured optimizer can load the state_dict `saved`.
 
-    configured: one of the KINDS, or a partial of it. Other optimizers are not checked.
-    Raises: ValueError if another one of the KINDS wrote `saved`.
+    configured: a function named in KINDS, or a functools.partial of it. Any other optimizer is not checked.
+    Raises: ValueError if another optimizer in KINDS wrote `saved`.
     """
     own = getattr(configured, "func", configured).__name__
     if own not in KINDS:
-        return  # a user's own optimizer, whose state has an unknown format
+        return  # the state of a user's optimizer has an unknown format
     written_by = kinds_that_write(saved)
     if own not in written_by:
         raise ValueError(
@@ -43,7 +43,7 @@ def require_same_kind(configured: Callable[..., Optimizer], saved: Mapping[str, 
 
 
 def kinds_that_write(saved: Mapping[str, Any]) -> Sequence[str]:
-    """Returns those KINDS whose state_dict can look like `saved`."""
+    """Returns the names in KINDS whose optimizers may have written the state_dict `saved`."""
     if "offloaded" in saved:
         return ["adamw_offload"]
     if any("fused" in group for group in saved["param_groups"]):

@@ -10,7 +10,7 @@ from fa_train.bounds import Fraction, NonNegativeInt, PositiveInt
 
 
 class LearningRateSchedule(LambdaLR):
-    """A LambdaLR that loads only its step from a checkpoint. The peak and the curve come from the current config."""
+    """A LambdaLR that loads only its step from a checkpoint. The current config determines the peak and the curve."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.last_epoch = state_dict["last_epoch"]
@@ -24,10 +24,11 @@ class LearningRateSchedule(LambdaLR):
 def warmup_cosine(
     optimizer: Optimizer, *, warmup_steps: NonNegativeInt, max_steps: PositiveInt, min_lr_ratio: Fraction
 ) -> LambdaLR:
-    """Returns a schedule: linear warm-up to the optimizer's lr, then cosine decay to min_lr_ratio * lr at max_steps.
+    """Returns a schedule with linear warm-up to the optimizer's lr, and then cosine decay to min_lr_ratio * lr.
 
-    Units: warmup_steps and max_steps are optimizer steps. The first step has lr / warmup_steps.
-    Raises: ValueError if warmup_steps is below 0, max_steps is below 1, or min_lr_ratio is not from 0 to 1.
+    warmup_steps: the number of warm-up steps. The learning rate of the first step is lr / warmup_steps.
+    max_steps: the step at which the decay ends. Steps are optimizer steps.
+    Raises: ValueError if warmup_steps is below 0, max_steps is below 1, or min_lr_ratio is not between 0 and 1.
     """
     if warmup_steps < 0:
         raise ValueError(f"scheduler.warmup_steps must be at least 0; got {warmup_steps}")

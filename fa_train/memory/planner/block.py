@@ -1,28 +1,28 @@
-"""Computes the sizes of the tensors that the code of one decoder block allocates and saves."""
+"""Computes the sizes of the tensors that one decoder block allocates and saves."""
 
 from fa_kernels.flash_attention.backend import backward_workspace
 from fa_train.memory.offload import worth_a_copy
 from fa_train.memory.planner.plan import Plan
 
-DEQUANTIZATION_BYTES = 20  # temporaries per element when torchao 0.18 dequantizes to fp32
+DEQUANTIZATION_BYTES = 20  # temporary bytes per element while torchao 0.18 dequantizes to fp32
 
 
 class Block:
-    """The sizes of one decoder block's tensors in bytes, and how many of them exist at the same time."""
+    """The sizes of one decoder block's tensors in bytes, and the peak bytes of each part of the block."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.model, self.levers, self.run = plan, plan.model, plan.levers, plan.run
         model, run = plan.model, plan.run
         t, c = run.tokens, run.compute_bytes
         self.eager = run.eager
-        self.x = t * model.dim * run.weight_bytes  # a hidden state between blocks, and its gradient
+        self.x = t * model.dim * run.weight_bytes  # hidden states between blocks, or their gradient
         self.x_rounded = t * model.dim * c
         self.q, self.kv = t * model.query_dim * c, t * model.kv_dim * c
         self.q_full, self.kv_full = t * model.query_dim * 4, t * model.kv_dim * 4
         self.qkv = self.q + 2 * self.kv
         self.lse = t * model.heads.query * 4
         self.hidden, self.up = t * model.ffn_dim * c, t * model.up_dim * c
-        # fp32 values that a norm saves per row: the deviation, and for LayerNorm the mean too
+        # per row, an RMSNorm saves one fp32 value, the standard deviation, and a LayerNorm also the mean
         norm_statistics = 2 if model.norm == "layernorm" else 1
         self.statistics = t * 4 * norm_statistics
         self.qk_statistics = t * (model.heads.query + model.heads.kv) * 4 * norm_statistics
@@ -32,9 +32,10 @@ class Block:
         self.ffn_adapters = (t * a.ffn_rank + a.ffn_joined) * c if a else 0
 
     def rounded_weights(self) -> int:
-        """Returns the bytes of the weight copies that autocast makes and autograd keeps.
+        """Returns the bytes of autocast's weight copies that autograd keeps.
 
-        A tiled FFN frees its copies. Sharded blocks need no copies, because FSDP gathers them in autocast's dtype.
+        A tiled FFN frees its copies. Sharded blocks need no copies, because FSDP gathers their weights in autocast's
+        dtype.
         """
         if not self.run.mixed or self.run.ranks > 1 or (self.run.adapters and self.run.adapters.quantized):
             return 0
@@ -42,37 +43,38 @@ class Block:
         return (self.qkv_weight + self.out_weight + ffn) * self.run.compute_bytes
 
     def rounded_down(self) -> int:
-        """Returns the bytes of autocast's copy of the FFN's last weight, which the backward makes again."""
+        """Returns the bytes of autocast's copy of the FFN's last weight. The backward pass makes this copy again."""
         if self.run.adapters or self.levers.mlp_chunk or self.run.ranks > 1 or not self.run.mixed:
             return 0
         return self.down_weight * self.run.compute_bytes
 
     def attention_kept(self) -> int:
-        """Returns the bytes that are saved from the block's input to attention's output."""
+        """Returns the bytes that the block saves from its input up to attention's output."""
         kept = self.x + self.statistics + self.x_rounded + self.qkv + self.q + self.lse + self.attention_adapters
         if self.model.qk_norm:
-            kept += self.q + self.kv  # without qk_norm, q and k are views of the buffer that holds v
+            kept += self.q + self.kv  # without qk_norm, q and k share a buffer with v
             kept += self.qk_statistics
             kept += self.q_full + self.kv_full if self.run.mixed and self.eager else 0
         return kept
 
     def ffn_kept(self) -> int:
-        """Returns the bytes that are saved from the hidden state after attention to the FFN's output.
+        """Returns the bytes that the block saves from the hidden states after attention up to the FFN's output.
 
-        Compiled code does not save this hidden state, but recomputes it as the sum of its two terms.
+        Compiled code does not save these hidden states. It recomputes them as the sum of the block's input and
+        attention's output.
         """
         kept = (self.x if self.eager else self.x_rounded) + self.statistics + self.x_rounded
         if self.levers.mlp_chunk and not keeps_up(self.plan):
-            # torch's chunks are slices of the norm's unrounded output
+            # TorchChunkedFFN saves slices of the norm's output before rounding
             return kept + (self.x - self.x_rounded if self.is_torch_chunked() else 0)
         return kept + self.up + self.activated_kept() + self.ffn_adapters
 
     def activated(self) -> int:
-        """Returns the bytes of the activations. In eager mode, gated activations need a second tensor for the gate."""
+        """Returns the bytes of the activations. In eager mode, a gated activation needs another tensor for the gate."""
         return self.hidden * (2 if self.model.gated and self.eager else 1)
 
     def activated_kept(self) -> int:
-        """Returns the bytes of saved activations. Only adapters save them; otherwise the backward recomputes them."""
+        """Returns the bytes of saved activations. Without adapters, the backward pass recomputes the activations."""
         return self.activated() if self.run.adapters else 0
 
     def kept(self) -> int:
@@ -80,7 +82,7 @@ class Block:
         return self.attention_kept() + self.ffn_kept()
 
     def saved(self) -> int:
-        """Returns the bytes that a block saves from its forward to its backward, on the GPU or the host."""
+        """Returns the bytes that a block saves from its forward to its backward, whether on the GPU or on the host."""
         if self.levers.checkpointing == "none":
             return self.kept()
         return self.x + (self.q + self.lse if self.levers.checkpointing == "selective" else 0)
@@ -90,7 +92,7 @@ class Block:
         return self.levers.mlp_chunk is not None and (self.run.adapters is not None or self.model.activation == "geglu")
 
     def offloaded(self) -> int:
-        """Returns the bytes of a block that are offloaded to the host."""
+        """Returns how many of a block's saved bytes are offloaded to the host."""
         if not self.levers.offloads_all:
             return self.x if self.levers.offload else 0
         stays = 2 * self.statistics + self.lse + self.attention_adapters
@@ -100,19 +102,19 @@ class Block:
         return self.kept() - stays
 
     def forward(self) -> dict[str, int]:
-        """Returns the peak bytes in each part of the first forward, including the tensors that the block saves."""
+        """Returns the peak bytes in each part of the block's forward, including the tensors that the block saves."""
         ffn = self._ffn_forward()
-        if self.levers.checkpointing != "none":  # tensors are freed after their last use
+        if self.levers.checkpointing != "none":  # each tensor is freed after its last use
             activated = self.up + self.activated()
             ffn = self.saved() + 2 * self.x + (self._chunk_forward() if self.levers.mlp_chunk else activated)
         return {"attention": self._attention_forward(), "FFN": ffn}
 
     def backward(self) -> dict[str, int]:
-        """Returns the peak bytes in each part of the backward, including the recomputed forward if there is one."""
+        """Returns the peak bytes in each part of the block's backward, including the forward if it is recomputed."""
         recomputed = {}
         if self.levers.checkpointing != "none":
             waiting = self.x + (self.x_rounded if self.run.mixed else 0)  # the gradient of the block's output
-            ffn = self.kept() + self._argument()  # recomputation stops before the activations or the last product
+            ffn = self.kept() + self._argument()  # the activations and the last matmul are not recomputed
             parts = {"attention": self._attention_forward(), "FFN": ffn}
             recomputed = {f"{part} again": waiting + nbytes for part, nbytes in parts.items()}
         return recomputed | {
@@ -122,7 +124,7 @@ class Block:
         }
 
     def _argument(self) -> int:
-        """Returns the bytes of a norm's fp32 output, which Python holds while attention or FFN use a rounded copy."""
+        """Returns the bytes of a norm's fp32 output, which exists while attention or the FFN uses a rounded copy."""
         return self.x if self.run.mixed and self.eager else 0
 
     def _attention_forward(self) -> int:
@@ -136,10 +138,10 @@ class Block:
         return held + max(self.activated(), self.hidden + self.x_rounded)
 
     def _chunk_forward(self) -> int:
-        """Returns the bytes of rounded weights and of one chunk's temporaries in a tiled FFN's forward."""
+        """Returns the bytes of a tiled FFN's rounded weights, and of the temporaries of one chunk in its forward."""
         if not self.levers.mlp_chunk:
             return 0
-        # GELU works in place unless its input is kept
+        # GELU overwrites its input, unless the input is saved
         operands = 1 if keeps_up(self.plan) or not self.model.gated else 3
         if self.is_torch_chunked():
             operands = 4 if self.model.gated else 2
@@ -149,43 +151,44 @@ class Block:
         """Returns the peak bytes of the FFN's backward."""
         held = self.kept() + self.x
         if self.levers.checkpointing == "selective" and not self.eager and not self.run.adapters:
-            held -= self.attention_kept() - self.saved()  # compiled code recomputes q, k and v later
+            held -= self.attention_kept() - self.saved()  # compiled code has not yet recomputed q, k and v
         rounded = self.x_rounded if self.run.mixed else 0  # the gradient of the FFN's output
-        if self.run.adapters:  # the activations have two gradients: through the frozen weight, and through A
+        if self.run.adapters:  # two gradients of the activations: through W and A
             chunk = self._chunk(self.run.tokens)
             if not self.levers.mlp_chunk:
                 return held + 2 * chunk + self._dequantized()
             recomputed = (5 if self.model.gated else 3) * chunk + self._ffn_rounded() + self.ffn_adapters
             return held + rounded + recomputed + 2 * chunk + self._dequantized()
-        if not self.levers.mlp_chunk:  # recomputes the activations and autocast's copy of the last weight
+        if not self.levers.mlp_chunk:  # the last weight's rounded copy is made again
             recomputed = self.activated() + self.rounded_down()
             of_operand = rounded + recomputed + self.hidden + self.down_weight * self.run.compute_bytes
-            # the gradient of the last weight, which compiled code returns only at the end of the block
+            # the gradient of the last weight: compiled code holds it until the end of the block
             its_own = 0 if self.eager and self.run.accumulates else self.down_weight * self.run.weight_bytes
             of_factors = self.hidden * (4 if self.eager else 3) + its_own if self.model.gated else 0
             return held + max(of_operand, of_factors)
         weights = (self.up_weight + self.down_weight) * 4
         chunk = self._chunk(self.run.tokens)
-        if self.is_torch_chunked():  # recomputed chunk, gradients of its tensors and of the weights
+        if self.is_torch_chunked():  # the recomputed chunk and all gradients
             return held + rounded + 7 * chunk + self._ffn_rounded() + weights
-        d_projected = (2 if self.model.gated else 1) * chunk  # it overwrites its operand, and so do the activations
+        d_projected = (2 if self.model.gated else 1) * chunk  # overwrites its operand, as the activations do
         chunks = d_projected + chunk
-        if self.run.compute_bytes == 4:  # products in lower precision are accumulated without a temporary
+        if self.run.compute_bytes == 4:  # bf16 products are accumulated without a temporary
             chunks = max(self.down_weight * 4 + chunks, self.up_weight * 4 + d_projected)
-        if self.run.weight_bytes != 4:  # the sums are rounded after the loop
+        if self.run.weight_bytes != 4:  # the fp32 sums are rounded after the loop
             chunks = max(chunks, weights // 2)
         return held + rounded + self.x_rounded + weights + self._ffn_rounded() + chunks
 
     def _norm_backward(self) -> int:
         """Returns the peak bytes of the backward of the FFN's norm.
 
-        The peak includes the norm's input, and the gradients of its output, of its input and of the residual.
+        The peak includes the input of the norm and three gradients: of the norm's output, of its input and of the
+        residual.
         """
         between = self.x if self.eager else self.x_rounded
         return self.attention_kept() + between + self.statistics + 3 * self.x
 
     def _attention_backward(self) -> int:
-        """Returns the peak bytes of attention's backward: gradients of q, k and v, and the kernels' workspace."""
+        """Returns the peak bytes of attention's backward, with the gradients of q, k and v and kernel workspaces."""
         held = self.attention_kept() + self.x + self.q
         heads = self.model.heads
         workspace = backward_workspace(heads.dim, self.run.compute_dtype, self.model.extras.softcap, self.run.arch)
@@ -193,26 +196,26 @@ class Block:
         return held + workspace + self.qkv + (0 if self.eager else self._held_by_compiled_code())
 
     def _held_by_compiled_code(self) -> int:
-        """Returns the bytes that compiled code still holds during attention's backward, but eager code has freed.
+        """Returns the bytes that compiled code, unlike eager code, has not yet freed in attention's backward.
 
-        The order of operations is that of torch 2.11's inductor on an H200.
+        The order of operations is the one that inductor in torch 2.11 chooses on an H200.
         """
-        held = self.x  # the gradient of the block's output, because the compiled block is one autograd node
+        held = self.x  # the gradient of the output: the compiled block is one autograd node
         if self.run.adapters:
             return held
-        # The last kernel computes the weight gradients of both norms from attention's projected output and the FFN's
-        # input gradient. Blocks with GPT.may_add_later hold one tensor less, but no peak was measured for them.
+        # The last kernel, for both norms' weight gradients, reads attention's projected output and the FFN's input
+        # gradient. With GPT.may_add_later, a block holds one tensor less, but no peak was measured for this case.
         held += 2 * self.x_rounded + self.statistics
-        # attention's output, for the gradient of the output projection
+        # attention's output, which the gradient of the output projection needs
         held += self.x_rounded if self.run.mixed and not self.levers.mlp_chunk else 0
-        return held + (self.up_weight + self.down_weight) * self.run.weight_bytes  # gradients, returned at the end
+        return held + (self.up_weight + self.down_weight) * self.run.weight_bytes  # weight gradients
 
     def _chunk(self, tokens: int) -> int:
-        """Returns the bytes of one (chunk, ffn_dim) tensor, or of (tokens, ffn_dim) if that is smaller."""
+        """Returns the bytes of a (chunk, ffn_dim) tensor, or of (tokens, ffn_dim) if there are fewer tokens."""
         return min(self.levers.mlp_chunk or self.run.tokens, tokens) * self.model.ffn_dim * self.run.compute_bytes
 
     def _dequantized(self) -> int:
-        """Returns the bytes that torchao needs to dequantize the largest matrix of a block, mostly 64-bit indices."""
+        """Returns the bytes that torchao needs to dequantize a block's largest matrix, mainly for 64-bit indices."""
         if self.run.adapters is None or not self.run.adapters.quantized:
             return 0
         matrices = (self.qkv_weight, self.out_weight, self.up_weight, self.down_weight)
@@ -223,5 +226,5 @@ class Block:
 
 
 def keeps_up(plan: Plan) -> bool:
-    """Returns whether a tiled FFN keeps the output of its first matmul, which it does only with offload="all"."""
+    """Returns whether a tiled FFN saves the output of its first matmul, which requires offload="all"."""
     return plan.levers.offloads_all and plan.run.adapters is None and plan.model.activation != "geglu"

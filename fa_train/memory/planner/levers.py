@@ -1,8 +1,8 @@
-"""Finds the memory levers with which a run fits, and the longest sequence that fits.
+"""Finds memory levers, settings that reduce GPU memory, with which a run fits, and the longest sequence that fits.
 
 The search predicts the memory of every combination of levers. `memory=auto` chooses the fastest combination that fits.
-The extra time of a combination is estimated with a formula. tests/memory/planner/test_levers.py compares the estimates
-with steps measured on an H200.
+A formula estimates the extra time of each combination. tests/memory/planner/test_levers.py compares these estimates
+with step times measured on an H200.
 """
 
 from dataclasses import replace
@@ -14,14 +14,14 @@ from fa_train.memory.planner.block import keeps_up
 from fa_train.memory.planner.plan import OptimizerKind, Plan
 from fa_train.memory.planner.predict import Prediction, offloaded_per_layer, predict
 
-MLP_CHUNK = 16384  # tokens: large enough to fill a GPU
-LINK = 5e10  # bytes per second to and from the host, about that of an H200
-# FLOP/s of bf16 matrix products, from the step times in scripts/results/memory_llama_1b_32k_h200_202611.md
+MLP_CHUNK = 16384  # tokens, which is enough to fill a GPU
+LINK = 5e10  # bytes per second between GPU and host, about the rate of an H200
+# FLOP/s of bf16 matrix products, estimated from scripts/results/memory_llama_1b_32k_h200_202611.md
 FLOPS = 7e14
-# FLOP/s of attention's forward, from the same page and from memory_llama_1b_131k_h200_202611.md
+# FLOP/s of attention's forward, estimated from scripts/results/memory_llama_1b_*_h200_202611.md
 ATTENTION_FLOPS = 5.5e14
-# The cost of copies (a fraction of compute time) and the cost of a chunk (seconds) are too small to measure. They only
-# order combinations that are otherwise equally fast. Chunks are preferred to copies, which need pinned host memory.
+# Costs of copies (a fraction of compute time) and of a chunk (seconds), which are too small to measure. With these
+# costs, chunks are preferred to equally fast copies, because copies need pinned host memory.
 BESIDE_COPIES, LAUNCH = 0.002, 2e-5
 
 
@@ -34,22 +34,22 @@ COMBINATIONS = [
 
 
 def fits(prediction: Prediction, gpu_bytes: int, host_bytes: int) -> bool:
-    """Returns whether a prediction fits in gpu_bytes of GPU memory and host_bytes of host memory."""
+    """Returns whether the predicted memory fits in gpu_bytes on the GPU and host_bytes on the host."""
     return prediction.gpu_bytes <= gpu_bytes and prediction.host <= host_bytes
 
 
 def with_levers(plan: Plan, levers: Levers) -> Plan:
-    """Returns the plan with other levers."""
+    """Returns a copy of the plan with other levers."""
     return replace(plan, levers=levers)
 
 
 def resized(plan: Plan, **changes: Any) -> Plan:
-    """Returns the plan with other fields of RunSize."""
+    """Returns a copy of the plan with changed fields of RunSize."""
     return replace(plan, run=replace(plan.run, **changes))
 
 
 def longest_seq_len(plan: Plan, gpu_bytes: int, host_bytes: int) -> int:
-    """Returns the longest seq_len that fits with the run's number of rows, or 0 if not even one token fits."""
+    """Returns the longest seq_len that fits with the plan's number of rows, or 0 if a single token does not fit."""
 
     def holds(seq_len: int) -> bool:
         return fits(predict(resized(plan, seq_len=seq_len)), gpu_bytes, host_bytes)
@@ -73,7 +73,7 @@ def longest_of_all_levers(plan: Plan, gpu_bytes: int, host_bytes: int) -> int:
 def extra_seconds(plan: Plan) -> float:
     """Estimates the seconds that the levers add to a micro-batch of one document.
 
-    The time is spent on recomputing activations and on waiting for copies to and from the host.
+    This time is spent on recomputing activations, and on waiting for copies between GPU and host.
     """
     levers, tokens = plan.levers, plan.run.tokens
     qkv_weight, out_weight, up_weight, down_weight = plan.model.block_matrices
@@ -94,7 +94,7 @@ def extra_seconds(plan: Plan) -> float:
 
 
 def fastest_that_fits(plan: Plan, gpu_bytes: int, host_bytes: int) -> Levers | None:
-    """Returns the fastest levers that fit, which `memory=auto` uses, or None if none fit."""
+    """Returns the fastest levers that fit, or None if no levers fit. `memory=auto` uses the result."""
     fitting = [
         (extra_seconds(candidate), index)
         for index, candidate in enumerate(with_levers(plan, levers) for levers in COMBINATIONS)
@@ -104,10 +104,10 @@ def fastest_that_fits(plan: Plan, gpu_bytes: int, host_bytes: int) -> Levers | N
 
 
 def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
-    """Returns overrides of train.py that make a run fit, or "" if it already fits.
+    """Returns command-line overrides of train.py that make a run fit, or "" if the run already fits.
 
-    Tries fewer rows per micro-batch first, then levers, smaller optimizer states and a lower precision. If all these
-    changes are not enough, the overrides also set the longest seq_len that fits.
+    First tries fewer rows per micro-batch, then other levers, then smaller optimizer states and a lower precision. If
+    all these changes are not enough, the overrides also set seq_len to the longest sequence that fits.
     """
     rows = plan.run.rows
     for fewer in (n for n in range(rows, 0, -1) if rows % n == 0):
@@ -133,16 +133,16 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
 
 
 def _changes(plan: Plan) -> list[tuple[list[str], dict[str, Any]]]:
-    """Returns changes of optimizer and precision, the cheapest first: overrides of train.py, and fields of RunSize.
+    """Returns changes of the optimizer and the precision that save memory, the cheapest first.
 
-    The first entry changes nothing. strategy=fsdp does not support adamw_8bit and adamw_offload
-    (fa_train.preflight.require_shardable).
+    Each change is a list of overrides of train.py and a dict of RunSize's fields. The first change is empty.
+    strategy=fsdp supports neither adamw_8bit nor adamw_offload (fa_train.preflight.require_shardable).
     """
     run = plan.run
     changes: list[tuple[list[str], dict[str, Any]]] = [([], {})]
     if run.ranks > 1:
         if run.precision != "bf16-true":
-            # adapters stay fp32, so adamw_bf16 cannot train them
+            # adamw_bf16 cannot train adapters, which stay in fp32
             optimizer: OptimizerKind = "adamw" if run.adapters else "adamw_bf16"
             overrides = [] if optimizer == run.optimizer else [f"optimizer={optimizer}"]
             half: dict[str, Any] = {"optimizer": optimizer, "precision": "bf16-true"}

@@ -11,7 +11,7 @@ from fa_train.memory.planner.weights import block_sizes, outer_sizes, trained_si
 
 @dataclass(frozen=True)
 class Moment:
-    """The bytes held at one moment of a step, without weights and optimizer states."""
+    """The bytes that exist at one moment of a step, in addition to weights and optimizer states."""
 
     name: str
     gradients: int = 0
@@ -26,13 +26,13 @@ class Moment:
 
 
 def moments_of(plan: Plan) -> list[Moment]:
-    """Returns the moments of a step at which memory use can peak."""
+    """Returns the moments of a training step at which memory use can peak."""
     step = _Step(plan)
     return [*step.around_the_loss(), *step.last_moments(), *step.backward_of_blocks()]
 
 
 class _Step:
-    """The sizes in bytes that the moments of a step share."""
+    """The sizes in bytes that several moments of a step have in common."""
 
     def __init__(self, plan: Plan) -> None:
         model, levers, run = plan.model, plan.levers, plan.run
@@ -41,27 +41,27 @@ class _Step:
         self.fetches_early = self.recomputes or levers.offloads_all
         self.embeddings = 0 if run.adapters else model.vocab_size * model.dim * run.weight_bytes  # 0: no gradient
         self.gradients = sum(trained_sizes(plan)) * run.gradient_bytes // run.ranks
-        self.before = self.gradients if run.accumulates else 0  # gradients of the step's earlier micro-batches
-        # the gradient of the head's weight; if tied, it is kept until the embedding's gradient is added
+        self.before = self.gradients if run.accumulates else 0  # gradients from earlier micro-batches of the step
+        # the gradient of the head's weight; if the weight is tied, this gradient waits for that of the embedding
         self.of_head = self.embeddings if model.tied or not run.accumulates or run.ranks > 1 else 0
-        self.data = run.tokens * (3 * 8 + 4 * 4)  # tokens, labels and positions; the schedule's four range ends
+        self.data = run.tokens * (3 * 8 + 4 * 4)  # 3 of int64: tokens, labels, positions; 4 of int32: ranges
         self.data += run.tokens * model.heads.dim * 4 if model.positions == "rope" else 0  # cosines and sines
-        # GPU memory of the previous blocks' states, whose copies may still run
+        # the GPU memory of storages of previous blocks whose copies to the host may still run
         self.underway = min(IN_FLIGHT if levers.offloads_all else 1, model.n_layers - 1) * self.block.offloaded()
-        self.lagging = self.underway if levers.offloads_all else 0  # still held after the last block
+        self.lagging = self.underway if levers.offloads_all else 0  # still exists after the last block
 
     def around_the_loss(self) -> list[Moment]:
-        """Returns the points in time from the last block's forward to the last norm's backward.
+        """Returns the moments from the last block's forward to the last norm's backward.
 
-        At these moments, all blocks hold their saved tensors.
+        At these moments, the saved tensors of all blocks exist.
         """
         block, n_layers = self.block, self.model.n_layers
         rounded = block.rounded_weights()
-        cached = self.run.eager and self.run.adapters is None  # autocast does not cache its copies of frozen weights
+        cached = self.run.eager and self.run.adapters is None  # autocast does not cache copies of frozen weights
         kept = cached or not self.recomputes
         rounded_in_forward = n_layers * (rounded + block.rounded_down() * cached) if kept else 0
         activations = n_layers * block.saved() - (n_layers - 1) * block.offloaded()
-        last_norm = block.x + block.statistics + 2 * block.x  # the norm's input, and two more for output and gradients
+        last_norm = block.x + block.statistics + 2 * block.x  # three tensors: input, output, gradient
         forward, in_forward = max(block.forward().items(), key=_nbytes)
         return [
             Moment(
@@ -93,28 +93,29 @@ class _Step:
         ]
 
     def last_moments(self) -> list[Moment]:
-        """Returns the moments of the embedding's backward and of the optimizer's update.
+        """Returns two moments: the embedding's backward and the optimizer's update.
 
-        At these moments, all gradients exist, and all saved tensors have been freed.
+        At these moments, all gradients exist, and the saved tensors of all blocks have been freed.
         """
         model, run, embeddings = self.model, self.run, self.embeddings
-        # gradients that are averaged over ranks at the end, and their fp32 copies
+        # gradients outside the blocks, which are averaged over ranks only at the end, and their fp32 copies
         outer = sum(outer_sizes(model)) * (run.weight_bytes + 4) if run.ranks > 1 and run.adapters is None else 0
         return [
             Moment(
                 "the embedding's backward",
                 gradients=self.gradients - (0 if run.accumulates else embeddings // run.ranks),
                 outside=self.data,
-                # the gradient of a tied embedding is added to the head's gradient in place
+                # if the weight is tied, the embedding's gradient is added to the head's gradient in place
                 working=(self.block.x + 2 * embeddings if model.tied else self.block.x + embeddings) + outer,
             ),
             Moment("the optimizer", gradients=self.gradients, outside=self.data, working=optimizer_working(self.plan)),
         ]
 
     def backward_of_blocks(self) -> list[Moment]:
-        """Returns the moments of the backward of the last, the second and the first block.
+        """Returns three moments: the backward of the last, of the second and of the first block.
 
-        A block's backward frees its activations and allocates its gradients, unless they already exist.
+        The backward of a block frees the block's activations. It allocates the gradients of the block's weights, unless
+        these already exist.
         """
         block, n_layers, run = self.block, self.model.n_layers, self.run
         rounded = block.rounded_weights()
@@ -130,7 +131,7 @@ class _Step:
                 activations=left * block.saved() - (left - 1) * block.offloaded(),
                 outside=self.data,
                 loss=self.of_head,
-                # the states of the next block are fetched early
+                # the offloaded storages of the next block are fetched early
                 working=(block.offloaded() if self.fetches_early and left > 1 else 0) + in_backward - block.saved(),
             )
             for left, which in {n_layers: "last", 2: "second", 1: "first"}.items()
@@ -143,7 +144,7 @@ def _nbytes(item: tuple[str, int]) -> int:
 
 
 def loss_bytes(plan: Plan) -> int:
-    """Returns the peak bytes of linear_cross_entropy: a chunk's logits, and the gradient of the weight."""
+    """Returns the peak bytes of linear_cross_entropy, mainly a chunk's logits and the gradient of the weight."""
     model, run = plan.model, plan.run
     chunk = min(run.loss_chunk, run.tokens)
     logits, hidden = (chunk * n * run.compute_bytes for n in (model.vocab_size, model.dim))
@@ -155,7 +156,7 @@ def loss_bytes(plan: Plan) -> int:
         of_weight = product = result = 0
     if run.compute_bytes != 4:  # accumulated without a temporary
         product = 0
-    if run.weight_bytes == 4:  # the fp32 sum is the result
+    if run.weight_bytes == 4:  # the fp32 sum needs no conversion
         result = 0
     in_loop = rounded_hidden + logits + max(hidden, product)
     return of_weight + rounded_weight + max(in_loop, result) + run.tokens * 4

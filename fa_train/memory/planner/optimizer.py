@@ -1,20 +1,20 @@
-"""Predicts the memory of the optimizer."""
+"""Predicts the memory that the optimizer needs."""
 
 from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.weights import trained_sizes
 
-OFFLOADED_FROM = QUANTIZED_FROM = 4096  # elements; torchao does not change smaller tensors
-QUANTIZATION_BLOCK = 256  # elements that share a scale
+OFFLOADED_FROM = QUANTIZED_FROM = 4096  # torchao does not offload or quantize tensors with fewer elements
+QUANTIZATION_BLOCK = 256  # the number of elements per scale
 
 
 def optimizer_bytes(plan: Plan) -> tuple[int, int]:
-    """Returns the bytes of the optimizer's states on the GPU, and its bytes on the host, including pinned copies."""
+    """Returns the bytes of the optimizer's states on the GPU, and its bytes on the host, including pinned buffers."""
     sizes, w = trained_sizes(plan), plan.run.gradient_bytes
     if plan.run.optimizer == "adamw_offload":
         moved = [n for n in sizes if n >= OFFLOADED_FROM]
         pinned = sum(
             2 * _power_of_two(n * w) for n in moved
-        )  # weight and gradient; torch rounds pinned memory up to powers of two
+        )  # pinned copies of weight and gradient; torch rounds their sizes up to powers of two
         return 2 * w * (sum(sizes) - sum(moved)), pinned + 2 * w * sum(moved)
     if plan.run.optimizer == "adamw_8bit":
         quantized = sum(n for n in sizes if n >= QUANTIZED_FROM and n % QUANTIZATION_BLOCK == 0)
@@ -24,7 +24,7 @@ def optimizer_bytes(plan: Plan) -> tuple[int, int]:
 
 
 def optimizer_working(plan: Plan) -> int:
-    """Returns the temporary bytes of an optimizer step. 8-bit AdamW makes two fp32 copies of each parameter in turn."""
+    """Returns the temporary bytes of an optimizer step. 8-bit AdamW copies one parameter at a time to fp32, twice."""
     return 8 * max(trained_sizes(plan)) if plan.run.optimizer == "adamw_8bit" else 0
 
 

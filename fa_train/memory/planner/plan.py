@@ -1,4 +1,4 @@
-"""The inputs of the memory planner: the model, the levers, and the size of the run."""
+"""The inputs of the memory planner: the model, the memory levers (settings that reduce memory), and the run's size."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -14,7 +14,7 @@ OptimizerKind = Literal["adamw", "adamw_8bit", "adamw_bf16", "adamw_offload"]
 
 
 def require_precision(precision: str) -> None:
-    """Raises: ValueError if precision is not one of `Precision`."""
+    """Raises: ValueError if `precision` is not one of the values of `Precision`."""
     known = get_args(Precision)
     if precision not in known:
         raise ValueError(f"trainer.precision must be one of {', '.join(known)}; got {precision}")
@@ -25,9 +25,10 @@ class Adapters:
     """The sizes of a model's LoRA adapters (fa_train.models.lora).
 
     sizes: the number of elements of each matrix A and B, all fp32.
-    attention_rank, ffn_rank: the number of elements per token between A and B, summed over a block's adapters.
-    attention_joined, ffn_joined: the number of elements of a block's A and B after parts of one matrix are joined.
-    quantized: whether the blocks' matrices have 4 bits per element.
+    attention_rank, ffn_rank: the sum of the ranks of a block's adapters, in attention and in the FFN.
+    attention_joined, ffn_joined: the number of elements of a block's A and B in attention and in the FFN, after
+    adapters of the parts of a joined matrix are combined.
+    quantized: whether the matrices of the blocks are quantized to 4 bits.
     """
 
     sizes: tuple[int, ...]
@@ -40,12 +41,13 @@ class Adapters:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSize:
-    """The properties of a run, apart from its model, that determine its memory.
+    """The properties of a run that determine its memory, except for the model and the memory levers.
 
     Units: seq_len and loss_chunk in tokens; rows is data.micro_batch_size.
-    accumulates: whether a step has several micro-batches, so that gradients exist while the next one runs.
-    adapters: None if all weights are trained. ranks: the number of GPUs over which weights, gradients and optimizer
-    states are sharded (fa_train.parallel.fsdp); 1 without sharding.
+    accumulates: whether a step has several micro-batches, so that gradients exist in all micro-batches after the first.
+    adapters: the sizes of LoRA adapters, or None if all weights are trained.
+    ranks: the number of GPUs over which weights, gradients and optimizer states are sharded (fa_train.parallel.fsdp),
+    or 1 without sharding.
     arch: the GPU's architecture, which determines the attention kernels.
     """
 
@@ -65,27 +67,27 @@ class RunSize:
 
     @property
     def tokens(self) -> int:
-        """The tokens of one micro-batch."""
+        """The number of tokens of one micro-batch."""
         return self.seq_len * self.rows
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of one element of a parameter, of its gradient and of the hidden states between blocks."""
+        """The number of bytes per element of parameters, of their gradients and of the hidden states between blocks."""
         return 2 if self.precision == "bf16-true" else 4
 
     @property
     def gradient_bytes(self) -> int:
-        """The bytes of one element of a trained parameter and of its gradient."""
+        """The number of bytes per element of trained parameters and of their gradients."""
         return self.weight_bytes if self.adapters is None else 4
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of a matrix product's operands."""
+        """The dtype of the operands of matrix products."""
         return torch.float32 if self.precision == "32-true" else torch.bfloat16
 
     @property
     def compute_bytes(self) -> int:
-        """The bytes of one element of compute_dtype."""
+        """The number of bytes per element of compute_dtype."""
         return self.compute_dtype.itemsize
 
     @property
@@ -94,13 +96,13 @@ class RunSize:
 
     @property
     def mixed(self) -> bool:
-        """Whether matrix products need rounded copies of the weights."""
+        """Whether matrix products use rounded copies of the weights."""
         return self.weight_bytes != self.compute_bytes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All inputs of the planner for one run."""
+    """All inputs of the memory planner for one run."""
 
     model: ModelConfig
     levers: Levers

@@ -1,11 +1,11 @@
 """Predicts the peak memory of a training step without allocating anything.
 
-The formulas count every tensor that the model's code saves or allocates. The peak is the largest of a few moments: the
-forward of the last block, the loss, the backward of a block, the end of the backward and the optimizer's update.
-tests/memory/planner/test_planner.py compares the prediction with the model on fake tensors, and with peaks measured on
-GPUs.
+The formulas count every tensor that the model's code saves or allocates. The peak is at one of a few moments: the
+forward of the last block, the loss, the backward of a block, the end of the backward pass, or the optimizer's update.
+tests/memory/planner/test_planner.py compares the prediction with the model on fake tensors, and with peaks that were
+measured on GPUs.
 
-The prediction assumes flash attention; the other attentions need at least as much memory.
+The prediction assumes attention=flash. Other kinds of attention need at least as much memory.
 """
 
 from dataclasses import dataclass
@@ -17,20 +17,20 @@ from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.weights import weights_bytes
 
 GIB = 2**30
-LIBRARIES = 96 * 2**20  # cuBLAS's workspaces in torch's allocator, measured on an H200
-CONTEXT = 600 * 2**20  # CUDA's context and the kernels' code, outside torch's allocator
-FRAGMENTATION = 0.03  # reserved memory that the allocator cannot use, as a fraction of allocated memory
+LIBRARIES = 96 * 2**20  # the workspaces of cuBLAS in torch's allocator, measured on an H200
+CONTEXT = 600 * 2**20  # the CUDA context and the code of kernels, which are not in torch's allocator
+FRAGMENTATION = 0.03  # memory that the allocator reserves but cannot use, as a fraction of allocated memory
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The bytes that one GPU and its process hold at the peak of a step.
+    """The bytes that one process uses on its GPU and on the host when memory use peaks in a step.
 
-    moment: the name of the moment with the peak. rounded_weights: autocast's copies of weights. activations: tensors
-    that blocks save for the backward. outside: the data and the last norm. loss: logits and gradients of the head.
-    working: temporaries of the moment. libraries: cuBLAS's workspaces. overhead: the CUDA context, the kernels' code,
-    and memory that the caching allocator cannot use. host: pinned host memory.
-    allocated predicts torch.cuda.max_memory_allocated.
+    moment: the name of the moment at which memory use peaks. rounded_weights: autocast's copies of weights.
+    activations: tensors that blocks save for the backward pass. outside: the data and the last norm.
+    loss: logits and gradients of the head. working: temporary tensors at this moment. libraries: cuBLAS's workspaces.
+    overhead: the CUDA context, the code of kernels, and memory that the caching allocator cannot use.
+    host: pinned host memory. allocated: predicts torch.cuda.max_memory_allocated.
     """
 
     plan: Plan
@@ -71,7 +71,7 @@ COMPONENTS = (
 
 
 def predict(plan: Plan) -> Prediction:
-    """Predicts the peak of a training step after the first one, by component."""
+    """Predicts the peak memory of the second or a later training step, by component."""
     largest = max(moments_of(plan), key=Moment.total)
     weights = weights_bytes(plan)
     optimizer, host = optimizer_bytes(plan)
@@ -93,9 +93,9 @@ def predict(plan: Plan) -> Prediction:
 
 
 def kept_per_layer(plan: Plan) -> int:
-    """Returns the bytes that the GPU keeps between forward and backward for each block except the last.
+    """Returns the bytes that stay on the GPU between forward and backward for each block except the last.
 
-    Copies of weights are included.
+    This includes copies of the block's weights.
     """
     block = Block(plan)
     rounded = block.rounded_weights() if plan.levers.checkpointing == "none" else 0
@@ -103,5 +103,5 @@ def kept_per_layer(plan: Plan) -> int:
 
 
 def offloaded_per_layer(plan: Plan) -> int:
-    """Returns the bytes that are offloaded to the host for each block except the last."""
+    """Returns how many bytes of each block, except the last, are offloaded to the host."""
     return Block(plan).offloaded()

@@ -1,4 +1,4 @@
-"""Plans the memory of a run before it starts: checks that it fits, chooses the levers of memory=auto, and reports."""
+"""Plans the memory of a run before it starts: checks that the run fits, chooses memory levers, and reports the plan."""
 
 import os
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from fa_train.models.lora import adapters_of
 from fa_train.optim import adamw
 from fa_train.parallel.decisions import decided_by_rank_zero
 
-CERTAIN = 1.1  # a run that needs more than this multiple of the device's memory is refused
+CERTAIN = 1.1  # a run is refused if it needs more than CERTAIN times the device's memory
 OPTIMIZERS: dict[object, OptimizerKind] = {
     adamw.adamw: "adamw",
     adamw.adamw_8bit: "adamw_8bit",
@@ -39,7 +39,7 @@ OPTIMIZERS: dict[object, OptimizerKind] = {
 
 
 class DoesNotFitError(ValueError):
-    """The planner predicts that a step runs out of GPU memory."""
+    """Raised if the planner predicts that a step runs out of GPU memory."""
 
 
 def plan_of(
@@ -53,9 +53,9 @@ def plan_of(
     compiled: bool,
     ranks: int = 1,
 ) -> Plan:
-    """Returns the plan of a run with this model, which may be on the meta device.
+    """Returns the plan of a run. The model may be on the meta device.
 
-    The other parameters are those of RunSize. An unknown optimizer is planned as AdamW.
+    All parameters except model and optimizer are fields of RunSize. An unknown optimizer is planned as AdamW.
     Raises: ValueError if the precision is unknown.
     """
     run = RunSize(
@@ -74,7 +74,7 @@ def plan_of(
 
 
 def planned_arch() -> Arch:
-    """Returns the architecture of this machine's GPU. Without a GPU, returns that of an H200."""
+    """Returns the architecture of this machine's GPU, or the architecture of an H200 if there is no GPU."""
     return arch_of(torch.device("cuda")) if torch.cuda.is_available() else "sm90"
 
 
@@ -88,13 +88,13 @@ def plan_memory(
     in_sweep: bool,
     say: Callable[[str], object],
 ) -> Levers:
-    """Returns the memory levers of the run. With memory=auto, this function chooses them.
+    """Returns the run's memory levers, the settings that reduce memory. With memory=auto, chooses the fastest that fit.
 
-    say: called with a summary of the prediction if the run is on a GPU.
-
-    processes: the number of processes that share this machine's memory. attention: the chosen option of conf/attention.
+    processes: the number of processes that share this machine's memory.
+    attention: the name of the chosen option of conf/attention.
+    say: if the run is on a GPU, called with a summary of the prediction.
     Raises: ValueError if the run cannot fit. In a sweep, a run that exceeds the GPU's memory is not refused, because
-    running out of memory is a result.
+    running out of memory is a result of the sweep.
     """
     if auto:
         chosen = decided_by_rank_zero("memory", lambda: asdict(fastest_levers(plan, device, processes)))
@@ -112,17 +112,17 @@ def plan_memory(
 
 
 def device_bytes(device: torch.device) -> int:
-    """Returns the total memory of a GPU, or of the machine if the device is the CPU."""
+    """Returns the total memory of a GPU, or of the machine if the device is the CPU, in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def fastest_levers(plan: Plan, device: torch.device, processes: int) -> Levers:
-    """Returns the levers that memory=auto chooses on this device. On the CPU it chooses none.
+    """Returns the memory levers that memory=auto chooses on this device. On the CPU, all levers are off.
 
     processes: the number of processes that share this machine's memory.
-    Raises: ValueError if no combination fits.
+    Raises: ValueError if the run fits with no combination of levers.
     """
     if device.type != "cuda":
         return Levers("none", False, None)
@@ -137,10 +137,11 @@ def fastest_levers(plan: Plan, device: torch.device, processes: int) -> Levers:
 
 
 def require_memory(plan: Plan, device: torch.device, processes: int) -> Prediction:
-    """Checks that a run fits, and returns the prediction. On the CPU, only weights, gradients and states are checked.
+    """Checks that a run fits, and returns the prediction. On the CPU, activations are not included in this check.
 
     processes: the number of processes that share this machine's memory.
-    Raises: ValueError if the run does not fit; DoesNotFitError if a step needs over CERTAIN times the GPU's memory.
+    Raises: ValueError if the run does not fit. DoesNotFitError if a step needs more than CERTAIN times the GPU's
+    memory.
     """
     prediction, available = predict(plan), device_bytes(device)
     trained = sum(trained_sizes(plan)) * plan.run.gradient_bytes // plan.run.ranks
@@ -169,10 +170,10 @@ def require_memory(plan: Plan, device: torch.device, processes: int) -> Predicti
 
 
 def summary(prediction: Prediction, device: torch.device, processes: int, attention: str, auto: bool = False) -> str:
-    """Returns the three lines that a run on a GPU prints before it starts.
+    """Returns three lines of text that a run on a GPU prints before it starts.
 
-    The prediction is for attention=flash; other attentions need more memory.
-    auto: report the longest seq_len with any levers, not with the run's levers.
+    The prediction assumes attention=flash. Other kinds of attention need more memory.
+    auto: whether to report the longest seq_len with any levers, instead of that with the run's levers.
     """
     gpu, host = device_bytes(device), available_host_bytes() // processes
     parts = {name.replace("_", " "): getattr(prediction, name) / GIB for name in COMPONENTS}

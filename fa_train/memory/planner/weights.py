@@ -5,11 +5,11 @@ from fa_train.models.config import ModelConfig
 
 NF4_BYTES = (
     0.5 + 1 / 64 + 4 / (64 * 256)
-)  # bytes per element: its code, and its share of a scale and of a second-level scale
+)  # bytes per element for the 4-bit code, the 8-bit scales and the fp32 second-level scales
 
 
 def block_sizes(model: ModelConfig) -> list[int]:
-    """Returns the number of elements of each parameter of one block, first its matrices and then its vectors."""
+    """Returns the number of elements of each parameter of one block: first the matrices, then the vectors."""
     vectors = [model.dim] * 2 * _vectors_of_norm(model)
     vectors += [model.query_dim + 2 * model.kv_dim] if model.qkv_bias else []
     vectors += [model.dim] if model.out_bias else []
@@ -19,7 +19,7 @@ def block_sizes(model: ModelConfig) -> list[int]:
 
 
 def parameter_sizes(model: ModelConfig) -> list[int]:
-    """Returns the number of elements of each parameter."""
+    """Returns the number of elements of each parameter of the model."""
     return outer_sizes(model) + block_sizes(model) * model.n_layers
 
 
@@ -31,7 +31,7 @@ def outer_sizes(model: ModelConfig) -> list[int]:
 
 
 def _vectors_of_norm(model: ModelConfig) -> int:
-    """Returns the number of parameters of a norm: its weight, and a bias for LayerNorm."""
+    """Returns the number of parameters of a norm: a weight, and in a LayerNorm also a bias."""
     return 2 if model.bias and model.norm == "layernorm" else 1
 
 
@@ -41,7 +41,7 @@ def trained_sizes(plan: Plan) -> list[int]:
 
 
 def weights_bytes(plan: Plan) -> int:
-    """Returns the bytes of all parameters. With sharding: the bytes of this rank's shard and of gathered weights."""
+    """Returns the bytes of all parameters, or if they are sharded, of this rank's shard and of gathered weights."""
     model, run = plan.model, plan.run
     own = sum(parameter_sizes(model)) * run.weight_bytes
     if run.adapters is None:
@@ -53,10 +53,10 @@ def weights_bytes(plan: Plan) -> int:
 
 
 def gathered_bytes(plan: Plan) -> int:
-    """Returns the peak bytes of weights and gradients that FSDP2 gathers on a rank. The formula is unverified.
+    """Returns the peak bytes of the weights and gradients that FSDP2 gathers on a rank. The formula is not verified.
 
-    It counts all weights outside the blocks, the weights of two blocks, and the gradients of one block with an fp32
-    copy.
+    The formula counts all weights outside the blocks, the weights of two blocks, and the gradients of one block with an
+    fp32 copy.
     """
     run = plan.run
     if run.ranks == 1:
