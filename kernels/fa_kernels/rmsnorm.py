@@ -1,8 +1,8 @@
 """RMSNorm (arXiv:1910.07467) fused with the residual addition before it.
 
 The forward kernel adds the output of a layer to the residual stream and normalises the sum. The backward kernel
-computes the gradients of the stream, of the added tensor and of the weight. The first two have the same values, each
-in its own dtype.
+computes the gradients of the stream, of the added tensor and of the weight. The stream and the added tensor have the
+same gradient, but possibly in different dtypes.
 """
 
 from typing import Any
@@ -45,7 +45,8 @@ def _add_norm_backward_kernel(
 ):  # fmt: skip
     """Each program processes rows in a grid-stride loop and writes a partial weight gradient.
 
-    added_ptr is None if x_ptr is already the sum. d_added_ptr is None if x and added have the same gradient and dtype.
+    If x_ptr already holds the sum, added_ptr is None. If x and added have the same dtype, d_added_ptr is None, because
+    their gradients are the same.
     """
     cols = tl.arange(0, BLOCK)
     inside = cols < DIM
@@ -72,7 +73,7 @@ def _add_norm_backward_kernel(
 
 @triton.jit
 def _row(ptr, row, cols, inside, DIM: tl.constexpr):
-    """Loads a row, [BLOCK] fp32."""
+    """Loads one row as [BLOCK] in fp32."""
     return tl.load(ptr + row * DIM + cols, mask=inside, other=0.0).to(tl.float32)
 
 
@@ -83,8 +84,8 @@ def add_rms_norm(
 
     The norm is computed in fp32. Both results can be differentiated once.
     Shapes: x and added (rows, dim), weight (dim,) -> two tensors (rows, dim).
-    keep_sum: whether to save the sum for the backward pass. Otherwise x and added are saved.
-    Raises: ValueError on shapes that do not fit.
+    keep_sum: whether to save the sum for the backward pass. If False, x and added are saved.
+    Raises: ValueError if the shapes do not fit together.
     """
     if x.dim() != 2 or added.shape != x.shape or weight.shape != x.shape[1:]:
         raise ValueError(
@@ -114,7 +115,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
 @torch.library.custom_op("rmsnorm::add_forward", mutates_args=())
 def forward(x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the sum, the normalised sum, and the reciprocal of each row's root mean square, (rows,) fp32."""
+    """Returns the sum x + added, its RMSNorm times weight, and 1 / (root mean square) of each row, (rows,) fp32."""
     run = _forward_by_kernel if x.is_cuda else _forward_plainly
     return run(x, added, weight, eps, dtype)
 
@@ -131,9 +132,9 @@ def _forward_fake(
 def backward(
     d_sum: Tensor, dy: Tensor, x: Tensor, added: Tensor | None, weight: Tensor, rstd: Tensor, added_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of x, added and weight. If added is None, x is the sum.
+    """Returns the gradients of x, added and weight. If added is None, x holds the sum.
 
-    The gradient of `added` is empty if its dtype is that of x, because both gradients are then the same.
+    If x and added have the same dtype, their gradients are the same, and the gradient of `added` is returned empty.
     """
     run = _backward_by_kernel if x.is_cuda else _backward_plainly
     return run(d_sum, dy, x, added, weight, rstd, added_dtype)
@@ -187,7 +188,10 @@ def _forward_plainly(
 def _backward_plainly(
     d_sum: Tensor, dy: Tensor, x: Tensor, added: Tensor | None, weight: Tensor, rstd: Tensor, added_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `backward` with torch, for the CPU. It gives autograd's bits, because it has its order of operations."""
+    """Computes `backward` with torch, for the CPU.
+
+    Results have autograd's bits, because the order of operations is the same.
+    """
     total = x.float() if added is None else (x.float() + added.float()).to(x.dtype).float()
     rstd, dy = rstd[:, None], dy.float()
     normed, d_normed = total * rstd, dy * weight.float()

@@ -1,9 +1,9 @@
 """Rotary position embedding (RoFormer, arXiv:2104.09864) of packed heads.
 
-One kernel reads each element once, rotates it in fp32, rounds it and writes it once. Channel i is paired with channel
-i + head_dim / 2, as in Hugging Face's Llama. Queries, keys and values are side by side in one tensor, so that autograd
-saves one buffer for all three. Heads after the first `n_rotated` are only copied. The backward pass joins the three
-gradients into one tensor.
+One kernel reads each element once, rotates it in fp32, rounds it and writes it once. Channel i is paired with channel i
++ head_dim / 2, as in Hugging Face's Llama. Queries, keys and values are side by side in one tensor, so that autograd
+saves one buffer for all three. The kernel only copies the heads after the first `n_rotated` heads. The backward pass
+joins the gradients of q, k and v into one tensor.
 """
 
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ def _rotate_kernel(
 ):  # fmt: skip
     """One program rotates BLOCK_M tokens of one head of q, k or v.
 
-    y is contiguous and holds the heads of q, then those of k, then those of v. Programs with the same tokens have
-    consecutive ids, so that their angles stay in the cache.
+    y is contiguous and holds the heads of q, then the heads of k, then the heads of v. Programs for the same tokens
+    have consecutive ids, so that cos and sin of these tokens stay in the cache.
     """
     rows = tl.program_id(0) // n_heads * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
     head = tl.program_id(0) % n_heads
     cols = tl.arange(0, BLOCK_D)
     mask = (rows < total)[:, None] & (cols < HALF)[None, :]
-    # int64: 1M tokens x 32 heads x 128 elements exceed 2**31
+    # offsets are int64, because 1M tokens x 32 heads x 128 elements exceed 2**31
     rows_64 = rows.to(tl.int64)[:, None]
     v_head = q_heads + k_heads
     x_ptr = _select(head, q_heads, v_head, q_ptr, k_ptr, v_ptr)
@@ -60,21 +60,21 @@ def _rotate_kernel(
 
 @triton.jit
 def _select(head, k_head, v_head, q, k, v):
-    """Returns one of the values q, k and v: the one of the tensor that `head` belongs to.
+    """Returns q if `head` is a head of q, k if it is a head of k, and v if it is a head of v.
 
-    k_head and v_head are the first heads of k and v.
+    k_head and v_head are the indices of the first heads of k and v.
     """
     return tl.where(head < k_head, q, tl.where(head < v_head, k, v))
 
 
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, n_rotated: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Rotates the first n_rotated heads of x by each token's angles, and copies the others.
+    """Rotates the first n_rotated heads of x by each token's angles, and copies the other heads.
 
-    The result is a contiguous tensor of x's shape in `dtype`; the default is x's dtype. It is differentiable in x, to
-    any order.
+    Returns a contiguous tensor of x's shape in `dtype`, by default x's dtype. The result is differentiable in x, to any
+    order.
     Shapes: x (total, n_heads, head_dim), with a last dimension of stride 1; cos and sin (total, head_dim / 2), fp32,
     contiguous.
-    Raises: ValueError on shapes that do not fit.
+    Raises: ValueError if the shapes do not fit together.
     """
     _require_angles(x, cos, sin)
     if not 0 <= n_rotated <= x.shape[1]:
@@ -88,9 +88,9 @@ def rotate_qkv(qkv: Tensor, heads: Sequence[int], cos: Tensor, sin: Tensor) -> t
 
     The results are differentiable in qkv, to any order. `heads` is (n_heads, n_kv_heads, n_kv_heads), the numbers of
     heads of q, k and v.
-    Shapes: qkv (total, n_heads + 2 n_kv_heads, head_dim), with a last dimension of stride 1; cos and sin
-    (total, head_dim / 2), fp32, contiguous -> q (total, n_heads, head_dim); k and v (total, n_kv_heads, head_dim).
-    Raises: ValueError on shapes that do not fit.
+    Shapes: qkv (total, n_heads + 2 n_kv_heads, head_dim), with a last dimension of stride 1; cos and sin (total,
+    head_dim / 2), fp32, contiguous -> q (total, n_heads, head_dim); k and v (total, n_kv_heads, head_dim).
+    Raises: ValueError if the shapes do not fit together.
     """
     _require_angles(qkv, cos, sin)
     if len(heads) != 3 or sum(heads) != qkv.shape[1]:
@@ -114,9 +114,9 @@ def _require_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 def _rotate(
     parts: Sequence[Tensor], cos: Tensor, sin: Tensor, n_rotated: int, dtype: torch.dtype, inverse: bool
 ) -> Tensor:
-    """Rotates the first n_rotated heads of the tensors in `parts`, joined along heads. There are one or three tensors.
+    """Joins the one or three tensors in `parts` along heads, and rotates the first n_rotated heads.
 
-    `inverse` negates the angles. That computes the gradient.
+    `inverse` negates the angles, which computes the gradient of a rotation.
     """
     if not parts[0].is_cuda:
         return _rotate_plainly(parts, cos, sin, n_rotated, dtype, inverse)
@@ -133,7 +133,7 @@ def _rotate(
 
 
 def _arguments(parts: Sequence[Tensor], cos: Tensor, sin: Tensor, n_rotated: int, y: Tensor) -> list[Any]:
-    """Returns the kernel's arguments. A single tensor is passed as q, k and v; the kernel then only reads q."""
+    """Returns the kernel's arguments. A single tensor is passed as q, k and v, but the kernel then only reads q."""
     dense = [x if x.stride(2) == 1 else x.contiguous() for x in parts]
     q, k, v = dense if len(dense) == 3 else dense * 3
     strides = [stride for x in (q, k, v) for stride in x.stride()[:2]]
@@ -175,9 +175,10 @@ _rotate.register_autograd(_backward, setup_context=_save)
 
 
 class _RotateQKV(torch.autograd.Function):
-    """Rotates qkv and splits it. The backward kernel reads the three gradients in place.
+    """Rotates qkv and splits it into q, k and v. The backward kernel reads the three gradients in place.
 
-    Autograd of the two separate operations would first join the gradients in an additional pass over memory.
+    If rotation and split were separate operations, autograd would first join the gradients in an additional pass over
+    memory.
     """
 
     @staticmethod

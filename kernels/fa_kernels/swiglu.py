@@ -1,8 +1,8 @@
 """SwiGLU (arXiv:2002.05202): silu(gate) * value, for an input (rows, 2 ffn_dim) that holds the gate, then the value.
 
-The forward and the backward pass are one kernel each. The backward pass overwrites the gradient of the activations
-with the activations. A caller that saved only the input needs the activations for the gradient of the next weight. The
-gradient of the input overwrites the input, or goes to a new tensor.
+The forward and the backward pass are one kernel each. The backward kernel also computes the activations (the output of
+SwiGLU) again, and overwrites their gradient with them. The caller needs the activations for the gradient of the next
+weight, and therefore need not save them. The gradient of the input overwrites the input, or goes to a new tensor.
 """
 
 import torch
@@ -50,12 +50,12 @@ def _place(FFN_DIM: tl.constexpr, BLOCK: tl.constexpr):
     blocks: tl.constexpr = (FFN_DIM + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     cols = program % blocks * BLOCK + tl.arange(0, BLOCK)
-    # int64: 131k tokens x 2 x 8192 elements reach 2**31
+    # rows are int64, because offsets reach 2**31: 131k tokens x 2 x 8192 elements
     return (program // blocks).to(tl.int64), cols, cols < FFN_DIM
 
 
 def swiglu(projected: Tensor) -> Tensor:
-    """Returns silu(gate) * value. It is not differentiable.
+    """Returns silu(gate) * value, without support for autograd.
 
     Shapes: projected (rows, 2 ffn_dim), contiguous -> (rows, ffn_dim).
     """
@@ -72,7 +72,8 @@ def swiglu_backward(projected: Tensor, d_activated: Tensor) -> None:
     """Overwrites `projected` with its gradient, and `d_activated` with the activations.
 
     Shapes: projected (rows, 2 ffn_dim), d_activated (rows, ffn_dim), both contiguous.
-    This is an operator so that a simulation of memory on the CPU does not count the temporaries of `_backward_plainly`.
+    swiglu_backward is a torch operator, so that a simulation of memory on the CPU does not count the temporaries of
+    `_backward_plainly`.
     """
     _backward(projected, d_activated, d_projected=projected)
 
@@ -82,7 +83,7 @@ def swiglu_gradient(projected: Tensor, d_activated: Tensor) -> Tensor:
     """Returns the gradient of `projected`, and overwrites `d_activated` with the activations.
 
     Shapes: projected and its gradient (rows, 2 ffn_dim), d_activated (rows, ffn_dim), all contiguous.
-    This is an operator so that torch.compile copies d_activated only if later code reads d_activated.
+    swiglu_gradient is a torch operator, so that torch.compile copies d_activated only if later code reads d_activated.
     """
     d_projected = torch.empty_like(projected)
     _backward(projected, d_activated, d_projected)
@@ -111,7 +112,7 @@ def _forward_plainly(projected: Tensor) -> Tensor:
 
 
 def _backward_plainly(projected: Tensor, d_activated: Tensor, d_projected: Tensor) -> None:
-    """Computes `_backward` with torch, for the CPU, by autograd's formulas."""
+    """Computes `_backward` with torch, for the CPU, with autograd's formulas."""
     gate, value = projected.chunk(2, dim=1)
     d_gate, d_value = d_projected.chunk(2, dim=1)
     silu = F.silu(gate)

@@ -29,8 +29,8 @@ _raw_stream = _find("_C._cuda_getCurrentRawStream")
 _unwrap_if_dead = _find("_C._functorch.unwrap_if_dead")
 _KNOWS_WATCHERS = None not in (_dispatch_modes, _has_function_mode, _transform_level, _tracing_state, _profiles)
 
-# empty_strided_cuda(shape, strides, dtype) allocates on the current CUDA device. It needs half the host time of
-# torch.empty_strided. It is None if torch lacks it.
+# empty_strided_cuda(shape, strides, dtype) allocates on the current CUDA device, in half the host time of
+# torch.empty_strided. It is None if torch lacks this function.
 empty_strided_cuda: Callable[..., Tensor] | None = _find("_C._dynamo.guards._empty_strided_cuda")
 
 
@@ -50,7 +50,7 @@ def may_be_watched() -> bool:
 def may_be_traced() -> bool:
     """Returns whether a TorchDispatchMode, a functorch transform or a trace is active.
 
-    Tensors may then have no data. Returns True if this version of torch cannot tell.
+    If one is active, tensors may have no data. Returns True if this version of torch cannot tell.
     """
     return not _KNOWS_WATCHERS or bool(
         _dispatch_modes() or _transform_level() is not None or _tracing_state() is not None
@@ -63,7 +63,7 @@ def may_have_tangents() -> bool:
 
 
 def current_stream_address(device: int) -> int:
-    """Returns the address of a CUDA device's current stream."""
+    """Returns the address (the handle) of the current stream of a CUDA device."""
     if _raw_stream is None:
         return torch.cuda.current_stream(device).cuda_stream
     address: int = _raw_stream(device)
@@ -71,10 +71,10 @@ def current_stream_address(device: int) -> int:
 
 
 def apply_without_transforms(function: type[Function]) -> Callable[..., Any]:
-    """Returns `function.apply` without its functorch layer, which costs 2.5 of 8 us of host time.
+    """Returns `function.apply` without its functorch layer, which takes 2.5 us of 8 us of host time.
 
-    The layer is not needed while no functorch transform is active. Call `without_dead_wrapper` on each tensor argument
-    first.
+    The functorch layer is not needed while no functorch transform is active. Call `without_dead_wrapper` on each tensor
+    argument first.
     """
     direct = getattr(super(Function, function), "apply", None)
     return function.apply if direct is None or _unwrap_if_dead is None else direct
@@ -93,7 +93,7 @@ try:
 except ImportError:
 
     class TorchDispatchMode:  # type: ignore[no-redef]
-        """Replaces torch's class if torch lacks it. Entering this mode raises ImportError."""
+        """Replaces torch's TorchDispatchMode if torch lacks it. Entering this mode raises ImportError."""
 
         def __enter__(self) -> Any:
             raise ImportError(f"TorchDispatchMode is missing from torch {torch.__version__}; install torch 2.13")

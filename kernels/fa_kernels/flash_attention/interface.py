@@ -1,6 +1,6 @@
-"""The public attention functions. Names and meanings are those of flash-attn 2.8.
+"""The public attention functions, with the names and meanings of flash-attn 2.8.
 
-The functions here check their arguments and build the schedule. ops.py computes.
+The functions check their arguments and build the schedule (schedule.py). ops.py computes the attention.
 """
 
 import os
@@ -26,7 +26,7 @@ from fa_kernels.flash_attention.schedule import (
 )
 
 OUT_DTYPES = (*DTYPES, torch.float64)
-UNBOUNDED = 2**30  # tokens: wider windows count as unbounded; a token index plus a window must fit in int32
+UNBOUNDED = 2**30  # tokens: wider windows count as unbounded, so that a token index plus a window fits in int32
 
 Outputs = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -51,11 +51,11 @@ def flash_attn_func(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
 ) -> Outputs:
-    """Computes attention over a batch of sequences of one length.
+    """Computes attention over a batch of sequences that all have the same length.
 
-    The last query is aligned with the last key. A query that sees no key has output 0; its lse is the sink of the
-    head, or -inf without sinks. The function is differentiable in q, k, v and sinks, through o and lse.
-    q, k and v may be float8_e4m3fn on GPUs of compute capability 8.9 and newer, without gradients.
+    The last query is aligned with the last key. A query that sees no key has output 0, and its lse is the sink of its
+    head, or -inf without sinks. The function is differentiable in q, k, v and sinks, through o and lse. q, k and v may
+    be float8_e4m3fn on GPUs of compute capability 8.9 and newer, without gradients.
 
     Args:
         q: (batch, seqlen_q, n_heads, head_dim).
@@ -63,14 +63,15 @@ def flash_attn_func(
         v: (batch, seqlen_k, n_kv_heads, v_head_dim). head_dim and v_head_dim may differ; both are at most 256.
         dropout_p: must be 0.0; dropout is not offered.
         softmax_scale: the factor of the scores; head_dim**-0.5 by default.
-        causal: whether to hide all keys to the right of a query's aligned key.
-        window_size: the number of visible keys to the (left, right) of the aligned key; -1 means all.
+        causal: whether to hide all keys to the right of the key that a query is aligned with.
+        window_size: how many keys to the (left, right) of its aligned key a query sees; -1 means all.
         softcap: replaces each score by softcap * tanh(score / softcap). 0 or a negative value means no capping.
         alibi_slopes: (n_heads,) or (batch, n_heads) float32. A score is lowered by the slope times the distance in
-            tokens between the key and the aligned key.
+            tokens between the key and the query's aligned key.
         deterministic: whether gradients are bitwise repeatable. torch.use_deterministic_algorithms has the same effect.
         return_attn_probs: whether to return (o, lse, an empty tensor), as flash-attn does without dropout.
-        sinks: (n_heads,) float32, in nats. Each is an additional score in its head's softmax and has no value vector.
+        sinks: (n_heads,) float32, in nats. A sink is an additional score in the softmax of its head, without a value
+            vector.
         return_lse: whether to return (o, lse).
         out_dtype: the dtype of o. The default is q's dtype, or bfloat16 for float8_e4m3fn.
         q_descale: (n_kv_heads,) float32, the factor of q in all query heads of a KV head; only for float8.
@@ -78,8 +79,8 @@ def flash_attn_func(
         v_descale: (n_kv_heads,) float32, the factor of v; only for float8.
 
     Returns:
-        o (batch, seqlen_q, n_heads, v_head_dim). lse (batch, n_heads, seqlen_q) is float32, in nats, and includes
-        the sinks.
+        o (batch, seqlen_q, n_heads, v_head_dim). lse (batch, n_heads, seqlen_q) is float32, in nats, and includes the
+            sinks.
 
     Raises:
         ValueError: if a shape, a dtype, a device or the number of heads is wrong, or if dropout_p is not 0.0.
@@ -94,7 +95,7 @@ def flash_attn_func(
     _require_offered(dropout_p, out_dtype)
     window = window_of(window_size)
     schedule = kept_schedule(batch, seqlen_q, seqlen_k, q, causal, window)
-    # Arguments are checked before any work on the GPU. If attention is the only such work, the backend checks them.
+    # Arguments are checked before any work on the GPU. If attention is the first such work, the backend checks them.
     if schedule is None or alibi_slopes is not None or q.dtype == FP8:
         require_consistent(q, k, v, sinks)
     alibi = []
@@ -146,23 +147,23 @@ def flash_attn_varlen_func(
         k: (total_k, n_kv_heads, head_dim), or (n_pages, page_size, n_kv_heads, head_dim) with a block_table.
         v: (total_k, n_kv_heads, v_head_dim), or (n_pages, page_size, n_kv_heads, v_head_dim) with a block_table.
         cu_seqlens_q: (n_docs + 1,) int32, the first query of each document, then the end of the last document.
-        cu_seqlens_k: (n_docs + 1,) int32, the same for keys.
-        max_seqlen_q: a number of queries that no document exceeds. It is only checked.
-        max_seqlen_k: a number of keys that no document exceeds. It chooses kernels, so a value that is too large may
-            cost speed. In compiled code the mean length chooses kernels instead.
+        cu_seqlens_k: (n_docs + 1,) int32, the first key of each document, then the end of the last document.
+        max_seqlen_q: an upper bound of the queries per document. The function only checks it.
+        max_seqlen_k: an upper bound of the keys per document. The kernels are chosen by this bound, so a bound that is
+            too large may cost speed. In compiled code, the mean length chooses kernels instead.
         alibi_slopes: (n_heads,) or (n_docs, n_heads) float32.
         block_table: (n_docs, pages per document) int32. Key j of document i is in page block_table[i, j // page_size].
-            Entries after a document's keys are ignored. This function copies the pages to n_docs * max_seqlen_k rows;
-            flash_attn_with_kvcache reads them in place.
+            Entries after a document's keys are ignored. This function copies the pages to n_docs * max_seqlen_k rows,
+            but flash_attn_with_kvcache reads pages in place.
 
     Returns:
         o (total_q, n_heads, v_head_dim); lse is (n_heads, total_q).
 
     Raises:
-        ValueError: as flash_attn_func. Values of tensors are also checked if the tensors are on the CPU, or if
-            FLASH_ATTENTION_DEBUG=1 allows the host to wait for the GPU. cu_seqlens must then start at 0, not decrease
-            and not end after the last row. No document may be longer than its max_seqlen, and every page must exist.
-            Mistakes in values that are not checked give wrong results, but no access out of bounds.
+        ValueError: in the cases of flash_attn_func. The values of cu_seqlens and block_table are checked only if they
+            are on the CPU, or if FLASH_ATTENTION_DEBUG=1 allows the host to wait for the GPU. cu_seqlens must start at
+            0, must not decrease and must not end after the last row. No document may be longer than its max_seqlen, and
+            every page must exist. Wrong values that are not checked give wrong results, but no access out of bounds.
     """
     paged = block_table is not None
     for name, x, in_pages in (("q", q, False), ("k", k, paged), ("v", v, paged)):
@@ -184,8 +185,8 @@ def flash_attn_varlen_func(
         k.shape[0],
         causal=causal,
         window_size=window_of(window_size),
-        # Compiled code ignores max_seqlen_k. It would be recompiled for each length class, or in torch 2.11 for each
-        # value.
+        # Compiled code ignores max_seqlen_k. Otherwise, torch would compile again for each length class, and torch 2.11
+        # even for each value of max_seqlen_k.
         seqlen=None if torch.compiler.is_compiling() else _seqlen_that_decides(max_seqlen_k),
         gradients=needs_gradients(q, k, v, sinks),
     )
@@ -220,9 +221,10 @@ def flash_attn_packed(
 
 
 def window_of(window_size: Iterable[SupportsIndex]) -> tuple[int, int]:
-    """Returns (left, right) in tokens, where -1 means unbounded.
+    """Returns the window (left, right) in tokens, where -1 means unbounded.
 
-    `window_size` may be a tuple, a list, a tensor or a NumPy array of two integers. Raises: ValueError on others.
+    `window_size` may be a tuple, a list, a tensor or a NumPy array of two integers. Raises: ValueError if window_size
+    is anything else.
     """
     try:
         left, right = window_size
@@ -274,7 +276,7 @@ def _dtype_of_o(q: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _alibi(alibi_slopes: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor) -> list[Tensor]:
-    """Returns Features.alibi."""
+    """Returns the three tensors of Features.alibi."""
     n_docs, n_heads = cu_seqlens_q.numel() - 1, q.shape[-2]
     shapes = (n_heads,), (n_docs, n_heads)
     if alibi_slopes.shape not in shapes or alibi_slopes.dtype != torch.float32 or alibi_slopes.device != q.device:
@@ -331,9 +333,10 @@ def _outputs(o: Tensor, lse: Tensor | None, q: Tensor, return_attn_probs: bool) 
 
 
 def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Tensor, k: Tensor) -> Tensor | None:
-    """Returns (2, n_heads) float32: the factor of each head's scores, then the factor of its output.
+    """Returns (2, n_heads) float32: row 0 holds the factors of each head's scores, and row 1 those of its output.
 
-    `descales` are those of q, k and v: (n_kv_heads,) each, or None for a factor of 1. Returns None if all are None.
+    `descales` holds q_descale, k_descale and v_descale, (n_kv_heads,) each; None stands for a factor of 1. If all three
+    are None, returns None.
     """
     if descales[0] is descales[1] is descales[2] is None:
         return None
@@ -352,16 +355,19 @@ def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Te
 
 
 def _seqlen_that_decides(max_seqlen: int) -> int | None:
-    """Returns build_schedule's `seqlen`: max_seqlen if it is at least LONG_DOCUMENT, else None.
+    """Returns the argument `seqlen` of build_schedule: max_seqlen if it is at least LONG_DOCUMENT, else None.
 
-    A long document has most of the work, so the kernels are chosen for it.
+    If a document is long, it has most of the work, so the kernels are chosen for its length.
     """
     # max_seqlen may be a tensor, and reading a tensor would wait for the GPU.
     return max_seqlen if isinstance(max_seqlen, int) and max_seqlen >= LONG_DOCUMENT else None
 
 
 def _may_read(cu_seqlens: Tensor) -> bool:
-    """Returns whether the values of cu_seqlens may be read. On a GPU the host would have to wait for them."""
+    """Returns whether the host may read the values of cu_seqlens.
+
+    To read values on a GPU, the host must wait for the GPU.
+    """
     if torch.compiler.is_compiling():
         return False
     return cu_seqlens.device.type == "cpu" or os.environ.get("FLASH_ATTENTION_DEBUG") == "1"

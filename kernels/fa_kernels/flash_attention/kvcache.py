@@ -11,7 +11,7 @@ from fa_kernels.flash_attention.checks import DTYPES, MAX_HEAD_DIM, described, n
 from fa_kernels.flash_attention.interface import window_of
 from fa_kernels.flash_attention.portable.decode import MAX_SPLITS, Cache, Rotary, append_to_cache, decode_attention
 
-PAGE_UNIT = 16  # tokens: the smallest block of keys that kernels read. The size of a page is a multiple of it
+PAGE_UNIT = 16  # tokens in the smallest block of keys that kernels read; page sizes are multiples of it
 
 
 @torch.no_grad()
@@ -38,19 +38,20 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Appends k and v to a cache in place, and computes attention of q over the cache. There are no gradients.
 
-    The last query is aligned with the last key, which may be an appended one. A query that sees no key has output 0
-    and lse -inf. Key j of k is rotated to position cache_seqlens + j. Query i is rotated to position cache_seqlens + i
-    with `causal` or a window; otherwise all queries are rotated to position cache_seqlens.
+    The last query is aligned with the last key, which may be an appended one. A query that sees no key has output 0 and
+    lse -inf. With rotary_cos, key j of k is rotated to position cache_seqlens + j. With `causal` or a window, query i
+    is rotated to position cache_seqlens + i. Without `causal` and a window, all queries are rotated to position
+    cache_seqlens.
 
     Args:
         q: (batch, seqlen_q, n_heads, head_dim).
-        k_cache: (batch_cache, seqlen_cache, n_kv_heads, head_dim), or (n_pages, page_size, n_kv_heads, head_dim) with
-            a block_table. page_size must be a multiple of 16. The last dimension must have stride 1.
-        v_cache: like k_cache; its head_dim may differ.
+        k_cache: (batch_cache, seqlen_cache, n_kv_heads, head_dim), or (n_pages, page_size, n_kv_heads, head_dim) with a
+            block_table. page_size must be a multiple of 16. The last dimension must have stride 1.
+        v_cache: like k_cache, but its head_dim may differ.
         k: (batch, seqlen_new, n_kv_heads, head_dim), or None to append nothing.
-        v: like k; its head_dim is that of v_cache.
-        rotary_cos: (positions, rotary_dim / 2), with at least as many positions as a sequence can have. rotary_dim
-            must be a multiple of 16.
+        v: like k, but with the head_dim of v_cache.
+        rotary_cos: (positions, rotary_dim / 2), with at least as many positions as a sequence can have. rotary_dim must
+            be a multiple of 16.
         rotary_sin: like rotary_cos.
         cache_seqlens: an int or (batch,) int32, the number of cached tokens before k is appended. By default the cache
             is full.
@@ -58,24 +59,25 @@ def flash_attn_with_kvcache(
         cache_leftpad: (batch,) int32, the first position that queries may see.
         block_table: (batch, pages per sequence) int32. Entries after a sequence's last page are ignored.
         softmax_scale: the factor of the scores; head_dim**-0.5 by default.
-        causal: whether to hide all keys to the right of a query's aligned key.
-        window_size: the number of visible keys to the (left, right) of the aligned key; -1 means all.
+        causal: whether to hide all keys to the right of the key that a query is aligned with.
+        window_size: how many keys to the (left, right) of its aligned key a query sees; -1 means all.
         softcap: replaces each score by softcap * tanh(score / softcap). 0 or a negative value means no capping.
-        rotary_interleaved: whether rotary embedding pairs columns 0 and 1. Otherwise it pairs 0 and rotary_dim / 2.
+        rotary_interleaved: whether rotary embedding pairs columns 0 and 1, 2 and 3, and so on. If False, it pairs
+            column i with column i + rotary_dim / 2.
         alibi_slopes: (n_heads,) or (batch, n_heads) float32. A score is lowered by the slope times the distance in
-            tokens between the key and the aligned key.
-        num_splits: the number of parts into which each sequence's keys are split. If it is 0, the number is chosen by
-            the GPU and the shape of the cache.
+            tokens between the key and the query's aligned key.
+        num_splits: the number of parts into which each sequence's keys are split. If num_splits is 0, the number
+            depends on the GPU and the shape of the cache.
         return_softmax_lse: whether to return (o, lse).
 
     Returns:
         o (batch, seqlen_q, n_heads, v_cache's head_dim) in q's dtype; lse (batch, n_heads, seqlen_q) float32 in nats.
 
     Raises:
-        ValueError: if a shape, a dtype, a device or the number of heads is wrong; if there is k without cache_seqlens,
-            rotary_cos without k, or a block_table with cache_batch_idx. On the CPU it is also raised if cache_seqlens
-            exceed the cache, or if cache_batch_idx or block_table has a wrong entry. These values are not checked on a
-            GPU, but wrong values never cause an access outside of the cache.
+        ValueError: if a shape, a dtype, a device or the number of heads is wrong. The call also fails if k is given
+            without cache_seqlens, rotary_cos without k, or a block_table with cache_batch_idx. Values of cache_seqlens,
+            cache_batch_idx and block_table are checked only on the CPU. On a GPU, wrong values never cause an access
+            outside of the cache.
 
     Source: Flash-Decoding, pytorch.org/blog/flash-decoding; FlashAttention-2, arXiv:2307.08691.
     """
@@ -178,7 +180,7 @@ def decode(
     right: int,
     n_splits: int,
 ) -> tuple[Tensor, Tensor]:
-    """Computes attention over the cache.
+    """Computes attention of q over the cached keys and values.
 
     Shapes: q (batch, seqlen_q, n_heads, head_dim) -> o (batch, seqlen_q, n_heads, v_cache's head_dim), lse (batch,
     n_heads, seqlen_q) fp32.
@@ -224,7 +226,7 @@ def _decode_fake(
 
 @register_flop_formula(torch.ops.flash_attention.decode)
 def _decode_flops(q_shape, k_shape, v_shape, seqlens_shape, seqlen_new, table_shape, *args, **kwargs) -> int:
-    """Counts every pair of a query and a position in the cache, because only the GPU knows how full the cache is."""
+    """Counts the FLOPs of all positions in the cache, because only the GPU knows how many of them are in use."""
     batch, seqlen_q, n_heads, head_dim = q_shape
     capacity = k_shape[1] * (1 if table_shape is None else table_shape[1])
     return 2 * batch * seqlen_q * capacity * n_heads * (head_dim + v_shape[-1])
@@ -313,7 +315,7 @@ def _page_table(
 def _seqlens(
     cache_seqlens: int | Tensor | None, batch: int, capacity: int, seqlen_new: int, appends: bool, device: torch.device
 ) -> Tensor:
-    """Returns the cached tokens of each sequence, (batch,) int32.
+    """Returns how many tokens of each sequence are cached, (batch,) int32.
 
     Values on the CPU are checked. Values on a GPU are not checked, because the host would have to wait for them.
     """
@@ -337,7 +339,7 @@ def _seqlens(
 def _require_pages_in_range(
     k_cache: Tensor, table: Tensor | None, seqlens: Tensor, seqlen_new: int, paged: bool
 ) -> None:
-    """Raises ValueError if a sequence uses a page that does not exist. This is checked only on the CPU."""
+    """Raises ValueError if a sequence uses a page that does not exist. Only values on the CPU are checked."""
     if table is None or not _values(seqlens):
         return
     n_pages, page_size = k_cache.shape[:2]

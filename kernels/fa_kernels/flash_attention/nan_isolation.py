@@ -1,7 +1,7 @@
 """NaN isolation: NaN in one document must not reach the results of other documents.
 
-A kernel either isolates NaN while it computes (`isolate_nan`), or marks rows that contain NaN. In the second case
-portable/repair.py computes the marked tiles again.
+A kernel either isolates NaN while it computes (`isolate_nan`), or only marks rows whose results contain NaN.
+portable/repair.py then computes the tiles with marked rows again.
 """
 
 import torch
@@ -11,16 +11,17 @@ from torch import Tensor
 
 from fa_kernels.device import ceil_div
 
-ROWS_PER_MARK = tl.constexpr(64)  # at least half the rows of any kernel's tile, so that a tile has at most two marks
+ROWS_PER_MARK = tl.constexpr(64)  # at least half the rows of a tile of any kernel, so that a tile has at most two marks
 
 
 @triton.jit
 def isolate_nan(x):
-    """Returns x [N, D] with 0 for inf and NaN, and a vector [N] that is NaN for rows with such elements, else 0.
+    """Replaces inf and NaN in x [N, D] by 0. Also returns a vector [N]: NaN for rows that had inf or NaN, else 0.
 
-    Hidden rows of x have weight 0 in the next matmul. But 0 * NaN is NaN, which would reach another document. The
-    caller adds the second result to the weights of visible rows, so that NaN still reaches the rows that see it. This
-    doubles the instructions of a masked loop, so kernels for one document are compiled without it.
+    In the next matmul, rows of x that a query does not see have weight 0. But 0 * NaN is NaN, so NaN would reach
+    another document. The caller adds the returned vector to the weights of visible rows, so that NaN still reaches the
+    queries that see it. `isolate_nan` doubles the instructions of a masked loop, so kernels for one document are
+    compiled without it.
     """
     zeros = x * 0.0  # NaN where x is not finite
     return tl.where(zeros == 0.0, x, 0.0), tl.sum(zeros.to(tl.float32), axis=1)
@@ -28,7 +29,7 @@ def isolate_nan(x):
 
 @triton.jit
 def is_marked(marks_ptr, head, first, total, ROWS: tl.constexpr):
-    """Returns whether any of a head's ROWS rows from `first` on is marked.
+    """Returns whether a NaN mark is set for any of ROWS rows of a head, from `first` on.
 
     marks_ptr points to the result of `new_marks`. head and first may be tensors, which checks many tiles at once.
     """
@@ -39,7 +40,7 @@ def is_marked(marks_ptr, head, first, total, ROWS: tl.constexpr):
 
 @triton.jit
 def any_is_marked(marks_ptr, item, n_items, n_tiles, total, ROWS: tl.constexpr, LOOK: tl.constexpr):
-    """Returns whether any of the program's next LOOK items, from `item` on, is marked.
+    """Returns whether a NaN mark is set for any of the program's next LOOK work items, from `item` on.
 
     Item i is tile i % n_tiles of head i // n_tiles. A program's items are num_programs apart.
     """

@@ -1,20 +1,22 @@
 """Attention for torch: the registered operators with their fakes and FLOP formulas, and autograd.
 
 This file does no arithmetic; backend.py runs the kernels. torch.ops.flash_attention.forward and .backward are
-registered operators. torch.compile does not break the graph at them, and checkpoint policies can name them.
-Torch's dispatch and its registered autograd cost more host time than a short call costs on the GPU.
-`flash_attention_forward` therefore skips those that a call does not need:
+registered operators. torch.compile does not break the graph at these operators, and checkpoint policies can name them.
+But torch's dispatcher and registered autograd take more host time than a short attention call takes on the GPU.
+`flash_attention_forward` therefore skips the layers of torch that a call does not need. The table lists the functions
+that run:
 
-observed?        gradients?  forward                                        backward
-no               no          backend.forward                                -
-no               yes         _Attention without functorch: backend.forward  backend.backward
-yes, eager       no          forward_operator                               -
-yes, eager       yes         _Attention: forward_operator                   backward_operator
-yes, compiled    either      forward_operator, with registered autograd     backward_operator
+| observed?     | gradients? | forward                                       | backward          |
+|:--------------|:-----------|:----------------------------------------------|:------------------|
+| no            | no         | backend.forward                               | -                 |
+| no            | yes        | _Attention without functorch: backend.forward | backend.backward  |
+| yes, eager    | no         | forward_operator                              | -                 |
+| yes, eager    | yes        | _Attention: forward_operator                  | backward_operator |
+| yes, compiled | either     | forward_operator, with registered autograd    | backward_operator |
 
-A call is observed if code outside this file may watch operators (`_observed`). The backward pass checks this again.
-The operators accept no Schedule and no Features. They receive a Schedule as its seven tensors, and ALiBi as a list of
-three tensors, or as an empty list without ALiBi.
+A call is observed if code outside this file may watch operators (see `_observed`). The backward pass checks again
+whether it is observed. The operators accept no Schedule and no Features. They receive a Schedule as its seven tensors,
+and ALiBi as a list of three tensors, or as an empty list without ALiBi.
 """
 
 from collections.abc import Sequence
@@ -172,7 +174,7 @@ def _gradients(
     if dlse is not None:
         dlse = dlse.contiguous()
     sinks = features.sinks
-    # Autograd records operators while gradients are enabled, and then reports that this one has no second derivative.
+    # If gradients are enabled here, autograd records the operator, and later reports that it has no second derivative.
     if torch.is_grad_enabled() or _observed(q, k, v, do, sinks):
         dq, dk, dv, dsinks = backward_operator(
             backend.packed(do), dlse, *map(backend.packed, (q, k, v, o)), lse, schedule.tensors(), features.alibi,
@@ -187,13 +189,13 @@ _Options = tuple[Schedule, Features, torch.dtype, bool, bool]  # schedule, featu
 
 
 class _Attention(torch.autograd.Function):
-    """Computes what the registered autograd computes, without torch's wrapper, which flattens lists in Python."""
+    """Attention as an autograd Function. Registered autograd computes the same, but flattens lists in Python."""
 
     @staticmethod
     def forward(
         ctx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: _Options, wants_lse: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns o, or (o, lse) if wants_lse: each additional output costs host time."""
+        """Returns o, or (o, lse) if wants_lse. Each output of an autograd Function costs host time."""
         o, lse = _forward(q, k, v, *options)
         schedule, features, _, deterministic, _ = options
         ctx.save_for_backward(q, k, v, o, lse, sinks, *features.alibi)
@@ -224,7 +226,7 @@ def _forward(
     deterministic: bool,
     observed: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Computes o and lse through the operator if the call is observed, else directly through the backend."""
+    """Computes o and lse. If the call is observed, the operator computes them, else the backend directly."""
     if not observed:
         return backend.forward(q, k, v, schedule, features, out_dtype)
     require_consistent(q, k, v, features.sinks)
@@ -240,8 +242,8 @@ def _observed(q: Tensor, *others: Tensor | None) -> bool:
     """Returns whether code outside this file may watch the operator.
 
     The watcher may be a compiler, a dispatch mode (a FLOP counter, a checkpoint policy, fake tensors), a functorch
-    transform, a trace, a profiler or a tensor subclass. Tensors without data also count. All other calls skip torch's
-    dispatcher, which takes 20 us.
+    transform, a trace, a profiler or a tensor subclass. Calls on meta tensors also count as observed. Calls that are
+    not observed skip torch's dispatcher, which takes 20 us.
     """
     return (
         torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, (q, *others))) or q.is_meta or may_be_watched()
@@ -269,14 +271,16 @@ def flash_attention_forward(
     deterministic: bool,
     wants_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns o in out_dtype, and lse in fp32. lse is None unless wants_lse. Both are differentiable.
+    """Returns o in out_dtype and lse in fp32, which are both differentiable. If wants_lse is False, lse is None.
 
     Shapes: q (total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o (total_q, n_heads, head_dim),
-    lse (n_heads, total_q). q, k and v may have two dimensions (batch, seqlen) in place of total; o then has both too.
-    Raises: ValueError as require_consistent and require_differentiable; NotImplementedError on forward-mode tangents.
+    lse (n_heads, total_q). q, k and v may have two dimensions (batch, seqlen) instead of total. o is then (batch,
+    seqlen_q, n_heads, head_dim).
+    Raises: ValueError if require_consistent or require_differentiable does; NotImplementedError on forward-mode
+    tangents.
     """
     sinks = features.sinks
-    # Nothing else would report tangents: without gradients, even the operator drops them silently.
+    # Without this check, tangents would be lost silently: if no gradients are needed, even the operator drops them.
     if may_have_tangents() and any(map(_has_tangent, (q, k, v, sinks))):
         raise NotImplementedError("attention's inputs must have no forward-mode tangents; got inputs with tangents")
     if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
@@ -301,11 +305,11 @@ def flash_attention_forward(
 
 @register_flop_formula(torch.ops.flash_attention.forward)
 def _forward_flops(q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs) -> int:
-    """Counts every pair of a query and a key, as torch does for its own attention, because masks are on the GPU."""
+    """Counts all pairs of a query and a key, as torch does for its own attention, because the mask is on the GPU."""
     return 2 * q_shape[0] * k_shape[0] * q_shape[1] * (q_shape[2] + v_shape[2])
 
 
 @register_flop_formula(torch.ops.flash_attention.backward)
 def _backward_flops(do_shape, dlse_shape, q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs) -> int:
-    """Counts five matmuls. Those of the scores, dQ and dK use the head_dim of k; those of dP and dV use that of v."""
+    """Counts five matmuls: three (scores, dQ, dK) with the head_dim of k, and two (dP, dV) with the head_dim of v."""
     return 2 * q_shape[0] * k_shape[0] * q_shape[1] * (3 * q_shape[2] + 2 * v_shape[2])

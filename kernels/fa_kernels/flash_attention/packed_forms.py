@@ -1,6 +1,6 @@
 """Attention over q, k and v that are packed in one tensor. Names and meanings are those of flash-attn 2.8.
 
-Kernels read q, k and v in place, as views of the packed tensor. The gradient is one tensor too.
+Kernels read q, k and v in place, as views of the packed tensor. The gradient of the packed tensor is also one tensor.
 """
 
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ def flash_attn_qkvpacked_func(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Outputs:
-    """Computes flash_attn_func. q, k and v are packed in one tensor.
+    """Computes flash_attn_func for q, k and v that are packed in one tensor.
 
     The other arguments and the errors are those of flash_attn_func.
 
@@ -60,7 +60,7 @@ def flash_attn_kvpacked_func(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Outputs:
-    """Computes flash_attn_func. k and v are packed in one tensor.
+    """Computes flash_attn_func for k and v that are packed in one tensor.
 
     The other arguments and the errors are those of flash_attn_func.
 
@@ -95,14 +95,14 @@ def flash_attn_varlen_qkvpacked_func(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Outputs:
-    """Computes flash_attn_varlen_func. q, k and v are packed in one tensor.
+    """Computes flash_attn_varlen_func for q, k and v that are packed in one tensor.
 
     The other arguments and the errors are those of flash_attn_varlen_func.
 
     Args:
         qkv: (total, 3, n_heads, head_dim).
         cu_seqlens: (n_docs + 1,) int32, the first token of each document, then the end of the last document.
-        max_seqlen: a number of tokens that no document exceeds.
+        max_seqlen: an upper bound of the tokens per document.
 
     Returns:
         o (total, n_heads, head_dim).
@@ -134,7 +134,7 @@ def flash_attn_varlen_kvpacked_func(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Outputs:
-    """Computes flash_attn_varlen_func. k and v are packed in one tensor.
+    """Computes flash_attn_varlen_func for k and v that are packed in one tensor.
 
     The other arguments and the errors are those of flash_attn_varlen_func.
 
@@ -154,7 +154,10 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def _views(name: str, joined: Tensor, tokens: str, n_tensors: int) -> tuple[Tensor, ...]:
-    """Returns the views along the third-last dimension. Autograd stacks their gradients in one operation."""
+    """Returns the views of `joined` along its third-last dimension.
+
+    Autograd stacks their gradients in one operation.
+    """
     dims = tokens.count(",") + 4
     if joined.dim() != dims or joined.shape[-3] != n_tensors:
         raise ValueError(f"{name} must be ({tokens}, {n_tensors}, heads, head_dim); got {tuple(joined.shape)}")

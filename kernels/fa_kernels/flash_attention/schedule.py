@@ -1,9 +1,9 @@
 """The schedule of a batch: which keys each query sees, and the order in which kernels process tiles.
 
-A schedule is built once per batch, and all layers share it. Documents, causality and windows all leave a query one
-contiguous range of keys. Both ends of that range never decrease from one query to the next. The mask of a batch is
-therefore two integers per token. Each tile of queries reads one contiguous range of keys, and only the blocks at both
-ends of that range need masking.
+A schedule is built once per batch, and all layers share it. With documents, causality and windows, a query sees one
+contiguous range of keys. The start and the end of the range never decrease from one query to the next. Two integers per
+token therefore describe the mask of a batch. Each tile of queries also reads one contiguous range of keys. Only the
+blocks at both ends of a tile's range need a mask.
 """
 
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from fa_kernels.flash_attention import schedule_cache, schedule_kernel
 
-WORK_TILE = 128  # tokens in one entry of query_tiles and key_tiles; a multiple of every kernel's block of rows
-WIDE_TILE = 192  # tokens in one entry of wide_query_tiles; Hopper's forward pass has kernels with tiles of 192 rows
-# The bounds between length classes, in keys that a query may see. docs/hopper.md says how the classes differ.
-SHORT_DOCUMENT = 2**9  # shorter documents keep tiles of keys in stream order: neighbouring tiles share queries in L2
+WORK_TILE = 128  # tokens per tile in query_tiles and key_tiles; a multiple of every kernel's block of rows
+WIDE_TILE = 192  # tokens per tile in wide_query_tiles, for Hopper's forward kernels with tiles of 192 rows
+# Bounds between length classes, in keys that a query may see. docs/hopper.md says which kernels each class uses.
+SHORT_DOCUMENT = 2**9  # below, tiles of keys are in ascending order, so that neighbours share queries in L2
 LONG_DOCUMENT = 2**12
-VERY_LONG_DOCUMENT = 2**16  # Hopper's forward pass computes only a few heads at a time from this length on
+VERY_LONG_DOCUMENT = 2**16  # from here on, Hopper's forward kernel processes only a few heads at a time
 
 LengthClass = Literal["short", "medium", "long", "very_long"]
 
 
 class Schedule(NamedTuple):
-    """The visible ranges of one packed batch, in global token indices, int32, on the device of q, k and v.
+    """The visible ranges of one packed batch, as global token indices (int32), on the device of q, k and v.
 
     Query i sees key j if and only if key_start[i] <= j < key_end[i], which is query_start[j] <= i < query_end[j].
     """
@@ -36,16 +36,16 @@ class Schedule(NamedTuple):
     query_start: Tensor  # (total_k,)
     query_end: Tensor  # (total_k,)
     query_tiles: Tensor  # (ceil(total_q / WORK_TILE),), document by document, the longest document first
-    key_tiles: Tensor  # (ceil(total_k / WORK_TILE),), the longest document first; in stream order for short documents
-    wide_query_tiles: Tensor  # (ceil(total_q / WIDE_TILE),), ordered like query_tiles
-    length_class: LengthClass  # chooses kernels; the host computes it without waiting for the GPU
+    key_tiles: Tensor  # (ceil(total_k / WORK_TILE),), the longest document first, or ascending if documents are short
+    wide_query_tiles: Tensor  # (ceil(total_q / WIDE_TILE),), in the order of query_tiles
+    length_class: LengthClass  # determines the kernels; the host computes it without waiting for the GPU
     # True if there are several documents, or if tokens may follow the last document. Kernels then isolate NaN, which
     # must not spread to other documents.
     crosses_documents: bool
     is_one_causal_document: bool  # if True, scaled_dot_product_attention can use is_causal=True instead of a mask
 
     def tensors(self) -> list[Tensor]:
-        """Returns the seven tensors, in the order of the fields. Operators accept tensors, but no Schedule."""
+        """Returns the seven tensors, in the order of the fields. Torch operators accept tensors, but no Schedule."""
         return [*self[:7]]
 
     @classmethod
@@ -71,16 +71,16 @@ def build_schedule(
     seqlen: int | None = None,
     gradients: bool = True,
 ) -> Schedule:
-    """Returns the schedule of packed queries and keys. It is computed on the GPU, and the host does not wait for it.
+    """Returns the schedule of packed queries and keys. The GPU computes it, and the host does not wait.
 
-    A document's last query is aligned with its last key (flash-attn's bottom-right alignment). Tokens after the last
-    document see no token, and no token sees them.
+    The last query of a document is aligned with the document's last key (flash-attn's bottom-right alignment). Tokens
+    after the last document see no token, and no token sees them.
 
     Args:
         cu_seqlens_q, cu_seqlens_k: (n_docs + 1,) int32, both with the same number of documents.
         total_q, total_k: the numbers of rows of q and of k.
         causal: whether to set the right side of the window to 0.
-        window_size: visible tokens to the (left, right) of the aligned key; -1 means unbounded.
+        window_size: how many tokens to the (left, right) of its aligned key a query sees; -1 means all.
         padded: False if the caller knows that no token comes after the last document.
         seqlen: the number of keys per document, from which the length class is chosen. The default is the mean length.
         gradients: False if no backward pass will use the schedule. The fields that only backward passes read
@@ -90,7 +90,7 @@ def build_schedule(
     if causal:
         right = 0
     crosses_documents = padded or cu_seqlens_k.numel() > 2
-    mean = total_k // max(1, cu_seqlens_k.numel() - 1)  # padded cu_seqlens count as shorter documents
+    mean = total_k // max(1, cu_seqlens_k.numel() - 1)  # the padding of cu_seqlens counts as empty documents
     tensors: Sequence[Tensor]
     keys_in_order = _keys_in_sight(mean, left, right) < SHORT_DOCUMENT
     documents = cu_seqlens_q, cu_seqlens_k, total_q, total_k, (left, right)
@@ -113,9 +113,9 @@ def tensors_by_torch(
     *,
     keys_in_order: bool,
 ) -> tuple[Tensor, ...]:
-    """Returns the seven tensors of a Schedule, by operators that a compiler can trace and that any device has.
+    """Computes the seven tensors of a Schedule with torch operators, which compilers can trace and all devices support.
 
-    The arguments are those of schedule_kernel.schedule_tensors, which returns the same values on a GPU.
+    schedule_kernel.schedule_tensors has the same arguments, and computes the same values on a GPU.
     """
     left, right = window
     # Clamping keeps the ranges inside q, k and v even if cu_seqlens are wrong.
@@ -138,7 +138,7 @@ def tensors_by_torch(
 
 
 def causal_schedule(cu_seqlens: Tensor | None, total: int, device: torch.device, seqlen: int | None = None) -> Schedule:
-    """Returns the schedule of causal self-attention over a stream of `total` tokens. None means one document."""
+    """Returns the schedule of causal self-attention over `total` tokens. cu_seqlens of None means one document."""
     if cu_seqlens is None:
         return dense_schedule(1, total, total, device, causal=True)._replace(is_one_causal_document=True)
     return build_schedule(cu_seqlens, cu_seqlens, total, total, causal=True, seqlen=seqlen)
@@ -153,9 +153,9 @@ def dense_schedule(
     causal: bool,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Schedule:
-    """Returns the schedule of `batch` documents of one length, which fill q and k.
+    """Returns the schedule of a dense batch: `batch` documents with seqlen_q queries and seqlen_k keys each.
 
-    The last schedules are cached (schedule_cache.py).
+    Recent schedules are cached (schedule_cache.py).
     """
     window_size = (window_size[0], window_size[1])
     arguments = batch, seqlen_q, seqlen_k, device, causal, window_size
@@ -167,7 +167,7 @@ def dense_schedule(
 def kept_schedule(
     batch: int, seqlen_q: int, seqlen_k: int, q: Tensor, causal: bool, window_size: tuple[int, int]
 ) -> Schedule | None:
-    """Returns dense_schedule's result for q's device if it is in the cache, else None. It never builds a schedule."""
+    """Returns the result of dense_schedule on q's device if it is cached, else None. Never builds a schedule."""
     device = q.get_device() if q.is_cuda else q.device  # get_device() needs a tenth of the host time of q.device
     key = schedule_cache.key_of(batch, seqlen_q, seqlen_k, device, causal, window_size)
     return None if key is None else schedule_cache.find(key)
@@ -184,23 +184,23 @@ def _build_dense_schedule(
 
 
 def dense_cu_seqlens(batch: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns cu_seqlens_q and cu_seqlens_k, (batch + 1,) int32. They are the same tensor if the lengths are equal."""
+    """Returns cu_seqlens_q and cu_seqlens_k, (batch + 1,) int32. If the lengths are equal, both are the same tensor."""
     documents = torch.arange(batch + 1, dtype=torch.int32, device=device)
     cu_seqlens_q = documents * seqlen_q
     return cu_seqlens_q, cu_seqlens_q if seqlen_k == seqlen_q else documents * seqlen_k
 
 
 def alignment(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int) -> tuple[Tensor, Tensor]:
-    """Returns each query's aligned key and its document, both (total_q,) int32. ALiBi needs both."""
+    """Returns the aligned key and the document of each query, both (total_q,) int32, as ALiBi needs them."""
     side = _Side.of(cu_seqlens_q, total_q)
     aligned = side.token - side.ends[side.document] + _ends(cu_seqlens_k)[side.document]
     return aligned, (side.document - 1).clamp(0, max(0, cu_seqlens_q.numel() - 2))
 
 
 class _Side(NamedTuple):
-    """The documents of the queries, or those of the keys.
+    """The documents on one side: those of the queries, or those of the keys.
 
-    Documents are counted from 1. An empty document follows the last one; tokens after the last document belong to it.
+    Documents are counted from 1. Tokens after the last document belong to an additional, empty document.
     """
 
     starts: Tensor  # (n_docs + 2,) int32
@@ -211,7 +211,7 @@ class _Side(NamedTuple):
     @classmethod
     def of(cls, cu_seqlens: Tensor, total: int) -> "_Side":
         token = torch.arange(total, device=cu_seqlens.device, dtype=torch.int32)
-        # A token's document is the number of documents that begin at or before it. This skips empty documents.
+        # A token's document is the number of documents that begin at or before the token, which skips empty documents.
         document = torch.searchsorted(cu_seqlens, token, right=True, out_int32=True)
         return cls(torch.cat([cu_seqlens[:1], cu_seqlens]), _ends(cu_seqlens), token, document)
 
@@ -221,16 +221,17 @@ def _ends(cu_seqlens: Tensor) -> Tensor:
 
 
 def _paired(own: _Side, other: _Side) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns where each own token's document starts and ends on the other side, and the token it is aligned with.
+    """Returns, for each token: start and end of its document on the other side, and the token that is aligned with it.
 
-    "Own" is the side for which ranges are computed, the queries or the keys. Shapes: (total,) int32, three times.
+    If `own` is the side of the queries, `other` is that of the keys, and vice versa. Shapes: three tensors (total,)
+    int32, for the tokens of `own`.
     """
     start, end = other.starts[own.document], other.ends[own.document]
     return start, end, own.token if own is other else own.token - own.ends[own.document] + end
 
 
 def _visible_ranges(start: Tensor, end: Tensor, aligned: Tensor, *, before: int, after: int) -> tuple[Tensor, Tensor]:
-    """Returns the start and the end of the range that each token sees on the other side: (total,) int32 twice."""
+    """Returns the start and the end of the range that each token sees on the other side, both (total,) int32."""
     first = start if before < 0 else torch.clamp(aligned - before if before else aligned, start, end)
     past_last = end if after < 0 else torch.clamp(aligned + (after + 1), start, end)
     return first, past_last
@@ -253,11 +254,11 @@ def length_class_of(keys_in_sight: int) -> LengthClass:
 def document_by_document(length: Tensor, tile: int, *, last_first: bool) -> Tensor:
     """Returns the order of tiles of `tile` tokens: all tiles of the longest document come first.
 
-    Tiles that run at the same time then share the other side's tokens in L2. The last tiles to run belong to the
-    shortest document. A tile with several documents is sorted by its first or its last document, whichever is longer.
+    Tiles that run at the same time then share keys (or queries) in L2. The tiles of the shortest document run last. A
+    tile that contains several documents is sorted by its first or its last document, whichever is longer.
 
     Args:
-        length: (total,), the length of each token's document on the other side.
+        length: (total,), the length of each token's document on the other side (keys for queries, and vice versa).
         last_first: whether a document's last tile comes first. Under a causal mask, the last queries of a document see
             the most keys, and the first keys are seen by the most queries.
     """

@@ -1,6 +1,6 @@
-"""A cache of the schedules of recent dense calls.
+"""A cache of the schedules of recent dense calls (calls without cu_seqlens).
 
-The host needs longer to build a schedule than the GPU needs for a short attention call.
+For a short attention call, the host needs longer to build a schedule than the GPU needs for attention.
 """
 
 from collections.abc import Callable, Hashable
@@ -10,38 +10,39 @@ import torch
 
 from fa_kernels.torch_private import current_stream_address, may_have_dispatch_mode
 
-# The most queries and keys of a call whose schedule is cached, with at most 8 bytes each. In longer calls the GPU works
-# for longer than the host needs to build a schedule.
+# The schedule of a call with more queries and keys than this is not cached. The GPU works on such a call for longer
+# than the host needs to build a schedule.
 MAX_TOKENS = 2**18
 MAX_SCHEDULES = 8
 
 _T = TypeVar("_T")
-_KEPT: dict[Hashable, Any] = {}  # schedules by the result of `key_of`, the oldest first
+_KEPT: dict[Hashable, Any] = {}  # maps results of `key_of` to schedules, the oldest first
 
 
 def key_of(
     batch: int, seqlen_q: int, seqlen_k: int, device: torch.device | int, causal: bool, window_size: tuple[int, int]
 ) -> Hashable:
-    """Returns the key of a dense call, or None if its schedule must not be cached.
+    """Returns the cache key of a dense call, or None if its schedule must not be cached.
 
     `device` may also be the index of a CUDA device.
     """
     if (
         torch.compiler.is_compiling()
-        or may_have_dispatch_mode()  # the mode may create fake tensors, or count operations
+        or may_have_dispatch_mode()  # a dispatch mode may create fake tensors, or count operations
         or batch * (seqlen_q + seqlen_k) > MAX_TOKENS
     ):
         return None
     if isinstance(device, torch.device) and device.type == "cuda":
-        # The key needs the index: `cuda` means another device after set_device, and each default stream is 0.
+        # The key needs the index: after set_device, `cuda` means another device, and the default stream of each device
+        # is 0.
         device = torch.cuda.current_device() if device.index is None else device.index
     stream = 0
     if isinstance(device, int):
-        # A captured CUDA graph owns the tensors that it creates, so they must not be cached. It also needs the tensors
-        # that it reads for as long as it exists, but the cache may drop them.
+        # A captured CUDA graph owns the tensors that it creates, so they must not be cached. A graph also needs the
+        # tensors that it reads for as long as the graph exists, but the cache may drop them.
         if torch.cuda.is_current_stream_capturing():
             return None
-        # The stream is part of the key: another stream could read a schedule before it is written.
+        # The stream is part of the key, because another stream could read a schedule before it is written.
         stream = current_stream_address(device)
     return batch, seqlen_q, seqlen_k, device, causal, window_size, stream
 
@@ -52,10 +53,10 @@ def find(key: Hashable) -> Any | None:
 
 
 def find_or_build(key: Hashable, build: Callable[[], _T]) -> _T:
-    """Returns the cached value of `key`. If there is none, it calls build() and caches the result."""
+    """Returns the cached value of `key`. If there is none, calls build() and caches the result."""
     value: _T | None = _KEPT.get(key)
     if value is None:
-        with torch.inference_mode(False):  # autograd cannot save tensors that inference mode made
+        with torch.inference_mode(False):  # autograd cannot save tensors that were created in inference mode
             value = build()
         if len(_KEPT) >= MAX_SCHEDULES:
             oldest, *_ = _KEPT

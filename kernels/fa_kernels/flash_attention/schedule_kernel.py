@@ -1,11 +1,12 @@
-"""Computes all tensors of a schedule in one launch. schedule.py defines them, and computes the same by torch.
+"""Computes all tensors of a schedule (schedule.py) in one kernel launch.
 
-Torch needs more than thirty operators for a schedule. They take the host longer than attention over short documents
-takes the GPU. In this kernel each program computes the ranges of some tokens, or the places of some tiles in one order.
-A binary search in cu_seqlens finds a token's document. A tile's place in an order is the number of tiles that come
-before it, so nothing is sorted. Each program finds the documents of all tiles, so programs do not communicate.
+With torch operators, a schedule takes more than thirty launches. Their host time is longer than the GPU's time for
+attention over short documents. In this kernel, each program computes either the ranges of some tokens, or the positions
+of some tiles in one order of tiles. A binary search in cu_seqlens finds the document of a token. A tile's position is
+the number of tiles that come before it, so nothing is sorted. Each program finds the documents of all tiles, so
+programs do not communicate.
 
-No size is a compile-time constant: one compiled kernel takes any number of documents and tokens.
+No number of documents or tokens is a compile-time constant, so one compiled kernel serves all batches.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,16 +23,16 @@ from fa_kernels.device import ceil_div
 from fa_kernels.launch.record import launch_unspecialised
 from fa_kernels.torch_private import may_be_traced
 
-TOKENS = 512  # tokens whose ranges one program computes
-TILES = 32  # tiles whose places one program computes
-OTHERS = 256  # tiles with which it compares them at a time
+TOKENS = 512  # how many tokens' ranges one program computes
+TILES = 32  # how many tiles' positions one program computes
+OTHERS = 256  # how many other tiles a program compares its tiles with at a time
 WARPS = 8  # of a program
-ALIGNMENT = 32  # elements: each tensor begins at a multiple of 128 bytes of the buffer that all share
+ALIGNMENT = 32  # elements: in the buffer of all tensors, each tensor begins at a multiple of 128 bytes
 
 
 @triton.jit
 def _document_of(tokens, cu_ptr, n_edges, stride):
-    """Returns the number of documents that begin at or before each token. This skips empty documents.
+    """Returns the number of documents that begin at or before each token, which skips empty documents.
 
     stride: the highest power of two that is at most n_edges, the number of elements of cu_seqlens.
     """
@@ -46,7 +47,7 @@ def _document_of(tokens, cu_ptr, n_edges, stride):
 
 @triton.jit
 def _edge(index, cu_ptr, n_edges, total):
-    """Returns an element of cu_seqlens, clamped to 0..total in case cu_seqlens are wrong. The index is clamped too."""
+    """Returns element `index` of cu_seqlens. Clamps the index and the element, because cu_seqlens may be wrong."""
     edge = tl.load(cu_ptr + tl.minimum(tl.maximum(index, 0), n_edges - 1))
     return tl.minimum(tl.maximum(edge, 0), total)
 
@@ -55,7 +56,7 @@ def _edge(index, cu_ptr, n_edges, total):
 def _ranges_of(tokens, side):
     """Returns start and end of the range that each token sees on the other side, and its document's length there.
 
-    side: all about the documents of the tokens' own side and of the other side, as the kernel puts it together.
+    side: the tuple `queries` or `keys` that _schedule_kernel builds. For `queries`, the other side is the keys.
     """
     own_ptr, other_ptr, n_edges, stride, total_own, total_other, before, after = side
     document = _document_of(tokens, own_ptr, n_edges, stride)
@@ -69,7 +70,7 @@ def _ranges_of(tokens, side):
 
 @triton.jit
 def _store_ranges(program, start_ptr, end_ptr, side, total, TOKENS: tl.constexpr):
-    """Stores the ranges of TOKENS tokens out of `total`."""
+    """Stores the visible ranges of TOKENS tokens. `total` is the number of all tokens."""
     tokens = program * TOKENS + tl.arange(0, TOKENS)
     start, end, _ = _ranges_of(tokens, side)
     tl.store(start_ptr + tokens, start, mask=tokens < total)
@@ -78,7 +79,7 @@ def _store_ranges(program, start_ptr, end_ptr, side, total, TOKENS: tl.constexpr
 
 @triton.jit
 def _length_of(tiles, side, total, TILE: tl.constexpr):
-    """Returns the length of the first or the last token's document on the other side, whichever is longer."""
+    """For each tile, returns the longer of its first and its last token's document on the other side (the length)."""
     first = tiles * TILE
     last = tl.minimum(first + TILE, total) - 1
     _, _, length_of_first = _ranges_of(first, side)
@@ -91,7 +92,7 @@ def _store_order(
     program, order_ptr, side, total,
     TILE: tl.constexpr, LAST_FIRST: tl.constexpr, TILES: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Stores TILES tiles of TILE tokens at their places, as schedule.document_by_document orders them."""
+    """Stores TILES tiles of TILE tokens at their positions in the order that schedule.document_by_document defines."""
     n_tiles = tl.cdiv(total, TILE)
     tiles = program * TILES + tl.arange(0, TILES)
     length = _length_of(tiles, side, total, TILE)
@@ -123,9 +124,10 @@ def _schedule_kernel(
     WORK_TILE: tl.constexpr, WIDE_TILE: tl.constexpr,
     TOKENS: tl.constexpr, TILES: tl.constexpr, OTHERS: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Programs are for query_tiles, wide_query_tiles, and ranges of queries; then for key_tiles and ranges of keys.
+    """Programs compute, in this order: query_tiles, wide_query_tiles, ranges of queries, key_tiles, ranges of keys.
 
-    A launch without gradients leaves out the programs for keys. out_ptr: the buffer that `_layout` divides.
+    A launch without gradients has no programs for key_tiles and ranges of keys. out_ptr: the buffer of all tensors,
+    which `_layout` divides.
     """
     key_start_ptr = out_ptr
     key_end_ptr = key_start_ptr + _aligned(total_q, ALIGNMENT)
@@ -134,7 +136,7 @@ def _schedule_kernel(
     query_start_ptr = wide_query_tiles_ptr + _aligned(tl.cdiv(total_q, WIDE_TILE), ALIGNMENT)
     query_end_ptr = query_start_ptr + _aligned(total_k, ALIGNMENT)
     key_tiles_ptr = query_end_ptr + _aligned(total_k, ALIGNMENT)
-    # the first program after those for each tensor
+    # for each tensor, the index of the first program after the tensor's own programs
     after_tiles = tl.cdiv(tl.cdiv(total_q, WORK_TILE), TILES)
     after_wide = after_tiles + tl.cdiv(tl.cdiv(total_q, WIDE_TILE), TILES)
     after_queries = after_wide + tl.cdiv(total_q, TOKENS)
@@ -158,11 +160,11 @@ def _schedule_kernel(
 
 
 class _Layout(NamedTuple):
-    """Where the tensors of a schedule lie in one buffer of int32, and how many programs fill it."""
+    """How the tensors of a schedule lie in one buffer of int32, and how many programs fill the buffer."""
 
-    size: int  # of the buffer, in elements
-    sizes: list[int]  # of the tensors in the order of the buffer, and of the gaps between them
-    pick: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # the tensors, in the order of Schedule's fields
+    size: int  # the size of the buffer in elements
+    sizes: list[int]  # the sizes of the tensors and of the gaps between them, in the order of the buffer
+    pick: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # picks the tensors, in the order of Schedule's fields
     programs: int
 
 
@@ -187,7 +189,7 @@ def _layout(total_q: int, total_k: int, work_tile: int, wide_tile: int, gradient
 
 
 def takes(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
-    """Returns whether the kernel can compute a schedule: it can read cu_seqlens, and nothing traces operators."""
+    """Returns whether the kernel can compute a schedule: it can read cu_seqlens, and no tool traces operators."""
     if torch.compiler.is_compiling() or may_be_traced():
         return False
     return _is_readable(cu_seqlens_q) and (cu_seqlens_k is cu_seqlens_q or _is_readable(cu_seqlens_k))
@@ -215,14 +217,14 @@ def schedule_tensors(
     work_tile: int,
     wide_tile: int,
 ) -> tuple[Tensor, ...]:
-    """Returns the seven tensors of a Schedule, in the order of its fields. They are views of one buffer.
+    """Computes the seven tensors of a Schedule, in the order of its fields, as views of one buffer.
 
     Args:
-        cu_seqlens_q, cu_seqlens_k: (n_docs + 1,) int32, dense.
-        window: visible tokens to the (left, right) of the aligned key; -1 means unbounded.
-        keys_in_order: whether key_tiles are in the order of the stream.
+        cu_seqlens_q, cu_seqlens_k: (n_docs + 1,) int32, contiguous.
+        window: how many tokens to the (left, right) of its aligned key a query sees; -1 means all.
+        keys_in_order: whether key_tiles is in ascending order.
         gradients: if False, query_start, query_end and key_tiles are empty; only backward passes read them.
-        work_tile, wide_tile: the tokens in a tile of query_tiles and key_tiles, and of wide_query_tiles.
+        work_tile, wide_tile: the tokens per tile, in query_tiles and key_tiles, and in wide_query_tiles.
     """
     layout = _layout(total_q, total_k, work_tile, wide_tile, gradients)
     buffer = cu_seqlens_q.new_empty(layout.size)

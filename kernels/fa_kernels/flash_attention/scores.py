@@ -1,4 +1,4 @@
-"""The operations on q . k before the softmax: a soft cap and ALiBi's bias."""
+"""Operations on the attention scores q . k before the softmax: a soft cap and ALiBi's bias."""
 
 import triton
 import triton.language as tl
@@ -10,12 +10,12 @@ _INTERPRETED = tl.constexpr(interpreted())  # evaluated at import, as in triton.
 
 @triton.jit
 def tanh(x, dtype: tl.constexpr):
-    """Computes tanh of x, fp32, where x is score / cap. `dtype` is that of q and k.
+    """Computes tanh(x) in fp32, where x is score / softcap. `dtype` is the dtype of q and k.
 
-    The forward and the backward pass use the same formula, so that the recomputed P is consistent with lse.
-    bf16 and narrower dtypes use one instruction with a relative error of 2^-11, below the rounding of bf16 scores.
-    fp16 and fp32 use 1 - 2 / (e^2x + 1). dK may be a sum of 1 - tanh^2 of saturated scores, and the error of the
-    instruction could then exceed twice the error of torch in fp16.
+    The forward and the backward pass use the same formula, so that the recomputed P is consistent with lse. bf16 and
+    narrower dtypes use one instruction, whose relative error of 2^-11 is below the rounding of bf16 scores. fp16 and
+    fp32 use 1 - 2 / (e^2x + 1). With the instruction, dK in fp16 could have more than twice the error of torch, because
+    dK may be a sum of 1 - tanh^2 of saturated scores.
     """
     if _INTERPRETED:  # the interpreter cannot run PTX
         t = 1.0 - 2.0 / (tl.math.exp2(x * 2.8853900817779268) + 1.0)
@@ -28,7 +28,10 @@ def tanh(x, dtype: tl.constexpr):
 
 @triton.jit
 def _reciprocal(x):
-    """Computes 1 / x for x from 1 to infinity, within one unit in the last place. `/` needs four times the code."""
+    """Computes 1 / x for x from 1 to infinity, within one unit in the last place.
+
+    The operator / needs four times the code.
+    """
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
@@ -44,17 +47,20 @@ def cap(scores, softmax_scale, softcap, dtype: tl.constexpr):
 
 @triton.jit
 def alibi_bias(slope, aligned, keys):
-    """Computes ALiBi's bias in log2 units: -slope times the distance from the aligned key (arXiv:2108.12409).
+    """Computes ALiBi's bias in log2 units: -slope times the distance between key and aligned key (arXiv:2108.12409).
 
     slope and aligned have one value per query. They broadcast against keys: [M, 1] with [1, N], or [1, M] with [N, 1].
-    A document's last query is aligned with its last key.
+    The last query of a document is aligned with the document's last key.
     """
     return slope * -LOG2_E * tl.abs(aligned - keys).to(tl.float32)
 
 
 @triton.jit
 def load_alibi(slopes_ptr, aligned_ptr, document_ptr, stride_slopes, rows, head, inside, HAS_ALIBI: tl.constexpr):
-    """Returns each row's slope and aligned key. Without ALiBi it returns placeholders, which are not used."""
+    """Returns the slope and the aligned key of each query in `rows`.
+
+    Without ALiBi, returns placeholders that are not used.
+    """
     if HAS_ALIBI:
         document = tl.load(document_ptr + rows, mask=inside, other=0)
         slope = tl.load(slopes_ptr + document * stride_slopes + head)

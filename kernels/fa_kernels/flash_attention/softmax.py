@@ -1,4 +1,4 @@
-"""The online softmax recurrence, shared by every forward kernel (arXiv:1805.02867; arXiv:2307.08691, section 3.1)."""
+"""The online softmax recurrence of the portable kernels (arXiv:1805.02867; arXiv:2307.08691, section 3.1)."""
 
 import triton
 import triton.language as tl
@@ -9,8 +9,8 @@ def online_softmax_step(scores, row_max, row_sum, scale_log2, MASKED: tl.constex
     """Adds one block of scores [M, N] to the running maximum and sum of M rows.
 
     Returns p = 2^(scores * scale_log2 - new_max) [M, N], the factor [M] that rescales earlier sums to the new maximum,
-    the new maximum in log2 units, and the new sum. Only a MASKED block may contain -inf. The sum of a row stays 0 while
-    all its scores are -inf.
+    the new maximum in log2 units, and the new sum. Only a block with MASKED may contain -inf. The sum of a row stays 0
+    while all scores of the row are -inf.
     """
     new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
     if MASKED:

@@ -1,7 +1,7 @@
 """Maps programs to tiles and heads, so that the longest tiles start first and K and V stay in L2.
 
-Heads are divided into sections. All tiles of a section run before those of the next section, so that its data fits
-in L2.
+The heads are divided into groups, called sections. All tiles of one section run before the tiles of the next section,
+so that the data in use fits in L2.
 """
 
 import triton
@@ -11,17 +11,18 @@ from torch import Tensor
 from fa_kernels.device import ceil_div
 from fa_kernels.flash_attention.schedule import WORK_TILE
 
-KEYS_IN_L2 = 32 * 2**20  # the most bytes of K and V in a section; an H200 has 50 MB of L2
-QUERIES_IN_L2 = 16 * 2**20  # the most bytes of Q, dO and fp32 dQ in a section; the fastest value on an H200
+KEYS_IN_L2 = 32 * 2**20  # the most bytes of K and V in a section of heads; an H200 has 50 MB of L2
+QUERIES_IN_L2 = 16 * 2**20  # the most bytes of Q, dO and fp32 dQ in a section of heads; the fastest value on an H200
 
 
 @triton.jit
 def tile_and_head(program, tiles_ptr, n_tiles, n_heads, section, TILES_PER_WORK_TILE: tl.constexpr):
-    """Returns a program's tile and head.
+    """Returns the tile and the head that a program processes.
 
     Consecutive programs process all heads of a section for one tile, then for the next tile, then the next section.
-    tiles_ptr gives the schedule's order of tiles; if it is None, tiles ascend. A tile of the schedule holds
-    TILES_PER_WORK_TILE tiles of the kernel. The last of these tiles is processed first.
+    `section` is the number of heads in a section. tiles_ptr holds the schedule's order of tiles; if it is None, tiles
+    are processed in ascending order. One tile of the schedule holds TILES_PER_WORK_TILE tiles of the kernel, and the
+    last of these is processed first.
     """
     section_index = program // (n_tiles * section)
     within = program % (n_tiles * section)
@@ -57,9 +58,9 @@ def heads_per_section(k: Tensor, v: Tensor, n_heads: int) -> int:
 def kv_heads_per_section(q: Tensor, n_kv_heads: int, n_tiles: int, programs: int, fewest: int = 1) -> int:
     """Returns how many KV heads form a section, so that Q, dO and dQ of their query heads fit in L2.
 
-    A section has at least two tiles for each of the `programs` that run at the same time; a head has n_tiles. In a
-    smaller section, the longest tiles of the last section would start late, and most programs would wait for them.
-    A section has at least `fewest` KV heads.
+    A section has at least `fewest` KV heads. It also has at least two tiles for each of the `programs` that run at the
+    same time, where a head has n_tiles. In a smaller section, the longest tiles of the last section would start late,
+    and most programs would wait for them.
     """
     total, n_heads, head_dim = q.shape
     bytes_per_kv_head = total * head_dim * (2 * q.element_size() + 4) * (n_heads // n_kv_heads)

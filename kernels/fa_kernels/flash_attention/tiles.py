@@ -1,4 +1,4 @@
-"""Tile sizes: a table by architecture, head dimension and pass, and the shared memory that tiles need."""
+"""Tile sizes of the portable kernels by architecture, head_dim and pass, and the shared memory that tiles need."""
 
 import os
 import warnings
@@ -26,7 +26,7 @@ class TileConfig:
 
 
 # Tiles for 2-byte dtypes, by (arch, largest head_dim, pass). Those of sm90 are measured
-# (scripts/results/portable_tiles_h200_202611.md). If there are dk and dv entries, only repairs use the dkdv entry.
+# (scripts/results/portable_tiles_h200_202611.md). If a case also lists dk and dv, only repair.py uses dkdv.
 _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 3),
     ("sm90", 96, "fwd"): TileConfig(128, 64, 8, 3),
@@ -79,8 +79,8 @@ _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm80", 256, "dq"): TileConfig(32, 32, 4, 2),
 }
 
-# Tiles for 4-byte dtypes. Those of sm90 at 64 and 128 are measured (scripts/results/fp32_tiles_h200_202611.md).
-# sm100 uses the tiles of sm80, because those of sm90 would overflow its tensor memory.
+# Tiles for 4-byte dtypes. Those of sm90 at 64 and 128 are measured (scripts/results/fp32_tiles_h200_202611.md). sm100
+# uses the tiles of sm80, because the tiles of sm90 would overflow the tensor memory of sm100.
 _TILES_OF_4_BYTES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 2),
     ("sm90", 96, "fwd"): TileConfig(128, 64, 8, 1),
@@ -114,12 +114,12 @@ _TILES_OF_4_BYTES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm80", 256, "dq"): TileConfig(16, 16, 8, 1),
 }
 
-# The bytes of shared memory that a program can use on the smallest GPU that uses the entries.
+# The bytes of shared memory per program, on the smallest GPU that uses the tiles of an architecture.
 SHARED_LIMIT: dict[Arch, int] = {"sm80": 99 * 1024, "sm90": 227 * 1024, "sm100": 227 * 1024}
 
 
 def tile_config(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
-    """Returns the tiles of the table. head_dim is the larger one of q and v, at most 256; itemsize is in bytes."""
+    """Returns tiles from the table. head_dim is the larger one of q and v, at most 256. itemsize is in bytes."""
     if arch == "interpreter":
         return TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)  # small: short inputs have several tiles
     listed = next(d for d in HEAD_DIMS if head_dim <= d)
@@ -133,11 +133,11 @@ def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
     """Returns the passes that compute dK and dV: ("dk", "dv") if the table lists both, else ("dkdv",).
 
     Two passes compute the scores twice, so they need five matmuls instead of four. But each pass has half the
-    accumulators, so tiles can be twice as long, and two warpgroups can share the rows of the scores.
+    accumulators. Tiles can therefore be twice as long, and two warpgroups can share the rows of the scores.
     """
     if itemsize > 2 and arch != "interpreter":
         return ("dkdv",)
-    table: dict[Arch, Arch] = {"interpreter": "sm90", "unknown": "sm80"}  # the interpreter runs both, for tests
+    table: dict[Arch, Arch] = {"interpreter": "sm90", "unknown": "sm80"}  # in tests, the interpreter runs both variants
     known = table.get(arch, arch)
     apart = (known, next(d for d in HEAD_DIMS if head_dim <= d), "dk") in _TILES
     return ("dk", "dv") if apart else ("dkdv",)
@@ -146,8 +146,8 @@ def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
 def launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
     """Returns the tiles for one launch: those of the table, or smaller ones that fit the shared memory of `device`.
 
-    Tiles from the file of FLASH_ATTENTION_TILES replace those of the table (tuned_tiles.py).
-    Warns once per device if the table does not list it, or if the tiles of the table do not fit.
+    Tiles from the file that FLASH_ATTENTION_TILES names replace those of the table (tuned_tiles.py). Warns once per
+    device if the table does not list the device, or if the tiles of the table do not fit.
     """
     if interpreted():
         return tile_config("interpreter", max(head_dim, v_head_dim), direction, itemsize)
@@ -169,7 +169,7 @@ def _launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, directio
 
 
 def _tuned(device: torch.device, head_dim: int, direction: Pass, itemsize: int) -> TileConfig | None:
-    """Returns the tile that the user measured, or None."""
+    """Returns the tile sizes that the user measured (tuned_tiles.py), or None."""
     path = os.environ.get(tuned_tiles.VARIABLE)
     if not path:
         return None
@@ -193,7 +193,7 @@ def _warn_of_guesses(device: torch.device, limit: int) -> None:
 def fit(
     arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int, limit: int
 ) -> TileConfig:
-    """Returns `tiles` if they need at most `limit` bytes. Otherwise it reduces stages and halves blocks until they fit.
+    """Returns `tiles`, with fewer stages and halved blocks if they need more than `limit` bytes of shared memory.
 
     Tiles that are halved to 64 rows get at most four warps, because a warpgroup of four warps computes 64 rows on
     Hopper. With eight warps and two column blocks, ptxas 12.8 would generate wrong code.
@@ -234,12 +234,12 @@ def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, 
 
 
 def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass) -> int:
-    """Returns the bytes for fp32 matmuls that are computed as three TF32 products of upper and lower halves.
+    """Returns the shared memory (bytes) for fp32 matmuls that are three TF32 products of upper and lower halves.
 
-    Shared memory holds both halves of the tiles that a program keeps, and of the block in use. Blocks are prefetched
-    in fp32, and split in registers, one column block at a time. mma.sync reads the halves from registers. A block is
-    therefore stored only once; dK and dV also store it transposed. The decode kernel uses the tiles of the forward
-    pass. It may hold K and V at the same time, and two copies of the scores.
+    Shared memory holds both halves of the tiles that a program keeps, and of the block in use. Blocks are prefetched in
+    fp32, and split in registers, one column block at a time. mma.sync reads the halves from registers, so a block is
+    stored only once. The kernels for dK and dV also store the block transposed. The decode kernel, which uses the tiles
+    of the forward pass, may hold K, V and two copies of the scores at the same time.
     """
     (d_1, d_2), (dv_1, dv_2) = split_columns(head_dim), split_columns(v_head_dim)
     of_keys = direction in ("dkdv", "dk", "dv")
@@ -259,9 +259,9 @@ def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_he
 def _shared_of_one_product(
     arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int
 ) -> int:
-    """Returns the bytes for matmuls with a single product: kept tiles, blocks in flight, and changes of layout.
+    """Returns the shared memory (bytes) for matmuls with a single product: kept tiles, loaded blocks, layout changes.
 
-    The kept tiles are Q in the forward pass, Q and dO for dQ, K and V for dK, and K for dV.
+    A program keeps Q in the forward pass, Q and dO for dQ, K and V for dK, and K for dV.
     """
     qk_width, v_width = (sum(split_columns(width, itemsize)) for width in (head_dim, v_head_dim))
     of_keys = direction in ("dkdv", "dk", "dv")
@@ -284,7 +284,7 @@ def _shared_of_one_product(
         widest = read_rows * max(qk_width, v_width) * itemsize
         if direction == "fwd":
             return kept + widest + scores + 2048
-        isolated = block if of_keys and kept_rows >= 64 else widest  # masked blocks after NaN isolation: Q and dO, or K
+        isolated = block if of_keys and kept_rows >= 64 else widest  # copies of blocks without NaN: Q and dO, or K
         rewritten = max(rewritten, scores, isolated)
     return kept + in_flight * (block + row_values) + rewritten + 2048
 
@@ -300,12 +300,12 @@ def _rewritten_for_tcgen05(scores: int, block: int, rows: int, head_dim: int, di
 
 
 def precision_of(x: Tensor) -> str:
-    """Returns tl.dot's input_precision for x's dtype. It has no effect for 2-byte dtypes.
+    """Returns tl.dot's input_precision for x's dtype. The precision has no effect for 2-byte dtypes.
 
-    fp32 uses three TF32 products of the upper and lower halves of the inputs ("tf32x3"), as torch's own attention does.
-    They are as accurate as FMA instructions ("ieee") and three times as fast. A single product ("tf32") is used if the
-    user allowed TF32 in torch's matmuls. Infinities and NaN give the same results as with FMA. Values that round to
-    infinity in TF32 count as infinite; they are the largest 1/4096 of the fp32 range.
+    For fp32, three TF32 products of the upper and lower halves of the inputs ("tf32x3") are added, as in torch's own
+    attention. "tf32x3" is as accurate as FMA instructions ("ieee") and three times as fast. A single product ("tf32")
+    is used if the user allowed TF32 in torch's matmuls. Infinities and NaN give the same results as with FMA. Values
+    that round to infinity in TF32, which are the largest 1/4096 of the fp32 range, count as infinite.
     """
     if x.dtype != torch.float32 or (x.is_cuda and not _has_tf32(x.device)):
         return "ieee"

@@ -1,7 +1,7 @@
-"""Tiles that a user measured on their GPU, in a file that scripts/bench/tune_tiles.py writes.
+"""Files of tile sizes that a user measured on their GPU. scripts/bench/tune_tiles.py writes such files.
 
-The environment variable FLASH_ATTENTION_TILES names the file. The first launch reads it. Its tiles replace those of
-tiles.py's table on the GPU that is named in it.
+The environment variable FLASH_ATTENTION_TILES names a file, which the first launch reads. On the GPU that the file
+names, its tile sizes replace those of the table in tiles.py.
 """
 
 import json
@@ -24,7 +24,7 @@ Sizes = tuple[int, int, int, int]  # in the order of SIZES
 
 
 def write_tiles(path: Path, gpu: str, tiles: Mapping[Key, Sizes]) -> None:
-    """Writes tiles for the GPU with this name, as torch.cuda.get_device_name returns it. Replaces an older file."""
+    """Writes tile sizes for the GPU that torch.cuda.get_device_name calls `gpu`. Replaces an older file."""
     entries = [
         {"head_dim": head_dim, "pass": direction, "itemsize": itemsize, **dict(zip(SIZES, sizes, strict=True))}
         for (head_dim, direction, itemsize), sizes in sorted(tiles.items())
@@ -34,7 +34,7 @@ def write_tiles(path: Path, gpu: str, tiles: Mapping[Key, Sizes]) -> None:
 
 @cache  # once per process and GPU
 def read_tiles(path: str, gpu: str) -> dict[Key, Sizes]:
-    """Returns the tiles of a file.
+    """Returns the tile sizes that a file holds.
 
     Raises: ValueError if the file is missing, is not in the form that write_tiles writes, or is for another GPU.
     """

@@ -14,7 +14,7 @@ _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float3
 
 
 class Address(NamedTuple):
-    """Replaces the tensor in a descriptor, so that a cached descriptor does not keep the tensor alive."""
+    """Stands for a tensor in a descriptor, so that a cached descriptor does not keep the tensor alive."""
 
     pointer: int
     dtype: torch.dtype
@@ -24,7 +24,7 @@ class Address(NamedTuple):
 
 
 def rows_of_heads(x: Tensor, block: int) -> TensorDescriptor:
-    """Returns a descriptor of x for loads and stores of `block` tokens of one head.
+    """Returns a TMA descriptor of x for loads and stores of `block` tokens of one head.
 
     The coordinates of a load or store are (token, head * x.stride(1)). Reads outside of x return 0.
     Shapes: x (total, heads, head_dim), for which `loadable` must be True.
@@ -35,12 +35,13 @@ def rows_of_heads(x: Tensor, block: int) -> TensorDescriptor:
 def columns_of_heads(
     *operands: tuple[Tensor, int],
 ) -> tuple[list[TensorDescriptor], list[TensorDescriptor] | list[None]]:
-    """Returns two lists of descriptors: for the first column block of each operand's heads, and for the second.
+    """Returns two lists of TMA descriptors: for the first column block of each operand's heads, and for the second.
 
-    An operand is (x, block), as for `rows_of_heads`. The second list holds None if heads have one column block.
+    An operand is (x, block), the arguments of `rows_of_heads`. If heads have one column block, the second list holds
+    None.
     """
     first, rest = split_columns(operands[0][0].shape[-1])
-    if not rest:  # slicing all columns would cost host time
+    if not rest:  # to slice all columns would cost host time
         return [rows_of_heads(x, block) for x, block in operands], [None] * len(operands)
     columns = slice(None, first), slice(first, None)
     of_first, of_second = ([rows_of_heads(x[..., some], block) for x, block in operands] for some in columns)
@@ -48,7 +49,7 @@ def columns_of_heads(
 
 
 def elements(x: Tensor, block: int) -> TensorDescriptor:
-    """Returns a descriptor of contiguous x as a vector, for loads of `block` elements. Reads outside of x return 0."""
+    """Returns a TMA descriptor of contiguous x as a vector, to load `block` elements. Reads outside of x return 0."""
     return _descriptor(x.data_ptr(), x.dtype, (x.numel(),), (1,), (block,))
 
 
@@ -71,7 +72,7 @@ def loadable(x: Tensor) -> bool:
     )
 
 
-# Training steps use the same addresses again. Building a descriptor takes 14 times the host time of a cache hit.
+# Training steps use the same addresses again. To build a descriptor takes 14 times as long as a cache hit.
 @lru_cache(maxsize=4096)
 def _rows_of_heads(
     pointer: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], block: int

@@ -1,18 +1,18 @@
 """Records the kernel launches of a call once, and repeats them for other tensors of the same shapes.
 
-Repeating saves most of the host time of a call. The host chooses kernels and tiles, and Triton finds the compiled
-kernel from about 30 arguments. The results depend only on shapes, strides, dtypes and options, which form the call's
-key. Only the addresses of tensors differ between two calls with the same key.
+Repeated launches save most of the host time of a call. In a normal call, the host chooses kernels and tiles, and Triton
+finds the compiled kernel from about 30 arguments. These choices depend only on shapes, strides, dtypes and options,
+which form the key of the call. Two calls with the same key differ only in the addresses of their tensors.
 
 `recorded` decorates a function. The second call with a key runs under a recorder. The recorder notes the tensors that
 the call allocates and the arguments of each `launch`, and finds the tensor that each address belongs to. Later calls
-with the key allocate tensors, insert the new addresses and call the launchers of the compiled kernels directly.
+with the same key allocate tensors, insert the new addresses and call the launchers of the compiled kernels directly.
 
-A recording belongs to one key, one stream and one device. A call is neither recorded nor repeated if an address is not
-a multiple of 16 bytes, if a CUDA graph is being captured (graphs need their own work counters), if a tool has launch
-hooks, if this version of Triton is untested, or if FA_TRAIN_REPLAY=0. Recording fails if the call runs an operator of
-torch, uses an address of an unknown tensor or of two overlapping tensors, or raises an error in the recorder. All later
-calls with this key then run without recording. Tables of tiles and other module globals are not part of a key: call
+A recording belongs to one key, one stream and one device. A call is neither recorded nor repeated in these cases: an
+address is not a multiple of 16 bytes, a CUDA graph is being captured (graphs need their own work counters), a tool has
+launch hooks, this version of Triton is untested, or FA_TRAIN_REPLAY=0. A call cannot be recorded if it runs an operator
+of torch, or if it uses an address of an unknown tensor or of two overlapping tensors. If recording a call fails, all
+later calls with its key run without recording. Tile tables and other module globals are not part of a key: call
 `forget()` after changing them.
 """
 
@@ -45,12 +45,12 @@ from fa_kernels.launch.triton_launcher import (
 )
 
 VARIABLE = "FA_TRAIN_REPLAY"  # environment variable: 0 switches recording off; read at the first call
-MAX_KEYS = 512  # one more key removes all recordings, so that recordings of unused lengths do not stay forever
+MAX_KEYS = 512  # if there are more keys, all recordings are removed, so that those of unused lengths do not stay
 MAX_MAPS = 8192  # cached TMA descriptors, of about 500 bytes each; a training step has up to 23 per layer
-MAX_ARGUMENTS = 1024  # cached lists of arguments, of 1 to 7 KB each; a training step has two per layer
+MAX_ARGUMENTS = 1024  # cached lists of launch arguments, of 1 to 7 KB each; a training step has two per layer
 ALIGNMENT = 16  # bytes: Triton compiles different code for pointers that are not a multiple of 16
-# Temporaries up to this size share one allocation, because each allocation costs at least 1.4 us of host time. Larger
-# temporaries have their own: the GPU then works for long enough to hide the cost, and the allocator reuses the blocks.
+# Temporaries up to this size share one allocation, because an allocation costs at least 1.4 us of host time. Larger
+# ones are allocated apart: the GPU works long enough to hide the cost, and the allocator reuses the blocks.
 SHARED_BYTES = 2**24
 SLICE_ALIGNMENT = 512  # bytes, as in torch's allocator
 
@@ -72,7 +72,7 @@ class _Watched(threading.local):
 
 _WATCHED = _Watched()
 _KEYS: dict[Hashable, "_Recording | _Known"] = {}
-_COMPILED: dict[Hashable, Any] = {}  # kernels of launch_unspecialised: one for each kernel, device and constants
+_COMPILED: dict[Hashable, Any] = {}  # compiled kernels of launch_unspecialised, by kernel, device and constants
 _SAID = False  # whether a failure to record has been logged
 
 
@@ -81,13 +81,13 @@ def recorded(
 ) -> Callable[[_Function], _Function]:
     """Decorates a function so that its launches are recorded, and repeated in later calls with the same key.
 
-    The function must accept positional arguments only, and its first argument must be a tensor. It must return new
-    tensors only.
+    The decorated function must accept positional arguments only. Its first argument must be a tensor. The function must
+    return new tensors only.
 
     Args:
-        describe: a function of the same arguments that returns (key, inputs). The key must contain the shapes, strides,
-            dtypes, devices and options that the launches depend on. It need not contain the stream or addresses. The
-            inputs are all tensors that the decorated function reads.
+        describe: a function that gets the same arguments and returns (key, inputs). The key must contain the shapes,
+            strides, dtypes, devices and options that the launches depend on. The key need not contain the stream or
+            addresses. `inputs` are all tensors that the decorated function reads.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -120,7 +120,10 @@ def _repeat_or_run(
     function: Callable[..., tuple[Tensor, ...]],
     arguments: tuple[Any, ...],
 ) -> tuple[Tensor, ...]:
-    """Returns function(*arguments). It repeats the recorded launches if the key has a recording."""
+    """Returns function(*arguments).
+
+    If the key has a recording, repeats its launches instead of calling the function.
+    """
     known = _KEYS.get(key)
     failure = None
     try:
@@ -139,7 +142,7 @@ def _repeat_or_run(
         if len(_KEYS) >= MAX_KEYS:
             forget()
         _KEYS[key] = _Known.SEEN_ONCE
-    outputs = function(*arguments)  # if the function itself raised the error, it raises it again here
+    outputs = function(*arguments)  # if the error came from the function, this call raises the error again
     if failure is not None:
         _KEYS[key] = _Known.UNCLEAR
         _say_once(failure)
@@ -154,11 +157,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
 
 def launch_unspecialised(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Launches a kernel in less host time than `launch`. The kernel is compiled once for each device and its constants.
+    """Launches a kernel in less host time than `launch`.
 
-    Numbers and the grid may differ in every call, unlike those of a recorded call. The first argument is a tensor.
+    The kernel is compiled once for each device and set of constants.
+    Unlike in a recorded call, numbers and the grid may differ in every call. The first argument must be a tensor.
     Numbers must be int32 and listed in the kernel's do_not_specialize. Pointers must be listed in
-    do_not_specialize_on_alignment unless they are always aligned to ALIGNMENT bytes.
+    do_not_specialize_on_alignment, unless they are always aligned to ALIGNMENT bytes.
     """
     stream = _recordable_stream(arguments[0])
     if stream is None or _WATCHED.recorder is not None:
@@ -177,9 +181,9 @@ def launch_unspecialised(kernel: Any, grid: tuple[int, ...], *arguments: Any, **
 
 
 def lasting(x: Tensor) -> Tensor:
-    """Returns x, after telling the recording in progress that all later calls with its key and stream use this tensor.
+    """Returns x, and tells the recording in progress that repeated calls must use this very tensor, not a new one.
 
-    Such a tensor is neither an input of the call nor allocated by the call.
+    Such a tensor is neither an input of the call nor allocated by the call; an example is the counter of a queue.
     """
     recorder = _WATCHED.recorder
     if recorder is not None and all(x is not known for known in recorder.tensors):  # not added by an earlier launch
@@ -188,7 +192,10 @@ def lasting(x: Tensor) -> Tensor:
 
 
 def forget() -> None:
-    """Removes all recordings. Call it after changing a module global that keys do not contain, such as tile tables."""
+    """Removes all recordings.
+
+    Call `forget` after changing a module global that keys do not contain, such as tile tables.
+    """
     _KEYS.clear()
     _arguments.cache_clear()
 
@@ -206,7 +213,10 @@ def _may_record() -> bool:
 
 
 def _say_once(failure: str) -> None:
-    """Logs the first failure to record a call. It does not use warnings.warn, which users can configure to raise."""
+    """Logs the first failure to record a call.
+
+    Does not use warnings.warn, because users can turn warnings into errors.
+    """
     global _SAID
     if not _SAID:
         _SAID = True
@@ -219,7 +229,10 @@ def _say_once(failure: str) -> None:
 
 
 class _Launch(NamedTuple):
-    """One kernel launch: `run` launches the kernel, and `arguments` picks the kernel's arguments from all values."""
+    """One recorded kernel launch. `run` launches the kernel.
+
+    `arguments` picks its arguments from all recorded values.
+    """
 
     run: Callable[..., None]
     arguments: Callable[[list[Any]], tuple[Any, ...]]
@@ -237,32 +250,32 @@ class _Map:
 
 @lru_cache(maxsize=MAX_MAPS)
 def _encoded(described: _Map, address: int) -> Any:
-    """Returns the encoded descriptor of the memory at `address`."""
+    """Returns a TMA descriptor, encoded for the tensor at `address`."""
     base = Address(address + described.offset, described.descriptor.base.dtype)
     return encoded(replace(described.descriptor, base=base), described.encoding)
 
 
 @dataclass(frozen=True, eq=False)
 class _Recording:
-    """The allocations and launches of a call. A recording keeps no tensors alive except the `lasting` ones.
+    """The allocations and launches of a call. A recording keeps no tensors alive, except those passed to `lasting`.
 
     Lists of addresses have this order: the inputs that launches read, the allocations, the slices of the last
     allocation.
     """
 
     read: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]  # picks the inputs that launches read
-    allocations: list[Callable[[], Tensor]]  # if there are slices, the last allocation holds them
+    allocations: list[Callable[[], Tensor]]  # if there are slices, they lie in the last allocation
     constants: list[Any]
     maps: list[_Map]
     launches: list[_Launch]
     outputs: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # picks the outputs from the allocations
-    same: list[tuple[int, int]]  # pairs of inputs with equal addresses, by index; they must be equal again
-    slices: list[tuple[int, int]]  # index of an address, and the distance of the slice from that address in bytes
+    same: list[tuple[int, int]]  # pairs of addresses, by index, that were equal when recorded and must be equal again
+    slices: list[tuple[int, int]]  # index of an address, and the slice's distance from this address in bytes
 
     def play(self, addresses: list[int]) -> tuple[Tensor, ...] | None:
         """Repeats the launches for inputs at `addresses`, and returns the outputs.
 
-        Returns None, without a launch, if the recording does not fit these addresses (see `_arguments`).
+        If the recording does not fit the addresses (see `_arguments`), launches nothing and returns None.
         """
         made = [allocate() for allocate in self.allocations]
         addresses += [x.data_ptr() for x in made]
@@ -274,14 +287,14 @@ class _Recording:
         return self.outputs(made)
 
 
-@lru_cache(maxsize=MAX_ARGUMENTS)  # a training step uses the same addresses as the step before
+@lru_cache(maxsize=MAX_ARGUMENTS)  # a training step uses the same addresses as the previous step
 def _arguments(
     recording: _Recording, addresses: tuple[int, ...]
 ) -> list[tuple[Callable[..., None], tuple[Any, ...]]] | None:
     """Returns, for each launch, the function that launches the kernel and the kernel's arguments.
 
-    Returns None if the recording does not fit the addresses: one is not aligned, so that Triton would launch a
-    different kernel, or two addresses differ that were equal in the recorded call.
+    Returns None if the recording does not fit the addresses. This happens if an address is not aligned, so that Triton
+    would launch a different kernel. It also happens if two addresses differ that were equal in the recorded call.
     """
     if any(address % ALIGNMENT for address in addresses):
         return None
@@ -298,7 +311,10 @@ class _Unclear(Exception):
 
 
 class _Recorder(torch_private.TorchDispatchMode):
-    """Watches one call. It keeps all tensors of the call alive, so that no address is used again during the call."""
+    """Records one call.
+
+    The recorder keeps all tensors of the call alive, so that no address is used twice in the call.
+    """
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()
@@ -330,7 +346,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         return result
 
     def add(self, x: Tensor, again: Callable[[], Tensor]) -> None:
-        """Adds a tensor that launches may use. again() returns the tensor that a repeated call uses in its place."""
+        """Adds a tensor that launches may use. A repeated call uses the tensor that again() returns in its place."""
         self.tensors.append(x)
         self.allocations.append(again)
 
@@ -339,7 +355,7 @@ class _Recorder(torch_private.TorchDispatchMode):
     ) -> None:
         """Adds a launch to the recording.
 
-        This must happen while the arguments are alive, because their addresses may belong to other tensors later.
+        Call `note` while the arguments are alive, because their addresses may belong to other tensors later.
         """
         if not launches_plainly(kernel):
             self.clear = False
@@ -356,7 +372,8 @@ class _Recorder(torch_private.TorchDispatchMode):
     def recording(self, outputs: tuple[Tensor, ...], stream: int) -> _Recording | _Known:
         """Returns the recording of the call that returned `outputs`, or UNCLEAR if the call cannot be repeated."""
         made = [x for x in self.tensors[self.n_inputs :] if x is not None]  # only inputs can be None
-        # Tensors are compared by address: an output may be a view, and torch.empty returns a view under a mode.
+        # Tensors are compared by address: an output may be a view, and torch.empty returns a view under a dispatch
+        # mode.
         chosen = [i for output in outputs for i, x in enumerate(made) if _holds(x, output)]
         if not self.clear or len(chosen) != len(outputs):
             return _Known.UNCLEAR
@@ -382,12 +399,15 @@ class _Recorder(torch_private.TorchDispatchMode):
         return _Recording(_getter(read), allocations, self.constants, maps, launches, returned, same, slices)
 
     def _used(self) -> set[int]:
-        """Returns the indices of the tensors whose addresses are used by the launches or compared (`same`)."""
+        """Returns the indices of the tensors whose addresses are used by launches, or are compared (`same`)."""
         in_launches = {i for _, _, places in self.launches for tag, i in places if tag == "address"}
         return in_launches | {x.place for x in self.maps} | {i for pair in self.same for i in pair}
 
     def _launches(self, places: dict[int, int], n_addresses: int, stream: int) -> list[_Launch]:
-        """Returns the launches. The values that they pick from are the constants, then the addresses, then the maps."""
+        """Returns the launches.
+
+        They pick arguments from one list: first the constants, then the addresses, then the maps.
+        """
         n_constants = len(self.constants)
 
         def index_of(tag: str, i: int) -> int:
@@ -401,9 +421,9 @@ class _Recorder(torch_private.TorchDispatchMode):
         ]
 
     def _places(self, x: Any, encodings: Any) -> list[tuple[str, int]]:
-        """Returns the places from which a repeated call reads what the launcher needs for the kernel argument x.
+        """Returns where a repeated call finds the values that the launcher needs for the kernel argument x.
 
-        Each place is (tag, index), with the tag "constant", "address" or "map". A descriptor has several.
+        Each place is (tag, index), with the tag "constant", "address" or "map". A descriptor needs several values.
         """
         if isinstance(x, Tensor):
             place, offset = self._place(x.data_ptr())
@@ -427,8 +447,9 @@ class _Recorder(torch_private.TorchDispatchMode):
     def _place(self, address: int) -> tuple[int, int]:
         """Returns the index of the tensor whose first row contains this address, and the address's offset in bytes.
 
-        Only first rows are searched: views of one tensor overlap in later rows, such as q, k and v of one projection.
-        If several tensors have the same address, their addresses must also be equal in a repeated call (`same`).
+        Only the first row of each tensor is searched, because later rows of views overlap, such as q, k and v of one
+        projection. If several tensors have the same address, their addresses must also be equal in a repeated call
+        (`same`).
         Raises: _Unclear if no tensor fits, or if several fit with different offsets.
         """
         found = []
@@ -457,9 +478,9 @@ def _in_a_row(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def _getter(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Returns a function that returns the values at these indices as a tuple.
+    """Returns a function that picks the values at these indices and returns them as a tuple.
 
-    itemgetter returns a tuple only for two or more indices.
+    operator.itemgetter returns a tuple only for two or more indices.
     """
     if len(places) > 1:
         return itemgetter(*places)

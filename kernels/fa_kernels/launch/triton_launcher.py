@@ -1,11 +1,10 @@
 """Launches a compiled kernel with Triton's private launcher, without the work that Triton repeats at each launch.
 
-This module relies on these details of Triton:
-- A launch returns its CompiledKernel.
-- `driver.active.launcher_cls(source, metadata)` makes the launcher, which CompiledKernel.run calls. `prepared` lists
-  the launcher's first nine arguments, and the arguments that the launcher passes to its own `launch`.
-- `make_tensordesc_arg` encodes a descriptor for TMA. Triton does so at each launch, but record.py caches one encoding
-  for each address. Our launcher therefore has a signature that lists the parts of an encoded descriptor.
+This module relies on some private details of Triton. A launch returns its CompiledKernel.
+`driver.active.launcher_cls(source, metadata)` makes the launcher that CompiledKernel.run calls. `prepared` lists the
+launcher's first nine arguments, and the arguments that the launcher passes to its own `launch`. `make_tensordesc_arg`
+encodes a descriptor for TMA. Triton encodes descriptors at each launch, but record.py caches one encoding for each
+address. Our launcher therefore has a signature that lists the parts of an encoded descriptor.
 """
 
 import re
@@ -59,7 +58,7 @@ def encodings_of(compiled: Any) -> Sequence[Any]:
 
 
 def encoded(descriptor: TensorDescriptor, encoding: Any) -> Any:
-    """Returns the descriptor encoded for TMA."""
+    """Returns the TMA descriptor in the encoding that the GPU reads."""
     from triton.backends.nvidia.driver import make_tensordesc_arg  # imported here because it needs a CUDA driver
 
     return make_tensordesc_arg(descriptor, encoding)[0]
@@ -73,7 +72,7 @@ class _Source(NamedTuple):
 
 
 def prepared(compiled: Any, grid: tuple[int, ...], stream: int) -> Callable[..., None]:
-    """Returns a function that launches the kernel. It accepts only the kernel's arguments.
+    """Returns a function that launches the kernel. The function accepts only the kernel's arguments.
 
     The function runs no launch hooks, so do not use it if `has_launch_hooks()`.
     """
@@ -81,7 +80,7 @@ def prepared(compiled: Any, grid: tuple[int, ...], stream: int) -> Callable[...,
     where, how = (*grid, stream, compiled.function), (compiled.packed_metadata, None, None, None)
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return partial(launcher, *where, *how)
-    # Without scratch memory the launcher only adds constant arguments, in 1 us. The constants are added here instead.
+    # Without scratch memory, Triton's launcher only adds constant arguments, in 1 us. They are added here instead.
     where += launcher.launch_cooperative_grid, launcher.launch_pdl
     launch, no_scratch = launcher.launch, (None, None)
     if triton.__version__.startswith("3.6."):

@@ -1,9 +1,9 @@
 """The backward pass: one kernel computes dK and dV for tiles of keys, then another computes dQ for tiles of queries.
 
-This is Alg. 2 of arXiv:2307.08691 with one kernel per loop. Both kernels recompute the scores, so there are seven
-matmuls instead of five. In return one program computes each output: there are no atomics, and gradients are bitwise
-repeatable. If dK and dV of a tile do not fit in the registers together, the first kernel runs twice, once for dK and
-once for dV. There are then eight matmuls.
+The algorithm is Alg. 2 of arXiv:2307.08691, with one kernel per loop. Both kernels recompute the scores, so there are
+seven matmuls instead of five. In return, only one program computes each output: there are no atomics, and gradients are
+bitwise repeatable. If dK and dV of a tile do not fit in the registers together, the first kernel runs twice: once for
+dK and once for dV. The backward pass then has eight matmuls.
 """
 
 from typing import Any
@@ -65,7 +65,10 @@ def _accumulate_dk_dv(
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, D: tl.constexpr, D_COLUMNS: tl.constexpr,
     DV: tl.constexpr, DV_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the queries from start to end of one head to dK and dV of a tile of keys. Scores are transposed, [N, M]."""
+    """Adds what the queries from start to end of one head contribute to dK and dV of a tile of keys.
+
+    Scores are [N, M].
+    """
     for m in range(start, end, BLOCK_M):
         queries = m + tl.arange(0, BLOCK_M)
         inside = queries < total_q
@@ -92,7 +95,7 @@ def _accumulate_dk_dv(
         lse = (lse * LOG2_E)[None, :]
         p, growth = _probabilities(scores, lse, bias, softmax_scale, softcap, k[0].dtype, HAS_SOFTCAP, HAS_ALIBI)
         if MASKED:
-            # The mask follows the exponential, because a query that sees no key has lse = -inf.
+            # The mask is applied after the exponential, because a query that sees no key has lse = -inf.
             visible = is_visible(queries, query_start, query_end)
             if ISOLATE_NAN and HAS_DV:
                 p += nan_rows[None, :]
@@ -123,9 +126,9 @@ def dkdv_tile(
 ):  # fmt: skip
     """Computes dK (if HAS_DK) and dV (if HAS_DV) of BLOCK_N keys of one KV head, from `first` on.
 
-    The program loops over the query heads of the KV head. PHASES=3 masks only the blocks at both ends of the range of
-    queries. PHASES=1 masks all blocks, which needs less code. Without ISOLATE_NAN, NaN of one document may reach all
-    keys of the tile.
+    The program loops over the query heads of the KV head. With PHASES=3, only the blocks at both ends of the range of
+    queries are masked. With PHASES=1, all blocks are masked, which needs less code. Without ISOLATE_NAN, NaN of one
+    document may reach all keys of the tile.
     """
     keys = first + tl.arange(0, BLOCK_N)  # [N]
     inside = keys < total_k
@@ -212,7 +215,7 @@ def _accumulate_dq(
     D: tl.constexpr, D_COLUMNS: tl.constexpr, DV: tl.constexpr, DV_COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys from start to end to dQ of one tile of queries."""
+    """Adds what the keys from start to end contribute to dQ of one tile of queries."""
     for n in range(start, end, BLOCK_N):
         k = load_block(k_ptr, n, stride_kt, total_k, 0, D_COLUMNS, D, BLOCK_N, MASKED)  # [N, D_COLUMNS[0]]
         v = load_block(v_ptr, n, stride_vt, total_k, 0, DV_COLUMNS, DV, BLOCK_N, MASKED)

@@ -1,9 +1,9 @@
 """Tiles of a head as column blocks: a head of 96 columns is a block of 64 and a block of 32.
 
-The width of a block must be a power of two, but the width of a head need not be one. COLUMNS is a tuple of the block
-widths, one or two, that hold a head of WIDTH columns (columns_of_head.py). A tile is a tuple with a block per width.
-The compiler loads and stores blocks in the order of the code. Kernels therefore alternate between two tensors: block 0
-of both, then block 1 of both.
+The width of a Triton block must be a power of two, but a head may have any width. COLUMNS is a tuple of the widths of
+the one or two blocks that hold a head of WIDTH columns (columns_of_head.py). A tile is a tuple with one block per
+width. The compiler loads and stores blocks in the order of the code. Kernels therefore alternate between two tensors:
+block 0 of both, then block 1 of both.
 """
 
 import triton
@@ -25,7 +25,7 @@ def load_columns(ptr, first, stride, total, COLUMNS: tl.constexpr, WIDTH: tl.con
 @triton.jit
 def load_both(a_ptr, b_ptr, first, stride_a, stride_b, total, A_COLUMNS: tl.constexpr, A_WIDTH: tl.constexpr,
               B_COLUMNS: tl.constexpr, B_WIDTH: tl.constexpr, ROWS: tl.constexpr, MASK_ROWS: tl.constexpr):  # fmt: skip
-    """Loads the same rows of two tensors, like `load_columns`, and alternates between the tensors at each block."""
+    """Loads the same rows of two tensors, like `load_columns`: block 0 of both tensors, then block 1 of both."""
     a = ()
     b = ()
     for i in tl.static_range(2):
@@ -39,7 +39,7 @@ def load_both(a_ptr, b_ptr, first, stride_a, stride_b, total, A_COLUMNS: tl.cons
 @triton.jit
 def with_rest(block, ptr, first, stride, total, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
               MASK_ROWS: tl.constexpr):  # fmt: skip
-    """Returns the result of `load_columns`. `block` is its first block, which the caller has loaded."""
+    """Returns the result of `load_columns`. The caller has already loaded the first block, and passes it as `block`."""
     blocks = (block,)
     for i in tl.static_range(1, len(COLUMNS)):
         blocks += (load_block(ptr, first, stride, total, i, COLUMNS, WIDTH, ROWS, MASK_ROWS),)
@@ -49,9 +49,9 @@ def with_rest(block, ptr, first, stride, total, COLUMNS: tl.constexpr, WIDTH: tl
 @triton.jit
 def load_block(ptr, first, stride, total, INDEX: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
                ROWS: tl.constexpr, MASK_ROWS: tl.constexpr):  # fmt: skip
-    """Loads one column block of the rows from `first` on, [ROWS, COLUMNS[INDEX]].
+    """Loads one column block [ROWS, COLUMNS[INDEX]] of the rows from `first` on.
 
-    Columns from WIDTH on are 0. With MASK_ROWS, rows from `total` on are 0; without it, all rows must exist.
+    Columns from WIDTH on are 0. With MASK_ROWS, rows from `total` on are 0. Without MASK_ROWS, all rows must exist.
     """
     FROM: tl.constexpr = 0 if INDEX == 0 else COLUMNS[0]
     rows = tl.arange(0, ROWS)
@@ -72,7 +72,7 @@ def load_block(ptr, first, stride, total, INDEX: tl.constexpr, COLUMNS: tl.const
 
 @triton.jit
 def in_fp16(columns):
-    """Converts each block to fp16."""
+    """Converts each column block to fp16."""
     blocks = ()
     for i in tl.static_range(len(columns)):
         blocks += (columns[i].to(tl.float16),)
@@ -96,7 +96,7 @@ def _zero_block(INDEX: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def dot_of_columns(a, b, PRECISION: tl.constexpr):
-    """Computes a @ b.T. Shapes: a [M, D] and b [N, D], both in blocks -> [M, N] fp32."""
+    """Computes a @ b.T. Shapes: a [M, D] and b [N, D], both as tuples of column blocks -> [M, N] fp32."""
     product = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
     for i in tl.static_range(1, len(a)):
         product = tl.dot(a[i], tl.trans(b[i]), product, input_precision=PRECISION)
@@ -105,7 +105,7 @@ def dot_of_columns(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def add_to_columns(acc, a, b, PRECISION: tl.constexpr):
-    """Computes acc + a @ b. Shapes: a [M, N]; acc [M, D] and b [N, D], both in blocks -> like acc."""
+    """Computes acc + a @ b. Shapes: a [M, N]; acc [M, D] and b [N, D], both as tuples of column blocks -> like acc."""
     blocks = ()
     for i in tl.static_range(len(acc)):
         blocks += (tl.dot(a, b[i], acc[i], input_precision=PRECISION),)
@@ -123,7 +123,10 @@ def add_to_rescaled(acc, rescale, a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def isolate_nan_columns(blocks):
-    """Applies isolate_nan to each column block. Returns the blocks without NaN and the sum of the second results."""
+    """Applies isolate_nan to each column block.
+
+    Returns the blocks without NaN, and the sum of isolate_nan's vectors.
+    """
     finite, nan_rows = isolate_nan(blocks[0])
     isolated = (finite,)
     for i in tl.static_range(1, len(blocks)):
@@ -148,7 +151,7 @@ def by_tensor(blocks):
 @triton.jit
 def store_block(ptr, block, first, stride, total, INDEX: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
                 ROWS: tl.constexpr):  # fmt: skip
-    """Stores a block [ROWS, COLUMNS[INDEX]] to the place that `load_block` reads with the same arguments."""
+    """Stores a block [ROWS, COLUMNS[INDEX]] to the addresses that `load_block` reads with the same arguments."""
     FROM: tl.constexpr = 0 if INDEX == 0 else COLUMNS[0]
     rows = tl.arange(0, ROWS)
     cols = FROM + tl.arange(0, COLUMNS[INDEX])

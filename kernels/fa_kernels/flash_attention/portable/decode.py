@@ -2,8 +2,8 @@
 
 One query per sequence gives too few tiles of queries to fill a GPU. The keys of a sequence are therefore split over
 several programs, and a second kernel merges the fp32 partial outputs by lse (Flash-Decoding,
-pytorch.org/blog/flash-decoding; arXiv:2307.08691, section 3.1). A tile holds all query heads of a group, so that each
-key is read once. Another kernel appends new keys and values to the cache.
+pytorch.org/blog/flash-decoding; arXiv:2307.08691, section 3.1). A tile holds all query heads that share a KV head, so
+that each key is read once. Another kernel appends new keys and values to the cache.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from fa_kernels.flash_attention.softmax import online_softmax_step
 from fa_kernels.flash_attention.tiles import TileConfig, fit, precision_of, tile_config
 
 MAX_SPLITS = 128
-MIN_SPLIT = 256  # keys: a smaller split saves less time than merging it costs
+MIN_SPLIT = 256  # keys: for a smaller split, merging costs more time than splitting saves
 APPEND_ROWS = 16  # new tokens that one program appends
 
 
@@ -42,7 +42,7 @@ class Cache:
 
     @property
     def capacity(self) -> int:
-        """The most tokens that a sequence can have."""
+        """The maximum number of tokens of a sequence."""
         return self.k.shape[1] * (1 if self.table is None else self.table.shape[1])
 
     @property
@@ -55,8 +55,8 @@ class Cache:
 class Rotary:
     """Rotary embedding (arXiv:2104.09864). cos and sin are (positions, rotary_dim / 2); the last stride is 1.
 
-    If `interleaved`, columns 0 and 1 are a pair, then 2 and 3, and so on. Otherwise 0 and rotary_dim / 2 are a pair,
-    then 1 and rotary_dim / 2 + 1, and so on. Columns from rotary_dim on are not rotated.
+    If `interleaved`, columns 0 and 1 are a pair, then 2 and 3, and so on. If not, column i and column i + rotary_dim /
+    2 are a pair. Columns from rotary_dim on are not rotated.
     """
 
     cos: Tensor
@@ -71,8 +71,8 @@ def _load_rotated(
 ):  # fmt: skip
     """Loads the rows at row_ptrs [M] and rotates them by the angles of `positions` [M]. Returns [M, BLOCK_D].
 
-    The first ROTARY columns are rotated. Rows that are not `inside` and columns from D on are 0. A row is not rotated
-    if the table of angles ends before its position.
+    The first ROTARY columns are rotated. Rows that are not `inside` and columns from D on are 0. If the table of angles
+    ends before a row's position, the row is not rotated.
     """
     cols = tl.arange(0, BLOCK_D)
     tile = tl.load(row_ptrs[:, None] + cols[None, :], mask=inside[:, None] & (cols[None, :] < D), other=0.0)
@@ -138,8 +138,9 @@ def _append_kernel(
 
 
 def append_to_cache(k: Tensor, v: Tensor, cache: Cache, rotary: Rotary | None) -> None:
-    """Writes k and v after the cached tokens. k is rotated to its new positions. Tokens that do not fit are dropped.
+    """Writes k and v after the cached tokens of each sequence. k is rotated to its positions in the sequence.
 
+    Tokens that do not fit in the cache are dropped.
     Shapes: k (batch, seqlen_new, n_kv_heads, head_dim); v (batch, seqlen_new, n_kv_heads, v_head_dim).
     """
     batch, seqlen_new, n_kv_heads, head_dim = k.shape
@@ -222,9 +223,9 @@ def _decode_kernel(
 
     A row is a query of one head: row r is token r // GROUP and head r % GROUP of the group. o (n_splits, batch,
     seqlen_q, n_heads, DV) and lse (n_splits, batch, n_heads, seqlen_q) are contiguous. With one split, o and lse are
-    the final result. A head of D columns is one block of BLOCK_D columns, padded with zeros to a power of two; DV and
-    BLOCK_DV correspond. Two column blocks do not work: if K or V reaches shared memory through registers, ptxas 12.8
-    generates wrong code (it computes matrix descriptors from the wrong uniform register).
+    the final result. Heads of k have D columns, padded with zeros to BLOCK_D, a power of two. Heads of v have DV
+    columns, padded to BLOCK_DV. Two column blocks per head do not work here: if K or V reaches shared memory through
+    registers, ptxas 12.8 computes matrix descriptors from the wrong uniform register.
     """
     program = tl.program_id(0)
     tile = program % n_tiles
@@ -247,7 +248,7 @@ def _decode_kernel(
     key_start = tl.maximum(aligned - left, first_key)
     key_end = tl.minimum(aligned + right + 1, n_keys)
 
-    # The keys that the tile sees start with those of its first token and end with those of its last token.
+    # The tile sees keys from the first visible key of its first token to the last visible key of its last token.
     first_aligned = n_keys - seqlen_q + tile * BLOCK_M // GROUP
     last_aligned = n_keys - seqlen_q + (tl.minimum((tile + 1) * BLOCK_M, n_rows) - 1) // GROUP
     start = tl.maximum(first_aligned - left, first_key) // BLOCK_N * BLOCK_N
@@ -351,15 +352,16 @@ def decode_attention(
     right: int,
     n_splits: int,
 ) -> tuple[Tensor, Tensor]:
-    """Computes o in q's dtype, and lse in fp32.
+    """Computes attention over the cache: o in q's dtype, and lse in fp32.
 
     Args:
         q: (batch, seqlen_q, n_heads, head_dim).
         cache: holds seqlens + seqlen_new tokens of each sequence.
-        rotary_by_token: whether query i is rotated to position seqlens + i. Otherwise it is rotated to seqlens.
+        rotary_by_token: whether query i is rotated to position seqlens + i. If False, all queries are rotated to
+            seqlens.
         slopes: the ALiBi slopes, (n_heads,) or (batch, n_heads) fp32; the last stride is 1. None means no ALiBi.
-        left, right: visible keys on each side of the aligned key; -1 means unbounded.
-        n_splits: the number of parts of the keys; 0 means `choose_splits`.
+        left, right: how many keys on each side of its aligned key a query sees; -1 means all.
+        n_splits: the number of parts into which keys are split; 0 means that `choose_splits` decides.
 
     Returns:
         o (batch, seqlen_q, n_heads, v_head_dim), lse (batch, n_heads, seqlen_q).
@@ -424,7 +426,7 @@ def padded_width(width: int) -> int:
 def decode_tiles(
     arch: Arch, head_dim: int, v_head_dim: int, itemsize: int, n_rows: int, paged: bool, limit: int
 ) -> TileConfig:
-    """Returns the tiles for n_rows rows of a KV head: those of the forward pass for many rows, else flat tiles.
+    """Returns the tiles for n_rows rows of a KV head: tiles of the forward pass for many rows, else shorter tiles.
 
     limit: the bytes of shared memory that a program can use.
     """
@@ -445,7 +447,7 @@ def decode_tiles(
 
 
 def choose_splits(n_programs: int, n_keys: int, n_multiprocessors: int) -> int:
-    """Returns the number of splits that gives each multiprocessor about two programs, with MIN_SPLIT keys or more each.
+    """Returns the number of splits: about two programs per multiprocessor, with at least MIN_SPLIT keys per split.
 
     n_keys is the largest number of keys that a tile can see. Only the GPU knows the actual number.
     """
@@ -453,8 +455,11 @@ def choose_splits(n_programs: int, n_keys: int, n_multiprocessors: int) -> int:
 
 
 def _shared_limit(device: torch.device) -> int:
-    """Returns the bytes of shared memory that a program can use, or 0 in the interpreter, which ignores them."""
-    # Any, because torch's type stub lacks an attribute.
+    """Returns the bytes of shared memory that a program can use.
+
+    Returns 0 in the interpreter, which ignores the limit.
+    """
+    # The type is Any, because torch's type stub lacks an attribute.
     properties: Any = None if interpreted() else torch.cuda.get_device_properties(device)
     return 0 if properties is None else properties.shared_memory_per_block_optin
 

@@ -55,7 +55,7 @@ def _attend(
         p, rescale, row_max, row_sum = online_softmax_step(scores, row_max, row_sum, to_log2, MASKED)
         v = load_columns(v_ptr, n, stride_vt, total_k, DV_COLUMNS, DV, BLOCK_N, MASKED)
         if v_ptr.dtype.element_ty == tl.float8e4nv:
-            v = in_fp16(v)  # this is exact, and p then has 11 significant bits instead of 4
+            v = in_fp16(v)  # fp16 holds fp8 exactly, and p in fp16 has 11 significant bits instead of 4
         if ISOLATE_NAN:
             v, nan_rows = isolate_nan_columns(v)
             p = tl.where(p > 0, p + nan_rows[None, :], p)
@@ -80,8 +80,8 @@ def forward_tile(
 
     Heads of q and k have D columns, in blocks of D_COLUMNS. Heads of v have DV columns, in blocks of DV_COLUMNS
     (columns.py).
-    PHASES=3 masks only the blocks at both ends of the range. PHASES=1 masks all blocks, which needs less code.
-    Without ISOLATE_NAN, NaN of one document may reach all rows of the tile.
+    With PHASES=3, only the blocks at both ends of the range of keys are masked. With PHASES=1, all blocks are masked,
+    which needs less code. Without ISOLATE_NAN, NaN of one document may reach all rows of the tile.
     """
     rows = first + tl.arange(0, BLOCK_M)  # [M]
     inside = rows < total_q
@@ -142,7 +142,7 @@ def _fwd_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ISOLATE_NAN: tl.constexpr,
     TILES_PER_WORK_TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program computes BLOCK_M queries of one head.
+    """One program computes attention of BLOCK_M queries of one head.
 
     o (total_q, n_heads, DV) and lse (n_heads, total_q) are contiguous.
     """
@@ -164,10 +164,10 @@ def _fwd_kernel(
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Computes o in out_dtype, and lse in fp32.
+    """Computes attention: o in out_dtype, and lse in fp32.
 
-    Shapes: q (total_q, n_heads, head_dim); k (total_k, n_kv_heads, head_dim); v (total_k, n_kv_heads, v_head_dim)
-    -> o (total_q, n_heads, v_head_dim), lse (n_heads, total_q).
+    Shapes: q (total_q, n_heads, head_dim); k (total_k, n_kv_heads, head_dim); v (total_k, n_kv_heads, v_head_dim) -> o
+    (total_q, n_heads, v_head_dim), lse (n_heads, total_q).
     """
     total_q, n_heads, head_dim = q.shape
     o = torch.empty(total_q, n_heads, v.shape[2], dtype=out_dtype, device=q.device)

@@ -1,4 +1,7 @@
-"""Computes marked tiles again. Other kernels mark tiles that contain NaN, which may come from another document."""
+"""Computes tiles with NaN marks again.
+
+Other kernels mark tiles that contain NaN, which may come from another document.
+"""
 
 import torch
 import triton
@@ -25,7 +28,7 @@ def _repair_fwd_kernel(
     D: tl.constexpr, D_COLUMNS: tl.constexpr, DV: tl.constexpr, DV_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
-    """Computes the marked tiles of BLOCK_M queries. There are fewer programs than tiles."""
+    """Computes o and lse again for marked tiles of BLOCK_M queries. A program checks several tiles."""
     n_tiles = tl.cdiv(total_q, BLOCK_M)
     n_items, step = n_tiles * n_heads, tl.num_programs(0)
     for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
@@ -47,7 +50,7 @@ def _repair_fwd_kernel(
 def repair_forward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, marks: Tensor, schedule: Schedule, features: Features
 ) -> None:
-    """Computes o and lse again, in place, for the tiles that `marks` marks (nan_isolation.new_marks).
+    """Computes o and lse again, in place, for the tiles that are marked in `marks` (nan_isolation.new_marks).
 
     o and lse are contiguous.
     """
@@ -74,7 +77,7 @@ def _repair_bwd_kernel(
     PRECISION: tl.constexpr, DKDV_M: tl.constexpr, DKDV_N: tl.constexpr, DQ_M: tl.constexpr, DQ_N: tl.constexpr,
     LOOK: tl.constexpr,
 ):  # fmt: skip
-    """Computes the marked tiles of DKDV_N keys, then those of DQ_M queries. There are fewer programs than tiles."""
+    """Computes dK and dV again for marked tiles of DKDV_N keys, then dQ for marked tiles of DQ_M queries."""
     n_kv_heads, step = n_heads // GROUP, tl.num_programs(0)
     n_tiles = tl.cdiv(total_k, DKDV_N)
     n_items = n_tiles * n_kv_heads
@@ -113,7 +116,7 @@ def repair_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
     marks_q: Tensor, marks_k: Tensor, schedule: Schedule, features: Features,
 ) -> None:  # fmt: skip
-    """Computes dq again, in place, for the tiles that `marks_q` marks, and dk and dv for those that `marks_k` marks.
+    """Computes dq again, in place, for tiles marked in marks_q, and dk and dv for tiles marked in marks_k.
 
     nan_isolation.new_marks describes the marks. dq, dk and dv are contiguous.
     """
@@ -137,8 +140,8 @@ def repair_backward(
 def repair_grid(device: torch.device, n_items: int) -> tuple[int, int]:
     """Returns the number of programs that repair n_items tiles, and how many marks a program reads at a time.
 
-    There is at most one program for each multiprocessor. Usually no tile is marked, so a launch that finds no mark
-    must be short.
+    There is at most one program per multiprocessor. Usually no tile is marked, so a launch that finds no mark must be
+    short.
     """
     if interpreted():
         return min(n_items, 3), 4  # small values, so that short inputs have more tiles than programs
