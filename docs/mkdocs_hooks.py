@@ -1,4 +1,6 @@
-"""Adds pages outside docs/ to the site: README.md as home, CONTRIBUTING.md, CHANGELOG.md and scripts/results."""
+"""Adds pages outside docs/ to the site that mkdocs builds: README.md as home, CONTRIBUTING.md, CHANGELOG.md and
+scripts/results.
+"""
 
 import re
 from pathlib import Path
@@ -14,7 +16,10 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 
 
 def on_config(config: Any) -> Any:
-    """Removes the script that mkdocs' offline plugin loads from the network. Only search on file:// pages needs it."""
+    """Removes the script that mkdocs' offline plugin loads from the network.
+
+    The script is needed only to search on file:// pages.
+    """
     config.extra["polyfills"] = []
     return config
 
@@ -26,7 +31,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Makes links to other pages lead to the site. Replaces a link to a source file with the link's text."""
+    """Makes links to other pages lead to these pages on the site.
+
+    If a link leads to a source file, replaces the link by its text.
+    """
     here = page.file.src_uri
     source = next((path for path, name in OUTSIDE.items() if name == here), f"docs/{here}")
 

@@ -30,7 +30,7 @@ RANDOM = {
 @pytest.fixture(autouse=True)
 def _plain_arithmetic(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # on some CPUs, oneDNN's bf16 matmuls crash
-    with torch.compiler.set_stance("force_eager"):  # otherwise torchao would compile an update for each shape
+    with torch.compiler.set_stance("force_eager"):  # keeps torchao from compiling an update for each shape
         yield
 
 

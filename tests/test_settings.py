@@ -298,7 +298,7 @@ def test_every_bound_of_another_package_is_of_a_parameter():
 
 
 class Quoted:
-    """A callback whose first type hint cannot be evaluated."""
+    """A callback whose first parameter has a type hint that cannot be evaluated."""
 
     def __init__(self, trainer: "nowhere.Trainer", every: int) -> None:  # type: ignore[name-defined]  # noqa: F821
         pass

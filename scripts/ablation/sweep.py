@@ -66,7 +66,7 @@ def call_apart(function: Callable[..., Value], arguments: tuple[Any, ...], timeo
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(sender, function, arguments, str(log)))
     process.start()
-    sender.close()  # otherwise this open end would hide that the process has ended
+    sender.close()  # close the parent's copy of the pipe's end, which would hide that the process has ended
     try:
         if not receiver.poll(timeout):
             raise ProcessError(f"not done after {timeout:g} s")

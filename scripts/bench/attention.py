@@ -114,7 +114,7 @@ class Backend:
     def inputs(self, workload: Workload) -> list[Tensor]:
         """Returns q, k, v and the gradient of o in bf16.
 
-        They have the backend's layout, so that no transposition is timed.
+        The layout of these tensors is the backend's, so that no transposition is timed.
         """
         batch, tokens = workload.batch, workload.seqlen
         kv_heads = workload.n_heads // workload.group
@@ -341,7 +341,7 @@ def prepare_pass(backend: Backend, workload: Workload, direction: Direction) -> 
         if direction == "backward":
             torch.autograd.grad(o, (q, k, v), do)
 
-    run()  # compiles kernels, whose memory must not count
+    run()  # untimed and unmeasured: this call compiles kernels, which needs more memory
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     run()

@@ -85,9 +85,7 @@ class Case:
         return MODEL_DIM // self.head_dim
 
     def flops(self) -> float:
-        """Returns the FLOPs of the necessary matmuls: two in the forward, five in the backward; half of that if
-        causal.
-        """
+        """Returns the FLOPs of the necessary matmuls: two forward, five backward; half of that if causal."""
         forward = 4 * self.n_heads * self.seqlen**2 * self.head_dim / (2 if self.causal else 1)
         return forward * (2.5 if self.direction == "backward" else 1)
 
@@ -234,10 +232,7 @@ def _blocks(case: Case, arch: Arch, direction: Pass) -> tuple[int, int]:
 
 
 def keys_read(seqlen: int, block_m: int, block_n: int, *, causal: bool) -> int:
-    """Returns how many rows of K all query tiles of one head load together.
-
-    The last block of keys ends where the sequence ends.
-    """
+    """Returns the rows of K that all query tiles of one head load. The last block of keys ends with the sequence."""
     if not causal:
         return math.ceil(seqlen / block_m) * seqlen
     ends = (min(first + block_m, seqlen) for first in range(0, seqlen, block_m))
@@ -245,10 +240,7 @@ def keys_read(seqlen: int, block_m: int, block_n: int, *, causal: bool) -> int:
 
 
 def queries_read(seqlen: int, block_n: int, *, causal: bool) -> int:
-    """Returns how many rows of Q all key tiles of one head load together.
-
-    With `causal`, the key tile that starts at token i loads queries from token i on.
-    """
+    """Returns the rows of Q that all key tiles of one head load. If causal, a tile starts at its own first token."""
     return sum(seqlen - (first if causal else 0) for first in range(0, seqlen, block_n))
 
 
@@ -289,10 +281,7 @@ def cases_of(args: argparse.Namespace, arch: Arch) -> list[Case]:
 
 
 def _naive(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
-    """Computes naive attention on (heads, tokens, head_dim), storing every intermediate matrix in memory.
-
-    The caller has already scaled q, so that only the transfers of the formula occur.
-    """
+    """Computes naive attention on (heads, tokens, head_dim) and stores every matrix. q must be scaled already."""
     scores = q @ k.transpose(-2, -1)
     if hidden is not None:
         scores = scores.masked_fill_(hidden, -math.inf)
@@ -300,10 +289,7 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
 
 
 def prepared(case: Case) -> Callable[[], object]:
-    """Returns a function that runs the pass of the case. The inputs already exist.
-
-    For a backward pass, the forward has already run.
-    """
+    """Returns a function that runs the pass of the case. Inputs and the forward of a backward are already computed."""
     heads, tokens, width = case.n_heads, case.seqlen, case.head_dim
     shape = (heads, tokens, width) if case.method == "naive" else (1, tokens, heads, width)
     q, k, v, do = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))
@@ -342,10 +328,7 @@ def run_under_ncu(cases: list[Case]) -> None:
 
 
 def measure(ncu: str, cases: list[Case], arguments: list[str]) -> list[Measured]:
-    """Runs this script again under ncu and returns the counters of each case.
-
-    Raises: RuntimeError with the reason if ncu gives no result.
-    """
+    """Runs this script again under ncu. Raises: RuntimeError with the reason if ncu gives no result."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "ncu.csv")
         command = [

@@ -9,14 +9,14 @@
 A candidate is a combination of block_m, block_n, warps and stages, where the blocks are powers of two. A candidate must
 fit in shared memory (tiles.shared_bytes), and its fp32 tiles must leave registers for other values. With --near, the
 script tries only the table's entry and the candidates that differ from it by one step in one value. With --tiles, the
-script tries exactly the given candidates. First, several processes (--jobs) compile the candidates. Then the script
-times the candidates one by one on a causal document of --seqlen tokens, with n_heads * head_dim = 2048 or slightly
-less. TFLOP/s counts the matmuls of each kernel: forward 2, dkdv 4, dk 3, dv 2, dq 3. Causal attention halves them. If
-the kernels dk and dv together take less time than dkdv, give the table entries for dk and dv instead of dkdv. With
---dtype float32, the script tunes the entries for 4-byte dtypes, where each product is three TF32 matmuls. With --dtype
-tf32, the script tries the same candidates with one TF32 matmul, as torch.backends.cuda.matmul allows. A candidate
-counts only if its error is at most twice torch's error, plus rounding. Writes OUT.md: its header, a table for each
-head_dim and pass, and the entries for tiles.py. Adds the fastest tiles to OUT.json, except with --dtype tf32.
+script tries exactly the given candidates. First, several processes (--jobs) compile the candidates. After compilation,
+the script times the candidates one by one on a causal document of --seqlen tokens, with n_heads * head_dim = 2048 or
+slightly less. TFLOP/s counts the matmuls of each kernel: forward 2, dkdv 4, dk 3, dv 2, dq 3. Causal attention halves
+them. If the kernels dk and dv together take less time than dkdv, give the table entries for dk and dv instead of dkdv.
+With --dtype float32, the script tunes the entries for 4-byte dtypes, where each product is three TF32 matmuls. With
+--dtype tf32, the script tries the same candidates with one TF32 matmul, as torch.backends.cuda.matmul allows. A
+candidate counts only if its error is at most twice torch's error, plus rounding. Writes OUT.md: its header, a table for
+each head_dim and pass, and the entries for tiles.py. Adds the fastest tiles to OUT.json, except with --dtype tf32.
 fa_kernels loads that file if the environment variable FLASH_ATTENTION_TILES names it.
 """
 

@@ -118,7 +118,7 @@ def assert_only_the_bad_step_differs(skipping: Path, undone: Path, steps: int) -
 def test_a_step_without_finite_gradients_changes_nothing(name, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # on some CPUs, oneDNN's bf16 matmuls crash
     steps, overrides = RUNS[name]
-    with torch.compiler.set_stance("force_eager"):  # otherwise torchao would compile an update for each shape
+    with torch.compiler.set_stance("force_eager"):  # keeps torchao from compiling an update for each shape
         skipping = run(tmp_path / "skipping", tmp_path, f"max_steps={steps}", *overrides, *bad_steps(BAD))
         undone = run(tmp_path / "undone", tmp_path, f"max_steps={steps}", *overrides, *UNDONE)
     assert_only_the_bad_step_differs(skipping, undone, steps)

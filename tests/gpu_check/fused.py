@@ -80,7 +80,7 @@ def check_swiglu(dtype: torch.dtype, ffn_dim: int) -> None:
 def _compare(names, ours, exact, inputs, gradients, dtype) -> None:
     """Compares the outputs `ours` and their gradients with those of `exact` in fp64.
 
-    Both were computed from `inputs`.
+    `ours` and `exact` were computed from the same `inputs`.
     """
     wide = [x.detach().double().requires_grad_() for x in inputs]
     truths = exact(*wide)

@@ -30,7 +30,7 @@ def _registered() -> None:
 def assert_as_accurate_as_eager(model: Any, ids: Tensor, weight: Tensor, exact: str = "eager", **inputs: Any) -> None:
     """Requires errors of at most twice those of eager attention in fp32.
 
-    Both are compared with the attention `exact` in fp64.
+    The errors are relative to the results of the attention `exact` in fp64.
     """
     results = {}
     for name, dtype, implementation in (
@@ -177,7 +177,7 @@ def test_layers_share_a_schedule_as_long_as_its_tensor_is_unchanged(monkeypatch)
     assert len(built) == 1
     positions.copy_(torch.arange(17))
     torch.testing.assert_close(model(ids, position_ids=positions, use_cache=False).logits, other)
-    assert len(built) == 1  # one document has a dense schedule
+    assert len(built) == 1  # a single document needs no call of build_schedule
     n_kept = len(packed_rows._KEPT)
     del positions
     assert len(packed_rows._KEPT) == n_kept - 1

@@ -14,7 +14,10 @@ from fa_kernels.flash_attention.schedule import causal_schedule
 
 
 def test_a_mode_or_a_profiler_sees_the_operator(device, monkeypatch):
-    """If a dispatch mode or a profiler is active, a call uses torch's dispatcher. Otherwise, the call bypasses it."""
+    """If a dispatch mode or a profiler is active, a call uses torch's dispatcher.
+
+    Without a mode or profiler, a call bypasses torch's dispatcher.
+    """
     q, k, v = torch.randn(3, 1, 20, 2, 16, device=device)
     operators = []
     for name in ("forward_operator", "backward_operator"):

@@ -1,6 +1,6 @@
 """Attention over joined q, k and v gives the same results as over separate tensors.
 
-It copies nothing, and joins the gradients.
+The functions for joined tensors copy nothing, and also join the gradients.
 """
 
 import inspect

@@ -229,7 +229,7 @@ def test_qkv_keeps_angles_alone(device):
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_compiled_attention_joins_gradients_by_the_rotation(dynamic, device):
-    """There is no graph break, and no torch.cat of dq, dk and dv, which would read and write them again."""
+    """The compiled graph has no break, and no torch.cat of dq, dk and dv, which would read and write them again."""
     graphs = []
 
     def counted(graph, inputs):

@@ -60,7 +60,7 @@ def test_equals_at_once(chunk_size, keep, activation, bias, device):
 
 @KINDS
 def test_one_chunk_is_the_same_to_the_bit(activation, bias, device):
-    """There is no bias, because its gradient is summed in another order.
+    """The FFN has no bias here, because the gradient of a bias is summed in another order.
 
     On a GPU, the sigmoid in SwiGLU differs in its last bits.
     """

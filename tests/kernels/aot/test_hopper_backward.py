@@ -81,9 +81,9 @@ def test_ordered_configs_have_one_semaphore_per_step(head_dim, dtype, softcap):
 
 
 def test_registers_of_three_groups():
-    """The first warp group gets the registers that the others leave.
+    """The first warp group gets the registers that the other warp groups leave.
 
-    It must get as many as the second, because both compute.
+    The first warp group needs as many registers as the second, because both compute.
     """
     registers = fused.GROUP_REGISTERS
     of_four_warps = fused.REGISTERS * (1 + len(registers))

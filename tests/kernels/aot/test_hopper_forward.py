@@ -6,9 +6,8 @@ import pytest
 
 from tests.kernels.aot.reports import compile_all
 
-# head_dim-length_class-dtype-out_dtype-features -> allowed bytes of spill stores: the most that Triton 3.6 and 3.7
-# need, plus a margin. The loops over unmasked blocks contain no spill stores. The kernels of cases with `marks` are for
-# several documents.
+# head_dim-length_class-dtype-out_dtype-features -> bytes of spill stores: the most that Triton 3.6 and 3.7 need, plus a
+# margin. Loops over unmasked blocks contain no spill stores. Cases with `marks` are for several documents.
 SPILLS = {
     "64-long-bf16-bf16-plain": 16,
     "64-long-bf16-bf16-marks": 16,
@@ -43,8 +42,8 @@ CORE = {
 SHARED = 227 * 1024  # bytes of shared memory that one program may use
 
 
-# These slow cases run only on a machine with a GPU. The cases of head_dim 96 with `long` still run everywhere, because
-# there the fp32 output limits the pipeline stages.
+# The cases in SLOW are compiled only on a machine with a GPU. The cases of head_dim 96 with `long` still run
+# everywhere, because there the fp32 output limits the pipeline stages.
 SLOW = [case for case in SPILLS if "sinks" in case and not case.startswith(("128", "96-long"))]
 
 

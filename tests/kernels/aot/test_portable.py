@@ -86,9 +86,8 @@ REPAIRS = {
     (256, "repair_fwd"): (255, 96, "HGMMA"),
     (256, "repair_bwd"): (255, 928, "HGMMA"),
 }
-# arch, head_dim, pass -> bytes of spill stores and tensor-core instruction of fp32 kernels. The fp32 kernels use three
-# TF32 matmuls per product and all registers. If a tile has fewer than 64 rows, the instruction is HMMA on every
-# architecture.
+# arch, head_dim, pass -> spill bytes and instruction of fp32 kernels, which use three TF32 matmuls per product and all
+# registers. If a tile has fewer than 64 rows, the instruction is HMMA on every architecture.
 OF_4_BYTES = {
     ("sm80", 64, "fwd"): (32, "HMMA"),
     ("sm80", 64, "dkdv"): (80, "HMMA"),
@@ -136,7 +135,8 @@ OF_4_BYTES = {
     ("sm100", 256, "dkdv"): (912, "HMMA"),
     ("sm100", 256, "dq"): (288, "HMMA"),
 }
-# ptxas serialises the matmuls of this entry and warns about it. This tile is nevertheless the fastest one on an H200.
+# ptxas serialises the matmuls of this entry and warns about it. The tile size of this entry is nevertheless the fastest
+# one on an H200.
 SERIALISED = {"sm90-192-192-dkdv-2": {"C7512"}}
 TENSOR_MEMORY = 512  # columns, on sm100
 # Largest allowed ratio of shared_bytes to the shared memory that Triton reports. shared_bytes assumes the largest

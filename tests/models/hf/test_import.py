@@ -42,7 +42,10 @@ def test_logits_are_transformers(name, checkpoint):
 
 @torch.no_grad()
 def test_the_text_of_a_model_with_images(tmp_path):
-    """Gemma 3 models from 4B on take images too. Their config.json leaves out transformers' default values."""
+    """Gemma 3 models from 4B on take images too.
+
+    The config.json of such models leaves out transformers' default values.
+    """
     images = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = transformers.Gemma3Config(
         text_config=GEMMA_LIKE | {"layer_types": ALTERNATING},

@@ -29,7 +29,7 @@ from scripts.bench.io_traffic import (
 def visited_rows(seqlen, own_block, other_block, causal, own_is_query):
     """Returns the number of rows on the other side that the tiles load.
 
-    It visits each block that has a visible pair.
+    The function visits each block that has a visible pair.
     """
     total = 0
     for first in range(0, seqlen, own_block):
