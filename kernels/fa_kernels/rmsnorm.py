@@ -24,7 +24,7 @@ def _add_norm_kernel(
     x_ptr, added_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, eps, DIM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One program processes one row. All tensors are contiguous."""
-    row = tl.program_id(0).to(tl.int64)  # int64: 1M tokens x 2048 elements reach 2**31
+    row = tl.program_id(0).to(tl.int64)  # int64, because 1M tokens x 2048 elements reach 2**31
     cols = tl.arange(0, BLOCK)
     inside = cols < DIM
     x = _row(x_ptr, row, cols, inside, DIM)

@@ -84,7 +84,7 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, n_rotated: int, dtype: tor
 
 
 def rotate_qkv(qkv: Tensor, heads: Sequence[int], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q and k rotated by each token's angles, and v unchanged. All three are views of one new buffer.
+    """Returns q and k rotated by each token's angles, and v unchanged. q, k and v are views of one new buffer.
 
     The results are differentiable in qkv, to any order. `heads` is (n_heads, n_kv_heads, n_kv_heads), the numbers of
     heads of q, k and v.

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024  # columns per program: 16 bytes per thread and operand in 16-bit dtypes
+BLOCK = 1024  # columns per program, which are 16 bytes per thread and operand in 16-bit dtypes
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def _place(FFN_DIM: tl.constexpr, BLOCK: tl.constexpr):
     blocks: tl.constexpr = (FFN_DIM + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     cols = program % blocks * BLOCK + tl.arange(0, BLOCK)
-    # rows are int64, because offsets reach 2**31: 131k tokens x 2 x 8192 elements
+    # rows are int64, because 131k tokens x 2 x 8192 elements reach 2**31
     return (program // blocks).to(tl.int64), cols, cols < FFN_DIM
 
 

@@ -30,7 +30,7 @@ _unwrap_if_dead = _find("_C._functorch.unwrap_if_dead")
 _KNOWS_WATCHERS = None not in (_dispatch_modes, _has_function_mode, _transform_level, _tracing_state, _profiles)
 
 # empty_strided_cuda(shape, strides, dtype) allocates on the current CUDA device, in half the host time of
-# torch.empty_strided. It is None if torch lacks this function.
+# torch.empty_strided. empty_strided_cuda is None if torch lacks it.
 empty_strided_cuda: Callable[..., Tensor] | None = _find("_C._dynamo.guards._empty_strided_cuda")
 
 
@@ -50,7 +50,7 @@ def may_be_watched() -> bool:
 def may_be_traced() -> bool:
     """Returns whether a TorchDispatchMode, a functorch transform or a trace is active.
 
-    If one is active, tensors may have no data. Returns True if this version of torch cannot tell.
+    While one of them is active, tensors may have no data. Returns True if this version of torch cannot tell.
     """
     return not _KNOWS_WATCHERS or bool(
         _dispatch_modes() or _transform_level() is not None or _tracing_state() is not None

@@ -1,7 +1,7 @@
 """Chooses the kernels of an attention call: the Hopper kernels if they support the call, else the portable kernels.
 
-The environment variable FLASH_ATTENTION_BACKEND may force the choice. Its values are `auto` (the default), `portable`
-and `hopper`. With `hopper`, a call that the Hopper kernels do not support raises a ValueError.
+The environment variable FLASH_ATTENTION_BACKEND can force one set of kernels: it is `auto` (the default), `portable` or
+`hopper`. With FLASH_ATTENTION_BACKEND=hopper, a call that the Hopper kernels do not support raises a ValueError.
 """
 
 import os
@@ -45,8 +45,8 @@ def forward(
     """Computes attention: o in out_dtype, and lse in fp32. q, k and v must be results of `in_order`.
 
     Shapes: q (total_q, n_heads, head_dim); k (total_k, n_kv_heads, head_dim); v (total_k, n_kv_heads, v_head_dim) -> o
-    (total_q, n_heads, v_head_dim), lse (n_heads, total_q). q, k and v may have two dimensions (batch, seqlen) instead
-    of total. o is then (batch, seqlen_q, n_heads, v_head_dim).
+    (total_q, n_heads, v_head_dim), lse (n_heads, total_q). If q, k and v have two dimensions (batch, seqlen) instead of
+    total, o is (batch, seqlen_q, n_heads, v_head_dim).
     Raises: ValueError if q, k, v and sinks do not fit together (checks.require_consistent).
     """
     require_consistent(q, k, v, features.sinks)
@@ -89,10 +89,10 @@ def backward(
     features: Features,
     deterministic: bool,
 ) -> tuple[Tensor, ...]:
-    """Computes dq, dk and dv, which are contiguous. If the call has sinks, it also returns delta (delta.py).
+    """Computes dq, dk and dv, which are contiguous. If there are sinks, also returns delta (delta.py).
 
-    With `deterministic`, gradients have the same bits in every run. If several programs add to one element, they then
-    add in a fixed order.
+    With `deterministic`, gradients have the same bits in every run. With `deterministic`, several programs may add to
+    the same element of dq, but only in a fixed order.
     Shapes: q, k, v and o are as in `forward`; do has the shape of o; lse and dlse are (n_heads, total_q) fp32.
     """
     shapes = q.shape, k.shape, v.shape
@@ -144,9 +144,9 @@ def _common_key(
 ) -> tuple[Hashable, ...]:
     """Returns the part of a call's recording key (launch/record.py) that the forward and the backward pass share.
 
-    The key holds everything that the kernel launches and the checks of require_consistent depend on. A schedule's
-    tensors are always int32, contiguous and on one device, so the key needs only their numbers of tiles. The key
-    contains no strides of contiguous tensors, because they follow from the shape or do not matter.
+    The recording key holds everything that the kernel launches and the checks of require_consistent depend on. A
+    schedule's tensors are always int32, contiguous and on one device, so the key needs only their numbers of tiles.
+    Strides of contiguous tensors are not in the key, because they follow from the shape or do not matter.
     """
     return (
         *[None if t is None else (t.dtype, t.get_device(), t.shape, t.is_contiguous() or t.stride()) for t in tensors],

@@ -26,7 +26,7 @@ def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) ->
 
     This function does not run for a call whose recorded launches are repeated (launch/record.py). The key of a
     recording, backend._common_key, must therefore contain everything that this function checks.
-    Shapes: q (..., n_heads, head_dim), k and v (..., n_kv_heads, head_dim), where ... is (tokens,) or (batch, seqlen).
+    Shapes: q (tokens, n_heads, head_dim), k and v (tokens, n_kv_heads, head_dim), or with (batch, seqlen) for tokens.
     """
     device, dtype = q.device, q.dtype
     require_backend(device)
@@ -65,7 +65,7 @@ def require_differentiable(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def scale_of(q: Tensor, softmax_scale: float | None) -> float:
-    """Returns the factor by which attention scores q . k are multiplied. The default is head_dim**-0.5.
+    """Returns the factor of the attention scores Q K^T. The default is head_dim**-0.5.
 
     Raises: ValueError if the factor is not positive and finite.
     """

@@ -1,6 +1,6 @@
 """Computes delta = rowsum(do * o) - dlse, and the gradient of attention sinks.
 
-delta is a term of the backward pass of softmax (arXiv:2307.08691, Alg. 2).
+delta is a term of the backward pass of softmax (arXiv:2307.08691, algorithm 2).
 """
 
 import torch

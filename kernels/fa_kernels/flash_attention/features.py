@@ -14,8 +14,8 @@ class Features(NamedTuple):
         slopes: (n_docs or 1, n_heads) fp32.
         aligned: (total_q,) int32, the key whose ALiBi bias is 0 for each query.
         document: (total_q,) int32, the row of slopes that each query uses.
-    descale: (2, n_heads) fp32, or None. Row 0 holds the factors of each head's scores, and row 1 those of its output.
-    Only the forward pass supports descale.
+    descale: (2, n_heads) fp32, or None. Row 0 of descale holds the factors of each head's scores, and row 1 the factors
+    of each head's output. Only the forward pass supports descale.
     """
 
     softmax_scale: float
@@ -29,10 +29,7 @@ class Features(NamedTuple):
         return (self.sinks, *(self.alibi or (None, None, None)))
 
     def stride_slopes(self) -> int:
-        """Returns the stride between the slopes of two documents, in elements.
-
-        It is 0 if all documents share one row.
-        """
+        """Returns the stride between the slopes of two documents, in elements, or 0 if they share one row."""
         return self.alibi[0].stride(0) if self.alibi and self.alibi[0].shape[0] > 1 else 0
 
     def switches(self) -> dict[str, bool]:

@@ -95,7 +95,8 @@ def flash_attn_func(
     _require_offered(dropout_p, out_dtype)
     window = window_of(window_size)
     schedule = kept_schedule(batch, seqlen_q, seqlen_k, q, causal, window)
-    # Arguments are checked before any work on the GPU. If attention is the first such work, the backend checks them.
+    # Arguments are checked before any work on the GPU. If attention is the first work on the GPU, the backend checks
+    # them.
     if schedule is None or alibi_slopes is not None or q.dtype == FP8:
         require_consistent(q, k, v, sinks)
     alibi = []
@@ -148,9 +149,9 @@ def flash_attn_varlen_func(
         v: (total_k, n_kv_heads, v_head_dim), or (n_pages, page_size, n_kv_heads, v_head_dim) with a block_table.
         cu_seqlens_q: (n_docs + 1,) int32, the first query of each document, then the end of the last document.
         cu_seqlens_k: (n_docs + 1,) int32, the first key of each document, then the end of the last document.
-        max_seqlen_q: an upper bound of the queries per document. The function only checks it.
+        max_seqlen_q: an upper bound of the queries per document, which is only checked.
         max_seqlen_k: an upper bound of the keys per document. The kernels are chosen by this bound, so a bound that is
-            too large may cost speed. In compiled code, the mean length chooses kernels instead.
+            too large may cost speed. In compiled code, kernels are chosen by the mean length of documents instead.
         alibi_slopes: (n_heads,) or (n_docs, n_heads) float32.
         block_table: (n_docs, pages per document) int32. Key j of document i is in page block_table[i, j // page_size].
             Entries after a document's keys are ignored. This function copies the pages to n_docs * max_seqlen_k rows,
@@ -185,8 +186,8 @@ def flash_attn_varlen_func(
         k.shape[0],
         causal=causal,
         window_size=window_of(window_size),
-        # Compiled code ignores max_seqlen_k. Otherwise, torch would compile again for each length class, and torch 2.11
-        # even for each value of max_seqlen_k.
+        # Compiled code ignores max_seqlen_k, because torch would compile again for each length class, and torch 2.11
+        # even for each value.
         seqlen=None if torch.compiler.is_compiling() else _seqlen_that_decides(max_seqlen_k),
         gradients=needs_gradients(q, k, v, sinks),
     )
@@ -208,7 +209,7 @@ def flash_attn_packed(
     sinks: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Computes attention over a packed stream. The schedule says which keys each query sees (`causal_schedule`).
+    """Computes attention over a packed stream. The schedule says which keys each query sees (see schedule.py).
 
     A schedule is built once per batch, and all layers share it. The other arguments and the errors are those of
     flash_attn_func.
@@ -335,8 +336,8 @@ def _outputs(o: Tensor, lse: Tensor | None, q: Tensor, return_attn_probs: bool) 
 def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Tensor, k: Tensor) -> Tensor | None:
     """Returns (2, n_heads) float32: row 0 holds the factors of each head's scores, and row 1 those of its output.
 
-    `descales` holds q_descale, k_descale and v_descale, (n_kv_heads,) each; None stands for a factor of 1. If all three
-    are None, returns None.
+    `descales` holds q_descale, k_descale and v_descale. Each of them is (n_kv_heads,), or None for a factor of 1. If
+    all three are None, returns None.
     """
     if descales[0] is descales[1] is descales[2] is None:
         return None

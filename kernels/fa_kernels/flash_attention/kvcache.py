@@ -40,8 +40,8 @@ def flash_attn_with_kvcache(
 
     The last query is aligned with the last key, which may be an appended one. A query that sees no key has output 0 and
     lse -inf. With rotary_cos, key j of k is rotated to position cache_seqlens + j. With `causal` or a window, query i
-    is rotated to position cache_seqlens + i. Without `causal` and a window, all queries are rotated to position
-    cache_seqlens.
+    is rotated to position cache_seqlens + i. If there is neither `causal` nor a window, all queries are rotated to
+    position cache_seqlens.
 
     Args:
         q: (batch, seqlen_q, n_heads, head_dim).
@@ -53,8 +53,8 @@ def flash_attn_with_kvcache(
         rotary_cos: (positions, rotary_dim / 2), with at least as many positions as a sequence can have. rotary_dim must
             be a multiple of 16.
         rotary_sin: like rotary_cos.
-        cache_seqlens: an int or (batch,) int32, the number of cached tokens before k is appended. By default the cache
-            is full.
+        cache_seqlens: an int or (batch,) int32, the number of cached tokens before k is appended. The default is the
+            whole length of the cache.
         cache_batch_idx: (batch,) int32, the row of the cache that belongs to each sequence.
         cache_leftpad: (batch,) int32, the first position that queries may see.
         block_table: (batch, pages per sequence) int32. Entries after a sequence's last page are ignored.
@@ -62,8 +62,8 @@ def flash_attn_with_kvcache(
         causal: whether to hide all keys to the right of the key that a query is aligned with.
         window_size: how many keys to the (left, right) of its aligned key a query sees; -1 means all.
         softcap: replaces each score by softcap * tanh(score / softcap). 0 or a negative value means no capping.
-        rotary_interleaved: whether rotary embedding pairs columns 0 and 1, 2 and 3, and so on. If False, it pairs
-            column i with column i + rotary_dim / 2.
+        rotary_interleaved: whether rotary embedding pairs columns 0 and 1, 2 and 3, and so on. If False, column i is
+            paired with column i + rotary_dim / 2.
         alibi_slopes: (n_heads,) or (batch, n_heads) float32. A score is lowered by the slope times the distance in
             tokens between the key and the query's aligned key.
         num_splits: the number of parts into which each sequence's keys are split. If num_splits is 0, the number
@@ -76,8 +76,8 @@ def flash_attn_with_kvcache(
     Raises:
         ValueError: if a shape, a dtype, a device or the number of heads is wrong. The call also fails if k is given
             without cache_seqlens, rotary_cos without k, or a block_table with cache_batch_idx. Values of cache_seqlens,
-            cache_batch_idx and block_table are checked only on the CPU. On a GPU, wrong values never cause an access
-            outside of the cache.
+            cache_batch_idx and block_table are checked only on the CPU. On a GPU, wrong values are not detected, but
+            never cause an access outside of the cache.
 
     Source: Flash-Decoding, pytorch.org/blog/flash-decoding; FlashAttention-2, arXiv:2307.08691.
     """

@@ -16,7 +16,7 @@ ROWS_PER_MARK = tl.constexpr(64)  # at least half the rows of a tile of any kern
 
 @triton.jit
 def isolate_nan(x):
-    """Replaces inf and NaN in x [N, D] by 0. Also returns a vector [N]: NaN for rows that had inf or NaN, else 0.
+    """Replaces inf and NaN in x [N, D] by 0. Also returns a vector [N] that is NaN for rows with inf or NaN, else 0.
 
     In the next matmul, rows of x that a query does not see have weight 0. But 0 * NaN is NaN, so NaN would reach
     another document. The caller adds the returned vector to the weights of visible rows, so that NaN still reaches the
@@ -52,6 +52,6 @@ def any_is_marked(marks_ptr, item, n_items, n_tiles, total, ROWS: tl.constexpr, 
 def new_marks(n_heads: int, total: int, device: torch.device) -> Tensor:
     """Returns uninitialised marks, (n_heads, ceil(total / 64)) int32.
 
-    A kernel writes one mark for 64 rows of a head: 1 if any of the rows has NaN, else 0.
+    A kernel writes one mark for 64 rows of a head. The mark is 1 if any of the rows has NaN, else 0.
     """
     return torch.empty(n_heads, ceil_div(total, ROWS_PER_MARK.value), dtype=torch.int32, device=device)

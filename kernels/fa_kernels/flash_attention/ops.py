@@ -15,8 +15,8 @@ that run:
 | yes, compiled | either     | forward_operator, with registered autograd    | backward_operator |
 
 A call is observed if code outside this file may watch operators (see `_observed`). The backward pass checks again
-whether it is observed. The operators accept no Schedule and no Features. They receive a Schedule as its seven tensors,
-and ALiBi as a list of three tensors, or as an empty list without ALiBi.
+whether it is observed. Operators of torch accept no Schedule and no Features. Operators receive a Schedule as its seven
+tensors, and ALiBi as a list of three tensors, or as an empty list without ALiBi.
 """
 
 from collections.abc import Sequence
@@ -189,7 +189,7 @@ _Options = tuple[Schedule, Features, torch.dtype, bool, bool]  # schedule, featu
 
 
 class _Attention(torch.autograd.Function):
-    """Attention as an autograd Function. Registered autograd computes the same, but flattens lists in Python."""
+    """Attention as an autograd Function. Registered autograd would compute the same, but flattens lists in Python."""
 
     @staticmethod
     def forward(
@@ -213,7 +213,7 @@ class _Attention(torch.autograd.Function):
         return *_gradients(do, dlse, q, k, v, o, lse, schedule, features, deterministic), None, None
 
 
-_apply_without_functorch = apply_without_transforms(_Attention)  # for calls that are not observed
+_apply_without_functorch = apply_without_transforms(_Attention)  # used for calls that no other code observes
 
 
 def _forward(
@@ -226,7 +226,10 @@ def _forward(
     deterministic: bool,
     observed: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Computes o and lse. If the call is observed, the operator computes them, else the backend directly."""
+    """Computes o and lse.
+
+    If the call is observed, the registered operator computes them, otherwise the backend does.
+    """
     if not observed:
         return backend.forward(q, k, v, schedule, features, out_dtype)
     require_consistent(q, k, v, features.sinks)
@@ -274,9 +277,9 @@ def flash_attention_forward(
     """Returns o in out_dtype and lse in fp32, which are both differentiable. If wants_lse is False, lse is None.
 
     Shapes: q (total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o (total_q, n_heads, head_dim),
-    lse (n_heads, total_q). q, k and v may have two dimensions (batch, seqlen) instead of total. o is then (batch,
-    seqlen_q, n_heads, head_dim).
-    Raises: ValueError if require_consistent or require_differentiable does; NotImplementedError on forward-mode
+    lse (n_heads, total_q). If q, k and v have two dimensions (batch, seqlen) instead of total, o is (batch, seqlen_q,
+    n_heads, head_dim).
+    Raises: ValueError if require_consistent or require_differentiable does, and NotImplementedError on forward-mode
     tangents.
     """
     sinks = features.sinks

@@ -54,7 +54,7 @@ def attention_reference(
         # The sink is one more column of scores; it has no row in v.
         scores = torch.cat([scores, sink[:, None, None].expand(-1, q1 - q0, 1)], dim=2)
         sees = torch.isfinite(scores.detach()).any(dim=2)
-        # Rows that see no key use scores of 0 here, so that no gradient is NaN. Their results are replaced below.
+        # Rows that see no key use scores of 0 here, so that no gradient is NaN; their results are replaced below.
         safe = scores.masked_fill(~sees[..., None], 0.0)
         outputs.append((safe.softmax(dim=-1)[..., :-1] @ values * sees[..., None]).transpose(0, 1))
         lses.append(safe.logsumexp(dim=-1).masked_fill(~sees, float("-inf")))

@@ -1,9 +1,9 @@
 """The schedule of a batch: which keys each query sees, and the order in which kernels process tiles.
 
 A schedule is built once per batch, and all layers share it. With documents, causality and windows, a query sees one
-contiguous range of keys. The start and the end of the range never decrease from one query to the next. Two integers per
-token therefore describe the mask of a batch. Each tile of queries also reads one contiguous range of keys. Only the
-blocks at both ends of a tile's range need a mask.
+contiguous range of keys. The start and the end of a query's range never decrease from one query to the next. Two
+integers per token therefore describe the mask of a batch. Each tile of queries also reads one contiguous range of keys.
+Only the blocks at both ends of a tile's range need a mask.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from fa_kernels.flash_attention import schedule_cache, schedule_kernel
 
 WORK_TILE = 128  # tokens per tile in query_tiles and key_tiles; a multiple of every kernel's block of rows
 WIDE_TILE = 192  # tokens per tile in wide_query_tiles, for Hopper's forward kernels with tiles of 192 rows
-# Bounds between length classes, in keys that a query may see. docs/hopper.md says which kernels each class uses.
-SHORT_DOCUMENT = 2**9  # below, tiles of keys are in ascending order, so that neighbours share queries in L2
+# Bounds between length classes, in keys that a query may see. docs/hopper.md says which kernels each length class uses.
+SHORT_DOCUMENT = 2**9  # if documents are shorter, tiles of keys ascend, so that neighbours share queries in L2
 LONG_DOCUMENT = 2**12
-VERY_LONG_DOCUMENT = 2**16  # from here on, Hopper's forward kernel processes only a few heads at a time
+VERY_LONG_DOCUMENT = 2**16  # from this length on, Hopper's forward kernel processes only a few heads at a time
 
 LengthClass = Literal["short", "medium", "long", "very_long"]
 
@@ -39,8 +39,8 @@ class Schedule(NamedTuple):
     key_tiles: Tensor  # (ceil(total_k / WORK_TILE),), the longest document first, or ascending if documents are short
     wide_query_tiles: Tensor  # (ceil(total_q / WIDE_TILE),), in the order of query_tiles
     length_class: LengthClass  # determines the kernels; the host computes it without waiting for the GPU
-    # True if there are several documents, or if tokens may follow the last document. Kernels then isolate NaN, which
-    # must not spread to other documents.
+    # True if there are several documents, or if tokens may follow the last document. If True, kernels isolate NaN,
+    # which must not spread to other documents.
     crosses_documents: bool
     is_one_causal_document: bool  # if True, scaled_dot_product_attention can use is_causal=True instead of a mask
 
@@ -52,7 +52,10 @@ class Schedule(NamedTuple):
     def from_tensors(
         cls, tensors: Sequence[Tensor], crosses_documents: bool, length_class: LengthClass = "medium"
     ) -> "Schedule":
-        """Returns a Schedule from the result of `tensors`. Only the forward pass needs `length_class`."""
+        """Returns the Schedule whose method `tensors` returned these tensors.
+
+        Only the forward pass needs `length_class`.
+        """
         key_start, key_end, query_start, query_end, query_tiles, key_tiles, wide_query_tiles = tensors
         ranges = key_start, key_end, query_start, query_end
         orders = query_tiles, key_tiles, wide_query_tiles
@@ -71,7 +74,7 @@ def build_schedule(
     seqlen: int | None = None,
     gradients: bool = True,
 ) -> Schedule:
-    """Returns the schedule of packed queries and keys. The GPU computes it, and the host does not wait.
+    """Returns the schedule of packed queries and keys. The GPU computes the schedule, and the host does not wait.
 
     The last query of a document is aligned with the document's last key (flash-attn's bottom-right alignment). Tokens
     after the last document see no token, and no token sees them.
@@ -81,10 +84,10 @@ def build_schedule(
         total_q, total_k: the numbers of rows of q and of k.
         causal: whether to set the right side of the window to 0.
         window_size: how many tokens to the (left, right) of its aligned key a query sees; -1 means all.
-        padded: False if the caller knows that no token comes after the last document.
-        seqlen: the number of keys per document, from which the length class is chosen. The default is the mean length.
-        gradients: False if no backward pass will use the schedule. The fields that only backward passes read
-            (query_start, query_end, key_tiles) may then be empty.
+        padded: whether tokens may come after the last document.
+        seqlen: the number of keys per document, from which the length class is chosen; by default the mean length.
+        gradients: whether a backward pass may use the schedule. If False, the fields that only backward passes read
+            (query_start, query_end, key_tiles) may be empty.
     """
     left, right = window_size
     if causal:
@@ -153,7 +156,7 @@ def dense_schedule(
     causal: bool,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Schedule:
-    """Returns the schedule of a dense batch: `batch` documents with seqlen_q queries and seqlen_k keys each.
+    """Returns the schedule of a dense batch, in which all documents have seqlen_q queries and seqlen_k keys.
 
     Recent schedules are cached (schedule_cache.py).
     """
@@ -254,8 +257,8 @@ def length_class_of(keys_in_sight: int) -> LengthClass:
 def document_by_document(length: Tensor, tile: int, *, last_first: bool) -> Tensor:
     """Returns the order of tiles of `tile` tokens: all tiles of the longest document come first.
 
-    Tiles that run at the same time then share keys (or queries) in L2. The tiles of the shortest document run last. A
-    tile that contains several documents is sorted by its first or its last document, whichever is longer.
+    With this order, tiles that run at the same time share keys (or queries) in L2. The tiles of the shortest document
+    run last. A tile that contains several documents is sorted by its first or its last document, whichever is longer.
 
     Args:
         length: (total,), the length of each token's document on the other side (keys for queries, and vice versa).

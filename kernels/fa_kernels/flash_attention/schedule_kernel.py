@@ -1,6 +1,6 @@
 """Computes all tensors of a schedule (schedule.py) in one kernel launch.
 
-With torch operators, a schedule takes more than thirty launches. Their host time is longer than the GPU's time for
+With torch operators, a schedule takes more than thirty launches, whose host time is longer than the GPU's time for
 attention over short documents. In this kernel, each program computes either the ranges of some tokens, or the positions
 of some tiles in one order of tiles. A binary search in cu_seqlens finds the document of a token. A tile's position is
 the number of tiles that come before it, so nothing is sorted. Each program finds the documents of all tiles, so
@@ -79,7 +79,7 @@ def _store_ranges(program, start_ptr, end_ptr, side, total, TOKENS: tl.constexpr
 
 @triton.jit
 def _length_of(tiles, side, total, TILE: tl.constexpr):
-    """For each tile, returns the longer of its first and its last token's document on the other side (the length)."""
+    """Returns, for each tile, the larger length on the other side of its first and its last token's document."""
     first = tiles * TILE
     last = tl.minimum(first + TILE, total) - 1
     _, _, length_of_first = _ranges_of(first, side)
@@ -224,7 +224,7 @@ def schedule_tensors(
         window: how many tokens to the (left, right) of its aligned key a query sees; -1 means all.
         keys_in_order: whether key_tiles is in ascending order.
         gradients: if False, query_start, query_end and key_tiles are empty; only backward passes read them.
-        work_tile, wide_tile: the tokens per tile, in query_tiles and key_tiles, and in wide_query_tiles.
+        work_tile: the tokens per tile in query_tiles and key_tiles. wide_tile: the tokens per tile in wide_query_tiles.
     """
     layout = _layout(total_q, total_k, work_tile, wide_tile, gradients)
     buffer = cu_seqlens_q.new_empty(layout.size)

@@ -1,4 +1,4 @@
-"""Operations on the attention scores q . k before the softmax: a soft cap and ALiBi's bias."""
+"""Operations on the attention scores before the softmax: a soft cap and ALiBi's bias."""
 
 import triton
 import triton.language as tl
@@ -49,7 +49,7 @@ def cap(scores, softmax_scale, softcap, dtype: tl.constexpr):
 def alibi_bias(slope, aligned, keys):
     """Computes ALiBi's bias in log2 units: -slope times the distance between key and aligned key (arXiv:2108.12409).
 
-    slope and aligned have one value per query. They broadcast against keys: [M, 1] with [1, N], or [1, M] with [N, 1].
+    slope and aligned have one value per query, and broadcast against keys: [M, 1] with [1, N], or [1, M] with [N, 1].
     The last query of a document is aligned with the document's last key.
     """
     return slope * -LOG2_E * tl.abs(aligned - keys).to(tl.float32)

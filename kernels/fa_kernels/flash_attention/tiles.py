@@ -25,7 +25,7 @@ class TileConfig:
     num_stages: int
 
 
-# Tiles for 2-byte dtypes, by (arch, largest head_dim, pass). Those of sm90 are measured
+# Tiles for 2-byte dtypes, by (arch, largest head_dim, pass). The tiles of sm90 are measured
 # (scripts/results/portable_tiles_h200_202611.md). If a case also lists dk and dv, only repair.py uses dkdv.
 _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 3),
@@ -79,8 +79,8 @@ _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm80", 256, "dq"): TileConfig(32, 32, 4, 2),
 }
 
-# Tiles for 4-byte dtypes. Those of sm90 at 64 and 128 are measured (scripts/results/fp32_tiles_h200_202611.md). sm100
-# uses the tiles of sm80, because the tiles of sm90 would overflow the tensor memory of sm100.
+# Tiles for 4-byte dtypes. The tiles of sm90 at 64 and 128 are measured (scripts/results/fp32_tiles_h200_202611.md).
+# sm100 uses the tiles of sm80, because the tiles of sm90 would overflow the tensor memory of sm100.
 _TILES_OF_4_BYTES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 2),
     ("sm90", 96, "fwd"): TileConfig(128, 64, 8, 1),
@@ -157,7 +157,7 @@ def launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, direction
 @cache  # used by every launch
 def _launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
     arch = arch_of(device)
-    properties: Any = torch.cuda.get_device_properties(device)  # Any, because torch's type stub lacks an attribute
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's type stub lacks an attribute, hence Any
     limit = properties.shared_memory_per_block_optin
     widest = max(head_dim, v_head_dim)
     tuned = _tuned(device, widest, direction, itemsize)
@@ -196,7 +196,7 @@ def fit(
     """Returns `tiles`, with fewer stages and halved blocks if they need more than `limit` bytes of shared memory.
 
     Tiles that are halved to 64 rows get at most four warps, because a warpgroup of four warps computes 64 rows on
-    Hopper. With eight warps and two column blocks, ptxas 12.8 would generate wrong code.
+    Hopper. With eight warps and two column blocks per head, ptxas 12.8 would generate wrong code for such tiles.
     Raises: ValueError if tiles of 16 by 16 do not fit.
     """
     of_keys = direction in ("dkdv", "dk", "dv")
@@ -284,13 +284,13 @@ def _shared_of_one_product(
         widest = read_rows * max(qk_width, v_width) * itemsize
         if direction == "fwd":
             return kept + widest + scores + 2048
-        isolated = block if of_keys and kept_rows >= 64 else widest  # copies of blocks without NaN: Q and dO, or K
+        isolated = block if of_keys and kept_rows >= 64 else widest  # copies without NaN of masked Q and dO, or K
         rewritten = max(rewritten, scores, isolated)
     return kept + in_flight * (block + row_values) + rewritten + 2048
 
 
 def _rewritten_for_tcgen05(scores: int, block: int, rows: int, head_dim: int, direction: Pass, itemsize: int) -> int:
-    """Returns the bytes of operands for tcgen05 in shared memory: P and dS, and copies of masked blocks without NaN."""
+    """Returns the shared memory (bytes) for operands of tcgen05: masked blocks without NaN, P and dS."""
     first, second = split_columns(head_dim)
     if direction in ("fwd", "dv"):  # P stays in tensor memory
         return 0
@@ -303,13 +303,14 @@ def precision_of(x: Tensor) -> str:
     """Returns tl.dot's input_precision for x's dtype. The precision has no effect for 2-byte dtypes.
 
     For fp32, three TF32 products of the upper and lower halves of the inputs ("tf32x3") are added, as in torch's own
-    attention. "tf32x3" is as accurate as FMA instructions ("ieee") and three times as fast. A single product ("tf32")
-    is used if the user allowed TF32 in torch's matmuls. Infinities and NaN give the same results as with FMA. Values
-    that round to infinity in TF32, which are the largest 1/4096 of the fp32 range, count as infinite.
+    attention. The option "tf32x3" is as accurate as FMA instructions ("ieee") and three times as fast. A single product
+    ("tf32") is used if the user allowed TF32 in torch's matmuls. Infinities and NaN give the same results as with FMA.
+    Values that round to infinity in TF32, which are the largest 1/4096 of the fp32 range, count as infinite.
     """
     if x.dtype != torch.float32 or (x.is_cuda and not _has_tf32(x.device)):
         return "ieee"
-    # Torch has two settings, and fp32_precision reflects both. Reading allow_tf32 fails if fp32_precision was set.
+    # Torch has two settings for TF32, and fp32_precision reflects both. Reading allow_tf32 fails if fp32_precision was
+    # set.
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 

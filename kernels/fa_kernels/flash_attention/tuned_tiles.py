@@ -32,7 +32,7 @@ def write_tiles(path: Path, gpu: str, tiles: Mapping[Key, Sizes]) -> None:
     path.write_text(json.dumps({"gpu": gpu, "tiles": entries}, indent=1) + "\n", encoding="utf-8")
 
 
-@cache  # once per process and GPU
+@cache  # the file is read once per process and GPU
 def read_tiles(path: str, gpu: str) -> dict[Key, Sizes]:
     """Returns the tile sizes that a file holds.
 

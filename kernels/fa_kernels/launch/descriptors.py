@@ -41,7 +41,7 @@ def columns_of_heads(
     None.
     """
     first, rest = split_columns(operands[0][0].shape[-1])
-    if not rest:  # to slice all columns would cost host time
+    if not rest:  # a slice of all columns would cost host time
         return [rows_of_heads(x, block) for x, block in operands], [None] * len(operands)
     columns = slice(None, first), slice(first, None)
     of_first, of_second = ([rows_of_heads(x[..., some], block) for x, block in operands] for some in columns)
@@ -72,7 +72,7 @@ def loadable(x: Tensor) -> bool:
     )
 
 
-# Training steps use the same addresses again. To build a descriptor takes 14 times as long as a cache hit.
+# Training steps use the same addresses again. Building a descriptor takes 14 times as long as a cache hit.
 @lru_cache(maxsize=4096)
 def _rows_of_heads(
     pointer: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], block: int

@@ -1,8 +1,9 @@
 """Records the kernel launches of a call once, and repeats them for other tensors of the same shapes.
 
 Repeated launches save most of the host time of a call. In a normal call, the host chooses kernels and tiles, and Triton
-finds the compiled kernel from about 30 arguments. These choices depend only on shapes, strides, dtypes and options,
-which form the key of the call. Two calls with the same key differ only in the addresses of their tensors.
+finds the compiled kernel from about 30 arguments. The choices and the compiled kernel depend only on shapes, strides,
+dtypes and options, which form the key of the call. Two calls with the same key differ only in the addresses of their
+tensors.
 
 `recorded` decorates a function. The second call with a key runs under a recorder. The recorder notes the tensors that
 the call allocates and the arguments of each `launch`, and finds the tensor that each address belongs to. Later calls
@@ -44,13 +45,13 @@ from fa_kernels.launch.triton_launcher import (
     prepared,
 )
 
-VARIABLE = "FA_TRAIN_REPLAY"  # environment variable: 0 switches recording off; read at the first call
+VARIABLE = "FA_TRAIN_REPLAY"  # this environment variable switches recording off if it is 0; read at the first call
 MAX_KEYS = 512  # if there are more keys, all recordings are removed, so that those of unused lengths do not stay
 MAX_MAPS = 8192  # cached TMA descriptors, of about 500 bytes each; a training step has up to 23 per layer
 MAX_ARGUMENTS = 1024  # cached lists of launch arguments, of 1 to 7 KB each; a training step has two per layer
 ALIGNMENT = 16  # bytes: Triton compiles different code for pointers that are not a multiple of 16
-# Temporaries up to this size share one allocation, because an allocation costs at least 1.4 us of host time. Larger
-# ones are allocated apart: the GPU works long enough to hide the cost, and the allocator reuses the blocks.
+# Temporaries up to this size share one allocation, because an allocation costs at least 1.4 us of host time. If a
+# temporary is larger, the GPU works long enough to hide this cost.
 SHARED_BYTES = 2**24
 SLICE_ALIGNMENT = 512  # bytes, as in torch's allocator
 
@@ -81,8 +82,8 @@ def recorded(
 ) -> Callable[[_Function], _Function]:
     """Decorates a function so that its launches are recorded, and repeated in later calls with the same key.
 
-    The decorated function must accept positional arguments only. Its first argument must be a tensor. The function must
-    return new tensors only.
+    The decorated function must accept positional arguments only, and its first argument must be a tensor. The function
+    must return new tensors only.
 
     Args:
         describe: a function that gets the same arguments and returns (key, inputs). The key must contain the shapes,
@@ -183,7 +184,7 @@ def launch_unspecialised(kernel: Any, grid: tuple[int, ...], *arguments: Any, **
 def lasting(x: Tensor) -> Tensor:
     """Returns x, and tells the recording in progress that repeated calls must use this very tensor, not a new one.
 
-    Such a tensor is neither an input of the call nor allocated by the call; an example is the counter of a queue.
+    The tensor is neither an input of the call nor allocated by the call. An example is the counter of a work queue.
     """
     recorder = _WATCHED.recorder
     if recorder is not None and all(x is not known for known in recorder.tensors):  # not added by an earlier launch
@@ -231,7 +232,7 @@ def _say_once(failure: str) -> None:
 class _Launch(NamedTuple):
     """One recorded kernel launch. `run` launches the kernel.
 
-    `arguments` picks its arguments from all recorded values.
+    `arguments` picks the kernel's arguments from all recorded values.
     """
 
     run: Callable[..., None]
@@ -293,8 +294,8 @@ def _arguments(
 ) -> list[tuple[Callable[..., None], tuple[Any, ...]]] | None:
     """Returns, for each launch, the function that launches the kernel and the kernel's arguments.
 
-    Returns None if the recording does not fit the addresses. This happens if an address is not aligned, so that Triton
-    would launch a different kernel. It also happens if two addresses differ that were equal in the recorded call.
+    Returns None if the recording does not fit the addresses: an address is not aligned, so that Triton would launch a
+    different kernel, or two addresses differ that were equal in the recorded call.
     """
     if any(address % ALIGNMENT for address in addresses):
         return None
@@ -406,7 +407,7 @@ class _Recorder(torch_private.TorchDispatchMode):
     def _launches(self, places: dict[int, int], n_addresses: int, stream: int) -> list[_Launch]:
         """Returns the launches.
 
-        They pick arguments from one list: first the constants, then the addresses, then the maps.
+        Each picks its arguments from one list: the constants, then the addresses, then the maps.
         """
         n_constants = len(self.constants)
 

@@ -1,9 +1,9 @@
 """The backward pass: one kernel computes dK and dV for tiles of keys, then another computes dQ for tiles of queries.
 
-The algorithm is Alg. 2 of arXiv:2307.08691, with one kernel per loop. Both kernels recompute the scores, so there are
-seven matmuls instead of five. In return, only one program computes each output: there are no atomics, and gradients are
-bitwise repeatable. If dK and dV of a tile do not fit in the registers together, the first kernel runs twice: once for
-dK and once for dV. The backward pass then has eight matmuls.
+The algorithm is that of arXiv:2307.08691 (algorithm 2), with one kernel per loop. Both kernels recompute the scores, so
+there are seven matmuls instead of five. In return, only one program computes each output: there are no atomics, and
+gradients are bitwise repeatable. If dK and dV of a tile do not fit in the registers together, the first kernel runs
+twice: once for dK and once for dV, with eight matmuls in total.
 """
 
 from typing import Any
@@ -41,9 +41,9 @@ from fa_kernels.launch.record import launch
 def _probabilities(
     scores, lse, bias, softmax_scale, softcap, dtype: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
 ):  # fmt: skip
-    """Returns p = 2^(logits - lse), and the derivative of the logits by q . k, divided by softmax_scale.
+    """Returns p = 2^(logits - lse), and the derivative of the logits by Q K^T, divided by softmax_scale.
 
-    `scores` is q . k. The logits and lse are in log2 units.
+    `scores` is Q K^T. The logits and lse are in log2 units.
     """
     growth = 1.0
     if HAS_SOFTCAP:
@@ -355,7 +355,7 @@ def attention_backward(
 
 
 def backward_arguments(q: Tensor, k: Tensor, v: Tensor, do: Tensor, heads: int, features: Features) -> tuple[Any, ...]:
-    """Returns the arguments that all backward and repair kernels share: ALiBi, strides, sizes and scales."""
+    """Returns the arguments (ALiBi, strides, sizes, scales) that all backward and repair kernels share."""
     return (
         *features.pointers()[1:],
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2], features.stride_slopes(),

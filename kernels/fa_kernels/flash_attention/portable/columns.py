@@ -2,8 +2,8 @@
 
 The width of a Triton block must be a power of two, but a head may have any width. COLUMNS is a tuple of the widths of
 the one or two blocks that hold a head of WIDTH columns (columns_of_head.py). A tile is a tuple with one block per
-width. The compiler loads and stores blocks in the order of the code. Kernels therefore alternate between two tensors:
-block 0 of both, then block 1 of both.
+width. The compiler loads and stores blocks in the order of the code, so kernels load block 0 of two tensors, then block
+1 of both.
 """
 
 import triton
@@ -56,8 +56,8 @@ def load_block(ptr, first, stride, total, INDEX: tl.constexpr, COLUMNS: tl.const
     FROM: tl.constexpr = 0 if INDEX == 0 else COLUMNS[0]
     rows = tl.arange(0, ROWS)
     cols = FROM + tl.arange(0, COLUMNS[INDEX])
-    # The offset of the tile is int64: 1M tokens x 32 heads x 128 elements exceed 2**31. Offsets inside the tile are
-    # int32, which needs half the registers.
+    # The offset of the tile is int64, because 1M tokens x 32 heads x 128 elements exceed 2**31. Offsets inside the tile
+    # are int32, which needs half the registers.
     ptrs = (ptr + first * stride.to(tl.int64)) + (rows[:, None] * stride + cols[None, :])
     if MASK_ROWS and FROM + COLUMNS[INDEX] > WIDTH:
         block = tl.load(ptrs, mask=(first + rows[:, None] < total) & (cols[None, :] < WIDTH), other=0.0)

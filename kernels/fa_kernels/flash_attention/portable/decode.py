@@ -55,8 +55,8 @@ class Cache:
 class Rotary:
     """Rotary embedding (arXiv:2104.09864). cos and sin are (positions, rotary_dim / 2); the last stride is 1.
 
-    If `interleaved`, columns 0 and 1 are a pair, then 2 and 3, and so on. If not, column i and column i + rotary_dim /
-    2 are a pair. Columns from rotary_dim on are not rotated.
+    If `interleaved`, columns 0 and 1 are a pair, then 2 and 3, and so on. If not `interleaved`, column i and column i +
+    rotary_dim / 2 are a pair. Columns from rotary_dim on are not rotated.
     """
 
     cos: Tensor
@@ -357,11 +357,11 @@ def decode_attention(
     Args:
         q: (batch, seqlen_q, n_heads, head_dim).
         cache: holds seqlens + seqlen_new tokens of each sequence.
-        rotary_by_token: whether query i is rotated to position seqlens + i. If False, all queries are rotated to
+        rotary_by_token: whether query i is rotated to position seqlens + i. If False, all are rotated to position
             seqlens.
         slopes: the ALiBi slopes, (n_heads,) or (batch, n_heads) fp32; the last stride is 1. None means no ALiBi.
         left, right: how many keys on each side of its aligned key a query sees; -1 means all.
-        n_splits: the number of parts into which keys are split; 0 means that `choose_splits` decides.
+        n_splits: the number of parts into which keys are split, or 0 to let `choose_splits` decide.
 
     Returns:
         o (batch, seqlen_q, n_heads, v_head_dim), lse (batch, n_heads, seqlen_q).

@@ -1,4 +1,4 @@
-"""The forward pass: an online softmax over blocks of keys, for each tile of queries (arXiv:2307.08691, Alg. 1)."""
+"""The forward pass: an online softmax over blocks of keys, for each tile of queries (arXiv:2307.08691)."""
 
 from typing import Any
 

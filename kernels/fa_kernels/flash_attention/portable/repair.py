@@ -28,7 +28,7 @@ def _repair_fwd_kernel(
     D: tl.constexpr, D_COLUMNS: tl.constexpr, DV: tl.constexpr, DV_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
-    """Computes o and lse again for marked tiles of BLOCK_M queries. A program checks several tiles."""
+    """Computes o and lse again for marked tiles of BLOCK_M queries. Each program checks several tiles for marks."""
     n_tiles = tl.cdiv(total_q, BLOCK_M)
     n_items, step = n_tiles * n_heads, tl.num_programs(0)
     for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):

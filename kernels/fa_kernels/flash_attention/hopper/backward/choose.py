@@ -5,9 +5,9 @@ dK and dV, and adds dQ to an fp32 sum in global memory. The order of additions t
 call is deterministic (order.py).
 
 Two kernels with seven matmuls together compute all other calls: the first computes dK and dV (keys.py or wide.py), the
-second dQ (queries.py). The other calls have head_dim 256, or are in fp16 at head_dim 128 with a soft cap. The fused
-kernel would need too many registers for them. The two kernels are always deterministic, because one program computes
-each output.
+second dQ (queries.py). These are calls at head_dim 256, and calls in fp16 with a soft cap at head_dim 128, for which
+the fused kernel has too few registers. The separate kernels for dK, dV and dQ are always deterministic, because one
+program computes each output.
 
 NaN isolation: if the batch has several documents, the kernels mark rows with NaN (nan_marks.py). The portable kernels
 then compute the tiles with marked rows again (portable/repair.py).
@@ -47,7 +47,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
 
 
 def sums_dq(head_dim: int, dtype: torch.dtype, softcap: float) -> bool:
-    """Returns whether the fused kernel (fused.py) computes the call. It adds dQ to a sum in an fp32 tensor."""
+    """Returns whether the call uses the fused kernel (fused.py), which adds dQ to a sum in an fp32 tensor."""
     return head_dim != wide.HEAD_DIM and config_of(head_dim, dtype, softcap) is not None
 
 

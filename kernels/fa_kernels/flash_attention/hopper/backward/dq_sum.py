@@ -1,12 +1,12 @@
 """Kernels before and after the main backward kernel: they prepare lse and delta, and handle the fp32 sum of dQ.
 
 `prepare` launches a kernel that computes delta from o and do, lays out lse and delta for TMA, and sets the sum of dQ to
-0. `finish` launches a kernel that multiplies the sum by the softmax scale and rounds it to dq.
+0. `finish` launches a kernel that multiplies the sum of dQ by the softmax scale and rounds it to dq.
 
-The sum of dQ has shape (n, 1, 32). Its layout is: blocks of 64 queries, then heads, then blocks of 64 columns. At
-head_dim 96, the second column block of a head has 32 columns. Each block of 64 queries and 64 (or 32) columns is 16 (or
-8) contiguous KiB, so one TMA operation can add to it. Inside a block, elements are in the order of threads
-(registers.py).
+The sum of dQ has shape (n, 1, 32). The sum is ordered by blocks of 64 queries, then by heads, then by blocks of 64
+columns. At head_dim 96, the second column block of a head has 32 columns. Each block of 64 queries and 64 (or 32)
+columns is 16 (or 8) contiguous KiB, so one TMA operation can add to it. Inside such a block, elements are in the order
+in which threads hold them (registers.py).
 """
 
 from functools import partial
@@ -51,7 +51,7 @@ def _prepare_kernel(
         if semaphore_ptr is not None:
             tl.store(semaphore_ptr + tl.program_id(0), NO_TILE)
     lse = tl.load(lse_ptr + head * total + rows, mask=inside, other=float("-inf"))
-    # Rows that see no key get lse = inf, and so does padding. Their probabilities are then 2^(score - inf) = 0.
+    # Rows that see no key, and padding rows, get lse = inf, so that their probabilities 2^(score - inf) are 0.
     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
     tl.store(rows_ptr + head * padded + rows, lse, mask=rows < padded)
     delta = delta_of_rows(
@@ -63,10 +63,10 @@ def _prepare_kernel(
 
 
 class Prepared(NamedTuple):
-    """The tensors that `prepare` creates for the backward kernels. Tensors that it was not asked for are None.
+    """The tensors that `prepare` creates for the backward kernels. Tensors that the caller did not ask for are None.
 
     In `rows`, each head has padding after its total_q values. Without padding, the last block of queries would also
-    read values of the next head. If their delta is NaN, the NaN would reach all of dK.
+    read values of the next head, and a NaN in its delta would reach all of dK.
     """
 
     rows: Tensor  # (2, n_heads, padded) fp32: first lse in log2 units, or +inf for rows that see no key; then delta
@@ -81,8 +81,8 @@ def prepare(
     """Creates the tensors of `Prepared` in one kernel launch.
 
     Shapes: o and do (total_q, n_heads, head_dim), in any dtype; lse and dlse (n_heads, total_q) fp32. o is contiguous,
-    and the last dimension of do has stride 1. `sums` asks for dq_sum, `sums` with `ordered` also for semaphores, and
-    `keeps_delta` for delta.
+    and the last dimension of do has stride 1. Pass `sums` to get dq_sum, `sums` and `ordered` to get semaphores too,
+    and `keeps_delta` to get delta.
     """
     total, n_heads, head_dim = o.shape
     padded = ceil_div(total + WORK_TILE, ROW_ALIGNMENT) * ROW_ALIGNMENT
@@ -125,7 +125,7 @@ def _finish_kernel(
 ):  # fmt: skip
     """One program scales and rounds dQ of BLOCK queries of a head.
 
-    It writes their NaN mark if marks_ptr is not None.
+    If marks_ptr is not None, the program also writes the NaN mark of these queries.
     """
     unit, head = tl.program_id(0) // n_heads, tl.program_id(0) % n_heads
     rows = unit * BLOCK + tl.arange(0, BLOCK)

@@ -1,25 +1,25 @@
 """The fused backward kernel for Hopper. One kernel computes dQ, dK and dV, with five matmuls per step.
 
 A work item is 128 keys of one KV head. A step of the item is one block of queries of one head. Each of two consumer
-warpgroups computes S^T = K Q^T, P^T, dP^T = V dO^T and dS^T for 64 of the keys. The consumers add P^T dO to dV and dS^T
-Q to dK, with P^T and dS^T in registers. The consumers also write dS^T to a ring buffer in shared memory, from which the
-dQ warpgroup reads dS. The dQ warpgroup computes dQ = dS K for all 128 keys, in tiles of at most 64 x 64. TMA adds each
-dQ tile to an fp32 sum in global memory (dq_sum.py). The order of additions to dQ varies, unless order.py fixes it. The
-producer warp loads K, V, Q, dO, lse and delta by TMA. If there is a queue, the producer warp also draws work items.
+warpgroups computes S^T = K Q^T, P^T, dP^T = V dO^T and dS^T for 64 of the item's keys. The consumers add P^T dO to dV
+and dS^T Q to dK, with P^T and dS^T in registers. The consumers also write dS^T to a ring buffer in shared memory, from
+which the dQ warpgroup reads dS. The dQ warpgroup computes dQ = dS K for all 128 keys, in tiles of at most 64 x 64. TMA
+adds each dQ tile to an fp32 sum in global memory (dq_sum.py). The order of additions to dQ varies, unless order.py
+fixes it. The producer warp draws items if there is a queue, and loads K, V, Q, dO, lse and delta by TMA.
 
-The ring buffer of dS has two mbarriers per place. `full` means that both consumers have written dS^T. `empty` means
-that the matmuls for dQ have read dS. items.Barriers lists the other mbarriers.
+Each place in the ring buffer of dS has an mbarrier `full` (both consumers have written dS^T) and an mbarrier `empty`
+(the matmuls for dQ have read dS). items.Barriers lists the other mbarriers.
 
-The kernel cannot deadlock. Count the steps of all items of a program by j. dS of step j waits for Q and dO of step j
+The kernel cannot deadlock. Let j count the steps of all items of a program. dS of step j waits for Q and dO of step j
 and for dQ of step j - DS_STAGES. With the option `ahead`, dS of step j also waits for Q of step j + 1. dQ of step j
 waits for dS of step j and for earlier dQ tiles to leave their buffers. Loads for step j wait for the consumers to
-finish step j - STAGES. The first unfinished step can therefore always continue; `ahead` needs STAGES >= 2. The loads of
-K and V of an item wait until dK and dV of the item before last are stored.
+finish step j - STAGES. The first unfinished step can therefore always continue, if STAGES is at least 2 with `ahead`.
+The loads of K and V of an item wait until dK and dV of the item before last are stored.
 
-Registers per thread: 208 in consumers, 72 in the dQ warpgroup, 24 in the producer. ptxas puts accumulators at R24 and
-above, and leaves the last two registers unused. At head_dim 128, the accumulators dK, dV, S and dP need 192 registers.
-Since 24 + 192 + 2 > 208, ptxas would serialise all matmuls (warning C7512). dP therefore starts after S has become P. A
-dQ tile needs 24 + 32 + 2 = 58 registers, so 56 in the dQ warpgroup would be too few.
+A thread has 208 registers in consumers, 72 in the dQ warpgroup and 24 in the producer. ptxas puts accumulators at R24
+and above, and leaves the last two registers unused. At head_dim 128, the accumulators dK, dV, S and dP together would
+need 24 + 192 + 2 > 208 registers, and ptxas would serialise all matmuls (warning C7512). To save registers, dP starts
+after S has become P. A dQ tile needs 24 + 32 + 2 = 58 registers, so 56 in the dQ warpgroup would be too few.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608.
 """
@@ -92,8 +92,9 @@ def _bwd_kernel(
     CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, ALIGNMENT: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """A work item is 128 keys of one KV head, over all query heads that share it. Program i processes item i first.
+    """A work item is 128 keys of one KV head, over all query heads that share it.
 
+    Program i processes work item i first.
     counter_ptr: the counter of the queue of items (queue.py), or None. tiles_ptr: the order in which tiles of keys are
     processed, or None for ascending order. semaphore_ptr: the semaphores of the dQ order (order.py), or None. If
     semaphores are given, tiles_ptr must be None. marks_ptr: receives the NaN marks of dK and dV (nan_marks.py), or
@@ -114,7 +115,7 @@ def _bwd_kernel(
     barriers = new_item_barriers(STAGES, ITEMS)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
     ds_bufs = gl.allocate_shared_memory(q_desc.dtype, [DS_STAGES, BLOCK_N, BLOCK_M], ds_layout)
-    # Two dQ tiles are in flight at a time. If a head has two column blocks, each block has one buffer.
+    # There are two buffers for dQ tiles in flight. If a head has two column blocks, each block has one of them.
     sums = (Sum(sum_desc, new_buffer(sum_desc, SUMS if sum_2_desc is None else 1)),)
     queue, dq_order = None, None
     if counter_ptr is not None:
@@ -162,8 +163,8 @@ def gradients_of_keys(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes dk and dv, which are contiguous, and adds dS K to prepared.dq_sum.
 
-    If prepared.semaphores is not None, the additions have a fixed order. fused_config.config_of must support the call,
-    and descriptors.loadable must be True for q, k, v and do.
+    If prepared.semaphores is not None, the additions to dq_sum have a fixed order. fused_config.config_of must support
+    the call, and descriptors.loadable must be True for q, k, v and do.
     marks: receives the NaN marks of dk and dv (nan_isolation.new_marks), or None.
     """
     rows, _, dq_sum, semaphores = prepared

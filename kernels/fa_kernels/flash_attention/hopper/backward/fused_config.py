@@ -1,6 +1,6 @@
 """Configurations of the fused backward kernel (fused.py), by head_dim and dtype, with and without a soft cap.
 
-The values were chosen by measurements on an H200. docs/hopper.md says what was tried. Some values have no alternative,
+The values were chosen by measurements on an H200; docs/hopper.md says what was tried. Some values have no alternative,
 because ptxas serialises all matmuls if the accumulators in flight do not fit in the registers.
 """
 
@@ -29,7 +29,7 @@ class FusedConfig:
 
 
 _HALVES_128 = FusedConfig(64, 2, 2, halves=True)
-# The configurations for calls without a soft cap. They use 193 to 227 KiB of shared memory.
+# The configurations for calls without a soft cap, which use 193 to 227 KiB of shared memory.
 CONFIGS = {
     (64, torch.bfloat16): FusedConfig(
         64, 4, 2, dynamic=True, halves=True, ahead=True, after_dp=True, lse_early=False, each_hands_over=True
@@ -62,7 +62,7 @@ def config_of(
     config = (CAPPED_CONFIGS if softcap else CONFIGS).get((head_dim, dtype))
     if config is None:
         return None
-    if ordered and config.block_m > SUM_BLOCK:  # with steps of 128 queries, tiles would wait in a long chain
+    if ordered and config.block_m > SUM_BLOCK:  # tiles of keys would wait in a long chain (order.py)
         config = CAPPED_CONFIGS[head_dim, dtype]
     return _variant(config, ordered, late_lse=head_dim == 96 and softcap != 0.0 and group > 1)
 
@@ -71,6 +71,7 @@ def config_of(
 def _variant(config: FusedConfig, ordered: bool, late_lse: bool) -> FusedConfig:
     """Returns `config` with the changes that an ordered dQ or a late read of lse requires.
 
-    With `ordered`, each program has one item. An item from a queue could wait for a program that has not started.
+    With `ordered`, each program has only one work item. An item from a queue could wait for a program that has not
+    started.
     """
     return replace(config, dynamic=config.dynamic and not ordered, lse_early=config.lse_early and not late_lse)

@@ -1,8 +1,8 @@
-"""The consumer warpgroups of the fused backward kernel (fused.py). Each one computes dK and dV of 64 keys of an item.
+"""The consumer warpgroups of the fused backward kernel (fused.py). A consumer computes dK and dV of 64 keys.
 
-Each step processes one block of queries. It computes S^T = K Q^T and dP^T = V dO^T, writes dS^T for the dQ warpgroup,
-and adds P^T dO to dV and dS^T Q to dK. `_step` computes S of its own step. `_step_ahead` is given this S, and computes
-S of the next step, so that the tensor cores have work during the exponentials.
+A step processes one block of queries: it computes S^T = K Q^T, dP^T = V dO^T and dS^T. A step writes dS^T for the dQ
+warpgroup, adds P^T dO to dV, and adds dS^T Q to dK. `_step` computes S of its own step. `_step_ahead` receives S of its
+own step, and computes S of the next step, so that the tensor cores have work during the exponentials.
 """
 
 from triton.experimental import gluon
@@ -65,7 +65,7 @@ class Work:
 
 @structure
 class Keys:
-    """A consumer's 64 keys: the values that every step uses."""
+    """The values of a consumer's 64 keys that every step uses: K, V, and the queries that see the keys."""
 
     k: tuple  # [64, columns] for each column block, in registers or in shared memory
     v: tuple
@@ -208,8 +208,9 @@ def _write_ds(p, dp, delta, ds, stage, HALF: gl.constexpr, CONFIG: gl.constexpr)
 
 @gluon.jit
 def _step(gradients, step, keys, work, HALF: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr):
-    """Processes one step. Returns the gradients, and the next step's place in the ring buffers and its phase.
+    """Processes one step.
 
+    Returns the gradients, and the next step's place in the ring buffers with the phase of its mbarriers.
     The matmul dP starts after S has become P, because the registers cannot hold both S and dP.
     """
     buffers, barriers = work.buffers, work.barriers
@@ -253,8 +254,9 @@ def _step_ahead(
 ):  # fmt: skip
     """Processes one step whose S is complete, and computes S of the next step at the same time.
 
-    Returns S of the next step, the gradients, and the next step's place in the ring buffers and its phase. In the last
-    step of an item, the function computes S of a next step from arbitrary data, and the caller does not use it.
+    Returns S of the next step, the gradients, and the next step's place in the ring buffers with the phase of its
+    mbarriers. In the last step of an item, the function computes S of a next step from arbitrary data, and the caller
+    does not use it.
     """
     buffers, barriers = work.buffers, work.barriers
     stage = step.stage
@@ -315,8 +317,9 @@ def _consume_item(
     item, item_index, done, HALF: gl.constexpr, out_descs, work, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     GROUP: gl.constexpr, BACKWARDS: gl.constexpr,
 ):  # fmt: skip
-    """Computes dK, dV and dS^T for half of an item's keys. HALF 0 stores dK of both halves, and HALF 1 stores dV.
+    """Computes dK, dV and dS^T for half of an item's keys.
 
+    The consumer with HALF 0 stores dK of both halves, and the other consumer stores dV.
     item_index: how many items this program has processed before.
     done: the number of steps of all earlier items of this program.
     Returns `done` plus the number of steps of this item.
@@ -328,7 +331,7 @@ def _consume_item(
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
     KEYS: gl.constexpr = buffers.k[0].shape[1] // 2
     SCORES: gl.constexpr = accumulator(BLOCK_M)
-    COUNTED: gl.constexpr = STAGES & (STAGES - 1) != 0  # stages are counted up, because a division by 3 needs registers
+    COUNTED: gl.constexpr = STAGES & (STAGES - 1) != 0  # counts the stage up: a division by 3 would need registers
     KEYS_FIT: gl.constexpr = CONFIG.ahead and len(buffers.k) == 1  # whether K and V are kept in registers
     m, head = first_step(item, GROUP, BLOCK_M, BACKWARDS)
     stop = done + item.n_steps
@@ -351,7 +354,7 @@ def _consume_item(
         scores = begin_scores_at(keys.k, buffers.q[0].index(stage), buffers.q, stage, no_scores)
         scores = warpgroup_mma_wait(0, deps=[scores])
     if ITEMS > 1:
-        if item_index > 0:  # frees the previous item's K and V, through whose buffers its dK and dV were stored
+        if item_index > 0:  # frees the buffers of the previous item, whose dK and dV have been stored
             tma.store_wait(0)
             hand_back(barriers.kv_empty.index((item_index - 1) % ITEMS))
     meet()  # without this barrier, Triton would insert one in every step, because of the waits above
@@ -388,9 +391,9 @@ def _sums_of(gradients):
 
 @gluon.jit
 def _store_gradients(item, gradients, k, v, k_tiles, v_tiles, stop, HALF: gl.constexpr, out_descs, work):
-    """Starts to store dK and dV. They overwrite K and V in shared memory, and TMA stores them from there.
+    """Starts to store dK and dV by TMA, from the buffers of K and V in shared memory.
 
-    k and v: this consumer's 64 rows of the buffers of K and V. k_tiles or v_tiles: all 128 rows.
+    k and v: this consumer's 64 rows of the buffers. k_tiles and v_tiles: all 128 rows of the buffers.
     """
     dtype: gl.constexpr = k[0].dtype
     HEAD_DIM: gl.constexpr = width_of(k)
@@ -413,10 +416,7 @@ def consume(
     HALF: gl.constexpr, out_descs, work, order, queue, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     GROUP: gl.constexpr, ALIGNMENT: gl.constexpr, BACKWARDS: gl.constexpr,
 ):  # fmt: skip
-    """Runs a consumer warpgroup.
-
-    It processes all items of the queue, or the program's only item if there is no queue.
-    """
+    """Runs a consumer warpgroup over all items of the queue, or over the program's only item if there is no queue."""
     BLOCK_M: gl.constexpr = work.buffers.q[0].shape[1]
     BLOCK_N: gl.constexpr = work.buffers.k[0].shape[1]
     if queue is None:

@@ -1,4 +1,4 @@
-"""The dQ warpgroup of the fused backward kernel (fused.py). It computes dQ = dS K, and adds dQ to a sum by TMA."""
+"""The dQ warpgroup of the fused backward kernel (fused.py), which computes dQ = dS K and adds dQ to a sum by TMA."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,7 +36,7 @@ SUMS = gl.constexpr(2)  # how many tiles of dQ may be in flight to global memory
 
 @structure
 class Sum:
-    """Where dQ of one column block of a head is added."""
+    """The sum to which dQ of one column block of a head is added."""
 
     desc: gl.tensor  # descriptor of the sum in global memory
     buffers: gl.shared_memory_descriptor  # [places, rows, 32] or [rows, 32]
@@ -100,8 +100,8 @@ def _add_columns(
 ):  # fmt: skip
     """Adds dQ of one step for one column block, in tiles of ROWS queries and at most 64 columns.
 
-    BEFORE: how many columns of the head come before this block. IS_LAST: whether this is the head's last block, which
-    releases dS.
+    BEFORE: how many columns of the head come before this block. IS_LAST: whether this is the head's last column block,
+    after which dS is released.
     """
     BLOCK_M: gl.constexpr = ds.buffers.shape[2]
     COLUMNS: gl.constexpr = buffers.shape[-2] // 2  # columns in a tile of dQ
@@ -119,7 +119,7 @@ def _add_columns(
         buffer = buffers
         if len(buffers.shape) == 3:
             buffer = buffers.index((PIECES * step + piece) % buffers.shape[0])
-        tma.store_wait(SUMS - 1)  # waits until TMA has read the previous tile from this buffer
+        tma.store_wait(SUMS - 1)  # waits until TMA has read the previous dQ tile from this buffer
         buffer.store(in_order_of_threads(dq))
         fence_async_shared()
         unit = m // ROWS + piece // ACROSS
@@ -131,7 +131,7 @@ def _add_columns(
 def sum_queries(
     sums, ds, k_bufs, kv_full, order, ranges, queue, dq_order, GROUP: gl.constexpr, ALIGNMENT: gl.constexpr
 ):
-    """Runs the dQ warpgroup. It processes all items of the queue, or the program's only item if there is no queue."""
+    """Runs the dQ warpgroup over all items of the queue, or over the program's only item if there is no queue."""
     BLOCK_N: gl.constexpr = ds.buffers.shape[1]
     BLOCK_M: gl.constexpr = ds.buffers.shape[2]
     n_heads = order.n_heads * GROUP

@@ -1,9 +1,9 @@
 """Work items of the backward kernels that compute dK and dV: their steps, their buffers and the producer warp.
 
-A work item is 128 keys of one KV head. To compute their dK and dV, a program visits all queries that see these keys,
-for all query heads that share the KV head. A step of an item is one block of queries of one head. By default, steps
-visit all blocks of one head, and then all blocks of the next head. With BACKWARDS (order.py), steps visit blocks of
-queries from the last to the first, and each block for all heads in turn.
+A work item is 128 keys of one KV head. To compute dK and dV of an item, a program visits all queries that see the
+item's keys, for all query heads that share the KV head. A step of an item is one block of queries of one head. By
+default, steps visit all blocks of one head, and then all blocks of the next head. With BACKWARDS (order.py), steps
+visit blocks of queries from the last to the first, and each block for all heads in turn.
 
 A program processes one item, or draws items from a queue (queue.py). fused.py uses everything in this file; keys.py and
 wide.py use parts of it.
@@ -32,7 +32,7 @@ SIZES = (
 
 @structure
 class Item:
-    """A work item: the keys of one KV head from `first` on. Queries from `start` to `end` may see these keys."""
+    """A work item: a block of keys of one KV head, from `first` on, which queries from `start` to `end` may see."""
 
     first: gl.tensor
     kv_head: gl.tensor
@@ -54,7 +54,7 @@ class Descriptors:
 
 @structure
 class Inputs:
-    """The inputs that the producer warp loads: TMA descriptors, and the strides between heads."""
+    """The TMA descriptors of the inputs that the producer warp loads, and the strides between heads."""
 
     descs: Descriptors
     stride_qh: gl.tensor
@@ -66,7 +66,7 @@ class Inputs:
 
 @structure
 class Buffers:
-    """The buffers in shared memory: Q and dO of each step, K and V of each item.
+    """The shared-memory buffers for Q and dO of each step, and for K and V of each item.
 
     Tuples have one entry per column block.
     """
@@ -94,7 +94,7 @@ class Barriers:
 class Visible:
     """The queries that see each key of a block: start <= query < end.
 
-    From whole_start to whole_end, they see every key.
+    Queries from whole_start to whole_end see every key of the block.
     """
 
     start: gl.tensor
@@ -166,12 +166,11 @@ def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWAR
 def visible_queries(ranges, first, KEYS: gl.constexpr, layout: gl.constexpr):
     """Returns the range of queries that sees each of KEYS keys from `first` on.
 
-    `start` and `end` have the given layout.
-    Blocks of queries between whole_start and whole_end need no mask, because they see the first key, the last key, and
-    all keys between.
+    `start` and `end` of the result have the given layout. Blocks of queries between whole_start and whole_end need no
+    mask, because they see the first key, the last key, and all keys between.
     """
     keys = first + gl.arange(0, KEYS, layout=layout)
-    # Keys past the last one get an empty range. In a non-empty range, their P = 2^-lse might overflow.
+    # Keys past the last one get an empty range of queries, because their P = 2^-lse might overflow.
     start = gl.load(ranges.start + keys, mask=keys < ranges.total, other=0x7FFFFFFF)
     end = gl.load(ranges.end + keys, mask=keys < ranges.total, other=0)
     last = first + KEYS - 1
@@ -215,8 +214,9 @@ def with_all_columns(buffers, descs):
 
 @gluon.jit
 def new_item_barriers(STAGES: gl.constexpr, ITEMS: gl.constexpr):
-    """Returns initialised mbarriers. TMA arrives at `full` ones, and all threads of both consumers at `empty` ones.
+    """Returns initialised mbarriers.
 
+    TMA arrives at full mbarriers, and all threads of both consumers at empty mbarriers.
     If ITEMS is 1, nothing waits for kv_empty, so kv_empty is the same mbarrier as kv_full. A kernel must use every
     mbarrier that it allocates (barriers.py).
     """
@@ -290,7 +290,7 @@ def _produce_item(
     if counter_ptr is not None:
         wait_empty(barriers.kv_empty, item_index)
     load_keys(inputs, buffers, barriers.kv_full, place, item)
-    DRAWS: gl.constexpr = 0 if counter_ptr is None else 1  # one more iteration, for items without steps
+    DRAWS: gl.constexpr = 0 if counter_ptr is None else 1  # one iteration more, so that items without steps draw too
     draw_at = gl.maximum(item.n_steps - DRAWN_BEFORE, 0)
     ticket = 0
     for step in range(item.n_steps + DRAWS):
@@ -310,7 +310,7 @@ def produce(
     inputs, delta_start, buffers, barriers, order, ranges, queue, counter_ptr, n_items, GROUP: gl.constexpr,
     ALIGNMENT: gl.constexpr, BACKWARDS: gl.constexpr = False,
 ):  # fmt: skip
-    """Runs the producer warp. It draws and loads items until none is left, or loads one item if there is no queue."""
+    """Runs the producer warp: it draws and loads items until none is left, or loads one item if there is no queue."""
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
     BLOCK_N: gl.constexpr = buffers.k[0].shape[1]
     if queue is None:

@@ -59,7 +59,7 @@ def _consume(
 ):  # fmt: skip
     """Runs a consumer warpgroup: it computes dK and dV of half of an item's keys.
 
-    HALF 0 stores dK of both halves, and HALF 1 stores dV.
+    The consumer with HALF 0 stores dK of both halves, and the other consumer stores dV.
     """
     q_bufs, do_bufs = buffers.q[0], buffers.do[0]
     k_buf, v_buf = buffers.k[0].index(0), buffers.v[0].index(0)
@@ -127,7 +127,7 @@ def _dkdv_kernel(
     GROUP: gl.constexpr, STAGES: gl.constexpr, ALIGNMENT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """A work item is 128 keys of one KV head, over all query heads that share it. Program i processes item i.
+    """A work item is 128 keys of one KV head, over all query heads that share it. Program i processes work item i.
 
     marks_ptr: receives the NaN marks of dK and dV (nan_marks.py), or None.
     """

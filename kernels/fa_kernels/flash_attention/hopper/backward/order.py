@@ -12,7 +12,7 @@ A program visits blocks of queries from the last to the first, and all heads of 
 document then follow one another closely, and the data that they share stays in L2.
 
 Two extra warps handle the semaphores: one waits for them (`wait_for_order`), the other sets them (`raise_semaphores`).
-Without these warps, the dQ warpgroup would wait for global memory and for a fence in each step.
+Without the extra warps, the dQ warpgroup would wait for global memory and for a fence in each step.
 
 A step has 64 queries. With 128 queries per step, the tiles of short documents would wait for one another in one chain
 through the whole batch.
@@ -36,7 +36,7 @@ _PLACES = gl.constexpr(2)  # the most steps whose dQ is in memory but whose sema
 class OrderBarriers:
     """The mbarriers by which warps of a program keep the dQ order."""
 
-    due: gl.shared_memory_descriptor  # [DS_STAGES]: the step whose dS is in this place of the ring may be added to dQ
+    due: gl.shared_memory_descriptor  # [DS_STAGES]: dQ of the step whose dS is in this ring place may be added
     added: gl.shared_memory_descriptor  # [_PLACES]: dQ of a step has been added to the sum in memory
     noted: gl.shared_memory_descriptor  # [_PLACES]: `raise_semaphores` has seen `added`
 
@@ -63,7 +63,8 @@ def wait_for_order(
     """Runs the warp that signals `due` for each step, after the previous tile of keys has added to the step's queries.
 
     Before each step, the warp waits until the step's place in the ring of dS is empty. The place becomes empty only
-    after `due` was signalled for the previous step in the place. Neither mbarrier can therefore get two phases ahead.
+    after `due` was signalled for the previous step in the place. Neither `due` nor the mbarrier of dS can therefore get
+    two phases ahead of the other.
     """
     DS_STAGES: gl.constexpr = ds_empty.shape[0]
     gl.static_assert(BLOCK_M == ALIGNMENT)
@@ -84,10 +85,10 @@ def wait_for_order(
 
 @gluon.jit
 def note_added(dq_order, step, PENDING: gl.constexpr):
-    """Signals that dQ of `step` is in memory. The dQ warpgroup calls this function. Step -1 gives no signal.
+    """Signals that dQ of `step` is in memory. The dQ warpgroup calls this function.
 
-    Before the signal, the function waits until at most PENDING TMA operations are incomplete. They belong to later
-    steps.
+    If `step` is -1, it gives no signal.
+    Before the signal, the function waits until at most PENDING TMA operations, those of later steps, are incomplete.
     """
     asm: gl.constexpr = f"cp.async.bulk.wait_group {PENDING}; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(asm, "=r,~{memory}", [], gl.int32, False, 1)
@@ -117,7 +118,7 @@ def raise_semaphores(
 
 @gluon.jit
 def _wait_for(semaphore, number):
-    """Waits until a semaphore is at least `number`. The sums of earlier tiles are then in memory.
+    """Waits until a semaphore is at least `number`, so that the sums of earlier tiles are in memory.
 
     One warp calls this.
     """

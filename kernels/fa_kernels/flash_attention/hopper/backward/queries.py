@@ -2,11 +2,12 @@
 
 One program computes dQ of 128 queries of one head. A producer warp loads Q and dO once, and then blocks of K and V, by
 TMA. Two consumer warpgroups own 64 queries each. A consumer computes scores and dS of its queries, and adds dS K to dQ.
-This matmul reads dS from registers. Another kernel computes dK and dV before (keys.py or wide.py). It computes the same
-scores once more.
+The matmul dS K reads dS from registers. Another kernel (keys.py or wide.py) has computed dK and dV before, and the same
+scores.
 
-The table gives lower bounds in cycles of a multiprocessor; wide.py explains how they are computed. The bounds are for
-128 queries x 128 keys at head_dim 128, and for 128 x 64 at head_dim 256. A soft cap doubles the exponentials.
+The table gives lower bounds in cycles of a multiprocessor; wide.py explains how they are computed. The bounds in the
+table are for 128 queries x 128 keys at head_dim 128, and for 128 x 64 at head_dim 256. A soft cap doubles the time of
+the exponentials.
 
 | head_dim | tensor cores | shared memory | exponentials |
 |:---------|-------------:|--------------:|-------------:|
@@ -57,7 +58,7 @@ class QueryTiles:
 
     block_n: int  # keys per step
     v_stages: int  # blocks of V in flight
-    arrivals: int  # how many threads of a warpgroup signal that K or V was read: 1 or all 128
+    arrivals: int  # how many threads (1 or all 128) of a warpgroup signal that K or V was read
 
 
 K_STAGES = 2  # blocks of K in flight
@@ -69,7 +70,7 @@ TILES = {  # by head_dim; the kernels use 192 and 224 KiB of shared memory
 
 @structure
 class _Item:
-    """A work item: the queries of one head from `first` on. They see n_blocks blocks of keys, from key `start` on."""
+    """A work item: the queries of one head from `first` on, which see n_blocks blocks of keys, from key `start` on."""
 
     first: gl.tensor
     head: gl.tensor
@@ -79,7 +80,7 @@ class _Item:
 
 @structure
 class _Inputs:
-    """The inputs that the producer warp loads: TMA descriptors, and the strides between heads."""
+    """The TMA descriptors of the inputs that the producer warp loads, and the strides between heads."""
 
     q: gl.tensor
     k: gl.tensor
@@ -160,7 +161,7 @@ def _produce(inputs, buffers, order, ranges, GROUP: gl.constexpr):
 def _release(ring, stage, ARRIVALS: gl.constexpr):
     """Signals that this warpgroup has read a stage of a ring.
 
-    ARRIVALS is how many of its threads arrive at the mbarrier.
+    ARRIVALS is how many threads of the warpgroup arrive at the mbarrier.
     """
     if ARRIVALS == 1:
         mbarrier.arrive(ring.empty.index(stage), count=1)
@@ -190,14 +191,12 @@ def _consume(
     inside = rows < ranges.total
     key_start = gl.load(ranges.start + rows, mask=inside, other=0)
     key_end = gl.load(ranges.end + rows, mask=inside, other=0)
-    # Rows that see no key, and rows past the last one, get lse = inf. Their P is 2^(score - inf) = 0, and so is their
-    # dQ.
+    # Rows that see no key, and rows past the last one, get lse = inf, so that P = 2^(score - inf) and dQ are 0.
     row_offset = item.head.to(gl.int64) * ranges.total
     lse = gl.load(of_rows.lse + row_offset + rows, mask=inside, other=float("-inf"))
     lse = gl.expand_dims(gl.where(lse == float("-inf"), float("inf"), lse * LOG2_E), 1)
     delta = gl.expand_dims(gl.load(of_rows.delta + row_offset + rows, mask=inside, other=0.0), 1)
-    # Blocks between whole_start and whole_end need no mask: the first and the last row, and so all rows, see their
-    # keys.
+    # All rows see all keys from whole_start to whole_end, so blocks of keys in between need no mask.
     last = gl.minimum(first + BLOCK_M, ranges.total) - 1
     whole_start = gl.load(ranges.start + last)
     whole_end = gl.load(ranges.end + gl.minimum(first, last))
@@ -248,7 +247,7 @@ def _dq_kernel(
     HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     ARRIVALS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """A work item is dQ of 128 queries of one head. Program i processes item i.
+    """A work item is dQ of 128 queries of one head. Program i processes work item i.
 
     marks_ptr: receives the NaN marks of dQ (nan_marks.py), or None.
     """

@@ -1,4 +1,4 @@
-"""A Hopper kernel for dK and dV at head_dim 256. One program owns 64 keys. Another kernel computes dQ (queries.py).
+"""A Hopper kernel for dK and dV at head_dim 256, of 64 keys per program. Another kernel computes dQ (queries.py).
 
 An fp32 accumulator [64, 256] needs 128 registers of each thread, so a warpgroup can hold only one accumulator. The
 first warpgroup computes S^T = K Q^T, P^T and dV. The second warpgroup computes dP^T = V dO^T, dS^T and dK. The first
@@ -14,8 +14,8 @@ cycle, so a matmul needs 512 cycles. Shared memory transfers 128 bytes per cycle
 | dK and dV       | 2048         | 2176          | 64 KiB        |
 | dQ (queries.py) | 1536         | 1536          | 32 KiB        |
 
-A fused kernel, with a third warpgroup for dQ, was slower. It would need 2560 cycles of the tensor cores and 2624 of
-shared memory, and would add 64 KiB of fp32 in L2.
+A fused kernel with a third warpgroup for dQ was slower. Such a kernel needs at least 2560 cycles of the tensor cores
+and 2624 of shared memory, and adds 64 KiB of fp32 in L2.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
@@ -81,7 +81,7 @@ class _Barriers:
 def _locate_item(order, ranges, GROUP: gl.constexpr, BLOCK: gl.constexpr, TILES_PER_WORK_TILE: gl.constexpr):
     """Returns the work item of this program. The first query of the item is rounded down to a multiple of BLOCK.
 
-    The last tile of the schedule may contain blocks past the last key. The items of such blocks have no steps.
+    The last tile of the schedule may contain blocks past the last key, whose items have no steps.
     """
     tile, kv_head = order.locate(gl.program_id(0), TILES_PER_WORK_TILE)
     first = tile * BLOCK

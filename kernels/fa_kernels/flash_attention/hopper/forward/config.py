@@ -6,8 +6,8 @@ configuration.
 `dynamic`: programs are persistent, which hides the time in which programs start and end.
 `pingpong`: consumers alternate between the tensor cores and softmax, which needs consumers that visit the same blocks.
 `ranged`: each consumer visits only the blocks of keys that its own 64 queries see, which saves work on short documents.
-`consumers`: three consumers read K and V less often than two, which helps at head_dim 64. Their tiles of 192 queries
-waste more work on shorter documents.
+`consumers`: three consumers read K and V less often than two, which helps at head_dim 64. But tiles of three consumers
+have 192 queries, and waste more work on shorter documents.
 `pv_first`: the matmul P V of the previous block finishes before softmax, so softmax needs no registers for that P.
 `max_first`: the scores are not kept while P is computed, which saves registers (softmax.py).
 `o_in_q`: o is stored through the buffer of Q, because shared memory has no room for o at head_dim 256.

@@ -1,4 +1,7 @@
-"""The consumer warpgroups of the forward kernel (kernel.py). Each computes attention for 64 queries of each item."""
+"""The consumer warpgroups of the forward kernel (kernel.py).
+
+A consumer computes attention for 64 queries of an item.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -83,12 +86,13 @@ def _visit(
 ):  # fmt: skip
     """Processes one block of keys, from `key` on: adds P V of the previous block to o, and computes P of this block.
 
-    K of this block has arrived. If there are `more` blocks, K of the next block has arrived when this function returns.
+    When this function is called, K of this block has arrived. If there are `more` blocks, K of the next block has
+    arrived when this function returns.
 
-    ptxas requires this order of operations. The wait for the next K is between the exponentials and the wait for P V,
-    because it ends a basic block. Otherwise, ptxas would move the wait for P V above the exponentials, and nothing
-    would overlap. No accumulator may be in flight at the end of a loop iteration: ptxas would serialise all matmuls
-    (warnings C7512 and C7514).
+    ptxas requires the order of operations in this function. The wait for the next K is between the exponentials and the
+    wait for P V, because it ends a basic block. Within a single basic block, ptxas would move the wait for P V above
+    the exponentials, and nothing would overlap. No accumulator may be in flight at the end of a loop iteration: ptxas
+    would serialise all matmuls (warnings C7512 and C7514).
     """
     k, v, q = work.rings.k, work.rings.v, queries.q
     CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]

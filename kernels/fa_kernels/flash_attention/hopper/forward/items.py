@@ -22,8 +22,8 @@ class Item:
     """A work item: a tile of queries of one head, from `first` on, and the blocks of keys that it reads.
 
     Blocks are counted backwards: block 0 ends at key `end`. The first n_right and the last n_left of the n_blocks
-    blocks need a mask, because some rows see only a part of them. Every row sees all keys of the blocks between. An
-    item has at least one block, so that rows without keys need no separate code.
+    blocks need a mask, because some rows see only a part of them. Every row sees all keys of the other blocks. An item
+    has at least one block, so that rows without keys need no separate code.
     """
 
     first: gl.tensor
@@ -56,7 +56,7 @@ class Visits:
 class Rings:
     """The ring buffers of Q (one place per consumer), K and V.
 
-    Their buffers are tuples with one entry per column block.
+    Ring.buffers is a tuple with one entry per column block.
     """
 
     q: Ring
@@ -66,7 +66,7 @@ class Rings:
 
 @structure
 class Inputs:
-    """The inputs that the producer loads: TMA descriptors, in tuples with one entry per column block, and strides."""
+    """The TMA descriptors of the producer's inputs, in tuples with one entry per column block, and the strides."""
 
     q: tuple
     k: tuple

@@ -6,7 +6,7 @@ A consumer starts the matmul Q K^T of one block of keys together with P V of the
 the softmax of Q K^T (softmax.py) while the tensor cores compute P V. P stays in registers.
 
 Each place of a ring buffer has two mbarriers. `full` means that the data has arrived by TMA. `empty` means that the
-consumers have read it. With ping-pong, named barriers let consumers use the tensor cores in turn (barriers.py).
+consumers have read the data. With ping-pong, named barriers let consumers use the tensor cores in turn (barriers.py).
 config.py chooses the options of the kernel for a call.
 
 The kernel cannot deadlock. The producer fills places in the order in which the consumers empty them. Each consumer
@@ -48,7 +48,7 @@ from fa_kernels.flash_attention.tile_order import heads_per_section
 from fa_kernels.launch.descriptors import columns_of_heads, loadable
 from fa_kernels.launch.record import launch
 
-# Arguments that differ between batches. Triton must not compile a new kernel for each of their values.
+# Arguments that differ between batches, so that Triton must not compile a new kernel for each of their values.
 _SIZES = ("n_items", "n_tiles", "n_heads", "group", "section", "total_q", "stride_qh", "stride_kh", "stride_vh")
 
 
@@ -153,7 +153,7 @@ def run_forward(
     assert config.consumers * ROWS == (WIDE_TILE if config.order == "wide_query_tiles" else WORK_TILE), config
     n_tiles = tiles.numel()
     # The heads of a section are processed together (tile_order.py). If documents are very long, a section has only as
-    # many heads as have their K and V in L2.
+    # many heads as fit in L2 with their K and V.
     section = heads_per_section(k, v, n_heads) if schedule.length_class == "very_long" else n_heads
     n_items = n_tiles * n_heads
     programs, counter = programs_of(n_items, q.device, config.dynamic)

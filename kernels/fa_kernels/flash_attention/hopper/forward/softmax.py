@@ -3,9 +3,9 @@
 Online softmax (arXiv:1805.02867) subtracts the largest score of the row so far, so the exponentials of a block wait for
 the block's maximum. Any smaller reference gives the same result if no exponential overflows, because fp32 and bf16 are
 as precise at 2^15 as at 1. Each row therefore keeps the maximum of its first block as its reference in later blocks,
-and does not wait for their maxima. If a thread's sum of exponentials exceeds 2^15, its warp raises the references of
-the affected rows, and computes the exponentials of the block again. Probabilities therefore never exceed 2^15, which
-fp16 can represent. In bf16, o is as accurate as torch's o, because torch also rounds P.
+and does not wait for the maxima of these blocks. If a thread's sum of exponentials exceeds 2^15, its warp raises the
+references of the affected rows, and computes the exponentials of the block again. Probabilities therefore never exceed
+2^15, which fp16 can represent. In bf16, o is as accurate as torch's o, because torch also rounds P.
 
 In the code, row_max is the reference of a row. By default, scores and probabilities are both in registers until the sum
 of exponentials is known. MAX_FIRST compares the scores with row_max before it computes exponentials. MAX_FIRST needs
@@ -28,8 +28,8 @@ from fa_kernels.flash_attention.hopper.primitives.registers import (
 )
 from fa_kernels.flash_attention.scores import cap
 
-# HIDDEN is the score of a hidden key, and row_max of a row that has seen no key. It is a power of two, so its product
-# with the scale c is exact. Hence fma(s, c, -m * c) is 0, and never infinite, for such a row.
+# HIDDEN is the score of a hidden key, and row_max of a row that has seen no key. HIDDEN is a power of two, so HIDDEN *
+# c is exact for any scale c, and fma(HIDDEN, c, -HIDDEN * c) is 0.
 HIDDEN = gl.constexpr(-(2.0**99))
 LN_2 = gl.constexpr(0.6931471805599453)
 _LARGEST_SUM = gl.constexpr(2.0**15)  # the largest allowed sum of one thread's probabilities in one row and block
@@ -38,7 +38,7 @@ _LARGEST_RISE = gl.constexpr(8.0)  # with MAX_FIRST, a score may exceed row_max 
 
 @gluon.jit
 def scale_to_log2(softmax_scale, HAS_SOFTCAP: gl.constexpr):
-    """Returns the factor that converts scores to log2 units. With a soft cap it is 1, because `cap` has applied it."""
+    """Returns the factor that converts scores to log2 units, or 1 with a soft cap, because `cap` has converted them."""
     scale = softmax_scale * LOG2_E
     if HAS_SOFTCAP:
         scale = 1.0
@@ -78,8 +78,9 @@ def visible(
 @gluon.jit
 def exponentials(scores, row_max, row_sum, softmax_scale, dtype: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
                  MAX_FIRST: gl.constexpr):  # fmt: skip
-    """Returns (p, row_max, row_sum, factor). p is [M, N / 2], as pairs of `dtype`; the others are new and [M, 8].
+    """Returns (p, row_max, row_sum, factor).
 
+    p is [M, N / 2], as pairs of `dtype`; row_max, row_sum and factor are [M, 8].
     The caller must multiply o by `factor`, which is 1 unless row_max has risen. row_sum is already rescaled. row_max is
     in the units of scores [M, N].
     """
@@ -102,7 +103,7 @@ def operand(pairs, dtype: gl.constexpr, o):
 
 @gluon.jit
 def rescale(o, factor):
-    """Multiplies o [M, D] by the factors [M, 8] of its rows. A warp skips this if all its 16 factors are 1."""
+    """Multiplies o [M, D] by the factors [M, 8] of its rows. A warp skips the product if all its 16 factors are 1."""
     n: gl.constexpr = o.shape[1] // 2  # values per thread
     values = [o, along_rows(factor, o)]
     return gl.inline_asm_elementwise(_multiply_asm(n), _multiply_constraints(n), values, gl.float32, False, n)
@@ -164,8 +165,8 @@ def _under(scores, N: gl.constexpr, exponent_0, exponent_1, scale, dtype: gl.con
     """Returns p = 2^(score * scale - exponent) in packed pairs, each pair twice, and four partial sums of p.
 
     exponent_0 and exponent_1 are row_max of the two rows in log2 units. Each partial sum adds every fourth of the N
-    values. The code calls fma explicitly. Otherwise, the compiler would round products once more where p is computed
-    again, and would change the bits of rows whose row_max stays.
+    values. Without an explicit fma, the compiler would round products once more where p is computed again. Rows whose
+    row_max stays would then get other bits.
     """
     p = ()
     sums = (0.0, 0.0, 0.0, 0.0)

@@ -1,8 +1,8 @@
 """Barriers between the warps of a program, and TMA's reduce-add.
 
 A kernel must use every mbarrier that it allocates. If an mbarrier is only initialised, Triton reuses its memory for
-another buffer. PTX forbids this reuse without mbarrier.inval. If processes share a GPU in time slices, the old mbarrier
-can reappear in 8 bytes of the new buffer.
+another buffer. PTX does not allow reuse of an mbarrier's memory without mbarrier.inval. If processes share a GPU in
+time slices, the old mbarrier can reappear in 8 bytes of the new buffer.
 """
 
 from triton._C.libtriton import ir
@@ -11,12 +11,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-# Numbers of the hardware's named barriers. Triton uses 0, 1 and one more for each worker partition; 8 to 15 are free.
+# Numbers of the hardware's named barriers. Triton uses 0, 1 and one more per worker partition; numbers 8 to 15 are
+# free.
 PINGPONG_BARRIER = gl.constexpr(8)  # the forward kernel uses 8, 9 and 10, one for each consumer
-HALVES_BARRIER = gl.constexpr(10)  # the backward kernels synchronise the two consumers of an item with it
+HALVES_BARRIER = gl.constexpr(10)  # synchronises the two consumers of an item in the backward kernels
 MARKS_BARRIER = gl.constexpr(11)  # nan_marks.mark_rows uses 11 to 15, one for each set of rows
 WARPGROUP = gl.constexpr(128)  # threads in a warpgroup
-# meet() blocks a warpgroup until all its threads arrive. Triton 3.6 and 3.7 have different names for it.
+# meet() blocks a warpgroup until all its threads arrive. Triton 3.6 and 3.7 have different names for this barrier.
 meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
@@ -51,11 +52,12 @@ def pass_pingpong(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def hand_back(empty):
-    """Signals at mbarrier `empty` that this warpgroup has read a buffer. `empty` counts WARPGROUP threads per reader.
+    """Signals at mbarrier `empty` that this warpgroup has read a buffer.
 
+    `empty` must count WARPGROUP threads per reader.
     Each thread arrives for itself, with the arrive instruction of cp.async. With mbarrier.arrive, one thread would
-    arrive for all threads, and only after the last warp. The arrive instruction of cp.async does not order stores. It
-    therefore only covers reads: completed matmuls and TMA operations, and loads whose values were used.
+    arrive for all threads, and only after the last warp. The arrive instruction of cp.async does not order stores.
+    hand_back therefore only covers reads: completed matmuls and TMA operations, and loads whose values were used.
     """
     async_copy.mbarrier_arrive(empty, increment_count=False)
 
@@ -64,8 +66,9 @@ def hand_back(empty):
 def hand_over(full):
     """Signals at mbarrier `full` that this warpgroup has written its part of a buffer.
 
-    `full` counts WARPGROUP threads per writer. Each thread arrives for itself, after it has fenced its own stores. The
-    fences make the stores visible to waiting threads and to the async proxy, through which matmuls and TMA read.
+    The mbarrier `full` must count WARPGROUP threads per writing warpgroup. Each thread arrives for itself, after it has
+    fenced its own stores. The fences make the stores visible to waiting threads and to the async proxy, through which
+    matmuls and TMA read.
     """
     fence_async_shared()
     gl.inline_asm_elementwise("fence.acq_rel.cta; mov.u32 $0, 0;", "=r,~{memory}", [], gl.int32, False, 1)

@@ -1,12 +1,12 @@
 """A queue of work items for persistent programs.
 
-Program i processes item i first. It then draws tickets from a counter in global memory. Ticket t stands for item
+Program i processes item i first, and then draws tickets from a counter in global memory. Ticket t stands for item
 (number of programs) + t. A program stops when its ticket stands for no item. A launch draws as many tickets as it has
 items: a program draws no ticket for its first item, but draws one ticket without an item at the end. The warp that
 draws the last ticket resets the counter to 0 for the next launch.
 
-One warp of a program draws tickets. This warp posts each item, as up to 32 integers, in one of two slots in shared
-memory. The warpgroups that read the slots wait only for an mbarrier, not for global memory.
+One warp of a program draws tickets, and posts each item, as up to 32 integers, in one of two slots in shared memory.
+The warpgroups that read the slots wait only for an mbarrier, not for global memory.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -110,7 +110,7 @@ def item_of(ticket, counter_ptr, n_items):
 def post(queue, item_index, fields):
     """Posts the fields of an item as int32 scalars.
 
-    One warp calls this. item_index: how many items it has posted before.
+    One warp calls this. item_index: how many items the program has posted before.
     """
     index = gl.arange(0, _FIELDS, layout=gl.BlockedLayout([1], [32], [1], [0]))
     values = gl.where(index == 0, fields[0], 0)

@@ -1,9 +1,9 @@
 """Functions that depend on how the elements of an accumulator are distributed over the registers of threads.
 
-Each thread holds N / 2 elements of a warpgroup's accumulator [64, N]. These are two adjacent columns of row i, the same
-two columns of row i + 8, then the pairs eight columns further on. PER_ROW is the layout of an accumulator [64, 8] that
-stores one value per row: either all eight columns equal the value, or their sum does. In PER_ROW, a thread holds four
-elements.
+Each thread holds N / 2 elements of a warpgroup's accumulator [64, N]. A thread holds two adjacent columns of row i, the
+same two columns of row i + 8, then the pairs eight columns further on. PER_ROW is the layout of an accumulator [64, 8]
+that stores one value per row: either all eight columns equal the value, or their sum does. In PER_ROW, a thread holds
+four elements.
 
 `in_order_of_threads` reorders an fp32 accumulator for stores to shared memory. In row order, a thread stores 8 bytes at
 a time, and pairs of threads hit the same banks. In thread order, a thread stores 16 bytes at a time, which needs half
@@ -48,8 +48,8 @@ def map_threads(function, tensors, constants, _semantic=None, _generator=None):
     """Calls `function` once in each thread, with a tuple of the thread's elements of all `tensors`, tensor by tensor.
 
     `constants` are further arguments of `function`. `function` returns a tuple with the thread's elements of all result
-    tensors. It must have no side effects. Warp votes and shuffles are allowed where all threads of a warp take the same
-    path. Gluon's own map_elementwise (Triton 3.6 and 3.7) would pass each element as a separate argument.
+    tensors. `function` must have no side effects. Warp votes and shuffles are allowed where all threads of a warp take
+    the same path. Gluon's own map_elementwise (Triton 3.6 and 3.7) would pass each element as a separate argument.
     """
     pack = tensors[0].numel.value // 128
     generator = _OneTuple(_generator, [core.constexpr(x) for x in constants])

@@ -28,7 +28,7 @@ class Ring:
     def wait_empty(self, place, phase):
         """Waits until a place may be filled. The first fill of a place does not wait.
 
-        `phase` is that of `wait_full`.
+        `phase` is the same as for `wait_full`.
         """
         mbarrier.wait(self.empty.index(place), phase ^ 1)
 

@@ -15,7 +15,7 @@ def structure(cls: type[_Class]) -> type[_Class]:
     A field may be any value of a kernel: a tensor, a buffer, a descriptor, a tuple, None or another structure. Methods
     must be `gluon.jit` functions. Fields cannot be reassigned.
     """
-    fields = constexpr(tuple(cls.__annotations__))  # a constexpr, so that names are part of the key of compiled kernels
+    fields = constexpr(tuple(cls.__annotations__))  # a constexpr, so that kernels are compiled again if names change
 
     def __init__(self, *values):
         for field, value in zip(fields.value, values, strict=True):
