@@ -46,7 +46,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def step_cases(args: argparse.Namespace, device: Device) -> list[Case]:
-    # At short lengths, an eager step is limited by the host, so its time would not depend on the attention.
+    # The step is compiled on a GPU, because the time of a short eager step depends on the host, not on the attention.
     settings = (device, args.precision, args.steps, args.seconds, tuple(args.overrides), device == "cuda")
     return [
         StepCase(args.model, attention, seq_len, *settings)

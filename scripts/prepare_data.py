@@ -1,6 +1,6 @@
 """Tokenises and packs the data of a training run in many processes.
 
-If train.py has the same overrides, it then finds the prepared data.
+If train.py then runs with the same overrides, it finds the prepared data.
 
     python -m scripts.prepare_data data=sft data.path=chats.jsonl data.tokenizer=path/or/hub-name workers=8
 

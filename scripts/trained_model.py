@@ -55,7 +55,7 @@ def saved_config(run: Path, overrides: list[str]) -> DictConfig:
 
 
 def _loaded(path: Path, needs: str) -> DictConfig:
-    """Reads a YAML file that Hydra wrote. The file must have the key `needs`."""
+    """Reads a YAML file that Hydra wrote. The file must have the key that `needs` names."""
     try:
         saved = OmegaConf.load(path)
     except (YAMLError, UnicodeDecodeError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Checks the pages: Python code in them runs, commands parse, and links have a target."""
+"""Checks the pages: Python code in the pages runs, commands parse, and links have a target."""
 
 import argparse
 import importlib

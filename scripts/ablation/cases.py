@@ -156,9 +156,9 @@ def configuration(case: StepCase) -> DictConfig:
 
 
 def measure(case: Case) -> Result:
-    """Runs the case in this process and returns its result. Running out of memory becomes a result.
+    """Runs the case in this process and returns its result. If the case runs out of memory, the result says so.
 
-    Any other error is raised.
+    All other errors are raised.
     """
     torch.manual_seed(0)
     return _measure_step(case) if isinstance(case, StepCase) else _measure_attention(case)

@@ -12,12 +12,12 @@ inputs of 2 and 4 bytes per element:
 
 The mask adds one byte per query and key, shared by all heads. Code from torch.compile recomputes the mask and the
 softmax in the backward, but no matrix product. Compiled code keeps at least one tensor of scores in the dtype of q, and
-the backward adds the gradient of that tensor. A training step keeps these tensors for all layers except the last. The
-backward starts with the last layer, and memory peaks there. With activation checkpointing, the tensors of only one
+the backward adds the gradient of that tensor. A training step keeps the score tensors of all layers except the last.
+Memory peaks in the backward of the last layer, which runs first. With activation checkpointing, the tensors of only one
 layer exist at a time. `selective` checkpointing also keeps no tensors of naive attention: it keeps only the output of
 flash attention. AdamW in fp32 adds 16 bytes per parameter: weight, gradient and two moments. Hidden states, logits and
-libraries need additional memory, which the formula leaves out. Naive attention must therefore run out of memory if the
-computed sum exceeds the memory of the device. In eager mode, the forward of naive attention reads and writes 4 N^2 + 4
+libraries need additional memory, which the formula leaves out. If the computed minimum exceeds the memory of the
+device, naive attention must run out of memory. In eager mode, the forward of naive attention reads and writes 4 N^2 + 4
 N d elements per head. Only 4 N d elements (q, k, v and o) need to move. The traffic of naive attention is thus N/d + 1
 times the necessary traffic (scripts/bench/io_traffic.py counts every transfer).
 """
@@ -33,7 +33,7 @@ from scripts.ablation.cases import DTYPES, GIB, AttentionCase, StepCase, configu
 
 SCORE = 4  # bytes in fp32
 MASK = 1
-KEPT = {2: 6, 4: 4}  # bytes per score; the keys are the bytes per element of q
+KEPT = {2: 6, 4: 4}  # from the bytes per element of q to the bytes per score
 FORWARD = {2: 10, 4: 8}
 BACKWARD = 12
 PARAMETER_BYTES = {"adamw": 4 + 4 + 8, "adamw_8bit": 4 + 4 + 2}  # weight, gradient, and optimizer state on the GPU

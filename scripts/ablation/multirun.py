@@ -81,7 +81,7 @@ def rows(folder: Path, but: Path | None = None) -> list[Row[StepCase]]:
 def require_one_sweep(case: StepCase, others: list[Row[StepCase]]) -> None:
     """Ends the program if a job differs from the other jobs in more than attention and seq_len.
 
-    The tables and pictures distinguish jobs only by these two settings.
+    The tables and pictures distinguish jobs only by attention and seq_len.
     """
     for other, _ in others:
         same_place = (case.attention, case.seq_len) == (other.attention, other.seq_len)

@@ -41,7 +41,7 @@ Row = tuple[AnyCase, Result]
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a title. `name` is the name of its files and of its W&B entry."""
+    """A table with a title. `name` names the table's files and its W&B entry."""
 
     name: str
     title: str
@@ -121,7 +121,7 @@ def attention_part(rows: list[Row[AttentionCase]], device_bytes: int, gpu: str) 
 
 
 def attention_formulas(case: AttentionCase) -> list[tuple[str, Formula]]:
-    """Returns pairs of a measured quantity's name and the formula of its minimum."""
+    """Returns pairs: the name of a measured quantity, and the formula for its minimum."""
     return [("forward_peak_gib", attention_formula(case, "forward")), ("peak_gib", attention_formula(case, "both"))]
 
 

@@ -3,7 +3,8 @@
 A sweep can be stopped at any time, and never repeats a finished case.
 
 A server process imports all modules once, but does not use a GPU. The server forks one process for each case, so that
-these processes need not import anything. Each forked process initialises CUDA and frees it when the process ends.
+these processes need not import anything. Each forked process initialises CUDA, and its GPU memory is freed when it
+ends.
 """
 
 import json
@@ -66,7 +67,7 @@ def call_apart(function: Callable[..., Value], arguments: tuple[Any, ...], timeo
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(sender, function, arguments, str(log)))
     process.start()
-    sender.close()  # close the parent's copy of the pipe's end, which would hide that the process has ended
+    sender.close()  # so that this process notices when the other one ends
     try:
         if not receiver.poll(timeout):
             raise ProcessError(f"not done after {timeout:g} s")
@@ -94,7 +95,7 @@ def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[A
     except Exception as raised:
         traceback.print_exc()
         said: BaseException = raised
-        while isinstance(said, InstantiationException) and said.__cause__:  # take the error that Hydra has wrapped
+        while isinstance(said, InstantiationException) and said.__cause__:  # Hydra wraps the original error
             said = said.__cause__
         first_line, *_ = str(said).strip().splitlines() or [""]
         error = f"{type(said).__name__}: {first_line}"

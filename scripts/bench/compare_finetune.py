@@ -70,7 +70,7 @@ def invented_chats() -> Iterator[dict[str, Any]]:
 def transformers_losses(run: Path, steps: int | None = None) -> list[float]:
     """Trains transformers' model on the data of a run's steps. Returns the mean loss of each step in nats per label.
 
-    Raises: ValueError if the run trains a LoRA adapter, because this loop cannot.
+    Raises: ValueError if the run trains a LoRA adapter, because this loop cannot train one.
     """
     cfg = saved_config(run, [])
     if cfg.choices.adapter != "none":

@@ -82,7 +82,7 @@ def candidates(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str
         table = order.to(torch.int32).view(case.batch, -1)
         pages = in_pages(k, page_size, order), in_pages(v, page_size, order)
         runs[f"pages of {page_size}"] = partial(step, q, *pages, block_table=table)
-    # SDPA needs the shape (batch, heads, tokens, head_dim), but any memory layout
+    # SDPA needs the shape (batch, heads, tokens, head_dim), but accepts any memory layout
     q_t, k_t, v_t = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     grouped = case.n_heads != case.n_kv_heads
     runs["SDPA"] = partial(scaled_dot_product_attention, q_t, k_t, v_t, enable_gqa=grouped)

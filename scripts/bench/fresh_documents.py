@@ -3,11 +3,12 @@
     python -m scripts.bench.fresh_documents                 # 64k tokens in documents of 64 to 512 tokens
     python -m scripts.bench.fresh_documents --rounds 5 --backends fa3 ours
 
-Every call gets new cu_seqlens with a different number of documents. No schedule is built in advance. Calls are not
-replayed as a CUDA graph, so the longer of host time and GPU time determines the time per call. The pass `forward` is a
-call without gradients. The pass `forward + backward` also computes the gradients of q, k and v. The backends run in
-random order. FlashAttention-3 (`fa3-fwd`, forward only) and FlashAttention-4 (`flash-attn-4`) run if they are
-installed. A sample is a number of calls without a GPU sync between them: its host time ends when the last call returns.
+Every call gets new cu_seqlens with a different number of documents. No attention schedule is built in advance. Calls
+are not replayed as a CUDA graph, so the longer of host time and GPU time determines the time per call. The pass
+`forward` is a call without gradients. The pass `forward + backward` also computes the gradients of q, k and v. The
+backends run in random order. FlashAttention-3 (`fa3-fwd`, forward only) and FlashAttention-4 (`flash-attn-4`) run if
+they are installed. A sample is a number of calls without a GPU sync between them: its host time ends when the last call
+returns.
 """
 
 import argparse
@@ -106,7 +107,7 @@ def calls_of(
 ) -> dict[str, Callable[[], None]]:
     """Returns a function for each pass (forward, and forward + backward).
 
-    Each call of such a function uses the next batch.
+    Each call of a returned function uses the next batch of documents.
     """
     q, k, v, do = (
         torch.randn(tokens, heads, shape.head_dim, dtype=torch.bfloat16, device="cuda")

@@ -1,10 +1,10 @@
 """Measures the host time of attention calls of our implementation and of others: python -m scripts.bench.host
 
 The inputs have so few tokens that the GPU waits for the host. Inputs are bf16, attention is causal, and attention
-schedules are built in advance. The table has five times. `forward` is a call without gradients, and `forward, autograd`
-is a call with gradients. `backward` is torch.autograd.grad of one call, which includes starting autograd's engine and
-thread. `backward, of 16` is the backward of 16 chained calls, divided by 16: the time that one more layer of a model
-adds. `backward's node` is the backward node alone, without autograd's engine.
+schedules are built in advance. The table has one column for each of five times. `forward` is a call without gradients,
+and `forward, autograd` is a call with gradients. `backward` is torch.autograd.grad of one call, which includes starting
+autograd's engine and thread. `backward, of 16` is the backward of 16 chained calls, divided by 16: the time that one
+more layer of a model adds. `backward's node` is the backward node alone, without autograd's engine.
 
 A sample is the mean of --calls calls without a GPU sync. In each of --rounds rounds, every candidate takes one sample,
 in random order. If the GPU needs more than another tenth of a sample's time to finish its work, the row is marked as
@@ -225,7 +225,7 @@ def measure(chosen: Mapping[str, Candidate], shape: Shape, rounds: int, calls: i
 
 
 def order(places: Sequence[Any], rounds: int) -> list[Any]:
-    """Returns `rounds` random permutations of all places, one after the other.
+    """Returns `rounds` random permutations of the list `places`, joined to one list.
 
     The order differs between rounds, but is the same in every process.
     """

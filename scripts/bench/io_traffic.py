@@ -289,7 +289,10 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
 
 
 def prepared(case: Case) -> Callable[[], object]:
-    """Returns a function that runs the pass of the case. Inputs and the forward of a backward are already computed."""
+    """Returns a function that runs the pass of the case.
+
+    The inputs, and the forward of a backward pass, are computed before.
+    """
     heads, tokens, width = case.n_heads, case.seqlen, case.head_dim
     shape = (heads, tokens, width) if case.method == "naive" else (1, tokens, heads, width)
     q, k, v, do = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))
@@ -316,7 +319,7 @@ def run_under_ncu(cases: list[Case]) -> None:
     """Runs each case once while ncu records, and ends each case with a separator kernel."""
     for case in cases:
         work = prepared(case)
-        work()  # untimed: compiles kernels, and lets libraries choose theirs
+        work()  # not recorded: compiles kernels, and lets libraries choose their kernels
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaProfilerStart()
         work()
@@ -459,7 +462,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available() and not interpreted()
     arch: Arch = args.arch or (arch_of(torch.device("cuda")) if on_gpu else "sm90")
     if arch == "unknown":
-        arch = "sm80"  # other GPUs derive their tiles from the sm80 entries
+        arch = "sm80"  # a GPU without own entries uses tiles derived from those of sm80
     cases = cases_of(args, arch)
     if args.under_ncu:
         run_under_ncu(cases)

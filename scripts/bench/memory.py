@@ -89,9 +89,9 @@ def configuration(case: Case) -> DictConfig:
 
 
 def measure(case: Case) -> Row:
-    """Runs the case in this process and returns its row. Running out of memory becomes a result.
+    """Runs the case in this process and returns its row. If the case runs out of memory, the row says so.
 
-    Any other error is raised.
+    All other errors are raised.
     """
     torch.manual_seed(0)
     config, device = configuration(case), torch.device(case.device)
@@ -129,7 +129,7 @@ class Stepper:
         self.mixed = case.device == "cuda" and levers_of(case.combination).precision == "bf16-mixed"
 
     def step(self) -> tuple[float, float]:
-        """Runs one step and returns its milliseconds, and those of its optimizer."""
+        """Runs one step. Returns its milliseconds, and how many of them the optimizer took."""
         start = time.perf_counter()
         with torch.autocast(self.case.device, torch.bfloat16) if self.mixed else nullcontext():
             value = self.mean_loss()
@@ -144,7 +144,10 @@ class Stepper:
         return (end - start) * 1e3, (end - before) * 1e3
 
     def timed(self) -> tuple[list[float], list[float]]:
-        """Runs all steps of the case. Returns the milliseconds of each timed step, and of its optimizer."""
+        """Runs all steps of the case.
+
+        Returns the milliseconds of each timed step, and how many of them the optimizer took.
+        """
         times: list[tuple[float, float]] = []
         warmup, steps = WARMUP, self.case.steps
         while len(times) < warmup + steps:
@@ -238,7 +241,7 @@ def case_of(settings: dict[str, Any]) -> Case:
 def read_results(path: Path, head: dict[str, str]) -> tuple[list[Row], list[Row]]:
     """Reads the rows and the profiles that an earlier call wrote.
 
-    Raises: ValueError if that call had other settings.
+    Raises: ValueError if the earlier call had other settings.
     """
     if not path.exists():
         return [], []

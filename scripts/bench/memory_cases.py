@@ -9,8 +9,8 @@ from scripts.composed import options
 SEQ_LENS = (32768, 131072)
 MLP_CHUNK = 16384  # tokens, as in conf/memory/offload.yaml
 LOSS_CHUNK = 4096  # tokens, as in conf/memory/default.yaml
-# Combinations that are compared with each other are neighbours in this list. The most important ones come first,
-# because the time budget may end the run early.
+# Combinations that are compared with each other are neighbours in this list. The most important combinations come
+# first, because the time budget may end the run early.
 COMBINATIONS = (
     "selective",
     "selective+offload",
@@ -89,7 +89,7 @@ class Row:
     combination: str
     outcome: str  # "ok", "out of memory" or "failed: REASON"
     step_ms: list[float] = field(default_factory=list)  # of each timed step
-    optimizer_ms: list[float] = field(default_factory=list)  # time of the optimizer in each timed step
+    optimizer_ms: list[float] = field(default_factory=list)  # milliseconds that the optimizer took in each timed step
     peak_gib: float | None = None
     host_gib: float | None = None
     loss: float | None = None  # in the last step, in nats per label
@@ -97,7 +97,7 @@ class Row:
 
 
 def levers_of(name: str) -> Levers:
-    """Parses a combination's name. Raises: ValueError if the name has no such form."""
+    """Parses a combination's name. Raises: ValueError if `name` is not the name of a combination."""
     checkpointing, *parts = name.split("+")
     optimizers = options("optimizer")
     found: dict[str, Any] = {"checkpointing": checkpointing}

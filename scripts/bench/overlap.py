@@ -53,7 +53,8 @@ def length(spans: Iterable[Span]) -> float:
 def overlap(step: Span, compute: Iterable[Span], to_host: Iterable[Span], to_device: Iterable[Span]) -> Overlap:
     """Computes the times of one step from the spans of its kernels and of its copies, in microseconds.
 
-    Copies to the host and to the device may run at the same time. In that case, each of the two copies counts in full.
+    Copies to the host and to the device may run at the same time. If copies in both directions overlap, each of them
+    counts in full.
     """
     computing, out, back = (common(merged(spans), [step]) for spans in (compute, to_host, to_device))
     edges = [step[0], *(moment for span in computing for moment in span), step[1]]

@@ -17,7 +17,7 @@ import numpy as np
 
 from fa_train.data.packing.best_fit import make_plan, report_plan
 
-MEDIAN, SIGMA, LONGEST = 400, 1.366, 200_000  # tokens; SIGMA is that of the natural logarithm
+MEDIAN, SIGMA, LONGEST = 400, 1.366, 200_000  # tokens; parameters of a log-normal distribution
 
 
 def lengths_of(documents: int, seed: int) -> np.ndarray:

@@ -218,9 +218,9 @@ def without_liger(device: torch.device) -> str:
 
 
 def measure(case: Case) -> Row:
-    """Runs the case in this process and returns its row. Running out of memory becomes a result.
+    """Runs the case in this process and returns its row. If the case runs out of memory, the row says so.
 
-    Any other error is raised.
+    All other errors are raised.
     """
     torch.manual_seed(0)
     config, device, variant = configuration(case), torch.device(case.device), variant_of(case.variant)

@@ -121,7 +121,7 @@ def idle(intervals: Iterable[Interval], start: float, end: float) -> float:
 
 
 def exclusive(step: Step) -> dict[str, float]:
-    """Returns the microseconds of each part and of idle time. Together they are the step's time.
+    """Returns the microseconds of each part and of idle time. The parts and the idle time add up to the step's time.
 
     Each moment counts for exactly one part. If a kernel and a copy run at the same time on a GPU, the moment counts for
     the kernel. If several kernels run at the same time, the moment counts for the kernel that started first. On the
@@ -176,7 +176,8 @@ def step_of(events: Sequence[Event]) -> Step:
     of_host = [event for event in inside if event.get("cat") in ("cpu_op", "user_annotation")]
     owners = Ranges.of(of_host, OPERATORS)
     device = [event for event in inside if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    # A kernel and its launch have the same correlation id. The launch tells the thread, and thus the operator.
+    # A kernel and its launch have the same correlation id. The launch tells the host thread, and thus the operator that
+    # was running.
     launches = {
         event["args"]["correlation"]: event
         for event in inside

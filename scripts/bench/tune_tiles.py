@@ -12,12 +12,13 @@ script tries only the table's entry and the candidates that differ from it by on
 script tries exactly the given candidates. First, several processes (--jobs) compile the candidates. After compilation,
 the script times the candidates one by one on a causal document of --seqlen tokens, with n_heads * head_dim = 2048 or
 slightly less. TFLOP/s counts the matmuls of each kernel: forward 2, dkdv 4, dk 3, dv 2, dq 3. Causal attention halves
-them. If the kernels dk and dv together take less time than dkdv, give the table entries for dk and dv instead of dkdv.
-With --dtype float32, the script tunes the entries for 4-byte dtypes, where each product is three TF32 matmuls. With
---dtype tf32, the script tries the same candidates with one TF32 matmul, as torch.backends.cuda.matmul allows. A
-candidate counts only if its error is at most twice torch's error, plus rounding. Writes OUT.md: its header, a table for
-each head_dim and pass, and the entries for tiles.py. Adds the fastest tiles to OUT.json, except with --dtype tf32.
-fa_kernels loads that file if the environment variable FLASH_ATTENTION_TILES names it.
+them. If separate kernels for dK and dV take less time than one kernel for both (dkdv), replace the table's entry dkdv
+by entries dk and dv. With --dtype float32, the script tunes the entries for 4-byte dtypes, where each product is three
+TF32 matmuls. With --dtype tf32, the script tries the same candidates with one TF32 matmul, as
+torch.backends.cuda.matmul allows. A candidate counts only if its error is at most twice torch's error, plus rounding.
+Writes OUT.md: its header, a table for each head_dim and pass, and the entries for tiles.py. Adds the fastest tiles to
+OUT.json, except with --dtype tf32. fa_kernels loads that file if the environment variable FLASH_ATTENTION_TILES names
+it.
 """
 
 import argparse
@@ -301,12 +302,12 @@ def entries(results: list[Result], name: str) -> str:
 def tiles_to_load(results: list[Result], arch: Arch) -> dict[tuned_tiles.Key, tuned_tiles.Sizes]:
     """Returns the fastest tiles in the form that tuned_tiles.write_tiles needs.
 
-    Entries that the table lacks are left out.
+    Results for head_dims and passes that the table lacks are left out.
     """
     return {
         (head_dim, direction, itemsize): astuple(result.candidate.tiles)
         for (head_dim, direction), result in best(results).items()
-        if result.candidate.products != "tf32"  # entries for 4-byte dtypes are for strict fp32
+        if result.candidate.products != "tf32"  # tiles for one TF32 product are not for the table
         and head_dim in HEAD_DIMS
         and is_listed(arch, head_dim, direction, itemsize := ITEMSIZE[result.candidate.products])
     }

@@ -3,7 +3,7 @@
 The cases of the check come from the tile tables. The portable kernels run with the tile sizes of every GPU in the
 tables, and with smaller ones that `fit` finds for less shared memory. Hopper's kernels run in each of their compiled
 forms. The decoding kernels and the fused operations run too. Tests on a CPU never run compiled machine code. A change
-of a kernel is therefore finished only after this check has passed on a GPU.
+of a kernel is therefore finished only after `make gpu-check` has passed on a GPU.
 """
 
 import argparse

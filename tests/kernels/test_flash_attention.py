@@ -59,7 +59,7 @@ def check(q, k, v, do, dlse, cu_q, cu_k, sinks=None, **features):
         grads = torch.autograd.grad((o, lse), inputs, (do.to(o.dtype), torch.where(seen, dlse, 0.0).to(lse.dtype)))
         assert all(torch.isfinite(g).all() for g in grads), name
         results[name] = [o, torch.where(seen, lse, -1e4), *grads]
-    # The products do . v and delta are each a sum of head_dim fp32 products. If these sums cancel, only their rounding
+    # The products do · v and delta are each a sum of head_dim fp32 products. If these sums cancel, only their rounding
     # error remains.
     floor = torch.finfo(torch.float32).eps * v.shape[-1] * max(x.detach().abs().max().item() for x in (q, k, v, do))
     names = ("o", "lse", "dq", "dk", "dv", "dsinks")[: len(results["ours"])]
@@ -156,7 +156,7 @@ def test_large_scores_saturate_the_softcap():
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_softcap_of_each_dtype(dtype, head_dim, softcap, spread, chosen, monkeypatch):
-    """Each dtype has another tanh instruction. `spread` is the standard deviation of the scores."""
+    """Each dtype uses a different tanh instruction. `spread` is the standard deviation of the scores."""
     monkeypatch.setenv(backend.VARIABLE, chosen)
     q, *others = draw(1024, 1024, 4, 2, head_dim, dtype=dtype)
     check(q.detach() * spread, *others, cumulative([1024]), cumulative([1024]), causal=True, softcap=softcap)

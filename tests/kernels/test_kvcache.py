@@ -70,7 +70,7 @@ def test_values_of_another_width(head_dim, v_head_dim):
 def test_rotary(window, head_dim, rotary_dim, page_size, interleaved):
     """With a window, each query is rotated by its own position.
 
-    Without a window, all are rotated by the position of the cache's end.
+    Without a window, all queries are rotated by the position of the cache's end.
     """
     check(
         [0, 37],

@@ -46,7 +46,10 @@ def problem(device, request):
 
 
 def marks(heads, units, device):
-    """Returns marks that are set for these pairs of head and unit. A pair is left out if its head does not exist."""
+    """Returns marks that are set for the given pairs of head and unit.
+
+    A pair is left out if its head does not exist.
+    """
     spoiled = new_marks(heads, TOTAL, device).zero_()
     assert spoiled.shape == (heads, UNITS)
     for head, unit in units:

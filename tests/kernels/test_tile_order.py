@@ -50,7 +50,7 @@ def test_queries_of_a_section_fit(total, expected):
 def test_a_section_has_two_tiles_for_each_program(n_kv_heads, expected):
     """Each head has 64 tiles.
 
-    128 programs need two tiles each, so a section has four heads, although one head fills the L2 budget.
+    128 programs need two tiles each, so four heads run at the same time, although one head fills the L2 budget.
     """
     q = meta(2**13, 4 * n_kv_heads, 128)
     assert kv_heads_per_section(q, n_kv_heads, n_tiles=64, programs=128) == expected

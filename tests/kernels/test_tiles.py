@@ -1,4 +1,4 @@
-"""A launch uses the tile sizes of the table. If these do not fit, it uses smaller ones and warns once."""
+"""A launch uses the tile sizes of the table. If these do not fit, a launch uses smaller ones and warns once."""
 
 import warnings
 
@@ -142,7 +142,7 @@ def test_shared_bytes_counts_what_is_kept_and_in_flight():
 def test_shared_bytes_counts_both_halves_of_fp32():
     """The expected values are Triton's shared memory for three TF32 matmuls.
 
-    The computed value may be at most 3 KiB larger.
+    The computed shared memory may be at most 3 KiB larger than Triton's.
     """
     reported = {
         ("sm90", 64, "fwd"): 131072,

@@ -106,7 +106,8 @@ def test_states_are_back_one_layer_ahead(device, monkeypatch):
 
     monkeypatch.setattr(offload._State, "get", watched)
     step(small_gpt(levers("full", offload=True), device, n_layers=4), stream(device))
-    # Each state is back on the device when its block needs it. The copy of the next state starts only then.
+    # Each state is back on the device when its block needs it. When a block has taken its state, the copy of the next
+    # state starts.
     assert present == [(True, False, True)] * 3 + [(True, True, True)]
 
 

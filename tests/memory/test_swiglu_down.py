@@ -51,7 +51,7 @@ def _forget_compiled() -> Iterator[None]:
 
 
 def feed_forward(device: torch.device, bias: bool = False, activation: Activation = "swiglu") -> RecomputedFFN:
-    """Builds an FFN. Every call gives it the same weights."""
+    """Builds an FFN. Every call gives the FFN the same weights."""
     torch.manual_seed(0)
     up = nn.Linear(DIM, FFN_DIM if activation == "gelu" else 2 * FFN_DIM, bias=bias)
     return RecomputedFFN(up, nn.Linear(FFN_DIM, DIM, bias=bias), activation, checkpointed=False).to(device)

@@ -45,7 +45,7 @@ def lora(**changes: Any) -> LoRA:
 
 
 def randomised(model: GPT) -> GPT:
-    """Fills the adapters with random values. Initially, B is 0, which would hide most mistakes."""
+    """Fills the adapters with random values. The matrix B of an adapter starts at 0, which would hide most mistakes."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in adapter_tensors(model).values():
@@ -54,7 +54,7 @@ def randomised(model: GPT) -> GPT:
 
 
 def small(memory: Memory | None = None, settings: LoRA | None = None, **overrides: Any) -> GPT:
-    """Builds a model. Every call gives it the same weights and adapters."""
+    """Builds a model. Every call gives the model the same weights and adapters."""
     if overrides.get("activation") == "gelu":
         overrides["qk_norm"] = False  # no qk_norm, as in Arcee's models: no family has both GELU and qk_norm
     return randomised((settings or lora())(small_gpt(memory or levers(), CPU, **overrides)))
@@ -163,7 +163,7 @@ def test_memory_levers_change_nothing(memory, activation):
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [SELECTIVE, CHUNKS, ALL])
 def test_memory_levers_change_nothing_compiled(memory):
-    """Other levers compile the same graphs: offload happens outside the graphs, and "all" contains "full"."""
+    """Other memory levers compile the same graphs: offload happens outside the graphs, and "all" contains "full"."""
     assert_like_none(compile_blocks(small(memory)), "swiglu")
 
 

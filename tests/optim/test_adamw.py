@@ -60,7 +60,7 @@ def test_frozen_parameters_are_left_out():
 
 
 def small_model(dtype: torch.dtype = torch.float32, device: str = "cpu") -> nn.Module:
-    """Builds a model. Every call gives it the same weights.
+    """Builds a model. Every call gives the model the same weights.
 
     The matrices of the model are large enough to be quantized and offloaded. The vectors are not.
     """

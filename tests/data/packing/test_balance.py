@@ -91,11 +91,11 @@ def test_concatenated_rows_are_balanced_too():
 
 @pytest.mark.parametrize("document_mask", [True, False])
 def test_every_batch_says_how_long_a_tokens_document_is(document_mask):
-    """mean_seqlen is an equal int in every batch, so that a model is compiled only once.
+    """mean_seqlen is the same integer in every batch, so that a model is compiled only once.
 
     Without the document mask, a whole row counts as one document.
     """
     data = make([8] * 6 + [4] * 4, document_mask=document_mask)  # three rows of 8 + 8 tokens, one of 4 * 4 tokens
     batches = [MicroBatches(PackedRows(data, held_out=False, shuffle=True), 1, 0, 1)[i] for i in range(4)]
-    assert {batch["mean_seqlen"] for batch in batches} == {7 if document_mask else 16}  # 7 = (3 * 128 + 64) / 64
+    assert {batch["mean_seqlen"] for batch in batches} == {7 if document_mask else 16}  # (3 * 128 + 64) / 64 = 7
     assert all(type(batch["mean_seqlen"]) is int for batch in batches)  # Lightning would move a tensor to the GPU

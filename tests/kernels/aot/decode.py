@@ -40,7 +40,7 @@ def compile_case(arch, head_dim, n_rows, cache):
             signature[name] = "*fp32" if name in FP32_POINTERS else "*bf16"
         else:
             signature[name] = "fp32" if name in ("softmax_scale", "softcap") else "i32"
-        of_rows = name.startswith("stride") and head_dim % 16 == 0  # contiguous rows have strides that 16 divides
+        of_rows = name.startswith("stride") and head_dim % 16 == 0  # the strides of contiguous rows are multiples of 16
         if name not in constants and (name.endswith("_ptr") or of_rows):
             attributes[(index,)] = [["tt.divisibility", 16]]
     places = {(names.index(name),): value for name, value in constants.items()}

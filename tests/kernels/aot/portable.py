@@ -131,7 +131,7 @@ def source_of(kernel, tiles, of_queries, head_dim, v_head_dim, direction, itemsi
             signature[name] = "*bf16" if itemsize == 1 and name == "o_ptr" else ELEMENT[itemsize]
         else:
             signature[name] = "fp32" if name in ("softmax_scale", "softcap") else "i32"
-        of_rows = name.startswith("stride") and head_dim % 16 == 0  # contiguous rows have strides that 16 divides
+        of_rows = name.startswith("stride") and head_dim % 16 == 0  # the strides of contiguous rows are multiples of 16
         if name not in constants and (name.endswith("_ptr") or of_rows):
             attributes[(index,)] = [["tt.divisibility", 16]]
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}

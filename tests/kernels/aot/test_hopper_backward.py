@@ -17,7 +17,7 @@ from tests.kernels.aot.hopper_backward import TORCH_DTYPES
 from tests.kernels.aot.reports import compile_all
 
 # dtype-head_dim-group-softcap-marks -> allowed bytes of spill stores: the most that Triton 3.6 and 3.7 need, plus a
-# margin. Few of these spills are inside the inner loops.
+# margin. Few of the allowed spills are inside the inner loops.
 SPILLS = {
     "bf16-128-1-0-0": 96, "bf16-64-1-0-0": 16, "fp16-64-1-0-0": 32,
     "bf16-128-1-0-1": 80, "bf16-64-1-0-1": 16, "bf16-96-1-0-1": 104, "fp16-96-1-0-0": 16,
@@ -32,7 +32,7 @@ SPILLS = {
     "bf16-256dkdv-1-0-0": 32, "bf16-256dkdv-4-1-1": 32,
     "bf16-256dq-1-0-0": 384, "bf16-256dq-4-1-1": 384,
 }  # fmt: skip
-# one case per kernel and head_dim: `make test-oldest-triton` compiles only these
+# one case per kernel and head_dim: `make test-oldest-triton` compiles only these cases
 CORE = {
     "bf16-64-4-1-1", "bf16-96-4-1-1", "bf16-128-1-1-1", "bf16-64ordered-4-1-1", "bf16-96ordered-1-1-1",
     "bf16-128ordered-1-1-1", "fp16-128dkdv-4-1-1", "fp16-128dq-4-1-1", "bf16-256dkdv-4-1-1", "bf16-256dq-4-1-1",

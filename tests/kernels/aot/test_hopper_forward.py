@@ -34,7 +34,7 @@ SPILLS = {
     "256-long-bf16-bf16-marks": 56,
     "256-long-fp16-fp16-sinks+softcap+marks": 56,
 }
-# one case per head_dim: `make test-oldest-triton` compiles only these
+# one case per head_dim: `make test-oldest-triton` compiles only these cases
 CORE = {
     "64-long-bf16-bf16-marks", "96-long-fp16-fp32-sinks+softcap+marks", "128-medium-fp16-fp32-sinks+softcap+marks",
     "256-long-bf16-bf16-marks",
@@ -42,8 +42,8 @@ CORE = {
 SHARED = 227 * 1024  # bytes of shared memory that one program may use
 
 
-# The cases in SLOW are compiled only on a machine with a GPU. The cases of head_dim 96 with `long` still run
-# everywhere, because there the fp32 output limits the pipeline stages.
+# The cases in SLOW are compiled only on a machine with a GPU. The cases of head_dim 96 with `long` run everywhere,
+# because their fp32 output limits the pipeline stages.
 SLOW = [case for case in SPILLS if "sinks" in case and not case.startswith(("128", "96-long"))]
 
 

@@ -135,8 +135,8 @@ OF_4_BYTES = {
     ("sm100", 256, "dkdv"): (912, "HMMA"),
     ("sm100", 256, "dq"): (288, "HMMA"),
 }
-# ptxas serialises the matmuls of this entry and warns about it. The tile size of this entry is nevertheless the fastest
-# one on an H200.
+# ptxas serialises the matmuls of the entry dkdv of sm90 for head_dim 192, and warns about it. The tile size of this
+# entry is nevertheless the fastest on an H200.
 SERIALISED = {"sm90-192-192-dkdv-2": {"C7512"}}
 TENSOR_MEMORY = 512  # columns, on sm100
 # Largest allowed ratio of shared_bytes to the shared memory that Triton reports. shared_bytes assumes the largest
@@ -148,15 +148,15 @@ UNUSUAL = (
     *("sm90-128-128-fwd-1", "sm90-80-80-fwd-1", "sm90-16-16-fwd-1"),
 )
 MODULE = "tests.kernels.aot.portable"
-# Only a machine with a GPU compiles these slow cases. Without a GPU, the tests compile one head_dim of sm80 and of
-# sm100, and some of the kernels of sm90.
+# Only a machine with a GPU compiles the cases in lists named SLOW. Without a GPU, the tests compile one head_dim of
+# sm80 and of sm100, and some of the kernels of sm90.
 SLOW_CONTAINING = [entry for entry in CONTAINING if entry[0] in (96, 192)]
 HERE = {("sm90", head_dim) for head_dim, _ in SLOW_CONTAINING} | {("sm80", 128), ("sm100", 128)}
 SLOW = [entry for entry in LIMITS if entry[:2] not in HERE or (entry[0] == "sm100" and entry[2] != "fwd")]
 SLOW_REPAIRS = [entry for entry in REPAIRS if entry[0] < 128]
 SLOW_OF_4_BYTES = [entry for entry in OF_4_BYTES if entry not in (("sm90", 64, "dkdv"), ("sm90", 64, "dq"))]
 
-# one head_dim per architecture and kernel: `make test-oldest-triton` compiles only these
+# one head_dim per architecture and kernel: `make test-oldest-triton` compiles only these cases
 CORE_HEAD_DIMS = {"sm80": 128, "sm90": 96, "sm100": 128}
 CORE_CONTAINING = CORE_REPAIRS = 128
 CORE_UNUSUAL = {"sm90-192-128-dkdv-2", "sm90-128-128-fwd-1"}

@@ -23,7 +23,7 @@ def run(q, k, v, do, **options):
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_nan_stays_in_its_head(head_dim, softcap, causal, deterministic):
-    """A stream of one document has no marks and no repair.
+    """If a stream has only one document, the kernels write no marks and repair no tiles.
 
     The last block of queries reaches past the end of its head, and must not read the next head.
 

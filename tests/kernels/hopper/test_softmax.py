@@ -32,7 +32,7 @@ def draw(total, head_dim, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("head_dim", FORWARD_CONFIGS)
 def test_a_maximum_that_rises_late(head_dim, dtype, rise, mask, sink):
-    """Every seventh row has a rising maximum, so each warp has rows with and without one.
+    """Every seventh row has a rising maximum, so each warp has rows with and without a rising maximum.
 
     The output o is fp32 if an fp32 tile fits in shared memory.
     """
@@ -45,7 +45,7 @@ def test_a_maximum_that_rises_late(head_dim, dtype, rise, mask, sink):
     k[:, :, 0] = rise * torch.arange(total, device="cuda").flip(0).div(64, rounding_mode="floor").unsqueeze(1)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     sinks = None if sink is None else torch.full((2,), sink, device="cuda")
-    features = Features(math.log(2.0), 0.0, sinks, ())  # makes the scores base-2 exponents
+    features = Features(math.log(2.0), 0.0, sinks, ())  # this scale makes the scores base-2 exponents
     cu = cumulative(lengths)
     exact, exact_lse = attention_reference(
         q, k, v, cu, cu, causal=causal, softmax_scale=features.softmax_scale, sinks=sinks

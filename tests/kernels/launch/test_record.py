@@ -22,7 +22,7 @@ def test_replayed_launches_are_those_of_triton():
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.support.replayed_launches"],
         env={name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", backend.VARIABLE)}
-        | {"CUDA_VISIBLE_DEVICES": ""},  # the process simulates a GPU of its own
+        | {"CUDA_VISIBLE_DEVICES": ""},  # the process must not use a real GPU
         cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
@@ -31,7 +31,7 @@ def test_replayed_launches_are_those_of_triton():
 
 
 def test_every_kernel_is_launched_where_it_can_be_noted():
-    """A kernel that is launched without `launch` would be missing when a call is replayed."""
+    """A kernel that is launched without the function `launch` would be missing when a call is replayed."""
     files = Path(backend.__file__).parent.rglob("*.py")
     past = [x.name for x in files if re.search(r"_kernel\[", x.read_text())]
     assert past == ["decode.py"]  # decoding is not replayed

@@ -30,7 +30,7 @@ def attend(
 ) -> Results:
     """Calls `function`, and returns its outputs and the gradients of its inputs.
 
-    If a row sees no key, its lse is -inf. Such an lse is replaced by -10000 and gets no gradient.
+    If a row sees no key, its lse is -inf. An lse of -inf is replaced by -10000 and gets no gradient.
     """
     inputs = [x.detach().requires_grad_() for x in inputs]
     features = dict(features)
@@ -99,7 +99,7 @@ def compare(
         inputs = [x.to(reference_device) for x in inputs]
         do, dlse = do.to(reference_device), dlse.to(reference_device)
         sinks = sinks if sinks is None else sinks.to(reference_device)
-    exact_inputs = [x.to(truth) for x in inputs]  # gives the gradients the exact dtype too
+    exact_inputs = [x.to(truth) for x in inputs]  # so that gradients get the dtype `truth` too
     exact = attend(partial(attention_reference, dtype=truth), exact_inputs, features, sinks, do, dlse)
     baseline = attend(partial(attention_reference, dtype=dtype), inputs, features, sinks, do, dlse)
     # A score is a sum of head_dim products. `floor` is the fp32 rounding error of such a sum if its largest products
@@ -110,7 +110,7 @@ def compare(
     for name, left in rounded.items():
         floors[name] += left.abs().max().item()
     if sinks is not None:
-        # A sink's gradient is a sum over rows: probability * (do . o). The floor is one standard deviation of the error
+        # A sink's gradient is a sum over rows: probability * (do · o). The floor is one standard deviation of the error
         # that rounding o causes in this sum. Torch's error may be smaller by chance, because dsinks has few elements.
         products = exact["o"] * do * torch.exp(sinks - exact["lse"].T.float())[..., None]
         floors["dsinks"] += torch.finfo(dtype).eps * products.detach().double().square().sum().sqrt().item()

@@ -30,7 +30,7 @@ NAMES = (
 
 
 def check(path):
-    """Raises an error if, without torch.`path`, attention cannot be imported or gives wrong results."""
+    """Raises an error if attention cannot be imported or gives wrong results without the name torch.`path`."""
     owner = torch
     *parents, name = path.split(".")
     for parent in parents:

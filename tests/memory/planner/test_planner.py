@@ -118,7 +118,8 @@ def with_adapters(plan: Plan, quantization: Literal["nf4"] | None = None) -> tup
         return changed(plan, adapters=adapters_of(adapted())), adapted
 
 
-# These are 8 of the 16 combinations of four settings. Any three of the four settings occur in all combinations.
+# The test covers 8 of the 16 combinations of four settings. For any three of the four settings, all combinations of
+# their values occur.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "precision", "levers"),
@@ -152,7 +153,7 @@ def test_frozen_weights_have_no_states_and_4_bits():
 
 
 def test_a_tied_embeddings_gradients_are_added_in_place():
-    """`predict` assumes that autograd adds the two gradients in place.
+    """`predict` assumes that autograd adds the two gradients of a tied embedding in place.
 
     The tensors are real, because autograd does not add fake tensors in place.
     """
@@ -170,7 +171,7 @@ CASES: dict[str, dict[str, Any]] = {
     "whole-vocabulary": {"vocab_size": 128256, "seq_len": 8192},
     "untied": {"tied": False},
     # With fewer tokens or a larger vocabulary, the gradient of the tied embedding would determine the peak. Autograd
-    # adds that gradient to the head's gradient in place, but not if the tensors are simulated.
+    # adds the gradient of the tied embedding to the head's gradient in place, but not for simulated tensors.
     "few-tokens": {"seq_len": 4096, "vocab_size": 65536},
     "layernorm-bias": {"norm": "layernorm", "bias": True},
     "qk-norm": {"qk_norm": True},

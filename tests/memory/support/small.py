@@ -32,7 +32,7 @@ def levers(
 def small_gpt(
     memory: Memory, device: torch.device, attention: str = "sdpa", n_layers: int = 3, **overrides: Any
 ) -> GPT:
-    """Builds a model. Every call gives it the same weights."""
+    """Builds a model. Every call gives the model the same weights."""
     arguments: dict[str, Any] = {
         "vocab_size": VOCAB,
         "dim": 32,
@@ -63,7 +63,7 @@ def small_gpt(
 
 
 def stream(device: torch.device, lengths: list[int] = LENGTHS) -> dict[str, Tensor]:
-    """Returns packed documents. Every call returns the same ones. One document is empty.
+    """Returns packed documents. Every call returns the same documents. One document is empty.
 
     The last token has no label.
     """

@@ -64,8 +64,8 @@ def reached(folder: Path, tmp_path: Path, **options) -> dict:
     return config
 
 
-# Both checkpoints must reach 64 tokens. llama has no RoPE scaling; the config of llama-3.1 says that it was trained on
-# 32 tokens.
+# Each checkpoint in the test below must support 64 tokens. llama has no RoPE scaling; the config of llama-3.1 says that
+# it was trained on 32 tokens.
 @pytest.mark.parametrize(
     ("name", "options", "parameters", "reach"),
     [

@@ -28,7 +28,7 @@ def ablation(tmp_path, *overrides):
 
 @pytest.mark.slow
 def test_a_multirun_with_jobs_that_run_out_of_memory(tmp_path):
-    """The scores for 131072 tokens need 274 GB, so those jobs run out of memory.
+    """The scores for 131072 tokens need 274 GB, so jobs of that length run out of memory.
 
     Checks the files and the offline W&B runs: one for each job, and the summary.
     """

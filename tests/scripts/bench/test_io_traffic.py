@@ -27,7 +27,7 @@ from scripts.bench.io_traffic import (
 
 
 def visited_rows(seqlen, own_block, other_block, causal, own_is_query):
-    """Returns the number of rows on the other side that the tiles load.
+    """Returns how many rows of the other side (keys of a query tile, queries of a key tile) the tiles load.
 
     The function visits each block that has a visible pair.
     """

@@ -92,7 +92,7 @@ def test_going_on_after_a_budget(tmp_path, monkeypatch):
     assert len(found["rows"]) == 1 and "Not measured" not in text
     found, text = run_main(monkeypatch, tmp_path, *common_arguments, "--resume")
     assert [row["combination"] for row in found["rows"]] == ["none", "full"]
-    assert calls == ["none", "full", "none", "full"]  # "none" is not measured again
+    assert calls == ["none", "full", "none", "full"]  # "none" has a result and is not measured again
 
 
 def test_results_of_something_else_are_not_gone_on_with(tmp_path):
@@ -200,7 +200,7 @@ def test_slowdowns():
     assert slowdown(ROWS[1], "offload", ROWS) == pytest.approx(0.075)
     assert slowdown(ROWS[4], "offload", ROWS) == pytest.approx(0.02)
     assert slowdown(ROWS[0], "checkpointing", ROWS) == pytest.approx(0.25)
-    assert slowdown(ROWS[3], "checkpointing", ROWS) is None  # "none" ran out of memory
+    assert slowdown(ROWS[3], "checkpointing", ROWS) is None  # the combination "none" ran out of memory
     assert slowdown(ROWS[0], "offload", ROWS) is None  # the combination of this row has no offload
 
 

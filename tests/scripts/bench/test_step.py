@@ -50,7 +50,7 @@ def peer_in_this_process(case, timeout):
 
 
 def test_a_run_from_its_command_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes of the cases
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that the processes of the cases see no GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(step, "run_apart", peer_in_this_process)
     arguments = ["--model", "nano", "--seq-lens", "64", "--variants", "ours-none", "hf", "--steps", "2"]
