@@ -91,6 +91,34 @@ def _of_these_keys(mask: Tensor, seqlen_k: int, kv_offset: int) -> Tensor:
     return mask[:, kv_offset:last] if tokens >= last else mask[:, -seqlen_k:]
 
 
+class Keys(NamedTuple):
+    """The unmasked keys of a padded batch. In each row, they are contiguous in the order of `ordered`."""
+
+    first: Tensor  # (batch,) int32, the first unmasked key
+    end: Tensor  # (batch,) int32, 1 + the last unmasked key
+    order: Tensor | None  # (batch, seqlen_k), indices that put unmasked keys first, or None to keep the order
+
+    @classmethod
+    def of(cls, mask: Tensor, seqlen_k: int) -> "Keys":
+        """Raises: ValueError if the mask has more columns than there are keys. Keys without a column are masked."""
+        if mask.shape[1] > seqlen_k:
+            raise ValueError(f"attention_mask must be of at most {seqlen_k} keys; got {tuple(mask.shape)}")
+        return kept(mask, (cls, seqlen_k), lambda: cls._build(mask, seqlen_k))
+
+    @classmethod
+    def _build(cls, mask: Tensor, seqlen_k: int) -> "Keys":
+        counts = F.pad(mask != 0, (0, seqlen_k - mask.shape[1]), value=False)
+        first, n_keys, order = counts.int().argmax(-1), counts.sum(-1), None
+        if mask.dtype != RUNS:
+            first = torch.zeros_like(first)
+            order = counts.int().argsort(dim=-1, descending=True, stable=True)
+        return cls(first.int(), (first + n_keys).int(), order)
+
+    def ordered(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns k and v, (batch, seqlen_k, heads, head_dim) each, with the unmasked keys from `first` to `end`."""
+        return (k, v) if self.order is None else (_reordered(k, self.order), _reordered(v, self.order))
+
+
 class Padding(NamedTuple):
     """The unmasked keys and queries of a padded batch, and a schedule that excludes the padding.
 
@@ -98,56 +126,51 @@ class Padding(NamedTuple):
     queries see no keys.
     """
 
-    first: Tensor  # (batch,) int32, the first unmasked key
-    end: Tensor  # (batch,) int32, 1 + the last unmasked key
-    schedule: Schedule
-    key_order: Tensor | None  # (batch, seqlen_k), indices that put unmasked keys first, or None to keep the order
+    keys: Keys
     query_order: Tensor | None  # (batch, seqlen_q), indices that put unmasked queries first, or None
+    schedule: Schedule
 
     @classmethod
     def of(cls, mask: Tensor, seqlen_q: int, seqlen_k: int, causal: bool, window: tuple[int, int]) -> "Padding":
-        """Raises: ValueError if the mask has more columns than there are keys. Keys without a column are masked."""
-        if mask.shape[1] > seqlen_k:
-            raise ValueError(f"attention_mask must be of at most {seqlen_k} keys; got {tuple(mask.shape)}")
-        return kept(
-            mask, (seqlen_q, seqlen_k, causal, window), lambda: cls._build(mask, seqlen_q, seqlen_k, causal, window)
-        )
+        """Raises: ValueError as Keys.of."""
+        keys, options = Keys.of(mask, seqlen_k), (seqlen_q, seqlen_k, causal, window)
+        return kept(mask, (cls, *options), lambda: cls._build(keys, mask, *options))
 
     @classmethod
-    def _build(cls, mask: Tensor, seqlen_q: int, seqlen_k: int, causal: bool, window: tuple[int, int]) -> "Padding":
-        counts, value = mask != 0, mask.amax().long()
-        written = torch.where(value > 1, value - 1, mask.shape[1])
-        counts = F.pad(counts, (0, seqlen_k - mask.shape[1]), value=False)
-        first, n_keys = counts.int().argmax(-1), counts.sum(-1)
-        # query i is the token of key `written - seqlen_q + i`; only causality or a window requires that masked queries
-        # are excluded
-        aligned = causal or max(window) >= 0
-        place = (written - seqlen_q + torch.arange(seqlen_q, device=mask.device)).expand(len(mask), -1)
-        asks = counts.gather(1, place.clamp(0, seqlen_k - 1)) & (place >= 0) if aligned else None
-        key_order = query_order = None
-        if mask.dtype != RUNS:
-            first = torch.zeros_like(first)
-            key_order = counts.int().argsort(dim=-1, descending=True, stable=True)
-            if asks is not None and seqlen_q > 1:
+    def _build(
+        cls, keys: Keys, mask: Tensor, seqlen_q: int, seqlen_k: int, causal: bool, window: tuple[int, int]
+    ) -> "Padding":
+        first_query = torch.zeros_like(keys.first)
+        n_queries, query_order = torch.full_like(first_query, seqlen_q), None
+        # only causality or a window requires that masked queries are excluded
+        if causal or max(window) >= 0:
+            asks = _unmasked_queries(mask, seqlen_q, seqlen_k)
+            n_queries = asks.sum(-1)
+            if keys.order is None:
+                first_query = asks.int().argmax(-1)
+            elif seqlen_q > 1:
                 query_order = asks.int().argsort(dim=-1, descending=True, stable=True)
-        n_queries = torch.full_like(n_keys, seqlen_q) if asks is None else asks.sum(-1)
-        first_query = torch.zeros_like(first)
-        if asks is not None and query_order is None:
-            first_query = asks.int().argmax(-1)
-        schedule = _schedule(first_query, n_queries, seqlen_q, first, n_keys, seqlen_k, causal, window)
-        return cls(first.int(), (first + n_keys).int(), schedule, key_order, query_order)
+        schedule = _schedule(
+            first_query, n_queries, seqlen_q, keys.first, keys.end - keys.first, seqlen_k, causal, window
+        )
+        return cls(keys, query_order, schedule)
 
     def compacted(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k and v, (batch, seqlen, heads, head_dim) each, in the order of the schedule."""
-        if self.query_order is not None:
-            q = _reordered(q, self.query_order)
-        if self.key_order is not None:
-            k, v = _reordered(k, self.key_order), _reordered(v, self.key_order)
-        return q, k, v
+        return q if self.query_order is None else _reordered(q, self.query_order), *self.keys.ordered(k, v)
 
     def restored(self, o: Tensor) -> Tensor:
         """Returns o, (batch, seqlen_q, n_heads, head_dim), in the order that the queries had before `compacted`."""
         return o if self.query_order is None else _reordered(o, self.query_order.argsort(dim=-1))
+
+
+def _unmasked_queries(mask: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Returns (batch, seqlen_q) bool. Query i is the token of key n - seqlen_q + i of n keys in the cache."""
+    value = mask.amax().long()
+    written = torch.where(value > 1, value - 1, mask.shape[1])
+    place = (written - seqlen_q + torch.arange(seqlen_q, device=mask.device)).expand(len(mask), -1)
+    counts = F.pad(mask != 0, (0, seqlen_k - mask.shape[1]), value=False)
+    return counts.gather(1, place.clamp(0, seqlen_k - 1)) & (place >= 0)
 
 
 def _reordered(x: Tensor, order: Tensor) -> Tensor:

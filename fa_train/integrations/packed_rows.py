@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
 from fa_kernels.flash_attention.schedule import Schedule, build_schedule
-from fa_kernels.torch_private import current_stream_address, may_have_dispatch_mode
+from fa_kernels.flash_attention.schedule_cache import place_of
 
 _T = TypeVar("_T")
 _KEPT: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # {source: (version counter of source, {key: value})}
@@ -26,22 +26,17 @@ def kept(source: Tensor, key: Hashable, build: Callable[[], _T]) -> _T:
 
     The result of `build` must depend only on `source` and `key`.
     """
-    if (
-        torch.compiler.is_compiling()
-        or source.is_inference()  # an inference tensor has no version counter
-        or may_have_dispatch_mode()  # tensors may be fake
-        or (source.is_cuda and torch.cuda.is_current_stream_capturing())
-    ):
+    place = place_of(source.device)
+    if place is None or source.is_inference():  # an inference tensor has no version counter
         return build()
-    stream = current_stream_address(source.get_device()) if source.is_cuda else 0
     version, values = _KEPT.get(source, (None, {}))
     if version != source._version:
         version, values = source._version, {}
         _KEPT[source] = version, values
-    if (key, stream) not in values:
+    if (key, place) not in values:
         with torch.inference_mode(False):  # autograd cannot save inference tensors
-            values[key, stream] = build()
-    value: _T = values[key, stream]
+            values[key, place] = build()
+    value: _T = values[key, place]
     return value
 
 

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from fa_kernels import flash_attn_func, flash_attn_with_kvcache
 from fa_kernels.device import interpreted
 from fa_kernels.flash_attention.interface import flash_attn_packed
+from fa_kernels.flash_attention.ops import needs_gradients
 from fa_kernels.flash_attention.schedule import Schedule
-from fa_train.integrations.key_masks import Padding, encoded, refuse_other_masks
+from fa_train.integrations.key_masks import Keys, Padding, encoded, refuse_other_masks
 from fa_train.integrations.packed_rows import document_schedule, packed_schedule
 
 NAME = "fa_train"
@@ -136,7 +137,7 @@ def attention(
         "softcap": softcap or 0.0,
         "sinks": None if s_aux is None else s_aux.float(),
     }
-    if q.shape[1] == 1 and cu_seq_lens_q is None and not _needs_gradient(q, k, v, s_aux):
+    if q.shape[1] == 1 and cu_seq_lens_q is None and not needs_gradients(q, k, v, s_aux):
         return _decode(q, k, v, attention_mask, is_causal, window, **options), None
     if deterministic is None:
         deterministic = os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"
@@ -190,10 +191,6 @@ def _of_one_dtype(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) 
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
-def _needs_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
 def _scheduled(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, **options: Any) -> Tensor:
     """Computes attention of q, k and v, (batch, seqlen, heads, head_dim) each, with the flattened batch's schedule."""
     o = flash_attn_packed(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), schedule, **options)
@@ -214,9 +211,9 @@ def _decode(
     """Computes attention of one query per row over the row's KV cache, by the split-KV kernel, without gradient."""
     lengths: dict[str, Any] = {}
     if attention_mask is not None:
-        padding = Padding.of(attention_mask, 1, k.shape[1], is_causal, window)
-        q, k, v = padding.compacted(q, k, v)
-        lengths = {"cache_seqlens": padding.end, "cache_leftpad": padding.first}
+        keys = Keys.of(attention_mask, k.shape[1])
+        k, v = keys.ordered(k, v)
+        lengths = {"cache_seqlens": keys.end, "cache_leftpad": keys.first}
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     o, lse = flash_attn_with_kvcache(
         q, k, v, causal=is_causal, window_size=window, return_softmax_lse=True, **lengths, **options

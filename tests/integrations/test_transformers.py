@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
+from fa_kernels.flash_attention import schedule
 from fa_train.integrations import key_masks, packed_rows
 from fa_train.integrations import transformers as fa
 from tests.integrations.support.models import MODELS, VOCAB, logits_and_gradients, tiny, tokens
@@ -163,6 +164,18 @@ def test_tokens_after_right_padded_prompts_leave_the_padding_out():
             later[:, new], attention_mask=mask[:, : 11 + new.stop], position_ids=positions[:, new], cache=cache
         ).logits
         torch.testing.assert_close(logits[1:], alone[:, new])
+
+
+@pytest.mark.parametrize("mask", [None, LEFT, RIGHT], ids=["all", "left", "right"])
+def test_a_token_with_a_cache_builds_no_schedule(mask, monkeypatch):
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("a schedule was built")
+
+    for module in (schedule, key_masks, packed_rows):
+        monkeypatch.setattr(module, "build_schedule", forbidden)
+    k, v = torch.randn(2, *LEFT.shape, 1, 16).transpose(-2, -3)
+    o, _ = fa.attention(torch.nn.Identity(), torch.randn(2, 2, 1, 16), k, v, mask, sliding_window=4)
+    assert o.shape == (2, 1, 2, 16)
 
 
 @torch.no_grad()

@@ -19,6 +19,27 @@ _T = TypeVar("_T")
 _KEPT: dict[Hashable, Any] = {}  # maps results of `key_of` to schedules, the oldest first
 
 
+def place_of(device: torch.device | int) -> tuple[torch.device | int, int] | None:
+    """Returns the device and its current stream, or None if new tensors must not be kept for later calls.
+
+    `device` may also be the index of a CUDA device. The stream is an address; it is 0 on other devices.
+    """
+    if torch.compiler.is_compiling() or may_have_dispatch_mode():
+        return None  # a dispatch mode may create fake tensors, or count operations
+    if isinstance(device, torch.device) and device.type == "cuda":
+        # The index is needed: after set_device, `cuda` means another device, and the default stream of each device is
+        # 0.
+        device = torch.cuda.current_device() if device.index is None else device.index
+    if not isinstance(device, int):
+        return device, 0
+    # A captured CUDA graph owns the tensors that it creates, so they must not be kept. A graph also needs the tensors
+    # that it reads for as long as the graph exists, but a cache may drop them.
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    # The stream is included, because another stream could read a tensor before it is written.
+    return device, current_stream_address(device)
+
+
 def key_of(
     batch: int, seqlen_q: int, seqlen_k: int, device: torch.device | int, causal: bool, window_size: tuple[int, int]
 ) -> Hashable:
@@ -26,25 +47,10 @@ def key_of(
 
     `device` may also be the index of a CUDA device.
     """
-    if (
-        torch.compiler.is_compiling()
-        or may_have_dispatch_mode()  # a dispatch mode may create fake tensors, or count operations
-        or batch * (seqlen_q + seqlen_k) > MAX_TOKENS
-    ):
+    place = place_of(device)
+    if place is None or batch * (seqlen_q + seqlen_k) > MAX_TOKENS:
         return None
-    if isinstance(device, torch.device) and device.type == "cuda":
-        # The key needs the index: after set_device, `cuda` means another device, and the default stream of each device
-        # is 0.
-        device = torch.cuda.current_device() if device.index is None else device.index
-    stream = 0
-    if isinstance(device, int):
-        # A captured CUDA graph owns the tensors that it creates, so they must not be cached. A graph also needs the
-        # tensors that it reads for as long as the graph exists, but the cache may drop them.
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        # The stream is part of the key, because another stream could read a schedule before it is written.
-        stream = current_stream_address(device)
-    return batch, seqlen_q, seqlen_k, device, causal, window_size, stream
+    return batch, seqlen_q, seqlen_k, causal, window_size, place
 
 
 def find(key: Hashable) -> Any | None:
