@@ -6,13 +6,13 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 from fa_kernels.flash_attention import schedule
 from fa_train.integrations import key_masks, packed_rows
 from fa_train.integrations import transformers as fa
 from tests.integrations.support.models import MODELS, VOCAB, logits_and_gradients, tiny, tokens
+from tests.support.operators import Operators
 from tests.support.tolerance import assert_as_accurate
 
 LENGTHS = 7, 1, 9  # of packed documents
@@ -42,18 +42,6 @@ def assert_as_accurate_as_eager(model: Any, ids: Tensor, weight: Tensor, exact: 
     for i, what in enumerate(("logits", "gradients")):
         assert results["ours"][i].abs().max() > 0
         assert_as_accurate(what, results["ours"][i], results["exact"][i], results["eager"][i])
-
-
-class Operators(TorchDispatchMode):
-    """Records the names of the torch operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(str(function))
-        return function(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("name", MODELS)
