@@ -9,6 +9,8 @@ def split_columns(width: int, itemsize: int = 2) -> tuple[int, int]:
     With one block, the second width is 0. A block has at least 16 columns, or 32 in fp8 (itemsize 1), because tl.dot
     accepts no fewer.
 
+    Examples:
+
     >>> [split_columns(d) for d in (8, 64, 80, 96, 104, 192)]
     [(16, 0), (64, 0), (64, 16), (64, 32), (128, 0), (128, 64)]
     >>> [split_columns(d, itemsize=1) for d in (8, 40, 80)]

@@ -24,7 +24,7 @@ def require_backend(device: torch.device) -> None:
 def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     """Raises ValueError unless q, k, v and sinks fit together, have supported dtypes and are on a supported device.
 
-    This function does not run for a call whose recorded launches are repeated (launch/record.py). The key of a
+    require_consistent does not run for a call whose recorded launches are repeated (launch/record.py). The key of a
     recording, backend._common_key, must therefore contain everything that this function checks.
     Shapes: q (tokens, n_heads, head_dim), k and v (tokens, n_kv_heads, head_dim), or with (batch, seqlen) for tokens.
     """

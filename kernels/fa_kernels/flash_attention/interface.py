@@ -154,8 +154,8 @@ def flash_attn_varlen_func(
             too large may cost speed. In compiled code, kernels are chosen by the mean length of documents instead.
         alibi_slopes: (n_heads,) or (n_docs, n_heads) float32.
         block_table: (n_docs, pages per document) int32. Key j of document i is in page block_table[i, j // page_size].
-            Entries after a document's keys are ignored. This function copies the pages to n_docs * max_seqlen_k rows,
-            but flash_attn_with_kvcache reads pages in place.
+            Entries after a document's keys are ignored. The pages are copied to n_docs * max_seqlen_k rows, but
+            flash_attn_with_kvcache reads pages in place.
 
     Returns:
         o (total_q, n_heads, v_head_dim); lse is (n_heads, total_q).
@@ -163,8 +163,9 @@ def flash_attn_varlen_func(
     Raises:
         ValueError: in the cases of flash_attn_func. The values of cu_seqlens and block_table are checked only if they
             are on the CPU, or if FLASH_ATTENTION_DEBUG=1 allows the host to wait for the GPU. cu_seqlens must start at
-            0, must not decrease and must not end after the last row. No document may be longer than its max_seqlen, and
-            every page must exist. Wrong values that are not checked give wrong results, but no access out of bounds.
+            0, must not decrease and must not end after the last row. No document may be longer than max_seqlen_q or
+            max_seqlen_k, and every page must exist. Wrong values that are not checked give wrong results, but no access
+            out of bounds.
     """
     paged = block_table is not None
     for name, x, in_pages in (("q", q, False), ("k", k, paged), ("v", v, paged)):
@@ -334,9 +335,9 @@ def _outputs(o: Tensor, lse: Tensor | None, q: Tensor, return_attn_probs: bool) 
 
 
 def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Tensor, k: Tensor) -> Tensor | None:
-    """Returns (2, n_heads) float32: row 0 holds the factors of each head's scores, and row 1 those of its output.
+    """Returns (2, n_heads) float32: row 0 holds the factors of each head's scores, and row 1 the factors of its output.
 
-    `descales` holds q_descale, k_descale and v_descale. Each of them is (n_kv_heads,), or None for a factor of 1. If
+    `descales` holds q_descale, k_descale and v_descale. Each descale is (n_kv_heads,), or None for a factor of 1. If
     all three are None, returns None.
     """
     if descales[0] is descales[1] is descales[2] is None:

@@ -2,7 +2,7 @@
 
 This file does no arithmetic; backend.py runs the kernels. torch.ops.flash_attention.forward and .backward are
 registered operators. torch.compile does not break the graph at these operators, and checkpoint policies can name them.
-But torch's dispatcher and registered autograd take more host time than a short attention call takes on the GPU.
+Torch's dispatcher and registered autograd take more host time than a short attention call takes on the GPU.
 `flash_attention_forward` therefore skips the layers of torch that a call does not need. The table lists the functions
 that run:
 
@@ -40,7 +40,7 @@ from fa_kernels.torch_private import (
     without_dead_wrapper,
 )
 
-_PLAIN = {Tensor, Parameter, type(None)}  # types of arguments that do not override operators
+_PLAIN = {Tensor, Parameter, type(None)}  # types of arguments that do not override torch operators
 
 
 @torch.library.custom_op("flash_attention::forward", mutates_args=())
@@ -283,7 +283,8 @@ def flash_attention_forward(
     tangents.
     """
     sinks = features.sinks
-    # Without this check, tangents would be lost silently: if no gradients are needed, even the operator drops them.
+    # Without this check, forward-mode tangents would be lost silently: if no gradients are needed, even the operator
+    # drops them.
     if may_have_tangents() and any(map(_has_tangent, (q, k, v, sinks))):
         raise NotImplementedError("attention's inputs must have no forward-mode tangents; got inputs with tangents")
     if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):

@@ -38,7 +38,7 @@ class Schedule(NamedTuple):
     query_tiles: Tensor  # (ceil(total_q / WORK_TILE),), document by document, the longest document first
     key_tiles: Tensor  # (ceil(total_k / WORK_TILE),), the longest document first, or ascending if documents are short
     wide_query_tiles: Tensor  # (ceil(total_q / WIDE_TILE),), in the order of query_tiles
-    length_class: LengthClass  # determines the kernels; the host computes it without waiting for the GPU
+    length_class: LengthClass  # determines which kernels run; the host computes it without waiting for the GPU
     # True if there are several documents, or if tokens may follow the last document. If True, kernels isolate NaN,
     # which must not spread to other documents.
     crosses_documents: bool
@@ -93,7 +93,7 @@ def build_schedule(
     if causal:
         right = 0
     crosses_documents = padded or cu_seqlens_k.numel() > 2
-    mean = total_k // max(1, cu_seqlens_k.numel() - 1)  # the padding of cu_seqlens counts as empty documents
+    mean = total_k // max(1, cu_seqlens_k.numel() - 1)  # padding in cu_seqlens counts as documents, lowering the mean
     tensors: Sequence[Tensor]
     keys_in_order = _keys_in_sight(mean, left, right) < SHORT_DOCUMENT
     documents = cu_seqlens_q, cu_seqlens_k, total_q, total_k, (left, right)
@@ -201,7 +201,7 @@ def alignment(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int) -> tuple
 
 
 class _Side(NamedTuple):
-    """The documents on one side: those of the queries, or those of the keys.
+    """The documents on one side, which is the side of the queries or the side of the keys.
 
     Documents are counted from 1. Tokens after the last document belong to an additional, empty document.
     """

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from fa_kernels.device import LOG2_E, interpreted
 
-_INTERPRETED = tl.constexpr(interpreted())  # evaluated at import, as in triton.jit
+_INTERPRETED = tl.constexpr(interpreted())  # evaluated at import, because triton.jit also is
 
 
 @triton.jit

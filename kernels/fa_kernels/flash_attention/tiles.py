@@ -26,7 +26,7 @@ class TileConfig:
 
 
 # Tiles for 2-byte dtypes, by (arch, largest head_dim, pass). The tiles of sm90 are measured
-# (scripts/results/portable_tiles_h200_202611.md). If a case also lists dk and dv, only repair.py uses dkdv.
+# (scripts/results/portable_tiles_h200_202611.md). If dk and dv are listed too, only repair.py uses dkdv.
 _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 3),
     ("sm90", 96, "fwd"): TileConfig(128, 64, 8, 3),
@@ -132,8 +132,8 @@ def tile_config(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> Ti
 def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
     """Returns the passes that compute dK and dV: ("dk", "dv") if the table lists both, else ("dkdv",).
 
-    Two passes compute the scores twice, so they need five matmuls instead of four. But each pass has half the
-    accumulators. Tiles can therefore be twice as long, and two warpgroups can share the rows of the scores.
+    Two passes compute the scores twice, so they need five matmuls instead of four. Each of two passes has half the
+    accumulators of one pass. Tiles can therefore be twice as long, and two warpgroups can share the rows of the scores.
     """
     if itemsize > 2 and arch != "interpreter":
         return ("dkdv",)
@@ -144,7 +144,7 @@ def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
 
 
 def launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
-    """Returns the tiles for one launch: those of the table, or smaller ones that fit the shared memory of `device`.
+    """Returns the tiles for one launch: tiles of the table, or smaller ones that fit the shared memory of `device`.
 
     Tiles from the file that FLASH_ATTENTION_TILES names replace those of the table (tuned_tiles.py). Warns once per
     device if the table does not list the device, or if the tiles of the table do not fit.
@@ -284,7 +284,7 @@ def _shared_of_one_product(
         widest = read_rows * max(qk_width, v_width) * itemsize
         if direction == "fwd":
             return kept + widest + scores + 2048
-        isolated = block if of_keys and kept_rows >= 64 else widest  # copies without NaN of masked Q and dO, or K
+        isolated = block if of_keys and kept_rows >= 64 else widest  # masked Q and dO, or K, copied without NaN
         rewritten = max(rewritten, scores, isolated)
     return kept + in_flight * (block + row_values) + rewritten + 2048
 

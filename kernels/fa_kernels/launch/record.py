@@ -46,14 +46,14 @@ from fa_kernels.launch.triton_launcher import (
 )
 
 VARIABLE = "FA_TRAIN_REPLAY"  # this environment variable switches recording off if it is 0; read at the first call
-MAX_KEYS = 512  # if there are more keys, all recordings are removed, so that those of unused lengths do not stay
+MAX_KEYS = 512  # if there are more, all recordings are removed, so that recordings of unused lengths do not stay
 MAX_MAPS = 8192  # cached TMA descriptors, of about 500 bytes each; a training step has up to 23 per layer
 MAX_ARGUMENTS = 1024  # cached lists of launch arguments, of 1 to 7 KB each; a training step has two per layer
 ALIGNMENT = 16  # bytes: Triton compiles different code for pointers that are not a multiple of 16
 # Temporaries up to this size share one allocation, because an allocation costs at least 1.4 us of host time. If a
 # temporary is larger, the GPU works long enough to hide this cost.
 SHARED_BYTES = 2**24
-SLICE_ALIGNMENT = 512  # bytes, as in torch's allocator
+SLICE_ALIGNMENT = 512  # bytes: torch's allocator uses the same alignment
 
 _Function = TypeVar("_Function", bound=Callable[..., tuple[Tensor, ...]])
 
@@ -448,9 +448,9 @@ class _Recorder(torch_private.TorchDispatchMode):
     def _place(self, address: int) -> tuple[int, int]:
         """Returns the index of the tensor whose first row contains this address, and the address's offset in bytes.
 
-        Only the first row of each tensor is searched, because later rows of views overlap, such as q, k and v of one
-        projection. If several tensors have the same address, their addresses must also be equal in a repeated call
-        (`same`).
+        Only the first row of each tensor is searched, because later rows of different views may overlap, such as q, k
+        and v of one projection. If several tensors have the same address, their addresses must also be equal in a
+        repeated call (`same`).
         Raises: _Unclear if no tensor fits, or if several fit with different offsets.
         """
         found = []

@@ -40,8 +40,8 @@ CONFIGS = {
     (128, torch.bfloat16): replace(_HALVES_128, delta_early=True, each_hands_over=True),
     (128, torch.float16): FusedConfig(64, 2, 2),
 }
-# The configurations for calls with a soft cap, whose slope needs registers. There are too few registers for fp16 at
-# head_dim 128, and for `ahead` in bf16 at head_dim 96.
+# The configurations for calls with a soft cap, whose slope needs registers. The registers suffice neither for fp16 at
+# head_dim 128, nor for `ahead` in bf16 at head_dim 96.
 _CAPPED_96 = FusedConfig(64, 3, 3)
 CAPPED_CONFIGS = {
     (64, torch.bfloat16): FusedConfig(64, 4, 4, halves=True, ahead=True, after_dp=True, lse_early=False),
@@ -62,7 +62,7 @@ def config_of(
     config = (CAPPED_CONFIGS if softcap else CONFIGS).get((head_dim, dtype))
     if config is None:
         return None
-    if ordered and config.block_m > SUM_BLOCK:  # tiles of keys would wait in a long chain (order.py)
+    if ordered and config.block_m > SUM_BLOCK:  # with block_m 128, tiles of keys would wait in a long chain
         config = CAPPED_CONFIGS[head_dim, dtype]
     return _variant(config, ordered, late_lse=head_dim == 96 and softcap != 0.0 and group > 1)
 

@@ -1,8 +1,8 @@
 """The consumer warpgroups of the fused backward kernel (fused.py). A consumer computes dK and dV of 64 keys.
 
 A step processes one block of queries: it computes S^T = K Q^T, dP^T = V dO^T and dS^T. A step writes dS^T for the dQ
-warpgroup, adds P^T dO to dV, and adds dS^T Q to dK. `_step` computes S of its own step. `_step_ahead` receives S of its
-own step, and computes S of the next step, so that the tensor cores have work during the exponentials.
+warpgroup, adds P^T dO to dV, and adds dS^T Q to dK. `_step` computes S of the step itself. `_step_ahead` receives this
+step's S, and computes S of the next step, so that the tensor cores have work during the exponentials.
 """
 
 from triton.experimental import gluon
@@ -78,7 +78,7 @@ class Step:
 
     number: gl.tensor  # the number of the step, counted over all items of the program
     m: gl.tensor  # the first query
-    stage: gl.tensor  # the place of Q and dO
+    stage: gl.tensor  # the ring place of Q and dO
     phase: gl.tensor  # the phase of the mbarriers of Q and dO
     ds_stage: gl.tensor  # the place of dS
     ds_phase: gl.tensor
@@ -144,7 +144,10 @@ def _probabilities(
 
 @gluon.jit
 def _product(a, b):
-    """Multiplies two bf16 tensors, two elements per instruction. Triton would multiply in fp32 and round."""
+    """Multiplies two bf16 tensors, two elements per instruction.
+
+    Triton's own product would be computed in fp32 and then rounded.
+    """
     gl.static_assert(a.dtype == gl.bfloat16 and b.dtype == gl.bfloat16)
     return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], gl.bfloat16, True, 2)
 
@@ -405,7 +408,7 @@ def _store_gradients(item, gradients, k, v, k_tiles, v_tiles, stop, HALF: gl.con
     for i in gl.static_range(len(gradients)):
         k[i].store((gradients[i].dk * work.scale.softmax).to(dtype))
     fence_async_shared()
-    named_barrier(HALVES_BARRIER, 256)  # waits until both halves are in shared memory
+    named_barrier(HALVES_BARRIER, 256)  # waits until both consumers' halves are in shared memory
     tiles = k_tiles if HALF == 0 else v_tiles
     for i in gl.static_range(len(tiles)):
         tma.async_copy_shared_to_global(out_descs[i], [item.first, item.kv_head * HEAD_DIM], tiles[i])

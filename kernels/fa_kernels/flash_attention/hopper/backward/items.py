@@ -84,7 +84,7 @@ class Barriers:
     """The mbarriers of the buffers: [ITEMS] for K and V of items, and [STAGES] for Q and dO of steps."""
 
     kv_full: gl.shared_memory_descriptor  # K and V have arrived
-    kv_empty: gl.shared_memory_descriptor  # K and V are no longer needed: dK and dV were stored through their buffers
+    kv_empty: gl.shared_memory_descriptor  # the buffers of K and V are free, after dK and dV were stored through them
     q_full: gl.shared_memory_descriptor  # Q and lse have arrived
     do_full: gl.shared_memory_descriptor  # dO and delta have arrived
     empty: gl.shared_memory_descriptor  # both consumers have read Q and dO
@@ -290,7 +290,7 @@ def _produce_item(
     if counter_ptr is not None:
         wait_empty(barriers.kv_empty, item_index)
     load_keys(inputs, buffers, barriers.kv_full, place, item)
-    DRAWS: gl.constexpr = 0 if counter_ptr is None else 1  # one iteration more, so that items without steps draw too
+    DRAWS: gl.constexpr = 0 if counter_ptr is None else 1  # one more iteration: items without steps must also draw
     draw_at = gl.maximum(item.n_steps - DRAWN_BEFORE, 0)
     ticket = 0
     for step in range(item.n_steps + DRAWS):

@@ -1,5 +1,6 @@
-"""A Hopper kernel for dK and dV in fp16 at head_dim 128 with a soft cap. fused.py has too few registers for this case.
+"""A Hopper kernel for dK and dV in fp16 at head_dim 128 with a soft cap.
 
+The fused kernel (fused.py) has too few registers.
 One program computes dK and dV of 128 keys of one KV head. A producer warp loads all inputs by TMA. Two consumer
 warpgroups own 64 keys each. The consumers compute S and dP transposed, as [keys, queries], so that the matmuls for dV
 and dK can read P^T and dS^T from registers. Only one program writes each output, so every run gives the same bits.

@@ -2,14 +2,15 @@
 
 Each block of 64 queries of a head has a semaphore in global memory. After a tile of keys has added to dQ of the block,
 and the sum has reached memory, the tile's program writes the number of the tile to the semaphore. Tile t waits until
-the semaphore is at least t - 1 before it adds to dQ. Ranges of visible tokens never move backwards, so the tiles that
-add to one block have consecutive numbers. Tile t therefore waits only if tile t - 1 adds to the same block.
+the semaphore is at least t - 1 before it adds to dQ. The start and the end of the range of queries that sees a key
+never decrease from one key to the next, so the tiles that add to one block have consecutive numbers. Tile t therefore
+waits only if tile t - 1 adds to the same block.
 
 The kernel cannot deadlock: a tile waits only for an earlier tile that will add to the same block, and semaphores never
 decrease. Programs have one tile each and start in ascending order, so the first unfinished tile waits for nothing.
 
-A program visits blocks of queries from the last to the first, and all heads of a group for each block. The tiles of a
-document then follow one another closely, and the data that they share stays in L2.
+A program visits blocks of queries from the last to the first, and all query heads of the KV head for each block. The
+tiles of a document then run shortly after one another, and the data that they share stays in L2.
 
 Two extra warps handle the semaphores: one waits for them (`wait_for_order`), the other sets them (`raise_semaphores`).
 Without the extra warps, the dQ warpgroup would wait for global memory and for a fence in each step.
@@ -63,8 +64,8 @@ def wait_for_order(
     """Runs the warp that signals `due` for each step, after the previous tile of keys has added to the step's queries.
 
     Before each step, the warp waits until the step's place in the ring of dS is empty. The place becomes empty only
-    after `due` was signalled for the previous step in the place. Neither `due` nor the mbarrier of dS can therefore get
-    two phases ahead of the other.
+    after `due` was signalled for the previous step in the place. The mbarriers of dS and `due` can therefore never be
+    two phases apart.
     """
     DS_STAGES: gl.constexpr = ds_empty.shape[0]
     gl.static_assert(BLOCK_M == ALIGNMENT)

@@ -48,7 +48,7 @@ from fa_kernels.launch.record import launch
 
 BLOCK_M = WORK_TILE // 2  # queries of a warpgroup
 # Registers per thread: of all warps when the kernel starts, then of (second consumer, producer). The first consumer
-# gets the rest of the multiprocessor's 64K registers, which is also 240 per thread.
+# gets the remaining ones of the multiprocessor's 64K registers, which are also 240 per thread.
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 

@@ -61,7 +61,7 @@ BLOCK = 64  # keys of a program, and queries of a step
 STAGES = 2  # steps whose Q and dO are in flight
 TILES_PER_WORK_TILE = WORK_TILE // BLOCK
 # Registers per thread: of all warps when the kernel starts, then of (second consumer, producer). The first consumer
-# gets the rest of the multiprocessor's 64K registers, which is also 240 per thread.
+# gets the remaining ones of the multiprocessor's 64K registers, which are also 240 per thread.
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 
@@ -128,7 +128,7 @@ def _produce(
 def _begin_halves(operand, b, halves):
     """Starts the matmul `operand` @ b, which is added to an accumulator.
 
-    `halves` are the halves of the accumulator's columns.
+    `halves` holds the left half and the right half of the accumulator's columns.
     """
     HALF: gl.constexpr = halves[0].shape[1]
     first = warpgroup_mma(operand, b.slice(0, HALF, dim=1), halves[0], is_async=True)

@@ -1,13 +1,13 @@
 """Configurations of the forward kernel, one for each head_dim and length class of documents.
 
-The values were chosen by measurements on an H200 (docs/hopper.md). These are the reasons for the options of a
-configuration.
+The values were chosen by measurements on an H200 (docs/hopper.md). The options of a configuration have the following
+reasons.
 
 `dynamic`: programs are persistent, which hides the time in which programs start and end.
 `pingpong`: consumers alternate between the tensor cores and softmax, which needs consumers that visit the same blocks.
 `ranged`: each consumer visits only the blocks of keys that its own 64 queries see, which saves work on short documents.
-`consumers`: three consumers read K and V less often than two, which helps at head_dim 64. But tiles of three consumers
-have 192 queries, and waste more work on shorter documents.
+`consumers`: three consumers read K and V less often than two, which helps at head_dim 64. Tiles of three consumers have
+192 queries, and waste more work on shorter documents.
 `pv_first`: the matmul P V of the previous block finishes before softmax, so softmax needs no registers for that P.
 `max_first`: the scores are not kept while P is computed, which saves registers (softmax.py).
 `o_in_q`: o is stored through the buffer of Q, because shared memory has no room for o at head_dim 256.

@@ -162,7 +162,7 @@ def _repeated(four, N: gl.constexpr):
 
 @gluon.jit
 def _under(scores, N: gl.constexpr, exponent_0, exponent_1, scale, dtype: gl.constexpr):
-    """Returns p = 2^(score * scale - exponent) in packed pairs, each pair twice, and four partial sums of p.
+    """Returns p = 2^(score * scale - exponent) in packed pairs, each pair stored twice, and four partial sums of p.
 
     exponent_0 and exponent_1 are row_max of the two rows in log2 units. Each partial sum adds every fourth of the N
     values. Without an explicit fma, the compiler would round products once more where p is computed again. Rows whose

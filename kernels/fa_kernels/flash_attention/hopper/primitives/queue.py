@@ -34,7 +34,7 @@ def counter(device: torch.device) -> Tensor:
 
     Each stream has its own counter, because launches on two streams may run at the same time. A CUDA graph may be
     replayed on any stream. During the capture of a graph, each launch therefore gets a new counter, which the graph
-    sets to 0. This function never waits for the GPU.
+    sets to 0. A call of `counter` never waits for the GPU.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
