@@ -20,11 +20,11 @@ from fa_train.run_config import check, in_sweep
 
 MISTAKES = ValueError, DivergedError, HydraException, OmegaConfBaseException  # reported in one line
 OmegaConf.register_new_resolver("auto_preset", lambda: "gpu" if has_gpu() else "cpu", replace=True)
-OmegaConf.register_new_resolver("run_folder", settings.run_folder, replace=True)  # checked before the folder is created
+OmegaConf.register_new_resolver("run_folder", settings.run_folder, replace=True)  # checks the name before a folder exists
 OmegaConf.register_new_resolver(
     "sweep_group", lambda: HydraConfig.get().sweep.dir if in_sweep() else None, replace=True
 )
-# use_cache: a run creates only one folder, although its config is read several times
+# use_cache=True: a run creates only one folder, although Hydra reads the config several times
 OmegaConf.register_new_resolver(
     "fresh_folder",
     lambda wanted: decided_by_rank_zero("folder", partial(fresh_folder, wanted)),
@@ -34,7 +34,10 @@ OmegaConf.register_new_resolver(
 
 
 def optimized(result: dict[str, float], metric: str) -> float:
-    """Returns the metric that a sweeper optimizes, or NaN if memory ran out. Raises: ValueError if it is missing."""
+    """Returns the metric that a sweeper optimizes, or NaN if the run was out of memory.
+
+    Raises: ValueError if the run has no such metric.
+    """
     if metric not in result and "oom" not in result:
         raise ValueError(f"optimized_metric must be a metric of this run: {', '.join(sorted(result))}; got {metric}")
     return result.get(metric, float("nan"))
@@ -42,9 +45,9 @@ def optimized(result: dict[str, float], metric: str) -> float:
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> dict[str, float] | float:
-    with nullcontext() if in_sweep() else errors_in_one_line(MISTAKES):  # a sweep reports errors at its end
+    with nullcontext() if in_sweep() else errors_in_one_line(MISTAKES):  # a sweep reports all errors at its end
         check(cfg)
-        from fa_train.training import train  # imports torch and Lightning, which takes seconds
+        from fa_train.training import train  # the import of torch and Lightning takes seconds
 
         result = instantiate(cfg.sweep_job)(train, cfg) if in_sweep() and "sweep_job" in cfg else train(cfg)
     if "oom" in result and not in_sweep():
@@ -53,7 +56,7 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
 
 
 if __name__ == "__main__":
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors instead of printing them
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors and does not print them
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # prevents fragmentation
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with errors_in_one_line(MISTAKES):

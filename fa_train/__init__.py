@@ -1,1 +1,1 @@
-"""Trains GPTs at long sequence lengths: models, data, memory levers and the training loop."""
+"""Trains GPTs on long sequences. Contains the model, the data pipeline, memory-saving methods and the training loop."""

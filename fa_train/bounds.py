@@ -1,4 +1,4 @@
-"""Number types with bounds, and names of dtypes, for type hints. fa_train.settings checks conf/ against these hints."""
+"""Type hints for numbers with bounds, and for names of dtypes. fa_train.settings checks config values against them."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -9,12 +9,12 @@ INFINITY = float("inf")
 
 PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
-Seed = Annotated[int, Ge(0), Lt(2**32)]  # the range of NumPy's seeds
+Seed = Annotated[int, Ge(0), Lt(2**32)]  # NumPy accepts seeds in this range
 PositiveFloat = Annotated[float, Gt(0), Lt(INFINITY)]
 AtLeastOne = Annotated[float, Ge(1), Lt(INFINITY)]
 NonNegativeFloat = Annotated[float, Ge(0), Lt(INFINITY)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 FractionBelowOne = Annotated[float, Ge(0), Lt(1)]
 Betas = Annotated[Sequence[FractionBelowOne], Len(2, 2)]
-Precision = Literal["32-true", "bf16-mixed", "bf16-true"]  # fp16 would also need dynamic loss scaling
+Precision = Literal["32-true", "bf16-mixed", "bf16-true"]  # no fp16, which needs loss scaling
 Dtype = Literal["float32", "bfloat16", "float16"]  # of stored weights

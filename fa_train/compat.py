@@ -1,10 +1,10 @@
-"""Maps old `_target_` names in configs to the current names, so that old runs and user configs still work."""
+"""Maps old `_target_` names in configs to current names, so that the configs of old runs and of users still work."""
 
 from typing import Any
 
 from fa_train.settings import leaves
 
-# from an earlier version's `_target_` to the current name of the same class or function
+# {`_target_` of an earlier version: current name of the same class or function}
 MOVED = {
     "fa_train.callbacks.GracefulInterrupt": "fa_train.callbacks.interrupt.GracefulInterrupt",
     "fa_train.callbacks.Monitor": "fa_train.callbacks.monitor.Monitor",
@@ -26,7 +26,7 @@ MOVED = {
 
 
 def moved_targets(config: dict[str, Any]) -> dict[str, str]:
-    """Returns the key of each `_target_` in `config` that has moved, such as memory._target_, with its new value."""
+    """Returns {key: new value} for each `_target_` in `config` that has moved, with keys such as memory._target_."""
     return {
         key: MOVED[value]
         for key, value in leaves("", config)

@@ -1,4 +1,4 @@
-"""Asks the CUDA driver for GPUs. Unlike torch.cuda.is_available(), this does not import torch, which takes seconds."""
+"""Asks the CUDA driver whether there is a GPU, without importing torch. The import of torch would take seconds."""
 
 import ctypes
 import runpy
@@ -7,9 +7,10 @@ from pathlib import Path
 
 
 def has_gpu() -> bool:
-    """Returns what torch.cuda.is_available() returns for CUDA builds of torch. CUDA_VISIBLE_DEVICES counts.
+    """Returns the result of torch.cuda.is_available() in a CUDA build of torch, and False in a CPU build.
 
-    Like that function, it initialises CUDA in this process.
+    The environment variable CUDA_VISIBLE_DEVICES applies. Like torch.cuda.is_available(), has_gpu() initialises CUDA in
+    this process.
     """
     runtime = torch_cuda_version()
     if runtime is None:
@@ -29,7 +30,7 @@ def has_gpu() -> bool:
 
 
 def torch_cuda_version() -> str | None:
-    """Returns torch.version.cuda: the CUDA version that torch was built with, such as "12.8". None in a CPU build."""
+    """Returns torch.version.cuda, the CUDA version that torch was built for, such as "12.8", or None in a CPU build."""
     torch = find_spec("torch")
     assert torch is not None and torch.origin is not None
     cuda: str | None = runpy.run_path(str(Path(torch.origin).with_name("version.py")))["cuda"]

@@ -1,4 +1,4 @@
-"""The errors that end a run, and how the user's mistakes are reported: in one line instead of a traceback."""
+"""Errors that end a run. A mistake of the user is reported in one line, without a traceback."""
 
 import os
 import sys
@@ -11,12 +11,12 @@ SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
 class DivergedError(RuntimeError):
-    """Too many consecutive optimizer steps had gradients that were not finite."""
+    """Raised if too many consecutive optimizer steps had gradients with NaN or infinity."""
 
 
 @contextmanager
 def errors_in_one_line(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Ends the program with one line if an error of these types occurs. HYDRA_FULL_ERROR=1 shows the traceback."""
+    """Ends the program with one line if an error of these types occurs. HYDRA_FULL_ERROR=1 shows a traceback."""
     try:
         yield
     except mistakes as error:
@@ -26,14 +26,14 @@ def errors_in_one_line(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str:
-    """Returns an error's message in one line. If Hydra wrapped a ValueError, returns that error's message."""
+    """Returns an error's message in one line. If Hydra has wrapped a ValueError, returns the ValueError's message."""
     chain = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
     unknown = next((link for link in chain if getattr(link, "parent_node", None) and "in struct" in str(link)), None)
-    if unknown is not None:  # an override names a key that the config does not have
+    if unknown is not None:  # an override names a key that is not in the config
         text = unknown_key(vars(unknown)["full_key"], vars(unknown)["parent_node"])
         return text if unknown is error else f"{text} (a + before it adds a parameter that conf/ does not list)"
     said = next((link for link in chain if isinstance(link, ValueError)), error)
-    text = str(said).partition("Config search path")[0].partition("full_key")[0]  # drops Hydra's search path
+    text = str(said).partition("Config search path")[0].partition("full_key")[0]  # removes Hydra's search path
     return " ".join(text.removeprefix("ValueError raised while resolving interpolation: ").split())

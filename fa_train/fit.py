@@ -1,4 +1,4 @@
-"""Runs Lightning's fit, and handles interrupts, divergence and lack of memory."""
+"""Runs Lightning's fit. Handles interrupts, divergence and running out of memory."""
 
 import sys
 
@@ -17,20 +17,20 @@ def fit(
     *,
     in_sweep: bool,
 ) -> bool:
-    """Trains the model. Returns True if all steps ran, and False if the run was out of memory.
+    """Trains the model. Returns True if all steps were done, and False if the run was out of memory.
 
-    SIGTERM ends the process with status 143. If training diverges, rank 0 raises DivergedError and the other ranks
-    exit. In a sweep, all ranks raise it.
+    SIGTERM ends the process with status 143. If training diverges, rank 0 raises DivergedError, and all other ranks
+    exit. In a sweep, all ranks raise DivergedError.
     """
     try:
         trainer.fit(lit_gpt, datamodule=data, ckpt_path=ckpt_path)
-    except SIGTERMException:  # otherwise the exit status would be 0
+    except SIGTERMException:  # Lightning alone would exit with status 0
         sys.exit(128 + 15)
     except DivergedError:
-        trainer.strategy.barrier()  # rank 0 must close the record first: torchrun stops all ranks when one rank exits
+        trainer.strategy.barrier()  # rank 0 first closes its logs, because torchrun stops all ranks if one exits
         if trainer.is_global_zero or in_sweep:
             raise
-        sys.exit(1)  # rank 0 reports the reason
+        sys.exit(1)  # rank 0 reports the error
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -1,4 +1,4 @@
-"""The FLOPs of a training step and the peak FLOP/s of GPUs, from which MFU (model FLOPs utilisation) is computed."""
+"""The FLOPs of a training step, and the peak FLOP/s of GPUs. MFU (model FLOPs utilisation) is computed from them."""
 
 from typing import TypeVar
 
@@ -7,7 +7,8 @@ from torch import Tensor
 
 from fa_train.models.config import ModelConfig
 
-# dense bf16 and fp16 peaks with fp32 accumulation in FLOP/s, from vendors' data sheets; the first match is used
+# (part of the device name, peak in FLOP/s) from data sheets, for dense bf16 and fp16 with fp32 accumulation. The first
+# entry that matches is used.
 PEAKS = (
     ("B200", 2250e12),
     ("H100 PCIe", 756e12),
@@ -29,15 +30,16 @@ Number = TypeVar("Number", float, Tensor)
 
 
 def train_flops(model: ModelConfig, total_tokens: int, sum_sq_doc_len: Number) -> Number:
-    """Returns the model FLOPs of the forward and backward pass. Recomputed activations do not count.
+    """Returns the model FLOPs of the forward and backward pass, without recomputed activations.
 
-    The formula is 6 * N * T + 6 * n_layers * n_heads * head_dim * S. T is total_tokens. N is the number of weights in
-    all matrices and the head, without embeddings, norms and biases. S is the sum of squared document lengths.
-    In the first term, the forward needs 2 FLOPs per weight and token, and the backward needs twice as many. In the
-    second term, Q K^T and P V need 4 * head_dim FLOPs per head and visible pair of a query and a key. Causal attention
-    has S / 2 such pairs. The backward again needs twice as many FLOPs as the forward.
-    Frozen weights count too, although LoRA computes no gradients for them. The MFU of LoRA is therefore overestimated.
-    If sum_sq_doc_len is a tensor, the result is a tensor, and the host does not wait for the GPU.
+    The formula is 6 * N * T + 6 * n_layers * n_heads * head_dim * S, where T is total_tokens and S is sum_sq_doc_len,
+    the sum of squared document lengths. N is the number of weights in all matrices and the head, without embeddings,
+    norms and biases.
+    The first term is for the weights: the forward needs 2 FLOPs per weight and token. The second term is for attention:
+    Q K^T and P V need 4 * head_dim FLOPs per head for each pair of a query and a visible key. Causal attention has S /
+    2 such pairs. For both terms, the backward needs twice as many FLOPs as the forward. Frozen weights are counted as
+    well, although LoRA computes no gradients for them. The MFU of LoRA is therefore overestimated. If sum_sq_doc_len is
+    a tensor, the result is a tensor, and the host does not wait for the GPU.
     """
     matrices = model.n_layers * sum(model.block_matrices) + model.dim * model.vocab_size
     attention = 6 * model.n_layers * model.query_dim
@@ -47,8 +49,8 @@ def train_flops(model: ModelConfig, total_tokens: int, sum_sq_doc_len: Number) -
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """Returns the peak FLOP/s of a GPU, or None if it is unknown.
 
-    device_name: the result of torch.cuda.get_device_name. The table has bf16 and fp16 only, because the peak of fp32
-    depends on whether TF32 is enabled.
+    device_name: the result of torch.cuda.get_device_name.
+    dtype: bf16 or fp16. The peak of fp32 is unknown, because it depends on whether TF32 is enabled.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return None

@@ -1,4 +1,5 @@
-"""The LightningModule: trains a GPT on next-token loss, averaged over all labels of an optimizer step."""
+"""The LightningModule: trains a GPT on next-token loss, averaged over all labels of an optimizer step.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,15 +23,16 @@ from fa_train.models.gpt import GPT
 from fa_train.optim.resume import require_same_kind
 from fa_train.parallel.fsdp import is_sharded, local, shard, whole
 
-FOR_MICRO_BATCH, FOR_UPDATE = 1, 2  # the first part of a random seed: the purpose of the random numbers
+FOR_MICRO_BATCH, FOR_UPDATE = 1, 2  # the purpose of random numbers, a part of their seed
 
 
 class LitGPT(L.LightningModule):
     """Trains a GPT on next-token loss.
 
     A batch is a packed stream: tokens, labels and position_ids (total,) int64, cu_seqlens (n_docs + 1,) int32.
-    Each optimizer step sets three tensors on the device, which cover all its micro-batches and ranks: `step_loss` (nats
-    per label), `step_grad_norm` (before clipping) and `step_squared_lengths` (the sum of squared document lengths).
+    Each optimizer step sets three tensors on the device, over all micro-batches and ranks of the step. `step_loss` is
+    the loss in nats per label. `step_grad_norm` is the gradient norm before clipping. `step_squared_lengths` is the sum
+    of squared document lengths.
     Raises: ValueError if trainer.precision or trainer.gradient_clip_algorithm is not supported.
     """
 
@@ -47,8 +49,8 @@ class LitGPT(L.LightningModule):
         self.optimizer, self.scheduler, self.seed = optimizer, scheduler, seed
         self.micro_batch_tokens = 0
         self.step_loss = self.step_grad_norm = self.step_squared_lengths = torch.tensor(float("nan"))
-        self._sums: Tensor  # sums of loss, labels and squared document lengths in this step; fp64 keeps counts exact
-        self._val_sums: Tensor  # sums of loss and labels in this validation
+        self._sums: Tensor  # sums over the step: loss, labels, squared document lengths; counts are exact in fp64
+        self._val_sums: Tensor  # sums over the validation: loss, labels
         if compile_model:
             model.compile_blocks()
 
@@ -58,14 +60,14 @@ class LitGPT(L.LightningModule):
             raise ValueError("trainer.gradient_clip_algorithm must be norm; got value")
 
     def configure_model(self) -> None:
-        """Shards the model if the strategy does. Lightning may call this more than once."""
+        """Shards the model if the strategy shards. Lightning may call this hook more than once."""
         if self.device_mesh is None or is_sharded(self.model):
             return
-        self.trainer.precision_plugin.convert_module(self)  # Lightning would convert it after sharding
+        self.trainer.precision_plugin.convert_module(self)  # Lightning would convert only after sharding
         shard(self.model, self.device_mesh, str(self.trainer.precision))
 
     def on_fit_start(self) -> None:
-        # not registered as buffers: trainer.precision=bf16-true would convert buffers to bf16
+        # These tensors are no buffers, because trainer.precision=bf16-true would convert buffers to bf16.
         self._sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         self._val_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.skipped_steps = self.longest_skip = self._skipped_in_a_row = torch.zeros(
@@ -75,7 +77,7 @@ class LitGPT(L.LightningModule):
     def loss_sum(self, batch: Batch) -> Tensor:
         """Returns the cross entropy in nats, summed over the labels of a batch."""
         cu_seqlens: Tensor | None = batch["cu_seqlens"]
-        if len(batch["cu_seqlens"]) == 2:  # one document fills the batch, so attention needs no document mask
+        if len(batch["cu_seqlens"]) == 2:  # a single document needs no document mask
             cu_seqlens = None
         return self.model(batch["tokens"], cu_seqlens, batch["position_ids"], batch["labels"], batch.get("mean_seqlen"))
 
@@ -85,36 +87,37 @@ class LitGPT(L.LightningModule):
         lengths = batch["cu_seqlens"].diff().double()
         self._sums += torch.stack([loss.detach().double(), count_labels(labels), lengths.square().sum()])
         self.micro_batch_tokens = labels.numel()
-        # This divisor is provisional: the number of labels in the step is known only after the last micro-batch.
+        # Divide by the number of tokens for now. The number of labels in the step is known only after the last
+        # micro-batch.
         return loss / labels.numel()
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Rescales gradients to a mean over the step's labels and clips them, or skips the step if they are not finite.
+        """Rescales gradients to a mean over the step's labels, and clips them. If they are not finite, skips the step.
 
-        Lightning calls this between the backward pass and the optimizer's update.
+        Lightning calls this hook between the backward pass and the optimizer's update.
         """
         loss, labels, self.step_squared_lengths = self._of_all_ranks(self._sums)
         self._sums.zero_()
         labels = labels.clamp(min=1)
         self.step_loss = loss / labels
-        # Lightning has divided by the number of micro-batches, and DDP or FSDP by the number of ranks
+        # Lightning has divided gradients by the number of micro-batches, and DDP or FSDP by the number of ranks
         nominal = self.micro_batch_tokens * self.trainer.accumulate_grad_batches * self.trainer.world_size
         scale = (nominal / labels).float()
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        # torch's get_total_norm would round the norm of bf16 gradients to bf16
+        # torch's get_total_norm is not used, because it would round the norm of bf16 gradients to bf16
         norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
         self.step_grad_norm = whole(torch.linalg.vector_norm(torch.stack(norms))) * scale
         if gradient_clip_val:
             scale = scale * (gradient_clip_val / (self.step_grad_norm + 1e-6)).clamp(max=1.0)
-        skipped = ~self.step_grad_norm.isfinite()  # equal on all ranks, like the norm
+        skipped = ~self.step_grad_norm.isfinite()  # the norm is equal on all ranks
         self._count(skipped)
         scale_or_skip(optimizer, gradients, scale, skipped)
         self._seed_generators(FOR_UPDATE)
 
     def _of_all_ranks(self, sums: Tensor) -> Tensor:
-        """Returns `sums` added over all ranks. Lightning's own reduce would make the host wait for the GPU."""
+        """Returns the sum of `sums` over all ranks. Lightning's reduce would make the host wait for the GPU."""
         total = sums.clone()
         if self.trainer.world_size > 1:
             dist.all_reduce(total)
@@ -143,7 +146,7 @@ class LitGPT(L.LightningModule):
         optimizer: Optimizer | LightningOptimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Updates the weights and then frees the gradients. Lightning would keep them during the next forward."""
+        """Updates the weights and then frees the gradients. Lightning would keep gradients during the next forward."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         optimizer.zero_grad(set_to_none=True)
 
@@ -153,7 +156,7 @@ class LitGPT(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         loss, labels = self._of_all_ranks(self._val_sums)
         self._val_sums.zero_()
-        self.log("val/loss", loss / labels.clamp(min=1), logger=False)  # Monitor logs it with the tokens seen
+        self.log("val/loss", loss / labels.clamp(min=1), logger=False)  # Monitor logs val/loss
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.optimizer(self.model)
@@ -163,15 +166,19 @@ class LitGPT(L.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the frozen base to the checkpoint. Raises: CheckpointError if it is from another model or base."""
+        """Adds the frozen base model's weights to the checkpoint.
+
+        Raises: CheckpointError if the checkpoint is from another model, or its adapter has another base model.
+        """
         restore_base(self.model, checkpoint)
-        for saved in checkpoint.get("optimizer_states", []):  # FullyShardedStrategy has checked and removed them
+        for saved in checkpoint.get("optimizer_states", []):  # FullyShardedStrategy has removed them
             require_same_kind(self.optimizer, saved)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Removes the frozen base from a checkpoint, and rewinds Lightning's counters to the last optimizer step.
+        """Removes the frozen base model from a checkpoint, and resets Lightning's counters to the last optimizer step.
 
-        A signal or an error can save between two steps. A resumed run then repeats the micro-batches after the step.
+        After a signal or an error, the checkpoint may be saved between two steps. The resumed run then repeats the
+        micro-batches after the last step.
         """
         drop_base(self.model, checkpoint, self.trainer.strategy.root_device)
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
@@ -182,20 +189,20 @@ class LitGPT(L.LightningModule):
 
 
 def count_labels(labels: Tensor) -> Tensor:
-    """Returns the number of labels that have a loss, () fp64."""
+    """Returns the number of labels except -100, () fp64."""
     return (labels != IGNORE_INDEX).sum().double()
 
 
 def scale_or_skip(optimizer: Optimizer, gradients: list[Tensor], scale: Tensor, skipped: Tensor) -> None:
-    """Multiplies the gradients by `scale`, or makes the optimizer's next step change nothing if `skipped` is true.
+    """Multiplies the gradients by `scale`. If `skipped` is true, makes the optimizer's next step change nothing.
 
-    A fused optimizer does both in its own kernel. With any other optimizer the host waits for `skipped`.
+    A fused optimizer scales and skips in its kernel. With any other optimizer, the host waits for `skipped`.
     Shapes: scale () fp32, skipped () bool.
     """
     if optimizer.defaults.get("fused"):
-        # torch's kernels divide by grad_scale and skip the update if found_inf is 1, as for torch.amp.GradScaler
+        # torch's fused kernels divide by grad_scale, and skip the update if found_inf is 1, as for torch.amp.GradScaler
         optimizer.grad_scale, optimizer.found_inf = scale.reciprocal(), skipped.float()  # type: ignore[attr-defined]
     elif skipped.item():
-        optimizer.zero_grad(set_to_none=True)  # optimizers skip parameters without a gradient
+        optimizer.zero_grad(set_to_none=True)  # an optimizer skips parameters without gradient
     else:
         torch._foreach_mul_([local(gradient) for gradient in gradients], scale)

@@ -1,4 +1,4 @@
-"""Checks of a run's settings before it starts. Each failed check raises a ValueError."""
+"""Checks the settings of a run before it starts. A check that fails raises a ValueError."""
 
 import torch
 
@@ -8,16 +8,17 @@ from fa_train.models.rope import DynamicNTKScaling
 
 
 def require_vocabulary(vocab_size: int, tokens: int) -> None:
-    """Checks that the model has an embedding for each token of the tokenizer. Raises: ValueError if it does not."""
+    """Raises: ValueError if the tokenizer has more tokens than the model has embeddings."""
     if vocab_size < tokens:
         raise ValueError(f"model.vocab_size must be at least the {tokens} of the data's tokenizer; got {vocab_size}")
 
 
 def require_reach(model: GPT, seq_len: int, max_doc_len: int | None, reset_positions: bool) -> None:
-    """Checks that the longest possible document fits in the model's learned positions or its checkpoint's context.
+    """Checks that the model supports the length of the longest possible document.
 
+    The limit is the number of learned positions or the context length of the pretrained checkpoint.
     seq_len, max_doc_len: in tokens, as in fa_train.data.datamodule.PackedDataModule.
-    Raises: ValueError if it does not fit.
+    Raises: ValueError if the model does not support this length.
     """
     longest = min(seq_len, max_doc_len or seq_len) if reset_positions else seq_len
     model.require_seq_len(longest)
@@ -33,7 +34,8 @@ def require_reach(model: GPT, seq_len: int, max_doc_len: int | None, reset_posit
 def require_shardable(run: RunSize, *, samples: bool) -> None:
     """Checks that strategy=fsdp supports the run.
 
-    samples: whether callbacks.sample is set. It generates on rank 0 only, which does not have all weights.
+    samples: whether callbacks.sample is set. Sampling is not supported, because it runs on rank 0, which does not have
+    all weights.
     Raises: ValueError if there is only one device, or a part of the run cannot be sharded.
     """
     if run.ranks == 1:
@@ -54,5 +56,5 @@ def require_shardable(run: RunSize, *, samples: bool) -> None:
 
 
 def machine() -> str:
-    """Returns the name of the GPU, or a text that says that there is no GPU. The preset depends on the GPU."""
+    """Returns the name of the GPU, or a text that says that there is no GPU. The default preset depends on the GPU."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "a machine without a CUDA GPU"

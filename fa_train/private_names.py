@@ -1,4 +1,5 @@
-"""Access to private names of other packages. If a name is missing, the error names the version to install."""
+"""Access to private names of other packages. If a name does not exist, the error names the package version to install.
+"""
 
 from collections.abc import Iterable
 from importlib.metadata import version
@@ -9,7 +10,7 @@ TESTED: dict[Package, str] = {"datasets": "5.2.0", "lightning": "2.6.6", "liger-
 
 
 def require_names(package: Package, owner: object, *names: str) -> None:
-    """Checks that `owner`, an object from `package`, has these attributes. Raises: ImportError if one is missing."""
+    """Raises: ImportError if `owner`, an object from `package`, does not have all attributes in `names`."""
     for name in names:
         if not hasattr(owner, name):
             what = getattr(owner, "__name__", type(owner).__name__)
@@ -17,7 +18,7 @@ def require_names(package: Package, owner: object, *names: str) -> None:
 
 
 def require_parameters(package: Package, function: str, found: Iterable[str], wanted: Iterable[str]) -> None:
-    """Checks that `function` from `package` has exactly the wanted parameters. Raises: ImportError if it does not."""
+    """Raises: ImportError if the parameters `found` of a function from `package` are not those in `wanted`."""
     different = sorted(set(found) ^ set(wanted))
     if different:
         raise ImportError(
@@ -26,13 +27,13 @@ def require_parameters(package: Package, function: str, found: Iterable[str], wa
 
 
 def private(package: Package, owner: object, name: str) -> Any:
-    """Returns the attribute `name` of `owner`. Raises: ImportError if it is missing."""
+    """Returns the attribute `name` of `owner`. Raises: ImportError if the attribute does not exist."""
     require_names(package, owner, name)
     return getattr(owner, name)
 
 
 def replace_private(package: Package, owner: object, name: str, value: object) -> None:
-    """Sets the existing attribute `name` of `owner`. Raises: ImportError if it is missing."""
+    """Sets the existing attribute `name` of `owner`. Raises: ImportError if the attribute does not exist."""
     require_names(package, owner, name)
     setattr(owner, name, value)
 

@@ -1,4 +1,4 @@
-"""The config of a run, as Hydra composed it: its check, before torch or Lightning is imported."""
+"""Checks the config of a run that Hydra has composed, before torch or Lightning is imported."""
 
 from typing import Any, cast
 
@@ -10,20 +10,20 @@ from fa_train import compat, settings
 
 
 def in_sweep() -> bool:
-    """Returns whether this run is part of a multirun."""
+    """Returns whether this run is part of a multirun of Hydra."""
     return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def check(cfg: DictConfig) -> None:
-    """Checks all keys and values of a config. Replaces each `_target_` of an earlier version by its current name.
+    """Checks all keys and values of a config. Replaces each `_target_` of an earlier version with its current name.
 
-    Raises: ValueError that names the first key that is unknown or has an invalid value.
+    Raises: ValueError, which names the first key that is unknown or has an invalid value.
     """
     for key, target in compat.moved_targets(to_container(cfg, resolve=False)).items():
         OmegaConf.update(cfg, key, target)
     chosen = HydraConfig.get().runtime.choices
     for group in settings.ONE_OPTION:
-        if group in cfg and group not in chosen:  # Hydra lists no choice if it merged several options
+        if group in cfg and group not in chosen:  # Hydra has merged several options
             raise ValueError(f"{group} must be one option of conf/{group}; got a list of them")
     for group, option in cfg.choices.items():
         if option != chosen.get(group):

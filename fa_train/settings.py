@@ -1,7 +1,8 @@
-"""The schema of conf/: the known keys, and the values that each key accepts.
+"""The schema of the config: the known keys, and the values that each key accepts.
 
-The keys of a node with a `_target_` are the parameters of that callable, and the type hints give the accepted values.
-`Root` lists the keys at the root. `BOUNDS` narrows the type hints of callables from other packages.
+`Root` lists the keys at the root. A node is a mapping with a `_target_`, a function or class. The keys of a node are
+the parameters of its target. The type hints of these parameters determine the accepted values. `BOUNDS` has narrower
+type hints for targets from other packages.
 """
 
 import difflib
@@ -33,10 +34,10 @@ from pydantic_core import SchemaError
 from fa_train.bounds import INFINITY, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Precision, Seed
 
 STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
-MISSING = "???"  # how YAML marks a value that the user must give
+MISSING = "???"  # in YAML, a value that the user must set
 
 
-# the metrics of fa_train.callbacks.monitor.Monitor that a sweeper can optimize
+# metrics that fa_train.callbacks.monitor.Monitor logs and a sweeper can optimize
 Optimized = Literal[
     "train/loss", "val/loss", "train/grad_norm", "perf/tokens_per_s", "perf/step_ms", "perf/mfu", "perf/peak_gib",
     "perf/reserved_gib",
@@ -48,9 +49,10 @@ class Node:
 
 
 class Root(TypedDict):
-    """The keys at the root, in the order in which they are checked.
+    """The keys at the root of the config, in the order in which they are checked.
 
-    A node comes before the nodes that contain a copy of it, so that an error names the original key.
+    A node comes before the nodes that contain a copy of it. An error in the copied part therefore names the original
+    key.
     """
 
     seq_len: PositiveInt
@@ -61,8 +63,8 @@ class Root(TypedDict):
     export: bool
     run_name: Any  # checked by run_folder
     optimized_metric: Optimized | None
-    choices: Mapping[str, str | None]  # the option of each group; run_config.check compares it with Hydra's
-    learning_rate: NotRequired[Mapping[str, Any]]  # used by experiment=finetune, one value per adapter
+    choices: Mapping[str, str | None]  # the chosen option of each config group
+    learning_rate: NotRequired[Mapping[str, Any]]  # for experiment=finetune: {adapter: value}
     commit: NotRequired[str]  # used by scripts/bench/profile_step.py
     attention: Node
     memory: Node
@@ -80,13 +82,13 @@ class Root(TypedDict):
     lit_gpt: Node
 
 
-# groups that accept only one option, because Hydra would merge several options into one node
+# for each of these config groups, one option must be chosen, because Hydra would merge several into one node
 ONE_OPTION = (
     "attention", "memory", "adapter", "optimizer", "scheduler", "strategy", "logger", "data", "model", "trainer",
 )  # fmt: skip
-# train.py passes these parameters when it instantiates the node, so a config can omit them
+# these keys may be missing in a config, because train.py passes the parameters when it instantiates their nodes
 GIVEN_LATER = {"model.vocab_size", "lit_gpt.model"}
-# narrower types for the parameters of other packages, by class
+# {class of another package: {parameter: type hint}}
 BOUNDS: dict[str, dict[str, Any]] = {
     "lightning.pytorch.trainer.trainer.Trainer": {
         "accelerator": Literal["auto", "cpu", "gpu", "cuda", "mps"],
@@ -104,7 +106,7 @@ BOUNDS: dict[str, dict[str, Any]] = {
     "lightning.pytorch.strategies.ddp.DDPStrategy": {"gradient_as_bucket_view": bool},
     "wandb.sdk.wandb_settings.Settings": {"init_timeout": NonNegativeFloat},
 }
-# the callable that receives the **kwargs of a class
+# {class: the function or class to which it passes its **kwargs}
 PASSED_ON = {
     "fa_train.models.gpt.GPT": "fa_train.models.config.ModelConfig",
     "lightning.pytorch.strategies.ddp.DDPStrategy": "torch.nn.parallel.DistributedDataParallel",
@@ -131,7 +133,8 @@ HYDRA_KEYS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys that a node accepts: their type hints, the required keys, and whether other keys are accepted too."""
+    """The keys that a node accepts: their type hints, which keys are required, and whether any other key is accepted.
+    """
 
     hints: Mapping[str, Any]
     required: frozenset[str]
@@ -139,9 +142,9 @@ class Keys:
 
 
 def require_given(config: Mapping[str, Any]) -> None:
-    """Checks that no value is `???`. config: its interpolations can be unresolved.
+    """Checks that no value in a config is `???`. config: may contain unresolved interpolations.
 
-    Raises: ValueError that names all keys whose value is `???`.
+    Raises: ValueError, which names all keys whose value is `???`.
     """
     missing = [key for key, value in leaves("", config) if value == MISSING]
     if missing:
@@ -151,8 +154,8 @@ def require_given(config: Mapping[str, Any]) -> None:
 def check(config: Mapping[str, Any]) -> None:
     """Checks the keys and values of a config without instantiating anything.
 
-    config: a composed config as plain containers, with all interpolations resolved.
-    Raises: ValueError that names the first key that is unknown or has an invalid value.
+    config: a composed config as dicts and lists, without unresolved interpolations.
+    Raises: ValueError, which names the first key that is unknown or has an invalid value.
     """
     for key, value, hint in entries(config):
         if not fits(value, hint):
@@ -163,7 +166,7 @@ def check(config: Mapping[str, Any]) -> None:
 
 
 def entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yields each key of a config with its value and its type hint. For a node it yields the node's keys instead.
+    """Yields each key of a config with its value and its type hint. For a node, yields the keys within the node.
 
     Raises: ValueError if a key is unknown or a required key is missing.
     """
@@ -171,7 +174,7 @@ def entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
 
 
 def run_folder(run_name: object) -> str:
-    """Returns the run's folder, relative to runs/. Raises: ValueError if the name is empty or leads out of runs/."""
+    """Returns the run's folder, relative to runs/. Raises: ValueError if run_name is empty or leads out of runs/."""
     name = str(run_name) if isinstance(run_name, int) and not isinstance(run_name, bool) else run_name
     parts = PurePosixPath(name).parts if isinstance(name, str) else ()
     if not "".join(parts).strip() or ".." in parts or parts[0].startswith("/") or "\0" in parts[-1]:
@@ -180,7 +183,7 @@ def run_folder(run_name: object) -> str:
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    """Returns the error message for an unknown key. It suggests the closest of the `known` keys in the same node."""
+    """Returns the error message for an unknown key. The message suggests the most similar key in `known`."""
     node, _, name = key.rpartition(".")
     near = difflib.get_close_matches(name, list(known), n=1)
     suggestion = f"; did you mean {node}{'.' if node else ''}{near[0]}?" if near else ""
@@ -188,7 +191,7 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
 
 
 def leaves(prefix: str, value: Any) -> Iterable[tuple[str, Any]]:
-    """Yields the scalars of nested containers, each with its key."""
+    """Yields the scalars in nested dicts and lists. Each scalar comes with its key."""
     if not isinstance(value, dict | list):
         yield prefix, value
         return
@@ -197,7 +200,7 @@ def leaves(prefix: str, value: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _entries_of_node(node: str, values: Mapping[str, Any], keys: Keys) -> Iterator[tuple[str, Any, Any]]:
-    """Yields the entries of one node. `node` is its key, or an empty string for the root."""
+    """Yields the entries of one node. node: the key of the node, or an empty string for the root."""
     prefix = f"{node}." if node else ""
     for name in values:
         if name not in keys.hints and not keys.others:
@@ -222,12 +225,12 @@ def _entries_of_value(key: str, value: Any, hint: Any) -> Iterator[tuple[str, An
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Returns whether a plain value (not a node) matches a type hint."""
+    """Returns whether a value that is not a node matches a type hint."""
     try:
         TypeAdapter(list[hint], config=STRICT).validate_python([value])
     except ValidationError:
         return False
-    except (PydanticUserError, SchemaError):  # pydantic cannot check this type hint, so any value is accepted
+    except (PydanticUserError, SchemaError):  # accept any value if pydantic cannot check the hint
         return True
     return True
 
@@ -239,9 +242,10 @@ def _keys_of_typed_dict(definition: Any) -> Keys:
 
 
 def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
-    """Returns the keys of a node, from the parameters of its `_target_`. node: its key, for errors.
+    """Returns the keys that a node accepts, from the parameters of its `_target_`. node: its key, for error messages.
 
-    A partial receives its positional parameters later, so only its keyword-only parameters are required.
+    partial: whether the node has `_partial_: true`. If so, only keyword-only parameters are required, because
+    positional parameters are passed later.
     """
     try:
         function = pkgutil.resolve_name(target)
@@ -256,7 +260,7 @@ def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
         return Keys(HYDRA_KEYS, frozenset(), others=True)
     keys = _keys_of_parameters(parameters, partial)
     if keys.others and (other := PASSED_ON.get(_name(function))):
-        # the class passes the positional parameters itself, so only keyword-only parameters are required
+        # The class passes positional parameters itself. Only keyword-only parameters are therefore required.
         passed_on = _keys_of_parameters(parameters_of(pkgutil.resolve_name(other)) or {}, partial=True)
         keys = Keys({**passed_on.hints, **keys.hints}, passed_on.required | keys.required)
     bounds: dict[str, Any] = {}
@@ -285,12 +289,12 @@ def _keys_of_parameters(parameters: Mapping[str, inspect.Parameter], partial: bo
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    """Returns a callable's parameters, with evaluated type hints if possible. None if Python cannot inspect it."""
+    """Returns a function's parameters, with evaluated type hints if possible. Returns None if inspection fails."""
     try:
         return inspect.signature(function, eval_str=True).parameters
-    except (NameError, AttributeError, TypeError):  # a quoted hint that its module does not import
+    except (NameError, AttributeError, TypeError):  # a quoted hint cannot be evaluated
         return inspect.signature(function).parameters
-    except ValueError:  # a type written in C, such as str
+    except ValueError:  # a type that is written in C, such as str
         return None
 
 
@@ -299,7 +303,7 @@ def _name(function: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Returns a value as YAML writes it, on one line."""
+    """Returns a value on one line, in the notation of YAML."""
     return value if isinstance(value, str) and value.strip() else json.dumps(value, default=str)
 
 

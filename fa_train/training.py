@@ -1,4 +1,4 @@
-"""One run of train.py: builds its trainer, model and data from a checked config, and trains."""
+"""One run of train.py. Builds the trainer, the model and the data from a checked config, and trains."""
 
 import warnings
 from dataclasses import asdict
@@ -24,11 +24,11 @@ from fa_train.parallel.init_on_device import InitOnDevice
 from fa_train.parallel.sharded_checkpoint import CheckpointFiles
 from fa_train.run_config import in_sweep, to_container
 
-# Lightning 2.6 uses a deprecated torch API in every run
+# Lightning 2.6 uses a deprecated function of torch in every run
 warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-# resuming is exact, because the data module starts at the checkpoint's step
+# resuming within an epoch is exact, because the data module starts at the checkpoint's step
 warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
-# each run has a new folder, so the CSV logger deletes no files
+# the CSV logger deletes no files, because each run has a new folder
 warnings.filterwarnings("ignore", message=".*Previous log files in this directory will be deleted when the new ones")
 
 
@@ -42,33 +42,33 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDat
     data = instantiate(cfg.data)
     trainer = instantiate(cfg.trainer, callbacks=callbacks, plugins=[CheckpointFiles()])
     trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
-    trainer.val_check_interval *= trainer.accumulate_grad_batches  # from steps to micro-batches, which Lightning counts
+    trainer.val_check_interval *= trainer.accumulate_grad_batches  # Lightning counts micro-batches, not steps
     require_backend(instantiate(cfg.attention), trainer.strategy.root_device)
     vocab_size = cfg.model.vocab_size or data.vocab_size
     preflight.require_vocabulary(vocab_size, data.vocab_size)
     fill_in_levers(cfg, trainer, vocab_size)
     sharded, device = isinstance(trainer.strategy, FullyShardedStrategy), trainer.strategy.root_device
-    with InitOnDevice(device) if sharded else device:  # both draw the same weights
+    with InitOnDevice(device) if sharded else device:  # both ways draw equal weights
         model = build_model(cfg, vocab_size)
     return trainer, instantiate(cfg.lit_gpt, model=model), data
 
 
 def build_model(cfg: DictConfig, vocab_size: int) -> GPT:
-    """Builds the model with its adapter on torch's default device."""
+    """Builds the model and its adapter on torch's default device."""
     model: GPT = instantiate(cfg.adapter)(instantiate(cfg.model, vocab_size=vocab_size))
     return model
 
 
 def rebuild_model(cfg: DictConfig, vocab_size: int) -> GPT:
-    """Builds the model with its initial weights again."""
+    """Builds the model again, with the same initial weights."""
     L.seed_everything(cfg.seed, verbose=False)
     return build_model(cfg, vocab_size)
 
 
 def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None:
-    """Checks that the run fits in memory, and sets the levers of memory=auto in `cfg`.
+    """Checks that the run fits in memory. With memory=auto, writes the chosen memory levers to `cfg`.
 
-    Raises: ValueError if the run does not fit, or its sequences are too long for the model.
+    Raises: ValueError if the run does not fit in memory, or its sequences are too long for the model.
     """
     with torch.device("meta"):  # sizes only, no weights
         model = build_model(cfg, vocab_size)
@@ -100,7 +100,7 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
 
 
 def train(cfg: DictConfig) -> dict[str, float]:
-    """Trains one run. Returns its last metrics, with oom=1 if it ran out of memory."""
+    """Trains one run. Returns the run's last metrics. If the run was out of memory, they include oom=1."""
     trainer, lit_gpt, data = build(cfg)
     if cfg.export:
         require_checkpoint(trainer)

@@ -1,1 +1,1 @@
-"""Lightning callbacks: metrics, progress, checkpoints, interrupts and the record of a run."""
+"""Lightning callbacks for metrics, progress, checkpoints, interrupts, running out of memory and recording a run."""

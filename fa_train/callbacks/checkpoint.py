@@ -1,4 +1,4 @@
-"""A callback that saves and removes a run's checkpoints, and a function that exports the newest one."""
+"""A callback that saves and removes a run's checkpoints, and a function that exports the last checkpoint."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,15 +27,17 @@ from fa_train.parallel.launched_ranks import wait_for_other_ranks
 
 
 class Checkpoint(CheckpointCallback):
-    """Saves after every every_n_train_steps steps and at the end of a run. Keeps the newest save_top_k checkpoints.
+    """Saves a checkpoint every every_n_train_steps steps and at the end of a run.
 
-    save_top_k: -1 keeps all. keep_best: also saves after each validation with a new lowest val/loss, and keeps that
-    checkpoint in addition. save_on_exception: also saves on SIGTERM and Ctrl-C, and on errors in a run of one process.
-    A checkpoint gets its final name once it is completely on the disk. Older checkpoints are removed only after that.
-    Weights that are not finite are never saved.
+    save_top_k: the number of newest checkpoints to keep, or -1 to keep all.
+    keep_best: whether to save a checkpoint also after each validation with a new lowest val/loss. The checkpoint with
+    the lowest val/loss is kept in addition to the newest ones.
+    save_on_exception: whether to save a checkpoint also on SIGTERM and Ctrl-C, and in a run of one process on errors.
+    A checkpoint gets its final name when it is completely on the disk. Only then are older checkpoints removed. Weights
+    with NaN or infinity are never saved.
     """
 
-    current_score = None  # Lightning's loggers ignore last_model_path if this attribute is missing
+    current_score = None  # without current_score, Lightning's loggers ignore last_model_path
 
     def __init__(
         self,
@@ -48,9 +50,9 @@ class Checkpoint(CheckpointCallback):
         self.folder = Path(dirpath)
         self.every_n_train_steps, self.save_top_k, self.keep_best = every_n_train_steps, save_top_k, keep_best
         self.save_on_exception = save_on_exception
-        self.saved: list[Path] = []  # the checkpoints that this process saved, the newest last
+        self.saved: list[Path] = []  # the checkpoints that this process has saved, oldest first
         self.best_model_path, self.best_model_score = "", float("inf")
-        self._saved_step: int | None = None  # None until training starts: nothing to save yet
+        self._saved_step: int | None = None  # None before training starts
         self._warned = False
 
     @property
@@ -59,7 +61,7 @@ class Checkpoint(CheckpointCallback):
         return str(self.saved[-1]) if self.saved else ""
 
     def has_saved(self, step: int) -> bool:
-        """Returns whether the newest checkpoint was saved at this step."""
+        """Returns whether the newest checkpoint was saved at step `step`."""
         return bool(self.saved) and self._saved_step == step
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -67,7 +69,7 @@ class Checkpoint(CheckpointCallback):
             remove_partial(self.folder)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._saved_step = trainer.global_step  # the state at the start needs no checkpoint
+        self._saved_step = trainer.global_step  # do not save the initial state
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -87,14 +89,14 @@ class Checkpoint(CheckpointCallback):
         self._save(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # Several ranks can save only at the same step, which only GracefulInterrupt guarantees. Diverged weights must
-        # not replace an older checkpoint.
+        # Several ranks can save only if all are at the same step, which is certain only after GracefulInterrupt.
+        # Diverged weights must not replace an older checkpoint.
         diverged = isinstance(exception, DivergedError) or monitor_of(trainer).has_diverged
         alone = trainer.world_size == 1 and not isinstance(exception, CheckpointError)
         if self.save_on_exception and not diverged and (alone or isinstance(exception, SIGTERMException)):
             try:
                 self._save(trainer, pl_module)
-            except CheckpointError as error:  # print it: the exception that ended the run is still raised
+            except CheckpointError as error:  # print the error, because another exception ended the run
                 trainer.print(f"error: {error}")
         if self.saved:
             trainer.print(f"checkpoint: {self.saved[-1]}; ckpt_path=last resumes from it")
@@ -102,12 +104,12 @@ class Checkpoint(CheckpointCallback):
             wait_for_other_ranks(trainer)
 
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
-        """Saves this step unless it is already saved. Returns, on all ranks, whether it is saved."""
+        """Saves the current step unless it has been saved. Returns on all ranks whether the step is saved."""
         if self._saved_step is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return False
         if trainer.global_step == self._saved_step:
             return self.has_saved(trainer.global_step)
-        monitor_of(trainer).log_reading(trainer)  # a diverged run must end before it saves
+        monitor_of(trainer).log_reading(trainer)  # raises an error if the run has diverged
         finite = all_finite(local(p) for p in pl_module.parameters() if p.requires_grad)
         if not trainer.strategy.reduce_boolean_decision(finite, all=True):
             if not self._warned:
@@ -134,7 +136,7 @@ class Checkpoint(CheckpointCallback):
         except CheckpointError as error:
             failure = error
             if not isinstance(trainer.strategy, FullyShardedStrategy):
-                trainer.strategy.barrier()  # the other ranks wait at the end of save_checkpoint
+                trainer.strategy.barrier()  # all other ranks wait at the end of save_checkpoint
         failure = trainer.strategy.broadcast(failure)
         if failure is not None:
             raise failure
@@ -142,7 +144,7 @@ class Checkpoint(CheckpointCallback):
             rename_into_place(partial, path)
 
     def _prune(self, trainer: L.Trainer) -> None:
-        """Removes the checkpoints of this process, except the newest save_top_k and the best one."""
+        """Removes the checkpoints that this process has saved, except the newest save_top_k and the best one."""
         old = [] if self.save_top_k == -1 else self.saved[: -self.save_top_k]
         for path in old:
             if str(path) != self.best_model_path:
@@ -151,23 +153,22 @@ class Checkpoint(CheckpointCallback):
                     remove(path)
 
     def _free_path(self, step: int) -> Path:
-        """Returns a path that does not exist yet. An earlier run can have left checkpoints in the same folder."""
+        """Returns a path that does not exist yet. An earlier run may have left checkpoints in the same folder."""
         names = [f"step_{step:07d}", *(f"step_{step:07d}-v{i}" for i in range(1, 100))]
         return next(path for path in (self.folder / (name + SUFFIX) for name in names) if not path.exists())
 
 
 def require_checkpoint(trainer: L.Trainer) -> None:
-    """Checks that the run saves checkpoints, because an export reads the last one. Raises: ValueError if not."""
-    if not isinstance(trainer.checkpoint_callback, Checkpoint):  # Lightning adds its own callback if there is none
+    """Raises: ValueError if the run saves no checkpoints. An export needs the last checkpoint."""
+    if not isinstance(trainer.checkpoint_callback, Checkpoint):  # it may be Lightning's own callback
         raise ValueError("export=true must have checkpoints to write from; got callbacks.checkpoint=null")
 
 
 def export_last(trainer: L.Trainer, build: Build, config: Mapping[str, Any]) -> None:
-    """Exports a finished run on rank 0. Reads the weights from the last checkpoint.
+    """Exports a finished run on rank 0. The weights are read from the last checkpoint.
 
-    In a sharded run no rank has all weights in memory.
-
-    Raises: ValueError if the last step was not saved, and the errors of `fa_train.models.hf.export.export_run`.
+    In a sharded run, no rank has all weights in memory.
+    Raises: ValueError if the last step was not saved. Also raises the errors of fa_train.models.hf.export.export_run.
     """
     checkpoint = trainer.checkpoint_callback
     assert isinstance(checkpoint, Checkpoint)

@@ -15,24 +15,26 @@ from fa_train.private_names import private, replace_private
 
 
 class GracefulInterrupt(Callback):
-    """Ends a run on Ctrl-C or SIGTERM: finishes the micro-batch, lets Checkpoint save, and exits with status 143.
+    """Ends a run after Ctrl-C or SIGTERM.
 
-    Any number of ranks can receive the signal. A second signal ends the run immediately.
+    The run finishes its micro-batch, the callback Checkpoint saves a checkpoint, and the process exits with status 143.
+    It does not matter which ranks receive the signal. A second signal ends the run immediately.
     """
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._trainer, self._process = trainer, os.getpid()
         self._asked_at: float | None = None
         self._agreement = Agreement() if trainer.world_size > 1 else None
-        # Lightning's own handler broadcasts in the middle of other collectives, and hangs. After this hook Lightning
-        # registers _on_signal instead. It ends the run once received_sigterm is set.
+        # Lightning's own signal handler would start a broadcast in the middle of other collectives, and hang. With this
+        # change,
+        # Lightning registers _on_signal. Lightning ends the run when received_sigterm is set.
         self._connector = private("lightning", trainer, "_signal_connector")
         replace_private("lightning", self._connector, "_sigterm_notifier_fn", self._on_signal)
-        # Lightning would also broadcast from rank 0 after every micro-batch, and wait for the device
+        # without this change, Lightning would broadcast from rank 0 after every micro-batch, and wait for the device
         replace_private("lightning", trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        signal.signal(signal.SIGINT, self._on_signal)  # Lightning restores the earlier handlers after fit
+        signal.signal(signal.SIGINT, self._on_signal)  # after fit, Lightning restores the earlier handlers
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -56,14 +58,14 @@ class GracefulInterrupt(Callback):
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            return  # a forked data worker inherits this handler, and ignores the signal
+            return  # this is a forked data worker, which must ignore the signal
         if self._asked_at is None:
             self._asked_at = time.monotonic()
-            if self._trainer.is_global_zero:  # print() is not safe in a signal handler
+            if self._trainer.is_global_zero:  # print is not safe in a handler
                 os.write(1, b"\ninterrupted: saving after this step; a second Ctrl-C or SIGTERM stops at once\n")
             if not self._agreement:
                 replace_private("lightning", self._connector, "received_sigterm", True)
-        elif time.monotonic() - self._asked_at > 1:  # torchrun repeats a Ctrl-C that the terminal already sent
+        elif time.monotonic() - self._asked_at > 1:  # torchrun sends a second signal for one Ctrl-C
             launcher = self._trainer.strategy.launcher
             if isinstance(launcher, SubprocessScriptLauncher):
                 launcher.kill(signal.SIGKILL)

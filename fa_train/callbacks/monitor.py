@@ -25,13 +25,13 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Reading:
-    """What the host reads of one step. The device may still be computing `values`."""
+    """The measurements of one step for a log. The device may still be computing `values`."""
 
     step: int
     steps: int  # since the last reading
     lr: float
     memory: dict[str, float]
-    values: Tensor  # LitGPT's tensors, (5,) fp64 in host memory, complete once the device has passed `end`
+    values: Tensor  # LitGPT's tensors, (5,) fp64 in host memory, which are valid after `end`
     start: Timestamp
     end: Timestamp
     validations: list[tuple[Timestamp, Timestamp]]  # between start and end
@@ -40,13 +40,14 @@ class Reading:
 class Monitor(Callback):
     """Logs loss, gradient norm, learning rate, throughput, MFU and memory every trainer.log_every_n_steps steps.
 
-    Each log makes one copy from the device to the host; training makes no other copy. The host reads the copy after it
-    has launched the next micro-batch, so the device never waits. Validations, checkpoints and the end of a run read it
-    first. `latest` holds the newest value of each metric, and `latest_step` the step of the newest log.
-    Every log contains `tokens`, the number of tokens seen so far, which is the x-axis in W&B. perf/* covers the steps
-    since the last log, without validation. perf/mfu is absent if the device's peak is unknown.
-    train/skipped_steps counts the skipped optimizer steps (see LitGPT).
-    max_skipped_steps: the number of consecutive skipped steps that ends the run, at the next log; None sets no limit.
+    A log needs one copy from the device to the host. Training makes no other copies. The host reads this copy after it
+    has launched the next micro-batch, so the device never waits for the host. Validations, checkpoints and the end of a
+    run first finish the pending log.
+    `latest` holds the newest value of each metric. `latest_step` is the step of the newest log. Every log contains
+    `tokens`, the number of tokens that were trained on so far, which is the x-axis in W&B. The metrics perf/* cover the
+    steps since the previous log, without validation. perf/mfu is missing if the device's peak FLOP/s are unknown.
+    train/skipped_steps is the number of skipped optimizer steps (see LitGPT).
+    max_skipped_steps: the run ends at the next log after this number of consecutive skipped steps; None for no limit.
     Units: losses in nats per label, tokens_per_s over all devices, step_ms in milliseconds, *_gib in GiB on rank 0.
     """
 
@@ -54,14 +55,14 @@ class Monitor(Callback):
         self.tokens_per_step, self.max_skipped_steps = seq_len * batch_size, max_skipped_steps
         self.latest: dict[str, float] = {}
         self.latest_step = 0
-        self.has_diverged = False  # found while another exception ended the run
+        self.has_diverged = False  # set if it is found while another exception ends the run
         self._rates: list[float] = []
         self._lr = 0.0
         self._reading: Reading | None = None  # not logged yet
         self._validations: list[tuple[Timestamp, Timestamp]] = []  # since the last reading
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        gc.collect()  # an earlier run of a sweep may have left its memory in a reference cycle
+        gc.collect()  # in a sweep, an earlier run may have left GPU memory in a reference cycle
         if pl_module.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(pl_module.device)
@@ -71,7 +72,7 @@ class Monitor(Callback):
         self._validations.clear()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        self._lr = optimizer.param_groups[0]["lr"]  # read now: the scheduler changes it before the step is logged
+        self._lr = optimizer.param_groups[0]["lr"]  # the scheduler changes it before the log
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -85,7 +86,7 @@ class Monitor(Callback):
         assert isinstance(pl_module, LitGPT)
         steps_skipped = [pl_module.skipped_steps, pl_module.longest_skip]
         measured = [pl_module.step_loss, pl_module.step_grad_norm, pl_module.step_squared_lengths, *steps_skipped]
-        # the copy goes to pinned memory, so the host does not wait for it
+        # the host does not wait for this copy, because it goes to pinned memory
         values = torch.stack([x.double() for x in measured]).to("cpu", non_blocking=True)
         end = Timestamp(pl_module.device)
         self._reading = Reading(
@@ -96,9 +97,10 @@ class Monitor(Callback):
         self._validations.clear()
 
     def log_reading(self, trainer: L.Trainer) -> None:
-        """Logs the last step to be logged unless that is done. Waits until the device has finished that step.
+        """Finishes a pending log, if there is one: waits until the device has finished the step, and logs its values.
 
-        All ranks must call it at the same point of a run. Raises: DivergedError.
+        All ranks must call log_reading at the same point of a run.
+        Raises: DivergedError if max_skipped_steps or more consecutive steps were skipped.
         """
         reading, self._reading = self._reading, None
         if reading is None:
@@ -127,7 +129,7 @@ class Monitor(Callback):
             },
         )
         if self.max_skipped_steps is not None and longest_skip >= self.max_skipped_steps:
-            wait_for_other_ranks(trainer)  # all ranks get here at the same step
+            wait_for_other_ranks(trainer)  # all ranks raise this error at the same step
             raise DivergedError(
                 f"the gradients of {longest_skip:.0f} consecutive optimizer steps were not finite, by step "
                 f"{reading.step}; these steps were skipped. Try a lower optimizer.lr, or increase "
@@ -146,8 +148,9 @@ class Monitor(Callback):
         self.log_reading(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # The device may have failed, or may wait forever for a rank that has failed. An error here must not replace the
-        # exception that ended the run, nor keep other callbacks from handling that exception.
+        # The device may have failed, or may wait forever for a rank that has failed. The exception that ended the run
+        # must
+        # not be replaced by another error, so that other callbacks can handle it.
         try:
             alone = trainer.world_size == 1 or isinstance(exception, SIGTERMException)
             if self._reading is not None and (alone or self._reading.end.passed()):
@@ -160,7 +163,8 @@ class Monitor(Callback):
         self._reading = None
 
     def summary(self) -> dict[str, float]:
-        """Returns the newest value of each metric. tokens_per_s is the median, so slow first steps hardly matter."""
+        """Returns the newest value of each metric, but for tokens_per_s the median, so slow first steps hardly matter.
+        """
         return self.latest | ({"perf/tokens_per_s": statistics.median(self._rates)} if self._rates else {})
 
     def _log(self, trainer: L.Trainer, step: int, metrics: dict[str, float]) -> None:
@@ -177,7 +181,7 @@ def monitor_of(trainer: L.Trainer) -> Monitor:
 
 
 def utilisation(flops_per_s: float, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Returns perf/mfu, the model FLOP/s of one device divided by its peak, or an empty dict if the peak is unknown."""
+    """Returns perf/mfu: one device's model FLOP/s divided by its peak. Returns an empty dict if the peak is unknown."""
     peak = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
     return {"perf/mfu": flops_per_s / peak} if peak else {}
 
@@ -193,5 +197,5 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def results(trainer: L.Trainer) -> dict[str, float]:
-    """Returns a run's metrics. They include oom=1 if it ran out of memory."""
+    """Returns a run's metrics. If the run was out of memory, the metrics include oom=1."""
     return monitor_of(trainer).summary()

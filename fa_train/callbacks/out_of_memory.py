@@ -1,4 +1,4 @@
-"""Records that a run ran out of memory."""
+"""Records in the logs that a run was out of memory."""
 
 import sys
 
@@ -11,7 +11,7 @@ from fa_train.callbacks.monitor import memory, monitor_of
 
 
 class OutOfMemory(Callback):
-    """Logs oom=1 if a run runs out of memory, and prints one line that suggests what to change."""
+    """If a run is out of memory, logs oom=1 and prints one line that suggests changes of settings."""
 
     def __init__(self, seq_len: PositiveInt, micro_batch_size: PositiveInt, attention: str) -> None:
         self.seq_len, self.micro_batch_size, self.attention = seq_len, micro_batch_size, attention
@@ -25,7 +25,7 @@ class OutOfMemory(Callback):
         print(f"error: out of memory: {self.advice(memory(pl_module.device)['perf/peak_gib'])}", file=sys.stderr)
 
     def advice(self, peak_gib: float) -> str:
-        """Returns a message that says what did not fit and what to change."""
+        """Returns a message that names the settings that did not fit in memory, and suggests changes."""
         changes = [] if self.attention == "flash" else ["attention=flash"]
         changes += [f"data.micro_batch_size={self.micro_batch_size // 2}"] if self.micro_batch_size > 1 else []
         changes += ["a smaller seq_len or model"]
@@ -36,5 +36,5 @@ class OutOfMemory(Callback):
 
 
 def is_out_of_memory(exception: BaseException) -> bool:
-    """Returns whether the GPU or the host ran out of memory. For the host, torch raises a RuntimeError."""
+    """Returns whether the GPU or the host was out of memory. For host memory, torch raises a RuntimeError."""
     return isinstance(exception, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(exception)

@@ -1,4 +1,4 @@
-"""Shows progress as a bar over optimizer steps, or as one line per log."""
+"""Shows the progress of training: a bar over optimizer steps, or without a terminal one line per log."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from fa_train.callbacks.monitor import monitor_of
 
 
 class StepProgress(ProgressBar):
-    """A progress bar over optimizer steps with the latest metrics. Without a terminal, it prints one line per log.
+    """A progress bar over optimizer steps with the latest metrics. Without a terminal, prints one line per log.
 
-    Lightning's own bars count micro-batches: with 4 micro-batches per step, 40 steps end at "160/40". They also print
-    no metrics without a terminal.
+    Lightning's progress bars count micro-batches. With 4 micro-batches per step, they end 40 steps at "160/40". Without
+    a terminal, they print no metrics.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class StepProgress(ProgressBar):
         self._show(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._show(trainer)  # Monitor has just logged the last training step
+        self._show(trainer)  # Monitor has already logged the training step
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._show(trainer)
@@ -72,7 +72,7 @@ class StepProgress(ProgressBar):
 
 
 def describe(metrics: dict[str, float]) -> str:
-    """Returns the main metrics as one line. Omits metrics that are not measured yet."""
+    """Returns the main metrics as one line of text. Omits metrics that have not been measured yet."""
     shown = {
         "train/loss": "loss {:.4f}",
         "val/loss": "val {:.4f}",

@@ -1,4 +1,4 @@
-"""Records a run on Weights & Biases and in result.json."""
+"""Records a run on Weights & Biases (W&B) and in the file result.json."""
 
 import json
 import traceback
@@ -14,13 +14,13 @@ from fa_train.callbacks.progress import describe
 from fa_train.checkpoints.files import CheckpointError
 from fa_train.data.packing.report import Histogram, Report
 
-if TYPE_CHECKING:  # the import takes a second
+if TYPE_CHECKING:  # importing wandb takes a second
     import wandb
     from wandb.plot import CustomChart
 
 
 class Record(Callback):
-    """Prints where a run is recorded, closes the W&B run at the end or on an error, and writes result.json."""
+    """Prints where a run is recorded. At the end or on an error, writes result.json and closes the W&B run."""
 
     def __init__(self) -> None:
         self._first_step = 0
@@ -45,7 +45,7 @@ class Record(Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         explained = not isinstance(exception, ValueError) or isinstance(exception, CheckpointError)
         if not explained and trainer.global_step > self._first_step:
-            traceback.print_exception(exception)  # not a user's mistake, which ends a run before the first step
+            traceback.print_exception(exception)  # a user's mistake would have ended the run before its first step
         self._write(trainer)
         if run := wandb_run(trainer):
             run.finish(exit_code=1)
@@ -56,7 +56,7 @@ class Record(Callback):
 
 
 def wandb_run(trainer: L.Trainer) -> "wandb.Run | None":
-    """Returns the W&B run of this process. None with another logger, and on ranks other than 0."""
+    """Returns the W&B run of this process. Returns None if another logger is used, and on all ranks except 0."""
     if not any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
         return None
     import wandb
@@ -65,7 +65,7 @@ def wandb_run(trainer: L.Trainer) -> "wandb.Run | None":
 
 
 def length_chart(histogram: Histogram) -> "CustomChart":
-    """Returns a W&B bar chart of document lengths (see `fa_train.data.packing.report.length_histogram`)."""
+    """Returns a W&B bar chart of a histogram from `fa_train.data.packing.report.length_histogram`."""
     import wandb
 
     table = wandb.Table(columns=["tokens", "documents"], data=[[f"≤ {longest:,}", n] for longest, n in histogram])

@@ -1,4 +1,4 @@
-"""Times points in a device's work without making the host wait for the device."""
+"""Measures times in a device's work without making the host wait for the device."""
 
 import time
 
@@ -6,9 +6,9 @@ import torch
 
 
 class Timestamp:
-    """A point in a device's work: the end of what the host has launched so far.
+    """A point in a device's work: the end of all work that the host has launched so far.
 
-    A GPU notes the time itself when it gets there. A CPU is there already.
+    A GPU records the time when it reaches this point. A CPU has already reached it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -19,16 +19,17 @@ class Timestamp:
             self._event.record(torch.cuda.current_stream(device))
 
     def passed(self) -> bool:
-        """Returns whether the device has got here."""
+        """Returns whether the device has reached this point."""
         return self._event is None or self._event.query()
 
     def wait(self) -> None:
-        """Makes the host wait until the device gets here."""
+        """Makes the host wait until the device has reached this point."""
         if self._event is not None:
             self._event.synchronize()
 
     def seconds_since(self, earlier: "Timestamp") -> float:
-        """Returns the seconds between two points of one device, which has passed both."""
+        """Returns the seconds from `earlier` to this point of the same device, which must have reached both points.
+        """
         if self._event is None or earlier._event is None:
             return self._seconds - earlier._seconds
         return earlier._event.elapsed_time(self._event) / 1e3

@@ -1,1 +1,1 @@
-"""Evaluates a trained model: generates text from a prompt."""
+"""Evaluates a trained model by generating text from a prompt."""

@@ -1,6 +1,6 @@
 """Generates text from a prompt, token by token.
 
-Each layer caches its keys and values, so that a new token needs a forward pass over that token only.
+Each layer caches its keys and values. The forward pass for a new token therefore processes only this token.
 """
 
 import json
@@ -36,14 +36,16 @@ def generate(
     stop: Collection[int] = (),
     cached: bool = True,
 ) -> list[int]:
-    """Generates at most max_new_tokens tokens after `prompt`. The result includes the stop token, if one was generated.
+    """Generates at most max_new_tokens tokens after `prompt`. If a stop token ends the text, the result includes it.
 
-    temperature: divides the logits; 0 chooses the most likely token. top_p: samples from the smallest set of most
-    likely tokens whose probabilities sum to at least top_p. stop: tokens that end the text.
-    seed: equal seeds give equal tokens on the same device. torch's global random state does not change.
-    cached: False computes all tokens again for each new token. A model with rope_type=dynamic never uses the cache,
-    because its rotations depend on the total length.
-    Raises: ValueError if an argument is out of range, or learned positions do not reach the end of the text.
+    temperature: divides the logits. If temperature is 0, the most likely token is chosen.
+    top_p: samples from the smallest set of most likely tokens whose probabilities sum to at least top_p.
+    stop: tokens that end the text.
+    seed: on the same device, the same seed gives the same tokens. torch's global random state does not change.
+    cached: whether to use a KV cache. Without a cache, all tokens are computed again for each new token. A model with
+    rope_type=dynamic never uses the cache, because its rotations depend on the total length.
+    Raises: ValueError if an argument is out of range, or the model has fewer learned positions than the text can have
+    tokens.
     """
     _require_settings(prompt, model.config.vocab_size, max_new_tokens, temperature, top_p)
     longest = len(prompt) + max_new_tokens
@@ -65,11 +67,12 @@ def generate(
 
 
 class CachedAttention:
-    """The attention of one layer with a key-value cache. The first call gets the prompt, and each later call one token.
+    """The attention of one layer with a KV cache. The first call gets the prompt. Each later call gets one token.
 
-    attention: the layer's attention, used for the prompt. If it is `flash_attention`, later tokens use
-    flash_attn_with_kvcache. Otherwise they use plain torch.
-    window: in tokens, including the query; None means all. capacity: the maximum number of cached tokens.
+    attention: the layer's attention function, used for the prompt. If it is `flash_attention`, later tokens use
+    flash_attn_with_kvcache. With any other function, later tokens use naive_attention.
+    window: the number of tokens that a query sees, including its own, or None for all tokens.
+    capacity: the maximum number of cached tokens.
     """
 
     def __init__(self, attention: Attention, window: int | None, capacity: int) -> None:
@@ -93,7 +96,7 @@ class CachedAttention:
         if self.length == 0:
             self.k, self.v = (x.new_zeros(self.capacity, *x.shape[1:]) for x in (k, v))
             self._append(k, v)
-            known = {name: value for name, value in scores.items() if value}  # a custom attention may lack options
+            known = {name: value for name, value in scores.items() if value}  # only options that are set
             return self.attention(q, k, v, schedule, **known)
         assert q.shape[0] == 1
         if self.is_flash:
@@ -120,9 +123,9 @@ class CachedAttention:
 class Sample:
     """Prints the model's answer to one chat, and appends it to samples.jsonl in the run's folder.
 
-    chats: a path as in data.path. The prompt is the first held-out chat up to its first trained answer, or the first
-    chat if none is held out. If no chat has a message before its first trained answer, nothing is sampled.
-    Decoding is greedy, up to max_new_tokens.
+    chats: the path of the chats, as in data.path. The prompt consists of a chat's messages before the first answer that
+    the model is trained on. It comes from the first held-out chat, or from the first chat if no chat is held out. If no
+    chat has such messages, nothing is sampled. The most likely tokens are chosen, at most max_new_tokens.
     """
 
     def __init__(self, chats: str, tokenizer: str, chat_template: str | None, max_new_tokens: PositiveInt) -> None:
@@ -130,7 +133,7 @@ class Sample:
         self.max_new_tokens = max_new_tokens
 
     def __call__(self, trainer: Any, lit_gpt: Any) -> None:
-        """Samples on rank 0. trainer, lit_gpt: Lightning's trainer, and the LitGPT with its model on the device."""
+        """Samples on rank 0. trainer: Lightning's trainer. lit_gpt: the LitGPT, whose model must be on the device."""
         sampled = sampled_chat(self.chats) if trainer.is_global_zero else None
         if sampled is None:
             return
@@ -149,10 +152,10 @@ class Sample:
 
 
 def sampled_chat(path: str) -> tuple[list[Message], list[dict[str, Any]] | None] | None:
-    """Returns the messages before the first trained answer of a chat, and the chat's tools.
+    """Returns the messages of a chat before the first answer that the model is trained on, and the chat's tools.
 
-    The chat is the first held-out one, or the first one if none is held out. Returns None if no chat has a message
-    before its first trained answer.
+    The chat is the first held-out chat, or the first chat if no chat is held out. Chats without a message before such
+    an answer are skipped. Returns None if all chats are skipped.
     """
     first = None
     for key, chat in ChatCorpus(path).documents():
@@ -165,7 +168,7 @@ def sampled_chat(path: str) -> tuple[list[Message], list[dict[str, Any]] | None]
 
 
 def chat_prompt(encoder: ChatEncoder, messages: list[Message], tools: list[Any] | None) -> list[int]:
-    """Returns the tokens of a chat up to the start of the assistant's answer, rendered with the encoder's template."""
+    """Returns the tokens of messages that are rendered with the encoder's template, up to the start of the answer."""
     assert isinstance(encoder.tokenizer, HFTokenizer)
     hf = encoder.tokenizer.hf
     text = hf.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
@@ -173,7 +176,7 @@ def chat_prompt(encoder: ChatEncoder, messages: list[Message], tools: list[Any] 
 
 
 def stop_tokens(model: GPT, eos_id: int | None) -> set[int]:
-    """Returns the tokens that end a text: the tokenizer's eos, and those in the model's generation_config.json."""
+    """Returns the tokens that end a text: the tokenizer's eos and eos_token_id in generation_config.json."""
     config = None if model.origin is None else model.origin.generation_config
     named = (config or {}).get("eos_token_id")
     return {i for i in (eos_id, *(named if isinstance(named, list) else [named])) if i is not None}
@@ -183,8 +186,8 @@ def stop_tokens(model: GPT, eos_id: int | None) -> set[int]:
 def _evaluating(model: GPT, capacity: int | None) -> Iterator[None]:
     """Prepares the model for generation, and restores it at the end.
 
-    During generation the model has no dropout, runs in eager mode and computes only the last token's logits. capacity:
-    the number of tokens that each layer's cache can hold; None means no cache.
+    During generation, the model has no dropout, runs in eager mode and computes only the logits of the last token.
+    capacity: the maximum number of tokens in each layer's cache, or None for no cache.
     """
     was_training = model.training
     layers = [block.attention for block in model.blocks if isinstance(block, Block)]
@@ -195,7 +198,7 @@ def _evaluating(model: GPT, capacity: int | None) -> Iterator[None]:
         for layer, window in zip(layers, model.windows, strict=True):
             layer.attention = CachedAttention(layer.attention, window, capacity)
     try:
-        with torch.compiler.set_stance("force_eager"):  # otherwise each length would be compiled
+        with torch.compiler.set_stance("force_eager"):  # a compiled model would be compiled for each length
             yield
     finally:
         last_only.remove()
