@@ -20,7 +20,7 @@ from fa_train.run_config import check, in_sweep
 
 MISTAKES = ValueError, DivergedError, HydraException, OmegaConfBaseException  # reported in one line
 OmegaConf.register_new_resolver("auto_preset", lambda: "gpu" if has_gpu() else "cpu", replace=True)
-OmegaConf.register_new_resolver("run_folder", settings.run_folder, replace=True)  # checks the name before a folder exists
+OmegaConf.register_new_resolver("run_folder", settings.run_folder, replace=True)  # checks run_name first
 OmegaConf.register_new_resolver(
     "sweep_group", lambda: HydraConfig.get().sweep.dir if in_sweep() else None, replace=True
 )

@@ -1,5 +1,4 @@
-"""The LightningModule: trains a GPT on next-token loss, averaged over all labels of an optimizer step.
-"""
+"""The LightningModule: trains a GPT on next-token loss, averaged over all labels of an optimizer step."""
 
 from collections.abc import Callable
 from typing import Any

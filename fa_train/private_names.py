@@ -1,5 +1,4 @@
-"""Access to private names of other packages. If a name does not exist, the error names the package version to install.
-"""
+"""Access to private names of other packages. If a name does not exist, an error names the version to install."""
 
 from collections.abc import Iterable
 from importlib.metadata import version

@@ -133,8 +133,7 @@ HYDRA_KEYS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys that a node accepts: their type hints, which keys are required, and whether any other key is accepted.
-    """
+    """The keys that a node accepts: their type hints, which are required, and whether any other key is accepted."""
 
     hints: Mapping[str, Any]
     required: frozenset[str]

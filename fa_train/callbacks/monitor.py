@@ -163,8 +163,7 @@ class Monitor(Callback):
         self._reading = None
 
     def summary(self) -> dict[str, float]:
-        """Returns the newest value of each metric, but for tokens_per_s the median, so slow first steps hardly matter.
-        """
+        """Returns the newest value of each metric. For tokens_per_s, returns the median of all logs."""
         return self.latest | ({"perf/tokens_per_s": statistics.median(self._rates)} if self._rates else {})
 
     def _log(self, trainer: L.Trainer, step: int, metrics: dict[str, float]) -> None:
