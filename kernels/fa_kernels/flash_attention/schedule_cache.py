@@ -10,8 +10,8 @@ import torch
 
 from fa_kernels.torch_private import current_stream_address, may_have_dispatch_mode
 
-# The schedule of a call with more queries and keys than this is not cached, because the GPU works on the call for
-# longer than the host needs to build the schedule.
+# A schedule for more queries and keys than this is not cached. The GPU then works for longer than the host needs to
+# build the schedule.
 MAX_TOKENS = 2**18
 MAX_SCHEDULES = 8
 

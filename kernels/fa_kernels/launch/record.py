@@ -9,12 +9,12 @@ tensors.
 the call allocates and the arguments of each `launch`, and finds the tensor that each address belongs to. Later calls
 with the same key allocate tensors, insert the new addresses and call the launchers of the compiled kernels directly.
 
-A recording belongs to one key, one stream and one device. A call is neither recorded nor repeated in these cases: an
-address is not a multiple of 16 bytes, a CUDA graph is being captured (graphs need their own work counters), a tool has
-launch hooks, this version of Triton is untested, or FA_TRAIN_REPLAY=0. A call cannot be recorded if it runs an operator
-of torch, or if it uses an address of an unknown tensor or of two overlapping tensors. If recording a call fails, all
-later calls with its key run without recording. Tile tables and other module globals are not part of a key: call
-`forget()` after changing them.
+A recording belongs to one key, one stream and one device. No call is recorded or repeated if a tool has launch hooks,
+if this version of Triton is untested, or if FA_TRAIN_REPLAY=0. A call also runs normally if an address is not a
+multiple of 16 bytes, or if a CUDA graph is being captured, because graphs need their own work counters. A call cannot
+be recorded if it runs an operator of torch, or if it uses an address of an unknown tensor or of two overlapping
+tensors. If recording a call fails, all later calls with its key run without recording. Tile tables and other module
+globals are not part of a key: call `forget()` after changing them.
 """
 
 import logging
@@ -294,8 +294,8 @@ def _arguments(
 ) -> list[tuple[Callable[..., None], tuple[Any, ...]]] | None:
     """Returns, for each launch, the function that launches the kernel and the kernel's arguments.
 
-    Returns None if the recording does not fit the addresses: an address is not aligned, so that Triton would launch a
-    different kernel, or two addresses differ that were equal in the recorded call.
+    Returns None if an address is not aligned, because Triton would then launch a different kernel. Also returns None if
+    two addresses differ that were equal in the recorded call.
     """
     if any(address % ALIGNMENT for address in addresses):
         return None

@@ -72,7 +72,7 @@ class Prepared(NamedTuple):
     rows: Tensor  # (2, n_heads, padded) fp32: first lse in log2 units, or +inf for rows that see no key; then delta
     delta: Tensor | None  # (n_heads, total_q) fp32: the result of attention_delta
     dq_sum: Tensor | None  # fp32 zeros, in the layout that the module docstring describes
-    semaphores: Tensor | None  # int32, one per block of 64 queries of a head (order.py)
+    semaphores: Tensor | None  # int32 semaphores, one per block of 64 queries of a head (order.py)
 
 
 def prepare(

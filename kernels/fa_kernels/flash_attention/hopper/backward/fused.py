@@ -13,8 +13,8 @@ Each place in the ring buffer of dS has an mbarrier `full` (both consumers have 
 The kernel cannot deadlock. Let j count the steps of all items of a program. dS of step j waits for Q and dO of step j
 and for dQ of step j - DS_STAGES. With the option `ahead`, dS of step j also waits for Q of step j + 1. dQ of step j
 waits for dS of step j and for earlier dQ tiles to leave their buffers. Loads for step j wait for the consumers to
-finish step j - STAGES. The first unfinished step can therefore always continue, if STAGES is at least 2 with `ahead`.
-The loads of K and V of an item wait until dK and dV of the item before last are stored.
+finish step j - STAGES. The first unfinished step can therefore always continue, but `ahead` requires STAGES >= 2. The
+loads of K and V of an item wait until dK and dV of the item before last are stored.
 
 A thread has 208 registers in consumers, 72 in the dQ warpgroup and 24 in the producer. ptxas puts accumulators at R24
 and above, and leaves the last two registers unused. At head_dim 128, the accumulators dK, dV, S and dP together would
@@ -115,7 +115,7 @@ def _bwd_kernel(
     barriers = new_item_barriers(STAGES, ITEMS)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
     ds_bufs = gl.allocate_shared_memory(q_desc.dtype, [DS_STAGES, BLOCK_N, BLOCK_M], ds_layout)
-    # There are two buffers for dQ tiles in flight. If a head has two column blocks, each block has one of them.
+    # Two buffers hold dQ tiles in flight. If a head has two column blocks, each column block has one buffer.
     sums = (Sum(sum_desc, new_buffer(sum_desc, SUMS if sum_2_desc is None else 1)),)
     queue, dq_order = None, None
     if counter_ptr is not None:

@@ -65,7 +65,7 @@ class Work:
 
 @structure
 class Keys:
-    """The values of a consumer's 64 keys that every step uses: K, V, and the queries that see the keys."""
+    """The values of a consumer's 64 keys that every step uses, namely K, V, and the queries that see each key."""
 
     k: tuple  # [64, columns] for each column block, in registers or in shared memory
     v: tuple

@@ -216,8 +216,8 @@ def with_all_columns(buffers, descs):
 def new_item_barriers(STAGES: gl.constexpr, ITEMS: gl.constexpr):
     """Returns initialised mbarriers.
 
-    TMA arrives at full mbarriers, and all threads of both consumers at empty mbarriers.
-    If ITEMS is 1, nothing waits for kv_empty, so kv_empty is the same mbarrier as kv_full. A kernel must use every
+    TMA arrives at the mbarriers named full, and all threads of both consumers arrive at the mbarriers named empty. If
+    ITEMS is 1, nothing waits for kv_empty, so kv_empty is the same mbarrier as kv_full. A kernel must use every
     mbarrier that it allocates (barriers.py).
     """
     kv_full = new_barriers(ITEMS)

@@ -1,10 +1,10 @@
 """The dQ order: tiles of keys add to dQ in ascending order, so that every run gives the same bits.
 
-Each block of 64 queries of a head has a semaphore in global memory. After a tile of keys has added to dQ of the block,
-and the sum has reached memory, the tile's program writes the number of the tile to the semaphore. Tile t waits until
-the semaphore is at least t - 1 before it adds to dQ. The start and the end of the range of queries that sees a key
-never decrease from one key to the next, so the tiles that add to one block have consecutive numbers. Tile t therefore
-waits only if tile t - 1 adds to the same block.
+Each block of 64 queries of a head has a semaphore in global memory. When a program has added its tile of keys to dQ of
+the block, and the sum has reached memory, it writes the tile's number to the semaphore. Tile t waits until the
+semaphore is at least t - 1 before it adds to dQ. The start and the end of the range of queries that sees a key never
+decrease from one key to the next. The tiles that add to one block therefore have consecutive numbers. Tile t waits only
+if tile t - 1 adds to the same block.
 
 The kernel cannot deadlock: a tile waits only for an earlier tile that will add to the same block, and semaphores never
 decrease. Programs have one tile each and start in ascending order, so the first unfinished tile waits for nothing.
