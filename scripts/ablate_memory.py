@@ -3,7 +3,7 @@
     python -m scripts.ablate_memory                                        # gpt2 on a GPU, nano on a CPU
     python -m scripts.ablate_memory --model llama_1b --seq-lens 1024 4096 16384 --out runs/ablate_memory/llama
     python -m scripts.ablate_memory --only step --attentions naive flash memory=full model.n_layers=6 --no-wandb
-    python -m scripts.ablate_memory --only attention --n-heads 16 32 --head-dims 64 128 --dtypes bf16 fp32
+    python -m scripts.ablate_memory --only attention --head-dims 64 128 --dtypes bf16 fp32    # no training step.
 
 The script makes two sweeps over the attention implementation and seq_len. The first sweep measures a training step of
 one model on one synthetic document. On a GPU, the model's blocks are compiled with torch.compile, except with chunked

@@ -1,6 +1,6 @@
 """Exports a checkpoint of train.py to a folder that transformers can load: weights, config, tokenizer and a model card.
 
-    python -m scripts.export_hf runs/nano/2026-11-21_07-32-06/checkpoints/step_0000300.ckpt exported
+    python -m scripts.export_hf runs/nano/2026-11-21_07-32-06/checkpoints/step_0000300.ckpt exported    # to exported/.
 
 A run with export=true exports its last checkpoint at its end. A run with adapter=lora or adapter=qlora is exported with
 the adapter merged into the weights. The option --adapter exports the adapter alone, in the format of peft. The

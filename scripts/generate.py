@@ -1,7 +1,7 @@
 """Generates text with a Hugging Face model (a folder or hub name) or with a checkpoint of train.py.
 
     python -m scripts.generate exported --chat "What is the capital of France?"
-    python -m scripts.generate runs/nano/<time>/checkpoints/step_0000300.ckpt --prompt "def " --temperature 0.8
+    python -m scripts.generate runs/nano/<time>/checkpoints/<step>.ckpt --prompt "def " --temperature 0.8    # samples.
 
 Without --temperature, the script always takes the most likely token. With --temperature, the same --seed gives the same
 text. Keys and values are cached. On a GPU, flash_attn_with_kvcache reads the cache. A checkpoint is first exported to a

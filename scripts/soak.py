@@ -1,4 +1,4 @@
-"""Trains for some minutes and checks that memory and speed stay constant: python -m scripts.soak [override ...]
+"""Trains for some minutes and checks that memory and speed stay constant (python -m scripts.soak [override ...]).
 
     python -m scripts.soak --minutes 9                        # the preset of this machine, on Python's own source
     python -m scripts.soak --minutes 9 model=llama_1b seq_len=32768 batch_size=1    # another model.

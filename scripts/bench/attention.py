@@ -3,7 +3,7 @@ and -4.
 
     python -m scripts.bench.attention                                  # 1k to 64k tokens, d = 64 and 128, causal
     python -m scripts.bench.attention --varlen --seqlens               # packed documents only
-    python -m scripts.bench.attention --backends naive ours --head-dims 128 --seqlens 4096 16384
+    python -m scripts.bench.attention --backends naive ours --head-dims 128 --seqlens 4096 16384    # two backends.
 
 Writes OUT.csv, OUT.md, OUT.png and OUT_rates.png. If a pass runs out of memory, the table shows that as its result.
 FlashAttention-3 (the package `fa3-fwd`, forward only) and FlashAttention-4 (the package `flash-attn-4`) are measured if

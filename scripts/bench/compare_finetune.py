@@ -4,7 +4,7 @@ losses.
     python -m scripts.bench.compare_finetune chats chats.jsonl          # writes chats about an invented island
     python train.py experiment=finetune data.path=chats.jsonl model.pretrained=path \\
         logger=csv trainer.log_every_n_steps=1
-    python -m scripts.bench.compare_finetune run runs/finetune/<time>   # a table: step, ours, transformers', difference
+    python -m scripts.bench.compare_finetune run runs/finetune/<time>   # table: step, ours, transformers', difference.
 
 Run the command in the folder from which the run was started, because paths in the run's config may be relative to it.
 

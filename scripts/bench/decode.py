@@ -1,4 +1,4 @@
-"""Measures flash_attn_with_kvcache with one new token per sequence: python -m scripts.bench.decode
+"""Measures flash_attn_with_kvcache with one new token per sequence (python -m scripts.bench.decode).
 
 Decoding spends most of its time reading K and V. Each cell of the table therefore shows the microseconds of a call, and
 the GB/s at which the call reads K and V. The columns are: one split and the automatic number of splits, each for a

@@ -1,4 +1,4 @@
-"""Measures the cost of each attention feature relative to plain causal attention: python -m scripts.bench.features
+"""Measures the cost of each attention feature relative to plain causal attention (python -m scripts.bench.features).
 
 The script times the forward and the backward of flash_attn_varlen_func on one long row (64k tokens by default) in bf16.
 The times include building the attention schedule. The column `work` is the number of visible (query, key) pairs,

@@ -1,7 +1,7 @@
 """Measures the GPU and host time of attention over packed documents that differ in every call.
 
     python -m scripts.bench.fresh_documents                 # 64k tokens in documents of 64 to 512 tokens
-    python -m scripts.bench.fresh_documents --rounds 5 --backends fa3 ours
+    python -m scripts.bench.fresh_documents --rounds 5 --backends fa3 ours    # five rounds.
 
 Every call gets new cu_seqlens with a different number of documents. No attention schedule is built in advance. Calls
 are not replayed as a CUDA graph, so the longer of host time and GPU time determines the time per call. The pass

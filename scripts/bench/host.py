@@ -1,4 +1,4 @@
-"""Measures the host time of attention calls of our implementation and of others: python -m scripts.bench.host
+"""Measures the host time of attention calls of our implementation and of others (python -m scripts.bench.host).
 
 The inputs have so few tokens that the GPU waits for the host. Inputs are bf16, attention is causal, and attention
 schedules are built in advance. The table has one column for each of five times. `forward` is a call without gradients,

@@ -1,4 +1,4 @@
-"""Compares the planner's predictions with measured peaks: python -m scripts.bench.planner [--only llama_1b]
+"""Compares the planner's predictions with measured peaks (python -m scripts.bench.planner [--only llama_1b]).
 
 Each configuration runs two training steps on one document, with the parts of a LitGPT step: forward, backward, clipping
 and optimizer. After each step, the gradients are freed. The peak is torch.cuda.max_memory_allocated. Writes OUT.md and

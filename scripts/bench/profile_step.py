@@ -1,7 +1,7 @@
 """Profiles one training step with torch.profiler: the time of each part, a trace for Perfetto, and memory by component.
 
     python -m scripts.bench.profile_step model=llama_1b seq_len=32768
-    python -m scripts.bench.profile_step model=gpt2 memory=offload hydra.run.dir=runs/profile_offload
+    python -m scripts.bench.profile_step model=gpt2 memory=offload hydra.run.dir=runs/profile_offload    # gpt2.
 
 The script takes train.py's overrides and runs train.py's model, optimizer and loop. The script sets data=synthetic,
 logger=csv and batch_size=1 (one micro-batch per step) unless the command sets them, and writes no checkpoint. In a

@@ -2,7 +2,7 @@
 
     python -m scripts.bench.step                                            # llama_1b at 8k, 32k and 128k, one GPU
     python -m scripts.bench.step --seq-lens 8192 --variants ours-none-compiled hf
-    python -m scripts.bench.step --cases 8192:ours-none 131072:hf-checkpointing model.n_layers=8
+    python -m scripts.bench.step --cases 8192:ours-none 131072:hf-checkpointing model.n_layers=8    # two cases.
 
 Each step trains on one document of seq_len random tokens. Our variants and the peer (transformers) use fp32 weights,
 bf16 autocast and the optimizer of conf/optimizer. A step of our variants is a training step of train.py: LitGPT in

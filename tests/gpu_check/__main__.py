@@ -1,4 +1,4 @@
-"""Runs every compiled form of every kernel once on a GPU, and compares it with torch: python -m tests.gpu_check
+"""Runs every compiled form of every kernel once on a GPU, and compares it with torch (python -m tests.gpu_check).
 
 The cases of the check come from the tile tables. The portable kernels run with the tile sizes of every GPU in the
 tables, and with smaller ones that `fit` finds for less shared memory. Hopper's kernels run in each of their compiled

@@ -1,6 +1,6 @@
 """Runs the Hopper kernels with warps that sleep at random near every synchronisation, and saves the results.
 
-    python -m tests.kernels.support.jittered FILE
+    python -m tests.kernels.support.jittered FILE    # writes FILE.
 
 Run the module in a new process: a kernel is compiled only once, together with the functions that it calls. At each
 synchronisation, one warp in 8 sleeps for up to 4 us. The sleeps change every order of events that the code does not

@@ -1,6 +1,6 @@
 """Runs attention under a torch that lacks one of the private names that fa_kernels.torch_private uses.
 
-    TRITON_INTERPRET=1 python -m tests.kernels.support.without_private_names
+    TRITON_INTERPRET=1 python -m tests.kernels.support.without_private_names    # on any machine.
 
 The script imports torch and triton, and then forks one process for each private name. Each process removes its name,
 imports fa_kernels, restores the name for torch itself, and compares both passes with the reference.
