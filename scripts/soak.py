@@ -4,9 +4,9 @@
     python -m scripts.soak --minutes 9 model=llama_1b seq_len=32768 batch_size=1    # another model.
 
 Every 50 steps, the run validates and writes a checkpoint. Each step trains on new documents. The first third of the run
-is warm-up and is not compared. The second and the last third must agree in three values: the median step time within
-3%, the lowest host memory within 2%, and (on a GPU) the reserved memory exactly. Host memory is summed over all
-processes of the run. Memory pages that several processes share count only once. The lowest host memory is compared,
+is warm-up and is not compared. Three values of the second and the last third must agree. The median step time may
+differ by 3%, and the lowest host memory by 2%. On a GPU, the reserved memory must be equal. Host memory is summed over
+all processes of the run. Memory pages that several processes share count only once. The lowest host memory is compared,
 because each checkpoint needs more memory for a short time. The script writes OUT.md. If the two thirds do not agree,
 the script ends with status 1.
 """

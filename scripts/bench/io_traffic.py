@@ -9,9 +9,9 @@ its own KV head. The formulas below give elements per head.
 naive, forward: 4 N^2 + 4 N d. The forward reads Q, K and writes S; reads S and writes P; reads P, V and writes O. A
 causal mask adds three transfers: it reads S, reads one byte of mask per score, and writes S.
 
-naive, backward with P kept from the forward: 7 N^2 + 8 N d. The backward reads P, dO and writes dV; reads dO, V and
-writes dP; reads dP, P and writes dS; reads dS, K and writes dQ; reads dS, Q and writes dK. A causal mask adds the same
-transfers to the backward as to the forward.
+naive, backward with P kept from the forward: 7 N^2 + 8 N d. Five kernels of the backward read and write P, dO -> dV;
+dO, V -> dP; dP, P -> dS; dS, K -> dQ; and dS, Q -> dK. A causal mask adds the same transfers to the backward as to the
+forward.
 
 flash: each query tile reads its own rows once, and reads all keys and values that its queries see. The forward of flash
 attention therefore reads K and V N / block_m times. By theorem 2 of arXiv:2205.14135, flash attention moves Theta(N^2

@@ -12,13 +12,12 @@ script tries only the table's entry and the candidates that differ from it by on
 script tries exactly the given candidates. First, several processes (--jobs) compile the candidates. After compilation,
 the script times the candidates one by one on a causal document of --seqlen tokens, with n_heads * head_dim = 2048 or
 slightly less. TFLOP/s counts the matmuls of each kernel: forward 2, dkdv 4, dk 3, dv 2, dq 3. Causal attention halves
-them. If separate kernels for dK and dV take less time than one kernel for both (dkdv), replace the table's entry dkdv
-by entries dk and dv. With --dtype float32, the script tunes the entries for 4-byte dtypes, where each product is three
-TF32 matmuls. With --dtype tf32, the script tries the same candidates with one TF32 matmul, as
-torch.backends.cuda.matmul allows. A candidate counts only if its error is at most twice torch's error, plus rounding.
-Writes OUT.md: its header, a table for each head_dim and pass, and the entries for tiles.py. Adds the fastest tiles to
-OUT.json, except with --dtype tf32. fa_kernels loads that file if the environment variable FLASH_ATTENTION_TILES names
-it.
+them. If separate kernels for dK and dV take less time than one kernel for both, give the table entries dk and dv
+instead of dkdv. With --dtype float32, the script tunes the entries for 4-byte dtypes, where each product is three TF32
+matmuls. With --dtype tf32, the script tries the same candidates with one TF32 matmul, as torch.backends.cuda.matmul
+allows. A candidate counts only if its error is at most twice torch's error, plus rounding. Writes OUT.md: its header, a
+table for each head_dim and pass, and the entries for tiles.py. Adds the fastest tiles to OUT.json, except with --dtype
+tf32. fa_kernels loads that file if the environment variable FLASH_ATTENTION_TILES names it.
 """
 
 import argparse
