@@ -84,7 +84,7 @@ def add_rms_norm(
 
     The norm is computed in fp32. Both results can be differentiated once.
     Shapes: x and added (rows, dim), weight (dim,) -> two tensors (rows, dim).
-    keep_sum: whether to save the sum for the backward pass. If False, x and added are saved.
+    keep_sum: whether to save the sum for the backward pass, instead of x and added.
     Raises: ValueError if the shapes do not fit together.
     """
     if x.dim() != 2 or added.shape != x.shape or weight.shape != x.shape[1:]:

@@ -2,7 +2,7 @@
 
 The forward and the backward pass are one kernel each. The backward kernel also computes the activations (the output of
 SwiGLU) again, and overwrites their gradient with them. The caller needs the activations for the gradient of the next
-weight, and therefore need not save them. The gradient of the input overwrites the input, or goes to a new tensor.
+weight, but need not save them. The gradient of the input overwrites the input, or goes to a new tensor.
 """
 
 import torch

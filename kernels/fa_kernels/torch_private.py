@@ -35,14 +35,14 @@ empty_strided_cuda: Callable[..., Tensor] | None = _find("_C._dynamo.guards._emp
 
 
 def may_have_dispatch_mode() -> bool:
-    """Returns whether a TorchDispatchMode is active. Returns True if this version of torch cannot tell."""
+    """Returns whether a TorchDispatchMode is active, or True if this version of torch cannot tell."""
     return _dispatch_modes is None or bool(_dispatch_modes())
 
 
 def may_be_watched() -> bool:
     """Returns whether a mode, a functorch transform, a trace or a profiler is active.
 
-    Returns True if this version of torch cannot tell.
+    If this version of torch cannot tell whether one is active, returns True.
     """
     return may_be_traced() or bool(_has_function_mode() or _profiles())
 
@@ -50,7 +50,8 @@ def may_be_watched() -> bool:
 def may_be_traced() -> bool:
     """Returns whether a TorchDispatchMode, a functorch transform or a trace is active.
 
-    While one of them is active, tensors may have no data. Returns True if this version of torch cannot tell.
+    While one of them is active, tensors may have no data. If this version of torch cannot tell whether one is active,
+    returns True.
     """
     return not _KNOWS_WATCHERS or bool(
         _dispatch_modes() or _transform_level() is not None or _tracing_state() is not None
@@ -58,7 +59,7 @@ def may_be_traced() -> bool:
 
 
 def may_have_tangents() -> bool:
-    """Returns whether forward-mode differentiation is active. Returns True if this version of torch cannot tell."""
+    """Returns whether forward-mode differentiation is active, or True if this version of torch cannot tell."""
     return getattr(forward_ad, "_current_level", 0) >= 0
 
 

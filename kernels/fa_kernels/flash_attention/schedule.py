@@ -36,7 +36,7 @@ class Schedule(NamedTuple):
     query_start: Tensor  # (total_k,)
     query_end: Tensor  # (total_k,)
     query_tiles: Tensor  # (ceil(total_q / WORK_TILE),), document by document, the longest document first
-    key_tiles: Tensor  # (ceil(total_k / WORK_TILE),), the longest document first, or ascending if documents are short
+    key_tiles: Tensor  # (ceil(total_k / WORK_TILE),), the longest document first; ascending if documents are short
     wide_query_tiles: Tensor  # (ceil(total_q / WIDE_TILE),), in the order of query_tiles
     length_class: LengthClass  # determines which kernels run; the host computes it without waiting for the GPU
     # True if there are several documents, or if tokens may follow the last document. If True, kernels isolate NaN,
@@ -52,7 +52,7 @@ class Schedule(NamedTuple):
     def from_tensors(
         cls, tensors: Sequence[Tensor], crosses_documents: bool, length_class: LengthClass = "medium"
     ) -> "Schedule":
-        """Returns the Schedule whose method `tensors` returned these tensors.
+        """Returns a Schedule with these seven tensors, in the order of `tensors`.
 
         Only the forward pass needs `length_class`.
         """
@@ -224,7 +224,7 @@ def _ends(cu_seqlens: Tensor) -> Tensor:
 
 
 def _paired(own: _Side, other: _Side) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns, for each token: start and end of its document on the other side, and the token that is aligned with it.
+    """Returns the start and the end of each token's document on the other side, and the token that is aligned with it.
 
     If `own` is the side of the queries, `other` is that of the keys, and vice versa. Shapes: three tensors (total,)
     int32, for the tokens of `own`.

@@ -1,10 +1,10 @@
 """Computes all tensors of a schedule (schedule.py) in one kernel launch.
 
-With torch operators, a schedule takes more than thirty launches, whose host time is longer than the GPU's time for
-attention over short documents. In this kernel, each program computes either the ranges of some tokens, or the positions
-of some tiles in one order of tiles. A binary search in cu_seqlens finds the document of a token. A tile's position is
-the number of tiles that come before it, so nothing is sorted. Each program finds the documents of all tiles, so
-programs do not communicate.
+To compute a schedule, torch needs more than thirty operators. These operators take more host time than attention over
+short documents takes on the GPU. In this kernel, each program computes either the ranges of some tokens, or the
+positions of some tiles in one order of tiles. A binary search in cu_seqlens finds the document of a token. A tile's
+position is the number of tiles that come before it, so nothing is sorted. Each program finds the documents of all
+tiles, so programs do not communicate.
 
 No number of documents or tokens is a compile-time constant, so one compiled kernel serves all batches.
 """

@@ -114,7 +114,7 @@ _TILES_OF_4_BYTES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm80", 256, "dq"): TileConfig(16, 16, 8, 1),
 }
 
-# The bytes of shared memory per program, on the smallest GPU that uses the tiles of an architecture.
+# The shared memory per program in bytes, on the GPU of each architecture that has the least shared memory.
 SHARED_LIMIT: dict[Arch, int] = {"sm80": 99 * 1024, "sm90": 227 * 1024, "sm100": 227 * 1024}
 
 

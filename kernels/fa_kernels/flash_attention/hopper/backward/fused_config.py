@@ -69,7 +69,7 @@ def config_of(
 
 @cache
 def _variant(config: FusedConfig, ordered: bool, late_lse: bool) -> FusedConfig:
-    """Returns `config` with the changes that an ordered dQ or a late read of lse requires.
+    """Returns `config`, changed for an ordered dQ (`ordered`) or for a read of lse after the wait for dO (`late_lse`).
 
     With `ordered`, each program has only one work item. An item from a queue could wait for a program that has not
     started.

@@ -30,7 +30,7 @@ from fa_kernels.flash_attention.hopper.primitives.ring import new_barriers, plac
 from fa_kernels.flash_attention.hopper.primitives.structure import structure
 
 NO_TILE = gl.constexpr(-1)  # the value of a semaphore when a launch starts
-_PLACES = gl.constexpr(2)  # the most steps whose dQ is in memory but whose semaphores are not yet set
+_PLACES = gl.constexpr(2)  # the maximum number of steps whose dQ is in memory, but whose semaphores are not yet set
 
 
 @structure
@@ -88,8 +88,8 @@ def wait_for_order(
 def note_added(dq_order, step, PENDING: gl.constexpr):
     """Signals that dQ of `step` is in memory. The dQ warpgroup calls this function.
 
-    If `step` is -1, it gives no signal.
-    Before the signal, the function waits until at most PENDING TMA operations, those of later steps, are incomplete.
+    If `step` is -1, the function gives no signal. Before the signal, the function waits until at most PENDING TMA
+    operations, those of later steps, are incomplete.
     """
     asm: gl.constexpr = f"cp.async.bulk.wait_group {PENDING}; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(asm, "=r,~{memory}", [], gl.int32, False, 1)

@@ -2,8 +2,8 @@
 
 Program i processes item i first, and then draws tickets from a counter in global memory. Ticket t stands for item
 (number of programs) + t. A program stops when its ticket stands for no item. A launch draws as many tickets as it has
-items. A program draws no ticket for its first item, but one last ticket without an item. The warp that draws the last
-ticket resets the counter to 0 for the next launch.
+items. A program draws no ticket for its first item, but draws one last ticket for which no item is left. The warp that
+draws the last ticket resets the counter to 0 for the next launch.
 
 One warp of a program draws tickets, and posts each item, as up to 32 integers, in one of two slots in shared memory.
 The warpgroups that read the slots wait only for an mbarrier, not for global memory.
