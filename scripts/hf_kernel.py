@@ -5,10 +5,10 @@
     from kernels import get_local_kernel
     flash_attn_func = get_local_kernel(Path("fa-kernels")).flash_attn_func
 
-The folder may be uploaded as a kernel repository. Its variant torch-universal is a copy of kernels/fa_kernels for every
-version of torch, CUDA and Python that the sources support. As the format demands, imports in the copy are relative, and
-its torch operators have a namespace of their own. The namespace contains a hash of the sources, so several versions,
-and fa_kernels itself, can be loaded in one process.
+The folder may be uploaded as a kernel repository. The folder build/torch-universal is a copy of kernels/fa_kernels for
+every version of torch, CUDA and Python that the sources support. As the format demands, imports in the copy are
+relative, and the torch operators of the copy have their own namespace. The name of the namespace contains a hash of the
+sources, so one process can load several versions alongside fa_kernels.
 
 Source: huggingface.co/docs/kernels/v0.17.0/kernel-requirements.
 """
@@ -26,7 +26,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "kernels" / "fa_kernels"
 NAME = "fa-kernels"
-VERSION = 0  # the format's number for an interface that may still change
+VERSION = 0  # the format requires a number; 0 means that the interface may still change
 ARCHITECTURES = ("8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1")  # those of fa_kernels/device.py
 OTHER_FUNCTIONS = "\nfrom . import rmsnorm as rmsnorm, rotary as rotary, swiglu as swiglu\n"
 
@@ -76,7 +76,7 @@ def write_kernel(folder: Path) -> Path:
 
 
 def relocated(text: str, path: Path, namespace: str) -> str:
-    """Returns the source of the module `path` of fa_kernels with relative imports and operators in `namespace`.
+    """Returns the source of the module `path` of fa_kernels, with relative imports, and with operators in `namespace`.
 
     Operator a::b becomes namespace::a_b.
     """

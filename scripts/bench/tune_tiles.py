@@ -306,7 +306,7 @@ def tiles_to_load(results: list[Result], arch: Arch) -> dict[tuned_tiles.Key, tu
     return {
         (head_dim, direction, itemsize): astuple(result.candidate.tiles)
         for (head_dim, direction), result in best(results).items()
-        if result.candidate.products != "tf32"  # tiles for one TF32 product are not for the table
+        if result.candidate.products != "tf32"  # tiles for one TF32 product do not belong in the table
         and head_dim in HEAD_DIMS
         and is_listed(arch, head_dim, direction, itemsize := ITEMSIZE[result.candidate.products])
     }

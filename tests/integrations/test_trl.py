@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer with packing and a LoRA of peft, unchanged, on models that use this project's attention."""
+"""Tests TRL's unchanged SFTTrainer, with packing and peft's LoRA, on models that use this project's attention."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.support.tolerance import assert_as_accurate
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
 
-LENGTHS = 7, 4, 9  # of documents, in words; one token is added to each
+LENGTHS = 7, 4, 9  # words per document; each document gets one additional token
 STEPS = 2
 
 
@@ -43,7 +43,9 @@ def trainer_of(model: Any, folder: str) -> Any:
 
 
 def logits_and_gradients(model: Any, weight: Tensor, *parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns the logits of the inputs `parts` end to end, and the trained weights' gradients of sum(logits * weight).
+    """Joins the inputs `parts` end to end.
+
+    Returns the logits, and the gradients of sum(logits * weight) for the trained weights.
 
     Each gradient is relative to its largest element.
     """
@@ -57,7 +59,7 @@ def logits_and_gradients(model: Any, weight: Tensor, *parts: dict[str, Tensor]) 
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        # every token goes to every expert, so that one document does not change the matmuls of another
+        # If every token goes to every expert, one document does not change the matmuls of another.
         pytest.param("gpt_oss-sinks", {"num_experts_per_tok": 2}, id="gpt_oss"),
         pytest.param("gemma3-windows", {}, id="gemma3"),
     ],

@@ -1,6 +1,6 @@
 """Tests the compiled kernels with thousands of combinations of shape, mask and feature.
 
-Each test runs 55 of these combinations.
+Each test runs 55 combinations of shape, mask and feature.
 
 Each combination is compared with dense attention, forward and backward (see support/attention_check.py). Every pair of
 lengths is combined with every mask. Features, head counts and layouts alternate from one combination to the next. The
@@ -92,7 +92,7 @@ def check(dtype, width, pair, mask, heads, names, layout, generator) -> dict[str
         (total_q, n_heads, v_head_dim),
     ]  # fmt: skip
     inputs = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
-    if layout == "strided":  # each head is a slice of a wider one; TMA reads it in place
+    if layout == "strided":  # each head is a slice of a wider one, which TMA reads in place
         inputs[:3] = [torch.cat([x, x], dim=2)[..., : x.shape[2]] for x in inputs[:3]]
         if total_q % 2:
             inputs[0] = inputs[0].transpose(0, 1).contiguous().transpose(0, 1)

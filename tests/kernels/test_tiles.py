@@ -1,4 +1,4 @@
-"""A launch uses the tile sizes of the table. If these do not fit, a launch uses smaller ones and warns once."""
+"""A launch uses the tile sizes of the table. If those do not fit, smaller ones are used, with one warning."""
 
 import warnings
 

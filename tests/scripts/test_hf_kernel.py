@@ -1,4 +1,4 @@
-"""scripts/hf_kernel.py: the folder loads as a kernel of Hugging Face's package `kernels`, alongside fa_kernels."""
+"""Tests scripts/hf_kernel.py: Hugging Face's package `kernels` can load the written folder, alongside fa_kernels."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from fa_kernels import device, flash_attn_func
 from scripts.hf_kernel import ARCHITECTURES, relocated, write_kernel
 from tests.support.operators import Operators
 
-FOUND = find_spec("kernels")  # this repository's folder of that name has no origin
+FOUND = find_spec("kernels")  # the folder of this repository with that name has no origin
 INSTALLED = FOUND is not None and FOUND.origin is not None
 
 
@@ -29,7 +29,7 @@ def name_of(variant: Path) -> str:
 
 
 def load_file(variant: Path) -> ModuleType:
-    """Loads the kernel like `kernels` 0.17 does."""
+    """Loads the written kernel as `kernels` 0.17 does."""
     name = name_of(variant)
     spec = spec_from_file_location(name, variant / "__init__.py")
     assert spec is not None and spec.loader is not None
@@ -39,7 +39,7 @@ def load_file(variant: Path) -> ModuleType:
 
 
 def load_older(variant: Path) -> ModuleType:
-    """Loads the kernel like older versions of `kernels` do."""
+    """Loads the written kernel as older versions of `kernels` do."""
     spec = spec_from_file_location("older", variant / "fa_kernels" / "__init__.py")
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
