@@ -148,9 +148,8 @@ class Monitor(Callback):
         self.log_reading(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # The device may have failed, or may wait forever for a rank that has failed. The exception that ended the run
-        # must
-        # not be replaced by another error, so that other callbacks can handle it.
+        # The device may have failed, or may wait forever for a failed rank. An error here must not replace the
+        # exception that ended the run, because other callbacks must still handle that exception.
         try:
             alone = trainer.world_size == 1 or isinstance(exception, SIGTERMException)
             if self._reading is not None and (alone or self._reading.end.passed()):

@@ -1,1 +1,1 @@
-"""Writes checkpoints under another name and renames them when they are complete. Checks checkpoints before use."""
+"""Writes each checkpoint under a temporary name and renames it when it is complete. Checks checkpoints before use."""

@@ -20,7 +20,8 @@ PREFIX = "model."  # the prefix of the GPT's weight names in LitGPT's state_dict
 def drop_base(model: GPT, checkpoint: dict[str, Any], device: torch.device) -> None:
     """Replaces frozen weights in LitGPT's checkpoint with a reference to the base model.
 
-    The reference is the base model's name, hash and vocabulary size. A model without frozen weights needs none.
+    The reference is the base model's name, hash and vocabulary size. If no weights are frozen, the checkpoint does not
+    change.
     device: the device that drew the base model's random weights. CPUs and GPUs draw different weights from the same
     seed.
     """

@@ -17,7 +17,7 @@ from torch import Tensor
 
 SUFFIX, PARTIAL = ".ckpt", ".partial"
 Shapes = Mapping[str, tuple[int, ...]]
-META = "meta.pt"  # Lightning's name for a file in a sharded checkpoint: all but weights and optimizer state
+META = "meta.pt"  # Lightning's file in a sharded checkpoint, with all but weights and optimizer states
 # the errors that torch.load and zipfile raise if a file is damaged
 UNREADABLE = (
     OSError, RuntimeError, ValueError, EOFError, KeyError, IndexError, TypeError, AttributeError, NotImplementedError,
@@ -87,15 +87,15 @@ def remove(path: Path) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Removes unfinished checkpoints from a run's checkpoint folder. A killed process leaves them there."""
+    """Removes unfinished checkpoints from a run's checkpoint folder. A process that was killed may have left one."""
     for path in folder.glob(f"*{SUFFIX}{PARTIAL}"):
         remove(path)
 
 
 def read_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
-    """Reads a checkpoint that `write_file` wrote. Its tensors are on the CPU. Unpickles only tensors and plain values.
+    """Reads a checkpoint of `write_file` into CPU memory. Unpickles only tensors and plain values.
 
-    Raises: CheckpointError if the file is not such a checkpoint.
+    Raises: CheckpointError if `write_file` did not write the file, or the file is damaged.
     """
     try:
         content = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
@@ -115,7 +115,8 @@ def damaged(path: Path, error: BaseException) -> CheckpointError:
 def require_intact(path: Path) -> None:
     """Checks the CRC32 of each record in a file that torch.save wrote. torch.load does not check the CRC32s.
 
-    The check reads the whole file, at about 1 GB/s. If the file is loaded right after, it is usually in the page cache.
+    The check reads the whole file, at about 1 GB/s. A file that is loaded right after the check is usually in the page
+    cache.
     Raises: CheckpointError if the file is damaged or torch.save did not write it.
     """
     try:
@@ -126,7 +127,7 @@ def require_intact(path: Path) -> None:
 
 
 def require_intact_records(file: IO[bytes]) -> None:
-    """Checks an open file as `require_intact` does. Raises the errors of zipfile if it is damaged."""
+    """Checks an open file as `require_intact` does. Raises the errors of zipfile if the file is damaged."""
     with zipfile.ZipFile(file) as archive:
         record = archive.testzip()
     if record is not None:
@@ -160,7 +161,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.numel():
             groups.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    # the maximum norm, because the squares in an L2 norm could overflow
+    # use the maximum norm, because the squares in an L2 norm could overflow
     norms = [norm.float() for group in groups.values() for norm in torch._foreach_norm(group, math.inf)]
     return not norms or bool(torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all())
 

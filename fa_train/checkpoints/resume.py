@@ -10,7 +10,7 @@ from fa_train.parallel.sharded_checkpoint import global_step, require_whole
 def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], object] = print) -> str | None:
     """Returns the path of the checkpoint to resume from, or None to start a new run.
 
-    ckpt_path: None, a path, or "last" for the newest undamaged checkpoint below the folder `runs`.
+    ckpt_path: a path, "last" for the newest undamaged checkpoint below the folder `runs`, or None.
     say: called with one line of text for each damaged checkpoint that "last" skips.
     Raises: ValueError if ckpt_path does not exist, is damaged or is not a checkpoint.
     """

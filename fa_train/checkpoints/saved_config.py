@@ -10,8 +10,8 @@ PACKAGE = "fa_train"
 def require_own_targets(config: object, where: str) -> None:
     """Checks that every `_target_` in a config is a class or function that fa_train defines.
 
-    It is not enough to check that a name begins with fa_train, as in fa_train.models.hf.export.shutil.rmtree.
-    config: a config without unresolved interpolations, or a part of one.
+    To check only the first part of a name would not be enough: fa_train.models.hf.export.shutil.rmtree would pass.
+    config: a config whose interpolations are resolved, or a part of such a config.
     where: the config's name, for the error message.
     Raises: ValueError, which names the first target that fa_train does not define.
     """

@@ -24,7 +24,7 @@ class PackedRows:
     """An endless sequence of rows, one epoch after another. Each epoch is shuffled with the seed (seed, epoch).
 
     If several sources are mixed, each source is shuffled separately.
-    In validation, only the first `counted` rows have labels. Further rows only fill the last micro-batches.
+    In validation, only the first `counted` rows have labels. Rows after these only fill the last micro-batches.
     Raises: ValueError if packing keeps no token of a source's training documents.
     """
 
@@ -41,7 +41,7 @@ class PackedRows:
             seeds = [(data.seed, zlib.crc32(name.encode())) if shuffle else None for name in self.layouts]
             sources = [ShuffledRows(layout, seed) for layout, seed in zip(self.layouts.values(), seeds, strict=True)]
             shares = data.source.rows_a_cycle
-            # validation reads each row once; after a source's last row, it continues with the other sources
+            # validation reads each row once; after the last row of a source, only rows of the other sources follow
             counts = np.array([source.per_epoch for source in sources]) if held_out else shares
             self.rows = MixedRows(sources, interleave(counts, shares))
         else:
@@ -51,7 +51,7 @@ class PackedRows:
         self.counted = min(data.val_rows, self.per_epoch) if held_out else None  # None: all rows
         self.max_documents = self.rows.max_documents if data.document_mask else 1
         self.mean_seqlen = self._mean_seqlen(data.seq_len)
-        self.deal = lru_cache(maxsize=2)(self._deal)  # the micro-batches of a step share one computation
+        self.deal = lru_cache(maxsize=2)(self._deal)  # computed once per step for all its micro-batches
 
     def batch(self, first: int, count: int) -> Batch:
         """Returns the rows first to first + count - 1, concatenated."""
@@ -74,8 +74,8 @@ class PackedRows:
     def _mean_seqlen(self, seq_len: int) -> int:
         """Returns the mean document length in tokens, estimated from the first rows. The mean is weighted by length.
 
-        The mean document length determines the attention kernels. It must be equal in all steps and on all ranks,
-        because the model is compiled for one choice of kernels.
+        The mean document length determines the attention kernels. This length must be equal in all steps and on all
+        ranks, because the model is compiled for one choice of kernels.
         """
         rows = range(min(self.per_epoch, SAMPLED_ROWS))
         if not self.document_mask or not rows:

@@ -1,4 +1,4 @@
-"""Makes packed micro-batches for Lightning. Each depends only on the data, the settings, the seed and the step."""
+"""Makes packed micro-batches for Lightning. They depend only on the data, the settings, the seed and the step."""
 
 import dataclasses
 import math
@@ -28,8 +28,8 @@ from fa_train.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
 class PackedDataModule(L.LightningDataModule):
     """Shuffles the documents of a corpus and packs them into rows of seq_len tokens with labels.
 
-    The rows of a step do not depend on the number of GPUs or on micro_batch_size. A checkpoint needs no state of the
-    data: a resumed run continues with the rows of step trainer.global_step. In each step, rows are assigned so that
+    The rows of a step do not depend on the number of GPUs or on micro_batch_size. A resumed run continues with the rows
+    of step trainer.global_step, so a checkpoint needs no state of the data. In each step, rows are assigned so that
     ranks have similar attention costs.
 
     seq_len: tokens per row. batch_size: rows per step. micro_batch_size: rows per forward pass on one GPU.
@@ -84,7 +84,7 @@ class PackedDataModule(L.LightningDataModule):
 
     @property
     def vocab_size(self) -> int:
-        """The vocabulary size of the tokenizer. It is known before any data is read."""
+        """The vocabulary size of the tokenizer, which is known before any data is read."""
         return self.source.vocab_size
 
     def accumulation(self, world_size: int) -> int:
@@ -101,14 +101,15 @@ class PackedDataModule(L.LightningDataModule):
         return steps
 
     def prepare_data(self, workers: int = 1) -> None:
-        # Lightning calls prepare_data in one process per node; all other processes read the files that it writes
+        # Lightning calls prepare_data in one process per node, and all other processes read the files that this process
+        # writes
         for source in self.sources.values():
             source.prepare(workers)
         for held_out in (False, True):
             self.layouts(held_out=held_out)
 
     def layouts(self, *, held_out: bool) -> dict[str, Layout]:
-        """Returns the layout of each source's rows before shuffling, for its training or its held-out documents."""
+        """Returns, for each source, how its training or held-out documents are packed into rows."""
         return {name: self._layout(source, held_out) for name, source in self.sources.items()}
 
     def _layout(self, source: Source, held_out: bool) -> Layout:
@@ -157,7 +158,7 @@ class PackedDataModule(L.LightningDataModule):
     def _count_from(self, done: int) -> None:
         """Sets Lightning's counters of finished micro-batches, which determine where steps and the run end, to `done`.
 
-        Lightning restores the counters from the checkpoint, but that run may have had a different number of
+        Lightning restores the counters from the checkpoint. The run that saved it may have had another number of
         micro-batches per step.
         """
         progress = self._running_trainer().fit_loop.epoch_loop.batch_progress
@@ -190,8 +191,8 @@ class PackedDataModule(L.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=self._running_trainer().strategy.root_device.type == "cuda",
             persistent_workers=self.num_workers > 0,
-            # Other methods would pickle PackedRows, but its lru_cache wrappers cannot be pickled. Python 3.14 does not
-            # fork by default.
+            # Start methods other than fork would pickle PackedRows, whose lru_cache wrappers cannot be pickled. Python
+            # 3.14 does not fork by default.
             multiprocessing_context="fork" if self.num_workers else None,
             worker_init_fn=leave_signals_to_the_run,
         )
@@ -200,11 +201,11 @@ class PackedDataModule(L.LightningDataModule):
 def leave_signals_to_the_run(worker_id: int) -> None:
     """Makes a data worker ignore Ctrl-C and SLURM's SIGTERM. Both signals reach every process of a run.
 
-    Before it saves, an interrupted run finishes its step and needs the data workers for this. A SIGTERM from the parent
+    An interrupted run needs its data workers to finish the step before it saves a checkpoint. A SIGTERM from the parent
     process still ends a data worker.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # sigwaitinfo needs a blocked signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # required by sigwaitinfo
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 
 
@@ -269,7 +270,7 @@ def sft_data(
 
     chat_template: a Jinja file, or None for the tokenizer's own template.
     """
-    loaded = load_tokenizer(tokenizer)  # raises errors before the chats are read
+    loaded = load_tokenizer(tokenizer)  # load the tokenizer first, so that an error comes before the chats are read
     return PackedDataModule(TokenizedCorpus(ChatCorpus(path), loaded, cache_dir, chat_template), **packing)
 
 

@@ -1,8 +1,8 @@
 """Mixes the rows of several sources by weight. In every range of consecutive rows, each source has nearly its share.
 
-The share of a source is its weight divided by the sum of all weights. Shares apply to rows, including padding. The
-report therefore also gives each source's share of the tokens that are not padding. An epoch of a source contains all
-its rows once, in shuffled order.
+The share of a source is its weight divided by the sum of all weights. Shares apply to rows, including their padding.
+The report also gives each source's share of the tokens that are not padding. An epoch of a source contains all its rows
+once, in shuffled order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from fa_train.data.packing.rows import PackableDocuments, Row, ShuffledRows
 from fa_train.data.sources.chats import ChatCorpus
 from fa_train.data.sources.corpus import Corpus, HFCorpus, TextCorpus
 
-CYCLE = 10_000  # after CYCLE rows, the order of the sources repeats; shares are multiples of 1 / CYCLE
+CYCLE = 10_000  # the order of sources repeats after CYCLE rows, so shares are multiples of 1 / CYCLE
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def rows_a_cycle(weights: Mapping[str, float]) -> np.ndarray:
 def interleave(counts: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Returns the source of each row, (sum(counts),) int64. Source i occurs counts[i] times.
 
-    Up to the last row of one of the sources, each source's share of the rows is proportional to its weight.
+    Until a source has no rows left, each source's share of the rows is proportional to its weight.
     """
     source = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -83,7 +83,7 @@ class MixedRows:
         self.sources, self.order = sources, order
         self.per_epoch = len(order)
         self._counts = np.bincount(order, minlength=len(sources))
-        self._before = np.empty(len(order), np.int64)  # earlier rows of the row's source
+        self._before = np.empty(len(order), np.int64)  # per row: earlier rows of its source
         for source, count in enumerate(self._counts):
             self._before[order == source] = np.arange(count)
         self.max_documents = max(source.max_documents for source in sources)
@@ -122,7 +122,7 @@ class MixReport:
         return self.total_rows * self.row_shares[name] / rows if rows else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Returns scalars for a logger. The keys are their names."""
+        """Returns {name: value} of scalars for a logger."""
         metrics: dict[str, float] = {}
         for name, report in self.reports.items():
             prefix = f"packing/{name}/"
@@ -133,7 +133,7 @@ class MixReport:
         return metrics
 
     def charts(self) -> dict[str, Histogram]:
-        """Returns histograms for a logger. The keys are their names."""
+        """Returns {name: histogram} for a logger."""
         return {
             key.replace("packing/", f"packing/{name}/", 1): histogram
             for name, report in self.reports.items()
@@ -167,7 +167,7 @@ class Source(Protocol):
 
 
 class Mixture:
-    """Several sources with the same vocabulary, and their weights. Raises the errors of `rows_a_cycle`."""
+    """Several sources with the same vocabulary, and their weights. Raises: the errors of `rows_a_cycle`."""
 
     def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float]) -> None:
         self.sources = sources

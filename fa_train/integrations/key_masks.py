@@ -1,14 +1,14 @@
 """Masks of keys for padded batches. transformers computes a mask once per forward pass for all layers.
 
 A mask of this module has the shape (batch, seqlen_k). An element is 0 if its key is masked. All other elements are n +
-1, where n is the number of keys in the cache: a static cache also has places for later tokens. transformers may treat
-such a mask as the user's and pass it to the mask function again, as bool. The dtype tells the layers whether to move
-keys:
+1, where n is the number of keys in the cache. A static cache also has places for later tokens, so n can be less than
+seqlen_k. transformers may treat such a mask as the user's and pass it to the mask function again, as bool. The dtype
+tells the layers whether to move keys:
 
 - float64: in each row, the unmasked keys are contiguous. Layers leave the keys in place.
 - int64: there may be masked keys between unmasked keys. Layers move the unmasked keys to the front.
-- any other dtype: another module made the mask. Its elements are 0 and 1. Layers treat such a mask like int64, and the
-cache as full.
+- any other dtype: another module made the mask. Such a mask contains 0 and 1. Layers treat a mask of another dtype like
+int64, and assume that the cache is full.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,8 @@ def encoded(
     """Returns the mask of the keys from kv_offset to kv_offset + seqlen_k, or None if no key is masked.
 
     Args:
-        attention_mask: (batch, tokens) bool, True for the unmasked tokens. All tokens after its end are masked.
+        attention_mask: (batch, tokens) bool, True for the unmasked tokens. Tokens after the end of attention_mask are
+        masked.
         written: the number of keys in the cache. The other places of the cache are for later tokens.
     """
     all_written = isinstance(written, int) and written >= seqlen_k
@@ -76,7 +77,7 @@ def encoded(
             dtype = HOLES
         else:
             runs = (counts[:, 1:] & ~counts[:, :-1]).sum(-1) + counts[:, 0]
-            all_count, one_run = torch.stack([counts.all(), (runs <= 1).all()]).tolist()  # waits for the GPU once
+            all_count, one_run = torch.stack([counts.all(), (runs <= 1).all()]).tolist()  # the only wait for the GPU
             if all_count and all_written:
                 return None
             dtype = RUNS if one_run else HOLES
@@ -92,7 +93,7 @@ def _of_these_keys(mask: Tensor, seqlen_k: int, kv_offset: int) -> Tensor:
 
 
 class Keys(NamedTuple):
-    """The unmasked keys of a padded batch. In each row, they are contiguous in the order of `ordered`."""
+    """The unmasked keys of a padded batch. The method `ordered` makes the unmasked keys of each row contiguous."""
 
     first: Tensor  # (batch,) int32, the first unmasked key
     end: Tensor  # (batch,) int32, 1 + the last unmasked key
@@ -165,7 +166,7 @@ class Padding(NamedTuple):
 
 
 def _unmasked_queries(mask: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Returns (batch, seqlen_q) bool. Query i is the token of key n - seqlen_q + i of n keys in the cache."""
+    """Returns (batch, seqlen_q) bool. With n keys in the cache, query i has the token of key n - seqlen_q + i."""
     value = mask.amax().long()
     written = torch.where(value > 1, value - 1, mask.shape[1])
     place = (written - seqlen_q + torch.arange(seqlen_q, device=mask.device)).expand(len(mask), -1)

@@ -1,9 +1,9 @@
 """Builds the schedules of documents that transformers packs into rows. All layers of a forward pass share a schedule.
 
-The first layer builds the schedule from position_ids or cu_seqlens. The schedule is kept while this tensor is alive and
-its version counter does not change. A new batch has a new tensor, and an in-place operation increases the counter. The
-replay of a CUDA graph can change the tensor without increasing the counter. Compiled code does not keep a schedule,
-because the compiler already computes equal subgraphs once.
+The first layer builds the schedule from position_ids or cu_seqlens. The schedule is kept while this source tensor is
+alive and the tensor's version counter does not change. A new batch has a new source tensor, and an in-place operation
+increases the version counter. The replay of a CUDA graph can change the source tensor without increasing its version
+counter. Compiled code does not keep a schedule, because the compiler already computes equal subgraphs once.
 """
 
 from collections.abc import Callable, Hashable
@@ -86,8 +86,8 @@ def packed_schedule(
     """Returns the schedule of rows with several documents, or None if each row is one document.
 
     A new document starts where position_ids do not increase by one, which is transformers' rule for eager attention.
-    Compiled code cannot read position_ids on the host. It therefore always gets a schedule, even if each row is one
-    document.
+    Compiled code cannot read position_ids on the host. Compiled code therefore always gets a schedule, even if each row
+    is one document.
     Shapes: position_ids (1 or batch, seqlen_q); q and k as for document_schedule.
     """
     batch, seqlen = q.shape[:2]

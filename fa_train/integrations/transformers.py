@@ -9,7 +9,8 @@ A model that works with flash_attention_2 also works with fa_train. GQA, sliding
 rows packed by position_ids or by cu_seqlens, padding, and generation with a dynamic or a static cache are supported.
 There are two differences from flash_attention_2. Inputs may be fp32. Layers do not wait for the GPU: `key_mask` and
 `packed_rows` copy the values that the host needs once per forward pass, and never in compiled code. Under
-torch.inference_mode, however, each layer copies these values again. Use torch.no_grad to avoid this cost.
+torch.inference_mode, however, each layer copies these values from the GPU again. Use torch.no_grad instead of
+torch.inference_mode to avoid the additional copies.
 """
 
 import os
@@ -99,7 +100,7 @@ def attention(
     deterministic: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Computes the attention of one layer. transformers calls it through its AttentionInterface.
+    """Computes the attention of one layer. transformers calls this function through its AttentionInterface.
 
     Args:
         module: the layer. If the argument is_causal is None, `module.is_causal` is used.
@@ -123,7 +124,7 @@ def attention(
         belong to padding have no meaning.
 
     Raises:
-        ValueError: if flash attention or this function does not support an argument. No kernel has run by then.
+        ValueError: if flash attention or this function does not support an argument, before any kernel runs.
     """
     _require_supported(query, attention_mask, dropout, kwargs)
     q, k, v = (x.transpose(1, 2) for x in _of_one_dtype(module, query, key, value))

@@ -27,7 +27,7 @@ _SDPA = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-# attention operators, whose cost is quadratic; they return the output o and the logsumexp lse of each query
+# the operators that compute attention; they return the output o and the logsumexp lse of each query
 ATTENTION_OPERATORS = frozenset(
     {
         torch.ops.flash_attention.forward.default,
@@ -48,8 +48,8 @@ def block_runner(checkpointing: Checkpointing) -> RunBlock:
 
     "none" keeps all saved tensors. "full" keeps only x. "selective" keeps x and also attention's output o and logsumexp
     lse. The backward pass recomputes everything that is not kept. Random states are not saved, because a block has no
-    dropout. If attention is not a single operator, "selective" does the same as "full". This applies to naive and
-    chunked attention, and to SDPA's math fallback. Call `run` inside the compiled module, so that torch.compile applies
+    dropout. If attention is not a single operator, "selective" does the same as "full". Naive and chunked attention and
+    SDPA's math fallback are not single operators. Call `run` inside the compiled module, so that torch.compile applies
     the policy.
     """
     return {"none": _keep_all, "selective": _keep_input_and_attention, "full": _keep_input}[checkpointing]
@@ -70,7 +70,7 @@ def _keep_input_and_attention(block: Callable[[Tensor], Tensor], x: Tensor) -> T
 def _keep_attention(
     context: SelectiveCheckpointContext, operator: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Returns whether torch must keep an operator's result. Called for each operator of the forward pass."""
+    """Returns whether to keep an operator's result. torch calls this function for each operator of the forward pass."""
     return CheckpointPolicy.MUST_SAVE if operator in ATTENTION_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
 
 

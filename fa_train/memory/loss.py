@@ -76,7 +76,8 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the loss, and its gradients for hidden and weight. A gradient that is not needed is an empty tensor.
 
-    The loss is a custom operator, so that torch.compile neither breaks the graph nor unrolls the loop over chunks.
+    The fused loss is a custom operator, so that torch.compile neither breaks the graph nor unrolls the loop over
+    chunks.
     """
     d_hidden = torch.empty_like(hidden) if of_hidden else hidden.new_empty(0)
     d_weight = weight.new_zeros(weight.shape if of_weight else 0, dtype=torch.float32)
@@ -127,8 +128,8 @@ def _liger_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Computes `_torch_cross_entropy` with Liger's kernel, which overwrites the logits with their gradient.
 
-    The kernel is called directly, because Liger's wrapper makes the host wait for the GPU twice per call. For a summed
-    loss, waiting is not necessary.
+    The kernel is called directly, because Liger's wrapper makes the host wait for the GPU twice per call. A summed loss
+    does not need the values for which the wrapper waits.
     """
     from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel  # importing it needs a GPU
 
@@ -148,7 +149,7 @@ def _liger_cross_entropy(
         predicted_tokens_ptr=None,
         predicted_tokens_stride=0,
         n_cols=vocab_size,
-        n_non_ignore=0,  # the kernel uses it only for a mean
+        n_non_ignore=0,  # only used for a mean
         sum_non_ignore_weight=0,
         weight_sum=0.0,
         ignore_index=IGNORE_INDEX,

@@ -10,11 +10,13 @@ from fa_train.memory.offload import Offloaded, require_offload
 
 @dataclass(frozen=True)
 class Levers:
-    """Settings that reduce GPU memory. Some of them cost time or host memory. memory=auto chooses these settings.
+    """Settings that reduce GPU memory.
+
+    Some of these settings cost time or host memory. With memory=auto, train.py chooses these settings.
 
     checkpointing: the activations that blocks save for the backward pass (fa_train.memory.checkpointing).
-    offload: True moves the hidden states between blocks to host memory until the backward pass needs them. "all" moves
-    all large tensors that blocks save, and requires checkpointing="none" (fa_train.memory.offload).
+    offload: with True, the hidden states between blocks are moved to host memory until the backward pass needs them.
+    "all" moves all large tensors that blocks save, and requires checkpointing="none" (fa_train.memory.offload).
     mlp_chunk: the number of tokens per chunk of the FFN, or None for no chunks (fa_train.memory.tiled_ffn).
     Raises: ValueError if a setting is unknown or out of range, or offload="all" is combined with checkpointing.
     """

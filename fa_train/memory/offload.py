@@ -5,10 +5,10 @@ Offloading the inputs then frees most of the memory of very long sequences. memo
 tensors that blocks without checkpointing save, so nothing is recomputed. Copies run on a side stream while other blocks
 compute.
 
-Saved-tensor hooks around each block replace saved tensors with a `_State`. With offload=true, they replace the block's
-input. With offload=all, they replace every large tensor with one row per token. A `_State` holds a whole storage,
-because q, k and v are views of one storage. autograd owns the `_State` objects. Their lifetime is therefore correct for
-every wrapper around a block, including torch.compile.
+Saved-tensor hooks around each block replace saved tensors with a `_State`. With offload=true, the hooks replace the
+block's input. With offload=all, they replace every large tensor that has one row per token. A `_State` holds a whole
+storage, because q, k and v are views of one storage. autograd owns the `_State` objects. Their lifetime is therefore
+correct for every wrapper around a block, including torch.compile.
 
 A copy to the host starts after the compute stream has written the storage. The compute stream waits for the copy two
 blocks later, or IN_FLIGHT + 1 blocks later with offload=all. The storage's GPU memory is then freed. For a copy back to
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-Offloaded = bool | Literal["all"]  # False: nothing; True: hidden states between blocks; "all": all large saved tensors
+Offloaded = bool | Literal["all"]  # "all" offloads all large saved tensors, True only hidden states between blocks
 IN_FLIGHT = 2  # with offload=all, copies to the host may still run for this many earlier blocks
 
 
@@ -65,7 +65,7 @@ def require_host_memory(needed: int, available: int, processes: int = 1, *, ever
 def worth_a_copy(nbytes: int, tokens: int, dim: int) -> bool:
     """Returns whether a tensor is large enough to offload.
 
-    Attention's lse, the statistics of norms and RoPE's angles are smaller.
+    Attention's lse, the statistics of norms and RoPE's angles are too small.
 
     nbytes: the size of the tensor's whole storage. dim: the number of channels of a hidden state.
     """
@@ -98,7 +98,7 @@ class Offload:
 
 
 class HostPool:
-    """A pool of host buffers. A buffer is freed only if a larger one replaces it."""
+    """A pool of host buffers. The pool frees a buffer only if a larger one replaces it."""
 
     def __init__(self, pinned: bool) -> None:
         self.pinned = pinned
@@ -161,7 +161,8 @@ class ForwardPass:
     def end(self, x: Tensor) -> None:
         """Ends the forward pass after the last block. x: the output of the last block.
 
-        With offload=all, copies of the last blocks may still run. Their GPU memory is held until x gets its gradient.
+        With offload=all, copies of the last blocks may still run. The GPU memory of their tensors is held until x gets
+        its gradient.
         """
         self.below, underway = [], self.underway
         if self.everything and x.requires_grad:
@@ -170,7 +171,10 @@ class ForwardPass:
             underway.let_go()
 
     def keep(self, storage: Tensor) -> "_State":
-        """Returns a `_State` for a saved storage, (nbytes,) uint8. Starts its copy, except in the last block."""
+        """Returns a `_State` for a saved storage, (nbytes,) uint8.
+
+        Starts the copy to the host, except in the last block.
+        """
         state = _State(storage, self.below)
         if self.blocks_left:
             state.send(self.pool, self.copies, self.underway)
@@ -270,8 +274,8 @@ class _State:
             self.arrived = None
 
     def __del__(self) -> None:
-        # The storage may have been fetched but never used. The copy must end before its memory is used for something
-        # else.
+        # The storage may have been fetched but never used. The copy must end before the GPU memory is used for
+        # something else.
         self._await()
         if self.pool is not None:
             self.pool.give(self.buffer)
@@ -297,8 +301,8 @@ class _Pack:
     def __init__(self, x: Tensor, forward_pass: ForwardPass) -> None:
         self.x: Tensor | None = x
         self.forward_pass: ForwardPass | None = forward_pass
-        self.states: dict[int, _State] = {}  # the key is the storage's address: a block can save a storage twice
-        self.memory: list[Tensor] = []  # keeps storages alive, so that no two have the same address
+        self.states: dict[int, _State] = {}  # {address of storage: state}: a block can save a storage twice
+        self.memory: list[Tensor] = []  # keeps storages alive, so that addresses are unique
 
     def __call__(self, saved: Tensor) -> "Tensor | _View":
         assert self.x is not None and self.forward_pass is not None
@@ -378,6 +382,6 @@ def _control_group_bytes(folder: Path) -> int | None:
     ):
         if (folder / limit).exists() and (folder / limit).read_text().strip() != "max":
             statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            used = int((folder / usage).read_text()) - int(statistics[cache])  # the kernel can free the page cache
+            used = int((folder / usage).read_text()) - int(statistics[cache])  # Linux can free the page cache
             return int((folder / limit).read_text()) - used
     return None

@@ -1,7 +1,7 @@
 """Fuses SwiGLU with the down projection in compiled models, so that the backward needs only one elementwise kernel.
 
-Without this file, torch.compile makes two kernels that read the same tensors. One kernel recomputes the activations for
-the gradient of the weight. The other kernel computes the gradient of SwiGLU's input.
+Without this fusion, torch.compile makes two kernels that read the same tensors. One kernel recomputes the activations
+for the gradient of the weight. The other kernel computes the gradient of SwiGLU's input.
 """
 
 from typing import Any
@@ -46,6 +46,6 @@ class _SwigluDown(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         projected, down = ctx.saved_tensors
-        activated = dy @ down  # the gradient of the activations, which swiglu_gradient overwrites with the activations
+        activated = dy @ down  # the activations' gradient; swiglu_gradient overwrites it with the activations
         d_projected = swiglu_gradient(projected, activated)
         return d_projected, dy.T @ activated, dy.sum(0) if ctx.needs_input_grad[2] else None

@@ -2,12 +2,12 @@
 
 The forward pass saves its input and the weights. The backward pass recomputes the activations of each chunk (ALST,
 arXiv:2506.13996). With keep=True, the output of the first matmul is also saved, and memory.offload=all moves it to the
-host. Outputs and input gradients differ from those of an FFN without chunks only by rounding. There are two reasons:
+host. Outputs and input gradients differ from those of an FFN without chunks only by rounding. Rounding differs because
 the matmul library may split smaller products differently, and a fused kernel rounds SwiGLU once. Weight gradients are
 summed over chunks in fp32.
 
-Except in matmuls, memory traffic limits the speed. Activation kernels therefore overwrite their inputs, and matmuls
-write directly to the rows of the result.
+Memory traffic limits the speed of everything except the matmuls. Activation kernels therefore overwrite their inputs,
+and matmuls write directly to the rows of the result.
 """
 
 from typing import Any, Literal
@@ -48,7 +48,7 @@ def tiled_mlp(
     Shapes: x (total, dim); up (ffn_dim, dim), or (2 * ffn_dim, dim) for swiglu; down (dim, ffn_dim); returns
     (total, dim). A bias is None or has one element per row of its weight.
     The result has autocast's dtype, or x's dtype without autocast.
-    keep: whether to save up(x) of all tokens. If not, the backward pass recomputes up(x).
+    keep: whether to save up(x) of all tokens. With keep=False, the backward pass recomputes up(x).
     Raises: ValueError if the shapes do not match.
     """
     ffn_dim = up.shape[0] // 2 if activation == "swiglu" else up.shape[0]
@@ -68,7 +68,7 @@ def tiled_mlp(
 
 
 class _Backward(torch.autograd.Function):
-    """The autograd node that computes the gradients. Its output is a placeholder without memory, and nothing reads it.
+    """The autograd node that computes the gradients. Its output is a placeholder without memory that nothing reads.
 
     The forward of this node runs before `_Forward`. All tensors are therefore saved before the FFN is computed.
     Activation checkpointing stops recomputing as soon as all tensors are saved, so it does not recompute the FFN.
@@ -105,7 +105,7 @@ def _gradients(ctx: Any, dy: Tensor, projected: Tensor | None, *saved: Tensor | 
 
 
 class _Kept(torch.autograd.Function):
-    """The autograd node for keep=True. Its backward recomputes no matmul of the forward."""
+    """The autograd node for keep=True. The backward of this node recomputes no matmul of the forward."""
 
     @staticmethod
     def forward(

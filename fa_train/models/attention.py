@@ -120,8 +120,8 @@ def sdpa_attention(
         )
         return o[0].transpose(0, 1)
     sees_nothing = _sees_nothing(schedule)
-    # Torch's kernels do not agree on a query that sees no key. Here it sees all keys, and the last line sets its output
-    # to 0.
+    # Torch's kernels do not agree on a query that sees no key. Here, such a query sees all keys, and the last line sets
+    # its output to 0.
     visible = _visible(schedule.key_start, schedule.key_end, k.shape[0]) | sees_nothing[:, None]
     # with a mask and enable_gqa, torch would use its kernel that keeps all scores in memory
     k, v = (x.repeat_interleave(n_heads // n_kv_heads, dim=1) for x in (k, v))
@@ -144,8 +144,8 @@ def chunked_attention(
 ) -> Tensor:
     """Computes attention with torch's operators in chunks. Each head has chunk_size**2 scores in memory at a time.
 
-    chunk_size: the number of tokens per chunk of queries, and per chunk of keys. sqrt(total) needs the least memory.
-    Larger chunks are faster. The backward pass recomputes each chunk.
+    chunk_size: the number of tokens per chunk of queries, and per chunk of keys. chunk_size=sqrt(total) needs the least
+    memory. Larger chunks are faster. The backward pass recomputes each chunk.
     Raises: ValueError if chunk_size is not positive.
     Source: Rabe and Staats, Self-attention does not need O(n^2) memory, arXiv:2112.05682.
     """

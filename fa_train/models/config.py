@@ -16,18 +16,19 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Family:
-    """Features of the decoder that only some families of published checkpoints use. By default, all of them are off.
+    """Features of the decoder that only some families of checkpoints use. By default, all these features are off.
 
     qkv_bias, out_bias, ffn_bias: whether these projections have biases; by default ModelConfig.bias. In Qwen 2, only
     the projection to queries, keys and values has a bias.
     windows: for each layer, the number of tokens that a query sees, including its own, or None for all earlier tokens
     (Mistral, Gemma).
     rope_layers: for each layer, whether it applies RoPE to queries and keys (in SmolLM 3, every fourth layer does not).
-    local_rope_theta: RoPE's theta in layers with a window (Gemma 3). RoPE scaling does not apply to these layers.
+    local_rope_theta: RoPE's theta in layers with a window (Gemma 3). RoPE scaling does not apply to layers that use
+    local_rope_theta.
     softmax_scale: the factor that attention scores are multiplied by, or None for head_dim**-0.5.
     softcap, logit_softcap: the soft caps of the scaled scores and of the logits (Gemma 2), or 0 for no cap.
-    embedding_scale: the factor that token embeddings are multiplied by, which is sqrt(dim) in Gemma. It is rounded to
-    the dtype of the embeddings.
+    embedding_scale: the factor that token embeddings are multiplied by, which is sqrt(dim) in Gemma. The factor is
+    rounded to the dtype of the embeddings.
     post_norms: whether the outputs of attention and FFN are normalised before the residual addition (Gemma 2 and 3).
     """
 
@@ -66,13 +67,13 @@ class ModelConfig:
 
     Units: dim, ffn_dim and head_dim in channels; max_seq_len in tokens.
     n_kv_heads: by default n_heads. head_dim: by default dim / n_heads.
-    max_seq_len: the context length that the model was trained with. It is the number of learned positions, and the
-    length from which RoPE scaling extends the context.
+    max_seq_len: the context length that the model was trained with. The model has max_seq_len learned positions, if
+    any. RoPE scaling extends the context beyond max_seq_len.
     rope_theta: the base of RoPE's frequencies.
-    rope_scaling: the rule that scales RoPE's frequencies. Its keys are those of `rope_parameters` in Hugging Face's
-    config.json, such as rope_type (linear, dynamic, yarn, llama3) and factor.
-    Raises: ValueError if a size is not positive, n_kv_heads does not divide n_heads, n_heads does not divide dim, an
-    option is unknown, or a list in `family` does not have one entry per layer.
+    rope_scaling: the rule that scales RoPE's frequencies. The keys of rope_scaling are those of `rope_parameters` in
+    Hugging Face's config.json, such as rope_type (linear, dynamic, yarn, llama3) and factor.
+    Raises: ValueError if a size is not positive or does not divide another size as needed, an option is unknown, or a
+    list in `family` does not have one entry per layer.
     """
 
     vocab_size: PositiveInt
@@ -141,7 +142,7 @@ class ModelConfig:
 
     @property
     def extras(self) -> Family:
-        """The features of the family, or Family's defaults if there is none."""
+        """The model's `family`, or a Family with default values if `family` is None."""
         return Family() if self.family is None else self.family
 
     @property

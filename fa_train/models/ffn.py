@@ -40,7 +40,7 @@ class FFN(nn.Module):
 
 
 class DenseFFN(FFN):
-    """Saves up(x) and the activations for the backward pass. An adapter on `down` needs the activations there."""
+    """Saves up(x) and the activations for the backward pass. An adapter on `down` needs the activations."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (total, dim) -> (total, dim)."""
@@ -102,7 +102,7 @@ def build_ffn(config: ModelConfig, memory: Memory) -> FFN:
 
 
 def choose_ffn(up: nn.Linear, down: nn.Linear, activation: Activation, memory: Memory) -> FFN:
-    """Builds the FFN class for two linear layers, which may be LoRA layers (fa_train.models.lora)."""
+    """Builds an FFN from two linear layers, which may be LoRA layers. The table above shows how its class is chosen."""
     plain = type(up) is nn.Linear and type(down) is nn.Linear
     if memory.mlp_chunk is None:
         if plain:
@@ -123,7 +123,7 @@ _recomputed_in_checkpoint = EagerOrCompiled(_recomputed, FFN.at_once)
 
 
 def _geglu_down(projected: Tensor, down: nn.Linear) -> Tensor:
-    """Applies GeGLU with the tanh approximation of GELU, and then `down`. The gate comes before the values."""
+    """Applies GeGLU with the tanh approximation of GELU, and then `down`. `projected` holds gates before values."""
     gate, value = projected.chunk(2, dim=-1)
     return down(F.gelu(gate, approximate="tanh") * value)
 

@@ -45,11 +45,11 @@ class GPT(nn.Module):
     """A decoder-only transformer.
 
     memory: the settings that reduce GPU memory, or None to use none of them.
-    config: the fields of fa_train.models.config.ModelConfig. The YAML files in conf/model set them.
+    config: the fields of fa_train.models.config.ModelConfig. YAML files in conf/model set these fields.
     Raises: ValueError if ModelConfig rejects a value, or `attention` does not support the model's soft cap.
     """
 
-    origin: Origin | None = None  # None if the weights are random
+    origin: Origin | None = None  # the checkpoint of the weights, or None if the weights are random
     random_base_hash: str | None = None  # LoRA sets this hash of the frozen weights if they are random
 
     def __init__(
@@ -62,7 +62,8 @@ class GPT(nn.Module):
         self.memory = memory = Memory("none", False, None, loss) if memory is None else memory
         self.windows, self.ropes, self.head_dim = self.config.windows, self.config.ropes, self.config.heads.dim
         self.embedding_scale, self.logit_softcap = extras.embedding_scale, extras.logit_softcap
-        # a checkpointed or offloaded block saves its input as one tensor, so the block before it must add its residual
+        # A checkpointed or offloaded block saves its input as one tensor. No block can leave an addition to such a
+        # block.
         self.may_add_later = memory.checkpointing == "none" and memory.offload is not True
         self.adds_later = False
         self.offload = Offload(self.config.n_layers, memory.offload == "all") if memory.offload else None
@@ -82,7 +83,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialises all weights. On a model that was built on the meta device, call it after `to_empty`.
+        """Initialises all weights. On a model from the meta device, call `init_weights` after `to_empty`.
 
         init="gpt2": normal with standard deviation 0.02, and 0.01 for positions (github.com/openai/gpt-2,
         src/model.py). The weights of attention.out and ffn.down are divided by sqrt(2 * n_layers) (the GPT-2 paper,
@@ -118,12 +119,12 @@ class GPT(nn.Module):
         Shapes: tokens, position_ids, labels (total,) int64; cu_seqlens (n_docs + 1,) int32; returns logits
         (total, vocab_size), or the loss, a scalar in fp32. The loss is in nats and is the sum over all labels except
         -100.
-        cu_seqlens: the first token of each document, then the end of the last one; one document if None.
+        cu_seqlens: the start of each document and the end of the last document, or None for one document.
         position_ids: each token's position; by default its position in its document.
         mean_seqlen: the mean document length in tokens, which determines attention's kernels; by default total /
         n_docs.
-        Raises: ValueError if shapes do not match, or the model has fewer learned positions than the only document has
-        tokens. The lengths of several documents are not checked, because they are on the GPU. Call `require_seq_len`
+        Raises: ValueError if shapes do not match, or a single document has more tokens than the model has learned
+        positions. The lengths of several documents are not checked, because they are on the GPU. Call `require_seq_len`
         before training.
         """
         require_stream(tokens, cu_seqlens, position_ids=position_ids, labels=labels)
@@ -164,7 +165,7 @@ class GPT(nn.Module):
         return x if self.position_embedding is None else x + self.position_embedding(position_ids)
 
     def require_seq_len(self, seq_len: int) -> None:
-        """Raises: ValueError if the model has learned positions, and fewer than seq_len."""
+        """Raises: ValueError if the model has learned positions, but fewer than seq_len."""
         if self.position_embedding is not None and seq_len > self.position_embedding.num_embeddings:
             raise ValueError(
                 "model.positions=learned needs documents of at most "
@@ -216,8 +217,8 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the hidden states, and None or a tensor that the next block must add to the hidden states.
 
-        x, added: (total, dim). If `added` is given, this block first adds it to x. This block then leaves its last
-        residual addition to the next block.
+        x, added: (total, dim). If `added` is given, this block first adds it to x, and leaves its last residual
+        addition to the next block.
         """
         if added is not None:
             return self._adds_later(x, schedule, rotary, added)
@@ -233,7 +234,7 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         x, normed = add_and_norm(x, added, self.attention_norm, keep_sum=True)
         y = self.attention_post_norm(self.attention(normed, schedule, rotary))
-        x, normed = add_and_norm(x, y, self.ffn_norm, keep_sum=False)  # the first add_and_norm has saved this x
+        x, normed = add_and_norm(x, y, self.ffn_norm, keep_sum=False)  # the add_and_norm above has saved x
         return x, self.ffn_post_norm(self.ffn(normed))
 
 
@@ -256,7 +257,7 @@ class SelfAttention(nn.Module):
         self.attention = attention
         self.split_heads = _head_splitter(config.qk_norm, rotates, checkpointed)
         scores = {"softmax_scale": config.extras.softmax_scale, "softcap": config.extras.softcap}
-        self.scores = {name: value for name, value in scores.items() if value}  # only options that are set
+        self.scores = {name: value for name, value in scores.items() if value}  # pass only options that are set
 
     def forward(self, x: Tensor, schedule: Schedule, rotary: RotaryTable | None) -> Tensor:
         """Shapes: x (total, dim) -> (total, dim)."""

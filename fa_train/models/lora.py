@@ -1,9 +1,10 @@
 """LoRA and QLoRA adapters (arXiv:2106.09685, arXiv:2305.14314).
 
-The model's weights are frozen. QLoRA also quantizes them to 4 bits. For each adapted matrix W of a linear layer, two
-low-rank matrices A and B are trained, and B A is added to W. Tensor names and files are those of peft: peft can load an
-adapter of fa_train, and fa_train can load one of peft. The GPT stores some matrices of a checkpoint as one joined
-matrix, such as those of queries, keys and values. Each part of a joined matrix has a separate adapter, as in peft.
+The model's weights are frozen. QLoRA also quantizes the frozen weights to 4 bits. For each adapted matrix W of a linear
+layer, two low-rank matrices A and B are trained, and B A is added to W. Tensor names and files are those of peft: peft
+can load an adapter of fa_train, and fa_train can load one of peft. The GPT stores some matrices of a checkpoint as one
+joined matrix, such as those of queries, keys and values. Each part of a joined matrix has a separate adapter, as in
+peft.
 """
 
 import json
@@ -190,7 +191,7 @@ class LoRALinear(nn.Linear):
         return nf4_weight(*codes, self.out_features, self.in_features)
 
     def merged(self) -> nn.Linear:
-        """Returns an nn.Linear with the adapters added to its weight. Adds in fp32 or higher precision."""
+        """Returns an nn.Linear with the adapters added to its weight. The sum is computed in fp32 or higher."""
         linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
         weight = self.dense_weight().detach()
         if self.lora_A:
@@ -208,7 +209,7 @@ class LoRALinear(nn.Linear):
     def _factors(self) -> tuple[Tensor, Tensor]:
         """Concatenates the matrices A, and puts the scaled matrices B on a block diagonal.
 
-        One matmul then computes the products with all A, and another those with all B.
+        One matmul then computes the products with all matrices A, and a second matmul the products with all B.
         """
         down = torch.cat([self.lora_A[name] for name in self.rows])
         blocks, end = [], 0
@@ -218,7 +219,7 @@ class LoRALinear(nn.Linear):
         return down, torch.block_diag(*blocks, down.new_zeros(self.out_features - end, 0))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LoRALinear":
-        """Moves adapters and scales to another device. They keep their dtype, even with precision=bf16-true."""
+        """Moves adapters and scales to another device without changing their dtype, even with precision=bf16-true."""
 
         def keeping_dtype(x: Tensor) -> Tensor:
             moved = fn(x)
@@ -337,7 +338,7 @@ def adapters_of(model: GPT) -> Adapters | None:
     The sizes per block are those of the block whose adapters are largest.
     """
     sizes, quantized = [], False
-    found: dict[tuple[str, str], list[int]] = {}  # (block, "attention" or "ffn") to [ranks, elements]
+    found: dict[tuple[str, str], list[int]] = {}  # {(block, "attention" or "ffn"): [ranks, elements]}
     for path, linear in adapted(model):
         _, block, part, _ = path.split(".")
         quantized |= bool(linear.nf4)
@@ -380,7 +381,7 @@ def merge(model: GPT) -> GPT:
 def save_adapter(model: GPT, folder: str | Path, base: str | None) -> None:
     """Saves the adapters in the format of peft.PeftModel.from_pretrained. base: the base model's folder or hub name.
 
-    adapter_config.json is written last, so a folder that was not finished does not contain it.
+    adapter_config.json is written last, so an unfinished folder does not contain adapter_config.json.
     Raises: ValueError if the model has no adapters, or the folder already contains an adapter.
     """
     folder = Path(folder)
@@ -436,8 +437,8 @@ def load_adapter(model: GPT, folder: Path) -> None:
             places[name].copy_(tensor)
 
 
-# The fields of adapter_config.json. READ are used, IRRELEVANT may have any value, and REQUIRED lists supported values.
-# All other fields must be unset.
+# The fields of adapter_config.json. The fields in READ are used, fields in IRRELEVANT may have any value, and REQUIRED
+# lists supported values. All other fields must be unset.
 READ = {"r", "lora_alpha", "use_rslora", "target_modules"}
 IRRELEVANT = {
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "fan_in_fan_out", "inference_mode",

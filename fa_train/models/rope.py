@@ -31,7 +31,7 @@ class RopeScaling(ABC):
 
     @property
     def magnitude(self) -> float:
-        """The factor that cos and sin are multiplied by. Its square multiplies attention scores."""
+        """The factor that cos and sin are multiplied by. Attention scores are multiplied by the factor's square."""
         return 1.0
 
 
@@ -51,7 +51,8 @@ class DynamicNTKScaling(RopeScaling):
 
     original_max_position_embeddings: the original context length in tokens.
     Source: transformers' rope_type=dynamic, after "NTK-aware scaled RoPE" (arXiv:2309.00071, appendix B.1).
-    theta depends on the length of each token's document. In transformers, it depends on the longest row of the batch.
+    theta depends on the length of each token's document. In transformers, theta depends on the longest row of the
+    batch.
     """
 
     factor: float
@@ -115,7 +116,7 @@ class YarnScaling(RopeScaling):
 
 @dataclass(frozen=True)
 class Llama3Scaling(RopeScaling):
-    """Divides low frequencies by `factor` and keeps high frequencies. Interpolates linearly between low and high.
+    """Divides low frequencies by `factor`, keeps high frequencies, and interpolates linearly between them.
 
     original_max_position_embeddings: the original context length in tokens.
     low_freq_factor, high_freq_factor: the two ends of the interpolation, in rotations per original context length.
@@ -153,7 +154,7 @@ SCALINGS: dict[str, type[RopeScaling]] = {
 def rope_scaling(parameters: Mapping[str, Any], original_max_seq_len: int | None) -> RopeScaling | None:
     """Builds a RoPE scaling from the fields of `rope_parameters` in config.json. Returns None for rope_type=default.
 
-    original_max_seq_len: the original context length in tokens. It is used if `parameters` does not contain this
+    original_max_seq_len: the original context length in tokens, which is used if `parameters` does not contain this
     length.
     Raises: ValueError if rope_type is unknown, or a field is missing, unknown or out of range.
     """
@@ -190,7 +191,7 @@ def document_positions(cu_seqlens: Tensor | None, total: int, device: torch.devi
     token = torch.arange(total, device=device)
     if cu_seqlens is None:
         return token
-    # how many documents, including empty ones, end at or before the token
+    # for each token, the number of documents, including empty ones, that end at or before it
     document = torch.searchsorted(cu_seqlens[1:].contiguous(), token.to(torch.int32), right=True)
     return token - cu_seqlens[document]
 

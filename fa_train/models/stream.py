@@ -23,7 +23,7 @@ def require_stream(tokens: Tensor, cu_seqlens: Tensor | None, **like_tokens: Ten
 def windowed_schedule(
     cu_seqlens: Tensor | None, total: int, device: torch.device, window: int | None, seqlen: int | None
 ) -> Schedule:
-    """Builds the causal schedule of the documents. window: None, or the number of tokens that a query sees."""
+    """Builds the causal schedule of the documents. window: the number of tokens that a query sees, or None for all."""
     if window is None or window >= total:
         return causal_schedule(cu_seqlens, total, device, seqlen)
     documents = torch.tensor([0, total], dtype=torch.int32, device=device) if cu_seqlens is None else cu_seqlens

@@ -37,10 +37,10 @@ def adamw_8bit(
     eps: NonNegativeFloat,
     stochastic_rounding: bool,
 ) -> Optimizer:
-    """Returns AdamW with 8-bit moments. If a parameter has fewer than 4096 elements, its moments have its own dtype.
+    """Returns AdamW with 8-bit moments. With fewer than 4096 elements, moments have the parameter's dtype.
 
-    stochastic_rounding: whether to round updates of bf16 weights (trainer.precision=bf16-true) stochastically. It has
-    no effect on fp32 weights.
+    stochastic_rounding: whether to round updates of bf16 weights (trainer.precision=bf16-true) stochastically.
+    Stochastic rounding has no effect on fp32 weights.
     """
     from fa_train.optim.low_memory import EightBitAdamW
 

@@ -34,7 +34,7 @@ class _PlainLearningRate:
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
         """Updates the weights, as `torch.optim.Optimizer.step` does."""
-        loss = _run(closure)  # run it before the conversion: its callbacks read the learning rate
+        loss = _run(closure)  # the closure needs the learning rate as a float
         rates = [group["lr"] for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = torch.tensor(rate, dtype=torch.float32)
@@ -87,7 +87,7 @@ class OffloadedAdamW(CPUOffloadOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
-        """Updates the weights, as `torch.optim.Optimizer.step` does. Waits until the host has finished."""
+        """Updates the weights, as `torch.optim.Optimizer.step` does. Waits until the CPU has updated its copies."""
         loss = _run(closure)
         self._set_hyperparameters()
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -110,7 +110,7 @@ class OffloadedAdamW(CPUOffloadOptimizer):
                 on_host.copy_(on_gpu)
 
     def _set_hyperparameters(self) -> None:
-        """Copies settings such as lr to the inner optimizers. Each large parameter has its own."""
+        """Copies settings such as lr to the inner optimizers. Each large parameter has its own inner optimizer."""
         small = iter([] if self.d_opt is None else self.d_opt.param_groups)  # after loading, d_param_groups is stale
         for group in self._groups:
             values = _without_parameters(group)

@@ -1,4 +1,4 @@
-"""Restores optimizers from checkpoints. Current settings are kept, and the kind of optimizer is checked."""
+"""Restores optimizers from checkpoints. Keeps the current settings, and checks which optimizer wrote the checkpoint."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -10,7 +10,7 @@ class Agreement:
     All ranks must stop at the same step. If one rank stopped earlier, the collectives of the others would wait forever.
     Each call of `any` starts an all-reduce of one integer in a separate gloo group, which does not wait for the GPU.
     The all-reduce overlaps with the next micro-batch. The next call of `any` reads the result. A flag in torch's
-    TCPStore would not be enough, because the host of one rank can be several steps ahead of another rank's.
+    TCPStore would not be enough, because the hosts of some ranks can be several steps ahead of the others.
     """
 
     def __init__(self) -> None:

@@ -39,7 +39,7 @@ def fresh_folder(wanted: str) -> str:
     folder, number = Path(wanted), 0
     while True:
         try:
-            folder.mkdir(parents=True)  # succeeds in only one of several processes
+            folder.mkdir(parents=True)  # mkdir succeeds in only one of several processes
         except FileExistsError:
             number += 1
             folder = Path(f"{wanted}-{number}")

@@ -3,8 +3,8 @@
 Each rank keeps a part of every parameter's rows, its shard. The weights of a block are gathered before its forward pass
 and again before its backward pass, and freed after each. As soon as the backward pass of a block has computed its
 gradients, they are averaged and sharded. The weights of embeddings, last norm and head are gathered once per
-micro-batch. They stay gathered because the loss reads the head's weight directly, which may be the token embedding's as
-well.
+micro-batch. These weights stay gathered, because the loss reads the head's weight directly. A tied head shares its
+weight with the token embedding.
 """
 
 from collections.abc import Mapping
@@ -96,8 +96,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def _load_whole(self, path: Path) -> dict[str, Any]:
         """Loads the checkpoint file of an unsharded run. Each rank copies its shard of each tensor.
 
-        Lightning's own loader cannot be used: it numbers optimizer states by the order of parameters in the model, but
-        the file numbers them by the order in the optimizer's groups.
+        The file numbers optimizer states by the order of parameters in the optimizer's groups. Lightning's own loader
+        cannot be used, because it numbers the states by the order of parameters in the model.
         """
         assert self.model is not None
         checkpoint = read_file(path, mmap=True)

@@ -46,10 +46,10 @@ def _store() -> TCPStore:
 
 
 def decided_through_store(ranks: ClusterEnvironment, question: str, decide: Callable[[], Any]) -> Any:
-    """Calls decide() on rank 0 and returns the result on all ranks. Raises: ValueError on all ranks if rank 0 does."""
+    """Calls decide() on rank 0 and returns the result on all ranks. Raises: the ValueError of rank 0 on all ranks."""
     store = _store()
     _ASKED[question] += 1
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # old keys stay in the agent's store
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # after a restart, the store still has old keys
     key = f"fa_train/{restarts}/{question}/{_ASKED[question]}"
     if ranks.global_rank() == 0:
         try:

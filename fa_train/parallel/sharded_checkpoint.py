@@ -1,6 +1,7 @@
 """Reads the checkpoint folder of a sharded run without running code from it.
 
-Torch's reader would run code in a folder: it unpickles `.metadata` and all values except tensors without restrictions.
+Torch's reader could run code from the folder, because it unpickles `.metadata` and non-tensor values without
+restrictions.
 """
 
 import io
@@ -118,7 +119,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def stored_weights(metadata: Metadata) -> dict[str, torch.Tensor]:
-    """Returns a checkpoint's weights as tensors on the meta device. The keys are their names in LitGPT."""
+    """Returns a checkpoint's weights as tensors on the meta device. The keys are the weights' names in LitGPT."""
     prefix = "state_dict."
     return {
         name.removeprefix(prefix): torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")

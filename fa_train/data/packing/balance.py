@@ -10,9 +10,9 @@ def deal(costs: np.ndarray, size: int, world_size: int) -> np.ndarray:
 
     costs: the cost of each row. size: rows per micro-batch. Rows are assigned by descending cost. Each row goes to the
     micro-batch with the lowest cost so far that still has room. Ranks with sharded parameters wait for each other in
-    every micro-batch. Micro-batches of similar cost therefore run at the same time on different ranks. Among these
-    micro-batches, the one with the highest cost goes to the rank with the lowest cost so far. Ties are resolved by
-    index, so the result is deterministic.
+    every micro-batch. Micro-batches of similar cost therefore run at the same time on different ranks. Among
+    micro-batches that run at the same time, the most expensive one goes to the rank with the lowest cost so far. Ties
+    are resolved by index, so the result is deterministic.
     Source: longest processing time first, Graham 1969, doi:10.1137/0117039, with the restriction to `size` rows per
     micro-batch.
     """

@@ -115,10 +115,10 @@ def make_plan(lengths: np.ndarray, seq_len: int, max_doc_len: int, policy: LongD
 def load_plan(
     lengths: np.ndarray, seq_len: int, max_doc_len: int, policy: LongDocuments, cache_dir: Path | None
 ) -> np.ndarray:
-    """Returns the result of `make_plan`, memory-mapped from cache_dir. A plan that is not in the cache is written.
+    """Returns the result of `make_plan`, memory-mapped from cache_dir. Writes the plan if it is not in the cache.
 
-    The file name is a hash of the arguments. An unfinished file never has this name.
-    cache_dir: None to make the plan without a cache.
+    The file name is a hash of the arguments. An unfinished file never has its final name.
+    cache_dir: the folder of the cache, or None for no cache.
     """
     if cache_dir is None:
         return make_plan(lengths, seq_len, max_doc_len, policy)

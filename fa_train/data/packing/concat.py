@@ -1,9 +1,9 @@
 """Concatenates shuffled documents and cuts them into rows of equal length. No token is lost.
 
 Row r consists of seq_len + 1 tokens of the stream, from token r * seq_len on. The first seq_len tokens are the row's
-inputs. The last seq_len tokens are its labels. Consecutive rows therefore share one token. A document's last token has
-no label, because the next token belongs to another document. If a row end cuts a document, the rest of the document
-becomes a separate document in the next row. The last row is padded.
+inputs. The last seq_len tokens are the row's labels. Consecutive rows therefore share one token. A document's last
+token has no label, because the next token belongs to another document. If a row end cuts a document, the rest of the
+document becomes a separate document in the next row. The last row is padded.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,8 @@ def max_documents_in_row(lengths: np.ndarray, seq_len: int) -> int:
     """Returns an upper bound on the number of documents in a row, whatever their order. Padding is one document."""
     if not (lengths % seq_len).any():
         return 1  # each row is a part of one document
-    # At most the shortest documents fill the row, and its two ends cut one document each. Padding is one more.
+    # A row has at most as many documents as if it were filled with the shortest ones. Each row end can cut one more
+    # document, and padding counts as one.
     whole = int(np.searchsorted(np.cumsum(np.sort(lengths)), seq_len + 1, side="right"))
     return min(whole + 3, seq_len)
 
@@ -31,10 +32,11 @@ def max_documents_in_row(lengths: np.ndarray, seq_len: int) -> int:
 def pack_row(
     documents: PackableDocuments, order: np.ndarray, ends: np.ndarray, row: int, seq_len: int, pad_id: int
 ) -> Row:
-    """Returns row `row` of the stream documents[order[0]], documents[order[1]], …
+    """Returns one row of the stream that concatenates the documents in `order`.
 
-    ends: the cumulative lengths of these documents, (n_documents,). Positions start at 0 in each document and at the
-    start of the row. Padding is stored as one more document, which has no labels.
+    ends: the cumulative lengths of the documents in this order, (n_documents,). row: the index of the row. Positions
+    start at 0 in each document and at the start of the row. Padding is stored as one more document, which has no
+    labels.
     """
     begin = row * seq_len
     end = min(begin + seq_len + 1, int(ends[-1]))
@@ -45,7 +47,7 @@ def pack_row(
     n_real = end - begin
     stream = np.full(seq_len + 1, pad_id, dtype=np.int64)
     stream[:n_real] = np.concatenate([documents[index][span] for index, span in pieces])
-    cuts = starts[starts > 0]  # starts of documents; the token before a start has no label
+    cuts = starts[starts > 0]  # document starts; no label before a start
     if n_real <= seq_len:
         cuts = np.append(cuts, n_real)
     labels = stream[1:].copy()
@@ -99,7 +101,7 @@ class ConcatenatedEpoch:
 
 
 class Concatenation:
-    """Rows of concatenated documents. Each epoch concatenates them in another order, and row ends cut documents."""
+    """Rows of concatenated documents, which each epoch shuffles anew. Row ends cut documents."""
 
     def __init__(self, documents: PackableDocuments, seq_len: int, pad_id: int) -> None:
         self.documents, self.seq_len, self.pad_id = documents, seq_len, pad_id
@@ -133,8 +135,7 @@ class Concatenation:
 
 
 def _count_labels(loss_mask: LossMask, lengths: np.ndarray) -> LabelCounts:
-    # Every token except the first of a document is a label: that of the token before it, even if a row end is between
-    # them.
+    # Every token except the first of a document is the label of the previous token, even if a row ends between the two.
     counts = loss_mask.count(np.arange(len(lengths)), np.minimum(1, lengths), lengths)
     n_labels = int(counts.sum())
     return LabelCounts(

@@ -1,4 +1,4 @@
-"""Reports how the documents and tokens of a corpus were packed. The counts include every document and every token."""
+"""Reports how the documents and tokens of a corpus were packed. Every document and every token is counted."""
 
 from dataclasses import asdict, dataclass
 from typing import Protocol
@@ -13,8 +13,8 @@ class LabelCounts:
     """Counts of labels in a corpus with a loss mask, in which only some tokens are labels.
 
     labels_in, labels_packed: the number of labels before and after documents are truncated or dropped.
-    pieces_unlearned: the number of packed documents or pieces without labels. They cost time, but the model learns
-    nothing from them.
+    pieces_unlearned: the number of packed documents or pieces without labels. The model learns nothing from pieces
+    without labels, although they cost time.
     """
 
     labels_in: int
@@ -44,18 +44,18 @@ class PackingReport:
     rows: int
     seq_len: int
     histogram: Histogram
-    labels: LabelCounts | None = None  # None without a loss mask
+    labels: LabelCounts | None = None  # None if all tokens are trained on
     documents_held_out: int | None = None
     tokens_held_out: int | None = None
 
     @property
     def efficiency(self) -> float:
         """The fraction of the tokens in all rows that are not padding, between 0 and 1."""
-        # at most 1, because the last token of a concatenation can be a label without being an input
+        # limit to 1, because the last token of a concatenation can be a label without being an input
         return min(1.0, self.tokens_packed / (self.rows * self.seq_len)) if self.rows else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Returns scalars for a logger. The keys are their names. Each entry of the histogram is one scalar."""
+        """Returns {name: value} of scalars for a logger. Each entry of the histogram is one scalar."""
         fields = (
             "documents", "documents_empty", "documents_split", "documents_truncated", "documents_dropped",
             "tokens_in", "tokens_packed", "tokens_truncated", "tokens_dropped", "documents_held_out",
@@ -67,7 +67,7 @@ class PackingReport:
         return {**counts, "packing/efficiency": self.efficiency, **labels, **lengths}
 
     def charts(self) -> dict[str, Histogram]:
-        """Returns histograms for a logger. The keys are their names."""
+        """Returns {name: histogram} for a logger."""
         return {"packing/document_lengths": self.histogram}
 
     def text(self) -> str:

@@ -26,7 +26,7 @@ class LossMask(Protocol):
 class PackableDocuments(Protocol):
     """A sequence of documents. Item i holds the tokens of document i, (lengths[i],).
 
-    loss_mask: None if the model is trained on all tokens.
+    loss_mask: the tokens that the model is trained on, or None for all tokens.
     """
 
     lengths: np.ndarray

@@ -14,7 +14,7 @@ from fa_train.private_names import private
 HUB = "hf:"
 SUFFIXES = (".jsonl", ".json", ".parquet")
 ROLES = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # all other roles have the same names
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # other roles keep their names
 Message = dict[str, Any]
 
 
@@ -39,7 +39,8 @@ class ChatCorpus:
     """Chats from files or from a Hugging Face dataset. Each row is one chat.
 
     path: a .jsonl, .json or .parquet file, a folder or a glob of such files, or a dataset as hf:<name>:<split>. If the
-    dataset has several configs, the form is hf:<name>:<config>:<split>. The name is a dataset on the hub or a folder.
+    dataset has several configs, the form is hf:<name>:<config>:<split>. <name> is a dataset on the Hugging Face hub or
+    a folder.
     A row has one of three forms: {"messages": [{"role", "content", ...}, ...]},
     {"conversations": [{"from", "value"}, ...]}, or {"prompt", "completion"}. A prompt or completion is a text or a list
     of messages. The model is trained only on the completion. A row can also have "tools", which is a list of JSON
@@ -173,7 +174,7 @@ def _message(value: Any, where: str) -> Message:
     elif not isinstance(content, str):
         found = "none" if content is None else f"a {type(content).__name__}"
         raise ValueError(f"a message must have text as its content; {where} has {found}")
-    elif not content.strip() and not calls and role != "tool":  # a tool may return an empty result
+    elif not content.strip() and not calls and role != "tool":  # a tool's result may be empty
         raise ValueError(f"a message must not be empty; {where} with role {role} is empty")
     else:
         message["content"] = content.encode(

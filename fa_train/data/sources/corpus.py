@@ -1,4 +1,4 @@
-"""Corpora of documents with unique keys. The hash of a document's key decides whether it is held out for validation."""
+"""Corpora of documents with unique keys. The hash of its key decides whether a document is held out for validation."""
 
 import hashlib
 import sysconfig
@@ -26,7 +26,7 @@ class Corpus(Protocol[Document]):
         """
 
     def count(self) -> int | None:
-        """Returns the number of documents, or None if it is not known without reading all of them."""
+        """Returns the number of documents, or None if all documents would have to be read to count them."""
 
     def fingerprint(self) -> str:
         """Returns a hash of the corpus, which changes if any document changes."""

@@ -11,12 +11,12 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk has no space left, or the user's
 
 
 class DiskFullError(ValueError):
-    """The disk that holds the cache is full, or a quota is used up."""
+    """Raised if the disk that holds the cache is full, or the user's quota is used up."""
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yields a temporary path to write to, and renames the file to `path` at the end. An error deletes the file.
+    """Yields a temporary path to write to, and renames the file to `path` at the end. After an error, deletes the file.
 
     Raises: DiskFullError if the disk is full. ValueError if the folder cannot be created.
     """

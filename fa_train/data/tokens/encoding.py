@@ -13,7 +13,7 @@ Document = TypeVar("Document", contravariant=True)
 class Encoded(NamedTuple):
     """One encoded document. Shapes: tokens (length,) int32, loss_mask (length,) bool.
 
-    loss_mask: True for the tokens that the model is trained on, or None if these are all tokens.
+    loss_mask: which tokens the model is trained on, or None for all tokens.
     """
 
     tokens: np.ndarray
@@ -24,11 +24,11 @@ class Encoder(Protocol[Document]):
     """Converts documents to tokens. An encoder must be picklable, because worker processes receive a copy of it."""
 
     tokenizer: Tokenizer
-    masked: bool  # whether the encoder returns loss masks, which are then stored
+    masked: bool  # whether the encoder returns loss masks
 
     @property
     def identity(self) -> str:
-        """A hash or a name. Two encoders that produce different tokens have different identities."""
+        """A hash or a name of the encoder. Two encoders that produce different tokens have different identities."""
 
     def encode_batch(self, documents: Sequence[Document]) -> list[Encoded]:
         """Encodes each document. Raises: ValueError, which names a document that cannot be encoded."""

@@ -24,7 +24,7 @@ from fa_train.data.tokens.cache import make_folder, room_on_disk
 from fa_train.data.tokens.encoding import Encoded, Encoder
 
 FORMAT = "3"  # the version of the file format and of tokenisation, which is part of the cache key
-SHARDS = "shards.json"  # this file of a finished folder maps the name of each shard to its size in bytes
+SHARDS = "shards.json"  # in a finished folder, this file holds the size of each shard in bytes
 SHARD = 4096  # the maximum number of documents per shard
 SHARD_CHARACTERS = 2**24  # a shard ends after this many characters, so that it fits in memory
 BATCH = 256  # the number of documents per call of the tokenizer
@@ -33,7 +33,7 @@ HELD_OUT = pa.field("held_out", pa.bool_())
 LOSS_MASK = pa.field("learned", pa.large_list(pa.uint8()))  # 0 or 1 per token; absent without a loss mask
 Keyed = tuple[str, Any]  # (key, document)
 
-_worker_encoder: Encoder[Any]  # each process of the pool sets its own
+_worker_encoder: Encoder[Any]  # set in each process of the pool
 
 
 def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers: int) -> None:
@@ -89,7 +89,7 @@ def _written(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers: 
         running: set[Future[int]] = set()
         for shard, file in tasks:
             running.add(pool.submit(_write_in_worker, shard, file))
-            if len(running) == 2 * workers:  # limits the number of shards in memory
+            if len(running) == 2 * workers:  # limit the number of shards in memory
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 yield from (task.result() for task in done)
         yield from (task.result() for task in as_completed(running))
@@ -111,7 +111,7 @@ def _shards(corpus: Corpus[Any]) -> Iterator[list[Keyed]]:
 def _start_worker(encoder: Encoder[Any]) -> None:
     global _worker_encoder  # a tokenizer can have several megabytes, so each process receives it only once
     _worker_encoder = encoder
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the pool's processes already run in parallel
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the pool already uses all cores
     Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -1,9 +1,9 @@
 """Converts chats to tokens with a chat template. The model is trained on the assistant's messages.
 
-A chat is first rendered to text. The next step finds the characters of the assistant's messages, its answers, in the
-text. If the template has {% generation %} blocks, these blocks mark the answers. If not, the messages before an answer
-are also rendered alone. The answer is the text that follows theirs. The whole text is tokenised at once. The
-tokenizer's offsets then map characters to tokens.
+A chat is first rendered to text. The next step finds the answers, which are the assistant's messages, in the text. If
+the template has {% generation %} blocks, these blocks mark the answers. Without such blocks, the messages before an
+answer are also rendered alone. The rest of the text up to the end of the answer is then the answer. The whole text is
+tokenised at once. The tokenizer's offsets then map characters to tokens.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from fa_train.data.sources.chats import Chat, Message
 from fa_train.data.tokens.encoding import Encoded
 from fa_train.data.tokens.tokenizer import HFTokenizer, Tokenizer
 
-FORMAT = "2"  # the version of this conversion, which is part of the cache key
+FORMAT = "2"  # the version of the conversion from chats to tokens, which is part of the cache key
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Spans = list[tuple[int, int]]
 
@@ -63,7 +63,7 @@ class ChatEncoder:
         texts, spans = zip(*map(self.render, documents), strict=True)
         encoded = self._hf(
             list(texts),
-            add_special_tokens=False,  # the text already contains special tokens
+            add_special_tokens=False,  # the template has written special tokens
             return_attention_mask=False,
             return_offsets_mapping=True,
             verbose=False,
@@ -83,7 +83,7 @@ class ChatEncoder:
         trained_on = [i for i in answers if i >= chat.trained_from]
         if not has_blocks:
             spans = [self._answer_span(template, chat, i, text) for i in trained_on]
-        elif trained_on != answers:  # blocks do not name their messages
+        elif trained_on != answers:  # a block does not say which message it is from
             begin, _ = self._answer_span(template, chat, trained_on[0], text)
             spans = [(start, stop) for start, stop in spans if start >= begin]
         return text, spans

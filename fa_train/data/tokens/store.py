@@ -1,4 +1,4 @@
-"""Stores tokenised documents in memory-mapped Arrow files. Their folder is named by a hash of corpus and encoder."""
+"""Stores tokenised documents in memory-mapped Arrow files. The folder's name is a hash of corpus and encoder."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ def prepare(corpus: Corpus[Any], encoder: Encoder[Any], cache_dir: Path, workers
     """Tokenises a corpus unless its shards are in the cache. Returns the folder of the shards.
 
     The shards do not depend on the number of workers.
-    Raises: ValueError if the corpus is empty. Errors from reading or encoding the corpus are not caught.
+    Raises: ValueError if the corpus is empty. Also raises all errors from reading or encoding the corpus.
     """
     key = hashlib.blake2b(f"{FORMAT}\0{corpus.fingerprint()}\0{encoder.identity}".encode(), digest_size=16)
     path = cache_dir / f"{key.hexdigest()}.arrow"
@@ -39,8 +39,8 @@ class Documents:
     """The training or held-out documents of a tokenised corpus. Item i is a memory-mapped array, (length,) int32.
 
     loss_mask is None if the model is trained on all tokens. In a small corpus, the keys may select all documents or no
-    document to be held out. In this case, only the last part of the longest document is held out. If the documents are
-    chats, the last chat is held out instead.
+    document as held out. If so, only the last part of the longest document is held out. In a corpus of several chats,
+    the last chat is held out instead.
     Raises: ValueError if a file is missing, truncated or damaged. Reading a document raises ValueError if a token is
     not between 0 and vocab_size - 1.
     """
@@ -90,7 +90,7 @@ class Documents:
     def __getitem__(self, index: int) -> np.ndarray:
         start, chunk = self._start[index], self._chunk[index]
         tokens = self._values[chunk][start : start + self.lengths[index]]
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:  # a GPU would not name the file
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:  # a GPU's error has no file
             outside = next(token for token in tokens.tolist() if not 0 <= token < self._vocab_size)
             vocabulary = f"0 to {self._vocab_size - 1}"
             raise _damage(self._files[chunk], f"token {outside} is outside the vocabulary, {vocabulary}")
@@ -98,7 +98,7 @@ class Documents:
 
 
 def _whole_shards(folder: Path) -> list[Path]:
-    """Returns the shards of a finished folder. Raises: ValueError if a shard is missing or does not have its size."""
+    """Returns the shards of a finished folder. Raises: ValueError if a shard is missing or has a wrong size."""
     try:
         sizes = json.loads((folder / SHARDS).read_text())
     except (OSError, ValueError) as error:

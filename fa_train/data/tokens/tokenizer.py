@@ -19,7 +19,7 @@ class Tokenizer(Protocol):
 
     @property
     def identity(self) -> str:
-        """A hash or a name. Two tokenizers that produce different ids have different identities."""
+        """A hash or a name of the tokenizer. Two tokenizers that produce different ids have different identities."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each text, (length,) int32, without bos and eos."""
@@ -48,15 +48,14 @@ class HFTokenizer:
     """A tokenizer of the `transformers` library, loaded from a folder or by its hub name.
 
     hf: the wrapped tokenizer. vocab_size: the highest id plus one.
-    pad_id: the pad token. If the tokenizer has none, pad_id is eos or 0, which is safe because padding is never a
-    label.
+    pad_id: the pad token. If there is no pad token, pad_id is eos or 0, which is safe because padding is never a label.
     Raises: ValueError if the tokenizer cannot be loaded.
     """
 
     def __init__(self, name: str) -> None:
         from transformers import AutoTokenizer  # the import takes seconds
 
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # unset: warnings at each fork
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # avoids warnings at forks
         self.name = name
         try:
             self.hf = AutoTokenizer.from_pretrained(name)
@@ -70,7 +69,7 @@ class HFTokenizer:
 
     @cached_property
     def identity(self) -> str:
-        backend = getattr(self.hf, "backend_tokenizer", None)  # Python tokenizers have no backend
+        backend = getattr(self.hf, "backend_tokenizer", None)  # slow tokenizers have no backend
         content = backend.to_str() if backend is not None else repr(sorted(self.hf.get_vocab().items()))
         special = (type(self.hf).__name__, self.bos_id, self.eos_id)
         return hashlib.blake2b(f"{special}{content}".encode(), digest_size=16).hexdigest()

@@ -34,8 +34,8 @@ class Block:
     def rounded_weights(self) -> int:
         """Returns the bytes of autocast's weight copies that autograd keeps.
 
-        A tiled FFN frees its copies. Sharded blocks need no copies, because FSDP gathers their weights in autocast's
-        dtype.
+        A tiled FFN frees its weight copies. Sharded blocks need no copies, because FSDP gathers their weights in
+        autocast's dtype.
         """
         if not self.run.mixed or self.run.ranks > 1 or (self.run.adapters and self.run.adapters.quantized):
             return 0
@@ -60,8 +60,8 @@ class Block:
     def ffn_kept(self) -> int:
         """Returns the bytes that the block saves from the hidden states after attention up to the FFN's output.
 
-        Compiled code does not save these hidden states. It recomputes them as the sum of the block's input and
-        attention's output.
+        Compiled code does not save these hidden states. Compiled code recomputes them as the sum of the block's input
+        and attention's output.
         """
         kept = (self.x if self.eager else self.x_rounded) + self.statistics + self.x_rounded
         if self.levers.mlp_chunk and not keeps_up(self.plan):
@@ -153,13 +153,13 @@ class Block:
         if self.levers.checkpointing == "selective" and not self.eager and not self.run.adapters:
             held -= self.attention_kept() - self.saved()  # compiled code has not yet recomputed q, k and v
         rounded = self.x_rounded if self.run.mixed else 0  # the gradient of the FFN's output
-        if self.run.adapters:  # two gradients of the activations: through W and A
+        if self.run.adapters:  # the activations get gradients through W and A
             chunk = self._chunk(self.run.tokens)
             if not self.levers.mlp_chunk:
                 return held + 2 * chunk + self._dequantized()
             recomputed = (5 if self.model.gated else 3) * chunk + self._ffn_rounded() + self.ffn_adapters
             return held + rounded + recomputed + 2 * chunk + self._dequantized()
-        if not self.levers.mlp_chunk:  # the last weight's rounded copy is made again
+        if not self.levers.mlp_chunk:  # the rounded copy of `down` is made again
             recomputed = self.activated() + self.rounded_down()
             of_operand = rounded + recomputed + self.hidden + self.down_weight * self.run.compute_bytes
             # the gradient of the last weight: compiled code holds it until the end of the block
@@ -170,7 +170,7 @@ class Block:
         chunk = self._chunk(self.run.tokens)
         if self.is_torch_chunked():  # the recomputed chunk and all gradients
             return held + rounded + 7 * chunk + self._ffn_rounded() + weights
-        d_projected = (2 if self.model.gated else 1) * chunk  # overwrites its operand, as the activations do
+        d_projected = (2 if self.model.gated else 1) * chunk  # the gradient of up(x), which overwrites up(x)
         chunks = d_projected + chunk
         if self.run.compute_bytes == 4:  # bf16 products are accumulated without a temporary
             chunks = max(self.down_weight * 4 + chunks, self.up_weight * 4 + d_projected)
@@ -200,7 +200,7 @@ class Block:
 
         The order of operations is the one that inductor in torch 2.11 chooses on an H200.
         """
-        held = self.x  # the gradient of the output: the compiled block is one autograd node
+        held = self.x  # the gradient of the block's output: a compiled block is one autograd node
         if self.run.adapters:
             return held
         # The last kernel, for both norms' weight gradients, reads attention's projected output and the FFN's input

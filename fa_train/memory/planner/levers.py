@@ -14,14 +14,14 @@ from fa_train.memory.planner.block import keeps_up
 from fa_train.memory.planner.plan import OptimizerKind, Plan
 from fa_train.memory.planner.predict import Prediction, offloaded_per_layer, predict
 
-MLP_CHUNK = 16384  # tokens, which is enough to fill a GPU
+MLP_CHUNK = 16384  # the number of tokens per chunk, enough to fill a GPU
 LINK = 5e10  # bytes per second between GPU and host, about the rate of an H200
 # FLOP/s of bf16 matrix products, estimated from scripts/results/memory_llama_1b_32k_h200_202611.md
 FLOPS = 7e14
 # FLOP/s of attention's forward, estimated from scripts/results/memory_llama_1b_*_h200_202611.md
 ATTENTION_FLOPS = 5.5e14
-# Costs of copies (a fraction of compute time) and of a chunk (seconds), which are too small to measure. With these
-# costs, chunks are preferred to equally fast copies, because copies need pinned host memory.
+# BESIDE_COPIES is the cost of copies as a fraction of compute time, LAUNCH that of a chunk in seconds. Both are too
+# small to measure. They make chunks preferred to equally fast copies, which need pinned host memory.
 BESIDE_COPIES, LAUNCH = 0.002, 2e-5
 
 
@@ -106,8 +106,8 @@ def fastest_that_fits(plan: Plan, gpu_bytes: int, host_bytes: int) -> Levers | N
 def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
     """Returns command-line overrides of train.py that make a run fit, or "" if the run already fits.
 
-    First tries fewer rows per micro-batch, then other levers, then smaller optimizer states and a lower precision. If
-    all these changes are not enough, the overrides also set seq_len to the longest sequence that fits.
+    The function first tries fewer rows per micro-batch, then other levers, then smaller optimizer states and precision.
+    If all these changes are not enough, the overrides also set seq_len to the longest sequence that fits.
     """
     rows = plan.run.rows
     for fewer in (n for n in range(rows, 0, -1) if rows % n == 0):

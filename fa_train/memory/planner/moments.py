@@ -44,11 +44,11 @@ class _Step:
         self.before = self.gradients if run.accumulates else 0  # gradients from earlier micro-batches of the step
         # the gradient of the head's weight; if the weight is tied, this gradient waits for that of the embedding
         self.of_head = self.embeddings if model.tied or not run.accumulates or run.ranks > 1 else 0
-        self.data = run.tokens * (3 * 8 + 4 * 4)  # 3 of int64: tokens, labels, positions; 4 of int32: ranges
+        self.data = run.tokens * (3 * 8 + 4 * 4)  # 3 int64 tensors of the batch, 4 int32 tensors of ranges
         self.data += run.tokens * model.heads.dim * 4 if model.positions == "rope" else 0  # cosines and sines
         # the GPU memory of storages of previous blocks whose copies to the host may still run
         self.underway = min(IN_FLIGHT if levers.offloads_all else 1, model.n_layers - 1) * self.block.offloaded()
-        self.lagging = self.underway if levers.offloads_all else 0  # still exists after the last block
+        self.lagging = self.underway if levers.offloads_all else 0  # this part still exists after the last block
 
     def around_the_loss(self) -> list[Moment]:
         """Returns the moments from the last block's forward to the last norm's backward.
@@ -61,7 +61,7 @@ class _Step:
         kept = cached or not self.recomputes
         rounded_in_forward = n_layers * (rounded + block.rounded_down() * cached) if kept else 0
         activations = n_layers * block.saved() - (n_layers - 1) * block.offloaded()
-        last_norm = block.x + block.statistics + 2 * block.x  # three tensors: input, output, gradient
+        last_norm = block.x + block.statistics + 2 * block.x  # the norm's input, its output and a gradient
         forward, in_forward = max(block.forward().items(), key=_nbytes)
         return [
             Moment(
@@ -114,8 +114,8 @@ class _Step:
     def backward_of_blocks(self) -> list[Moment]:
         """Returns three moments: the backward of the last, of the second and of the first block.
 
-        The backward of a block frees the block's activations. It allocates the gradients of the block's weights, unless
-        these already exist.
+        The backward of a block frees the block's activations. The backward of a block allocates the gradients of the
+        block's weights, unless these already exist.
         """
         block, n_layers, run = self.block, self.model.n_layers, self.run
         rounded = block.rounded_weights()
@@ -131,7 +131,7 @@ class _Step:
                 activations=left * block.saved() - (left - 1) * block.offloaded(),
                 outside=self.data,
                 loss=self.of_head,
-                # the offloaded storages of the next block are fetched early
+                # offloaded tensors of the next block are fetched early
                 working=(block.offloaded() if self.fetches_early and left > 1 else 0) + in_backward - block.saved(),
             )
             for left, which in {n_layers: "last", 2: "second", 1: "first"}.items()

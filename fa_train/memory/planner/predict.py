@@ -5,7 +5,7 @@ forward of the last block, the loss, the backward of a block, the end of the bac
 tests/memory/planner/test_planner.py compares the prediction with the model on fake tensors, and with peaks that were
 measured on GPUs.
 
-The prediction assumes attention=flash. Other kinds of attention need at least as much memory.
+The prediction assumes attention=flash. Other kinds of attention need at least as much memory as flash attention.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Prediction:
     """The bytes that one process uses on its GPU and on the host when memory use peaks in a step.
 
     moment: the name of the moment at which memory use peaks. rounded_weights: autocast's copies of weights.
-    activations: tensors that blocks save for the backward pass. outside: the data and the last norm.
+    activations: tensors that blocks save for the backward pass. outside: tensors of the data and of the last norm.
     loss: logits and gradients of the head. working: temporary tensors at this moment. libraries: cuBLAS's workspaces.
     overhead: the CUDA context, the code of kernels, and memory that the caching allocator cannot use.
     host: pinned host memory. allocated: predicts torch.cuda.max_memory_allocated.
@@ -95,7 +95,7 @@ def predict(plan: Plan) -> Prediction:
 def kept_per_layer(plan: Plan) -> int:
     """Returns the bytes that stay on the GPU between forward and backward for each block except the last.
 
-    This includes copies of the block's weights.
+    Copies of the block's weights are included.
     """
     block = Block(plan)
     rounded = block.rounded_weights() if plan.levers.checkpointing == "none" else 0

@@ -88,7 +88,7 @@ def plan_memory(
     in_sweep: bool,
     say: Callable[[str], object],
 ) -> Levers:
-    """Returns the run's memory levers, the settings that reduce memory. With memory=auto, chooses the fastest that fit.
+    """Returns the run's memory levers, the settings that reduce memory. For memory=auto, chooses the fastest that fit.
 
     processes: the number of processes that share this machine's memory.
     attention: the name of the chosen option of conf/attention.
@@ -137,7 +137,7 @@ def fastest_levers(plan: Plan, device: torch.device, processes: int) -> Levers:
 
 
 def require_memory(plan: Plan, device: torch.device, processes: int) -> Prediction:
-    """Checks that a run fits, and returns the prediction. On the CPU, activations are not included in this check.
+    """Checks that a run fits, and returns the prediction. On the CPU, the check does not include activations.
 
     processes: the number of processes that share this machine's memory.
     Raises: ValueError if the run does not fit. DoesNotFitError if a step needs more than CERTAIN times the GPU's
@@ -172,7 +172,7 @@ def require_memory(plan: Plan, device: torch.device, processes: int) -> Predicti
 def summary(prediction: Prediction, device: torch.device, processes: int, attention: str, auto: bool = False) -> str:
     """Returns three lines of text that a run on a GPU prints before it starts.
 
-    The prediction assumes attention=flash. Other kinds of attention need more memory.
+    The prediction assumes attention=flash. Other kinds of attention need more memory than flash attention.
     auto: whether to report the longest seq_len with any levers, instead of that with the run's levers.
     """
     gpu, host = device_bytes(device), available_host_bytes() // processes

@@ -1,7 +1,7 @@
 """Exports a run's checkpoint to a folder for transformers: weights, config, tokenizer and a model card.
 
-The checkpoint is a file, or a folder if the run sharded its weights. It is loaded into CPU memory, and no GPU is
-needed.
+The checkpoint is a file, or a folder if the run sharded its weights. The checkpoint is loaded into CPU memory. A GPU is
+needed only for an adapter whose random base weights a GPU drew.
 """
 
 import re
@@ -21,7 +21,7 @@ from fa_train.models.lora import adapted, merge, save_adapter
 from fa_train.parallel.init_on_device import InitOnDevice
 from fa_train.parallel.sharded_checkpoint import FolderReader, load_into, read_meta, require_whole, stored_weights
 
-# A function that builds the run's model and adapter on torch's default device. Its argument is the vocabulary size.
+# a function that takes a vocabulary size and builds the run's model and adapter on torch's default device
 Build = Callable[[int], GPT]
 CARD = """---
 {header}
@@ -86,7 +86,7 @@ def write(
     """Writes the model, its tokenizer and a model card to `folder`. Adapters are merged into the model.
 
     name: the run's name, for the model card.
-    config: the run's config. Its keys choices, model, data, seq_len, batch_size and seed are read.
+    config: the run's config, with the keys choices, model, data, seq_len, batch_size and seed.
     metrics: the latest value of each of the run's metrics, by the metric's name.
     dtype: the dtype of the written weights. By default, a fine-tuned model is written in the dtype of its base model's
     config.json, and any other model in the dtype in which it was trained.
@@ -95,7 +95,7 @@ def write(
     """
     if adapter and dtype is not None:
         raise ValueError(f"an adapter is written in float32, without --dtype; got {dtype}")
-    if model.config.max_seq_len is None:  # record the length of training rows
+    if model.config.max_seq_len is None:  # export the length of training rows
         model.config = replace(model.config, max_seq_len=config["seq_len"])
     tokenizer = tokenizer_of(config)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -203,7 +203,7 @@ def byte_tokenizer() -> SavesTokenizer:
         "bos_token": "<bos>",
         "eos_token": "<eos>",
         "pad_token": "<pad>",
-    }  # ids 256, 257 and 258; the ids below are the bytes
+    }  # these tokens have the ids 256, 257 and 258, after the ids of the bytes
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
     vocabulary |= {name: 256 + i for i, name in enumerate(names.values())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))

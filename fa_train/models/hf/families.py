@@ -69,7 +69,7 @@ def text_part(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def understood(config: Mapping[str, Any], path: Path) -> tuple[CheckpointFamily, Any]:
-    """Returns the family and transformers' config object. That object fills in defaults and replaces old field names.
+    """Returns the family, and transformers' config object with defaults filled in and old field names replaced.
 
     Raises: ValueError if the family does not know a field of config.json, or does not support its value.
     """
@@ -106,7 +106,7 @@ def _family(config: Mapping[str, Any], path: Path) -> CheckpointFamily:
 
 
 def _llama(config: Any) -> dict[str, Any]:
-    """Returns the fields of ModelConfig for Llama. All other families except GPT-2 start from them."""
+    """Returns the fields of ModelConfig for Llama. All other families except GPT-2 start from these fields."""
     theta, scaling = _rope(config.rope_parameters, config.max_position_embeddings)
     return {
         "vocab_size": config.vocab_size,
@@ -247,8 +247,8 @@ def scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
     return {"rope_type": kind} | fields
 
 
-# WITH_IMAGES is the model_type of a model that also reads images. SHARED_WITH_IMAGES are the fields of its config.json
-# that are outside text_config, but apply to the language model.
+# WITH_IMAGES is the model_type of a model that also reads images. SHARED_WITH_IMAGES are the fields outside text_config
+# in such a model's config.json that apply to the language model.
 WITH_IMAGES = "gemma3"
 SHARED_WITH_IMAGES = (
     "dtype", "torch_dtype", "transformers_version", "tie_word_embeddings", "bos_token_id", "eos_token_id",

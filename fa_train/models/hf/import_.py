@@ -52,9 +52,9 @@ def load_pretrained(
     attention: "flash", "sdpa", "naive" or a function with the signature of fa_train.models.attention.Attention.
     vocab_size: the vocabulary size that the data's tokenizer needs, or None to skip this check.
     dtype: the dtype of the weights (float32, bfloat16, float16), or None to keep the stored dtype.
-    rope_scaling: replaces the checkpoint's RoPE scaling, unless it is None. Its keys are those of `rope_parameters` in
-    config.json. rope_type="default" removes the scaling. The default of rope_type is the checkpoint's, or yarn if the
-    checkpoint has no scaling.
+    rope_scaling: replaces the checkpoint's RoPE scaling, unless it is None. The keys of rope_scaling are those of
+    `rope_parameters` in config.json. rope_type="default" removes the scaling. If rope_type is not set, it is the
+    checkpoint's rope_type, or yarn if the checkpoint has no scaling.
     rope_theta: replaces the base of RoPE's frequencies, unless it is None.
     max_seq_len: the number of tokens that the model must support. If rope_scaling has no factor, the factor is computed
     from max_seq_len. A rope_scaling without a factor has no effect if the checkpoint already supports max_seq_len
@@ -62,7 +62,7 @@ def load_pretrained(
     An export writes changes of RoPE to config.json. Weights are read one by one, to torch's default device. If the
     default device is the meta device, no weights are read.
     Raises: ValueError if the checkpoint is incomplete, a field of config.json or a tensor is not supported, the
-    vocabulary is too small, or the checkpoint's RoPE and these changes do not support max_seq_len tokens.
+    vocabulary is too small, or RoPE does not support max_seq_len tokens after these changes.
     """
     on_meta = torch.get_default_device().type == "meta"
     folder = _folder(str(pretrained), with_weights=not on_meta)
@@ -100,8 +100,9 @@ def save_pretrained(
     """Saves a model in the format of transformers' AutoModelForCausalLM.from_pretrained.
 
     dtype: the dtype of the written weights, or None to keep the dtype of each weight.
-    shard_bytes: the maximum size of a weight file in bytes. A tensor that is larger gets a file for itself.
-    config.json is written last, so a folder that was not finished does not contain it.
+    shard_bytes: the maximum size of a weight file in bytes. A tensor that is larger than shard_bytes gets a separate
+    file.
+    config.json is written last, so an unfinished folder does not contain config.json.
     Raises: ValueError if the folder already contains a model, or no supported family matches the model.
     """
     folder = Path(folder)

@@ -101,7 +101,7 @@ def _put(model: GPT, place: Place, tensor: Tensor, dtype: torch.dtype | None, wh
     if parameter.is_meta:
         parameter = nn.Parameter(torch.empty(parameter.shape, dtype=dtype or tensor.dtype))
         setattr(module, kind, parameter)
-    if dtype is None and tensor.dtype != parameter.dtype:  # the tensors of a joined matrix differ
+    if dtype is None and tensor.dtype != parameter.dtype:  # another part of a joined matrix has another dtype
         raise ValueError(
             f"{what} must be {parameter.dtype} like the tensors that it is joined with; got {tensor.dtype}. "
             "Set dtype to convert them"
