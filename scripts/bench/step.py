@@ -2,21 +2,23 @@
 
     python -m scripts.bench.step                                            # llama_1b at 8k, 32k and 128k, one GPU
     python -m scripts.bench.step --seq-lens 8192 --variants ours-none-compiled hf
-    python -m scripts.bench.step --cases 8192:ours-none 131072:hf-checkpointing model.n_layers=8    # two cases.
+    python -m scripts.bench.step --cases 8192:ours-none 131072:hf-checkpointing model.n_layers=8    # two cases
+    python -m scripts.bench.step --variants hf hf-fa_train ours-none-compiled data.document_len=2048
 
-Each step trains on one document of seq_len random tokens. Our variants and the peer (transformers) use fp32 weights,
-bf16 autocast and the optimizer of conf/optimizer. A step of our variants is a training step of train.py: LitGPT in
-Lightning's loop, with gradient clipping and the Monitor callback. A step of transformers is a step of a plain loop:
-forward, backward, optimizer. Each case runs in a new process, so running out of memory affects only that case. Times
-are host times, with a device sync after each step. Peak memory and reserved memory are the CUDA allocator's maxima over
-all steps. On a CPU, peak memory is that of the process. MFU counts the FLOPs of causal attention and of the matrix
-products as fa_train/flops.py does, without recomputation.
+Each step trains on seq_len random tokens. They are one document, or packed documents of data.document_len tokens. Our
+variants and the peer (transformers) use fp32 weights, bf16 autocast and the optimizer of conf/optimizer. A step of our
+variants is a training step of train.py: LitGPT in Lightning's loop, with gradient clipping and the Monitor callback. A
+step of transformers is a step of a plain loop: forward, backward, optimizer. Each case runs in a new process, so
+running out of memory affects only that case. Times are host times, with a device sync after each step. Peak memory and
+reserved memory are the CUDA allocator's maxima over all steps. On a CPU, peak memory is that of the process. MFU counts
+the FLOPs of causal attention and of the matrix products as fa_train/flops.py does, without recomputation.
 
 Our variants are named ours-MEMORY[-compiled][-portable]. MEMORY is an option of conf/memory, `compiled` sets
 lit_gpt.compile_model=true, and `portable` disables the Hopper kernels (FLASH_ATTENTION_BACKEND). The variants hf and
 hf-checkpointing are transformers' LlamaForCausalLM with SDPA and Liger's RMSNorm, RoPE, SwiGLU and fused linear cross
-entropy. If Liger cannot run, transformers is measured without it, and the row says so. The script writes OUT.csv and
-OUT.md after every case.
+entropy. hf-fa_train and hf-fa_train-checkpointing are the same with our attention in the place of SDPA
+(fa_train/integrations/transformers.py). If Liger cannot run, transformers is measured without it, and the row says so.
+The script writes OUT.csv and OUT.md after every case.
 """
 
 import argparse
@@ -40,11 +42,13 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 
 import train  # registers the resolvers of conf/train.yaml
 from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.flops import peak_flops, train_flops
+from fa_train.integrations.transformers import NAME as FA_TRAIN
+from fa_train.integrations.transformers import register as register_attention
 from fa_train.models.gpt import GPT
 from scripts.bench.command_line import add_results, add_time_limits, require_overrides, require_positive
 from scripts.bench.provenance import describe
@@ -71,6 +75,8 @@ VARIANTS = (
     "ours-offload-compiled",
     "hf",
     "hf-checkpointing",
+    "hf-fa_train",
+    "hf-fa_train-checkpointing",
 )
 
 
@@ -82,7 +88,7 @@ class CannotRunError(Exception):
 class Variant:
     """One implementation of a training step, and its settings.
 
-    `memory` applies to our model only, `checkpointing` to transformers only.
+    `memory` applies to our model only, `checkpointing` and `fa_train` to transformers only.
     """
 
     ours: bool
@@ -90,12 +96,13 @@ class Variant:
     compiled: bool = False
     portable: bool = False
     checkpointing: bool = False
+    fa_train: bool = False  # whether transformers runs with our attention
 
 
 @dataclass(frozen=True)
 class Case:
     model: str
-    seq_len: int  # tokens, one document
+    seq_len: int  # tokens
     variant: str
     device: Device
     attention: str  # applies to ours only
@@ -131,18 +138,18 @@ def variant_of(name: str) -> Variant:
     """Parses a variant's name. Raises: ValueError if there is no such variant."""
     kind, *settings = name.split("-")
     memories = options("memory")
-    if kind == "hf" and settings in ([], ["checkpointing"]):
-        return Variant(ours=False, checkpointing=bool(settings))
+    if kind == "hf" and settings in ([], ["checkpointing"], ["fa_train"], ["fa_train", "checkpointing"]):
+        return Variant(ours=False, checkpointing="checkpointing" in settings, fa_train="fa_train" in settings)
     if kind == "ours" and settings and settings[0] in memories and set(settings[1:]) <= {"compiled", "portable"}:
         return Variant(True, settings[0], "compiled" in settings, "portable" in settings)
     raise ValueError(
-        f"a variant must be hf, hf-checkpointing or ours-MEMORY[-compiled][-portable] with MEMORY one of "
+        f"a variant must be hf[-fa_train][-checkpointing] or ours-MEMORY[-compiled][-portable] with MEMORY one of "
         f"{', '.join(memories)}; got {name}"
     )
 
 
 def configuration(case: Case) -> DictConfig:
-    """Composes conf/train.yaml for this case, as train.py does."""
+    """Composes conf/train.yaml for this case, as train.py does. Raises: ValueError as document_lens."""
     variant = variant_of(case.variant)
     chosen = [
         f"preset={'gpu' if case.device == 'cuda' else 'cpu'}",
@@ -160,10 +167,22 @@ def configuration(case: Case) -> DictConfig:
     if config.model.vocab_size is None:
         config.model.vocab_size = VOCABULARY
     config.data.vocab_size = config.model.vocab_size
+    document_lens(config)
     return config
 
 
-def peer_loss(config: DictConfig, device: torch.device, checkpointing: bool) -> tuple[nn.Module, Loss, str]:
+def document_lens(config: DictConfig) -> list[int]:
+    """Returns the lengths in tokens of the documents of a row.
+
+    Raises: ValueError if a row does not hold whole documents.
+    """
+    length = min(config.data.document_len, config.seq_len)
+    if config.seq_len % length:
+        raise ValueError(f"data.document_len must divide seq_len={config.seq_len}; got {length}")
+    return [length] * (config.seq_len // length)
+
+
+def peer_loss(config: DictConfig, device: torch.device, variant: Variant) -> tuple[nn.Module, Loss, str]:
     """Returns transformers' LlamaForCausalLM in the sizes of our model, and a function for its mean loss over random
     tokens.
 
@@ -179,6 +198,8 @@ def peer_loss(config: DictConfig, device: torch.device, checkpointing: bool) -> 
         raise CannotRunError(f"Hugging Face's Llama has no {found}")
     from transformers import AutoModelForCausalLM, LlamaConfig
 
+    if variant.fa_train:
+        register_attention()
     note = without_liger(device)
     if not note:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
@@ -201,13 +222,23 @@ def peer_loss(config: DictConfig, device: torch.device, checkpointing: bool) -> 
         tie_word_embeddings=sizes.tied,
         use_cache=False,
     )
+    attention, lengths = FA_TRAIN if variant.fa_train else "sdpa", document_lens(config)
     with device:
-        model = AutoModelForCausalLM.from_config(llama, attn_implementation="sdpa", dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(llama, attn_implementation=attention, dtype=torch.float32)
         tokens = torch.randint(sizes.vocab_size, (1, config.seq_len))
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    labels = tokens.masked_fill(positions == 0, -100)  # no label crosses from one document into the next
     model.to(device).train()
-    if checkpointing:
+    if variant.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model, lambda: model(input_ids=tokens, labels=tokens).loss, note
+
+    def loss() -> Tensor:
+        # as in training, each step has a new tensor; layers share what the attention computes from it
+        documents = {"position_ids": positions.clone()} if len(lengths) > 1 else {}
+        value: Tensor = model(input_ids=tokens, labels=labels, **documents).loss
+        return value
+
+    return model, loss, note
 
 
 def without_liger(device: torch.device) -> str:
@@ -229,7 +260,7 @@ def measure(case: Case) -> Row:
         if variant.ours:
             measure_ours(config, device, times)
         else:
-            model, loss, note = peer_loss(config, device, variant.checkpointing)
+            model, loss, note = peer_loss(config, device, variant)
             time_steps(loss, instantiate(config.optimizer)(model), device, times)
     except CannotRunError as error:
         return Row(case.seq_len, case.variant, f"missing: {error}")
@@ -281,7 +312,8 @@ def mfu(config: DictConfig, step_ms: float, device: Device) -> float | None:
         return None
     with torch.device("meta"):
         model: GPT = instantiate(config.model)
-    return train_flops(model.config, config.seq_len, float(config.seq_len) ** 2) / step_ms * 1e3 / peak
+    squares = float(sum(length**2 for length in document_lens(config)))
+    return train_flops(model.config, config.seq_len, squares) / step_ms * 1e3 / peak
 
 
 def run_apart(case: Case, timeout: float) -> Row:
@@ -360,9 +392,9 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def best_peer(rows: list[Row], seq_len: int) -> float | None:
-    """Returns the tokens/s of the fastest variant of transformers at this length."""
-    rates = [row.tokens_per_s for row in rows if row.seq_len == seq_len and row.variant.startswith("hf")]
-    return max((rate for rate in rates if rate is not None), default=None)
+    """Returns the tokens/s of the fastest variant of transformers with SDPA at this length, or None."""
+    peers = [row for row in rows if row.seq_len == seq_len and row.variant in ("hf", "hf-checkpointing")]
+    return max((row.tokens_per_s for row in peers if row.tokens_per_s is not None), default=None)
 
 
 def parse_case(text: str) -> tuple[int, str]:

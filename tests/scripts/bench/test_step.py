@@ -19,6 +19,7 @@ from scripts.bench.step import (
     case_of,
     cells,
     configuration,
+    document_lens,
     measure,
     parse_arguments,
     peer_loss,
@@ -29,6 +30,7 @@ from scripts.bench.step import (
 )
 from scripts.bench.training_case import FEWEST_STEPS, StepTimes, our_loss
 from scripts.bench.training_case import measure as measure_ours
+from tests.support.operators import Operators
 from tests.support.training import column, composed
 
 TINY = (
@@ -41,6 +43,7 @@ ROWS = [
     Row(64, "hf", "ok", 200.0, 15.0, 14.0, 16.0, 5, 1.0, 2.0, 0.4, 5.5, True, "plain | transformers"),
     Row(64, "hf-checkpointing", "ok", 100.0, 30.0, 29.0, 31.0, 5, 1.0, 2.0, 0.2, math.nan, False),
     Row(128, "hf", "oom", peak_gib=79.0, reserved_gib=80.0),
+    Row(64, "hf-fa_train", "ok", 250.0, 12.0, 11.0, 13.0, 5, 1.0, 2.0, 0.4, 5.5, True),  # not a peer
 ]
 
 
@@ -85,7 +88,7 @@ def test_both_sides_train_the_same_model():
     """
     config, device = configuration(CASE), torch.device("cpu")
     ours, _ = our_loss(config, device)
-    peer, _, _ = peer_loss(config, device, checkpointing=False)
+    peer, _, _ = peer_loss(config, device, Variant(ours=False))
     assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in peer.parameters())
     llama = peer.model
     with torch.no_grad():
@@ -100,6 +103,29 @@ def test_both_sides_train_the_same_model():
         tokens = torch.randint(259, (64,))
         expected = peer(input_ids=tokens[None]).logits[0]
         torch.testing.assert_close(ours(tokens), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("document_len", [64, 16], ids=["dense", "packed"])
+def test_transformers_has_the_same_loss_with_our_attention(document_len):
+    packed = replace(CASE, overrides=(*TINY, "model.n_layers=1", f"data.document_len={document_len}"))
+    losses, gradients = [], []
+    for name in ("hf", "hf-fa_train"):
+        torch.manual_seed(0)
+        model, loss, _ = peer_loss(configuration(packed), torch.device("cpu"), variant_of(name))
+        with Operators() as seen:
+            losses.append(loss())
+        losses[-1].backward()
+        gradients.append(model.model.layers[0].self_attn.q_proj.weight.grad)
+        ours = seen.names.count("flash_attention.forward.default")
+        assert ours == (1 if name == "hf-fa_train" else 0)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-6)
+
+
+def test_a_row_of_parts_of_documents_is_refused():
+    with pytest.raises(ValueError, match=r"data\.document_len must divide seq_len=64; got 24"):
+        configuration(replace(CASE, overrides=(*TINY, "data.document_len=24")))
+    assert document_lens(configuration(replace(CASE, overrides=(*TINY, "data.document_len=100")))) == [64]
 
 
 def test_a_model_that_llama_is_not():
@@ -160,13 +186,15 @@ def test_ours_takes_the_steps_of_a_run(tmp_path):
         ("ours-offload-compiled-portable", Variant(True, "offload", compiled=True, portable=True)),
         ("hf", Variant(ours=False)),
         ("hf-checkpointing", Variant(ours=False, checkpointing=True)),
+        ("hf-fa_train", Variant(ours=False, fa_train=True)),
+        ("hf-fa_train-checkpointing", Variant(ours=False, checkpointing=True, fa_train=True)),
     ],
 )
 def test_variants(name, variant):
     assert variant_of(name) == variant
 
 
-@pytest.mark.parametrize("name", ["ours", "ours-some", "ours-none-fast", "hf-compiled", "peer"])
+@pytest.mark.parametrize("name", ["ours", "ours-some", "ours-none-fast", "hf-compiled", "hf-fast-fa_train", "peer"])
 def test_unknown_variants(name):
     with pytest.raises(ValueError, match=f"got {name}$"):
         variant_of(name)
