@@ -56,7 +56,7 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
 
 
 if __name__ == "__main__":
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors and does not print them
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors instead of printing them
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # prevents fragmentation
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with errors_in_one_line(MISTAKES):

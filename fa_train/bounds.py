@@ -1,4 +1,4 @@
-"""Type hints for numbers with bounds, and for names of dtypes. fa_train.settings checks config values against them."""
+"""Type hints for bounded numbers and for names of dtypes. fa_train.settings checks the config against these hints."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -16,5 +16,5 @@ NonNegativeFloat = Annotated[float, Ge(0), Lt(INFINITY)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 FractionBelowOne = Annotated[float, Ge(0), Lt(1)]
 Betas = Annotated[Sequence[FractionBelowOne], Len(2, 2)]
-Precision = Literal["32-true", "bf16-mixed", "bf16-true"]  # no fp16, which needs loss scaling
+Precision = Literal["32-true", "bf16-mixed", "bf16-true"]  # fp16 would need loss scaling
 Dtype = Literal["float32", "bfloat16", "float16"]  # of stored weights

@@ -62,11 +62,12 @@ class LitGPT(L.LightningModule):
         """Shards the model if the strategy shards. Lightning may call this hook more than once."""
         if self.device_mesh is None or is_sharded(self.model):
             return
-        self.trainer.precision_plugin.convert_module(self)  # Lightning would convert only after sharding
+        self.trainer.precision_plugin.convert_module(self)  # Lightning would convert the model only after sharding
         shard(self.model, self.device_mesh, str(self.trainer.precision))
 
     def on_fit_start(self) -> None:
-        # These tensors are no buffers, because trainer.precision=bf16-true would convert buffers to bf16.
+        # These tensors are not registered as buffers, because trainer.precision=bf16-true would convert buffers to
+        # bf16.
         self._sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         self._val_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.skipped_steps = self.longest_skip = self._skipped_in_a_row = torch.zeros(
@@ -93,7 +94,7 @@ class LitGPT(L.LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Rescales gradients to a mean over the step's labels, and clips them. If they are not finite, skips the step.
+        """Rescales gradients to a mean over the step's labels, and clips them. Skips a step with NaN or infinity.
 
         Lightning calls this hook between the backward pass and the optimizer's update.
         """

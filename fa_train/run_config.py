@@ -23,7 +23,7 @@ def check(cfg: DictConfig) -> None:
         OmegaConf.update(cfg, key, target)
     chosen = HydraConfig.get().runtime.choices
     for group in settings.ONE_OPTION:
-        if group in cfg and group not in chosen:  # Hydra has merged several options
+        if group in cfg and group not in chosen:  # true if Hydra has merged several options
             raise ValueError(f"{group} must be one option of conf/{group}; got a list of them")
     for group, option in cfg.choices.items():
         if option != chosen.get(group):

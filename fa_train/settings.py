@@ -45,7 +45,7 @@ Optimized = Literal[
 
 
 class Node:
-    """A mapping with a `_target_`."""
+    """A mapping in the config that has the key `_target_`."""
 
 
 class Root(TypedDict):
@@ -190,7 +190,7 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
 
 
 def leaves(prefix: str, value: Any) -> Iterable[tuple[str, Any]]:
-    """Yields the scalars in nested dicts and lists. Each scalar comes with its key."""
+    """Yields each scalar in nested dicts and lists with its key."""
     if not isinstance(value, dict | list):
         yield prefix, value
         return
@@ -243,7 +243,7 @@ def _keys_of_typed_dict(definition: Any) -> Keys:
 def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
     """Returns the keys that a node accepts, from the parameters of its `_target_`. node: its key, for error messages.
 
-    partial: whether the node has `_partial_: true`. If so, only keyword-only parameters are required, because
+    partial: whether the node has `_partial_: true`. A partial requires only its keyword-only parameters, because
     positional parameters are passed later.
     """
     try:

@@ -48,7 +48,7 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDat
     preflight.require_vocabulary(vocab_size, data.vocab_size)
     fill_in_levers(cfg, trainer, vocab_size)
     sharded, device = isinstance(trainer.strategy, FullyShardedStrategy), trainer.strategy.root_device
-    with InitOnDevice(device) if sharded else device:  # both ways draw equal weights
+    with InitOnDevice(device) if sharded else device:  # the weights are equal in both cases
         model = build_model(cfg, vocab_size)
     return trainer, instantiate(cfg.lit_gpt, model=model), data
 
@@ -100,7 +100,7 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
 
 
 def train(cfg: DictConfig) -> dict[str, float]:
-    """Trains one run. Returns the run's last metrics. If the run was out of memory, they include oom=1."""
+    """Trains one run. Returns the run's last metrics. If the run was out of memory, the metrics include oom=1."""
     trainer, lit_gpt, data = build(cfg)
     if cfg.export:
         require_checkpoint(trainer)

@@ -33,8 +33,8 @@ class Checkpoint(CheckpointCallback):
     keep_best: whether to save a checkpoint also after each validation with a new lowest val/loss. The checkpoint with
     the lowest val/loss is kept in addition to the newest ones.
     save_on_exception: whether to save a checkpoint also on SIGTERM and Ctrl-C, and in a run of one process on errors.
-    A checkpoint gets its final name when it is completely on the disk. Only then are older checkpoints removed. Weights
-    with NaN or infinity are never saved.
+    A checkpoint gets its final name when it is completely on the disk. Older checkpoints are removed only when the new
+    one is complete. Weights with NaN or infinity are never saved.
     """
 
     current_score = None  # without current_score, Lightning's loggers ignore last_model_path
@@ -160,7 +160,7 @@ class Checkpoint(CheckpointCallback):
 
 def require_checkpoint(trainer: L.Trainer) -> None:
     """Raises: ValueError if the run saves no checkpoints. An export needs the last checkpoint."""
-    if not isinstance(trainer.checkpoint_callback, Checkpoint):  # it may be Lightning's own callback
+    if not isinstance(trainer.checkpoint_callback, Checkpoint):  # Lightning's own callback does not count
         raise ValueError("export=true must have checkpoints to write from; got callbacks.checkpoint=null")
 
 

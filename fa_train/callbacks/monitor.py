@@ -40,9 +40,9 @@ class Reading:
 class Monitor(Callback):
     """Logs loss, gradient norm, learning rate, throughput, MFU and memory every trainer.log_every_n_steps steps.
 
-    A log needs one copy from the device to the host. Training makes no other copies. The host reads this copy after it
-    has launched the next micro-batch, so the device never waits for the host. Validations, checkpoints and the end of a
-    run first finish the pending log.
+    A log needs one copy from the device to the host. Training makes no other copies to the host. The host reads this
+    copy after it has launched the next micro-batch, so the device never waits for the host. Validations, checkpoints
+    and the end of a run first finish the pending log.
     `latest` holds the newest value of each metric. `latest_step` is the step of the newest log. Every log contains
     `tokens`, the number of tokens that were trained on so far, which is the x-axis in W&B. The metrics perf/* cover the
     steps since the previous log, without validation. perf/mfu is missing if the device's peak FLOP/s are unknown.
@@ -55,7 +55,7 @@ class Monitor(Callback):
         self.tokens_per_step, self.max_skipped_steps = seq_len * batch_size, max_skipped_steps
         self.latest: dict[str, float] = {}
         self.latest_step = 0
-        self.has_diverged = False  # set if it is found while another exception ends the run
+        self.has_diverged = False  # divergence found while another exception ended the run
         self._rates: list[float] = []
         self._lr = 0.0
         self._reading: Reading | None = None  # not logged yet
@@ -72,7 +72,7 @@ class Monitor(Callback):
         self._validations.clear()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        self._lr = optimizer.param_groups[0]["lr"]  # the scheduler changes it before the log
+        self._lr = optimizer.param_groups[0]["lr"]  # the scheduler changes lr before the log
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -13,8 +13,8 @@ from fa_train.callbacks.monitor import monitor_of
 class StepProgress(ProgressBar):
     """A progress bar over optimizer steps with the latest metrics. Without a terminal, prints one line per log.
 
-    Lightning's progress bars count micro-batches. With 4 micro-batches per step, they end 40 steps at "160/40". Without
-    a terminal, they print no metrics.
+    Lightning's progress bars count micro-batches. With 4 micro-batches per step, a Lightning bar ends at "160/40" after
+    40 steps. Without a terminal, Lightning's bars print no metrics.
     """
 
     def __init__(self) -> None:

@@ -69,8 +69,8 @@ def generate(
 class CachedAttention:
     """The attention of one layer with a KV cache. The first call gets the prompt. Each later call gets one token.
 
-    attention: the layer's attention function, used for the prompt. If it is `flash_attention`, later tokens use
-    flash_attn_with_kvcache. With any other function, later tokens use naive_attention.
+    attention: the layer's attention function, used for the prompt. If this function is `flash_attention`, later tokens
+    use flash_attn_with_kvcache. With any other function, later tokens use naive_attention.
     window: the number of tokens that a query sees, including its own, or None for all tokens.
     capacity: the maximum number of cached tokens.
     """
@@ -96,7 +96,7 @@ class CachedAttention:
         if self.length == 0:
             self.k, self.v = (x.new_zeros(self.capacity, *x.shape[1:]) for x in (k, v))
             self._append(k, v)
-            known = {name: value for name, value in scores.items() if value}  # only options that are set
+            known = {name: value for name, value in scores.items() if value}  # pass only options that are set
             return self.attention(q, k, v, schedule, **known)
         assert q.shape[0] == 1
         if self.is_flash:
@@ -124,8 +124,9 @@ class Sample:
     """Prints the model's answer to one chat, and appends it to samples.jsonl in the run's folder.
 
     chats: the path of the chats, as in data.path. The prompt consists of a chat's messages before the first answer that
-    the model is trained on. It comes from the first held-out chat, or from the first chat if no chat is held out. If no
-    chat has such messages, nothing is sampled. The most likely tokens are chosen, at most max_new_tokens.
+    the model is trained on. The prompt comes from the first held-out chat, or from the first chat if no chat is held
+    out. Nothing is sampled if no chat has a message before its first answer. The most likely tokens are chosen, at most
+    max_new_tokens.
     """
 
     def __init__(self, chats: str, tokenizer: str, chat_template: str | None, max_new_tokens: PositiveInt) -> None:

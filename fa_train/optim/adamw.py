@@ -37,7 +37,7 @@ def adamw_8bit(
     eps: NonNegativeFloat,
     stochastic_rounding: bool,
 ) -> Optimizer:
-    """Returns AdamW with 8-bit moments. With fewer than 4096 elements, moments have the parameter's dtype.
+    """Returns AdamW with 8-bit moments. A parameter with fewer than 4096 elements has moments in its own dtype.
 
     stochastic_rounding: whether to round updates of bf16 weights (trainer.precision=bf16-true) stochastically.
     Stochastic rounding has no effect on fp32 weights.
