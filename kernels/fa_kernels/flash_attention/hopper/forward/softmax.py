@@ -7,9 +7,9 @@ and does not wait for the maxima of these blocks. If a thread's sum of exponenti
 references of the affected rows, and computes the exponentials of the block again. Probabilities therefore never exceed
 2^15, which fp16 can represent. In bf16, o is as accurate as torch's o, because torch also rounds P.
 
-In the code, row_max is the reference of a row. By default, scores and probabilities are both in registers until the sum
-of exponentials is known. MAX_FIRST compares the scores with row_max before it computes exponentials. MAX_FIRST needs
-fewer registers, but more instructions.
+In the code, row_max is the reference that is subtracted from the scores of a row. By default, scores and probabilities
+are both in registers until the sum of exponentials is known. MAX_FIRST compares the scores with row_max before it
+computes exponentials. MAX_FIRST needs fewer registers, but more instructions.
 
 Maxima and sums have the layout registers.PER_ROW. The sum of a row is stored as eight partial sums, so that no thread
 waits for other threads of the row.
@@ -165,8 +165,8 @@ def _under(scores, N: gl.constexpr, exponent_0, exponent_1, scale, dtype: gl.con
     """Returns p = 2^(score * scale - exponent) in packed pairs, each pair stored twice, and four partial sums of p.
 
     exponent_0 and exponent_1 are row_max of the two rows in log2 units. Each partial sum adds every fourth of the N
-    values. Without an explicit fma, the compiler would round products once more where p is computed again. Rows whose
-    row_max stays would then get other bits.
+    values. Without an explicit fma, the compiler would round products once more where p is computed again. A second
+    computation of p would then change the bits of rows whose row_max stays.
     """
     p = ()
     sums = (0.0, 0.0, 0.0, 0.0)

@@ -46,7 +46,7 @@ def wait_pingpong(CONSUMER: gl.constexpr):
 
 @gluon.jit
 def pass_pingpong(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Lets the next consumer return from `wait_pingpong`. The call itself does not block."""
+    """Lets the next consumer return from `wait_pingpong`. pass_pingpong itself does not block."""
     _run("barrier.cta.arrive.aligned", PINGPONG_BARRIER + (CONSUMER + 1) % CONSUMERS, 256)
 
 
