@@ -5,10 +5,14 @@
 
 Every 50 steps, the run validates and writes a checkpoint. Each step trains on new documents. The first third of the run
 is warm-up and is not compared. Three values of the second and the last third must agree. The median step time may
-differ by 3%, and the lowest host memory by 2%. On a GPU, the reserved memory must be equal. Host memory is summed over
-all processes of the run. Memory pages that several processes share count only once. The lowest host memory is compared,
-because each checkpoint needs more memory for a short time. The script writes OUT.md. If the two thirds do not agree,
-the script ends with status 1.
+differ by 3%, and the lowest host memory by 2%. On a GPU, the reserved memory must be equal. The lowest host memory is
+compared, because each checkpoint needs more memory for a short time. The script writes OUT.md. If the two thirds do not
+agree, the script ends with status 1.
+
+Host memory is the anonymous and the shared memory of all processes of the run. Memory pages that several processes
+share count only once. Mapped files, such as libraries and tokens, are listed but not compared, because the operating
+system divides their pages among all processes that map them, and some of these may not belong to the run. The script
+also writes OUT.csv, which has the memory of each process in each sample.
 """
 
 import argparse
@@ -22,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import date
 from pathlib import Path
 
@@ -30,6 +34,8 @@ from scripts.bench.command_line import add_results
 from scripts.bench.provenance import describe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+TRAINING, WORKERS, OTHERS = "training process", "data workers", "other processes"  # others compile kernels, for example
+KINDS = {"anonymous_gib": "Pss_Anon", "shared_gib": "Pss_Shmem", "files_gib": "Pss_File"}  # the names in smaps_rollup
 EVERY = 50  # number of steps between two validations, and between two checkpoints
 SAMPLE = 5.0  # seconds between two samples of host memory
 GIB = 2**30
@@ -55,8 +61,36 @@ class Change:
         return abs(self.ratio - 1) <= LIMITS[self.name]
 
 
-def soak(overrides: list[str], minutes: float, folder: Path) -> list[Change]:
-    """Runs train.py in `folder` for `minutes`, then interrupts it. Returns the changes between the thirds of the run.
+@dataclass(frozen=True)
+class ProcessMemory:
+    """The host memory of one process in GiB. If n processes share a page, 1/n of the page counts for each."""
+
+    pid: int
+    process: str  # TRAINING, WORKERS or OTHERS
+    anonymous_gib: float  # Python objects and tensors
+    shared_gib: float  # pages of /dev/shm, such as batches on their way from a data worker
+    files_gib: float  # libraries and memory-mapped tokens
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The host memory of all processes of a run, `seconds` after the start of the run."""
+
+    seconds: float
+    processes: list[ProcessMemory]
+
+    def total(self, kind: str, process: str | None = None) -> float:
+        """Returns the memory of one kind in GiB, summed over these processes, or over all if `process` is None."""
+        return sum(getattr(x, kind) for x in self.processes if process in (None, x.process))
+
+    @property
+    def host_gib(self) -> float:
+        """The memory that belongs to the run alone."""
+        return self.total("anonymous_gib") + self.total("shared_gib")
+
+
+def soak(overrides: list[str], minutes: float, folder: Path) -> list[Sample]:
+    """Runs train.py in `folder` for `minutes`, then interrupts it. Returns the samples of host memory.
 
     Raises: RuntimeError if train.py ends earlier.
     """
@@ -65,38 +99,43 @@ def soak(overrides: list[str], minutes: float, folder: Path) -> list[Change]:
         f"trainer.val_check_interval={EVERY}", f"callbacks.checkpoint.every_n_train_steps={EVERY}", *overrides,
         f"hydra.run.dir={folder}",
     ]  # fmt: skip
-    host: list[float] = []
+    samples: list[Sample] = []
     process = subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True)
-    end = time.monotonic() + 60 * minutes
+    start = time.monotonic()
     try:
-        while time.monotonic() < end:
+        while time.monotonic() < start + 60 * minutes:
             time.sleep(SAMPLE)
             if process.poll() is not None:
                 raise RuntimeError(f"train.py must train until it is interrupted; it ended with {process.returncode}")
-            host.append(memory_of_session(process.pid) / GIB)
+            samples.append(Sample(time.monotonic() - start, memory_of_session(process.pid)))
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=120)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    return changes(folder / "metrics.csv", host)
+    return samples
 
 
-def memory_of_session(leader: int) -> float:
-    """Returns the bytes of host memory that the processes of a Unix session hold.
+def memory_of_session(leader: int) -> list[ProcessMemory]:
+    """Returns the host memory of each process of a Unix session.
 
-    If n processes share a page, 1/n of the page counts for each.
+    A process with the leader's command line is a data worker, because data workers are forked.
     """
-    total = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    found = []
+    for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda folder: int(folder.name)):
         try:
-            session = int(stat.read_text().rpartition(")")[2].split()[3])
-            if session == leader:
-                rollup = (stat.parent / "smaps_rollup").read_text()
-                total += 1024 * int(rollup.partition("\nPss:")[2].split()[0])
+            session = int((folder / "stat").read_text().rpartition(")")[2].split()[3])
+            if session != leader:
+                continue
+            rollup = (folder / "smaps_rollup").read_text()
+            is_forked = (folder / "cmdline").read_bytes() == Path(f"/proc/{leader}/cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue  # the process has ended
-    return total
+        pid = int(folder.name)
+        process = TRAINING if pid == leader else WORKERS if is_forked else OTHERS
+        sizes = {kind: 1024 * int(rollup.partition(f"\n{name}:")[2].split()[0]) / GIB for kind, name in KINDS.items()}
+        found.append(ProcessMemory(pid, process, **sizes))
+    return found
 
 
 def changes(metrics: Path, host: list[float]) -> list[Change]:
@@ -132,14 +171,29 @@ def thirds(values: list[float], summary: Callable[[list[float]], float]) -> tupl
     return summary(values[n : 2 * n]), summary(values[-n:])
 
 
-def markdown(head: dict[str, str], found: list[Change], metrics: Path) -> str:
+def markdown(head: dict[str, str], found: list[Change], samples: list[Sample], metrics: Path) -> str:
     with metrics.open() as file:
         steps = max(int(row["step"]) for row in csv.DictReader(file))
     lines = ["# Soak", "", *(f"- {key}: `{value}`" for key, value in head.items()), "", f"{steps} steps.", ""]
     lines += ["| | second third | last third | ratio | allowed |", "|:--|--:|--:|--:|--:|"]
     for x in found:
         lines.append(f"| {x.name} | {x.before:.3f} | {x.after:.3f} | {x.ratio:.4f} | ±{LIMITS[x.name]:.0%} |")
+    lines += ["", "Host memory in GiB, lowest value of each third:", ""]
+    lines += ["| processes | memory | second third | last third |", "|:--|:--|--:|--:|"]
+    for process in (TRAINING, WORKERS, OTHERS):
+        for kind in KINDS:
+            before, after = thirds([sample.total(kind, process) for sample in samples], min)
+            lines.append(f"| {process} | {kind.removesuffix('_gib')} | {before:.3f} | {after:.3f} |")
     return "\n".join(lines) + "\n"
+
+
+def write_samples(samples: list[Sample], path: Path) -> None:
+    """Writes a row for each process in each sample."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["seconds", *(field.name for field in fields(ProcessMemory))])
+        writer.writeheader()
+        for sample in samples:
+            writer.writerows({"seconds": round(sample.seconds, 1), **asdict(x)} for x in sample.processes)
 
 
 def main() -> None:
@@ -151,11 +205,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "run")
         try:
-            found = soak(arguments.overrides, arguments.minutes, folder)
+            samples = soak(arguments.overrides, arguments.minutes, folder)
+            write_samples(samples, Path(f"{arguments.out}.csv"))
+            found = changes(folder / "metrics.csv", [sample.host_gib for sample in samples])
         except RuntimeError as error:
             sys.exit(f"error: {error}")
         head = describe(shlex.join(["python", "-m", "scripts.soak", *sys.argv[1:]]), arguments.commit, date.today())
-        page = markdown(head, found, folder / "metrics.csv")
+        page = markdown(head, found, samples, folder / "metrics.csv")
     Path(f"{arguments.out}.md").write_text(page, encoding="utf-8")
     print(page)
     sys.exit(0 if all(change.is_small for change in found) else 1)

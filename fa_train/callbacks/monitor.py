@@ -3,6 +3,7 @@
 import gc
 import resource
 import statistics
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from fa_train.lit_gpt import LitGPT
 from fa_train.parallel.launched_ranks import wait_for_other_ranks
 
 GIB = 2**30
+RECENT_LOGS = 1000  # the logs whose median speed `summary` returns
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Monitor(Callback):
         self.latest: dict[str, float] = {}
         self.latest_step = 0
         self.has_diverged = False  # divergence found while another exception ended the run
-        self._rates: list[float] = []
+        self._rates: deque[float] = deque(maxlen=RECENT_LOGS)
         self._lr = 0.0
         self._reading: Reading | None = None  # not logged yet
         self._validations: list[tuple[Timestamp, Timestamp]] = []  # since the last reading
@@ -162,7 +164,7 @@ class Monitor(Callback):
         self._reading = None
 
     def summary(self) -> dict[str, float]:
-        """Returns the newest value of each metric. For tokens_per_s, returns the median of all logs."""
+        """Returns the newest value of each metric. For tokens_per_s, returns the median of the last RECENT_LOGS logs."""
         return self.latest | ({"perf/tokens_per_s": statistics.median(self._rates)} if self._rates else {})
 
     def _log(self, trainer: L.Trainer, step: int, metrics: dict[str, float]) -> None:

@@ -1,12 +1,13 @@
 """Makes packed micro-batches for Lightning. They depend only on the data, the settings, the seed and the step."""
 
 import dataclasses
+import gc
 import math
 import os
 import signal
 import threading
 from collections.abc import Mapping
-from typing import Literal, NotRequired, TypedDict, Unpack
+from typing import Any, Literal, NotRequired, TypedDict, Unpack
 
 import lightning as L
 from torch.utils.data import DataLoader
@@ -15,6 +16,7 @@ from fa_train.bounds import NonNegativeInt, PositiveInt, Seed
 from fa_train.data.batches import MicroBatches, PackedRows, RangeSampler
 from fa_train.data.mixing import CYCLE, MixReport, Mixture, Source, WeightedCorpus
 from fa_train.data.packing.best_fit import BestFit, LongDocuments
+from fa_train.data.packing.collate import Batch
 from fa_train.data.packing.concat import Concatenation
 from fa_train.data.packing.report import PackingReport, Report
 from fa_train.data.packing.rows import Layout
@@ -184,7 +186,7 @@ class PackedDataModule(L.LightningDataModule):
         return self.trainer
 
     def _loader(self, dataset: MicroBatches, sampler: RangeSampler) -> DataLoader:
-        return DataLoader(
+        return SharedHeapLoader(
             dataset,
             batch_size=None,
             sampler=sampler,
@@ -196,6 +198,31 @@ class PackedDataModule(L.LightningDataModule):
             multiprocessing_context="fork" if self.num_workers else None,
             worker_init_fn=leave_signals_to_the_run,
         )
+
+    def teardown(self, stage: str) -> None:
+        if self.num_workers:
+            gc.unfreeze()  # SharedHeapLoader froze the objects; a later run of a sweep must be able to collect them
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.teardown("fit")  # Lightning calls teardown only at the end of a run that succeeds
+
+
+class SharedHeapLoader(DataLoader[Batch]):
+    """A DataLoader whose forked workers keep sharing the memory of the training process.
+
+    A shared page is copied when a process writes to it, and Python's garbage collector writes to each object that it
+    visits. One full collection would therefore copy most Python objects, at any time of a run and in each process.
+    `gc.freeze` exempts the objects that exist at the fork. Call `gc.unfreeze` when the run ends.
+    """
+
+    _has_workers = False
+
+    def __iter__(self) -> Any:
+        if self.num_workers and not self._has_workers:
+            gc.collect()  # frozen garbage would stay until the end of the run
+            gc.freeze()
+            self._has_workers = self.persistent_workers
+        return super().__iter__()
 
 
 def leave_signals_to_the_run(worker_id: int) -> None:

@@ -148,10 +148,13 @@ def test_validation_does_not_count_as_training_time(tmp_path, monkeypatch):
     """The fake clock advances by one second at each call."""
     seconds = iter(range(1000))
     monkeypatch.setattr("fa_train.callbacks.timestamp.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    monkeypatch.setattr("fa_train.callbacks.monitor.RECENT_LOGS", 2)
     trainer = fit(tmp_path, Synchronous(), UNSAVED, "trainer.val_check_interval=2")
     # the run starts at 0; validations at 1, 4, 6 and 9 take a second each; logs of steps 4, 8, 10 are at 3, 8, 11
     assert column(tmp_path, "perf/step_ms") == pytest.approx({4: 2e3 / 4, 8: 3e3 / 4, 10: 2e3 / 2})
     assert monitor_of(trainer).latest_step == STEPS
+    rates = column(tmp_path, "perf/tokens_per_s")
+    assert monitor_of(trainer).summary()["perf/tokens_per_s"] == pytest.approx((rates[8] + rates[10]) / 2)
 
 
 class NoSync(Callback):

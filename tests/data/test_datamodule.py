@@ -1,6 +1,8 @@
 """Micro-batches depend only on the seed and the position in the run, even if the run is killed and resumed."""
 
+import gc
 import multiprocessing
+from pathlib import Path
 from types import SimpleNamespace
 
 import lightning as L
@@ -25,6 +27,14 @@ OPTIONS = dict(
 def _short_epochs(monkeypatch):
     """Shortens epochs to 2**26 tokens, because every run shuffles all documents of an epoch, which takes time."""
     monkeypatch.setattr("fa_train.data.sources.synthetic.N_TOKENS", 2**14)
+
+
+@pytest.fixture(autouse=True)
+def _frozen_again():
+    """Restores what conftest.py does for the speed of the tests, and a run with data workers undoes."""
+    yield
+    if not gc.get_freeze_count():
+        gc.freeze()
 
 
 def make(**changes):
@@ -183,6 +193,55 @@ def test_data_workers_are_forked_whatever_the_default(tmp_path):
         assert all(map(torch.equal, fit(tmp_path / "forked", Recorder(), make(num_workers=1)), whole))
     finally:
         multiprocessing.set_start_method(None, force=True)
+    assert gc.get_freeze_count() == 0  # objects can be collected after a run
+
+
+def private_mib():
+    """Returns the memory in MiB that this process has written to and shares with no other process."""
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return int(rollup.partition("\nPrivate_Dirty:")[2].split()[0]) / 2**10
+
+
+def copied_by_a_collection():
+    before = private_mib()
+    gc.collect()
+    return private_mib() - before
+
+
+class CollectsAtTheEnd:
+    """A dataset of four items. The last one is the memory in MiB that a garbage collection in the worker copies."""
+
+    def __getitem__(self, index):
+        return copied_by_a_collection() if index == 3 else None
+
+
+def test_a_garbage_collection_copies_no_memory_that_workers_share():
+    data = make(num_workers=1)
+    data.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))
+    heap = [[number] for number in range(400_000)]  # about 35 MiB
+    worker = iter(data._loader(CollectsAtTheEnd(), range(4)))  # forks it; the last item is not yet requested
+    try:
+        assert copied_by_a_collection() < 5
+        assert [*worker][3] < 5
+    finally:
+        data.teardown("fit")
+    assert gc.get_freeze_count() == 0 and len(heap) == 400_000
+
+
+class RecordsFrozen(Recorder):
+    """Records how many objects the garbage collector ignores in each step."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.seen[-1] = gc.get_freeze_count()
+        return loss
+
+
+def test_objects_can_be_collected_after_a_run_was_killed(tmp_path):
+    killed = RecordsFrozen(die_at=1)
+    with pytest.raises(Killed):
+        fit(tmp_path, killed, make(num_workers=1))
+    assert min(killed.seen) > 0 and gc.get_freeze_count() == 0
 
 
 def test_the_packing_is_reported_once_at_the_start(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """scripts/soak.py distinguishes a steady run from one that slows down and from one that needs more and more memory."""
 
+import mmap
 import subprocess
 import sys
 import time
@@ -51,20 +52,59 @@ def test_a_run_that_is_too_short_is_named(tmp_path):
         soak.changes(metrics(tmp_path, STEADY), [1.0] * 8)
 
 
-def test_memory_is_that_of_all_processes_of_the_session():
-    held = f"x = bytearray({100 * MIB}); print('ready', flush=True); input()"
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {held!r}])"
+HOLDS = f"""
+import mmap, os, subprocess, sys
+file = mmap.mmap(os.open(sys.argv[1], os.O_RDONLY), 0, prot=mmap.PROT_READ)
+sum(file[:: mmap.PAGESIZE])
+written = bytearray({60 * MIB})
+shared = mmap.mmap(-1, {40 * MIB})
+shared.write(bytes({40 * MIB}))
+forked = os.fork()
+if not forked:
+    sys.stdin.read()
+else:
+    program = "import sys; x = bytearray({30 * MIB}); print('ready', flush=True); sys.stdin.read()"
+    subprocess.run([sys.executable, "-c", program])
+"""
+
+
+def test_memory_is_that_of_all_processes_of_the_session(tmp_path):
+    path = tmp_path / "tokens"
+    path.write_bytes(bytes(100 * MIB))
     process = subprocess.Popen(
-        [sys.executable, "-c", parent],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
+        [sys.executable, "-c", HOLDS, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )
     assert process.stdout.readline() == b"ready\n"
-    assert 100 * MIB < soak.memory_of_session(process.pid) < 200 * MIB
-    process.communicate(b"\n", timeout=10)
+    before = soak.Sample(0.0, soak.memory_of_session(process.pid))
+    assert [x.process for x in before.processes] == [soak.TRAINING, soak.WORKERS, soak.OTHERS]
+    training, worker, other = (x.anonymous_gib * 1024 for x in before.processes)
+    assert 30 < training < 45 and 30 < worker < 45 and 30 < other < 45  # in MiB; the fork shares 60 MiB
+    assert before.host_gib * 1024 == pytest.approx(training + worker + other + 40, abs=1)
+
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
+        sum(pages[:: mmap.PAGESIZE])  # this process is not of the session, but shares its file
+        after = soak.Sample(5.0, soak.memory_of_session(process.pid))
+    assert (before.total("files_gib") - after.total("files_gib")) * 1024 == pytest.approx(50, abs=5)
+    assert (before.host_gib - after.host_gib) * 1024 == pytest.approx(0, abs=1)
+
+    process.communicate(timeout=10)
     time.sleep(0.1)
-    assert soak.memory_of_session(process.pid) == 0
+    assert soak.memory_of_session(process.pid) == []
+
+
+def test_the_memory_of_each_process_is_written(tmp_path):
+    processes = [
+        soak.ProcessMemory(7, soak.TRAINING, 1.0, 0.25, 2.0),
+        soak.ProcessMemory(8, soak.WORKERS, 0.5, 0.0, 0.125),
+    ]
+    samples = [soak.Sample(5.0 * i, processes if i else processes[:1]) for i in range(9)]
+    soak.write_samples(samples, tmp_path / "soak.csv")
+    header, *rows = (tmp_path / "soak.csv").read_text().splitlines()
+    assert header == "seconds,pid,process,anonymous_gib,shared_gib,files_gib" and len(rows) == 17
+    assert rows[-1] == "40.0,8,data workers,0.5,0.0,0.125"
+    page = soak.markdown({}, [], samples, metrics(tmp_path, STEADY))
+    assert "| training process | files | 2.000 | 2.000 |" in page
+    assert "| data workers | anonymous | 0.500 | 0.500 |" in page
 
 
 @pytest.mark.slow
