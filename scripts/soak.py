@@ -38,7 +38,6 @@ TRAINING, WORKERS, OTHERS = "training process", "data workers", "other processes
 KINDS = {"anonymous_gib": "Pss_Anon", "shared_gib": "Pss_Shmem", "files_gib": "Pss_File"}  # the names in smaps_rollup
 EVERY = 50  # number of steps between two validations, and between two checkpoints
 SAMPLE = 5.0  # seconds between two samples of host memory
-GIB = 2**30
 LIMITS = {"step_ms": 0.03, "host_gib": 0.02, "reserved_gib": 0.0}  # largest allowed relative changes
 
 
@@ -133,8 +132,8 @@ def memory_of_session(leader: int) -> list[ProcessMemory]:
             continue  # the process has ended
         pid = int(folder.name)
         process = TRAINING if pid == leader else WORKERS if is_forked else OTHERS
-        sizes = {kind: 1024 * int(rollup.partition(f"\n{name}:")[2].split()[0]) / GIB for kind, name in KINDS.items()}
-        found.append(ProcessMemory(pid, process, **sizes))
+        kib = {kind: int(rollup.partition(f"\n{name}:")[2].split()[0]) for kind, name in KINDS.items()}
+        found.append(ProcessMemory(pid, process, **{kind: round(x / 2**20, 5) for kind, x in kib.items()}))
     return found
 
 

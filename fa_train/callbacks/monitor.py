@@ -22,7 +22,7 @@ from fa_train.lit_gpt import LitGPT
 from fa_train.parallel.launched_ranks import wait_for_other_ranks
 
 GIB = 2**30
-RECENT_LOGS = 1000  # the logs whose median speed `summary` returns
+RECENT_LOGS = 1000  # number of the last logs whose median speed `summary` returns
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Monitor(Callback):
         self._reading = None
 
     def summary(self) -> dict[str, float]:
-        """Returns the newest value of each metric. For tokens_per_s, returns the median of the last RECENT_LOGS logs."""
+        """Returns the newest value of each metric. tokens_per_s is the median of the last RECENT_LOGS logs."""
         return self.latest | ({"perf/tokens_per_s": statistics.median(self._rates)} if self._rates else {})
 
     def _log(self, trainer: L.Trainer, step: int, metrics: dict[str, float]) -> None:
