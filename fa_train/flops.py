@@ -1,4 +1,4 @@
-"""The FLOPs of a training step, and the peak FLOP/s of GPUs. Both give the MFU (model FLOPs utilisation)."""
+"""The FLOPs of a training step and the peak FLOP/s of GPUs, which give the MFU (model FLOPs utilisation)."""
 
 from typing import TypeVar
 

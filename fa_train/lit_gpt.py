@@ -87,7 +87,7 @@ class LitGPT(L.LightningModule):
         lengths = batch["cu_seqlens"].diff().double()
         self._sums += torch.stack([loss.detach().double(), count_labels(labels), lengths.square().sum()])
         self.micro_batch_tokens = labels.numel()
-        # Divide by the number of tokens for now. The number of labels in the step is known only after the last
+        # Divide the loss by the number of tokens for now. The number of labels in the step is known only after the last
         # micro-batch.
         return loss / labels.numel()
 

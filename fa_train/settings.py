@@ -1,8 +1,8 @@
 """The schema of the config: the known keys, and the values that each key accepts.
 
-`Root` lists the keys at the root. A node is a mapping with a `_target_`, a function or class. The keys of a node are
-the parameters of its target. The type hints of these parameters determine the accepted values. `BOUNDS` has narrower
-type hints for targets from other packages.
+`Root` lists the keys at the root. A node is a mapping whose `_target_` names a function or class. The keys of a node
+are the parameters of its target. The type hints of these parameters determine the accepted values. `BOUNDS` has
+narrower type hints for targets from other packages.
 """
 
 import difflib
@@ -51,8 +51,8 @@ class Node:
 class Root(TypedDict):
     """The keys at the root of the config, in the order in which they are checked.
 
-    A node comes before the nodes that contain a copy of it. An error in the copied part therefore names the original
-    key.
+    A node (a mapping with a `_target_`) comes before all nodes that contain a copy of it. An error in the copied part
+    therefore names the original key.
     """
 
     seq_len: PositiveInt

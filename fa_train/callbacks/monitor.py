@@ -43,8 +43,8 @@ class Monitor(Callback):
     """Logs loss, gradient norm, learning rate, throughput, MFU and memory every trainer.log_every_n_steps steps.
 
     A log needs one copy from the device to the host. Training makes no other copies to the host. The host reads this
-    copy after it has launched the next micro-batch, so the device never waits for the host. Validations, checkpoints
-    and the end of a run first finish the pending log.
+    copy after it has launched the next micro-batch, so the device never waits for the host. A pending log is finished
+    before a validation, before a checkpoint and at the end of a run.
     `latest` holds the newest value of each metric. `latest_step` is the step of the newest log. Every log contains
     `tokens`, the number of tokens that were trained on so far, which is the x-axis in W&B. The metrics perf/* cover the
     steps since the previous log, without validation. perf/mfu is missing if the device's peak FLOP/s are unknown.

@@ -160,8 +160,8 @@ class PackedDataModule(L.LightningDataModule):
     def _count_from(self, done: int) -> None:
         """Sets Lightning's counters of finished micro-batches, which determine where steps and the run end, to `done`.
 
-        Lightning restores the counters from the checkpoint. The run that saved it may have had another number of
-        micro-batches per step.
+        Lightning restores the counters from the checkpoint. The run that saved the checkpoint may have had another
+        number of micro-batches per step.
         """
         progress = self._running_trainer().fit_loop.epoch_loop.batch_progress
         state = progress.state_dict()

@@ -83,7 +83,8 @@ class MixedRows:
         self.sources, self.order = sources, order
         self.per_epoch = len(order)
         self._counts = np.bincount(order, minlength=len(sources))
-        self._before = np.empty(len(order), np.int64)  # per row: earlier rows of its source
+        # for each entry of `order`, the number of earlier entries with the same source
+        self._before = np.empty(len(order), np.int64)
         for source, count in enumerate(self._counts):
             self._before[order == source] = np.arange(count)
         self.max_documents = max(source.max_documents for source in sources)

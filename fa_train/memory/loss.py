@@ -93,7 +93,7 @@ def linear_cross_entropy(
                 d_hidden[rows] = d_logits @ rounded_weight
             if of_weight:
                 add_product(d_weight, d_logits.T, chunk)
-            del chunk, d_logits  # free their memory before the next chunk allocates
+            del chunk, d_logits  # free memory before the next chunk allocates
     return losses.sum(), d_hidden, d_weight.to(weight.dtype)
 
 
@@ -131,7 +131,7 @@ def _liger_cross_entropy(
     The kernel is called directly, because Liger's wrapper makes the host wait for the GPU twice per call. A summed loss
     does not need the values for which the wrapper waits.
     """
-    from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel  # importing it needs a GPU
+    from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel  # this import needs a GPU
 
     n_tokens, vocab_size = logits.shape
     losses = torch.zeros_like(labels, dtype=torch.float32)  # the kernel skips the label -100

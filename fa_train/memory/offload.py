@@ -6,9 +6,9 @@ tensors that blocks without checkpointing save, so nothing is recomputed. Copies
 compute.
 
 Saved-tensor hooks around each block replace saved tensors with a `_State`. With offload=true, the hooks replace the
-block's input. With offload=all, they replace every large tensor that has one row per token. A `_State` holds a whole
-storage, because q, k and v are views of one storage. autograd owns the `_State` objects. Their lifetime is therefore
-correct for every wrapper around a block, including torch.compile.
+block's input. With offload=all, the hooks replace every large tensor that has one row per token. A `_State` holds a
+whole storage, because q, k and v are views of one storage. autograd owns the `_State` objects. The lifetime of a
+`_State` is therefore correct for every wrapper around a block, including torch.compile.
 
 A copy to the host starts after the compute stream has written the storage. The compute stream waits for the copy two
 blocks later, or IN_FLIGHT + 1 blocks later with offload=all. The storage's GPU memory is then freed. For a copy back to
@@ -161,8 +161,8 @@ class ForwardPass:
     def end(self, x: Tensor) -> None:
         """Ends the forward pass after the last block. x: the output of the last block.
 
-        With offload=all, copies of the last blocks may still run. The GPU memory of their tensors is held until x gets
-        its gradient.
+        With offload=all, copies of the last blocks may still run. Until x gets its gradient, the GPU memory of these
+        blocks' tensors is held.
         """
         self.below, underway = [], self.underway
         if self.everything and x.requires_grad:

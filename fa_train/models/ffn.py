@@ -102,7 +102,7 @@ def build_ffn(config: ModelConfig, memory: Memory) -> FFN:
 
 
 def choose_ffn(up: nn.Linear, down: nn.Linear, activation: Activation, memory: Memory) -> FFN:
-    """Builds an FFN from two linear layers, which may be LoRA layers. The table above shows how its class is chosen."""
+    """Builds an FFN from two linear layers, which may be LoRA layers. The file's docstring lists its classes."""
     plain = type(up) is nn.Linear and type(down) is nn.Linear
     if memory.mlp_chunk is None:
         if plain:

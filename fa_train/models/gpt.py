@@ -292,7 +292,7 @@ def _rotated_first(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None
     return _split(layer, rotate_heads(qkv, rotary.cos, rotary.sin, layer.heads[0] + layer.heads[1]), None)
 
 
-# `_rotated` calls an autograd.Function. In a compiled checkpoint, torch 2.11 would save the q, k and v that it returns.
+# in a compiled checkpoint, torch 2.11 would save q, k and v, because an autograd.Function in `_rotated` returns them
 _rotated_in_checkpoint = EagerOrCompiled(_rotated, _rotated_first)
 
 

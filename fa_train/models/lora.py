@@ -55,7 +55,8 @@ class LoRA:
     lora_alpha: B A is multiplied by lora_alpha / r, or by lora_alpha / sqrt(r) with use_rslora (arXiv:2312.03732).
     lora_dropout: the dropout probability of adapter inputs.
     target_modules: a list of Hugging Face's module names or of their last parts, such as q_proj. "all-linear" means all
-    linear layers of the blocks. Any other string is a regular expression that full module names must match.
+    linear layers of the blocks. Any other string in target_modules is a regular expression that full module names must
+    match.
     quantization: "nf4" quantizes the weights of all linear layers of the blocks to 4 bits with torchao.
     path: the folder of a peft adapter whose training continues. The r, lora_alpha, use_rslora and target_modules in its
     adapter_config.json replace the ones given here.
@@ -438,7 +439,7 @@ def load_adapter(model: GPT, folder: Path) -> None:
 
 
 # The fields of adapter_config.json. The fields in READ are used, fields in IRRELEVANT may have any value, and REQUIRED
-# lists supported values. All other fields must be unset.
+# lists supported values. All other fields of adapter_config.json must be unset.
 READ = {"r", "lora_alpha", "use_rslora", "target_modules"}
 IRRELEVANT = {
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "fan_in_fan_out", "inference_mode",

@@ -46,7 +46,7 @@ METADATA_GLOBALS = {
 
 
 class CheckpointFiles(TorchCheckpointIO):
-    """A checkpoint plugin for Lightning. It writes checkpoint files, and reads both files and sharded folders."""
+    """A checkpoint plugin for Lightning, which writes checkpoint files, and reads both files and sharded folders."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         write_file(checkpoint, Path(path))

@@ -80,7 +80,7 @@ def row_boundaries(cuts: np.ndarray, seq_len: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ConcatenatedEpoch:
-    """The documents of one epoch, concatenated in `order`. ends: (n_documents,), the cumulative lengths."""
+    """The documents of one epoch, concatenated in `order`. ends: the cumulative document lengths, (n_documents,)."""
 
     documents: PackableDocuments
     order: np.ndarray

@@ -51,7 +51,7 @@ class PackingReport:
     @property
     def efficiency(self) -> float:
         """The fraction of the tokens in all rows that are not padding, between 0 and 1."""
-        # limit to 1, because the last token of a concatenation can be a label without being an input
+        # limit the fraction to 1, because the last token of a concatenation can be a label without being an input
         return min(1.0, self.tokens_packed / (self.rows * self.seq_len)) if self.rows else 0.0
 
     def metrics(self) -> dict[str, float]:

@@ -125,5 +125,5 @@ def _named_corruption(path: Path) -> Iterator[None]:
     """Converts an error of Arrow to a ValueError that names the file."""
     try:
         yield
-    except (pa.ArrowException, OSError) as error:  # such as a missing footer
+    except (pa.ArrowException, OSError) as error:  # for example, the Parquet footer is missing
         raise ValueError(f"{path} must be a Parquet file; it cannot be read: {error}") from error

@@ -35,7 +35,7 @@ class Encoder(Protocol[Document]):
 
 
 class TextEncoder:
-    """Encodes a text and puts it between the tokenizer's bos and eos. The model is trained on all tokens."""
+    """Encodes a text and puts it between the tokenizer's bos and eos. The model is trained on all tokens of a text."""
 
     masked = False
 

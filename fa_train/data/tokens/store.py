@@ -90,7 +90,8 @@ class Documents:
     def __getitem__(self, index: int) -> np.ndarray:
         start, chunk = self._start[index], self._chunk[index]
         tokens = self._values[chunk][start : start + self.lengths[index]]
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:  # a GPU's error has no file
+        # without this check, an invalid token would cause an error on the GPU that does not name the file
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
             outside = next(token for token in tokens.tolist() if not 0 <= token < self._vocab_size)
             vocabulary = f"0 to {self._vocab_size - 1}"
             raise _damage(self._files[chunk], f"token {outside} is outside the vocabulary, {vocabulary}")

@@ -60,8 +60,8 @@ class Block:
     def ffn_kept(self) -> int:
         """Returns the bytes that the block saves from the hidden states after attention up to the FFN's output.
 
-        Compiled code does not save these hidden states. Compiled code recomputes them as the sum of the block's input
-        and attention's output.
+        Compiled code does not save the hidden states after attention. It recomputes these hidden states as the sum of
+        the block's input and attention's output.
         """
         kept = (self.x if self.eager else self.x_rounded) + self.statistics + self.x_rounded
         if self.levers.mlp_chunk and not keeps_up(self.plan):
@@ -153,7 +153,7 @@ class Block:
         if self.levers.checkpointing == "selective" and not self.eager and not self.run.adapters:
             held -= self.attention_kept() - self.saved()  # compiled code has not yet recomputed q, k and v
         rounded = self.x_rounded if self.run.mixed else 0  # the gradient of the FFN's output
-        if self.run.adapters:  # the activations get gradients through W and A
+        if self.run.adapters:  # gradients of the activations through the frozen weight and through A
             chunk = self._chunk(self.run.tokens)
             if not self.levers.mlp_chunk:
                 return held + 2 * chunk + self._dequantized()

@@ -20,8 +20,8 @@ LINK = 5e10  # bytes per second between GPU and host, about the rate of an H200
 FLOPS = 7e14
 # FLOP/s of attention's forward, estimated from scripts/results/memory_llama_1b_*_h200_202611.md
 ATTENTION_FLOPS = 5.5e14
-# BESIDE_COPIES is the cost of copies as a fraction of compute time, LAUNCH that of a chunk in seconds. Both are too
-# small to measure. They make chunks preferred to equally fast copies, which need pinned host memory.
+# BESIDE_COPIES is the cost of copies, as a fraction of compute time, and LAUNCH is the cost of a chunk, in seconds.
+# They are too small to measure. Chunks are preferred to equally fast copies, which need pinned memory.
 BESIDE_COPIES, LAUNCH = 0.002, 2e-5
 
 

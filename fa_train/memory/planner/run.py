@@ -88,7 +88,7 @@ def plan_memory(
     in_sweep: bool,
     say: Callable[[str], object],
 ) -> Levers:
-    """Returns the run's memory levers, the settings that reduce memory. For memory=auto, chooses the fastest that fit.
+    """Returns the run's memory levers (settings that reduce memory), with memory=auto the fastest levers that fit.
 
     processes: the number of processes that share this machine's memory.
     attention: the name of the chosen option of conf/attention.

@@ -297,7 +297,7 @@ def _generation_config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str
 def _token_ids(tokenizer: SavesTokenizer | None) -> dict[str, int | None]:
     """Returns the ids of the special tokens for config.json.
 
-    If the tokenizer has no such token, the id is None, and transformers does not use the family's default id.
+    If the tokenizer lacks one of these tokens, the id is None. transformers then does not use the family's default id.
     """
     return {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 

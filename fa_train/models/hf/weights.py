@@ -153,7 +153,7 @@ def _tensors(path: Path, names: list[str] | None) -> Iterator[tuple[str, Tensor]
 
 
 def _place_name(name: str, places: Mapping[str, Place], layout: Layout) -> str | None:
-    """Finds the key in `places` that belongs to a tensor's name. Returns None if there is no such key.
+    """Finds the key in `places` that belongs to a tensor's name. Returns None if `places` has no such key.
 
     A checkpoint without a head, such as OpenAI's GPT-2, omits the first part of each name. A checkpoint of a model that
     also reads images has the additional part language_model in each name.
