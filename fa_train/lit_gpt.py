@@ -66,8 +66,7 @@ class LitGPT(L.LightningModule):
         shard(self.model, self.device_mesh, str(self.trainer.precision))
 
     def on_fit_start(self) -> None:
-        # These tensors are not registered as buffers, because trainer.precision=bf16-true would convert buffers to
-        # bf16.
+        # the sums are not registered as buffers, because trainer.precision=bf16-true would convert buffers to bf16
         self._sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         self._val_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.skipped_steps = self.longest_skip = self._skipped_in_a_row = torch.zeros(

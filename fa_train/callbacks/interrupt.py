@@ -18,7 +18,7 @@ class GracefulInterrupt(Callback):
     """Ends a run after Ctrl-C or SIGTERM.
 
     The run finishes its micro-batch, the callback Checkpoint saves a checkpoint, and the process exits with status 143.
-    It does not matter which ranks receive the signal. A second signal ends the run immediately.
+    Any of the ranks may receive the signal. A second signal ends the run immediately.
     """
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

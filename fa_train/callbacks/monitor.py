@@ -22,7 +22,7 @@ from fa_train.lit_gpt import LitGPT
 from fa_train.parallel.launched_ranks import wait_for_other_ranks
 
 GIB = 2**30
-RECENT_LOGS = 1000  # number of the last logs whose median speed `summary` returns
+RECENT_LOGS = 1000  # `summary` returns the median speed of this number of last logs
 
 
 @dataclass(frozen=True)

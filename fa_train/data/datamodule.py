@@ -1,4 +1,4 @@
-"""Makes packed micro-batches for Lightning. They depend only on the data, the settings, the seed and the step."""
+"""Makes packed micro-batches for Lightning, which depend only on the data, the settings, the seed and the step."""
 
 import dataclasses
 import gc
@@ -201,7 +201,7 @@ class PackedDataModule(L.LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         if self.num_workers:
-            gc.unfreeze()  # SharedHeapLoader froze the objects; a later run of a sweep must be able to collect them
+            gc.unfreeze()  # a later run of a sweep must be able to collect objects that SharedHeapLoader froze
 
     def on_exception(self, exception: BaseException) -> None:
         self.teardown("fit")  # Lightning calls teardown only at the end of a run that succeeds
@@ -211,8 +211,8 @@ class SharedHeapLoader(DataLoader[Batch]):
     """A DataLoader whose forked workers keep sharing the memory of the training process.
 
     A shared page is copied when a process writes to it, and Python's garbage collector writes to each object that it
-    visits. One full collection would therefore copy most Python objects, at any time of a run and in each process.
-    `gc.freeze` exempts the objects that exist at the fork. Call `gc.unfreeze` when the run ends.
+    visits. Without this class, one full collection would therefore copy most Python objects in each process.
+    `gc.freeze` exempts the objects that exist at the fork from collections. Call `gc.unfreeze` when the run ends.
     """
 
     _has_workers = False
@@ -226,7 +226,7 @@ class SharedHeapLoader(DataLoader[Batch]):
 
 
 def leave_signals_to_the_run(worker_id: int) -> None:
-    """Makes a data worker ignore Ctrl-C and SLURM's SIGTERM. Both signals reach every process of a run.
+    """Makes a data worker ignore Ctrl-C and SLURM's SIGTERM, which reach every process of a run.
 
     An interrupted run needs its data workers to finish the step before it saves a checkpoint. A SIGTERM from the parent
     process still ends a data worker.

@@ -7,8 +7,8 @@ tells the layers whether to move keys:
 
 - float64: in each row, the unmasked keys are contiguous. Layers leave the keys in place.
 - int64: there may be masked keys between unmasked keys. Layers move the unmasked keys to the front.
-- any other dtype: another module made the mask. Such a mask contains 0 and 1. Layers treat a mask of another dtype like
-int64, and assume that the cache is full.
+- any other dtype: another module made the mask, with elements 0 and 1. Layers treat a mask of another dtype like int64,
+and assume that the cache is full.
 """
 
 from collections.abc import Callable

@@ -18,8 +18,8 @@ import fa_kernels.flash_attention.ops  # noqa: F401  registers torch.ops.flash_a
 Checkpointing = Literal["none", "selective", "full"]
 RunBlock = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
-# The operators that scaled_dot_product_attention calls. Their names are private, so some may not exist in other
-# versions.
+# The operators that scaled_dot_product_attention calls. The names of these operators are private, and may not exist in
+# other versions of torch.
 _SDPA = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",

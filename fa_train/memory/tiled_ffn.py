@@ -68,7 +68,7 @@ def tiled_mlp(
 
 
 class _Backward(torch.autograd.Function):
-    """The autograd node that computes the gradients. Its output is a placeholder without memory that nothing reads.
+    """The autograd node that computes the gradients. The node's output is a placeholder without memory.
 
     The forward of this node runs before `_Forward`. All tensors are therefore saved before the FFN is computed.
     Activation checkpointing stops recomputing as soon as all tensors are saved, so it does not recompute the FFN.

@@ -248,7 +248,7 @@ def _visible(key_start: Tensor, key_end: Tensor, n_keys: int) -> Tensor:
 
 
 def _sees_nothing(schedule: Schedule) -> Tensor:
-    """Returns True for the queries that see no key, (total,) bool. These queries come after the last document."""
+    """Returns True for queries that see no key, (total,) bool: those after the last document."""
     return schedule.key_start >= schedule.key_end
 
 

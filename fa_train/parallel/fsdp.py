@@ -3,8 +3,8 @@
 Each rank keeps a part of every parameter's rows, its shard. The weights of a block are gathered before its forward pass
 and again before its backward pass, and freed after each. As soon as the backward pass of a block has computed its
 gradients, they are averaged and sharded. The weights of embeddings, last norm and head are gathered once per
-micro-batch. These weights stay gathered, because the loss reads the head's weight directly. A tied head shares its
-weight with the token embedding.
+micro-batch. The weights outside the blocks stay gathered, because the loss reads the head's weight directly. A tied
+head shares its weight with the token embedding.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ SHARDED_MESH = "data_parallel"  # Lightning's name for the mesh dimension of dat
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
-    """A Lightning strategy that shards the model over all ranks. Its device mesh has one dimension.
+    """A Lightning strategy that shards the model over all ranks. The device mesh has one dimension.
 
     A checkpoint is a folder with one part per rank. Any number of ranks can load such a folder, and also the checkpoint
     file of an unsharded run.

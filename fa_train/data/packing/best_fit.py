@@ -101,7 +101,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def make_plan(lengths: np.ndarray, seq_len: int, max_doc_len: int, policy: LongDocuments) -> np.ndarray:
-    """Returns a packing plan, (n_pieces, 4) int64. Its columns are row, document, start and stop.
+    """Returns a packing plan, (n_pieces, 4) int64. The columns of a plan are row, document, start and stop.
 
     Pieces are sorted by row, and by descending length within a row.
     """

@@ -60,8 +60,8 @@ class Block:
     def ffn_kept(self) -> int:
         """Returns the bytes that the block saves from the hidden states after attention up to the FFN's output.
 
-        Compiled code does not save the hidden states after attention. It recomputes these hidden states as the sum of
-        the block's input and attention's output.
+        Compiled code does not save the hidden states after attention, but recomputes them as the sum of the block's
+        input and attention's output.
         """
         kept = (self.x if self.eager else self.x_rounded) + self.statistics + self.x_rounded
         if self.levers.mlp_chunk and not keeps_up(self.plan):

@@ -21,7 +21,7 @@ FLOPS = 7e14
 # FLOP/s of attention's forward, estimated from scripts/results/memory_llama_1b_*_h200_202611.md
 ATTENTION_FLOPS = 5.5e14
 # BESIDE_COPIES is the cost of copies, as a fraction of compute time, and LAUNCH is the cost of a chunk, in seconds.
-# They are too small to measure. Chunks are preferred to equally fast copies, which need pinned memory.
+# Both costs are too small to measure. Chunks are preferred to equally fast copies, which need pinned memory.
 BESIDE_COPIES, LAUNCH = 0.002, 2e-5
 
 
@@ -73,7 +73,7 @@ def longest_of_all_levers(plan: Plan, gpu_bytes: int, host_bytes: int) -> int:
 def extra_seconds(plan: Plan) -> float:
     """Estimates the seconds that the levers add to a micro-batch of one document.
 
-    This time is spent on recomputing activations, and on waiting for copies between GPU and host.
+    The additional time is spent on recomputing activations, and on waiting for copies between GPU and host.
     """
     levers, tokens = plan.levers, plan.run.tokens
     qkv_weight, out_weight, up_weight, down_weight = plan.model.block_matrices
