@@ -1,14 +1,15 @@
 """Masks of keys for padded batches. transformers computes a mask once per forward pass for all layers.
 
-A mask of this module has the shape (batch, seqlen_k). An element is 0 if its key is masked. All other elements are n +
-1, where n is the number of keys in the cache. A static cache also has places for later tokens, so n can be less than
-seqlen_k. transformers may treat such a mask as the user's and pass it to the mask function again, as bool. The dtype
-tells the layers whether to move keys:
+A mask of this module has the shape (batch, 1, 1, seqlen_k). `generate` computes masks itself and passes them to the
+model. transformers leaves masks of four dimensions as they are, and would compute others again, in compiled code too.
+An element is 0 if its key is masked. All other elements are n + 1, where n is the number of keys in the cache. A static
+cache also has places for later tokens, so n can be less than seqlen_k. The dtype tells the layers whether to move keys:
 
 - float64: in each row, the unmasked keys are contiguous. Layers leave the keys in place.
 - int64: there may be masked keys between unmasked keys. Layers move the unmasked keys to the front.
-- any other dtype: another module made the mask, with elements 0 and 1. Layers treat a mask of another dtype like int64,
-and assume that the cache is full.
+
+A user's mask has the shape (batch, seqlen_k) and elements 0 and 1. Layers treat it like int64, and assume that the
+cache is full.
 """
 
 from collections.abc import Callable
@@ -22,6 +23,11 @@ from fa_kernels.flash_attention.schedule import Schedule, build_schedule
 from fa_train.integrations.packed_rows import kept
 
 RUNS, HOLES = torch.float64, torch.int64
+
+
+def is_key_mask(mask: Tensor) -> bool:
+    """Returns whether this is a mask of this module or a user's (batch, seqlen_k)."""
+    return mask.dim() == 2 or (mask.dim() == 4 and mask.shape[1:3] == (1, 1) and mask.dtype in (RUNS, HOLES))
 
 
 def refuse_other_masks(mask_function: Any, use_vmap: bool) -> None:
@@ -81,7 +87,7 @@ def encoded(
             if all_count and all_written:
                 return None
             dtype = RUNS if one_run else HOLES
-    return counts.to(dtype) * (is_written.sum() + 1)
+    return (counts.to(dtype) * (is_written.sum() + 1))[:, None, None]
 
 
 def _of_these_keys(mask: Tensor, seqlen_k: int, kv_offset: int) -> Tensor:
@@ -102,13 +108,13 @@ class Keys(NamedTuple):
     @classmethod
     def of(cls, mask: Tensor, seqlen_k: int) -> "Keys":
         """Raises: ValueError if the mask has more columns than there are keys. Keys without a column are masked."""
-        if mask.shape[1] > seqlen_k:
+        if mask.shape[-1] > seqlen_k:
             raise ValueError(f"attention_mask must be of at most {seqlen_k} keys; got {tuple(mask.shape)}")
         return kept(mask, (cls, seqlen_k), lambda: cls._build(mask, seqlen_k))
 
     @classmethod
     def _build(cls, mask: Tensor, seqlen_k: int) -> "Keys":
-        counts = F.pad(mask != 0, (0, seqlen_k - mask.shape[1]), value=False)
+        counts = _counts(mask, seqlen_k)
         first, n_keys, order = counts.int().argmax(-1), counts.sum(-1), None
         if mask.dtype != RUNS:
             first = torch.zeros_like(first)
@@ -165,13 +171,17 @@ class Padding(NamedTuple):
         return o if self.query_order is None else _reordered(o, self.query_order.argsort(dim=-1))
 
 
+def _counts(mask: Tensor, seqlen_k: int) -> Tensor:
+    """Returns (batch, seqlen_k) bool, True for unmasked keys."""
+    return F.pad(mask.flatten(1) != 0, (0, seqlen_k - mask.shape[-1]), value=False)
+
+
 def _unmasked_queries(mask: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
     """Returns (batch, seqlen_q) bool. With n keys in the cache, query i has the token of key n - seqlen_q + i."""
     value = mask.amax().long()
-    written = torch.where(value > 1, value - 1, mask.shape[1])
+    written = torch.where(value > 1, value - 1, mask.shape[-1])
     place = (written - seqlen_q + torch.arange(seqlen_q, device=mask.device)).expand(len(mask), -1)
-    counts = F.pad(mask != 0, (0, seqlen_k - mask.shape[1]), value=False)
-    return counts.gather(1, place.clamp(0, seqlen_k - 1)) & (place >= 0)
+    return _counts(mask, seqlen_k).gather(1, place.clamp(0, seqlen_k - 1)) & (place >= 0)
 
 
 def _reordered(x: Tensor, order: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from fa_kernels.device import interpreted
 from fa_kernels.flash_attention.interface import flash_attn_packed
 from fa_kernels.flash_attention.ops import needs_gradients
 from fa_kernels.flash_attention.schedule import Schedule
-from fa_train.integrations.key_masks import Keys, Padding, encoded, refuse_other_masks
+from fa_train.integrations.key_masks import Keys, Padding, encoded, is_key_mask, refuse_other_masks
 from fa_train.integrations.packed_rows import document_schedule, packed_schedule
 
 NAME = "fa_train"
@@ -167,7 +167,7 @@ def _require_supported(query: Tensor, attention_mask: Tensor | None, dropout: fl
         )
     if dropout:
         raise ValueError(f"{NAME} has no attention dropout: the config's must be 0.0 in training; got {dropout}")
-    if attention_mask is not None and attention_mask.dim() != 2:
+    if attention_mask is not None and not is_key_mask(attention_mask):
         raise ValueError(
             f"attention_mask must be (batch, tokens) for {NAME}, which has no custom masks; "
             f"got {tuple(attention_mask.shape)}"

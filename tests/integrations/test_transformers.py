@@ -225,14 +225,31 @@ def test_masks_other_than_causality_windows_and_padding_are_refused():
         masking_utils.create_chunked_causal_mask(**inputs)
 
 
-def test_a_mask_may_pass_the_mask_function_twice():
-    """`generate` computes masks for a static cache, and models treat these masks as if a user had passed them."""
+def test_masks_of_a_static_cache_tell_how_many_keys_it_holds():
     user = torch.tensor([[0, 0, 1, 1, 1]]).bool()
-    once = key_masks.encoded(user, 1, 8, 0, 5, user.device)
-    assert once.dtype == key_masks.RUNS and once.tolist() == [[0, 0, 6, 6, 6, 0, 0, 0]]
-    assert torch.equal(key_masks.encoded(once.bool(), 1, 8, 0, 5, user.device), once)
-    last = key_masks.encoded(user, 1, 3, 2, 3, user.device)  # a window's keys
-    assert last is None
+    mask = key_masks.encoded(user, 1, 8, 0, 5, user.device)
+    assert mask.dtype == key_masks.RUNS and mask.tolist() == [[[[0, 0, 6, 6, 6, 0, 0, 0]]]]
+    assert key_masks.encoded(user, 1, 3, 2, 3, user.device) is None  # a window's keys
+
+
+@torch.no_grad()
+def test_compiled_decoding_with_a_static_cache_leaves_keys_in_place():
+    model, inputs = tiny("llama-three-to-one"), {"input_ids": tokens(2, 6), "attention_mask": LEFT[:, 3:9]}
+    settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(**inputs, **settings)
+    model.set_attn_implementation(fa.NAME)
+    operators: list[str] = []
+
+    def record(graph: torch.fx.GraphModule, _: object) -> Any:
+        operators.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    forward, compiled = model.forward, torch.compile(model.forward, fullgraph=True, backend=record)
+    model.forward = lambda **inputs: (compiled if inputs["input_ids"].shape[1] == 1 else forward)(**inputs)
+    # generate would compile only on a GPU
+    sequences = model.generate(**inputs, **settings, cache_implementation="static", disable_compile=True)
+    assert torch.equal(sequences, expected)
+    assert any("decode" in name for name in operators) and not any("gather" in name for name in operators)
 
 
 @pytest.mark.slow
