@@ -1,5 +1,6 @@
-"""Adds pages outside docs/ to the site that mkdocs builds: README.md as home, CONTRIBUTING.md, CHANGELOG.md and
-scripts/results.
+"""Adds pages from outside docs/ to the site that mkdocs builds.
+
+README.md becomes the home page. CONTRIBUTING.md, CHANGELOG.md and scripts/results are added too.
 """
 
 import re

@@ -48,7 +48,7 @@ globals().update((k, v) for k, v in vars(sys.modules["{name}"]).items() if not k
 def write_kernel(folder: Path) -> Path:
     """Writes the kernel to `folder` and returns the folder of its variant.
 
-    Raises: ValueError if `folder` holds a kernel.
+    Raises: ValueError if `folder` already holds a kernel.
     """
     variant = folder / "build" / "torch-universal"
     if variant.exists():

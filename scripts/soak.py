@@ -4,15 +4,15 @@
     python -m scripts.soak --minutes 9 model=llama_1b seq_len=32768 batch_size=1    # another model.
 
 Every 50 steps, the run validates and writes a checkpoint. Each step trains on new documents. The first third of the run
-is warm-up and is not compared. Three values of the second and the last third must agree. The median step time may
-differ by 3%, and the lowest host memory by 2%. On a GPU, the reserved memory must be equal. The lowest host memory is
-compared, because each checkpoint needs more memory for a short time. The script writes OUT.md. If the two thirds do not
-agree, the script ends with status 1.
+is warm-up and is not compared. Three values of the second third must agree with those of the last third. The median
+step time may differ by 3%, and the lowest host memory by 2%. On a GPU, the reserved memory must be equal. The lowest
+host memory is compared, because each checkpoint needs more memory for a short time. The script writes OUT.md. If the
+second and the last third do not agree, the script ends with status 1.
 
 Host memory is the anonymous and the shared memory of all processes of the run. Memory pages that several processes
-share count only once. Mapped files, such as libraries and tokens, are listed but not compared, because the operating
-system divides their pages among all processes that map them, and some of these may not belong to the run. The script
-also writes OUT.csv, which has the memory of each process in each sample.
+share count only once. Mapped files, such as libraries and tokens, are listed but not compared. The operating system
+divides the pages of such a file among all processes that map it, including processes outside the run. The script also
+writes OUT.csv, which has the memory of each process in each sample.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from scripts.bench.command_line import add_results
 from scripts.bench.provenance import describe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-TRAINING, WORKERS, OTHERS = "training process", "data workers", "other processes"  # others compile kernels, for example
+TRAINING, WORKERS, OTHERS = "training process", "data workers", "other processes"  # for example, compilers of kernels
 KINDS = {"anonymous_gib": "Pss_Anon", "shared_gib": "Pss_Shmem", "files_gib": "Pss_File"}  # the names in smaps_rollup
 EVERY = 50  # number of steps between two validations, and between two checkpoints
 SAMPLE = 5.0  # seconds between two samples of host memory

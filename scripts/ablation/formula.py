@@ -33,7 +33,7 @@ from scripts.ablation.cases import DTYPES, GIB, AttentionCase, StepCase, configu
 
 SCORE = 4  # bytes in fp32
 MASK = 1
-KEPT = {2: 6, 4: 4}  # from the bytes per element of q to the bytes per score
+KEPT = {2: 6, 4: 4}  # maps the bytes per element of q to the bytes per score
 FORWARD = {2: 10, 4: 8}
 BACKWARD = 12
 PARAMETER_BYTES = {"adamw": 4 + 4 + 8, "adamw_8bit": 4 + 4 + 2}  # weight, gradient, and optimizer state on the GPU
@@ -64,7 +64,7 @@ class Formula:
         return fails
 
     def scores(self, seq_len: int) -> int:
-        """Returns the bytes of one layer's attention scores: 4 N^2 per head."""
+        """Returns the bytes of one layer's attention scores, which are 4 N^2 per head."""
         return SCORE * self.n_heads * seq_len**2
 
     def traffic_ratio(self, seq_len: int) -> float:

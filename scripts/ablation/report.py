@@ -1,4 +1,4 @@
-"""Writes the results of an ablation: CSV files, tables, pictures, a page with all of them, and W&B runs."""
+"""Writes the results of an ablation as CSV files, tables, pictures, a page with all of them, and W&B runs."""
 
 import base64
 import csv
@@ -284,7 +284,7 @@ def _draw_panel(axes: Axes, rows: list[Row[AnyCase]], quantity: str) -> None:
 
 
 def length_label(n: int) -> str:
-    """Formats a number of tokens: 1024 as 1k, 1048576 as 1M.
+    """Formats a number of tokens, for example 1024 as 1k and 1048576 as 1M.
 
     A number that is not a multiple of 1024 is printed in full.
     """
@@ -304,8 +304,9 @@ def has(result: Result, quantity: str) -> bool:
 
 
 def chart(names: list[str], rows: list[Row[AnyCase]], quantity: str, device_bytes: int) -> Chart:
-    """Returns two lines for each name: its results, and its out-of-memory points, which are drawn at the device's
-    memory or at 0.
+    """Returns two lines for each name: one for its results, and one for its out-of-memory points.
+
+    Out-of-memory points are drawn at the device's memory, or at 0.
     """
     oom_at = device_bytes / GIB if quantity.endswith("peak_gib") else 0.0
     lines: list[tuple[str, list[tuple[int, float]]]] = []

@@ -193,9 +193,9 @@ def skipped(case: Case, before: Iterable[tuple[Case, Result]]) -> Result | None:
 
 
 def expected_seconds(points: list[tuple[int, float]], seq_len: int) -> float:
-    """Predicts the seconds of a step as a N + b N^2 with a, b >= 0, fitted to the last two measured lengths N.
+    """Predicts the seconds of a step of N tokens as `a * N + b * N**2`, where a and b are at least 0.
 
-    If only one length was measured, the prediction is linear (b = 0).
+    The last two measured lengths determine a and b. If only one length was measured, the prediction is linear (b = 0).
     """
     if not points:
         return 0.0

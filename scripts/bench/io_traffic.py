@@ -4,20 +4,22 @@
     python -m scripts.bench.io_traffic --no-ncu --arch sm90   # formulas alone, on any machine.
 
 Writes OUT.md. The problem is one sequence of N tokens in bf16 with n_heads * head_dim = 2048, and each query head has
-its own KV head. The formulas below give elements per head.
+its own KV head. Elements are counted per head.
 
-naive, forward: 4 N^2 + 4 N d. The forward reads Q, K and writes S; reads S and writes P; reads P, V and writes O. A
-causal mask adds three transfers: it reads S, reads one byte of mask per score, and writes S.
+The forward of naive attention moves 4 N^2 + 4 N d elements, because it reads Q and K and writes S, then reads S and
+writes P, then reads P and V and writes O. A causal mask adds three transfers, because S is read, one byte of mask per
+score is read, and S is written.
 
-naive, backward with P kept from the forward: 7 N^2 + 8 N d. Five kernels of the backward read and write P, dO -> dV;
-dO, V -> dP; dP, P -> dS; dS, K -> dQ; and dS, Q -> dK. A causal mask adds the same transfers to the backward as to the
-forward.
+If P is kept from the forward, the backward of naive attention moves 7 N^2 + 8 N d elements. Its five kernels compute dV
+from P and dO, dP from dO and V, dS from dP and P, dQ from dS and K, and dK from dS and Q. A causal mask adds the same
+transfers to the backward as to the forward.
 
-flash: each query tile reads its own rows once, and reads all keys and values that its queries see. The forward of flash
-attention therefore reads K and V N / block_m times. By theorem 2 of arXiv:2205.14135, flash attention moves Theta(N^2
-d^2 / M) elements, where fast memory holds M elements. The formulas for flash count the bytes that the multiprocessors
-load, most of them from the L2 cache. Device memory moves fewer bytes, but each tensor at least once: the column "least"
-shows that minimum. The tile sizes come from tiles.py, or from the Hopper kernels for the method `hopper`.
+In flash attention, each query tile reads its own rows once, and reads all keys and values that its queries see. The
+forward of flash attention therefore reads K and V N / block_m times. By theorem 2 of arXiv:2205.14135, flash attention
+moves Theta(N^2 d^2 / M) elements, where fast memory holds M elements. The formulas for flash count the bytes that the
+multiprocessors load, most of them from the L2 cache. Device memory moves fewer bytes, but each tensor at least once:
+the column "least" shows that minimum. The tile sizes come from tiles.py, or from the Hopper kernels for the method
+`hopper`.
 """
 
 import argparse
@@ -55,7 +57,7 @@ from scripts.bench.provenance import describe
 ITEM = 2  # bytes of bf16
 FP32 = 4
 ROW_RANGE = 8  # bytes per row: the start and end of its visible range as int32
-PEAK_TFLOPS, BANDWIDTH_TBS = 989.0, 4.8  # of an H200: dense bf16 TFLOP/s, and memory bandwidth in TB/s
+PEAK_TFLOPS, BANDWIDTH_TBS = 989.0, 4.8  # dense bf16 TFLOP/s, and memory bandwidth in TB/s, of an H200
 Direction = Literal["forward", "backward"]
 METHODS = ("naive", "portable", "hopper")
 # For each pass over key tiles: the tensors that a tile reads once, the per-row values read with Q, and the tensors
@@ -291,7 +293,7 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
 def prepared(case: Case) -> Callable[[], object]:
     """Returns a function that runs the pass of the case.
 
-    The inputs, and the forward of a backward pass, are computed before.
+    Before it returns, it creates the inputs and, for a backward pass, runs the forward pass.
     """
     heads, tokens, width = case.n_heads, case.seqlen, case.head_dim
     shape = (heads, tokens, width) if case.method == "naive" else (1, tokens, heads, width)
@@ -462,7 +464,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available() and not interpreted()
     arch: Arch = args.arch or (arch_of(torch.device("cuda")) if on_gpu else "sm90")
     if arch == "unknown":
-        arch = "sm80"  # a GPU without own entries uses tiles derived from those of sm80
+        arch = "sm80"  # a GPU without entries in the table uses tiles derived from those of sm80
     cases = cases_of(args, arch)
     if args.under_ncu:
         run_under_ncu(cases)

@@ -129,7 +129,7 @@ class Stepper:
         self.mixed = case.device == "cuda" and levers_of(case.combination).precision == "bf16-mixed"
 
     def step(self) -> tuple[float, float]:
-        """Runs one step. Returns its milliseconds, and how many of them the optimizer took."""
+        """Runs one step. Returns the step's milliseconds, and how many of them the optimizer took."""
         start = time.perf_counter()
         with torch.autocast(self.case.device, torch.bfloat16) if self.mixed else nullcontext():
             value = self.mean_loss()

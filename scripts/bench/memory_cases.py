@@ -87,7 +87,7 @@ class Row:
 
     seq_len: int
     combination: str
-    outcome: str  # "ok", "out of memory" or "failed: REASON"
+    outcome: str  # "ok", "out of memory", or "failed" and the reason
     step_ms: list[float] = field(default_factory=list)  # of each timed step
     optimizer_ms: list[float] = field(default_factory=list)  # milliseconds that the optimizer took in each timed step
     peak_gib: float | None = None

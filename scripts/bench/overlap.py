@@ -21,7 +21,7 @@ class Overlap:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """Returns disjoint, sorted spans that cover the same moments as `spans`."""
+    """Returns disjoint, sorted spans that cover the same times as `spans`."""
     disjoint: list[Span] = []
     for start, end in sorted(spans):
         if disjoint and start <= disjoint[-1][1]:

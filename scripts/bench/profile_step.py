@@ -12,9 +12,9 @@ which add up to the step's time together with idle time. Copies and communicatio
 the column `kernels` has their full time. `trace.json.gz` is a trace for https://ui.perfetto.dev. `memory.png` shows the
 allocated memory by component over host time, because the host allocates and frees memory.
 
-A kernel counts for the operator that launched it (attention, loss, optimizer). If no such operator launched it, a
-kernel's name determines the part for which it counts. On a CPU, the script times torch's operators instead of kernels.
-On a CPU, the time of an operator excludes the operators that it calls.
+A kernel counts for the operator that launched it (attention, loss, optimizer). If none of these operators launched a
+kernel, the kernel's name determines the part for which it counts. On a CPU, the script times torch's operators instead
+of kernels. On a CPU, the time of an operator excludes the operators that it calls.
 """
 
 import csv
@@ -62,7 +62,7 @@ class StepProfiler(Callback):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.milliseconds: list[float] = []  # of the steps without the profiler
+        self.milliseconds: list[float] = []  # milliseconds of the steps without the profiler
         self.trace = folder / "trace.json.gz"
         self.before: dict[int, tuple[str, int]] = {}
         self.gradients: set[int] = set()
@@ -148,7 +148,7 @@ def _profiler(device: torch.device) -> profile:
 
 
 def _addresses(module: L.LightningModule, optimizers: list[torch.optim.Optimizer]) -> dict[int, tuple[str, int]]:
-    """Returns the component and the bytes of weights, optimizer state and gradients, by their address."""
+    """Returns the component and the number of bytes for each address of a weight, optimizer state or gradient."""
     parameters = list(module.parameters())
     moments = [
         value

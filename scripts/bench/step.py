@@ -5,18 +5,19 @@
     python -m scripts.bench.step --cases 8192:ours-none 131072:hf-checkpointing model.n_layers=8    # two cases
     python -m scripts.bench.step --variants hf hf-fa_train ours-none-compiled data.document_len=2048
 
-Each step trains on seq_len random tokens. They are one document, or packed documents of data.document_len tokens. Our
-variants and the peer (transformers) use fp32 weights, bf16 autocast and the optimizer of conf/optimizer. A step of our
-variants is a training step of train.py: LitGPT in Lightning's loop, with gradient clipping and the Monitor callback. A
-step of transformers is a step of a plain loop: forward, backward, optimizer. Each case runs in a new process, so
-running out of memory affects only that case. Times are host times, with a device sync after each step. Peak memory and
-reserved memory are the CUDA allocator's maxima over all steps. On a CPU, peak memory is that of the process. MFU counts
-the FLOPs of causal attention and of the matrix products as fa_train/flops.py does, without recomputation.
+Each step trains on seq_len random tokens. These tokens are one document, or packed documents of data.document_len
+tokens. Our variants and the peer (transformers) use fp32 weights, bf16 autocast and the optimizer of conf/optimizer. A
+step of our variants is a training step of train.py, which runs LitGPT in Lightning's loop, with gradient clipping and
+the Monitor callback. A step of transformers is a step of a plain loop: forward, backward, optimizer. Each case runs in
+a new process, so running out of memory affects only that case. Times are host times, with a device sync after each
+step. Peak memory and reserved memory are the CUDA allocator's maxima over all steps. On a CPU, peak memory is that of
+the process. MFU counts the FLOPs of causal attention and of the matrix products as fa_train/flops.py does, without
+recomputation.
 
 Our variants are named ours-MEMORY[-compiled][-portable]. MEMORY is an option of conf/memory, `compiled` sets
 lit_gpt.compile_model=true, and `portable` disables the Hopper kernels (FLASH_ATTENTION_BACKEND). The variants hf and
 hf-checkpointing are transformers' LlamaForCausalLM with SDPA and Liger's RMSNorm, RoPE, SwiGLU and fused linear cross
-entropy. hf-fa_train and hf-fa_train-checkpointing are the same with our attention in the place of SDPA
+entropy. The variants hf-fa_train and hf-fa_train-checkpointing use our attention instead of SDPA
 (fa_train/integrations/transformers.py). If Liger cannot run, transformers is measured without it, and the row says so.
 The script writes OUT.csv and OUT.md after every case.
 """

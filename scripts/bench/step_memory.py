@@ -28,8 +28,8 @@ def memory_over_time(
     """Returns the microseconds at which the allocated memory changes, and the bytes of each component after each
     change.
 
-    before: component and bytes of the memory that was allocated before the step, by address. gradients: the addresses
-    of the parameters' gradients when the optimizer starts.
+    before: for each address of memory that was allocated before the step, its component and its bytes. gradients: the
+    addresses of the parameters' gradients when the optimizer starts.
     """
     ranges = [event for event in events if event.get("cat") in ("cpu_op", "user_annotation")]
     operators = Ranges.of(ranges, OPERATORS)
@@ -46,7 +46,7 @@ def memory_over_time(
         ),
         key=lambda event: (event["ts"], event["args"].get("Ev Idx", 0)),
     )
-    freed: dict[int, float] = {}  # index of an allocation -> moment when its memory was freed
+    freed: dict[int, float] = {}  # index of an allocation -> time when its memory was freed
     last: dict[int, int] = {}
     for number, event in enumerate(changes):
         address = event["args"]["Addr"]

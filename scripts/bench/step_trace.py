@@ -90,7 +90,7 @@ class Ranges:
         return cls(dict(by_thread))
 
     def at(self, thread: int, moment: float) -> Interval | None:
-        """Returns the range in which the thread was at this moment, or None."""
+        """Returns the range in which the thread was at this time, or None."""
         ranges = self.by_thread.get(thread, [])
         before = bisect_right(ranges, moment, key=lambda interval: interval.start)
         return ranges[before - 1] if before and moment < ranges[before - 1].end else None
@@ -123,9 +123,9 @@ def idle(intervals: Iterable[Interval], start: float, end: float) -> float:
 def exclusive(step: Step) -> dict[str, float]:
     """Returns the microseconds of each part and of idle time. The parts and the idle time add up to the step's time.
 
-    Each moment counts for exactly one part. If a kernel and a copy run at the same time on a GPU, the moment counts for
-    the kernel. If several kernels run at the same time, the moment counts for the kernel that started first. On the
-    host, each moment counts for the operator that started last, which is the innermost one.
+    Each point in time counts for exactly one part. If a kernel and a copy run at the same time on a GPU, the time
+    counts for the kernel. If several kernels run at the same time, the time counts for the kernel that started first.
+    On the host, a point in time counts for the operator that started last, which is the innermost one.
     """
 
     def rank(interval: Interval) -> tuple[bool, float]:
@@ -134,7 +134,7 @@ def exclusive(step: Step) -> dict[str, float]:
     parts = dict.fromkeys(PARTS, 0.0)
     clipped = [(max(i.start, step.start), min(i.end, step.end), i) for i in step.intervals]
     clipped = [(start, end, interval) for start, end, interval in clipped if start < end]
-    # at the same moment, process ends before starts
+    # if one span ends when another starts, the end comes first
     changes = sorted(
         [(start, 1, number) for number, (start, _, _) in enumerate(clipped)]
         + [(end, 0, number) for number, (_, end, _) in enumerate(clipped)]

@@ -17,7 +17,7 @@ instead of dkdv. With --dtype float32, the script tunes the entries for 4-byte d
 matmuls. With --dtype tf32, the script tries the same candidates with one TF32 matmul, as torch.backends.cuda.matmul
 allows. A candidate counts only if its error is at most twice torch's error, plus rounding. Writes OUT.md: its header, a
 table for each head_dim and pass, and the entries for tiles.py. Adds the fastest tiles to OUT.json, except with --dtype
-tf32. fa_kernels loads that file if the environment variable FLASH_ATTENTION_TILES names it.
+tf32. fa_kernels loads OUT.json if the environment variable FLASH_ATTENTION_TILES names it.
 """
 
 import argparse
