@@ -22,7 +22,7 @@ from fa_train.models.gpt import GPT
 from fa_train.optim.resume import require_same_kind
 from fa_train.parallel.fsdp import is_sharded, local, shard, whole
 
-FOR_MICRO_BATCH, FOR_UPDATE = 1, 2  # the purpose of random numbers, a part of their seed
+FOR_MICRO_BATCH, FOR_UPDATE = 1, 2  # what random numbers are used for, which is a part of their seed
 
 
 class LitGPT(L.LightningModule):
@@ -176,8 +176,8 @@ class LitGPT(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Removes the frozen base model from a checkpoint, and resets Lightning's counters to the last optimizer step.
 
-        After a signal or an error, the checkpoint may be saved between two steps. The resumed run then repeats the
-        micro-batches after the last step.
+        A signal or an error can cause a checkpoint between the micro-batches of a step. The resumed run then starts
+        this step again.
         """
         drop_base(self.model, checkpoint, self.trainer.strategy.root_device)
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
@@ -193,7 +193,7 @@ def count_labels(labels: Tensor) -> Tensor:
 
 
 def scale_or_skip(optimizer: Optimizer, gradients: list[Tensor], scale: Tensor, skipped: Tensor) -> None:
-    """Multiplies the gradients by `scale`. If `skipped` is true, makes the optimizer's next step change nothing.
+    """Multiplies the gradients by `scale`. If `skipped` is true, the optimizer's next step changes nothing.
 
     A fused optimizer scales and skips in its kernel. With any other optimizer, the host waits for `skipped`.
     Shapes: scale () fp32, skipped () bool.

@@ -133,7 +133,10 @@ HYDRA_KEYS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys that a node accepts: their type hints, which are required, and whether any other key is accepted."""
+    """The keys that a node accepts, with their type hints.
+
+    required: the keys that must be given. others: whether any other key is accepted as well.
+    """
 
     hints: Mapping[str, Any]
     required: frozenset[str]
@@ -241,8 +244,9 @@ def _keys_of_typed_dict(definition: Any) -> Keys:
 
 
 def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
-    """Returns the keys that a node accepts, from the parameters of its `_target_`. node: its key, for error messages.
+    """Returns the keys that a node accepts, from the parameters of its `_target_`.
 
+    node: the node's key, for error messages.
     partial: whether the node has `_partial_: true`. A partial requires only its keyword-only parameters, because
     positional parameters are passed later.
     """

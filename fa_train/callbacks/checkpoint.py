@@ -32,7 +32,7 @@ class Checkpoint(CheckpointCallback):
     save_top_k: the number of newest checkpoints to keep, or -1 to keep all.
     keep_best: whether to save a checkpoint also after each validation with a new lowest val/loss. The checkpoint with
     the lowest val/loss is kept in addition to the newest ones.
-    save_on_exception: whether to save a checkpoint also on SIGTERM and Ctrl-C, and in a run of one process on errors.
+    save_on_exception: whether to save a checkpoint also on SIGTERM, on Ctrl-C and, in a run of one process, on errors.
     A checkpoint gets its final name when it is completely on the disk. Older checkpoints are removed only when the new
     one is complete. Weights with NaN or infinity are never saved.
     """
@@ -96,7 +96,7 @@ class Checkpoint(CheckpointCallback):
         if self.save_on_exception and not diverged and (alone or isinstance(exception, SIGTERMException)):
             try:
                 self._save(trainer, pl_module)
-            except CheckpointError as error:  # print the error, because another exception ended the run
+            except CheckpointError as error:  # only print this error, because another exception has ended the run
                 trainer.print(f"error: {error}")
         if self.saved:
             trainer.print(f"checkpoint: {self.saved[-1]}; ckpt_path=last resumes from it")
@@ -160,7 +160,7 @@ class Checkpoint(CheckpointCallback):
 
 def require_checkpoint(trainer: L.Trainer) -> None:
     """Raises: ValueError if the run saves no checkpoints. An export needs the last checkpoint."""
-    if not isinstance(trainer.checkpoint_callback, Checkpoint):  # Lightning's own callback does not count
+    if not isinstance(trainer.checkpoint_callback, Checkpoint):  # an export needs this project's checkpoints
         raise ValueError("export=true must have checkpoints to write from; got callbacks.checkpoint=null")
 
 

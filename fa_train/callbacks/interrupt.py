@@ -25,11 +25,11 @@ class GracefulInterrupt(Callback):
         self._trainer, self._process = trainer, os.getpid()
         self._asked_at: float | None = None
         self._agreement = Agreement() if trainer.world_size > 1 else None
-        # Lightning's own signal handler would hang in a broadcast. With this change, Lightning registers _on_signal.
+        # Lightning's own signal handler would hang in a broadcast. The lines below make Lightning use _on_signal.
         # Lightning ends the run when received_sigterm is set.
         self._connector = private("lightning", trainer, "_signal_connector")
         replace_private("lightning", self._connector, "_sigterm_notifier_fn", self._on_signal)
-        # without this change, Lightning would broadcast from rank 0 after every micro-batch, and wait for the device
+        # otherwise, Lightning would broadcast from rank 0 after every micro-batch, and wait for the device
         replace_private("lightning", trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -22,7 +22,7 @@ from fa_train.lit_gpt import LitGPT
 from fa_train.parallel.launched_ranks import wait_for_other_ranks
 
 GIB = 2**30
-RECENT_LOGS = 1000  # `summary` returns the median speed of this number of last logs
+RECENT_LOGS = 1000  # the number of most recent logs whose median speed `summary` returns
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Reading:
     steps: int  # since the last reading
     lr: float
     memory: dict[str, float]
-    values: Tensor  # LitGPT's tensors, (5,) fp64 in host memory, which are valid after `end`
+    values: Tensor  # LitGPT's tensors, (5,) fp64 in host memory; read them only after `end`
     start: Timestamp
     end: Timestamp
     validations: list[tuple[Timestamp, Timestamp]]  # between start and end
@@ -49,7 +49,7 @@ class Monitor(Callback):
     `tokens`, the number of tokens that were trained on so far, which is the x-axis in W&B. The metrics perf/* cover the
     steps since the previous log, without validation. perf/mfu is missing if the device's peak FLOP/s are unknown.
     train/skipped_steps is the number of skipped optimizer steps (see LitGPT).
-    max_skipped_steps: the run ends at the next log after this number of consecutive skipped steps; None for no limit.
+    max_skipped_steps: after this number of consecutive skipped steps, the next log ends the run. None sets no limit.
     Units: losses in nats per label, tokens_per_s over all devices, step_ms in milliseconds, *_gib in GiB on rank 0.
     """
 
@@ -57,7 +57,7 @@ class Monitor(Callback):
         self.tokens_per_step, self.max_skipped_steps = seq_len * batch_size, max_skipped_steps
         self.latest: dict[str, float] = {}
         self.latest_step = 0
-        self.has_diverged = False  # divergence found while another exception ended the run
+        self.has_diverged = False  # whether a log found divergence after another exception had ended the run
         self._rates: deque[float] = deque(maxlen=RECENT_LOGS)
         self._lr = 0.0
         self._reading: Reading | None = None  # not logged yet

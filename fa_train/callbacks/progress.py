@@ -1,4 +1,4 @@
-"""Shows the progress of training: a bar over optimizer steps, or without a terminal one line per log."""
+"""Shows the progress of training as a bar over optimizer steps. Without a terminal, prints one line per log."""
 
 from typing import Any
 

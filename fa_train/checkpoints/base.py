@@ -41,8 +41,7 @@ def drop_base(model: GPT, checkpoint: dict[str, Any], device: torch.device) -> N
 def restore_base(model: GPT, checkpoint: dict[str, Any]) -> None:
     """Adds the model's frozen weights to LitGPT's checkpoint, which does not contain them.
 
-    Raises: CheckpointError if names or shapes of weights differ from this model's, or the adapter has another base
-    model.
+    Raises: CheckpointError if a weight's name or shape is not that of the model, or the adapter has another base model.
     """
     weights = checkpoint.get("state_dict")
     if weights is None:  # FullyShardedStrategy has already loaded and checked the weights

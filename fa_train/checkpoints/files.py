@@ -17,7 +17,7 @@ from torch import Tensor
 
 SUFFIX, PARTIAL = ".ckpt", ".partial"
 Shapes = Mapping[str, tuple[int, ...]]
-META = "meta.pt"  # Lightning's file in a sharded checkpoint, with all but weights and optimizer states
+META = "meta.pt"  # Lightning's file in a sharded checkpoint, for everything except weights and optimizer states
 # the errors that torch.load and zipfile raise if a file is damaged
 UNREADABLE = (
     OSError, RuntimeError, ValueError, EOFError, KeyError, IndexError, TypeError, AttributeError, NotImplementedError,
@@ -87,7 +87,7 @@ def remove(path: Path) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Removes unfinished checkpoints from a run's checkpoint folder. A process that was killed may have left one."""
+    """Removes unfinished checkpoints, which a killed process may have left, from a run's checkpoint folder."""
     for path in folder.glob(f"*{SUFFIX}{PARTIAL}"):
         remove(path)
 
@@ -95,7 +95,7 @@ def remove_partial(folder: Path) -> None:
 def read_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     """Reads a checkpoint of `write_file` into CPU memory. Unpickles only tensors and plain values.
 
-    Raises: CheckpointError if `write_file` did not write the file, or the file is damaged.
+    Raises: CheckpointError if the file is damaged, or was not written by `write_file`.
     """
     try:
         content = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
@@ -149,7 +149,7 @@ def newest(paths: Iterable[Path]) -> list[Path]:
     ages = []
     for path in paths:
         with suppress(FileNotFoundError):
-            # meta.pt has the time of saving; a folder's time changes when a file is added or removed
+            # for a folder, use the time of meta.pt, because the folder's own time changes if a file is added or removed
             written = path / META if (path / META).exists() else path
             ages.append((written.stat().st_mtime_ns, path.name, path))
     return [path for *_, path in sorted(ages, reverse=True)]

@@ -10,7 +10,7 @@ PACKAGE = "fa_train"
 def require_own_targets(config: object, where: str) -> None:
     """Checks that every `_target_` in a config is a class or function that fa_train defines.
 
-    To check only the first part of a name would not be enough: fa_train.models.hf.export.shutil.rmtree would pass.
+    A check of only the first part of a name would accept fa_train.models.hf.export.shutil.rmtree.
     config: a config whose interpolations are resolved, or a part of such a config.
     where: the config's name, for the error message.
     Raises: ValueError, which names the first target that fa_train does not define.

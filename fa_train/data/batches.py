@@ -24,7 +24,8 @@ class PackedRows:
     """An endless sequence of rows, one epoch after another. Each epoch is shuffled with the seed (seed, epoch).
 
     If several sources are mixed, each source is shuffled separately.
-    In validation, only the first `counted` rows have labels. Rows after these only fill the last micro-batches.
+    In validation, only the first `counted` rows have labels. All later rows have no labels, and only fill up the last
+    micro-batches.
     Raises: ValueError if packing keeps no token of a source's training documents.
     """
 
@@ -51,10 +52,10 @@ class PackedRows:
         self.counted = min(data.val_rows, self.per_epoch) if held_out else None  # None: all rows
         self.max_documents = self.rows.max_documents if data.document_mask else 1
         self.mean_seqlen = self._mean_seqlen(data.seq_len)
-        self.deal = lru_cache(maxsize=2)(self._deal)  # computed once per step for all its micro-batches
+        self.deal = lru_cache(maxsize=2)(self._deal)  # cached, because all micro-batches of a step need the same result
 
     def batch(self, first: int, count: int) -> Batch:
-        """Returns the rows first to first + count - 1, concatenated."""
+        """Concatenates the rows from `first` to `first + count - 1`."""
         return self.gather(range(first, first + count))
 
     def gather(self, indices: Sequence[int]) -> Batch:
@@ -83,7 +84,7 @@ class PackedRows:
         return round(sum(self.rows.cost(index) for index in rows) / len(rows) / seq_len)
 
     def _deal(self, first: int, count: int, size: int, world_size: int) -> np.ndarray:
-        """Assigns the rows first to first + count - 1 to micro-batches and ranks.
+        """Assigns the rows from `first` to `first + count - 1` to micro-batches and ranks.
 
         Returns row indices, (accumulation, world_size, size). Micro-batches have similar attention costs. If all rows
         have equal costs, the rows keep their order and go to the ranks round-robin. Without document_mask, costs are

@@ -41,7 +41,8 @@ class PackedDataModule(L.LightningDataModule):
     packing: "concat" concatenates shuffled documents and cuts them at row ends. "best_fit" does not cut documents that
     fit in a row, and pads the rest of the row.
     max_doc_len: the length in tokens up to which "best_fit" does not cut a document, by default seq_len.
-    long_documents: whether "best_fit" splits, truncates or drops longer documents. `packing_report` counts them.
+    long_documents: whether "best_fit" splits, truncates or drops documents longer than max_doc_len. `packing_report`
+    counts these documents.
     Raises: ValueError if a size is not positive, an option is unknown, or max_doc_len or long_documents is set but
     packing is "concat".
     """
@@ -166,7 +167,7 @@ class PackedDataModule(L.LightningDataModule):
         progress = self._running_trainer().fit_loop.epoch_loop.batch_progress
         state = progress.state_dict()
         for counts in (state["current"], state["total"]):
-            ending = counts["processed"] - counts["completed"]  # 1 in a checkpoint that was saved at the end of a step
+            ending = counts["processed"] - counts["completed"]  # 1 if the checkpoint was saved at the end of a step
             counts.update(ready=done, started=done, processed=done, completed=done - ending)
         progress.load_state_dict(state)
 

@@ -47,7 +47,7 @@ def sft_part(path: str, weight: PositiveFloat) -> WeightedCorpus:
 def rows_a_cycle(weights: Mapping[str, float]) -> np.ndarray:
     """Returns the number of rows of each source among CYCLE rows, (n_sources,) int64. Rounds by largest remainders.
 
-    Raises: ValueError if there is no source, a weight is not positive, or a source would get none of CYCLE rows.
+    Raises: ValueError if there is no source, a weight is not positive, or a source would get no row among CYCLE rows.
     """
     if not weights:
         raise ValueError("data.sources must name at least one source; it names none")

@@ -155,8 +155,8 @@ class Sample:
 def sampled_chat(path: str) -> tuple[list[Message], list[dict[str, Any]] | None] | None:
     """Returns the messages of a chat before the first answer that the model is trained on, and the chat's tools.
 
-    The chat is the first held-out chat, or the first chat if no chat is held out. Chats without a message before such
-    an answer are skipped. Returns None if all chats are skipped.
+    The chat is the first held-out chat, or the first chat if no chat is held out. Chats that begin with this answer are
+    skipped. Returns None if all chats are skipped.
     """
     first = None
     for key, chat in ChatCorpus(path).documents():
@@ -177,7 +177,7 @@ def chat_prompt(encoder: ChatEncoder, messages: list[Message], tools: list[Any] 
 
 
 def stop_tokens(model: GPT, eos_id: int | None) -> set[int]:
-    """Returns the tokens that end a text: the tokenizer's eos and eos_token_id in generation_config.json."""
+    """Returns the tokens that end a text, which are `eos_id` and the eos_token_id of generation_config.json."""
     config = None if model.origin is None else model.origin.generation_config
     named = (config or {}).get("eos_token_id")
     return {i for i in (eos_id, *(named if isinstance(named, list) else [named])) if i is not None}

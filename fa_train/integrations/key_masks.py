@@ -1,15 +1,16 @@
 """Masks of keys for padded batches. transformers computes a mask once per forward pass for all layers.
 
 A mask of this module has the shape (batch, 1, 1, seqlen_k). `generate` computes masks itself and passes them to the
-model. transformers leaves masks of four dimensions as they are, and would compute others again, in compiled code too.
-An element is 0 if its key is masked. All other elements are n + 1, where n is the number of keys in the cache. A static
-cache also has places for later tokens, so n can be less than seqlen_k. The dtype tells the layers whether to move keys:
+model. transformers does not change masks of four dimensions, but it would compute other masks again, also in compiled
+code.
+An element is 0 if its key is masked. All other elements are `n + 1`, where n is the number of keys in the cache. A
+static cache also has places for later tokens, so n can be less than seqlen_k. The dtype tells the layers whether to
+move keys.
 
-- float64: in each row, the unmasked keys are contiguous. Layers leave the keys in place.
-- int64: there may be masked keys between unmasked keys. Layers move the unmasked keys to the front.
-
-A user's mask has the shape (batch, seqlen_k) and elements 0 and 1. Layers treat it like int64, and assume that the
-cache is full.
+A float64 mask has contiguous unmasked keys in each row, so layers leave the keys in place.
+An int64 mask may have masked keys between unmasked keys, so layers move the unmasked keys to the front.
+A user's mask has the shape (batch, seqlen_k), and the elements 0 and 1. For a user's mask, layers move keys as for
+int64, and assume that the cache is full.
 """
 
 from collections.abc import Callable
@@ -64,12 +65,12 @@ def encoded(
     written: int | Tensor,
     device: torch.device,
 ) -> Tensor | None:
-    """Returns the mask of the keys from kv_offset to kv_offset + seqlen_k, or None if no key is masked.
+    """Returns the mask of seqlen_k keys, starting at key kv_offset, or None if no key is masked.
 
     Args:
         attention_mask: (batch, tokens) bool, True for the unmasked tokens. Tokens after the end of attention_mask are
         masked.
-        written: the number of keys in the cache. The other places of the cache are for later tokens.
+        written: the number of keys in the cache. Any further places in the cache are for later tokens.
     """
     all_written = isinstance(written, int) and written >= seqlen_k
     if attention_mask is None and all_written:
@@ -83,7 +84,7 @@ def encoded(
             dtype = HOLES
         else:
             runs = (counts[:, 1:] & ~counts[:, :-1]).sum(-1) + counts[:, 0]
-            all_count, one_run = torch.stack([counts.all(), (runs <= 1).all()]).tolist()  # the only wait for the GPU
+            all_count, one_run = torch.stack([counts.all(), (runs <= 1).all()]).tolist()  # waits for the GPU once
             if all_count and all_written:
                 return None
             dtype = RUNS if one_run else HOLES
@@ -91,7 +92,7 @@ def encoded(
 
 
 def _of_these_keys(mask: Tensor, seqlen_k: int, kv_offset: int) -> Tensor:
-    """Returns the columns of a (batch, tokens) mask that belong to the keys kv_offset to kv_offset + seqlen_k."""
+    """Returns the columns of a (batch, tokens) mask for seqlen_k keys, starting at key kv_offset."""
     tokens, last = mask.shape[1], kv_offset + seqlen_k
     if tokens <= seqlen_k:
         return F.pad(mask, (0, seqlen_k - tokens), value=False)

@@ -65,7 +65,7 @@ def document_schedule(
             f"got {cu_seqlens_q.numel() - 1} and {cu_seqlens_k.numel() - 1}"
         )
     total_q, total_k = q.shape[:2].numel(), k.shape[:2].numel()
-    # The host would wait for a length that is on the GPU. In compiled code, each other length would cause a
+    # The host would wait for a length that is on the GPU. In compiled code, each new length would cause a
     # recompilation.
     seqlen = max_length if isinstance(max_length, int) and not torch.compiler.is_compiling() else None
 

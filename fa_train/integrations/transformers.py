@@ -7,8 +7,8 @@
 
 A model that works with flash_attention_2 also works with fa_train. GQA, sliding windows, soft caps, attention sinks,
 rows packed by position_ids or by cu_seqlens, padding, and generation with a dynamic or a static cache are supported.
-There are two differences from flash_attention_2. Inputs may be fp32. Layers do not wait for the GPU: `key_mask` and
-`packed_rows` copy the values that the host needs once per forward pass, and never in compiled code. Under
+There are two differences from flash_attention_2. Inputs may be fp32, and layers do not wait for the GPU. Only
+`key_mask` and `packed_rows` copy values from the GPU, once per forward pass, and never in compiled code. Under
 torch.inference_mode, however, each layer copies these values from the GPU again. Use torch.no_grad instead of
 torch.inference_mode to avoid the additional copies.
 """
@@ -75,7 +75,7 @@ def key_mask(
         )
     refuse_other_masks(mask_function, use_vmap)
     written: int | Tensor = kv_length
-    # transformers passes allow_is_bidirectional_skip only for bidirectional masks, for which all keys are written
+    # transformers passes allow_is_bidirectional_skip only for bidirectional masks, with all keys in the cache
     if allow_is_bidirectional_skip is None:
         written = q_offset + q_length - kv_offset
     return encoded(attention_mask, batch_size, kv_length, kv_offset, written, torch.device(device))
@@ -110,8 +110,8 @@ def attention(
         attention_mask: the result of `key_mask`, or (batch, seqlen_k) with 0 for masked keys. If a mask is given,
             position_ids and cu_seqlens are ignored, as in flash_attention_2.
         scaling: the factor that the scores are multiplied by.
-        sliding_window: the number of tokens that a causal query sees, including its own. A query without causality sees
-            sliding_window - 1 tokens before its own, and as many after it.
+        sliding_window: the number of tokens that a causal query sees, including its own. Without causality, a query
+            sees sliding_window - 1 tokens before its own token, and sliding_window - 1 tokens after it.
         softcap: replaces a score by softcap * tanh(score / softcap).
         s_aux: (n_heads,) attention sinks, in nats.
         position_ids: (1 or batch, seqlen_q). Without a cache, a document starts where position_ids do not increase by
@@ -124,7 +124,7 @@ def attention(
         belong to padding have no meaning.
 
     Raises:
-        ValueError: if flash attention or this function does not support an argument, before any kernel runs.
+        ValueError: before any kernel runs, if flash attention or this function does not support an argument.
     """
     _require_supported(query, attention_mask, dropout, kwargs)
     q, k, v = (x.transpose(1, 2) for x in _of_one_dtype(module, query, key, value))

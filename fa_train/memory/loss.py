@@ -1,8 +1,8 @@
 """Fuses the last linear layer with the cross entropy, so that the logits of all tokens never exist at the same time.
 
-The forward pass processes the tokens in chunks. For each chunk, it computes the logits, the losses, and the gradients
-of the hidden states and of the weight. The backward pass only multiplies the stored gradients by the gradient of the
-loss.
+The forward pass processes the tokens in chunks. For each chunk, the forward pass computes the logits, the losses, and
+the gradients of the hidden states and of the weight. The backward pass only multiplies the stored gradients by the
+gradient of the loss.
 """
 
 from dataclasses import dataclass
@@ -93,7 +93,7 @@ def linear_cross_entropy(
                 d_hidden[rows] = d_logits @ rounded_weight
             if of_weight:
                 add_product(d_weight, d_logits.T, chunk)
-            del chunk, d_logits  # free memory before the next chunk allocates
+            del chunk, d_logits  # free this memory before the next chunk needs memory
     return losses.sum(), d_hidden, d_weight.to(weight.dtype)
 
 
@@ -149,7 +149,7 @@ def _liger_cross_entropy(
         predicted_tokens_ptr=None,
         predicted_tokens_stride=0,
         n_cols=vocab_size,
-        n_non_ignore=0,  # only used for a mean
+        n_non_ignore=0,  # used only if losses are averaged
         sum_non_ignore_weight=0,
         weight_sum=0.0,
         ignore_index=IGNORE_INDEX,

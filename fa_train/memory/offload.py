@@ -342,8 +342,8 @@ def _is_same_tensor(saved: Tensor, x: Tensor) -> bool:
 def _has_row_per_token(saved: Tensor, x: Tensor) -> bool:
     """Returns whether to offload `saved` with offload=all.
 
-    `saved`, or the tensor that it is a view of, must have one row per token of x and be large. Weights are never
-    offloaded.
+    If `saved` is a view of another tensor, that tensor is checked instead. The checked tensor must be large and have
+    one row per token of x. Weights are never offloaded.
     """
     base = saved if saved._base is None else saved._base
     return (

@@ -175,7 +175,7 @@ def mlp_forward(
             else:
                 activated = _activated(F.linear(x[rows], up, up_bias), activation, in_place=True)
             _linear(activated, down, down_bias, out=y[rows])
-            del activated  # free its memory before the next chunk allocates
+            del activated  # free this memory before the next chunk needs memory
     return y, kept
 
 
@@ -226,7 +226,7 @@ def mlp_backward(
                 activated, d_projected = _activation_backward(kept, dy[rows] @ down, activation, in_place=False)
             if with_weights:
                 add_product(d_down, dy[rows].T, activated)
-            del activated  # free its memory before the next allocations
+            del activated  # free this memory before the next allocations
             torch.mm(d_projected, up, out=dx[rows])
             if with_weights:
                 add_product(d_up, d_projected.T, x[rows])

@@ -1,4 +1,4 @@
-"""Four implementations of attention with the same signature. An ablation can change the attention and nothing else.
+"""Four implementations of attention with the same signature, so that an ablation can change the attention alone.
 
 The schedule defines the mask: query i sees the keys j with key_start[i] <= j < key_end[i]. The output of a query that
 sees no key is 0. The softmax is computed in fp32 for every dtype of q, k and v.
@@ -120,8 +120,8 @@ def sdpa_attention(
         )
         return o[0].transpose(0, 1)
     sees_nothing = _sees_nothing(schedule)
-    # Torch's kernels do not agree on a query that sees no key. Here, such a query sees all keys, and the last line sets
-    # its output to 0.
+    # Torch's kernels return different outputs for a query that sees no key. Here, such a query sees all keys, and the
+    # last line sets its output to 0.
     visible = _visible(schedule.key_start, schedule.key_end, k.shape[0]) | sees_nothing[:, None]
     # with a mask and enable_gqa, torch would use its kernel that keeps all scores in memory
     k, v = (x.repeat_interleave(n_heads // n_kv_heads, dim=1) for x in (k, v))
@@ -147,11 +147,11 @@ def chunked_attention(
     chunk_size: the number of tokens per chunk of queries, and per chunk of keys. chunk_size=sqrt(total) needs the least
     memory. Larger chunks are faster. The backward pass recomputes each chunk.
     Raises: ValueError if chunk_size is not positive.
-    Source: Rabe and Staats, Self-attention does not need O(n^2) memory, arXiv:2112.05682.
+    Source: arXiv:2112.05682 (Rabe and Staats, "Self-attention does not need O(n^2) memory").
     """
     if chunk_size < 1:
         raise ValueError(f"attention.chunk_size must be at least 1 token; got {chunk_size}")
-    # split outside the loop, because each slice made in the loop would have a gradient as large as k
+    # k and v are split before the loop, because the gradient of each slice made in the loop would be as large as k
     keys, values = k.split(chunk_size), v.split(chunk_size)
     scale = _scale(q, softmax_scale)
     outputs = [

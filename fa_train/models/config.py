@@ -1,4 +1,4 @@
-"""The configuration of a decoder's architecture. The model, the memory planner and the exports read it."""
+"""The configuration of a decoder's architecture, for the model, the memory planner and the exports."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ class Family:
     windows: for each layer, the number of tokens that a query sees, including its own, or None for all earlier tokens
     (Mistral, Gemma).
     rope_layers: for each layer, whether it applies RoPE to queries and keys (in SmolLM 3, every fourth layer does not).
-    local_rope_theta: RoPE's theta in layers with a window (Gemma 3). RoPE scaling does not apply to layers that use
-    local_rope_theta.
+    local_rope_theta: the theta of RoPE in layers with a window (Gemma 3). RoPE scaling does not apply to layers that
+    use local_rope_theta.
     softmax_scale: the factor that attention scores are multiplied by, or None for head_dim**-0.5.
     softcap, logit_softcap: the soft caps of the scaled scores and of the logits (Gemma 2), or 0 for no cap.
-    embedding_scale: the factor that token embeddings are multiplied by, which is sqrt(dim) in Gemma. The factor is
+    embedding_scale: the factor that token embeddings are multiplied by, which is sqrt(dim) in Gemma. This scale is
     rounded to the dtype of the embeddings.
     post_norms: whether the outputs of attention and FFN are normalised before the residual addition (Gemma 2 and 3).
     """
@@ -67,8 +67,8 @@ class ModelConfig:
 
     Units: dim, ffn_dim and head_dim in channels; max_seq_len in tokens.
     n_kv_heads: by default n_heads. head_dim: by default dim / n_heads.
-    max_seq_len: the context length that the model was trained with. The model has max_seq_len learned positions, if
-    any. RoPE scaling extends the context beyond max_seq_len.
+    max_seq_len: the context length that the model was trained with. A model with learned positions has max_seq_len of
+    them. RoPE scaling extends the context beyond max_seq_len.
     rope_theta: the base of RoPE's frequencies.
     rope_scaling: the rule that scales RoPE's frequencies. The keys of rope_scaling are those of `rope_parameters` in
     Hugging Face's config.json, such as rope_type (linear, dynamic, yarn, llama3) and factor.
@@ -136,7 +136,7 @@ class ModelConfig:
 
     @property
     def block_matrices(self) -> tuple[int, int, int, int]:
-        """The number of elements of each of a block's matrices: attention.qkv, attention.out, ffn.up and ffn.down."""
+        """The sizes in elements of the four matrices of a block: attention.qkv, attention.out, ffn.up and ffn.down."""
         qkv, out = self.dim * (self.query_dim + 2 * self.kv_dim), self.query_dim * self.dim
         return qkv, out, self.dim * self.up_dim, self.ffn_dim * self.dim
 

@@ -50,7 +50,7 @@ class GPT(nn.Module):
     """
 
     origin: Origin | None = None  # the checkpoint of the weights, or None if the weights are random
-    random_base_hash: str | None = None  # LoRA sets this hash of the frozen weights if they are random
+    random_base_hash: str | None = None  # the hash of the frozen weights, which LoRA sets if they are random
 
     def __init__(
         self, *, attention: Attention, loss: LinearCrossEntropy, memory: Memory | None = None, **config: Any
@@ -62,8 +62,8 @@ class GPT(nn.Module):
         self.memory = memory = Memory("none", False, None, loss) if memory is None else memory
         self.windows, self.ropes, self.head_dim = self.config.windows, self.config.ropes, self.config.heads.dim
         self.embedding_scale, self.logit_softcap = extras.embedding_scale, extras.logit_softcap
-        # A checkpointed or offloaded block saves its input as one tensor. No block can leave an addition to such a
-        # block.
+        # A checkpointed or offloaded block saves its input as one tensor, so the previous block must complete this
+        # input.
         self.may_add_later = memory.checkpointing == "none" and memory.offload is not True
         self.adds_later = False
         self.offload = Offload(self.config.n_layers, memory.offload == "all") if memory.offload else None
@@ -181,8 +181,8 @@ class GPT(nn.Module):
     def compile_blocks(self, **options: Any) -> None:
         """Compiles each block with torch.compile(**options). Blocks share one graph: their code and shapes are equal.
 
-        A compiled block without checkpointing leaves its last residual addition to the next block, which fuses the
-        addition with its first norm.
+        A compiled block without checkpointing leaves its last residual addition to the next block. The next block fuses
+        this addition with its first norm.
         """
         self.adds_later = self.may_add_later
         for block in self.blocks:

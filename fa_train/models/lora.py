@@ -58,8 +58,8 @@ class LoRA:
     linear layers of the blocks. Any other string in target_modules is a regular expression that full module names must
     match.
     quantization: "nf4" quantizes the weights of all linear layers of the blocks to 4 bits with torchao.
-    path: the folder of a peft adapter whose training continues. The r, lora_alpha, use_rslora and target_modules in its
-    adapter_config.json replace the ones given here.
+    path: the folder of a peft adapter whose training continues. The adapter_config.json in this folder replaces r,
+    lora_alpha, use_rslora and target_modules.
     A is initialised like nn.Linear's weight. B is 0, so that training starts from the base model. A and B are stored in
     fp32, as in peft, because bf16 would lose small updates. Matrix products with A and B use the dtype of x.
     Raises: ValueError if a setting is out of range, a name in target_modules matches no layer, or torchao is not
@@ -287,8 +287,8 @@ def _nf4_weight_fake(
 def quantized(weight: Tensor, what: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Quantizes a matrix to NF4. Returns the 4-bit codes, two per byte, and a dict of scales with the keys NF4_PARTS.
 
-    The scales are quantized as well (QLoRA's "double quantization"). The block of one second-level scale has gcd(256,
-    number of scales) scales. If `weight` is on the meta device, so are the results.
+    The scales are quantized as well (QLoRA's "double quantization"). Each second-level scale belongs to gcd(256, number
+    of scales) scales. If `weight` is on the meta device, so are the results.
     what: the weight's name, for error messages.
     Raises: ValueError if torchao is not installed, or the number of elements is not a multiple of 64.
     """

@@ -7,7 +7,7 @@ from fa_kernels.flash_attention.schedule import Schedule, build_schedule, causal
 
 
 def require_stream(tokens: Tensor, cu_seqlens: Tensor | None, **like_tokens: Tensor | None) -> None:
-    """Raises: ValueError if tokens or cu_seqlens has a wrong shape, or another tensor's shape is not that of tokens."""
+    """Raises: ValueError if tokens or cu_seqlens has a wrong shape, or another tensor is not shaped like tokens."""
     if tokens.dim() != 1 or tokens.numel() == 0:
         raise ValueError(f"tokens must be one packed stream (total,) of at least 1 token; got {tuple(tokens.shape)}")
     if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype != torch.int32):

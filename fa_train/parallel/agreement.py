@@ -19,7 +19,7 @@ class Agreement:
         self._asked: dist.Work | None = None
 
     def any(self, yes: bool) -> bool:
-        """Returns whether any rank answered yes in an earlier call. If not, starts the next all-reduce."""
+        """Returns whether any rank answered yes in an earlier call. If none did, starts the next all-reduce."""
         if self._asked is not None:
             self._asked.wait()
         if self._answer.item():

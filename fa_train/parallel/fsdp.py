@@ -1,10 +1,10 @@
 """Shards weights, gradients and optimizer states over all ranks (ZeRO-3, arXiv:1910.02054), with torch's FSDP2.
 
-Each rank keeps a part of every parameter's rows, its shard. The weights of a block are gathered before its forward pass
-and again before its backward pass, and freed after each. As soon as the backward pass of a block has computed its
-gradients, they are averaged and sharded. The weights of embeddings, last norm and head are gathered once per
-micro-batch. The weights outside the blocks stay gathered, because the loss reads the head's weight directly. A tied
-head shares its weight with the token embedding.
+Each rank keeps a part of every parameter's rows, its shard. The weights of a block are gathered before its forward
+pass, and again before its backward pass. After each pass, the weights are freed. As soon as the backward pass has
+computed the block's gradients, FSDP2 averages and shards these gradients. The weights of embeddings, last norm and head
+are gathered once per micro-batch. The weights outside the blocks stay gathered, because the loss reads the head's
+weight directly. A tied head shares its weight with the token embedding.
 """
 
 from collections.abc import Mapping

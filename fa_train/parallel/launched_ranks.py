@@ -17,8 +17,8 @@ def wait_for_other_ranks(trainer: L.Trainer) -> None:
     """Makes this process wait at its exit for the ranks that it started, which may exit with a nonzero status.
 
     Without this function, Lightning's observer would treat a nonzero status as a failure and kill this process, perhaps
-    before it has finished. The process waits after it has destroyed its process group, because NCCL destroys the group
-    only together with all other ranks.
+    before it has finished. This process first destroys its process group and then waits, because NCCL destroys the
+    group only together with all other ranks.
     """
     launcher = trainer.strategy.launcher
     if isinstance(launcher, SubprocessScriptLauncher):

@@ -56,7 +56,7 @@ def decided_through_store(ranks: ClusterEnvironment, question: str, decide: Call
             answer = decide()
         except ValueError as error:
             store.set(key, json.dumps({"error": str(error)}))
-            with suppress(DistStoreError):  # rank 0 may host the store: wait until all ranks have read it
+            with suppress(DistStoreError):  # rank 0 may host the store, so wait until all ranks have read the error
                 store.wait([f"{key}/{rank}" for rank in range(1, ranks.world_size())], GOODBYE)
             raise
         store.set(key, json.dumps({"answer": answer}))

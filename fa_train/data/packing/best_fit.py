@@ -4,7 +4,7 @@ Documents longer than a row are first split, truncated or dropped. The resulting
 Each piece goes into the row with the least free space that is enough for the piece. Pieces of equal length are placed
 together. The running time therefore depends on the number of distinct pairs (length, free space), not on the number of
 documents. Packing reads only the lengths of documents, not their tokens.
-Source: Fewer Truncations Improve Language Modeling, arXiv:2404.10830, Algorithm 1. To find a row, the paper uses a
+Source: arXiv:2404.10830 ("Fewer Truncations Improve Language Modeling"), Algorithm 1. To find a row, the paper uses a
 segment tree. This file uses a sorted list of the distinct amounts of free space.
 """
 

@@ -18,7 +18,7 @@ class Batch(TypedDict):
     position_ids: Tensor
     cu_seqlens: Tensor
     mean_seqlen: NotRequired[int]  # the mean document length in tokens, which determines the attention kernels
-    first_row: NotRequired[int]  # the index of the first row in the run
+    first_row: NotRequired[int]  # the index of the batch's first row among all rows of the run
 
 
 def collate(

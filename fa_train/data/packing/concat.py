@@ -23,8 +23,8 @@ def max_documents_in_row(lengths: np.ndarray, seq_len: int) -> int:
     """Returns an upper bound on the number of documents in a row, whatever their order. Padding is one document."""
     if not (lengths % seq_len).any():
         return 1  # each row is a part of one document
-    # A row has at most as many documents as if it were filled with the shortest ones. Each row end can cut one more
-    # document, and padding counts as one.
+    # A row has the most whole documents if it is filled with the shortest documents. Each end of the row can cut one
+    # more document, and padding counts as another one.
     whole = int(np.searchsorted(np.cumsum(np.sort(lengths)), seq_len + 1, side="right"))
     return min(whole + 3, seq_len)
 
@@ -47,7 +47,7 @@ def pack_row(
     n_real = end - begin
     stream = np.full(seq_len + 1, pad_id, dtype=np.int64)
     stream[:n_real] = np.concatenate([documents[index][span] for index, span in pieces])
-    cuts = starts[starts > 0]  # document starts; no label before a start
+    cuts = starts[starts > 0]  # the starts of documents; the first token of a document is no label
     if n_real <= seq_len:
         cuts = np.append(cuts, n_real)
     labels = stream[1:].copy()
@@ -126,7 +126,7 @@ class Concatenation:
         )
 
     def epoch(self, generator: np.random.Generator | None) -> ConcatenatedEpoch:
-        """Returns the rows of the documents, which are first shuffled with `generator` unless it is None."""
+        """Returns the rows of the epoch. If `generator` is given, it first shuffles the documents."""
         order = np.arange(len(self.documents))
         if generator is not None:
             generator.shuffle(order)

@@ -60,7 +60,7 @@ class Epoch(Protocol):
 
 
 class Layout(Protocol):
-    """The interface of a way to pack documents into rows, which is Concatenation or BestFit."""
+    """The interface of Concatenation and BestFit, the two classes that pack documents into rows."""
 
     n_rows: int
     max_documents: int

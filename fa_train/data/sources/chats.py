@@ -170,7 +170,7 @@ def _message(value: Any, where: str) -> Message:
             raise ValueError(f"only an assistant's message can have tool_calls; {where} has role {role}")
         message["tool_calls"] = [_tool_call(call, where) for call in _list(calls, "tool_calls", where)]
     if content is None and calls:
-        message["content"] = ""  # templates concatenate the content with text
+        message["content"] = ""  # templates concatenate the content with text, so it must be a string
     elif not isinstance(content, str):
         found = "none" if content is None else f"a {type(content).__name__}"
         raise ValueError(f"a message must have text as its content; {where} has {found}")

@@ -129,7 +129,7 @@ class HFCorpus:
 def load_hf_dataset(name: str, config: str | None, split: str, asked: str) -> Any:
     """Loads a dataset from the hub or from a folder.
 
-    Raises: ValueError, which contains `asked`, if the dataset cannot be loaded.
+    Raises: ValueError if the dataset cannot be loaded. The message contains `asked`, the user's setting.
     """
     from datasets import load_dataset  # the import takes seconds
 

@@ -30,7 +30,7 @@ SHARD_CHARACTERS = 2**24  # a shard ends after this many characters, so that it 
 BATCH = 256  # the number of documents per call of the tokenizer
 TOKENS = pa.field("tokens", pa.large_list(pa.int32()))
 HELD_OUT = pa.field("held_out", pa.bool_())
-LOSS_MASK = pa.field("learned", pa.large_list(pa.uint8()))  # 0 or 1 per token; absent without a loss mask
+LOSS_MASK = pa.field("learned", pa.large_list(pa.uint8()))  # 0 or 1 per token; missing if all tokens are trained on
 Keyed = tuple[str, Any]  # (key, document)
 
 _worker_encoder: Encoder[Any]  # set in each process of the pool

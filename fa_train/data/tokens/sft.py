@@ -2,8 +2,8 @@
 
 A chat is first rendered to text. The next step finds the answers, which are the assistant's messages, in the text. If
 the template has {% generation %} blocks, these blocks mark the answers. Without such blocks, the messages before an
-answer are also rendered alone. The rest of the text up to the end of the answer is then the answer. The whole text is
-tokenised at once. The tokenizer's offsets then map characters to tokens.
+answer are also rendered alone. The answer then starts where this shorter text ends, and includes its end token. The
+whole text is tokenised at once. The tokenizer's offsets then map characters to tokens.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ class ChatEncoder:
         texts, spans = zip(*map(self.render, documents), strict=True)
         encoded = self._hf(
             list(texts),
-            add_special_tokens=False,  # the template has written special tokens
+            add_special_tokens=False,  # the template has already written the special tokens
             return_attention_mask=False,
             return_offsets_mapping=True,
             verbose=False,
@@ -104,7 +104,7 @@ class ChatEncoder:
                 continue
             try:
                 rendered, _ = self._render(template, bare, bare.messages)
-            except ValueError:  # the template rejects this chat, so it reads `name`
+            except ValueError:  # a template that rejects the chat without `name` does not omit `name`
                 continue
             if rendered == text:
                 raise ValueError(
@@ -113,7 +113,7 @@ class ChatEncoder:
                 )
 
     def _answer_span(self, template: str, chat: Chat, index: int, text: str) -> tuple[int, int]:
-        """Returns the span in `text` of the answer chat.messages[index], including the end token of the answer."""
+        """Returns the span of characters of one answer, chat.messages[index], with its end token, in `text`."""
         prompt, _ = self._render(template, chat, chat.messages[:index], add_generation_prompt=True)
         answered, _ = self._render(template, chat, chat.messages[: index + 1])
         if not (answered.startswith(prompt) and text.startswith(answered)):
@@ -136,7 +136,7 @@ class ChatEncoder:
         add_generation_prompt: bool = False,
         has_blocks: bool = False,
     ) -> tuple[str, Spans]:
-        # apply_chat_template does not return the spans and rejects an empty list, but it calls render_jinja_template
+        # render_jinja_template returns spans and accepts an empty list; its caller apply_chat_template does neither
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -19,7 +19,7 @@ from fa_train.data.tokens.prepare import FORMAT, LOSS_MASK, SHARDS, write_shards
 from fa_train.data.tokens.sft import ChatEncoder
 from fa_train.data.tokens.tokenizer import Tokenizer
 
-HELD_OUT_TAIL = 50  # if no whole document can be held out, the last 1 / 50 of the longest document is
+HELD_OUT_TAIL = 50  # if no whole document can be held out, this fraction (1 / 50) of the longest document is held out
 
 
 def prepare(corpus: Corpus[Any], encoder: Encoder[Any], cache_dir: Path, workers: int = 1) -> Path:
@@ -39,8 +39,8 @@ class Documents:
     """The training or held-out documents of a tokenised corpus. Item i is a memory-mapped array, (length,) int32.
 
     loss_mask is None if the model is trained on all tokens. In a small corpus, the keys may select all documents or no
-    document as held out. If so, only the last part of the longest document is held out. In a corpus of several chats,
-    the last chat is held out instead.
+    document as held out. In this case, only the last part of the longest document is held out, or the last chat of a
+    corpus of several chats.
     Raises: ValueError if a file is missing, truncated or damaged. Reading a document raises ValueError if a token is
     not between 0 and vocab_size - 1.
     """

@@ -22,7 +22,7 @@ class Block:
         self.qkv = self.q + 2 * self.kv
         self.lse = t * model.heads.query * 4
         self.hidden, self.up = t * model.ffn_dim * c, t * model.up_dim * c
-        # per row, an RMSNorm saves one fp32 value, the standard deviation, and a LayerNorm also the mean
+        # for each row, an RMSNorm saves one fp32 value, and a LayerNorm saves two
         norm_statistics = 2 if model.norm == "layernorm" else 1
         self.statistics = t * 4 * norm_statistics
         self.qk_statistics = t * (model.heads.query + model.heads.kv) * 4 * norm_statistics
@@ -65,7 +65,7 @@ class Block:
         """
         kept = (self.x if self.eager else self.x_rounded) + self.statistics + self.x_rounded
         if self.levers.mlp_chunk and not keeps_up(self.plan):
-            # TorchChunkedFFN saves slices of the norm's output before rounding
+            # TorchChunkedFFN saves slices of the norm's output, which is not yet rounded
             return kept + (self.x - self.x_rounded if self.is_torch_chunked() else 0)
         return kept + self.up + self.activated_kept() + self.ffn_adapters
 

@@ -1,4 +1,4 @@
-"""Finds memory levers, settings that reduce GPU memory, with which a run fits, and the longest sequence that fits.
+"""Finds memory levers (settings that reduce GPU memory) with which a run fits, and the longest sequence that fits.
 
 The search predicts the memory of every combination of levers. `memory=auto` chooses the fastest combination that fits.
 A formula estimates the extra time of each combination. tests/memory/planner/test_levers.py compares these estimates
@@ -21,7 +21,7 @@ FLOPS = 7e14
 # FLOP/s of attention's forward, estimated from scripts/results/memory_llama_1b_*_h200_202611.md
 ATTENTION_FLOPS = 5.5e14
 # BESIDE_COPIES is the cost of copies, as a fraction of compute time, and LAUNCH is the cost of a chunk, in seconds.
-# Both costs are too small to measure. Chunks are preferred to equally fast copies, which need pinned memory.
+# Both costs are too small to measure. If both are equally fast, chunks are preferred to copies, which pin memory.
 BESIDE_COPIES, LAUNCH = 0.002, 2e-5
 
 

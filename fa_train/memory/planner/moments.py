@@ -1,4 +1,4 @@
-"""The moments of a training step at which memory use can peak."""
+"""Lists the points in time of a training step, called moments, at which memory use can peak."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from fa_train.memory.planner.weights import block_sizes, outer_sizes, trained_si
 
 @dataclass(frozen=True)
 class Moment:
-    """The bytes that exist at one moment of a step, in addition to weights and optimizer states."""
+    """The bytes that exist at one point in time of a step, in addition to weights and optimizer states."""
 
     name: str
     gradients: int = 0
@@ -26,7 +26,7 @@ class Moment:
 
 
 def moments_of(plan: Plan) -> list[Moment]:
-    """Returns the moments of a training step at which memory use can peak."""
+    """Returns a Moment for each point in time of a training step at which memory use can peak."""
     step = _Step(plan)
     return [*step.around_the_loss(), *step.last_moments(), *step.backward_of_blocks()]
 
@@ -42,18 +42,18 @@ class _Step:
         self.embeddings = 0 if run.adapters else model.vocab_size * model.dim * run.weight_bytes  # 0: no gradient
         self.gradients = sum(trained_sizes(plan)) * run.gradient_bytes // run.ranks
         self.before = self.gradients if run.accumulates else 0  # gradients from earlier micro-batches of the step
-        # the gradient of the head's weight; if the weight is tied, this gradient waits for that of the embedding
+        # the gradient of the head's weight; if tied, it exists until the embedding's gradient is added
         self.of_head = self.embeddings if model.tied or not run.accumulates or run.ranks > 1 else 0
         self.data = run.tokens * (3 * 8 + 4 * 4)  # 3 int64 tensors of the batch, 4 int32 tensors of ranges
         self.data += run.tokens * model.heads.dim * 4 if model.positions == "rope" else 0  # cosines and sines
         # the GPU memory of storages of previous blocks whose copies to the host may still run
         self.underway = min(IN_FLIGHT if levers.offloads_all else 1, model.n_layers - 1) * self.block.offloaded()
-        self.lagging = self.underway if levers.offloads_all else 0  # this part still exists after the last block
+        self.lagging = self.underway if levers.offloads_all else 0  # the part that still exists after the last block
 
     def around_the_loss(self) -> list[Moment]:
-        """Returns the moments from the last block's forward to the last norm's backward.
+        """Returns the bytes at three points in time: the last block's forward, the loss, and the last norm's backward.
 
-        At these moments, the saved tensors of all blocks exist.
+        At all three, the saved tensors of all blocks exist.
         """
         block, n_layers = self.block, self.model.n_layers
         rounded = block.rounded_weights()
@@ -93,12 +93,12 @@ class _Step:
         ]
 
     def last_moments(self) -> list[Moment]:
-        """Returns two moments: the embedding's backward and the optimizer's update.
+        """Returns the bytes at two points in time: the embedding's backward and the optimizer's update.
 
-        At these moments, all gradients exist, and the saved tensors of all blocks have been freed.
+        At both, all gradients exist, and the saved tensors of all blocks have been freed.
         """
         model, run, embeddings = self.model, self.run, self.embeddings
-        # gradients outside the blocks, which are averaged over ranks only at the end, and their fp32 copies
+        # unsharded gradients of the weights outside the blocks, and fp32 copies of these gradients
         outer = sum(outer_sizes(model)) * (run.weight_bytes + 4) if run.ranks > 1 and run.adapters is None else 0
         return [
             Moment(
@@ -112,7 +112,7 @@ class _Step:
         ]
 
     def backward_of_blocks(self) -> list[Moment]:
-        """Returns three moments: the backward of the last, of the second and of the first block.
+        """Returns the bytes at three points in time: the backward of the last, of the second and of the first block.
 
         The backward of a block frees the block's activations. The backward of a block allocates the gradients of the
         block's weights, unless these already exist.
@@ -131,7 +131,7 @@ class _Step:
                 activations=left * block.saved() - (left - 1) * block.offloaded(),
                 outside=self.data,
                 loss=self.of_head,
-                # offloaded tensors of the next block are fetched early
+                # the offloaded tensors that the next block's backward needs are fetched early
                 working=(block.offloaded() if self.fetches_early and left > 1 else 0) + in_backward - block.saved(),
             )
             for left, which in {n_layers: "last", 2: "second", 1: "first"}.items()
@@ -156,7 +156,7 @@ def loss_bytes(plan: Plan) -> int:
         of_weight = product = result = 0
     if run.compute_bytes != 4:  # accumulated without a temporary
         product = 0
-    if run.weight_bytes == 4:  # the fp32 sum needs no conversion
+    if run.weight_bytes == 4:  # the gradient is the fp32 sum itself
         result = 0
     in_loop = rounded_hidden + logits + max(hidden, product)
     return of_weight + rounded_weight + max(in_loop, result) + run.tokens * 4

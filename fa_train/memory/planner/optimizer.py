@@ -24,7 +24,10 @@ def optimizer_bytes(plan: Plan) -> tuple[int, int]:
 
 
 def optimizer_working(plan: Plan) -> int:
-    """Returns the temporary bytes of an optimizer step. 8-bit AdamW makes two fp32 copies of each parameter in turn."""
+    """Returns the temporary bytes of an optimizer step.
+
+    8-bit AdamW makes two fp32 copies of one parameter at a time.
+    """
     return 8 * max(trained_sizes(plan)) if plan.run.optimizer == "adamw_8bit" else 0
 
 

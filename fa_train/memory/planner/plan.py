@@ -26,8 +26,8 @@ class Adapters:
 
     sizes: the number of elements of each matrix A and B, all fp32.
     attention_rank, ffn_rank: the sum of the ranks of a block's adapters, in attention and in the FFN.
-    attention_joined, ffn_joined: the number of elements of a block's A and B in attention and in the FFN, after
-    adapters of the parts of a joined matrix are combined.
+    attention_joined, ffn_joined: the number of elements of a block's A and B, in attention and in the FFN. If a matrix
+    has several adapters, this number counts their combined A and B.
     quantized: whether the matrices of the blocks are quantized to 4 bits.
     """
 

@@ -88,11 +88,11 @@ def plan_memory(
     in_sweep: bool,
     say: Callable[[str], object],
 ) -> Levers:
-    """Returns the run's memory levers (settings that reduce memory), with memory=auto the fastest levers that fit.
+    """Returns the run's memory levers (settings that reduce memory). With memory=auto, these are the fastest that fit.
 
     processes: the number of processes that share this machine's memory.
     attention: the name of the chosen option of conf/attention.
-    say: if the run is on a GPU, called with a summary of the prediction.
+    say: called with a summary of the prediction if the run is on a GPU.
     Raises: ValueError if the run cannot fit. In a sweep, a run that exceeds the GPU's memory is not refused, because
     running out of memory is a result of the sweep.
     """
@@ -173,7 +173,7 @@ def summary(prediction: Prediction, device: torch.device, processes: int, attent
     """Returns three lines of text that a run on a GPU prints before it starts.
 
     The prediction assumes attention=flash. Other kinds of attention need more memory than flash attention.
-    auto: whether to report the longest seq_len with any levers, instead of that with the run's levers.
+    auto: if true, the longest seq_len is reported for any combination of levers, otherwise for the run's levers.
     """
     gpu, host = device_bytes(device), available_host_bytes() // processes
     parts = {name.replace("_", " "): getattr(prediction, name) / GIB for name in COMPONENTS}

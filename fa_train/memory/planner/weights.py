@@ -41,7 +41,7 @@ def trained_sizes(plan: Plan) -> list[int]:
 
 
 def weights_bytes(plan: Plan) -> int:
-    """Returns the bytes of all parameters, or if they are sharded, of this rank's shard and of gathered weights."""
+    """Returns the bytes of all parameters. In a sharded run, counts this rank's shard and what FSDP2 gathers."""
     model, run = plan.model, plan.run
     own = sum(parameter_sizes(model)) * run.weight_bytes
     if run.adapters is None:

@@ -1,7 +1,7 @@
 """Exports a run's checkpoint to a folder for transformers: weights, config, tokenizer and a model card.
 
 The checkpoint is a file, or a folder if the run sharded its weights. The checkpoint is loaded into CPU memory. A GPU is
-needed only for an adapter whose random base weights a GPU drew.
+needed only to export an adapter whose base model has random weights that a GPU drew.
 """
 
 import re
@@ -95,7 +95,7 @@ def write(
     """
     if adapter and dtype is not None:
         raise ValueError(f"an adapter is written in float32, without --dtype; got {dtype}")
-    if model.config.max_seq_len is None:  # export the length of training rows
+    if model.config.max_seq_len is None:  # use the length of training rows
         model.config = replace(model.config, max_seq_len=config["seq_len"])
     tokenizer = tokenizer_of(config)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -161,7 +161,7 @@ def _smollm3(config: Any) -> dict[str, Any]:
 
 def _gemma2(config: Any) -> dict[str, Any]:
     arguments = _llama(config)
-    size = getattr(config, "sliding_window_size", None)  # Gemma 2 9B has this field and sliding_window
+    size = getattr(config, "sliding_window_size", None)  # Gemma 2 9B has both this field and sliding_window
     if size not in (None, config.sliding_window):
         raise ValueError(f"sliding_window_size must be sliding_window={config.sliding_window}; got {size}")
     family = dataclasses.replace(
@@ -236,7 +236,7 @@ def _rope(parameters: Mapping[str, Any], max_seq_len: int) -> tuple[float, dict[
 
 
 def scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
-    """Converts a RoPE scaling to the fields of `rope_parameters` in config.json, the inverse of rope.rope_scaling.
+    """Converts a RoPE scaling to the fields of `rope_parameters` in config.json. The inverse is rope.rope_scaling.
 
     Fields that transformers does not know are omitted.
     """

@@ -139,7 +139,7 @@ def _shards(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
 
 
 def _tensors(path: Path, names: list[str] | None) -> Iterator[tuple[str, Tensor]]:
-    """Yields the name and the tensor of each of a file's tensors, one by one, on the CPU."""
+    """Reads a file's tensors one by one, and yields each with its name, on the CPU."""
     try:
         with safe_open(str(path), framework="pt", device="cpu") as shard:
             stored = set(shard.keys())
