@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Returns the device on which kernels run: CUDA if kernels are compiled, the CPU if they are interpreted."""
+    """Returns the GPU if kernels are compiled, or the CPU if they are interpreted."""
     return torch.device("cuda" if kernels_are_compiled() else "cpu")
 
 

@@ -102,7 +102,7 @@ def run(folder: Path, corpus: Path, *overrides: str) -> Path:
 
 
 def assert_only_the_bad_step_differs(skipping: Path, undone: Path, steps: int) -> None:
-    """Asserts that every other loss is bitwise equal to that of a run in which the bad step was undone."""
+    """Asserts that all losses except the bad step's are bitwise equal to those of a run in which it was undone."""
     losses, expected = column(skipping, "train/loss"), column(undone, "train/loss")
     assert sorted(losses) == list(range(1, steps + 1))
     assert not math.isfinite(losses.pop(BAD + 1)) and math.isfinite(expected.pop(BAD + 1))

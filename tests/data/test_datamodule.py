@@ -31,7 +31,7 @@ def _short_epochs(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _frozen_again():
-    """Restores what conftest.py does for the speed of the tests, and a run with data workers undoes."""
+    """Freezes all objects after a test, as conftest.py does for speed: a run with data workers unfreezes them."""
     yield
     if not gc.get_freeze_count():
         gc.freeze()
@@ -54,7 +54,7 @@ def test_micro_batches_must_divide_the_batch():
 
 
 def rows_of(batches):
-    """Returns the rows of some batches in a sorted order, which is the same for equal sets of rows."""
+    """Returns the rows of some batches, sorted so that equal sets of rows give equal lists."""
     return sorted(torch.cat(batches).view(-1, 16).tolist())
 
 
@@ -209,7 +209,7 @@ def copied_by_a_collection():
 
 
 class CollectsAtTheEnd:
-    """A dataset of four items. The last one is the memory in MiB that a garbage collection in the worker copies."""
+    """A dataset of four items. The last item is the memory in MiB that a garbage collection in the worker copies."""
 
     def __getitem__(self, index):
         return copied_by_a_collection() if index == 3 else None
@@ -219,7 +219,7 @@ def test_a_garbage_collection_copies_no_memory_that_workers_share():
     data = make(num_workers=1)
     data.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))
     heap = [[number] for number in range(400_000)]  # about 35 MiB
-    worker = iter(data._loader(CollectsAtTheEnd(), range(4)))  # forks it; the last item is not yet requested
+    worker = iter(data._loader(CollectsAtTheEnd(), range(4)))  # forks the worker; the last item is not requested yet
     try:
         assert copied_by_a_collection() < 5
         assert [*worker][3] < 5

@@ -1,9 +1,9 @@
 """Runs every compiled form of every kernel once on a GPU, and compares it with torch (python -m tests.gpu_check).
 
 The cases of the check come from the tile tables. The portable kernels run with the tile sizes of every GPU in the
-tables, and with smaller ones that `fit` finds for less shared memory. Hopper's kernels run in each of their compiled
-forms. The decoding kernels and the fused operations run too. Tests on a CPU never run compiled machine code. A change
-of a kernel is therefore finished only after `make gpu-check` has passed on a GPU.
+tables, and with smaller tile sizes that `fit` finds for less shared memory. Hopper's kernels run in each of their
+compiled forms. The decoding kernels and the fused operations run too. Tests on a CPU never run compiled machine code. A
+change of a kernel is therefore finished only after `make gpu-check` has passed on a GPU.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from tests.gpu_check.workers import run_all
 def part_of(cases: list[Case], part: str) -> list[Case]:
     """For a part "i/n", returns every n-th case, starting with case number i.
 
-    Raises: ValueError if `part` has another form.
+    Raises: ValueError if `part` is not of the form "i/n".
     """
     index, slash, count = part.partition("/")
     if not (slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):

@@ -29,8 +29,8 @@ HEAD_DIMS = (8, 16, 24, 32, 40, 48, 64, 72, 80, 88, 96, 104, 128, 136, 144, 160,
 WIDTHS: list[Width] = [*((d, d) for d in HEAD_DIMS), (192, 128), (64, 128), (24, 80)]
 KEY_PASSES: tuple[tuple[Pass, ...], ...] = (("dkdv",), ("dk", "dv"))
 ARCHS: tuple[Arch, ...] = (*SHARED_LIMIT, "unknown")
-# Bytes of shared memory per program on different GPUs: GPUs older than those in the tables, RTX 30 to 50, A100, H100
-# and B200.
+# Bytes of shared memory per program on GPUs older than those in the tables, on RTX 30 to 50, on A100, and on H100 and
+# B200.
 SHARED_SIZES = tuple(kib * 1024 for kib in (64, 99, 163, 227))
 DECODE_ROWS = (1, 17, 64, 300)  # numbers of queries per KV head, one for each tile height
 
@@ -46,8 +46,8 @@ def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[T
 
     Together, the yielded values contain all tile sizes that other GPUs use.
 
-    If a width leaves columns unused, nothing is yielded, because its code differs from that of a wider head by a mask
-    only.
+    Nothing is yielded for a width that leaves columns unused, because its code differs from a wider head's only by a
+    mask.
     """
     if not _fills_its_parts(width, itemsize):
         return
@@ -55,8 +55,8 @@ def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[T
     for keys in KEY_PASSES if itemsize > 1 else KEY_PASSES[:1]:
         tiles = {p: distinct_tiles(width, p, itemsize, device) for p in _passes(keys, itemsize)}
         others = {p: [t for t in found if t != own.get(p)] for p, found in tiles.items()}
-        # dK and dV are computed by one kernel or by two. The way that `device` does not use is tested only if it has
-        # tile sizes that were not tested before.
+        # dK and dV are computed by one kernel or by two. The variant that `device` does not use is tested only if it
+        # has tile sizes that were not tested before.
         if all(tiles.values()) and (keys[0] not in tiles or keys[0] in own or any(others[p] for p in keys)):
             for i in range(max(map(len, others.values()))):
                 yield {p: others[p][i % len(others[p])] if others[p] else tiles[p][0] for p in tiles}

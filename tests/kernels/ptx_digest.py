@@ -53,7 +53,7 @@ COMPILE: dict[str, Callable[..., CompiledKernel]] = {
     "hopper_backward": hopper_backward.compile_case,
     "schedule": schedule.compile_case,
 }
-CODE: dict[str, str] = {}  # from the hash of a source (with its target and options) to the hash of its code
+CODE: dict[str, str] = {}  # maps the hash of a source (with its target and options) to the hash of its code
 SOURCES: list[str] = []  # the hash of each source, in the order of compilation
 
 

@@ -146,7 +146,7 @@ def test_adversarial_scores(name, head_dim):
     for ours_, exact, baseline in zip(ours, *results, strict=True):
         assert torch.isfinite(ours_).all()
         # Scores of 1e4 have an error of 1e-3 in fp32, so probabilities have a relative error of 1e-3. The tolerance is
-        # four times this error.
+        # four times this relative error.
         error, torchs = ((x.double() - exact.double()).abs().max() for x in (ours_, baseline))
         assert error <= 2 * torchs + 4e-3 * exact.abs().max() + 1e-30
 
@@ -159,7 +159,7 @@ def test_adversarial_scores(name, head_dim):
 def test_nan_and_infinity_stay_in_their_document(head_dim, dtype, softcap, deterministic, causal):
     """One element of q, k, v or do is NaN or infinite.
 
-    The neighbouring documents share tiles and blocks of 64 rows with this element.
+    The neighbouring documents have rows in the same tiles and blocks of 64 rows as this element.
     """
     lengths, first, last = [150, 20, 30, 90, 13, 260, 200], 200, 290
     cu = cumulative(lengths)
@@ -187,7 +187,7 @@ def test_nan_and_infinity_stay_in_their_document(head_dim, dtype, softcap, deter
             torch.testing.assert_close(ours[others], exact[others], rtol=0.0, atol=atol)
         o, lse, dq, _, _ = results
         if value == value:
-            continue  # infinity may give a key the weight zero; NaN shows in every row that sees the key
+            continue  # only NaN shows in every row that sees the key, because infinity may give a key the weight zero
         assert torch.isnan(dq[spoiled, 0]).any()
         if index < 2:
             assert torch.isnan(o[spoiled, 0]).all() and torch.isnan(lse[spoiled, 0])

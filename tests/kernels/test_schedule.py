@@ -88,7 +88,7 @@ def test_queries_go_document_by_document():
     # padding
     assert schedule.query_tiles.tolist() == [4, 3, 2, 1, 11, 10, 9, 8, 7, 6, 5, 0, 12]
     # Tiles of 192 tokens: tile 0 has tokens of the first two documents, and tile 7 of the last two. Tile 3 has tokens
-    # of the documents with 512 and 300 tokens. Tile 4 has tokens of those with 300 and 500.
+    # of the documents with 512 and 300 tokens. Tile 4 has tokens of the documents with 300 and 500 tokens.
     assert schedule.wide_query_tiles.tolist() == [3, 2, 1, 0, 7, 6, 5, 4, 8]
 
 

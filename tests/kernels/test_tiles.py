@@ -1,4 +1,7 @@
-"""A launch uses the tile sizes of the table. If those do not fit, smaller ones are used, with one warning."""
+"""A launch uses the tile sizes of the table.
+
+If the tile sizes of the table do not fit, smaller ones are used, with one warning.
+"""
 
 import warnings
 

@@ -197,7 +197,7 @@ def test_which_layers_train_plainly(device):
 
 @pytest.mark.parametrize("target", ["down_proj", "gate_proj", "q_proj"])
 def test_adapters_keep_their_path(target, device, passes):
-    """Either one of the FFN's layers has an adapter, or none has.
+    """The adapter belongs to one of the FFN's layers, or to no layer of the FFN.
 
     The frozen weights under an adapter get no gradient.
     """

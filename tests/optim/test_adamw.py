@@ -169,7 +169,7 @@ def test_stochastic_rounding_lets_small_updates_count(name):
 
 @pytest.fixture
 def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the CPU stand for the GPU: CUDA streams do nothing, and memory is not pinned."""
+    """Lets the CPU stand for the GPU, so that CUDA streams do nothing and memory is not pinned."""
     from torchao.optim import cpu_offload
 
     stream, event = SimpleNamespace(), SimpleNamespace(synchronize=lambda: None)

@@ -192,7 +192,7 @@ def spoil_one_rank(shared: Path) -> None:
 
 
 def agree(rank: int) -> None:
-    """Rank 1 answers yes to question 2. Both ranks get that answer at question 3, although one rank is slower."""
+    """Rank 1 answers yes to question 2. Both ranks get the answer yes at question 3, although one rank is slower."""
     agreement = Agreement()
     answers = []
     for question in range(5):
@@ -353,7 +353,7 @@ print("this rank ends")
 
 
 def test_ranks_end_their_connections_together():
-    """With NCCL, all ranks must close their connections together, so no rank may wait for another one before that."""
+    """With NCCL, ranks close their connections together. Before that, no rank may wait for another one to end."""
     done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.stdout.splitlines() == ["this rank ends", "connections ended", "rank 1 ended"], done.stderr
 

@@ -15,7 +15,7 @@ from fa_kernels import device, flash_attn_func
 from scripts.hf_kernel import ARCHITECTURES, relocated, write_kernel
 from tests.support.operators import Operators
 
-FOUND = find_spec("kernels")  # the folder of this repository with that name has no origin
+FOUND = find_spec("kernels")  # find_spec also finds the folder kernels/ of this repository, but without an origin
 INSTALLED = FOUND is not None and FOUND.origin is not None
 
 
@@ -72,7 +72,7 @@ def test_the_kernel_computes_attention_with_operators_of_its_own(variant, load, 
     loaded = [module.__file__ for key, module in sys.modules.items() if key.startswith(f"{name}.")]
     assert len(loaded) > 20 and all(Path(str(file)).is_relative_to(variant) for file in loaded)
 
-    older = run_path(str(variant / "fa_kernels" / "__init__.py"))  # which older versions of `kernels` import
+    older = run_path(str(variant / "fa_kernels" / "__init__.py"))  # older versions of `kernels` import this file
     assert older["flash_attn_func"] is kernel.flash_attn_func
 
 

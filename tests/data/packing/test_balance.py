@@ -40,7 +40,7 @@ def test_ranks_and_rounds_have_like_work(size):
 
 
 def test_a_known_deal():
-    # The longest rows are dealt first: micro-batches 9 + 1 and 8 + 2, and then 7 + 3 and 6 + 4.
+    # Long rows share micro-batches with short rows, as in 9 + 1, 8 + 2, 7 + 3 and 6 + 4.
     dealt = deal(np.array([1, 2, 3, 4, 6, 7, 8, 9]), 2, 2)
     assert {frozenset(pair) for pair in dealt.reshape(-1, 2).tolist()} == {
         frozenset(pair) for pair in ([0, 7], [1, 6], [2, 5], [3, 4])
@@ -95,7 +95,7 @@ def test_every_batch_says_how_long_a_tokens_document_is(document_mask):
 
     Without the document mask, a whole row counts as one document.
     """
-    data = make([8] * 6 + [4] * 4, document_mask=document_mask)  # three rows of 8 + 8 tokens, one of 4 * 4 tokens
+    data = make([8] * 6 + [4] * 4, document_mask=document_mask)  # rows of 8 + 8, 8 + 8, 8 + 8 and 4 + 4 + 4 + 4 tokens
     batches = [MicroBatches(PackedRows(data, held_out=False, shuffle=True), 1, 0, 1)[i] for i in range(4)]
-    assert {batch["mean_seqlen"] for batch in batches} == {7 if document_mask else 16}  # (3 * 128 + 64) / 64 = 7
+    assert {batch["mean_seqlen"] for batch in batches} == {7 if document_mask else 16}  # mean (3 * 128 + 64) / 64 = 7
     assert all(type(batch["mean_seqlen"]) is int for batch in batches)  # Lightning would move a tensor to the GPU

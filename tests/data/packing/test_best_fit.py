@@ -51,7 +51,7 @@ def make(lengths, **changes):
 
 
 def naive_best_fit_decreasing(lengths, capacity):
-    """Packs one piece at a time after a search of all rows, and returns the free space of each row."""
+    """Packs the pieces one by one, searches all rows for each piece, and returns the free space of each row."""
     rooms = []
     for length in sorted(lengths, reverse=True):
         fitting = [i for i, room in enumerate(rooms) if room >= length]

@@ -84,7 +84,7 @@ def test_the_mask_is_that_of_a_token_by_token_rendering(tmp_path, template, trim
     ]
     chat_encoder = encoder(tmp_path, template, trim_offsets=trim_offsets)
     ids, loss_mask = encode(chat_encoder, {"messages": messages})
-    whose = b""  # for each byte of the rendered text: 1 if the byte belongs to an answer, otherwise 0
+    whose = b""  # has a 1 for each byte of the rendered text that belongs to an answer, and otherwise a 0
     for message in messages:
         is_answer = message["role"] == "assistant"
         if template == PLAIN:

@@ -19,7 +19,7 @@ LIMITS = {
     "sm90-128-64-paged": (255, 0, "HGMMA"),
     "sm90-256-4096-dense": (255, 0, "HGMMA"),
 }
-# one case per architecture and kind of cache: `make test-oldest-triton` compiles only these cases
+# `make test-oldest-triton` compiles only these cases, one for each architecture and kind of cache
 CORE = {"sm80-128-1-dense", "sm80-128-64-paged", "sm90-128-1-dense", "sm90-128-64-paged"}
 
 

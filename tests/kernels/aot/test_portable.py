@@ -156,7 +156,7 @@ SLOW = [entry for entry in LIMITS if entry[:2] not in HERE or (entry[0] == "sm10
 SLOW_REPAIRS = [entry for entry in REPAIRS if entry[0] < 128]
 SLOW_OF_4_BYTES = [entry for entry in OF_4_BYTES if entry not in (("sm90", 64, "dkdv"), ("sm90", 64, "dq"))]
 
-# one head_dim per architecture and kernel: `make test-oldest-triton` compiles only these cases
+# `make test-oldest-triton` compiles only these cases, with one head_dim for each architecture and kernel
 CORE_HEAD_DIMS = {"sm80": 128, "sm90": 96, "sm100": 128}
 CORE_CONTAINING = CORE_REPAIRS = 128
 CORE_UNUSUAL = {"sm90-192-128-dkdv-2", "sm90-128-128-fwd-1"}

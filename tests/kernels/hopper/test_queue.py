@@ -32,7 +32,7 @@ def run(one):
 
 
 def problems(head_dim):
-    """Yields pairs of calls: of the forward, and (if the backward kernel adds partial sums to dQ) of the backward."""
+    """Yields pairs of forward calls and, if the backward kernel adds partial sums to dQ, pairs of backward calls."""
     lengths = [2048, 2048], [700, 300, 3000]
     yield [problem(x, head_dim) for x in lengths]
     if config_of(head_dim, torch.bfloat16, softcap=0.0) is not None:

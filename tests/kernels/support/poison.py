@@ -21,7 +21,7 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms also fills memory, but then torch runs other kernels than in production.
     """
     with torch.device("meta"):
-        torch.empty(0)  # makes torch cache its original functions, which a device context replaces
+        torch.empty(0)  # torch caches here the original functions, to which a device context passes its device
     patches = [
         patch.object(owner, name, _poisoned(getattr(owner, name)))
         for owner, names in (

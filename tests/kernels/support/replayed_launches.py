@@ -200,7 +200,7 @@ class Case(NamedTuple):
     deterministic: bool = False
     packed: bool = False  # whether q, k and v are views of one tensor
     total: int = TOTAL
-    batch: int = 0  # number of sequences for flash_attn_func; 0 means flash_attn_packed
+    batch: int = 0  # number of sequences in a call of flash_attn_func, or 0 for flash_attn_packed
 
     def inputs(self) -> tuple[list[Tensor], Schedule]:
         heads = 4, self.n_kv_heads, self.n_kv_heads
@@ -241,7 +241,7 @@ CASES = [
     *(Case(head_dim, several) for head_dim in (64, 96, 128, 256) for several in (False, True)),
     *(Case(head_dim, True, deterministic=True) for head_dim in (64, 96)),
     Case(128, n_kv_heads=2, softcap=20.0, sinks=True),
-    Case(64, causal=False),  # several tensors of such a schedule are one tensor
+    Case(64, causal=False),  # in such a schedule, several fields are the same tensor
     Case(96, True, packed=True),
     Case(128, packed=True, n_kv_heads=1),
     *(Case(96, packed=packed, n_kv_heads=2, batch=batch) for batch in (1, 2) for packed in (False, True)),
@@ -321,7 +321,8 @@ def misplaced() -> list[str]:
 def launchers() -> list[str]:
     """Returns a line if a second key makes new launchers for the kernels of the first key.
 
-    Keys share launchers, because making one launcher takes longer than the replayed launches save.
+    Different keys use the same launchers, because making a new launcher would take longer than the replayed launches
+    save.
     """
     counts = []
     with mock.patch.object(_Driver, "launcher_cls", side_effect=nvidia.CudaLauncher) as made:

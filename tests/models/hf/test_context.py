@@ -1,4 +1,4 @@
-"""Tests the context length of a checkpoint: RoPE scalings, and texts longer than those in training."""
+"""Tests the context length of a checkpoint, with RoPE scalings and with texts longer than those in training."""
 
 import json
 from pathlib import Path

@@ -179,7 +179,10 @@ def test_config_of_a_gemma_3_before_transformers_5(checkpoint):
     ],
 )
 def test_fields_of_published_checkpoints(name, fields, checkpoint, tmp_path):
-    """Configs on the Hub have fields that the classes of transformers lack. An export writes such fields again."""
+    """Configs on the Hub have fields that the classes of transformers lack.
+
+    An export writes these additional fields again.
+    """
     folder = checkpoint(name)
     before = load_pretrained(folder, attention="naive")
     model = load_pretrained(edit_config(folder, **fields), attention="naive")
