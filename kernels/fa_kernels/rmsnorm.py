@@ -190,7 +190,7 @@ def _backward_plainly(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes `backward` with torch, for the CPU.
 
-    Results have autograd's bits, because the order of operations is the same.
+    Results have the same bits as autograd's results, because the order of operations is the same.
     """
     total = x.float() if added is None else (x.float() + added.float()).to(x.dtype).float()
     rstd, dy = rstd[:, None], dy.float()

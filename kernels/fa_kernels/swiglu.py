@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024  # columns per program, which are 16 bytes per thread and operand in 16-bit dtypes
+BLOCK = 1024  # columns per program; in 16-bit dtypes, a thread loads 16 bytes of each operand
 
 
 @triton.jit

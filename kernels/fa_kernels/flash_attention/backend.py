@@ -45,8 +45,8 @@ def forward(
     """Computes attention: o in out_dtype, and lse in fp32. q, k and v must be results of `in_order`.
 
     Shapes: q (total_q, n_heads, head_dim); k (total_k, n_kv_heads, head_dim); v (total_k, n_kv_heads, v_head_dim) -> o
-    (total_q, n_heads, v_head_dim), lse (n_heads, total_q). If q, k and v have two dimensions (batch, seqlen) instead of
-    total, o is (batch, seqlen_q, n_heads, v_head_dim).
+    (total_q, n_heads, v_head_dim), lse (n_heads, total_q). If q, k and v are (batch, seqlen, heads, head_dim), o is
+    (batch, seqlen_q, n_heads, v_head_dim).
     Raises: ValueError if q, k, v and sinks do not fit together (checks.require_consistent).
     """
     require_consistent(q, k, v, features.sinks)
@@ -145,8 +145,9 @@ def _common_key(
     """Returns the part of a call's recording key (launch/record.py) that the forward and the backward pass share.
 
     The recording key holds everything that the kernel launches and the checks of require_consistent depend on. A
-    schedule's tensors are always int32, contiguous and on one device, so the key needs only their numbers of tiles.
-    Strides of contiguous tensors are not in the key, because they follow from the shape or do not matter.
+    schedule's tensors are always int32, contiguous and on one device, so the key needs only the device and the numbers
+    of tiles of a schedule. Strides of contiguous tensors are not in the key, because they follow from the shape or do
+    not matter.
     """
     return (
         *[None if t is None else (t.dtype, t.get_device(), t.shape, t.is_contiguous() or t.stride()) for t in tensors],

@@ -64,8 +64,8 @@ def flash_attn_func(
         dropout_p: must be 0.0; dropout is not offered.
         softmax_scale: the factor of the scores; head_dim**-0.5 by default.
         causal: whether to hide all keys to the right of the key that a query is aligned with.
-        window_size: how many keys to the (left, right) of its aligned key a query sees; -1 means all.
-        softcap: replaces each score by softcap * tanh(score / softcap). 0 or a negative value means no capping.
+        window_size: (left, right), how many keys a query sees to the left and right of its aligned key; -1 means all.
+        softcap: replaces each score by softcap * tanh(score / softcap). A softcap of 0 or less means no capping.
         alibi_slopes: (n_heads,) or (batch, n_heads) float32. A score is lowered by the slope times the distance in
             tokens between the key and the query's aligned key.
         deterministic: whether gradients are bitwise repeatable. torch.use_deterministic_algorithms has the same effect.
@@ -73,7 +73,7 @@ def flash_attn_func(
         sinks: (n_heads,) float32, in nats. A sink is an additional score in the softmax of its head, without a value
             vector.
         return_lse: whether to return (o, lse).
-        out_dtype: the dtype of o. The default is q's dtype, or bfloat16 for float8_e4m3fn.
+        out_dtype: the dtype of o, by default q's dtype, or bfloat16 if q is float8_e4m3fn.
         q_descale: (n_kv_heads,) float32, the factor of q in all query heads of a KV head; only for float8.
         k_descale: (n_kv_heads,) float32, the factor of k; only for float8.
         v_descale: (n_kv_heads,) float32, the factor of v; only for float8.
@@ -95,8 +95,8 @@ def flash_attn_func(
     _require_offered(dropout_p, out_dtype)
     window = window_of(window_size)
     schedule = kept_schedule(batch, seqlen_q, seqlen_k, q, causal, window)
-    # Arguments are checked before any work on the GPU. If attention is the first work on the GPU, the backend checks
-    # them.
+    # Arguments are checked before any work on the GPU. The backend checks the arguments if no GPU work comes before
+    # attention.
     if schedule is None or alibi_slopes is not None or q.dtype == FP8:
         require_consistent(q, k, v, sinks)
     alibi = []
@@ -149,23 +149,24 @@ def flash_attn_varlen_func(
         v: (total_k, n_kv_heads, v_head_dim), or (n_pages, page_size, n_kv_heads, v_head_dim) with a block_table.
         cu_seqlens_q: (n_docs + 1,) int32, the first query of each document, then the end of the last document.
         cu_seqlens_k: (n_docs + 1,) int32, the first key of each document, then the end of the last document.
-        max_seqlen_q: an upper bound of the queries per document, which is only checked.
-        max_seqlen_k: an upper bound of the keys per document. The kernels are chosen by this bound, so a bound that is
-            too large may cost speed. In compiled code, kernels are chosen by the mean length of documents instead.
+        max_seqlen_q: an upper bound of the queries per document, used only to check cu_seqlens_q.
+        max_seqlen_k: an upper bound of the keys per document. Kernels are chosen by max_seqlen_k, so a value that is
+            too large may cost speed. In compiled code, kernels are chosen by the mean length of documents, not by
+            max_seqlen_k.
         alibi_slopes: (n_heads,) or (n_docs, n_heads) float32.
         block_table: (n_docs, pages per document) int32. Key j of document i is in page block_table[i, j // page_size].
-            Entries after a document's keys are ignored. The pages are copied to n_docs * max_seqlen_k rows, but
-            flash_attn_with_kvcache reads pages in place.
+            In block_table, entries after a document's keys are ignored. The pages are copied to n_docs * max_seqlen_k
+            rows, but flash_attn_with_kvcache reads pages in place.
 
     Returns:
         o (total_q, n_heads, v_head_dim); lse is (n_heads, total_q).
 
     Raises:
-        ValueError: in the cases of flash_attn_func. The values of cu_seqlens and block_table are checked only if they
-            are on the CPU, or if FLASH_ATTENTION_DEBUG=1 allows the host to wait for the GPU. cu_seqlens must start at
-            0, must not decrease and must not end after the last row. No document may be longer than max_seqlen_q or
-            max_seqlen_k, and every page must exist. Wrong values that are not checked give wrong results, but no access
-            out of bounds.
+        ValueError: for the same reasons as in flash_attn_func, or if checked values are wrong. The values of cu_seqlens
+            and block_table are checked only if they are on the CPU, or if FLASH_ATTENTION_DEBUG=1 allows the host to
+            wait for the GPU. cu_seqlens must start at 0, must not decrease and must not end after the last row. No
+            document may be longer than max_seqlen_q or max_seqlen_k, and every page must exist. Wrong values that are
+            not checked give wrong results, but no access out of bounds.
     """
     paged = block_table is not None
     for name, x, in_pages in (("q", q, False), ("k", k, paged), ("v", v, paged)):
@@ -187,8 +188,8 @@ def flash_attn_varlen_func(
         k.shape[0],
         causal=causal,
         window_size=window_of(window_size),
-        # Compiled code ignores max_seqlen_k, because torch would compile again for each length class, and torch 2.11
-        # even for each value.
+        # Compiled code ignores max_seqlen_k. Otherwise, torch would compile again for each length class, and torch 2.11
+        # even for each value of max_seqlen_k.
         seqlen=None if torch.compiler.is_compiling() else _seqlen_that_decides(max_seqlen_k),
         gradients=needs_gradients(q, k, v, sinks),
     )
@@ -214,7 +215,8 @@ def flash_attn_packed(
 
     A schedule is built once per batch, and all layers share it. The other arguments and the errors are those of
     flash_attn_func.
-    Shapes: q (total_q, n_heads, head_dim); k, v (total_k, n_kv_heads, head_dim) -> o like q.
+    Shapes: q (total_q, n_heads, head_dim); k (total_k, n_kv_heads, head_dim); v (total_k, n_kv_heads, v_head_dim) -> o
+    (total_q, n_heads, v_head_dim).
     """
     if not q.ndim == k.ndim == v.ndim == 3:
         raise ValueError(f"q, k and v must be (tokens, heads, head_dim); got {shapes_of(q, k, v)}")

@@ -46,24 +46,24 @@ def flash_attn_with_kvcache(
     Args:
         q: (batch, seqlen_q, n_heads, head_dim).
         k_cache: (batch_cache, seqlen_cache, n_kv_heads, head_dim), or (n_pages, page_size, n_kv_heads, head_dim) with a
-            block_table. page_size must be a multiple of 16. The last dimension must have stride 1.
+            block_table. page_size must be a multiple of 16. The last dimension of k_cache must have stride 1.
         v_cache: like k_cache, but its head_dim may differ.
         k: (batch, seqlen_new, n_kv_heads, head_dim), or None to append nothing.
         v: like k, but with the head_dim of v_cache.
         rotary_cos: (positions, rotary_dim / 2), with at least as many positions as a sequence can have. rotary_dim must
             be a multiple of 16.
         rotary_sin: like rotary_cos.
-        cache_seqlens: an int or (batch,) int32, the number of cached tokens before k is appended. The default is the
-            whole length of the cache.
+        cache_seqlens: an int or (batch,) int32, the number of cached tokens before k is appended; by default the whole
+            length of the cache.
         cache_batch_idx: (batch,) int32, the row of the cache that belongs to each sequence.
         cache_leftpad: (batch,) int32, the first position that queries may see.
         block_table: (batch, pages per sequence) int32. Entries after a sequence's last page are ignored.
         softmax_scale: the factor of the scores; head_dim**-0.5 by default.
         causal: whether to hide all keys to the right of the key that a query is aligned with.
-        window_size: how many keys to the (left, right) of its aligned key a query sees; -1 means all.
-        softcap: replaces each score by softcap * tanh(score / softcap). 0 or a negative value means no capping.
-        rotary_interleaved: whether rotary embedding pairs columns 0 and 1, 2 and 3, and so on. If False, column i is
-            paired with column i + rotary_dim / 2.
+        window_size: (left, right), how many keys a query sees to the left and right of its aligned key; -1 means all.
+        softcap: replaces each score by softcap * tanh(score / softcap). A softcap of 0 or less means no capping.
+        rotary_interleaved: whether rotary embedding pairs columns 0 and 1, 2 and 3, and so on. If rotary_interleaved is
+            False, column i is paired with column i + rotary_dim / 2.
         alibi_slopes: (n_heads,) or (batch, n_heads) float32. A score is lowered by the slope times the distance in
             tokens between the key and the query's aligned key.
         num_splits: the number of parts into which each sequence's keys are split. If num_splits is 0, the number
@@ -289,7 +289,7 @@ def _page_table(
 ) -> Tensor | None:
     """Returns the pages of each sequence, (batch, pages per sequence) int32, or None if sequence i is page i.
 
-    The last dimension has stride 1. A cache without pages counts as one page per sequence.
+    In the result, the last dimension has stride 1. A cache without pages counts as one page per sequence.
     """
     if block_table is not None and cache_batch_idx is not None:
         raise ValueError("cache_batch_idx must be None with a block_table; got both")

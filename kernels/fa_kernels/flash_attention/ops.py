@@ -15,8 +15,8 @@ that run:
 | yes, compiled | either     | forward_operator, with registered autograd    | backward_operator |
 
 A call is observed if code outside this file may watch operators (see `_observed`). The backward pass checks again
-whether it is observed. Operators of torch accept no Schedule and no Features. Operators receive a Schedule as its seven
-tensors, and ALiBi as a list of three tensors, or as an empty list without ALiBi.
+whether code outside this file may watch. Operators of torch accept no Schedule and no Features. Operators receive a
+Schedule as its seven tensors, and ALiBi as a list of three tensors, or as an empty list without ALiBi.
 """
 
 from collections.abc import Sequence
@@ -228,7 +228,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Computes o and lse.
 
-    If the call is observed, the registered operator computes them, otherwise the backend does.
+    If the call is observed, the registered operator computes o and lse. Otherwise the backend computes them.
     """
     if not observed:
         return backend.forward(q, k, v, schedule, features, out_dtype)
@@ -276,11 +276,11 @@ def flash_attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns o in out_dtype and lse in fp32, which are both differentiable. If wants_lse is False, lse is None.
 
-    Shapes: q (total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o (total_q, n_heads, head_dim),
-    lse (n_heads, total_q). If q, k and v have two dimensions (batch, seqlen) instead of total, o is (batch, seqlen_q,
-    n_heads, head_dim).
-    Raises: ValueError if require_consistent or require_differentiable does, and NotImplementedError on forward-mode
-    tangents.
+    Shapes: q (total_q, n_heads, head_dim); k (total_k, n_kv_heads, head_dim); v (total_k, n_kv_heads, v_head_dim) -> o
+    (total_q, n_heads, v_head_dim), lse (n_heads, total_q). If q, k and v are (batch, seqlen, heads, head_dim), o is
+    (batch, seqlen_q, n_heads, v_head_dim).
+    Raises: ValueError in the cases of require_consistent and require_differentiable; NotImplementedError if an input
+    has a forward-mode tangent.
     """
     sinks = features.sinks
     # Without this check, forward-mode tangents would be lost silently: if no gradients are needed, even the operator

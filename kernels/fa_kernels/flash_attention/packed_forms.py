@@ -156,7 +156,7 @@ def flash_attn_varlen_kvpacked_func(
 def _views(name: str, joined: Tensor, tokens: str, n_tensors: int) -> tuple[Tensor, ...]:
     """Returns the views of `joined` along its third-last dimension.
 
-    Autograd stacks their gradients in one operation.
+    Autograd stacks the gradients of the views in one operation.
     """
     dims = tokens.count(",") + 4
     if joined.dim() != dims or joined.shape[-3] != n_tensors:

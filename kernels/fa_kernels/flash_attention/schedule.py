@@ -18,7 +18,7 @@ from fa_kernels.flash_attention import schedule_cache, schedule_kernel
 WORK_TILE = 128  # tokens per tile in query_tiles and key_tiles; a multiple of every kernel's block of rows
 WIDE_TILE = 192  # tokens per tile in wide_query_tiles, for Hopper's forward kernels with tiles of 192 rows
 # Bounds between length classes, in keys that a query may see. docs/hopper.md says which kernels each length class uses.
-SHORT_DOCUMENT = 2**9  # if documents are shorter, tiles of keys ascend, so that neighbours share queries in L2
+SHORT_DOCUMENT = 2**9  # below this, key_tiles is ascending, so that neighbouring tiles share queries in L2
 LONG_DOCUMENT = 2**12
 VERY_LONG_DOCUMENT = 2**16  # from this length on, Hopper's forward kernel processes only a few heads at a time
 
@@ -83,7 +83,7 @@ def build_schedule(
         cu_seqlens_q, cu_seqlens_k: (n_docs + 1,) int32, both with the same number of documents.
         total_q, total_k: the numbers of rows of q and of k.
         causal: whether to set the right side of the window to 0.
-        window_size: how many tokens to the (left, right) of its aligned key a query sees; -1 means all.
+        window_size: (left, right), how many keys a query sees to the left and right of its aligned key; -1 means all.
         padded: whether tokens may come after the last document.
         seqlen: the number of keys per document, from which the length class is chosen; by default the mean length.
         gradients: whether a backward pass may use the schedule. If False, the fields that only backward passes read
@@ -201,7 +201,7 @@ def alignment(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int) -> tuple
 
 
 class _Side(NamedTuple):
-    """The documents on one side, which is the side of the queries or the side of the keys.
+    """The documents of the queries, or the documents of the keys; each of the two is a side.
 
     Documents are counted from 1. Tokens after the last document belong to an additional, empty document.
     """
@@ -224,7 +224,7 @@ def _ends(cu_seqlens: Tensor) -> Tensor:
 
 
 def _paired(own: _Side, other: _Side) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the start and the end of each token's document on the other side, and the token that is aligned with it.
+    """Returns start and end of each token's document on the other side, and each token's aligned token on that side.
 
     If `own` is the side of the queries, `other` is that of the keys, and vice versa. Shapes: three tensors (total,)
     int32, for the tokens of `own`.

@@ -10,8 +10,8 @@ import torch
 
 from fa_kernels.torch_private import current_stream_address, may_have_dispatch_mode
 
-# A schedule for more queries and keys than this is not cached. The GPU then works for longer than the host needs to
-# build the schedule.
+# A schedule for more queries and keys than this is not cached. With more tokens, the GPU works for longer than the host
+# needs to build the schedule.
 MAX_TOKENS = 2**18
 MAX_SCHEDULES = 8
 
@@ -22,7 +22,8 @@ _KEPT: dict[Hashable, Any] = {}  # maps results of `key_of` to schedules, the ol
 def place_of(device: torch.device | int) -> tuple[torch.device | int, int] | None:
     """Returns the device and its current stream, or None if new tensors must not be kept for later calls.
 
-    `device` may also be the index of a CUDA device. The stream is an address; it is 0 on other devices.
+    `device` may also be the index of a CUDA device. The stream is given as its address, or as 0 if the device is not
+    CUDA.
     """
     if torch.compiler.is_compiling() or may_have_dispatch_mode():
         return None  # a dispatch mode may create fake tensors, or count operations
@@ -59,13 +60,13 @@ def find(key: Hashable) -> Any | None:
 
 
 def find_or_build(key: Hashable, build: Callable[[], _T]) -> _T:
-    """Returns the cached value of `key`. If there is none, calls build() and caches the result."""
+    """Returns the cached value of `key`. If no value is cached, calls build() and caches the result."""
     value: _T | None = _KEPT.get(key)
     if value is None:
         with torch.inference_mode(False):  # autograd cannot save tensors that were created in inference mode
             value = build()
         if len(_KEPT) >= MAX_SCHEDULES:
             oldest, *_ = _KEPT
-            _KEPT.pop(oldest, None)  # another thread may have removed it
+            _KEPT.pop(oldest, None)  # another thread may have removed the oldest
         _KEPT[key] = value
     return value

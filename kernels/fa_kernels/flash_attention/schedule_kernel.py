@@ -1,10 +1,10 @@
 """Computes all tensors of a schedule (schedule.py) in one kernel launch.
 
-To compute a schedule, torch needs more than thirty operators. These operators take more host time than attention over
-short documents takes on the GPU. In this kernel, each program computes either the ranges of some tokens, or the
-positions of some tiles in one order of tiles. A binary search in cu_seqlens finds the document of a token. A tile's
-position is the number of tiles that come before it, so nothing is sorted. Each program finds the documents of all
-tiles, so programs do not communicate.
+To compute a schedule, torch needs more than thirty operators, which take more host time than attention over short
+documents takes on the GPU. In this kernel, each program computes either the ranges of some tokens, or the positions of
+some tiles in one order of tiles. A binary search in cu_seqlens finds the document of a token. A tile's position is the
+number of tiles that come before it, so nothing is sorted. Each program finds the documents of all tiles, so programs do
+not communicate.
 
 No number of documents or tokens is a compile-time constant, so one compiled kernel serves all batches.
 """
@@ -25,7 +25,7 @@ from fa_kernels.torch_private import may_be_traced
 
 TOKENS = 512  # how many tokens' ranges one program computes
 TILES = 32  # how many tiles' positions one program computes
-OTHERS = 256  # how many other tiles a program compares its tiles with at a time
+OTHERS = 256  # how many other tiles a program compares with its own tiles at a time
 WARPS = 8  # of a program
 ALIGNMENT = 32  # elements: in the buffer of all tensors, each tensor begins at a multiple of 128 bytes
 
@@ -54,7 +54,7 @@ def _edge(index, cu_ptr, n_edges, total):
 
 @triton.jit
 def _ranges_of(tokens, side):
-    """Returns start and end of the range that each token sees on the other side, and its document's length there.
+    """Returns where each token's range on the other side starts and ends, and how long its document is on that side.
 
     side: the tuple `queries` or `keys` that _schedule_kernel builds. For `queries`, the other side is the keys.
     """
@@ -79,7 +79,10 @@ def _store_ranges(program, start_ptr, end_ptr, side, total, TOKENS: tl.constexpr
 
 @triton.jit
 def _length_of(tiles, side, total, TILE: tl.constexpr):
-    """Returns, for each tile, the larger length on the other side of its first and its last token's document."""
+    """Returns the length of the document of each tile's first or last token, whichever document is longer.
+
+    Lengths are numbers of tokens on the other side.
+    """
     first = tiles * TILE
     last = tl.minimum(first + TILE, total) - 1
     _, _, length_of_first = _ranges_of(first, side)
@@ -221,7 +224,7 @@ def schedule_tensors(
 
     Args:
         cu_seqlens_q, cu_seqlens_k: (n_docs + 1,) int32, contiguous.
-        window: how many tokens to the (left, right) of its aligned key a query sees; -1 means all.
+        window: (left, right), how many keys a query sees to the left and right of its aligned key; -1 means all.
         keys_in_order: whether key_tiles is in ascending order.
         gradients: if False, query_start, query_end and key_tiles are empty; only backward passes read them.
         work_tile: the tokens per tile in query_tiles and key_tiles. wide_tile: the tokens per tile in wide_query_tiles.

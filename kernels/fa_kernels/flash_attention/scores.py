@@ -5,7 +5,7 @@ import triton.language as tl
 
 from fa_kernels.device import LOG2_E, interpreted
 
-_INTERPRETED = tl.constexpr(interpreted())  # evaluated at import, because triton.jit also is
+_INTERPRETED = tl.constexpr(interpreted())  # evaluated at import, when triton.jit also chooses the interpreter
 
 
 @triton.jit
@@ -14,8 +14,8 @@ def tanh(x, dtype: tl.constexpr):
 
     The forward and the backward pass use the same formula, so that the recomputed P is consistent with lse. bf16 and
     narrower dtypes use one instruction, whose relative error of 2^-11 is below the rounding of bf16 scores. fp16 and
-    fp32 use 1 - 2 / (e^2x + 1). With the instruction, dK in fp16 could have more than twice the error of torch. The
-    reason is that dK may be a sum of 1 - tanh^2 of saturated scores.
+    fp32 use 1 - 2 / (e^2x + 1). With the instruction, dK in fp16 could have more than twice the error of torch's dK,
+    because dK may be a sum of terms 1 - tanh^2 of saturated scores.
     """
     if _INTERPRETED:  # the interpreter cannot run PTX
         t = 1.0 - 2.0 / (tl.math.exp2(x * 2.8853900817779268) + 1.0)
@@ -30,7 +30,7 @@ def tanh(x, dtype: tl.constexpr):
 def _reciprocal(x):
     """Computes 1 / x for x from 1 to infinity, within one unit in the last place.
 
-    The operator / needs four times the code.
+    Triton's operator / compiles to four times as much code.
     """
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 

@@ -26,7 +26,7 @@ class TileConfig:
 
 
 # Tiles for 2-byte dtypes, by (arch, largest head_dim, pass). The tiles of sm90 are measured
-# (scripts/results/portable_tiles_h200_202611.md). If dk and dv are listed too, only repair.py uses dkdv.
+# (scripts/results/portable_tiles_h200_202611.md). Where dk and dv are listed besides dkdv, only repair.py uses dkdv.
 _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 3),
     ("sm90", 96, "fwd"): TileConfig(128, 64, 8, 3),
@@ -79,7 +79,7 @@ _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm80", 256, "dq"): TileConfig(32, 32, 4, 2),
 }
 
-# Tiles for 4-byte dtypes. The tiles of sm90 at 64 and 128 are measured (scripts/results/fp32_tiles_h200_202611.md).
+# Tiles for 4-byte dtypes, measured for sm90 at head_dim 64 and 128 (scripts/results/fp32_tiles_h200_202611.md).
 # sm100 uses the tiles of sm80, because the tiles of sm90 would overflow the tensor memory of sm100.
 _TILES_OF_4_BYTES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 2),
@@ -114,14 +114,14 @@ _TILES_OF_4_BYTES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm80", 256, "dq"): TileConfig(16, 16, 8, 1),
 }
 
-# The shared memory per program in bytes, on the GPU of each architecture that has the least shared memory.
+# Shared memory per program in bytes. If the GPUs of an architecture differ, the smallest amount is listed.
 SHARED_LIMIT: dict[Arch, int] = {"sm80": 99 * 1024, "sm90": 227 * 1024, "sm100": 227 * 1024}
 
 
 def tile_config(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
-    """Returns tiles from the table. head_dim is the larger one of q and v, at most 256. itemsize is in bytes."""
+    """Returns tiles from the table. head_dim is the larger head_dim of q and v, at most 256. itemsize is in bytes."""
     if arch == "interpreter":
-        return TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)  # small: short inputs have several tiles
+        return TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)  # small enough to split short inputs
     listed = next(d for d in HEAD_DIMS if head_dim <= d)
     known: Arch = "sm80" if arch == "unknown" else arch  # the tiles of sm80 need the least shared memory
     if itemsize > 2:
@@ -132,8 +132,9 @@ def tile_config(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> Ti
 def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
     """Returns the passes that compute dK and dV: ("dk", "dv") if the table lists both, else ("dkdv",).
 
-    Two passes compute the scores twice, so they need five matmuls instead of four. Each of two passes has half the
-    accumulators of one pass. Tiles can therefore be twice as long, and two warpgroups can share the rows of the scores.
+    Two passes compute the scores twice, so they need five matmuls instead of four. The pass for dK and the pass for dV
+    each have half as many accumulators as one pass for both. Tiles can therefore be twice as long, and two warpgroups
+    can share the rows of the scores.
     """
     if itemsize > 2 and arch != "interpreter":
         return ("dkdv",)
@@ -196,7 +197,7 @@ def fit(
     """Returns `tiles`, with fewer stages and halved blocks if they need more than `limit` bytes of shared memory.
 
     Tiles that are halved to 64 rows get at most four warps, because a warpgroup of four warps computes 64 rows on
-    Hopper. With eight warps and two column blocks per head, ptxas 12.8 would generate wrong code for such tiles.
+    Hopper. With eight warps and two column blocks per head, ptxas 12.8 would generate wrong code for tiles of 64 rows.
     Raises: ValueError if tiles of 16 by 16 do not fit.
     """
     of_keys = direction in ("dkdv", "dk", "dv")

@@ -46,7 +46,7 @@ from fa_kernels.launch.triton_launcher import (
 )
 
 VARIABLE = "FA_TRAIN_REPLAY"  # this environment variable switches recording off if it is 0; read at the first call
-MAX_KEYS = 512  # if there are more, all recordings are removed, so that recordings of unused lengths do not stay
+MAX_KEYS = 512  # if there are more keys, all recordings are removed, so that those of unused lengths do not stay
 MAX_MAPS = 8192  # cached TMA descriptors, of about 500 bytes each; a training step has up to 23 per layer
 MAX_ARGUMENTS = 1024  # cached lists of launch arguments, of 1 to 7 KB each; a training step has two per layer
 ALIGNMENT = 16  # bytes: Triton compiles different code for pointers that are not a multiple of 16
@@ -187,7 +187,7 @@ def lasting(x: Tensor) -> Tensor:
     The tensor is neither an input of the call nor allocated by the call. An example is the counter of a work queue.
     """
     recorder = _WATCHED.recorder
-    if recorder is not None and all(x is not known for known in recorder.tensors):  # not added by an earlier launch
+    if recorder is not None and all(x is not known for known in recorder.tensors):  # x was not added earlier
         recorder.add(x, lambda: x)
     return x
 
@@ -239,7 +239,7 @@ class _Launch(NamedTuple):
     arguments: Callable[[list[Any]], tuple[Any, ...]]
 
 
-@dataclass(frozen=True, eq=False)  # hashed by identity, as the key of a cache
+@dataclass(frozen=True, eq=False)  # hashed by identity, because a _Map is the key of a cache
 class _Map:
     """A TMA descriptor whose address is filled in when the launch is repeated."""
 
@@ -407,7 +407,7 @@ class _Recorder(torch_private.TorchDispatchMode):
     def _launches(self, places: dict[int, int], n_addresses: int, stream: int) -> list[_Launch]:
         """Returns the launches.
 
-        Each picks its arguments from one list: the constants, then the addresses, then the maps.
+        Each launch picks its arguments from one list of the constants, then the addresses, then the maps.
         """
         n_constants = len(self.constants)
 
@@ -448,9 +448,9 @@ class _Recorder(torch_private.TorchDispatchMode):
     def _place(self, address: int) -> tuple[int, int]:
         """Returns the index of the tensor whose first row contains this address, and the address's offset in bytes.
 
-        Only the first row of each tensor is searched, because later rows of different views may overlap, such as q, k
-        and v of one projection. If several tensors have the same address, their addresses must also be equal in a
-        repeated call (`same`).
+        Only the first row of each tensor is searched, because later rows of different views may overlap, for example of
+        the views q, k and v of one projection. If several tensors have the same address, their addresses must also be
+        equal in a repeated call (`same`).
         Raises: _Unclear if no tensor fits, or if several fit with different offsets.
         """
         found = []

@@ -1,7 +1,7 @@
 """The backward pass: one kernel computes dK and dV for tiles of keys, then another computes dQ for tiles of queries.
 
 The algorithm is that of arXiv:2307.08691 (algorithm 2), with one kernel per loop. Both kernels recompute the scores, so
-there are seven matmuls instead of five. In return, only one program computes each output: there are no atomics, and
+there are seven matmuls instead of five. Only one program computes each output, so the kernels need no atomics, and
 gradients are bitwise repeatable. If dK and dV of a tile do not fit in the registers together, the first kernel runs
 twice: once for dK and once for dV, with eight matmuls in total.
 """
@@ -41,7 +41,7 @@ from fa_kernels.launch.record import launch
 def _probabilities(
     scores, lse, bias, softmax_scale, softcap, dtype: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
 ):  # fmt: skip
-    """Returns p = 2^(logits - lse), and the derivative of the logits by Q K^T, divided by softmax_scale.
+    """Returns p = 2^(logits - lse), and 1 / softmax_scale times the derivative of the logits with respect to Q K^T.
 
     `scores` is Q K^T. The logits and lse are in log2 units.
     """
@@ -65,7 +65,7 @@ def _accumulate_dk_dv(
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, D: tl.constexpr, D_COLUMNS: tl.constexpr,
     DV: tl.constexpr, DV_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the queries from start to end of one head contribute to dK and dV of a tile of keys.
+    """Adds the contributions of the queries from start to end, of one head, to dK and dV of a tile of keys.
 
     Scores are [N, M].
     """
@@ -152,7 +152,7 @@ def dkdv_tile(
     gradients = by_block(
         zero_columns(D_COLUMNS, BLOCK_N) if HAS_DK else (), zero_columns(DV_COLUMNS, BLOCK_N) if HAS_DV else ()
     )
-    # disable_licm: values that all phases use would not fit in registers if the compiler hoisted them out of this loop.
+    # disable_licm keeps values that all phases use inside this loop, because hoisted values would not fit in registers.
     for member in tl.range(GROUP, disable_licm=True):
         head = kv_head * GROUP + member
         head_64 = head.to(tl.int64)
@@ -215,7 +215,7 @@ def _accumulate_dq(
     D: tl.constexpr, D_COLUMNS: tl.constexpr, DV: tl.constexpr, DV_COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the keys from start to end contribute to dQ of one tile of queries."""
+    """Adds the contributions of the keys from start to end to dQ of one tile of queries."""
     for n in range(start, end, BLOCK_N):
         k = load_block(k_ptr, n, stride_kt, total_k, 0, D_COLUMNS, D, BLOCK_N, MASKED)  # [N, D_COLUMNS[0]]
         v = load_block(v_ptr, n, stride_vt, total_k, 0, DV_COLUMNS, DV, BLOCK_N, MASKED)

@@ -71,8 +71,8 @@ def _load_rotated(
 ):  # fmt: skip
     """Loads the rows at row_ptrs [M] and rotates them by the angles of `positions` [M]. Returns [M, BLOCK_D].
 
-    The first ROTARY columns are rotated. Rows that are not `inside` and columns from D on are 0. If the table of angles
-    ends before a row's position, the row is not rotated.
+    The first ROTARY columns are rotated. The result is 0 in rows that are not `inside`, and in columns from D on. If
+    the table of angles ends before a row's position, the row is not rotated.
     """
     cols = tl.arange(0, BLOCK_D)
     tile = tl.load(row_ptrs[:, None] + cols[None, :], mask=inside[:, None] & (cols[None, :] < D), other=0.0)
@@ -357,10 +357,10 @@ def decode_attention(
     Args:
         q: (batch, seqlen_q, n_heads, head_dim).
         cache: holds seqlens + seqlen_new tokens of each sequence.
-        rotary_by_token: whether query i is rotated to position seqlens + i. If False, all are rotated to position
-            seqlens.
+        rotary_by_token: whether query i is rotated to position seqlens + i. If rotary_by_token is False, all queries
+            are rotated to position seqlens.
         slopes: the ALiBi slopes, (n_heads,) or (batch, n_heads) fp32; the last stride is 1. None means no ALiBi.
-        left, right: how many keys on each side of its aligned key a query sees; -1 means all.
+        left, right: how many keys a query sees to the left and right of its aligned key; -1 means all.
         n_splits: the number of parts into which keys are split, or 0 to let `choose_splits` decide.
 
     Returns:
@@ -431,7 +431,7 @@ def decode_tiles(
     limit: the bytes of shared memory that a program can use.
     """
     if arch == "interpreter":
-        return TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)  # small: short inputs have several tiles
+        return TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)  # small enough to split short inputs
     block_m = max(16, triton.next_power_of_2(n_rows))
     head_dim, v_head_dim = padded_width(head_dim), padded_width(v_head_dim)
     widest = max(head_dim, v_head_dim)
@@ -449,7 +449,7 @@ def decode_tiles(
 def choose_splits(n_programs: int, n_keys: int, n_multiprocessors: int) -> int:
     """Returns the number of splits: about two programs per multiprocessor, with at least MIN_SPLIT keys per split.
 
-    n_keys is the largest number of keys that a tile can see. Only the GPU knows the actual number.
+    n_keys is the largest number of keys that a tile can see, because only the GPU knows how many keys a tile sees.
     """
     return max(1, min(2 * n_multiprocessors // n_programs, n_keys // MIN_SPLIT, MAX_SPLITS))
 

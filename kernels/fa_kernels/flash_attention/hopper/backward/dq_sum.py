@@ -4,9 +4,9 @@
 0. `finish` launches a kernel that multiplies the sum of dQ by the softmax scale and rounds it to dq.
 
 The sum of dQ has shape (n, 1, 32). The sum is ordered by blocks of 64 queries, then by heads, then by blocks of 64
-columns. At head_dim 96, the second column block of a head has 32 columns. Each block of 64 queries and 64 (or 32)
-columns is 16 (or 8) contiguous KiB, so one TMA operation can add to it. Inside such a block, elements are in the order
-in which threads hold them (registers.py).
+columns. At head_dim 96, the second column block of a head has 32 columns. A block of 64 queries and 64 columns is 16
+contiguous KiB (8 KiB with 32 columns), so one TMA operation can add to it. Inside such a block, elements are in the
+order in which threads hold them (registers.py).
 """
 
 from functools import partial
@@ -66,7 +66,7 @@ class Prepared(NamedTuple):
     """The tensors that `prepare` creates for the backward kernels. Tensors that the caller did not ask for are None.
 
     In `rows`, each head has padding after its total_q values. Without padding, the last block of queries would also
-    read values of the next head, and a NaN in its delta would reach all of dK.
+    read values of the next head, and a NaN in the next head's delta would reach all of dK.
     """
 
     rows: Tensor  # (2, n_heads, padded) fp32: first lse in log2 units, or +inf for rows that see no key; then delta
@@ -107,7 +107,10 @@ def prepare(
 def _finish_columns(
     sum_ptr, dq_ptr, rows, column, total, row_stride, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Scales COLUMNS columns of `rows` and rounds them to dq. Returns NaN if an element is not finite, else 0."""
+    """Multiplies the sum by `scale`, and stores COLUMNS columns of the given rows to dq.
+
+    Returns NaN if a sum is not finite, else 0.
+    """
     sums = tl.load(sum_ptr + tl.arange(0, ROWS * COLUMNS))
     # This permutation inverts registers.in_order_of_threads.
     sums = tl.permute(tl.reshape(sums, [COLUMNS // 8, ROWS // 16, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
@@ -146,7 +149,7 @@ def finish(dq_sum: Tensor, softmax_scale: float, marks: Tensor | None, like: Ten
     """Multiplies the sum of dS K by softmax_scale, and returns it as contiguous dq in the shape and dtype of `like`.
 
     marks: receives the NaN marks of dq (nan_isolation.new_marks), or None.
-    Shapes: like (total_q, n_heads, head_dim).
+    Shapes: `like` (total_q, n_heads, head_dim).
     """
     total, n_heads, head_dim = like.shape
     dq = torch.empty(like.shape, dtype=like.dtype, device=like.device)

@@ -12,13 +12,13 @@ Each place in the ring buffer of dS has an mbarrier `full` (both consumers have 
 
 The kernel cannot deadlock. Let j count the steps of all items of a program. dS of step j waits for Q and dO of step j
 and for dQ of step j - DS_STAGES. With the option `ahead`, dS of step j also waits for Q of step j + 1. dQ of step j
-waits for dS of step j and for earlier dQ tiles to leave their buffers. Loads for step j wait for the consumers to
-finish step j - STAGES. The first unfinished step can therefore always continue, but `ahead` requires STAGES >= 2. The
-loads of K and V of an item wait until dK and dV of the item before last are stored.
+waits until dS of step j is written and earlier dQ tiles have left their buffers. Loads for step j wait for the
+consumers to finish step j - STAGES. The loads of K and V of item i wait until dK and dV of item i - 2 are stored. The
+first unfinished step can therefore always continue, if STAGES >= 2 or `ahead` is not set.
 
 A thread has 208 registers in consumers, 72 in the dQ warpgroup and 24 in the producer. ptxas puts accumulators at R24
 and above, and leaves the last two registers unused. At head_dim 128, the accumulators dK, dV, S and dP together would
-need 24 + 192 + 2 > 208 registers, and ptxas would serialise all matmuls (warning C7512). To save registers, dP starts
+need 24 + 192 + 2 = 218 registers, and ptxas would serialise all matmuls (warning C7512). To save registers, dP starts
 after S has become P. A dQ tile needs 24 + 32 + 2 = 58 registers, so 56 in the dQ warpgroup would be too few.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608.
@@ -70,11 +70,11 @@ from fa_kernels.flash_attention.tile_order import kv_heads_per_section
 from fa_kernels.launch.descriptors import columns_of_heads, elements, rows_of_heads
 from fa_kernels.launch.record import launch
 
-# Registers per thread: of all warps when the kernel starts, then of (second consumer, dQ warpgroup, producer).
-# The first consumer gets the remaining registers of the multiprocessor.
+# Registers per thread: all warps start with REGISTERS; later GROUP_REGISTERS go to (second consumer, dQ warpgroup,
+# producer), and the first consumer gets the remaining registers of the multiprocessor.
 REGISTERS = 128
 GROUP_REGISTERS = (208, 72, 24)
-ORDERED_REGISTERS = (*GROUP_REGISTERS, 24, 24)  # for launches with the two warps of order.py
+ORDERED_REGISTERS = (*GROUP_REGISTERS, 24, 24)  # GROUP_REGISTERS, then the two extra warps of order.py
 
 
 @gluon.constexpr_function

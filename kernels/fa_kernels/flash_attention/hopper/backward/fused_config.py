@@ -17,10 +17,10 @@ class FusedConfig:
     """One configuration of the fused backward kernel."""
 
     block_m: int  # queries of a step
-    stages: int  # steps whose Q and dO are in flight
-    ds_stages: int  # steps whose dS is in flight
+    stages: int  # how many steps have Q and dO in flight
+    ds_stages: int  # how many steps have dS in flight
     dynamic: bool = False  # programs draw work items from a queue; if false, each program processes one item
-    halves: bool = False  # dS = P * (dP - delta), with the soft cap's slope, is computed in 16 bits
+    halves: bool = False  # dS = P * (dP - delta), times the slope of a soft cap, is computed in 16 bits
     ahead: bool = False  # each step also starts the matmul S of the next step, after its own exponentials
     after_dp: bool = False  # with `ahead`: the matmul S of the next step starts only when dP is complete
     lse_early: bool = True  # lse is read before the wait for dO; if false, after that wait
@@ -62,16 +62,16 @@ def config_of(
     config = (CAPPED_CONFIGS if softcap else CONFIGS).get((head_dim, dtype))
     if config is None:
         return None
-    if ordered and config.block_m > SUM_BLOCK:  # with block_m 128, tiles of keys would wait in a long chain
+    if ordered and config.block_m > SUM_BLOCK:  # at block_m 128, tiles of keys would form one long chain of waits
         config = CAPPED_CONFIGS[head_dim, dtype]
     return _variant(config, ordered, late_lse=head_dim == 96 and softcap != 0.0 and group > 1)
 
 
 @cache
 def _variant(config: FusedConfig, ordered: bool, late_lse: bool) -> FusedConfig:
-    """Returns `config`, changed for an ordered dQ (`ordered`) or for a read of lse after the wait for dO (`late_lse`).
+    """Returns `config` without a queue if `ordered`, and with lse read after the wait for dO if `late_lse`.
 
-    With `ordered`, each program has only one work item. An item from a queue could wait for a program that has not
-    started.
+    With `ordered`, each program has only one work item. If programs drew items from a queue, an item could wait for a
+    program that has not started.
     """
     return replace(config, dynamic=config.dynamic and not ordered, lse_early=config.lse_early and not late_lse)

@@ -244,7 +244,7 @@ def _step(gradients, step, keys, work, HALF: gl.constexpr, CONFIG: gl.constexpr,
     if not CONFIG.delta_early:
         delta = _read_rows(buffers.delta, stage, SCORES)
     ds = _write_ds(p, dp, delta, work.ds, step.ds_stage, HALF, CONFIG)
-    if not CONFIG.halves:  # dV starts here, because P in fp32 left no registers for a 16-bit copy before
+    if not CONFIG.halves:  # dV starts only now, because registers could not hold P in fp32 and in 16 bits
         gradients = _begin_dv(gradients, p.low, do)
     gradients, _ = _wait_for_gradients(_begin_dk(gradients, ds, q), ())
     hand_back(barriers.empty.index(stage))
@@ -258,8 +258,8 @@ def _step_ahead(
     """Processes one step whose S is complete, and computes S of the next step at the same time.
 
     Returns S of the next step, the gradients, and the next step's place in the ring buffers with the phase of its
-    mbarriers. In the last step of an item, the function computes S of a next step from arbitrary data, and the caller
-    does not use it.
+    mbarriers. In the last step of an item, the returned S is computed from arbitrary data, and the caller does not use
+    this S.
     """
     buffers, barriers = work.buffers, work.barriers
     stage = step.stage
@@ -334,7 +334,7 @@ def _consume_item(
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
     KEYS: gl.constexpr = buffers.k[0].shape[1] // 2
     SCORES: gl.constexpr = accumulator(BLOCK_M)
-    COUNTED: gl.constexpr = STAGES & (STAGES - 1) != 0  # counts the stage up: a division by 3 would need registers
+    COUNTED: gl.constexpr = STAGES & (STAGES - 1) != 0  # counts stages up if a division by STAGES needs registers
     KEYS_FIT: gl.constexpr = CONFIG.ahead and len(buffers.k) == 1  # whether K and V are kept in registers
     m, head = first_step(item, GROUP, BLOCK_M, BACKWARDS)
     stop = done + item.n_steps

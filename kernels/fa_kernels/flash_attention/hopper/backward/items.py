@@ -3,7 +3,7 @@
 A work item is 128 keys of one KV head. To compute dK and dV of an item, a program visits all queries that see the
 item's keys, for all query heads that share the KV head. A step of an item is one block of queries of one head. By
 default, steps visit all blocks of one head, and then all blocks of the next head. With BACKWARDS (order.py), steps
-visit blocks of queries from the last to the first, and each block for all heads in turn.
+visit blocks of queries from the last to the first, and a block of all heads before the next block.
 
 A program processes one item, or draws items from a queue (queue.py). fused.py uses everything in this file; keys.py and
 wide.py use parts of it.
@@ -22,7 +22,7 @@ from fa_kernels.flash_attention.hopper.primitives.structure import structure
 from fa_kernels.flash_attention.schedule import WORK_TILE
 
 BLOCK_N = WORK_TILE  # keys of an item, 64 for each of two consumer warpgroups
-SUM_BLOCK = 64  # rows of a dQ tile that a warpgroup adds to the sum; also the maximum number of columns of such a tile
+SUM_BLOCK = 64  # rows of a dQ tile that a warpgroup adds to the sum, and the maximum number of the tile's columns
 # Kernel arguments that Triton must not specialise on, because they differ from call to call.
 SIZES = (
     "n_items", "n_tiles", "n_kv_heads", "section", "total_k", "padded_q",
@@ -32,7 +32,7 @@ SIZES = (
 
 @structure
 class Item:
-    """A work item: a block of keys of one KV head, from `first` on, which queries from `start` to `end` may see."""
+    """A work item: the keys from `first` on of a KV head, and the queries from `start` to `end` that may see them."""
 
     first: gl.tensor
     kv_head: gl.tensor
@@ -142,8 +142,8 @@ def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWAR
     """Returns the first query and the head of the next step.
 
     By default, the next step is the next block of queries of the same head. After the last block of a head, the next
-    step is the first block of the next head. With BACKWARDS, the next step is the same block of the next head. With
-    BACKWARDS, the step after the last head is the previous block of the first head.
+    step is the first block of the next head. With BACKWARDS, the next step is the same block of the next head. After
+    the last head of a block, BACKWARDS continues with the previous block of the first head.
     """
     if BACKWARDS:
         if GROUP > 1:
@@ -251,7 +251,10 @@ def load_keys(inputs, buffers, kv_full, place, item):
 
 @gluon.jit
 def load_step(inputs, delta_start, buffers, barriers, stage, m, head):
-    """Starts to load Q, dO, lse and delta of one step by TMA. delta_start: the index of the first delta in rows."""
+    """Starts to load Q, dO, lse and delta of one step by TMA.
+
+    delta_start: the index at which delta begins in the vector `rows`.
+    """
     BYTES: gl.constexpr = nbytes_of(inputs.descs.q) + inputs.descs.rows.block_type.nbytes
     q_full, do_full = barriers.q_full.index(stage), barriers.do_full.index(stage)
     row = head * inputs.padded + m
@@ -290,7 +293,7 @@ def _produce_item(
     if counter_ptr is not None:
         wait_empty(barriers.kv_empty, item_index)
     load_keys(inputs, buffers, barriers.kv_full, place, item)
-    DRAWS: gl.constexpr = 0 if counter_ptr is None else 1  # one more iteration: items without steps must also draw
+    DRAWS: gl.constexpr = 0 if counter_ptr is None else 1  # one more iteration, to draw even if an item has no steps
     draw_at = gl.maximum(item.n_steps - DRAWN_BEFORE, 0)
     ticket = 0
     for step in range(item.n_steps + DRAWS):

@@ -1,9 +1,9 @@
 """A Hopper kernel for dK and dV in fp16 at head_dim 128 with a soft cap.
 
-The fused kernel (fused.py) has too few registers.
-One program computes dK and dV of 128 keys of one KV head. A producer warp loads all inputs by TMA. Two consumer
-warpgroups own 64 keys each. The consumers compute S and dP transposed, as [keys, queries], so that the matmuls for dV
-and dK can read P^T and dS^T from registers. Only one program writes each output, so every run gives the same bits.
+With a soft cap in fp16 at head_dim 128, the fused kernel (fused.py) has too few registers. One program of keys.py
+computes dK and dV of 128 keys of one KV head. A producer warp loads all inputs by TMA. Two consumer warpgroups own 64
+keys each. The consumers compute S and dP transposed, as [keys, queries], so that the matmuls for dV and dK can read P^T
+and dS^T from registers. Only one program writes each output, so every run gives the same bits.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
@@ -48,8 +48,8 @@ from fa_kernels.launch.descriptors import elements, rows_of_heads
 from fa_kernels.launch.record import launch
 
 BLOCK_M = 64  # queries per step
-STAGES = 4  # steps whose Q and dO are in flight; the kernel uses 194 KiB of shared memory
-# Registers per thread: of all warps when the kernel starts, then of the consumers and of the producer.
+STAGES = 4  # how many steps have Q and dO in flight; the kernel uses 194 KiB of shared memory
+# Registers per thread: all warps start with REGISTERS, and consumers and producer later get the other two numbers.
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
 
 

@@ -1,16 +1,16 @@
 """The dQ order: tiles of keys add to dQ in ascending order, so that every run gives the same bits.
 
-Each block of 64 queries of a head has a semaphore in global memory. When a program has added its tile of keys to dQ of
-the block, and the sum has reached memory, it writes the tile's number to the semaphore. Tile t waits until the
-semaphore is at least t - 1 before it adds to dQ. The start and the end of the range of queries that sees a key never
-decrease from one key to the next. The tiles that add to one block therefore have consecutive numbers. Tile t waits only
-if tile t - 1 adds to the same block.
+Each block of 64 queries of a head has a semaphore in global memory. After a program has added its tile of keys to dQ of
+a block, and the sum has reached memory, the program writes the tile's number to the block's semaphore. Tile t waits
+until the semaphore is at least t - 1 before it adds to dQ. The start and the end of the range of queries that sees a
+key never decrease from one key to the next. The tiles that add to one block therefore have consecutive numbers. Tile t
+waits only if tile t - 1 adds to the same block.
 
 The kernel cannot deadlock: a tile waits only for an earlier tile that will add to the same block, and semaphores never
 decrease. Programs have one tile each and start in ascending order, so the first unfinished tile waits for nothing.
 
-A program visits blocks of queries from the last to the first, and all query heads of the KV head for each block. The
-tiles of a document then run shortly after one another, and the data that they share stays in L2.
+A program visits blocks of queries from the last to the first, and all query heads of the KV head for each block. In
+this order, the tiles of a document run shortly after one another, and the data that these tiles share stays in L2.
 
 Two extra warps handle the semaphores: one waits for them (`wait_for_order`), the other sets them (`raise_semaphores`).
 Without the extra warps, the dQ warpgroup would wait for global memory and for a fence in each step.
@@ -132,7 +132,7 @@ def _wait_for(semaphore, number):
 
 @gluon.jit
 def _raise(semaphore, number):
-    """Raises a semaphore to `number`, after all writes that this warp knows of have become visible.
+    """Raises a semaphore to `number`. Programs that wait for `number` then see all writes that this warp has observed.
 
     One warp calls this.
     """

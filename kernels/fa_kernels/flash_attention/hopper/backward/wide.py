@@ -3,8 +3,8 @@
 An fp32 accumulator [64, 256] needs 128 registers of each thread, so a warpgroup can hold only one accumulator. The
 first warpgroup computes S^T = K Q^T, P^T and dV. The second warpgroup computes dP^T = V dO^T, dS^T and dK. The first
 warpgroup passes P^T to the second through shared memory, in 16 bits. This kernel and the kernel for dQ need seven
-matmuls together, up from five in one fused kernel. In return, only one program writes each output: no sum in global
-memory is needed, and every run gives the same bits.
+matmuls together, up from five in one fused kernel. Because only one program writes each output, no sum in global memory
+is needed, and every run gives the same bits.
 
 The table gives lower bounds for 64 queries x 64 keys, in cycles of a multiprocessor. The tensor cores do 4096 FLOP per
 cycle, so a matmul needs 512 cycles. Shared memory transfers 128 bytes per cycle.
@@ -14,8 +14,8 @@ cycle, so a matmul needs 512 cycles. Shared memory transfers 128 bytes per cycle
 | dK and dV       | 2048         | 2176          | 64 KiB        |
 | dQ (queries.py) | 1536         | 1536          | 32 KiB        |
 
-A fused kernel with a third warpgroup for dQ was slower. Such a kernel needs at least 2560 cycles of the tensor cores
-and 2624 of shared memory, and adds 64 KiB of fp32 in L2.
+A fused kernel with a third warpgroup for dQ was slower. For the fused kernel, the lower bounds are 2560 cycles of the
+tensor cores and 2624 of shared memory, and it adds 64 KiB of fp32 in L2.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
@@ -58,10 +58,10 @@ from fa_kernels.launch.record import launch
 
 HEAD_DIM = 256
 BLOCK = 64  # keys of a program, and queries of a step
-STAGES = 2  # steps whose Q and dO are in flight
+STAGES = 2  # how many steps have Q and dO in flight
 TILES_PER_WORK_TILE = WORK_TILE // BLOCK
-# Registers per thread: of all warps when the kernel starts, then of (second consumer, producer). The first consumer
-# gets the remaining ones of the multiprocessor's 64K registers, which are also 240 per thread.
+# Registers per thread: all warps start with THREAD_REGISTERS; later REGISTERS go to (second consumer, producer), and
+# the first consumer gets the remaining registers of the multiprocessor, also 240 per thread.
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 
@@ -197,8 +197,8 @@ def _consume_dv(
         m, head = next_step(m, head, item, GROUP, BLOCK)
     if marks_ptr is not None:
         mark_rows(dv, item.first, item.kv_head, ranges.total, marks_ptr, 0, THREADS=256)
-    # dV overwrites K, which only this warpgroup reads. The wait for the second consumer to read P of the last step is
-    # not needed for correctness, but the kernel was measured with it.
+    # dV overwrites K, which only this warpgroup reads. Correctness does not require the wait for the second consumer to
+    # read the last P, but the kernel was measured with this wait.
     final = item.n_steps - 1
     wait_full(p_ring.empty, final, pred=item.n_steps > 0)
     _store_halves(dv, None, k_buf, dv_desc, item)

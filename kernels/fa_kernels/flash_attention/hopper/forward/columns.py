@@ -73,7 +73,7 @@ def rescale(o, factor):
 
 @gluon.jit
 def _normalised(o, row_sum, sees):
-    """Divides the rows of o [M, D] by their sums, and sets rows that see no key to 0."""
+    """Divides each row of o [M, D] by its softmax sum, and sets rows that see no key to 0."""
     ROW: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     # gl.where is needed: o of a row that sees no key may be infinite, and 0 * inf is NaN.
     o_sees = gl.expand_dims(gl.convert_layout(sees.to(gl.int32), ROW), 1) != 0

@@ -40,7 +40,7 @@ class ForwardConfig:
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """The registers per thread: of each consumer, of the producer, and of all warps when the kernel starts.
+        """Registers per thread for a consumer, for the producer, and for every warp when the kernel starts.
 
         The registers of all threads fit in the 64K registers of a multiprocessor.
         """

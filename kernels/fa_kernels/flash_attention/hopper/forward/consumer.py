@@ -89,10 +89,10 @@ def _visit(
     When this function is called, K of this block has arrived. If there are `more` blocks, K of the next block has
     arrived when this function returns.
 
-    ptxas requires the order of operations in this function. Between the exponentials and the wait for P V is the wait
-    for the next K, which ends a basic block. Within a single basic block, ptxas would move the wait for P V above the
-    exponentials, and nothing would overlap. No accumulator may be in flight at the end of a loop iteration: ptxas would
-    serialise all matmuls (warnings C7512 and C7514).
+    The order of operations in this function is chosen for ptxas. The wait for the next K comes between the exponentials
+    and the wait for P V, and ends a basic block. Within a single basic block, ptxas would move the wait for P V above
+    the exponentials, and nothing would overlap. No accumulator may be in flight at the end of a loop iteration: ptxas
+    would serialise all matmuls (warnings C7512 and C7514).
     """
     k, v, q = work.rings.k, work.rings.v, queries.q
     CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]

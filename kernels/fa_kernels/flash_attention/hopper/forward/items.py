@@ -130,7 +130,7 @@ def produce(inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG: g
         _post_item(queue, item_index, item, ranges, CONSUMERS, BLOCK_N, CONFIG.ranged)
         if counter_ptr is not None:
             ticket = take(counter_ptr)
-        for consumer in gl.static_range(CONSUMERS):  # each consumer's Q has a barrier, so the first can start early
+        for consumer in gl.static_range(CONSUMERS):  # each consumer's Q has a barrier, so consumer 0 starts early
             mbarrier.wait(rings.q.empty.index(consumer), item_index & 1 ^ 1)
             row = item.first + consumer * ROWS_EACH
             _load(rings.q, consumer, inputs.q, row, item.head * inputs.stride_qh)

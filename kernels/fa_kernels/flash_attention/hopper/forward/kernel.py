@@ -48,7 +48,7 @@ from fa_kernels.flash_attention.tile_order import heads_per_section
 from fa_kernels.launch.descriptors import columns_of_heads, loadable
 from fa_kernels.launch.record import launch
 
-# Arguments that differ between batches, so that Triton must not compile a new kernel for each of their values.
+# Triton must not compile a new kernel for each value of these arguments, because they differ between batches.
 _SIZES = ("n_items", "n_tiles", "n_heads", "group", "section", "total_q", "stride_qh", "stride_kh", "stride_vh")
 
 

@@ -1,11 +1,11 @@
 """The running softmax of the forward kernel, and operations on its probabilities and output in registers.
 
 Online softmax (arXiv:1805.02867) subtracts the largest score of the row so far, so the exponentials of a block wait for
-the block's maximum. Any smaller reference gives the same result if no exponential overflows, because fp32 and bf16 are
-as precise at 2^15 as at 1. Each row therefore keeps the maximum of its first block as its reference in later blocks,
-and does not wait for the maxima of these blocks. If a thread's sum of exponentials exceeds 2^15, its warp raises the
-references of the affected rows, and computes the exponentials of the block again. Probabilities therefore never exceed
-2^15, which fp16 can represent. In bf16, o is as accurate as torch's o, because torch also rounds P.
+the block's maximum. A reference below the largest score gives the same result if no exponential overflows, because fp32
+and bf16 are as precise at 2^15 as at 1. Each row therefore keeps the maximum of its first block as its reference in
+later blocks, and does not wait for the maxima of these blocks. If a thread's sum of exponentials exceeds 2^15, its warp
+raises the references of the affected rows, and computes the exponentials of the block again. Probabilities therefore
+never exceed 2^15, which fp16 can represent. In bf16, o is as accurate as torch's o, because torch also rounds P.
 
 In the code, row_max is the reference that is subtracted from the scores of a row. By default, scores and probabilities
 are both in registers until the sum of exponentials is known. MAX_FIRST compares the scores with row_max before it
@@ -165,8 +165,8 @@ def _under(scores, N: gl.constexpr, exponent_0, exponent_1, scale, dtype: gl.con
     """Returns p = 2^(score * scale - exponent) in packed pairs, each pair stored twice, and four partial sums of p.
 
     exponent_0 and exponent_1 are row_max of the two rows in log2 units. Each partial sum adds every fourth of the N
-    values. Without an explicit fma, the compiler would round products once more where p is computed again. A second
-    computation of p would then change the bits of rows whose row_max stays.
+    values. Without an explicit fma, the compiler would also round the product where p is computed a second time, which
+    would change the bits of rows whose row_max stays.
     """
     p = ()
     sums = (0.0, 0.0, 0.0, 0.0)

@@ -67,7 +67,10 @@ def both_at(a, b, place):
 
 @gluon.jit
 def with_rest_at(tiles, buffers, place):
-    """Returns the tile of each buffer at index `place`. The caller passes the first tiles of this tuple as `tiles`."""
+    """Returns the tile of each buffer at index `place`.
+
+    `tiles` holds the tiles of the first buffers, which the caller already has.
+    """
     for i in gl.static_range(len(tiles), len(buffers)):
         tiles += (buffers[i].index(place),)
     return tiles

@@ -1,9 +1,9 @@
 """Functions that depend on how the elements of an accumulator are distributed over the registers of threads.
 
-Each thread holds N / 2 elements of a warpgroup's accumulator [64, N]. A thread holds two adjacent columns of row i, the
-same two columns of row i + 8, then the pairs eight columns further on. PER_ROW is the layout of an accumulator [64, 8]
-that stores one value per row: either all eight columns equal the value, or their sum does. In PER_ROW, a thread holds
-four elements.
+Each thread holds N / 2 elements of a warpgroup's accumulator [64, N]. A thread holds a pair of adjacent columns in row
+i, then the same columns in row i + 8. The thread's further pairs follow at a distance of eight columns each. PER_ROW is
+the layout of an accumulator [64, 8] that stores one value per row: either all eight columns equal the value, or their
+sum does. In PER_ROW, a thread holds four elements.
 
 `in_order_of_threads` reorders an fp32 accumulator for stores to shared memory. In row order, a thread stores 8 bytes at
 a time, and pairs of threads hit the same banks. In thread order, a thread stores 16 bytes at a time, which needs half
@@ -120,8 +120,8 @@ def _asm(n, otherwise):
 
 @gluon.constexpr_function
 def _below(mask, column):
-    # Sets the mask bits of all columns below `column`: two bits per whole group of 8 columns, and up to two of the
-    # next.
+    # Sets the mask bits of all columns below `column`: two bits for each whole group of 8 columns, and up to two bits
+    # for the group that contains `column`.
     return [
         f"sub.s32 a, ${column}, lane;",
         "max.s32 a, a, 0;",

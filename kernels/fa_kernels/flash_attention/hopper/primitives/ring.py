@@ -56,7 +56,7 @@ def wait_full(full, number, pred=True):
 
 @gluon.jit
 def wait_empty(empty, number):
-    """Waits until fill `number` of a ring may begin: all readers have read what its place in the ring holds."""
+    """Waits until fill `number` of a ring may begin: all readers have read the previous fill of the same place."""
     PLACES: gl.constexpr = empty.shape[0]
     mbarrier.wait(empty.index(number % PLACES), (number // PLACES) & 1 ^ 1)
 

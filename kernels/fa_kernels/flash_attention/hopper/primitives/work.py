@@ -27,9 +27,10 @@ class TileOrder:
 
 @structure
 class Ranges:
-    """Pointers to the range start <= row < end that each of `total` rows sees: keys for queries, or queries for keys.
+    """Pointers to the start and the end (exclusive) of the range that each of `total` tokens sees.
 
-    start and end never decrease from one row to the next.
+    The range of a query contains keys, and the range of a key contains queries. start and end never decrease from one
+    token to the next.
     """
 
     start: gl.tensor
