@@ -2,11 +2,10 @@
 
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -14,16 +13,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fa_train import settings
 from fa_train.cuda_driver import has_gpu
-from fa_train.errors import DivergedError, errors_in_one_line
+from fa_train.errors import DivergedError, RankFailedError, errors_in_one_line
 from fa_train.parallel.decisions import decided_by_rank_zero, fresh_folder
-from fa_train.run_config import check, in_sweep
+from fa_train.parallel.failures import failures_reported
+from fa_train.parallel.ranks import end_with_launcher, has_own_launcher, is_one_of_several, ranks_to_start
+from fa_train.run_config import check, in_sweep, launch_ranks, sweep_group
 
-MISTAKES = ValueError, DivergedError, HydraException, OmegaConfBaseException  # reported in one line
+MISTAKES = ValueError, DivergedError, RankFailedError, HydraException, OmegaConfBaseException  # reported in one line
 OmegaConf.register_new_resolver("auto_preset", lambda: "gpu" if has_gpu() else "cpu", replace=True)
 OmegaConf.register_new_resolver("run_folder", settings.run_folder, replace=True)  # checks run_name first
-OmegaConf.register_new_resolver(
-    "sweep_group", lambda: HydraConfig.get().sweep.dir if in_sweep() else None, replace=True
-)
+OmegaConf.register_new_resolver("sweep_group", sweep_group, replace=True)
 # use_cache=True: a run creates only one folder, although Hydra reads the config several times
 OmegaConf.register_new_resolver(
     "fresh_folder",
@@ -31,6 +30,11 @@ OmegaConf.register_new_resolver(
     use_cache=True,
     replace=True,
 )
+
+
+def reported(mistakes: tuple[type[Exception], ...]) -> AbstractContextManager[None]:
+    """Returns the context manager that reports the errors of this process."""
+    return failures_reported(mistakes) if is_one_of_several() else errors_in_one_line(mistakes)
 
 
 def optimized(result: dict[str, float], metric: str) -> float:
@@ -45,19 +49,27 @@ def optimized(result: dict[str, float], metric: str) -> float:
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> dict[str, float] | float:
-    with nullcontext() if in_sweep() else errors_in_one_line(MISTAKES):  # a sweep reports all errors at its end
+    with nullcontext() if in_sweep() else reported(MISTAKES):  # a sweep reports all errors at its end
         check(cfg)
-        from fa_train.training import train  # the import of torch and Lightning takes seconds
+        in_own_process = in_sweep() and "sweep_job" in cfg
+        n_ranks = 1 if in_own_process else ranks_to_start(cfg.trainer)
+        if n_ranks > 1:
+            result = launch_ranks(n_ranks)
+        else:
+            from fa_train.training import train  # the import of torch and Lightning takes seconds
 
-        result = instantiate(cfg.sweep_job)(train, cfg) if in_sweep() and "sweep_job" in cfg else train(cfg)
+            result = instantiate(cfg.sweep_job)(train, cfg) if in_own_process else train(cfg)
     if "oom" in result and not in_sweep():
         sys.exit(1)
-    return result if cfg.optimized_metric is None else optimized(result, cfg.optimized_metric)
+    is_asked = cfg.optimized_metric is not None and not has_own_launcher()  # a sweeper asks the launcher
+    return result if not is_asked else optimized(result, cfg.optimized_metric)
 
 
 if __name__ == "__main__":
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors instead of printing them
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # prevents fragmentation
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    with errors_in_one_line(MISTAKES):
+    if has_own_launcher():
+        end_with_launcher()
+    with reported(MISTAKES):
         main()

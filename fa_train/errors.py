@@ -14,6 +14,18 @@ class DivergedError(RuntimeError):
     """Raised if too many consecutive optimizer steps had gradients with NaN or infinity."""
 
 
+class OutOfMemoryError(RuntimeError):
+    """A rank ran out of GPU or host memory. The message says what to change."""
+
+
+class RankFailedError(RuntimeError):
+    """A rank failed. The message names the rank and the reason."""
+
+    def __init__(self, message: str, *, out_of_memory: bool = False) -> None:
+        super().__init__(message)
+        self.out_of_memory = out_of_memory
+
+
 @contextmanager
 def errors_in_one_line(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
     """Ends the program with one line if an error of these types occurs. HYDRA_FULL_ERROR=1 shows a traceback."""

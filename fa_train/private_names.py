@@ -4,8 +4,10 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any, Literal
 
-Package = Literal["datasets", "lightning", "liger-kernel", "torchao"]
-TESTED: dict[Package, str] = {"datasets": "5.2.0", "lightning": "2.6.6", "liger-kernel": "0.8.5", "torchao": "0.18.0"}
+Package = Literal["datasets", "lightning", "liger-kernel", "torch", "torchao"]
+TESTED: dict[Package, str] = {
+    "datasets": "5.2.0", "lightning": "2.6.6", "liger-kernel": "0.8.5", "torch": "2.13.0", "torchao": "0.18.0",
+}  # fmt: skip
 
 
 def require_names(package: Package, owner: object, *names: str) -> None:

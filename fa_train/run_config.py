@@ -1,5 +1,8 @@
 """Checks the config of a run that Hydra has composed, before torch or Lightning is imported."""
 
+import json
+import sys
+from pathlib import Path
 from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
@@ -7,11 +10,39 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from fa_train import compat, settings
+from fa_train.errors import RankFailedError
+from fa_train.parallel.ranks import told
 
 
 def in_sweep() -> bool:
     """Returns whether this run is part of a multirun of Hydra."""
     return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def sweep_group() -> str | None:
+    """Returns the W&B group of the runs of a multirun. A single run has none."""
+    return HydraConfig.get().sweep.dir if in_sweep() else told().get("sweep_group")
+
+
+def launch_ranks(n_ranks: int) -> dict[str, float]:
+    """Trains this run, or this job of a multirun, in n_ranks new processes. Returns the last metrics of rank 0.
+
+    Raises: fa_train.errors.RankFailedError. In a multirun, running out of memory is a result.
+    """
+    from fa_train.parallel.launch import launch  # imports torch, which takes seconds
+
+    hydra = HydraConfig.get()
+    folder = Path(hydra.runtime.output_dir)
+    arguments = list(hydra.overrides.task) if in_sweep() else sys.argv[1:]
+    try:
+        launch(n_ranks, arguments, told={"folder": str(folder), "sweep_group": sweep_group()})
+    except RankFailedError as error:
+        if not (in_sweep() and error.out_of_memory):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return {"oom": 1.0}
+    result: dict[str, float] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    return result
 
 
 def check(cfg: DictConfig) -> None:

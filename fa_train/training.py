@@ -18,6 +18,7 @@ from fa_train.fit import fit
 from fa_train.memory.planner.run import plan_memory, plan_of
 from fa_train.models.attention import require_backend
 from fa_train.models.gpt import GPT
+from fa_train.parallel import communication
 from fa_train.parallel.decisions import decided_by_rank_zero
 from fa_train.parallel.fsdp import FullyShardedStrategy
 from fa_train.parallel.init_on_device import InitOnDevice
@@ -41,6 +42,7 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDat
     callbacks = [callback for callback in instantiate(cfg.callbacks).values() if callback is not None]
     data = instantiate(cfg.data)
     trainer = instantiate(cfg.trainer, callbacks=callbacks, plugins=[CheckpointFiles()])
+    communication.configure(trainer)
     trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
     trainer.val_check_interval *= trainer.accumulate_grad_batches  # Lightning counts micro-batches, not steps
     require_backend(instantiate(cfg.attention), trainer.strategy.root_device)
@@ -113,6 +115,6 @@ def train(cfg: DictConfig) -> dict[str, float]:
     config = to_container(cfg)
     for logger in trainer.loggers:
         logger.log_hyperparams(config)
-    if fit(trainer, lit_gpt, data, ckpt_path, in_sweep=in_sweep()) and cfg.export:
+    if fit(trainer, lit_gpt, data, ckpt_path) and cfg.export:
         export_last(trainer, partial(rebuild_model, cfg), config)
     return results(trainer)

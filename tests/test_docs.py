@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from torch.distributed.run import get_args_parser
 
 from scripts.composed import composed
 
@@ -33,7 +34,7 @@ def commands(page: Path) -> list[list[str]]:
     """
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     text = re.sub(r"^```python\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    found = re.findall(r"^(?:    )?((?:python3?|make|…) .+)$|`((?:python|make) [^`]+)`", text, re.MULTILINE)
+    found = re.findall(r"^(?:    )?((?:python3?|make|torchrun|…) .+)$|`((?:python|make) [^`]+)`", text, re.MULTILINE)
     lines: list[list[str]] = []
     for block, inline in found:
         words = shlex.split(block or inline, comments=True)
@@ -59,6 +60,9 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         targets = re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
         assert words[1] in targets, f"make {words[1]}"
         return
+    if words[0] == "torchrun":
+        parsed = get_args_parser().parse_args(words[1:])
+        words = ["python", parsed.training_script, *parsed.training_script_args]
     script, arguments = (words[2], words[3:]) if words[1] == "-m" else (words[1], words[2:])
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
     if script.endswith(("train.py", "plan_memory", "prepare_data", "profile_step")):

@@ -25,6 +25,8 @@ from tests.support.training import (
     tiny,
 )
 
+FORKED = REPOSITORY / "tests" / "support" / "forked_ranks.py"  # runs train.py; forks its ranks if there are several
+
 
 def run(tmp_path, *overrides, name="run"):
     """Trains in this process, and returns the results of the run and its folder."""
@@ -109,7 +111,8 @@ def start_and_stop(tmp_path, overrides, step, stop, to_all=False):
     before = set(tmp_path.rglob("metrics.csv"))
     pipe = tmp_path / "printed"
     os.mkfifo(pipe)
-    process = processes.start(REPOSITORY / "train.py", overrides, tmp_path, quiet_environment(), pipe, pipe)
+    arguments = ["train.py", *overrides]
+    process = processes.start(FORKED, arguments, tmp_path, quiet_environment(), pipe, pipe)
     hung = threading.Timer(60, os.killpg, (process.pid, signal.SIGKILL))
     lines = []
     with pipe.open() as printed:

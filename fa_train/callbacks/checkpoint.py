@@ -23,7 +23,6 @@ from fa_train.checkpoints.files import (
 from fa_train.errors import DivergedError
 from fa_train.models.hf.export import Build, export_run
 from fa_train.parallel.fsdp import FullyShardedStrategy, local
-from fa_train.parallel.launched_ranks import wait_for_other_ranks
 
 
 class Checkpoint(CheckpointCallback):
@@ -100,8 +99,6 @@ class Checkpoint(CheckpointCallback):
                 trainer.print(f"error: {error}")
         if self.saved:
             trainer.print(f"checkpoint: {self.saved[-1]}; ckpt_path=last resumes from it")
-        if isinstance(exception, SIGTERMException):
-            wait_for_other_ranks(trainer)
 
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
         """Saves the current step unless it has been saved. Returns on all ranks whether the step is saved."""

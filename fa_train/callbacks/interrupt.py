@@ -1,4 +1,4 @@
-"""Makes a run save a checkpoint when Ctrl-C or SIGTERM ends it."""
+"""Makes a run save a checkpoint when Ctrl-C, SIGTERM or SIGUSR1 ends it."""
 
 import os
 import signal
@@ -10,20 +10,25 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 
 from fa_train.parallel.agreement import Agreement
-from fa_train.parallel.launched_ranks import SubprocessScriptLauncher
 from fa_train.private_names import private, replace_private
+
+TERMINATED, REQUEUED = 128 + signal.SIGTERM, 128 + signal.SIGUSR1  # exit statuses
 
 
 class GracefulInterrupt(Callback):
-    """Ends a run after Ctrl-C or SIGTERM.
+    """Ends a run on a signal: finishes the micro-batch, lets Checkpoint save, and exits.
 
-    The run finishes its micro-batch, the callback Checkpoint saves a checkpoint, and the process exits with status 143.
-    Any of the ranks may receive the signal. A second signal ends the run immediately.
+    Ctrl-C and SIGTERM end it with status 143. SIGUSR1, which SLURM can send before a job's time is over, ends it with
+    status 138; a job script can then requeue the job. Any of the ranks may receive the signal. A second signal ends
+    the run immediately.
     """
+
+    status = TERMINATED  # equal on all ranks once the run ends
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._trainer, self._process = trainer, os.getpid()
         self._asked_at: float | None = None
+        self._asked_for = 0  # an exit status
         self._agreement = Agreement() if trainer.world_size > 1 else None
         # Lightning's own signal handler would hang in a broadcast. The lines below make Lightning use _on_signal.
         # Lightning ends the run when received_sigterm is set.
@@ -33,7 +38,8 @@ class GracefulInterrupt(Callback):
         replace_private("lightning", trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        signal.signal(signal.SIGINT, self._on_signal)  # after fit, Lightning restores the earlier handlers
+        for signum in (signal.SIGINT, signal.SIGUSR1):  # SIGUSR1 replaces Lightning's own way to requeue
+            signal.signal(signum, self._on_signal)  # after fit, Lightning restores the earlier handlers
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -52,7 +58,12 @@ class GracefulInterrupt(Callback):
         self._agree()
 
     def _agree(self) -> None:
-        if self._agreement and not self._trainer.received_sigterm and self._agreement.any(self._asked_at is not None):
+        if self._agreement and not self._trainer.received_sigterm:
+            self._stop(self._agreement.largest(self._asked_for))
+
+    def _stop(self, status: int) -> None:
+        if status:
+            self.status = status
             replace_private("lightning", self._connector, "received_sigterm", True)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
@@ -60,12 +71,16 @@ class GracefulInterrupt(Callback):
             return  # this is a forked data worker, which must ignore the signal
         if self._asked_at is None:
             self._asked_at = time.monotonic()
+            self._asked_for = REQUEUED if signum == signal.SIGUSR1 else TERMINATED
             if self._trainer.is_global_zero:  # print is not safe in a handler
                 os.write(1, b"\ninterrupted: saving after this step; a second Ctrl-C or SIGTERM stops at once\n")
             if not self._agreement:
-                replace_private("lightning", self._connector, "received_sigterm", True)
+                self._stop(self._asked_for)
         elif time.monotonic() - self._asked_at > 1:  # torchrun sends a second signal for one Ctrl-C
-            launcher = self._trainer.strategy.launcher
-            if isinstance(launcher, SubprocessScriptLauncher):
-                launcher.kill(signal.SIGKILL)
             os._exit(128 + signum)
+
+
+def exit_status(trainer: L.Trainer) -> int:
+    """Returns the exit status of a run that a signal has ended."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return next((x.status for x in callbacks if isinstance(x, GracefulInterrupt)), TERMINATED)

@@ -1,10 +1,12 @@
-"""Measures a run: loss, gradient norm, learning rate, throughput, MFU and memory."""
+"""Measures a run: loss, gradient norm, learning rate, throughput, MFU, memory, and the differences between ranks."""
 
 import gc
+import os
 import resource
 import statistics
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -15,11 +17,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fa_train.bounds import PositiveInt
+from fa_train.callbacks.communication import CommunicationTimer, RankComparison, Span
 from fa_train.callbacks.timestamp import Timestamp
 from fa_train.errors import DivergedError
 from fa_train.flops import peak_flops, train_flops
 from fa_train.lit_gpt import LitGPT
-from fa_train.parallel.launched_ranks import wait_for_other_ranks
+from fa_train.parallel.fsdp import is_sharded
 
 GIB = 2**30
 RECENT_LOGS = 1000  # the number of most recent logs whose median speed `summary` returns
@@ -36,7 +39,10 @@ class Reading:
     values: Tensor  # LitGPT's tensors, (5,) fp64 in host memory; read them only after `end`
     start: Timestamp
     end: Timestamp
-    validations: list[tuple[Timestamp, Timestamp]]  # between start and end
+    validations: list[Span]  # between start and end
+    waited: float  # seconds that the host waited for data, between start and end
+    step_start: Timestamp | None  # of the step itself; None without other ranks
+    communication: list[Span]  # in which the device waited for other ranks, between step_start and end
 
 
 class Monitor(Callback):
@@ -44,13 +50,18 @@ class Monitor(Callback):
 
     A log needs one copy from the device to the host. Training makes no other copies to the host. The host reads this
     copy after it has launched the next micro-batch, so the device never waits for the host. A pending log is finished
-    before a validation, before a checkpoint and at the end of a run.
+    before a validation, before a checkpoint and at the end of a run. With several ranks, a log also needs one small
+    collective of their hosts.
     `latest` holds the newest value of each metric. `latest_step` is the step of the newest log. Every log contains
     `tokens`, the number of tokens that were trained on so far, which is the x-axis in W&B. The metrics perf/* cover the
     steps since the previous log, without validation. perf/mfu is missing if the device's peak FLOP/s are unknown.
     train/skipped_steps is the number of skipped optimizer steps (see LitGPT).
     max_skipped_steps: after this number of consecutive skipped steps, the next log ends the run. None sets no limit.
-    Units: losses in nats per label, tokens_per_s over all devices, step_ms in milliseconds, *_gib in GiB on rank 0.
+    perf/data_wait_ms is the host's time. With several ranks, perf/communication_ms and perf/compute_ms cover the logged
+    step alone. step_ms, data_wait_ms, communication_ms, compute_ms and host_gib are then means over the ranks;
+    <name>_max is the largest value of a rank.
+    Units: losses in nats per label, tokens_per_s over all devices, *_ms in milliseconds per step, other *_gib in GiB on
+    rank 0.
     """
 
     def __init__(self, seq_len: PositiveInt, batch_size: PositiveInt, max_skipped_steps: PositiveInt | None) -> None:
@@ -61,17 +72,33 @@ class Monitor(Callback):
         self._rates: deque[float] = deque(maxlen=RECENT_LOGS)
         self._lr = 0.0
         self._reading: Reading | None = None  # not logged yet
-        self._validations: list[tuple[Timestamp, Timestamp]] = []  # since the last reading
+        self._validations: list[Span] = []  # since the last reading
+        self._comparison: RankComparison | None = None  # these two exist if there are several ranks
+        self._timer: CommunicationTimer | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         gc.collect()  # in a sweep, an earlier run may have left GPU memory in a reference cycle
         if pl_module.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(pl_module.device)
+        if trainer.world_size > 1:
+            self._comparison, self._timer = RankComparison(), CommunicationTimer(pl_module.device)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._window_start, self._window_step = Timestamp(pl_module.device), trainer.global_step
+        self._window_waited = 0.0
         self._validations.clear()
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._timer is not None and self._timer.start is None and is_logged(trainer, trainer.global_step + 1):
+            assert isinstance(pl_module, LitGPT)
+            self._timer.begin(pl_module, sharded=is_sharded(pl_module.model))
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._timer is not None:
+            self._timer.end_of_backward()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         self._lr = optimizer.param_groups[0]["lr"]  # the scheduler changes lr before the log
@@ -81,27 +108,27 @@ class Monitor(Callback):
     ) -> None:
         self.log_reading(trainer)
         steps = trainer.global_step - self._window_step
-        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        due = trainer.global_step % every == 0 or trainer.global_step == trainer.max_steps
-        if not steps or not due:
+        if not steps or not is_logged(trainer, trainer.global_step):
             return
         assert isinstance(pl_module, LitGPT)
         steps_skipped = [pl_module.skipped_steps, pl_module.longest_skip]
         measured = [pl_module.step_loss, pl_module.step_grad_norm, pl_module.step_squared_lengths, *steps_skipped]
         # the host does not wait for this copy, because it goes to pinned memory
         values = torch.stack([x.double() for x in measured]).to("cpu", non_blocking=True)
-        end = Timestamp(pl_module.device)
+        end, waited = Timestamp(pl_module.device), time_waited(trainer)
+        step_start = self._timer.start if self._timer else None
         self._reading = Reading(
             trainer.global_step, steps, self._lr, memory(pl_module.device), values, self._window_start, end,
-            self._validations.copy(),
+            self._validations.copy(), waited - self._window_waited, step_start,
+            self._timer.end() if self._timer else [],
         )  # fmt: skip
-        self._window_start, self._window_step = end, trainer.global_step
+        self._window_start, self._window_step, self._window_waited = end, trainer.global_step, waited
         self._validations.clear()
 
-    def log_reading(self, trainer: L.Trainer) -> None:
+    def log_reading(self, trainer: L.Trainer, *, together: bool = True) -> None:
         """Finishes a pending log, if there is one: waits until the device has finished the step, and logs its values.
 
-        All ranks must call log_reading at the same point of a run.
+        together: whether all ranks call log_reading at the same point of the run. If not, ranks are not compared.
         Raises: DivergedError if max_skipped_steps or more consecutive steps were skipped.
         """
         reading, self._reading = self._reading, None
@@ -125,18 +152,31 @@ class Monitor(Callback):
                 "train/skipped_steps": skipped,
                 "lr": reading.lr,
                 "perf/tokens_per_s": self._rates[-1],
-                "perf/step_ms": 1e3 * seconds,
+                **self._of_ranks(reading, seconds, together),
                 **utilisation(flops / seconds / trainer.world_size, device, dtype),
                 **reading.memory,
             },
         )
         if self.max_skipped_steps is not None and longest_skip >= self.max_skipped_steps:
-            wait_for_other_ranks(trainer)  # all ranks raise this error at the same step
             raise DivergedError(
                 f"the gradients of {longest_skip:.0f} consecutive optimizer steps were not finite, by step "
                 f"{reading.step}; these steps were skipped. Try a lower optimizer.lr, or increase "
                 "callbacks.monitor.max_skipped_steps"
             )
+
+    def _of_ranks(self, reading: Reading, seconds: float, together: bool) -> dict[str, float]:
+        """Returns what differs between ranks: this rank's values, or a comparison of all ranks. seconds: of a step."""
+        own = {
+            "perf/step_ms": 1e3 * seconds,
+            "perf/data_wait_ms": 1e3 * reading.waited / reading.steps,
+            "perf/host_gib": resident_bytes() / GIB,
+        }
+        if reading.step_start is None or self._comparison is None:
+            return own
+        waiting = sum(end.seconds_since(start) for start, end in reading.communication)
+        own["perf/communication_ms"] = 1e3 * waiting
+        own["perf/compute_ms"] = 1e3 * (reading.end.seconds_since(reading.step_start) - waiting)
+        return self._comparison.gather(own) if together else own
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.log_reading(trainer)
@@ -155,13 +195,15 @@ class Monitor(Callback):
         try:
             alone = trainer.world_size == 1 or isinstance(exception, SIGTERMException)
             if self._reading is not None and (alone or self._reading.end.passed()):
-                self.log_reading(trainer)
+                self.log_reading(trainer, together=alone)
         except DivergedError as error:
             self.has_diverged = True
             trainer.print(f"error: {error}")
         except Exception as error:
             trainer.print(f"error: the last values were not logged: {error}")
         self._reading = None
+        if self._timer is not None:
+            self._timer.end()
 
     def summary(self) -> dict[str, float]:
         """Returns the newest value of each metric. tokens_per_s is the median of the last RECENT_LOGS logs."""
@@ -178,6 +220,23 @@ class Monitor(Callback):
 def monitor_of(trainer: L.Trainer) -> Monitor:
     """Returns the run's Monitor."""
     return next(callback for callback in trainer.callbacks if isinstance(callback, Monitor))  # type: ignore[attr-defined]
+
+
+def is_logged(trainer: L.Trainer, step: int) -> bool:
+    """Returns whether the values of this optimizer step are logged."""
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    return step % every == 0 or step == trainer.max_steps
+
+
+def time_waited(trainer: L.Trainer) -> float:
+    """Returns the seconds that the host has waited for training data, or 0 if the data loader does not measure it."""
+    return float(getattr(trainer.train_dataloader, "waited", 0.0))
+
+
+def resident_bytes() -> int:
+    """Returns this process's memory on the host, without its data workers."""
+    statm = Path("/proc/self/statm")  # the second number is the resident set in pages
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
 def utilisation(flops_per_s: float, device: torch.device, dtype: torch.dtype) -> dict[str, float]:

@@ -15,6 +15,7 @@ class OutOfMemory(Callback):
 
     def __init__(self, seq_len: PositiveInt, micro_batch_size: PositiveInt, attention: str) -> None:
         self.seq_len, self.micro_batch_size, self.attention = seq_len, micro_batch_size, attention
+        self.advised = "out of memory"
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if not is_out_of_memory(exception):
@@ -22,7 +23,9 @@ class OutOfMemory(Callback):
         monitor_of(trainer).latest |= memory(pl_module.device) | {"oom": 1}
         for logger in trainer.loggers:
             logger.log_metrics({"oom": 1}, step=trainer.global_step)
-        print(f"error: out of memory: {self.advice(memory(pl_module.device)['perf/peak_gib'])}", file=sys.stderr)
+        self.advised = f"out of memory: {self.advice(memory(pl_module.device)['perf/peak_gib'])}"
+        if trainer.world_size == 1:  # one of several ranks tells its launcher instead
+            print(f"error: {self.advised}", file=sys.stderr)
 
     def advice(self, peak_gib: float) -> str:
         """Returns a message that names the settings that did not fit in memory, and suggests changes."""
@@ -33,6 +36,12 @@ class OutOfMemory(Callback):
             f"seq_len={self.seq_len} with attention={self.attention} and data.micro_batch_size={self.micro_batch_size}"
             f" needs more than the device has (peak {peak_gib:.1f} GiB). Try {', '.join(changes)}"
         )
+
+
+def out_of_memory_advice(trainer: L.Trainer) -> str:
+    """Returns why this rank ran out of memory, and what to change if the callback OutOfMemory is there to say it."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return next((x.advised for x in callbacks if isinstance(x, OutOfMemory)), "out of memory")
 
 
 def is_out_of_memory(exception: BaseException) -> bool:

@@ -79,7 +79,21 @@ def describe(metrics: dict[str, float]) -> str:
         "perf/tokens_per_s": "{:,.0f} tokens/s",
         "perf/mfu": "mfu {:.1%}",
         "perf/peak_gib": "peak {:.2f} GiB",
+        "perf/host_gib": "host {:.1f} GiB",
     }
     if metrics.get("train/skipped_steps"):
         shown["train/skipped_steps"] = "skipped {:.0f}"
-    return "  ".join(text.format(metrics[name]) for name, text in shown.items() if name in metrics)
+    texts = [text.format(metrics[name]) for name, text in shown.items() if name in metrics]
+    return "  ".join([*texts, *waiting(metrics)])
+
+
+def waiting(metrics: dict[str, float]) -> list[str]:
+    """Returns the shares of a step's time that go to waiting, and the slowest of several ranks."""
+    texts = []
+    if metrics.get("perf/data_wait_ms", 0) > 0.01 * metrics.get("perf/step_ms", 0):
+        texts.append(f"data wait {metrics['perf/data_wait_ms'] / metrics['perf/step_ms']:.0%}")
+    if "perf/slowest_rank" in metrics:
+        communication, compute = metrics["perf/communication_ms"], metrics["perf/compute_ms"]
+        texts.append(f"communication {communication / (communication + compute):.0%}")
+        texts.append(f"slowest rank {metrics['perf/slowest_rank']:.0f}, {metrics['perf/slowest_over_mean']:.2f}x mean")
+    return texts

@@ -1,13 +1,14 @@
 """The rows of a run, and the micro-batches into which each rank groups its rows."""
 
 import dataclasses
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fa_train.data.mixing import MixedRows, Mixture, interleave
 from fa_train.data.packing.balance import deal
@@ -116,6 +117,23 @@ class MicroBatches(Dataset[Batch]):
         dealt = self.rows.deal(step * self.step_rows, self.step_rows, self.size, self.world_size)
         indices = dealt[micro_batch, self.rank].tolist()
         return {**self.rows.gather(indices), "first_row": indices[0]}
+
+
+class TimedLoader(DataLoader[Batch]):
+    """A DataLoader that measures how long the host waits for micro-batches. `waited` is in seconds, since the start."""
+
+    waited = 0.0
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # Lightning only calls next
+        batches = super().__iter__()
+        while True:
+            start = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self.waited += time.perf_counter() - start
+            yield batch
 
 
 class RangeSampler(Sampler[int]):

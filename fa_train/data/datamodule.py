@@ -10,13 +10,11 @@ from collections.abc import Mapping
 from typing import Any, Literal, NotRequired, TypedDict, Unpack
 
 import lightning as L
-from torch.utils.data import DataLoader
 
 from fa_train.bounds import NonNegativeInt, PositiveInt, Seed
-from fa_train.data.batches import MicroBatches, PackedRows, RangeSampler
+from fa_train.data.batches import MicroBatches, PackedRows, RangeSampler, TimedLoader
 from fa_train.data.mixing import CYCLE, MixReport, Mixture, Source, WeightedCorpus
 from fa_train.data.packing.best_fit import BestFit, LongDocuments
-from fa_train.data.packing.collate import Batch
 from fa_train.data.packing.concat import Concatenation
 from fa_train.data.packing.report import PackingReport, Report
 from fa_train.data.packing.rows import Layout
@@ -146,7 +144,7 @@ class PackedDataModule(L.LightningDataModule):
         lengths = self.sources[name].documents(held_out=True).lengths
         return dataclasses.replace(report, documents_held_out=len(lengths), tokens_held_out=int(lengths.sum()))
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self) -> TimedLoader:
         rows = PackedRows(self, held_out=False, shuffle=True)
         trainer = self._running_trainer()
         accumulation = self.accumulation(trainer.world_size)
@@ -171,7 +169,7 @@ class PackedDataModule(L.LightningDataModule):
             counts.update(ready=done, started=done, processed=done, completed=done - ending)
         progress.load_state_dict(state)
 
-    def val_dataloader(self) -> DataLoader | list[DataLoader]:
+    def val_dataloader(self) -> TimedLoader | list[TimedLoader]:
         rows = PackedRows(self, held_out=True, shuffle=False)
         if not rows.counted:
             return []
@@ -186,7 +184,7 @@ class PackedDataModule(L.LightningDataModule):
         assert self.trainer is not None, "Lightning attaches the trainer before it asks for a loader"
         return self.trainer
 
-    def _loader(self, dataset: MicroBatches, sampler: RangeSampler) -> DataLoader:
+    def _loader(self, dataset: MicroBatches, sampler: RangeSampler) -> TimedLoader:
         return SharedHeapLoader(
             dataset,
             batch_size=None,
@@ -208,8 +206,8 @@ class PackedDataModule(L.LightningDataModule):
         self.teardown("fit")  # Lightning calls teardown only at the end of a run that succeeds
 
 
-class SharedHeapLoader(DataLoader[Batch]):
-    """A DataLoader whose forked workers keep sharing the memory of the training process.
+class SharedHeapLoader(TimedLoader):
+    """A TimedLoader whose forked workers keep sharing the memory of the training process.
 
     A shared page is copied when a process writes to it, and Python's garbage collector writes to each object that it
     visits. Without this class, one full collection would therefore copy most Python objects in each process.
@@ -227,12 +225,13 @@ class SharedHeapLoader(DataLoader[Batch]):
 
 
 def leave_signals_to_the_run(worker_id: int) -> None:
-    """Makes a data worker ignore Ctrl-C and SLURM's SIGTERM, which reach every process of a run.
+    """Makes a data worker ignore Ctrl-C, SIGUSR1 and SLURM's SIGTERM, which reach every process of a run.
 
     An interrupted run needs its data workers to finish the step before it saves a checkpoint. A SIGTERM from the parent
     process still ends a data worker.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # required by sigwaitinfo
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 

@@ -109,8 +109,8 @@ def test_a_failed_run_does_not_wait_for_other_ranks(ranks, arrived, logs):
     """If a rank has failed, the device of another rank may wait for it forever."""
     end = SimpleNamespace(passed=lambda: arrived)
     monitor, logged = Monitor(seq_len=1, batch_size=1, max_skipped_steps=None), []
-    monitor.log_reading = lambda trainer: logged.append(trainer)
-    monitor._reading = Reading(1, 1, 0.0, {}, torch.zeros(5), end, end, [])
+    monitor.log_reading = lambda trainer, together: logged.append(trainer)
+    monitor._reading = Reading(1, 1, 0.0, {}, torch.zeros(5), end, end, [], 0.0, None, [])
     monitor.on_exception(SimpleNamespace(world_size=ranks), None, RuntimeError())
     assert bool(logged) == logs and monitor._reading is None
 
@@ -125,15 +125,15 @@ def test_a_failed_run_does_not_wait_for_other_ranks(ranks, arrived, logs):
 def test_an_error_of_the_last_log_does_not_replace_the_first_one(error, said, diverged):
     end, printed = SimpleNamespace(passed=lambda: True), []
     monitor = Monitor(seq_len=1, batch_size=1, max_skipped_steps=None)
-    monitor.log_reading = lambda trainer: (_ for _ in ()).throw(error)
-    monitor._reading = Reading(1, 1, 0.0, {}, torch.zeros(5), end, end, [])
+    monitor.log_reading = lambda trainer, together: (_ for _ in ()).throw(error)
+    monitor._reading = Reading(1, 1, 0.0, {}, torch.zeros(5), end, end, [], 0.0, None, [])
     monitor.on_exception(SimpleNamespace(world_size=1, print=printed.append), None, KeyboardInterrupt())
     assert said in printed[0] and monitor.has_diverged == diverged and monitor._reading is None
 
 
 @pytest.mark.parametrize("diverged", [False, True])
 def test_an_interrupted_run_that_has_diverged_is_not_saved(diverged, tmp_path, monkeypatch):
-    def log_reading(monitor, trainer):
+    def log_reading(monitor, trainer, together=True):
         if monitor._reading is not None and diverged:
             raise DivergedError("skipped")
         monitor._reading = None

@@ -18,9 +18,10 @@ from lightning.pytorch.callbacks import Callback
 
 from fa_train import training
 from fa_train.errors import DivergedError
+from tests.support import processes
 from tests.support.processes import start_server
-from tests.support.training import column, command_line, composed, tiny, write_corpus
-from tests.test_train import processes_can_talk, ranks_of_torchrun
+from tests.support.training import column, composed, quiet_environment, tiny, write_corpus
+from tests.test_train import FORKED, processes_can_talk, ranks_of_torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -189,7 +190,8 @@ def test_five_skipped_steps_in_a_row_end_a_run(ranks, tmp_path):
     """
     settings = [override for override in SMALL if override != "callbacks.checkpoint=null"]
     overrides = tiny(tmp_path, *settings, *DIVERGING, "batch_size=4", *ranks)
-    done = command_line(tmp_path, *overrides, *bad_steps(*range(5, 10)))
+    arguments = ["train.py", *overrides, *bad_steps(*range(5, 10))]
+    done = processes.finish(FORKED, arguments, tmp_path, quiet_environment())
     assert done.returncode == 1, done.stderr
     errors = [line for line in done.stderr.splitlines() if "error" in line.lower()]
     assert len(errors) == 1 and "Traceback" not in done.stderr, done.stderr

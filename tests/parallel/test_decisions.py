@@ -1,8 +1,6 @@
 """All ranks of a run use the decisions of rank 0, and no two runs share a folder."""
 
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -17,10 +15,11 @@ from omegaconf import OmegaConf
 
 from fa_train import training
 from fa_train.memory.memory import Levers
-from fa_train.parallel.decisions import INHERITED, decided_by_rank_zero, fresh_folder
+from fa_train.parallel.decisions import decided_by_rank_zero, fresh_folder
 from fa_train.parallel.fsdp import FullyShardedStrategy
+from fa_train.parallel.ranks import TOLD
 from tests.support.processes import start_server
-from tests.support.training import CONF, REPOSITORY, composed, quiet_environment, tiny
+from tests.support.training import CONF, composed, tiny
 from tests.test_train import processes_can_talk, ranks_of_torchrun
 
 needs_ports = pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
@@ -48,13 +47,10 @@ def test_runs_that_start_in_the_same_second_have_folders_of_their_own(node, tmp_
     assert folders == [first, f"{first}-1", f"{first}-2"] and all((tmp_path / folder).is_dir() for folder in folders)
 
 
-def test_ranks_that_lightning_starts_inherit_decisions(monkeypatch):
-    monkeypatch.delenv(INHERITED, raising=False)
-    assert decided_by_rank_zero("folder", lambda: "a") == "a"
-    assert decided_by_rank_zero("memory", lambda: {"offload": True}) == {"offload": True}
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert decided_by_rank_zero("folder", lambda: "b") == "a"
-    assert decided_by_rank_zero("memory", lambda: {"offload": False}) == {"offload": True}
+def test_the_launcher_tells_its_ranks_what_it_has_decided(monkeypatch):
+    monkeypatch.setenv(TOLD, '{"folder": "of_the_launcher"}')
+    assert decided_by_rank_zero("folder", lambda: "of_this_rank") == "of_the_launcher"
+    assert decided_by_rank_zero("ckpt_path", lambda: "of_this_rank") == "of_this_rank"
 
 
 def ranks_of_srun() -> list[dict[str, str]]:
@@ -117,16 +113,3 @@ def test_ranks_agree_on_what_kind_of_checkpoint_they_read(tmp_path, monkeypatch)
     monkeypatch.setattr(strategy, "_load_whole", lambda path: read.append(path))
     strategy.load_checkpoint(tmp_path)
     assert read == [tmp_path]
-
-
-@pytest.mark.slow
-@needs_ports
-def test_torchrun_leaves_one_folder(tmp_path):
-    overrides = tiny(tmp_path, "strategy=ddp", "trainer.devices=2", "max_steps=1", "data=synthetic", "run_name=two")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(REPOSITORY / "train.py")]
-    done = subprocess.run(
-        [*command, *overrides], cwd=tmp_path, env=quiet_environment(), capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    [folder] = (tmp_path / "runs" / "two").iterdir()
-    assert {"result.json", "metrics.csv", "checkpoints", ".hydra"} <= {path.name for path in folder.iterdir()}

@@ -1,0 +1,104 @@
+"""Measures how long a device waits for communication between ranks, and compares the ranks."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from fa_train.callbacks.timestamp import Timestamp
+from fa_train.parallel.communication import TIMEOUT
+from fa_train.private_names import private, replace_private
+
+Span = tuple[Timestamp, Timestamp]
+# what FSDP does on the stream that computes: it gathers weights, waits for them, and reduces gradients
+FSDP_STEPS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
+
+
+class CommunicationTimer:
+    """Collects the spans of a step in which the device waits for communication and computes nothing.
+
+    With DDP, a span goes from the last gradient of a backward pass to the end of its all-reduces. With FSDP, each call
+    in FSDP_STEPS is a span. Communication that overlaps with computation does not count. The host never waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spans: list[Span] = []
+        self._undo: list[Callable[[], object]] = []
+        self._gradients_done: Timestamp | None = None
+        self.start: Timestamp | None = None  # of the measured step; None between measurements
+
+    def begin(self, module: nn.Module, *, sharded: bool) -> None:
+        """Starts to measure a step. sharded: whether FSDP has sharded the module."""
+        self.start, self._spans = Timestamp(self._device), []
+        if sharded:
+            for name in FSDP_STEPS:
+                original = private("torch", FSDPParamGroup, name)
+                replace_private("torch", FSDPParamGroup, name, self._timed(original))
+                self._undo.append(partial(setattr, FSDPParamGroup, name, original))
+        else:
+            parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            self._undo.append(register_multi_grad_hook(parameters, self._all_gradients).remove)
+
+    def end_of_backward(self) -> None:
+        """Ends DDP's span. Call it after each backward pass."""
+        if self._gradients_done is not None:
+            self._spans.append((self._gradients_done, Timestamp(self._device)))
+            self._gradients_done = None
+
+    def end(self) -> list[Span]:
+        """Ends the measurement. The spans can be read after the device has finished the step."""
+        for undo in self._undo:
+            undo()
+        self._undo, self.start = [], None
+        return self._spans
+
+    def _all_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        self._gradients_done = Timestamp(self._device)
+
+    def _timed(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(step)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = Timestamp(self._device)
+            result = step(*args, **kwargs)
+            self._spans.append((start, Timestamp(self._device)))
+            return result
+
+        return timed
+
+
+class RankComparison:
+    """Gathers a few numbers of all ranks with one small collective of gloo, which does not use the GPU."""
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+
+    def gather(self, own: Mapping[str, float]) -> dict[str, float]:
+        """Returns `compare` of all ranks. All ranks must call it with the same names."""
+        mine = torch.tensor(list(own.values()), dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, mine, self._group)
+        return compare([dict(zip(own, row.tolist(), strict=True)) for row in rows])
+
+
+def compare(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the mean of each number over the ranks, and the largest as <name>_max.
+
+    perf/slowest_rank is the rank that needs the longest time to get its data and to compute, and perf/slowest_over_mean
+    is that time divided by its mean over the ranks.
+    """
+    summary: dict[str, float] = {}
+    for name in ranks[0]:
+        values = [rank[name] for rank in ranks]
+        summary |= {name: sum(values) / len(values), f"{name}_max": max(values)}
+    times = [rank["perf/compute_ms"] + rank["perf/data_wait_ms"] for rank in ranks]
+    slowest = max(times)
+    return summary | {
+        "perf/slowest_rank": float(times.index(slowest)),
+        "perf/slowest_over_mean": slowest * len(times) / sum(times),
+    }

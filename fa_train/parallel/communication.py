@@ -1,0 +1,36 @@
+"""How long ranks wait for each other, and what NCCL's flight recorder keeps of their collectives."""
+
+import os
+from datetime import timedelta
+
+import lightning as L
+from torch.distributed.constants import default_pg_timeout
+
+from fa_train.private_names import private, replace_private
+
+# A rank may have to wait for rank 0 to write a checkpoint, or for another rank to compile.
+TIMEOUT = timedelta(minutes=10)
+RECORDED = 2000  # collectives, of each rank
+
+
+def configure(trainer: L.Trainer) -> None:
+    """Shortens the timeout of collectives and turns the flight recorder on. Keeps what the user has set.
+
+    A rank whose collective times out writes its last collectives to nccl_trace_rank_<rank> in the run's folder, and
+    ends. Call it before the process group exists.
+    """
+    if trainer.world_size == 1:
+        return
+    strategy = trainer.strategy
+    if private("lightning", strategy, "_timeout") == default_pg_timeout:
+        replace_private("lightning", strategy, "_timeout", TIMEOUT)
+    set_unless_given("1", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+    set_unless_given(str(RECORDED), "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+    trace = os.path.join(os.path.abspath(trainer.default_root_dir), "nccl_trace_rank_")
+    set_unless_given(trace, "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+
+
+def set_unless_given(value: str, name: str, *older_names: str) -> None:
+    """Sets an environment variable unless it is set, by this name or by an older one."""
+    if not os.environ.keys() & {name, *older_names}:
+        os.environ[name] = value

@@ -1,0 +1,58 @@
+"""How a rank tells its launcher why it fails. torchrun shows the same message.
+
+The launcher, torchrun or that of train.py, names a file in TORCHELASTIC_ERROR_FILE. It ends all ranks once one ends.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from fa_train.errors import SHOW_TRACEBACK, OutOfMemoryError, explain
+from fa_train.parallel.ranks import has_own_launcher
+
+Kind = Literal["mistake", "out of memory", "lost connection", "error"]
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+@contextmanager
+def failures_reported(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Ends a rank at once if an exception reaches the end of this block, after writing the reason.
+
+    Python's usual exit could wait in NCCL for the other ranks. mistakes: the errors that are explained in one line.
+    """
+    try:
+        yield
+    except Exception as error:
+        kind = kind_of(error, mistakes)
+        in_one_line = kind in ("mistake", "out of memory") and not SHOW_TRACEBACK
+        message = explain(error) if in_one_line else f"{type(error).__name__}: {' '.join(str(error).split())}"
+        file = os.environ.get(ERROR_FILE)
+        if file:
+            report = {"message": message, "timestamp": int(time.time()), "kind": kind}
+            Path(file).write_text(json.dumps(report), encoding="utf-8")
+        if kind == "lost connection":
+            print(f"rank {os.environ.get('RANK')} lost its connection to another rank: {message}", file=sys.stderr)
+        elif not in_one_line:
+            traceback.print_exception(error)
+        elif not has_own_launcher() and (not file or os.environ.get("RANK") == "0"):  # else the launcher prints it
+            print(f"error: {message}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def kind_of(error: BaseException, mistakes: tuple[type[Exception], ...]) -> Kind:
+    """Classifies an error. A lost connection is the consequence of another rank's failure."""
+    if isinstance(error, OutOfMemoryError):
+        return "out of memory"
+    if isinstance(error, mistakes):
+        return "mistake"
+    # by name, because a mistake may end a rank before it imports torch
+    is_of_torch = any(base.__name__ == "DistError" for base in type(error).__mro__)
+    return "lost connection" if is_of_torch or "gloo/transport" in str(error) else "error"

@@ -1,0 +1,128 @@
+"""Starts the ranks of a run on one machine, forwards signals to them, and reports why a run fails.
+
+It uses the processes, the store and the error files of torchrun (torch.distributed.elastic), so a rank cannot tell the
+two launchers apart. torchrun's agent would kill a rank that needs over 30 seconds to save a checkpoint after a signal,
+so this file forwards signals itself and waits. The store lives in the launcher: it outlives every rank.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, start_processes
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from fa_train.errors import RankFailedError
+from fa_train.parallel.ranks import TOLD
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SAVED = {128 + signal.SIGTERM, 128 + signal.SIGUSR1}  # exit statuses of GracefulInterrupt
+REPEATED = 1.0  # seconds after the first signal; an earlier one may be the same signal, sent by another process
+
+
+class _StoppedError(BaseException):
+    """A second signal must end the run at once."""
+
+
+def launch(n_ranks: int, arguments: Sequence[str], told: Mapping[str, Any]) -> None:
+    """Runs this program with `arguments` in n_ranks processes and waits until all of them end.
+
+    told: decisions for the ranks (see fa_train.parallel.decisions).
+    If one rank fails, the others get SIGTERM and, after 30 seconds, SIGKILL. SIGINT, SIGTERM and SIGUSR1 are forwarded
+    to all ranks, without a time limit; a second signal kills them. After a signal, the program ends with the exit
+    status of the ranks.
+    Raises: RankFailedError.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # this file reports failures
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGTERM"  # _Forwarding replaces these handlers
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        TOLD: json.dumps(told), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(n_ranks), "LOCAL_WORLD_SIZE": str(n_ranks), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
+        "TORCHELASTIC_RUN_ID": "train.py", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }  # fmt: skip
+    environments = {rank: shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(n_ranks)}
+    commands = dict.fromkeys(environments, ("-u", sys.argv[0], *arguments))
+    with tempfile.TemporaryDirectory(prefix="fa_train_") as folder:  # of the error files
+        logs = DefaultLogsSpecs(log_dir=folder)
+        ranks = start_processes("rank", sys.executable, commands, environments, logs)
+        forwarding = _Forwarding(ranks)
+        try:
+            result = ranks.wait(period=0.1)
+        except _StoppedError:
+            sys.exit(128 + forwarding.signum)
+        finally:
+            ranks.close(signal.SIGKILL)
+            forwarding.end()
+    assert result is not None  # wait has no timeout
+    if result.is_failed():
+        _fail(list(result.failures.values()), forwarding.signum)
+
+
+class _Forwarding:
+    """Forwards signals to all ranks. `signum` is the first signal, or 0. Raises _StoppedError at the second one."""
+
+    def __init__(self, ranks: PContext) -> None:
+        self._ranks, self.signum, self._first = ranks, 0, 0.0
+        for forwarded in FORWARDED:
+            signal.signal(forwarded, self._forward)
+
+    def end(self) -> None:
+        for forwarded in FORWARDED:
+            signal.signal(forwarded, signal.default_int_handler if forwarded == signal.SIGINT else signal.SIG_DFL)
+
+    def _forward(self, signum: int, frame: FrameType | None) -> None:
+        if self.signum and time.monotonic() - self._first > REPEATED:
+            raise _StoppedError
+        if not self.signum:
+            self.signum, self._first = signum, time.monotonic()
+        for pid in self._ranks.pids().values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
+
+def _fail(failures: Sequence[ProcessFailure], signum: int) -> None:
+    """Ends the program after a signal, or raises the reason of the failure.
+
+    failures: in the order in which the launcher saw them. signum: the signal that the launcher forwarded, or 0.
+    """
+    failure = root(failures)
+    if failure.exitcode in SAVED:  # a rank may have got a signal that this process did not get
+        sys.exit(failure.exitcode)
+    if signum:
+        sys.exit(128 + signum)
+    kind, message = _kind(failure), failure.error_file_data["message"]
+    if kind == "out of memory":
+        raise RankFailedError(f"rank {failure.local_rank} ran {message}", out_of_memory=True)
+    if kind == "mistake":
+        raise RankFailedError(message)
+    if kind is not None:
+        raise RankFailedError(f"rank {failure.local_rank} failed: {message}")
+    raise RankFailedError(f"rank {failure.local_rank} {_end(failure.exitcode)}")
+
+
+def root(failures: Sequence[ProcessFailure]) -> ProcessFailure:
+    """Returns the failure that caused the others. A rank that lost its connection to another is a consequence."""
+    return min(failures, key=lambda failure: _kind(failure) == "lost connection")
+
+
+def _kind(failure: ProcessFailure) -> str | None:
+    """Returns the kind that the rank reported (see fa_train.parallel.failures). None: the rank reported nothing."""
+    return failure.error_file_data.get("kind")
+
+
+def _end(exitcode: int) -> str:
+    if exitcode >= 0:
+        return f"ended with exit status {exitcode}"
+    cause = "; the machine may have run out of memory" if exitcode == -signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-exitcode).name}{cause}"

@@ -1,0 +1,72 @@
+"""Which process of a run this is: the only one, one of several ranks, or the launcher that starts the ranks.
+
+This file does not import torch, because the launcher asks before anything else.
+"""
+
+import ctypes
+import json
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+TOLD = "FA_TRAIN_TOLD"  # environment variable with what the launcher of train.py tells its ranks, as JSON
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+
+def is_launched() -> bool:
+    """Returns whether train.py, torchrun or srun has started this process as a rank."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or _tasks_of_srun() > 1
+
+
+def is_one_of_several() -> bool:
+    """Returns whether this process is one of at least two ranks."""
+    return is_launched() and int(os.environ.get("WORLD_SIZE", _tasks_of_srun())) > 1
+
+
+def has_own_launcher() -> bool:
+    """Returns whether train.py has started this process as a rank."""
+    return TOLD in os.environ
+
+
+def told() -> dict[str, Any]:
+    """Returns what the launcher of train.py has told this rank. Empty if train.py has not started it."""
+    answers: dict[str, Any] = json.loads(os.environ.get(TOLD, "{}"))
+    return answers
+
+
+def ranks_to_start(trainer: Mapping[str, Any]) -> int:
+    """Returns the number of ranks that this process must start. 1 means that it trains itself.
+
+    trainer: the node `trainer` of a config.
+    Raises: ValueError if the run has several nodes. torchrun or srun must start those.
+    """
+    if is_launched():
+        return 1
+    if trainer.get("num_nodes", 1) > 1:
+        raise ValueError(
+            f"trainer.num_nodes={trainer['num_nodes']} must be started by torchrun or srun on each node; got neither "
+            "(see docs/several_gpus.md)"
+        )
+    devices = trainer.get("devices", "auto")
+    if devices not in ("auto", -1):
+        return len(devices) if isinstance(devices, Sequence) else int(devices)
+    if trainer.get("accelerator", "auto") not in ("auto", "gpu", "cuda"):
+        return 1
+    import torch  # takes seconds
+
+    return max(1, torch.cuda.device_count())
+
+
+def end_with_launcher() -> None:
+    """Makes the kernel kill this process when the process that started it ends, even by SIGKILL. Linux only."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _tasks_of_srun() -> int:
+    """Returns the number of tasks of srun. In an interactive allocation, srun did not start this process."""
+    if os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
+        return 1
+    return int(os.environ.get("SLURM_NTASKS", "1"))

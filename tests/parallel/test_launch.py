@@ -1,0 +1,147 @@
+"""Several ranks started by `python train.py` or torchrun: one run, one end, and the reason as the last line."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from fa_train.data.batches import MicroBatches
+from tests.support import processes
+from tests.support.processes import REPOSITORY
+from tests.support.training import column, quiet_environment, tiny
+from tests.test_train import FORKED, processes_can_talk, start_and_stop
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
+    pytest.mark.xdist_group("launch"),
+]
+TWO = ("strategy=ddp", "trainer.devices=2", "data=synthetic", "data.val_rows=2", "max_steps=4")
+
+
+class Fails(Callback):
+    """Ends one rank in its third step: it is killed, runs out of memory, or raises another error."""
+
+    def __init__(self, rank: int, how: str) -> None:
+        self.rank, self.how = rank, how
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if (trainer.global_rank, trainer.global_step) != (self.rank, 2):
+            return
+        if self.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise torch.OutOfMemoryError("CUDA out of memory") if self.how == "oom" else RuntimeError("broken\non purpose")
+
+
+class Slow(Callback):
+    """Makes rank 1 compute half a second longer in each step, and rank 0 wait 50 ms longer for each micro-batch."""
+
+    def on_fit_start(self, trainer, pl_module) -> None:
+        if trainer.global_rank == 0:
+            original = MicroBatches.__getitem__
+
+            def slowly(rows, index):
+                time.sleep(0.05)
+                return original(rows, index)
+
+            setattr(MicroBatches, "__getitem__", slowly)  # noqa: B010  # mypy refuses the assignment
+
+    def on_before_backward(self, trainer, pl_module, loss) -> None:
+        time.sleep(0.25 * trainer.global_rank)  # a step has two micro-batches
+
+
+def forked(tmp_path, launcher, *overrides):
+    """Runs train.py with two ranks that are forked."""
+    return processes.finish(FORKED, [launcher, *overrides], tmp_path, quiet_environment())
+
+
+def test_train_py_and_torchrun_give_the_same_run(tmp_path):
+    torchrun = ["torchrun", "--nproc-per-node=2", str(REPOSITORY / "train.py")]
+    losses = []
+    slow = "+callbacks.slow._target_=tests.parallel.test_launch.Slow"
+    for name, launcher, others in (("ours", ["train.py"], [slow]), ("theirs", torchrun, [])):
+        done = forked(tmp_path, *launcher, *tiny(tmp_path, *TWO, f"run_name={name}"), *others)
+        assert done.returncode == 0, done.stderr
+        [folder] = (tmp_path / "runs" / name).iterdir()
+        assert {"result.json", "metrics.csv", "checkpoints", ".hydra"} <= {path.name for path in folder.iterdir()}
+        losses.append(column(folder, "train/loss"))
+        if name == "ours":
+            assert_ranks_are_compared(folder, done.stdout)
+    assert sorted(losses[0]) == [1, 2, 3, 4] and losses[0] == losses[1]
+
+
+def assert_ranks_are_compared(folder, printed) -> None:
+    """Requires the logs to say that rank 1 computes longer, and that rank 0 waits for data and for rank 1.
+
+    Times in ms, of a step with two micro-batches on each rank.
+    """
+    measured = {
+        name: list(column(folder, f"perf/{name}").values())
+        for name in (
+            "step_ms", "step_ms_max", "data_wait_ms", "data_wait_ms_max", "communication_ms_max", "compute_ms",
+            "compute_ms_max", "slowest_rank", "slowest_over_mean", "host_gib", "host_gib_max",
+        )
+    }  # fmt: skip
+    assert all(len(values) == 4 for values in measured.values())
+    # other programs may delay rank 0 in some steps; the loader is at most one micro-batch ahead
+    assert min(measured["compute_ms_max"]) >= 500 and max(measured["communication_ms_max"]) >= 200
+    assert min(measured["data_wait_ms_max"]) >= 50 and sum(measured["data_wait_ms_max"]) >= 400
+    assert 1 in measured["slowest_rank"] and min(measured["slowest_over_mean"]) > 1
+    for name in ("step_ms", "data_wait_ms", "compute_ms", "host_gib"):
+        assert all(0 < mean <= most for mean, most in zip(measured[name], measured[f"{name}_max"], strict=True))
+    lines = [line for line in printed.splitlines() if line.startswith("step ")]
+    assert len(lines) == 4 and all("slowest rank " in line and "communication " in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("rank", "how", "reason"),
+    [
+        pytest.param(0, "killed", "error: rank 0 was killed by SIGKILL; the machine may have", id="rank-0-killed"),
+        pytest.param(1, "killed", "error: rank 1 was killed by SIGKILL; the machine may have", id="rank-1-killed"),
+        pytest.param(1, "oom", "error: rank 1 ran out of memory: seq_len=64 with attention=sdpa", id="out-of-memory"),
+        pytest.param(0, "raises", "error: rank 0 failed: RuntimeError: broken on purpose", id="error"),
+    ],
+)
+def test_all_ranks_end_with_one_and_the_reason_is_the_last_line(rank, how, reason, tmp_path):
+    fails = ["+callbacks.fails._target_=tests.parallel.test_launch.Fails"]
+    fails += [f"+callbacks.fails.rank={rank}", f"+callbacks.fails.how={how}"]
+    started = time.monotonic()
+    done = forked(tmp_path, "train.py", *tiny(tmp_path, *TWO, "data.num_workers=1"), *fails)
+    assert time.monotonic() - started < 60
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(reason), done.stderr
+    assert not processes_in(tmp_path)
+
+
+def processes_in(folder) -> list[str]:
+    """Lists the processes whose working directory is `folder`, after at most 10 seconds without them."""
+    for _ in range(100):
+        living = []
+        for process in os.scandir("/proc"):
+            try:
+                if process.name.isdigit() and os.readlink(f"{process.path}/cwd") == str(folder):
+                    living.append(process.name)
+            except OSError:
+                continue
+        if not living:
+            return []
+        time.sleep(0.1)
+    return living
+
+
+def test_no_rank_outlives_a_killed_launcher(tmp_path):
+    overrides = tiny(tmp_path, *TWO, "max_steps=4000", "data.num_workers=1", "run_name=orphaned")
+    start_and_stop(tmp_path, overrides, 2, signal.SIGKILL)
+    assert not processes_in(tmp_path)
+
+
+def test_sigusr1_saves_and_ends_with_a_status_of_its_own(tmp_path):
+    folder = start_and_stop(tmp_path, tiny(tmp_path, *TWO, "max_steps=400", "run_name=cut"), 3, signal.SIGUSR1)
+    last = max(column(folder, "train/loss"))
+    assert last < 400
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step_{last:07d}.ckpt"]
+    assert json.loads((folder / "result.json").read_text())["tokens"] == last * 4 * 64

@@ -1,0 +1,214 @@
+"""How many ranks to start, how they fail, NCCL's settings, and the SLURM script of docs/several_gpus.md."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from fa_train import run_config
+from fa_train.errors import DivergedError, OutOfMemoryError, RankFailedError
+from fa_train.parallel import communication, launch
+from fa_train.parallel.failures import failures_reported, kind_of
+from fa_train.parallel.fsdp import FullyShardedStrategy
+from fa_train.parallel.ranks import TOLD, ranks_to_start
+from tests.support.training import REPOSITORY, quiet_environment
+
+LAUNCHERS = ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "SLURM_NTASKS", "SLURM_JOB_NAME", "TORCHELASTIC_ERROR_FILE", TOLD)
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("trainer", "variables", "expected"),
+    [
+        pytest.param({"devices": 1}, {}, 1, id="one"),
+        pytest.param({"devices": 4}, {}, 4, id="four"),
+        pytest.param({"devices": [0, 2]}, {}, 2, id="chosen"),
+        pytest.param({"devices": "auto", "accelerator": "cpu"}, {}, 1, id="auto-cpu"),
+        pytest.param({"devices": "auto", "accelerator": "auto"}, {}, 3, id="auto"),
+        pytest.param({"devices": -1, "accelerator": "gpu"}, {}, 3, id="all"),
+        pytest.param({"devices": 4}, {"TORCHELASTIC_RUN_ID": "none"}, 1, id="torchrun"),
+        pytest.param({"devices": 4, "num_nodes": 2}, {"SLURM_NTASKS": "8"}, 1, id="srun"),
+        pytest.param({"devices": 4}, {"SLURM_NTASKS": "1"}, 4, id="srun-of-one-task"),
+        pytest.param({"devices": 4}, {"SLURM_NTASKS": "8", "SLURM_JOB_NAME": "interactive"}, 4, id="interactive"),
+    ],
+)
+def test_the_number_of_ranks_to_start(trainer, variables, expected, environment):
+    environment.setattr(torch.cuda, "device_count", lambda: 3)
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    assert ranks_to_start(trainer) == expected
+
+
+def test_several_nodes_need_a_launcher_on_each(environment):
+    with pytest.raises(ValueError, match=r"trainer.num_nodes=2 must be started by torchrun or srun on each node"):
+        ranks_to_start({"devices": 4, "num_nodes": 2})
+
+
+def failure(tmp_path, rank: int, exitcode: int, **report) -> ProcessFailure:
+    """Returns a failure as torch's launcher describes it. report: what the rank wrote about it, or nothing."""
+    file = tmp_path / f"{rank}.json"
+    if report:
+        file.write_text(json.dumps({"timestamp": 1} | report))
+    return ProcessFailure(rank, 100 + rank, exitcode, str(file))
+
+
+LOST = {"kind": "lost connection", "message": "RuntimeError: Connection closed by peer"}
+
+
+@pytest.mark.parametrize(
+    ("failures", "reason"),
+    [
+        pytest.param([(0, 1, LOST), (1, -9, {})], "rank 1 was killed by SIGKILL; the machine may", id="killed"),
+        pytest.param([(0, -9, {}), (1, 1, LOST)], "rank 0 was killed by SIGKILL", id="rank-0-killed"),
+        pytest.param([(1, -11, {}), (0, -15, {})], "rank 1 was killed by SIGSEGV$", id="crashed"),
+        pytest.param([(0, 1, LOST)], "rank 0 failed: RuntimeError: Connection closed by peer", id="another-machine"),
+        pytest.param(
+            [(0, 1, LOST), (1, 1, {"kind": "out of memory", "message": "out of memory: seq_len=8"})],
+            "rank 1 ran out of memory: seq_len=8", id="out-of-memory",
+        ),
+        pytest.param([(1, 1, {"kind": "mistake", "message": "a must be b"})], "^a must be b$", id="mistake"),
+        pytest.param([(1, 3, {})], "rank 1 ended with exit status 3", id="exit"),
+    ],
+)  # fmt: skip
+def test_the_reason_is_the_first_failure_that_is_no_consequence(failures, reason, tmp_path):
+    with pytest.raises(RankFailedError, match=reason):
+        launch._fail([failure(tmp_path, rank, code, **report) for rank, code, report in failures], signum=0)
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "signum", "status"),
+    [
+        pytest.param(143, 0, 143, id="one-rank-got-sigterm"),
+        pytest.param(138, signal.SIGUSR1, 138, id="saved"),
+        pytest.param(-signal.SIGUSR1, signal.SIGUSR1, 138, id="before-training"),
+        pytest.param(1, signal.SIGINT, 130, id="interrupted-before-training"),
+    ],
+)
+def test_a_stopped_run_has_the_status_of_its_signal(exitcode, signum, status, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        launch._fail([failure(tmp_path, 0, exitcode)], signum)
+    assert ended.value.code == status
+
+
+def test_a_rank_reports_why_it_fails_and_ends_at_once(tmp_path, environment, capsys):
+    exits = []
+    environment.setattr(os, "_exit", exits.append)
+    environment.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    environment.setenv("RANK", "0")
+    for error in (ValueError("a must be b"), RuntimeError("two\nlines")):
+        with failures_reported((ValueError,)):
+            raise error
+        report = json.loads((tmp_path / "error.json").read_text())
+        assert abs(report["timestamp"] - time.time()) < 60
+    assert report["message"] == "RuntimeError: two lines" and report["kind"] == "error" and exits == [1, 1]
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: a must be b\nTraceback") and printed.count("Traceback") == 1
+
+
+def test_what_follows_from_another_rank_is_told_apart():
+    mistakes = (ValueError, DivergedError)
+    assert kind_of(torch.distributed.DistNetworkError("closed"), mistakes) == "lost connection"
+    assert kind_of(RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed"), mistakes) == "lost connection"
+    assert kind_of(OutOfMemoryError("out of memory"), mistakes) == "out of memory"
+    assert kind_of(DivergedError("5 steps"), mistakes) == "mistake"
+    assert kind_of(RuntimeError("shape"), mistakes) == "error"
+
+
+@pytest.mark.parametrize(("in_sweep", "out_of_memory"), [(True, True), (True, False), (False, True)])
+def test_running_out_of_memory_is_a_result_of_a_sweep(in_sweep, out_of_memory, tmp_path, monkeypatch):
+    def launched(n_ranks, arguments, told):
+        assert arguments == (["seq_len=8"] if in_sweep else sys.argv[1:])
+        assert told == {"folder": str(tmp_path), "sweep_group": "sweep" if in_sweep else None}
+        raise RankFailedError("rank 1 ran out of memory", out_of_memory=out_of_memory)
+
+    hydra = SimpleNamespace(
+        runtime=SimpleNamespace(output_dir=str(tmp_path)), overrides=SimpleNamespace(task=["seq_len=8"]),
+        sweep=SimpleNamespace(dir="sweep"),
+    )  # fmt: skip
+    monkeypatch.setattr(run_config, "HydraConfig", SimpleNamespace(get=lambda: hydra))
+    monkeypatch.setattr(run_config, "in_sweep", lambda: in_sweep)
+    monkeypatch.setattr(launch, "launch", launched)
+    if in_sweep and out_of_memory:
+        assert run_config.launch_ranks(2) == {"oom": 1.0}
+    else:
+        with pytest.raises(RankFailedError):
+            run_config.launch_ranks(2)
+
+
+NCCL = ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
+
+
+@pytest.mark.parametrize("strategy", [DDPStrategy, FullyShardedStrategy])
+def test_nccl_has_a_short_timeout_and_a_flight_recorder(strategy, monkeypatch):
+    for name in (*NCCL, "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    trainer = SimpleNamespace(world_size=1, default_root_dir="/run", strategy=strategy())
+    communication.configure(trainer)
+    assert not os.environ.keys() & set(NCCL)
+    trainer.world_size = 2
+    communication.configure(trainer)
+    assert trainer.strategy._timeout == timedelta(minutes=10)
+    assert [os.environ[name] for name in NCCL] == ["1", "2000", "/run/nccl_trace_rank_"]
+
+
+def test_what_the_user_has_set_stays(monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")  # the older name of TORCH_FR_BUFFER_SIZE
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+    strategy = DDPStrategy(timeout=timedelta(minutes=3))
+    communication.configure(SimpleNamespace(world_size=2, default_root_dir="/run", strategy=strategy))
+    assert strategy._timeout == timedelta(minutes=3)
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0" and "TORCH_FR_BUFFER_SIZE" not in os.environ
+
+
+def sbatch_script() -> str:
+    page = (REPOSITORY / "docs" / "several_gpus.md").read_text(encoding="utf-8")
+    [script] = re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    return script
+
+
+@pytest.mark.parametrize(
+    ("ending", "requeued"), [("trap 'exit 138' USR1; touch ready; sleep 0.05; sleep 0.05; sleep 0.05", True),
+                             ("touch ready; exit 7", False), ("touch ready; exit 0", False)],
+    ids=["preempted", "failed", "done"],
+)  # fmt: skip
+def test_the_sbatch_script_requeues_a_run_that_sigusr1_has_ended(ending, requeued, tmp_path):
+    """srun, python and scontrol are stand-ins. SLURM sends the signal to the script, as B:USR1 says."""
+    run = f'printf "%s\\n" "$@" >arguments; {ending}; for i in $(seq 100); do sleep 0.05; done; exit 9'
+    stand_ins = {"srun": 'shift; exec "$@"', "python": run, "scontrol": 'echo "$@" >requeued'}
+    for name, text in stand_ins.items():
+        path = tmp_path / name
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(0o755)
+    (tmp_path / "train.sbatch").write_text(sbatch_script())
+    (tmp_path / "runs/mine/now/checkpoints/step_0000001.ckpt").mkdir(parents=True)
+    environment = quiet_environment() | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "42", "SLURM_JOB_NAME": "mine",
+    }  # fmt: skip
+    job = subprocess.Popen(["bash", "train.sbatch", "seq_len=8", "data.path=a b"], cwd=tmp_path, env=environment)
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.02)
+    if requeued:
+        job.send_signal(signal.SIGUSR1)
+    assert job.wait(20) == (138 if requeued else int(ending[-1]))
+    arguments = ["train.py", "trainer.devices=8", "run_name=mine", "ckpt_path=last", "seq_len=8", "data.path=a b"]
+    assert (tmp_path / "arguments").read_text().splitlines() == arguments
+    assert (tmp_path / "requeued").exists() == requeued
+    if requeued:
+        assert (tmp_path / "requeued").read_text() == "requeue 42\n"
