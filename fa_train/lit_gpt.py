@@ -59,11 +59,12 @@ class LitGPT(L.LightningModule):
             raise ValueError("trainer.gradient_clip_algorithm must be norm; got value")
 
     def configure_model(self) -> None:
-        """Shards the model if the strategy shards. Lightning may call this hook more than once."""
+        """Shards and materialises the model if the strategy shards. Lightning may call this more than once."""
         if self.device_mesh is None or is_sharded(self.model):
             return
         self.trainer.precision_plugin.convert_module(self)  # Lightning would convert the model only after sharding
         shard(self.model, self.device_mesh, str(self.trainer.precision))
+        self.model.materialise(self.trainer.strategy.root_device)
 
     def on_fit_start(self) -> None:
         # the sums are not registered as buffers, because trainer.precision=bf16-true would convert buffers to bf16

@@ -21,7 +21,6 @@ from fa_train.models.gpt import GPT
 from fa_train.parallel import communication
 from fa_train.parallel.decisions import decided_by_rank_zero
 from fa_train.parallel.fsdp import FullyShardedStrategy
-from fa_train.parallel.init_on_device import InitOnDevice
 from fa_train.parallel.sharded_checkpoint import CheckpointFiles
 from fa_train.run_config import in_sweep, to_container
 
@@ -50,7 +49,7 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDat
     preflight.require_vocabulary(vocab_size, data.vocab_size)
     fill_in_levers(cfg, trainer, vocab_size)
     sharded, device = isinstance(trainer.strategy, FullyShardedStrategy), trainer.strategy.root_device
-    with InitOnDevice(device) if sharded else device:  # a sharded run gets the same weights as any other run
+    with torch.device("meta") if sharded else device:  # LitGPT materialises a sharded model
         model = build_model(cfg, vocab_size)
     return trainer, instantiate(cfg.lit_gpt, model=model), data
 

@@ -1,13 +1,13 @@
 """The frozen base model of an adapter. A checkpoint holds the name and hash of the base model, but not its weights."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from fa_train.checkpoints.files import CheckpointError, Shapes, require_same_shapes, shapes
 from fa_train.models.gpt import GPT
@@ -88,10 +88,10 @@ def base_hash(model: GPT) -> str:
     return digest.hexdigest()
 
 
-def hash_weights(model: nn.Module) -> str:
-    """Returns the SHA-256 of the names, shapes, dtypes and elements of a model's weights."""
+def hash_weights(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """Returns the SHA-256 of the names, shapes, dtypes and elements of weights."""
     digest = hashlib.sha256()
-    for name, weight in model.named_parameters():
+    for name, weight in weights:
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
         digest.update(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -1,6 +1,6 @@
 """A pre-norm decoder over a packed stream of tokens, for GPT-2 (2019), Llama (arXiv:2302.13971) and their variants."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fa_kernels.flash_attention.schedule import Schedule
@@ -22,7 +23,8 @@ from fa_train.models.attention import Attention, require_softcap, soft_capped
 from fa_train.models.compiled import EagerOrCompiled
 from fa_train.models.config import ModelConfig
 from fa_train.models.ffn import build_ffn, choose_ffn
-from fa_train.models.norms import NormModule, add_and_norm, build_norm, zeros_to_add
+from fa_train.models.initial import Constant, Distribution, Normal, drawing_device, drawn, initialise
+from fa_train.models.norms import NormModule, OffsetRMSNorm, add_and_norm, build_norm, zeros_to_add
 from fa_train.models.rope import RotaryTable, document_positions, rotary_table
 from fa_train.models.stream import require_stream, windowed_schedule
 
@@ -43,6 +45,9 @@ class Origin:
 
 class GPT(nn.Module):
     """A decoder-only transformer.
+
+    A model that is built on the meta device has no values until `materialise` is called. Any other model has initial
+    values, which depend on torch.initial_seed() and on the parameters' names.
 
     memory: the settings that reduce GPU memory, or None to use none of them.
     config: the fields of fa_train.models.config.ModelConfig. YAML files in conf/model set these fields.
@@ -68,6 +73,15 @@ class GPT(nn.Module):
         self.adds_later = False
         self.offload = Offload(self.config.n_layers, memory.offload == "all") if memory.offload else None
 
+        self.loss = SoftCappedLoss(loss, self.logit_softcap) if self.logit_softcap else loss
+        self.seed, device = torch.initial_seed(), torch.get_default_device()
+        with torch.device("meta"):  # torch's own initial values are not needed
+            self._add_modules(attention, memory)
+        self.sources: list[Callable[[GPT], None]] = [GPT.init_weights]
+        if device.type != "meta":
+            self.materialise(device)
+
+    def _add_modules(self, attention: Attention, memory: Memory) -> None:
         vocab_size, dim = self.config.vocab_size, self.config.dim
         self.token_embedding = nn.Embedding(vocab_size, dim)
         self.position_embedding = None
@@ -78,33 +92,70 @@ class GPT(nn.Module):
         )
         self.norm = build_norm(self.config, dim)
         self.head = nn.Linear(dim, vocab_size, bias=False)
-        self.loss = SoftCappedLoss(loss, self.logit_softcap) if self.logit_softcap else loss
-        self.init_weights()
+        self.tie()
 
-    @torch.no_grad()
+    def tie(self) -> None:
+        """Makes the head's weight that of the token embedding if the config ties them. New parameters untie them."""
+        if self.config.tied:
+            self.head.weight = self.token_embedding.weight
+
+    def materialise(self, device: torch.device) -> None:
+        """Allocates the parameters of a model on the meta device and gives them their initial values.
+
+        If the model is sharded, each rank allocates only its rows. It then holds at most one whole parameter at a time.
+        """
+        if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
+            self.to_empty(device=device)
+        else:
+            self._allocate(device)
+        self.tie()
+        for source in self.sources:
+            source(self)
+
+    def _allocate(self, device: torch.device) -> None:
+        """Replaces all parameters by empty ones on the device. torch's `to_empty` refuses fake tensors."""
+        for module in self.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                empty = torch.empty_like(parameter, device=device)
+                module.register_parameter(name, nn.Parameter(empty, parameter.requires_grad))
+
+    def add_source(self, source: "Callable[[GPT], None]") -> None:
+        """Registers a function that gives parameters their values. On the meta device, `materialise` calls it."""
+        self.sources.append(source)
+        if not self.token_embedding.weight.is_meta:
+            source(self)
+
     def init_weights(self) -> None:
-        """Initialises all weights. On a model from the meta device, call `init_weights` after `to_empty`.
+        """Gives all weights their random initial values, in this rank's rows if the model is sharded."""
+        for name, distribution in self._distributions():
+            initialise(self.get_parameter(name), distribution, self.seed, name)
+
+    def drawn_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the names and the whole random initial values of the weights, in fp32."""
+        for name, distribution in self._distributions():
+            parameter = self.get_parameter(name)
+            yield name, drawn(distribution, parameter.shape, drawing_device(parameter), self.seed, name)
+
+    def _distributions(self) -> Iterator[tuple[str, Distribution]]:
+        """Yields the distribution of each parameter except those of adapters.
 
         init="gpt2": normal with standard deviation 0.02, and 0.01 for positions (github.com/openai/gpt-2,
         src/model.py). The weights of attention.out and ffn.down are divided by sqrt(2 * n_layers) (the GPT-2 paper,
         section 2.3).
         init="llama": normal with standard deviation 0.02, which is initializer_range in Meta's config.json of Llama.
         """
-        if self.config.tied:  # tie the weights here, because `to_empty` unties them
-            self.head.weight = self.token_embedding.weight
-        for module in self.modules():
-            if isinstance(module, NormModule):
-                module.reset_parameters()
-            elif isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-                if isinstance(module, nn.Linear) and module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        deviations = {}
         if self.config.init == "gpt2":
-            for block in self._blocks():
-                for projection in (block.attention.out, block.ffn.down):
-                    nn.init.normal_(projection.weight, std=0.02 / (2 * self.config.n_layers) ** 0.5)
-            if self.position_embedding is not None:
-                nn.init.normal_(self.position_embedding.weight, std=0.01)
+            deviations = {"attention.out": 0.02 / (2 * self.config.n_layers) ** 0.5, "position_embedding": 0.01}
+            deviations["ffn.down"] = deviations["attention.out"]
+        for name, _ in self.named_parameters():
+            path, _, kind = name.rpartition(".")
+            module = self.get_submodule(path)
+            if isinstance(module, NormModule):
+                yield name, Constant(float(kind == "weight" and not isinstance(module, OffsetRMSNorm)))
+            elif isinstance(module, nn.Linear | nn.Embedding):
+                std = deviations.get(".".join(path.split(".")[-2:]), 0.02)
+                yield name, Constant(0.0) if kind == "bias" else Normal(std)
 
     def forward(
         self,

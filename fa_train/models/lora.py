@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,8 @@ from fa_train.memory.planner.plan import Adapters
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.import_ import tensor_places
 from fa_train.models.hf.weights import Place, read_json
+from fa_train.models.initial import Constant, Uniform, initialise
+from fa_train.models.shards import own_rows
 from fa_train.private_names import TESTED
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -105,8 +108,11 @@ class LoRA:
         linears = _linears(model)
         names = [name for parts in linears.values() for name in parts]
         settings._require_names(names)
-        if model.origin is None and not model.token_embedding.weight.is_meta:
-            model.random_base_hash = hash_weights(model)
+        if model.origin is None:
+            if model.token_embedding.weight.is_meta:
+                model.add_source(_hash_random_base)
+            else:
+                model.random_base_hash = hash_weights(model.named_parameters())
         model.requires_grad_(False)
         for path, parts in linears.items():
             wanted = {name: place for name, place in parts.items() if settings.targets(name)}
@@ -116,8 +122,7 @@ class LoRA:
                 assert isinstance(linear, nn.Linear)
                 setattr(model.get_submodule(parent), attribute, LoRALinear(linear, path, wanted, settings))
         model.choose_ffns()
-        if settings.path is not None and not model.token_embedding.weight.is_meta:
-            load_adapter(model, Path(settings.path))
+        model.add_source(init_adapters if settings.path is None else partial(load_adapter, folder=Path(settings.path)))
         return model
 
     def _require_names(self, names: Sequence[str]) -> None:
@@ -163,8 +168,7 @@ class LoRALinear(nn.Linear):
         device = linear.weight.device
         for name, rows in self.rows.items():
             a = torch.empty(settings.r, self.in_features, dtype=torch.float32, device=device)
-            nn.init.kaiming_uniform_(a, a=math.sqrt(5))
-            b = torch.zeros(rows.stop - rows.start, settings.r, dtype=torch.float32, device=device)
+            b = torch.empty(rows.stop - rows.start, settings.r, dtype=torch.float32, device=device)
             self.lora_A[name], self.lora_B[name] = nn.Parameter(a), nn.Parameter(b)
         self.nf4 = nn.ParameterDict()
         if settings.quantization == "nf4":
@@ -224,7 +228,7 @@ class LoRALinear(nn.Linear):
 
         def keeping_dtype(x: Tensor) -> Tensor:
             moved = fn(x)
-            return moved if x.is_meta or moved.dtype == x.dtype else x.to(moved.device)
+            return moved if moved.dtype == x.dtype else x.to(moved.device)
 
         for child in (self.lora_A, self.lora_B, self.nf4):
             child._apply(keeping_dtype)
@@ -333,6 +337,15 @@ def adapted(model: GPT) -> Iterator[tuple[str, LoRALinear]]:
     return ((path, module) for path, module in model.named_modules() if isinstance(module, LoRALinear))
 
 
+def init_adapters(model: GPT) -> None:
+    """Draws each A like nn.Linear's weight and sets each B to 0."""
+    for path, linear in adapted(model):
+        for name in linear.rows:
+            bound = linear.in_features**-0.5
+            initialise(linear.lora_A[name], Uniform(bound), model.seed, f"{path}.lora_A.{name}")
+            initialise(linear.lora_B[name], Constant(0.0), model.seed, f"{path}.lora_B.{name}")
+
+
 def adapters_of(model: GPT) -> Adapters | None:
     """Returns the sizes of a model's adapters for the memory planner, or None for a model without adapters.
 
@@ -434,8 +447,9 @@ def load_adapter(model: GPT, folder: Path) -> None:
         if tensor.shape != places[name].shape:
             wanted, found = tuple(places[name].shape), tuple(tensor.shape)
             raise ValueError(f"{path}: tensor {name} must be {wanted} in this model; got {found}")
+        own, rows = own_rows(places[name])
         with torch.no_grad():
-            places[name].copy_(tensor)
+            own.copy_(tensor[rows])
 
 
 # The fields of adapter_config.json. The fields in READ are used, fields in IRRELEVANT may have any value, and REQUIRED
@@ -471,6 +485,11 @@ def _settings(folder: Path, own: LoRA) -> LoRA:
     if missing:
         raise ValueError(f"{path} must have {', '.join(missing)}; it does not")
     return replace(own, **{name: config[name] for name in READ & config.keys()})
+
+
+def _hash_random_base(model: GPT) -> None:
+    """Sets the hash of frozen random weights. Draws them again, because a rank has only its rows, maybe in bf16."""
+    model.random_base_hash = hash_weights(model.drawn_weights())
 
 
 def _linears(model: GPT) -> dict[str, dict[str, Place]]:

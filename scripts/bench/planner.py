@@ -111,8 +111,7 @@ def measure(run: Run) -> tuple[Plan, float, float]:
     torch._dynamo.reset()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    model = model.to_empty(device="cuda")
-    model.init_weights()
+    model.materialise(torch.device("cuda"))
     if run.precision == "bf16-true":
         model.bfloat16()
     if run.compiled:

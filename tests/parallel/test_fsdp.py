@@ -5,7 +5,6 @@ import pickle
 import shutil
 import signal
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,7 +32,6 @@ from fa_train.models.attention import sdpa_attention
 from fa_train.models.gpt import GPT
 from fa_train.parallel.agreement import Agreement
 from fa_train.parallel.fsdp import local, shard, whole
-from fa_train.parallel.init_on_device import InitOnDevice
 from fa_train.parallel.sharded_checkpoint import load_sharded
 from scripts import trained_model
 from tests.checkpoints.test_files import Evil
@@ -366,38 +364,6 @@ def test_a_stopped_run_goes_on_and_stops_by_its_main_process_too(stopped_run, sh
     assert parts[0] | parts[1] | parts[2] == pytest.approx(whole, rel=1e-4), "fp32 sums in another order"
 
 
-@pytest.mark.parametrize("drawing", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_weights_in_host_memory_have_the_numbers_of_a_device(drawing, tmp_path):
-    """Compares the parameters of the model and its adapter, and the random numbers drawn afterwards."""
-    models, after = [], []
-    with composed(tmp_path, *tiny(tmp_path, "adapter=lora")) as cfg:
-        for context in (torch.device(drawing), InitOnDevice(torch.device(drawing))):
-            torch.manual_seed(0)
-            with context:
-                models.append(training.build_model(cfg, 259))
-            after.append(torch.rand(3, device=drawing))
-    there, here = (dict(model.named_parameters()) for model in models)
-    assert all(parameter.device.type == "cpu" for parameter in here.values())
-    torch.testing.assert_close(here, there, rtol=0, atol=0, check_device=False)
-    assert torch.equal(*after)
-
-
-def test_only_random_values_come_from_the_other_device():
-    with InitOnDevice(torch.device("meta")):  # the meta device has no data to copy
-        assert torch.ones(3).mul_(2).sum() == 6
-        torch.empty(3, device="meta").normal_()
-        with pytest.raises(NotImplementedError, match="no data"):
-            torch.empty(3).normal_()
-
-
-def test_a_sharded_run_draws_on_its_device(tmp_path, monkeypatch):
-    devices = []
-    monkeypatch.setattr(training, "InitOnDevice", lambda device: devices.append(device) or nullcontext())
-    with composed(tmp_path, *tiny(tmp_path, *RANKS)) as cfg:
-        trainer, lit_gpt, _ = training.build(cfg)
-    assert devices == [trainer.strategy.root_device] and lit_gpt.device.type == "cpu"
-
-
 def small_gpt(tied: bool, memory: Memory) -> GPT:
     """Builds a model that has equal weights on every rank."""
     torch.manual_seed(0)
@@ -432,6 +398,7 @@ def compare_gradients(rank: int) -> None:
     streams = torch.randint(67, (2, 18), generator=torch.Generator().manual_seed(1))
     for name, (tied, memory, precision) in CASES.items():
         expected = [gradients(small_gpt(tied, memory), stream, precision) for stream in streams]
+        exact = [gradients(small_gpt(tied, memory), stream, "32-true") for stream in streams]
         model = small_gpt(tied, memory)
         elements = sum(p.numel() for p in model.parameters())
         shard(model, mesh, precision)
@@ -444,8 +411,9 @@ def compare_gradients(rank: int) -> None:
         assert ours.keys() == expected[0][1].keys()
         for parameter, gradient in ours.items():
             mean = (expected[0][1][parameter] + expected[1][1][parameter]) / 2
-            # bf16 also rounds the weights of norms, and each rank's gradient once more
-            atol = 2**-6 * float(mean.abs().max()) if mixed else 1e-5
+            # twice the error of bf16 without sharding, and the rounding of norm weights and of each rank's gradient
+            of_bf16 = (mean - (exact[0][1][parameter] + exact[1][1][parameter]) / 2).abs().max()
+            atol = float(2 * of_bf16 + 2**-7 * mean.abs().max()) if mixed else 1e-5
             error = float((whole(gradient) - mean).abs().max())
             assert error <= atol, (name, parameter, error)
 

@@ -17,8 +17,8 @@ from fa_train.checkpoints.base import PREFIX, REFERENCE, require_fit
 from fa_train.checkpoints.files import CheckpointError, Shapes, all_finite, read_file, shapes
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.import_ import SavesTokenizer, save_pretrained
+from fa_train.models.initial import drawn_on
 from fa_train.models.lora import adapted, merge, save_adapter
-from fa_train.parallel.init_on_device import InitOnDevice
 from fa_train.parallel.sharded_checkpoint import FolderReader, load_into, read_meta, require_whole, stored_weights
 
 # a function that takes a vocabulary size and builds the run's model and adapter on torch's default device
@@ -225,7 +225,7 @@ def _base(build: Build, checkpoint: Path, reference: Mapping[str, Any]) -> GPT:
     device_type = reference["drawn_on"] or "cpu"
     if device_type == "cuda" and not torch.cuda.is_available():
         raise CheckpointError(f"{checkpoint} holds an adapter for weights that a GPU drew from a seed; it needs a GPU")
-    with torch.device("cpu") if device_type == "cpu" else InitOnDevice(torch.device(device_type)):
+    with drawn_on(torch.device(device_type)):
         return build(reference["vocab_size"])
 
 

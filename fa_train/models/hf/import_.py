@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,8 +14,19 @@ from fa_train.memory.memory import Memory
 from fa_train.models.attention import Attention, flash_attention, naive_attention, sdpa_attention
 from fa_train.models.config import ModelConfig
 from fa_train.models.gpt import GPT, Origin
-from fa_train.models.hf.families import FAMILIES, scaling_fields, text_part, understood
-from fa_train.models.hf.weights import INDEX, Place, places_of, read_json, read_weights, write_json, write_weights
+from fa_train.models.hf.families import FAMILIES, Layout, scaling_fields, text_part, understood
+from fa_train.models.hf.weights import (
+    INDEX,
+    Place,
+    has_weights,
+    places_of,
+    read_json,
+    read_weights,
+    stored_dtypes,
+    stored_tensors,
+    write_json,
+    write_weights,
+)
 from fa_train.models.rope import DynamicNTKScaling
 from fa_train.models.rope import rope_scaling as parse_rope_scaling
 
@@ -59,12 +71,14 @@ def load_pretrained(
     max_seq_len: the number of tokens that the model must support. If rope_scaling has no factor, the factor is computed
     from max_seq_len. A rope_scaling without a factor has no effect if the checkpoint already supports max_seq_len
     tokens.
-    An export writes changes of RoPE to config.json. Weights are read one by one, to torch's default device. If the
-    default device is the meta device, no weights are read.
+    An export writes changes of RoPE to config.json. Weights are read one by one, to torch's default device. On the meta
+    device, `materialise` reads them, and converts them to the parameters' dtype. If `dtype` is None, that is the stored
+    dtype, or fp32 if the files are not on this machine yet.
     Raises: ValueError if the checkpoint is incomplete, a field of config.json or a tensor is not supported, the
     vocabulary is too small, or RoPE does not support max_seq_len tokens after these changes.
     """
-    on_meta = torch.get_default_device().type == "meta"
+    device = torch.get_default_device()
+    on_meta = device.type == "meta"
     folder = _folder(str(pretrained), with_weights=not on_meta)
     config = text_part(read_json(folder / "config.json"), folder / "config.json")
     if rope_scaling is not None or rope_theta is not None or max_seq_len is not None:
@@ -84,9 +98,23 @@ def load_pretrained(
     model.origin = Origin(
         config, read_json(generation_config) if generation_config.exists() else None, str(pretrained), folder
     )
+    layout = FAMILIES[config["model_type"]].layout
+    places = places_of(model, layout)
+    dtypes = {} if dtype is None else {place.parameter: _dtype(dtype) for place in places.values()}
+    if dtype is None and (not on_meta or has_weights(folder)):
+        dtypes = stored_dtypes(stored_tensors(model, places, folder, layout))
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(dtypes.get(name))
+    model.sources = [partial(_read, places=places, pretrained=str(pretrained), layout=layout)]
     if not on_meta:
-        read_weights(model, folder, FAMILIES[config["model_type"]].layout, None if dtype is None else _dtype(dtype))
+        model.materialise(device)
     return model
+
+
+def _read(model: GPT, *, places: Mapping[str, Place], pretrained: str, layout: Layout) -> None:
+    """Reads the weights of a model from `load_pretrained`, or this rank's rows if it is sharded."""
+    folder = _folder(pretrained, with_weights=True)
+    read_weights(model, stored_tensors(model, places, folder, layout))
 
 
 def save_pretrained(

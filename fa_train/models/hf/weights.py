@@ -1,22 +1,30 @@
-"""Reads the tensors of a Hugging Face checkpoint one by one into a GPT, and writes the weights of a GPT."""
+"""Reads the tensors of a Hugging Face checkpoint one by one into a GPT, and writes the weights of a GPT.
+
+A rank of a sharded GPT reads only its rows of each tensor.
+"""
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.families import Layout
+from fa_train.models.shards import own_rows
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# the dtypes of weights by their names in safetensors' headers
+STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -62,57 +70,110 @@ def _row_counts(model: GPT, module: str, rows: int, parts: int) -> list[int]:
     return [rows // parts] * parts
 
 
-def read_weights(model: GPT, folder: Path, layout: Layout, dtype: torch.dtype | None) -> None:
-    """Copies every tensor of a checkpoint into the model, in `dtype` or in its stored dtype.
+@dataclass(frozen=True)
+class Stored:
+    """A checked tensor of a checkpoint: its file, its name there, its place in the model and its dtype."""
 
+    path: Path
+    name: str
+    place: Place
+    dtype: torch.dtype
+
+
+def stored_tensors(model: GPT, places: Mapping[str, Place], folder: Path, layout: Layout) -> list[Stored]:
+    """Finds and checks the tensors of a checkpoint, by the headers of its files. The result is in the order of files.
+
+    places: as places_of returns them.
     Raises: ValueError if a tensor is missing, unknown, or has a wrong shape or dtype.
     """
-    places = places_of(model, layout)
-    missing = set(places)
+    missing, found = set(places), []
     for path, names in _shards(folder):
-        for name, tensor in _tensors(path, names):
-            place_name = _place_name(name, places, layout)
-            if place_name is None:
-                if _is_unused(name, model.config.tied):
-                    continue
-                raise ValueError(f"{path}: tensor {name} has no place in this model")
-            _put(model, places[place_name], tensor, dtype, f"{path}: tensor {name}")
-            missing.discard(place_name)
+        with _opened(path) as file:
+            for name in _stored_names(path, file, names):
+                place_name = _place_name(name, places, layout)
+                if place_name is None:
+                    if _is_unused(name, model.config.tied):
+                        continue
+                    raise ValueError(f"{path}: tensor {name} has no place in this model")
+                place = places[place_name]
+                shape = model.get_parameter(place.parameter).shape
+                dtype = _require_fit(file.get_slice(name), place, shape, f"{path}: tensor {name}")
+                found.append(Stored(path, name, place, dtype))
+                missing.discard(place_name)
     if missing:
         raise ValueError(f"{folder}: {len(missing)} tensors are missing, {', '.join(sorted(missing)[:3])} among them")
-    if model.config.tied:
-        model.head.weight = model.token_embedding.weight
+    return found
 
 
-def _put(model: GPT, place: Place, tensor: Tensor, dtype: torch.dtype | None, what: str) -> None:
-    """Copies a tensor into its rows of a parameter. Allocates the parameter if it is on the meta device."""
-    if not tensor.is_floating_point() or tensor.element_size() < 2:
-        raise ValueError(f"{what} must be of float32, bfloat16 or float16; got {tensor.dtype}: it is quantized")
-    parent, _, kind = place.parameter.rpartition(".")
-    module = model.get_submodule(parent)
-    parameter = getattr(module, kind)
-    if place.transposed:
-        tensor = tensor.T
-    wanted = (place.rows.stop - place.rows.start, *parameter.shape[1:])
-    if tensor.shape != wanted:
+def stored_dtypes(tensors: Iterable[Stored]) -> dict[str, torch.dtype]:
+    """Returns the stored dtype of each parameter. Raises: ValueError if the parts of a matrix differ."""
+    dtypes: dict[str, torch.dtype] = {}
+    for stored in tensors:
+        wanted = dtypes.setdefault(stored.place.parameter, stored.dtype)
+        if stored.dtype != wanted:  # parts of a joined matrix, such as queries and keys
+            raise ValueError(
+                f"{stored.path}: tensor {stored.name} must be {wanted} like the tensors that it is joined with; "
+                f"got {stored.dtype}. Set dtype to convert them"
+            )
+    return dtypes
+
+
+def read_weights(model: GPT, tensors: Sequence[Stored]) -> None:
+    """Copies the tensors of a checkpoint into the model, one at a time, and converts them to its dtypes.
+
+    If the model is sharded, each rank reads only its rows.
+    """
+    for path, group in groupby(tensors, key=lambda stored: stored.path):
+        with _opened(path) as file:
+            for stored in group:
+                own, rows = own_rows(model.get_parameter(stored.place.parameter))
+                first, last = max(rows.start, stored.place.rows.start), min(rows.stop, stored.place.rows.stop)
+                if first < last:
+                    wanted = slice(first - stored.place.rows.start, last - stored.place.rows.start)
+                    with torch.no_grad():
+                        own[first - rows.start : last - rows.start] = _read(file, stored, wanted)
+
+
+def _read(file: Any, stored: Stored, rows: slice) -> Tensor:
+    """Reads rows of a tensor, counted in the model's order of dimensions."""
+    header = file.get_slice(stored.name)
+    tensor: Tensor = header[:, rows].T if stored.place.transposed else header[rows]
+    return tensor
+
+
+def _require_fit(header: Any, place: Place, shape: Sequence[int], what: str) -> torch.dtype:
+    """Checks a tensor's header against its place in a parameter of this shape. Returns the tensor's dtype.
+
+    Raises: ValueError if the shape or the dtype is wrong.
+    """
+    stored_dtype = header.get_dtype()
+    if stored_dtype not in STORED_DTYPES:
         raise ValueError(
-            f"{what} must be {_shape(wanted, place)} according to config.json; got {_shape(tensor.shape, place)}"
+            f"{what} must be of float32, bfloat16 or float16; got {_dtype_name(stored_dtype)}: it is quantized"
         )
-    if parameter.is_meta:
-        parameter = nn.Parameter(torch.empty(parameter.shape, dtype=dtype or tensor.dtype))
-        setattr(module, kind, parameter)
-    if dtype is None and tensor.dtype != parameter.dtype:  # another part of a joined matrix has another dtype
-        raise ValueError(
-            f"{what} must be {parameter.dtype} like the tensors that it is joined with; got {tensor.dtype}. "
-            "Set dtype to convert them"
-        )
-    with torch.no_grad():
-        parameter[place.rows] = tensor.to(parameter.dtype)
+    wanted = _shape((place.rows.stop - place.rows.start, *shape[1:]), place)
+    if tuple(header.get_shape()) != wanted:
+        raise ValueError(f"{what} must be {wanted} according to config.json; got {tuple(header.get_shape())}")
+    return STORED_DTYPES[stored_dtype]
+
+
+def _dtype_name(stored: str) -> str:
+    """Returns torch's name for an integer dtype of safetensors, and other names as they are."""
+    return f"int{stored[1:]}" if stored.startswith("I") else stored
 
 
 def _shape(shape: Sequence[int], place: Place) -> tuple[int, ...]:
     """Returns the shape that the checkpoint stores: a transposed matrix has its dimensions reversed."""
     return tuple(reversed(shape)) if place.transposed else tuple(shape)
+
+
+def has_weights(folder: Path) -> bool:
+    """Returns whether all weight files of a checkpoint are present."""
+    try:
+        weight_files(folder)
+    except ValueError:
+        return False
+    return True
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -138,18 +199,23 @@ def _shards(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
         yield folder / file, by_file[file]
 
 
-def _tensors(path: Path, names: list[str] | None) -> Iterator[tuple[str, Tensor]]:
-    """Reads a file's tensors one by one, and yields each with its name, on the CPU."""
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Opens a weight file. Raises: ValueError if it is damaged."""
     try:
-        with safe_open(str(path), framework="pt", device="cpu") as shard:
-            stored = set(shard.keys())
-            absent = sorted(set(names or ()) - stored)
-            if absent:
-                raise ValueError(f"{path} must hold {absent[0]}, as {INDEX} says; it holds {len(stored)} other tensors")
-            for name in names or sorted(stored):
-                yield name, shard.get_tensor(name)
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            yield file
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def _stored_names(path: Path, file: Any, names: list[str] | None) -> list[str]:
+    """Returns the names of the tensors to read: all, or the given ones. Raises: ValueError if one is absent."""
+    stored = set(file.keys())
+    absent = sorted(set(names or ()) - stored)
+    if absent:
+        raise ValueError(f"{path} must hold {absent[0]}, as {INDEX} says; it holds {len(stored)} other tensors")
+    return names or sorted(stored)
 
 
 def _place_name(name: str, places: Mapping[str, Place], layout: Layout) -> str | None:
@@ -205,7 +271,7 @@ def write_weights(model: GPT, folder: Path, layout: Layout, dtype: torch.dtype |
 
 
 def _take(parameter: Tensor, place: Place, dtype: torch.dtype | None) -> Tensor:
-    """Returns the rows of a parameter as a tensor of the checkpoint. `_take` is the inverse of `_put`."""
+    """Returns the rows of a parameter as a tensor of the checkpoint. `_take` is the inverse of `_read`."""
     whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
     rows = whole.detach()[place.rows].to(dtype or whole.dtype).cpu()
     return (rows.T if place.transposed else rows).contiguous()

@@ -174,7 +174,7 @@ def as_on_a_gpu() -> Iterator[None]:
         )
         patch.setattr(offload_module, "available_host_bytes", lambda: 2**60)
         patch.setattr(checks, "require_backend", lambda device: None)  # nothing is computed
-        patch.setattr(lora_module, "hash_weights", lambda model: "")  # no weights to hash
+        patch.setattr(lora_module, "hash_weights", lambda weights: "")  # no weights to hash
         patch.setattr(F, "rms_norm", lambda x, shape, weight, eps: FusedRMSNorm.apply(x, weight, eps))
         patch.setattr(loss_module, "_torch_cross_entropy", cross_entropy)
         yield
@@ -242,7 +242,7 @@ def kept_by_compiled_block(build: Callable[[], GPT], tokens: int, precision: str
     torch._dynamo.reset()
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(checks, "require_backend", lambda device: None)  # nothing is computed
-        patch.setattr(lora_module, "hash_weights", lambda model: "")  # no weights to hash
+        patch.setattr(lora_module, "hash_weights", lambda weights: "")  # no weights to hash
         torch.set_default_dtype(torch.bfloat16 if precision == "bf16-true" else torch.float32)
         try:
             model = build()

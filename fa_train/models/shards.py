@@ -1,0 +1,20 @@
+"""The rows of a parameter that this rank holds."""
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def own_rows(parameter: Tensor) -> tuple[Tensor, slice]:
+    """Returns this rank's part of a parameter, which shares its memory, and the rows that the part holds.
+
+    A plain tensor has all rows. FSDP2 splits the rows as torch.chunk does, so the last ranks can have fewer or none.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter, slice(0, parameter.shape[0])
+    own, start = parameter.to_local(), 0
+    for dimension, placement in enumerate(parameter.placements):
+        if placement.is_shard():
+            assert placement.is_shard(dim=0), "FSDP2 shards rows"
+            per_rank = -(-parameter.shape[0] // parameter.device_mesh.size(dimension))
+            start = min(per_rank * parameter.device_mesh.get_local_rank(dimension), parameter.shape[0])
+    return own, slice(start, start + own.shape[0])

@@ -1,0 +1,195 @@
+"""Two processes draw or read the weights of one, and neither ever holds the whole model."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fa_train import training
+from fa_train.memory.loss import LinearCrossEntropy
+from fa_train.models.attention import sdpa_attention
+from fa_train.models.gpt import GPT
+from fa_train.models.hf import weights as hf_weights
+from fa_train.models.hf.import_ import load_pretrained, save_pretrained
+from fa_train.models.initial import drawn_on
+from fa_train.models.lora import LoRA, save_adapter
+from fa_train.parallel.fsdp import shard, whole
+from tests.parallel.support.memory import peak_growth
+from tests.support.processes import start_server
+from tests.support.training import composed, tiny
+from tests.test_train import processes_can_talk, ranks_of_torchrun
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+LLAMA: dict[str, Any] = {
+    "vocab_size": 67, "n_layers": 2, "dim": 32, "n_heads": 2, "n_kv_heads": 1, "head_dim": None, "ffn_dim": 48,
+    "norm": "rmsnorm", "norm_eps": 1e-5, "positions": "rope", "rope_theta": 1e4, "max_seq_len": 64,
+    "activation": "swiglu", "bias": False, "qk_norm": False, "tied": False, "init": "llama",
+}  # fmt: skip
+GPT2 = LLAMA | {
+    "norm": "layernorm", "positions": "learned", "activation": "gelu", "bias": True, "tied": True, "n_kv_heads": None,
+    "rope_theta": None, "init": "gpt2",
+}  # fmt: skip
+# 14 million weights, 55 MB in fp32; the largest parameter is 3% of them
+LARGE = LLAMA | {"vocab_size": 512, "n_layers": 16, "dim": 256, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 768}
+LARGE_BYTES = 4 * (2 * 512 * 256 + 16 * (4 * 256**2 + 3 * 256 * 768))
+ADAPTER = LoRA(
+    r=1, lora_alpha=1, lora_dropout=0.0, target_modules="all-linear", use_rslora=False, quantization=None, path=None
+)
+DRAWN = {"llama": (LLAMA, None), "gpt2": (GPT2, None), "lora": (LLAMA, ADAPTER)}
+READ = {"llama": LLAMA, "gpt2": GPT2}  # llama joins tensors, and gpt2 transposes them
+
+
+def build(config: dict[str, Any], seed: int = 0) -> GPT:
+    torch.manual_seed(seed)
+    return GPT(**config, attention=sdpa_attention, loss=LinearCrossEntropy(chunk_size=8))
+
+
+def built_on(device: torch.device, config: dict[str, Any], adapter: LoRA | None) -> GPT:
+    with device:
+        return build(config) if adapter is None else adapter(build(config))
+
+
+def sharded(model: GPT, precision: str = "32-true") -> GPT:
+    """Gives each rank its rows of a model on the meta device."""
+    assert all(parameter.is_meta for parameter in model.parameters())
+    if precision == "bf16-true":
+        model.bfloat16()
+    shard(model, init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel")), precision)
+    model.materialise(CPU)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return model
+
+
+def assert_same(ours: GPT, theirs: GPT) -> None:
+    names = [name for name, _ in theirs.named_parameters()]
+    assert names == [name for name, _ in ours.named_parameters()]
+    for name in names:
+        a, b = whole(ours.get_parameter(name)), theirs.get_parameter(name)
+        assert a.dtype == b.dtype and torch.equal(a, b), name
+    assert (ours.head.weight is ours.token_embedding.weight) == ours.config.tied
+
+
+def write_checkpoints(folder: Path) -> None:
+    """Writes Hugging Face checkpoints, one of them in several files, and an adapter with random weights."""
+    for name, config in (READ | {"large": LARGE}).items():
+        save_pretrained(build(config, seed=1), folder / name, shard_bytes=20_000 if name == "llama" else 10**9)
+    assert len(list((folder / "llama").glob("*.safetensors"))) > 1
+    adapted = ADAPTER(build(LLAMA))
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_()
+    save_adapter(adapted, folder / "adapter", base=None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
+def test_two_ranks_have_the_weights_of_one(tmp_path):
+    """One spawned pair makes all checks that need two ranks, because a process takes seconds to start."""
+    write_checkpoints(tmp_path)
+    start_server()
+    arguments = (str(tmp_path), ranks_of_torchrun(2))
+    torch.multiprocessing.start_processes(in_two_processes, args=arguments, nprocs=2, start_method="forkserver")
+
+
+def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
+    """Makes all checks that need two ranks."""
+    torch.set_num_threads(1)
+    os.environ.update(environments[rank])
+    dist.init_process_group("gloo")
+    same_random_weights()
+    same_pretrained_weights(Path(folder))
+    never_the_whole_model(rank, Path(folder))
+    dist.destroy_process_group()
+
+
+def same_random_weights() -> None:
+    for name, (config, adapter) in DRAWN.items():
+        expected = built_on(CPU, config, adapter)
+        assert_same(sharded(built_on(META, config, adapter)), expected)
+        ours = sharded(built_on(META, config, adapter), "bf16-true")
+        assert ours.random_base_hash == expected.random_base_hash, "bf16 is rounded from the same fp32 values"
+        assert (ours.random_base_hash is None) == (adapter is None), name
+        assert_same(ours, expected.bfloat16())
+
+
+def recorded(function: Callable[..., Tensor], results: list[Tensor]) -> Callable[..., Tensor]:
+    def call(*arguments: Any) -> Tensor:
+        results.append(function(*arguments))
+        return results[-1]
+
+    return call
+
+
+def same_pretrained_weights(folder: Path) -> None:
+    for name in READ:
+        read: list[Tensor] = []
+        expected = load_pretrained(folder / name, "sdpa")
+        with META:
+            model = load_pretrained(folder / name, "sdpa")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hf_weights, "_read", recorded(hf_weights._read, read))
+            assert_same(sharded(model), expected)
+        elements = sum(p.numel() for p in expected.parameters())
+        assert sum(tensor.numel() for tensor in read) < 0.52 * elements, "this rank's rows only"
+    adapter = LoRA(**(vars(ADAPTER) | {"path": str(folder / "adapter")}))
+    assert_same(sharded(built_on(META, LLAMA, adapter)), built_on(CPU, LLAMA, adapter))
+
+
+def never_the_whole_model(rank: int, folder: Path) -> None:
+    """Both ranks need memory for half of the model and a parameter. One process needs it for the whole model."""
+    with META:
+        models = [build(LARGE), load_pretrained(folder / "large", "sdpa")]
+    for model in models:
+        with peak_growth() as peak:
+            sharded(model)
+        assert 0.4 * LARGE_BYTES < peak.bytes < 0.65 * LARGE_BYTES, peak.bytes / LARGE_BYTES
+    models.clear()
+    del model
+    if rank == 0:
+        with peak_growth() as peak:
+            build(LARGE)
+        assert peak.bytes > 0.98 * LARGE_BYTES, "the measure sees a whole model"
+
+
+def test_a_sharded_run_is_built_on_the_meta_device(tmp_path):
+    """Lightning calls configure_model, which shards the model and materialises it."""
+    for strategy, on_meta in (("fsdp", True), ("ddp", False)):
+        with composed(tmp_path, *tiny(tmp_path, f"strategy={strategy}", "trainer.devices=2", "adapter=lora")) as cfg:
+            _, lit_gpt, _ = training.build(cfg)
+        assert all(parameter.is_meta == on_meta for parameter in lit_gpt.parameters())
+
+
+def test_weights_depend_on_the_seed_and_the_name():
+    one, again, other = (build(LLAMA, seed) for seed in (0, 0, 1))
+    deeper = build(LLAMA | {"n_layers": 3})
+    for name, parameter in one.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name))
+        assert torch.equal(parameter, deeper.get_parameter(name)), "other layers change nothing"
+        assert ("norm" in name) == torch.equal(parameter, other.get_parameter(name))
+    up, later = (one.get_parameter(f"blocks.{i}.ffn.up.weight") for i in (0, 1))
+    assert not torch.isclose(up, later).all()
+
+
+def test_drawing_leaves_torchs_generator_alone():
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    build(LLAMA, seed=0)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.gpu
+def test_a_cpu_can_hold_what_a_gpu_draws():
+    """An export of an adapter draws its base on the GPU that drew it first, but holds it in host memory."""
+    with drawn_on(torch.device("cuda")):
+        held = build(LLAMA)
+    with torch.device("cuda"):
+        there = build(LLAMA)
+    for name, parameter in held.named_parameters():
+        assert not parameter.is_cuda and torch.equal(parameter, there.get_parameter(name).cpu()), name
