@@ -19,7 +19,7 @@ def require_names(package: Package, owner: object, *names: str) -> None:
 
 
 def require_parameters(package: Package, function: str, found: Iterable[str], wanted: Iterable[str]) -> None:
-    """Raises: ImportError if the parameters `found` of a function from `package` are not those in `wanted`."""
+    """Raises: ImportError if a function from `package` has the parameters `found` instead of those in `wanted`."""
     different = sorted(set(found) ^ set(wanted))
     if different:
         raise ImportError(

@@ -56,7 +56,8 @@ def require_fit(model: GPT, stored: Shapes, reference: Mapping[str, Any] | None,
     """Checks that a checkpoint holds all weights of the model, or its adapters and a reference to its base model.
 
     stored: the shapes of the stored weights, by their names in LitGPT.
-    reference: the name and hash of the base model that the checkpoint holds, or None if it holds all weights.
+    reference: the name and hash of the base model that the checkpoint holds, or None if the checkpoint holds all
+    weights.
     checkpoint: the checkpoint's name, for error messages.
     Raises: CheckpointError, which names the first difference.
     """

@@ -39,7 +39,8 @@ class PackedRows:
                 raise ValueError(f"packing must keep a document{where}; it keeps none:\n{layout.report.text()}")
         self.rows: ShuffledRows | MixedRows
         if isinstance(data.source, Mixture):
-            # the seed depends on the source's name, so a source's rows have the same order whatever it is mixed with
+            # the seed depends on the source's name, so the order of a source's rows does not depend on the other
+            # sources
             seeds = [(data.seed, zlib.crc32(name.encode())) if shuffle else None for name in self.layouts]
             sources = [ShuffledRows(layout, seed) for layout, seed in zip(self.layouts.values(), seeds, strict=True)]
             shares = data.source.rows_a_cycle

@@ -157,7 +157,8 @@ class PackedDataModule(L.LightningDataModule):
         return self._loader(dataset, RangeSampler(done, self.max_steps * accumulation))
 
     def _count_from(self, done: int) -> None:
-        """Sets Lightning's counters of finished micro-batches, which determine where steps and the run end, to `done`.
+        """Sets Lightning's counters of finished micro-batches to `done`. These counters determine where steps and the
+        run end.
 
         Lightning restores the counters from the checkpoint. The run that saved the checkpoint may have had another
         number of micro-batches per step.

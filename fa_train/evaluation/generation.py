@@ -169,7 +169,7 @@ def sampled_chat(path: str) -> tuple[list[Message], list[dict[str, Any]] | None]
 
 
 def chat_prompt(encoder: ChatEncoder, messages: list[Message], tools: list[Any] | None) -> list[int]:
-    """Returns the tokens of messages that are rendered with the encoder's template, up to the start of the answer."""
+    """Renders messages with the encoder's template up to the start of the answer, and returns the tokens."""
     assert isinstance(encoder.tokenizer, HFTokenizer)
     hf = encoder.tokenizer.hf
     text = hf.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)

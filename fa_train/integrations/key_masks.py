@@ -27,7 +27,7 @@ RUNS, HOLES = torch.float64, torch.int64
 
 
 def is_key_mask(mask: Tensor) -> bool:
-    """Returns whether this is a mask of this module or a user's (batch, seqlen_k)."""
+    """Returns whether `mask` has the form of this module's masks, or of a user's mask (batch, seqlen_k)."""
     return mask.dim() == 2 or (mask.dim() == 4 and mask.shape[1:3] == (1, 1) and mask.dtype in (RUNS, HOLES))
 
 
@@ -178,7 +178,10 @@ def _counts(mask: Tensor, seqlen_k: int) -> Tensor:
 
 
 def _unmasked_queries(mask: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Returns (batch, seqlen_q) bool. With n keys in the cache, query i has the token of key n - seqlen_q + i."""
+    """Returns (batch, seqlen_q) bool, True for unmasked queries.
+
+    With n keys in the cache, query i and key `n - seqlen_q + i` belong to the same token.
+    """
     value = mask.amax().long()
     written = torch.where(value > 1, value - 1, mask.shape[-1])
     place = (written - seqlen_q + torch.arange(seqlen_q, device=mask.device)).expand(len(mask), -1)

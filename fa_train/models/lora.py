@@ -291,7 +291,7 @@ def _nf4_weight_fake(
 def quantized(weight: Tensor, what: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Quantizes a matrix to NF4. Returns the 4-bit codes, two per byte, and a dict of scales with the keys NF4_PARTS.
 
-    The scales are quantized as well (QLoRA's "double quantization"). Each second-level scale belongs to gcd(256, number
+    The scales are quantized as well (QLoRA's "double quantization"). Each second-level scale applies to gcd(256, number
     of scales) scales. If `weight` is on the meta device, so are the results.
     what: the weight's name, for error messages.
     Raises: ValueError if torchao is not installed, or the number of elements is not a multiple of 64.

@@ -199,7 +199,10 @@ def _by_place(states: dict[str, Any], groups: dict[int, Any]) -> dict[str, Any]:
 
 
 def saved_optimizer(folder: Path) -> dict[str, Any]:
-    """Returns a sharded checkpoint's optimizer state_dict. Tensors are on the meta device, settings are None."""
+    """Returns a sharded checkpoint's optimizer state_dict.
+
+    Tensors are on the meta device, and all settings are None.
+    """
     metadata = FolderReader(folder).read_metadata()
     states: dict[str, Any] = {}
     settings: dict[str, None] = {}

@@ -26,7 +26,7 @@ class Corpus(Protocol[Document]):
         """
 
     def count(self) -> int | None:
-        """Returns the number of documents, or None if all documents would have to be read to count them."""
+        """Returns the number of documents, or None if counting would require reading all documents."""
 
     def fingerprint(self) -> str:
         """Returns a hash of the corpus, which changes if any document changes."""

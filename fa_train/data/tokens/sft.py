@@ -2,7 +2,7 @@
 
 A chat is first rendered to text. The next step finds the answers, which are the assistant's messages, in the text. If
 the template has {% generation %} blocks, these blocks mark the answers. Without such blocks, the messages before an
-answer are also rendered alone. The answer then starts where this shorter text ends, and includes its end token. The
+answer are also rendered alone. The answer is then the text after this shorter text, up to the answer's end token. The
 whole text is tokenised at once. The tokenizer's offsets then map characters to tokens.
 """
 
@@ -113,7 +113,7 @@ class ChatEncoder:
                 )
 
     def _answer_span(self, template: str, chat: Chat, index: int, text: str) -> tuple[int, int]:
-        """Returns the span of characters of one answer, chat.messages[index], with its end token, in `text`."""
+        """Returns where `text` contains the answer chat.messages[index], including the answer's end token."""
         prompt, _ = self._render(template, chat, chat.messages[:index], add_generation_prompt=True)
         answered, _ = self._render(template, chat, chat.messages[: index + 1])
         if not (answered.startswith(prompt) and text.startswith(answered)):

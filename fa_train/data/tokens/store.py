@@ -39,8 +39,8 @@ class Documents:
     """The training or held-out documents of a tokenised corpus. Item i is a memory-mapped array, (length,) int32.
 
     loss_mask is None if the model is trained on all tokens. In a small corpus, the keys may select all documents or no
-    document as held out. In this case, only the last part of the longest document is held out, or the last chat of a
-    corpus of several chats.
+    document as held out. In this case, a corpus of several chats holds out its last chat, and any other corpus holds
+    out the last part of its longest document.
     Raises: ValueError if a file is missing, truncated or damaged. Reading a document raises ValueError if a token is
     not between 0 and vocab_size - 1.
     """

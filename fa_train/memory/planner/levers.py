@@ -21,7 +21,8 @@ FLOPS = 7e14
 # FLOP/s of attention's forward, estimated from scripts/results/memory_llama_1b_*_h200_202611.md
 ATTENTION_FLOPS = 5.5e14
 # BESIDE_COPIES is the cost of copies, as a fraction of compute time, and LAUNCH is the cost of a chunk, in seconds.
-# Both costs are too small to measure. If both are equally fast, chunks are preferred to copies, which pin memory.
+# Both costs are too small to measure. If chunks are as fast as copies, chunks are preferred, because copies need pinned
+# memory.
 BESIDE_COPIES, LAUNCH = 0.002, 2e-5
 
 

@@ -42,7 +42,7 @@ class _Step:
         self.embeddings = 0 if run.adapters else model.vocab_size * model.dim * run.weight_bytes  # 0: no gradient
         self.gradients = sum(trained_sizes(plan)) * run.gradient_bytes // run.ranks
         self.before = self.gradients if run.accumulates else 0  # gradients from earlier micro-batches of the step
-        # the gradient of the head's weight; if tied, it exists until the embedding's gradient is added
+        # the gradient of the head's weight; if the weight is tied, the embedding's gradient is later added to this one
         self.of_head = self.embeddings if model.tied or not run.accumulates or run.ranks > 1 else 0
         self.data = run.tokens * (3 * 8 + 4 * 4)  # 3 int64 tensors of the batch, 4 int32 tensors of ranges
         self.data += run.tokens * model.heads.dim * 4 if model.positions == "rope" else 0  # cosines and sines
