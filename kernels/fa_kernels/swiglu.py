@@ -1,7 +1,7 @@
 """SwiGLU (arXiv:2002.05202): silu(gate) * value, for an input (rows, 2 ffn_dim) that holds the gate, then the value.
 
 The forward and the backward pass are one kernel each. The backward kernel also computes the activations (the output of
-SwiGLU) again, and overwrites their gradient with them. The caller needs the activations for the gradient of the next
+SwiGLU) again, and stores them in place of their gradient. The caller needs the activations for the gradient of the next
 weight, but need not save them. The gradient of the input overwrites the input, or goes to a new tensor.
 """
 

@@ -50,8 +50,8 @@ def may_be_watched() -> bool:
 def may_be_traced() -> bool:
     """Returns whether a TorchDispatchMode, a functorch transform or a trace is active.
 
-    While one of them is active, tensors may have no data. If this version of torch cannot tell whether one is active,
-    returns True.
+    While a mode, a transform or a trace is active, tensors may have no data. If this version of torch cannot tell
+    whether one is active, returns True.
     """
     return not _KNOWS_WATCHERS or bool(
         _dispatch_modes() or _transform_level() is not None or _tracing_state() is not None

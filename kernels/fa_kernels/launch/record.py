@@ -51,7 +51,7 @@ MAX_MAPS = 8192  # cached TMA descriptors, of about 500 bytes each; a training s
 MAX_ARGUMENTS = 1024  # cached lists of launch arguments, of 1 to 7 KB each; a training step has two per layer
 ALIGNMENT = 16  # bytes: Triton compiles different code for pointers that are not a multiple of 16
 # Temporaries up to this size share one allocation, because an allocation costs at least 1.4 us of host time. If a
-# temporary is larger, the GPU works long enough to hide the cost of its allocation.
+# temporary is larger, the GPU works long enough to hide the cost of the allocation.
 SHARED_BYTES = 2**24
 SLICE_ALIGNMENT = 512  # bytes: torch's allocator uses the same alignment
 
@@ -407,7 +407,7 @@ class _Recorder(torch_private.TorchDispatchMode):
     def _launches(self, places: dict[int, int], n_addresses: int, stream: int) -> list[_Launch]:
         """Returns the launches.
 
-        Each launch picks its arguments from one list of the constants, then the addresses, then the maps.
+        Each launch picks its arguments from one list, which holds the constants, then the addresses, then the maps.
         """
         n_constants = len(self.constants)
 

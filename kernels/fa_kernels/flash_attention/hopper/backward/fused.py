@@ -70,8 +70,8 @@ from fa_kernels.flash_attention.tile_order import kv_heads_per_section
 from fa_kernels.launch.descriptors import columns_of_heads, elements, rows_of_heads
 from fa_kernels.launch.record import launch
 
-# Registers per thread: all warps start with REGISTERS; later GROUP_REGISTERS go to (second consumer, dQ warpgroup,
-# producer), and the first consumer gets the remaining registers of the multiprocessor.
+# All warps start with REGISTERS registers per thread. Later, the second consumer, the dQ warpgroup and the producer
+# have GROUP_REGISTERS, and the first consumer has the rest of the multiprocessor's registers.
 REGISTERS = 128
 GROUP_REGISTERS = (208, 72, 24)
 ORDERED_REGISTERS = (*GROUP_REGISTERS, 24, 24)  # GROUP_REGISTERS, then the two extra warps of order.py

@@ -334,7 +334,8 @@ def _consume_item(
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
     KEYS: gl.constexpr = buffers.k[0].shape[1] // 2
     SCORES: gl.constexpr = accumulator(BLOCK_M)
-    COUNTED: gl.constexpr = STAGES & (STAGES - 1) != 0  # counts stages up if a division by STAGES needs registers
+    # Stages are counted up if STAGES is not a power of two, because a division by STAGES would need registers.
+    COUNTED: gl.constexpr = STAGES & (STAGES - 1) != 0
     KEYS_FIT: gl.constexpr = CONFIG.ahead and len(buffers.k) == 1  # whether K and V are kept in registers
     m, head = first_step(item, GROUP, BLOCK_M, BACKWARDS)
     stop = done + item.n_steps

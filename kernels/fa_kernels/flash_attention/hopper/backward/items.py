@@ -3,7 +3,7 @@
 A work item is 128 keys of one KV head. To compute dK and dV of an item, a program visits all queries that see the
 item's keys, for all query heads that share the KV head. A step of an item is one block of queries of one head. By
 default, steps visit all blocks of one head, and then all blocks of the next head. With BACKWARDS (order.py), steps
-visit blocks of queries from the last to the first, and a block of all heads before the next block.
+visit blocks of queries from the last to the first, and all heads of a block before the next block.
 
 A program processes one item, or draws items from a queue (queue.py). fused.py uses everything in this file; keys.py and
 wide.py use parts of it.

@@ -49,7 +49,7 @@ from fa_kernels.launch.record import launch
 
 BLOCK_M = 64  # queries per step
 STAGES = 4  # how many steps have Q and dO in flight; the kernel uses 194 KiB of shared memory
-# Registers per thread: all warps start with REGISTERS, and consumers and producer later get the other two numbers.
+# Registers per thread of every warp when the kernel starts, and later of a consumer and of the producer.
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
 
 

@@ -2,8 +2,8 @@
 
 One program computes dQ of 128 queries of one head. A producer warp loads Q and dO once, and then blocks of K and V, by
 TMA. Two consumer warpgroups own 64 queries each. A consumer computes scores and dS of its queries, and adds dS K to dQ.
-The matmul dS K reads dS from registers. Before this kernel, the kernel of keys.py or wide.py computes dK and dV, and
-for them the same scores.
+The matmul dS K reads dS from registers. Before this kernel runs, the kernel of keys.py or wide.py computes dK and dV,
+and also computes the same scores.
 
 The table gives lower bounds in cycles of a multiprocessor; wide.py explains how they are computed. The bounds in the
 table are for 128 queries x 128 keys at head_dim 128, and for 128 x 64 at head_dim 256. A soft cap doubles the time of
@@ -47,8 +47,8 @@ from fa_kernels.launch.descriptors import rows_of_heads
 from fa_kernels.launch.record import launch
 
 BLOCK_M = WORK_TILE // 2  # queries of a warpgroup
-# Registers per thread: all warps start with THREAD_REGISTERS; later REGISTERS go to (second consumer, producer), and
-# the first consumer gets the remaining registers of the multiprocessor, also 240 per thread.
+# All warps start with THREAD_REGISTERS registers per thread. Later, the second consumer and the producer have
+# REGISTERS, and the first consumer has the rest of the multiprocessor's registers (also 240 per thread).
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 

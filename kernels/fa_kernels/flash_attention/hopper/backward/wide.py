@@ -2,9 +2,9 @@
 
 An fp32 accumulator [64, 256] needs 128 registers of each thread, so a warpgroup can hold only one accumulator. The
 first warpgroup computes S^T = K Q^T, P^T and dV. The second warpgroup computes dP^T = V dO^T, dS^T and dK. The first
-warpgroup passes P^T to the second through shared memory, in 16 bits. This kernel and the kernel for dQ need seven
-matmuls together, up from five in one fused kernel. Because only one program writes each output, no sum in global memory
-is needed, and every run gives the same bits.
+warpgroup passes P^T to the second through shared memory, in 16 bits. Together, this kernel and the kernel for dQ need
+seven matmuls, but one fused kernel would need five. Because only one program writes each output, no sum in global
+memory is needed, and every run gives the same bits.
 
 The table gives lower bounds for 64 queries x 64 keys, in cycles of a multiprocessor. The tensor cores do 4096 FLOP per
 cycle, so a matmul needs 512 cycles. Shared memory transfers 128 bytes per cycle.
@@ -60,8 +60,8 @@ HEAD_DIM = 256
 BLOCK = 64  # keys of a program, and queries of a step
 STAGES = 2  # how many steps have Q and dO in flight
 TILES_PER_WORK_TILE = WORK_TILE // BLOCK
-# Registers per thread: all warps start with THREAD_REGISTERS; later REGISTERS go to (second consumer, producer), and
-# the first consumer gets the remaining registers of the multiprocessor, also 240 per thread.
+# All warps start with THREAD_REGISTERS registers per thread. Later, the second consumer and the producer have
+# REGISTERS, and the first consumer has the rest of the multiprocessor's registers (also 240 per thread).
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 

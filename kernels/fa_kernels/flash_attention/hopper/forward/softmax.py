@@ -193,7 +193,7 @@ def _maxima(scores, N: gl.constexpr):
 
 @gluon.jit
 def _raise(old, new, rises, scale):
-    """Returns the new row_max of one row, and the factor that rescales sums under the old row_max.
+    """Returns the new row_max of one row, and the factor that rescales sums computed under the old row_max.
 
     row_max changes only if `rises` is true. `rises` depends only on the four threads that hold the row. The bits of a
     row therefore never depend on other rows, which may be later tokens or other documents.

@@ -124,7 +124,10 @@ def post(queue, item_index, fields):
 
 @gluon.jit
 def read(queue, item_index):
-    """Waits until an item is posted, and returns its fields for `field`. A whole warpgroup calls this function."""
+    """Waits until an item is posted, and returns the item's fields, which `field` reads.
+
+    A whole warpgroup calls this function.
+    """
     slot = item_index % 2
     mbarrier.wait(queue.full.index(slot), (item_index // 2) & 1)
     values = queue.slots.index(slot).load(gl.BlockedLayout([32], [32], [4], [0]))  # all fields in every thread
