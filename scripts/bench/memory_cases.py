@@ -40,7 +40,7 @@ OFF: dict[Lever, Any] = {
 
 @dataclass(frozen=True)
 class Levers:
-    """One combination. mlp_chunk and loss_chunk are numbers of tokens per chunk; None means one chunk."""
+    """One combination. mlp_chunk and loss_chunk are numbers of tokens per chunk, or None for one chunk."""
 
     checkpointing: str = "none"
     offload: bool = False

@@ -7,10 +7,10 @@ The script takes train.py's overrides and runs train.py's model, optimizer and l
 logger=csv and batch_size=1 (one micro-batch per step) unless the command sets them, and writes no checkpoint. In a
 folder that is not a git checkout, pass +commit=HASH to show the commit on the page.
 
-The script writes four files to the run's folder. `profile.md` and `profile.csv` list the exclusive times of the parts,
-which add up to the step's time together with idle time. Copies and communication count only while no kernel computes;
-the column `kernels` has their full time. `trace.json.gz` is a trace for https://ui.perfetto.dev. `memory.png` shows the
-allocated memory by component over host time, because the host allocates and frees memory.
+The script writes four files to the run's folder. `profile.md` and `profile.csv` list the exclusive times of the parts.
+Together with the idle time, these times add up to the step's time. Copies and communication count only while no kernel
+computes; the column `kernels` has their full time. `trace.json.gz` is a trace for https://ui.perfetto.dev. `memory.png`
+shows the allocated memory by component over host time, because the host allocates and frees memory.
 
 A kernel counts for the operator that launched it (attention, loss, optimizer). If none of these operators launched a
 kernel, the kernel's name determines the part for which it counts. On a CPU, the script times torch's operators instead

@@ -22,7 +22,7 @@ PARTS = (
     COMMUNICATION,
     IDLE,
 )
-ASIDE = (COPIES, COMMUNICATION)  # run on separate engines of the GPU, so computation can hide them
+ASIDE = (COPIES, COMMUNICATION)  # copies and communication use separate engines, so computation can hide them
 # Patterns for the names of kernels (ours, torch, cuDNN, cuBLAS, NCCL, Liger, inductor) and of torch's operators. First
 # match wins.
 NAMES = tuple(

@@ -12,7 +12,7 @@ script tries only the table's entry and the candidates that differ from it by on
 script tries exactly the given candidates. First, several processes (--jobs) compile the candidates. After compilation,
 the script times the candidates one by one on a causal document of --seqlen tokens, with n_heads * head_dim = 2048 or
 slightly less. TFLOP/s counts the matmuls of each kernel: forward 2, dkdv 4, dk 3, dv 2, dq 3. Causal attention halves
-them. If separate kernels for dK and dV take less time than one kernel for both, give the table entries dk and dv
+them. If separate kernels for dK and dV take less time than one kernel for both, add the entries dk and dv to the table
 instead of dkdv. With --dtype float32, the script tunes the entries for 4-byte dtypes, where each product is three TF32
 matmuls. With --dtype tf32, the script tries the same candidates with one TF32 matmul, as torch.backends.cuda.matmul
 allows. A candidate counts only if its error is at most twice torch's error, plus rounding. Writes OUT.md: its header, a
@@ -177,7 +177,7 @@ def inputs(candidate: Candidate, seqlen: int, n_heads: int, device: str = "cuda"
 def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Callable[[], Sequence[Tensor]]:
     """Returns a function that launches only the candidate's kernel.
 
-    Only the outputs of that kernel hold valid values.
+    Only the outputs of the candidate's kernel hold valid values.
     """
     (seqlen, _, head_dim), direction = q.shape, candidate.direction
     features = Features(head_dim**-0.5, softcap=0.0, sinks=None, alibi=[])
@@ -286,7 +286,7 @@ def best(results: list[Result]) -> dict[tuple[int, Pass], Result]:
 def entries(results: list[Result], name: str) -> str:
     """Formats the results as lines of the table in tiles.py.
 
-    `name` is the name of the GPU architecture in that table.
+    `name` is the name of the GPU architecture in tiles.py.
     """
     order = {direction: place for place, direction in enumerate(PASSES)}
     lines = [

@@ -94,7 +94,7 @@ def test_inconsistent_inputs_are_named_with_and_without_data(device_type, monkey
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_batch_is_copied_only_where_no_view_packs_it(batch):
-    """If a call makes a copy while it is recorded, it is never replayed."""
+    """A call that makes a copy while it is recorded is never replayed."""
     parts = torch.zeros(batch, 20, 3, 2, 16).unbind(2)
     heads_first = torch.zeros(batch, 2, 20, 16).transpose(1, 2)
     columns_last = torch.zeros(batch, 20, 16, 2).transpose(2, 3)

@@ -5,8 +5,8 @@ import pytest
 from tests.kernels.aot.descriptors import misplaced_in
 from tests.kernels.aot.reports import compile_all
 
-# Heads of 72 and 136 columns are split into two blocks of columns, with padding. The row strides of such heads are not
-# multiples of 16 elements, even if the rows are contiguous.
+# Heads of 72 and 136 columns are split into two blocks of columns, with padding. The row strides of these widths are
+# not multiples of 16 elements, even if the rows are contiguous.
 UNALIGNED = [*(f"sm90-72-72-{direction}-2" for direction in ("fwd", "dkdv", "dq")), "sm90-136-136-fwd-2"]
 UNALIGNED_DECODE = "sm90-72-64-dense"
 # machine code of ptxas 12.8 from two kernels that gave wrong results on an H100
