@@ -18,8 +18,7 @@ In flash attention, each query tile reads its own rows once, and reads all keys 
 forward of flash attention therefore reads K and V N / block_m times. By theorem 2 of arXiv:2205.14135, flash attention
 moves Theta(N^2 d^2 / M) elements, where fast memory holds M elements. The formulas for flash count the bytes that the
 multiprocessors load, most of them from the L2 cache. Device memory moves fewer bytes, but each tensor at least once:
-the column "least" shows that minimum. The tile sizes come from tiles.py, or from the Hopper kernels for the method
-`hopper`.
+the column "least" shows that minimum. Tile sizes come from tiles.py, or from the Hopper kernels for method `hopper`.
 """
 
 import argparse
