@@ -5,7 +5,7 @@
     python -m scripts.bench.step --cases 8192:ours-none 131072:hf-checkpointing model.n_layers=8    # two cases
     python -m scripts.bench.step --variants hf hf-fa_train ours-none-compiled data.document_len=2048
 
-Each step trains on seq_len random tokens. These tokens are one document, or packed documents of data.document_len
+Each step trains on seq_len random tokens. The random tokens are one document, or packed documents of data.document_len
 tokens. Our variants and the peer (transformers) use fp32 weights, bf16 autocast and the optimizer of conf/optimizer. A
 step of our variants is a training step of train.py, which runs LitGPT in Lightning's loop, with gradient clipping and
 the Monitor callback. A step of transformers is a step of a plain loop: forward, backward, optimizer. Each case runs in

@@ -1,4 +1,4 @@
-"""What ranks wait for: data, and each other. tests/parallel runs two ranks."""
+"""Tests how runs measure the times in which ranks wait for data and for each other. tests/parallel runs two ranks."""
 
 import time
 from types import SimpleNamespace

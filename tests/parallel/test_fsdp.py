@@ -191,7 +191,7 @@ def spoil_one_rank(shared: Path) -> None:
 
 
 def agree(rank: int) -> None:
-    """Rank 1 answers 143 to question 2. Both ranks get the answer at question 3, although one rank is slower."""
+    """Rank 1 answers 143 to question 2. Both ranks get the answer 143 at question 3, although one rank is slower."""
     agreement = Agreement()
     answers = []
     for question in range(5):

@@ -1,4 +1,4 @@
-"""Two processes draw or read the weights of one, and neither ever holds the whole model."""
+"""Two processes draw or read the same weights as one process, and neither of the two ever holds the whole model."""
 
 import os
 from collections.abc import Callable
@@ -91,7 +91,7 @@ def write_checkpoints(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
 def test_two_ranks_have_the_weights_of_one(tmp_path):
-    """One spawned pair makes all checks that need two ranks, because a process takes seconds to start."""
+    """One pair of spawned processes makes all checks that need two ranks, because a process takes seconds to start."""
     write_checkpoints(tmp_path)
     start_server()
     arguments = (str(tmp_path), ranks_of_torchrun(2))
@@ -143,7 +143,10 @@ def same_pretrained_weights(folder: Path) -> None:
 
 
 def never_the_whole_model(rank: int, folder: Path) -> None:
-    """Both ranks need memory for half of the model and a parameter. One process needs it for the whole model."""
+    """Each of two ranks needs memory for half of the model and for one parameter.
+
+    A single process needs memory for the whole model.
+    """
     with META:
         models = [build(LARGE), load_pretrained(folder / "large", "sdpa")]
     for model in models:

@@ -1,4 +1,4 @@
-"""Several ranks started by `python train.py` or torchrun: one run, one end, and the reason as the last line."""
+"""Tests runs with several ranks, started by `python train.py` or torchrun, and the last line, which names a failure."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""How many ranks to start, how they fail, NCCL's settings, and the SLURM script of docs/several_gpus.md."""
+"""Tests how many ranks start, how they fail, NCCL's settings, and the SLURM script of docs/several_gpus.md."""
 
 import json
 import os
@@ -61,7 +61,10 @@ def test_several_nodes_need_a_launcher_on_each(environment):
 
 
 def failure(tmp_path, rank: int, exitcode: int, **report) -> ProcessFailure:
-    """Returns a failure as torch's launcher describes it. report: what the rank wrote about it, or nothing."""
+    """Returns a failure as torch's launcher describes it.
+
+    report: the fields that the rank wrote about its failure, if any.
+    """
     file = tmp_path / f"{rank}.json"
     if report:
         file.write_text(json.dumps({"timestamp": 1} | report))

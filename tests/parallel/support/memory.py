@@ -8,7 +8,10 @@ from pathlib import Path
 
 
 def private_bytes() -> int:
-    """Returns this process's anonymous memory in bytes. It excludes mapped files, such as checkpoints being read."""
+    """Returns this process's anonymous memory in bytes.
+
+    The bytes of mapped files, such as checkpoints that are being read, do not count.
+    """
     [line] = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:"))
     return int(line.split()[1]) * 1024
 
@@ -21,7 +24,7 @@ class Peak:
 
 @contextmanager
 def peak_growth() -> Iterator[Peak]:
-    """Samples private memory every half millisecond. Torch's operators on large tensors do not block the samples."""
+    """Samples private memory every half millisecond. Samples continue while torch's operators work on large tensors."""
     before, peak, stop = private_bytes(), Peak(), threading.Event()
 
     def sample() -> None:
