@@ -61,7 +61,7 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
             result = instantiate(cfg.sweep_job)(train, cfg) if in_own_process else train(cfg)
     if "oom" in result and not in_sweep():
         sys.exit(1)
-    is_asked = cfg.optimized_metric is not None and not has_own_launcher()  # a sweeper asks the launcher
+    is_asked = cfg.optimized_metric is not None and not has_own_launcher()  # only the launcher answers a sweeper
     return result if not is_asked else optimized(result, cfg.optimized_metric)
 
 

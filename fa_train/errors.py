@@ -15,11 +15,11 @@ class DivergedError(RuntimeError):
 
 
 class OutOfMemoryError(RuntimeError):
-    """A rank ran out of GPU or host memory. The message says what to change."""
+    """Raised if a rank runs out of GPU or host memory. The message says what to change."""
 
 
 class RankFailedError(RuntimeError):
-    """A rank failed. The message names the rank and the reason."""
+    """Raised if a rank failed. The message names the rank and the reason."""
 
     def __init__(self, message: str, *, out_of_memory: bool = False) -> None:
         super().__init__(message)

@@ -20,14 +20,15 @@ def in_sweep() -> bool:
 
 
 def sweep_group() -> str | None:
-    """Returns the W&B group of the runs of a multirun. A single run has none."""
+    """Returns the W&B group of a multirun's runs, or None for a single run."""
     return HydraConfig.get().sweep.dir if in_sweep() else told().get("sweep_group")
 
 
 def launch_ranks(n_ranks: int) -> dict[str, float]:
     """Trains this run, or this job of a multirun, in n_ranks new processes. Returns the last metrics of rank 0.
 
-    Raises: fa_train.errors.RankFailedError. In a multirun, running out of memory is a result.
+    Raises: fa_train.errors.RankFailedError if a rank fails. In a multirun, running out of memory is not an error, but
+    the result oom=1.
     """
     from fa_train.parallel.launch import launch  # imports torch, which takes seconds
 

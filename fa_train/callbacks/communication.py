@@ -15,15 +15,16 @@ from fa_train.parallel.communication import TIMEOUT
 from fa_train.private_names import private, replace_private
 
 Span = tuple[Timestamp, Timestamp]
-# what FSDP does on the stream that computes: it gathers weights, waits for them, and reduces gradients
+# FSDP's functions that gather weights, wait for weights and reduce gradients on the compute stream
 FSDP_STEPS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
 
 
 class CommunicationTimer:
     """Collects the spans of a step in which the device waits for communication and computes nothing.
 
-    With DDP, a span goes from the last gradient of a backward pass to the end of its all-reduces. With FSDP, each call
-    in FSDP_STEPS is a span. Communication that overlaps with computation does not count. The host never waits.
+    With DDP, a span goes from the last gradient of a backward pass to the end of the all-reduces. With FSDP, each call
+    of a function in FSDP_STEPS is a span. Communication that overlaps with computation does not count. The host never
+    waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,7 +47,7 @@ class CommunicationTimer:
             self._undo.append(register_multi_grad_hook(parameters, self._all_gradients).remove)
 
     def end_of_backward(self) -> None:
-        """Ends DDP's span. Call it after each backward pass."""
+        """Ends the span of DDP. Call this method after each backward pass."""
         if self._gradients_done is not None:
             self._spans.append((self._gradients_done, Timestamp(self._device)))
             self._gradients_done = None
@@ -79,7 +80,7 @@ class RankComparison:
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
 
     def gather(self, own: Mapping[str, float]) -> dict[str, float]:
-        """Returns `compare` of all ranks. All ranks must call it with the same names."""
+        """Returns the result of `compare` for all ranks. All ranks must call `gather` with the same names."""
         mine = torch.tensor(list(own.values()), dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, mine, self._group)
@@ -89,8 +90,8 @@ class RankComparison:
 def compare(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Returns the mean of each number over the ranks, and the largest as <name>_max.
 
-    perf/slowest_rank is the rank that needs the longest time to get its data and to compute, and perf/slowest_over_mean
-    is that time divided by its mean over the ranks.
+    perf/slowest_rank is the rank with the longest sum of data wait and compute time. perf/slowest_over_mean is this
+    longest sum divided by the mean sum of the ranks.
     """
     summary: dict[str, float] = {}
     for name in ranks[0]:

@@ -18,9 +18,9 @@ TERMINATED, REQUEUED = 128 + signal.SIGTERM, 128 + signal.SIGUSR1  # exit status
 class GracefulInterrupt(Callback):
     """Ends a run on a signal: finishes the micro-batch, lets Checkpoint save, and exits.
 
-    Ctrl-C and SIGTERM end it with status 143. SIGUSR1, which SLURM can send before a job's time is over, ends it with
-    status 138; a job script can then requeue the job. Any of the ranks may receive the signal. A second signal ends
-    the run immediately.
+    Ctrl-C and SIGTERM end the run with status 143. SIGUSR1, which SLURM can send before a job's time is over, ends the
+    run with status 138. A job script can then requeue the job. Any of the ranks may receive the signal. A second signal
+    ends the run immediately.
     """
 
     status = TERMINATED  # equal on all ranks once the run ends
@@ -38,7 +38,7 @@ class GracefulInterrupt(Callback):
         replace_private("lightning", trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        for signum in (signal.SIGINT, signal.SIGUSR1):  # SIGUSR1 replaces Lightning's own way to requeue
+        for signum in (signal.SIGINT, signal.SIGUSR1):  # Lightning's handler of SIGUSR1 would requeue the job
             signal.signal(signum, self._on_signal)  # after fit, Lightning restores the earlier handlers
 
     def on_train_batch_end(

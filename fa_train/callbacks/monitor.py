@@ -42,7 +42,7 @@ class Reading:
     validations: list[Span]  # between start and end
     waited: float  # seconds that the host waited for data, between start and end
     step_start: Timestamp | None  # of the step itself; None without other ranks
-    communication: list[Span]  # in which the device waited for other ranks, between step_start and end
+    communication: list[Span]  # when the device waited for other ranks, between step_start and end
 
 
 class Monitor(Callback):
@@ -57,9 +57,9 @@ class Monitor(Callback):
     steps since the previous log, without validation. perf/mfu is missing if the device's peak FLOP/s are unknown.
     train/skipped_steps is the number of skipped optimizer steps (see LitGPT).
     max_skipped_steps: after this number of consecutive skipped steps, the next log ends the run. None sets no limit.
-    perf/data_wait_ms is the host's time. With several ranks, perf/communication_ms and perf/compute_ms cover the logged
-    step alone. step_ms, data_wait_ms, communication_ms, compute_ms and host_gib are then means over the ranks;
-    <name>_max is the largest value of a rank.
+    perf/data_wait_ms is the time that the host waited for data. With several ranks, perf/communication_ms and
+    perf/compute_ms cover the logged step alone. step_ms, data_wait_ms, communication_ms, compute_ms and host_gib are
+    then means over the ranks; <name>_max is the largest value of a rank.
     Units: losses in nats per label, tokens_per_s over all devices, *_ms in milliseconds per step, other *_gib in GiB on
     rank 0.
     """
@@ -73,7 +73,7 @@ class Monitor(Callback):
         self._lr = 0.0
         self._reading: Reading | None = None  # not logged yet
         self._validations: list[Span] = []  # since the last reading
-        self._comparison: RankComparison | None = None  # these two exist if there are several ranks
+        self._comparison: RankComparison | None = None  # this and _timer are None in a run of one rank
         self._timer: CommunicationTimer | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -128,7 +128,7 @@ class Monitor(Callback):
     def log_reading(self, trainer: L.Trainer, *, together: bool = True) -> None:
         """Finishes a pending log, if there is one: waits until the device has finished the step, and logs its values.
 
-        together: whether all ranks call log_reading at the same point of the run. If not, ranks are not compared.
+        together: whether all ranks call log_reading at the same point of the run. If false, ranks are not compared.
         Raises: DivergedError if max_skipped_steps or more consecutive steps were skipped.
         """
         reading, self._reading = self._reading, None
@@ -165,7 +165,7 @@ class Monitor(Callback):
             )
 
     def _of_ranks(self, reading: Reading, seconds: float, together: bool) -> dict[str, float]:
-        """Returns what differs between ranks: this rank's values, or a comparison of all ranks. seconds: of a step."""
+        """Returns metrics that differ between ranks: this rank's, or a comparison. seconds: the time of a step."""
         own = {
             "perf/step_ms": 1e3 * seconds,
             "perf/data_wait_ms": 1e3 * reading.waited / reading.steps,
@@ -229,7 +229,7 @@ def is_logged(trainer: L.Trainer, step: int) -> bool:
 
 
 def time_waited(trainer: L.Trainer) -> float:
-    """Returns the seconds that the host has waited for training data, or 0 if the data loader does not measure it."""
+    """Returns the seconds that the host has waited for training data, or 0 if the data loader does not measure them."""
     return float(getattr(trainer.train_dataloader, "waited", 0.0))
 
 

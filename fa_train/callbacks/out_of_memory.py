@@ -24,7 +24,7 @@ class OutOfMemory(Callback):
         for logger in trainer.loggers:
             logger.log_metrics({"oom": 1}, step=trainer.global_step)
         self.advised = f"out of memory: {self.advice(memory(pl_module.device)['perf/peak_gib'])}"
-        if trainer.world_size == 1:  # one of several ranks tells its launcher instead
+        if trainer.world_size == 1:  # with several ranks, the rank tells its launcher instead
             print(f"error: {self.advised}", file=sys.stderr)
 
     def advice(self, peak_gib: float) -> str:
@@ -39,7 +39,7 @@ class OutOfMemory(Callback):
 
 
 def out_of_memory_advice(trainer: L.Trainer) -> str:
-    """Returns why this rank ran out of memory, and what to change if the callback OutOfMemory is there to say it."""
+    """Returns "out of memory", followed by the advice of the callback OutOfMemory if the run has this callback."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     return next((x.advised for x in callbacks if isinstance(x, OutOfMemory)), "out of memory")
 

@@ -95,14 +95,15 @@ class GPT(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Makes the head's weight that of the token embedding if the config ties them. New parameters untie them."""
+        """Gives the head the weight of the token embedding if the config ties them. New parameters untie them."""
         if self.config.tied:
             self.head.weight = self.token_embedding.weight
 
     def materialise(self, device: torch.device) -> None:
         """Allocates the parameters of a model on the meta device and gives them their initial values.
 
-        If the model is sharded, each rank allocates only its rows. It then holds at most one whole parameter at a time.
+        If the model is sharded, each rank allocates only its rows. Each rank then holds at most one whole parameter at
+        a time.
         """
         if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
             self.to_empty(device=device)
@@ -120,7 +121,7 @@ class GPT(nn.Module):
                 module.register_parameter(name, nn.Parameter(empty, parameter.requires_grad))
 
     def add_source(self, source: "Callable[[GPT], None]") -> None:
-        """Registers a function that gives parameters their values. On the meta device, `materialise` calls it."""
+        """Registers a function that sets parameters. On the meta device, `materialise` calls the function later."""
         self.sources.append(source)
         if not self.token_embedding.weight.is_meta:
             source(self)
@@ -131,7 +132,7 @@ class GPT(nn.Module):
             initialise(self.get_parameter(name), distribution, self.seed, name)
 
     def drawn_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the names and the whole random initial values of the weights, in fp32."""
+        """Yields each weight's name, and its random initial values as a whole tensor in fp32."""
         for name, distribution in self._distributions():
             parameter = self.get_parameter(name)
             yield name, drawn(distribution, parameter.shape, drawing_device(parameter), self.seed, name)

@@ -1,4 +1,4 @@
-"""Initial values of parameters. They depend on the seed and the parameter's name, not on the number of ranks.
+"""Initial values of parameters, which depend on the seed and the parameter's name, not on the number of ranks.
 
 Each parameter is drawn whole in fp32, one at a time and from its own generator. A rank keeps its rows and rounds them
 to the parameter's dtype. CPUs and GPUs draw different values from the same seed.
@@ -43,7 +43,7 @@ _DRAWN_ON: ContextVar[torch.device | None] = ContextVar("drawn_on", default=None
 
 @contextmanager
 def drawn_on(device: torch.device) -> Iterator[None]:
-    """Draws values on `device`, also those of parameters on other devices."""
+    """Makes `device` draw all values, including those of parameters on other devices."""
     token = _DRAWN_ON.set(device)
     try:
         yield
@@ -53,7 +53,7 @@ def drawn_on(device: torch.device) -> Iterator[None]:
 
 @torch.no_grad()
 def initialise(parameter: Tensor, distribution: Distribution, seed: int, name: str) -> None:
-    """Fills a parameter, or this rank's rows of a sharded one."""
+    """Fills a parameter. If the parameter is sharded, fills only this rank's rows."""
     own, rows = own_rows(parameter)
     if isinstance(distribution, Constant):
         own.fill_(distribution.value)

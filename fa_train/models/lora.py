@@ -488,7 +488,7 @@ def _settings(folder: Path, own: LoRA) -> LoRA:
 
 
 def _hash_random_base(model: GPT) -> None:
-    """Sets the hash of frozen random weights. Draws them again, because a rank has only its rows, maybe in bf16."""
+    """Sets the hash of frozen random weights, drawn again because a rank may hold only some rows, or bf16."""
     model.random_base_hash = hash_weights(model.drawn_weights())
 
 

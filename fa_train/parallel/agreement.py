@@ -1,4 +1,4 @@
-"""Asks all ranks for a number, such as whether and how they must stop the run."""
+"""Finds the largest of all ranks' numbers, for example to decide whether and how they stop the run."""
 
 import torch
 import torch.distributed as dist

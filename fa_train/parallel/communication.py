@@ -1,4 +1,4 @@
-"""How long ranks wait for each other, and what NCCL's flight recorder keeps of their collectives."""
+"""Sets how long ranks wait for each other, and which collectives NCCL's flight recorder keeps."""
 
 import os
 from datetime import timedelta
@@ -16,8 +16,8 @@ RECORDED = 2000  # collectives, of each rank
 def configure(trainer: L.Trainer) -> None:
     """Shortens the timeout of collectives and turns the flight recorder on. Keeps what the user has set.
 
-    A rank whose collective times out writes its last collectives to nccl_trace_rank_<rank> in the run's folder, and
-    ends. Call it before the process group exists.
+    If a collective times out, the rank writes its last collectives to nccl_trace_rank_<rank> in the run's folder, and
+    ends. Call `configure` before the process group exists.
     """
     if trainer.world_size == 1:
         return
@@ -31,6 +31,6 @@ def configure(trainer: L.Trainer) -> None:
 
 
 def set_unless_given(value: str, name: str, *older_names: str) -> None:
-    """Sets an environment variable unless it is set, by this name or by an older one."""
+    """Sets an environment variable, unless `name` or an older name of this variable is already set."""
     if not os.environ.keys() & {name, *older_names}:
         os.environ[name] = value

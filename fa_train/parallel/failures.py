@@ -1,6 +1,7 @@
-"""How a rank tells its launcher why it fails. torchrun shows the same message.
+"""Lets a rank tell its launcher why the rank fails. torchrun shows the same message.
 
-The launcher, torchrun or that of train.py, names a file in TORCHELASTIC_ERROR_FILE. It ends all ranks once one ends.
+The launcher (torchrun's or train.py's) names a file for this message in TORCHELASTIC_ERROR_FILE. The launcher ends all
+ranks as soon as one fails.
 """
 
 import json
@@ -22,7 +23,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 @contextmanager
 def failures_reported(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Ends a rank at once if an exception reaches the end of this block, after writing the reason.
+    """If an exception leaves this block, writes the reason and ends the rank at once.
 
     Python's usual exit could wait in NCCL for the other ranks. mistakes: the errors that are explained in one line.
     """
@@ -53,6 +54,6 @@ def kind_of(error: BaseException, mistakes: tuple[type[Exception], ...]) -> Kind
         return "out of memory"
     if isinstance(error, mistakes):
         return "mistake"
-    # by name, because a mistake may end a rank before it imports torch
+    # compare the class's name, because a mistake may end a rank before torch is imported
     is_of_torch = any(base.__name__ == "DistError" for base in type(error).__mro__)
     return "lost connection" if is_of_torch or "gloo/transport" in str(error) else "error"

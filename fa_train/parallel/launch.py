@@ -1,8 +1,9 @@
 """Starts the ranks of a run on one machine, forwards signals to them, and reports why a run fails.
 
-It uses the processes, the store and the error files of torchrun (torch.distributed.elastic), so a rank cannot tell the
-two launchers apart. torchrun's agent would kill a rank that needs over 30 seconds to save a checkpoint after a signal,
-so this file forwards signals itself and waits. The store lives in the launcher: it outlives every rank.
+This launcher uses the processes, the store and the error files of torchrun (torch.distributed.elastic), so a rank runs
+in the same way under both launchers. torchrun's agent would kill a rank that needs over 30 seconds to save a checkpoint
+after a signal, so this file forwards signals itself and waits. The store is in the launcher's process, so it outlives
+every rank.
 """
 
 import json
@@ -26,11 +27,11 @@ from fa_train.parallel.ranks import TOLD
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAVED = {128 + signal.SIGTERM, 128 + signal.SIGUSR1}  # exit statuses of GracefulInterrupt
-REPEATED = 1.0  # seconds after the first signal; an earlier one may be the same signal, sent by another process
+REPEATED = 1.0  # seconds; a signal that comes sooner after the first may be the same one from another process
 
 
 class _StoppedError(BaseException):
-    """A second signal must end the run at once."""
+    """Raised by a second signal, which must end the run at once."""
 
 
 def launch(n_ranks: int, arguments: Sequence[str], told: Mapping[str, Any]) -> None:
@@ -38,7 +39,7 @@ def launch(n_ranks: int, arguments: Sequence[str], told: Mapping[str, Any]) -> N
 
     told: decisions for the ranks (see fa_train.parallel.decisions).
     If one rank fails, the others get SIGTERM and, after 30 seconds, SIGKILL. SIGINT, SIGTERM and SIGUSR1 are forwarded
-    to all ranks, without a time limit; a second signal kills them. After a signal, the program ends with the exit
+    to all ranks, without a time limit. A second signal kills the ranks. After a signal, the program ends with the exit
     status of the ranks.
     Raises: RankFailedError.
     """
@@ -70,7 +71,7 @@ def launch(n_ranks: int, arguments: Sequence[str], told: Mapping[str, Any]) -> N
 
 
 class _Forwarding:
-    """Forwards signals to all ranks. `signum` is the first signal, or 0. Raises _StoppedError at the second one."""
+    """Forwards signals to all ranks. `signum` is the first signal, or 0. A second signal raises _StoppedError."""
 
     def __init__(self, ranks: PContext) -> None:
         self._ranks, self.signum, self._first = ranks, 0, 0.0
@@ -94,7 +95,8 @@ class _Forwarding:
 def _fail(failures: Sequence[ProcessFailure], signum: int) -> None:
     """Ends the program after a signal, or raises the reason of the failure.
 
-    failures: in the order in which the launcher saw them. signum: the signal that the launcher forwarded, or 0.
+    failures: the failed ranks, in the order in which the launcher saw them fail. signum: the signal that the launcher
+    forwarded, or 0.
     """
     failure = root(failures)
     if failure.exitcode in SAVED:  # a rank may have got a signal that this process did not get
@@ -112,12 +114,12 @@ def _fail(failures: Sequence[ProcessFailure], signum: int) -> None:
 
 
 def root(failures: Sequence[ProcessFailure]) -> ProcessFailure:
-    """Returns the failure that caused the others. A rank that lost its connection to another is a consequence."""
+    """Returns the failure that caused the others. A lost connection to another rank is only a consequence."""
     return min(failures, key=lambda failure: _kind(failure) == "lost connection")
 
 
 def _kind(failure: ProcessFailure) -> str | None:
-    """Returns the kind that the rank reported (see fa_train.parallel.failures). None: the rank reported nothing."""
+    """Returns the kind of failure that the rank reported (see fa_train.parallel.failures), or None without a report."""
     return failure.error_file_data.get("kind")
 
 

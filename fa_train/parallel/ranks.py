@@ -1,6 +1,6 @@
-"""Which process of a run this is: the only one, one of several ranks, or the launcher that starts the ranks.
+"""Says whether this process is a run's only one, one of several ranks, or the launcher that starts the ranks.
 
-This file does not import torch, because the launcher asks before anything else.
+This file does not import torch, because the launcher needs the answers before anything else.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-TOLD = "FA_TRAIN_TOLD"  # environment variable with what the launcher of train.py tells its ranks, as JSON
+TOLD = "FA_TRAIN_TOLD"  # the environment variable with what train.py's launcher tells its ranks, as JSON
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
@@ -30,16 +30,16 @@ def has_own_launcher() -> bool:
 
 
 def told() -> dict[str, Any]:
-    """Returns what the launcher of train.py has told this rank. Empty if train.py has not started it."""
+    """Returns what train.py's launcher has told this rank, or an empty dict if it has not started this process."""
     answers: dict[str, Any] = json.loads(os.environ.get(TOLD, "{}"))
     return answers
 
 
 def ranks_to_start(trainer: Mapping[str, Any]) -> int:
-    """Returns the number of ranks that this process must start. 1 means that it trains itself.
+    """Returns the number of ranks that this process must start. 1 means that this process trains itself.
 
     trainer: the node `trainer` of a config.
-    Raises: ValueError if the run has several nodes. torchrun or srun must start those.
+    Raises: ValueError if the run has several nodes, on which torchrun or srun must start the ranks.
     """
     if is_launched():
         return 1
@@ -59,14 +59,14 @@ def ranks_to_start(trainer: Mapping[str, Any]) -> int:
 
 
 def end_with_launcher() -> None:
-    """Makes the kernel kill this process when the process that started it ends, even by SIGKILL. Linux only."""
+    """Makes the kernel kill this process when its launcher ends, even if SIGKILL ends the launcher. Linux only."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _tasks_of_srun() -> int:
-    """Returns the number of tasks of srun. In an interactive allocation, srun did not start this process."""
+    """Returns the number of srun's tasks, or 1 in an interactive allocation, where srun did not start this process."""
     if os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
         return 1
     return int(os.environ.get("SLURM_NTASKS", "1"))

@@ -71,9 +71,9 @@ def load_pretrained(
     max_seq_len: the number of tokens that the model must support. If rope_scaling has no factor, the factor is computed
     from max_seq_len. A rope_scaling without a factor has no effect if the checkpoint already supports max_seq_len
     tokens.
-    An export writes changes of RoPE to config.json. Weights are read one by one, to torch's default device. On the meta
-    device, `materialise` reads them, and converts them to the parameters' dtype. If `dtype` is None, that is the stored
-    dtype, or fp32 if the files are not on this machine yet.
+    An export writes changes of RoPE to config.json. Weights are read one by one, to torch's default device. If that is
+    the meta device, `materialise` reads the weights later, and converts them to the parameters' dtype. If `dtype` is
+    None, the parameters have the stored dtype, or fp32 if the files are not on this machine yet.
     Raises: ValueError if the checkpoint is incomplete, a field of config.json or a tensor is not supported, the
     vocabulary is too small, or RoPE does not support max_seq_len tokens after these changes.
     """
@@ -112,7 +112,7 @@ def load_pretrained(
 
 
 def _read(model: GPT, *, places: Mapping[str, Place], pretrained: str, layout: Layout) -> None:
-    """Reads the weights of a model from `load_pretrained`, or this rank's rows if it is sharded."""
+    """Reads the weights of a model that `load_pretrained` has built, or this rank's rows of a sharded model."""
     folder = _folder(pretrained, with_weights=True)
     read_weights(model, stored_tensors(model, places, folder, layout))
 

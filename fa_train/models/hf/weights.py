@@ -83,7 +83,7 @@ class Stored:
 def stored_tensors(model: GPT, places: Mapping[str, Place], folder: Path, layout: Layout) -> list[Stored]:
     """Finds and checks the tensors of a checkpoint, by the headers of its files. The result is in the order of files.
 
-    places: as places_of returns them.
+    places: the result of `places_of`.
     Raises: ValueError if a tensor is missing, unknown, or has a wrong shape or dtype.
     """
     missing, found = set(places), []
@@ -106,7 +106,7 @@ def stored_tensors(model: GPT, places: Mapping[str, Place], folder: Path, layout
 
 
 def stored_dtypes(tensors: Iterable[Stored]) -> dict[str, torch.dtype]:
-    """Returns the stored dtype of each parameter. Raises: ValueError if the parts of a matrix differ."""
+    """Returns the stored dtype of each parameter. Raises: ValueError if parts of a matrix have different dtypes."""
     dtypes: dict[str, torch.dtype] = {}
     for stored in tensors:
         wanted = dtypes.setdefault(stored.place.parameter, stored.dtype)
@@ -119,7 +119,7 @@ def stored_dtypes(tensors: Iterable[Stored]) -> dict[str, torch.dtype]:
 
 
 def read_weights(model: GPT, tensors: Sequence[Stored]) -> None:
-    """Copies the tensors of a checkpoint into the model, one at a time, and converts them to its dtypes.
+    """Copies the tensors of a checkpoint into the model, one at a time, in the dtypes of the model's parameters.
 
     If the model is sharded, each rank reads only its rows.
     """
@@ -135,14 +135,14 @@ def read_weights(model: GPT, tensors: Sequence[Stored]) -> None:
 
 
 def _read(file: Any, stored: Stored, rows: slice) -> Tensor:
-    """Reads rows of a tensor, counted in the model's order of dimensions."""
+    """Reads rows of a tensor. If the checkpoint stores the matrix transposed, reads columns and transposes them."""
     header = file.get_slice(stored.name)
     tensor: Tensor = header[:, rows].T if stored.place.transposed else header[rows]
     return tensor
 
 
 def _require_fit(header: Any, place: Place, shape: Sequence[int], what: str) -> torch.dtype:
-    """Checks a tensor's header against its place in a parameter of this shape. Returns the tensor's dtype.
+    """Checks that a tensor's header fits the tensor's place in a parameter of this shape. Returns the tensor's dtype.
 
     Raises: ValueError if the shape or the dtype is wrong.
     """
@@ -201,7 +201,7 @@ def _shards(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Opens a weight file. Raises: ValueError if it is damaged."""
+    """Opens a weight file. Raises: ValueError if the file is damaged."""
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
             yield file
@@ -210,7 +210,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _stored_names(path: Path, file: Any, names: list[str] | None) -> list[str]:
-    """Returns the names of the tensors to read: all, or the given ones. Raises: ValueError if one is absent."""
+    """Returns `names`, or the names of all tensors if `names` is None. Raises: ValueError if a tensor is absent."""
     stored = set(file.keys())
     absent = sorted(set(names or ()) - stored)
     if absent:
