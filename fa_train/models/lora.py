@@ -1,10 +1,9 @@
 """LoRA and QLoRA adapters (arXiv:2106.09685, arXiv:2305.14314).
 
 The model's weights are frozen. QLoRA also quantizes the frozen weights to 4 bits. For each adapted matrix W of a linear
-layer, two low-rank matrices A and B are trained, and B A is added to W. Tensor names and files are those of peft: peft
-can load an adapter of fa_train, and fa_train can load one of peft. The GPT stores some matrices of a checkpoint as one
-joined matrix, such as those of queries, keys and values. Each part of a joined matrix has a separate adapter, as in
-peft.
+layer, two low-rank matrices A and B are trained, and B A is added to W. Tensor names and files are those of peft, so
+peft and fa_train can load each other's adapters. The GPT stores some matrices of a checkpoint as one joined matrix,
+such as those of queries, keys and values. Each part of a joined matrix has a separate adapter, as in peft.
 """
 
 import json
@@ -37,12 +36,8 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 PREFIX = "base_model.model."  # the prefix of every tensor name in peft's files
 ALL_LINEAR = "all-linear"
 BLOCK, SCALER_BLOCK = 64, 256  # elements per scale, and scales per second-level scale, as in QLoRA
-NF4_PARTS = (
-    "quantized_scalers",
-    "quantization_factor",
-    "scaler_mean",
-    "nf4",
-)  # the tensors of a 4-bit weight in addition to its codes: scales and the table of values
+# the tensors of a 4-bit weight in addition to its codes, which are scales and the table of values
+NF4_PARTS = ("quantized_scalers", "quantization_factor", "scaler_mean", "nf4")
 
 
 def whole_model(model: GPT) -> GPT:
@@ -212,10 +207,7 @@ class LoRALinear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        """Concatenates the matrices A, and puts the scaled matrices B on a block diagonal.
-
-        One matmul then computes the products with all matrices A, and a second matmul the products with all B.
-        """
+        """Concatenates the matrices A, and puts the scaled matrices B on a block diagonal, for one matmul each."""
         down = torch.cat([self.lora_A[name] for name in self.rows])
         blocks, end = [], 0
         for name, rows in self.rows.items():
