@@ -58,8 +58,8 @@ class Monitor(Callback):
     train/skipped_steps is the number of skipped optimizer steps (see LitGPT).
     max_skipped_steps: after this number of consecutive skipped steps, the next log ends the run. None sets no limit.
     perf/data_wait_ms is the time that the host waited for data. With several ranks, perf/communication_ms and
-    perf/compute_ms cover the logged step alone. step_ms, data_wait_ms, communication_ms, compute_ms and host_gib are
-    then means over the ranks; <name>_max is the largest value of a rank.
+    perf/compute_ms cover the logged step alone. With several ranks, step_ms, data_wait_ms, communication_ms, compute_ms
+    and host_gib are means over the ranks, and <name>_max is the largest value of a rank.
     Units: losses in nats per label, tokens_per_s over all devices, *_ms in milliseconds per step, other *_gib in GiB on
     rank 0.
     """
