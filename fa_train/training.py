@@ -1,5 +1,6 @@
 """One run of train.py. Builds the trainer, the model and the data from a checked config, and trains."""
 
+import logging
 import warnings
 from dataclasses import asdict
 from functools import partial
@@ -24,10 +25,14 @@ from fa_train.parallel.fsdp import FullyShardedStrategy
 from fa_train.parallel.sharded_checkpoint import CheckpointFiles
 from fa_train.run_config import in_sweep, to_container
 
+for library in ("lightning.pytorch", "lightning.fabric"):
+    logging.getLogger(library).setLevel(logging.WARNING)  # Lightning sets INFO when it is imported
 # Lightning 2.6 uses a deprecated function of torch in every run
 warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
 # resuming within an epoch is exact, because the data module starts at the checkpoint's step
 warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
+# val/loss is already a mean over all ranks
+warnings.filterwarnings("ignore", message="It is recommended to use .*sync_dist=True")
 # the CSV logger deletes no files, because each run has a new folder
 warnings.filterwarnings("ignore", message=".*Previous log files in this directory will be deleted when the new ones")
 
