@@ -20,7 +20,7 @@ from fa_train.memory.loss import IGNORE_INDEX
 from fa_train.memory.planner.plan import require_precision
 from fa_train.models.gpt import GPT
 from fa_train.optim.resume import require_same_kind
-from fa_train.parallel.fsdp import is_sharded, local, shard, whole
+from fa_train.parallel.fsdp import CONTEXT_GROUP, context_ranks, is_sharded, local, shard, whole
 
 FOR_MICRO_BATCH, FOR_UPDATE = 1, 2  # what random numbers are used for, which is a part of their seed
 
@@ -62,6 +62,8 @@ class LitGPT(L.LightningModule):
         """Shards and materialises the model if the strategy shards. Lightning may call this more than once."""
         if self.device_mesh is None or is_sharded(self.model):
             return
+        if context_ranks(self.trainer.strategy) > 1:
+            self.model.share_context(CONTEXT_GROUP)
         self.trainer.precision_plugin.convert_module(self)  # Lightning would convert the model only after sharding
         shard(self.model, self.device_mesh, str(self.trainer.precision))
         self.model.materialise(self.trainer.strategy.root_device)
@@ -79,13 +81,16 @@ class LitGPT(L.LightningModule):
         cu_seqlens: Tensor | None = batch["cu_seqlens"]
         if len(batch["cu_seqlens"]) == 2:  # a single document needs no document mask
             cu_seqlens = None
-        return self.model(batch["tokens"], cu_seqlens, batch["position_ids"], batch["labels"], batch.get("mean_seqlen"))
+        optional = batch.get("mean_seqlen"), batch.get("traffic")
+        return self.model(batch["tokens"], cu_seqlens, batch["position_ids"], batch["labels"], *optional)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        self._seed_generators(FOR_MICRO_BATCH, batch.get("first_row", batch_idx))
+        of_shard = [batch["context_rank"]] if "context_rank" in batch else []
+        self._seed_generators(FOR_MICRO_BATCH, batch.get("first_row", batch_idx), *of_shard)
         loss, labels = self.loss_sum(batch), batch["labels"]
         lengths = batch["cu_seqlens"].diff().double()
-        self._sums += torch.stack([loss.detach().double(), count_labels(labels), lengths.square().sum()])
+        squared_lengths = lengths.square().sum() / context_ranks(self.trainer.strategy)  # each rank counts a share
+        self._sums += torch.stack([loss.detach().double(), count_labels(labels), squared_lengths])
         self.micro_batch_tokens = labels.numel()
         # Divide the loss by the number of tokens for now. The number of labels in the step is known only after the last
         # micro-batch.

@@ -31,6 +31,12 @@ def require_reach(model: GPT, seq_len: int, max_doc_len: int | None, reset_posit
         )
 
 
+def require_groups(world_size: int, context: int) -> None:
+    """Raises: ValueError if the ranks cannot be divided into groups of `context` ranks that share their sequences."""
+    if world_size % context:
+        raise ValueError(f"strategy.context must divide the number of devices, {world_size}; got {context}")
+
+
 def require_shardable(run: RunSize, *, samples: bool) -> None:
     """Checks that strategy=fsdp supports the run.
 

@@ -21,7 +21,7 @@ from fa_train.models.attention import require_backend
 from fa_train.models.gpt import GPT
 from fa_train.parallel import communication
 from fa_train.parallel.decisions import decided_by_rank_zero
-from fa_train.parallel.fsdp import FullyShardedStrategy
+from fa_train.parallel.fsdp import FullyShardedStrategy, context_ranks
 from fa_train.parallel.sharded_checkpoint import CheckpointFiles
 from fa_train.run_config import in_sweep, to_container
 
@@ -47,7 +47,8 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDat
     data = instantiate(cfg.data)
     trainer = instantiate(cfg.trainer, callbacks=callbacks, plugins=[CheckpointFiles()])
     communication.configure(trainer)
-    trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
+    preflight.require_groups(trainer.world_size, context_ranks(trainer.strategy))
+    trainer.accumulate_grad_batches = data.accumulation(trainer.world_size, context_ranks(trainer.strategy))
     trainer.val_check_interval *= trainer.accumulate_grad_batches  # Lightning counts micro-batches, not steps
     require_backend(instantiate(cfg.attention), trainer.strategy.root_device)
     vocab_size = cfg.model.vocab_size or data.vocab_size
@@ -89,6 +90,7 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
         accumulates=trainer.accumulate_grad_batches > 1,
         compiled=cfg.lit_gpt.compile_model,
         ranks=trainer.world_size if sharded else 1,
+        context=context_ranks(trainer.strategy),
     )
     if sharded:
         preflight.require_shardable(plan.run, samples=cfg.callbacks.get("sample") is not None)

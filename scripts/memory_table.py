@@ -19,7 +19,7 @@ from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.predict import COMPONENTS, GIB, Prediction, predict
 from fa_train.memory.planner.run import device_bytes, plan_of
 from fa_train.memory.planner.weights import parameter_sizes
-from fa_train.preflight import require_shardable
+from fa_train.preflight import require_groups, require_shardable
 from scripts.composed import composed
 
 H200_GIB = 139.8
@@ -50,22 +50,25 @@ def memory_table(arguments: list[str]) -> str:
 def plan_of_run(cfg: DictConfig) -> Plan:
     """Returns the memory plan of a run. The model has no weights (device "meta").
 
-    Raises: ValueError if strategy=fsdp cannot shard the model.
+    Raises: ValueError if strategy=fsdp cannot shard the model, or strategy.context does not divide the devices.
     """
     with torch.device("meta"):
         vocab_size = cfg.model.vocab_size or instantiate(cfg.data).vocab_size
         model = instantiate(cfg.adapter)(instantiate(cfg.model, vocab_size=vocab_size))
     world_size = _devices(cfg) * cfg.trainer.num_nodes
     sharded = cfg.choices.strategy == "fsdp"
+    context = cfg.strategy.context if sharded else 1
+    require_groups(world_size, context)
     plan = plan_of(
         model,
         precision=cfg.trainer.precision,
         seq_len=cfg.seq_len,
         rows=cfg.data.micro_batch_size,
         optimizer=instantiate(cfg.optimizer),
-        accumulates=cfg.batch_size > cfg.data.micro_batch_size * world_size,
+        accumulates=cfg.batch_size > cfg.data.micro_batch_size * (world_size // context),
         compiled=cfg.lit_gpt.compile_model,
         ranks=world_size if sharded else 1,
+        context=context,
     )
     if sharded:
         require_shardable(plan.run, samples=cfg.callbacks.get("sample") is not None)

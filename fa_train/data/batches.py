@@ -14,6 +14,7 @@ from fa_train.data.mixing import MixedRows, Mixture, interleave
 from fa_train.data.packing.balance import deal
 from fa_train.data.packing.collate import Batch, collate
 from fa_train.data.packing.rows import IGNORE_INDEX, Row, ShuffledRows
+from fa_train.parallel.context.shard import ContextShard
 
 if TYPE_CHECKING:
     from fa_train.data.datamodule import PackedDataModule  # a circular import
@@ -105,19 +106,33 @@ class MicroBatches(Dataset[Batch]):
 
     size: rows per micro-batch.
     step_rows: the number of rows in a step on all ranks together; by default one micro-batch per rank.
+    context, windows: the number of consecutive ranks that share each micro-batch, and the model's attention windows
+    (fa_train.parallel.context.shard.ContextShard).
     """
 
     def __init__(
-        self, rows: PackedRows, size: int, rank: int, world_size: int, *, step_rows: int | None = None
+        self,
+        rows: PackedRows,
+        size: int,
+        rank: int,
+        world_size: int,
+        *,
+        step_rows: int | None = None,
+        context: int = 1,
+        windows: Sequence[int | None] = (None,),
     ) -> None:
-        self.rows, self.size, self.rank, self.world_size = rows, size, rank, world_size
-        self.step_rows = size * world_size if step_rows is None else step_rows
+        self.rank, place = divmod(rank, context)
+        self.world_size = world_size // context  # ranks that share a micro-batch count as one here
+        self.shard = ContextShard(place, context, windows) if context > 1 else None
+        self.rows, self.size = rows, size
+        self.step_rows = size * self.world_size if step_rows is None else step_rows
 
     def __getitem__(self, index: int) -> Batch:
         step, micro_batch = divmod(index, self.step_rows // (self.size * self.world_size))
         dealt = self.rows.deal(step * self.step_rows, self.step_rows, self.size, self.world_size)
         indices = dealt[micro_batch, self.rank].tolist()
-        return {**self.rows.gather(indices), "first_row": indices[0]}
+        batch: Batch = {**self.rows.gather(indices), "first_row": indices[0]}
+        return batch if self.shard is None else self.shard(batch)
 
 
 class TimedLoader(DataLoader[Batch]):

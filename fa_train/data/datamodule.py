@@ -23,6 +23,8 @@ from fa_train.data.sources.corpus import HFCorpus, StdlibCorpus, TextCorpus
 from fa_train.data.sources.synthetic import SyntheticSource
 from fa_train.data.tokens.store import TokenizedCorpus
 from fa_train.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
+from fa_train.models.gpt import GPT
+from fa_train.parallel.fsdp import context_ranks
 
 
 class PackedDataModule(L.LightningDataModule):
@@ -88,15 +90,17 @@ class PackedDataModule(L.LightningDataModule):
         """The vocabulary size of the tokenizer, which is known before any data is read."""
         return self.source.vocab_size
 
-    def accumulation(self, world_size: int) -> int:
+    def accumulation(self, world_size: int, context: int = 1) -> int:
         """Returns the number of micro-batches per step and process.
 
-        Raises: ValueError if batch_size is not a multiple of micro_batch_size * world_size.
+        context: the number of processes that share their micro-batches.
+        Raises: ValueError if batch_size is not a multiple of micro_batch_size * world_size / context.
         """
-        steps, rest = divmod(self.batch_size, self.micro_batch_size * world_size)
+        steps, rest = divmod(self.batch_size, self.micro_batch_size * (world_size // context))
         if rest or not steps:
+            shared = f", divided by strategy.context={context}" if context > 1 else ""
             raise ValueError(
-                "batch_size must be a multiple of data.micro_batch_size times the number of processes; "
+                f"batch_size must be a multiple of data.micro_batch_size times the number of processes{shared}; "
                 f"got {self.batch_size}, {self.micro_batch_size} and {world_size}"
             )
         return steps
@@ -147,11 +151,9 @@ class PackedDataModule(L.LightningDataModule):
     def train_dataloader(self) -> TimedLoader:
         rows = PackedRows(self, held_out=False, shuffle=True)
         trainer = self._running_trainer()
-        accumulation = self.accumulation(trainer.world_size)
+        accumulation = self.accumulation(trainer.world_size, context_ranks(trainer.strategy))
         trainer.print(self.report(rows.layouts).text())
-        dataset = MicroBatches(
-            rows, self.micro_batch_size, trainer.global_rank, trainer.world_size, step_rows=self.batch_size
-        )
+        dataset = self._micro_batches(rows, step_rows=self.batch_size)
         done = trainer.global_step * accumulation
         self._count_from(done)
         return self._loader(dataset, RangeSampler(done, self.max_steps * accumulation))
@@ -174,12 +176,24 @@ class PackedDataModule(L.LightningDataModule):
         rows = PackedRows(self, held_out=True, shuffle=False)
         if not rows.counted:
             return []
-        trainer = self._running_trainer()
-        dataset = MicroBatches(rows, self.micro_batch_size, trainer.global_rank, trainer.world_size)
+        dataset = self._micro_batches(rows)
         # All ranks must get the same number of full micro-batches, because a rank without a micro-batch would block the
         # others.
-        n_micro_batches = math.ceil(rows.counted / (self.micro_batch_size * trainer.world_size))
+        n_micro_batches = math.ceil(rows.counted / (self.micro_batch_size * dataset.world_size))
         return self._loader(dataset, RangeSampler(0, n_micro_batches))
+
+    def _micro_batches(self, rows: PackedRows, step_rows: int | None = None) -> MicroBatches:
+        trainer = self._running_trainer()
+        context = context_ranks(trainer.strategy)
+        windows: list[int | None] = [None]
+        if context > 1:
+            model = trainer.lightning_module.model
+            assert isinstance(model, GPT)
+            windows = [*dict.fromkeys(model.windows)]
+        return MicroBatches(
+            rows, self.micro_batch_size, trainer.global_rank, trainer.world_size, step_rows=step_rows,
+            context=context, windows=windows,
+        )  # fmt: skip
 
     def _running_trainer(self) -> L.Trainer:
         assert self.trainer is not None, "Lightning attaches the trainer before it asks for a loader"

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import (
 )
 
 import fa_kernels.flash_attention.ops  # noqa: F401  registers torch.ops.flash_attention
+import fa_train.parallel.context.operators  # noqa: F401  registers torch.ops.fa_train
 
 Checkpointing = Literal["none", "selective", "full"]
 RunBlock = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
@@ -31,6 +32,7 @@ _SDPA = (
 ATTENTION_OPERATORS = frozenset(
     {
         torch.ops.flash_attention.forward.default,
+        torch.ops.fa_train.context_forward.default,
         *(getattr(torch.ops.aten, name).default for name in _SDPA if hasattr(torch.ops.aten, name)),
     }
 )

@@ -26,7 +26,9 @@ from fa_train.models.ffn import build_ffn, choose_ffn
 from fa_train.models.initial import Constant, Distribution, Normal, drawing_device, drawn, initialise
 from fa_train.models.norms import NormModule, OffsetRMSNorm, add_and_norm, build_norm, zeros_to_add
 from fa_train.models.rope import RotaryTable, document_positions, rotary_table
-from fa_train.models.stream import require_stream, windowed_schedule
+from fa_train.models.stream import context_schedule, require_stream, windowed_schedule
+from fa_train.parallel.context.attention import ContextAttention
+from fa_train.parallel.context.traffic import Traffic
 
 Value = TypeVar("Value")
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -165,6 +167,7 @@ class GPT(nn.Module):
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
         mean_seqlen: int | None = None,
+        traffic: Mapping[int | None, Traffic] | None = None,
     ) -> Tensor:
         """Returns the logits of a packed stream, or the sum of its losses if labels are given.
 
@@ -175,6 +178,8 @@ class GPT(nn.Module):
         position_ids: each token's position; by default its position in its document.
         mean_seqlen: the mean document length in tokens, which determines attention's kernels; by default total /
         n_docs.
+        traffic: for each attention window, the keys that this rank of a context group sends and receives
+        (share_context). All other tensors except cu_seqlens then hold only the rank's own tokens.
         Raises: ValueError if shapes do not match, or a single document has more tokens than the model has learned
         positions. The lengths of several documents are not checked, because they are on the GPU. Call `require_seq_len`
         before training.
@@ -183,8 +188,10 @@ class GPT(nn.Module):
         total = tokens.shape[0]
         if cu_seqlens is None and position_ids is None:
             self.require_seq_len(total)
-        schedules = {
+        schedules: dict[int | None, Any] = {
             window: windowed_schedule(cu_seqlens, total, tokens.device, window, mean_seqlen)
+            if traffic is None
+            else context_schedule(traffic[window], window, mean_seqlen)
             for window in _distinct(self.windows)
         }
         if position_ids is None:
@@ -229,6 +236,14 @@ class GPT(nn.Module):
         for block in self._blocks():
             ffn = choose_ffn(block.ffn.up, block.ffn.down, self.config.activation, self.memory)
             block.ffn = ffn.train(block.ffn.training)
+
+    def share_context(self, group: str) -> None:
+        """Makes attention gather the keys that other ranks hold. Calls of `forward` must then pass `traffic`.
+
+        group: the name of a process group (fa_train.parallel.context.operators.register_group).
+        """
+        for block in self._blocks():
+            block.attention.attention = ContextAttention(block.attention.attention, group)
 
     def compile_blocks(self, **options: Any) -> None:
         """Compiles each block with torch.compile(**options). Blocks share one graph: their code and shapes are equal.
@@ -306,7 +321,7 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(n_heads * head_dim, config.dim, bias=config.out_bias)
         self.q_norm = build_norm(config, head_dim) if config.qk_norm else None
         self.k_norm = build_norm(config, head_dim) if config.qk_norm else None
-        self.attention = attention
+        self.attention: Callable[..., Tensor] = attention
         self.split_heads = _head_splitter(config.qk_norm, rotates, checkpointed)
         scores = {"softmax_scale": config.extras.softmax_scale, "softcap": config.extras.softcap}
         self.scores = {name: value for name, value in scores.items() if value}  # pass only options that are set

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-from fa_kernels.flash_attention.schedule import Schedule, build_schedule, causal_schedule
+from fa_kernels.flash_attention.schedule import Schedule, build_schedule, causal_schedule, length_class_of
+from fa_train.parallel.context.attention import SharedSchedule, shared_schedule
+from fa_train.parallel.context.traffic import Traffic
 
 
 def require_stream(tokens: Tensor, cu_seqlens: Tensor | None, **like_tokens: Tensor | None) -> None:
@@ -31,3 +33,12 @@ def windowed_schedule(
     return build_schedule(
         documents, documents, total, total, causal=True, window_size=(window - 1, 0), padded=padded, seqlen=seqlen
     )
+
+
+def context_schedule(traffic: Traffic, window: int | None, seqlen: int | None) -> SharedSchedule:
+    """Builds the schedule of a rank that shares its stream with other ranks.
+
+    window, seqlen: as in windowed_schedule; without seqlen, the length of the whole stream counts.
+    """
+    seqlen = traffic.place.shape[0] if seqlen is None else seqlen
+    return shared_schedule(traffic, length_class_of(seqlen if window is None else min(seqlen, window)))

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -27,29 +28,38 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from fa_train.bounds import PositiveInt
 from fa_train.checkpoints.base import REFERENCE, require_fit
 from fa_train.checkpoints.files import META, CheckpointError, not_written, read_file, remove, shapes, write_file
 from fa_train.models.gpt import GPT
 from fa_train.optim.resume import require_same_kind
+from fa_train.parallel.context.operators import register_group
 from fa_train.parallel.sharded_checkpoint import FolderReader, load_into, read_meta, saved_optimizer, stored_weights
 from fa_train.private_names import replace_private
 
+CONTEXT_GROUP = "context"
 SHARDED_MESH = "data_parallel"  # Lightning's name for the mesh dimension of data-parallel ranks
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
     """A Lightning strategy that shards the model over all ranks. The device mesh has one dimension.
 
+    context: the number of consecutive ranks that share each packed stream of tokens (fa_train.parallel.context). With
+    1, each rank has streams to itself.
+
     A checkpoint is a folder with one part per rank. Any number of ranks can load such a folder, and also the checkpoint
     file of an unsharded run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, context: PositiveInt = 1) -> None:
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=True)
+        self.context = context
 
     def setup_environment(self) -> None:
         replace_private("lightning", self, "_data_parallel_size", self.num_nodes * self.num_processes)
         super().setup_environment()
+        if self.context > 1:
+            make_context_groups(self.context)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Writes the part of each rank into the folder. Raises: CheckpointError on all ranks if any rank fails."""
@@ -126,6 +136,15 @@ class FullyShardedStrategy(ModelParallelStrategy):
         return model
 
 
+def make_context_groups(context: int) -> None:
+    """Makes a process group of each `context` consecutive ranks. Attention uses this rank's group (CONTEXT_GROUP)."""
+    world_size = dist.get_world_size()
+    for first in range(0, world_size, context):
+        group = dist.new_group(range(first, first + context))
+        if first <= dist.get_rank() < first + context:
+            register_group(CONTEXT_GROUP, group)
+
+
 def shard(model: GPT, mesh: DeviceMesh, precision: str) -> None:
     """Shards the model's parameters over the ranks. No device ever holds the whole model.
 
@@ -139,6 +158,11 @@ def shard(model: GPT, mesh: DeviceMesh, precision: str) -> None:
         policy = MixedPrecisionPolicy(of_blocks, torch.float32, cast_forward_inputs=False)
         fully_shard(block, mesh=ranks, mp_policy=policy)
     fully_shard(model, mesh=ranks, mp_policy=MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False))
+
+
+def context_ranks(strategy: Strategy) -> int:
+    """Returns the number of ranks that share each packed stream, or 1 for a strategy without context parallelism."""
+    return strategy.context if isinstance(strategy, FullyShardedStrategy) else 1
 
 
 def is_sharded(model: GPT) -> bool:

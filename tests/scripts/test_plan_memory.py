@@ -81,6 +81,10 @@ def test_sharded_weights_are_planned_as_train_does():
     assert plan.run.ranks == 8 and plan.run.accumulates
     two_machines = plan_of_run(composed_for_plan([*overrides, "trainer.devices=8", "trainer.num_nodes=2"]))
     assert two_machines.run.ranks == 16 and not two_machines.run.accumulates
+    four_share = plan_of_run(composed_for_plan([*overrides, "trainer.devices=8", "strategy.context=4"]))
+    assert four_share.run.context == 4 and four_share.run.tokens == 1024 and four_share.run.accumulates
+    with pytest.raises(ValueError, match="must divide the number of devices, 8; got 3"):
+        plan_of_run(composed_for_plan([*overrides, "trainer.devices=8", "strategy.context=3"]))
     with pytest.raises(ValueError, match="strategy=fsdp must have at least 2 devices; got 1"):
         plan_of_run(composed_for_plan(overrides))
     assert plan_of_run(composed_for_plan(["model=llama_1b", "trainer.devices=8"])).run.ranks == 1

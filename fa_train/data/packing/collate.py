@@ -1,13 +1,16 @@
 """Concatenates the rows of a micro-batch into one packed stream of tokens."""
 
 from collections.abc import Sequence
-from typing import NotRequired, TypedDict
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fa_train.data.packing.rows import Row
+
+if TYPE_CHECKING:
+    from fa_train.parallel.context.traffic import Traffic
 
 
 class Batch(TypedDict):
@@ -19,6 +22,9 @@ class Batch(TypedDict):
     cu_seqlens: Tensor
     mean_seqlen: NotRequired[int]  # the mean document length in tokens, which determines the attention kernels
     first_row: NotRequired[int]  # the index of the batch's first row among all rows of the run
+    # The next two exist if several ranks share the stream. All tensors except cu_seqlens then hold own tokens only.
+    context_rank: NotRequired[int]  # this rank's place in its context group
+    traffic: NotRequired[dict[int | None, "Traffic"]]  # the traffic of each attention window
 
 
 def collate(

@@ -129,7 +129,14 @@ class Block:
 
     def _attention_forward(self) -> int:
         """Returns the peak bytes of attention's forward, including its output projection."""
-        return self.attention_kept() + self._argument() + self.x_rounded
+        return self.attention_kept() + self._argument() + max(self.x_rounded, 2 * self._gathered())
+
+    def _gathered(self) -> int:
+        """Returns the bytes of the keys and values of all ranks that share the stream, or 0 without other ranks.
+
+        One document needs that much. Several documents need less.
+        """
+        return 2 * self.kv * self.run.context if self.run.context > 1 else 0
 
     def _ffn_forward(self) -> int:
         held = self.kept() + self._argument()
@@ -193,7 +200,8 @@ class Block:
         heads = self.model.heads
         workspace = backward_workspace(heads.dim, self.run.compute_dtype, self.model.extras.softcap, self.run.arch)
         workspace *= self.run.tokens * heads.query
-        return held + workspace + self.qkv + (0 if self.eager else self._held_by_compiled_code())
+        gathered = 3 * self._gathered()  # gradients of gathered keys and values, and two copies that are exchanged
+        return held + workspace + gathered + self.qkv + (0 if self.eager else self._held_by_compiled_code())
 
     def _held_by_compiled_code(self) -> int:
         """Returns the bytes that compiled code, unlike eager code, has not yet freed in attention's backward.

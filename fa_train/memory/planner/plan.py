@@ -48,6 +48,7 @@ class RunSize:
     adapters: the sizes of LoRA adapters, or None if all weights are trained.
     ranks: the number of GPUs over which weights, gradients and optimizer states are sharded (fa_train.parallel.fsdp),
     or 1 without sharding.
+    context: the number of GPUs that share each micro-batch (fa_train.parallel.context).
     arch: the GPU's architecture, which determines the attention kernels.
     """
 
@@ -60,6 +61,7 @@ class RunSize:
     loss_chunk: int
     adapters: Adapters | None = None
     ranks: int = 1
+    context: int = 1
     arch: Arch = "sm90"
 
     def __post_init__(self) -> None:
@@ -67,8 +69,8 @@ class RunSize:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of one micro-batch."""
-        return self.seq_len * self.rows
+        """Returns the tokens of one micro-batch that this GPU holds."""
+        return -(-self.seq_len * self.rows // self.context)
 
     @property
     def weight_bytes(self) -> int:

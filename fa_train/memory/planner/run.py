@@ -52,6 +52,7 @@ def plan_of(
     accumulates: bool,
     compiled: bool,
     ranks: int = 1,
+    context: int = 1,
 ) -> Plan:
     """Returns the plan of a run. The model may be on the meta device.
 
@@ -68,6 +69,7 @@ def plan_of(
         loss_chunk=model.loss.chunk_size,
         adapters=adapters_of(model),
         ranks=ranks,
+        context=context,
         arch=planned_arch(),
     )
     return Plan(model.config, model.memory.levers, run)

@@ -140,6 +140,39 @@ def tensors_by_torch(
     return key_start, key_end, query_start, query_end, query_tiles, key_tiles, wide_query_tiles
 
 
+def schedule_of_ranges(key_start: Tensor, key_end: Tensor, total_k: int, length_class: LengthClass) -> Schedule:
+    """Returns the schedule in which query i sees the keys from key_start[i] to key_end[i] - 1.
+
+    The queries may be a part of a packed stream, as in context parallelism.
+    Shapes: key_start, key_end (total_q,) int32. Neither may decrease from one query to the next.
+    """
+    key = torch.arange(total_k, dtype=torch.int32, device=key_start.device)
+    query_start = torch.searchsorted(key_end, key, right=True, out_int32=True)  # queries that end at or before the key
+    query_end = torch.searchsorted(key_start, key, right=True, out_int32=True)  # queries that start at or before it
+    query_end = torch.maximum(query_start, query_end)
+    # All queries of a document start at the same key, and its last query ends last. With windows, queries count singly.
+    last_query = torch.searchsorted(key_start, key_start, right=True) - 1
+    first_key = torch.searchsorted(query_end, query_end)
+    length = key_end[last_query] - key_start
+    if length_class == "short":
+        key_tiles = torch.arange(-(-total_k // WORK_TILE), dtype=torch.int32, device=key_start.device)
+    else:
+        document = torch.where(query_end > query_start, query_end - query_start[first_key], 0)  # unseen keys come last
+        key_tiles = document_by_document(document, WORK_TILE, last_first=False)
+    return Schedule(
+        key_start,
+        key_end,
+        query_start,
+        query_end,
+        query_tiles=document_by_document(length, WORK_TILE, last_first=True),
+        key_tiles=key_tiles,
+        wide_query_tiles=document_by_document(length, WIDE_TILE, last_first=True),
+        length_class=length_class,
+        crosses_documents=True,
+        is_one_causal_document=False,
+    )
+
+
 def causal_schedule(cu_seqlens: Tensor | None, total: int, device: torch.device, seqlen: int | None = None) -> Schedule:
     """Returns the schedule of causal self-attention over `total` tokens. cu_seqlens of None means one document."""
     if cu_seqlens is None:

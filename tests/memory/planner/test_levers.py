@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from fa_train.memory.memory import Levers
+from fa_train.memory.planner.block import Block
 from fa_train.memory.planner.levers import (
     COMBINATIONS,
     extra_seconds,
@@ -190,3 +191,14 @@ def test_levers_are_told_as_overrides():
     assert ours.overrides(theirs) == ["memory.checkpointing=full", "memory.offload=true", "memory.mlp_chunk=16384"]
     assert theirs.overrides(ours)[1:] == ["memory.offload=false", "memory.mlp_chunk=null"]
     assert len(set(COMBINATIONS)) == 3 * 2 * 2 + 2
+
+
+@pytest.mark.parametrize("context", [2, 4, 8])
+def test_ranks_that_share_a_sequence_hold_a_longer_one(context):
+    alone = changed(LLAMA_1B, ranks=context, seq_len=8192)
+    shared = changed(alone, context=context, seq_len=8192 * context)
+    assert predict(shared).activations == predict(alone).activations
+    attention = [Block(plan).backward()["attention's backward"] for plan in (shared, alone)]
+    assert attention[0] > attention[1], "gathered keys and values need memory"
+    longest = longest_seq_len(alone, H200, HOST)
+    assert longest < longest_seq_len(shared, H200, HOST) <= context * longest

@@ -1,0 +1,1 @@
+"""Context parallelism: several ranks share one packed stream of tokens."""

@@ -1,0 +1,44 @@
+"""Takes a rank's own tokens out of a packed stream, in the data worker."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from fa_train.data.packing.collate import Batch
+from fa_train.data.packing.rows import IGNORE_INDEX
+from fa_train.parallel.context.deal import deal
+from fa_train.parallel.context.traffic import traffic
+
+
+@dataclass(frozen=True)
+class ContextShard:
+    """One rank of a context group.
+
+    windows: the distinct attention windows of the model's layers, in tokens; None stands for no window.
+    """
+
+    rank: int
+    ranks: int
+    windows: Sequence[int | None]
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Returns the rank's tokens, labels and positions, and the traffic of each window.
+
+        cu_seqlens still describes the whole stream. If needed, the stream is padded at its end, so that all ranks hold
+        the same number of tokens. Padding has no labels, and no query sees padding.
+        """
+        boundaries = batch["cu_seqlens"].numpy().astype(np.int64)
+        total = batch["tokens"].numel()
+        sees_all = any(window is None or window >= total for window in self.windows)
+        dealt = deal(boundaries, total, self.ranks, balanced=sees_all)
+        own = torch.from_numpy(dealt.positions(self.rank))
+        padding = {"tokens": 0, "labels": IGNORE_INDEX, "position_ids": 0}
+        shards = {
+            name: F.pad(batch[name], (0, dealt.total - total), value=value)[own]  # type: ignore[literal-required]
+            for name, value in padding.items()
+        }
+        plans = {window: traffic(dealt, boundaries, self.rank, window) for window in self.windows}
+        return {**batch, **shards, "context_rank": self.rank, "traffic": plans}  # type: ignore[typeddict-item]

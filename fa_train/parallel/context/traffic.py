@@ -1,0 +1,75 @@
+"""Plans which keys a rank of a context group receives, and which of its own keys the rank sends.
+
+A rank receives only the keys that its queries see. The rank collects these keys in a buffer, in stream order. Its own
+keys are copied into the buffer as well. Each query then sees one contiguous range of the buffer.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fa_train.parallel.context.deal import Deal, causal_ranges
+
+
+class Traffic(NamedTuple):
+    """The keys that one rank sends and receives in each layer. All layers with the same window have the same traffic.
+
+    The shapes depend only on the length of the stream. A compiled model is therefore not compiled again if the lengths
+    of documents change.
+    """
+
+    key_start: Tensor  # (local,) int32, the first key in the buffer that each own query sees
+    key_end: Tensor  # (local,) int32, the end of these keys
+    sent: Tensor  # (total,) int32, indices of own tokens, sorted by the rank that receives them, then zeros
+    place: Tensor  # (total,) int32, the index among the received rows of each row of the buffer, then zeros
+    sizes: list[list[int]]  # the number of tokens sent to each rank, and the number received from each rank
+
+
+def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None) -> Traffic:
+    """Returns the traffic of `rank`. The host computes it from document boundaries, without the GPU.
+
+    boundaries, window: as for causal_ranges.
+    """
+    start, end = causal_ranges(boundaries, deal.total, window)
+    needed = [keys_needed(deal.positions(other), start, end, deal.total) for other in range(deal.ranks)]
+    mine, local = deal.positions(rank), deal.local_index()
+    held = np.zeros(deal.total, bool)
+    held[mine] = True
+    sent = [local[np.flatnonzero(need & held)] for need in needed]
+    source = deal.owner_of(np.flatnonzero(needed[rank]))
+    place = np.empty(len(source), np.int64)
+    place[np.argsort(source, kind="stable")] = np.arange(len(source))
+    before = np.append(0, needed[rank].cumsum())  # the number of needed keys before each position
+    sizes = [[len(tokens) for tokens in sent], np.bincount(source, minlength=deal.ranks).tolist()]
+    return Traffic(
+        torch.from_numpy(before[start[mine]].astype(np.int32)),
+        torch.from_numpy(before[end[mine]].astype(np.int32)),
+        _filled(np.concatenate(sent), deal.total),
+        _filled(place, deal.total),
+        sizes,
+    )
+
+
+def keys_needed(positions: np.ndarray, start: np.ndarray, end: np.ndarray, total: int) -> np.ndarray:
+    """Returns which keys of the stream the queries at `positions` see, (total,) bool. It is never empty.
+
+    start, end: (total,), the key range of each query of the stream, from causal_ranges.
+    """
+    # The key ranges of consecutive queries overlap or touch, so each run of consecutive queries sees one range.
+    first = np.append(True, np.diff(positions) != 1)
+    last = np.append(first[1:], True)
+    opened = np.zeros(total + 1, np.int64)
+    np.add.at(opened, start[positions[first]], 1)
+    np.add.at(opened, end[positions[last]], -1)
+    needed = opened[:-1].cumsum() > 0
+    if not needed.any():
+        needed[positions[0]] = True  # kernels need a key, even if all queries come after the last document
+    return needed
+
+
+def _filled(values: np.ndarray, size: int) -> Tensor:
+    result = torch.zeros(size, dtype=torch.int32)
+    result[: len(values)] = torch.from_numpy(values)
+    return result

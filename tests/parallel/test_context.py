@@ -1,0 +1,206 @@
+"""Four processes on the CPU that share streams of tokens compute and train like one process."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo as dynamo
+import torch.distributed as dist
+
+from fa_train.memory.loss import LinearCrossEntropy
+from fa_train.memory.memory import Memory
+from fa_train.models.attention import chunked_attention, flash_attention, naive_attention, sdpa_attention
+from fa_train.models.config import Family
+from fa_train.models.gpt import GPT
+from fa_train.models.rope import document_positions
+from fa_train.parallel.context.operators import register_group
+from fa_train.parallel.context.shard import ContextShard
+from tests.parallel.test_fsdp import train_in
+from tests.support.interpreter import patched_once_a_launch
+from tests.support.processes import start_server
+from tests.support.training import column, write_corpus
+from tests.test_train import processes_can_talk, ranks_of_torchrun
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
+    pytest.mark.xdist_group("context"),
+]
+RANKS = 4
+TOTAL, BOUNDARIES = 60, [0, 13, 14, 30, 39, 55, 55]  # five tokens after the last document
+FEATURES = {
+    "plain": {},
+    "windows": {"family": Family(windows=[None, 5])},
+    "only windows": {"family": Family(windows=[4, 9])},
+    "norms": {"qk_norm": True, "n_kv_heads": 1},
+    "cap": {"family": Family(softcap=20.0, logit_softcap=30.0)},
+}
+# attention, features, checkpointing, compiled, ranks that share a stream: each pair of values occurs
+CASES = {
+    "naive-2": (naive_attention, "cap", "none", False, 2),
+    "naive-4": (naive_attention, "plain", "full", False, 4),
+    "sdpa-2": (sdpa_attention, "norms", "selective", True, 2),
+    "sdpa-4": (sdpa_attention, "windows", "none", False, 4),
+    "chunked-2": (partial(chunked_attention, chunk_size=16), "only windows", "full", False, 2),
+    "flash-2": (flash_attention, "windows", "selective", False, 2),
+    "flash-4": (flash_attention, "only windows", "none", True, 4),
+    "flash-norms": (flash_attention, "norms", "full", False, 4),
+    "flash-cap": (flash_attention, "cap", "selective", False, 4),
+}
+SETTINGS = (
+    "seq_len=96",
+    "data.micro_batch_size=1",
+    "batch_size=4",
+    "max_steps=4",
+    "callbacks.checkpoint.every_n_train_steps=2",
+    "trainer.val_check_interval=4",
+    "data.val_rows=3",
+)
+FSDP = ("strategy=fsdp", f"trainer.devices={RANKS}", "strategy.context=2")
+# the runs of four processes; `longer` starts at step 2 of `shared`
+RUNS = {
+    "shared": FSDP,
+    "all": ("strategy=fsdp", f"trainer.devices={RANKS}", "strategy.context=4", "lit_gpt.compile_model=true"),
+    "longer": ("strategy=fsdp", f"trainer.devices={RANKS}", "strategy.context=4"),
+}
+
+
+def gpt(attention, features, checkpointing):
+    torch.manual_seed(0)
+    return GPT(
+        attention=attention, loss=LinearCrossEntropy(chunk_size=17),
+        memory=Memory(checkpointing, False, None, LinearCrossEntropy(chunk_size=17)),
+        **dict(
+            vocab_size=67, n_layers=2, dim=32, n_heads=4, n_kv_heads=2, head_dim=None, ffn_dim=48, norm="rmsnorm",
+            norm_eps=1e-5, positions="rope", rope_theta=1e4, max_seq_len=None, activation="swiglu", bias=False,
+            qk_norm=False, tied=True, init="gpt2",
+        )
+        | FEATURES[features],
+    )  # fmt: skip
+
+
+def stream(seed=1):
+    boundaries = torch.tensor(BOUNDARIES, dtype=torch.int32)
+    tokens = torch.randint(67, (TOTAL,), generator=torch.Generator().manual_seed(seed))
+    labels = tokens.roll(-1)
+    labels[boundaries[1:].long() - 1] = -100
+    labels[BOUNDARIES[-1] :] = -100
+    positions = document_positions(boundaries, TOTAL, torch.device("cpu"))
+    return {"tokens": tokens, "labels": labels, "position_ids": positions, "cu_seqlens": boundaries}
+
+
+def shared_loss(model, batch, context, rank):
+    shard = ContextShard(rank % context, context, [*dict.fromkeys(model.windows)])(batch)
+    return model(shard["tokens"], shard["cu_seqlens"], shard["position_ids"], shard["labels"], 12, shard["traffic"])
+
+
+def in_four_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(environments[rank])
+    shared = Path(folder)
+    for name, overrides in RUNS.items():
+        start = [f"ckpt_path={shared}/shared/checkpoints/step_0000002.ckpt"] if name == "longer" else []
+        train_in(shared / name, shared, *SETTINGS, *overrides, *start)
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, RANKS, 2)]
+    groups = {2: pairs[rank // 2], RANKS: dist.new_group(range(RANKS))}
+    for size, group in groups.items():
+        register_group(f"of {size}", group)
+    with patched_once_a_launch():
+        results = {name: compare(rank, groups[case[-1]], *case) for name, case in CASES.items()}
+    results["perturbed"] = perturb(rank)
+    if rank == 0:
+        torch.save(results, shared / "results.pt")
+    dist.destroy_process_group()
+
+
+def compare(rank, group, attention, features, checkpointing, compiled, context):
+    """Returns the relative errors of the loss and of all gradients, graph breaks, and numbers of graphs."""
+    batch = stream()
+    alone = gpt(attention, features, checkpointing)
+    expected = alone(*(batch[name] for name in ("tokens", "cu_seqlens", "position_ids", "labels")), 12)
+    expected.backward()
+    model = gpt(attention, features, checkpointing)
+    model.share_context(f"of {context}")
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    if compiled:
+        model.compile_blocks(backend="aot_eager")
+    loss = shared_loss(model, batch, context, rank)
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=group)
+    errors = [abs(total / expected.detach() - 1)]
+    for parameter, reference in zip(model.parameters(), alone.parameters(), strict=True):
+        dist.all_reduce(parameter.grad, group=group)
+        errors.append((parameter.grad - reference.grad).abs().max() / reference.grad.abs().max())
+    graphs = []
+    if compiled:  # other documents of the same stream
+        for boundaries in ([0, 13, 14, 30, 39, 55, 55], [0, 1, 2, 40, 41, 60, 60]):
+            other = batch | {"cu_seqlens": torch.tensor(boundaries, dtype=torch.int32)}
+            shared_loss(model, other, context, rank).backward()
+            graphs.append(dynamo.utils.counters["stats"]["unique_graphs"])
+    return [float(error) for error in errors], dict(dynamo.utils.counters["graph_break"]), graphs
+
+
+def perturb(rank):
+    """Returns whether the logits of this rank's tokens changed, for tokens of the first document and for all others."""
+    model = gpt(naive_attention, "plain", "none")
+    model.share_context(f"of {RANKS}")
+    batch, outputs = stream(), []
+    changed = batch | {"tokens": batch["tokens"].clone()}
+    changed["tokens"][:13] = 5
+    for one in (batch, changed):
+        shard = ContextShard(rank, RANKS, [None])(one)
+        logits = model(shard["tokens"], shard["cu_seqlens"], shard["position_ids"], traffic=shard["traffic"])
+        gathered = [torch.empty_like(logits) for _ in range(RANKS)]
+        dist.all_gather(gathered, logits.detach())
+        outputs.append(torch.cat(gathered))
+    dealt = ContextShard(rank, RANKS, [None])(batch | {"tokens": torch.arange(TOTAL)})["tokens"]
+    positions = [torch.empty_like(dealt) for _ in range(RANKS)]
+    dist.all_gather(positions, dealt)
+    position = torch.cat(positions)
+    same = (outputs[0] == outputs[1]).all(dim=1)
+    return same[position < 13], same[position >= 13]
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("context")
+    write_corpus(folder / "corpus")
+    train_in(folder / "whole", folder, *SETTINGS)
+    start_server()
+    arguments = (str(folder), ranks_of_torchrun(RANKS))
+    torch.multiprocessing.start_processes(in_four_processes, args=arguments, nprocs=RANKS, start_method="forkserver")
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_loss_and_all_gradients_are_those_of_one_process(case, four_ranks):
+    errors, breaks, graphs = torch.load(four_ranks / "results.pt")[case]
+    assert max(errors) < 1e-5
+    assert not breaks
+    assert len(set(graphs)) <= 1, "other documents compile nothing"
+
+
+def test_a_document_does_not_change_another(four_ranks):
+    first, others = torch.load(four_ranks / "results.pt")["perturbed"]
+    assert not first.all()
+    assert others.all()
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("value", ["train/loss", "train/grad_norm", "val/loss"])
+def test_runs_have_the_values_of_one_process(run, value, four_ranks):
+    expected, got = (column(four_ranks / folder, value) for folder in ("whole", run))
+    assert got
+    assert got == pytest.approx({step: expected[step] for step in got}, rel=2e-5)
+
+
+def test_one_process_goes_on_from_shared_streams(four_ranks, tmp_path):
+    run = train_in(
+        tmp_path / "run", four_ranks, *SETTINGS, f"ckpt_path={four_ranks}/shared/checkpoints/step_0000002.ckpt"
+    )
+    expected = column(four_ranks / "whole", "train/loss")
+    assert column(run, "train/loss") == pytest.approx({step: expected[step] for step in (3, 4)}, rel=2e-5)

@@ -1,0 +1,167 @@
+"""Context parallelism's plans: who holds which tokens, which keys travel, and the schedule of a rank's queries."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from fa_kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE, schedule_of_ranges
+from fa_train.parallel.context.deal import CHUNK_SIZES, MAX_PADDING, TOLERANCE, causal_ranges, chunk_size_for, deal
+from fa_train.parallel.context.traffic import keys_needed, traffic
+
+DOCUMENTS = st.lists(st.integers(0, 90), min_size=1, max_size=9)
+WINDOWS = st.sampled_from([None, 1, 7, 40])
+
+
+def boundaries_of(lengths):
+    return np.cumsum([0, *lengths])
+
+
+def log_normal(total):
+    random, lengths = np.random.default_rng(0), []
+    while sum(lengths) < total:
+        lengths.append(min(int(random.lognormal(7, 1.2)) + 1, total - sum(lengths)))
+    return boundaries_of(lengths)
+
+
+def visible(start, end, n_keys):
+    keys = np.arange(n_keys)
+    return (keys >= start[:, None]) & (keys < end[:, None])
+
+
+def balance(dealt, boundaries):
+    start, end = causal_ranges(boundaries, dealt.total)
+    work = [(end - start)[dealt.positions(rank)].sum() for rank in range(dealt.ranks)]
+    return max(work) / np.mean(work)
+
+
+def received(dealt, boundaries, window=None):
+    """The keys that the ranks receive from others, as a share of what all would receive if they gathered all keys."""
+    sizes = [np.array(traffic(dealt, boundaries, rank, window).sizes)[1] for rank in range(dealt.ranks)]
+    from_others = sum(counts.sum() - counts[rank] for rank, counts in enumerate(sizes))
+    return from_others / (dealt.total * (dealt.ranks - 1))
+
+
+@settings(max_examples=100, deadline=None)
+@given(DOCUMENTS, WINDOWS)
+def test_ranges_are_those_of_the_definition(lengths, window):
+    boundaries, total = boundaries_of(lengths), sum(lengths) + 3
+    start, end = causal_ranges(boundaries, total, window)
+    mask = np.zeros((total, total), bool)
+    for first, last in itertools.pairwise(boundaries):
+        for query in range(first, last):
+            mask[query, max(first, 0 if window is None else query - window + 1) : query + 1] = True
+    assert np.array_equal(visible(start, end, total), mask)
+
+
+@settings(max_examples=100, deadline=None)
+@given(DOCUMENTS, st.integers(1, 5), st.integers(1, 40))
+def test_each_token_has_one_owner_and_ranks_hold_equal_numbers(lengths, ranks, tail):
+    total = sum(lengths) + tail
+    dealt = deal(boundaries_of(lengths), total, ranks)
+    positions = [dealt.positions(rank) for rank in range(ranks)]
+    assert np.array_equal(np.sort(np.concatenate(positions)), np.arange(dealt.total))
+    assert {len(held) for held in positions} == {dealt.total // ranks}
+    assert total <= dealt.total < total + ranks * dealt.chunk_size
+    local = dealt.local_index()
+    for rank, held in enumerate(positions):
+        assert np.array_equal(dealt.owner_of(held), np.full(len(held), rank))
+        assert np.array_equal(local[held], np.arange(len(held)))
+
+
+@pytest.mark.parametrize("total", [8192, 131072, 100_000])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_long_stream_is_hardly_padded(total, ranks):
+    size = chunk_size_for(total, ranks)
+    assert size == CHUNK_SIZES[0] or -(-total // (ranks * CHUNK_SIZES[0])) * ranks * CHUNK_SIZES[0] > total * (
+        1 + MAX_PADDING
+    )
+    assert deal(np.array([0, total]), total, ranks).total <= total * (1 + MAX_PADDING)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("documents", ["one", "log-normal"])
+def test_work_is_balanced(documents, ranks):
+    total = 135_168
+    boundaries = np.array([0, total]) if documents == "one" else log_normal(total)
+    dealt = deal(boundaries, total, ranks)
+    assert balance(dealt, boundaries) <= 1 + TOLERANCE
+    contiguous = deal(boundaries, total, ranks, balanced=False)
+    assert balance(contiguous, boundaries) > 1.1, "the balanced deal has something to do"
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_documents_limit_what_is_received(ranks):
+    short = boundaries_of([512] * 264)
+    assert received(deal(short, 135_168, ranks), short) < 0.03
+    boundaries = log_normal(135_168)
+    assert received(deal(boundaries, 135_168, ranks), boundaries) < 0.35
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_window_costs_at_most_one_window_for_each_run_of_tokens(ranks):
+    total, window = 135_168, 4096
+    boundaries = np.array([0, total])
+    dealt = deal(boundaries, total, ranks)
+    for rank in range(ranks):
+        runs = 1 + np.count_nonzero(np.diff(dealt.positions(rank)) != 1)
+        sizes = traffic(dealt, boundaries, rank, window).sizes[1]
+        assert sum(sizes) - sizes[rank] <= runs * (window - 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(DOCUMENTS, WINDOWS, st.integers(1, 4), st.integers(0, 40))
+def test_the_buffers_of_all_ranks_hold_what_their_queries_see(lengths, window, ranks, tail):
+    boundaries, total = boundaries_of(lengths), sum(lengths) + tail
+    if not total:
+        return
+    dealt = deal(boundaries, total, ranks)
+    plans = [traffic(dealt, boundaries, rank, window) for rank in range(ranks)]
+    stream = np.arange(dealt.total)  # the key at a position is the position itself
+    mask = visible(*causal_ranges(boundaries, dealt.total, window), dealt.total)
+    for rank, plan in enumerate(plans):
+        rows = []
+        for source, other in enumerate(plans):  # what all_to_all delivers, in the order of the sources
+            sent = other.sent[: sum(other.sizes[0])].split(other.sizes[0])[rank]
+            assert len(sent) == plan.sizes[1][source]
+            rows.append(stream[dealt.positions(source)][sent.numpy()])
+        n_keys = sum(plan.sizes[1])
+        buffer = np.concatenate(rows)[plan.place[:n_keys].numpy()]
+        assert np.all(np.diff(buffer) > 0), "in the order of the stream, each key once"
+        seen = visible(plan.key_start.numpy(), plan.key_end.numpy(), n_keys)
+        own = mask[dealt.positions(rank)]
+        expected = np.zeros_like(own)
+        expected[:, buffer] = seen
+        assert np.array_equal(expected, own)
+        needed = keys_needed(dealt.positions(rank), *causal_ranges(boundaries, dealt.total, window), dealt.total)
+        assert np.array_equal(buffer, np.flatnonzero(needed))
+        if own.any():
+            assert np.array_equal(needed, own.any(axis=0)), "no other keys"
+
+
+@settings(max_examples=60, deadline=None)
+@given(DOCUMENTS, WINDOWS, st.integers(0, 3), st.sampled_from(["short", "medium"]))
+@example([12, 21, 77], None, 2, "medium")  # unseen keys follow keys of the last document
+def test_a_schedule_of_ranges_is_their_mask(lengths, window, rank, length_class):
+    boundaries, total = boundaries_of([*lengths, 70, 70]), sum(lengths) + 140 + 9
+    dealt = deal(boundaries, total, 4)
+    plan = traffic(dealt, boundaries, rank, window)
+    schedule = schedule_of_ranges(plan.key_start, plan.key_end, dealt.total, length_class)
+    queries, keys = torch.arange(len(plan.key_start))[:, None], torch.arange(dealt.total)
+    by_query = (keys >= schedule.key_start[:, None]) & (keys < schedule.key_end[:, None])
+    by_key = (queries >= schedule.query_start) & (queries < schedule.query_end)
+    assert torch.equal(by_query, by_key)
+    for ends in schedule[:4]:
+        assert ends.dtype == torch.int32
+        assert torch.all(ends.diff() >= 0)
+    for tiles, tokens, size in (
+        (schedule.query_tiles, len(queries), WORK_TILE),
+        (schedule.wide_query_tiles, len(queries), WIDE_TILE),
+        (schedule.key_tiles, len(keys), WORK_TILE),
+    ):
+        assert sorted(tiles.tolist()) == list(range(-(-tokens // size)))
+    unused = -(-sum(plan.sizes[1]) // WORK_TILE)
+    assert torch.all(schedule.key_tiles[:unused] < unused), "tiles without keys come last"
