@@ -22,6 +22,7 @@ from fa_train.data.tokens.tokenizer import HFTokenizer, load_tokenizer
 from fa_train.models.attention import Attention, flash_attention, naive_attention
 from fa_train.models.gpt import GPT, Block
 from fa_train.models.rope import DynamicNTKScaling
+from fa_train.parallel.context.attention import unshared
 
 
 @torch.no_grad()
@@ -187,7 +188,8 @@ def stop_tokens(model: GPT, eos_id: int | None) -> set[int]:
 def _evaluating(model: GPT, capacity: int | None) -> Iterator[None]:
     """Prepares the model for generation, and restores it at the end.
 
-    During generation, the model has no dropout, runs in eager mode and computes only the logits of the last token.
+    During generation, the model has no dropout, runs in eager mode and computes only the logits of the last token. Even
+    if ranks share streams in training, each rank generates from all tokens.
     capacity: the maximum number of tokens in each layer's cache, or None for no cache.
     """
     was_training = model.training
@@ -195,9 +197,9 @@ def _evaluating(model: GPT, capacity: int | None) -> Iterator[None]:
     attentions = [layer.attention for layer in layers]
     last_only = model.head.register_forward_pre_hook(lambda head, inputs: (inputs[0][-1:],))
     model.eval()
-    if capacity is not None:
-        for layer, window in zip(layers, model.windows, strict=True):
-            layer.attention = CachedAttention(layer.attention, window, capacity)
+    for layer, window in zip(layers, model.windows, strict=True):
+        alone = unshared(layer.attention)
+        layer.attention = alone if capacity is None else CachedAttention(alone, window, capacity)
     try:
         with torch.compiler.set_stance("force_eager"):  # a compiled model would be compiled for each length
             yield

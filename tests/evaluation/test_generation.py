@@ -17,6 +17,7 @@ from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.models.attention import chunked_attention, flash_attention, naive_attention, sdpa_attention
 from fa_train.models.config import Family
 from fa_train.models.gpt import GPT, Origin
+from fa_train.parallel.context.attention import ContextAttention
 from scripts.answers import answer
 from scripts.generate import main
 from tests.data.support.chats import chat_tokenizer, write_jsonl
@@ -87,6 +88,14 @@ def test_flash_reads_the_cache(options, device, monkeypatch):
 def test_every_attention_generates(attention):
     bound = {"chunk_size": 4} if attention is chunked_attention else {}
     assert generate(small(partial(attention, **bound)), PROMPT, max_new_tokens=6) == continuation(small(), 6)
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["all-tokens", "cache"])
+def test_a_model_that_shares_streams_in_training_generates_alone(cached):
+    model = small()
+    model.share_context("a group that does not exist")
+    assert generate(model, PROMPT, max_new_tokens=6, cached=cached) == continuation(small(), 6)
+    assert all(isinstance(block.attention.attention, ContextAttention) for block in model.blocks)
 
 
 def test_the_model_and_torchs_random_numbers_stay_as_they_were():

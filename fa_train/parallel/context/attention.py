@@ -1,7 +1,7 @@
 """Attention over a stream that several ranks share. Each rank computes the outputs of its own tokens."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,11 @@ def shared_schedule(traffic: Traffic, length_class: LengthClass) -> SharedSchedu
     key_start, key_end, sent, place, sizes = traffic
     own = schedule_of_ranges(key_start, key_end, place.shape[0], length_class)
     return SharedSchedule(own, sent, place, torch.tensor(sizes))
+
+
+def unshared(attention: Any) -> Attention:
+    """Returns the attention inside a ContextAttention, or another attention unchanged."""
+    return attention.inner if isinstance(attention, ContextAttention) else attention
 
 
 @dataclass(frozen=True)
