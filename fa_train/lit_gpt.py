@@ -22,7 +22,8 @@ from fa_train.models.gpt import GPT
 from fa_train.optim.resume import require_same_kind
 from fa_train.parallel.fsdp import CONTEXT_GROUP, context_ranks, is_sharded, local, shard, whole
 
-FOR_MICRO_BATCH, FOR_UPDATE = 1, 2  # what random numbers are used for, which is a part of their seed
+# each seed contains one of these numbers, so that micro-batches and updates draw different random numbers
+FOR_MICRO_BATCH, FOR_UPDATE = 1, 2
 
 
 class LitGPT(L.LightningModule):
@@ -64,7 +65,7 @@ class LitGPT(L.LightningModule):
             return
         if context_ranks(self.trainer.strategy) > 1:
             self.model.share_context(CONTEXT_GROUP)
-        self.trainer.precision_plugin.convert_module(self)  # Lightning would convert the model only after sharding
+        self.trainer.precision_plugin.convert_module(self)  # Lightning would convert the dtype only after sharding
         shard(self.model, self.device_mesh, str(self.trainer.precision))
         self.model.materialise(self.trainer.strategy.root_device)
 

@@ -86,7 +86,7 @@ class Root(TypedDict):
 ONE_OPTION = (
     "attention", "memory", "adapter", "optimizer", "scheduler", "strategy", "logger", "data", "model", "trainer",
 )  # fmt: skip
-# these keys may be missing in a config, because train.py passes the parameters when it instantiates their nodes
+# a config may lack these keys, because train.py itself passes their values when it instantiates the nodes
 GIVEN_LATER = {"model.vocab_size", "lit_gpt.model"}
 # {class of another package: {parameter: type hint}}
 BOUNDS: dict[str, dict[str, Any]] = {
@@ -263,7 +263,7 @@ def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
         return Keys(HYDRA_KEYS, frozenset(), others=True)
     keys = _keys_of_parameters(parameters, partial)
     if keys.others and (other := PASSED_ON.get(_name(function))):
-        # The class passes positional parameters itself. Only keyword-only parameters are therefore required.
+        # The class itself sets positional parameters, so they are optional in a config.
         passed_on = _keys_of_parameters(parameters_of(pkgutil.resolve_name(other)) or {}, partial=True)
         keys = Keys({**passed_on.hints, **keys.hints}, passed_on.required | keys.required)
     bounds: dict[str, Any] = {}

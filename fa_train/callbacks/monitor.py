@@ -42,7 +42,7 @@ class Reading:
     validations: list[Span]  # between start and end
     waited: float  # seconds that the host waited for data, between start and end
     step_start: Timestamp | None  # of the step itself; None without other ranks
-    communication: list[Span]  # when the device waited for other ranks, between step_start and end
+    communication: list[Span]  # periods in which the device waited for other ranks, between step_start and end
 
 
 class Monitor(Callback):
@@ -68,12 +68,12 @@ class Monitor(Callback):
         self.tokens_per_step, self.max_skipped_steps = seq_len * batch_size, max_skipped_steps
         self.latest: dict[str, float] = {}
         self.latest_step = 0
-        self.has_diverged = False  # whether a log found divergence after another exception had ended the run
+        self.has_diverged = False  # True if the run had diverged before another exception ended it
         self._rates: deque[float] = deque(maxlen=RECENT_LOGS)
         self._lr = 0.0
         self._reading: Reading | None = None  # not logged yet
         self._validations: list[Span] = []  # since the last reading
-        self._comparison: RankComparison | None = None  # this and _timer are None in a run of one rank
+        self._comparison: RankComparison | None = None  # None in a run of one rank, as is _timer
         self._timer: CommunicationTimer | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -45,7 +45,8 @@ class Record(Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         explained = not isinstance(exception, ValueError) or isinstance(exception, CheckpointError)
         if not explained and trainer.global_step > self._first_step:
-            traceback.print_exception(exception)  # not a user's mistake, which would end a run before its first step
+            # a user's mistake would end the run before its first step, so this error needs a traceback
+            traceback.print_exception(exception)
         self._write(trainer)
         if run := wandb_run(trainer):
             run.finish(exit_code=1)

@@ -215,7 +215,7 @@ class PackedDataModule(L.LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         if self.num_workers:
-            gc.unfreeze()  # a later run of a sweep must be able to collect objects that SharedHeapLoader froze
+            gc.unfreeze()  # a later run of a sweep must be able to free the objects that SharedHeapLoader froze
 
     def on_exception(self, exception: BaseException) -> None:
         self.teardown("fit")  # Lightning calls teardown only at the end of a run that succeeds

@@ -150,7 +150,7 @@ class Padding(NamedTuple):
     ) -> "Padding":
         first_query = torch.zeros_like(keys.first)
         n_queries, query_order = torch.full_like(first_query, seqlen_q), None
-        # only causality or a window requires that masked queries are excluded
+        # with causality or a window, the positions of queries matter, so masked queries must be excluded
         if causal or max(window) >= 0:
             asks = _unmasked_queries(mask, seqlen_q, seqlen_k)
             n_queries = asks.sum(-1)

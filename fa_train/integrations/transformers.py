@@ -75,7 +75,8 @@ def key_mask(
         )
     refuse_other_masks(mask_function, use_vmap)
     written: int | Tensor = kv_length
-    # transformers passes allow_is_bidirectional_skip only for bidirectional masks, with all keys in the cache
+    # transformers passes allow_is_bidirectional_skip only for bidirectional masks. With these masks, all kv_length keys
+    # are already in the cache.
     if allow_is_bidirectional_skip is None:
         written = q_offset + q_length - kv_offset
     return encoded(attention_mask, batch_size, kv_length, kv_offset, written, torch.device(device))

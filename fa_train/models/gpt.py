@@ -57,7 +57,7 @@ class GPT(nn.Module):
     """
 
     origin: Origin | None = None  # the checkpoint of the weights, or None if the weights are random
-    random_base_hash: str | None = None  # the hash of the frozen weights, which LoRA sets if they are random
+    random_base_hash: str | None = None  # LoRA sets this hash of the frozen weights if they are random
 
     def __init__(
         self, *, attention: Attention, loss: LinearCrossEntropy, memory: Memory | None = None, **config: Any

@@ -36,7 +36,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 PREFIX = "base_model.model."  # the prefix of every tensor name in peft's files
 ALL_LINEAR = "all-linear"
 BLOCK, SCALER_BLOCK = 64, 256  # elements per scale, and scales per second-level scale, as in QLoRA
-# the tensors of a 4-bit weight in addition to its codes, which are scales and the table of values
+# besides its codes, a 4-bit weight has these tensors: three for the scales, and the table of values
 NF4_PARTS = ("quantized_scalers", "quantization_factor", "scaler_mean", "nf4")
 
 

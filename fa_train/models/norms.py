@@ -49,7 +49,7 @@ def zeros_to_add(x: Tensor) -> Tensor:
     The first block adds these zeros, so that it can share a compiled graph with the other blocks.
     """
     zero = torch.zeros((), dtype=compute_dtype(x), device=x.device, requires_grad=x.requires_grad)
-    return zero.expand(x.shape).contiguous()  # autograd would accumulate a gradient if this were a leaf
+    return zero.expand(x.shape).contiguous()  # not a leaf, because autograd would accumulate the gradient of a leaf
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -111,7 +111,8 @@ class OffloadedAdamW(CPUOffloadOptimizer):
 
     def _set_hyperparameters(self) -> None:
         """Copies settings such as lr to the inner optimizers. Each large parameter has its own inner optimizer."""
-        small = iter([] if self.d_opt is None else self.d_opt.param_groups)  # after loading, d_param_groups is stale
+        # after a state is loaded, torchao's list d_param_groups no longer holds the groups of d_opt
+        small = iter([] if self.d_opt is None else self.d_opt.param_groups)
         for group in self._groups:
             values = _without_parameters(group)
             moved = [p for p in group["params"] if p in self.optim_dict]

@@ -41,7 +41,8 @@ def failures_reported(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
             print(f"rank {os.environ.get('RANK')} lost its connection to another rank: {message}", file=sys.stderr)
         elif not in_one_line:
             traceback.print_exception(error)
-        elif not has_own_launcher() and (not file or os.environ.get("RANK") == "0"):  # else the launcher prints it
+        elif not has_own_launcher() and (not file or os.environ.get("RANK") == "0"):
+            # in all other cases, the launcher prints the error
             print(f"error: {message}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()

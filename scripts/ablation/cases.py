@@ -31,7 +31,7 @@ from scripts.composed import CONF
 GIB = 2**30
 WARMUP = 2  # number of untimed runs at the start of a case
 SHORT = 256  # tokens of the first step in eager mode, which compiles kernels and allocates the optimizer's state
-VOCABULARIES = {"nano": 259}  # vocabularies that the model configs leave open; nano has 256 bytes and 3 special tokens
+VOCABULARIES = {"nano": 259}  # vocabulary sizes that model configs leave open; nano has 256 bytes and 3 special tokens
 GPT2_VOCABULARY = 50257
 REPLACEABLE = ("memory", "optimizer")  # config groups of which an override may choose another option
 Device = Literal["cuda", "cpu"]

@@ -37,7 +37,7 @@ KEPT = {2: 6, 4: 4}  # maps the bytes per element of q to the bytes per score
 FORWARD = {2: 10, 4: 8}
 BACKWARD = 12
 PARAMETER_BYTES = {"adamw": 4 + 4 + 8, "adamw_8bit": 4 + 4 + 2}  # weight, gradient, and optimizer state on the GPU
-LEAST_PARAMETER_BYTES = 4  # for all other optimizers: the weight alone
+LEAST_PARAMETER_BYTES = 4  # with any other optimizer, only the weight counts
 
 
 @dataclass(frozen=True)

@@ -277,7 +277,7 @@ def _draw_panel(axes: Axes, rows: list[Row[AnyCase]], quantity: str) -> None:
         axes.text(0.5, 0.5, "unknown on this device", ha="center", transform=axes.transAxes)
     lengths = _lengths(rows)
     axes.set_xticks(lengths, [length_label(n) for n in lengths])
-    axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)  # gives plots with fewer points the same range
+    axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)  # all plots have the same range, even if some lack points
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.grid(True, color="#dddddd", linewidth=0.6)

@@ -67,7 +67,7 @@ def call_apart(function: Callable[..., Value], arguments: tuple[Any, ...], timeo
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(sender, function, arguments, str(log)))
     process.start()
-    sender.close()  # so that this process notices when the other one ends
+    sender.close()  # so that recv raises EOFError if the other process ends
     try:
         if not receiver.poll(timeout):
             raise ProcessError(f"not done after {timeout:g} s")

@@ -234,7 +234,7 @@ def peer_loss(config: DictConfig, device: torch.device, variant: Variant) -> tup
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def loss() -> Tensor:
-        # as in training, each step has a new tensor; layers share what the attention computes from it
+        # Each step gets a new tensor of positions, as in training, so attention cannot reuse results of earlier steps.
         documents = {"position_ids": positions.clone()} if len(lengths) > 1 else {}
         value: Tensor = model(input_ids=tokens, labels=labels, **documents).loss
         return value

@@ -50,7 +50,7 @@ from scripts.bench.command_line import add_results
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
-CHECKED_TOKENS = 384  # length of the document on which a candidate is checked: three of the largest blocks
+CHECKED_TOKENS = 384  # tokens of the document on which candidates are checked: three times the largest block size
 Products = Literal["bfloat16", "float32", "tf32"]
 # the argument input_precision of tl.dot, as in tiles.precision_of
 PRECISION: dict[Products, str] = {"bfloat16": "ieee", "float32": "tf32x3", "tf32": "tf32"}

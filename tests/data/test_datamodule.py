@@ -209,7 +209,7 @@ def copied_by_a_collection():
 
 
 class CollectsAtTheEnd:
-    """A dataset of four items. The last item is the memory in MiB that a garbage collection in the worker copies."""
+    """A dataset of four items. The last item tells how many MiB a garbage collection in the worker copies."""
 
     def __getitem__(self, index):
         return copied_by_a_collection() if index == 3 else None

@@ -24,7 +24,8 @@ from tests.gpu_check.variants import Tiles, Width
 from tests.kernels.support.attention_check import DEVICE, attend, compare, cumulative
 
 HEADS = (4, 4), (4, 2), (4, 1)  # query heads, KV heads
-# The document lengths end before, inside and at the end of a block. Some documents are empty, and some share a tile.
+# Some documents are shorter than a block, some fill whole blocks, and some fill their last block only in part. Some
+# documents are empty, and some share a tile.
 SEVERAL, ONE = [300, 1, 0, 213, 64, 131], [417]
 # so long that every ring of shared-memory buffers is used more than once
 LONGER_SEVERAL, LONGER_ONE = [1000, 1, 30, 400, 139], [1500]

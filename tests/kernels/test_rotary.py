@@ -223,7 +223,8 @@ def test_qkv_keeps_angles_alone(device):
     gradients = [torch.randn(x.shape, device=device) for x in (q, k, v)]
     (d_qkv,) = torch.autograd.grad((q, k, v), qkv, gradients)
     assert kept == [cos.shape, sin.shape]
-    exact = rotated(torch.cat(gradients, dim=1), -cos, sin, 6)  # the angles of the hook, with the sign reversed
+    # the hook negates cos and sin, and the backward rotates in the other direction, which negates sin again
+    exact = rotated(torch.cat(gradients, dim=1), -cos, sin, 6)
     torch.testing.assert_close(d_qkv.double(), exact, rtol=1e-5, atol=1e-5)
 
 

@@ -359,7 +359,7 @@ def test_a_model_from_the_meta_device_is_initialised_alike(tied):
     with torch.device("meta"):
         model = build(**overrides)
     assert all(parameter.is_meta for parameter in model.parameters())
-    torch.manual_seed(1)  # the seed at construction counts
+    torch.manual_seed(1)  # must have no effect, because the model uses the seed of its construction
     model.materialise(torch.device("cpu"))
     for (name, ours), theirs in zip(model.named_parameters(), build(**overrides).parameters(), strict=True):
         assert torch.equal(ours, theirs), name
@@ -451,5 +451,5 @@ def test_learned_positions_end():
     with pytest.raises(ValueError, match=message):
         model.require_seq_len(9)
     model.require_seq_len(8)
-    model(tokens, torch.tensor([0, 4, 9], dtype=torch.int32))  # the stream may be longer than its documents
+    model(tokens, torch.tensor([0, 4, 9], dtype=torch.int32))  # the limit of 8 tokens applies to each document
     build(max_seq_len=8)(tokens)

@@ -230,7 +230,7 @@ def test_an_adapter_goes_on_where_it_was_saved(tmp_path):
     again = lora(r=1, lora_alpha=1, path=str(tmp_path / "adapter"))(load_pretrained(tmp_path / "base", "naive"))
     assert torch.equal(again(tokens()), first(tokens()))
     assert all(p.requires_grad for p in adapter_tensors(again).values())
-    with torch.device("meta"):  # as the planner does, without reading weights
+    with torch.device("meta"):  # the planner also builds a model without reading weights
         on_meta = lora(path=str(tmp_path / "adapter"))(load_pretrained(tmp_path / "base", "naive"))
     shapes = {name: p.shape for name, p in adapter_tensors(again).items()}
     assert {name: p.shape for name, p in adapter_tensors(on_meta).items()} == shapes

@@ -412,7 +412,7 @@ def compare_gradients(rank: int) -> None:
         assert ours.keys() == expected[0][1].keys()
         for parameter, gradient in ours.items():
             mean = (expected[0][1][parameter] + expected[1][1][parameter]) / 2
-            # twice the error of bf16 without sharding, and the rounding of norm weights and of each rank's gradient
+            # The tolerance is twice the error of bf16 without sharding, plus rounding of norm weights and gradients.
             of_bf16 = (mean - (exact[0][1][parameter] + exact[1][1][parameter]) / 2).abs().max()
             atol = float(2 * of_bf16 + 2**-7 * mean.abs().max()) if mixed else 1e-5
             error = float((whole(gradient) - mean).abs().max())

@@ -104,7 +104,7 @@ class ChatEncoder:
                 continue
             try:
                 rendered, _ = self._render(template, bare, bare.messages)
-            except ValueError:  # a template that rejects the chat without `name` does not omit `name`
+            except ValueError:  # the template rejects the chat without `name`, so it does not omit `name`
                 continue
             if rendered == text:
                 raise ValueError(

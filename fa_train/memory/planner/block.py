@@ -166,7 +166,7 @@ class Block:
                 return held + 2 * chunk + self._dequantized()
             recomputed = (5 if self.model.gated else 3) * chunk + self._ffn_rounded() + self.ffn_adapters
             return held + rounded + recomputed + 2 * chunk + self._dequantized()
-        if not self.levers.mlp_chunk:  # the rounded copy of `down` is made again
+        if not self.levers.mlp_chunk:  # the backward makes the rounded copy of `down` again
             recomputed = self.activated() + self.rounded_down()
             of_operand = rounded + recomputed + self.hidden + self.down_weight * self.run.compute_bytes
             # the gradient of the last weight: compiled code holds it until the end of the block
@@ -204,14 +204,14 @@ class Block:
         return held + workspace + gathered + self.qkv + (0 if self.eager else self._held_by_compiled_code())
 
     def _held_by_compiled_code(self) -> int:
-        """Returns the bytes that compiled code, unlike eager code, has not yet freed in attention's backward.
+        """Returns the bytes that compiled code still holds in attention's backward, and eager code has already freed.
 
         The order of operations is the one that inductor in torch 2.11 chooses on an H200.
         """
-        held = self.x  # the gradient of the block's output: a compiled block is one autograd node
+        held = self.x  # a compiled block, as one autograd node, holds the gradient of its output
         if self.run.adapters:
             return held
-        # The last kernel, for both norms' weight gradients, reads attention's projected output and the FFN's input
+        # The last kernel computes both norms' weight gradients from attention's projected output and the FFN's input
         # gradient. With GPT.may_add_later, a block holds one tensor less, but no peak was measured for this case.
         held += 2 * self.x_rounded + self.statistics
         # attention's output, which the gradient of the output projection needs

@@ -48,7 +48,7 @@ class _Step:
         self.data += run.tokens * model.heads.dim * 4 if model.positions == "rope" else 0  # cosines and sines
         # the GPU memory of storages of previous blocks whose copies to the host may still run
         self.underway = min(IN_FLIGHT if levers.offloads_all else 1, model.n_layers - 1) * self.block.offloaded()
-        self.lagging = self.underway if levers.offloads_all else 0  # the part that still exists after the last block
+        self.lagging = self.underway if levers.offloads_all else 0  # what remains of `underway` after the last block
 
     def around_the_loss(self) -> list[Moment]:
         """Returns the bytes at three points in time: the last block's forward, the loss, and the last norm's backward.
@@ -156,7 +156,7 @@ def loss_bytes(plan: Plan) -> int:
         of_weight = product = result = 0
     if run.compute_bytes != 4:  # accumulated without a temporary
         product = 0
-    if run.weight_bytes == 4:  # the gradient is the fp32 sum itself
+    if run.weight_bytes == 4:  # the fp32 sum is the gradient, without a rounded copy
         result = 0
     in_loop = rounded_hidden + logits + max(hidden, product)
     return of_weight + rounded_weight + max(in_loop, result) + run.tokens * 4

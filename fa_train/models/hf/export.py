@@ -95,7 +95,7 @@ def write(
     """
     if adapter and dtype is not None:
         raise ValueError(f"an adapter is written in float32, without --dtype; got {dtype}")
-    if model.config.max_seq_len is None:  # use the length of training rows
+    if model.config.max_seq_len is None:  # take the length of training rows instead
         model.config = replace(model.config, max_seq_len=config["seq_len"])
     tokenizer = tokenizer_of(config)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)

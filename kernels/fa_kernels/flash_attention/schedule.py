@@ -36,7 +36,7 @@ class Schedule(NamedTuple):
     query_start: Tensor  # (total_k,)
     query_end: Tensor  # (total_k,)
     query_tiles: Tensor  # (ceil(total_q / WORK_TILE),), document by document, the longest document first
-    key_tiles: Tensor  # (ceil(total_k / WORK_TILE),), the longest document first; ascending if documents are short
+    key_tiles: Tensor  # (ceil(total_k / WORK_TILE),), the longest document first, or ascending if documents are short
     wide_query_tiles: Tensor  # (ceil(total_q / WIDE_TILE),), in the order of query_tiles
     length_class: LengthClass  # determines which kernels run; the host computes it without waiting for the GPU
     # True if there are several documents, or if tokens may follow the last document. If True, kernels isolate NaN,

@@ -27,7 +27,7 @@ TOKENS = 512  # how many tokens' ranges one program computes
 TILES = 32  # how many tiles' positions one program computes
 OTHERS = 256  # how many other tiles a program compares with its own tiles at a time
 WARPS = 8  # of a program
-ALIGNMENT = 32  # elements: in the buffer of all tensors, each tensor begins at a multiple of 128 bytes
+ALIGNMENT = 32  # int32 elements: each tensor begins at a multiple of 128 bytes in the common buffer
 
 
 @triton.jit

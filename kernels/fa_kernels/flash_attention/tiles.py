@@ -138,7 +138,8 @@ def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
     """
     if itemsize > 2 and arch != "interpreter":
         return ("dkdv",)
-    table: dict[Arch, Arch] = {"interpreter": "sm90", "unknown": "sm80"}  # in tests, the interpreter runs both variants
+    # the interpreter uses the table of sm90, so that tests run one pass for some head_dims and two passes for others
+    table: dict[Arch, Arch] = {"interpreter": "sm90", "unknown": "sm80"}
     known = table.get(arch, arch)
     apart = (known, next(d for d in HEAD_DIMS if head_dim <= d), "dk") in _TILES
     return ("dk", "dv") if apart else ("dkdv",)
@@ -285,7 +286,7 @@ def _shared_of_one_product(
         widest = read_rows * max(qk_width, v_width) * itemsize
         if direction == "fwd":
             return kept + widest + scores + 2048
-        isolated = block if of_keys and kept_rows >= 64 else widest  # masked Q and dO, or K, copied without NaN
+        isolated = block if of_keys and kept_rows >= 64 else widest  # for copies of Q and dO, or of K, without NaN
         rewritten = max(rewritten, scores, isolated)
     return kept + in_flight * (block + row_values) + rewritten + 2048
 

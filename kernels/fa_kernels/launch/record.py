@@ -46,7 +46,7 @@ from fa_kernels.launch.triton_launcher import (
 )
 
 VARIABLE = "FA_TRAIN_REPLAY"  # this environment variable switches recording off if it is 0; read at the first call
-MAX_KEYS = 512  # if there are more keys, all recordings are removed, so that those of unused lengths do not stay
+MAX_KEYS = 512  # more keys remove all recordings, because many may be of lengths that no longer occur
 MAX_MAPS = 8192  # cached TMA descriptors, of about 500 bytes each; a training step has up to 23 per layer
 MAX_ARGUMENTS = 1024  # cached lists of launch arguments, of 1 to 7 KB each; a training step has two per layer
 ALIGNMENT = 16  # bytes: Triton compiles different code for pointers that are not a multiple of 16
@@ -187,7 +187,7 @@ def lasting(x: Tensor) -> Tensor:
     The tensor is neither an input of the call nor allocated by the call. An example is the counter of a work queue.
     """
     recorder = _WATCHED.recorder
-    if recorder is not None and all(x is not known for known in recorder.tensors):  # x was not added earlier
+    if recorder is not None and all(x is not known for known in recorder.tensors):  # the recorder does not know x yet
         recorder.add(x, lambda: x)
     return x
 
@@ -264,14 +264,14 @@ class _Recording:
     allocation.
     """
 
-    read: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]  # picks the inputs that launches read
-    allocations: list[Callable[[], Tensor]]  # if there are slices, they lie in the last allocation
+    read: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]  # given all inputs, returns those that launches read
+    allocations: list[Callable[[], Tensor]]  # small temporaries are slices of the last allocation
     constants: list[Any]
     maps: list[_Map]
     launches: list[_Launch]
-    outputs: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # picks the outputs from the allocations
-    same: list[tuple[int, int]]  # pairs of addresses, by index, that were equal when recorded and must be equal again
-    slices: list[tuple[int, int]]  # index of an address, and the slice's distance from this address in bytes
+    outputs: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # given the allocations, returns the outputs
+    same: list[tuple[int, int]]  # indices of two addresses that must be equal, as in the recorded call
+    slices: list[tuple[int, int]]  # for each slice, the index of its allocation's address, and an offset in bytes
 
     def play(self, addresses: list[int]) -> tuple[Tensor, ...] | None:
         """Repeats the launches for inputs at `addresses`, and returns the outputs.

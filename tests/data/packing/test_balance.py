@@ -95,7 +95,8 @@ def test_every_batch_says_how_long_a_tokens_document_is(document_mask):
 
     Without the document mask, a whole row counts as one document.
     """
-    data = make([8] * 6 + [4] * 4, document_mask=document_mask)  # rows of 8 + 8, 8 + 8, 8 + 8 and 4 + 4 + 4 + 4 tokens
+    data = make([8] * 6 + [4] * 4, document_mask=document_mask)  # three rows of two documents, one row of four
     batches = [MicroBatches(PackedRows(data, held_out=False, shuffle=True), 1, 0, 1)[i] for i in range(4)]
-    assert {batch["mean_seqlen"] for batch in batches} == {7 if document_mask else 16}  # mean (3 * 128 + 64) / 64 = 7
+    # the mean over tokens is (48 * 8 + 16 * 4) / 64 = 7, because 48 tokens are in documents of 8 tokens, and 16 of 4
+    assert {batch["mean_seqlen"] for batch in batches} == {7 if document_mask else 16}
     assert all(type(batch["mean_seqlen"]) is int for batch in batches)  # Lightning would move a tensor to the GPU

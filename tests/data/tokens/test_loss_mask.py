@@ -61,7 +61,8 @@ def test_exactly_the_tokens_that_are_trained_on_are_labels(masks, seq_len, how):
 
 def test_documents_and_pieces_without_a_label_are_counted():
     masks = [[0] * 6 + [1] * 2, [0] * 3, [0, 1], [1, 0], []]
-    expected = {"split": (3, 3), "truncate": (3, 1), "drop": (2, 1)}  # values: pieces without a label, packed labels
+    # {policy: (number of pieces without a label, number of packed labels)}
+    expected = {"split": (3, 3), "truncate": (3, 1), "drop": (2, 1)}
     for policy, (without, packed) in expected.items():
         layout = BestFit(Masked(masks), 4, PAD, max_doc_len=None, long_documents=policy, cache_dir=None)
         counts = layout.report.labels

@@ -20,8 +20,9 @@ def poisoned_memory() -> Iterator[None]:
 
     torch.use_deterministic_algorithms also fills memory, but then torch runs other kernels than in production.
     """
+    # let torch cache, before the patches, its list of functions that take the device of a device context
     with torch.device("meta"):
-        torch.empty(0)  # torch caches here the original functions, to which a device context passes its device
+        torch.empty(0)
     patches = [
         patch.object(owner, name, _poisoned(getattr(owner, name)))
         for owner, names in (

@@ -301,7 +301,7 @@ def _decode_kernel(
     divisor = tl.where(sees, row_sum, 1.0)[:, None]
     lse = tl.where(sees, (row_max + tl.log2(row_sum)) * 0.6931471805599453, float("-inf"))
     n_heads = n_kv_heads * GROUP
-    first_row = (split * batch + sequence).to(tl.int64) * seqlen_q * n_heads  # the first row of this split and sequence
+    first_row = (split * batch + sequence).to(tl.int64) * seqlen_q * n_heads  # rows of earlier splits and sequences
     o_ptrs = o_ptr + (first_row + token.to(tl.int64) * n_heads + head) * DV  # [M]
     cols = tl.arange(0, BLOCK_DV)
     mask = inside[:, None] & (cols[None, :] < DV)

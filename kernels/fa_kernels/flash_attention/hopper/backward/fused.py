@@ -74,7 +74,7 @@ from fa_kernels.launch.record import launch
 # have GROUP_REGISTERS, and the first consumer has the rest of the multiprocessor's registers.
 REGISTERS = 128
 GROUP_REGISTERS = (208, 72, 24)
-ORDERED_REGISTERS = (*GROUP_REGISTERS, 24, 24)  # GROUP_REGISTERS, then the two extra warps of order.py
+ORDERED_REGISTERS = (*GROUP_REGISTERS, 24, 24)  # GROUP_REGISTERS, and 24 for each of the two extra warps of order.py
 
 
 @gluon.constexpr_function

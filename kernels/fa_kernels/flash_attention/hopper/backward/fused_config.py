@@ -17,8 +17,8 @@ class FusedConfig:
     """One configuration of the fused backward kernel."""
 
     block_m: int  # queries of a step
-    stages: int  # how many steps have Q and dO in flight
-    ds_stages: int  # how many steps have dS in flight
+    stages: int  # the number of steps whose Q and dO can be in shared memory at once
+    ds_stages: int  # the number of steps whose dS can be in shared memory at once
     dynamic: bool = False  # programs draw work items from a queue; if false, each program processes one item
     halves: bool = False  # dS = P * (dP - delta), times the slope of a soft cap, is computed in 16 bits
     ahead: bool = False  # each step also starts the matmul S of the next step, after its own exponentials

@@ -244,7 +244,7 @@ def _step(gradients, step, keys, work, HALF: gl.constexpr, CONFIG: gl.constexpr,
     if not CONFIG.delta_early:
         delta = _read_rows(buffers.delta, stage, SCORES)
     ds = _write_ds(p, dp, delta, work.ds, step.ds_stage, HALF, CONFIG)
-    if not CONFIG.halves:  # dV starts only now, because registers could not hold P in fp32 and in 16 bits
+    if not CONFIG.halves:  # dV starts only now, because registers cannot hold P both in fp32 and in 16 bits
         gradients = _begin_dv(gradients, p.low, do)
     gradients, _ = _wait_for_gradients(_begin_dk(gradients, ds, q), ())
     hand_back(barriers.empty.index(stage))
@@ -334,7 +334,7 @@ def _consume_item(
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
     KEYS: gl.constexpr = buffers.k[0].shape[1] // 2
     SCORES: gl.constexpr = accumulator(BLOCK_M)
-    # Stages are counted up if STAGES is not a power of two, because a division by STAGES would need registers.
+    # If STAGES is not a power of two, `number // STAGES` would need registers, so the kernel increments the stage.
     COUNTED: gl.constexpr = STAGES & (STAGES - 1) != 0
     KEYS_FIT: gl.constexpr = CONFIG.ahead and len(buffers.k) == 1  # whether K and V are kept in registers
     m, head = first_step(item, GROUP, BLOCK_M, BACKWARDS)

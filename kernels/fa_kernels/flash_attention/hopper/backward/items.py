@@ -22,7 +22,7 @@ from fa_kernels.flash_attention.hopper.primitives.structure import structure
 from fa_kernels.flash_attention.schedule import WORK_TILE
 
 BLOCK_N = WORK_TILE  # keys of an item, 64 for each of two consumer warpgroups
-SUM_BLOCK = 64  # rows of a dQ tile that a warpgroup adds to the sum, and the maximum number of the tile's columns
+SUM_BLOCK = 64  # the sum of dQ is stored in blocks of 64 queries and at most 64 columns
 # Kernel arguments that Triton must not specialise on, because they differ from call to call.
 SIZES = (
     "n_items", "n_tiles", "n_kv_heads", "section", "total_k", "padded_q",
@@ -84,7 +84,7 @@ class Barriers:
     """The mbarriers of the buffers: [ITEMS] for K and V of items, and [STAGES] for Q and dO of steps."""
 
     kv_full: gl.shared_memory_descriptor  # K and V have arrived
-    kv_empty: gl.shared_memory_descriptor  # the buffers of K and V are free, after dK and dV were stored through them
+    kv_empty: gl.shared_memory_descriptor  # the buffers of K and V are free, because dK and dV have left them
     q_full: gl.shared_memory_descriptor  # Q and lse have arrived
     do_full: gl.shared_memory_descriptor  # dO and delta have arrived
     empty: gl.shared_memory_descriptor  # both consumers have read Q and dO
@@ -293,7 +293,7 @@ def _produce_item(
     if counter_ptr is not None:
         wait_empty(barriers.kv_empty, item_index)
     load_keys(inputs, buffers, barriers.kv_full, place, item)
-    DRAWS: gl.constexpr = 0 if counter_ptr is None else 1  # one more iteration, to draw even if an item has no steps
+    DRAWS: gl.constexpr = 0 if counter_ptr is None else 1  # an extra iteration, in which an item without steps draws
     draw_at = gl.maximum(item.n_steps - DRAWN_BEFORE, 0)
     ticket = 0
     for step in range(item.n_steps + DRAWS):

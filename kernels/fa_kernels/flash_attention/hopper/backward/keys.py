@@ -48,7 +48,7 @@ from fa_kernels.launch.descriptors import elements, rows_of_heads
 from fa_kernels.launch.record import launch
 
 BLOCK_M = 64  # queries per step
-STAGES = 4  # how many steps have Q and dO in flight; the kernel uses 194 KiB of shared memory
+STAGES = 4  # steps whose Q and dO can be in shared memory at once; the kernel uses 194 KiB of shared memory
 # Registers per thread of every warp when the kernel starts, and later of a consumer and of the producer.
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
 

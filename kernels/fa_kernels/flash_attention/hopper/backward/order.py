@@ -37,8 +37,8 @@ _PLACES = gl.constexpr(2)  # the maximum number of steps whose dQ is in memory, 
 class OrderBarriers:
     """The mbarriers by which warps of a program keep the dQ order."""
 
-    due: gl.shared_memory_descriptor  # [DS_STAGES]: dQ of the step whose dS is in this ring place may be added
-    added: gl.shared_memory_descriptor  # [_PLACES]: dQ of a step has been added to the sum in memory
+    due: gl.shared_memory_descriptor  # [DS_STAGES]: for the step whose dS is in this place, dQ may be added
+    added: gl.shared_memory_descriptor  # [_PLACES]: dQ of the step with this place is in the sum in memory
     noted: gl.shared_memory_descriptor  # [_PLACES]: `raise_semaphores` has seen `added`
 
 
@@ -88,13 +88,13 @@ def wait_for_order(
 def note_added(dq_order, step, PENDING: gl.constexpr):
     """Signals that dQ of `step` is in memory. The dQ warpgroup calls this function.
 
-    If `step` is -1, the function gives no signal. Before the signal, the function waits until at most PENDING TMA
-    operations, those of later steps, are incomplete.
+    If `step` is -1, the function gives no signal. The function first waits until TMA has added dQ of `step` to memory.
+    The latest PENDING TMA operations, which belong to later steps, may still be incomplete.
     """
     asm: gl.constexpr = f"cp.async.bulk.wait_group {PENDING}; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(asm, "=r,~{memory}", [], gl.int32, False, 1)
     place, phase = place_of(step + _PLACES, _PLACES)  # adding _PLACES avoids a negative index for step -1
-    mbarrier.wait(dq_order.noted.index(place), phase, pred=step >= 0)  # waits until this place's last signal was seen
+    mbarrier.wait(dq_order.noted.index(place), phase, pred=step >= 0)  # raise_semaphores has seen the last signal
     mbarrier.arrive(dq_order.added.index(place), count=1, pred=step >= 0)
 
 

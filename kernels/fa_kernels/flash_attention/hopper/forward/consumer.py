@@ -282,7 +282,7 @@ def consume(
     CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]
     q = at(work.rings.q.buffers, CONSUMER)
     to_log2 = softmax.scale_to_log2(work.scale.softmax, HAS_SOFTCAP)
-    block = 0  # number of blocks of all items so far, which gives the place in the rings
+    block = 0  # counts the blocks of all items, which gives each block its place in the rings
     item_index = 0
     if CONSUMER == CONSUMERS - 1 and CONFIG.pingpong:
         pass_pingpong(CONSUMER, CONSUMERS)  # lets the first consumer start

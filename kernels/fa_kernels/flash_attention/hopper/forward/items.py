@@ -122,7 +122,7 @@ def produce(inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG: g
     ROWS_EACH: gl.constexpr = rings.q.buffers[0].shape[1]
     STAGES: gl.constexpr = rings.k.buffers[0].shape[0]
     BLOCK_N: gl.constexpr = rings.k.buffers[0].shape[1]
-    block = 0  # number of blocks of all items so far, which gives the place in the rings
+    block = 0  # counts the blocks of all items, which gives each block its place in the rings
     item_index = 0
     index = gl.program_id(0)
     while index < n_items:
@@ -130,7 +130,7 @@ def produce(inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG: g
         _post_item(queue, item_index, item, ranges, CONSUMERS, BLOCK_N, CONFIG.ranged)
         if counter_ptr is not None:
             ticket = take(counter_ptr)
-        for consumer in gl.static_range(CONSUMERS):  # each consumer's Q has a barrier, so consumer 0 starts early
+        for consumer in gl.static_range(CONSUMERS):  # each consumer's Q has its own barrier, so consumer 0 starts early
             mbarrier.wait(rings.q.empty.index(consumer), item_index & 1 ^ 1)
             row = item.first + consumer * ROWS_EACH
             _load(rings.q, consumer, inputs.q, row, item.head * inputs.stride_qh)

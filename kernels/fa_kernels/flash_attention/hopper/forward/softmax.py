@@ -88,7 +88,7 @@ def exponentials(scores, row_max, row_sum, softmax_scale, dtype: gl.constexpr, H
     p, row_max, row_sum, factor = map_threads(
         _of_thread, (scores, along_rows(row_max, scores), along_rows(row_sum, scores), scale), (dtype, MAX_FIRST)
     )
-    pairs, _ = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))  # both results of the split are the same
+    pairs, _ = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))  # each pair appears twice in p
     return pairs, first_columns(row_max), first_columns(row_sum), first_columns(factor)
 
 

@@ -130,7 +130,7 @@ def read(queue, item_index):
     """
     slot = item_index % 2
     mbarrier.wait(queue.full.index(slot), (item_index // 2) & 1)
-    values = queue.slots.index(slot).load(gl.BlockedLayout([32], [32], [4], [0]))  # all fields in every thread
+    values = queue.slots.index(slot).load(gl.BlockedLayout([32], [32], [4], [0]))  # every thread gets all fields
     mbarrier.arrive(queue.empty.index(slot), count=1)
     return values
 

@@ -93,7 +93,7 @@ def _doublings(n):
 
 @gluon.jit
 def keep_columns(x, start, end, OTHERWISE: gl.constexpr):
-    """Returns x [M, N], with OTHERWISE outside of the columns start <= column < end. start and end are [M].
+    """Returns x [M, N]. In row i, columns before start[i] and columns from end[i] on are set to OTHERWISE.
 
     x is fp32 in the layout of a warpgroup's accumulator. start and end have the layout of x's rows. N is at most 128.
     """
