@@ -1,6 +1,6 @@
 """Generates text with a Hugging Face model (a folder or hub name) or with a checkpoint of train.py.
 
-    python -m scripts.generate exported --chat "What is the capital of France?"
+    python -m scripts.generate exported --chat "What is the capital of France?"        # answers.
     python -m scripts.generate runs/nano/<time>/checkpoints/<step>.ckpt --prompt "def " --temperature 0.8    # samples.
 
 Without --temperature, the script always takes the most likely token. With --temperature, the same --seed gives the same

@@ -1,6 +1,6 @@
 """Writes the kernels in the form that Hugging Face's package `kernels` loads, without a build.
 
-    python -m scripts.hf_kernel fa-kernels
+    python -m scripts.hf_kernel fa-kernels    # writes the folder.
 
     from kernels import get_local_kernel
     flash_attn_func = get_local_kernel(Path("fa-kernels")).flash_attn_func

@@ -1,18 +1,18 @@
 """Trains for some minutes and checks that memory and speed stay constant (python -m scripts.soak [override ...]).
 
-    python -m scripts.soak --minutes 9                        # the preset of this machine, on Python's own source
+    python -m scripts.soak --minutes 9                        # the preset of this machine, on Python's own source.
     python -m scripts.soak --minutes 9 model=llama_1b seq_len=32768 batch_size=1    # another model.
 
 Every 50 steps, the run validates and writes a checkpoint. Each step trains on new documents. The first third of the run
 is warm-up and is not compared. Three values of the second third must agree with those of the last third. The median
 step time may differ by 3%, and the lowest host memory by 2%. On a GPU, the reserved memory must be equal. The lowest
 host memory is compared, because each checkpoint needs more memory for a short time. The script writes OUT.md. If the
-second and the last third do not agree, the script ends with status 1.
+second and the last third of the run do not agree within these limits, the script ends with status 1.
 
 Host memory is the anonymous and the shared memory of all processes of the run. Memory pages that several processes
-share count only once. Mapped files, such as libraries and tokens, are listed but not compared. The operating system
-divides the pages of such a file among all processes that map it, including processes outside the run. The script also
-writes OUT.csv, which has the memory of each process in each sample.
+share count only once. Mapped files, such as libraries and tokens, are listed but not compared, because the operating
+system divides the pages of a mapped file among all processes that map the file, even processes outside the run. The
+script also writes OUT.csv, which has the memory of each process in each sample.
 """
 
 import argparse
@@ -43,8 +43,8 @@ LIMITS = {"step_ms": 0.03, "host_gib": 0.02, "reserved_gib": 0.0}  # largest all
 
 @dataclass(frozen=True)
 class Change:
-    """One value in the second and in the last third of a run: the lowest host memory, or the median of another
-    quantity.
+    """The change of one quantity from the second to the last third of a run. Host memory is compared by its lowest
+    values, and the other quantities by their medians.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Sample:
     processes: list[ProcessMemory]
 
     def total(self, kind: str, process: str | None = None) -> float:
-        """Returns the memory of one kind in GiB, summed over these processes, or over all if `process` is None."""
+        """Returns the GiB of one kind of memory in all processes, or only in those that have the name `process`."""
         return sum(getattr(x, kind) for x in self.processes if process in (None, x.process))
 
     @property
@@ -118,7 +118,7 @@ def soak(overrides: list[str], minutes: float, folder: Path) -> list[Sample]:
 def memory_of_session(leader: int) -> list[ProcessMemory]:
     """Returns the host memory of each process of a Unix session.
 
-    A process with the leader's command line is a data worker, because data workers are forked.
+    Data workers have the same command line as the process `leader`, because that process forks them.
     """
     found = []
     for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda folder: int(folder.name)):

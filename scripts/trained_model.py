@@ -23,7 +23,8 @@ PARTS = ("model", "adapter")  # the keys of a run's config that are needed to bu
 def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | None, adapter: bool = False) -> None:
     """Writes the folder. dtype and adapter: as in fa_train.models.hf.export.write.
 
-    Raises: ValueError if no folder above the checkpoint is a run's folder, and the errors of `load` and `write`.
+    Raises: ValueError if no folder above the checkpoint is the folder of a run. Errors of `load` and `write` are not
+    caught.
     """
     run = _run_folder(checkpoint)
     cfg = saved_config(run, overrides)

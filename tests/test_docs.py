@@ -30,7 +30,7 @@ def fragments(page: Path) -> list[str]:
 def commands(page: Path) -> list[list[str]]:
     """Returns the words of each command in a code block or in backticks.
 
-    If a command starts with …, the words of the previous command replace the ….
+    A `…` at the start of a command is replaced by the words of the previous command.
     """
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     text = re.sub(r"^```python\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)

@@ -107,7 +107,7 @@ def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16(tmp_path, monkeypatch
 def test_a_batch_of_one_document_is_known_to_be_one(ends, one, monkeypatch):
     """The shape of cu_seqlens shows that a batch has one document, without a GPU sync.
 
-    If the shape did not show this, SDPA would use a mask of all pairs of a query and a key.
+    For a batch of one document, SDPA needs no mask of all pairs of a query and a key.
     """
     seen = []
     monkeypatch.setattr(gpt, "windowed_schedule", lambda *x, f=gpt.windowed_schedule: seen.append(f(*x)) or seen[-1])
@@ -132,8 +132,8 @@ def test_the_length_of_documents_chooses_the_kernels(known, length_classes, monk
 
     In the first layer, the window of 10 tokens determines the length class too.
 
-    For a batch without mean_seqlen, the padded cu_seqlens gives a smaller estimate, so both layers get the class
-    "short".
+    If mean_seqlen is missing, the mean length is estimated from cu_seqlens. Padding makes this estimate too small, so
+    both layers get the class "short".
     """
     monkeypatch.setattr(schedules, "SHORT_DOCUMENT", 8)
     monkeypatch.setattr(schedules, "LONG_DOCUMENT", 12)

@@ -227,7 +227,7 @@ def of_two_ranks(test):
 def test_dropout_is_the_same_on_two_processes(two_ranks, tmp_path):
     """One process runs four micro-batches per step.
 
-    Two processes run two micro-batches each per step, in another order.
+    Two processes run two micro-batches each per step, which changes the order of the fp32 sums.
     """
     one = column(run(tmp_path / "one", *RANDOM["dropout"]), "train/loss")
     assert column(two_ranks / "dropout", "train/loss") == pytest.approx(one, rel=1e-5), "fp32 sums in another order"

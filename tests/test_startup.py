@@ -65,7 +65,7 @@ def test_the_driver_and_torch_agree_on_whether_there_is_a_gpu():
 
 
 def fake_driver(error: int, version: int, gpus: int) -> SimpleNamespace:
-    """Returns a fake CUDA driver whose functions write these answers to the addresses that they get."""
+    """Returns a fake CUDA driver, with a given error of cuInit, driver version and number of GPUs."""
 
     def writes(value):
         return lambda pointer: setattr(pointer._obj, "value", value) or 0

@@ -85,7 +85,9 @@ def call_apart(function: Callable[..., Value], arguments: tuple[Any, ...], timeo
 
 
 def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...], log: str) -> None:
-    """Runs in the new process. Sends the function's value, or the error's type and first line."""
+    """Runs in the new process. Sends either the value that the function returned, or the type and first line of its
+    error.
+    """
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -1,9 +1,9 @@
 """Repeats a finished run of experiment=finetune with transformers' model and loss in a plain loop, and compares the
 losses.
 
-    python -m scripts.bench.compare_finetune chats chats.jsonl          # writes chats about an invented island
+    python -m scripts.bench.compare_finetune chats chats.jsonl          # writes chats about an invented island.
     python train.py experiment=finetune data.path=chats.jsonl model.pretrained=path \\
-        logger=csv trainer.log_every_n_steps=1
+        logger=csv trainer.log_every_n_steps=1                          # trains on them.
     python -m scripts.bench.compare_finetune run runs/finetune/<time>   # table: step, ours, transformers', difference.
 
 Run the command in the folder from which the run was started, because paths in the run's config may be relative to it.

@@ -85,9 +85,7 @@ def log_normal_lengths(total: int) -> tuple[int, ...]:
 
 
 def features(seqlen: int, n_heads: int, head_dim: int, window: int) -> list[Feature]:
-    """Returns plain causal attention first, and then features that differ from plain causal attention in one
-    respect.
-    """
+    """Returns plain causal attention, followed by the features that are compared with plain causal attention."""
     one, documents = (seqlen,), log_normal_lengths(seqlen)
     causal: dict[str, Any] = {"causal": True}
     slopes = torch.linspace(0.001, 0.1, len(documents) * n_heads).view(-1, n_heads)
@@ -180,8 +178,8 @@ def compile_one(args: argparse.Namespace, case: tuple[int, int]) -> str:
 
     Returns the first line of an error, or an empty string.
 
-    case: the index of the feature, and head_dim. The inputs have full size, because their size determines which kernels
-    run.
+    case: a pair of the feature's index and a head_dim. The inputs have full size, because their size determines which
+    kernels run.
     """
     place, head_dim = case
     feature = features(args.seqlen, args.heads, head_dim, args.window)[place]

@@ -1,6 +1,6 @@
 """Measures the GPU and host time of attention over packed documents that differ in every call.
 
-    python -m scripts.bench.fresh_documents                 # 64k tokens in documents of 64 to 512 tokens
+    python -m scripts.bench.fresh_documents                 # 64k tokens in documents of 64 to 512 tokens.
     python -m scripts.bench.fresh_documents --rounds 5 --backends fa3 ours    # five rounds.
 
 Every call gets new cu_seqlens with a different number of documents. No attention schedule is built in advance. Calls

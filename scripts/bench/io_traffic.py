@@ -1,14 +1,14 @@
 """Computes the bytes that naive and flash attention move to and from device memory, and measures them with ncu.
 
-    python -m scripts.bench.io_traffic                        # formulas; measures too if there are a GPU and ncu
+    python -m scripts.bench.io_traffic                        # also measures, if there are a GPU and ncu.
     python -m scripts.bench.io_traffic --no-ncu --arch sm90   # formulas alone, on any machine.
 
 Writes OUT.md. The problem is one sequence of N tokens in bf16 with n_heads * head_dim = 2048, and each query head has
 its own KV head. Elements are counted per head.
 
-The forward of naive attention moves 4 N^2 + 4 N d elements, because it reads Q and K and writes S, then reads S and
-writes P, then reads P and V and writes O. A causal mask adds three transfers, because S is read, one byte of mask per
-score is read, and S is written.
+The forward of naive attention moves 4 N^2 + 4 N d elements, where S are the scores and P is their softmax. Its first
+kernel reads Q and K and writes S. The second kernel reads S and writes P. The third kernel reads P and V and writes O.
+A causal mask adds three transfers: reading S, reading one byte of mask per score, and writing S.
 
 If P is kept from the forward, the backward of naive attention moves 7 N^2 + 8 N d elements. Its five kernels compute dV
 from P and dO, dP from dO and V, dS from dP and P, dQ from dS and K, and dK from dS and Q. A causal mask adds the same
@@ -17,8 +17,8 @@ transfers to the backward as to the forward.
 In flash attention, each query tile reads its own rows once, and reads all keys and values that its queries see. The
 forward of flash attention therefore reads K and V N / block_m times. By theorem 2 of arXiv:2205.14135, flash attention
 moves Theta(N^2 d^2 / M) elements, where fast memory holds M elements. The formulas for flash count the bytes that the
-multiprocessors load, most of them from the L2 cache. Device memory moves fewer bytes, but each tensor at least once:
-the column "least" shows that minimum. Tile sizes come from tiles.py, or from the Hopper kernels for method `hopper`.
+multiprocessors load, most of them from the L2 cache. The traffic of device memory is smaller. The column `least` shows
+its minimum, where each tensor moves once. Tile sizes come from tiles.py, or for method `hopper` from its kernels.
 """
 
 import argparse
@@ -170,11 +170,11 @@ def _portable_backward(case: Case, arch: Arch) -> dict[str, int]:
 
 
 def _recomputing_backward(case: Case, key_blocks: dict[Pass, int], query_blocks: tuple[int, int]) -> dict[str, int]:
-    """Returns the bytes of backward passes that recompute the scores: passes over key tiles, and one pass over query
-    tiles.
+    """Returns the bytes of a backward whose passes recompute the scores. Some passes go over key tiles, and one pass
+    goes over query tiles.
 
-    key_blocks: for each pass over key tiles, the number of keys in a tile. query_blocks: for the pass over query tiles,
-    the queries in a tile and the keys in a block.
+    key_blocks: the number of keys per tile of each pass over key tiles. query_blocks: two numbers of the pass over
+    query tiles, which are the queries per tile and the keys per block.
     """
     rows, ranges = case.seqlen * case.head_dim * ITEM, case.seqlen * ROW_RANGE
     sizes: dict[str, int] = {}
@@ -241,12 +241,12 @@ def keys_read(seqlen: int, block_m: int, block_n: int, *, causal: bool) -> int:
 
 
 def queries_read(seqlen: int, block_n: int, *, causal: bool) -> int:
-    """Returns the rows of Q that all key tiles of one head load. If causal, a tile starts at its own first token."""
+    """Returns the rows of Q that all key tiles of one head load. If causal, tiles load no rows before their keys."""
     return sum(seqlen - (first if causal else 0) for first in range(0, seqlen, block_n))
 
 
 def least_bytes(case: Case) -> int:
-    """Counts every tensor once: Q, K, V, O and lse; in the backward pass also dO and the three gradients."""
+    """Returns the bytes of Q, K, V, O and lse, and for the backward pass also those of dO, dQ, dK and dV."""
     rows, row_values = case.seqlen * case.head_dim * ITEM, case.seqlen * FP32
     per_head = 4 * rows + row_values if case.direction == "forward" else 8 * rows + row_values
     return per_head * case.n_heads
@@ -292,7 +292,7 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
 def prepared(case: Case) -> Callable[[], object]:
     """Returns a function that runs the pass of the case.
 
-    Before it returns, it creates the inputs and, for a backward pass, runs the forward pass.
+    `prepared` itself creates the inputs and, for a backward pass, runs the forward pass.
     """
     heads, tokens, width = case.n_heads, case.seqlen, case.head_dim
     shape = (heads, tokens, width) if case.method == "naive" else (1, tokens, heads, width)

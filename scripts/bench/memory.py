@@ -1,6 +1,6 @@
 """Measures the cost of each memory lever, alone and combined: time per step, GPU memory and host memory.
 
-    python -m scripts.bench.memory                                           # llama_1b at 32k and 131k, one GPU
+    python -m scripts.bench.memory                                           # llama_1b at 32k and 131k, one GPU.
     python -m scripts.bench.memory --seq-lens 32768 --combinations selective selective+offload --profile
     python -m scripts.bench.memory --budget 560 --resume             # continue an earlier call.
 
@@ -11,11 +11,11 @@ optimizer step. Peak memory is the CUDA allocator's maximum over all steps. On a
 process. Host memory is what offloaded activations and the offloaded optimizer use.
 
 A combination is CHECKPOINTING[+LEVER...]. CHECKPOINTING is `none`, `selective` or `full`. LEVER is `offload`,
-`mlp_chunk[=TOKENS]`, `loss_chunk=TOKENS` or `loss_chunk=all` (default 4096, as in conf/memory), an optimizer of
-conf/optimizer, or `bf16-true` (default bf16-mixed; fp32 on a CPU). Combinations with another optimizer or bf16-true run
-at the first length only, because the optimizer's time does not depend on the number of tokens. Combinations that are
-compared with each other run one after the other. Every second round runs in reverse order, so that a GPU that slows
-down over time affects all combinations equally.
+`mlp_chunk[=TOKENS]`, `loss_chunk=TOKENS`, `loss_chunk=all`, `bf16-true` or the name of an optimizer in conf/optimizer.
+The default loss_chunk is 4096 tokens, as in conf/memory. The default precision is bf16-mixed, or fp32 on a CPU.
+Combinations with another optimizer or bf16-true run at the first length only, because the optimizer's time does not
+depend on the number of tokens. Combinations that are compared with each other run one after the other. Every second
+round runs in reverse order, so that a GPU that slows down over time affects all combinations equally.
 
 The option --profile profiles one step with offload and one without, at the first length. The profile shows what share
 of the copies overlaps with kernels, and how long the compute stream is idle. After every measurement, the script writes

@@ -1,6 +1,6 @@
 """Profiles one training step with torch.profiler: the time of each part, a trace for Perfetto, and memory by component.
 
-    python -m scripts.bench.profile_step model=llama_1b seq_len=32768
+    python -m scripts.bench.profile_step model=llama_1b seq_len=32768    # llama_1b.
     python -m scripts.bench.profile_step model=gpt2 memory=offload hydra.run.dir=runs/profile_offload    # gpt2.
 
 The script takes train.py's overrides and runs train.py's model, optimizer and loop. The script sets data=synthetic,
@@ -12,9 +12,9 @@ Together with the idle time, these times add up to the step's time. Copies and c
 computes; the column `kernels` has their full time. `trace.json.gz` is a trace for https://ui.perfetto.dev. `memory.png`
 shows the allocated memory by component over host time, because the host allocates and frees memory.
 
-A kernel counts for the operator that launched it (attention, loss, optimizer). If none of these operators launched a
-kernel, the kernel's name determines the part for which it counts. On a CPU, the script times torch's operators instead
-of kernels. On a CPU, the time of an operator excludes the operators that it calls.
+A kernel counts for the operator that launched it (attention, loss, optimizer). A kernel that none of these operators
+launched counts for the part that matches the kernel's name. On a CPU, the script times torch's operators instead of
+kernels. On a CPU, the time of an operator excludes the operators that it calls.
 """
 
 import csv

@@ -1,9 +1,9 @@
 """Compares our training step with that of Hugging Face transformers and Liger's kernels: tokens/s, memory and MFU.
 
-    python -m scripts.bench.step                                            # llama_1b at 8k, 32k and 128k, one GPU
-    python -m scripts.bench.step --seq-lens 8192 --variants ours-none-compiled hf
+    python -m scripts.bench.step                                            # llama_1b at 8k, 32k and 128k, one GPU.
+    python -m scripts.bench.step --seq-lens 8192 --variants ours-none-compiled hf    # one length, two variants.
     python -m scripts.bench.step --cases 8192:ours-none 131072:hf-checkpointing model.n_layers=8    # two cases
-    python -m scripts.bench.step --variants hf hf-fa_train ours-none-compiled data.document_len=2048
+    python -m scripts.bench.step --variants hf hf-fa_train ours-none-compiled data.document_len=2048    # packed.
 
 Each step trains on seq_len random tokens. The random tokens are one document, or packed documents of data.document_len
 tokens. Our variants and the peer (transformers) use fp32 weights, bf16 autocast and the optimizer of conf/optimizer. A

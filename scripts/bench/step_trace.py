@@ -71,7 +71,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Ranges:
-    """For each host thread, the time spans of its ranges; no range is inside another.
+    """The time spans of the ranges in each host thread, except ranges that are inside another range.
 
     Each range belongs to a part of the step.
     """
@@ -112,7 +112,7 @@ def part_of(kernel_name: str) -> str:
 
 
 def idle(intervals: Iterable[Interval], start: float, end: float) -> float:
-    """Returns how much of the time from start to end is covered by no interval."""
+    """Returns the total time between start and end that lies outside all intervals."""
     uncovered, reached = 0.0, start
     for interval in sorted(intervals, key=lambda interval: interval.start):
         uncovered += max(0.0, min(interval.start, end) - reached)

@@ -1,9 +1,9 @@
 """Measures tiles for the portable kernels on the GPU of this machine, and writes the best tiles to a file.
 
-    python -m scripts.bench.tune_tiles                                         # every head_dim and pass of the table
-    python -m scripts.bench.tune_tiles --near                                  # only candidates near the table's
-    python -m scripts.bench.tune_tiles --head-dims 192 --passes dkdv dq
-    python -m scripts.bench.tune_tiles --head-dims 128 --passes fwd --tiles 128,64,8,3 128,128,8,2
+    python -m scripts.bench.tune_tiles                                         # every head_dim and pass of the table.
+    python -m scripts.bench.tune_tiles --near                                  # only candidates near the table's.
+    python -m scripts.bench.tune_tiles --head-dims 192 --passes dkdv dq        # two passes of one head_dim.
+    python -m scripts.bench.tune_tiles --head-dims 128 --passes fwd --tiles 128,64,8,3 128,128,8,2    # two candidates.
     python -m scripts.bench.tune_tiles --dtype float32 --head-dims 64 128       # fp32; or tf32.
 
 A candidate is a combination of block_m, block_n, warps and stages, where the blocks are powers of two. A candidate must
@@ -14,10 +14,10 @@ the script times the candidates one by one on a causal document of --seqlen toke
 slightly less. TFLOP/s counts the matmuls of each kernel: forward 2, dkdv 4, dk 3, dv 2, dq 3. Causal attention halves
 them. If separate kernels for dK and dV take less time than one kernel for both, add the entries dk and dv to the table
 instead of dkdv. With --dtype float32, the script tunes the entries for 4-byte dtypes, where each product is three TF32
-matmuls. With --dtype tf32, the script tries the same candidates with one TF32 matmul, as torch.backends.cuda.matmul
-allows. A candidate counts only if its error is at most twice torch's error, plus rounding. Writes OUT.md: its header, a
-table for each head_dim and pass, and the entries for tiles.py. Adds the fastest tiles to OUT.json, except with --dtype
-tf32. fa_kernels loads OUT.json if the environment variable FLASH_ATTENTION_TILES names it.
+matmuls. With --dtype tf32, each product is only one TF32 matmul, which torch.backends.cuda.matmul can allow for fp32. A
+candidate counts only if its error is at most twice torch's error, plus rounding. Writes OUT.md: its header, a table for
+each head_dim and pass, and the entries for tiles.py. Adds the fastest tiles to OUT.json, except with --dtype tf32.
+fa_kernels loads OUT.json if the environment variable FLASH_ATTENTION_TILES names it.
 """
 
 import argparse
@@ -147,7 +147,9 @@ def is_listed(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> bool
 
 
 def one_step(tiles: TileConfig, entry: TileConfig) -> bool:
-    """Returns whether exactly one value differs: a block size or the warps by a factor of 2, or the stages by 1."""
+    """Returns whether exactly one value differs by one step. One step is a factor of 2 for the block sizes and the
+    number of warps, and 1 for the number of stages.
+    """
     changed = [(a, b) for a, b in zip(astuple(tiles)[:3], astuple(entry)[:3], strict=True) if a != b]
     stages = abs(tiles.num_stages - entry.num_stages)
     if not changed:
@@ -213,9 +215,10 @@ def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) 
 
 
 def dense_results(direction: Pass, tensors: list[Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
-    """Computes the outputs of a pass in `dtype` with torch, by their index in the result of `launcher`.
+    """Computes the outputs of a pass in `dtype` with torch. Each key is the index of an output in the results that the
+    function from `launcher` returns.
 
-    tensors: as of `inputs`.
+    tensors: q, k, v and do, as `inputs` returns them.
     """
     q, k, v, do = (x.detach().to(dtype).requires_grad_() for x in tensors)
     ends = torch.tensor([0, q.shape[0]], dtype=torch.int32)

@@ -106,7 +106,7 @@ def test_the_last_log_is_written_when_a_run_fails(tmp_path, capsys):
 
 @pytest.mark.parametrize(("ranks", "arrived", "logs"), [(1, False, True), (2, True, True), (2, False, False)], ids=str)
 def test_a_failed_run_does_not_wait_for_other_ranks(ranks, arrived, logs):
-    """If a rank has failed, the device of another rank may wait for it forever."""
+    """The device of another rank may wait forever for the rank that has failed."""
     end = SimpleNamespace(passed=lambda: arrived)
     monitor, logged = Monitor(seq_len=1, batch_size=1, max_skipped_steps=None), []
     monitor.log_reading = lambda trainer, together: logged.append(trainer)
@@ -159,7 +159,7 @@ def test_validation_does_not_count_as_training_time(tmp_path, monkeypatch):
 
 
 class NoSync(Callback):
-    """After the first steps have compiled the kernels, makes torch raise an error if the host waits for the GPU."""
+    """Makes torch raise an error if the host waits for the GPU. The first steps, which compile kernels, may wait."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         if trainer.global_step == EVERY:

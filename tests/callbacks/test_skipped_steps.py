@@ -103,7 +103,9 @@ def run(folder: Path, corpus: Path, *overrides: str) -> Path:
 
 
 def assert_only_the_bad_step_differs(skipping: Path, undone: Path, steps: int) -> None:
-    """Asserts that all losses except the bad step's are bitwise equal to those of a run in which it was undone."""
+    """Asserts that two runs have bitwise equal losses except in the bad step, which one run skips and the other
+    undoes.
+    """
     losses, expected = column(skipping, "train/loss"), column(undone, "train/loss")
     assert sorted(losses) == list(range(1, steps + 1))
     assert not math.isfinite(losses.pop(BAD + 1)) and math.isfinite(expected.pop(BAD + 1))

@@ -25,13 +25,17 @@ OPTIONS = dict(
 
 @pytest.fixture(autouse=True)
 def _short_epochs(monkeypatch):
-    """Shortens epochs to 2**26 tokens, because every run shuffles all documents of an epoch, which takes time."""
+    """Shortens epochs from 2**26 to 2**14 tokens, because every run shuffles all documents of an epoch, which takes
+    time.
+    """
     monkeypatch.setattr("fa_train.data.sources.synthetic.N_TOKENS", 2**14)
 
 
 @pytest.fixture(autouse=True)
 def _frozen_again():
-    """Freezes all objects after a test, as conftest.py does for speed: a run with data workers unfreezes them."""
+    """Freezes all objects again if a test with data workers has unfrozen them. For speed, conftest.py keeps them
+    frozen.
+    """
     yield
     if not gc.get_freeze_count():
         gc.freeze()

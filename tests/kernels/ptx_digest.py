@@ -1,6 +1,6 @@
 """Hashes the PTX of every kernel, to show that a change of the source does not change the compiled code.
 
-    python -m tests.kernels.ptx_digest --out before.json
+    python -m tests.kernels.ptx_digest --out before.json        # writes before.json.
     python -m tests.kernels.ptx_digest --compare before.json    # exit status 1 if code differs.
 
 A case is either one kernel that a test compiles ahead of time, or a public call with all kernels that it launches. The
@@ -112,9 +112,9 @@ def start(known: dict[str, str]) -> None:
 
 
 def ending_if_known(make_ir: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the method `make_ir` of a class of sources.
+    """Wraps `make_ir`, the method of Triton's source classes that makes the first IR of a kernel.
 
-    The wrapper appends the hash of the source to SOURCES. If CODE already has the hash of that source's code, the
+    The wrapper appends the hash of the source to SOURCES. If CODE already holds a code hash for this source, the
     wrapper raises Known.
     """
 
@@ -154,8 +154,8 @@ def record_of(cases: Sequence[str], known: dict[str, str]) -> dict[str, Any]:
 
     The work uses all CPU cores.
 
-    known: source hashes and their code hashes from an earlier record. Sources in `known` are not compiled again,
-    because equal sources and options give equal code.
+    known: a dictionary from source hash to code hash, from an earlier record. Sources in `known` are not compiled
+    again, because equal sources and options give equal code.
     """
     os.environ.pop("TRITON_INTERPRET", None)
     with tempfile.TemporaryDirectory() as folder:

@@ -246,7 +246,7 @@ def test_dense_batch_is_a_packed_one_with_equal_documents():
 
 
 def test_non_contiguous_inputs_and_gradient():
-    """The inputs are slices of a qkv projection, and a tensor with heads before tokens.
+    """q and k are slices of one projection, and the memory of v has heads before tokens.
 
     The gradient is a broadcast tensor.
     """
@@ -265,7 +265,7 @@ def test_non_contiguous_inputs_and_gradient():
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("alibi", [False, True])
 def test_a_batch_of_any_layout(batch, alibi):
-    """The inputs have tokens before or after heads, or q, k and v share one tensor.
+    """The memory of q, k and v has three layouts: heads before tokens, tokens before heads, and one shared tensor.
 
     The kernels cannot read the gradient in place, so it must be copied.
     """
@@ -318,7 +318,7 @@ def test_documents_do_not_leak():
 
 
 def test_nan_shows_in_its_own_document():
-    """A NaN in a value or in the gradient of one query reaches every result that depends on it."""
+    """A NaN in v or do of one token reaches every result of its document that depends on that token."""
     cu = cumulative([37, 40])
     q, k, v, do, _ = draw(77, 77, 2, 1, 16)
     v = v.detach().clone()

@@ -69,8 +69,10 @@ def combinations(dtype, width, round_):
 
 
 def documents(pair, layout, generator) -> tuple[list[int], list[int]]:
-    """Returns document lengths of queries and keys: the pair alone, the pair twice, or the pair among empty, short and
-    ragged documents.
+    """Returns the lengths of the documents' queries and of the documents' keys.
+
+    `pair` gives the two lengths of one document. Without "varlen" in `layout`, this document occurs once or twice. With
+    "varlen", empty, short and random documents are added.
     """
     if "varlen" not in layout:
         return ([pair[0]], [pair[1]]) if pair[0] > 1000 else ([pair[0]] * 2, [pair[1]] * 2)

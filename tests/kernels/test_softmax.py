@@ -1,4 +1,4 @@
-"""Tests the online softmax recurrence on textbook cases. The kernels use the same helper function."""
+"""Tests the helper function of the kernels that computes the online softmax recurrence, on textbook cases."""
 
 import math
 

@@ -26,7 +26,7 @@ APART = ("dk", "dv")
 
 
 def passes_of(arch, head_dim, itemsize):
-    """Returns the three passes of every table entry, and dk and dv if these have separate kernels."""
+    """Returns the passes of an entry: fwd, dkdv and dq, followed by dk and dv if these two have separate kernels."""
     apart = key_passes(arch, head_dim, itemsize) == APART
     return PASSES + APART if apart else PASSES
 

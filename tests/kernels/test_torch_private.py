@@ -1,4 +1,4 @@
-"""Attention works with a torch that lacks the private names that it uses, but more slowly."""
+"""If torch lacks the private names that attention uses, attention is slower but still right."""
 
 import os
 import re

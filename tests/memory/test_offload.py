@@ -206,7 +206,7 @@ def test_frozen_embedding(device):
 
 @pytest.mark.parametrize("tokens", [24, 32, 48, 64])  # dim, ffn_dim and the number of rows of qkv are 32, 48 and 64
 def test_weights_stay(tokens, device, monkeypatch):
-    """No weight is offloaded, even if a weight has as many rows as there are tokens."""
+    """No weight is offloaded, even if its number of rows equals the number of tokens."""
     sent, send = [], offload._State.send
 
     def watched(state, *args):
@@ -280,8 +280,8 @@ def test_available_host_memory_heeds_a_containers_limit(tmp_path):
 
 
 def test_pinned_memory_is_whole_pages_of_the_exact_size(monkeypatch):
-    """Replaces the CUDA runtime by a stub that shows which memory is registered, and unregistered when a buffer is
-    freed.
+    """A buffer's memory is registered when the buffer is made, and unregistered when it is freed. The test replaces the
+    CUDA runtime by a stub that records both.
     """
     registered = {}
 

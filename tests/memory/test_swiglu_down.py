@@ -1,5 +1,5 @@
-"""Compiled SwiGLU and the down projection form one operator: its gradients equal autograd's, and no more memory is
-saved.
+"""Compiled SwiGLU and the down projection form one operator. Its gradients equal autograd's, and the tensors that it
+saves for the backward take no more memory than autograd's.
 """
 
 from collections.abc import Callable, Iterator
@@ -223,7 +223,9 @@ def test_other_activations_keep_their_path(activation, device, passes):
 
 @pytest.mark.gpu
 def test_the_backward_needs_no_more_memory(device, monkeypatch):
-    """The activations overwrite their own gradient. torch.compile copies that gradient only if it is needed later."""
+    """The kernel writes the activations over their gradient. torch.compile copies the gradient only if it is needed
+    later.
+    """
     total, ffn_dim = 4096, 512
     up, down = nn.Linear(64, 2 * ffn_dim, bias=False), nn.Linear(ffn_dim, 64, bias=False)
     ffn = RecomputedFFN(up, down, "swiglu", checkpointed=False).to(device)

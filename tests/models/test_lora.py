@@ -125,7 +125,7 @@ def test_a_is_drawn_as_published():
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_gradients_are_those_of_the_merged_weights(activation, targets):
-    """dA = scale B^T dW and dB = scale dW A^T, where dW is the gradient of W + scale B A in the adapter's rows."""
+    """`dA = scale * B.T @ dW` and `dB = scale * dW @ A.T`, where dW is the gradient of the merged rows."""
     settings = lora(target_modules=targets, use_rslora=True)
     model, dense = (small(settings=settings, activation=activation) for _ in range(2))
     linears = dict(adapted(model))

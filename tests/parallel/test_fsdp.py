@@ -103,7 +103,7 @@ def adapter_run(shared) -> Path:
 
 
 def write_evil(folder: Path, in_metadata: bool) -> None:
-    """Puts a program into a sharded checkpoint, either as its metadata or as a value that is not a tensor."""
+    """Puts a pickled program into a sharded checkpoint, in place of its metadata or of a value that is not a tensor."""
     program = Evil(folder.parent / "ran")
     if in_metadata:
         (folder / ".metadata").write_bytes(pickle.dumps(program))
@@ -191,7 +191,9 @@ def spoil_one_rank(shared: Path) -> None:
 
 
 def agree(rank: int) -> None:
-    """Rank 1 answers 143 to question 2. Both ranks get the answer 143 at question 3, although one rank is slower."""
+    """Rank 1 passes 143 to the third call of `largest`. Both ranks get 143 from the fourth call, although one is
+    slower.
+    """
     agreement = Agreement()
     answers = []
     for question in range(5):
@@ -344,7 +346,7 @@ DDP = (*LONG, "strategy=ddp", "trainer.devices=2", "data.num_workers=1", "run_na
 
 @pytest.fixture(scope="module")
 def stopped_run(shared) -> Path:
-    """Sends SIGTERM to all processes of a run, as SLURM does, or Ctrl-C in a terminal."""
+    """Sends SIGTERM to all processes of a run at once, as SLURM does."""
     return start_and_stop(shared, tiny(shared, *DDP), 7, signal.SIGTERM, to_all=True)
 
 

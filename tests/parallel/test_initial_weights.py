@@ -189,7 +189,9 @@ def test_drawing_leaves_torchs_generator_alone():
 
 @pytest.mark.gpu
 def test_a_cpu_can_hold_what_a_gpu_draws():
-    """An export of an adapter draws its base on the GPU that drew it first, but holds it in host memory."""
+    """The weights of a base model can be drawn on a GPU and held in host memory. An adapter's export does so, to get
+    the base model of the training run again.
+    """
     with drawn_on(torch.device("cuda")):
         held = build(LLAMA)
     with torch.device("cuda"):

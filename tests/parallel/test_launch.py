@@ -77,7 +77,7 @@ def test_train_py_and_torchrun_give_the_same_run(tmp_path):
 def assert_ranks_are_compared(folder, printed) -> None:
     """Requires the logs to say that rank 1 computes longer, and that rank 0 waits for data and for rank 1.
 
-    Times in ms, of a step with two micro-batches on each rank.
+    All times are milliseconds per step, and a step has two micro-batches on each rank.
     """
     measured = {
         name: list(column(folder, f"perf/{name}").values())
@@ -117,7 +117,7 @@ def test_all_ranks_end_with_one_and_the_reason_is_the_last_line(rank, how, reaso
 
 
 def processes_in(folder) -> list[str]:
-    """Lists the processes whose working directory is `folder`, after at most 10 seconds without them."""
+    """Lists the processes whose working directory is `folder`. Waits up to 10 seconds for all of them to end."""
     for _ in range(100):
         living = []
         for process in os.scandir("/proc"):

@@ -1,4 +1,6 @@
-"""Tests how many ranks start, how they fail, NCCL's settings, and the SLURM script of docs/several_gpus.md."""
+"""Tests the number of ranks that start, their failures, NCCL's settings, and the SLURM script of
+docs/several_gpus.md.
+"""
 
 import json
 import os
@@ -192,7 +194,9 @@ def sbatch_script() -> str:
     ids=["preempted", "failed", "done"],
 )  # fmt: skip
 def test_the_sbatch_script_requeues_a_run_that_sigusr1_has_ended(ending, requeued, tmp_path):
-    """srun, python and scontrol are stand-ins. SLURM sends the signal to the script, as B:USR1 says."""
+    """srun, python and scontrol are stand-ins. As with SLURM's --signal=B:USR1, only the batch script gets the
+    signal.
+    """
     run = f'printf "%s\\n" "$@" >arguments; {ending}; for i in $(seq 100); do sleep 0.05; done; exit 9'
     stand_ins = {"srun": 'shift; exec "$@"', "python": run, "scontrol": 'echo "$@" >requeued'}
     for name, text in stand_ins.items():

@@ -1,6 +1,6 @@
 """Makes Triton's interpreter twice as fast: it patches Triton's language only once per launch.
 
-Without this change, the interpreter patches the language again for every call of a device function.
+The original interpreter patches the language again for every call of a device function.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,8 +20,8 @@ LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})  # stands fo
 def patched_once_a_launch() -> Iterator[None]:
     """In this context, the interpreter patches the language once per launch, not once per call of a device function.
 
-    A launch also patches triton.language.core; otherwise, the first call from triton.language.standard would patch it.
-    The NumPy dtypes are cached, because the interpreter would build a dictionary for each look-up.
+    The patch of a launch includes triton.language.core, which functions of triton.language.standard need. The NumPy
+    dtypes are cached, because the interpreter would build a dictionary for each look-up.
     """
     patch, end_of_launch = interpreter._patch_lang, interpreter._LangPatchScope
     numpy_dtype, of_scalar = interpreter._get_np_dtype, cache(interpreter._get_np_dtype)

@@ -1,6 +1,7 @@
 """Runs programs in new processes.
 
-The processes are forked from one that has imported all of train.py, which takes many seconds.
+The processes are forked from a server process. Only the server imports the modules of train.py, because these imports
+take many seconds.
 """
 
 import multiprocessing

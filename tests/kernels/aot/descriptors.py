@@ -30,7 +30,7 @@ def misplaced_descriptors(cubin: Path) -> list[str]:
 
 
 def misplaced_in(sass: str) -> list[str]:
-    """Does the work of `misplaced_descriptors` on the text that nvdisasm prints.
+    """Returns what `misplaced_descriptors` returns, from the text that nvdisasm prints.
 
     The function assumes that instructions run in the order of the text.
     """

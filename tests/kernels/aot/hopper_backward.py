@@ -3,7 +3,7 @@
 A case is dtype-head_dim-group-softcap-marks, for example bf16-128-4-0-1. A case compiles the kernel that a call with
 these values launches. A suffix of head_dim selects another kernel. The suffix `ordered` means the kernel that sums dQ
 in a fixed order. The suffixes `dkdv` and `dq` mean the two kernels of the two-pass backward. The kernel 128dkdv is
-compiled with a soft cap only. With head_dim 256 there are only the two-pass kernels.
+always compiled with a soft cap. With head_dim 256 there are only the two-pass kernels.
 """
 
 import json

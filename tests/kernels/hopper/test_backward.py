@@ -66,8 +66,8 @@ def test_dq_summed_in_one_order_is_the_same_in_every_run(head_dim, dtype, softca
     """Deterministic and non-deterministic gradients differ only by fp32 rounding, because their partial sums are added
     in different orders.
 
-    Tensor cores add 16 products at a time to an fp32 sum, and truncate the result. The tolerance is one eps of the
-    largest sum for each such addition.
+    Tensor cores add 16 products at a time to an fp32 sum, and truncate the result. For each addition of 16 products,
+    the tolerance allows an error of one eps, relative to the largest sum.
     """
     cu_q, cu_k = (torch.tensor([0, *x], device="cuda").cumsum(0).int() for x in lengths)
     q, k, v = (

@@ -1,4 +1,4 @@
-"""The Hopper kernels write a NaN mark for every unit of rows, which is 1 if the unit contains NaN and 0 otherwise."""
+"""The Hopper kernels write a NaN mark for every unit of rows. A mark is 1 if its unit contains NaN, and 0 otherwise."""
 
 import pytest
 import torch

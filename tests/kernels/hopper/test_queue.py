@@ -23,7 +23,7 @@ DYNAMIC = [
 def run(one):
     """Runs a call and returns its outputs that have equal bits in every run: o and lse, or the gradients.
 
-    A dq whose partial sums are added in any order is left out.
+    A dq that is not deterministic is left out, because its bits depend on the order of the additions.
     """
     if len(one) == 6:
         return fwd.attention_forward(*one)

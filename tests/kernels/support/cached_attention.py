@@ -50,7 +50,10 @@ def dense(q: Tensor, k: Tensor, v: Tensor, scale, left, right, softcap, slopes) 
 
 
 def reference(q, caches, new, rotary, lengths, leftpad, scale, causal, window, softcap, interleaved, slopes, dtype):
-    """Updates `caches` as flash_attn_with_kvcache would: k and v of each sequence, (capacity, n_kv_heads, D)."""
+    """Returns the outputs and the lse of flash_attn_with_kvcache, and updates `caches` as that function would.
+
+    caches: for each sequence a pair of k and v, each (capacity, n_kv_heads, D).
+    """
     left, right = (window[0], 0) if causal else window
     outputs = []
     for i, length in enumerate(lengths):

@@ -3,8 +3,8 @@
     python -m tests.kernels.support.jittered FILE    # writes FILE.
 
 Run the module in a new process: a kernel is compiled only once, together with the functions that it calls. At each
-synchronisation, one warp in 8 sleeps for up to 4 us. The sleeps change every order of events that the code does not
-enforce.
+synchronisation, one warp in 8 sleeps for up to 4 us. If the code leaves the order of two events open, the sleeps change
+that order.
 """
 
 import sys

@@ -1,8 +1,8 @@
 """Compares replayed launches with those that Triton makes. launch/test_record.py runs this file.
 
 A simulated driver replaces the part of Triton that is below its launcher. The simulated driver compiles and runs no
-kernel; it only records the arguments of each launch. The function `differences` returns a line for each case in which
-the launches differ.
+kernel; it only records the arguments of each launch. The function `differences` returns an error message for each case
+in which the launches differ.
 """
 
 import gc
@@ -252,8 +252,8 @@ CASES = [
 
 
 def differences() -> list[str]:
-    """Returns a line for each case whose third and fourth call is not replayed, or whose launches differ from
-    Triton's.
+    """Returns an error message for each case whose launches differ from Triton's, and for each case whose third and
+    fourth calls are not replayed.
     """
     found = []
     for case in CASES:
@@ -274,9 +274,9 @@ def delta(o: Tensor, do: Tensor) -> tuple[Tensor, ...]:
 
 
 def replays(call: Callable[..., tuple[Tensor, ...]], first: tuple[Tensor, ...], third: tuple[Tensor, ...]) -> bool:
-    """Returns whether the third call with a key is replayed, so that the function is not called a third time.
+    """Returns whether the third of three calls with one key is replayed, which means that `call` runs only twice.
 
-    first: the inputs of the first and the second call. third: the inputs of the third call.
+    first: the inputs of the first call and of the second call. third: the inputs of the third call.
     """
     record.forget()
     calls = []
@@ -292,7 +292,7 @@ def replays(call: Callable[..., tuple[Tensor, ...]], first: tuple[Tensor, ...], 
 
 
 def unclear() -> list[str]:
-    """Returns a line for each call that is replayed, although the replay would leave out work or return old results."""
+    """Returns an error message for each replayed call whose replay would leave out work or return old results."""
     o, do, other = torch.zeros(3, TOTAL, 4, 64)
 
     calls: dict[str, Callable[..., tuple[Tensor, ...]]] = {
@@ -307,7 +307,7 @@ def unclear() -> list[str]:
 
 
 def misplaced() -> list[str]:
-    """Returns a line for each kind of inputs that is replayed, although the recording is for other addresses."""
+    """Returns an error message for each replay with input addresses that the recording does not fit."""
     o, do = torch.zeros(2, TOTAL, 4, 64)
     shifted = torch.zeros(o.numel() + 1)[1:].view_as(o)
     third = {
@@ -319,7 +319,7 @@ def misplaced() -> list[str]:
 
 
 def launchers() -> list[str]:
-    """Returns a line if a second key makes new launchers for the kernels of the first key.
+    """Returns an error message if a second key makes new launchers for kernels that already have launchers.
 
     Different keys use the same launchers, because making a new launcher would take longer than the replayed launches
     save.
@@ -334,8 +334,8 @@ def launchers() -> list[str]:
 
 
 def schedules() -> list[str]:
-    """Returns a line for each schedule that Triton launches itself, or that is launched with other arguments than
-    Triton's.
+    """Returns an error message for each schedule that Triton launches itself, and for each schedule that is launched
+    with other arguments than Triton would use.
     """
     found = []
     for n_docs, total in ((1, 128), (2, 128), (300, 1001)):
@@ -357,7 +357,7 @@ def schedules() -> list[str]:
 
 
 def held() -> list[str]:
-    """Returns a line for each tensor that a recording or an encoded descriptor keeps alive after a call."""
+    """Returns an error message for each tensor that a recording or an encoded descriptor keeps alive after a call."""
     record.forget()
     left: list[StorageWeakRef] = []
     for _ in range(3):
@@ -394,7 +394,7 @@ def asked_again(change: Any) -> Iterator[None]:
 
 
 def ordinary() -> list[str]:
-    """Returns a line for each setting that must disable replays but does not."""
+    """Returns an error message for each setting that must disable replays but does not."""
     runtime = triton.knobs.runtime
     changes: dict[str, Callable[[], Any]] = {
         "a hook on launches": lambda: mock.patch.object(runtime, "launch_enter_hook", lambda *_: None),

@@ -105,8 +105,8 @@ def test_auto_ranks_levers_as_they_were_measured(tokens):
 
 @pytest.mark.parametrize("tokens", STEP_MS)
 def test_auto_takes_chunks_before_host_memory(tokens):
-    """Chunks and offload both cost no measurable time, but offload takes pinned host memory, which the whole machine
-    shares.
+    """Neither chunks nor offload takes measurable time. Chunks are preferred, because offload takes pinned host memory,
+    which the whole machine shares.
     """
     plan = changed(LLAMA_1B, seq_len=tokens, compiled=True)
     none, chunks, copies, both = (

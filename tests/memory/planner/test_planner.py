@@ -102,7 +102,7 @@ def test_saved_activations_are_exact(model, precision, checkpointing, mlp_chunk)
 def test_saved_activations_are_exact_where_compiled(model, checkpointing):
     """llama_1b keeps 63,624 bytes per token, including 32,768 bytes for the output of the FFN's first matmul.
 
-    Nothing that can be computed from that output is kept.
+    The activations are not kept, because they can be computed from the output of that matmul.
     """
     plan = changed(model, n_layers=1, vocab_size=64, seq_len=1024, checkpointing=checkpointing, compiled=True)
     assert kept_by_compiled_block(lambda: build(plan), plan.run.tokens, plan.run.precision) == kept_per_layer(plan)

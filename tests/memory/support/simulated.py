@@ -2,8 +2,8 @@
 
 The real model runs, so sizes and lifetimes of torch's storages are real, including the caches of autograd and autocast.
 Fake tensors do not show allocations inside an operator. The chunked loss and the chunked FFN are operators, so the
-simulation runs their Python code instead. `_attention_backward` makes the allocations of attention's backward pass. As
-on CUDA, RMSNorm is one operator in the forward and one in the backward.
+simulation replaces each by its Python code. `_attention_backward` makes the allocations of attention's backward pass.
+As on CUDA, RMSNorm is one operator in the forward and one in the backward.
 """
 
 import weakref

@@ -42,9 +42,9 @@ def test_logits_are_transformers(name, checkpoint):
 
 @torch.no_grad()
 def test_the_text_of_a_model_with_images(tmp_path):
-    """Gemma 3 models from 4B on take images too.
+    """Gemma 3 models with 4B or more parameters also take images.
 
-    The config.json of such models leaves out transformers' default values.
+    The config.json of a Gemma 3 model with images leaves out values that equal transformers' defaults.
     """
     images = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = transformers.Gemma3Config(
@@ -182,7 +182,7 @@ def test_config_of_a_gemma_3_before_transformers_5(checkpoint):
 def test_fields_of_published_checkpoints(name, fields, checkpoint, tmp_path):
     """Configs on the Hub have fields that the classes of transformers lack.
 
-    An export writes these additional fields again.
+    An export also writes the fields that transformers lacks.
     """
     folder = checkpoint(name)
     before = load_pretrained(folder, attention="naive")

@@ -27,9 +27,9 @@ from scripts.bench.io_traffic import (
 
 
 def visited_rows(seqlen, own_block, other_block, causal, own_is_query):
-    """Returns how many rows of the other side (keys of a query tile, queries of a key tile) the tiles load.
+    """Returns how many key rows all query tiles load, or how many query rows all key tiles load.
 
-    The function visits each block that has a visible pair.
+    The function counts the rows of each block that has a visible pair with a tile.
     """
     total = 0
     for first in range(0, seqlen, own_block):
