@@ -51,8 +51,8 @@ class Node:
 class Root(TypedDict):
     """The keys at the root of the config, in the order in which they are checked.
 
-    A node (a mapping with a `_target_`) comes before all nodes that contain a copy of it. An error in the copied part
-    therefore names the original key.
+    A node (a mapping with a `_target_`) comes before all nodes that contain a copy of the node. An error in the copied
+    part therefore names the original key.
     """
 
     seq_len: PositiveInt

@@ -90,8 +90,8 @@ class RankComparison:
 def compare(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Returns the mean of each number over the ranks, and the largest as <name>_max.
 
-    perf/slowest_rank is the rank with the longest sum of data wait and compute time. perf/slowest_over_mean is this
-    longest sum divided by the mean sum of the ranks.
+    A rank's own time is its data wait plus its compute time. perf/slowest_rank is the rank with the longest own time.
+    perf/slowest_over_mean is the longest own time divided by the mean of all ranks' own times.
     """
     summary: dict[str, float] = {}
     for name in ranks[0]:

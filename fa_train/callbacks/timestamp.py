@@ -8,7 +8,7 @@ import torch
 class Timestamp:
     """A point in a device's work: the end of all work that the host has launched so far.
 
-    A GPU records the time when it reaches this point. A CPU has already reached this point.
+    A GPU records the time when it reaches this point. On a CPU, this point is reached when the object is created.
     """
 
     def __init__(self, device: torch.device) -> None:

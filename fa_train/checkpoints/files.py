@@ -156,7 +156,10 @@ def newest(paths: Iterable[Path]) -> list[Path]:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Returns whether all elements are finite. Computes one fused norm per dtype and device; waits for a GPU once."""
+    """Returns whether all elements are finite.
+
+    The function computes one fused norm for all tensors of the same dtype and device, and waits for a GPU only once.
+    """
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.numel():

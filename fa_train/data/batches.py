@@ -155,8 +155,8 @@ class TimedLoader(DataLoader[Batch]):
 class RangeSampler(Sampler[int]):
     """Yields the indices from start to stop - 1.
 
-    The length of the sampler is `stop`, although it yields only stop - start indices. Lightning compares the length
-    with the number of batches of the whole run, including those before a resume.
+    The length of the sampler is `stop`, although the sampler yields only `stop - start` indices. Lightning compares the
+    length with the number of batches of the whole run, including those before a resume.
     """
 
     def __init__(self, start: int, stop: int) -> None:

@@ -225,8 +225,9 @@ class SharedHeapLoader(TimedLoader):
     """A TimedLoader whose forked workers keep sharing the memory of the training process.
 
     A shared page is copied when a process writes to it, and Python's garbage collector writes to each object that it
-    visits. Without this class, one full collection would therefore copy most Python objects in each process.
-    `gc.freeze` exempts the objects that exist at the fork from collections. Call `gc.unfreeze` when the run ends.
+    visits. Without this class, one full garbage collection would therefore copy most Python objects in each process.
+    After `gc.freeze`, the garbage collector ignores all objects that existed when the workers were forked. Call
+    `gc.unfreeze` when the run ends.
     """
 
     _has_workers = False

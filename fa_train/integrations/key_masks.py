@@ -1,16 +1,16 @@
 """Masks of keys for padded batches. transformers computes a mask once per forward pass for all layers.
 
 A mask of this module has the shape (batch, 1, 1, seqlen_k). `generate` computes masks itself and passes them to the
-model. transformers does not change masks of four dimensions, but it would compute other masks again, also in compiled
-code.
+model. transformers leaves a mask of four dimensions unchanged. A mask with fewer dimensions would be computed again,
+also in compiled code.
 An element is 0 if its key is masked. All other elements are `n + 1`, where n is the number of keys in the cache. A
-static cache also has places for later tokens, so n can be less than seqlen_k. The dtype tells the layers whether to
-move keys.
+static cache also has places for later tokens, so n can be less than seqlen_k. The dtype of a mask tells the layers
+whether to move keys.
 
 A float64 mask has contiguous unmasked keys in each row, so layers leave the keys in place.
 An int64 mask may have masked keys between unmasked keys, so layers move the unmasked keys to the front.
-A user's mask has the shape (batch, seqlen_k), and the elements 0 and 1. For a user's mask, layers move keys as for
-int64, and assume that the cache is full.
+A user's mask has the shape (batch, seqlen_k), and the elements 0 and 1. For a user's mask, layers also move the
+unmasked keys to the front, and assume that the cache is full.
 """
 
 from collections.abc import Callable
@@ -204,7 +204,7 @@ def _schedule(
 ) -> Schedule:
     """Returns the schedule of a padded batch. Each row has one document of unmasked tokens.
 
-    The padding before and after this document becomes documents that have only queries or only keys.
+    The padding of a row becomes further documents, each of which has only queries or only keys.
     """
     batch, nothing = len(n_keys), torch.zeros_like(n_keys)
     after_queries, after_keys = seqlen_q - first_query - n_queries, seqlen_k - first_key - n_keys

@@ -3,7 +3,8 @@
 The first layer builds the schedule from position_ids or cu_seqlens. The schedule is kept while this source tensor is
 alive and the tensor's version counter does not change. A new batch has a new source tensor, and an in-place operation
 increases the version counter. The replay of a CUDA graph can change the source tensor without increasing its version
-counter. Compiled code does not keep a schedule, because the compiler already computes equal subgraphs once.
+counter. Compiled code does not keep a schedule, because the compiler finds that all layers build equal schedules, and
+builds only one.
 """
 
 from collections.abc import Callable, Hashable

@@ -7,10 +7,10 @@
 
 A model that works with flash_attention_2 also works with fa_train. GQA, sliding windows, soft caps, attention sinks,
 rows packed by position_ids or by cu_seqlens, padding, and generation with a dynamic or a static cache are supported.
-There are two differences from flash_attention_2. Inputs may be fp32, and layers do not wait for the GPU. Only
-`key_mask` and `packed_rows` copy values from the GPU, once per forward pass, and never in compiled code. Under
-torch.inference_mode, however, each layer copies these values from the GPU again. Use torch.no_grad instead of
-torch.inference_mode to avoid the additional copies.
+Unlike flash_attention_2, fa_train accepts fp32 inputs, and its layers do not wait for the GPU. Only `key_mask` and
+`packed_rows` copy values from the GPU, once per forward pass, and never in compiled code. Under torch.inference_mode,
+however, each layer copies these values from the GPU again. Use torch.no_grad instead of torch.inference_mode to avoid
+the additional copies.
 """
 
 import os
@@ -63,8 +63,8 @@ def key_mask(
 ) -> Tensor | None:
     """Returns the mask that `attention` gets in each layer, or None if no key is masked.
 
-    transformers calls key_mask once per forward pass and kind of layer, with the arguments of its mask functions. The
-    docstring of key_masks.py describes the result.
+    transformers calls key_mask once for each kind of layer in a forward pass, and passes the arguments of its own mask
+    functions. The docstring of key_masks.py describes the result.
     Raises: ValueError if the mask has more than causality, a window, documents and padding.
     """
     chunk = getattr(config, "attention_chunk_size", None)

@@ -128,8 +128,8 @@ def _liger_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Computes `_torch_cross_entropy` with Liger's kernel, which overwrites the logits with their gradient.
 
-    The kernel is called directly, because Liger's wrapper makes the host wait for the GPU twice per call. A summed loss
-    does not need the values for which the wrapper waits.
+    The kernel is called directly, because Liger's wrapper makes the host wait for the GPU twice per call. The wrapper
+    waits for values that a summed loss does not need.
     """
     from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel  # this import needs a GPU
 

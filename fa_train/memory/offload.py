@@ -65,7 +65,7 @@ def require_host_memory(needed: int, available: int, processes: int = 1, *, ever
 def worth_a_copy(nbytes: int, tokens: int, dim: int) -> bool:
     """Returns whether a tensor is large enough to offload.
 
-    Attention's lse, the statistics of norms and RoPE's angles are too small.
+    Attention's lse, the statistics of norms and RoPE's angles are too small to offload.
 
     nbytes: the size of the tensor's whole storage. dim: the number of channels of a hidden state.
     """
@@ -330,7 +330,7 @@ def _unpack(saved: Tensor | _View) -> Tensor:
 
 
 def _is_same_tensor(saved: Tensor, x: Tensor) -> bool:
-    """Returns whether `saved` is the tensor x. autograd may pass the same tensor as another Python object."""
+    """Returns whether `saved` is the tensor x, which autograd may pass as another Python object."""
     return (
         saved.data_ptr() == x.data_ptr()
         and saved.shape == x.shape

@@ -181,8 +181,8 @@ class GPT(nn.Module):
         traffic: for each attention window, the keys that this rank of a context group sends and receives
         (share_context). All other tensors except cu_seqlens then hold only the rank's own tokens.
         Raises: ValueError if shapes do not match, or a single document has more tokens than the model has learned
-        positions. The lengths of several documents are not checked, because they are on the GPU. Call `require_seq_len`
-        before training.
+        positions. If there are several documents, their lengths are not checked, because these lengths are on the GPU.
+        Call `require_seq_len` before training.
         """
         require_stream(tokens, cu_seqlens, position_ids=position_ids, labels=labels)
         total = tokens.shape[0]
@@ -217,7 +217,7 @@ class GPT(nn.Module):
         return self.loss(x, self.head.weight, labels)
 
     def _embedded(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        """Returns the embeddings of the tokens. Shapes: (total,), (total,) -> (total, dim)."""
+        """Returns the embeddings of the tokens. Shapes: tokens and position_ids (total,) -> (total, dim)."""
         x = self.token_embedding(tokens)
         if self.embedding_scale != 1.0:
             x = x * torch.tensor(self.embedding_scale, dtype=x.dtype)

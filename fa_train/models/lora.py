@@ -461,7 +461,7 @@ REQUIRED: dict[str, tuple[object, ...]] = {
 
 
 def _settings(folder: Path, own: LoRA) -> LoRA:
-    """Returns `own` with the values of READ from adapter_config.json. Raises: ValueError on an unsupported field."""
+    """Returns `own` with its READ fields taken from adapter_config.json. Raises: ValueError on an unsupported field."""
     path = folder / ADAPTER_CONFIG
     if not path.exists():
         raise ValueError(f"adapter.path must be a folder with {ADAPTER_CONFIG}; got {folder}")
@@ -480,7 +480,7 @@ def _settings(folder: Path, own: LoRA) -> LoRA:
 
 
 def _hash_random_base(model: GPT) -> None:
-    """Sets the hash of frozen random weights, drawn again because a rank may hold only some rows, or bf16."""
+    """Sets the hash of frozen random weights. Draws them again, as a rank may hold only some rows, or bf16 copies."""
     model.random_base_hash = hash_weights(model.drawn_weights())
 
 

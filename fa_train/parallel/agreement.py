@@ -7,7 +7,7 @@ from fa_train.parallel.communication import TIMEOUT
 
 
 class Agreement:
-    """Tells every rank the largest answer of all ranks. All ranks get the same result, one call later.
+    """Tells every rank the largest answer of all ranks. All ranks learn this answer in their next call.
 
     All ranks must stop at the same step. If one rank stopped earlier, the collectives of the others would wait forever.
     Each call of `largest` starts an all-reduce of one integer in a separate gloo group, which does not wait for the
@@ -21,7 +21,10 @@ class Agreement:
         self._asked: dist.Work | None = None
 
     def largest(self, answer: int) -> int:
-        """Returns the largest answer of an earlier call. If that is 0, starts an all-reduce with this rank's answer."""
+        """Returns the largest answer in the last all-reduce, or 0 in the first call.
+
+        If the result is 0, this call starts the next all-reduce with this rank's answer.
+        """
         if self._asked is not None:
             self._asked.wait()
         if self._answer.item():

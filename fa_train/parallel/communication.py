@@ -14,7 +14,9 @@ RECORDED = 2000  # collectives, of each rank
 
 
 def configure(trainer: L.Trainer) -> None:
-    """Shortens the timeout of collectives and turns the flight recorder on. Keeps what the user has set.
+    """Shortens the timeout of collectives and turns the flight recorder on.
+
+    Values that the user has set do not change.
 
     If a collective times out, the rank writes its last collectives to nccl_trace_rank_<rank> in the run's folder, and
     ends. Call `configure` before the process group exists.

@@ -50,7 +50,7 @@ def failures_reported(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
 
 
 def kind_of(error: BaseException, mistakes: tuple[type[Exception], ...]) -> Kind:
-    """Classifies an error. A lost connection is the consequence of another rank's failure."""
+    """Classifies an error. A lost connection counts as the consequence of another rank's failure."""
     if isinstance(error, OutOfMemoryError):
         return "out of memory"
     if isinstance(error, mistakes):

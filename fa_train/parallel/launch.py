@@ -93,7 +93,7 @@ class _Forwarding:
 
 
 def _fail(failures: Sequence[ProcessFailure], signum: int) -> None:
-    """Ends the program after a signal, or raises the reason of the failure.
+    """Ends the program after a signal, or raises a RankFailedError that says why a rank has failed.
 
     failures: the failed ranks, in the order in which the launcher saw them fail. signum: the signal that the launcher
     forwarded, or 0.
@@ -114,7 +114,7 @@ def _fail(failures: Sequence[ProcessFailure], signum: int) -> None:
 
 
 def root(failures: Sequence[ProcessFailure]) -> ProcessFailure:
-    """Returns the failure that caused the others. A lost connection to another rank is only a consequence."""
+    """Returns the failure that caused the others. A lost connection counts as the consequence of another failure."""
     return min(failures, key=lambda failure: _kind(failure) == "lost connection")
 
 

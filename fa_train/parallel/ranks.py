@@ -1,4 +1,4 @@
-"""Says whether this process is a run's only one, one of several ranks, or the launcher that starts the ranks.
+"""Says what this process is: the only process of a run, one of several ranks, or the launcher that starts the ranks.
 
 This file does not import torch, because the launcher needs the answers before anything else.
 """
@@ -36,7 +36,7 @@ def told() -> dict[str, Any]:
 
 
 def ranks_to_start(trainer: Mapping[str, Any]) -> int:
-    """Returns the number of ranks that this process must start. 1 means that this process trains itself.
+    """Returns the number of ranks that this process must start, or 1 if it must start none and train the model alone.
 
     trainer: the node `trainer` of a config.
     Raises: ValueError if the run has several nodes, on which torchrun or srun must start the ranks.

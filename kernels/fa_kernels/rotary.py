@@ -2,8 +2,8 @@
 
 One kernel reads each element once, rotates it in fp32, rounds it and writes it once. Channel i is paired with channel i
 + head_dim / 2, as in Hugging Face's Llama. Queries, keys and values are side by side in one tensor, so that autograd
-saves one buffer for all three. The kernel only copies the heads after the first `n_rotated` heads. The backward pass
-joins the gradients of q, k and v into one tensor.
+saves one buffer for all three. The kernel rotates the first `n_rotated` heads, and copies the others unchanged. The
+backward pass joins the gradients of q, k and v into one tensor.
 """
 
 from collections.abc import Sequence
@@ -133,7 +133,7 @@ def _rotate(
 
 
 def _arguments(parts: Sequence[Tensor], cos: Tensor, sin: Tensor, n_rotated: int, y: Tensor) -> list[Any]:
-    """Returns the kernel's arguments. A single tensor is passed as q, k and v, but the kernel then only reads q."""
+    """Returns the kernel's arguments. If `parts` has one tensor, it is passed three times, but only read as q."""
     dense = [x if x.stride(2) == 1 else x.contiguous() for x in parts]
     q, k, v = dense if len(dense) == 3 else dense * 3
     strides = [stride for x in (q, k, v) for stride in x.stride()[:2]]

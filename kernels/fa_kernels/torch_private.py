@@ -50,8 +50,8 @@ def may_be_watched() -> bool:
 def may_be_traced() -> bool:
     """Returns whether a TorchDispatchMode, a functorch transform or a trace is active.
 
-    While a mode, a transform or a trace is active, tensors may have no data. If this version of torch cannot tell
-    whether one is active, returns True.
+    While any of the three is active, tensors may have no data. If this version of torch cannot tell whether any is
+    active, returns True.
     """
     return not _KNOWS_WATCHERS or bool(
         _dispatch_modes() or _transform_level() is not None or _tracing_state() is not None
@@ -94,7 +94,7 @@ try:
 except ImportError:
 
     class TorchDispatchMode:  # type: ignore[no-redef]
-        """Replaces torch's TorchDispatchMode if torch lacks it. Entering this mode raises ImportError."""
+        """Stands in for TorchDispatchMode in versions of torch without it. Entering this mode raises ImportError."""
 
         def __enter__(self) -> Any:
             raise ImportError(f"TorchDispatchMode is missing from torch {torch.__version__}; install torch 2.13")

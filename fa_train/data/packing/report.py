@@ -10,7 +10,7 @@ Histogram = tuple[tuple[int, int], ...]  # (longest, documents)
 
 @dataclass(frozen=True)
 class LabelCounts:
-    """Counts of labels in a corpus with a loss mask, in which only some tokens are labels.
+    """Counts of labels in a corpus with a loss mask, which makes only some of the tokens labels.
 
     labels_in, labels_packed: the number of labels before and after documents are truncated or dropped.
     pieces_unlearned: the number of packed documents or pieces without labels. The model learns nothing from pieces
@@ -50,7 +50,7 @@ class PackingReport:
 
     @property
     def efficiency(self) -> float:
-        """The fraction of the tokens in all rows that are not padding, between 0 and 1."""
+        """The number of packed tokens, divided by the number of all places in the rows, padding included."""
         # limit the fraction to 1, because the last token of a concatenation can be a label without being an input
         return min(1.0, self.tokens_packed / (self.rows * self.seq_len)) if self.rows else 0.0
 
@@ -109,8 +109,8 @@ class PackingReport:
 def length_histogram(lengths: np.ndarray) -> Histogram:
     """Returns a histogram of document lengths, with one entry (longest, documents) per power of two.
 
-    An entry counts the documents with more than longest / 2 and at most `longest` tokens. An empty document counts as a
-    document of one token.
+    An entry counts the documents that have more than `longest / 2` tokens, but at most `longest`. An empty document
+    counts as a document of one token.
     """
     if not len(lengths):
         return ()

@@ -2,8 +2,9 @@
 
 A chat is first rendered to text. The next step finds the answers, which are the assistant's messages, in the text. If
 the template has {% generation %} blocks, these blocks mark the answers. Without such blocks, the messages before an
-answer are also rendered alone. The answer is then the text after this shorter text, up to the answer's end token. The
-whole text is tokenised at once. The tokenizer's offsets then map characters to tokens.
+answer are also rendered alone, as a shorter text. The answer is then what follows the shorter text within the whole
+text, up to the answer's end token. The whole text is tokenised at once. The tokenizer's offsets then map characters to
+tokens.
 """
 
 import hashlib

@@ -34,8 +34,8 @@ class Block:
     def rounded_weights(self) -> int:
         """Returns the bytes of autocast's weight copies that autograd keeps.
 
-        A tiled FFN frees its weight copies. Sharded blocks need no copies, because FSDP gathers their weights in
-        autocast's dtype.
+        A tiled FFN does not keep its copies until the backward pass. Sharded blocks need no copies, because FSDP
+        gathers their weights in autocast's dtype.
         """
         if not self.run.mixed or self.run.ranks > 1 or (self.run.adapters and self.run.adapters.quantized):
             return 0
@@ -70,7 +70,10 @@ class Block:
         return kept + self.up + self.activated_kept() + self.ffn_adapters
 
     def activated(self) -> int:
-        """Returns the bytes of the activations. In eager mode, a gated activation needs another tensor for the gate."""
+        """Returns the bytes of the activations.
+
+        In eager mode, a gated activation needs a second tensor of the same size, for the gate.
+        """
         return self.hidden * (2 if self.model.gated and self.eager else 1)
 
     def activated_kept(self) -> int:
@@ -223,7 +226,10 @@ class Block:
         return min(self.levers.mlp_chunk or self.run.tokens, tokens) * self.model.ffn_dim * self.run.compute_bytes
 
     def _dequantized(self) -> int:
-        """Returns the bytes that torchao needs to dequantize a block's largest matrix, mainly for 64-bit indices."""
+        """Returns the bytes that torchao needs to dequantize a block's largest matrix.
+
+        Most of these bytes hold 64-bit indices.
+        """
         if self.run.adapters is None or not self.run.adapters.quantized:
             return 0
         matrices = (self.qkv_weight, self.out_weight, self.up_weight, self.down_weight)

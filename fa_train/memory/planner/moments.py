@@ -53,7 +53,7 @@ class _Step:
     def around_the_loss(self) -> list[Moment]:
         """Returns the bytes at three points in time: the last block's forward, the loss, and the last norm's backward.
 
-        At all three, the saved tensors of all blocks exist.
+        The saved tensors of all blocks exist at all three points.
         """
         block, n_layers = self.block, self.model.n_layers
         rounded = block.rounded_weights()
@@ -95,7 +95,7 @@ class _Step:
     def last_moments(self) -> list[Moment]:
         """Returns the bytes at two points in time: the embedding's backward and the optimizer's update.
 
-        At both, all gradients exist, and the saved tensors of all blocks have been freed.
+        All gradients exist at both points, and the saved tensors of all blocks have been freed.
         """
         model, run, embeddings = self.model, self.run, self.embeddings
         # unsharded gradients of the weights outside the blocks, and fp32 copies of these gradients

@@ -27,7 +27,7 @@ class Layout:
     layers: the name of a layer in the checkpoint, with {} for its number.
     outer: maps module names of the GPT outside the layers to module names of the checkpoint.
     inner: maps each module name within a layer of the GPT to one or more module names of the checkpoint. The GPT's
-    module has the rows of these modules, concatenated.
+    module holds the rows of all these modules of the checkpoint, one module after another.
     transposed: whether the checkpoint stores the weights of linear layers as (in, out).
     """
 

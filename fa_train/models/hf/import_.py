@@ -71,9 +71,9 @@ def load_pretrained(
     max_seq_len: the number of tokens that the model must support. If rope_scaling has no factor, the factor is computed
     from max_seq_len. A rope_scaling without a factor has no effect if the checkpoint already supports max_seq_len
     tokens.
-    An export writes changes of RoPE to config.json. Weights are read one by one, to torch's default device. If that is
-    the meta device, `materialise` reads the weights later, and converts them to the parameters' dtype. If `dtype` is
-    None, the parameters have the stored dtype, or fp32 if the files are not on this machine yet.
+    An export writes changes of RoPE to config.json. Weights are read one by one, to torch's default device. If torch's
+    default device is the meta device, `materialise` reads the weights later, and converts them to the parameters'
+    dtype. If `dtype` is None, the parameters have the stored dtype, or fp32 if the files are not on this machine yet.
     Raises: ValueError if the checkpoint is incomplete, a field of config.json or a tensor is not supported, the
     vocabulary is too small, or RoPE does not support max_seq_len tokens after these changes.
     """

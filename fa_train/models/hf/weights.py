@@ -37,7 +37,7 @@ class Place:
 
 
 def places_of(model: GPT, layout: Layout) -> dict[str, Place]:
-    """Returns the place of each tensor of a checkpoint by name. A head that is tied to the embedding has no place."""
+    """Returns the place of each checkpoint tensor by name. A tied head has no weight of its own and no place."""
     parameters = dict(model.named_parameters())
     modules: list[tuple[str, Sequence[str], bool]] = [(ours, (theirs,), False) for ours, theirs in layout.outer.items()]
     for i in range(model.config.n_layers):

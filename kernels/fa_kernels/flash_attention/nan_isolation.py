@@ -31,7 +31,8 @@ def isolate_nan(x):
 def is_marked(marks_ptr, head, first, total, ROWS: tl.constexpr):
     """Returns whether a NaN mark is set for any of ROWS rows of a head, from `first` on.
 
-    marks_ptr points to the result of `new_marks`. head and first may be tensors, which checks many tiles at once.
+    marks_ptr points to the result of `new_marks`. If head and first are tensors, the function checks many tiles at
+    once.
     """
     marks_ptr += head.to(tl.int64) * tl.cdiv(total, ROWS_PER_MARK)
     last = tl.minimum(first + ROWS, total) - 1

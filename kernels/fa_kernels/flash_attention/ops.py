@@ -189,7 +189,10 @@ _Options = tuple[Schedule, Features, torch.dtype, bool, bool]  # schedule, featu
 
 
 class _Attention(torch.autograd.Function):
-    """Attention as an autograd Function. Registered autograd would compute the same, but flattens lists in Python."""
+    """Attention as an autograd Function.
+
+    torch's `register_autograd` would compute the same, but in more host time, because it flattens lists in Python.
+    """
 
     @staticmethod
     def forward(
@@ -228,7 +231,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Computes o and lse.
 
-    If the call is observed, the registered operator computes o and lse. Otherwise the backend computes them.
+    The registered operator computes o and lse if the call is observed, and the backend computes them otherwise.
     """
     if not observed:
         return backend.forward(q, k, v, schedule, features, out_dtype)

@@ -28,7 +28,8 @@ LengthClass = Literal["short", "medium", "long", "very_long"]
 class Schedule(NamedTuple):
     """The visible ranges of one packed batch, as global token indices (int32), on the device of q, k and v.
 
-    Query i sees key j if and only if key_start[i] <= j < key_end[i], which is query_start[j] <= i < query_end[j].
+    Query i sees key j if and only if `key_start[i] <= j < key_end[i]`. This condition is true exactly if
+    `query_start[j] <= i < query_end[j]` is true.
     """
 
     key_start: Tensor  # (total_q,)

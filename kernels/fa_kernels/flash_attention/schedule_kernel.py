@@ -1,10 +1,10 @@
 """Computes all tensors of a schedule (schedule.py) in one kernel launch.
 
 To compute a schedule, torch needs more than thirty operators, which take more host time than attention over short
-documents takes on the GPU. In this kernel, each program computes either the ranges of some tokens, or the positions of
-some tiles in one order of tiles. A binary search in cu_seqlens finds the document of a token. A tile's position is the
-number of tiles that come before it, so nothing is sorted. Each program finds the documents of all tiles, so programs do
-not communicate.
+documents takes on the GPU. Some programs of this kernel compute the ranges of tokens. The other programs compute
+positions of tiles, each in one of the schedule's orders of tiles. A binary search in cu_seqlens finds the document of a
+token. A tile's position is the number of tiles that come before it, so nothing is sorted. Each program finds the
+documents of all tiles, so programs do not communicate.
 
 No number of documents or tokens is a compile-time constant, so one compiled kernel serves all batches.
 """
@@ -54,7 +54,7 @@ def _edge(index, cu_ptr, n_edges, total):
 
 @triton.jit
 def _ranges_of(tokens, side):
-    """Returns where each token's range on the other side starts and ends, and how long its document is on that side.
+    """Returns start and end of each token's range on the other side, and the length of its document on that side.
 
     side: the tuple `queries` or `keys` that _schedule_kernel builds. For `queries`, the other side is the keys.
     """
@@ -127,7 +127,10 @@ def _schedule_kernel(
     WORK_TILE: tl.constexpr, WIDE_TILE: tl.constexpr,
     TOKENS: tl.constexpr, TILES: tl.constexpr, OTHERS: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Programs compute, in this order: query_tiles, wide_query_tiles, ranges of queries, key_tiles, ranges of keys.
+    """Each program computes a part of one result.
+
+    In the order of the programs, the results are query_tiles, wide_query_tiles, ranges of queries, key_tiles and ranges
+    of keys.
 
     A launch without gradients has no programs for key_tiles and ranges of keys. out_ptr: the buffer of all tensors,
     which `_layout` divides.

@@ -236,7 +236,7 @@ def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, 
 
 
 def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass) -> int:
-    """Returns the shared memory (bytes) for fp32 matmuls that are three TF32 products of upper and lower halves.
+    """Returns the shared memory (bytes) if each fp32 matmul is three TF32 products of upper and lower halves.
 
     Shared memory holds both halves of the tiles that a program keeps, and of the block in use. Blocks are prefetched in
     fp32, and split in registers, one column block at a time. mma.sync reads the halves from registers, so a block is
@@ -261,7 +261,9 @@ def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_he
 def _shared_of_one_product(
     arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int
 ) -> int:
-    """Returns the shared memory (bytes) for matmuls with a single product: kept tiles, loaded blocks, layout changes.
+    """Returns the shared memory (bytes) if each matmul is one product.
+
+    The sum counts the tiles that a program keeps, the blocks that it loads, and the memory for changes of layout.
 
     A program keeps Q in the forward pass, Q and dO for dQ, K and V for dK, and K for dV.
     """

@@ -11,10 +11,10 @@ with the same key allocate tensors, insert the new addresses and call the launch
 
 A recording belongs to one key, one stream and one device. No call is recorded or repeated if a tool has launch hooks,
 if this version of Triton is untested, or if FA_TRAIN_REPLAY=0. A call also runs normally if an address is not a
-multiple of 16 bytes, or if a CUDA graph is being captured, because graphs need their own work counters. A call cannot
-be recorded if it runs an operator of torch, or if it uses an address of an unknown tensor or of two overlapping
-tensors. If recording a call fails, all later calls with its key run without recording. Tile tables and other module
-globals are not part of a key: call `forget()` after changing them.
+multiple of 16 bytes. While a CUDA graph is captured, calls run normally, because graphs need their own work counters. A
+call cannot be recorded if it runs an operator of torch, or if it uses an address of an unknown tensor or of two
+overlapping tensors. If recording a call fails, all later calls with its key run without recording. Tile tables and
+other module globals are not part of a key: call `forget()` after changing them.
 """
 
 import logging
@@ -184,7 +184,7 @@ def launch_unspecialised(kernel: Any, grid: tuple[int, ...], *arguments: Any, **
 def lasting(x: Tensor) -> Tensor:
     """Returns x, and tells the recording in progress that repeated calls must use this very tensor, not a new one.
 
-    The tensor is neither an input of the call nor allocated by the call. An example is the counter of a work queue.
+    The tensor, such as the counter of a work queue, is neither an input of the call nor allocated by the call.
     """
     recorder = _WATCHED.recorder
     if recorder is not None and all(x is not known for known in recorder.tensors):  # the recorder does not know x yet
@@ -295,7 +295,7 @@ def _arguments(
     """Returns, for each launch, the function that launches the kernel and the kernel's arguments.
 
     Returns None if an address is not aligned, because Triton would then launch a different kernel. Also returns None if
-    two addresses differ that were equal in the recorded call.
+    two addresses that were equal in the recorded call are now different.
     """
     if any(address % ALIGNMENT for address in addresses):
         return None
@@ -347,7 +347,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         return result
 
     def add(self, x: Tensor, again: Callable[[], Tensor]) -> None:
-        """Adds a tensor that launches may use. A repeated call uses the tensor that again() returns in its place."""
+        """Adds a tensor that launches may use. In place of x, a repeated call uses the tensor that again() returns."""
         self.tensors.append(x)
         self.allocations.append(again)
 
@@ -400,7 +400,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         return _Recording(_getter(read), allocations, self.constants, maps, launches, returned, same, slices)
 
     def _used(self) -> set[int]:
-        """Returns the indices of the tensors whose addresses are used by launches, or are compared (`same`)."""
+        """Returns the indices of the tensors whose addresses launches use, or a repeated call compares (`same`)."""
         in_launches = {i for _, _, places in self.launches for tag, i in places if tag == "address"}
         return in_launches | {x.place for x in self.maps} | {i for pair in self.same for i in pair}
 
@@ -424,7 +424,8 @@ class _Recorder(torch_private.TorchDispatchMode):
     def _places(self, x: Any, encodings: Any) -> list[tuple[str, int]]:
         """Returns where a repeated call finds the values that the launcher needs for the kernel argument x.
 
-        Each place is (tag, index), with the tag "constant", "address" or "map". A descriptor needs several values.
+        Each place is (tag, index), with the tag "constant", "address" or "map". A descriptor has several places, any
+        other x has one.
         """
         if isinstance(x, Tensor):
             place, offset = self._place(x.data_ptr())
@@ -448,8 +449,8 @@ class _Recorder(torch_private.TorchDispatchMode):
     def _place(self, address: int) -> tuple[int, int]:
         """Returns the index of the tensor whose first row contains this address, and the address's offset in bytes.
 
-        Only the first row of each tensor is searched, because later rows of different views may overlap, for example of
-        the views q, k and v of one projection. If several tensors have the same address, their addresses must also be
+        Only the first row of each tensor is searched, because the later rows of two views can overlap. This happens if
+        q, k and v are views of one projection. If several tensors have the same address, their addresses must also be
         equal in a repeated call (`same`).
         Raises: _Unclear if no tensor fits, or if several fit with different offsets.
         """

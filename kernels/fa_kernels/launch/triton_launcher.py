@@ -1,10 +1,11 @@
 """Launches a compiled kernel with Triton's private launcher, without the work that Triton repeats at each launch.
 
 This module relies on some private details of Triton. A launch returns its CompiledKernel.
-`driver.active.launcher_cls(source, metadata)` makes the launcher that CompiledKernel.run calls. `prepared` lists the
-launcher's first nine arguments, and the arguments that the launcher passes to its own `launch`. `make_tensordesc_arg`
-encodes a descriptor for TMA. Triton encodes descriptors at each launch, but record.py caches one encoding for each
-address. Our launcher therefore has a signature that lists the parts of an encoded descriptor.
+`driver.active.launcher_cls(source, metadata)` makes the launcher that CompiledKernel.run calls. `prepared` fixes the
+first nine arguments of this launcher. If the kernel needs no scratch memory, `prepared` instead fixes the arguments
+that the launcher would pass to its own `launch`. `make_tensordesc_arg` encodes a descriptor for TMA. Triton encodes
+descriptors at each launch, but record.py caches one encoding for each address. Our launcher therefore has a signature
+that lists the parts of an encoded descriptor.
 """
 
 import re

@@ -1,9 +1,9 @@
 """Tiles of a head as column blocks: a head of 96 columns is a block of 64 and a block of 32.
 
 The width of a Triton block must be a power of two, but a head may have any width. COLUMNS is a tuple of the widths of
-the one or two blocks that hold a head of WIDTH columns (columns_of_head.py). A tile is a tuple with one block per
-width. The compiler loads and stores blocks in the order of the code, so kernels load block 0 of two tensors, then block
-1 of both.
+the one or two blocks that hold a head of WIDTH columns (columns_of_head.py). A tile is a tuple of blocks, one for each
+width in COLUMNS. The compiler loads and stores blocks in the order of the code, so kernels load block 0 of two tensors,
+then block 1 of both.
 """
 
 import triton

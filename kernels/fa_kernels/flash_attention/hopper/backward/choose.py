@@ -4,7 +4,7 @@ One fused kernel with five matmuls (fused.py) computes most calls at head_dim 64
 dK and dV, and adds dQ to an fp32 sum in global memory. The order of additions to dQ varies from run to run, unless the
 call is deterministic (order.py).
 
-Two kernels with seven matmuls together compute all other calls: the first computes dK and dV (keys.py or wide.py), the
+Two kernels compute all other calls, with seven matmuls in total: the first computes dK and dV (keys.py or wide.py), the
 second dQ (queries.py). Two kernels are needed at head_dim 256, and in fp16 with a soft cap at head_dim 128, because the
 fused kernel has too few registers there. The separate kernels for dK, dV and dQ are always deterministic, because one
 program computes each output.

@@ -36,9 +36,9 @@ def _prepare_kernel(
 ):  # fmt: skip
     """One program writes lse and delta of BLOCK queries of one head to rows_ptr.
 
-    The pointers of three further outputs may be None. The sum of dQ (dq_ptr) is set to 0, WORDS elements at a time. The
-    semaphores of the dQ order (semaphore_ptr, order.py) are set to NO_TILE. delta_ptr receives delta as (n_heads,
-    total).
+    The kernel has three further outputs, and the pointer of each may be None. The sum of dQ (dq_ptr) is set to 0, WORDS
+    elements at a time. The semaphores of the dQ order (semaphore_ptr, order.py) are set to NO_TILE. delta_ptr receives
+    delta as (n_heads, total).
     """
     unit, head = tl.program_id(0) // n_heads, (tl.program_id(0) % n_heads).to(tl.int64)
     rows = unit * BLOCK + tl.arange(0, BLOCK)
@@ -81,8 +81,8 @@ def prepare(
     """Creates the tensors of `Prepared` in one kernel launch.
 
     Shapes: o and do (total_q, n_heads, head_dim), in any dtype; lse and dlse (n_heads, total_q) fp32. o is contiguous,
-    and the last dimension of do has stride 1. Pass `sums` to get dq_sum, `sums` and `ordered` to get semaphores too,
-    and `keeps_delta` to get delta.
+    and the last dimension of do has stride 1. The result has dq_sum if `sums` is true, semaphores if `sums` and
+    `ordered` are true, and delta if `keeps_delta` is true.
     """
     total, n_heads, head_dim = o.shape
     padded = ceil_div(total + WORK_TILE, ROW_ALIGNMENT) * ROW_ALIGNMENT

@@ -19,7 +19,7 @@ first unfinished step can therefore always continue, if STAGES >= 2 or `ahead` i
 A thread has 208 registers in consumers, 72 in the dQ warpgroup and 24 in the producer. ptxas puts accumulators at R24
 and above, and leaves the last two registers unused. At head_dim 128, the accumulators dK, dV, S and dP together would
 need 24 + 192 + 2 = 218 registers, and ptxas would serialise all matmuls (warning C7512). To save registers, dP starts
-after S has become P. A dQ tile needs 24 + 32 + 2 = 58 registers, so 56 in the dQ warpgroup would be too few.
+after S has become P. A dQ tile needs 24 + 32 + 2 = 58 registers of a thread, so 56 registers would be too few.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608.
 """

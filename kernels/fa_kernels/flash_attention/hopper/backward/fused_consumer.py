@@ -176,7 +176,7 @@ def _begin_dk(gradients, ds, q):
 
 @gluon.jit
 def _wait_for_gradients(gradients, others):
-    """Waits until all matmuls are complete. Returns the gradients, and the accumulators of the tuple `others`."""
+    """Waits until all matmuls are complete. Returns `gradients` and the tuple `others`, with the final accumulators."""
     deps = others
     for i in gl.static_range(len(gradients)):
         deps += (gradients[i].dv,)

@@ -143,7 +143,7 @@ def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWAR
 
     By default, the next step is the next block of queries of the same head. After the last block of a head, the next
     step is the first block of the next head. With BACKWARDS, the next step is the same block of the next head. After
-    the last head of a block, BACKWARDS continues with the previous block of the first head.
+    the last head, the next step with BACKWARDS is the previous block of queries of the first head.
     """
     if BACKWARDS:
         if GROUP > 1:

@@ -14,8 +14,8 @@ cycle, so a matmul needs 512 cycles. Shared memory transfers 128 bytes per cycle
 | dK and dV       | 2048         | 2176          | 64 KiB        |
 | dQ (queries.py) | 1536         | 1536          | 32 KiB        |
 
-A fused kernel with a third warpgroup for dQ was slower. For the fused kernel, the lower bounds are 2560 cycles of the
-tensor cores and 2624 of shared memory, and it adds 64 KiB of fp32 in L2.
+A fused kernel with a third warpgroup for dQ was slower. The lower bounds of this fused kernel are 2560 cycles of the
+tensor cores and 2624 cycles of shared memory. The fused kernel also adds 64 KiB of fp32 values to a sum in L2.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """

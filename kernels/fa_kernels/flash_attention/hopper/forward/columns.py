@@ -55,7 +55,7 @@ def begin_values(operands, v_buffers, stage, o):
 
 @gluon.jit
 def wait_for(tokens):
-    """Waits until all matmuls are complete. Returns the accumulators of `tokens` as a tuple."""
+    """Waits until all matmuls are complete. Returns the accumulators as a tuple, one for each of `tokens`."""
     values = warpgroup_mma_wait(0, deps=tokens)
     if len(tokens) == 1:
         values = (values,)

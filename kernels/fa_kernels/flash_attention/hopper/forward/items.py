@@ -22,8 +22,8 @@ class Item:
     """A work item: a tile of queries of one head, from `first` on, and the blocks of keys that it reads.
 
     Blocks are counted backwards: block 0 ends at key `end`. The first n_right and the last n_left of the n_blocks
-    blocks need a mask, because some rows see only a part of them. Every row sees all keys of the other blocks. An item
-    has at least one block, so that rows without keys need no separate code.
+    blocks need a mask, because some rows see only a part of them. Every row sees all keys of the blocks in between. An
+    item has at least one block, so that rows without keys need no separate code.
     """
 
     first: gl.tensor
@@ -44,7 +44,10 @@ class Item:
 
 @structure
 class Visits:
-    """The blocks b of an item that a consumer visits: begin <= b < stop. Blocks with right <= b < left need no mask."""
+    """The blocks of an item that a consumer visits, from `begin` to `stop - 1`.
+
+    The blocks from `right` to `left - 1` need no mask.
+    """
 
     begin: gl.tensor
     stop: gl.tensor

@@ -62,8 +62,8 @@ def visible(
 ):  # fmt: skip
     """Applies the soft cap and the mask to scores [M, N]. The scores of hidden keys become HIDDEN.
 
-    The columns of `scores` are the keys from `key` on. MASK is `always`, `never` or `at_edge`, which applies the mask
-    only if at_edge is true.
+    The columns of `scores` are the keys from `key` on. MASK is `always`, `never` or `at_edge`. With `at_edge`, the mask
+    is applied only if the argument at_edge is true.
     """
     if HAS_SOFTCAP:
         scores, _ = cap(scores, scale.softmax, scale.softcap, dtype)
@@ -164,9 +164,9 @@ def _repeated(four, N: gl.constexpr):
 def _under(scores, N: gl.constexpr, exponent_0, exponent_1, scale, dtype: gl.constexpr):
     """Returns p = 2^(score * scale - exponent) in packed pairs, each pair stored twice, and four partial sums of p.
 
-    exponent_0 and exponent_1 are row_max of the two rows in log2 units. Each partial sum adds every fourth of the N
-    values. Without an explicit fma, the compiler would also round the product where p is computed a second time, which
-    would change the bits of rows whose row_max stays.
+    exponent_0 and exponent_1 are row_max of the two rows in log2 units. Partial sum i adds the values i, i + 4, i + 8
+    and so on. `_of_thread` may compute p twice. Without the explicit fma, the compiler would round the product in the
+    second computation, but not in the first. The bits of rows whose row_max stays would then change.
     """
     p = ()
     sums = (0.0, 0.0, 0.0, 0.0)

@@ -22,7 +22,8 @@ def mark_rows(columns, first, head, total, marks_ptr, WARPGROUP: gl.constexpr, T
     The mark is 1 if any element is NaN or infinite, else 0.
     columns: this warpgroup's part of the rows, as one tensor [64, D] per column block. marks_ptr: points to the result
     of nan_isolation.new_marks. THREADS: how many threads hold a part of the rows; they all synchronise in this
-    function. WARPGROUP: a number from 0 to 4, which differs between warpgroups that hold different rows.
+    function. WARPGROUP: a number from 0 to 4 that chooses the barrier. Warpgroups that hold different rows need
+    different numbers.
     """
     if first < total:
         zeros = gl.sum(columns[0] * 0.0, 1)  # NaN where a row is not finite

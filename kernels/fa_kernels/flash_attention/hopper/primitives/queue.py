@@ -1,7 +1,7 @@
 """A queue of work items for persistent programs.
 
-Program i processes item i first, and then draws tickets from a counter in global memory. Ticket t stands for item
-(number of programs) + t. A program stops when its ticket stands for no item. A launch draws as many tickets as it has
+Program i processes item i first, and then draws tickets from a counter in global memory. With n programs, ticket t
+stands for item n + t. A program stops when its ticket stands for no item. A launch draws as many tickets as it has
 items. A program draws no ticket for its first item, but draws one last ticket for which no item is left. The warp that
 draws the last ticket resets the counter to 0 for the next launch.
 
@@ -137,6 +137,6 @@ def read(queue, item_index):
 
 @gluon.jit
 def field(values, INDEX: gl.constexpr):
-    """Returns field INDEX of a posted item. Each thread holds all fields, so gl.sum compiles to one move."""
+    """Returns field INDEX of a posted item. Each thread holds all fields, so the code compiles to one move."""
     index = gl.arange(0, _FIELDS, layout=gl.BlockedLayout([32], [32], [4], [0]))
     return gl.sum(gl.where(index == INDEX, values, 0), 0)

@@ -1,13 +1,13 @@
 """Functions that depend on how the elements of an accumulator are distributed over the registers of threads.
 
 Each thread holds N / 2 elements of a warpgroup's accumulator [64, N]. A thread holds a pair of adjacent columns in row
-i, then the same columns in row i + 8. The thread's further pairs follow at a distance of eight columns each. PER_ROW is
-the layout of an accumulator [64, 8] that stores one value per row: either all eight columns equal the value, or their
-sum does. In PER_ROW, a thread holds four elements.
+i, then the same columns in row i + 8. The thread's next pairs are eight columns further right in the same two rows, and
+so on. PER_ROW is the layout of an accumulator [64, 8] that stores one value per row: either all eight columns equal the
+value, or their sum does. In PER_ROW, a thread holds four elements.
 
 `in_order_of_threads` reorders an fp32 accumulator for stores to shared memory. In row order, a thread stores 8 bytes at
-a time, and pairs of threads hit the same banks. In thread order, a thread stores 16 bytes at a time, which needs half
-the cycles.
+a time, and two threads at a time hit the same banks of shared memory. In thread order, a thread stores 16 bytes at a
+time, which needs half the cycles.
 
 `keep_columns` represents the visible columns of a row as bits of a register. ptxas turns tests of single bits into the
 instruction R2P, which moves seven bits to predicates at once. Two comparisons per element would need three times as
