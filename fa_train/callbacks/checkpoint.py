@@ -1,6 +1,7 @@
 """A callback that saves and removes a run's checkpoints, and a function that exports the last checkpoint."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from weakref import proxy
@@ -11,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from fa_train.bounds import PositiveInt
 from fa_train.callbacks.monitor import monitor_of, results
+from fa_train.callbacks.timestamp import Timestamp
 from fa_train.checkpoints.files import (
     PARTIAL,
     SUFFIX,
@@ -22,7 +24,20 @@ from fa_train.checkpoints.files import (
 )
 from fa_train.errors import DivergedError
 from fa_train.models.hf.export import Build, export_run
+from fa_train.parallel.background_save import BackgroundSave
 from fa_train.parallel.fsdp import FullyShardedStrategy, local
+
+GRACE = 30.0  # seconds that a failing run gives a checkpoint that is being written
+
+
+@dataclass
+class Save:
+    """A checkpoint that is being written. stall: seconds that training stood still for it."""
+
+    path: Path
+    step: int
+    stall: float = 0.0
+    is_best: bool = False
 
 
 class Checkpoint(CheckpointCallback):
@@ -32,8 +47,12 @@ class Checkpoint(CheckpointCallback):
     keep_best: whether to save a checkpoint also after each validation with a new lowest val/loss. The checkpoint with
     the lowest val/loss is kept in addition to the newest ones.
     save_on_exception: whether to save a checkpoint also on SIGTERM, on Ctrl-C and, in a run of one process, on errors.
+    asynchronous: whether several ranks write a checkpoint while training goes on. They copy it to CPU memory first. The
+    next save and the end of a run wait until it is written. A rank that cannot write ends the run.
     A checkpoint gets its final name when it is completely on the disk. Older checkpoints are removed only when the new
     one is complete. Weights with NaN or infinity are never saved.
+    Logs perf/save_stall_s, the seconds that training stood still for a save, and perf/save_s, the seconds of the whole
+    save.
     """
 
     current_score = None  # without current_score, Lightning's loggers ignore last_model_path
@@ -45,14 +64,18 @@ class Checkpoint(CheckpointCallback):
         save_top_k: PositiveInt | Literal[-1],
         keep_best: bool,
         save_on_exception: bool,
+        asynchronous: bool,
     ) -> None:
         self.folder = Path(dirpath)
         self.every_n_train_steps, self.save_top_k, self.keep_best = every_n_train_steps, save_top_k, keep_best
-        self.save_on_exception = save_on_exception
+        self.save_on_exception, self.asynchronous = save_on_exception, asynchronous
         self.saved: list[Path] = []  # the checkpoints that this process has saved, oldest first
         self.best_model_path, self.best_model_score = "", float("inf")
         self._saved_step: int | None = None  # None before training starts
         self._warned = False
+        self._background: BackgroundSave | None = None
+        self._save_in_flight: Save | None = None  # equal on all ranks
+        self._logs_times = True
 
     @property
     def last_model_path(self) -> str:
@@ -66,6 +89,9 @@ class Checkpoint(CheckpointCallback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero:
             remove_partial(self.folder)
+        self._logs_times = True
+        if self.asynchronous and trainer.world_size > 1:
+            self._background = BackgroundSave(trainer.strategy.root_device)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved_step = trainer.global_step  # do not save the initial state
@@ -73,6 +99,8 @@ class Checkpoint(CheckpointCallback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self._save_in_flight is not None and self._background is not None and self._background.done_everywhere():
+            self._finish(trainer)
         if trainer.global_step % self.every_n_train_steps == 0:
             self._save(trainer, pl_module)
 
@@ -81,29 +109,44 @@ class Checkpoint(CheckpointCallback):
             return
         loss = trainer.callback_metrics["val/loss"].item()  # equal on all ranks
         if loss < self.best_model_score and self._save(trainer, pl_module):
-            self.best_model_path, self.best_model_score = str(self.saved[-1]), loss
-            self._prune(trainer)
+            self.best_model_score = loss
+            if self._save_in_flight is not None:
+                self._save_in_flight.is_best = True
+            else:
+                self.best_model_path = str(self.saved[-1])
+                self._prune(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._end_background(trainer)
         self._save(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         # Several ranks can save only if all are at the same step, which is certain only after GracefulInterrupt.
         # Diverged weights must not replace an older checkpoint.
+        self._logs_times = False  # Record has closed the W&B run
         diverged = isinstance(exception, DivergedError) or monitor_of(trainer).has_diverged
         alone = trainer.world_size == 1 and not isinstance(exception, CheckpointError)
-        if self.save_on_exception and not diverged and (alone or isinstance(exception, SIGTERMException)):
-            try:
+        stopped = isinstance(exception, SIGTERMException)
+        try:
+            if stopped or isinstance(exception, DivergedError):  # raised on all ranks at the same step
+                self._end_background(trainer)
+            else:
+                self._finish_alone()
+            if self.save_on_exception and not diverged and (alone or stopped):
                 self._save(trainer, pl_module)
-            except CheckpointError as error:  # only print this error, because another exception has ended the run
-                trainer.print(f"error: {error}")
+        except CheckpointError as error:  # only print this error, because another exception has ended the run
+            trainer.print(f"error: {error}")
         if self.saved:
             trainer.print(f"checkpoint: {self.saved[-1]}; ckpt_path=last resumes from it")
 
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
-        """Saves the current step unless it has been saved. Returns on all ranks whether the step is saved."""
+        """Saves the current step, or starts to, unless that is done. Returns on all ranks whether the step is saved."""
         if self._saved_step is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return False
+        if self._save_in_flight is not None and self._save_in_flight.step == trainer.global_step:
+            return True
+        start = Timestamp(trainer.strategy.root_device)
+        self._finish(trainer)
         if trainer.global_step == self._saved_step:
             return self.has_saved(trainer.global_step)
         monitor_of(trainer).log_reading(trainer)  # raises an error if the run has diverged
@@ -115,18 +158,22 @@ class Checkpoint(CheckpointCallback):
             return False
         if trainer.is_global_zero:
             remove_partial(self.folder)
-        path = trainer.strategy.broadcast(self._free_path(trainer.global_step))
-        self._write(trainer, path)
-        self.saved.append(path)
-        self._saved_step = trainer.global_step
-        self._prune(trainer)
-        for logger in trainer.loggers if trainer.is_global_zero else []:
-            logger.after_save_checkpoint(proxy(self))
+        save = Save(trainer.strategy.broadcast(self._free_path(trainer.global_step)), trainer.global_step)
+        partial = save.path.with_name(save.path.name + PARTIAL)
+        if self._background is None:
+            self._write(trainer, partial, save.path)
+        else:
+            trainer.save_checkpoint(partial, storage_options=self._background)
+        save.stall = _seconds_since(start, trainer)
+        self._saved_step = save.step
+        if self._background is None:
+            self._complete(trainer, save, seconds=save.stall)
+        else:
+            self._save_in_flight = save
         return True
 
-    def _write(self, trainer: L.Trainer, path: Path) -> None:
+    def _write(self, trainer: L.Trainer, partial: Path, path: Path) -> None:
         """Writes a checkpoint. Raises: CheckpointError on all ranks if any rank fails."""
-        partial = path.with_name(path.name + PARTIAL)
         failure: CheckpointError | None = None
         try:
             trainer.save_checkpoint(partial)
@@ -139,6 +186,37 @@ class Checkpoint(CheckpointCallback):
             raise failure
         if trainer.is_global_zero:
             rename_into_place(partial, path)
+
+    def _finish(self, trainer: L.Trainer) -> None:
+        """Waits for a save in flight. Raises: CheckpointError on all ranks if any rank failed to write."""
+        save, self._save_in_flight = self._save_in_flight, None
+        if save is not None:
+            assert self._background is not None
+            self._background.finish()
+            self._complete(trainer, save, seconds=save.stall + self._background.seconds)
+
+    def _finish_alone(self) -> None:
+        """Waits for a save in flight for at most GRACE seconds. The other ranks may never come here."""
+        save, self._save_in_flight = self._save_in_flight, None
+        if save is not None and self._background is not None and self._background.finish_alone(GRACE):
+            self.saved.append(save.path)
+
+    def _end_background(self, trainer: L.Trainer) -> None:
+        """Waits for a save in flight. Later saves are complete when `_save` returns."""
+        self._finish(trainer)
+        self._background = None
+
+    def _complete(self, trainer: L.Trainer, save: Save, seconds: float) -> None:
+        """Counts a checkpoint as saved, once it has its final name."""
+        self.saved.append(save.path)
+        if save.is_best:
+            self.best_model_path = str(save.path)
+        self._prune(trainer)
+        if self._logs_times:
+            times = {"perf/save_stall_s": save.stall, "perf/save_s": seconds}
+            monitor_of(trainer).log_metrics(trainer, trainer.global_step, times)
+        for logger in trainer.loggers if trainer.is_global_zero else []:
+            logger.after_save_checkpoint(proxy(self))
 
     def _prune(self, trainer: L.Trainer) -> None:
         """Removes the checkpoints that this process has saved, except the newest save_top_k and the best one."""
@@ -153,6 +231,13 @@ class Checkpoint(CheckpointCallback):
         """Returns a path that does not exist yet. An earlier run may have left checkpoints in the same folder."""
         names = [f"step_{step:07d}", *(f"step_{step:07d}-v{i}" for i in range(1, 100))]
         return next(path for path in (self.folder / (name + SUFFIX) for name in names) if not path.exists())
+
+
+def _seconds_since(start: Timestamp, trainer: L.Trainer) -> float:
+    """Returns the seconds from `start` to now. Waits for the device."""
+    end = Timestamp(trainer.strategy.root_device)
+    end.wait()
+    return end.seconds_since(start)
 
 
 def require_checkpoint(trainer: L.Trainer) -> None:

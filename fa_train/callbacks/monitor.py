@@ -143,7 +143,7 @@ class Monitor(Callback):
         flops = train_flops(lit_gpt.model.config, self.tokens_per_step, squared_lengths)
         dtype = torch.bfloat16 if str(trainer.precision).startswith("bf16") else torch.float32
         self._rates.append(self.tokens_per_step / seconds)
-        self._log(
+        self.log_metrics(
             trainer,
             reading.step,
             {
@@ -183,7 +183,7 @@ class Monitor(Callback):
         self._validation_start = Timestamp(pl_module.device)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._log(trainer, trainer.global_step, {"val/loss": trainer.callback_metrics["val/loss"].item()})
+        self.log_metrics(trainer, trainer.global_step, {"val/loss": trainer.callback_metrics["val/loss"].item()})
         self._validations.append((self._validation_start, Timestamp(pl_module.device)))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -209,7 +209,8 @@ class Monitor(Callback):
         """Returns the newest value of each metric. tokens_per_s is the median of the last RECENT_LOGS logs."""
         return self.latest | ({"perf/tokens_per_s": statistics.median(self._rates)} if self._rates else {})
 
-    def _log(self, trainer: L.Trainer, step: int, metrics: dict[str, float]) -> None:
+    def log_metrics(self, trainer: L.Trainer, step: int, metrics: dict[str, float]) -> None:
+        """Logs metrics by name, and the tokens of `step` optimizer steps."""
         metrics = metrics | {"tokens": step * self.tokens_per_step}
         self.latest |= metrics
         self.latest_step = step

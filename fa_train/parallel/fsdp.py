@@ -13,10 +13,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -27,14 +25,23 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from fa_train.bounds import PositiveInt
 from fa_train.checkpoints.base import REFERENCE, require_fit
-from fa_train.checkpoints.files import META, CheckpointError, not_written, read_file, remove, shapes, write_file
+from fa_train.checkpoints.files import read_file, shapes
 from fa_train.models.gpt import GPT
 from fa_train.optim.resume import require_same_kind
+from fa_train.parallel.background_save import BackgroundSave
 from fa_train.parallel.context.operators import register_group
-from fa_train.parallel.sharded_checkpoint import FolderReader, load_into, read_meta, saved_optimizer, stored_weights
+from fa_train.parallel.sharded_checkpoint import (
+    FolderReader,
+    load_into,
+    read_meta,
+    saved_optimizer,
+    stored_weights,
+    write_folder,
+)
 from fa_train.private_names import replace_private
 
 CONTEXT_GROUP = "context"
@@ -61,25 +68,34 @@ class FullyShardedStrategy(ModelParallelStrategy):
         if self.context > 1:
             make_context_groups(self.context)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Writes the part of each rank into the folder. Raises: CheckpointError on all ranks if any rank fails."""
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the weights. Lightning's own method would copy them to memory that is not pinned."""
+        assert self.model is not None
+        return get_model_state_dict(self.model)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns the optimizer's state, not copied either."""
+        assert self.model is not None
+        return get_optimizer_state_dict(self.model, optimizer)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: BackgroundSave | None = None
+    ) -> None:
+        """Writes each rank's part into the folder, or lets storage_options do so in the background.
+
+        Raises: CheckpointError on all ranks if any rank fails.
+        """
         folder = Path(self.broadcast(filepath))
         state = {"state_dict": checkpoint.pop("state_dict")}
         state |= {f"optimizer_{i}": values for i, values in enumerate(checkpoint.pop("optimizer_states", []))}
-        failure: CheckpointError | None = None
-        try:
-            dcp.save(state, checkpoint_id=folder)
-            if self.global_rank == 0:
-                write_file(checkpoint, folder / META)
-        except CheckpointException as error:  # torch raises this error on all ranks
-            failure = not_written(folder, next(iter(error.failures.values()))[0])
-        except CheckpointError as error:
-            failure = error
-        failure = self.broadcast(failure)
-        if failure is not None:
-            if self.global_rank == 0:
-                remove(folder)
-            raise failure
+        if storage_options is None:
+            write_folder(state, checkpoint, folder)
+        else:
+            storage_options.start(
+                (state, checkpoint),
+                lambda copied: write_folder(copied[0], copied[1], folder, storage_options),
+                folder,
+            )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(checkpoint_path)

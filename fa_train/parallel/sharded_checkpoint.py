@@ -1,4 +1,4 @@
-"""Reads the checkpoint folder of a sharded run without running code from it.
+"""Writes the checkpoint folder of a sharded run, and reads it without running code from it.
 
 Torch's reader could run code from the folder, because it unpickles `.metadata` and non-tensor values without
 restrictions.
@@ -10,24 +10,30 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins import TorchCheckpointIO
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.storage import WriteResult
 
 from fa_train.checkpoints.files import (
     META,
     UNREADABLE,
     CheckpointError,
     damaged,
+    not_written,
     read_file,
+    remove,
     require_intact,
     require_intact_slice,
     write_file,
 )
+from fa_train.parallel.background_save import BackgroundSave
 
+COPY_AHEAD = 10_000_000  # bytes, torch's default
 DTYPES = {str(x).removeprefix("torch.") for x in vars(torch).values() if isinstance(x, torch.dtype)}
 DCP = "torch.distributed.checkpoint"
 METADATA_GLOBALS = {
@@ -48,11 +54,46 @@ METADATA_GLOBALS = {
 class CheckpointFiles(TorchCheckpointIO):
     """A checkpoint plugin for Lightning, which writes checkpoint files, and reads both files and sharded folders."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        write_file(checkpoint, Path(path))
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: BackgroundSave | None = None
+    ) -> None:
+        if storage_options is None:
+            write_file(checkpoint, Path(path))
+        else:
+            storage_options.start(checkpoint, lambda copied: write_file(copied, Path(path)), Path(path))
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         return load_sharded(Path(path)) if Path(path).is_dir() else read_file(Path(path))
+
+
+class FolderWriter(dcp.FileSystemWriter):
+    """Torch's writer of a sharded folder. Rank 0 also writes META, once all ranks have written their parts."""
+
+    def __init__(self, folder: Path, meta: dict[str, Any], *, on_host: bool) -> None:
+        # Copying ahead from the GPU would wait for the GPU, and for GPU 0 if another thread writes.
+        super().__init__(folder, per_thread_copy_ahead=0 if on_host else COPY_AHEAD)
+        self._meta = meta
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        write_file(self._meta, Path(self.path) / META)
+
+
+def write_folder(
+    state: dict[str, Any], meta: dict[str, Any], folder: Path, background: BackgroundSave | None = None
+) -> None:
+    """Writes this rank's part of `state`, and rank 0 also `meta`. All ranks must call it.
+
+    background: calls this function with a copy of `state` in host memory.
+    Raises: CheckpointError on all ranks if any rank fails. Rank 0 then removes the folder.
+    """
+    try:
+        writer = FolderWriter(folder, meta, on_host=background is not None)
+        dcp.save(state, storage_writer=writer, process_group=background and background.writers)
+    except CheckpointException as error:  # torch raises it on all ranks
+        if dist.get_rank() == 0:
+            remove(folder)
+        raise not_written(folder, next(iter(error.failures.values()))[0]) from error
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -1,7 +1,7 @@
 """Tests which checkpoints train.py keeps, which it resumes from, and which it refuses."""
 
+import errno
 import os
-import resource
 import shutil
 import signal
 from pathlib import Path
@@ -140,7 +140,7 @@ def test_a_kill_while_saving_leaves_the_older_checkpoints_whole(tmp_path):
 
 
 class FullDisk(Callback):
-    """Limits the size of checkpoints to 16 kB from the given step on."""
+    """Replaces torch.save by a function that fails, from the checkpoint of the given step on."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -148,16 +148,16 @@ class FullDisk(Callback):
     def on_train_start(self, trainer, pl_module) -> None:
         save = trainer.save_checkpoint
 
-        def save_on_a_full_disk(path) -> None:
-            soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        def save_on_a_full_disk(path, **options) -> None:
             if trainer.global_step >= self.step:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, hard))
-            try:
-                save(path)
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+                torch.save = self.fail  # type: ignore[assignment]
+            save(path, **options)
 
         trainer.save_checkpoint = save_on_a_full_disk
+
+    def fail(self, content, file) -> None:
+        file.write(b"PK half of a checkpoint")
+        raise OSError(errno.EFBIG, "File too large")
 
 
 def test_a_full_disk_is_one_line_and_leaves_the_older_checkpoints(tmp_path):
