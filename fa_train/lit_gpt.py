@@ -90,7 +90,8 @@ class LitGPT(L.LightningModule):
         self._seed_generators(FOR_MICRO_BATCH, batch.get("first_row", batch_idx), *of_shard)
         loss, labels = self.loss_sum(batch), batch["labels"]
         lengths = batch["cu_seqlens"].diff().double()
-        squared_lengths = lengths.square().sum() / context_ranks(self.trainer.strategy)  # each rank counts a share
+        # the lengths are of the whole stream, so each of the ranks that share the stream counts only a part
+        squared_lengths = lengths.square().sum() / context_ranks(self.trainer.strategy)
         self._sums += torch.stack([loss.detach().double(), count_labels(labels), squared_lengths])
         self.micro_batch_tokens = labels.numel()
         # Divide the loss by the number of tokens for now. The number of labels in the step is known only after the last

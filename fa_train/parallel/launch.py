@@ -27,7 +27,7 @@ from fa_train.parallel.ranks import TOLD
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAVED = {128 + signal.SIGTERM, 128 + signal.SIGUSR1}  # exit statuses of GracefulInterrupt
-REPEATED = 1.0  # seconds; a signal that comes sooner after the first may be the same one from another process
+REPEATED = 1.0  # seconds; a second signal within this time may be the first signal again, sent by another process
 
 
 class _StoppedError(BaseException):

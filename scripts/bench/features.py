@@ -160,7 +160,7 @@ def attention(feature: Feature, inputs: Inputs, n_heads: int, head_dim: int) -> 
         q = q.detach()
         k, v = (in_pages(x.detach(), feature.page_size, order) for x in (k, v))
         arguments["block_table"] = order.to(torch.int32).view(len(feature.lengths), -1)
-    function: Any = flash_attn_varlen_func  # the type checker cannot know its return type
+    function: Any = flash_attn_varlen_func  # Any, because the type checker cannot know what the call returns
     return partial(function, q, k, v, cu_seqlens, cu_seqlens, longest, longest, **arguments)
 
 

@@ -146,8 +146,8 @@ def test_adversarial_scores(name, head_dim):
         results.append([o, *torch.autograd.grad(o, tensors, do.to(dtype))])
     for ours_, exact, baseline in zip(ours, *results, strict=True):
         assert torch.isfinite(ours_).all()
-        # Scores of 1e4 have an error of 1e-3 in fp32, so probabilities have a relative error of 1e-3. The tolerance is
-        # four times this relative error.
+        # Scores of 1e4 have an error of 1e-3 in fp32, so probabilities have a relative error of 1e-3. The tolerance
+        # is a relative error of 4e-3.
         error, torchs = ((x.double() - exact.double()).abs().max() for x in (ours_, baseline))
         assert error <= 2 * torchs + 4e-3 * exact.abs().max() + 1e-30
 

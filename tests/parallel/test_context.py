@@ -37,7 +37,7 @@ FEATURES = {
     "norms": {"qk_norm": True, "n_kv_heads": 1},
     "cap": {"family": Family(softcap=20.0, logit_softcap=30.0)},
 }
-# attention, features, checkpointing, compiled, ranks that share a stream: each pair of values occurs
+# {name: (attention, features, checkpointing, compiled, ranks that share a stream)}, with every pair of two values
 CASES = {
     "naive-2": (naive_attention, "cap", "none", False, 2),
     "naive-4": (naive_attention, "plain", "full", False, 4),
@@ -59,7 +59,7 @@ SETTINGS = (
     "data.val_rows=3",
 )
 FSDP = ("strategy=fsdp", f"trainer.devices={RANKS}", "strategy.context=2")
-# the runs of four processes; `longer` starts at step 2 of `shared`
+# Four processes train in each run. The run `longer` starts at step 2 of the run `shared`.
 RUNS = {
     "shared": FSDP,
     "all": ("strategy=fsdp", f"trainer.devices={RANKS}", "strategy.context=4", "lit_gpt.compile_model=true"),
@@ -136,7 +136,7 @@ def compare(rank, group, attention, features, checkpointing, compiled, context):
         dist.all_reduce(parameter.grad, group=group)
         errors.append((parameter.grad - reference.grad).abs().max() / reference.grad.abs().max())
     graphs = []
-    if compiled:  # other documents of the same stream
+    if compiled:  # other document boundaries, in a stream of the same length
         for boundaries in ([0, 13, 14, 30, 39, 55, 55], [0, 1, 2, 40, 41, 60, 60]):
             other = batch | {"cu_seqlens": torch.tensor(boundaries, dtype=torch.int32)}
             shared_loss(model, other, context, rank).backward()

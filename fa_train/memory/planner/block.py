@@ -203,7 +203,7 @@ class Block:
         heads = self.model.heads
         workspace = backward_workspace(heads.dim, self.run.compute_dtype, self.model.extras.softcap, self.run.arch)
         workspace *= self.run.tokens * heads.query
-        gathered = 3 * self._gathered()  # gradients of gathered keys and values, and two copies that are exchanged
+        gathered = 3 * self._gathered()  # gradients of gathered K and V, and copies to send and to receive
         return held + workspace + gathered + self.qkv + (0 if self.eager else self._held_by_compiled_code())
 
     def _held_by_compiled_code(self) -> int:

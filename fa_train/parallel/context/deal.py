@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Chunk sizes in tokens. A tile of queries (128 or 192) that contains two chunks reads all keys between them; 384 avoids
-# this. If chunks of 384 pad a stream by more than MAX_PADDING, smaller chunks are used.
+# Chunk sizes in tokens. A tile of 128 or 192 queries should lie in one chunk, because it reads all keys between its
+# queries. If chunks of 384 pad a stream by more than MAX_PADDING, smaller chunks are used.
 CHUNK_SIZES = (384, 128, 64, 32, 8)
 MAX_PADDING = 1 / 64
-TOLERANCE = 0.01  # by how much the work of the busiest rank may exceed the mean
+TOLERANCE = 0.01  # the busiest rank may have this fraction more work than the mean
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def exchange(owner: np.ndarray, work: np.ndarray, ranks: int) -> None:
         gives, takes = np.flatnonzero(owner == most), np.flatnonzero(owner == least)
         takes = takes[np.argsort(work[takes], kind="stable")]
         half = (load[most] - load[least]) // 2
-        # for each chunk of the busiest rank, find the chunk with the least work that leaves at most `half` to move
+        # for each chunk of the busiest rank, find the chunk of least work such that the exchange moves at most `half`
         index = np.searchsorted(work[takes], work[gives] - half)
         moved = work[gives] - work[takes[index.clip(max=len(takes) - 1)]]
         moved[index == len(takes)] = 0

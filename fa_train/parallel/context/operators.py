@@ -91,7 +91,7 @@ def summed_gradients(d: Tensor, sent: Tensor, place: Tensor, sizes: Tensor, grou
     local = place.shape[0] // sizes.shape[1]
     total = d.new_zeros(local, *d.shape[1:], dtype=torch.float32)
     for rows, part in zip(sent[: sum(sends)].split(sends), parts.split(sends), strict=True):
-        total.index_add_(0, rows, part.float())  # each row occurs once, so the order of the sum is fixed
+        total.index_add_(0, rows, part.float())  # no row occurs twice in `rows`, so each run adds in the same order
     return total.to(d.dtype)
 
 
@@ -189,5 +189,5 @@ def _gathered(k: Tensor, v: Tensor, sent: Tensor, place: Tensor, sizes: Tensor, 
 def _of_keys(schedule: Sequence[Tensor], n_keys: int) -> list[Tensor]:
     """Shortens the tensors of a schedule that have one entry per key or per tile of keys to the keys that arrived."""
     key_start, key_end, query_start, query_end, query_tiles, key_tiles, wide_query_tiles = schedule
-    tiles = key_tiles[: -(-n_keys // WORK_TILE)]  # the order puts tiles without visible keys last
+    tiles = key_tiles[: -(-n_keys // WORK_TILE)]  # tiles of keys that no query sees come last
     return [key_start, key_end, query_start[:n_keys], query_end[:n_keys], query_tiles, tiles, wide_query_tiles]

@@ -20,10 +20,10 @@ class Traffic(NamedTuple):
     of documents change.
     """
 
-    key_start: Tensor  # (local,) int32, the first key in the buffer that each own query sees
-    key_end: Tensor  # (local,) int32, the end of these keys
+    key_start: Tensor  # (local,) int32, the index in the buffer of the first key that each own query sees
+    key_end: Tensor  # (local,) int32, 1 + the index of the last key that each own query sees
     sent: Tensor  # (total,) int32, indices of own tokens, sorted by the rank that receives them, then zeros
-    place: Tensor  # (total,) int32, the index among the received rows of each row of the buffer, then zeros
+    place: Tensor  # (total,) int32, for each row of the buffer the index among the received rows, then zeros
     sizes: list[list[int]]  # the number of tokens sent to each rank, and the number received from each rank
 
 
@@ -65,7 +65,7 @@ def keys_needed(positions: np.ndarray, start: np.ndarray, end: np.ndarray, total
     np.add.at(opened, end[positions[last]], -1)
     needed = opened[:-1].cumsum() > 0
     if not needed.any():
-        needed[positions[0]] = True  # kernels need a key, even if all queries come after the last document
+        needed[positions[0]] = True  # kernels need at least one key, even if all queries come after the last document
     return needed
 
 

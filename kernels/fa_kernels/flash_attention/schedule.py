@@ -148,10 +148,13 @@ def schedule_of_ranges(key_start: Tensor, key_end: Tensor, total_k: int, length_
     Shapes: key_start, key_end (total_q,) int32. Neither may decrease from one query to the next.
     """
     key = torch.arange(total_k, dtype=torch.int32, device=key_start.device)
-    query_start = torch.searchsorted(key_end, key, right=True, out_int32=True)  # queries that end at or before the key
-    query_end = torch.searchsorted(key_start, key, right=True, out_int32=True)  # queries that start at or before it
+    # query_start is the number of queries that see only keys before `key`. query_end is the number of queries whose
+    # first visible key is `key` or an earlier key.
+    query_start = torch.searchsorted(key_end, key, right=True, out_int32=True)
+    query_end = torch.searchsorted(key_start, key, right=True, out_int32=True)
     query_end = torch.maximum(query_start, query_end)
-    # All queries of a document start at the same key, and its last query ends last. With windows, queries count singly.
+    # All queries of a document have the same first key, and the last query sees the most keys. With a window, each
+    # query counts as a document of its own.
     last_query = torch.searchsorted(key_start, key_start, right=True) - 1
     first_key = torch.searchsorted(query_end, query_end)
     length = key_end[last_query] - key_start
@@ -248,7 +251,8 @@ class _Side(NamedTuple):
     @classmethod
     def of(cls, cu_seqlens: Tensor, total: int) -> "_Side":
         token = torch.arange(total, device=cu_seqlens.device, dtype=torch.int32)
-        # A token's document is the number of documents that begin at or before the token, which skips empty documents.
+        # A token's document, counted from 1, is the number of documents that begin at or before the token. This number
+        # skips empty documents.
         document = torch.searchsorted(cu_seqlens, token, right=True, out_int32=True)
         return cls(torch.cat([cu_seqlens[:1], cu_seqlens]), _ends(cu_seqlens), token, document)
 

@@ -28,8 +28,8 @@ def place_of(device: torch.device | int) -> tuple[torch.device | int, int] | Non
     if torch.compiler.is_compiling() or may_have_dispatch_mode():
         return None  # a dispatch mode may create fake tensors, or count operations
     if isinstance(device, torch.device) and device.type == "cuda":
-        # The index is needed: after set_device, `cuda` means another device, and the default stream of each device is
-        # 0.
+        # Add the index of the device, because `cuda` means another device after set_device, and the default stream of
+        # each device is 0.
         device = torch.cuda.current_device() if device.index is None else device.index
     if not isinstance(device, int):
         return device, 0

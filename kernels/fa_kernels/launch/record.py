@@ -138,7 +138,7 @@ def _repeat_or_run(
             _KEYS[key] = recorder.recording(outputs, stream=key[1])
             return outputs
     except Exception as error:
-        failure = f"{type(error).__name__}: {error}"  # a string, because the error would keep tensors alive
+        failure = f"{type(error).__name__}: {error}"  # only text, because the error itself would keep tensors alive
     if known is None:
         if len(_KEYS) >= MAX_KEYS:
             forget()

@@ -91,7 +91,7 @@ def prepared(compiled: Any, grid: tuple[int, ...], stream: int) -> Callable[...,
     return lambda *arguments: launch(*constants, arguments)
 
 
-@cache  # many recordings share a launcher, because Triton 3.6 loads a library for each one
+@cache  # many recordings share a launcher, because Triton 3.6 loads a library for each launcher
 def _launcher(compiled: Any) -> Any:
     """Returns a launcher that accepts encoded descriptors, or compiled.run if the kernel has no descriptors."""
     types: list[Any] = []
