@@ -3,7 +3,7 @@
     python -m scripts.hf_kernel fa-kernels    # writes the folder.
 
     from kernels import get_local_kernel
-    flash_attn_func = get_local_kernel(Path("fa-kernels")).flash_attn_func
+    flash_attn_func = get_local_kernel(Path("fa-kernels")).flash_attn_func    # loads the folder.
 
 The folder may be uploaded as a kernel repository. The folder build/torch-universal is a copy of kernels/fa_kernels for
 every version of torch, CUDA and Python that the sources support. As the format demands, imports in the copy are

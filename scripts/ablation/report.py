@@ -304,10 +304,10 @@ def has(result: Result, quantity: str) -> bool:
 
 
 def chart(names: list[str], rows: list[Row[AnyCase]], quantity: str, device_bytes: int) -> Chart:
-    """Returns two lines for each name: one for its results, and one for its out-of-memory points.
+    """Returns a chart with two lines for each name: one for its results, and one for its out-of-memory points.
 
-    In a chart of peak memory, the out-of-memory points are drawn at the memory of the device. In other charts, they are
-    drawn at 0.
+    In a chart of peak memory, the out-of-memory points are drawn at the memory of the device. In other charts,
+    out-of-memory points are drawn at 0.
     """
     oom_at = device_bytes / GIB if quantity.endswith("peak_gib") else 0.0
     lines: list[tuple[str, list[tuple[int, float]]]] = []

@@ -7,8 +7,8 @@ autograd's engine and thread. `backward, of 16` is the backward of 16 chained ca
 more layer of a model adds. `backward's node` is the backward node alone, without autograd's engine.
 
 A sample is the mean of --calls calls without a GPU sync. In each of --rounds rounds, every candidate takes one sample,
-in random order. A row is marked as GPU-bound if the GPU's remaining work after the last call of a sample takes more
-than a tenth of the sample's time. Writes OUT.csv and OUT.md.
+in random order. A row is marked as GPU-bound if, after the last call of a sample, the GPU needs more than a tenth of
+the sample's time to finish its work. Writes OUT.csv and OUT.md.
 """
 
 import argparse

@@ -6,7 +6,7 @@
 Writes OUT.md. The problem is one sequence of N tokens in bf16 with n_heads * head_dim = 2048, and each query head has
 its own KV head. Elements are counted per head.
 
-The forward of naive attention moves 4 N^2 + 4 N d elements, where S are the scores and P is their softmax. Its first
+The forward of naive attention moves 4 N^2 + 4 N d elements, where S are the scores and P is their softmax. The first
 kernel reads Q and K and writes S. The second kernel reads S and writes P. The third kernel reads P and V and writes O.
 A causal mask adds three transfers: reading S, reading one byte of mask per score, and writing S.
 
@@ -17,8 +17,8 @@ transfers to the backward as to the forward.
 In flash attention, each query tile reads its own rows once, and reads all keys and values that its queries see. The
 forward of flash attention therefore reads K and V N / block_m times. By theorem 2 of arXiv:2205.14135, flash attention
 moves Theta(N^2 d^2 / M) elements, where fast memory holds M elements. The formulas for flash count the bytes that the
-multiprocessors load, most of them from the L2 cache. The traffic of device memory is smaller. The column `least` shows
-its minimum, where each tensor moves once. Tile sizes come from tiles.py, or for method `hopper` from its kernels.
+multiprocessors load, most of them from the L2 cache. Device memory moves fewer bytes. The column `least` is the
+minimum, where each tensor moves once. Tile sizes come from tiles.py, or for method `hopper` from its kernels.
 """
 
 import argparse
@@ -173,8 +173,8 @@ def _recomputing_backward(case: Case, key_blocks: dict[Pass, int], query_blocks:
     """Returns the bytes of a backward whose passes recompute the scores. Some passes go over key tiles, and one pass
     goes over query tiles.
 
-    key_blocks: the number of keys per tile of each pass over key tiles. query_blocks: two numbers of the pass over
-    query tiles, which are the queries per tile and the keys per block.
+    key_blocks: the number of keys per tile of each pass over key tiles. query_blocks: for the pass over query tiles, a
+    pair of the queries per tile and the keys per block.
     """
     rows, ranges = case.seqlen * case.head_dim * ITEM, case.seqlen * ROW_RANGE
     sizes: dict[str, int] = {}

@@ -168,8 +168,8 @@ def _addresses(module: L.LightningModule, optimizers: list[torch.optim.Optimizer
 
 
 def table(step: Step) -> list[tuple[str, float, float, float, int]]:
-    """Returns a line for each part: exclusive milliseconds, share of the step, milliseconds of its kernels, and their
-    number.
+    """Returns a line for each part: exclusive milliseconds, share of the step, milliseconds of all kernels, and number
+    of kernels.
     """
     parts, whole = exclusive(step), step.end - step.start
     kernels, numbers = Counter[str](), Counter[str]()

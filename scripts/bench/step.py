@@ -2,7 +2,7 @@
 
     python -m scripts.bench.step                                            # llama_1b at 8k, 32k and 128k, one GPU.
     python -m scripts.bench.step --seq-lens 8192 --variants ours-none-compiled hf    # one length, two variants.
-    python -m scripts.bench.step --cases 8192:ours-none 131072:hf-checkpointing model.n_layers=8    # two cases
+    python -m scripts.bench.step --cases 8192:ours-none 131072:hf-checkpointing model.n_layers=8    # two cases.
     python -m scripts.bench.step --variants hf hf-fa_train ours-none-compiled data.document_len=2048    # packed.
 
 Each step trains on seq_len random tokens. The random tokens are one document, or packed documents of data.document_len

@@ -4,7 +4,7 @@
     python -m scripts.bench.tune_tiles --near                                  # only candidates near the table's.
     python -m scripts.bench.tune_tiles --head-dims 192 --passes dkdv dq        # two passes of one head_dim.
     python -m scripts.bench.tune_tiles --head-dims 128 --passes fwd --tiles 128,64,8,3 128,128,8,2    # two candidates.
-    python -m scripts.bench.tune_tiles --dtype float32 --head-dims 64 128       # fp32; or tf32.
+    python -m scripts.bench.tune_tiles --dtype float32 --head-dims 64 128       # fp32.
 
 A candidate is a combination of block_m, block_n, warps and stages, where the blocks are powers of two. A candidate must
 fit in shared memory (tiles.shared_bytes), and its fp32 tiles must leave registers for other values. With --near, the

@@ -33,7 +33,7 @@ def _short_epochs(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _frozen_again():
-    """Freezes all objects again if a test with data workers has unfrozen them. For speed, conftest.py keeps them
+    """Freezes all objects again if a test with data workers has unfrozen them. For speed, conftest.py keeps all objects
     frozen.
     """
     yield

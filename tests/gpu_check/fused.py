@@ -16,7 +16,7 @@ ROWS = 130  # more rows than one program of any of these operations processes
 def check_rmsnorm(dtype: torch.dtype, dim: int) -> None:
     """Checks RMSNorm of a sum. The residual stream has the dtype fp32 or `dtype`.
 
-    The sum is either stored or recomputed in the backward.
+    The forward stores the sum, or the backward recomputes the sum.
     """
     for stream, keep_sum in ((torch.float32, True), (dtype, False)):
         x, added = _draw(ROWS, dim, dtype=stream), _draw(ROWS, dim, dtype=dtype)

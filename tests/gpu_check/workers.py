@@ -117,7 +117,7 @@ def _wait_for_gpu() -> None:
 def _context_lives() -> bool:
     """Returns False after an illegal memory access on the GPU.
 
-    A process cannot use the GPU any more after such an access.
+    A process cannot use the GPU any more after an illegal memory access.
     """
     try:
         _wait_for_gpu()

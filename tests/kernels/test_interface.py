@@ -212,7 +212,7 @@ def test_another_rank_in_a_packed_stream_is_named(shape):
     ids=["list", "tensor", "array", "numpy-integers", "size"],
 )
 def test_a_window_may_be_any_pair_of_integers(window_size):
-    """flash-attn 2.8 also accepts any pair of integers."""
+    """Like flash-attn 2.8, our functions accept a window_size that is any pair of integers."""
     q, k, v = dense_inputs()
     cu = cumulative([q.shape[1]]), cumulative([k.shape[1]])
     wanted, found = (

@@ -108,7 +108,7 @@ def test_gradients_of_any_layout(keep_sum, device):
 
 @pytest.mark.usefixtures("implementation")
 def test_one_gradient_alone(device):
-    """Only the sum is used, or only the norm of the sum."""
+    """Only one of the two outputs has a gradient: the sum, or the norm of the sum."""
     x, added, weight, d_sum, dy = draw(4, 16, (torch.float32,) * 3, device)
     zeros = torch.zeros_like(d_sum)
     for place, arguments in enumerate(((d_sum, zeros), (zeros, dy))):

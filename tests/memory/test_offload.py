@@ -281,7 +281,7 @@ def test_available_host_memory_heeds_a_containers_limit(tmp_path):
 
 def test_pinned_memory_is_whole_pages_of_the_exact_size(monkeypatch):
     """A buffer's memory is registered when the buffer is made, and unregistered when it is freed. The test replaces the
-    CUDA runtime by a stub that records both.
+    CUDA runtime by a stub that records which memory is registered.
     """
     registered = {}
 

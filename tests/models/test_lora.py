@@ -190,7 +190,7 @@ def test_adapters_are_fp32_whatever_the_precision(precision):
 
 @pytest.mark.parametrize("name", ["llama-biased-own-head", "gpt2", "qwen2", "qwen3", "gemma2", "arcee-gelu"])
 def test_a_saved_adapter_is_the_formula(name, tmp_path):
-    """The logits equal those of a transformers model whose weights had scale * B A from the files added to them."""
+    """The logits equal those of a transformers model after `scale * B @ A` from the files was added to its weights."""
     base = write_base(name, tmp_path / "base")
     settings = lora(use_rslora=name == "qwen2")
     model = randomised(settings(load_pretrained(tmp_path / "base", "naive")))

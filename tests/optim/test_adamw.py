@@ -123,7 +123,7 @@ def assert_like_adamw(make: Callable[[nn.Module], Optimizer], model: nn.Module, 
 
 @pytest.fixture
 def without_compiler() -> Iterator[None]:
-    """Disables torch.compile. This saves the time in which torchao would compile its update, once for each shape."""
+    """Disables torch.compile, because torchao would take time to compile its update once for each shape."""
     with torch.compiler.set_stance("force_eager"):
         yield
 

@@ -116,7 +116,9 @@ def in_four_processes(rank: int, folder: str, environments: list[dict[str, str]]
 
 
 def compare(rank, group, attention, features, checkpointing, compiled, context):
-    """Returns the relative errors of the loss and of all gradients, graph breaks, and numbers of graphs."""
+    """Returns three results: the relative errors of the loss and of each gradient, the graph breaks, and the number of
+    graphs after each stream.
+    """
     batch = stream()
     alone = gpt(attention, features, checkpointing)
     expected = alone(*(batch[name] for name in ("tokens", "cu_seqlens", "position_ids", "labels")), 12)
@@ -145,7 +147,9 @@ def compare(rank, group, attention, features, checkpointing, compiled, context):
 
 
 def perturb(rank):
-    """Returns whether the logits of this rank's tokens changed, for tokens of the first document and for all others."""
+    """Changes the tokens of the first document. Returns whether the logits of each token stayed bitwise equal, for the
+    first document and for all later tokens.
+    """
     model = gpt(naive_attention, "plain", "none")
     model.share_context(f"of {RANKS}")
     batch, outputs = stream(), []

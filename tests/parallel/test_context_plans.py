@@ -39,7 +39,9 @@ def balance(dealt, boundaries):
 
 
 def received(dealt, boundaries, window=None):
-    """The keys that the ranks receive from others, as a share of what all would receive if they gathered all keys."""
+    """Returns the number of keys that ranks receive from other ranks, relative to a plan where each rank gathers all
+    keys.
+    """
     sizes = [np.array(traffic(dealt, boundaries, rank, window).sizes)[1] for rank in range(dealt.ranks)]
     from_others = sum(counts.sum() - counts[rank] for rank, counts in enumerate(sizes))
     return from_others / (dealt.total * (dealt.ranks - 1))

@@ -189,8 +189,8 @@ def test_drawing_leaves_torchs_generator_alone():
 
 @pytest.mark.gpu
 def test_a_cpu_can_hold_what_a_gpu_draws():
-    """The weights of a base model can be drawn on a GPU and held in host memory. An adapter's export does so, to get
-    the base model of the training run again.
+    """The weights of a base model can be drawn on a GPU and held in host memory. The export of an adapter draws the
+    base model on a GPU, because training drew the same weights there.
     """
     with drawn_on(torch.device("cuda")):
         held = build(LLAMA)

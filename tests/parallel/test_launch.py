@@ -117,7 +117,7 @@ def test_all_ranks_end_with_one_and_the_reason_is_the_last_line(rank, how, reaso
 
 
 def processes_in(folder) -> list[str]:
-    """Lists the processes whose working directory is `folder`. Waits up to 10 seconds for all of them to end."""
+    """Lists the processes whose working directory is `folder`. Waits up to 10 seconds for these processes to end."""
     for _ in range(100):
         living = []
         for process in os.scandir("/proc"):

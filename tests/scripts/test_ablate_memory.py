@@ -358,8 +358,8 @@ def allocated(run):
 def test_naive_attention_takes_what_its_formula_says(dtype, n_heads):
     """The measured peak is at least the minimum of the formula.
 
-    The peak is at most 1.03 times the sum of that minimum and a second mask of N^2 bytes. The formula leaves out terms
-    linear in N. The upper bound is tested in fp32 only, because the fp16 matmul of some CPUs copies its operands.
+    The peak is at most 1.03 times the sum of the formula's minimum and a second mask of N^2 bytes. The formula leaves
+    out terms linear in N. Only fp32 has the upper bound, because some CPUs copy the operands of fp16 matmuls.
     """
     tested = alone("naive", 512, n_heads=n_heads, head_dim=8, dtype=dtype)
     number = {"fp32": torch.float32, "fp16": torch.float16}[dtype]

@@ -6,7 +6,7 @@ from torch import Tensor
 def assert_as_accurate(
     name: str, ours: Tensor, exact: Tensor, baseline: Tensor, factor: float = 2.0, floor: float = 0.0
 ) -> None:
-    """Requires that the error of `ours` is at most `factor` times the error of `baseline`, plus one rounding.
+    """Requires that the error of `ours` is at most `factor` times the sum of the error of `baseline` and one rounding.
 
     Args:
         name: what is compared, for the error message.
@@ -14,7 +14,8 @@ def assert_as_accurate(
         exact: the true result in fp32 or fp64, in the same shape.
         baseline: torch's result in the dtype of `ours`, in the same shape.
         factor: the allowed error as a multiple of the baseline's largest error.
-        floor: an error that is always allowed, if the baseline is exact by chance (such as a softmax over one key).
+        floor: an error that is added to the allowed error, because the baseline may be exact by chance (for example
+        with one key).
     """
     assert ours.shape == exact.shape == baseline.shape, f"{name}: {ours.shape}, {exact.shape}, {baseline.shape}"
     if exact.numel() == 0:

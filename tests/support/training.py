@@ -76,7 +76,7 @@ def command_line(
 class RowRecorder(Callback):
     """Writes [step, a hash of each row's tokens, labels and positions] to rows_<rank>.jsonl in the run's folder.
 
-    recorded_rows() reads these files, even those of processes that a test has killed.
+    recorded_rows() reads the recorded rows of all ranks, even of processes that a test has killed.
     """
 
     def __init__(self, seq_len: int) -> None:

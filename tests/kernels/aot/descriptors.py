@@ -30,7 +30,7 @@ def misplaced_descriptors(cubin: Path) -> list[str]:
 
 
 def misplaced_in(sass: str) -> list[str]:
-    """Returns what `misplaced_descriptors` returns, from the text that nvdisasm prints.
+    """Finds misplaced descriptors like `misplaced_descriptors`, but in the text that nvdisasm prints.
 
     The function assumes that instructions run in the order of the text.
     """

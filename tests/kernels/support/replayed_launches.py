@@ -307,7 +307,7 @@ def unclear() -> list[str]:
 
 
 def misplaced() -> list[str]:
-    """Returns an error message for each replay with input addresses that the recording does not fit."""
+    """Returns an error message for each replayed recording that is not valid for the addresses of the inputs."""
     o, do = torch.zeros(2, TOTAL, 4, 64)
     shifted = torch.zeros(o.numel() + 1)[1:].view_as(o)
     third = {

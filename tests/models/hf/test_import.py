@@ -155,8 +155,8 @@ def test_config_of_a_llama_before_transformers_5(checkpoint):
 
 
 def test_config_of_a_gemma_3_before_transformers_5(checkpoint):
-    """A Gemma 3 config before transformers 5 has two thetas and an interval of global layers, not dictionaries by layer
-    type.
+    """Before transformers 5, a Gemma 3 config had two thetas and an interval of global layers. Later configs have
+    dictionaries by layer type.
     """
     folder = checkpoint("gemma3-scaled")
     expected = load_pretrained(folder, attention="naive")(tokens())
