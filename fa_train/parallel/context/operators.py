@@ -115,7 +115,7 @@ def context_forward(
     """
     keys, values = _gathered(k, v, sent, place, sizes, group)
     return torch.ops.flash_attention.forward(
-        q, keys, values, _of_keys(schedule, keys.shape[0]), [], None, None, softmax_scale, softcap, q.dtype, False,
+        q, keys, values, of_keys(schedule, keys.shape[0]), [], None, None, softmax_scale, softcap, q.dtype, False,
         True, length_class,
     )  # fmt: skip
 
@@ -145,7 +145,7 @@ def context_backward(
     """Gathers keys and values again, computes dq, dk and dv, and returns dk and dv to the ranks that hold the keys."""
     keys, values = _gathered(k, v, sent, place, sizes, group)
     dq, dk, dv, _ = torch.ops.flash_attention.backward(
-        do.contiguous(), None, q, keys, values, o, lse, _of_keys(schedule, keys.shape[0]), [], None, softmax_scale,
+        do.contiguous(), None, q, keys, values, o, lse, of_keys(schedule, keys.shape[0]), [], None, softmax_scale,
         softcap, deterministic, True,
     )  # fmt: skip
     del keys, values
@@ -186,7 +186,7 @@ def _gathered(k: Tensor, v: Tensor, sent: Tensor, place: Tensor, sizes: Tensor, 
     return keys.contiguous(), values.contiguous()
 
 
-def _of_keys(schedule: Sequence[Tensor], n_keys: int) -> list[Tensor]:
+def of_keys(schedule: Sequence[Tensor], n_keys: int) -> list[Tensor]:
     """Shortens the tensors of a schedule that have one entry per key or per tile of keys to the keys that arrived."""
     key_start, key_end, query_start, query_end, query_tiles, key_tiles, wide_query_tiles = schedule
     tiles = key_tiles[: -(-n_keys // WORK_TILE)]  # tiles of keys that no query sees come last

@@ -1,0 +1,274 @@
+"""Measures attention under context parallelism on all GPUs of a machine, and compares it with one GPU.
+
+    python -m scripts.bench.context                        # 32k, 128k and 256k tokens on all GPUs
+    python -m scripts.bench.context --tokens 131072 --streams one log-normal    # two kinds of streams.
+
+A time is that of a forward and a backward pass, in bf16. Every repetition draws new documents. In random order, a
+repetition runs each of these parts:
+
+- one: rank 0 computes the attention of the whole stream, while the other ranks wait
+- shared: all ranks compute it together (fa_train.parallel.context)
+- alone: each rank computes its share of attention, but its keys and values are already gathered
+- moved: the ranks only exchange keys, values and their gradients
+
+The ideal time is that of `one`, divided by the number of ranks. `alone` shows the best share of the ideal that the
+distribution of tokens allows. A shared time is that of the slowest rank.
+"""
+
+import argparse
+import os
+import random
+import shlex
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fa_kernels.flash_attention.schedule import Schedule, length_class_of
+from fa_train.models.attention import flash_attention
+from fa_train.models.stream import windowed_schedule
+from fa_train.parallel.context.attention import ContextAttention, SharedSchedule, shared_schedule
+from fa_train.parallel.context.deal import Deal, deal
+from fa_train.parallel.context.operators import gather_keys, of_keys, register_group, return_gradients
+from fa_train.parallel.context.traffic import Traffic, traffic
+from scripts.bench.attention import fill_row
+from scripts.bench.command_line import add_results, require_positive
+from scripts.bench.provenance import describe, results_prefix
+from scripts.bench.timing import require_gpu
+
+WINDOW = 4096  # keys that a query of the stream "window" sees
+STREAMS = ("one", "log-normal", "short", "window")
+PARTS = ("one", "shared", "alone", "moved")
+WARM_UP = 2  # untimed repetitions
+START_METHOD = "spawn"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all cases of a run have in common. device: cuda or cpu."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    repetitions: int
+    device: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
+
+@dataclass(frozen=True)
+class Result:
+    """The medians of one case in milliseconds. ranks_ms: the time of each rank in the part `shared`.
+
+    received: the keys that the busiest rank receives from others, divided by all keys of other ranks.
+    """
+
+    stream: str
+    tokens: int
+    ms: dict[str, float]
+    ranks_ms: list[float]
+    received: float
+
+
+def documents(stream: str, tokens: int, seed: int) -> tuple[int, ...]:
+    """Returns document lengths that add up to `tokens`."""
+    generator = np.random.default_rng(seed)
+    if stream == "log-normal":
+        drawn = generator.lognormal(np.log(1024), 1.2, tokens // 16 + 1).astype(int).clip(16, 32768)
+    elif stream == "short":
+        drawn = generator.integers(64, 513, tokens // 64 + 1)
+    else:
+        return (tokens,)
+    return fill_row(drawn.tolist(), tokens)
+
+
+class Case:
+    """One drawn stream on one rank. `parts` holds a function for each of PARTS; it runs both passes."""
+
+    def __init__(self, stream: str, tokens: int, seed: int, setting: Setting) -> None:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        lengths, window = documents(stream, tokens, seed), WINDOW if stream == "window" else None
+        boundaries = np.cumsum([0, *lengths])
+        dealt = deal(boundaries, tokens, ranks, balanced=window is None)
+        plan = traffic(dealt, boundaries, rank, window)
+        mean = round(sum(length**2 for length in lengths) / tokens)  # weighted by length, as in training
+        sizes = np.array(plan.sizes)
+        self.received = float(sizes[1].sum() - sizes[1, rank]) / max(1, dealt.total - dealt.total // ranks)
+        device = torch.device(setting.device, rank) if setting.device == "cuda" else torch.device("cpu")
+        on_device = Traffic(*(x.to(device) for x in plan[:4]), plan.sizes)
+        schedule = shared_schedule(on_device, length_class_of(mean if window is None else min(mean, window)))
+        self.parts: dict[str, Callable[[], object]] = {
+            "shared": self._both_passes(ContextAttention(flash_attention, "bench"), schedule, dealt, setting, device),
+            "alone": self._alone(schedule, dealt, setting, device),
+            "moved": self._moved(schedule, dealt, setting, device),
+        }
+        if rank == 0:
+            cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=device)
+            whole = windowed_schedule(cu_seqlens, tokens, device, window, mean)
+            q, k, v, do = _inputs(setting, device, tokens, tokens)
+            self.parts["one"] = lambda: torch.autograd.grad(flash_attention(q, k, v, whole), (q, k, v), do)
+
+    def _both_passes(
+        self, attention: ContextAttention, schedule: SharedSchedule, dealt: Deal, setting: Setting, device: torch.device
+    ) -> Callable[[], object]:
+        local = dealt.total // dealt.ranks
+        q, k, v, do = _inputs(setting, device, local, local)
+        return lambda: torch.autograd.grad(attention(q, k, v, schedule), (q, k, v), do)
+
+    def _alone(
+        self, schedule: SharedSchedule, dealt: Deal, setting: Setting, device: torch.device
+    ) -> Callable[[], object]:
+        n_keys = int(schedule.sizes[1].sum())
+        own = Schedule.from_tensors(of_keys(schedule.own.tensors(), n_keys), True, schedule.own.length_class)
+        q, k, v, do = _inputs(setting, device, dealt.total // dealt.ranks, n_keys)
+        return lambda: torch.autograd.grad(flash_attention(q, k, v, own), (q, k, v), do)
+
+    def _moved(
+        self, schedule: SharedSchedule, dealt: Deal, setting: Setting, device: torch.device
+    ) -> Callable[[], object]:
+        _, *traffic = schedule
+        shape = (dealt.total // dealt.ranks, 2 * setting.n_kv_heads, setting.head_dim)
+        keys = torch.randn(shape, dtype=setting.dtype, device=device)
+
+        def move() -> None:
+            gather_keys(keys, *traffic, "bench")
+            return_gradients(gather_keys(keys, *traffic, "bench"), *traffic, "bench")
+
+        return move
+
+
+def _inputs(setting: Setting, device: torch.device, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns q, k and v, which need gradients, and do."""
+    sizes = (
+        (queries, setting.n_heads),
+        (keys, setting.n_kv_heads),
+        (keys, setting.n_kv_heads),
+        (queries, setting.n_heads),
+    )
+    q, k, v, do = (torch.randn(*size, setting.head_dim, dtype=setting.dtype, device=device) for size in sizes)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), do
+
+
+def measure(stream: str, tokens: int, setting: Setting) -> Result:
+    """Measures one kind of stream on all ranks. Every rank returns the same result."""
+    ranks = dist.get_world_size()
+    samples: dict[str, list[list[float]]] = {part: [] for part in PARTS}
+    received = []
+    for repetition in range(WARM_UP + setting.repetitions):
+        case = Case(stream, tokens, repetition, setting)
+        for part in random.Random(repetition).sample(PARTS, len(PARTS)):
+            dist.barrier()
+            times = [0.0] * ranks
+            dist.all_gather_object(times, _milliseconds(case.parts.get(part), setting.device))
+            if repetition >= WARM_UP:
+                samples[part].append(times)
+        shares = [0.0] * ranks
+        dist.all_gather_object(shares, case.received)
+        received.append(max(shares))
+    by_rank = [statistics.median(times) for times in zip(*samples["shared"], strict=True)]
+    slowest = {part: statistics.median(map(max, times)) for part, times in samples.items()}
+    return Result(stream, tokens, slowest, by_rank, statistics.median(received[WARM_UP:]))
+
+
+def _milliseconds(run: Callable[[], object] | None, device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    if run is not None:
+        run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def table(results: Sequence[Result], ranks: int) -> list[str]:
+    """Returns the lines of the table of results."""
+    lines = [
+        f"| stream | tokens | one GPU, ms | {ranks} GPUs, ms | of ideal | attention alone, of ideal | keys moved, ms "
+        "| keys received | each rank, ms |",
+        "|:--|--:|--:|--:|--:|--:|--:|--:|:--|",
+    ]
+    for result in results:
+        one, shared, alone, moved = (result.ms[part] for part in PARTS)
+        by_rank = ", ".join(f"{ms:.2f}" for ms in result.ranks_ms)
+        lines.append(
+            f"| {result.stream} | {result.tokens:,} | {one:.2f} | {shared:.2f} | {one / ranks / shared:.1%} "
+            f"| {one / ranks / alone:.1%} | {moved:.2f} | {result.received:.0%} | {by_rank} |"
+        )
+    return lines
+
+
+def run_rank(rank: int, ranks: int, port: int, setting: Setting, args: argparse.Namespace) -> None:
+    """Measures all cases as one of `ranks` processes. Rank 0 prints and writes the results."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if setting.device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if setting.device == "cuda" else "gloo", rank=rank, world_size=ranks)
+    group = dist.new_group(range(ranks))
+    register_group("bench", group)
+    results = []
+    for tokens in args.tokens:
+        for stream in args.streams:
+            results.append(measure(stream, tokens, setting))
+            if rank == 0:
+                print(table(results, ranks)[-1], flush=True)
+    if rank == 0:
+        today = date.today()
+        head = describe(shlex.join(["python", "-m", "scripts.bench.context", *args.command]), args.commit, today)
+        lines = ["# Attention under context parallelism", ""]
+        lines += [*(f"- {key}: `{value}`" for key, value in head.items()), ""]
+        lines += [f"{setting.n_heads} query and {setting.n_kv_heads} KV heads, head_dim {setting.head_dim}.", ""]
+        lines += [*table(results, ranks), ""]
+        out: Path = args.out or results_prefix("context", today)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        Path(f"{out}.md").write_text("\n".join(lines), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 131072, 262144], help="tokens of a stream")
+    parser.add_argument("--streams", nargs="+", choices=STREAMS, default=STREAMS)
+    parser.add_argument("--n-heads", type=int, default=32)
+    parser.add_argument("--n-kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--repetitions", type=int, default=11, help="timed repetitions, each with new documents")
+    parser.add_argument("--cpu-ranks", type=int, help="processes on the CPU instead of GPUs, to try the script")
+    add_results(parser, "scripts/results/context_<gpu>_<yyyymm>")
+    args = parser.parse_args(arguments)
+    require_positive(parser, args, ("tokens", "n_heads", "n_kv_heads", "head_dim", "repetitions"))
+    args.command = arguments
+    return args
+
+
+def main(arguments: list[str]) -> None:
+    args = parse_arguments(arguments)
+    if args.cpu_ranks is None:
+        require_gpu("bench_context")
+    ranks = args.cpu_ranks or torch.cuda.device_count()
+    if ranks < 2:
+        sys.exit(f"bench_context needs at least 2 GPUs; found {ranks}")
+    device = "cuda" if args.cpu_ranks is None else "cpu"
+    setting = Setting(args.n_heads, args.n_kv_heads, args.head_dim, args.repetitions, device)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+    print("\n".join(table([], ranks)), flush=True)
+    torch.multiprocessing.start_processes(
+        run_rank, args=(ranks, port, setting, args), nprocs=ranks, start_method=START_METHOD
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

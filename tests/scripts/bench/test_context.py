@@ -1,0 +1,73 @@
+"""Tests the streams, the parts and the table of scripts/bench/context.py. Its times would need several GPUs."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fa_train.models.attention import naive_attention
+from fa_train.parallel.context.operators import register_group
+from scripts.bench import context
+from scripts.bench.context import PARTS, STREAMS, Result, Setting, documents, main, measure, table
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    register_group("bench", dist.new_group([0]))
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_documents_fill_the_stream_and_are_drawn_again(stream):
+    drawn = [documents(stream, 100_000, seed) for seed in (0, 1, 0)]
+    assert {sum(lengths) for lengths in drawn} == {100_000}
+    assert drawn[0] == drawn[2]
+    assert (drawn[0] == drawn[1]) == (stream in ("one", "window"))
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_every_part_of_every_stream_is_timed(stream, one_rank, monkeypatch):
+    monkeypatch.setattr(context, "flash_attention", naive_attention)
+    monkeypatch.setattr(context, "WINDOW", 7)
+    result = measure(stream, 100, Setting(2, 1, 8, 2, "cpu"))
+    assert result.ms.keys() == set(PARTS) and min(result.ms.values()) > 0
+    assert result.received == 0, "a single rank has all keys"
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_sharing_a_stream_computes_what_one_rank_computes(stream, one_rank, monkeypatch):
+    monkeypatch.setattr(context, "flash_attention", naive_attention)
+    monkeypatch.setattr(context, "WINDOW", 7)
+    outputs = []
+    for part in ("one", "shared", "alone"):
+        torch.manual_seed(0)  # each part draws its own inputs when the case is made
+        monkeypatch.setattr(context, "_inputs", drawn_once())
+        case = context.Case(stream, 96, 0, Setting(2, 1, 8, 1, "cpu"))
+        outputs.append(case.parts[part]())
+    for gradients in outputs[1:]:
+        torch.testing.assert_close(gradients, outputs[0])
+
+
+def drawn_once():
+    """Returns a replacement of _inputs that returns the same values for every part."""
+    original, drawn = context._inputs, []
+
+    def inputs(*arguments):
+        if not drawn:
+            drawn.append(original(*arguments))
+        return drawn[0]
+
+    return inputs
+
+
+def test_the_table_compares_with_the_ideal():
+    ms = {"one": 100.0, "shared": 62.5, "alone": 50.0, "moved": 2.0}
+    [line] = table([Result("one", 65536, ms, [62.5, 60.0], 0.5)], 2)[2:]
+    assert line == "| one | 65,536 | 100.00 | 62.50 | 80.0% | 100.0% | 2.00 | 50% | 62.50, 60.00 |"
+
+
+@pytest.mark.parametrize(("arguments", "message"), [(["--cpu-ranks", "1"], "at least 2 GPUs; found 1")])
+def test_one_rank_is_refused(arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        main(arguments)
